@@ -1,0 +1,152 @@
+"""A model made of hashes: it computes nothing, and notices every wrong block, row or position.
+
+The fake KV pool remembers, for each slot, the whole prefix it was computed from. A query checks
+that every position it can see holds exactly its own prefix. The next token is a function of the
+prefix, so that what a request writes can be known in advance (`expected_tokens`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from twostroke.plan import StepPlan, StepResult
+from twostroke.request import EngineRequest, SamplingParams
+
+VOCAB = 7  # few tokens: prefixes of different requests coincide often
+EOS = 0
+
+
+def extend(prefix: int, token: int) -> int:
+    return hash((prefix, token, 0x5EED))
+
+
+def next_token(prefix: int, seed: int) -> int:
+    return hash((prefix, seed, "next")) % (VOCAB * 5) % VOCAB if seed else prefix % VOCAB
+
+
+def expected_tokens(given: EngineRequest, max_model_len: int) -> list[int]:
+    """What the fake model writes for a request, run alone and in one piece."""
+    prefix = 0
+    for token in given.prompt_token_ids:
+        prefix = extend(prefix, token)
+    room = max_model_len - len(given.prompt_token_ids)
+    limit = min(given.params.max_tokens or room, room)
+    written: list[int] = []
+    while len(written) < limit:
+        token = next_token(prefix, given.seed)
+        written.append(token)
+        if token in given.stop_ids and len(written) >= given.params.min_tokens:
+            break
+        prefix = extend(prefix, token)
+    return written
+
+
+@dataclass
+class Row:
+    tokens: list[int]
+    prefixes: list[int]  # prefixes[n]: of tokens[: n + 1]
+    request: EngineRequest
+    tables: list[list[int]] = field(default_factory=list)
+
+    def push(self, token: int) -> None:
+        self.tokens.append(token)
+        self.prefixes.append(extend(self.prefixes[-1] if self.prefixes else 0, token))
+
+
+class FakeExecutor:
+    """Runs plans in order, as a device would; results may be read later."""
+
+    def __init__(self, block_size: int, windows: Sequence[int | None] = (None,)) -> None:
+        self.block_size = block_size
+        self.windows = windows
+        self.rows: dict[int, Row] = {}
+        self.slots: dict[tuple[int, int], int] = {}  # (block, offset) → prefix
+        self.uncommitted: deque[dict[int, set[str]]] = deque()  # per step: block → request ids
+        self.skew = 0  # a negative control sets this: positions off by so many
+
+    def run(self, plan: StepPlan) -> StepResult:
+        for drop in plan.dropped:
+            table = self.rows[drop.row].tables[drop.group]
+            table[: drop.upto] = [0] * drop.upto
+        for row in plan.retired:
+            del self.rows[row]
+        for new in plan.new:
+            assert new.row not in self.rows, f"row {new.row} is taken"
+            row = Row([], [], new.request, [[] for _ in self.windows])
+            for token in new.tokens:
+                row.push(token)
+            self.rows[new.row] = row
+        for append in plan.appended:
+            self.rows[append.row].tables[append.group].extend(append.blocks)
+        spans = [(slot.row, slot.position, 1) for slot in plan.decode]
+        spans += [(chunk.row, chunk.start, chunk.size) for chunk in plan.prefill]
+        assert len({row for row, _, _ in spans}) == len(spans), "a row is planned twice"
+        named: dict[int, set[str]] = {}
+        for row, start, size in spans:  # a layer stores everything before it attends
+            self._store(self.rows[row], start + self.skew, size, named)
+        for row, start, size in spans:
+            self._attend(self.rows[row], start, size, named)
+        self.uncommitted.append(named)
+        sampled = [slot.row for slot in plan.decode]
+        sampled += [chunk.row for chunk in plan.prefill if chunk.last]
+        for slot in plan.decode:
+            assert slot.position == len(self.rows[slot.row].tokens) - 1, "decode feeds the newest"
+        tokens = []
+        for number in sampled:
+            row = self.rows[number]
+            tokens.append(next_token(row.prefixes[-1], row.request.seed))
+            row.push(tokens[-1])
+        return StepResult(tokens, {}, {}, 0.0)
+
+    def committed(self) -> None:
+        self.uncommitted.popleft()
+
+    def _store(self, row: Row, start: int, size: int, named: dict[int, set[str]]) -> None:
+        for position in range(start, start + size):
+            for table in row.tables:
+                block = table[position // self.block_size]
+                assert block != 0, "a write into the null block"
+                for step in self.uncommitted:
+                    others = step.get(block, set()) - {row.request.request_id}
+                    assert not others, f"block {block} is still owned by {others} in flight"
+                self.slots[block, position % self.block_size] = row.prefixes[position - self.skew]
+                named.setdefault(block, set()).add(row.request.request_id)
+
+    def _attend(self, row: Row, start: int, size: int, named: dict[int, set[str]]) -> None:
+        for query in {start, start + size - 1}:
+            for table, window in zip(row.tables, self.windows, strict=True):
+                first = 0 if window is None else max(0, query - window + 1)
+                for position in range(first, query + 1):
+                    block = table[position // self.block_size]
+                    held = self.slots.get((block, position % self.block_size))
+                    assert held == row.prefixes[position], (
+                        f"{row.request.request_id}: the query at {query} sees a wrong key at "
+                        f"{position} (block {block})"
+                    )
+                    named.setdefault(block, set()).add(row.request.request_id)
+
+
+def fake_request(
+    name: str,
+    prompt: Sequence[int],
+    max_tokens: int | None = 8,
+    *,
+    seed: int = 0,
+    stop: bool = False,
+    min_tokens: int = 0,
+    **more: object,
+) -> EngineRequest:
+    params = SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens)
+    stop_ids = frozenset({EOS}) if stop else frozenset()
+    return EngineRequest(name, tuple(prompt), params, seed, stop_ids, **more)  # type: ignore[arg-type]
+
+
+def random_prompt(rng: random.Random, longest: int) -> list[int]:
+    """Prompts that often begin alike."""
+    size = rng.randint(1, max(1, longest))
+    if rng.random() < 0.5:
+        return [(n * n) % VOCAB for n in range(size)]
+    return [rng.randrange(VOCAB) for _ in range(size)]

@@ -1,0 +1,182 @@
+"""Random lives of requests through scheduler and KV bookkeeping, over a model made of hashes."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import pytest
+
+from tests.fakes import FakeExecutor, expected_tokens, fake_request, random_prompt
+from twostroke.errors import RequestError
+from twostroke.plan import StepResult
+from twostroke.request import EngineRequest, FinishReason
+from twostroke.sched.scheduler import Scheduler, Update
+from twostroke.sched.step import SchedulerConfig
+
+SCENARIOS = 400
+
+
+class Life:
+    """Drives one scenario and keeps what each request was seen to do."""
+
+    def __init__(self, seed: int) -> None:
+        rng = self.rng = random.Random(seed)
+        block_size = rng.choice([1, 2, 4, 8])
+        window = rng.choice([None, None, None, rng.randint(1, 20)])
+        rows = rng.choice([1, 2, 4, 8])
+        chunked = rng.random() < 0.85
+        longest = rng.choice([12, 24, 48])
+        budget = rng.randint(rows + 1, rows + 24) if chunked else max(longest, rows + 1)
+        num_blocks = -(-longest // block_size) + rng.choice([0, 1, 4, 30])
+        self.config = SchedulerConfig(
+            max_num_seqs=rows,
+            max_num_batched_tokens=budget,
+            max_model_len=longest,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            windows=(window,),
+            policy=rng.choice(["fcfs", "priority"]),
+            chunked_prefill=chunked,
+            prefix_caching=rng.random() < 0.75,
+            lookahead=rng.choice([0, 4, 16]),
+        )
+        self.depth = rng.choice([1, 1, 2, 3])
+        self.scheduler = Scheduler(self.config)
+        self.executor = FakeExecutor(block_size, (window,))
+        self.flights: deque[StepResult] = deque()
+        self.given: dict[str, EngineRequest] = {}
+        self.written: dict[str, list[int]] = {}
+        self.ended: dict[str, FinishReason] = {}
+        self.added_at: dict[str, int] = {}
+        self.steps = 0
+        self.idle_turns = 0
+
+    def arrive(self) -> None:
+        rng, number = self.rng, len(self.given)
+        prompt = random_prompt(rng, self.config.max_model_len + 1)
+        siblings = rng.choice([1, 1, 1, 3])
+        for index in range(siblings):
+            given = fake_request(
+                f"r{number}.{index}",
+                prompt,
+                rng.choice([1, 3, 8, 30, None]),
+                seed=rng.randint(0, 2),
+                stop=rng.random() < 0.5,
+                min_tokens=rng.choice([0, 0, 1]),
+                priority=rng.randint(0, 2),
+                salt=rng.choice(["", "", "tenant"]),
+                family=f"f{number}" if siblings > 1 else "",
+            )
+            try:
+                self.scheduler.add(given)
+            except RequestError:
+                assert len(prompt) >= self.config.max_model_len
+                continue
+            self.given[given.request_id] = given
+            self.written[given.request_id] = []
+            self.added_at[given.request_id] = self.steps
+
+    def abort_one(self) -> None:
+        alive = [name for name in self.given if name not in self.ended]
+        if alive:
+            name = self.rng.choice(alive)
+            update = self.scheduler.abort(name)
+            assert update is not None
+            self.take(update)
+            assert self.scheduler.abort(name) is None
+
+    def take(self, update: Update) -> None:
+        name = update.request_id
+        assert name not in self.ended, f"{name} was heard of after its end"
+        self.written[name].extend(update.tokens)
+        if update.finish_reason is not None:
+            self.ended[name] = update.finish_reason
+
+    def turn(self) -> None:
+        plan = self.scheduler.plan()
+        self.scheduler.audit()
+        if plan is not None:
+            tokens = sum(chunk.size for chunk in plan.prefill) + len(plan.decode)
+            assert 0 < tokens <= self.config.max_num_batched_tokens
+            assert tokens == plan.num_tokens
+            self.flights.append(self.executor.run(plan))
+            self.steps += 1
+        elif not self.flights:
+            assert not self.scheduler.has_requests, "requests are there and nothing is planned"
+        if self.flights and (plan is None or len(self.flights) >= self.depth):
+            for update in self.scheduler.commit(self.flights.popleft()):
+                self.take(update)
+            self.executor.committed()
+        self.scheduler.audit()
+
+    def finish(self) -> None:
+        most = sum(len(g.prompt_token_ids) + self.config.max_model_len for g in self.given.values())
+        limit = self.steps + 8 * most + 100
+        while self.scheduler.has_requests or self.flights:
+            self.turn()
+            assert self.steps < limit, "a wait without bound"
+
+
+@pytest.mark.parametrize("block", range(SCENARIOS // 20))
+def test_every_random_life_ends_once_with_the_right_tokens_and_leaks_nothing(block: int) -> None:
+    for seed in range(block * 20, block * 20 + 20):
+        life = Life(seed)
+        for _ in range(life.rng.randint(10, 60)):
+            chance = life.rng.random()
+            if chance < 0.35:
+                life.arrive()
+            elif chance < 0.42:
+                life.abort_one()
+            life.turn()
+        life.finish()
+        assert set(life.ended) == set(life.given), f"seed {seed}: a request never ended"
+        for name, given in life.given.items():
+            expected = expected_tokens(given, life.config.max_model_len)
+            written = life.written[name]
+            if life.ended[name] is FinishReason.ABORT:
+                assert written == expected[: len(written)], f"seed {seed}: {name}"
+            else:
+                assert written == expected, f"seed {seed}: {name}"
+        assert life.scheduler.kv.is_idle(), f"seed {seed}: blocks leaked"
+        usage = life.scheduler.kv.usage()
+        assert usage.used == usage.fragmented == 0, f"seed {seed}: {usage}"
+
+
+def test_the_scenarios_reach_what_they_are_meant_to_reach() -> None:
+    """Preemption, prefix hits, mixed steps and chunking all happen in these lives."""
+    preempted = hits = mixed = chunked = in_flight = dropped = 0
+    for seed in range(60):
+        life = Life(seed)
+        plan_of = life.scheduler.plan
+
+        def plan(plan_of=plan_of, life=life):  # type: ignore[no-untyped-def]
+            nonlocal preempted, hits, mixed, chunked, in_flight, dropped
+            made = plan_of()
+            preempted += life.scheduler.last_preempted
+            if made is not None:
+                mixed += bool(made.prefill and made.decode)
+                chunked += any(not chunk.last for chunk in made.prefill)
+                starts = {c.row: c.start for c in made.prefill}
+                hits += any(starts.get(new.row, 0) > 0 for new in made.new)
+                in_flight += life.scheduler.num_in_flight > 1
+                dropped += bool(made.dropped)
+            return made
+
+        life.scheduler.plan = plan  # type: ignore[method-assign]
+        for _ in range(40):
+            if life.rng.random() < 0.4:
+                life.arrive()
+            life.turn()
+        life.finish()
+    assert min(preempted, hits, mixed, chunked, in_flight, dropped) > 20
+
+
+def test_a_wrong_position_is_noticed() -> None:
+    """Negative control: the fake model does fail when positions are off by one."""
+    life = Life(3)
+    life.executor.skew = 1
+    with pytest.raises((AssertionError, IndexError)):
+        for _ in range(50):
+            life.arrive()
+            life.turn()

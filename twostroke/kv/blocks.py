@@ -1,0 +1,103 @@
+"""`BlockPool`: who owns each block of the KV pool. Numbers only, no tensors.
+
+A block is in exactly one of three places:
+
+    free       holds nothing of use                       refs = 0
+    cached     holds a registered prefix, nobody's now    refs = 0, least recently used first
+    owned      named by tables, steps in flight, or both  refs > 0
+
+Block 0 is the null block: it stands in tables where a window has passed, and is never owned.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from twostroke.kv.prefix import PrefixIndex
+
+NULL_BLOCK = 0
+
+
+class BlockPool:
+    def __init__(self, num_blocks: int, keep_cached: bool = True) -> None:
+        """Blocks 1..num_blocks. Without `keep_cached` a prefix is forgotten with its last owner."""
+        self.num_blocks = num_blocks
+        self.prefix = PrefixIndex()
+        self.refs = [0] * (num_blocks + 1)
+        self._keep_cached = keep_cached
+        self._free = list(range(num_blocks, 0, -1))  # a stack: low numbers first
+        self._cached: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be taken now, the cached ones by evicting what they hold."""
+        return len(self._free) + len(self._cached)
+
+    def take(self, count: int) -> list[int]:
+        """`count` blocks with one owner each; the caller has checked `num_available`."""
+        blocks = []
+        for _ in range(count):
+            if self._free:
+                block = self._free.pop()
+            else:
+                block, _ = self._cached.popitem(last=False)
+                self.prefix.forget(block)
+            self.refs[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def share(self, block: int) -> None:
+        """One more owner for a registered block."""
+        if self.refs[block] == 0:
+            del self._cached[block]
+        self.refs[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """One owner less for each. What is released first is evicted first."""
+        for block in blocks:
+            self.refs[block] -= 1
+            if self.refs[block]:
+                continue
+            if block in self.prefix:
+                if self._keep_cached:
+                    self._cached[block] = None
+                    continue
+                self.prefix.forget(block)
+            self._free.append(block)
+
+    def forget_all(self) -> None:
+        """Drop every registered prefix: nothing computed so far is found again."""
+        for block in range(1, self.num_blocks + 1):
+            self.prefix.forget(block)
+        self._free.extend(self._cached)
+        self._cached.clear()
+
+    def check(self, owners: dict[int, int]) -> None:
+        """Every block is in one place and has exactly the `owners` it claims."""
+        self.prefix.check()
+        free, cached = set(self._free), set(self._cached)
+        assert len(free) == len(self._free), "a block is free twice"
+        assert not free & cached, f"blocks both free and cached: {free & cached}"
+        for block in range(1, self.num_blocks + 1):
+            refs = self.refs[block]
+            assert refs == owners.get(block, 0), (
+                f"block {block} claims {refs} owners and has {owners.get(block, 0)}"
+            )
+            assert (refs == 0) == (block in free or block in cached), (
+                f"block {block} has {refs} owners and is "
+                f"{'free' if block in free else 'cached' if block in cached else 'nowhere'}"
+            )
+        for block in free:
+            assert block not in self.prefix, f"free block {block} is registered"
+        for block in cached:
+            assert block in self.prefix, f"cached block {block} is not registered"
+        assert NULL_BLOCK not in owners, "the null block has an owner"

@@ -1,0 +1,78 @@
+"""Which block holds which tokens: the index behind prefix reuse.
+
+A full block is known by the digest of everything before it and its own tokens:
+
+    digest(0) = H(seed, tokens of block 0)      seed = H(salt, adapter, ...)
+    digest(i) = H(digest(i − 1), tokens of block i)
+
+so equal digests mean equal prefixes. A lookup also compares the block's tokens: a collision can
+cost a hit, never a wrong answer. The index names blocks; `blocks.py` owns them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import NamedTuple
+
+DIGEST_BYTES = 16
+
+
+class BlockKey(NamedTuple):
+    digest: bytes
+    tokens: bytes
+
+
+def seed_digest(*parts: str) -> bytes:
+    """Where a chain starts. Different salts never share a block."""
+    hasher = blake2b(digest_size=DIGEST_BYTES)
+    for part in parts:
+        data = part.encode()
+        hasher.update(len(data).to_bytes(4, "little") + data)
+    return hasher.digest()
+
+
+def block_key(parent: bytes, tokens: Sequence[int]) -> BlockKey:
+    packed = array("I", tokens).tobytes()
+    return BlockKey(blake2b(parent + packed, digest_size=DIGEST_BYTES).digest(), packed)
+
+
+class PrefixIndex:
+    """Digest → block and back, per KV group. One block per digest: the first to be registered."""
+
+    def __init__(self) -> None:
+        self._block: dict[tuple[int, bytes], int] = {}
+        self._key: dict[int, tuple[int, BlockKey]] = {}
+
+    def __len__(self) -> int:
+        return len(self._key)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._key
+
+    def find(self, group: int, key: BlockKey) -> int | None:
+        block = self._block.get((group, key.digest))
+        if block is None or self._key[block][1].tokens != key.tokens:
+            return None
+        return block
+
+    def register(self, block: int, group: int, key: BlockKey) -> None:
+        if (group, key.digest) not in self._block and block not in self._key:
+            self._block[group, key.digest] = block
+            self._key[block] = group, key
+
+    def forget(self, block: int) -> None:
+        entry = self._key.pop(block, None)
+        if entry is not None:
+            group, key = entry
+            del self._block[group, key.digest]
+
+    def key_of(self, block: int) -> tuple[int, BlockKey] | None:
+        return self._key.get(block)
+
+    def check(self) -> None:
+        """Both directions say the same."""
+        assert len(self._block) == len(self._key), "prefix index: one direction has lost entries"
+        for block, (group, key) in self._key.items():
+            assert self._block[group, key.digest] == block, f"prefix index: block {block} is lost"

@@ -1,0 +1,98 @@
+"""What one step does, decided before it runs: the only thing the scheduler says to an executor.
+
+A `StepPlan` is frozen, self-contained and made of plain data, so that the same plan can go to
+every tensor-parallel rank or to another machine. The phase is a type: prefill work is a list of
+`Chunk`, decode work a list of `Slot`. Rows index state that the executor keeps from step to step
+(`exec/state.py`); a plan says only what changes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from twostroke.request import EngineRequest
+
+
+class Chunk(NamedTuple):
+    """Prefill: compute positions [start, start + size) of a row; sample after the last chunk."""
+
+    row: int
+    start: int
+    size: int
+    last: bool
+
+
+class Slot(NamedTuple):
+    """Decode: feed the token at `position` (an upper bound while drafts are in flight)."""
+
+    row: int
+    position: int
+    drafts: int = 0
+
+
+class NewRow(NamedTuple):
+    """A request takes a row: everything the executor must know of it, tokens so far included."""
+
+    row: int
+    tokens: tuple[int, ...]
+    num_prompt: int
+    request: EngineRequest
+
+
+class BlockAppend(NamedTuple):
+    """Blocks put at the end of a row's table in one KV group. Tables only grow."""
+
+    row: int
+    group: int
+    blocks: tuple[int, ...]
+
+
+class BlockDrop(NamedTuple):
+    """The first `upto` entries of a row's table are null now: a window has passed them."""
+
+    row: int
+    group: int
+    upto: int
+
+
+class PhaseWork(NamedTuple):
+    """How much a phase does in a step, in the units the cost model counts in."""
+
+    rows: int = 0
+    tokens: int = 0
+    kv_tokens: int = 0  # cached positions attended to, summed over the tokens
+    kv_reads: int = 0  # cached positions that must be read at least once
+
+
+class StepPlan(NamedTuple):
+    step: int
+    new: tuple[NewRow, ...]
+    retired: tuple[int, ...]  # rows given up before this step; a new row may reuse one
+    appended: tuple[BlockAppend, ...]
+    dropped: tuple[BlockDrop, ...]
+    prefill: tuple[Chunk, ...]
+    decode: tuple[Slot, ...]
+    prefill_work: PhaseWork
+    decode_work: PhaseWork
+
+    @property
+    def num_tokens(self) -> int:
+        return self.prefill_work.tokens + self.decode_work.tokens
+
+
+class TokenLogprobs(NamedTuple):
+    """The chosen token first, then the most likely ones: ids, log-probabilities, rank of the
+    chosen one (1 is the most likely)."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    rank: int
+
+
+class StepResult(NamedTuple):
+    """What came out, in the plan's order: the decode slots, then the last chunks."""
+
+    tokens: list[int]
+    logprobs: dict[int, TokenLogprobs]  # by index into `tokens`; only where asked for
+    prompt_logprobs: dict[int, list[TokenLogprobs]]  # by row: one per position, in order
+    device_s: float

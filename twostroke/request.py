@@ -1,0 +1,209 @@
+"""What a user asks for (`SamplingParams`), what the engine is sent (`EngineRequest`), and the
+running state of one request (`Request`) with the only legal ways through its life:
+
+    WAITING ──admit──▶ PREFILL ──last chunk planned──▶ DECODE ──▶ FINISHED
+       ▲                  │                              │           ▲
+       └──── preempt ─────┴──────────────────────────────┘           │
+    any state ──abort, error─────────────────────────────────────────┘
+
+Preemption is finish-and-readd with the tokens kept: the request waits again and its prompt is now
+everything it has, so no fourth state is needed.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from twostroke.errors import RequestError
+from twostroke.kv.cache import KVSequence
+from twostroke.observe.record import RequestRecord
+from twostroke.strict import Strict
+
+MAX_SEED = 2**63 - 1
+GREEDY_BELOW = 1e-5  # temperatures under this are greedy: the division would overflow
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams(Strict):
+    """How to continue a prompt. The names are vLLM's."""
+
+    error = RequestError
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: all
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16  # None: until max_model_len
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_int("n", 1, 1024)
+        self._check_number("temperature", 0.0, 1e4, "a number from 0 (greedy) up")
+        self._check_number("top_p", 0.0, 1.0, "a number above 0 and at most 1")
+        if self.top_p == 0:
+            self._refuse("top_p", "a number above 0 and at most 1")
+        self._check_int("top_k", -1)
+        self._check_number("min_p", 0.0, 1.0, "a number from 0 to 1")
+        self._check_number("presence_penalty", -2.0, 2.0, "a number from -2 to 2")
+        self._check_number("frequency_penalty", -2.0, 2.0, "a number from -2 to 2")
+        self._check_number("repetition_penalty", 1e-6, 1e6, "a number above 0 (1 means none)")
+        self._check_int("seed", -MAX_SEED - 1, MAX_SEED, optional=True)
+        self._check_int("max_tokens", 1, optional=True)
+        self._check_int("min_tokens", 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}; "
+                "lower the first or raise the second"
+            )
+        self._check_int("logprobs", 0, optional=True)
+        self._check_int("prompt_logprobs", 0, optional=True)
+        self._check_lists()
+
+    def _check_lists(self) -> None:
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if not all(isinstance(s, str) and s for s in stops):
+            self._refuse("stop", "a non-empty string or a list of them")
+        if stops and not self.detokenize:
+            raise RequestError(
+                "stop strings need the text: set detokenize=True or use stop_token_ids"
+            )
+        words = tuple(self.bad_words or ())
+        if isinstance(self.bad_words, str) or not all(isinstance(w, str) and w for w in words):
+            self._refuse("bad_words", "a list of non-empty strings")
+        object.__setattr__(self, "stop", stops)
+        object.__setattr__(self, "bad_words", words)
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            ids = getattr(self, name)
+            if ids is not None and not all(isinstance(i, int) and i >= 0 for i in ids):
+                self._refuse(name, "a list of token ids")
+            if ids is not None:
+                object.__setattr__(self, name, tuple(ids))
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            self._refuse("allowed_token_ids", "a list of at least one token id, or None")
+        if self.logit_bias is not None:
+            try:
+                bias = {int(k): float(v) for k, v in self.logit_bias.items()}
+            except (TypeError, ValueError, AttributeError):
+                bias = {-1: math.nan}
+            if not all(k >= 0 and -100.0 <= v <= 100.0 for k, v in bias.items()):
+                self._refuse("logit_bias", "a dict of token id → number from -100 to 100")
+            object.__setattr__(self, "logit_bias", bias)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def penalised(self) -> bool:
+        """Whether what was written before changes the logits."""
+        return bool(
+            self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One request as it is sent to the engine: ids only. `n > 1` has become n of these."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int] = frozenset()  # end of text, end of turn, stop_token_ids
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    priority: int = 0  # lower runs first, under scheduling_policy="priority"
+    salt: str = ""  # only requests with the same salt share cached prefixes
+    received_s: float = 0.0  # on the monotonic clock
+    family: str = ""  # siblings of one `n > 1` request share a name, and so their prompt's blocks
+
+
+class Phase(enum.Enum):
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+LEGAL = {
+    Phase.WAITING: {Phase.PREFILL, Phase.FINISHED},
+    Phase.PREFILL: {Phase.DECODE, Phase.WAITING, Phase.FINISHED},
+    Phase.DECODE: {Phase.WAITING, Phase.FINISHED},
+    Phase.FINISHED: set(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request inside the scheduler, which owns it.
+
+    tokens     [ prompt ........... | committed output ]
+    computed   [ ............. kv.num_computed )             planned, launched or done
+    pending                                            [ )   sampled in flight, not committed
+    """
+
+    given: EngineRequest
+    order: tuple[int, int]  # (priority, arrival): smaller goes first, larger is preempted first
+    max_outputs: int  # the least of max_tokens and what max_model_len leaves
+    tokens: list[int]
+    kv: KVSequence
+    record: RequestRecord
+    phase: Phase = Phase.WAITING
+    row: int = -1
+    pending: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    prompt_logprobs: list[Any] = field(default_factory=list)
+    num_prompt: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.given.prompt_token_ids)
+
+    @property
+    def request_id(self) -> str:
+        return self.given.request_id
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_to_prefill(self) -> int:
+        return len(self.tokens) - self.kv.num_computed
+
+    @property
+    def remaining(self) -> int:
+        """Output tokens that may still be planned."""
+        return self.max_outputs - self.num_outputs - self.pending
+
+    def become(self, phase: Phase) -> None:
+        if phase not in LEGAL[self.phase]:
+            raise AssertionError(f"{self.request_id}: {self.phase} → {phase} is not a legal step")
+        self.phase = phase

@@ -1,0 +1,57 @@
+"""The decode side of the schedule: the requests that write, one slot each a step, oldest first."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable
+
+from twostroke.kv.cache import KVCache
+from twostroke.request import Phase, Request
+from twostroke.sched.step import StepBuilder
+
+
+def by_order(request: Request) -> tuple[int, int]:
+    return request.order
+
+
+class DecodeSet:
+    def __init__(self, kv: KVCache) -> None:
+        self.requests: list[Request] = []  # sorted by order
+        self._kv = kv
+
+    def add(self, request: Request) -> None:
+        insort(self.requests, request, key=by_order)
+
+    def remove_gone(self) -> None:
+        """Forget the requests that have left the phase."""
+        self.requests = [r for r in self.requests if r.phase is Phase.DECODE]
+
+    def plan(self, step: StepBuilder, preempt_for: Callable[[Request], bool]) -> None:
+        """A slot for every request that can use one.
+
+        `preempt_for` frees blocks by preempting the last request in order; it says False when
+        that is the very request that asked. Preempted requests come later in the list than the
+        one that asks, so no slot already given is lost.
+        """
+        kv, windowed = self._kv, any(self._kv.windows)
+        index = 0
+        while index < len(self.requests):
+            request = self.requests[index]
+            if request.remaining <= 0:  # its last token is in flight
+                index += 1
+                continue
+            seq = request.kv
+            if windowed:
+                step.add_drops(request, kv.drop_passed(seq))
+            if seq.num_computed >= seq.capacity:
+                grown = kv.reserve(seq, seq.num_computed + 1)
+                while grown is None and not kv.returning and preempt_for(request):
+                    grown = kv.reserve(seq, seq.num_computed + 1)
+                if grown is None:  # preempted itself, or waits for blocks in flight
+                    index += request.phase is Phase.DECODE
+                    continue
+                step.add_blocks(request, grown)
+            step.add_slot(request)
+            kv.advance(seq, 1, step.step)
+            request.pending += 1
+            index += 1

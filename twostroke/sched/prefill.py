@@ -1,0 +1,182 @@
+"""The prefill side of the schedule: who waits, who is let in, and how prompts are cut in chunks."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections.abc import Callable
+
+from twostroke.kv.blocks import NULL_BLOCK
+from twostroke.kv.cache import KVCache
+from twostroke.plan import NewRow
+from twostroke.request import Phase, Request
+from twostroke.sched.decode import by_order
+from twostroke.sched.step import SchedulerConfig, StepBuilder
+
+
+class WaitingQueue:
+    """Requests by order. A request that ends while it waits is skipped when it comes up."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[int, int], Request]] = []
+        self._gone = 0
+
+    def __len__(self) -> int:
+        return len(self._heap) - self._gone
+
+    def push(self, request: Request) -> None:
+        heapq.heappush(self._heap, (request.order, request))
+
+    def peek(self) -> Request | None:
+        while self._heap and self._heap[0][1].phase is not Phase.WAITING:
+            heapq.heappop(self._heap)
+            self._gone -= 1
+        return self._heap[0][1] if self._heap else None
+
+    def pop(self) -> Request:
+        return heapq.heappop(self._heap)[1]
+
+    def note_gone(self) -> None:
+        """A waiting request has finished. Sweep when most of the heap is of that kind."""
+        self._gone += 1
+        if self._gone > 64 and self._gone * 2 > len(self._heap):
+            self._heap = [entry for entry in self._heap if entry[1].phase is Phase.WAITING]
+            heapq.heapify(self._heap)
+            self._gone = 0
+
+
+class PrefillQueue:
+    def __init__(self, config: SchedulerConfig, kv: KVCache, rows: list[int]) -> None:
+        self.waiting = WaitingQueue()
+        self.requests: list[Request] = []  # admitted, prompt not yet computed; sorted by order
+        self._config = config
+        self._kv = kv
+        self._rows = rows  # free rows, shared with the scheduler
+
+    def remove_gone(self) -> None:
+        self.requests = [r for r in self.requests if r.phase is Phase.PREFILL]
+
+    def plan(
+        self,
+        step: StepBuilder,
+        decoding: list[Request],
+        preempt: Callable[[Request], None],
+        to_decode: Callable[[Request], None],
+    ) -> None:
+        """Chunks for the prompts under way, then new prompts, while the budget lasts."""
+        for request in list(self.requests):
+            if step.budget <= 0:
+                break
+            if request.phase is Phase.PREFILL:
+                self._continue(step, request, preempt)
+        self._admit(step, decoding)
+        for request in step.last_chunks:
+            request.become(Phase.DECODE)
+            request.pending += 1
+            to_decode(request)
+        self.remove_gone()
+
+    def _continue(
+        self, step: StepBuilder, request: Request, preempt: Callable[[Request], None]
+    ) -> None:
+        """The next chunk, as long as budget and blocks allow.
+
+        Requests that decode have their slots by now and keep them. Without a single free block
+        the last of the prompts under way gives way, so that the first can always go on.
+        """
+        kv, seq = self._kv, request.kv
+        step.add_drops(request, kv.drop_passed(seq))
+        while True:
+            available = seq.capacity + self._tokens_available() - seq.num_computed
+            count = min(step.budget, request.num_to_prefill, available)
+            if count > 0:
+                break
+            last = self.requests[-1]
+            if last is request or kv.returning:
+                return
+            preempt(last)
+            self.requests.pop()
+        self._add_chunk(step, request, count)
+
+    def _admit(self, step: StepBuilder, decoding: list[Request]) -> None:
+        while step.budget > 0 and self._rows:
+            request = self.waiting.peek()
+            if request is None or request.pending:  # tokens of it are still in flight
+                return
+            tables = self._match(request)
+            num_cached = len(tables[0]) * self._kv.block_size
+            uncached = len(request.tokens) - num_cached
+            if not self._config.chunked_prefill and uncached > step.budget:
+                return
+            if not self._has_room(request, tables, decoding):
+                return
+            self.waiting.pop()
+            self._start(step, request, tables)
+            count = min(step.budget, uncached, self._tokens_available())
+            if count <= 0:
+                return
+            self._add_chunk(step, request, count)
+
+    def _start(self, step: StepBuilder, request: Request, tables: list[list[int]]) -> None:
+        request.become(Phase.PREFILL)
+        request.row = self._rows.pop()
+        num_cached = self._kv.open(request.kv, tables)
+        insort(self.requests, request, key=by_order)
+        step.new.append(
+            NewRow(request.row, tuple(request.tokens), request.num_prompt, request.given)
+        )
+        step.add_blocks(request, len(tables[0]))
+        record = request.record
+        if not record.scheduled_s:
+            record.scheduled_s = step.now
+            record.num_cached = num_cached
+
+    def _add_chunk(self, step: StepBuilder, request: Request, count: int) -> None:
+        seq = request.kv
+        grown = self._kv.reserve(seq, seq.num_computed + count)
+        assert grown is not None, "a chunk was cut to the blocks there are"
+        step.add_blocks(request, grown)
+        request.record.chunks.append((step.now, step.step, seq.num_computed, count))
+        step.add_chunk(request, count)
+        self._kv.advance(seq, count, step.step)
+        self._kv.register(seq, request.tokens)
+
+    def _match(self, request: Request) -> list[list[int]]:
+        asked = request.given.params.prompt_logprobs is not None
+        if asked and len(request.prompt_logprobs) < request.num_prompt - 1:
+            return [[] for _ in self._kv.windows]  # every prompt position must be computed
+        return self._kv.match(request.kv, request.tokens)
+
+    def _tokens_available(self) -> int:
+        blocks = self._kv.pool.num_available // len(self._kv.windows)
+        return blocks * self._kv.block_size
+
+    def _has_room(self, request: Request, tables: list[list[int]], decoding: list[Request]) -> bool:
+        """Whether the request can be let in without soon preempting it or another.
+
+        Kept free are the rest of every admitted prompt and, for each request that will write,
+        `lookahead` tokens of growth (less if it may write less).
+        """
+        kv, lookahead = self._kv, self._config.lookahead
+        refs = kv.pool.refs
+        hits = [block for table in tables for block in table if block != NULL_BLOCK]
+        revived = sum(refs[block] == 0 for block in hits)  # cached now, owned once we take them
+        available = kv.pool.num_available - revived
+        length = len(request.tokens)
+        if not decoding and not self.requests:
+            need = kv.blocks_for(length) - len(hits)
+            # Alone it always fits: `Scheduler.add` has refused what cannot. Blocks still owned
+            # by steps in flight come back first.
+            return need <= available or not kv.returning
+        need = kv.blocks_for(length + min(request.remaining, lookahead)) - len(hits)
+        running = len(decoding) + len(self.requests)
+        plenty = need + running * kv.blocks_for(lookahead + kv.block_size)
+        if not self.requests and plenty <= available:
+            return True
+        for other in decoding:
+            growth = other.kv.num_computed + min(other.remaining, lookahead)
+            need += max(0, kv.blocks_for(growth) - kv.blocks_held(other.kv))
+        for other in self.requests:
+            growth = len(other.tokens) + min(other.remaining, lookahead)
+            need += max(0, kv.blocks_for(growth) - kv.blocks_held(other.kv))
+        return need <= available

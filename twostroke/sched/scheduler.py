@@ -1,0 +1,328 @@
+"""`Scheduler`: composes the two phases into steps. Deterministic, over plain data, no tensors.
+
+    add, abort ──▶ plan() ──▶ StepPlan ──▶ (an executor) ──▶ StepResult ──▶ commit() ──▶ updates
+
+`plan` may run ahead of `commit`: what it planned counts as done, tokens still unknown are
+`pending`, and blocks that a planned step touches stay owned until that step commits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from time import monotonic
+from typing import NamedTuple
+
+from twostroke.errors import RequestError
+from twostroke.kv.cache import KVCache, KVSequence
+from twostroke.kv.prefix import seed_digest
+from twostroke.observe.record import RequestRecord
+from twostroke.plan import StepPlan, StepResult, TokenLogprobs
+from twostroke.request import EngineRequest, FinishReason, Phase, Request
+from twostroke.sched.decode import DecodeSet
+from twostroke.sched.prefill import PrefillQueue
+from twostroke.sched.step import SchedulerConfig, StepBuilder
+
+
+class Update(NamedTuple):
+    """What became known of a request: new tokens, or its end, or both."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # with the first token
+    record: RequestRecord | None = None  # with the end
+    error: str = ""
+
+
+class InFlight(NamedTuple):
+    plan: StepPlan
+    sampled: list[Request]  # in the result's order
+    prompts: dict[int, Request]  # by row: chunks whose prompt log-probabilities were asked for
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.kv = KVCache(
+            config.num_blocks,
+            config.block_size,
+            config.windows,
+            keep_cached=config.prefix_caching,
+            max_chunk=config.max_num_batched_tokens,
+        )
+        self.last_preempted = 0  # while planning the newest step
+        self._requests: dict[str, Request] = {}
+        self._rows = list(range(config.max_num_seqs - 1, -1, -1))
+        self._retired: list[int] = []
+        self._prefill = PrefillQueue(config, self.kv, self._rows)
+        self._decode = DecodeSet(self.kv)
+        self._in_flight: deque[InFlight] = deque()
+        self._step = 0
+        self._arrivals = 0
+
+    # ── what is there ───────────────────────────────────────────────────────────────────────
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._prefill.waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._prefill.requests) + len(self._decode.requests)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self._requests)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    # ── requests come and go ────────────────────────────────────────────────────────────────
+
+    def add(self, given: EngineRequest) -> None:
+        config, prompt = self.config, given.prompt_token_ids
+        if given.request_id in self._requests:
+            raise RequestError(f"a request with the id {given.request_id!r} is already running")
+        if not prompt:
+            raise RequestError("the prompt is empty; give at least one token")
+        if len(prompt) >= config.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens, but max_model_len is "
+                f"{config.max_model_len} and one must be left to write; shorten the prompt or "
+                "raise max_model_len"
+            )
+        room = config.max_model_len - len(prompt)
+        max_outputs = (
+            room if given.params.max_tokens is None else min(given.params.max_tokens, room)
+        )
+        blocks = self.kv.blocks_for(len(prompt) + max_outputs - 1)
+        if blocks > config.num_blocks:
+            raise RequestError(
+                f"{len(prompt)} prompt tokens and up to {max_outputs} output tokens need {blocks} "
+                f"KV blocks of {config.block_size} tokens, but the cache has {config.num_blocks}; "
+                "lower max_tokens, shorten the prompt, or enlarge the cache "
+                "(kv_cache_memory_bytes)"
+            )
+        now = monotonic()
+        record = RequestRecord(given.request_id, len(prompt), given.received_s or now, queued_s=now)
+        priority = given.priority if config.policy == "priority" else 0
+        request = Request(
+            given,
+            order=(priority, self._arrivals),
+            max_outputs=max_outputs,
+            tokens=list(prompt),
+            kv=KVSequence(self._seed(given)),
+            record=record,
+        )
+        self._arrivals += 1
+        self._requests[given.request_id] = request
+        self._prefill.waiting.push(request)
+
+    def _seed(self, given: EngineRequest) -> bytes | None:
+        """Where the request's digest chain starts: by salt; without prefix caching only the
+        siblings of one `n > 1` request share, and nothing outlives them."""
+        if self.config.prefix_caching:
+            return seed_digest("salt", given.salt)
+        return seed_digest("family", given.family) if given.family else None
+
+    def abort(self, request_id: str) -> Update | None:
+        """End a request at any moment. None if there is no such request (any more)."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        self._finish(request, FinishReason.ABORT)
+        self._remove_gone()
+        return self._update(request)
+
+    # ── planning ────────────────────────────────────────────────────────────────────────────
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None if nothing can run before a step in flight commits."""
+        config = self.config
+        window = config.windows[0] if len(config.windows) == 1 else None
+        step = StepBuilder(self._step, config.max_num_batched_tokens, window, monotonic())
+        preempted: list[Request] = []
+
+        def preempt(victim: Request) -> None:
+            preempted.append(victim)
+            self._preempt(victim, step.now)
+
+        def preempt_for(request: Request) -> bool:
+            victim = self._last_in_order()
+            preempt(victim)
+            (self._decode if victim in self._decode.requests[-1:] else self._prefill).requests.pop()
+            return victim is not request
+
+        self._decode.plan(step, preempt_for)
+        self._prefill.plan(step, self._decode.requests, preempt, self._decode.add)
+        self.last_preempted = len(preempted)
+        if step.empty:
+            return None
+        plan = step.build(tuple(self._retired))
+        self._retired.clear()
+        self._step += 1
+        prompts = {
+            r.row: r for r in step.chunk_requests if r.given.params.prompt_logprobs is not None
+        }
+        self._in_flight.append(InFlight(plan, step.sampled, prompts))
+        return plan
+
+    def _last_in_order(self) -> Request:
+        ends = [queue.requests[-1] for queue in (self._prefill, self._decode) if queue.requests]
+        return max(ends, key=lambda request: request.order)
+
+    def _preempt(self, request: Request, now: float) -> None:
+        """Finish and re-add with the tokens kept. What the prefix cache still has is not lost."""
+        request.record.preempted.append((now, request.kv.num_computed))
+        self._release(request)
+        request.become(Phase.WAITING)
+        self._prefill.waiting.push(request)
+
+    # ── committing ──────────────────────────────────────────────────────────────────────────
+
+    def commit(self, result: StepResult) -> list[Update]:
+        """The oldest step in flight has run: append its tokens, end what has ended."""
+        plan, sampled, prompts = self._in_flight.popleft()
+        now, step = monotonic(), plan.step
+        for row, entries in result.prompt_logprobs.items():
+            self._keep_prompt_logprobs(plan, row, prompts[row], entries)
+        updates, any_finished = [], False
+        for index, request in enumerate(sampled):
+            if request.phase is Phase.FINISHED:  # aborted, or stopped by an earlier step
+                continue
+            token = result.tokens[index]
+            self._append(request, token, step, now)
+            logprobs = result.logprobs.get(index)
+            finished = self._check_stop(request, token)
+            any_finished |= finished
+            updates.append(self._update(request, (token,), (logprobs,) if logprobs else ()))
+        if any_finished:
+            self._remove_gone()
+        self.kv.commit(step)
+        return updates
+
+    def _append(self, request: Request, token: int, step: int, now: float) -> None:
+        request.tokens.append(token)
+        request.pending -= 1
+        record = request.record
+        if not record.token_s:
+            record.first_token_s = now
+        record.token_s.append(now)
+        record.token_step.append(step)
+        if request.phase is Phase.DECODE:
+            seq = request.kv
+            if seq.num_computed >= (seq.num_registered + 1) * self.config.block_size:
+                self.kv.register(seq, request.tokens)
+
+    def _check_stop(self, request: Request, token: int) -> bool:
+        params, outputs = request.given.params, request.num_outputs
+        if token in request.given.stop_ids and outputs >= params.min_tokens:
+            by_user = params.stop_token_ids is not None and token in params.stop_token_ids
+            request.stop_reason = token if by_user else None
+            self._finish(request, FinishReason.STOP)
+            return True
+        if outputs >= request.max_outputs:
+            self._finish(request, FinishReason.LENGTH)
+            return True
+        return False
+
+    def _keep_prompt_logprobs(
+        self, plan: StepPlan, row: int, request: Request, entries: list[TokenLogprobs]
+    ) -> None:
+        """Entry 0 of the list is position 1. After a preemption positions come a second time."""
+        start = next(chunk.start for chunk in plan.prefill if chunk.row == row)
+        kept = request.prompt_logprobs
+        kept.extend(entries[len(kept) - start :])
+
+    def fail(self, error: str) -> list[Update]:
+        """A step could not run. Its requests end with an error, and no prefix is trusted."""
+        hit: dict[str, Request] = {}
+        for flight in self._in_flight:
+            rows = {chunk.row for chunk in flight.plan.prefill}
+            hit |= {r.request_id: r for r in flight.sampled if r.phase is not Phase.FINISHED}
+            hit |= {r.request_id: r for r in self._prefill.requests if r.row in rows}
+        # Blocks computed by a failed step may be shared by requests that were not in it.
+        for request in (*self._prefill.requests, *self._decode.requests):
+            hit[request.request_id] = request
+        updates = []
+        for request in hit.values():
+            self._finish(request, FinishReason.ERROR)
+            updates.append(self._update(request)._replace(error=error))
+        self._remove_gone()
+        if self._in_flight:
+            self.kv.commit(self._in_flight[-1].plan.step)
+            self._in_flight.clear()
+        self.kv.forget_all()
+        return updates
+
+    # ── ends ────────────────────────────────────────────────────────────────────────────────
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        if request.phase is Phase.WAITING:
+            self._prefill.waiting.note_gone()
+        else:
+            self._release(request)
+        request.become(Phase.FINISHED)
+        request.finish_reason = reason
+        request.record.finish_reason = reason
+        request.record.finished_s = monotonic()
+        del self._requests[request.request_id]
+
+    def _release(self, request: Request) -> None:
+        self.kv.close(request.kv)
+        self._rows.append(request.row)
+        self._retired.append(request.row)
+        request.row = -1
+
+    def _remove_gone(self) -> None:
+        self._prefill.remove_gone()
+        self._decode.remove_gone()
+
+    def _update(
+        self,
+        request: Request,
+        tokens: tuple[int, ...] = (),
+        logprobs: Sequence[TokenLogprobs] = (),
+    ) -> Update:
+        first = request.num_outputs == len(tokens) and bool(tokens)
+        asked = request.given.params.prompt_logprobs is not None
+        return Update(
+            request.request_id,
+            tokens,
+            tuple(logprobs),
+            request.finish_reason,
+            request.stop_reason,
+            tuple(request.prompt_logprobs) if first and asked else None,
+            request.record if request.finish_reason is not None else None,
+        )
+
+    # ── proving ─────────────────────────────────────────────────────────────────────────────
+
+    def audit(self) -> None:
+        """Blocks, rows and phases are where they claim to be."""
+        self.kv.audit()
+        prefill, decode = self._prefill.requests, self._decode.requests
+        running = prefill + decode
+        rows = [r.row for r in running]
+        assert sorted(rows + self._rows) == list(range(self.config.max_num_seqs)), "a row leaked"
+        assert all(r.phase is Phase.PREFILL for r in prefill), "a request is in the wrong phase"
+        assert all(r.phase is Phase.DECODE for r in decode), "a request is in the wrong phase"
+        for queue in (prefill, decode):
+            orders = [r.order for r in queue]
+            assert orders == sorted(orders), "a queue is out of order"
+        waiting = [r for r in self._requests.values() if r.phase is Phase.WAITING]
+        assert len(waiting) == self.num_waiting, "a waiting request was lost"
+        assert len(running) + len(waiting) == len(self._requests), "a request was lost"
+        pending = sum(r.pending for r in self._requests.values())
+        sampled = [r for flight in self._in_flight for r in flight.sampled]
+        alive = sum(r.phase is not Phase.FINISHED for r in sampled)
+        assert pending == alive, f"{pending} tokens are pending and {alive} are in flight"
+        if not self._requests and not self._in_flight:
+            assert self.kv.is_idle(), "blocks are owned by nobody"

@@ -1,0 +1,47 @@
+"""Settings that refuse what they do not know: the base of every class a user fills in."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from twostroke.errors import ConfigError, TwostrokeError, nearest
+
+
+class Strict:
+    """A dataclass whose unknown keyword is an error that names the nearest right one."""
+
+    error: ClassVar[type[TwostrokeError]] = ConfigError
+
+    def __new__(cls, *args: Any, **given: Any) -> Any:
+        known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        for name in given:
+            if name not in known:
+                raise cls.error(f"{cls.__name__} has no setting {name!r}{nearest(name, known)}")
+        return super().__new__(cls)
+
+    def _refuse(self, name: str, expected: str) -> None:
+        raise self.error(f"{name} must be {expected}, not {getattr(self, name)!r}")
+
+    def _check_int(
+        self, name: str, low: int, high: int | None = None, optional: bool = False
+    ) -> None:
+        value = getattr(self, name)
+        if value is None and optional:
+            return
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if not whole or value < low or (high is not None and value > high):
+            bound = f"of at least {low}" if high is None else f"from {low} to {high}"
+            self._refuse(name, f"a whole number {bound}" + (" or None" if optional else ""))
+
+    def _check_number(self, name: str, low: float, high: float, expected: str) -> None:
+        value = getattr(self, name)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not low <= value <= high:  # NaN fails every comparison
+            self._refuse(name, expected)
+
+    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in choices:
+            hint = nearest(value, choices) if isinstance(value, str) else ""
+            raise self.error(f"{name} must be one of {', '.join(choices)}, not {value!r}{hint}")
