@@ -1,0 +1,105 @@
+"""`EngineConfig`: every setting a user can give, under vLLM's names, validated once.
+
+Settings say what the user wants; what follows from them and the model (how many blocks, how long
+a context) is worked out in `exec/memory.py`. Environment variables are read only in this file
+and, for the cache folder, in `model/hub.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from twostroke.errors import ConfigError
+from twostroke.strict import Strict
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(Strict):
+    model: str | None = None  # a path, a Hugging Face id, or None for the default model
+    tokenizer: str | None = None  # where the tokenizer is, if not with the model
+    revision: str | None = None
+    skip_tokenizer_init: bool = False  # token ids in, token ids out
+    chat_template: str | None = None  # a template, or the path of one, instead of the model's own
+    load_format: str = "auto"  # auto, safetensors, gguf, dummy
+    dtype: str = "auto"  # auto: the model's own on a GPU, float32 on a CPU
+    kv_cache_dtype: str = "auto"  # auto: as dtype
+    device: str = "auto"  # auto: cuda if there is one
+    seed: int = 0
+    max_model_len: int | None = None  # None: as long as model and cache allow
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None  # tokens in a step
+    block_size: int = 16  # tokens in a KV block
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    scheduling_policy: str = "fcfs"  # fcfs, priority
+    max_logprobs: int = 20
+    enforce_eager: bool = False  # no graphs, no compilation; the tokens stay the same
+    tensor_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        self._check_choice("load_format", ("auto", "safetensors", "gguf", "dummy"))
+        self._check_choice("dtype", ("auto", "float32", "float16", "bfloat16"))
+        self._check_choice("kv_cache_dtype", ("auto", "float32", "float16", "bfloat16"))
+        self._check_choice("scheduling_policy", ("fcfs", "priority"))
+        if self.device not in ("auto", "cpu") and not str(self.device).startswith("cuda"):
+            self._refuse("device", "auto, cpu, or cuda")
+        self._check_int("seed", 0, 2**63 - 1)
+        self._check_int("max_model_len", 2, optional=True)
+        self._check_int("max_num_seqs", 1, 65536)
+        self._check_int("max_num_batched_tokens", 1, optional=True)
+        self._check_int("block_size", 1, 1024)
+        self._check_int("kv_cache_memory_bytes", 1, optional=True)
+        self._check_int("num_gpu_blocks_override", 1, optional=True)
+        self._check_int("max_logprobs", 0)
+        self._check_number("gpu_memory_utilization", 0.01, 1.0, "a number above 0 and at most 1")
+        for name in (
+            "skip_tokenizer_init",
+            "enable_prefix_caching",
+            "enable_chunked_prefill",
+            "enforce_eager",
+        ):
+            if not isinstance(getattr(self, name), bool):
+                self._refuse(name, "True or False")
+        self._check_int("tensor_parallel_size", 1)
+        if self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}, but this version runs a "
+                "model on one device; set it to 1"
+            )
+        self._check_contradictions()
+
+    def _check_contradictions(self) -> None:
+        if self.num_gpu_blocks_override is not None and self.kv_cache_memory_bytes is not None:
+            raise ConfigError(
+                "num_gpu_blocks_override and kv_cache_memory_bytes both set the size of the KV "
+                "cache; give one of them"
+            )
+        budget = self.max_num_batched_tokens
+        if budget is not None and budget < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens {budget} is below max_num_seqs {self.max_num_seqs}: a "
+                "step must have a token for every running request; raise the first or lower "
+                "the second"
+            )
+        if self.skip_tokenizer_init and self.tokenizer is not None:
+            raise ConfigError("skip_tokenizer_init and tokenizer contradict each other; give one")
+
+    def token_budget(self, on_gpu: bool, max_model_len: int) -> int:
+        """Tokens in a step: enough to fill the device, few enough that streams keep flowing."""
+        budget = self.max_num_batched_tokens
+        if budget is None:
+            budget = max(8192 if on_gpu else 512, self.max_num_seqs)
+            if not self.enable_chunked_prefill:
+                budget = max(budget, max_model_len)
+        if not self.enable_chunked_prefill and budget < max_model_len:
+            raise ConfigError(
+                f"without chunked prefill a prompt runs in one step, but max_num_batched_tokens "
+                f"{budget} is below max_model_len {max_model_len}; raise the first, lower the "
+                "second, or set enable_chunked_prefill=True"
+            )
+        return budget
