@@ -1,0 +1,94 @@
+"""Small GGUF files for the tests, made by the `gguf` package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from twostroke.model.dequant import LAYOUTS, BlockType
+from twostroke.model.gguf import GGUFFile
+from twostroke.model.gguf_config import tensor_name
+from twostroke.model.spec import LayerSpec, ModelSpec, RopeSpec
+
+SPEC = ModelSpec(
+    family="llama",
+    vocab_size=48,
+    hidden_size=64,
+    intermediate_size=96,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    layers=(LayerSpec(),) * 2,
+    rope=RopeSpec(theta=10000.0, dim=16),
+    norm_eps=2.0**-17,  # exact in the file's float32
+    max_context=128,
+)
+Edit = Callable[[gguf.GGUFWriter], None]
+
+
+def write_model(path: Path, spec: ModelSpec = SPEC, edit: Edit = lambda writer: None) -> GGUFFile:
+    """A model of that spec with random float32 weights; `edit` adds what a test is about."""
+    writer = gguf.GGUFWriter(path, spec.family)
+    writer.add_block_count(spec.num_layers)
+    writer.add_context_length(spec.max_context)
+    writer.add_embedding_length(spec.hidden_size)
+    writer.add_feed_forward_length(spec.intermediate_size)
+    writer.add_head_count(spec.num_heads)
+    writer.add_head_count_kv(spec.num_kv_heads)
+    writer.add_layer_norm_rms_eps(spec.norm_eps)
+    for name, values in random_weights(spec).items():
+        writer.add_tensor(tensor_name(name), values)
+    edit(writer)
+    save(writer)
+    return GGUFFile.open(path)
+
+
+def save(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def random_weights(spec: ModelSpec) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    shapes = spec.weight_shapes().items()
+    return {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes}
+
+
+def setting(key: str, value: Any, family: str = "llama") -> Edit:
+    def edit(writer: gguf.GGUFWriter) -> None:
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+        add |= {str: writer.add_string, list: writer.add_array}
+        writer.kv_data[0].pop(f"{family}.{key}", None)
+        add[type(value)](f"{family}.{key}", value)
+
+    return edit
+
+
+def extra_tensor(name: str, values: np.ndarray) -> Edit:
+    return lambda writer: writer.add_tensor(name, values)
+
+
+def random_blocks(block_type: BlockType, num_blocks: int) -> np.ndarray:
+    """Blocks as a quantiser would leave them: any bits, but finite scales."""
+    random = np.random.default_rng(1)
+    blocks = random.integers(0, 256, (num_blocks, LAYOUTS[block_type].num_bytes), np.uint8)
+    scales_at = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}[block_type]
+    for at in scales_at:
+        scales = random.standard_normal(num_blocks).astype("<f2")
+        blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
+    return blocks
+
+
+def packed_rows(block_type: BlockType, num_rows: int, row_length: int) -> np.ndarray:
+    if block_type in (BlockType.Q4_K, BlockType.Q5_K, BlockType.Q6_K):
+        num_blocks = num_rows * row_length // 256
+        return random_blocks(block_type, num_blocks).reshape(num_rows, -1)
+    values = np.random.default_rng(2).standard_normal((num_rows, row_length)).astype(np.float32)
+    packed = gguf.quants.quantize(values, gguf.GGMLQuantizationType[block_type])
+    return packed.view(np.uint8)

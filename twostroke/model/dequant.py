@@ -1,0 +1,202 @@
+"""GGUF block types: how many bytes a block takes, and its values as float32. Numpy only.
+
+A tensor is a run of blocks. A quantised block holds 32 or 256 neighbours of a row as small whole
+numbers `q` with the scales (and, for some types, offsets) that give the values back:
+`scale · q`, `scale · (q − centre)`, `scale · q + offset` or `scale · q − offset`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from enum import StrEnum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+# Temporaries of a slice take a few times its 4 bytes per element, so that they stay near the cache.
+ELEMENTS_PER_SLICE = 1 << 18
+
+
+class BlockType(StrEnum):
+    F32 = "F32"
+    F16 = "F16"
+    BF16 = "BF16"
+    Q4_0 = "Q4_0"
+    Q4_1 = "Q4_1"
+    Q5_0 = "Q5_0"
+    Q5_1 = "Q5_1"
+    Q8_0 = "Q8_0"
+    Q4_K = "Q4_K"
+    Q5_K = "Q5_K"
+    Q6_K = "Q6_K"
+
+
+class BlockLayout(NamedTuple):
+    elements: int
+    num_bytes: int
+
+
+LAYOUTS: dict[BlockType, BlockLayout] = {
+    BlockType.F32: BlockLayout(1, 4),
+    BlockType.F16: BlockLayout(1, 2),
+    BlockType.BF16: BlockLayout(1, 2),
+    BlockType.Q4_0: BlockLayout(32, 18),
+    BlockType.Q4_1: BlockLayout(32, 20),
+    BlockType.Q5_0: BlockLayout(32, 22),
+    BlockType.Q5_1: BlockLayout(32, 24),
+    BlockType.Q8_0: BlockLayout(32, 34),
+    BlockType.Q4_K: BlockLayout(256, 144),
+    BlockType.Q5_K: BlockLayout(256, 176),
+    BlockType.Q6_K: BlockLayout(256, 210),
+}
+
+
+def num_bytes(block_type: BlockType, num_elements: int) -> int:
+    """Bytes of `num_elements` values, which must fill whole blocks."""
+    layout = LAYOUTS[block_type]
+    if num_elements % layout.elements:
+        raise ValueError(f"{num_elements} elements do not fill blocks of {layout.elements}")
+    return num_elements // layout.elements * layout.num_bytes
+
+
+def dequantize(raw: Bytes, block_type: BlockType, shape: tuple[int, ...]) -> Floats:
+    """The values of a tensor, or of any rows of it, from its bytes."""
+    layout = LAYOUTS[block_type]
+    if raw.size != num_bytes(block_type, math.prod(shape)):
+        raise ValueError(f"{raw.size} bytes are not {shape} values of {block_type}")
+    blocks = raw.reshape(-1, layout.num_bytes)
+    values = np.empty((len(blocks), layout.elements), np.float32)
+    unpack = _UNPACK[block_type]
+    blocks_per_slice = max(1, ELEMENTS_PER_SLICE // layout.elements)
+    for first in range(0, len(blocks), blocks_per_slice):
+        part = slice(first, first + blocks_per_slice)
+        values[part] = unpack(blocks[part])
+    return values.reshape(shape)
+
+
+# Each function below takes (n, bytes of a block) and gives (n, elements of a block).
+
+
+def _f32(blocks: Bytes) -> Floats:
+    return _contiguous(blocks).view("<f4").astype(np.float32)
+
+
+def _f16(blocks: Bytes) -> Floats:
+    return _contiguous(blocks).view("<f2").astype(np.float32)
+
+
+def _bf16(blocks: Bytes) -> Floats:
+    """bfloat16 is the upper half of a float32."""
+    return (_contiguous(blocks).view("<u2").astype(np.uint32) << 16).view(np.float32)
+
+
+def _q4_0(blocks: Bytes) -> Floats:
+    """scale f16 · 16 bytes of nibbles, centred on 8."""
+    return _f16(blocks[:, :2]) * (_halves_of_nibbles(blocks[:, 2:]) - np.float32(8))
+
+
+def _q4_1(blocks: Bytes) -> Floats:
+    """scale f16 · offset f16 · 16 bytes of nibbles."""
+    return _f16(blocks[:, :2]) * _halves_of_nibbles(blocks[:, 4:]) + _f16(blocks[:, 2:4])
+
+
+def _q5_0(blocks: Bytes) -> Floats:
+    """scale f16 · 32 fifth bits · 16 bytes of nibbles, centred on 16."""
+    q = _halves_of_nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
+    return _f16(blocks[:, :2]) * (q - np.float32(16))
+
+
+def _q5_1(blocks: Bytes) -> Floats:
+    """scale f16 · offset f16 · 32 fifth bits · 16 bytes of nibbles."""
+    q = _halves_of_nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
+    return _f16(blocks[:, :2]) * q + _f16(blocks[:, 2:4])
+
+
+def _q8_0(blocks: Bytes) -> Floats:
+    """scale f16 · 32 signed bytes."""
+    return _f16(blocks[:, :2]) * _contiguous(blocks[:, 2:]).view(np.int8)
+
+
+def _q4_k(blocks: Bytes) -> Floats:
+    """f16 scale of the scales and of the offsets · 12 bytes of both · 128 bytes of nibbles."""
+    return _scale_eights(blocks, _eights_of_nibbles(blocks[:, 16:]))
+
+
+def _q5_k(blocks: Bytes) -> Floats:
+    """As Q4_K, with 32 bytes of fifth bits before the nibbles: bit s belongs to sub-block s."""
+    sub_block = np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
+    fifth = (blocks[:, 16:48].reshape(-1, 1, 32) >> sub_block) & np.uint8(1)
+    return _scale_eights(blocks, _eights_of_nibbles(blocks[:, 48:]) | fifth * np.uint8(16))
+
+
+def _q6_k(blocks: Bytes) -> Floats:
+    """128 bytes of nibbles · 64 bytes of upper bit pairs · 16 signed scales · f16 scale of those.
+
+    Each half of the block (128 values) is four quarters of 32. The low nibbles of 64 bytes are the
+    first two quarters and the high nibbles the last two; bit pair j of 32 bytes belongs to
+    quarter j.
+    """
+    n = len(blocks)
+    low = blocks[:, :128].reshape(n, 2, 1, 64)
+    nibbles = np.concatenate([low & 0xF, low >> 4], axis=2).reshape(n, 2, 4, 32)
+    pair = np.arange(0, 8, 2, dtype=np.uint8).reshape(1, 1, 4, 1)
+    upper = (blocks[:, 128:192].reshape(n, 2, 1, 32) >> pair) & 3
+    q = (nibbles | (upper << 4)).reshape(n, 16, 16) - np.float32(32)
+    scales = _f16(blocks[:, 208:210]) * _contiguous(blocks[:, 192:208]).view(np.int8)
+    return (scales[:, :, None] * q).reshape(n, 256)
+
+
+def _contiguous(part: Bytes) -> Bytes:
+    """Columns of a block lie apart in memory, and only neighbours can be viewed as wider types."""
+    return np.ascontiguousarray(part)
+
+
+def _halves_of_nibbles(packed: Bytes) -> Bytes:
+    """32 values from 16 bytes: the low nibbles are the first half, the high ones the second."""
+    return np.concatenate([packed & 0xF, packed >> 4], axis=1)
+
+
+def _fifth_bits(packed: Bytes) -> Bytes:
+    """32 values of 0 or 16 from 4 bytes, lowest bit first."""
+    return np.unpackbits(_contiguous(packed), axis=1, bitorder="little") * np.uint8(16)
+
+
+def _eights_of_nibbles(packed: Bytes) -> Bytes:
+    """8 sub-blocks of 32 from 128 bytes: each 32 bytes hold one sub-block low and the next high."""
+    quarters = packed.reshape(-1, 4, 1, 32)
+    return np.concatenate([quarters & 0xF, quarters >> 4], axis=2).reshape(-1, 8, 32)
+
+
+def _scale_eights(blocks: Bytes, q: Bytes) -> Floats:
+    """Values of Q4_K and Q5_K from their whole numbers `q`, (n, 8, 32).
+
+    The 12 bytes hold 8 scales and 8 offsets of 6 bits. The first four of each are the low six bits
+    of bytes 0–3 and 4–7. The last four have their low nibbles in bytes 8–11 (scales low, offsets
+    high) and their upper two bits on top of bytes 0–3 and 4–7.
+    """
+    first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scale = np.concatenate([first & 63, (third & 0xF) | (first >> 6 << 4)], axis=1)
+    offset = np.concatenate([second & 63, (third >> 4) | (second >> 6 << 4)], axis=1)
+    scales = (_f16(blocks[:, :2]) * scale)[:, :, None]
+    offsets = (_f16(blocks[:, 2:4]) * offset)[:, :, None]
+    return (scales * q - offsets).reshape(-1, 256)
+
+
+_UNPACK: dict[BlockType, Callable[[Bytes], Floats]] = {
+    BlockType.F32: _f32,
+    BlockType.F16: _f16,
+    BlockType.BF16: _bf16,
+    BlockType.Q4_0: _q4_0,
+    BlockType.Q4_1: _q4_1,
+    BlockType.Q5_0: _q5_0,
+    BlockType.Q5_1: _q5_1,
+    BlockType.Q8_0: _q8_0,
+    BlockType.Q4_K: _q4_k,
+    BlockType.Q5_K: _q5_k,
+    BlockType.Q6_K: _q6_k,
+}

@@ -1,0 +1,297 @@
+"""Reads GGUF files: metadata, the list of tensors, and their bytes. Numpy only, no torch.
+
+A file is a header (magic, version, counts), key–value metadata, one entry per tensor, padding,
+and the tensors' bytes. All lengths come from the file, so every one is checked against the bytes
+that are left before it is believed.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from twostroke.errors import ModelError
+from twostroke.model.dequant import LAYOUTS, BlockType, Bytes, num_bytes
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+MAX_DIMS = 4
+MAX_ARRAY_DEPTH = 4  # arrays of arrays are legal and unused; without a bound they could recurse
+
+# The number of a type in the file → its name. The names we do not read are for the message.
+TYPE_NAMES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0"}
+TYPE_NAMES |= {9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K"}
+TYPE_NAMES |= {16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S"}
+TYPE_NAMES |= {22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
+TYPE_NAMES |= {29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"}
+
+# Metadata value types: number in the file → struct code. Strings and arrays have their own shape.
+SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+STRING = 8
+ARRAY = 9
+SMALLEST_STRING = 8  # its length alone
+SMALLEST_ARRAY = 12  # element type and count
+SMALLEST_PAIR = SMALLEST_STRING + 4 + 1
+SMALLEST_TENSOR = SMALLEST_STRING + 4 + 8 + 4 + 8
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """`shape` has the last dimension contiguous, as in torch; `offset` counts from byte 0."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: BlockType
+    offset: int
+    num_bytes: int
+
+
+class GGUFFile:
+    """An open GGUF file. Only the header has been read; the tensors' bytes stay on disk."""
+
+    def __init__(
+        self,
+        path: Path,
+        metadata: dict[str, Any],
+        tensors: dict[str, TensorInfo],
+        data: Bytes,
+    ) -> None:
+        self.path = path
+        self.metadata = metadata
+        self.tensors = tensors
+        self._data = data
+
+    @classmethod
+    def open(cls, path: Path) -> GGUFFile:
+        buffer = _map(path)
+        header = _Header(path, buffer)
+        metadata, tensors = header.read()
+        return cls(path, metadata, tensors, np.frombuffer(buffer, np.uint8))
+
+    def raw(self, name: str) -> Bytes:
+        """The bytes of a tensor: a read-only view of the mapped file, nothing is copied."""
+        info = self.tensors[name]
+        return self._data[info.offset : info.offset + info.num_bytes]
+
+
+def _map(path: Path) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            magic = file.read(len(MAGIC))
+            if magic != MAGIC:
+                raise ModelError(
+                    f"{path} is not a GGUF file: it begins with {magic!r}, not {MAGIC!r}. Give "
+                    "the path of a .gguf file, or of a folder with config.json and *.safetensors."
+                )
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise ModelError(f"{path}: there is no such file. Check the path of the model.") from None
+    except IsADirectoryError:
+        raise ModelError(
+            f"{path} is a folder, not a GGUF file. Give the path of the .gguf file in it."
+        ) from None
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror}).") from None
+
+
+class _Header:
+    """Walks through the header once, from the first byte to the last."""
+
+    def __init__(self, path: Path, buffer: mmap.mmap) -> None:
+        self.path = path
+        self.buffer = buffer
+        self.size = len(buffer)
+        self.at = len(MAGIC)
+
+    def read(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+        self._check_version()
+        num_tensors = self._count("tensors", SMALLEST_TENSOR)
+        num_pairs = self._count("metadata entries", SMALLEST_PAIR)
+        metadata: dict[str, Any] = {}
+        for _ in range(num_pairs):
+            key = self._name("metadata key")
+            if key in metadata:
+                self._fail(f"the metadata key {key!r} appears twice")
+            metadata[key] = self._value(self._number("I"), key)
+        entries = [self._tensor() for _ in range(num_tensors)]
+        return metadata, self._place(entries, self._alignment(metadata))
+
+    def _check_version(self) -> None:
+        version = self._number("I")
+        swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+        if swapped in (1, *VERSIONS):
+            raise ModelError(
+                f"{self.path}: this GGUF file is big-endian, which is not supported. "
+                "Use the little-endian file of the same model."
+            )
+        if version not in VERSIONS:
+            known = " and ".join(str(v) for v in VERSIONS)
+            raise ModelError(
+                f"{self.path}: GGUF version {version} is not supported, only {known}. "
+                "Use a conversion of the model in one of these."
+            )
+
+    def _value(self, kind: int, key: str, depth: int = 0) -> Any:
+        if kind == STRING:
+            return self._string()
+        if kind == ARRAY:
+            return self._array(key, depth)
+        return self._number(self._scalar_code(kind, key))
+
+    def _array(self, key: str, depth: int) -> list[Any]:
+        if depth == MAX_ARRAY_DEPTH:
+            self._fail(f"the metadata entry {key!r} nests arrays deeper than {MAX_ARRAY_DEPTH}")
+        kind = self._number("I")
+        if kind == STRING:
+            return self._strings(self._count(f"strings of {key!r}", SMALLEST_STRING))
+        if kind == ARRAY:
+            count = self._count(f"arrays of {key!r}", SMALLEST_ARRAY)
+            return [self._array(key, depth + 1) for _ in range(count)]
+        code = self._scalar_code(kind, key)
+        width = struct.calcsize(f"<{code}")
+        count = self._count(f"values of {key!r}", width)
+        start = self._advance(count * width)
+        return list(struct.unpack_from(f"<{count}{code}", self.buffer, start))
+
+    def _strings(self, count: int) -> list[str]:
+        """A vocabulary has 10⁵ strings, so this loop spends nothing on calls of our own."""
+        buffer, at, size = self.buffer, self.at, self.size
+        read_length = struct.Struct("<Q").unpack_from
+        strings = []
+        for _ in range(count):
+            if at + 8 > size:
+                self._truncated()
+            (length,) = read_length(buffer, at)
+            at += 8
+            end = at + length
+            if end > size:
+                self._truncated()
+            strings.append(buffer[at:end].decode("utf-8", "replace"))
+            at = end
+        self.at = at
+        return strings
+
+    def _tensor(self) -> TensorInfo:
+        """An entry as the file has it: the offset still counts from the start of the data."""
+        name = self._name("tensor name")
+        num_dims = self._number("I")
+        if not 1 <= num_dims <= MAX_DIMS:
+            self._fail(f"the tensor {name!r} has {num_dims} dimensions, expected 1 to {MAX_DIMS}")
+        dims = [self._number("Q") for _ in range(num_dims)]
+        if 0 in dims:
+            self._fail(f"the tensor {name!r} has an empty dimension")
+        block_type = self._block_type(self._number("I"), name)
+        block = LAYOUTS[block_type].elements
+        if dims[0] % block:  # dimension 0 is the contiguous one
+            self._fail(
+                f"the tensor {name!r} has rows of {dims[0]} values, "
+                f"which do not fill blocks of {block} ({block_type})"
+            )
+        offset = self._number("Q")
+        shape = tuple(reversed(dims))
+        return TensorInfo(name, shape, block_type, offset, num_bytes(block_type, math.prod(shape)))
+
+    def _block_type(self, number: int, tensor: str) -> BlockType:
+        name = TYPE_NAMES.get(number, f"number {number}")
+        if name not in BlockType.__members__:
+            raise ModelError(
+                f"{self.path}: the tensor {tensor!r} is of block type {name}, which is not "
+                f"supported. Supported: {', '.join(BlockType)}. Use another quantisation of the "
+                "model, for example Q4_K_M or Q8_0."
+            )
+        return BlockType(name)
+
+    def _alignment(self, metadata: dict[str, Any]) -> int:
+        alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            self._fail(f"general.alignment must be a power of two, not {alignment!r}")
+        return alignment
+
+    def _place(self, entries: list[TensorInfo], alignment: int) -> dict[str, TensorInfo]:
+        """Turn the entries' offsets into places in the file, which must hold all of them."""
+        data_start = -(-self.at // alignment) * alignment
+        tensors: dict[str, TensorInfo] = {}
+        needed_bytes = 0
+        for entry in entries:
+            if entry.name in tensors:
+                self._fail(f"the tensor {entry.name!r} appears twice")
+            if entry.offset % alignment:
+                self._fail(f"the tensor {entry.name!r} does not begin at a multiple of {alignment}")
+            offset = data_start + entry.offset
+            needed_bytes = max(needed_bytes, offset + entry.num_bytes)
+            tensors[entry.name] = TensorInfo(
+                entry.name, entry.shape, entry.type, offset, entry.num_bytes
+            )
+        if needed_bytes > self.size:
+            raise ModelError(
+                f"{self.path}: the file is truncated: {needed_bytes - self.size} bytes are "
+                f"missing ({self.size} of {needed_bytes} are there). Download it again."
+            )
+        return tensors
+
+    # The primitives: each takes its bytes from the file and moves on.
+
+    def _advance(self, length: int) -> int:
+        start = self.at
+        if length > self.size - start:
+            self._truncated()
+        self.at = start + length
+        return start
+
+    def _number(self, code: str) -> Any:
+        start = self._advance(struct.calcsize(f"<{code}"))
+        return struct.unpack_from(f"<{code}", self.buffer, start)[0]
+
+    def _bytes(self) -> bytes:
+        length = self._number("Q")
+        start = self._advance(length)
+        return self.buffer[start : start + length]
+
+    def _string(self) -> str:
+        """Bytes that are not UTF-8 are replaced: a vocabulary may hold pieces of characters."""
+        return self._bytes().decode("utf-8", "replace")
+
+    def _name(self, what: str) -> str:
+        raw = self._bytes()
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            self._fail(f"a {what} is not UTF-8: {raw[:40]!r}")
+
+    def _count(self, what: str, smallest_bytes: int) -> int:
+        count: int = self._number("Q")
+        if count * smallest_bytes > self.size - self.at:
+            self._fail(f"it announces {count} {what}, more than the rest of the file can hold")
+        return count
+
+    def _scalar_code(self, kind: int, key: str) -> str:
+        if kind not in SCALARS:
+            self._fail(f"the metadata entry {key!r} has the unknown value type {kind}")
+        return SCALARS[kind]
+
+    def _truncated(self) -> NoReturn:
+        self._fail(f"the file ends within its header, after {self.size} bytes")
+
+    def _fail(self, problem: str) -> NoReturn:
+        raise ModelError(
+            f"{self.path}: the GGUF header is truncated or damaged: {problem}. Download it again."
+        )

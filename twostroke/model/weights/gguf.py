@@ -1,0 +1,95 @@
+"""Weights from a GGUF file, dense or as the packed rows the file holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from twostroke.errors import ModelError
+from twostroke.model.dequant import BlockType, Bytes, dequantize
+from twostroke.model.gguf import GGUFFile, TensorInfo
+from twostroke.model.gguf_config import tensor_name
+from twostroke.model.spec import ModelSpec
+
+# Rows are turned into the target type in parts, so that a large matrix never exists in float32.
+ELEMENTS_PER_PART = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """A matrix as (out, bytes of a row); a row is a whole number of blocks of `type`."""
+
+    type: BlockType
+    shape: tuple[int, int]
+    rows: Bytes
+
+
+class GGUFWeights:
+    def __init__(self, file: GGUFFile, spec: ModelSpec) -> None:
+        self._file = file
+        self._spec = spec
+        # Conversions to the llama architecture reorder q and k so that rope's pairs are neighbours.
+        self._pairs_are_neighbours = file.metadata.get("general.architecture") == "llama"
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        info = self._file.tensors.get(tensor_name(name))
+        return None if info is None else info.shape
+
+    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        info = self._info(name)
+        if len(info.shape) == 1:
+            values = dequantize(self._file.raw(info.name), info.type, info.shape)
+            order = self._row_order(name)
+            return torch.from_numpy(values if order is None else values[order]).to(dtype)
+        matrix = self.packed(name)
+        num_rows, row_length = matrix.shape
+        dense = torch.empty(matrix.shape, dtype=dtype)
+        rows_per_part = max(1, ELEMENTS_PER_PART // row_length)
+        for first in range(0, num_rows, rows_per_part):
+            rows = matrix.rows[first : first + rows_per_part]
+            values = dequantize(rows, matrix.type, (len(rows), row_length))
+            dense[first : first + len(rows)].copy_(torch.from_numpy(values))
+        return dense
+
+    def packed(self, name: str) -> PackedMatrix:
+        """A matrix in its blocks: a read-only view of the file, or a copy if rows had to move."""
+        info = self._info(name)
+        if len(info.shape) != 2:
+            raise ModelError(
+                f"{self._file.path}: the tensor {info.name!r} has shape {info.shape}, "
+                "expected a matrix. The file is damaged or belongs to another model."
+            )
+        num_rows, row_length = info.shape
+        rows = self._file.raw(info.name).reshape(num_rows, -1)
+        order = self._row_order(name)
+        return PackedMatrix(
+            info.type, (num_rows, row_length), rows if order is None else rows[order]
+        )
+
+    def _info(self, name: str) -> TensorInfo:
+        info = self._file.tensors.get(tensor_name(name))
+        if info is None:
+            raise ModelError(
+                f"{self._file.path}: the tensor {tensor_name(name)!r} is missing. The file is "
+                "incomplete or belongs to another model."
+            )
+        return info
+
+    def _row_order(self, name: str) -> npt.NDArray[np.intp] | None:
+        """Which row of the file each of our rows is, or None if they stand as they should."""
+        part = name.rpartition(".")[2]
+        if not self._pairs_are_neighbours or part not in ("q", "k", "q_bias", "k_bias"):
+            return None
+        spec = self._spec
+        num_heads = spec.num_heads if part.startswith("q") else spec.num_kv_heads
+        return halves_from_neighbours(num_heads, spec.head_dim, spec.rope.dim)
+
+
+def halves_from_neighbours(num_heads: int, head_dim: int, rope_dim: int) -> npt.NDArray[np.intp]:
+    """Row order that takes rope's pairs from (2i, 2i + 1) to (i, i + rope_dim/2) in each head."""
+    rows = np.arange(num_heads * head_dim).reshape(num_heads, head_dim)
+    rotated, rest = rows[:, :rope_dim], rows[:, rope_dim:]
+    return np.concatenate([rotated[:, 0::2], rotated[:, 1::2], rest], axis=1).reshape(-1)
