@@ -1,0 +1,242 @@
+"""Chats are written as transformers writes them, and a template gets no further than text."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import models
+from transformers import PreTrainedTokenizerFast
+
+from twostroke.errors import ModelError, RequestError
+from twostroke.model.chat_template import ChatTemplate, check_messages, choose_template
+
+CHATML = """\
+{% for message in messages %}
+    {% if loop.first and message.role != 'system' %}
+{{ '<|im_start|>system\\nYou help.<|im_end|>\\n' }}
+    {%- endif %}
+{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] | trim + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{ '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+WITH_TOOLS = """\
+{{- bos_token }}
+{%- set ns = namespace(turns=0, last='') %}
+{%- if tools %}
+    {{- 'Tools:\\n' }}
+    {%- for tool in tools %}
+        {{- tool | tojson(indent=2) + '\\n' }}
+    {%- endfor %}
+{%- endif %}
+{%- for message in messages %}
+    {%- set ns.turns = ns.turns + 1 %}
+    {%- if message.role == 'skip' %}{% continue %}{% endif %}
+    {%- if message.tool_calls is defined and message.tool_calls %}
+        {%- for call in message.tool_calls %}
+            {{- '[' + call.function.name + ' ' + (call.function.arguments | tojson) + ']' }}
+        {%- endfor %}
+    {%- else %}
+        {{- message.role ~ ': ' }}{% generation %}{{ message.content }}{% endgeneration %}
+    {%- endif %}
+    {{- eos_token if not loop.last else '' }}
+{%- endfor %}
+{%- for n in range(ns.turns) if n is odd %}{{ n }}{{ loop.length }},{% endfor %}
+{%- for key, value in (extra or {}) | dictsort %}{{ key }}={{ value }};{% endfor %}
+{%- for name in messages | map(attribute='role') %}{{ name }}{{ loop.revindex }}{% endfor %}
+"""
+DOUBLING = (
+    "{%% macro twice(x) %%}{{ x }}{{ x }}{%% endmacro %%}{%% set ns = namespace(x='x') %%}"
+    "{%% for n in range(64) %%}{%% set ns.x = %s %%}{%% endfor %%}"
+)
+USER = {"role": "user", "content": "Hi <b>&</b> 'you'"}
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    USER,
+    {"role": "assistant", "content": "Grüße 😀 "},
+    {"role": "skip", "content": "unseen"},
+    {"role": "user", "content": "And\n\nnow?"},
+]
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "description": "<where>", "parameters": {"city": "text"}},
+}
+
+
+def render(source: str, messages: Any = (USER,), **kwargs: Any) -> str:
+    return ChatTemplate(source, "<s>", "</s>").render(list(messages), **kwargs)
+
+
+def reference(source: str, messages: list[dict[str, Any]], **kwargs: Any) -> str:
+    backend = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1}, unk_token="<s>"))
+    theirs = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    text = theirs.apply_chat_template(messages, chat_template=source, tokenize=False, **kwargs)
+    assert isinstance(text, str)
+    return text
+
+
+@pytest.mark.parametrize("source", [CHATML, WITH_TOOLS], ids=["chatml", "tools"])
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+@pytest.mark.parametrize("messages", [[USER], CONVERSATION], ids=["one", "many"])
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, {"tools": [TOOL]}, {"extra": {"b": 1, "a": True}}],
+    ids=["plain", "tool", "extra"],
+)
+def test_chats_are_written_as_transformers_writes_them(
+    source: str, add_generation_prompt: bool, messages: list[dict[str, Any]], kwargs: dict[str, Any]
+) -> None:
+    settings = {"add_generation_prompt": add_generation_prompt, **kwargs}
+    assert render(source, messages, **settings) == reference(source, messages, **settings)
+
+
+def test_the_arguments_of_a_tool_call_are_read_from_their_string() -> None:
+    def chat(arguments: Any) -> list[dict[str, Any]]:
+        call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+        return [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+    expected = reference(WITH_TOOLS, chat({"city": "Köln"}))
+    assert '[weather {"city": "Köln"}]' in expected
+    assert render(WITH_TOOLS, chat('{"city": "Köln"}')) == expected
+    assert '[weather "{\\"ci"]' in render(WITH_TOOLS, chat('{"ci'))  # cut short: left as it is
+
+
+def test_json_is_not_escaped_for_html() -> None:
+    assert render("{{ messages[0].content | tojson }}") == "\"Hi <b>&</b> 'you'\""
+
+
+def test_a_template_can_ask_for_the_date() -> None:
+    assert render("{{ strftime_now('%Y') }}") == str(datetime.now().year)
+
+
+def test_content_parts_become_text() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    given = [{"role": "user", "content": parts}]
+    assert render("{{ messages[0].content }}", given) == "one\ntwo"
+    assert given[0]["content"] is parts  # the caller's messages stay as they are
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([], "the list is empty"),
+        ("Hi", "expected a list of messages"),
+        (["Hi"], r"messages\[0\]: expected an object"),
+        ([{"content": "Hi"}], r"messages\[0\]: the role is missing"),
+        ([USER, {"role": 3, "content": "Hi"}], r"messages\[1\]: the role is 3"),
+        ([{"role": "user"}], r"messages\[0\]: the content is missing"),
+        ([{"role": "user", "content": 5}], r"messages\[0\]\.content: .*not int"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            r"messages\[0\]\.content\[0\]: parts of the type 'image_url'.*text only",
+        ),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\]: .*needs its text"),
+        ([{"role": "assistant", "tool_calls": "f()"}], r"tool_calls: expected a list"),
+    ],
+)
+def test_messages_that_are_none_are_refused(messages: Any, says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        check_messages(messages)
+
+
+def test_a_template_may_refuse_in_its_own_words() -> None:
+    source = "{% if messages|length != 2 %}{{ raise_exception('two turns, please') }}{% endif %}ok"
+    assert render(source, [USER, USER]) == "ok"
+    with pytest.raises(RequestError, match="two turns, please"):
+        render(source)
+
+
+def test_a_failing_template_says_what_failed() -> None:
+    with pytest.raises(RequestError, match=r"fails on these messages \(TypeError"):
+        render("{{ 'a' + 1 }}")
+    with pytest.raises(RequestError, match="UndefinedError"):
+        render("{{ nothing.at.all }}")
+
+
+@pytest.mark.parametrize("source", ["{% if %}", "{{ x", "{% for %}", "{{ 1 | no_such_filter }}"])
+def test_a_broken_template_is_refused_when_it_is_loaded(source: str) -> None:
+    with pytest.raises(ModelError, match=r"error in line 1.*--chat-template"):
+        ChatTemplate(source, "", "")
+
+
+def test_variables_the_server_sets_cannot_be_given() -> None:
+    assert render("{{ thinking }}", thinking="on") == "on"
+    with pytest.raises(RequestError, match=r"bos_token: set by the server"):
+        render("x", bos_token="<fake>")
+    with pytest.raises(RequestError, match="_loop_budget"):
+        render("x", _loop_budget=None)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.__class__.__base__.__subclasses__() }}",
+        "{{ ''['__class__']['__mro__'] }}",
+        "{{ (''|attr('__class__')).__mro__ }}",
+        "{{ '{0.__class__.__mro__}'.format('') }}",
+        "{{ raise_exception.__globals__['json'] }}",
+        "{{ lipsum.__globals__ }}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ cycler.__init__.__globals__.os }}",
+        "{{ _loop_budget._left.real }}",
+        "{% import 'os' as os %}{{ os }}",
+        "{% include '/etc/passwd' %}",
+        "{% set x = messages.append(1) %}",
+        "{% set x = messages[0].update({'role': 'system'}) %}",
+    ],
+)
+def test_a_template_cannot_leave_its_sandbox(source: str) -> None:
+    with pytest.raises(RequestError):
+        render(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for n in range(1000000000) %}{% endfor %}",
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% set _loop_budget = 1 %}"
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ 'x' * 10000000000 }}",
+        "{{ [0] * 10000000000 }}",
+        "{{ 9 ** (9 ** 9) }}",
+        "{{ '{:9999999999}'.format('x') }}",
+        "{{ '{:{}}'.format('x', 9999999999) }}",
+        "{{ '%9999999999d' % 1 }}",
+        "{{ '%*d' % (9999999999, 1) }}",
+        DOUBLING.replace("x='x'", "x=9") % "ns.x ** 9",
+        DOUBLING % "ns.x + ns.x",
+        DOUBLING % "ns.x ~ ns.x",
+        DOUBLING % "twice(ns.x)",
+        "{{ 'x'.ljust(10000000000) }}",
+        "{{ 'x' | center(10000000000) }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% for a in range(99999) %}{{ 'x' * 99999 }}{% endfor %}",
+    ],
+)
+def test_a_template_cannot_take_the_machine(source: str) -> None:
+    start = time.perf_counter()
+    with pytest.raises(RequestError):
+        render(source)
+    assert time.perf_counter() - start < 5
+
+
+def test_large_numbers_that_are_no_sizes_are_fine() -> None:
+    source = "{% macro f(n) %}{{ n }}{% endmacro %}{{ f(when) }} {{ none | default(when, true) }}"
+    assert render(source, when=1_700_000_000) == "1700000000 1700000000"
+    assert render("{{ '-' * 20 }}{{ 2 ** 10 }}") == "-" * 20 + "1024"
+    assert render("{{ '%05d %s' % (7, when) }} {{ '{:>3}'.format(when) }}", when=10**9) == (
+        "00007 1000000000 1000000000"
+    )
+
+
+def test_of_several_templates_the_default_is_chosen() -> None:
+    assert choose_template({}) is None
+    assert choose_template({"tool_use": "t", "rag": "r"}) == "r"
+    assert choose_template({"tool_use": "t", "default": "d"}) == "d"

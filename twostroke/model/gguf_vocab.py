@@ -1,0 +1,261 @@
+"""The vocabulary in a GGUF header → a `tokenizers.Tokenizer`. Other kinds are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+
+from twostroke.errors import ModelError, nearest
+from twostroke.model.chat_template import choose_template
+from twostroke.model.detokenizer import SPACE_MARK
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # token_type; 5 is unused, 6 a byte
+WAY_OUT: Final = (
+    "Give a tokenizer.json of the model instead: --tokenizer FOLDER, or use another GGUF."
+)
+
+LLAMA3_PATTERN: Final = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"  # contractions
+    r"|[^\r\n\p{L}\p{N}]?\p{L}+"  # a word, with the one character before it
+    r"|\p{N}{1,3}"  # digits, by threes
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*"  # signs, up to the end of their line
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"  # white space; the last blank stays with the next word
+)
+QWEN2_PATTERN: Final = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")  # digits one by one
+# tokenizer.ggml.pre → how a text is cut before merging
+PRE_TOKENIZERS: Final = {
+    "default": "gpt-2",
+    "gpt-2": "gpt-2",
+    "llama-bpe": "llama-bpe",
+    "llama3": "llama-bpe",
+    "llama-v3": "llama-bpe",
+    "qwen2": "qwen2",
+    "deepseek-r1-qwen": "qwen2",
+    "smollm": "smollm",
+}
+
+
+@dataclass(frozen=True)
+class GGUFVocab:
+    tokenizer: tokenizers.Tokenizer
+    bos_id: int | None
+    eos_id: int | None
+    end_ids: frozenset[int]  # where the header says that a text, a turn or a message ends
+    chat_template: str | None
+
+
+def vocab_from_gguf(metadata: Mapping[str, Any]) -> GGUFVocab:
+    header = _Header(metadata)
+    kind = header.get("model")
+    if kind == "gpt2":
+        tokenizer = _byte_level_bpe(header)
+    elif kind == "llama":
+        tokenizer = _sentencepiece_bpe(header)
+    else:
+        raise ModelError(
+            f"the GGUF header has a vocabulary of the kind {kind!r} (tokenizer.ggml.model), "
+            f"which is not supported. Supported: 'gpt2', 'llama'. {WAY_OUT}"
+        )
+    _add_tokens(tokenizer, header)
+    _add_bos_and_eos(tokenizer, header)
+    return GGUFVocab(
+        tokenizer=tokenizer,
+        bos_id=header.bos_id,
+        eos_id=header.eos_id,
+        end_ids=header.end_ids,
+        chat_template=_chat_template(metadata),
+    )
+
+
+class _Header:
+    """The `tokenizer.ggml.*` keys, checked."""
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        self._metadata = metadata
+        self.is_sentencepiece = self.get("model") == "llama"
+        self.tokens = [str(token) for token in self.get("tokens", ())]
+        if self.get("model") is not None and not self.tokens:
+            raise ModelError(f"the GGUF header has no tokenizer.ggml.tokens. {WAY_OUT}")
+        self.types = [int(kind) for kind in self.array("token_type", [NORMAL] * len(self.tokens))]
+        # SentencePiece models begin with <unk> <s> </s>, and their headers may leave that out.
+        usual = (1, 2) if self.is_sentencepiece else (None, None)
+        self.bos_id = self.token_id("bos_token_id", usual[0])
+        self.eos_id = self.token_id("eos_token_id", usual[1])
+        ends = (self.eos_id, self.token_id("eot_token_id"), self.token_id("eom_token_id"))
+        self.end_ids = frozenset(n for n in ends if n is not None)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._metadata.get(f"tokenizer.ggml.{name}", default)
+
+    def array(self, name: str, default: Sequence[Any] | None = None) -> Sequence[Any]:
+        """One value per token."""
+        values = self.get(name, default)
+        if values is None or len(values) != len(self.tokens):
+            found = "none" if values is None else str(len(values))
+            raise ModelError(
+                f"the GGUF header has {len(self.tokens)} tokens and should have as many values in "
+                f"tokenizer.ggml.{name}; it has {found}. {WAY_OUT}"
+            )
+        return list(values)
+
+    def token_id(self, name: str, default: int | None = None) -> int | None:
+        value = self.get(name)
+        if value is None:
+            return default if default is not None and default < len(self.tokens) else None
+        if not 0 <= int(value) < len(self.tokens):
+            raise ModelError(
+                f"the GGUF header says tokenizer.ggml.{name} = {value}, but the vocabulary has "
+                f"only {len(self.tokens)} tokens. {WAY_OUT}"
+            )
+        return int(value)
+
+    def vocab(self) -> dict[str, int]:
+        """Token → id; of a token written twice the first id is the one that encodes."""
+        vocab: dict[str, int] = {}
+        for token_id, token in enumerate(self.tokens):
+            vocab.setdefault(token, token_id)
+        return vocab
+
+
+def _byte_level_bpe(header: _Header) -> tokenizers.Tokenizer:
+    named = str(header.get("pre", "default"))
+    kind = PRE_TOKENIZERS.get(named)
+    if kind is None:
+        known = ", ".join(sorted(PRE_TOKENIZERS))
+        raise ModelError(
+            f"the GGUF header names the pre-tokenizer {named!r} (tokenizer.ggml.pre), which is "
+            f"not supported{nearest(named, PRE_TOKENIZERS) or '.'} Supported: {known}. {WAY_OUT}"
+        )
+    # Llama 3 takes a word that is a token whole, even where its merges lead elsewhere.
+    tokenizer = _bpe(header.vocab(), _merges(header), ignore_merges=kind == "llama-bpe")
+    if kind == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = _pre_tokenizer(kind)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _merges(header: _Header) -> list[tuple[str, str]]:
+    halves = [str(merge).partition(" ") for merge in header.get("merges", ())]
+    if not halves or not all(right for _, _, right in halves):
+        raise ModelError(
+            "the GGUF header should list in tokenizer.ggml.merges pairs of tokens with a space "
+            f"between, one pair for each merge of its byte-level vocabulary. {WAY_OUT}"
+        )
+    return [(left, right) for left, _, right in halves]
+
+
+def _pre_tokenizer(kind: str) -> pre_tokenizers.PreTokenizer:
+    """What cuts a text into words, and writes the words in the byte-level alphabet."""
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)  # GPT-2's cut
+    if kind == "gpt-2":
+        return byte_level
+    if kind == "smollm":
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    pattern = LLAMA3_PATTERN if kind == "llama-bpe" else QWEN2_PATTERN
+    cut = pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
+    alphabet_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([cut, alphabet_only])
+
+
+def _sentencepiece_bpe(header: _Header) -> tokenizers.Tokenizer:
+    unknown_id = header.token_id("unknown_token_id", 0)
+    tokenizer = _bpe(
+        header.vocab(),
+        merges_from_scores(header.tokens, header.types, header.array("scores")),
+        unk_token=None if unknown_id is None else header.tokens[unknown_id],
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    add_space = bool(header.get("add_space_prefix", True))
+    # Each stretch of text between special tokens gets its own leading space.
+    marks = [normalizers.Prepend(SPACE_MARK)] if add_space else []
+    tokenizer.normalizer = normalizers.Sequence([*marks, normalizers.Replace(" ", SPACE_MARK)])
+    steps = [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if add_space:
+        steps.append(decoders.Strip(" ", 1, 0))
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+def merges_from_scores(
+    tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
+) -> list[tuple[str, str]]:
+    """SentencePiece joins the two neighbours whose union scores best; BPE reads a list of pairs.
+
+    Every way to cut a piece into two pieces is a merge, ranked by the score of the whole.
+    """
+    mergeable = {
+        token: token_id
+        for token_id, token in enumerate(tokens)
+        if types[token_id] == NORMAL or _is_spaced(token, types[token_id])
+    }
+    ranked = [
+        (-float(scores[whole_id]), whole_id, mergeable[left], mergeable[right])
+        for whole, whole_id in mergeable.items()
+        for cut in range(1, len(whole))
+        if (left := whole[:cut]) in mergeable and (right := whole[cut:]) in mergeable
+    ]
+    return [(tokens[left], tokens[right]) for _, _, left, right in sorted(ranked)]
+
+
+def _is_spaced(token: str, kind: int) -> bool:
+    """A user-defined run of spaces: `▁` is not in the raw text, so that it can only be merged."""
+    return kind == USER_DEFINED and SPACE_MARK in token
+
+
+def _bpe(
+    vocab: dict[str, int], merges: list[tuple[str, str]], **settings: Any
+) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, **settings))
+    except Exception as error:  # tokenizers raises nothing more particular
+        raise ModelError(
+            f"the vocabulary and the merges in the GGUF header do not fit together ({error}). "
+            f"{WAY_OUT}"
+        ) from None
+
+
+def _add_tokens(tokenizer: tokenizers.Tokenizer, header: _Header) -> None:
+    """Control and user-defined tokens are found in a text before anything is merged."""
+    # What ends a text is control, even in headers that call it normal. No other id is trusted
+    # over its type: a header may name an ordinary sign as its unknown or padding token.
+    added = []
+    for token_id, token in enumerate(header.tokens):
+        kind = header.types[token_id]
+        special = kind in (UNKNOWN, CONTROL) or token_id in header.end_ids
+        written = kind == USER_DEFINED and not (header.is_sentencepiece and _is_spaced(token, kind))
+        if token and (special or written):
+            added.append(AddedToken(token, normalized=False, special=special))
+    tokenizer.add_tokens(added)
+
+
+def _add_bos_and_eos(tokenizer: tokenizers.Tokenizer, header: _Header) -> None:
+    begins = header.is_sentencepiece or PRE_TOKENIZERS.get(str(header.get("pre"))) == "llama-bpe"
+    bos_id = header.bos_id if header.get("add_bos_token", begins) else None
+    eos_id = header.eos_id if header.get("add_eos_token", False) else None
+    around = [(header.tokens[n], n) for n in (bos_id, eos_id) if n is not None]
+    if around:
+        bos = "" if bos_id is None else header.tokens[bos_id]
+        eos = "" if eos_id is None else header.tokens[eos_id]
+        single = [part for part in (bos, "$A", eos) if part]
+        pair = single + [part for part in (bos and f"{bos}:1", "$B:1", eos and f"{eos}:1") if part]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=single, pair=pair, special_tokens=sorted(set(around))
+        )
+
+
+def _chat_template(metadata: Mapping[str, Any]) -> str | None:
+    prefix = "tokenizer.chat_template."
+    named = {
+        key.removeprefix(prefix): str(value)
+        for key, value in metadata.items()
+        if key.startswith(prefix)
+    }
+    if "tokenizer.chat_template" in metadata:
+        named["default"] = str(metadata["tokenizer.chat_template"])
+    return choose_template(named)
