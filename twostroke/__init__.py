@@ -1,3 +1,43 @@
-"""twostroke: an LLM inference engine built along the line between prefill and decode."""
+"""twostroke: an LLM inference engine built along the line between prefill and decode.
+
+from twostroke import LLM, SamplingParams
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from twostroke.engine.client import AsyncEngine
+    from twostroke.llm import LLM
+    from twostroke.outputs import CompletionOutput, Logprob, RequestOutput
+    from twostroke.request import SamplingParams
+
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "CompletionOutput",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+]
+
+_HOMES = {
+    "LLM": "twostroke.llm",
+    "AsyncEngine": "twostroke.engine.client",
+    "SamplingParams": "twostroke.request",
+    "RequestOutput": "twostroke.outputs",
+    "CompletionOutput": "twostroke.outputs",
+    "Logprob": "twostroke.outputs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: the command line must answer before torch is loaded."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'twostroke' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

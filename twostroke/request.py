@@ -56,6 +56,7 @@ class SamplingParams(Strict):
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    output_kind: str = "cumulative"  # for streams: cumulative, delta, final_only
 
     def __post_init__(self) -> None:
         self._check_int("n", 1, 1024)
@@ -76,6 +77,7 @@ class SamplingParams(Strict):
                 f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}; "
                 "lower the first or raise the second"
             )
+        self._check_choice("output_kind", ("cumulative", "delta", "final_only"))
         self._check_int("logprobs", 0, optional=True)
         self._check_int("prompt_logprobs", 0, optional=True)
         self._check_lists()

@@ -101,9 +101,8 @@ class Decoder:
     ) -> torch.Tensor:
         spec, kernels, group = self.spec, self._kernels, 0
         sizes = [spec.q_size, spec.kv_size, spec.kv_size]
-        q, k, v = (
-            part.unflatten(-1, (-1, spec.head_dim)) for part in torch.split(layer.qkv(x), sizes, -1)
-        )
+        parts = torch.split(layer.qkv(x), sizes, dim=-1)
+        q, k, v = (part.reshape(x.shape[0], -1, spec.head_dim) for part in parts)
         if layer.q_norm is not None and layer.k_norm is not None:
             q = kernels.rms_norm(q, layer.q_norm, spec.norm_eps)
             k = kernels.rms_norm(k, layer.k_norm, spec.norm_eps)

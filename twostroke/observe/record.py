@@ -10,9 +10,12 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from twostroke.kv.cache import KVUsage
+
+if TYPE_CHECKING:
+    from twostroke.plan import Chunk, Slot
 
 
 class PhaseRecord(NamedTuple):
@@ -35,8 +38,8 @@ class StepRecord(NamedTuple):
     host_gap_s: float  # how long the executor had nothing to do before this step
     prefill: PhaseRecord
     decode: PhaseRecord
-    prefill_rows: tuple[int, ...]
-    decode_rows: tuple[int, ...]
+    chunks: tuple[Chunk, ...]  # which rows did what
+    slots: tuple[Slot, ...]
     waiting: int
     running: int
     preempted: int  # requests preempted while planning this step

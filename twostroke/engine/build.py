@@ -1,0 +1,109 @@
+"""Settings → a running engine: find, check, plan memory, load, assemble; in that order, so that
+what cannot work is refused before memory is taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from twostroke.config import EngineConfig
+from twostroke.engine.core import EngineCore
+from twostroke.engine.frontend import Frontend, Limits
+from twostroke.errors import ConfigError
+from twostroke.exec.executor import LocalExecutor
+from twostroke.exec.memory import MemoryPlan, host_memory_bytes, plan_memory
+from twostroke.exec.state import RowState
+from twostroke.kernels import reference
+from twostroke.kv.pool import KVPool
+from twostroke.model.cost import cost_model
+from twostroke.model.decoder import Decoder
+from twostroke.model.load import chat_template_source, find_model, open_model, open_tokenizer
+from twostroke.model.spec import ModelSpec
+from twostroke.sched.scheduler import Scheduler
+from twostroke.sched.step import SchedulerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An engine and what there is to know about it."""
+
+    config: EngineConfig
+    model_name: str
+    spec: ModelSpec
+    memory: MemoryPlan
+    core: EngineCore
+    frontend: Frontend
+
+
+def build_engine(config: EngineConfig) -> Engine:
+    device = _device(config)
+    on_gpu = device.type == "cuda"
+    files = find_model(config)
+    model = open_model(config, files, str(device))
+    tokenizer = open_tokenizer(config, files)
+    dtype = _dtype(config.dtype, model.dtype if on_gpu else "float32")
+    kv_dtype = _dtype(config.kv_cache_dtype, str(dtype).removeprefix("torch."))
+    total = torch.cuda.mem_get_info(device)[0] if on_gpu else host_memory_bytes()
+    memory = plan_memory(config, model.spec, dtype.itemsize, kv_dtype.itemsize, total, on_gpu)
+    limits = _scheduler_config(config, model.spec, memory, on_gpu)
+    core = EngineCore(
+        Scheduler(limits),
+        _executor(model.spec, model.weights, memory, limits, dtype, kv_dtype, device),
+        cost_model(model.spec, dtype.itemsize, kv_dtype.itemsize),
+    )
+    frontend = Frontend(
+        tokenizer,
+        None if tokenizer is None else chat_template_source(config, tokenizer),
+        Limits(model.spec.vocab_size, memory.max_model_len, config.max_logprobs),
+        config.seed,
+    )
+    return Engine(config, files.name, model.spec, memory, core, frontend)
+
+
+def _executor(
+    spec: ModelSpec,
+    weights: object,
+    memory: MemoryPlan,
+    limits: SchedulerConfig,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    device: torch.device,
+) -> LocalExecutor:
+    decoder = Decoder(spec, weights, dtype, device, memory.max_model_len, reference)  # type: ignore[arg-type]
+    pool = KVPool(spec, memory.num_blocks, limits.block_size, kv_dtype, device)
+    groups = len(limits.windows)
+    state = RowState(limits.max_num_seqs, memory.max_model_len, limits.block_size, groups, device)
+    return LocalExecutor(decoder, pool, state, max_in_flight=1)
+
+
+def _scheduler_config(
+    config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, on_gpu: bool
+) -> SchedulerConfig:
+    return SchedulerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.token_budget(on_gpu, memory.max_model_len),
+        max_model_len=memory.max_model_len,
+        block_size=config.block_size,
+        num_blocks=memory.num_blocks,
+        windows=tuple(group.window for group in spec.kv_groups()),
+        policy=config.scheduling_policy,
+        chunked_prefill=config.enable_chunked_prefill,
+        prefix_caching=config.enable_prefix_caching,
+    )
+
+
+def _device(config: EngineConfig) -> torch.device:
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if config.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError("device is 'cuda', but torch finds no GPU; use device='cpu' or 'auto'")
+    return torch.device(config.device)
+
+
+def _dtype(asked: str, own: str) -> torch.dtype:
+    name = own if asked == "auto" else asked
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ConfigError(f"the model's dtype {name!r} is not supported; set dtype")
+    return dtype

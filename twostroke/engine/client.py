@@ -1,0 +1,203 @@
+"""Who carries requests to the engine and updates back.
+
+`SyncClient` turns the loop itself, for a program that waits for its answers. `AsyncEngine` turns
+it in a thread of its own and streams to any number of asyncio tasks; a server stands on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+
+from twostroke.engine.build import Engine
+from twostroke.engine.frontend import Prompt
+from twostroke.errors import EngineError
+from twostroke.outputs import Deltas, RequestOutput, snapshot
+from twostroke.request import EngineRequest, SamplingParams
+from twostroke.sched.scheduler import Update
+
+
+class SyncClient:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def add(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> str:
+        """Queue a request; returns its id. Refusals are raised here and leave nothing behind."""
+        frontend, core = self._engine.frontend, self._engine.core
+        requests = frontend.prepare(prompt, params, priority=priority)
+        request_id = requests[0].family or requests[0].request_id
+        try:
+            for request in requests:
+                core.add(request)
+        except Exception:
+            self.abort(request_id)
+            raise
+        return request_id
+
+    def abort(self, request_id: str) -> None:
+        for name in self._engine.frontend.forget(request_id):
+            self._engine.core.abort(name)
+
+    def run(self) -> Iterator[list[RequestOutput]]:
+        """Turn the loop until nothing is left; after each step, the outputs that changed."""
+        frontend, core = self._engine.frontend, self._engine.core
+        while core.has_work:
+            outputs, aborts = frontend.take(core.step())
+            for name in aborts:
+                core.abort(name)
+            yield outputs
+
+
+@dataclass(slots=True)
+class _Stream:
+    loop: asyncio.AbstractEventLoop
+    outputs: asyncio.Queue[RequestOutput | Exception]
+    kind: str
+    deltas: Deltas
+
+
+class AsyncEngine:
+    """Streams from one engine to many tasks. Use as `async with`, or call `close`.
+
+        async for output in engine.generate(prompt, params): ...
+
+    Leaving the loop early aborts the request. The engine's thread owns the core; the front end is
+    guarded by a lock, since requests are prepared where they arrive.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._inbox: queue.SimpleQueue[list[EngineRequest] | str | None] = queue.SimpleQueue()
+        self._streams: dict[str, _Stream] = {}
+        self._lock = threading.Lock()
+        self._dead: Exception | None = None
+        self._thread = threading.Thread(target=self._turn, name="twostroke-engine", daemon=True)
+        self._thread.start()
+
+    async def __aenter__(self) -> AsyncEngine:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Abort what runs and stop the thread."""
+        self._inbox.put(None)
+        self._thread.join()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        if self._dead is not None:
+            raise EngineError(f"the engine has stopped ({self._dead})")
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            requests = self.engine.frontend.prepare(prompt, params, request_id, priority)
+            request_id = requests[0].family or requests[0].request_id
+            stream = _Stream(loop, asyncio.Queue(), params.output_kind, Deltas())
+            self._streams[request_id] = stream
+        self._inbox.put(requests)
+        finished = False
+        try:
+            while not finished:
+                output = await stream.outputs.get()
+                if isinstance(output, Exception):
+                    finished = True
+                    raise output
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                self._inbox.put(request_id)
+
+    def abort(self, request_id: str) -> None:
+        """End a request from anywhere; its stream closes with finish_reason "abort"."""
+        self._inbox.put(request_id)
+
+    # ── in the engine's thread ──────────────────────────────────────────────────────────────
+
+    def _turn(self) -> None:
+        core = self.engine.core
+        try:
+            while self._take_messages(block=not core.has_work):
+                self._deliver(core.step())
+        except Exception as error:
+            self._dead = error
+        reason = self._dead or EngineError("the engine was closed")
+        with self._lock:
+            for name in list(self._streams):
+                self._end(name, reason)
+                for child in self.engine.frontend.forget(name):
+                    core.abort(child)
+
+    def _take_messages(self, block: bool) -> bool:
+        """Take in what has arrived; False when asked to stop."""
+        while True:
+            try:
+                message = self._inbox.get(block=block)
+            except queue.Empty:
+                return True
+            if message is None:
+                return False
+            if isinstance(message, str):
+                self._abort(message)
+            else:
+                self._add(message)
+            block = block and not self.engine.core.has_work
+
+    def _add(self, requests: list[EngineRequest]) -> None:
+        request_id = requests[0].family or requests[0].request_id
+        try:
+            for request in requests:
+                self.engine.core.add(request)
+        except Exception as error:
+            with self._lock:
+                for name in self.engine.frontend.forget(request_id):
+                    self.engine.core.abort(name)
+                self._end(request_id, error)
+
+    def _abort(self, request_id: str) -> None:
+        with self._lock:
+            names = self.engine.frontend.children(request_id)
+        updates = [self.engine.core.abort(name) for name in names]
+        self._deliver([update for update in updates if update is not None])
+
+    def _deliver(self, updates: list[Update]) -> None:
+        if not updates:
+            return
+        with self._lock:
+            outputs, aborts = self.engine.frontend.take(updates)
+            for output in outputs:
+                self._send(output)
+        for name in aborts:
+            self.engine.core.abort(name)
+
+    def _send(self, output: RequestOutput) -> None:
+        stream = self._streams.get(output.request_id)
+        if stream is None:
+            return
+        if output.finished:
+            del self._streams[output.request_id]
+        if stream.kind == "delta":
+            _put(stream, stream.deltas.take(output))
+        elif stream.kind == "cumulative" or output.finished:
+            _put(stream, snapshot(output))
+
+    def _end(self, request_id: str, reason: Exception) -> None:
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            _put(stream, reason)
+
+
+def _put(stream: _Stream, item: RequestOutput | Exception) -> None:
+    # RuntimeError: the task's loop is closed, so nobody is listening any more.
+    with contextlib.suppress(RuntimeError):
+        stream.loop.call_soon_threadsafe(stream.outputs.put_nowait, item)

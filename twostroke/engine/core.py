@@ -1,0 +1,155 @@
+"""`EngineCore`: the loop. Requests of token ids in, updates of token ids out.
+
+    plan n+1 ─▶ launch ─▶ wait for n ─▶ commit n
+
+With an executor that runs one step at a time this is plan, run, commit. With one that takes
+several, a step is planned and launched while the one before it still runs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+from twostroke.errors import EngineError
+from twostroke.exec.executor import Executor, Pending
+from twostroke.model.cost import CostModel
+from twostroke.observe.record import PhaseRecord, Records, StepRecord
+from twostroke.plan import StepPlan, StepResult
+from twostroke.request import EngineRequest
+from twostroke.sched.scheduler import Scheduler, Update
+
+
+@dataclass(slots=True)
+class Flight:
+    plan: StepPlan
+    pending: Pending
+    planned_s: float
+    launched_s: float
+    waiting: int
+    running: int
+    preempted: int
+
+
+class EngineCore:
+    def __init__(self, scheduler: Scheduler, executor: Executor[Any], cost: CostModel) -> None:
+        self.scheduler = scheduler
+        self.records = Records()
+        self._executor = executor
+        self._cost = cost
+        self._flights: deque[Flight] = deque()
+        self._device_free_s = 0.0  # when the executor last had nothing left to do
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_requests or bool(self._flights)
+
+    def add(self, given: EngineRequest) -> None:
+        self.scheduler.add(given)
+
+    def abort(self, request_id: str) -> Update | None:
+        update = self.scheduler.abort(request_id)
+        if update is not None and update.record is not None:
+            self.records.requests.append(update.record)
+        return update
+
+    def step(self) -> list[Update]:
+        """Launch a step if there is one to launch; take in the oldest that must be waited for."""
+        planned = monotonic()
+        plan = self.scheduler.plan()
+        try:
+            if plan is not None:
+                self._launch(plan, planned)
+            if self._flights and (plan is None or len(self._flights) >= self._depth):
+                return self._land()
+        except Exception as error:
+            return self._fail(error)
+        return []
+
+    @property
+    def _depth(self) -> int:
+        return self._executor.max_in_flight
+
+    def _launch(self, plan: StepPlan, planned: float) -> None:
+        launched = monotonic()
+        handle = self._executor.forward(plan)
+        pending = self._executor.sample(handle)
+        scheduler = self.scheduler
+        flight = Flight(
+            plan,
+            pending,
+            planned,
+            launched,
+            scheduler.num_waiting,
+            scheduler.num_running,
+            scheduler.last_preempted,
+        )
+        self._flights.append(flight)
+
+    def _land(self) -> list[Update]:
+        flight = self._flights.popleft()
+        result = flight.pending.wait()
+        updates = self.scheduler.commit(result)
+        self._record(flight, result)
+        for update in updates:
+            if update.record is not None:
+                self.records.requests.append(update.record)
+        return updates
+
+    def _fail(self, error: Exception) -> list[Update]:
+        """A step could not run: its requests end with the reason, and the engine goes on."""
+        self._flights.clear()
+        reason = f"{type(error).__name__}: {error}"
+        updates = self.scheduler.fail(f"the engine failed while running a step ({reason})")
+        if not updates:
+            raise EngineError(f"the engine failed with no request running ({reason})") from error
+        self.records.requests.extend(u.record for u in updates if u.record is not None)
+        return updates
+
+    def _record(self, flight: Flight, result: StepResult) -> None:
+        plan, cost, now = flight.plan, self._cost, monotonic()
+        chunks, slots = plan.prefill, plan.decode
+        samples = len(result.tokens) - len(slots)
+        prefill, decode = plan.prefill_work, plan.decode_work
+        prefill_bytes, decode_bytes = cost.kv_bytes(prefill), cost.kv_bytes(decode)
+        weights = cost.weight_bytes(len(result.tokens))
+        if slots:
+            decode_bytes += weights
+        else:
+            prefill_bytes += weights
+        started = max(flight.launched_s, self._device_free_s)
+        gap = started - self._device_free_s if self._device_free_s else 0.0
+        self._device_free_s = now
+        self.records.steps.append(
+            StepRecord(
+                plan.step,
+                flight.planned_s,
+                flight.launched_s,
+                now,
+                result.device_s,
+                0.0,
+                gap,
+                PhaseRecord(
+                    prefill.rows,
+                    prefill.tokens,
+                    prefill.kv_tokens,
+                    cost.flops(prefill, samples),
+                    prefill_bytes,
+                ),
+                PhaseRecord(
+                    decode.rows,
+                    decode.tokens,
+                    decode.kv_tokens,
+                    cost.flops(decode, len(slots)),
+                    decode_bytes,
+                ),
+                chunks,
+                slots,
+                flight.waiting,
+                flight.running,
+                flight.preempted,
+                self.scheduler.kv.usage(),
+            )
+        )

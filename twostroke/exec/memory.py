@@ -1,0 +1,169 @@
+"""The plan of memory: how many KV blocks there are and how long a sequence may become.
+
+Made from the spec before anything large is allocated, so that a model that cannot fit is refused
+with the numbers instead of dying half-way.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from twostroke.config import GIB, EngineConfig
+from twostroke.errors import ConfigError, ModelError
+from twostroke.model.spec import ModelSpec
+
+CPU_KV_BYTES = 4 * GIB
+CPU_KV_SHARE = 4  # the pool takes at most this fraction of the memory: one in …
+ACTIVATION_COPIES = 6  # tensors as wide as a layer that live at one time in a step
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    total_bytes: int  # what device or cgroup allow
+    weight_bytes: int
+    block_bytes: int
+    num_blocks: int
+    max_model_len: int
+    shortened: bool  # the cache, not the model, limits max_model_len
+
+    @property
+    def kv_bytes(self) -> int:
+        return (self.num_blocks + 1) * self.block_bytes
+
+
+def plan_memory(
+    config: EngineConfig,
+    spec: ModelSpec,
+    weight_width: int,
+    kv_width: int,
+    total_bytes: int,
+    on_gpu: bool,
+) -> MemoryPlan:
+    """`*_width`: bytes per weight and per element of the KV cache."""
+    size = config.block_size
+    weight_bytes = spec.num_parameters() * weight_width
+    block_bytes = spec.kv_elements_per_token * kv_width * size
+    if weight_bytes > total_bytes:
+        raise ModelError(
+            f"the weights need {gib(weight_bytes)}, but {gib(total_bytes)} are there; "
+            "take a smaller model" + ("" if weight_width == 2 else ", or dtype='bfloat16'")
+        )
+    wanted = max_len_wanted(config, spec)
+    kv_bytes = _kv_bytes(config, spec, weight_bytes, weight_width, total_bytes, on_gpu, wanted)
+    # The null block is part of what was reserved.
+    num_blocks = config.num_gpu_blocks_override or kv_bytes // block_bytes - 1
+    if num_blocks < 1:
+        raise ConfigError(
+            f"the KV cache of {kv_bytes} bytes is too small for one block: {size} tokens need "
+            f"{block_bytes} bytes, and a null block as many; set kv_cache_memory_bytes to at "
+            f"least {2 * block_bytes}, or lower block_size"
+        )
+    plan = MemoryPlan(total_bytes, weight_bytes, block_bytes, num_blocks, wanted, False)
+    if weight_bytes + plan.kv_bytes > total_bytes:
+        raise ConfigError(
+            f"weights ({gib(weight_bytes)}) and KV cache ({gib(plan.kv_bytes)}) need more than "
+            f"the {gib(total_bytes)} there are; set kv_cache_memory_bytes to at most "
+            f"{max(0, total_bytes - weight_bytes)}"
+        )
+    return _fit_length(plan, config, spec)
+
+
+def max_len_wanted(config: EngineConfig, spec: ModelSpec) -> int:
+    if config.max_model_len is None:
+        # A longer context changes the angles of dynamic rope, so it must be asked for.
+        return spec.rope.original_context if spec.rope.kind == "dynamic" else spec.max_context
+    if config.max_model_len > spec.max_context:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} is above the {spec.max_context} tokens that "
+            f"the model was made for; lower it to at most {spec.max_context}"
+        )
+    return config.max_model_len
+
+
+def _kv_bytes(
+    config: EngineConfig,
+    spec: ModelSpec,
+    weight_bytes: int,
+    weight_width: int,
+    total_bytes: int,
+    on_gpu: bool,
+    max_len: int,
+) -> int:
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes
+    if not on_gpu:
+        return min(CPU_KV_BYTES, total_bytes // CPU_KV_SHARE)
+    tokens = config.token_budget(on_gpu, max_len)
+    widest = 2 * spec.intermediate_size + spec.q_size + 2 * spec.kv_size + 2 * spec.hidden_size
+    activations = ACTIVATION_COPIES * tokens * widest * weight_width
+    logits = 3 * 4 * config.max_num_seqs * spec.vocab_size
+    room = int(total_bytes * config.gpu_memory_utilization)
+    return max(0, room - weight_bytes - activations - logits)
+
+
+def _fit_length(plan: MemoryPlan, config: EngineConfig, spec: ModelSpec) -> MemoryPlan:
+    """A sequence must fit the cache alone; shorten the context unless the user insists."""
+    if all(group.window is not None for group in spec.kv_groups()):
+        return plan  # a window bounds what a sequence holds; `Scheduler.add` checks the rest
+    tokens = plan.num_blocks * config.block_size
+    if plan.max_model_len <= tokens:
+        return plan
+    if config.max_model_len is not None:
+        blocks = -(-config.max_model_len // config.block_size)
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} does not fit the KV cache, which holds "
+            f"{tokens} tokens; lower max_model_len to {tokens} or raise kv_cache_memory_bytes to "
+            f"{(blocks + 1) * plan.block_bytes}"
+        )
+    if tokens < 2:
+        raise ConfigError(
+            f"the KV cache holds {tokens} token, and a request needs at least 2; "
+            "raise kv_cache_memory_bytes or block_size"
+        )
+    return MemoryPlan(
+        plan.total_bytes, plan.weight_bytes, plan.block_bytes, plan.num_blocks, tokens, True
+    )
+
+
+def host_memory_bytes() -> int:
+    """What this process may use: the machine's memory, or less if a cgroup says so."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([physical, *_cgroup_limits()])
+
+
+def _cgroup_limits(root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
+    """Limits of this process's cgroup and of those around it, version 2 and 1."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base, name = (root, "memory.max") if not controllers else (root / "memory", _V1_LIMIT)
+        folder = base / path.lstrip("/")
+        for place in (folder, *folder.parents):
+            limit = _read_limit(place / name)
+            if limit is not None:
+                yield limit
+            if place == base:
+                break
+
+
+_V1_LIMIT = "memory.limit_in_bytes"
+
+
+def _read_limit(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() and int(text) > 0 else None
+
+
+def gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"

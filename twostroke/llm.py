@@ -1,0 +1,136 @@
+"""`LLM`: the library's front door, as vLLM users know it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from twostroke.config import EngineConfig
+from twostroke.engine.build import build_engine
+from twostroke.engine.client import SyncClient
+from twostroke.engine.frontend import Message, Prompt
+from twostroke.errors import EngineError, RequestError
+from twostroke.kv.cache import KVUsage
+from twostroke.observe.progress import PhaseProgress
+from twostroke.outputs import Deltas, RequestOutput
+from twostroke.request import SamplingParams
+
+OneOrMore = SamplingParams | Sequence[SamplingParams] | None
+
+
+class LLM:
+    """A model, ready to write. Settings: see `EngineConfig`."""
+
+    def __init__(self, model: str | None = None, **settings: Any) -> None:
+        self.engine = build_engine(EngineConfig(model=model, **settings))
+        self._client = SyncClient(self.engine)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: OneOrMore = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue every prompt; outputs in the order of the prompts.
+
+        A prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`.
+        If one of them is refused, nothing has been started.
+        """
+        items: Any = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        return self._run(items, sampling_params, use_tqdm, priority)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: OneOrMore = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages) or several (a list of such lists)."""
+        chats: Any = [messages] if not messages or isinstance(messages[0], dict) else messages
+        prompts = [
+            self.engine.frontend.render_chat(
+                chat, add_generation_prompt, tools, **(chat_template_kwargs or {})
+            )
+            for chat in chats
+        ]
+        return self._run(prompts, sampling_params, use_tqdm, None)
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Continue one prompt, giving what is new after each step that wrote some of it.
+
+        Leaving the loop early aborts the request.
+        """
+        request_id = self._client.add(prompt, sampling_params or SamplingParams())
+        deltas = Deltas()
+        try:
+            for outputs in self._client.run():
+                for output in outputs:
+                    _raise_if_failed(output)
+                    yield deltas.take(output)
+        finally:
+            self._client.abort(request_id)
+
+    def kv_usage(self) -> KVUsage:
+        """The KV cache in tokens: reserved = used + fragmented + cached + free."""
+        return self.engine.core.scheduler.kv.usage()
+
+    def get_tokenizer(self) -> Any:
+        return self.engine.frontend.tokenizer
+
+    def _run(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: OneOrMore,
+        show_progress: bool,
+        priority: Sequence[int] | None,
+    ) -> list[RequestOutput]:
+        params = _one_each("sampling_params", sampling_params or SamplingParams(), len(prompts))
+        ranks = _one_each("priority", priority or 0, len(prompts))
+        waiting: dict[str, int] = {}
+        done: list[RequestOutput | None] = [None] * len(prompts)
+        try:
+            for n, prompt in enumerate(prompts):
+                try:
+                    waiting[self._client.add(prompt, params[n], ranks[n])] = n
+                except RequestError as error:
+                    if len(prompts) == 1:
+                        raise
+                    raise RequestError(f"prompt {n} of {len(prompts)}: {error}") from None
+            with PhaseProgress(self.engine.core.records, len(prompts), show_progress) as progress:
+                for outputs in self._client.run():
+                    for output in outputs:
+                        _raise_if_failed(output)
+                        if output.finished:
+                            done[waiting.pop(output.request_id)] = output
+                    progress.update(len(prompts) - len(waiting))
+        finally:
+            for request_id in waiting:
+                self._client.abort(request_id)
+        return [output for output in done if output is not None]
+
+
+def _is_one_prompt(prompts: Any) -> bool:
+    if isinstance(prompts, str | dict):
+        return True
+    return bool(prompts) and all(type(token) is int for token in prompts)
+
+
+def _one_each(name: str, given: Any, count: int) -> list[Any]:
+    if isinstance(given, SamplingParams | int):
+        return [given] * count
+    if len(given) != count:
+        raise RequestError(f"{name} has {len(given)} entries for {count} prompts; give one each")
+    return list(given)
+
+
+def _raise_if_failed(output: RequestOutput) -> None:
+    if output.error:
+        raise EngineError(output.error)

@@ -1,0 +1,105 @@
+"""From a user's word for a model to its parts: spec, weights (not yet read), tokenizer.
+
+The tokenizer side needs no torch, so that a process that only talks to users can have it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from twostroke.config import EngineConfig
+from twostroke.errors import ConfigError, ModelError
+from twostroke.model.gguf import GGUFFile
+from twostroke.model.gguf_config import spec_from_gguf
+from twostroke.model.hf_config import load_hf_config
+from twostroke.model.hub import ModelFiles, resolve
+from twostroke.model.spec import ModelSpec
+from twostroke.model.tokenizer import Tokenizer
+from twostroke.model.weights import WeightSource, check_weights
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A model whose headers have been read and found good; no weights in memory yet."""
+
+    files: ModelFiles
+    spec: ModelSpec
+    weights: WeightSource
+    dtype: str  # the weights' own
+
+
+def find_model(config: EngineConfig) -> ModelFiles:
+    dummy = config.load_format == "dummy"
+    files = resolve(config.model, revision=config.revision, allow_config_only=dummy)
+    expected = {"safetensors": "folder", "gguf": "gguf"}.get(config.load_format)
+    if expected is not None and files.kind != expected:
+        raise ConfigError(
+            f"load_format is {config.load_format!r}, but {files.path} is "
+            f"{'a GGUF file' if files.kind == 'gguf' else 'a folder of safetensors'}; "
+            "use load_format='auto'"
+        )
+    return files
+
+
+def open_model(config: EngineConfig, files: ModelFiles, device: str) -> OpenedModel:
+    if files.kind == "gguf":
+        return _open_gguf(config, files, device)
+    spec, settings = load_hf_config(files.path)
+    dtype = str(settings.get("dtype") or settings.get("torch_dtype") or "bfloat16")
+    if config.load_format == "dummy":
+        return OpenedModel(files, spec, _dummy(spec, config, device), dtype)
+    from twostroke.model.weights.safetensors import SafetensorsWeights
+
+    weights = SafetensorsWeights(files.path, spec)
+    check_weights(spec, weights, str(files.path))
+    return OpenedModel(files, spec, weights, dtype)
+
+
+def _open_gguf(config: EngineConfig, files: ModelFiles, device: str) -> OpenedModel:
+    from twostroke.model.weights.gguf import GGUFWeights
+
+    file = GGUFFile.open(files.path)
+    spec = spec_from_gguf(file)
+    if config.load_format == "dummy":
+        return OpenedModel(files, spec, _dummy(spec, config, device), "bfloat16")
+    weights = GGUFWeights(file, spec)
+    check_weights(spec, weights, str(files.path))
+    return OpenedModel(files, spec, weights, "bfloat16")
+
+
+def _dummy(spec: ModelSpec, config: EngineConfig, device: str) -> WeightSource:
+    from twostroke.model.weights.dummy import DummyWeights
+
+    return DummyWeights(spec, config.seed, device)
+
+
+def open_tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer | None:
+    """The model's own tokenizer or the one asked for; None if the user wants none."""
+    if config.skip_tokenizer_init:
+        return None
+    if config.tokenizer is not None:
+        files = resolve(config.tokenizer, allow_config_only=True)
+    if files.kind == "gguf":
+        return Tokenizer.from_gguf(GGUFFile.open(files.path).metadata)
+    folder = files.path if files.path.is_dir() else files.path.parent
+    if config.load_format == "dummy" and not (folder / "tokenizer.json").exists():
+        return None  # a shape without a tokenizer can still be measured, in token ids
+    return Tokenizer.from_folder(folder)
+
+
+def chat_template_source(config: EngineConfig, tokenizer: Tokenizer) -> str | None:
+    """The user's template, given as text or as a path, or the model's."""
+    given: Any = config.chat_template
+    if given is None:
+        return tokenizer.chat_template
+    if "{" in given:
+        return str(given)
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ModelError(
+            f"chat_template: {given!r} is neither a template (no {{ in it) nor a readable file "
+            f"({error.strerror})"
+        ) from None

@@ -1,0 +1,85 @@
+"""What a user gets back, under the names vLLM users know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from twostroke.observe.record import RequestRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    logprob: float
+    rank: int | None = None  # 1 is the most likely
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One continuation. In a stream of kind "delta", text and ids are what is new."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None  # stop, length, abort, error
+    stop_reason: int | str | None = None  # the stop string or stop token that ended it
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # the first entry is None
+    num_cached_tokens: int = 0
+    metrics: list[RequestRecord] = field(default_factory=list)  # one per finished continuation
+    error: str = ""  # why the engine gave it up, if it did
+
+
+class Deltas:
+    """Turns the growing output of one request into what is new since the last look."""
+
+    def __init__(self) -> None:
+        self._sent: dict[int, tuple[int, int]] = {}  # continuation → token ids, characters
+
+    def take(self, output: RequestOutput) -> RequestOutput:
+        fresh = []
+        for completion in output.outputs:
+            ids, chars = self._sent.get(completion.index, (0, 0))
+            if (ids, chars) == (-1, -1):  # its end has been told
+                continue
+            logprobs = completion.logprobs
+            new = replace(
+                completion,
+                text=completion.text[chars:],
+                token_ids=completion.token_ids[ids:],
+                logprobs=None if logprobs is None else logprobs[ids:],
+            )
+            if new.token_ids or new.text or new.finished:
+                fresh.append(new)
+            sent = len(completion.token_ids), len(completion.text)
+            self._sent[completion.index] = (-1, -1) if completion.finished else sent
+        return replace(output, outputs=fresh)
+
+
+def snapshot(output: RequestOutput) -> RequestOutput:
+    """A copy that no longer grows."""
+    outputs = []
+    for completion in output.outputs:
+        logprobs = completion.logprobs
+        outputs.append(
+            replace(
+                completion,
+                token_ids=list(completion.token_ids),
+                logprobs=None if logprobs is None else list(logprobs),
+            )
+        )
+    return replace(output, outputs=outputs)
