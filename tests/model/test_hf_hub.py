@@ -1,0 +1,177 @@
+"""Models on the Hugging Face Hub. Its own library and cache; only the network is stood in for."""
+
+from __future__ import annotations
+
+import errno
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.model.model_files import GGUF, refusal, write_files
+from twostroke.model.hub import ModelFiles, resolve
+
+huggingface_hub = pytest.importorskip("huggingface_hub")
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Hub cache of our own, and no way to the Hub."""
+    cache = tmp_path / "hub"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return cache
+
+
+def put_in_hub_cache(cache: Path, repo: str, files: dict[str, bytes]) -> Path:
+    storage = cache / f"models--{repo.replace('/', '--')}"
+    commit = "0123456789" * 4
+    snapshot = storage / "snapshots" / commit
+    write_files(snapshot, files)
+    (storage / "refs").mkdir()
+    (storage / "refs" / "main").write_text(commit)
+    return snapshot
+
+
+def test_a_cached_snapshot_is_used_without_the_network(hub_cache: Path) -> None:
+    files = {"config.json": b"{}", "model.safetensors": b"", "tokenizer.json": b"{}"}
+    snapshot = put_in_hub_cache(hub_cache, "org/some-model", files)
+    assert resolve("org/some-model") == ModelFiles("folder", snapshot, "org/some-model")
+
+
+def test_a_cached_config_is_enough_where_weights_are_made_up(hub_cache: Path) -> None:
+    snapshot = put_in_hub_cache(hub_cache, "org/some-model", {"config.json": b"{}"})
+    files = resolve("org/some-model", allow_config_only=True)
+    assert files == ModelFiles("folder", snapshot, "org/some-model")
+
+
+@pytest.mark.parametrize("model", ["org/repo-GGUF:m.Q4_0.gguf", "org/repo-GGUF/m.Q4_0.gguf"])
+def test_one_gguf_file_of_a_hub_model_can_be_named(model: str, hub_cache: Path) -> None:
+    snapshot = put_in_hub_cache(hub_cache, "org/repo-GGUF", {"m.Q4_0.gguf": GGUF})
+    expected = ModelFiles("gguf", snapshot / "m.Q4_0.gguf", "org/repo-GGUF:m.Q4_0.gguf")
+    assert resolve(model) == expected
+
+
+def test_a_snapshot_that_lacks_shards_is_not_taken_for_the_model(hub_cache: Path) -> None:
+    weight_map = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    index = json.dumps({"weight_map": weight_map}).encode()
+    files = {"config.json": b"{}", "model.safetensors.index.json": index, weight_map["a"]: b""}
+    put_in_hub_cache(hub_cache, "org/some-model", files)
+    assert "org/some-model is only partly downloaded: model-2.safetensors" in refusal(
+        "org/some-model"
+    )
+
+
+def test_an_unreachable_hub_gives_both_ways_out_and_near_names_on_disk(hub_cache: Path) -> None:
+    Path("models/smollm-135m").mkdir(parents=True)
+    message = refusal("models/smollm-135")
+    assert "the Hugging Face Hub cannot be reached" in message
+    assert "Check the network" in message
+    assert "--model PATH" in message
+    assert "no models/smollm-135 either; did you mean 'smollm-135m'?" in message
+    assert "cannot be reached" in refusal("org/repo-GGUF:m.gguf")
+
+
+def test_a_split_gguf_on_the_hub_is_refused_before_it_is_fetched(hub_cache: Path) -> None:
+    assert "split GGUF" in refusal("org/repo-GGUF:big-00001-of-00003.gguf")
+
+
+def test_without_huggingface_hub_both_ways_out_are_given(
+    hub_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    message = refusal("org/some-model")
+    assert "`pip install huggingface_hub`" in message
+    assert "--model PATH" in message
+
+
+def stand_in_for_the_hub(
+    monkeypatch: pytest.MonkeyPatch, download: Callable[..., str]
+) -> list[dict[str, Any]]:
+    """Has `download` answer for the Hub, with nothing cached; the calls that reached it."""
+    calls: list[dict[str, Any]] = []
+
+    def answer(repo: str, file: str | None = None, **options: Any) -> str:
+        if options.get("local_files_only"):
+            raise huggingface_hub.errors.LocalEntryNotFoundError("not cached")
+        calls.append({"repo": repo, "file": file, **options})
+        return download()
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", answer)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", answer)
+    return calls
+
+
+def test_weights_are_fetched_only_where_they_are_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files(tmp_path / "smollm", {"config.json": b"{}", "model.safetensors": b""})
+    calls = stand_in_for_the_hub(monkeypatch, lambda: str(tmp_path / "smollm"))
+    files = resolve("org/some-model", revision="v2")
+    assert files == ModelFiles("folder", tmp_path / "smollm", "org/some-model")
+    resolve("org/some-model", allow_config_only=True)
+    assert [call["revision"] for call in calls] == ["v2", None]
+    with_weights, without = (call["allow_patterns"] for call in calls)
+    assert "*.safetensors" in with_weights
+    assert "*.safetensors" not in without
+    assert {"*.json", "*.jinja", "tokenizer*"} <= set(without)
+
+
+@pytest.mark.parametrize(
+    ("held", "says"),
+    [
+        ({"config.json": b"{}"}, "org/some-model holds no *.safetensors"),
+        ({"a.gguf": GGUF, "b.gguf": GGUF}, "org/some-model holds no config.json"),
+    ],
+)
+def test_a_hub_model_without_weights_points_to_its_gguf_files(
+    held: dict[str, bytes], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files(tmp_path / "held", held)
+    stand_in_for_the_hub(monkeypatch, lambda: str(tmp_path / "held"))
+    message = refusal("org/some-model")
+    assert says in message
+    assert "org/some-model:FILE.gguf" in message
+
+
+def hub_error(name: str) -> Exception:
+    kind = getattr(huggingface_hub.errors, name)
+    response = SimpleNamespace(headers={}, request=None, status_code=404)
+    try:
+        return kind("Client Error", response=response)
+    except TypeError:
+        return kind("Client Error")
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        ("GatedRepoError", "org/name is gated: accept its terms"),
+        ("RepositoryNotFoundError", "has no model org/name, or it is private"),
+        ("RevisionNotFoundError", "org/name has no revision 'v9'"),
+        ("RemoteEntryNotFoundError", "org/name has no file 'm.gguf'"),
+        ("HfHubHTTPError", "HfHubHTTPError: Client Error. Check the network, or download it"),
+    ],
+)
+def test_what_the_hub_refuses_is_said_plainly(
+    error: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download() -> str:
+        raise hub_error(error)
+
+    stand_in_for_the_hub(monkeypatch, download)
+    assert says in refusal("org/name:m.gguf", revision="v9")
+
+
+def test_a_full_disk_under_the_hub_cache_is_said_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download() -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    stand_in_for_the_hub(monkeypatch, download)
+    assert "no space left to fetch org/name" in refusal("org/name")
+    assert "HF_HOME" in refusal("org/name")
