@@ -7,7 +7,9 @@ and, for the cache folder, in `model/hub.py`.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from os import PathLike, fspath
 
 from twostroke.errors import ConfigError
 from twostroke.strict import Strict
@@ -42,12 +44,18 @@ class EngineConfig(Strict):
     tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
+        for name in ("model", "tokenizer", "chat_template"):
+            if isinstance(getattr(self, name), PathLike):
+                object.__setattr__(self, name, fspath(getattr(self, name)))
+        for name in ("model", "tokenizer", "revision", "chat_template"):
+            if not isinstance(getattr(self, name), str | None):
+                self._refuse(name, "a string or None")
         self._check_choice("load_format", ("auto", "safetensors", "gguf", "dummy"))
         self._check_choice("dtype", ("auto", "float32", "float16", "bfloat16"))
         self._check_choice("kv_cache_dtype", ("auto", "float32", "float16", "bfloat16"))
         self._check_choice("scheduling_policy", ("fcfs", "priority"))
-        if self.device not in ("auto", "cpu") and not str(self.device).startswith("cuda"):
-            self._refuse("device", "auto, cpu, or cuda")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
+            self._refuse("device", "auto, cpu, cuda, or one GPU of several such as cuda:1")
         self._check_int("seed", 0, 2**63 - 1)
         self._check_int("max_model_len", 2, optional=True)
         self._check_int("max_num_seqs", 1, 65536)
@@ -57,14 +65,12 @@ class EngineConfig(Strict):
         self._check_int("num_gpu_blocks_override", 1, optional=True)
         self._check_int("max_logprobs", 0)
         self._check_number("gpu_memory_utilization", 0.01, 1.0, "a number above 0 and at most 1")
-        for name in (
+        self._check_bools(
             "skip_tokenizer_init",
             "enable_prefix_caching",
             "enable_chunked_prefill",
             "enforce_eager",
-        ):
-            if not isinstance(getattr(self, name), bool):
-                self._refuse(name, "True or False")
+        )
         self._check_int("tensor_parallel_size", 1)
         if self.tensor_parallel_size > 1:
             raise ConfigError(

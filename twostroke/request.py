@@ -16,6 +16,7 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any
 
 from twostroke.errors import RequestError
@@ -60,7 +61,7 @@ class SamplingParams(Strict):
 
     def __post_init__(self) -> None:
         self._check_int("n", 1, 1024)
-        self._check_number("temperature", 0.0, 1e4, "a number from 0 (greedy) up")
+        self._check_number("temperature", 0.0, 1e4, "a number from 0 (greedy) to 10000")
         self._check_number("top_p", 0.0, 1.0, "a number above 0 and at most 1")
         if self.top_p == 0:
             self._refuse("top_p", "a number above 0 and at most 1")
@@ -77,40 +78,53 @@ class SamplingParams(Strict):
                 f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}; "
                 "lower the first or raise the second"
             )
+        self._check_bools(
+            "ignore_eos",
+            "detokenize",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "include_stop_str_in_output",
+        )
         self._check_choice("output_kind", ("cumulative", "delta", "final_only"))
         self._check_int("logprobs", 0, optional=True)
         self._check_int("prompt_logprobs", 0, optional=True)
         self._check_lists()
 
     def _check_lists(self) -> None:
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stops = (self.stop,) if isinstance(self.stop, str) else self._listed("stop")
         if not all(isinstance(s, str) and s for s in stops):
             self._refuse("stop", "a non-empty string or a list of them")
         if stops and not self.detokenize:
             raise RequestError(
                 "stop strings need the text: set detokenize=True or use stop_token_ids"
             )
-        words = tuple(self.bad_words or ())
+        words = self._listed("bad_words")
         if isinstance(self.bad_words, str) or not all(isinstance(w, str) and w for w in words):
             self._refuse("bad_words", "a list of non-empty strings")
         object.__setattr__(self, "stop", stops)
         object.__setattr__(self, "bad_words", words)
         for name in ("stop_token_ids", "allowed_token_ids"):
-            ids = getattr(self, name)
-            if ids is not None and not all(isinstance(i, int) and i >= 0 for i in ids):
+            ids = self._listed(name)
+            if not all(type(token) is int and token >= 0 for token in ids):
                 self._refuse(name, "a list of token ids")
-            if ids is not None:
-                object.__setattr__(self, name, tuple(ids))
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            self._refuse("allowed_token_ids", "a list of at least one token id, or None")
+            if name == "allowed_token_ids" and self.allowed_token_ids is not None and not ids:
+                self._refuse(name, "a list of at least one token id, or None")
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, ids)
         if self.logit_bias is not None:
             try:
-                bias = {int(k): float(v) for k, v in self.logit_bias.items()}
+                bias = {_token_id(k): float(v) for k, v in self.logit_bias.items()}
             except (TypeError, ValueError, AttributeError):
                 bias = {-1: math.nan}
             if not all(k >= 0 and -100.0 <= v <= 100.0 for k, v in bias.items()):
                 self._refuse("logit_bias", "a dict of token id → number from -100 to 100")
             object.__setattr__(self, "logit_bias", bias)
+
+    def _listed(self, name: str) -> tuple[Any, ...]:
+        try:
+            return tuple(getattr(self, name) or ())
+        except TypeError:
+            return (None,)  # which no list may hold, so that it is refused as one
 
     @property
     def greedy(self) -> bool:
@@ -122,6 +136,11 @@ class SamplingParams(Strict):
         return bool(
             self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
         )
+
+
+def _token_id(key: Any) -> int:
+    """A key of `logit_bias`: JSON has only strings for it. Not what merely rounds to an id."""
+    return int(key) if isinstance(key, str) else index(key)
 
 
 @dataclass(frozen=True, slots=True)

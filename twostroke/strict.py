@@ -14,10 +14,16 @@ class Strict:
     error: ClassVar[type[TwostrokeError]] = ConfigError
 
     def __new__(cls, *args: Any, **given: Any) -> Any:
-        known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        if args:
+            raise cls.error(
+                f"{cls.__name__} takes its settings by name: write {known[0]}=…, not a bare "
+                f"{args[0]!r}"
+            )
         for name in given:
             if name not in known:
-                raise cls.error(f"{cls.__name__} has no setting {name!r}{nearest(name, known)}")
+                hint = nearest(name, known) or f"; its settings are {', '.join(known)}"
+                raise cls.error(f"{cls.__name__} has no setting {name!r}{hint}")
         return super().__new__(cls)
 
     def _refuse(self, name: str, expected: str) -> None:
@@ -39,6 +45,11 @@ class Strict:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not low <= value <= high:  # NaN fails every comparison
             self._refuse(name, expected)
+
+    def _check_bools(self, *names: str) -> None:
+        for name in names:
+            if not isinstance(getattr(self, name), bool):
+                self._refuse(name, "True or False")
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, name)
