@@ -65,8 +65,8 @@ def plan_memory(
     if weight_bytes + plan.kv_bytes > total_bytes:
         raise ConfigError(
             f"weights ({gib(weight_bytes)}) and KV cache ({gib(plan.kv_bytes)}) need more than "
-            f"the {gib(total_bytes)} there are; set kv_cache_memory_bytes to at most "
-            f"{max(0, total_bytes - weight_bytes)}"
+            f"the {gib(total_bytes)} there are; set "
+            f"{_cache_setting(config, block_bytes, total_bytes - weight_bytes, 'at most ')}"
         )
     return _fit_length(plan, config, spec)
 
@@ -115,17 +115,24 @@ def _fit_length(plan: MemoryPlan, config: EngineConfig, spec: ModelSpec) -> Memo
         blocks = -(-config.max_model_len // config.block_size)
         raise ConfigError(
             f"max_model_len {config.max_model_len} does not fit the KV cache, which holds "
-            f"{tokens} tokens; lower max_model_len to {tokens} or raise kv_cache_memory_bytes to "
-            f"{(blocks + 1) * plan.block_bytes}"
+            f"{tokens} tokens; lower max_model_len to {tokens} or raise "
+            f"{_cache_setting(config, plan.block_bytes, (blocks + 1) * plan.block_bytes)}"
         )
     if tokens < 2:
         raise ConfigError(
-            f"the KV cache holds {tokens} token, and a request needs at least 2; "
-            "raise kv_cache_memory_bytes or block_size"
+            f"the KV cache holds {tokens} token, and a request needs at least 2; raise block_size "
+            f"or {_cache_setting(config, plan.block_bytes, 3 * plan.block_bytes)}"
         )
     return MemoryPlan(
         plan.total_bytes, plan.weight_bytes, plan.block_bytes, plan.num_blocks, tokens, True
     )
+
+
+def _cache_setting(config: EngineConfig, block_bytes: int, kv_bytes: int, bound: str = "") -> str:
+    """The setting that gives the cache this many bytes: the one that the user is using."""
+    if config.num_gpu_blocks_override is None:
+        return f"kv_cache_memory_bytes to {bound}{max(0, kv_bytes)}"
+    return f"num_gpu_blocks_override to {bound}{max(0, kv_bytes // block_bytes - 1)}"
 
 
 def host_memory_bytes() -> int:
