@@ -1,4 +1,8 @@
-"""Stop strings over streamed text: nothing is released that may turn out to be part of one."""
+"""Stop strings over streamed text: nothing is released that may turn out to be part of one.
+
+The stop string that is complete first wins; of those complete at the same character, the longest.
+So it does not matter in which pieces the text arrives.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ class StopStrings:
         text = self._held + text
         found = [(text.find(stop), stop) for stop in self._stops if stop in text]
         if found:
-            at, self.hit = min(found)
+            at, self.hit = min(found, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
             self._held = ""
             return text[: at + len(self.hit)] if self._include else text[:at]
         keep = self._possible_start(text)
