@@ -198,18 +198,27 @@ class Request:
     record: RequestRecord
     phase: Phase = Phase.WAITING
     row: int = -1
-    pending: int = 0
+    pending: int = 0  # tokens sampled by steps in flight
+    remaining: int = 0  # output tokens that may still be planned
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     prompt_logprobs: list[Any] = field(default_factory=list)
+    request_id: str = ""
     num_prompt: int = 0
+    max_length: int = 0  # prompt and output together
+    stop_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
+        self.request_id = self.given.request_id
         self.num_prompt = len(self.given.prompt_token_ids)
+        self.remaining = self.max_outputs
+        self.max_length = self.num_prompt + self.max_outputs
+        self.stop_ids = self.given.stop_ids
 
-    @property
-    def request_id(self) -> str:
-        return self.given.request_id
+    def plan_sample(self) -> None:
+        """A step that has just been planned will write its next token."""
+        self.pending += 1
+        self.remaining -= 1
 
     @property
     def num_outputs(self) -> int:
@@ -218,11 +227,6 @@ class Request:
     @property
     def num_to_prefill(self) -> int:
         return len(self.tokens) - self.kv.num_computed
-
-    @property
-    def remaining(self) -> int:
-        """Output tokens that may still be planned."""
-        return self.max_outputs - self.num_outputs - self.pending
 
     def become(self, phase: Phase) -> None:
         if phase not in LEGAL[self.phase]:

@@ -47,11 +47,8 @@ def build_engine(config: EngineConfig) -> Engine:
     total = torch.cuda.mem_get_info(device)[0] if on_gpu else host_memory_bytes()
     memory = plan_memory(config, model.spec, dtype.itemsize, kv_dtype.itemsize, total, on_gpu)
     limits = _scheduler_config(config, model.spec, memory, on_gpu)
-    core = EngineCore(
-        Scheduler(limits),
-        _executor(model.spec, model.weights, memory, limits, dtype, kv_dtype, device),
-        cost_model(model.spec, dtype.itemsize, kv_dtype.itemsize),
-    )
+    decoder = Decoder(model.spec, model.weights, dtype, device, memory.max_model_len, reference)
+    core = assemble(decoder, limits, kv_dtype)
     frontend = Frontend(
         tokenizer,
         None if tokenizer is None else chat_template_source(config, tokenizer),
@@ -61,20 +58,17 @@ def build_engine(config: EngineConfig) -> Engine:
     return Engine(config, files.name, model.spec, memory, core, frontend)
 
 
-def _executor(
-    spec: ModelSpec,
-    weights: object,
-    memory: MemoryPlan,
-    limits: SchedulerConfig,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    device: torch.device,
-) -> LocalExecutor:
-    decoder = Decoder(spec, weights, dtype, device, memory.max_model_len, reference)  # type: ignore[arg-type]
-    pool = KVPool(spec, memory.num_blocks, limits.block_size, kv_dtype, device)
+def assemble(
+    decoder: Decoder, limits: SchedulerConfig, kv_dtype: torch.dtype, max_in_flight: int = 1
+) -> EngineCore:
+    """A scheduler, a KV pool and rows of their own around a decoder."""
+    spec, device, size = decoder.spec, decoder.device, limits.block_size
+    pool = KVPool(spec, limits.num_blocks, size, kv_dtype, device)
     groups = len(limits.windows)
-    state = RowState(limits.max_num_seqs, memory.max_model_len, limits.block_size, groups, device)
-    return LocalExecutor(decoder, pool, state, max_in_flight=1)
+    state = RowState(limits.max_num_seqs, limits.max_model_len, size, groups, device)
+    executor = LocalExecutor(decoder, pool, state, max_in_flight)
+    cost = cost_model(spec, decoder.dtype.itemsize, kv_dtype.itemsize)
+    return EngineCore(Scheduler(limits), executor, cost)
 
 
 def _scheduler_config(

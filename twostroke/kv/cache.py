@@ -44,6 +44,7 @@ class KVSequence:
     keys: list[BlockKey] = field(default_factory=list)
     num_computed: int = 0
     num_registered: int = 0  # leading blocks that have been offered to the prefix index
+    register_at: int = 0  # tokens computed at which there is another one to offer
     capacity: int = 0  # tokens that the tables hold
     last_step: int = -1  # the newest step that names it
 
@@ -77,8 +78,12 @@ class KVCache:
         blocks = -(-num_tokens // self.block_size)
         return sum(blocks if most is None else min(blocks, most) for most in self._most_blocks)
 
-    def blocks_held(self, seq: KVSequence) -> int:
-        return sum(len(t) - d for t, d in zip(seq.tables, seq.dropped, strict=True))
+    def blocks_missing(self, seq: KVSequence, num_tokens: int) -> int:
+        """Blocks that a running sequence still has to take to reach this length."""
+        if len(self.windows) == 1 and self.windows[0] is None:
+            return max(0, -(-num_tokens // self.block_size) - len(seq.tables[0]))
+        held = sum(len(t) - d for t, d in zip(seq.tables, seq.dropped, strict=True))
+        return max(0, self.blocks_for(num_tokens) - held)
 
     @property
     def returning(self) -> bool:
@@ -154,6 +159,7 @@ class KVCache:
         seq.tables = tables
         seq.dropped = [t.count(NULL_BLOCK) for t in tables]
         seq.num_registered = len(tables[0])
+        seq.register_at = (len(tables[0]) + 1) * self.block_size
         seq.capacity = seq.num_computed = len(tables[0]) * self.block_size
         self._live[seq] = None
         return seq.num_computed
@@ -178,6 +184,13 @@ class KVCache:
         seq.last_step = step
         self._fragmented -= count * len(seq.tables)
 
+    def advance_each(self, sequences: Sequence[KVSequence], step: int) -> None:
+        """`step` computes the next token of every one of them."""
+        for seq in sequences:
+            seq.num_computed += 1
+            seq.last_step = step
+        self._fragmented -= len(sequences) * len(self.windows)
+
     def register(self, seq: KVSequence, tokens: Sequence[int]) -> None:
         """Offer the blocks that are full, computed by a launched step, and whose tokens are known.
 
@@ -185,6 +198,7 @@ class KVCache:
         planned in the same step may share them.
         """
         full = min(seq.num_computed, len(tokens)) // self.block_size
+        seq.register_at = (full + 1) * self.block_size
         if full <= seq.num_registered or seq.seed is None:
             return
         self._extend_keys(seq, tokens, full)

@@ -34,24 +34,32 @@ class DecodeSet:
         one that asks, so no slot already given is lost.
         """
         kv, windowed = self._kv, any(self._kv.windows)
+        chosen: list[Request] = []
         index = 0
         while index < len(self.requests):
             request = self.requests[index]
+            index += 1
             if request.remaining <= 0:  # its last token is in flight
-                index += 1
                 continue
             seq = request.kv
             if windowed:
                 step.add_drops(request, kv.drop_passed(seq))
-            if seq.num_computed >= seq.capacity:
-                grown = kv.reserve(seq, seq.num_computed + 1)
-                while grown is None and not kv.returning and preempt_for(request):
-                    grown = kv.reserve(seq, seq.num_computed + 1)
-                if grown is None:  # preempted itself, or waits for blocks in flight
-                    index += request.phase is Phase.DECODE
-                    continue
-                step.add_blocks(request, grown)
-            step.add_slot(request)
-            kv.advance(seq, 1, step.step)
-            request.pending += 1
-            index += 1
+            if seq.num_computed >= seq.capacity and not self._grow(step, request, preempt_for):
+                continue
+            request.plan_sample()
+            chosen.append(request)
+        step.add_slots(chosen)
+        kv.advance_each([request.kv for request in chosen], step.step)
+
+    def _grow(
+        self, step: StepBuilder, request: Request, preempt_for: Callable[[Request], bool]
+    ) -> bool:
+        """One more block. False if it waits for blocks in flight, or was itself preempted."""
+        kv, seq = self._kv, request.kv
+        grown = kv.reserve(seq, seq.num_computed + 1)
+        while grown is None and not kv.returning and preempt_for(request):
+            grown = kv.reserve(seq, seq.num_computed + 1)
+        if grown is None:
+            return False
+        step.add_blocks(request, grown)
+        return True

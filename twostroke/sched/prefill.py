@@ -72,7 +72,7 @@ class PrefillQueue:
         self._admit(step, decoding)
         for request in step.last_chunks:
             request.become(Phase.DECODE)
-            request.pending += 1
+            request.plan_sample()
             to_decode(request)
         self.remove_gone()
 
@@ -164,19 +164,15 @@ class PrefillQueue:
         available = kv.pool.num_available - revived
         length = len(request.tokens)
         if not decoding and not self.requests:
-            need = kv.blocks_for(length) - len(hits)
             # Alone it always fits: `Scheduler.add` has refused what cannot. Blocks still owned
             # by steps in flight come back first.
-            return need <= available or not kv.returning
+            return kv.blocks_for(length) - len(hits) <= available or not kv.returning
         need = kv.blocks_for(length + min(request.remaining, lookahead)) - len(hits)
-        running = len(decoding) + len(self.requests)
-        plenty = need + running * kv.blocks_for(lookahead + kv.block_size)
-        if not self.requests and plenty <= available:
-            return True
+        for other in self.requests:
+            need += kv.blocks_missing(other.kv, len(other.tokens) + min(other.remaining, lookahead))
+        if need + len(decoding) * kv.blocks_for(lookahead + kv.block_size) <= available:
+            return True  # whatever those that write may need, there is enough
         for other in decoding:
             growth = other.kv.num_computed + min(other.remaining, lookahead)
-            need += max(0, kv.blocks_for(growth) - kv.blocks_held(other.kv))
-        for other in self.requests:
-            growth = len(other.tokens) + min(other.remaining, lookahead)
-            need += max(0, kv.blocks_for(growth) - kv.blocks_held(other.kv))
+            need += kv.blocks_missing(other.kv, growth)
         return need <= available

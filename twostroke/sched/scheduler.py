@@ -194,44 +194,42 @@ class Scheduler:
         for row, entries in result.prompt_logprobs.items():
             self._keep_prompt_logprobs(plan, row, prompts[row], entries)
         updates, any_finished = [], False
-        for index, request in enumerate(sampled):
-            if request.phase is Phase.FINISHED:  # aborted, or stopped by an earlier step
+        logprobs, register = result.logprobs, self.kv.register
+        # The host's hottest loop: once for every token that is written.
+        for index, (request, token) in enumerate(zip(sampled, result.tokens, strict=True)):
+            phase = request.phase
+            if phase is Phase.FINISHED:  # aborted, or stopped by an earlier step
                 continue
-            token = result.tokens[index]
-            self._append(request, token, step, now)
-            logprobs = result.logprobs.get(index)
-            finished = self._check_stop(request, token)
-            any_finished |= finished
-            updates.append(self._update(request, (token,), (logprobs,) if logprobs else ()))
+            tokens, seq, record = request.tokens, request.kv, request.record
+            tokens.append(token)
+            request.pending -= 1
+            record.token_s.append(now)
+            record.token_step.append(step)
+            if seq.num_computed >= seq.register_at and phase is Phase.DECODE:
+                register(seq, tokens)
+            length = len(tokens)
+            ends = token in request.stop_ids or length >= request.max_length
+            any_finished |= ends and self._check_stop(request, token)
+            if ends or logprobs or length == request.num_prompt + 1:
+                record.first_token_s = record.token_s[0]
+                entry = logprobs.get(index)
+                updates.append(self._update(request, (token,), (entry,) if entry else ()))
+            else:
+                updates.append(Update(request.request_id, (token,)))
         if any_finished:
             self._remove_gone()
         self.kv.commit(step)
         return updates
 
-    def _append(self, request: Request, token: int, step: int, now: float) -> None:
-        request.tokens.append(token)
-        request.pending -= 1
-        record = request.record
-        if not record.token_s:
-            record.first_token_s = now
-        record.token_s.append(now)
-        record.token_step.append(step)
-        if request.phase is Phase.DECODE:
-            seq = request.kv
-            if seq.num_computed >= (seq.num_registered + 1) * self.config.block_size:
-                self.kv.register(seq, request.tokens)
-
     def _check_stop(self, request: Request, token: int) -> bool:
-        params, outputs = request.given.params, request.num_outputs
-        if token in request.given.stop_ids and outputs >= params.min_tokens:
+        params = request.given.params
+        if token in request.stop_ids and request.num_outputs >= params.min_tokens:
             by_user = params.stop_token_ids is not None and token in params.stop_token_ids
             request.stop_reason = token if by_user else None
             self._finish(request, FinishReason.STOP)
-            return True
-        if outputs >= request.max_outputs:
+        elif len(request.tokens) >= request.max_length:
             self._finish(request, FinishReason.LENGTH)
-            return True
-        return False
+        return request.phase is Phase.FINISHED
 
     def _keep_prompt_logprobs(
         self, plan: StepPlan, row: int, request: Request, entries: list[TokenLogprobs]

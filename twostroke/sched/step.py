@@ -50,12 +50,15 @@ class StepBuilder:
     def empty(self) -> bool:
         return not self.slots and not self.chunks
 
-    def add_slot(self, request: Request) -> None:
-        position = request.kv.num_computed
-        self.slots.append(Slot(request.row, position))
-        self.sampled.append(request)
-        self.budget -= 1
-        self._decode_kv += position + 1 if self._window is None else min(position + 1, self._window)
+    def add_slots(self, requests: list[Request]) -> None:
+        """A slot each, for what has been computed of them so far."""
+        self.slots = [Slot(request.row, request.kv.num_computed) for request in requests]
+        self.sampled = requests
+        self.budget -= len(requests)
+        lengths = [slot.position + 1 for slot in self.slots]
+        if self._window is not None:
+            lengths = [min(length, self._window) for length in lengths]
+        self._decode_kv = sum(lengths)
 
     def add_chunk(self, request: Request, count: int) -> None:
         start = request.kv.num_computed
