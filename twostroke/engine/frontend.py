@@ -18,6 +18,7 @@ from twostroke.errors import RequestError, nearest
 from twostroke.model.chat_template import ChatTemplate
 from twostroke.model.detokenizer import Detokenizer
 from twostroke.model.tokenizer import Tokenizer
+from twostroke.observe.record import RequestRecord
 from twostroke.outputs import CompletionOutput, Logprob, RequestOutput
 from twostroke.plan import TokenLogprobs
 from twostroke.request import EngineRequest, FinishReason, SamplingParams
@@ -76,6 +77,7 @@ class Frontend:
         self._count = 0
         self._asked: dict[str, Asked] = {}  # by request id
         self._child: dict[str, tuple[str, int]] = {}  # engine request → (request, index)
+        self._stopped: dict[str, Asked] = {}  # engine requests to abort: a stop string hit them
 
     # ── in ──────────────────────────────────────────────────────────────────────────────────
 
@@ -107,17 +109,24 @@ class Frontend:
     ) -> list[EngineRequest]:
         """Validate and tokenise; nothing is kept yet, so a refusal leaves no trace."""
         received = monotonic()
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"sampling parameters are given as SamplingParams(…), not {type(params).__name__}"
+            )
+        if type(priority) is not int:
+            raise RequestError(f"priority must be a whole number, not {priority!r}")
         text, ids, salt = self._read_prompt(prompt)
         if params.detokenize and self.tokenizer is None:
+            if params.stop:
+                raise RequestError(
+                    "stop strings need a tokenizer, and none is loaded; use stop_token_ids"
+                )
             params = replace(params, detokenize=False)
         self._validate(ids, params)
-        request_id = request_id or f"req-{self._count}"
-        if request_id in self._asked:
-            raise RequestError(f"a request with the id {request_id!r} is already running")
-        stop_ids = frozenset(params.stop_token_ids or ())
-        if self.tokenizer is not None and not params.ignore_eos:
-            stop_ids |= self.tokenizer.stop_ids
+        request_id = self._free_id(request_id, params.n)
+        stop_ids = self._stop_ids(params)
         bad_words = self._bad_words(params)
+        self._refuse_nothing_left(params, stop_ids, bad_words)
         requests = []
         for index in range(params.n):
             requests.append(
@@ -163,29 +172,50 @@ class Frontend:
         """The engine requests of a request that have not ended."""
         asked = self._asked.get(request_id)
         count = 0 if asked is None else asked.params.n
-        names = [child_id(request_id, index, count) for index in range(count)]
-        return [name for name in names if name in self._child]
+        names = {child_id(request_id, index, count): (request_id, index) for index in range(count)}
+        return [name for name, where in names.items() if self._child.get(name) == where]
 
-    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...], str]:
+    def _free_id(self, request_id: str | None, n: int) -> str:
+        """A name that nobody has, and whose continuations' names nobody has."""
+        if request_id is None:
+            number = self._count
+            while f"req-{number}" in self._asked:
+                number += 1
+            request_id = f"req-{number}"
+        names = (child_id(request_id, index, n) for index in range(n))
+        if request_id in self._asked or any(name in self._child for name in names):
+            raise RequestError(f"a request with the id {request_id!r} is already running")
+        return request_id
+
+    def _read_prompt(self, given: Prompt) -> tuple[str | None, tuple[int, ...], str]:
         """Text, token ids, or vLLM's dicts of either, with an optional `cache_salt`."""
+        prompt: Any = given
         salt = ""
         if isinstance(prompt, Mapping):
             known = ("prompt", "prompt_token_ids", "cache_salt")
             for key in prompt:
                 if key not in known:
                     raise RequestError(f"a prompt has no field {key!r}{nearest(str(key), known)}")
-            salt = str(prompt.get("cache_salt") or "")
-            if prompt.get("prompt_token_ids") is not None:
-                prompt = prompt["prompt_token_ids"]
-            else:
-                prompt = prompt.get("prompt", "")
+            salt = prompt.get("cache_salt") or ""
+            if not isinstance(salt, str):
+                raise RequestError(f"cache_salt must be a string, not {salt!r}")
+            ids = prompt.get("prompt_token_ids")
+            prompt = prompt.get("prompt") if ids is None else ids
+            if prompt is None:
+                raise RequestError("a prompt given as a dict needs 'prompt' or 'prompt_token_ids'")
         if isinstance(prompt, str):
             return prompt, tuple(self._need_tokenizer("a text prompt").encode(prompt)), salt
-        if isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):
-            return None, tuple(map(int, prompt)), salt
-        raise RequestError(
-            f"a prompt is a text or a list of token ids, not {type(prompt).__name__}"
-        )
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
+            raise RequestError(
+                f"a prompt is a text or a list of token ids, not {type(prompt).__name__}"
+            )
+        for n, token in enumerate(prompt):
+            if type(token) is not int:
+                raise RequestError(
+                    f"a prompt is a text or a list of token ids, but entry {n} of this list is "
+                    f"{token!r} ({type(token).__name__}), not an int"
+                )
+        return None, tuple(prompt), salt
 
     def _validate(self, ids: Sequence[int], params: SamplingParams) -> None:
         limits = self.limits
@@ -202,9 +232,19 @@ class Frontend:
                 f"the prompt has {len(ids)} tokens, but max_model_len is {limits.max_model_len} "
                 "and one must be left to write; shorten the prompt or raise max_model_len"
             )
+        if len(ids) + params.min_tokens > limits.max_model_len:
+            raise RequestError(
+                f"{len(ids)} prompt tokens and min_tokens {params.min_tokens} are more than "
+                f"max_model_len {limits.max_model_len}; lower min_tokens or shorten the prompt"
+            )
         for name in ("logprobs", "prompt_logprobs"):
             asked = getattr(params, name)
-            if asked is not None and asked > min(limits.max_logprobs, limits.vocab_size):
+            if asked is not None and asked > limits.vocab_size:
+                raise RequestError(
+                    f"{name} is {asked}, but the model has only {limits.vocab_size} tokens; lower "
+                    "it"
+                )
+            if asked is not None and asked > limits.max_logprobs:
                 raise RequestError(
                     f"{name} is {asked}, but at most {limits.max_logprobs} are given; lower it "
                     "or raise max_logprobs"
@@ -217,16 +257,44 @@ class Frontend:
                         f"{limits.vocab_size - 1}"
                     )
 
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        """What ends a continuation. A tokenizer may name more tokens than the model can write."""
+        ids = frozenset(params.stop_token_ids or ())
+        if self.tokenizer is not None and not params.ignore_eos:
+            ids |= {n for n in self.tokenizer.stop_ids if n < self.limits.vocab_size}
+        return ids
+
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Each word at the start of a text and after a space: most vocabularies tell them apart."""
+        """Each word at the start of a text and after a space: most vocabularies tell them apart.
+
+        A word that holds a token the model cannot write needs no ban.
+        """
         found: dict[tuple[int, ...], None] = {}
         for word in params.bad_words or ():
             tokenizer = self._need_tokenizer("bad_words")
             for text in (word, " " + word.lstrip()):
                 ids = tuple(tokenizer.encode(text, add_special_tokens=False))
-                if ids:
+                if ids and max(ids) < self.limits.vocab_size:
                     found[ids] = None
         return tuple(found)
+
+    def _refuse_nothing_left(
+        self,
+        params: SamplingParams,
+        stop_ids: frozenset[int],
+        bad_words: tuple[tuple[int, ...], ...],
+    ) -> None:
+        """Of no allowed token, one would be written all the same."""
+        if params.allowed_token_ids is None:
+            return
+        left = set(params.allowed_token_ids) - {word[0] for word in bad_words if len(word) == 1}
+        if params.min_tokens:
+            left -= stop_ids
+        if not left:
+            raise RequestError(
+                "bad_words and min_tokens (which bans the tokens that end a text) leave none of "
+                "allowed_token_ids; allow another token"
+            )
 
     def _request_seed(self, params: SamplingParams, index: int) -> int:
         """The user's seed, plus the index for n > 1; otherwise the engine's and a counter."""
@@ -242,12 +310,19 @@ class Frontend:
     # ── out ─────────────────────────────────────────────────────────────────────────────────
 
     def take(self, updates: Sequence[Update]) -> tuple[list[RequestOutput], list[str]]:
-        """What users are to be told, and the engine requests to abort: stop strings hit them."""
+        """What users are to be told, and the engine requests to abort: stop strings hit them.
+
+        Give what the aborts return to `take` as well, before telling: it completes the metrics.
+        """
         told: dict[str, RequestOutput] = {}
         aborts = []
         for update in updates:
             where = self._child.get(update.request_id)
             if where is None:  # ended on this side already
+                stopped = self._stopped.pop(update.request_id, None)
+                if stopped is not None and update.record is not None:
+                    update.record.finish_reason = FinishReason.STOP
+                    self._add_record(stopped, update.record)
                 continue
             parent, index = where
             asked = self._asked[parent]
@@ -257,18 +332,21 @@ class Frontend:
                 del self._child[update.request_id]
                 if update.finish_reason is None:
                     aborts.append(update.request_id)
+                    self._stopped[update.request_id] = asked
             if update.record is not None:
-                update.record.tokenised_s = asked.tokenised_s
-                asked.output.metrics.append(update.record)
-                asked.output.num_cached_tokens = max(
-                    asked.output.num_cached_tokens, update.record.num_cached
-                )
+                self._add_record(asked, update.record)
             told[parent] = asked.output
         for request_id, output in told.items():
             output.finished = all(completion.finished for completion in output.outputs)
             if output.finished:
                 del self._asked[request_id]
         return list(told.values()), aborts
+
+    def _add_record(self, asked: Asked, record: RequestRecord) -> None:
+        record.tokenised_s = asked.tokenised_s
+        output = asked.output
+        output.metrics.append(record)
+        output.num_cached_tokens = max(output.num_cached_tokens, record.num_cached)
 
     def _write(self, asked: Asked, writer: Writer, update: Update) -> None:
         output, params = writer.output, asked.params
@@ -294,7 +372,7 @@ class Frontend:
             output.text += writer.stops.flush()
             output.finish_reason = str(update.finish_reason)
             output.stop_reason = update.stop_reason
-            asked.output.error = update.error
+            asked.output.error = asked.output.error or update.error
 
     def _add_logprobs(self, output: CompletionOutput, update: Update) -> None:
         assert output.logprobs is not None
