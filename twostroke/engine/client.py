@@ -44,12 +44,17 @@ class SyncClient:
 
     def run(self) -> Iterator[list[RequestOutput]]:
         """Turn the loop until nothing is left; after each step, the outputs that changed."""
-        frontend, core = self._engine.frontend, self._engine.core
+        core = self._engine.core
         while core.has_work:
-            outputs, aborts = frontend.take(core.step())
-            for name in aborts:
-                core.abort(name)
-            yield outputs
+            yield _take(self._engine, core.step())
+
+
+def _take(engine: Engine, updates: list[Update]) -> list[RequestOutput]:
+    """The outputs that changed. What a stop string has hit ends in the engine, too."""
+    outputs, hits = engine.frontend.take(updates)
+    ends = [engine.core.abort(name) for name in hits]
+    engine.frontend.take([end for end in ends if end is not None])
+    return outputs
 
 
 @dataclass(slots=True)
@@ -65,8 +70,9 @@ class AsyncEngine:
 
         async for output in engine.generate(prompt, params): ...
 
-    Leaving the loop early aborts the request. The engine's thread owns the core; the front end is
-    guarded by a lock, since requests are prepared where they arrive.
+    Leaving the loop early aborts the request. The engine's thread owns the core. The lock guards
+    the front end and the streams, since requests are prepared where they arrive, and keeps the
+    inbox in their order: what is in `_streams` is in the inbox or in the engine.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -85,7 +91,7 @@ class AsyncEngine:
         self.close()
 
     def close(self) -> None:
-        """Abort what runs and stop the thread."""
+        """Abort what runs and stop the thread; streams that are open raise `EngineError`."""
         self._inbox.put(None)
         self._thread.join()
 
@@ -96,27 +102,27 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        if self._dead is not None:
-            raise EngineError(f"the engine has stopped ({self._dead})")
         loop = asyncio.get_running_loop()
         with self._lock:
+            if self._dead is not None:
+                raise EngineError(f"the engine has stopped ({self._dead}); start a new one")
             requests = self.engine.frontend.prepare(prompt, params, request_id, priority)
             request_id = requests[0].family or requests[0].request_id
             stream = _Stream(loop, asyncio.Queue(), params.output_kind, Deltas())
             self._streams[request_id] = stream
-        self._inbox.put(requests)
+            self._inbox.put(requests)
         finished = False
         try:
             while not finished:
                 output = await stream.outputs.get()
                 if isinstance(output, Exception):
-                    finished = True
                     raise output
                 finished = output.finished
                 yield output
         finally:
-            if not finished:
-                self._inbox.put(request_id)
+            with self._lock:  # by now the name may be another request's
+                if self._streams.get(request_id) is stream:
+                    self._inbox.put(request_id)
 
     def abort(self, request_id: str) -> None:
         """End a request from anywhere; its stream closes with finish_reason "abort"."""
@@ -129,12 +135,13 @@ class AsyncEngine:
         try:
             while self._take_messages(block=not core.has_work):
                 self._deliver(core.step())
+            reason: Exception = EngineError("the engine was closed")
         except Exception as error:
-            self._dead = error
-        reason = self._dead or EngineError("the engine was closed")
+            reason = error
         with self._lock:
+            self._dead = reason
             for name in list(self._streams):
-                self._end(name, reason)
+                self._end(name, EngineError(f"the engine has stopped ({reason})"))
                 for child in self.engine.frontend.forget(name):
                     core.abort(child)
 
@@ -174,11 +181,8 @@ class AsyncEngine:
         if not updates:
             return
         with self._lock:
-            outputs, aborts = self.engine.frontend.take(updates)
-            for output in outputs:
+            for output in _take(self.engine, updates):
                 self._send(output)
-        for name in aborts:
-            self.engine.core.abort(name)
 
     def _send(self, output: RequestOutput) -> None:
         stream = self._streams.get(output.request_id)
