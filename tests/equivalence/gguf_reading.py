@@ -1,0 +1,60 @@
+"""A GGUF file as the `gguf` package reads it, run by transformers: nothing of ours is in it."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from tests.equivalence.rows import random_model
+
+
+def as_the_package_reads(
+    path: Path, config: PreTrainedConfig, reorder: bool = True
+) -> PreTrainedModel:
+    """transformers with the weights of the file, read and dequantised by the `gguf` package."""
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    model = random_model(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            tensor = stored.pop(gguf_name(name, config))
+            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            heads = heads_reordered(name, config) if reorder else 0
+            if heads:
+                values = halves_from_neighbours(values, heads)
+            weight.copy_(torch.from_numpy(values.astype(np.float32)))
+    assert set(stored) <= {"rope_freqs.weight"}
+    return model
+
+
+def gguf_name(name: str, config: PreTrainedConfig) -> str:
+    """By the package's own table of names."""
+    names = _names(config.model_type, config.num_hidden_layers)
+    found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert found is not None
+    return found
+
+
+@cache
+def _names(arch: str, num_layers: int) -> gguf.TensorNameMap:
+    (number,) = (number for number, text in gguf.MODEL_ARCH_NAMES.items() if text == arch)
+    return gguf.get_tensor_name_map(number, num_layers)
+
+
+def heads_reordered(name: str, config: PreTrainedConfig) -> int:
+    """How many heads a weight has whose rows the converters of this architecture reorder."""
+    if config.model_type == "llama" and ".q_proj." in name:
+        return config.num_attention_heads
+    if config.model_type == "llama" and ".k_proj." in name:
+        return config.num_key_value_heads
+    return 0
+
+
+def halves_from_neighbours(values: np.ndarray, heads: int) -> np.ndarray:
+    """In each head (0 3 1 4 2 5) → (0 1 2 3 4 5): rope's pairs, stored as neighbours, part."""
+    split = values.reshape(heads, -1, 2, *values.shape[1:])
+    return np.ascontiguousarray(split.swapaxes(1, 2).reshape(values.shape))

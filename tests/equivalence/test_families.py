@@ -1,0 +1,279 @@
+"""Every family and variant that reads a Hugging Face folder gives transformers' log-probabilities.
+
+Tiny models with random weights are saved by transformers, loaded by our engine, and compared over
+the whole vocabulary at every position: once with the prompts in one step each, once in chunks of a
+few tokens, several requests at a time, so that prefill and decode share steps.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from tests.equivalence.rows import (
+    TOLERANCE,
+    Written,
+    largest_difference,
+    random_model,
+    random_prompts,
+    rows_of_theirs,
+    same_weights_under,
+    write_with_ours,
+)
+
+# What a variant is about must change some log-probability by this, or its test would show nothing.
+# The least that was found is 3.9.
+VISIBLE = 1.0
+
+VOCAB = 300
+CONTEXT = 128
+MAX_TOKENS = 6
+PROMPT_LENGTHS = (1, 23, 61)
+WINDOW = 9  # shorter than two of the prompts, and no multiple of the block size
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "rms_norm_eps": 1e-5,
+}
+ONE_STEP = {"max_num_batched_tokens": 256, "max_num_seqs": 4}
+CHUNKS = {"max_num_batched_tokens": 7, "max_num_seqs": 3, "block_size": 4}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A model, and a description that is wrong in just the thing the variant is about."""
+
+    name: str
+    family: type[PreTrainedConfig]
+    config: dict[str, Any]
+    wrong: dict[str, Any]
+
+    def described(self, **changes: Any) -> PreTrainedConfig:
+        return self.family(**SIZES | self.config | changes)
+
+
+def rope(kind: str = "default", **values: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **values}}
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 32}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
+MSCALE = {"mscale": 0.7, "mscale_all_dim": 1.3}
+DYNAMIC = rope("dynamic", factor=2.0)
+TWO_WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+
+VARIANTS = [
+    Variant("llama2", LlamaConfig, {"num_key_value_heads": 4}, rope(rope_theta=500.0)),
+    Variant("llama_grouped_heads", LlamaConfig, {}, {"rms_norm_eps": 1e-2}),
+    Variant("llama_one_kv_head", LlamaConfig, {"num_key_value_heads": 1}, rope(rope_theta=500.0)),
+    Variant("llama_theta", LlamaConfig, rope(rope_theta=500000.0), rope()),
+    Variant("llama_head_dim", LlamaConfig, {"head_dim": 24}, rope(rope_theta=500.0)),
+    Variant("llama_tied", LlamaConfig, {"tie_word_embeddings": True}, rope(rope_theta=500.0)),
+    Variant(
+        "llama_attention_bias",
+        LlamaConfig,
+        {"attention_bias": True},
+        {"attention_bias": False},
+    ),
+    Variant("llama_mlp_bias", LlamaConfig, {"mlp_bias": True}, {"mlp_bias": False}),
+    Variant("llama3_scaling", LlamaConfig, rope("llama3", **LLAMA3), rope()),
+    Variant("linear_scaling", LlamaConfig, rope("linear", factor=2.5), rope()),
+    Variant("dynamic_scaling_within_context", LlamaConfig, DYNAMIC, rope("linear", factor=2.0)),
+    Variant("yarn", LlamaConfig, rope("yarn", **YARN), rope()),
+    Variant(
+        "yarn_untruncated", LlamaConfig, rope("yarn", **YARN, truncate=False), rope("yarn", **YARN)
+    ),
+    Variant(
+        "yarn_betas",
+        LlamaConfig,
+        rope("yarn", **YARN, beta_fast=8.0, beta_slow=2.0),
+        rope("yarn", **YARN),
+    ),
+    Variant(
+        "yarn_attention_factor",
+        LlamaConfig,
+        rope("yarn", **YARN, attention_factor=0.8),
+        rope("yarn", **YARN),
+    ),
+    Variant("yarn_mscale", LlamaConfig, rope("yarn", **YARN, **MSCALE), rope("yarn", **YARN)),
+    Variant("mistral", MistralConfig, {"sliding_window": None}, {"sliding_window": WINDOW}),
+    Variant(
+        "mistral_window", MistralConfig, {"sliding_window": WINDOW}, {"sliding_window": WINDOW + 1}
+    ),
+    Variant(
+        "mistral_head_dim",
+        MistralConfig,
+        {"sliding_window": WINDOW, "head_dim": 20},
+        {"sliding_window": WINDOW - 1},
+    ),
+    Variant("qwen2", Qwen2Config, {}, rope(rope_theta=500.0)),
+    Variant("qwen2_tied", Qwen2Config, {"tie_word_embeddings": True}, rope(rope_theta=500.0)),
+    Variant(
+        "qwen2_window_in_all_layers",
+        Qwen2Config,
+        TWO_WINDOWED | {"max_window_layers": 0},
+        {"sliding_window": WINDOW + 1},
+    ),
+    Variant("qwen2_window_in_some_layers", Qwen2Config, TWO_WINDOWED, {"max_window_layers": 2}),
+    Variant("qwen2_window_not_used", Qwen2Config, {"sliding_window": WINDOW}, TWO_WINDOWED),
+    Variant("qwen2_yarn", Qwen2Config, rope("yarn", **YARN), rope()),
+    Variant("qwen3", Qwen3Config, {"head_dim": 24}, rope(rope_theta=500.0)),
+    Variant(
+        "qwen3_attention_bias",
+        Qwen3Config,
+        {"head_dim": 24, "attention_bias": True},
+        {"attention_bias": False},
+    ),
+    Variant(
+        "qwen3_window_in_some_layers",
+        Qwen3Config,
+        TWO_WINDOWED | {"head_dim": 24},
+        {"sliding_window": WINDOW + 1},
+    ),
+]
+
+
+@pytest.fixture(scope="module", params=VARIANTS, ids=lambda variant: variant.name)
+def variant(request: pytest.FixtureRequest) -> Variant:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def theirs(variant: Variant) -> PreTrainedModel:
+    return random_model(variant.described())
+
+
+@pytest.fixture(scope="module")
+def folder(theirs: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    theirs.save_pretrained(path)
+    return path
+
+
+def write(folder: Path, **settings: Any) -> list[Written]:
+    prompts = random_prompts(PROMPT_LENGTHS, VOCAB)
+    return write_with_ours(folder, prompts, MAX_TOKENS, VOCAB, **settings)
+
+
+@pytest.fixture(scope="module")
+def in_one_step(folder: Path) -> list[Written]:
+    return write(folder, **ONE_STEP)
+
+
+def test_prefill_and_decode_give_the_log_probabilities_of_transformers(
+    in_one_step: list[Written], theirs: PreTrainedModel
+) -> None:
+    assert [len(one.rows) for one in in_one_step] == [n + MAX_TOKENS - 1 for n in PROMPT_LENGTHS]
+    assert largest_difference(in_one_step, theirs) <= TOLERANCE
+
+
+def test_chunked_prefill_and_decode_give_the_log_probabilities_of_transformers(
+    folder: Path, theirs: PreTrainedModel
+) -> None:
+    assert largest_difference(write(folder, **CHUNKS), theirs) <= TOLERANCE
+
+
+def test_a_model_described_wrongly_in_one_thing_is_told_apart(
+    variant: Variant, in_one_step: list[Written], theirs: PreTrainedModel
+) -> None:
+    other = same_weights_under(variant.described(**variant.wrong), theirs)
+    assert largest_difference(in_one_step, other) > VISIBLE
+
+
+@pytest.fixture
+def llama() -> PreTrainedModel:
+    return random_model(LlamaConfig(**SIZES))
+
+
+def test_a_skipped_position_is_told_apart(llama: PreTrainedModel, tmp_path: Path) -> None:
+    llama.save_pretrained(tmp_path)
+    longest = write(tmp_path, **CHUNKS)[-1]
+    tokens, rows = longest.tokens, longest.rows
+    skip_at = len(tokens) // 2
+    positions = [n if n < skip_at else n + 1 for n in range(len(tokens))]
+    difference = (rows - rows_of_theirs(llama, tokens, positions)).abs().amax(dim=1)
+    assert difference[:skip_at].max() <= TOLERANCE
+    assert difference[skip_at:].max() > VISIBLE
+
+
+def test_a_model_in_shards_gives_the_log_probabilities_of_transformers(
+    llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    llama.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 3
+    assert largest_difference(write(tmp_path, **CHUNKS), llama) <= TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrow_weights_computed_in_float32_give_the_log_probabilities_of_transformers(
+    llama: PreTrainedModel, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    llama.to(dtype).save_pretrained(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert largest_difference(write(tmp_path, **CHUNKS), theirs) <= TOLERANCE
+
+
+OLD_SPELLINGS = {
+    "llama3_scaling": {"rope_theta": 10000.0, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+    "linear_scaling": {"rope_scaling": {"type": "linear", "factor": 2.5}},
+    "yarn": {"rope_theta": 10000.0, "rope_scaling": {"type": "yarn", **YARN}},
+    "llama_theta": {"rope_theta": 500000.0, "rope_scaling": None},
+    "qwen2_window_in_some_layers": {"rope_theta": 10000.0},
+    "qwen2_window_not_used": {"sliding_window": WINDOW, "use_sliding_window": False},
+}
+
+
+@pytest.mark.parametrize("name", OLD_SPELLINGS)
+def test_a_config_as_older_versions_spelled_it_describes_the_same_model(
+    name: str, tmp_path: Path
+) -> None:
+    """Rope at the top level, and no `layer_types`."""
+    (variant,) = (variant for variant in VARIANTS if variant.name == name)
+    theirs = random_model(variant.described())
+    theirs.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    del config["rope_parameters"]
+    config.pop("layer_types", None)
+    path.write_text(json.dumps(config | OLD_SPELLINGS[name]))
+    assert largest_difference(write(tmp_path, **CHUNKS), theirs) <= TOLERANCE
+
+
+@pytest.mark.parametrize("steps", [ONE_STEP, CHUNKS], ids=["one_step", "chunks"])
+def test_dynamic_scaling_past_the_context_is_that_of_a_sequence_of_the_greatest_length(
+    tmp_path: Path, steps: dict[str, int]
+) -> None:
+    """transformers changes the base with each token; ours has from the start the base which it
+    has for `max_model_len` tokens, so the two are equal for a sequence of that length."""
+    theirs = random_model(LlamaConfig(**SIZES | {"max_position_embeddings": 32} | DYNAMIC))
+    theirs.save_pretrained(tmp_path)
+    prompts = random_prompts([55], VOCAB)
+    length = len(prompts[0]) + MAX_TOKENS
+    steps = steps | {"max_model_len": length}
+    written = write_with_ours(tmp_path, prompts, MAX_TOKENS, VOCAB, **steps)
+    assert [len(one.tokens) for one in written] == [length]
+    assert largest_difference(written, theirs) <= TOLERANCE
+    steps |= {"max_model_len": length + 3}
+    another_base = write_with_ours(tmp_path, prompts, MAX_TOKENS, VOCAB, **steps)
+    assert largest_difference(another_base, theirs) > VISIBLE

@@ -1,0 +1,257 @@
+"""GGUF files of every architecture and block type give transformers' log-probabilities.
+
+The files are written here as converters write them, with the `gguf` package. The reference is
+transformers with the weights that the package itself reads from the same bytes, so nothing of our
+reader, our dequantisation or our row order is on both sides of a comparison.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from transformers import (
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from tests.equivalence.gguf_reading import as_the_package_reads, gguf_name, heads_reordered
+from tests.equivalence.rows import (
+    SPREAD,
+    TOLERANCE,
+    Written,
+    largest_difference,
+    random_model,
+    random_prompts,
+    same_weights_under,
+    write_with_ours,
+)
+
+# A model that differs in the thing a test is about differs by more than this. The least that was
+# found is 0.023, with one matrix of fourteen wrong by one part in a hundred.
+VISIBLE = 0.01
+
+VOCAB = 272
+MAX_TOKENS = 4
+PROMPT_LENGTHS = (3, 41)
+CHUNKS = {"max_num_batched_tokens": 16, "max_num_seqs": 2}
+SIZES = {  # every row is a whole number of blocks of 256
+    "vocab_size": VOCAB,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 2.0**-17,  # exact in the file's float32
+}
+FAMILIES: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SIZES),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen3": Qwen3Config(**SIZES | {"head_dim": 128}),
+}
+BLOCK_TYPES = [Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1]
+BLOCK_TYPES += [Type.Q8_0, Type.Q4_K, Type.Q5_K, Type.Q6_K]
+# Where a block of 256 has its half-precision scales, and how large each is in proportion: the
+# second one shifts the values, and this much of it centres them.
+K_SCALES = {
+    Type.Q4_K: {0: 1.0, 2: 7.5},
+    Type.Q5_K: {0: 1.0, 2: 15.5},
+    Type.Q6_K: {208: 1.0},
+}
+
+Edit = Callable[[gguf.GGUFWriter], None]
+
+
+def nothing(writer: gguf.GGUFWriter) -> None:
+    """A plain file."""
+
+
+def write_gguf(path: Path, model: PreTrainedModel, type: Type, edit: Edit = nothing) -> None:
+    config = model.config
+    arch = config.model_type
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if arch == "qwen3":
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    for name, weight in model.named_parameters():  # a tied head is named once, as the embedding
+        values = weight.detach().numpy()
+        heads = heads_reordered(name, config)
+        if heads:
+            values = neighbours_from_halves(values, heads)
+        if values.ndim == 1:
+            writer.add_tensor(gguf_name(name, config), values)
+        else:
+            writer.add_tensor(gguf_name(name, config), packed(values, type), raw_dtype=type)
+    edit(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def neighbours_from_halves(values: np.ndarray, heads: int) -> np.ndarray:
+    """In each head (0 1 2 3 4 5) → (0 3 1 4 2 5): the pairs that rope rotates come together."""
+    split = values.reshape(heads, 2, -1, *values.shape[1:])
+    return np.ascontiguousarray(split.swapaxes(1, 2).reshape(values.shape))
+
+
+def packed(values: np.ndarray, type: Type) -> np.ndarray:
+    """Bytes of the rows. The package cannot write K types: there the bits are random, the scales
+    such that the values are spread as those of the other types."""
+    if type not in K_SCALES:
+        return gguf.quants.quantize(values, type)
+    random = np.random.default_rng(values.view(np.uint32)[0, :4])  # other bits for each matrix
+    spread = SPREAD / values.shape[1] ** 0.5
+    block_size, block_bytes = gguf.GGML_QUANT_SIZES[type]
+    blocks = random.integers(0, 256, (values.size // block_size, block_bytes), np.uint8)
+    sizes = random.uniform(0.7, 1.3, len(blocks))
+
+    def rows(unit: float) -> np.ndarray:
+        for at, proportion in K_SCALES[type].items():
+            scales = (unit * proportion * sizes).astype("<f2")
+            blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
+        return blocks.reshape(len(values), -1)
+
+    unit = 2.0**-10
+    return rows(unit * spread / float(gguf.quants.dequantize(rows(unit), type).std()))
+
+
+def write(path: Path) -> list[Written]:
+    prompts = random_prompts(PROMPT_LENGTHS, VOCAB)
+    return write_with_ours(path, prompts, MAX_TOKENS, VOCAB, **CHUNKS)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "model.gguf"
+
+
+@pytest.mark.parametrize("type", BLOCK_TYPES, ids=lambda type: type.name)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_file_gives_the_log_probabilities_of_transformers_on_the_weights_it_holds(
+    family: str, type: Type, path: Path
+) -> None:
+    config = FAMILIES[family]
+    write_gguf(path, random_model(config), type)
+    assert largest_difference(write(path), as_the_package_reads(path, config)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_file_in_float32_gives_the_log_probabilities_of_the_model_it_was_made_from(
+    family: str, path: Path
+) -> None:
+    """Nothing is read back here, so two mistakes in the order of rows cannot undo each other."""
+    model = random_model(FAMILIES[family])
+    write_gguf(path, model, Type.F32)
+    assert largest_difference(write(path), model) <= TOLERANCE
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 32}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
+THETA = 10000.0
+
+
+def llama3_factors(writer: gguf.GGUFWriter) -> None:
+    """Llama 3's scaling as converters store it: what divides each frequency."""
+    head_dim = SIZES["hidden_size"] // SIZES["num_attention_heads"]
+    factors = []
+    for channel in range(0, head_dim, 2):
+        wavelength = 2 * math.pi * THETA ** (channel / head_dim)
+        turns = LLAMA3["original_max_position_embeddings"] / wavelength
+        low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
+        if turns > high:
+            factors.append(1.0)
+        elif turns < low:
+            factors.append(LLAMA3["factor"])
+        else:
+            smooth = (turns - low) / (high - low)
+            factors.append(1 / ((1 - smooth) / LLAMA3["factor"] + smooth))
+    writer.add_tensor("rope_freqs.weight", np.array(factors, dtype=np.float32))
+
+
+def linear_scaling(writer: gguf.GGUFWriter) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    writer.add_rope_scaling_factor(2.0)
+
+
+def yarn_scaling(writer: gguf.GGUFWriter) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(YARN["factor"])
+    writer.add_rope_scaling_orig_ctx_len(int(YARN["original_max_position_embeddings"]))
+
+
+def rope(kind: str = "default", **values: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": THETA} | values}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How transformers describes the model, what the file says of it, and what it must not."""
+
+    name: str
+    family: type[PreTrainedConfig]
+    config: dict[str, Any]
+    wrong: dict[str, Any]
+    edit: Edit = nothing
+
+
+TIED = {"tie_word_embeddings": True}
+VARIANTS = [
+    Variant("llama_tied", LlamaConfig, TIED, rope(rope_theta=500.0)),
+    Variant("qwen3_tied", Qwen3Config, TIED | {"head_dim": 128}, rope(rope_theta=500.0)),
+    Variant("llama_theta", LlamaConfig, rope(rope_theta=500000.0), rope()),
+    Variant("llama_bias", LlamaConfig, {"attention_bias": True}, {"attention_bias": False}),
+    Variant("llama3_factors", LlamaConfig, rope("llama3", **LLAMA3), rope(), llama3_factors),
+    Variant("linear", LlamaConfig, rope("linear", factor=2.0), rope(), linear_scaling),
+    Variant("yarn", LlamaConfig, rope("yarn", **YARN), rope(), yarn_scaling),
+    Variant("qwen2_yarn", Qwen2Config, rope("yarn", **YARN), rope(), yarn_scaling),
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_what_metadata_and_tensors_say_is_what_runs(variant: Variant, path: Path) -> None:
+    config = variant.family(**SIZES | variant.config)
+    write_gguf(path, random_model(config), Type.Q8_0, variant.edit)
+    written, theirs = write(path), as_the_package_reads(path, config)
+    assert largest_difference(written, theirs) <= TOLERANCE
+    wrong = variant.family(**SIZES | variant.config | variant.wrong)
+    assert largest_difference(written, same_weights_under(wrong, theirs)) > VISIBLE
+
+
+def test_rows_in_the_order_of_the_file_are_told_apart(path: Path) -> None:
+    config = FAMILIES["llama"]
+    write_gguf(path, random_model(config), Type.Q8_0)
+    theirs = as_the_package_reads(path, config, reorder=False)
+    assert largest_difference(write(path), theirs) > VISIBLE
+
+
+@pytest.mark.parametrize("type", BLOCK_TYPES, ids=lambda type: type.name)
+def test_one_matrix_wrong_by_one_part_in_a_hundred_is_told_apart(type: Type, path: Path) -> None:
+    config = FAMILIES["llama"]
+    write_gguf(path, random_model(config), type)
+    theirs = as_the_package_reads(path, config)
+    with torch.no_grad():
+        theirs.model.layers[1].mlp.down_proj.weight.mul_(1.01)
+    assert largest_difference(write(path), theirs) > VISIBLE
