@@ -263,11 +263,12 @@ class Scheduler:
     # ── ends ────────────────────────────────────────────────────────────────────────────────
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
-        if request.phase is Phase.WAITING:
-            self._prefill.waiting.note_gone()
-        else:
+        waited = request.phase is Phase.WAITING
+        if not waited:
             self._release(request)
         request.become(Phase.FINISHED)
+        if waited:
+            self._prefill.waiting.note_gone()
         request.finish_reason = reason
         request.record.finish_reason = reason
         request.record.finished_s = monotonic()
