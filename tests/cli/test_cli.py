@@ -1,0 +1,302 @@
+"""The command as people run it: in a process of its own, with the default model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.support import default_model_path
+from twostroke import __version__
+from twostroke.cli import make_parser
+from twostroke.commands.chat import read_turns
+from twostroke.commands.flags import engine_config, parse_bytes, sampling_params
+from twostroke.config import EngineConfig
+from twostroke.model.gguf import GGUFFile
+from twostroke.model.tokenizer import Tokenizer
+
+SMALL = ["--device", "cpu", "--num-gpu-blocks-override", "90"]
+KV_TOKENS = 90 * 16
+HEAVY = ("torch", "numpy", "rich", "tokenizers", "jinja2", "safetensors")
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "twostroke", *arguments]
+
+
+def twostroke(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments), input=stdin, capture_output=True, text=True, timeout=120
+    )
+
+
+# Before anything is loaded
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["run", "--help"], ["chat", "--help"], ["--version"], ["run", "--max-tokns", "5"]],
+)
+def test_help_and_mistakes_are_answered_without_heavy_imports(arguments: list[str]) -> None:
+    code = (
+        "import sys\nfrom twostroke.cli import main\n"
+        f"try: main({arguments!r})\nexcept SystemExit: pass\n"
+        f"print('loaded:', [name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "loaded: []"
+
+
+def test_the_check_for_heavy_imports_can_fail() -> None:
+    code = f"import sys, numpy\nprint([name for name in {HEAVY!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "['numpy']\n"
+
+
+def test_version_and_a_bare_call() -> None:
+    assert twostroke("--version").stdout == f"twostroke {__version__}\n"
+    bare = twostroke()
+    assert bare.returncode == 0
+    assert "run " in bare.stdout
+    assert "chat " in bare.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["run", "--max-tokns", "5", "hi"], 2, "unknown option --max-tokns; did you mean '--max-"),
+        (["run", "hi", "--max_tokens=5"], 2, "unknown option --max_tokens; did you mean '--max-"),
+        (["chat", "--json"], 2, "unknown option --json"),
+        (["chat", "hi"], 2, "unexpected argument 'hi'"),
+        (["run", "hi", "--seed", "x"], 2, "argument --seed: invalid int value: 'x'"),
+        (["run", "hi", "--kv-cache-memory-bytes", "4X"], 2, "'4X' is no size"),
+        (["run", "hi", "--raw", "--system", "s"], 2, "--system is part of a chat"),
+        (["run"], 2, "the prompt is empty"),
+        (["rum", "hi"], 2, "invalid choice: 'rum'"),
+        (["run", "hi", "--max-tokens", "0"], 1, "max_tokens must be a whole number of at least 1"),
+        (["run", "hi", "--temperature", "nan"], 1, "temperature must be a number"),
+        (["run", "hi", "--dtype", "float23"], 1, "did you mean 'float32'?"),
+        (["run", "hi", "-m", "./nowhere.gguf"], 1, "no such file or folder: nowhere.gguf"),
+    ],
+)
+def test_what_cannot_work_is_said_in_a_line(arguments: list[str], status: int, says: str) -> None:
+    done = twostroke(*arguments)
+    assert done.returncode == status
+    assert done.stdout == ""
+    assert done.stderr.startswith("twostroke: error: ")
+    assert says in done.stderr.splitlines()[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_every_engine_setting_has_its_option_and_an_option_not_given_is_the_default() -> None:
+    parser = make_parser()
+    assert engine_config(parser.parse_args(["run"])) == EngineConfig()
+    changed = ["--no-enable-prefix-caching", "--enforce-eager", "--max-num-seqs", "3"]
+    config = engine_config(parser.parse_args(["chat", "-m", "x", *changed, "--block-size", "8"]))
+    assert config == EngineConfig(
+        model="x", enable_prefix_caching=False, enforce_eager=True, max_num_seqs=3, block_size=8
+    )
+    options = {
+        option for a in parser.parse_args(["run"]).parser._actions for option in a.option_strings
+    }
+    missing = {
+        field.name
+        for field in dataclasses.fields(EngineConfig)
+        if "--" + field.name.replace("_", "-") not in options
+    }
+    assert missing == {"skip_tokenizer_init"}
+
+
+def test_sampling_options_reach_the_request() -> None:
+    given = ["--stop", "a", "--stop", "b", "--top-k", "-1", "--min-tokens", "2", "--ignore-eos"]
+    params = sampling_params(make_parser().parse_args(["run", *given]))
+    assert (params.stop, params.top_k, params.min_tokens) == (("a", "b"), -1, 2)
+    assert params.ignore_eos
+    assert params.greedy
+    assert params.max_tokens == 512
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("4096", 4096),
+        ("512M", 512 * 1024**2),
+        ("4G", 4 * 1024**3),
+        ("4GiB", 4 * 1024**3),
+        ("1.5g", 3 * 1024**3 // 2),
+        ("4GB", 4 * 1000**3),
+        ("64 KiB", 65536),
+    ],
+)
+def test_sizes(text: str, expected: int) -> None:
+    assert parse_bytes(text) == expected
+
+
+def test_messages_go_on_after_a_backslash_and_may_be_dropped() -> None:
+    lines = ["one", "", "two\\", "three", "four\\", None, "five", "six\\"]
+    assert list(read_turns(iter(lines))) == ["one", "two\nthree", "five", "six"]
+
+
+# With the model
+
+
+def test_run_prints_the_answer_alone_on_stdout_and_the_phases_on_stderr() -> None:
+    done = twostroke("run", *SMALL, "Name the capital", "--max-tokens", "4", "of France.")
+    assert done.returncode == 0
+    assert "capital" in done.stdout  # the words after the option are part of the prompt
+    assert done.stdout.count("\n") == 1
+    lines = [line for line in done.stderr.splitlines() if line]
+    assert lines[0] == "cut off at 4 tokens; --max-tokens allows more"
+    assert re.fullmatch(r"prefill +\d\d +0 +TTFT, caller's side +[\d.,]+ m?s +[\d.,]+", lines[2])
+    assert re.fullmatch(r"decode +4 +TPOT +[\d.,]+ m?s +[\d.,]+", lines[3])
+    assert lines[4].split() == ["KV", "cache", "reserved", "used", "fragmented", "cached", "free"]
+    reserved, *parts = (int(cell.replace(",", "")) for cell in lines[5].split()[1:])
+    assert reserved == sum(parts) == KV_TOKENS
+    assert parts[0] > 0
+    assert len({len(line) for line in lines[4:7]}) == 1  # aligned
+
+
+def test_json_is_one_object_whose_fields_add_up() -> None:
+    options = ["--json", "--max-tokens", "6", "--kv-cache-dtype", "float32"]
+    done = twostroke("run", *SMALL, *options, stdin="Say hello.\n")
+    assert done.returncode == 0
+    said = json.loads(done.stdout)
+    tokenizer = Tokenizer.from_gguf(GGUFFile.open(default_model_path()).metadata)
+    assert said["model"] == "SmolLM2-135M-Instruct"
+    assert said["text"] == tokenizer.decode(said["token_ids"])
+    assert "user\nSay hello.\n" in tokenizer.decode(said["prompt_token_ids"])
+    assert (said["finish_reason"], said["stop_reason"]) == ("length", None)
+    assert said["usage"] == {
+        "prompt_tokens": len(said["prompt_token_ids"]),
+        "cached_tokens": 0,
+        "completion_tokens": len(said["token_ids"]),
+    }
+    assert len(said["token_ids"]) == 6
+    times, kv = said["timings"], said["kv"]
+    assert times["tpot_s"] == pytest.approx(times["decode_s"] / 5)
+    assert times["decode_tokens_per_s"] == pytest.approx(5 / times["decode_s"])
+    prompt_tokens = said["usage"]["prompt_tokens"]
+    assert times["prefill_tokens_per_s"] == pytest.approx(prompt_tokens / times["prefill_s"])
+    assert times["ttft_s"] >= times["queue_s"] + times["prefill_s"]
+    assert times["load_s"] > 0
+    assert kv["reserved"] == kv["used"] + kv["fragmented"] + kv["cached"] + kv["free"]
+    assert kv["bytes_per_token"] == 46080  # 30 layers, keys and values, 3 heads of 64, float32
+
+
+def test_a_piped_conversation_remembers_and_its_second_turn_hits_the_prefix_cache() -> None:
+    turns = "My name is Ada.\nTell me more.\n/cler\n/clear\nHi.\n"
+    limits = ["--max-tokens", "3", "--system", "Be brief.", "--max-model-len", "64"]
+    done = twostroke("chat", *SMALL, *limits, stdin=turns + "word " * 60 + "\n")
+    assert done.stdout.count("\n") == 3
+    assert ">" not in done.stdout
+    first, second, third = re.findall(
+        r"prefill (\d+) tok \((\d+) of (\d+) cached\) · TTFT .* │ decode 3 tok · TPOT .* │ "
+        rf"KV (\d+) of {KV_TOKENS:,} tokens used",
+        done.stderr,
+    )
+    assert (int(first[0]), int(first[1])) == (int(first[2]), 0)
+    assert int(second[1]) == int(first[2]) // 16 * 16  # every full block of the first prompt
+    assert int(second[0]) + int(second[1]) == int(second[2]) > int(first[2])
+    assert int(third[2]) < int(second[2])  # /clear has worked
+    assert "there is no /cler; did you mean '/clear'?" in done.stderr
+    assert "tokens, and max_model_len is 64; /clear starts a new one" in done.stderr
+    assert done.returncode == 1  # one of the turns was refused
+
+
+def test_a_reader_that_closes_the_pipe_ends_it_quietly() -> None:
+    line = command("run", *SMALL, "--ignore-eos", "--max-tokens", "200", "Hi")
+    writer = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
+    assert writer.stdout is not None
+    assert writer.stderr is not None
+    assert len(writer.stdout.read(1)) == 1
+    writer.stdout.close()
+    assert writer.wait(timeout=60) == 128 + signal.SIGPIPE
+    assert writer.stderr.read() == b""
+    writer.stderr.close()
+
+
+# At a terminal
+
+
+class Terminal:
+    """`twostroke` on a pseudo-terminal of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        import pty
+
+        self.pid, self._fd = pty.fork()
+        if self.pid == 0:
+            os.execv(sys.executable, command(*arguments))
+        self.seen = ""  # shown, and not waited for yet
+
+    def wait_for(self, text: str, timeout_s: float = 60) -> str:
+        """All that was shown up to and with `text`."""
+        until = time.monotonic() + timeout_s
+        while text not in self.seen:
+            ready, _, _ = select.select([self._fd], [], [], until - time.monotonic())
+            assert ready, f"no {text!r} in {self.seen!r}"
+            self.seen += os.read(self._fd, 4096).decode(errors="replace")
+        shown, _, self.seen = self.seen.partition(text)
+        return shown + text
+
+    def wait_for_text(self, num_chars: int) -> None:
+        while len(self.seen) < num_chars:
+            self.seen += os.read(self._fd, 4096).decode(errors="replace")
+
+    def type(self, text: str) -> None:
+        os.write(self._fd, text.encode())
+
+    def status(self) -> int:
+        """Its exit status, once it has ended."""
+        try:
+            while shown := os.read(self._fd, 4096):
+                self.seen += shown.decode(errors="replace")
+        except OSError:  # the other end is closed
+            pass
+        os.close(self._fd)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
+def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on() -> None:
+    terminal = Terminal("chat", *SMALL, "--ignore-eos", "--max-tokens", "1000")
+    loading = terminal.wait_for("> ")
+    assert "loading SmolLM2-135M-Instruct" in loading
+    assert f"KV cache {KV_TOKENS:,} tokens" in loading
+    terminal.type("Tell me a long story.\n")
+    terminal.wait_for_text(100)  # far more than the echo: the answer has begun
+    terminal.type("\x03")
+    written = re.search(r"decode (\d+) tok", terminal.wait_for("tokens used"))
+    assert written is not None
+    assert 0 < int(written[1]) < 1000
+    terminal.wait_for("> ")
+    terminal.type("Go on.\n")
+    terminal.wait_for_text(100)
+    terminal.type("\x03")
+    line = terminal.wait_for("tokens used")
+    cached = re.search(r"\((\d+) of (\d+) cached\)", line)
+    assert cached is not None
+    # The first turn had 37 tokens and what was written of its answer.
+    assert int(cached[2]) > 37 + int(written[1])
+    assert int(cached[1]) > 37
+    terminal.wait_for("> ")
+    terminal.type("\x04")
+    assert terminal.status() == 0
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
+def test_ctrl_c_ends_run_with_130_and_no_traceback() -> None:
+    terminal = Terminal("run", *SMALL, "--ignore-eos", "--max-tokens", "1000", "Hi")
+    terminal.wait_for("ready in")
+    terminal.wait_for_text(100)
+    terminal.type("\x03")
+    assert terminal.status() == 130
+    assert "Traceback" not in terminal.seen

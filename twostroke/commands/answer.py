@@ -1,0 +1,176 @@
+"""One question to an engine of our own: the answer as it is written, and what it took."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from time import monotonic
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from twostroke.config import EngineConfig
+from twostroke.errors import EngineError
+from twostroke.kv.cache import KVUsage
+from twostroke.observe.record import Records, RequestRecord
+from twostroke.request import SamplingParams
+
+if TYPE_CHECKING:
+    from twostroke.engine.build import Engine
+    from twostroke.engine.frontend import Prompt
+    from twostroke.outputs import RequestOutput
+
+# A model's text may hold anything, escape sequences too; a terminal must not obey them.
+CONTROL = dict.fromkeys([*range(32), *range(127, 160)]) | {ord("\n"): "\n", ord("\t"): "\t"}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Times are None where nothing was written to measure them by."""
+
+    text: str
+    token_ids: list[int]
+    prompt_token_ids: list[int]
+    finish_reason: str  # abort: interrupted
+    stop_reason: int | str | None
+    prompt_tokens: int
+    cached_tokens: int  # of the prompt
+    queue_s: float
+    prefill_s: float | None
+    decode_s: float | None
+    ttft_s: float | None  # on the caller's side: asked → first text
+    tpot_s: float | None
+    kv: KVUsage  # when the request held the most
+
+    @property
+    def prefilled_tokens(self) -> int:
+        return self.prompt_tokens - self.cached_tokens
+
+    @property
+    def prefill_tokens_per_s(self) -> float | None:
+        return self.prefilled_tokens / self.prefill_s if self.prefill_s else None
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        return 1 / self.tpot_s if self.tpot_s else None
+
+
+def load(config: EngineConfig) -> tuple[Engine, float]:
+    """The engine and the seconds it took, importing included; says so on a terminal."""
+    started = monotonic()
+    show = sys.stderr.isatty()
+    if show:
+        from twostroke.model.packaged import DEFAULT_MODEL
+
+        print(f"loading {config.model or DEFAULT_MODEL.name}", file=sys.stderr, flush=True)
+    from twostroke.engine.build import build_engine
+
+    engine = build_engine(config)
+    load_s = monotonic() - started
+    if show:
+        tokens = engine.core.scheduler.kv.usage().reserved
+        print(
+            f"ready in {load_s:.1f} s, KV cache {tokens:,} tokens\n",
+            file=sys.stderr,
+            flush=True,
+        )
+    return engine, load_s
+
+
+def has_chat_template(engine: Engine) -> bool:
+    tokenizer = engine.frontend.tokenizer
+    own = None if tokenizer is None else tokenizer.chat_template
+    return (engine.config.chat_template or own) is not None
+
+
+def ask(
+    engine: Engine,
+    prompt: Prompt,
+    params: SamplingParams,
+    write: Callable[[str], None],
+    asked_s: float,
+    interrupted: Callable[[], bool],
+) -> Answer:
+    """Run one request alone; `write` is given its text piece by piece, between the steps.
+
+    If `interrupted`, the answer ends there, with the finish reason "abort".
+    """
+    from twostroke.engine.client import SyncClient
+
+    client, records = SyncClient(engine), engine.core.records
+    first_step = records.steps[-1].step + 1 if records.steps else 0
+    request_id = client.add(prompt, params)
+    output: RequestOutput | None = None
+    written, first_text_s = 0, None
+    try:
+        for changed in client.run():
+            for output in changed:
+                if output.error:
+                    raise EngineError(output.error)
+                text = output.outputs[0].text[written:]
+                if text and first_text_s is None:
+                    first_text_s = monotonic()
+                written += len(text)
+                write(text)
+            if interrupted():
+                break
+    finally:
+        client.abort(request_id)
+    ttft_s = None if first_text_s is None else first_text_s - asked_s
+    return _answer(output, _record(records, request_id), ttft_s, _most_used(records, first_step))
+
+
+@contextlib.contextmanager
+def noticing_interrupts() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C only sets a flag, so that no step is torn apart; a second one interrupts as ever."""
+    seen = False
+
+    def notice(number: int, frame: FrameType | None) -> None:
+        nonlocal seen
+        seen = True
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, notice)
+    try:
+        yield lambda: seen
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def print_text(text: str) -> None:
+    shown = text.translate(CONTROL) if sys.stdout.isatty() else text
+    print(shown, end="", flush=True)
+
+
+def _record(records: Records, request_id: str) -> RequestRecord:
+    return next(record for record in reversed(records.requests) if record.request_id == request_id)
+
+
+def _most_used(records: Records, first_step: int) -> KVUsage:
+    """Taken over the run's steps: after the last one the blocks have been given back."""
+    usages = [record.kv for record in records.steps if record.step >= first_step]
+    return max(usages, key=lambda usage: usage.used)
+
+
+def _answer(
+    output: RequestOutput | None, record: RequestRecord, ttft_s: float | None, kv: KVUsage
+) -> Answer:
+    completion = None if output is None else output.outputs[0]
+    several = len(record.token_s) > 1
+    return Answer(
+        text="" if completion is None else completion.text,
+        token_ids=[] if completion is None else completion.token_ids,
+        prompt_token_ids=[] if output is None else output.prompt_token_ids,
+        finish_reason=(completion and completion.finish_reason) or "abort",
+        stop_reason=None if completion is None else completion.stop_reason,
+        prompt_tokens=record.num_prompt,
+        cached_tokens=record.num_cached,
+        queue_s=record.queue_s,
+        prefill_s=record.prefill_s if record.token_s else None,
+        decode_s=record.decode_s if several else None,
+        ttft_s=ttft_s,
+        tpot_s=record.tpot_s if several else None,
+        kv=kv,
+    )

@@ -1,0 +1,114 @@
+"""Settings as command-line options, made from the settings' own fields so that they cannot drift.
+
+An option that is not given is not passed on: the defaults are those of `EngineConfig` and
+`SamplingParams`, and what values are allowed is theirs to say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from typing import Any
+
+from twostroke.config import EngineConfig
+from twostroke.request import SamplingParams
+
+ENGINE_HELP = {
+    "model": "path of a .gguf file or a model folder, or a Hugging Face id (default: a small "
+    "model that is fetched once)",
+    "tokenizer": "where the tokenizer is, if not with the model",
+    "revision": "branch, tag or commit of a Hugging Face model",
+    "chat_template": "a Jinja template, or a file that holds one, instead of the model's own",
+    "load_format": "auto, safetensors, gguf or dummy (made-up weights)",
+    "dtype": "auto, float32, float16 or bfloat16; auto is the model's own on a GPU and float32 on "
+    "a CPU",
+    "kv_cache_dtype": "as dtype; auto is the same as dtype",
+    "device": "auto, cpu or cuda",
+    "seed": "what random sampling starts from",
+    "max_model_len": "longest sequence, prompt and answer (default: as model and cache allow)",
+    "max_num_seqs": "requests that run at one time",
+    "max_num_batched_tokens": "tokens in a step (default: by device)",
+    "block_size": "tokens in a KV block",
+    "gpu_memory_utilization": "share of the GPU's memory to use",
+    "kv_cache_memory_bytes": "size of the KV cache, such as 512M or 4GiB (default: by device)",
+    "num_gpu_blocks_override": "size of the KV cache in blocks",
+    "enable_prefix_caching": "reuse the KV blocks of a prompt's known beginning",
+    "enable_chunked_prefill": "let a long prompt take several steps",
+    "scheduling_policy": "fcfs or priority",
+    "max_logprobs": "most log-probabilities a request may ask for",
+    "enforce_eager": "no graphs and no compilation; the tokens stay the same",
+    "tensor_parallel_size": "GPUs that share the model",
+}
+SAMPLING_HELP = {
+    "max_tokens": "most tokens to write; the model may stop before",
+    "temperature": "0 takes the likeliest token, more makes the choice freer",
+    "top_p": "choose among the likeliest tokens that have this much probability together",
+    "top_k": "choose among this many of the likeliest tokens; 0 is all",
+    "min_p": "leave out tokens below this share of the likeliest one's probability",
+    "repetition_penalty": "above 1 avoids what was said before",
+    "stop": "end at this text; may be given several times",
+    "ignore_eos": "write on when the model wants to stop",
+    "min_tokens": "fewest tokens to write",
+}
+TYPES = {"str": str, "int": int, "float": float}
+UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser, leave_out: set[str]) -> None:
+    """An option for every field of `EngineConfig` except those that the command cannot use."""
+    group = parser.add_argument_group("model and engine (the names are vLLM's)")
+    for field in dataclasses.fields(EngineConfig):
+        if field.name not in leave_out:
+            _add(group, field, ENGINE_HELP[field.name], field.default)
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """`defaults`: where the command's differ from `SamplingParams`."""
+    group = parser.add_argument_group("sampling")
+    parser.set_defaults(sampling_defaults=defaults)
+    fields = {field.name: field for field in dataclasses.fields(SamplingParams)}
+    for name, text in SAMPLING_HELP.items():
+        _add(group, fields[name], text, defaults.get(name, fields[name].default))
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    return EngineConfig(**_given(args, EngineConfig))
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(**{**args.sampling_defaults, **_given(args, SamplingParams)})
+
+
+def parse_bytes(text: str) -> int:
+    """`4096`, `512M` and `4GiB` (powers of 1024), `4GB` (powers of 1000)."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgt]?)(i?b)?", text.strip().lower())
+    if match is None or (match[3] == "ib" and not match[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; give one such as 512M or 4GiB")
+    base = 1000 if match[3] == "b" else 1024
+    return int(float(match[1]) * base ** UNITS[match[2]])
+
+
+def _given(args: argparse.Namespace, settings: type[Any]) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(settings)]
+    return {name: getattr(args, name) for name in names if hasattr(args, name)}
+
+
+def _add(
+    group: argparse._ArgumentGroup, field: dataclasses.Field[Any], text: str, default: Any
+) -> None:
+    option = "--" + field.name.replace("_", "-")
+    names = ["-m", option] if field.name == "model" else [option]
+    kind = str(field.type).removesuffix(" | None")
+    options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": field.name}
+    if kind == "bool":
+        options["action"] = argparse.BooleanOptionalAction
+        text += f" (default: {'yes' if default else 'no'})"
+    elif field.name == "stop":
+        options |= {"action": "append", "metavar": "TEXT"}
+    else:
+        options["type"] = parse_bytes if field.name.endswith("_bytes") else TYPES[kind]
+        options["metavar"] = {"int": "N", "float": "X", "str": "NAME"}[kind]
+        if default is not None:
+            text += f" (default: {default})"
+    group.add_argument(*names, help=text, **options)

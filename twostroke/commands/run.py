@@ -1,0 +1,94 @@
+"""`twostroke run`: one prompt, its answer as it is written, and what each phase took."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from twostroke.commands.answer import ask, has_chat_template, load, noticing_interrupts, print_text
+from twostroke.commands.flags import (
+    add_engine_arguments,
+    add_sampling_arguments,
+    engine_config,
+    sampling_params,
+)
+from twostroke.commands.report import as_json, print_report
+from twostroke.errors import RequestError
+
+if TYPE_CHECKING:
+    from twostroke.engine.build import Engine
+    from twostroke.engine.frontend import Prompt
+
+SUMMARY = "answer one prompt and show what each phase took"
+DESCRIPTION = (
+    "Answer one prompt. The text goes to stdout as it is written; what prefill, decode and the KV "
+    "cache took follows below it, or on stderr if stdout is not a terminal."
+)
+OPERANDS = " PROMPT ..."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "prompt", nargs="*", metavar="PROMPT", help="the words of the prompt; - reads stdin"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
+    parser.add_argument(
+        "--raw", action="store_true", help="continue the plain text, without the chat template"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead, once it is done"
+    )
+    add_sampling_arguments(parser, max_tokens=512, temperature=0.0)
+    add_engine_arguments(parser, leave_out={"skip_tokenizer_init"})
+
+
+def execute(args: argparse.Namespace) -> int:
+    if args.raw and args.system is not None:
+        args.parser.error("--system is part of a chat, which --raw leaves out; give one of them")
+    config, params = engine_config(args), sampling_params(args)
+    text = _read_prompt(args)
+    engine, load_s = load(config)
+    write = _discard if args.json else print_text
+    with noticing_interrupts() as interrupted:
+        asked_s = monotonic()
+        prompt = _prompt(engine, text, args.system, args.raw)
+        answer = ask(engine, prompt, params, write, asked_s, interrupted)
+    if not args.json:
+        print(flush=True)
+    if answer.finish_reason == "abort":
+        raise KeyboardInterrupt
+    if args.json:
+        print(json.dumps(as_json(engine, answer, load_s), ensure_ascii=False))
+    else:
+        print_report(engine, answer, params.max_tokens)
+    return 0
+
+
+def _discard(text: str) -> None:
+    pass
+
+
+def _read_prompt(args: argparse.Namespace) -> str:
+    text = " ".join(args.prompt)
+    if text == "-" or (not args.prompt and not sys.stdin.isatty()):
+        text = sys.stdin.read().removesuffix("\n")
+    if not text:
+        args.parser.error("the prompt is empty; give some words, or text on stdin")
+    return text
+
+
+def _prompt(engine: Engine, text: str, system: str | None, raw: bool) -> Prompt:
+    if raw or not has_chat_template(engine):
+        if system is not None:
+            raise RequestError(
+                "--system needs a chat template, and the model has none; give one with "
+                "--chat-template, or leave --system out"
+            )
+        return text
+    messages = [{"role": "user", "content": text}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    return engine.frontend.render_chat(messages)
