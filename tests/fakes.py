@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from twostroke.plan import StepPlan, StepResult
+from twostroke.plan import NewRow, StepPlan, StepResult
 from twostroke.request import EngineRequest, SamplingParams
 
 VOCAB = 7  # few tokens: prefixes of different requests coincide often
@@ -48,7 +48,7 @@ def expected_tokens(given: EngineRequest, max_model_len: int) -> list[int]:
 class Row:
     tokens: list[int]
     prefixes: list[int]  # prefixes[n]: of tokens[: n + 1]
-    request: EngineRequest
+    new: NewRow
     tables: list[list[int]] = field(default_factory=list)
 
     def push(self, token: int) -> None:
@@ -75,7 +75,7 @@ class FakeExecutor:
             del self.rows[row]
         for new in plan.new:
             assert new.row not in self.rows, f"row {new.row} is taken"
-            row = Row([], [], new.request, [[] for _ in self.windows])
+            row = Row([], [], new, [[] for _ in self.windows])
             for token in new.tokens:
                 row.push(token)
             self.rows[new.row] = row
@@ -97,7 +97,7 @@ class FakeExecutor:
         tokens = []
         for number in sampled:
             row = self.rows[number]
-            tokens.append(next_token(row.prefixes[-1], row.request.seed))
+            tokens.append(next_token(row.prefixes[-1], row.new.seed))
             row.push(tokens[-1])
         return StepResult(tokens, {}, {}, 0.0)
 
@@ -110,10 +110,10 @@ class FakeExecutor:
                 block = table[position // self.block_size]
                 assert block != 0, "a write into the null block"
                 for step in self.uncommitted:
-                    others = step.get(block, set()) - {row.request.request_id}
+                    others = step.get(block, set()) - {row.new.request_id}
                     assert not others, f"block {block} is still owned by {others} in flight"
                 self.slots[block, position % self.block_size] = row.prefixes[position - self.skew]
-                named.setdefault(block, set()).add(row.request.request_id)
+                named.setdefault(block, set()).add(row.new.request_id)
 
     def _attend(self, row: Row, start: int, size: int, named: dict[int, set[str]]) -> None:
         for query in {start, start + size - 1}:
@@ -123,10 +123,10 @@ class FakeExecutor:
                     block = table[position // self.block_size]
                     held = self.slots.get((block, position % self.block_size))
                     assert held == row.prefixes[position], (
-                        f"{row.request.request_id}: the query at {query} sees a wrong key at "
+                        f"{row.new.request_id}: the query at {query} sees a wrong key at "
                         f"{position} (block {block})"
                     )
-                    named.setdefault(block, set()).add(row.request.request_id)
+                    named.setdefault(block, set()).add(row.new.request_id)
 
 
 def fake_request(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from twostroke.config import EngineConfig
 from twostroke.engine.build import build_engine
 from twostroke.engine.client import SyncClient
-from twostroke.engine.frontend import Message, Prompt
+from twostroke.engine.intake import Message, Prompt
 from twostroke.errors import EngineError, RequestError
 from twostroke.kv.cache import KVUsage
 from twostroke.observe.progress import PhaseProgress
@@ -38,8 +38,7 @@ class LLM:
         A prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`.
         If one of them is refused, nothing has been started.
         """
-        items: Any = [prompts] if _is_one_prompt(prompts) else list(prompts)
-        return self._run(items, sampling_params, use_tqdm, priority)
+        return self._run(_as_list(prompts), sampling_params, use_tqdm, priority)
 
     def chat(
         self,
@@ -54,7 +53,7 @@ class LLM:
         """Answer one conversation (a list of messages) or several (a list of such lists)."""
         chats: Any = [messages] if not messages or isinstance(messages[0], dict) else messages
         prompts = [
-            self.engine.frontend.render_chat(
+            self.engine.frontend.intake.render_chat(
                 chat, add_generation_prompt, tools, **(chat_template_kwargs or {})
             )
             for chat in chats
@@ -71,8 +70,8 @@ class LLM:
         request_id = self._client.add(prompt, sampling_params or SamplingParams())
         deltas = Deltas()
         try:
-            for outputs in self._client.run():
-                for output in outputs:
+            for changed in self._client.run([request_id]):
+                for output in changed:
                     _raise_if_failed(output)
                     yield deltas.take(output)
         finally:
@@ -92,39 +91,50 @@ class LLM:
         show_progress: bool,
         priority: Sequence[int] | None,
     ) -> list[RequestOutput]:
-        params = _one_each("sampling_params", sampling_params or SamplingParams(), len(prompts))
-        ranks = _one_each("priority", priority or 0, len(prompts))
-        waiting: dict[str, int] = {}
+        params = _one_each("sampling_params", sampling_params, SamplingParams(), len(prompts))
+        ranks = _one_each("priority", priority, 0, len(prompts))
+        place: dict[str, int] = {}
         done: list[RequestOutput | None] = [None] * len(prompts)
         try:
             for n, prompt in enumerate(prompts):
                 try:
-                    waiting[self._client.add(prompt, params[n], ranks[n])] = n
+                    place[self._client.add(prompt, params[n], ranks[n])] = n
                 except RequestError as error:
                     if len(prompts) == 1:
                         raise
                     raise RequestError(f"prompt {n} of {len(prompts)}: {error}") from None
             with PhaseProgress(self.engine.core.records, len(prompts), show_progress) as progress:
-                for outputs in self._client.run():
-                    for output in outputs:
+                for changed in self._client.run(place):
+                    for output in changed:
                         _raise_if_failed(output)
                         if output.finished:
-                            done[waiting.pop(output.request_id)] = output
-                    progress.update(len(prompts) - len(waiting))
+                            done[place[output.request_id]] = output
+                    progress.update(sum(one is not None for one in done))
         finally:
-            for request_id in waiting:
+            for request_id in place:
                 self._client.abort(request_id)
         return [output for output in done if output is not None]
 
 
-def _is_one_prompt(prompts: Any) -> bool:
-    if isinstance(prompts, str | dict):
-        return True
-    return bool(prompts) and all(type(token) is int for token in prompts)
+def _as_list(prompts: Any) -> list[Any]:
+    """One prompt or several → several. A list of ints is one prompt of token ids."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
+        raise RequestError(
+            "prompts is a text, a list of token ids, a dict with 'prompt' or 'prompt_token_ids', "
+            f"or a list of those, not {type(prompts).__name__}"
+        )
+    if prompts and all(type(token) is int for token in prompts):
+        return [prompts]
+    return list(prompts)
 
 
-def _one_each(name: str, given: Any, count: int) -> list[Any]:
-    if isinstance(given, SamplingParams | int):
+def _one_each(name: str, given: Any, default: Any, count: int) -> list[Any]:
+    """One value for all prompts, or a list with one for each."""
+    if given is None:
+        return [default] * count
+    if not isinstance(given, list | tuple):
         return [given] * count
     if len(given) != count:
         raise RequestError(f"{name} has {len(given)} entries for {count} prompts; give one each")

@@ -67,7 +67,7 @@ class Deltas:
                 fresh.append(new)
             sent = len(completion.token_ids), len(completion.text)
             self._sent[completion.index] = (-1, -1) if completion.finished else sent
-        return replace(output, outputs=fresh)
+        return replace(output, outputs=fresh, metrics=list(output.metrics))
 
 
 def snapshot(output: RequestOutput) -> RequestOutput:
@@ -82,4 +82,4 @@ def snapshot(output: RequestOutput) -> RequestOutput:
                 logprobs=None if logprobs is None else list(logprobs),
             )
         )
-    return replace(output, outputs=outputs)
+    return replace(output, outputs=outputs, metrics=list(output.metrics))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from twostroke.request import EngineRequest
+from twostroke.request import SamplingParams
 
 
 class Chunk(NamedTuple):
@@ -34,9 +34,13 @@ class NewRow(NamedTuple):
     """A request takes a row: everything the executor must know of it, tokens so far included."""
 
     row: int
+    request_id: str
     tokens: tuple[int, ...]
     num_prompt: int
-    request: EngineRequest
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int]
+    bad_words_ids: tuple[tuple[int, ...], ...]
 
 
 class BlockAppend(NamedTuple):

@@ -298,15 +298,10 @@ def test_a_closed_engine_refuses_at_once_and_closes_again(folder: Path) -> None:
     asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
 
 
-NEVER_SEEN = pytest.mark.xfail(
-    strict=True, reason="RowState knows nothing of the rows of a plan it was never given"
-)
-
-
 @pytest.mark.parametrize("warm", [False, True], ids=["new", "warm"])
 @pytest.mark.parametrize(
     ("fail_after", "step"),
-    [pytest.param(False, 1, marks=NEVER_SEEN), (False, 4), (True, 1), (True, 4)],
+    [(False, 1), (False, 4), (True, 1), (True, 4)],
 )
 def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(
     folder: Path,

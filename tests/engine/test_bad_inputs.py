@@ -372,7 +372,7 @@ BAD_REQUESTS: list[tuple[Any, dict[str, Any], str]] = [
     ([[5, 1.5]], {}, "entry 1 of this list is 1.5 (float), not an int"),
     ([5, "a"], {}, "prompt 0 of 2: a prompt is a text or a list of token ids, not int"),
     (["a", None], {}, "prompt 1 of 2: a prompt is a text or a list of token ids, not NoneType"),
-    (b"bytes", {}, "a prompt is a text or a list of token ids, not bytes"),
+    (b"bytes", {}, "or a list of those, not bytes"),
     ("half \ud800", {}, "half of a surrogate pair"),
     ("a", {"logprobs": 21}, "logprobs is 21, but at most 20 are given; lower it or raise max_lo"),
     ("a", {"prompt_logprobs": 21}, "prompt_logprobs is 21, but at most 20 are given"),
@@ -408,7 +408,7 @@ def test_a_text_that_gives_no_token_is_an_empty_prompt(folder: Path) -> None:
 def test_what_is_no_sampling_parameters_is_refused(llm: LLM) -> None:
     says = "sampling parameters are given as SamplingParams(…), not "
     assert says + "int" in request_refusal(llm, "a", 5)
-    assert says + "str" in request_refusal(llm, "a", {"temperature": 0})
+    assert says + "dict" in request_refusal(llm, "a", {"temperature": 0})
     assert "priority must be a whole number, not 'x'" in request_refusal(llm, "a", priority=["x"])
 
 
@@ -482,3 +482,19 @@ def test_the_checks_here_can_fail(llm: LLM) -> None:
         (output,) = llm.generate(prompt, SamplingParams(**params))
         assert len(output.outputs[0].token_ids) == 1
         assert np.isfinite(output.outputs[0].cumulative_logprob or 0.0)
+
+
+@pytest.mark.parametrize("prompts", [None, 5, object(), b"ids", {1, 2}])
+def test_prompts_of_the_wrong_kind_are_refused_in_words(llm: LLM, prompts: Any) -> None:
+    expected = f"or a list of those, not {type(prompts).__name__}"
+    with pytest.raises(RequestError, match=expected):
+        llm.generate(prompts)
+
+
+def test_no_prompts_give_no_outputs(llm: LLM) -> None:
+    assert llm.generate([]) == []
+
+
+def test_a_list_of_parameters_for_other_prompts_is_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="sampling_params has 0 entries for 2 prompts"):
+        llm.generate(["a", "b"], [])

@@ -492,17 +492,36 @@ def test_leaving_a_stream_early_frees_everything(llm: LLM) -> None:
 def test_a_name_that_belongs_to_a_continuation_is_taken(llm: LLM) -> None:
     """Continuations are named after their request, and nobody else may be called so."""
     frontend = llm.engine.frontend
-    frontend.prepare([5], SamplingParams(n=2), request_id="a")
+    prepare = frontend.intake.prepare
+    frontend.enter(prepare([5], SamplingParams(n=2)), "a")
     with pytest.raises(RequestError, match=r"a request with the id 'a/1' is already running"):
-        frontend.prepare([5], SamplingParams(), request_id="a/1")
+        frontend.enter(prepare([5], SamplingParams()), "a/1")
     assert frontend.forget("a") == ["a/0", "a/1"]
 
 
 def test_a_name_of_our_own_is_never_in_the_way(llm: LLM) -> None:
     frontend = llm.engine.frontend
     taken = f"req-{frontend._count + 1}"
-    frontend.prepare([5], SamplingParams(), request_id=taken)
-    (request,) = frontend.prepare([5], SamplingParams())
-    assert request.request_id != taken
-    for name in (taken, request.request_id):
+    prepared = frontend.intake.prepare([5], SamplingParams())
+    frontend.enter(prepared, taken)
+    other, _ = frontend.enter(prepared)
+    assert other != taken
+    for name in (taken, other):
         frontend.forget(name)
+
+
+def test_streams_and_batches_may_interleave_on_one_engine(llm: LLM) -> None:
+    """Whoever waits turns the loop for all; nobody gets another's tokens."""
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    expected = [o.outputs[0].token_ids for o in llm.generate([[5, 6], [7, 8], [9, 10]], params)]
+    first, second = llm.stream([5, 6], params), llm.stream([7, 8], params)
+    got: list[list[int]] = [[], [], []]
+    for _ in range(3):
+        got[0] += next(first).outputs[0].token_ids
+        got[1] += next(second).outputs[0].token_ids
+    got[2] += llm.generate([9, 10], params)[0].outputs[0].token_ids
+    for stream, tokens in ((second, got[1]), (first, got[0])):
+        for output in stream:
+            tokens += output.outputs[0].token_ids
+    assert got == expected
+    llm.engine.core.scheduler.audit()

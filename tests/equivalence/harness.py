@@ -79,7 +79,7 @@ def make_core(decoder: Decoder, in_flight: int = 1, **settings: object) -> Engin
 def run(
     core: EngineCore,
     prompts: Sequence[Sequence[int]],
-    max_tokens: int = 32,
+    max_tokens: int = 20,
     **params: object,
 ) -> list[Written]:
     """All prompts at once, greedily, with the two best log-probabilities of every step."""

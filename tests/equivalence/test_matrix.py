@@ -35,9 +35,7 @@ TEXTS = [
     "def fibonacci(n):\n    ",
     "Water boils at 100 degrees Celsius because",
     "Q: What is 17 + 25?\nA:",
-    "In 1969, astronauts",
     STORY,
-    "List three fruits:\n1.",
     STORY + "He read the letter twice, then he folded it and said: ",
 ]
 
@@ -95,7 +93,7 @@ def test_a_prefix_computed_in_the_same_step_gives_the_same_tokens(
     core = make_core(default_decoder(), prefix_caching=True)
     got = run(core, prompts)
     assert core.records.steps[0].prefill.rows == len(prompts)
-    assert got[7].num_cached > 90
+    assert got[-1].num_cached > 90
     assert_same(alone, got)
 
 
@@ -130,7 +128,7 @@ def test_planning_one_step_ahead_gives_the_same_tokens(
     prompts: list[list[int]], alone: list[Written]
 ) -> None:
     """Step n + 1 is planned and run before the host has seen the tokens of step n."""
-    core = make_core(default_decoder(), in_flight=2, max_num_batched_tokens=48, num_blocks=20)
+    core = make_core(default_decoder(), in_flight=2, max_num_batched_tokens=48, num_blocks=24)
     assert_same(alone, run(core, prompts))
 
 
@@ -174,5 +172,5 @@ def test_a_wrong_position_makes_the_comparison_fail(
     monkeypatch.setattr(executor_module, "build_inputs", shifted)
     core = make_core(default_decoder())
     got = [run(core, [prompt])[0] for prompt in prompts]
-    with pytest.raises(AssertionError, match="differs at step"):
+    with pytest.raises(AssertionError, match=r"differs at step|moved by"):
         assert_same(alone, got)

@@ -12,28 +12,28 @@ from twostroke.exec import sampling
 from twostroke.exec.rng import gumbel, stream_key
 from twostroke.exec.sampling import sample
 from twostroke.exec.state import RowState
-from twostroke.request import EngineRequest, SamplingParams
+from twostroke.plan import NewRow
+from twostroke.request import SamplingParams
 
 VOCAB = 50
 
 
-def state_with(*requests: EngineRequest, tokens: tuple[int, ...] = (1, 2, 3)) -> RowState:
+def state_with(*requests: NewRow, tokens: tuple[int, ...] = (1, 2, 3)) -> RowState:
     state = RowState(max(8, len(requests)), 64, 16, 1, torch.device("cpu"))
     for row, request in enumerate(requests):
-        state.requests[row] = request
-        state.num_prompt[row] = len(request.prompt_token_ids)
+        state.rows[row] = request._replace(row=row)
         state.tokens[row, : len(tokens)] = torch.tensor(tokens)
     return state
 
 
-def asked(seed: int = 0, prompt: tuple[int, ...] = (1, 2, 3), **params: object) -> EngineRequest:
+def asked(seed: int = 0, prompt: tuple[int, ...] = (1, 2, 3), **params: object) -> NewRow:
     stop_ids = params.pop("stop_ids", frozenset())
     bad_words = params.pop("bad_words_ids", ())
     settings = SamplingParams(**params)  # type: ignore[arg-type]
-    return EngineRequest("r", prompt, settings, seed, stop_ids, bad_words)  # type: ignore[arg-type]
+    return NewRow(0, "r", prompt, len(prompt), settings, seed, stop_ids, bad_words)  # type: ignore[arg-type]
 
 
-def draw(logits: torch.Tensor, request: EngineRequest, count: int) -> Counter[int]:
+def draw(logits: torch.Tensor, request: NewRow, count: int) -> Counter[int]:
     """Tokens drawn at `count` different positions from the same logits."""
     state = state_with(*[request] * 500)
     found: Counter[int] = Counter()

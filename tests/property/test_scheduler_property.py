@@ -177,6 +177,10 @@ def test_a_wrong_position_is_noticed() -> None:
     life = Life(3)
     life.executor.skew = 1
     with pytest.raises((AssertionError, IndexError)):
-        for _ in range(50):
-            life.arrive()
-            life.turn()
+        live_on(life)
+
+
+def live_on(life: Life) -> None:
+    for _ in range(50):
+        life.arrive()
+        life.turn()

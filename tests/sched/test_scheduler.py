@@ -244,19 +244,20 @@ def test_running_streams_keep_a_bounded_gap_under_a_flood_of_prompts() -> None:
         assert len(bench.written["stream"]) == before + 1
 
 
-def test_a_failed_step_ends_its_requests_with_the_reason_and_trusts_no_prefix() -> None:
+def test_a_failed_step_ends_what_ran_with_the_reason_and_trusts_no_prefix() -> None:
     bench = Bench()
-    bench.add("a", 12, 4)
-    bench.add("waiting", 40, 4)
+    for name in ("ran", "ran in part", "waiting"):
+        bench.add(name, 12, 4, salt=name)
     assert bench.scheduler.plan() is not None
     updates = bench.scheduler.fail("out of memory")
-    assert [(u.request_id, u.finish_reason, u.error) for u in updates] == [
-        ("a", FinishReason.ERROR, "out of memory"),
-        ("waiting", FinishReason.ERROR, "out of memory"),
-    ]
+    assert {(u.request_id, u.finish_reason, u.error) for u in updates} == {
+        ("ran", FinishReason.ERROR, "out of memory"),
+        ("ran in part", FinishReason.ERROR, "out of memory"),
+    }
     bench.scheduler.audit()
     assert bench.scheduler.kv.usage().free == 64 * 4
-    bench.executor.rows.clear()
+    bench.run()
+    assert bench.ended == {"waiting": FinishReason.LENGTH}
 
 
 @pytest.mark.parametrize(("start", "size"), [(0, 1), (0, 5), (3, 4), (9, 3), (2, 9)])

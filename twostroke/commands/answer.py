@@ -19,7 +19,7 @@ from twostroke.request import SamplingParams
 
 if TYPE_CHECKING:
     from twostroke.engine.build import Engine
-    from twostroke.engine.frontend import Prompt
+    from twostroke.engine.intake import Prompt
     from twostroke.outputs import RequestOutput
 
 # A model's text may hold anything, escape sequences too; a terminal must not obey them.
@@ -105,7 +105,7 @@ def ask(
     output: RequestOutput | None = None
     written, first_text_s = 0, None
     try:
-        for changed in client.run():
+        for changed in client.run([request_id]):
             for output in changed:
                 if output.error:
                     raise EngineError(output.error)

@@ -20,7 +20,7 @@ from twostroke.errors import RequestError
 
 if TYPE_CHECKING:
     from twostroke.engine.build import Engine
-    from twostroke.engine.frontend import Prompt
+    from twostroke.engine.intake import Prompt
 
 SUMMARY = "answer one prompt and show what each phase took"
 DESCRIPTION = (
@@ -91,4 +91,4 @@ def _prompt(engine: Engine, text: str, system: str | None, raw: bool) -> Prompt:
     messages = [{"role": "user", "content": text}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
-    return engine.frontend.render_chat(messages)
+    return engine.frontend.intake.render_chat(messages)

@@ -9,7 +9,8 @@ import torch
 
 from twostroke.config import EngineConfig
 from twostroke.engine.core import EngineCore
-from twostroke.engine.frontend import Frontend, Limits
+from twostroke.engine.frontend import Frontend
+from twostroke.engine.intake import Intake, Limits
 from twostroke.errors import ConfigError
 from twostroke.exec.executor import LocalExecutor
 from twostroke.exec.memory import MemoryPlan, host_memory_bytes, plan_memory
@@ -49,12 +50,9 @@ def build_engine(config: EngineConfig) -> Engine:
     limits = _scheduler_config(config, model.spec, memory, on_gpu)
     decoder = Decoder(model.spec, model.weights, dtype, device, memory.max_model_len, reference)
     core = assemble(decoder, limits, kv_dtype)
-    frontend = Frontend(
-        tokenizer,
-        None if tokenizer is None else chat_template_source(config, tokenizer),
-        Limits(model.spec.vocab_size, memory.max_model_len, config.max_logprobs),
-        config.seed,
-    )
+    template = None if tokenizer is None else chat_template_source(config, tokenizer)
+    max_lengths = Limits(model.spec.vocab_size, memory.max_model_len, config.max_logprobs)
+    frontend = Frontend(Intake(tokenizer, template, max_lengths), config.seed)
     return Engine(config, files.name, model.spec, memory, core, frontend)
 
 

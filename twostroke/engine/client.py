@@ -10,11 +10,11 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
 
 from twostroke.engine.build import Engine
-from twostroke.engine.frontend import Prompt
+from twostroke.engine.intake import Prompt
 from twostroke.errors import EngineError
 from twostroke.outputs import Deltas, RequestOutput, snapshot
 from twostroke.request import EngineRequest, SamplingParams
@@ -22,14 +22,17 @@ from twostroke.sched.scheduler import Update
 
 
 class SyncClient:
+    """Several users may share one: whoever waits turns the loop for all, and what it finds for
+    the others is kept for them."""
+
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._kept: dict[str, RequestOutput] = {}  # changed while somebody else turned the loop
 
     def add(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> str:
         """Queue a request; returns its id. Refusals are raised here and leave nothing behind."""
         frontend, core = self._engine.frontend, self._engine.core
-        requests = frontend.prepare(prompt, params, priority=priority)
-        request_id = requests[0].family or requests[0].request_id
+        request_id, requests = frontend.enter(frontend.intake.prepare(prompt, params, priority))
         try:
             for request in requests:
                 core.add(request)
@@ -39,14 +42,21 @@ class SyncClient:
         return request_id
 
     def abort(self, request_id: str) -> None:
+        self._kept.pop(request_id, None)
         for name in self._engine.frontend.forget(request_id):
             self._engine.core.abort(name)
 
-    def run(self) -> Iterator[list[RequestOutput]]:
-        """Turn the loop until nothing is left; after each step, the outputs that changed."""
-        core = self._engine.core
-        while core.has_work:
-            yield _take(self._engine, core.step())
+    def run(self, request_ids: Iterable[str]) -> Iterator[list[RequestOutput]]:
+        """Turn the loop until these requests have ended; after each step, which of their outputs
+        have changed."""
+        left = set(request_ids)
+        while left:
+            if left.isdisjoint(self._kept):
+                for output in _take(self._engine, self._engine.core.step()):
+                    self._kept[output.request_id] = output
+            changed = [self._kept.pop(name) for name in left & self._kept.keys()]
+            left.difference_update([output.request_id for output in changed if output.finished])
+            yield changed
 
 
 def _take(engine: Engine, updates: list[Update]) -> list[RequestOutput]:
@@ -103,11 +113,11 @@ class AsyncEngine:
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
         loop = asyncio.get_running_loop()
+        prepared = self.engine.frontend.intake.prepare(prompt, params, priority)
         with self._lock:
             if self._dead is not None:
                 raise EngineError(f"the engine has stopped ({self._dead}); start a new one")
-            requests = self.engine.frontend.prepare(prompt, params, request_id, priority)
-            request_id = requests[0].family or requests[0].request_id
+            request_id, requests = self.engine.frontend.enter(prepared, request_id)
             stream = _Stream(loop, asyncio.Queue(), params.output_kind, Deltas())
             self._streams[request_id] = stream
             self._inbox.put(requests)

@@ -103,6 +103,7 @@ class EngineCore:
         self._flights.clear()
         reason = f"{type(error).__name__}: {error}"
         updates = self.scheduler.fail(f"the engine failed while running a step ({reason})")
+        self._executor.reset()
         if not updates:
             raise EngineError(f"the engine failed with no request running ({reason})") from error
         self.records.requests.extend(u.record for u in updates if u.record is not None)

@@ -39,6 +39,10 @@ class Executor(Protocol[Handle]):
 
     def sample(self, handle: Handle, masks: Masks | None = None) -> Pending: ...
 
+    def reset(self) -> None:
+        """A step has failed and every row has been given up: start from no rows."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
@@ -88,16 +92,19 @@ class LocalExecutor:
         prompts = self._prompt_logprobs(handle)
         return Computed(sampled, prompts, monotonic() - handle.started_s)
 
+    def reset(self) -> None:
+        self._state.reset()
+
     def _prompt_logprobs(self, handle: Forwarded) -> dict[int, list[TokenLogprobs]]:
         """For each prompt token after the first: how likely the model found it."""
         state, found = self._state, {}
         for planned, chunk in zip(handle.plan.prefill, handle.inputs.prefill, strict=True):
             row = planned.row
-            count = state.requests[row].params.prompt_logprobs
+            count = state.rows[row].params.prompt_logprobs
             if count is None:
                 continue
             entries: list[TokenLogprobs] = []
-            end = min(chunk.start + chunk.size, state.num_prompt[row] - 1)
+            end = min(chunk.start + chunk.size, state.rows[row].num_prompt - 1)
             for start in range(chunk.start, end, LOGIT_SLICE):
                 stop = min(start + LOGIT_SLICE, end)
                 at = chunk.first - chunk.start

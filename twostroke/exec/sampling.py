@@ -18,8 +18,7 @@ import torch
 
 from twostroke.exec.rng import gumbel, stream_key
 from twostroke.exec.state import RowState
-from twostroke.plan import TokenLogprobs
-from twostroke.request import EngineRequest
+from twostroke.plan import NewRow, TokenLogprobs
 
 CANDIDATES = 1024
 NEVER = float("-inf")
@@ -42,7 +41,7 @@ def sample(
 ) -> Sampled:
     """One token for each row of `logits` [S, V] fp32 (overwritten). `positions` are where the
     tokens will stand; `masks` are the tokens a grammar allows, by index into the rows."""
-    requests = [state.requests[row] for row in rows]
+    requests = [state.rows[row] for row in rows]
     asked = [i for i, r in enumerate(requests) if r.params.logprobs is not None]
     raw = torch.log_softmax(logits[asked], dim=-1) if asked else None
     for index, mask in (masks or {}).items():
@@ -88,7 +87,7 @@ def to_token_logprobs(
 
 def _apply_bans(
     logits: torch.Tensor,
-    requests: Sequence[EngineRequest],
+    requests: Sequence[NewRow],
     rows: Sequence[int],
     positions: Sequence[int],
     state: RowState,
@@ -104,7 +103,7 @@ def _apply_bans(
             allowed = torch.zeros_like(row, dtype=torch.bool)
             allowed[list(params.allowed_token_ids)] = True
             row.masked_fill_(~allowed, NEVER)
-        written = positions[index] - state.num_prompt[rows[index]]
+        written = positions[index] - request.num_prompt
         if written < params.min_tokens and request.stop_ids:
             row[list(request.stop_ids)] = NEVER
         for word in request.bad_words_ids:
@@ -118,7 +117,7 @@ def _apply_bans(
 
 def _apply_penalties(
     logits: torch.Tensor,
-    requests: Sequence[EngineRequest],
+    requests: Sequence[NewRow],
     rows: Sequence[int],
     positions: Sequence[int],
     state: RowState,
@@ -135,7 +134,7 @@ def _apply_penalties(
     history = state.tokens[[rows[i] for i in which], :longest].long()
     position = torch.arange(longest, device=device)
     known = position < column([positions[i] for i in which])
-    output = known & (position >= column([state.num_prompt[rows[i]] for i in which]))
+    output = known & (position >= column([requests[i].num_prompt for i in which]))
 
     def count(mask: torch.Tensor) -> torch.Tensor:
         counts = torch.zeros(len(which), vocab, device=device)
@@ -155,7 +154,7 @@ def _apply_penalties(
 
 
 def _draw(
-    logits: torch.Tensor, requests: Sequence[EngineRequest], positions: Sequence[int]
+    logits: torch.Tensor, requests: Sequence[NewRow], positions: Sequence[int]
 ) -> torch.Tensor:
     device = logits.device
     params = [r.params for r in requests]

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from twostroke.plan import StepPlan
-from twostroke.request import EngineRequest
+from twostroke.plan import NewRow, StepPlan
 
 
 class RowState:
@@ -29,21 +28,25 @@ class RowState:
             torch.zeros(max_rows, blocks, dtype=torch.int32, device=device)
             for _ in range(num_groups)
         ]
-        self.requests: dict[int, EngineRequest] = {}
-        self.num_prompt: dict[int, int] = {}
+        self.rows: dict[int, NewRow] = {}  # what each row was taken with
         self._table_len = [[0] * max_rows for _ in range(num_groups)]
+
+    def reset(self) -> None:
+        """No row is taken. What the tensors hold is written anew with each new row."""
+        self.rows.clear()
+        for lengths in self._table_len:
+            lengths[:] = [0] * len(lengths)
 
     def apply(self, plan: StepPlan) -> None:
         # A row may be dropped from, retired and taken anew in one plan: in this order.
         for drop in plan.dropped:
             self.tables[drop.group][drop.row, : drop.upto] = 0
         for row in plan.retired:
-            del self.requests[row], self.num_prompt[row]
+            del self.rows[row]
             for lengths in self._table_len:
                 lengths[row] = 0
         for new in plan.new:
-            self.requests[new.row] = new.request
-            self.num_prompt[new.row] = new.num_prompt
+            self.rows[new.row] = new
             ids = torch.tensor(new.tokens, dtype=torch.int32)
             self.tokens[new.row, : len(new.tokens)] = ids.to(self.device)
         if plan.appended:

@@ -122,8 +122,18 @@ class PrefillQueue:
         request.row = self._rows.pop()
         num_cached = self._kv.open(request.kv, tables)
         insort(self.requests, request, key=by_order)
+        given = request.given
         step.new.append(
-            NewRow(request.row, tuple(request.tokens), request.num_prompt, request.given)
+            NewRow(
+                request.row,
+                request.request_id,
+                tuple(request.tokens),
+                request.num_prompt,
+                given.params,
+                given.seed,
+                given.stop_ids,
+                given.bad_words_ids,
+            )
         )
         step.add_blocks(request, len(tables[0]))
         record = request.record

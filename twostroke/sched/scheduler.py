@@ -240,17 +240,18 @@ class Scheduler:
         kept.extend(entries[len(kept) - start :])
 
     def fail(self, error: str) -> list[Update]:
-        """A step could not run. Its requests end with an error, and no prefix is trusted."""
-        hit: dict[str, Request] = {}
+        """A step could not run. All that ran ends with an error, and no prefix is trusted.
+
+        No row is taken afterwards, and the executor is to start from none (`Executor.reset`).
+        """
         for flight in self._in_flight:
-            rows = {chunk.row for chunk in flight.plan.prefill}
-            hit |= {r.request_id: r for r in flight.sampled if r.phase is not Phase.FINISHED}
-            hit |= {r.request_id: r for r in self._prefill.requests if r.row in rows}
-        # Blocks computed by a failed step may be shared by requests that were not in it.
-        for request in (*self._prefill.requests, *self._decode.requests):
-            hit[request.request_id] = request
+            for request in flight.sampled:
+                if request.phase is Phase.WAITING:  # preempted since: computes those tokens anew
+                    request.remaining += request.pending
+                    request.pending = 0
         updates = []
-        for request in hit.values():
+        # Whatever ran may share blocks that a failed step was to compute.
+        for request in (*self._prefill.requests, *self._decode.requests):
             self._finish(request, FinishReason.ERROR)
             updates.append(self._update(request)._replace(error=error))
         self._remove_gone()
@@ -258,6 +259,7 @@ class Scheduler:
             self.kv.commit(self._in_flight[-1].plan.step)
             self._in_flight.clear()
         self.kv.forget_all()
+        self._retired.clear()
         return updates
 
     # ── ends ────────────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,209 @@
+"""`Intake`: what a user gives → what an engine can be sent. Tokenises, renders chats, validates.
+
+It keeps nothing about requests, so a refusal leaves no trace and several threads may use it.
+No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import monotonic
+from typing import Any
+
+from twostroke.errors import RequestError, nearest
+from twostroke.model.chat_template import ChatTemplate
+from twostroke.model.tokenizer import Tokenizer
+from twostroke.request import SamplingParams
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the engine can take, known once it is up."""
+
+    vocab_size: int
+    max_model_len: int
+    max_logprobs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A prompt that has been read and found good."""
+
+    text: str | None
+    ids: tuple[int, ...]
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    bad_words_ids: tuple[tuple[int, ...], ...]
+    salt: str
+    priority: int
+    received_s: float
+    tokenised_s: float
+
+
+class Intake:
+    def __init__(
+        self, tokenizer: Tokenizer | None, chat_template: str | None, limits: Limits
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.limits = limits
+        self._template_source = chat_template
+        self._template: ChatTemplate | None = None
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        **variables: Any,
+    ) -> list[int]:
+        """A conversation → token ids, through the model's chat template."""
+        tokenizer = self._need_tokenizer("a chat")
+        if self._template is None:
+            if self._template_source is None:
+                raise RequestError(
+                    "the model has no chat template; give one (chat_template) or use a plain prompt"
+                )
+            source, bos, eos = self._template_source, tokenizer.bos_token, tokenizer.eos_token
+            self._template = ChatTemplate(source, bos, eos)
+        text = self._template.render(messages, add_generation_prompt, tools, **variables)
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    def prepare(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> Prepared:
+        received = monotonic()
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"sampling parameters are given as SamplingParams(…), not {type(params).__name__}"
+            )
+        if type(priority) is not int:
+            raise RequestError(f"priority must be a whole number, not {priority!r}")
+        text, ids, salt = self._read_prompt(prompt)
+        if params.detokenize and self.tokenizer is None:
+            if params.stop:
+                raise RequestError(
+                    "stop strings need a tokenizer, and none is loaded; use stop_token_ids"
+                )
+            params = replace(params, detokenize=False)
+        self._validate(ids, params)
+        stop_ids, bad_words = self._stop_ids(params), self._bad_words(params)
+        self._refuse_nothing_left(params, stop_ids, bad_words)
+        return Prepared(
+            text, ids, params, stop_ids, bad_words, salt, priority, received, monotonic()
+        )
+
+    def _read_prompt(self, given: Prompt) -> tuple[str | None, tuple[int, ...], str]:
+        """Text, token ids, or vLLM's dicts of either, with an optional `cache_salt`."""
+        prompt: Any = given
+        salt = ""
+        if isinstance(prompt, Mapping):
+            known = ("prompt", "prompt_token_ids", "cache_salt")
+            for key in prompt:
+                if key not in known:
+                    raise RequestError(f"a prompt has no field {key!r}{nearest(str(key), known)}")
+            salt = prompt.get("cache_salt") or ""
+            if not isinstance(salt, str):
+                raise RequestError(f"cache_salt must be a string, not {salt!r}")
+            ids = prompt.get("prompt_token_ids")
+            prompt = prompt.get("prompt") if ids is None else ids
+            if prompt is None:
+                raise RequestError("a prompt given as a dict needs 'prompt' or 'prompt_token_ids'")
+        if isinstance(prompt, str):
+            return prompt, tuple(self._need_tokenizer("a text prompt").encode(prompt)), salt
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
+            raise RequestError(
+                f"a prompt is a text or a list of token ids, not {type(prompt).__name__}"
+            )
+        for n, token in enumerate(prompt):
+            if type(token) is not int:
+                raise RequestError(
+                    f"a prompt is a text or a list of token ids, but entry {n} of this list is "
+                    f"{token!r} ({type(token).__name__}), not an int"
+                )
+        return None, tuple(prompt), salt
+
+    def _validate(self, ids: Sequence[int], params: SamplingParams) -> None:
+        limits = self.limits
+        if not ids:
+            raise RequestError("the prompt is empty; give at least one token")
+        worst = max(ids) if min(ids) >= 0 else min(ids)
+        if not 0 <= worst < limits.vocab_size:
+            raise RequestError(
+                f"token id {worst} is out of range: the model's ids go from 0 to "
+                f"{limits.vocab_size - 1}"
+            )
+        if len(ids) >= limits.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens, but max_model_len is {limits.max_model_len} "
+                "and one must be left to write; shorten the prompt or raise max_model_len"
+            )
+        if len(ids) + params.min_tokens > limits.max_model_len:
+            raise RequestError(
+                f"{len(ids)} prompt tokens and min_tokens {params.min_tokens} are more than "
+                f"max_model_len {limits.max_model_len}; lower min_tokens or shorten the prompt"
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(params, name)
+            if asked is not None and asked > limits.vocab_size:
+                raise RequestError(
+                    f"{name} is {asked}, but the model has only {limits.vocab_size} tokens; lower "
+                    "it"
+                )
+            if asked is not None and asked > limits.max_logprobs:
+                raise RequestError(
+                    f"{name} is {asked}, but at most {limits.max_logprobs} are given; lower it "
+                    "or raise max_logprobs"
+                )
+        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+            for token in getattr(params, name) or ():
+                if token >= limits.vocab_size:
+                    raise RequestError(
+                        f"{name}: token id {token} is out of range: the model's ids go from 0 to "
+                        f"{limits.vocab_size - 1}"
+                    )
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        """What ends a continuation. A tokenizer may name more tokens than the model can write."""
+        ids = frozenset(params.stop_token_ids or ())
+        if self.tokenizer is not None and not params.ignore_eos:
+            ids |= {n for n in self.tokenizer.stop_ids if n < self.limits.vocab_size}
+        return ids
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Each word at the start of a text and after a space: most vocabularies tell them apart.
+
+        A word that holds a token the model cannot write needs no ban.
+        """
+        found: dict[tuple[int, ...], None] = {}
+        for word in params.bad_words or ():
+            tokenizer = self._need_tokenizer("bad_words")
+            for text in (word, " " + word.lstrip()):
+                ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+                if ids and max(ids) < self.limits.vocab_size:
+                    found[ids] = None
+        return tuple(found)
+
+    def _refuse_nothing_left(
+        self,
+        params: SamplingParams,
+        stop_ids: frozenset[int],
+        bad_words: tuple[tuple[int, ...], ...],
+    ) -> None:
+        """Of no allowed token, one would be written all the same."""
+        if params.allowed_token_ids is None:
+            return
+        left = set(params.allowed_token_ids) - {word[0] for word in bad_words if len(word) == 1}
+        if params.min_tokens:
+            left -= stop_ids
+        if not left:
+            raise RequestError(
+                "bad_words and min_tokens (which bans the tokens that end a text) leave none of "
+                "allowed_token_ids; allow another token"
+            )
+
+    def _need_tokenizer(self, what: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError(f"{what} needs a tokenizer, and none is loaded; give token ids")
+        return self.tokenizer
