@@ -15,6 +15,8 @@ import platform
 import statistics
 from time import perf_counter
 
+from twostroke.engine.core import EngineCore, Flight
+from twostroke.model.cost import CostModel
 from twostroke.plan import StepPlan, StepResult
 from twostroke.request import EngineRequest, SamplingParams
 from twostroke.sched.scheduler import Scheduler
@@ -78,6 +80,41 @@ def measure(running: int, waiting: int, output: int) -> dict[str, float]:
     }
 
 
+class Instant:
+    """An executor that computes nothing."""
+
+    max_in_flight = 1
+
+    def forward(self, plan: StepPlan) -> StepPlan:
+        return plan
+
+    def sample(self, plan: StepPlan, masks: object = None) -> Instant:
+        self._result = result_of(plan)
+        return self
+
+    def wait(self) -> StepResult:
+        return self._result
+
+    def reset(self) -> None: ...
+
+
+def time_records(running: int) -> float:
+    """Seconds a step spends on its `StepRecord`, measured inside a turning loop."""
+    cost = CostModel(1e9, 1e8, 1e5, 1e9, 1e8, 1e5)
+    core = EngineCore(scheduler_with(running, 0, 5000), Instant(), cost)
+    record, times = core._record, []
+
+    def timed(flight: Flight, result: StepResult) -> None:
+        start = perf_counter()
+        record(flight, result)
+        times.append(perf_counter() - start)
+
+    core._record = timed  # type: ignore[method-assign]
+    for _ in range(STEPS):
+        core.step()
+    return statistics.median(times)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", help="also write the result here")
@@ -92,7 +129,18 @@ def main() -> None:
                 f"  {running:5} running, 10,000 waiting   median {row['median_ms']:.3f} ms   "
                 f"p99 {row['p99_ms']:.3f} ms   {1e3 * row['median_ms'] / running:.2f} µs a request"
             )
-    line = json.dumps({"bench": "scheduler", "machine": platform.machine(), "results": results})
+    record_us = {str(running): 1e6 * time_records(running) for running in (10, 256, 1000)}
+    for rows, taken in record_us.items():
+        print(f"one StepRecord with {rows} running: {taken:.1f} µs")
+    line = json.dumps(
+        {
+            "bench": "scheduler",
+            "machine": platform.machine(),
+            "python": platform.python_version(),
+            "results": results,
+            "step_record_us": record_us,
+        }
+    )
     print(line)
     if args.json:
         with open(args.json, "w") as file:

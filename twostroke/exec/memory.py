@@ -52,7 +52,9 @@ def plan_memory(
             "take a smaller model" + ("" if weight_width == 2 else ", or dtype='bfloat16'")
         )
     wanted = max_len_wanted(config, spec)
-    kv_bytes = _kv_bytes(config, spec, weight_bytes, weight_width, total_bytes, on_gpu, wanted)
+    kv_bytes = _kv_bytes(
+        config, spec, weight_bytes, weight_width, kv_width, total_bytes, on_gpu, wanted
+    )
     # The null block is part of what was reserved.
     num_blocks = config.num_gpu_blocks_override or kv_bytes // block_bytes - 1
     if num_blocks < 1:
@@ -88,6 +90,7 @@ def _kv_bytes(
     spec: ModelSpec,
     weight_bytes: int,
     weight_width: int,
+    kv_width: int,
     total_bytes: int,
     on_gpu: bool,
     max_len: int,
@@ -95,7 +98,10 @@ def _kv_bytes(
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
     if not on_gpu:
-        return min(CPU_KV_BYTES, total_bytes // CPU_KV_SHARE)
+        # A small model would get more than all its sequences, and their prefixes, can ever fill.
+        fillable = 2 * config.max_num_seqs * (max_len + config.block_size)
+        fillable *= spec.kv_elements_per_token * kv_width
+        return min(CPU_KV_BYTES, total_bytes // CPU_KV_SHARE, fillable)
     tokens = config.token_budget(on_gpu, max_len)
     widest = 2 * spec.intermediate_size + spec.q_size + 2 * spec.kv_size + 2 * spec.hidden_size
     activations = ACTIVATION_COPIES * tokens * widest * weight_width
