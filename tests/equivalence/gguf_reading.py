@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 
 import gguf
 import numpy as np
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
-
-from tests.equivalence.rows import random_model
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 
 def as_the_package_reads(
-    path: Path, config: PreTrainedConfig, reorder: bool = True
+    file: gguf.GGUFReader, config: PreTrainedConfig, reorder: bool = True
 ) -> PreTrainedModel:
     """transformers with the weights of the file, read and dequantised by the `gguf` package."""
-    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    model = random_model(config)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            tensor = stored.pop(gguf_name(name, config))
-            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-            heads = heads_reordered(name, config) if reorder else 0
-            if heads:
-                values = halves_from_neighbours(values, heads)
-            weight.copy_(torch.from_numpy(values.astype(np.float32)))
+    stored = {tensor.name: tensor for tensor in file.tensors}
+    with torch.device("meta"):
+        shapes = AutoModelForCausalLM.from_config(config)
+    weights = {}
+    for name, _ in shapes.named_parameters():  # a tied head is named once, as the embedding
+        tensor = stored.pop(gguf_name(name, config))
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        heads = heads_reordered(name, config) if reorder else 0
+        if heads:
+            values = halves_from_neighbours(values, heads)
+        weights[name] = torch.from_numpy(values.astype(np.float32))
     assert set(stored) <= {"rope_freqs.weight"}
-    return model
+    model = type(shapes).from_pretrained(
+        None, config=config, state_dict=weights, dtype=torch.float32, attn_implementation="eager"
+    )
+    for name, weight in model.named_parameters():
+        assert torch.equal(weight, weights[name])
+    return model.eval()
 
 
 def gguf_name(name: str, config: PreTrainedConfig) -> str:
