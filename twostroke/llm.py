@@ -67,7 +67,7 @@ class LLM:
 
         Leaving the loop early aborts the request.
         """
-        request_id = self._client.add(prompt, sampling_params or SamplingParams())
+        request_id = self._client.add(prompt, sampling_params or self.engine.sampling)
         deltas = Deltas()
         try:
             for changed in self._client.run([request_id]):
@@ -81,6 +81,10 @@ class LLM:
         """The KV cache in tokens: reserved = used + fragmented + cached + free."""
         return self.engine.core.scheduler.kv.usage()
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's makers recommend; used where no parameters are given."""
+        return self.engine.sampling
+
     def get_tokenizer(self) -> Any:
         return self.engine.frontend.tokenizer
 
@@ -91,7 +95,7 @@ class LLM:
         show_progress: bool,
         priority: Sequence[int] | None,
     ) -> list[RequestOutput]:
-        params = _one_each("sampling_params", sampling_params, SamplingParams(), len(prompts))
+        params = _one_each("sampling_params", sampling_params, self.engine.sampling, len(prompts))
         ranks = _one_each("priority", priority, 0, len(prompts))
         place: dict[str, int] = {}
         done: list[RequestOutput | None] = [None] * len(prompts)

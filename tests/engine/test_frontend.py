@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from pathlib import Path
@@ -525,3 +526,16 @@ def test_streams_and_batches_may_interleave_on_one_engine(llm: LLM) -> None:
             tokens += output.outputs[0].token_ids
     assert got == expected
     llm.engine.core.scheduler.audit()
+
+
+def test_the_makers_recommendation_is_used_where_no_parameters_are_given(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "model")
+    settings = json.loads((folder / "generation_config.json").read_text())
+    settings |= {"do_sample": True, "temperature": 0.9, "top_k": 1}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    llm = tiny_llm(folder)
+    recommended = llm.get_default_sampling_params()
+    assert (recommended.temperature, recommended.top_k, recommended.top_p) == (0.9, 1, 1.0)
+    likeliest = llm.generate([5, 6, 7], SamplingParams(temperature=0))[0]
+    default = llm.generate([5, 6, 7])[0]
+    assert default.outputs[0].token_ids == likeliest.outputs[0].token_ids

@@ -34,9 +34,7 @@ if TYPE_CHECKING:
 SUMMARY = "talk with a model in the terminal"
 DESCRIPTION = (
     "Talk with a model. Each turn sends the whole conversation; what the prefix cache still holds "
-    "of it is not computed again, and the line below each answer says how much that was. The "
-    "default sampling is what keeps the small default model to the point: at temperature 0 it "
-    "falls into loops without a penalty, and above 0.5 it wanders."
+    "of it is not computed again, and the line below each answer says how much that was."
 )
 OPERANDS = ""
 COMMANDS = {
@@ -55,15 +53,14 @@ HELP = "\n".join(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="a system message to start with")
-    add_sampling_arguments(
-        parser, max_tokens=512, temperature=0.2, top_p=0.9, repetition_penalty=1.1
-    )
+    add_sampling_arguments(parser)
     add_engine_arguments(parser, leave_out={"skip_tokenizer_init"})
 
 
 def execute(args: argparse.Namespace) -> int:
-    config, params = engine_config(args), sampling_params(args)
+    config, _ = engine_config(args), sampling_params(args)  # a mistake is told before loading
     engine, _ = load(config)
+    params = sampling_params(args, engine.sampling)
     if not has_chat_template(engine):
         raise RequestError(
             f"{engine.model_name} has no chat template; give one with --chat-template, or use "

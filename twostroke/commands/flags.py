@@ -46,11 +46,14 @@ SAMPLING_HELP = {
     "top_p": "choose among the likeliest tokens that have this much probability together",
     "top_k": "choose among this many of the likeliest tokens; 0 is all",
     "min_p": "leave out tokens below this share of the likeliest one's probability",
-    "repetition_penalty": "above 1 avoids what was said before",
+    "repetition_penalty": "above 1 avoids what prompt and answer have said before",
+    "presence_penalty": "above 0 avoids what the answer has said before",
+    "frequency_penalty": "as presence_penalty, and more with every repetition",
     "stop": "end at this text; may be given several times",
     "ignore_eos": "write on when the model wants to stop",
     "min_tokens": "fewest tokens to write",
 }
+MAX_TOKENS = 512
 TYPES = {"str": str, "int": int, "float": float}
 UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
@@ -63,21 +66,27 @@ def add_engine_arguments(parser: argparse.ArgumentParser, leave_out: set[str]) -
             _add(group, field, ENGINE_HELP[field.name], field.default)
 
 
-def add_sampling_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """`defaults`: where the command's differ from `SamplingParams`."""
-    group = parser.add_argument_group("sampling")
-    parser.set_defaults(sampling_defaults=defaults)
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "sampling (what is not given is as the model's makers recommend)"
+    )
     fields = {field.name: field for field in dataclasses.fields(SamplingParams)}
     for name, text in SAMPLING_HELP.items():
-        _add(group, fields[name], text, defaults.get(name, fields[name].default))
+        _add(group, fields[name], text, MAX_TOKENS if name == "max_tokens" else None)
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(**_given(args, EngineConfig))
 
 
-def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    return SamplingParams(**{**args.sampling_defaults, **_given(args, SamplingParams)})
+def sampling_params(
+    args: argparse.Namespace, recommended: SamplingParams | None = None
+) -> SamplingParams:
+    """What the user gave, over what the model's makers recommend, over the likeliest token."""
+    if recommended is None or recommended == SamplingParams():
+        recommended = SamplingParams(temperature=0)
+    given = {"max_tokens": MAX_TOKENS} | _given(args, SamplingParams)
+    return dataclasses.replace(recommended, **given)
 
 
 def parse_bytes(text: str) -> int:
@@ -103,7 +112,8 @@ def _add(
     options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": field.name}
     if kind == "bool":
         options["action"] = argparse.BooleanOptionalAction
-        text += f" (default: {'yes' if default else 'no'})"
+        if default is not None:
+            text += f" (default: {'yes' if default else 'no'})"
     elif field.name == "stop":
         options |= {"action": "append", "metavar": "TEXT"}
     else:

@@ -41,16 +41,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object instead, once it is done"
     )
-    add_sampling_arguments(parser, max_tokens=512, temperature=0.0)
+    add_sampling_arguments(parser)
     add_engine_arguments(parser, leave_out={"skip_tokenizer_init"})
 
 
 def execute(args: argparse.Namespace) -> int:
     if args.raw and args.system is not None:
         args.parser.error("--system is part of a chat, which --raw leaves out; give one of them")
-    config, params = engine_config(args), sampling_params(args)
+    config, _ = engine_config(args), sampling_params(args)  # a mistake is told before loading
     text = _read_prompt(args)
     engine, load_s = load(config)
+    params = sampling_params(args, engine.sampling)
     write = _discard if args.json else print_text
     with noticing_interrupts() as interrupted:
         asked_s = monotonic()

@@ -19,8 +19,15 @@ from twostroke.kernels import reference
 from twostroke.kv.pool import KVPool
 from twostroke.model.cost import cost_model
 from twostroke.model.decoder import Decoder
-from twostroke.model.load import chat_template_source, find_model, open_model, open_tokenizer
+from twostroke.model.load import (
+    chat_template_source,
+    find_model,
+    open_model,
+    open_tokenizer,
+    recommended_sampling,
+)
 from twostroke.model.spec import ModelSpec
+from twostroke.request import SamplingParams
 from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig
 
@@ -35,6 +42,7 @@ class Engine:
     memory: MemoryPlan
     core: EngineCore
     frontend: Frontend
+    sampling: SamplingParams  # what the model's makers recommend
 
 
 def build_engine(config: EngineConfig) -> Engine:
@@ -53,7 +61,8 @@ def build_engine(config: EngineConfig) -> Engine:
     template = None if tokenizer is None else chat_template_source(config, tokenizer)
     max_lengths = Limits(model.spec.vocab_size, memory.max_model_len, config.max_logprobs)
     frontend = Frontend(Intake(tokenizer, template, max_lengths), config.seed)
-    return Engine(config, files.name, model.spec, memory, core, frontend)
+    sampling = SamplingParams(**recommended_sampling(files))
+    return Engine(config, files.name, model.spec, memory, core, frontend, sampling)
 
 
 def assemble(

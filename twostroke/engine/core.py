@@ -15,6 +15,7 @@ from typing import Any
 
 from twostroke.errors import EngineError
 from twostroke.exec.executor import Executor, Pending
+from twostroke.kv.cache import KVUsage
 from twostroke.model.cost import CostModel
 from twostroke.observe.record import PhaseRecord, Records, StepRecord
 from twostroke.plan import StepPlan, StepResult
@@ -31,6 +32,7 @@ class Flight:
     waiting: int
     running: int
     preempted: int
+    kv: KVUsage  # with this step's blocks taken and filled
 
 
 class EngineCore:
@@ -85,6 +87,7 @@ class EngineCore:
             scheduler.num_waiting,
             scheduler.num_running,
             scheduler.last_preempted,
+            scheduler.kv.usage(),
         )
         self._flights.append(flight)
 
@@ -151,6 +154,6 @@ class EngineCore:
                 flight.waiting,
                 flight.running,
                 flight.preempted,
-                self.scheduler.kv.usage(),
+                flight.kv,
             )
         )

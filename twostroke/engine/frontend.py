@@ -50,6 +50,8 @@ class Frontend:
     def __init__(self, intake: Intake, seed: int = 0) -> None:
         self.intake = intake
         self.tokenizer = intake.tokenizer
+        if self.tokenizer is not None:
+            self.tokenizer.detokenizer()  # makes its table now, not on the first request's time
         self._seed = seed
         self._count = 0
         self._asked: dict[str, Asked] = {}  # by request id

