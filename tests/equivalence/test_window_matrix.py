@@ -1,0 +1,99 @@
+"""The matrix again, on a model with a sliding window shorter than its prompts."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from tests.equivalence.harness import Written, assert_same, make_core, run
+from twostroke.kernels import reference
+from twostroke.model.decoder import Decoder
+from twostroke.model.spec import LayerSpec, ModelSpec, RopeSpec
+from twostroke.model.weights.dummy import DummyWeights
+
+WINDOW = 24
+SPEC = ModelSpec(
+    family="mistral",
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=128,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    layers=(LayerSpec(WINDOW),) * 3,
+    rope=RopeSpec(1e4, 16),
+    norm_eps=1e-5,
+    max_context=1024,
+    qk_norm=True,
+)
+
+
+class Loud(DummyWeights):
+    """Matrices ten times as large, so that what a query sees matters to what it writes."""
+
+    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        weight = super().read(name, dtype)
+        return weight * 10 if weight.dim() == 2 else weight
+
+
+@cache
+def decoder() -> Decoder:
+    return Decoder(SPEC, Loud(SPEC), torch.float32, torch.device("cpu"), 1024, reference)
+
+
+PROMPTS = [[(7 * n * n + 3 * n + start) % 512 for n in range(start)] for start in (5, 40, 90, 200)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[Written]:
+    core = make_core(decoder())
+    return [run(core, [prompt], 40)[0] for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("size", [7, 32])
+def test_chunks_past_the_window_give_the_same_tokens(size: int, alone: list[Written]) -> None:
+    core = make_core(decoder(), max_num_batched_tokens=size, max_num_seqs=4)
+    assert_same(alone, run(core, PROMPTS, 40))
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_cache_smaller_than_the_prompt_gives_the_same_tokens(
+    in_flight: int, alone: list[Written]
+) -> None:
+    """Blocks that the window has passed are given to others and written over."""
+    core = make_core(
+        decoder(),
+        in_flight,
+        num_blocks=14,
+        block_size=4,
+        max_num_batched_tokens=16,
+        max_num_seqs=4,
+        lookahead=0,
+    )
+    got = run(core, PROMPTS, 40)
+    assert max(step.kv.used for step in core.records.steps) <= 14 * 4 < len(PROMPTS[-1])
+    assert_same(alone, got)
+
+
+def test_a_prefix_hit_behind_the_window_gives_the_same_tokens(alone: list[Written]) -> None:
+    core = make_core(decoder(), prefix_caching=True, num_blocks=60, max_num_batched_tokens=64)
+    run(core, PROMPTS, 40)
+    got = run(core, PROMPTS, 40)
+    assert got[-1].num_cached == 192
+    assert_same(alone, got)
+
+
+def test_a_wider_window_makes_the_comparison_fail(alone: list[Written]) -> None:
+    """Negative control: one position more in sight."""
+    core = make_core(decoder())
+    for layer in decoder()._layers:
+        layer.window = WINDOW + 1
+    try:
+        got = [run(core, [prompt], 40)[0] for prompt in PROMPTS]
+    finally:
+        for layer in decoder()._layers:
+            layer.window = WINDOW
+    with pytest.raises(AssertionError, match=r"differs at step|moved by"):
+        assert_same(alone, got)
