@@ -19,7 +19,9 @@ from twostroke.kernels import reference
 from twostroke.model.decoder import Decoder
 from twostroke.model.gguf import GGUFFile
 from twostroke.model.gguf_config import spec_from_gguf
+from twostroke.model.spec import LayerSpec, ModelSpec, RopeSpec
 from twostroke.model.tokenizer import Tokenizer
+from twostroke.model.weights.dummy import DummyWeights
 from twostroke.model.weights.gguf import GGUFWeights
 from twostroke.plan import TokenLogprobs
 from twostroke.request import EngineRequest, SamplingParams
@@ -47,6 +49,31 @@ class Written:
         """How far apart the two best logits were."""
         _, best, second = self.logprobs[step].logprobs[:3]
         return best - second
+
+
+class Loud(DummyWeights):
+    """Matrices ten times as large, so that what a query sees matters to what it writes."""
+
+    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        weight = super().read(name, dtype)
+        return weight * 10 if weight.dim() == 2 else weight
+
+
+def small_spec(**differences: object) -> ModelSpec:
+    common: dict[str, object] = {
+        "family": "test",
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "layers": (LayerSpec(),) * 3,
+        "rope": RopeSpec(1e4, 16),
+        "norm_eps": 1e-5,
+        "max_context": 1024,
+    }
+    return ModelSpec(**(common | differences))  # type: ignore[arg-type]
 
 
 @cache

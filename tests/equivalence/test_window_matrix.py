@@ -7,35 +7,13 @@ from functools import cache
 import pytest
 import torch
 
-from tests.equivalence.harness import Written, assert_same, make_core, run
+from tests.equivalence.harness import Loud, Written, assert_same, make_core, run, small_spec
 from twostroke.kernels import reference
 from twostroke.model.decoder import Decoder
-from twostroke.model.spec import LayerSpec, ModelSpec, RopeSpec
-from twostroke.model.weights.dummy import DummyWeights
+from twostroke.model.spec import LayerSpec
 
 WINDOW = 24
-SPEC = ModelSpec(
-    family="mistral",
-    vocab_size=512,
-    hidden_size=64,
-    intermediate_size=128,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    layers=(LayerSpec(WINDOW),) * 3,
-    rope=RopeSpec(1e4, 16),
-    norm_eps=1e-5,
-    max_context=1024,
-    qk_norm=True,
-)
-
-
-class Loud(DummyWeights):
-    """Matrices ten times as large, so that what a query sees matters to what it writes."""
-
-    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        weight = super().read(name, dtype)
-        return weight * 10 if weight.dim() == 2 else weight
+SPEC = small_spec(layers=(LayerSpec(WINDOW),) * 3, qk_norm=True)
 
 
 @cache
