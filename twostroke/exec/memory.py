@@ -7,6 +7,7 @@ with the numbers instead of dying half-way.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,8 +144,19 @@ def _cache_setting(config: EngineConfig, block_bytes: int, kv_bytes: int, bound:
 
 def host_memory_bytes() -> int:
     """What this process may use: the machine's memory, or less if a cgroup says so."""
+    if sys.platform == "win32":
+        return _windows_memory_bytes()
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([physical, *_cgroup_limits()])
+
+
+def _windows_memory_bytes() -> int:
+    """GlobalMemoryStatusEx: a structure of two 32-bit and seven 64-bit numbers, size first."""
+    import ctypes
+
+    status = (ctypes.c_uint64 * 8)(64)
+    ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status))  # type: ignore[attr-defined]
+    return int(status[1])
 
 
 def _cgroup_limits(root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
