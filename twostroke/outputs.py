@@ -41,6 +41,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # the first entry is None
     num_cached_tokens: int = 0
     metrics: list[RequestRecord] = field(default_factory=list)  # one per finished continuation
+    num_prefilled: int = 0  # prompt tokens computed so far, where progress was asked for
     error: str = ""  # why the engine gave it up, if it did
 
 

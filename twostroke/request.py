@@ -156,6 +156,7 @@ class EngineRequest:
     priority: int = 0  # lower runs first, under scheduling_policy="priority"
     salt: str = ""  # only requests with the same salt share cached prefixes
     received_s: float = 0.0  # on the monotonic clock
+    progress: bool = False  # tell after each chunk how much of the prompt has been computed
     family: str = ""  # siblings of one `n > 1` request share a name, and so their prompt's blocks
 
 

@@ -4,10 +4,12 @@ what cannot work is refused before memory is taken."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from time import monotonic
 
 import torch
 
 from twostroke.config import EngineConfig
+from twostroke.engine.api import EngineInfo
 from twostroke.engine.core import EngineCore
 from twostroke.engine.frontend import Frontend
 from twostroke.engine.intake import Intake, Limits
@@ -43,9 +45,33 @@ class Engine:
     core: EngineCore
     frontend: Frontend
     sampling: SamplingParams  # what the model's makers recommend
+    device: str
+    dtype: str
+    load_s: float
+
+    def info(self) -> EngineInfo:
+        limits, memory = self.core.scheduler.config, self.memory
+        return EngineInfo(
+            model_name=self.model_name,
+            vocab_size=self.spec.vocab_size,
+            max_model_len=memory.max_model_len,
+            max_logprobs=self.config.max_logprobs,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            block_size=limits.block_size,
+            dtype=self.dtype,
+            device=self.device,
+            total_bytes=memory.total_bytes,
+            weight_bytes=memory.weight_bytes,
+            kv_bytes=memory.kv_bytes,
+            kv_tokens=memory.num_blocks * limits.block_size,
+            load_s=self.load_s,
+            sampling=self.sampling,
+        )
 
 
 def build_engine(config: EngineConfig) -> Engine:
+    started = monotonic()
     device = _device(config)
     on_gpu = device.type == "cuda"
     files = find_model(config)
@@ -62,7 +88,18 @@ def build_engine(config: EngineConfig) -> Engine:
     max_lengths = Limits(model.spec.vocab_size, memory.max_model_len, config.max_logprobs)
     frontend = Frontend(Intake(tokenizer, template, max_lengths), config.seed)
     sampling = SamplingParams(**recommended_sampling(files))
-    return Engine(config, files.name, model.spec, memory, core, frontend, sampling)
+    return Engine(
+        config,
+        files.name,
+        model.spec,
+        memory,
+        core,
+        frontend,
+        sampling,
+        str(device),
+        str(dtype).removeprefix("torch."),
+        monotonic() - started,
+    )
 
 
 def assemble(

@@ -13,8 +13,9 @@ import threading
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
 
+from twostroke.engine.api import EngineLoad
 from twostroke.engine.build import Engine
-from twostroke.engine.intake import Prompt
+from twostroke.engine.intake import Prepared, Prompt
 from twostroke.errors import EngineError
 from twostroke.outputs import Deltas, RequestOutput, snapshot
 from twostroke.request import EngineRequest, SamplingParams
@@ -50,7 +51,7 @@ class SyncClient:
         """Turn the loop until these requests have ended; after each step, which of their outputs
         have changed."""
         left = set(request_ids)
-        while left:
+        while left and (self._engine.core.has_work or not left.isdisjoint(self._kept)):
             if left.isdisjoint(self._kept):
                 for output in _take(self._engine, self._engine.core.step()):
                     self._kept[output.request_id] = output
@@ -87,6 +88,8 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.info = engine.info()
+        self.intake = engine.frontend.intake
         self._inbox: queue.SimpleQueue[list[EngineRequest] | str | None] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
         self._lock = threading.Lock()
@@ -105,20 +108,33 @@ class AsyncEngine:
         self._inbox.put(None)
         self._thread.join()
 
-    async def generate(
+    @property
+    def healthy(self) -> bool:
+        return self._dead is None
+
+    def load(self) -> EngineLoad:
+        scheduler = self.engine.core.scheduler
+        return EngineLoad(scheduler.num_waiting, scheduler.num_running, scheduler.kv.usage())
+
+    def generate(
         self,
         prompt: Prompt,
         params: SamplingParams,
         request_id: str | None = None,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
+        """`stream`, from a prompt that has not been read yet; a refusal is raised at once."""
+        return self.stream(self.intake.prepare(prompt, params, priority), request_id)
+
+    async def stream(
+        self, prepared: Prepared, request_id: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
         loop = asyncio.get_running_loop()
-        prepared = self.engine.frontend.intake.prepare(prompt, params, priority)
         with self._lock:
             if self._dead is not None:
                 raise EngineError(f"the engine has stopped ({self._dead}); start a new one")
             request_id, requests = self.engine.frontend.enter(prepared, request_id)
-            stream = _Stream(loop, asyncio.Queue(), params.output_kind, Deltas())
+            stream = _Stream(loop, asyncio.Queue(), prepared.params.output_kind, Deltas())
             self._streams[request_id] = stream
             self._inbox.put(requests)
         finished = False

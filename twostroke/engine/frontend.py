@@ -80,6 +80,7 @@ class Frontend:
                 priority=prepared.priority,
                 salt=prepared.salt,
                 received_s=prepared.received_s,
+                progress=prepared.progress,
                 family=request_id if params.n > 1 else "",
             )
             requests.append(request)
@@ -179,6 +180,7 @@ class Frontend:
 
     def _write(self, asked: Asked, writer: Writer, update: Update) -> None:
         output, params = writer.output, asked.params
+        asked.output.num_prefilled = max(asked.output.num_prefilled, update.progress)
         output.token_ids.extend(update.tokens)
         if update.logprobs:
             self._add_logprobs(output, update)

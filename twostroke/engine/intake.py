@@ -40,6 +40,7 @@ class Prepared:
     bad_words_ids: tuple[tuple[int, ...], ...]
     salt: str
     priority: int
+    progress: bool
     received_s: float
     tokenised_s: float
 
@@ -72,7 +73,10 @@ class Intake:
         text = self._template.render(messages, add_generation_prompt, tools, **variables)
         return tokenizer.encode(text, add_special_tokens=False)
 
-    def prepare(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> Prepared:
+    def prepare(
+        self, prompt: Prompt, params: SamplingParams, priority: int = 0, progress: bool = False
+    ) -> Prepared:
+        """`progress`: tell after each chunk how much of the prompt has been computed."""
         received = monotonic()
         if not isinstance(params, SamplingParams):
             raise RequestError(
@@ -91,7 +95,16 @@ class Intake:
         stop_ids, bad_words = self._stop_ids(params), self._bad_words(params)
         self._refuse_nothing_left(params, stop_ids, bad_words)
         return Prepared(
-            text, ids, params, stop_ids, bad_words, salt, priority, received, monotonic()
+            text,
+            ids,
+            params,
+            stop_ids,
+            bad_words,
+            salt,
+            priority,
+            progress,
+            received,
+            monotonic(),
         )
 
     def _read_prompt(self, given: Prompt) -> tuple[str | None, tuple[int, ...], str]:

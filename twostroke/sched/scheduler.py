@@ -35,12 +35,14 @@ class Update(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # with the first token
     record: RequestRecord | None = None  # with the end
     error: str = ""
+    progress: int = 0  # prompt tokens computed so far, while it is prefilled
 
 
 class InFlight(NamedTuple):
     plan: StepPlan
     sampled: list[Request]  # in the result's order
     prompts: dict[int, Request]  # by row: chunks whose prompt log-probabilities were asked for
+    progress: list[tuple[Request, int]]  # chunks that are not the last, and where they end
 
 
 class Scheduler:
@@ -171,7 +173,12 @@ class Scheduler:
         prompts = {
             r.row: r for r in step.chunk_requests if r.given.params.prompt_logprobs is not None
         }
-        self._in_flight.append(InFlight(plan, step.sampled, prompts))
+        progress = [
+            (request, chunk.start + chunk.size)
+            for request, chunk in zip(step.chunk_requests, step.chunks, strict=True)
+            if request.given.progress and not chunk.last
+        ]
+        self._in_flight.append(InFlight(plan, step.sampled, prompts, progress))
         return plan
 
     def _last_in_order(self) -> Request:
@@ -189,11 +196,14 @@ class Scheduler:
 
     def commit(self, result: StepResult) -> list[Update]:
         """The oldest step in flight has run: append its tokens, end what has ended."""
-        plan, sampled, prompts = self._in_flight.popleft()
+        plan, sampled, prompts, progress = self._in_flight.popleft()
         now, step = monotonic(), plan.step
         for row, entries in result.prompt_logprobs.items():
             self._keep_prompt_logprobs(plan, row, prompts[row], entries)
         updates, any_finished = [], False
+        for request, done in progress:
+            if request.phase is not Phase.FINISHED:
+                updates.append(Update(request.request_id, (), progress=done))
         logprobs, register = result.logprobs, self.kv.register
         # The host's hottest loop: once for every token that is written.
         for index, (request, token) in enumerate(zip(sampled, result.tokens, strict=True)):

@@ -1,0 +1,65 @@
+"""What a server needs of an engine, wherever it runs: in this process or in another. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from twostroke.engine.intake import Intake, Prepared
+from twostroke.kv.cache import KVUsage
+from twostroke.outputs import RequestOutput
+from twostroke.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine says of itself once it is up."""
+
+    model_name: str
+    vocab_size: int
+    max_model_len: int
+    max_logprobs: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    dtype: str
+    device: str
+    total_bytes: int  # what device or cgroup allow
+    weight_bytes: int
+    kv_bytes: int
+    kv_tokens: int
+    load_s: float
+    sampling: SamplingParams  # what the model's makers recommend
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """How busy an engine was when it last said so."""
+
+    waiting: int
+    running: int
+    kv: KVUsage
+
+
+class EngineClient(Protocol):
+    info: EngineInfo
+    intake: Intake
+
+    @property
+    def healthy(self) -> bool:
+        """Whether requests are being worked on now."""
+        ...
+
+    def load(self) -> EngineLoad: ...
+
+    def stream(
+        self, prepared: Prepared, request_id: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Run a request; outputs in the kind its parameters ask for. Leaving early aborts it.
+
+        Raises `RequestError` if the engine refuses it, `EngineError` if the engine is lost.
+        """
+        ...
+
+    def abort(self, request_id: str) -> None: ...
