@@ -299,48 +299,67 @@ def test_a_closed_engine_refuses_at_once_and_closes_again(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["new", "warm"])
-@pytest.mark.parametrize(
-    ("fail_after", "step"),
-    [(False, 1), (False, 4), (True, 1), (True, 4)],
-)
-def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(
-    folder: Path,
-    alone: LLM,
-    monkeypatch: pytest.MonkeyPatch,
-    fail_after: bool,
-    step: int,
-    warm: bool,
+@pytest.mark.parametrize("before", [False, True], ids=["after apply", "before apply"])
+def test_a_request_that_breaks_its_steps_ends_alone_and_the_engine_goes_on(
+    folder: Path, alone: LLM, monkeypatch: pytest.MonkeyPatch, before: bool, warm: bool
 ) -> None:
     """Before the executor has taken the plan in, or after; with rows in use before, or none."""
 
     async def test(engine: AsyncEngine) -> None:
         executor = engine.engine.core._executor
-        forward, calls = executor.forward, 0
+        forward, owner = executor.forward, {}
 
-        def fail_once(plan: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls != step:
-                return forward(plan)
-            if fail_after:
-                forward(plan)
-            raise RuntimeError("out of memory")
+        def poisoned(plan: Any) -> Any:
+            owner.update({new.row: new.tokens[:2] for new in plan.new})
+            rows = [chunk.row for chunk in plan.prefill] + [slot.row for slot in plan.decode]
+            bad = any(owner.get(row) == (5, 61) for row in rows)
+            if bad and before:
+                raise RuntimeError("out of memory")
+            handle = forward(plan)
+            if bad:
+                raise RuntimeError("out of memory")
+            return handle
 
         if warm:
             await asyncio.gather(*(last(engine, prompt) for prompt in prompts(8)))
+        monkeypatch.setattr(executor, "forward", poisoned)
+        asked = [[5, n] for n in range(58, 65)]
+        running = await asyncio.gather(*(last(engine, prompt, LONG) for prompt in asked))
+        for prompt, output in zip(asked, running, strict=True):
+            if prompt == [5, 61]:
+                assert output.outputs[0].finish_reason == "error"
+                assert output.error == (
+                    "the engine failed while running a step (RuntimeError: out of memory)"
+                )
+            else:
+                expected = alone.generate(prompt, LONG)[0].outputs[0].token_ids
+                assert output.error == ""
+                assert output.outputs[0].token_ids == expected
+
+    using(folder, test)
+
+
+def test_a_step_that_fails_once_costs_nobody_a_token(
+    folder: Path, alone: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        executor = engine.engine.core._executor
+        forward, failed = executor.forward, False
+
+        def fail_once(plan: Any) -> Any:
+            nonlocal failed
+            if len(plan.decode) == 3 and not failed:
+                failed = True
+                raise RuntimeError("out of memory")
+            return forward(plan)
+
         monkeypatch.setattr(executor, "forward", fail_once)
-        running = await asyncio.gather(*(last(engine, [5, n], LONG) for n in range(60, 63)))
-        for output in running:
-            assert output.finished
-            assert output.outputs[0].finish_reason == "error"
-            assert output.error == (
-                "the engine failed while running a step (RuntimeError: out of memory)"
-            )
-        outputs = await asyncio.gather(*(last(engine, prompt) for prompt in prompts(10)))
-        for prompt, output in zip(prompts(10), outputs, strict=True):
-            expected = alone.generate(prompt, SHORT)[0].outputs[0].token_ids
-            assert output.error == ""
-            assert output.outputs[0].token_ids == expected
+        asked = [[5, n] for n in range(60, 63)]
+        outputs = await asyncio.gather(*(last(engine, prompt, LONG) for prompt in asked))
+        assert failed
+        for prompt, output in zip(asked, outputs, strict=True):
+            expected = alone.generate(prompt, LONG)[0].outputs[0].token_ids
+            assert (output.error, output.outputs[0].token_ids) == ("", expected)
 
     using(folder, test)
 

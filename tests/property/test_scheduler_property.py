@@ -42,6 +42,7 @@ class Life:
             lookahead=rng.choice([0, 4, 16]),
         )
         self.depth = rng.choice([1, 1, 2, 3])
+        self.failing = rng.choice([0, 0, 0, 0.03])  # how many of the steps cannot run
         self.scheduler = Scheduler(self.config)
         self.executor = FakeExecutor(block_size, (window,))
         self.flights: deque[StepResult] = deque()
@@ -100,14 +101,26 @@ class Life:
             tokens = sum(chunk.size for chunk in plan.prefill) + len(plan.decode)
             assert 0 < tokens <= self.config.max_num_batched_tokens
             assert tokens == plan.num_tokens
-            self.flights.append(self.executor.run(plan))
             self.steps += 1
+            if self.rng.random() < self.failing:
+                self.fail()
+                return
+            self.flights.append(self.executor.run(plan))
         elif not self.flights:
             assert not self.scheduler.has_requests, "requests are there and nothing is planned"
         if self.flights and (plan is None or len(self.flights) >= self.depth):
             for update in self.scheduler.commit(self.flights.popleft()):
                 self.take(update)
             self.executor.committed()
+        self.scheduler.audit()
+
+    def fail(self) -> None:
+        """A step breaks: nothing of what was in flight counts, and the executor starts anew."""
+        self.flights.clear()
+        self.executor = FakeExecutor(self.config.block_size, self.config.windows)
+        for update in self.scheduler.fail("broken"):
+            assert update.finish_reason is FinishReason.ERROR
+            self.take(update)
         self.scheduler.audit()
 
     def finish(self) -> None:
@@ -134,7 +147,7 @@ def test_every_random_life_ends_once_with_the_right_tokens_and_leaks_nothing(blo
         for name, given in life.given.items():
             expected = expected_tokens(given, life.config.max_model_len)
             written = life.written[name]
-            if life.ended[name] is FinishReason.ABORT:
+            if life.ended[name] in (FinishReason.ABORT, FinishReason.ERROR):
                 assert written == expected[: len(written)], f"seed {seed}: {name}"
             else:
                 assert written == expected, f"seed {seed}: {name}"

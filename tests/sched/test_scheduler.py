@@ -6,7 +6,7 @@ import pytest
 
 from tests.fakes import FakeExecutor, expected_tokens, fake_request
 from twostroke.errors import RequestError
-from twostroke.plan import StepPlan
+from twostroke.plan import StepPlan, StepResult
 from twostroke.request import FinishReason
 from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig, visible_positions
@@ -244,20 +244,96 @@ def test_running_streams_keep_a_bounded_gap_under_a_flood_of_prompts() -> None:
         assert len(bench.written["stream"]) == before + 1
 
 
-def test_a_failed_step_ends_what_ran_with_the_reason_and_trusts_no_prefix() -> None:
-    bench = Bench()
-    for name in ("ran", "ran in part", "waiting"):
-        bench.add(name, 12, 4, salt=name)
+class Poisoned(FakeExecutor):
+    """Cannot run a step that holds a certain request."""
+
+    poison = "poison"
+
+    def run(self, plan: StepPlan) -> StepResult:
+        result = super().run(plan)
+        planned = {chunk.row for chunk in plan.prefill} | {slot.row for slot in plan.decode}
+        if any(self.rows[row].new.request_id == self.poison for row in planned):
+            raise RuntimeError("this one again")
+        return result
+
+
+def run_poisoned(bench: Bench, most: int = 500) -> dict[str, str]:
+    """Until nothing is left; what each request that failed was told."""
+    told = {}
+    executor = bench.executor = Poisoned(bench.config.block_size)
+    for _ in range(most):
+        if not bench.scheduler.has_requests:
+            break
+        try:
+            bench.step()
+        except RuntimeError as error:
+            executor.rows.clear()
+            executor.slots.clear()
+            executor.uncommitted.clear()
+            for update in bench.scheduler.fail(str(error)):
+                told[update.request_id] = update.error
+            bench.scheduler.audit()
+    assert not bench.scheduler.has_requests
+    return told
+
+
+def test_a_request_that_breaks_its_step_ends_alone_and_the_others_lose_nothing() -> None:
+    bench = Bench(max_num_batched_tokens=64, max_num_seqs=4)
+    names = ["a", "b", "poison", "c", "waits", "waits too"]
+    for n, name in enumerate(names):
+        bench.add(name, [n] * (5 + n), 6, seed=n)
+    told = run_poisoned(bench)
+    assert told == {"poison": "this one again"}
+    for n, name in enumerate(names):
+        if name != "poison":
+            given = fake_request(name, [n] * (5 + n), 6, seed=n)
+            assert bench.written[name] == expected_tokens(given, 64)
+            assert bench.ended[name] is FinishReason.LENGTH
+    assert bench.scheduler.kv.is_idle()
+
+
+def test_a_request_that_breaks_while_it_decodes_is_found_too() -> None:
+    bench = Bench(max_num_batched_tokens=64)
+    for n, name in enumerate(["a", "later", "b"]):
+        bench.add(name, [n + 1] * 6, 8, seed=n)
+    bench.step()
+    bench.step()
+    Poisoned.poison = "later"
+    try:
+        # The executor is new: what ran must be sent to it again.
+        bench.scheduler.plan()
+        bench.scheduler.fail("first")
+        told = run_poisoned(bench)
+    finally:
+        Poisoned.poison = "poison"
+    assert told == {"later": "this one again"}
+    assert set(bench.ended) == {"a", "b"}
+    assert bench.written["a"] == expected_tokens(fake_request("a", [1] * 6, 8, seed=0), 64)
+
+
+def test_a_suspect_may_be_aborted_at_any_moment() -> None:
+    bench = Bench(max_num_batched_tokens=64)
+    for n, name in enumerate("abcd"):
+        bench.add(name, [n] * 5, 4)
     assert bench.scheduler.plan() is not None
-    updates = bench.scheduler.fail("out of memory")
-    assert {(u.request_id, u.finish_reason, u.error) for u in updates} == {
-        ("ran", FinishReason.ERROR, "out of memory"),
-        ("ran in part", FinishReason.ERROR, "out of memory"),
-    }
+    assert bench.scheduler.fail("whose fault?") == []
+    assert bench.scheduler.num_waiting == 4
+    for name in "ca":
+        assert bench.scheduler.abort(name) is not None
+        bench.scheduler.audit()
+    assert run_poisoned(bench) == {}
+    assert set(bench.ended) == {"b", "d"}
+
+
+def test_after_a_failed_step_no_prefix_is_trusted() -> None:
+    bench = Bench()
+    bench.add("ran", 12, 4)
+    assert bench.scheduler.plan() is not None
+    (update,) = bench.scheduler.fail("out of memory")
+    assert (update.request_id, update.finish_reason) == ("ran", FinishReason.ERROR)
+    assert update.error == "out of memory"
     bench.scheduler.audit()
     assert bench.scheduler.kv.usage().free == 64 * 4
-    bench.run()
-    assert bench.ended == {"waiting": FinishReason.LENGTH}
 
 
 @pytest.mark.parametrize(("start", "size"), [(0, 1), (0, 5), (3, 4), (9, 3), (2, 9)])

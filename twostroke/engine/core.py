@@ -102,13 +102,13 @@ class EngineCore:
         return updates
 
     def _fail(self, error: Exception) -> list[Update]:
-        """A step could not run: its requests end with the reason, and the engine goes on."""
-        self._flights.clear()
+        """A step could not run. Whose fault it was is found out, and the engine goes on."""
         reason = f"{type(error).__name__}: {error}"
+        if not self.scheduler.num_in_flight:
+            raise EngineError(f"the engine failed with no step running ({reason})") from error
+        self._flights.clear()
         updates = self.scheduler.fail(f"the engine failed while running a step ({reason})")
         self._executor.reset()
-        if not updates:
-            raise EngineError(f"the engine failed with no request running ({reason})") from error
         self.records.requests.extend(u.record for u in updates if u.record is not None)
         return updates
 

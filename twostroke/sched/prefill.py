@@ -11,6 +11,7 @@ from twostroke.kv.cache import KVCache
 from twostroke.plan import NewRow
 from twostroke.request import Phase, Request
 from twostroke.sched.decode import by_order
+from twostroke.sched.quarantine import Quarantine
 from twostroke.sched.step import SchedulerConfig, StepBuilder
 
 
@@ -48,6 +49,7 @@ class WaitingQueue:
 class PrefillQueue:
     def __init__(self, config: SchedulerConfig, kv: KVCache, rows: list[int]) -> None:
         self.waiting = WaitingQueue()
+        self.quarantine = Quarantine()
         self.requests: list[Request] = []  # admitted, prompt not yet computed; sorted by order
         self._config = config
         self._kv = kv
@@ -100,7 +102,7 @@ class PrefillQueue:
 
     def _admit(self, step: StepBuilder, decoding: list[Request]) -> None:
         while step.budget > 0 and self._rows:
-            request = self.waiting.peek()
+            request = self._next()
             if request is None or request.pending:  # tokens of it are still in flight
                 return
             tables = self._match(request)
@@ -110,12 +112,20 @@ class PrefillQueue:
                 return
             if not self._has_room(request, tables, decoding):
                 return
-            self.waiting.pop()
+            if request not in self.quarantine:
+                self.waiting.pop()
             self._start(step, request, tables)
             count = min(step.budget, uncached, self._tokens_available())
             if count <= 0:
                 return
             self._add_chunk(step, request, count)
+
+    def _next(self) -> Request | None:
+        """Who is to be let in next. While somebody is on trial, nobody else is."""
+        suspect = self.quarantine.next()
+        if suspect is None:
+            return self.waiting.peek()
+        return suspect if suspect.phase is Phase.WAITING else None
 
     def _start(self, step: StepBuilder, request: Request, tables: list[list[int]]) -> None:
         request.become(Phase.PREFILL)

@@ -41,8 +41,7 @@ class Update(NamedTuple):
 class InFlight(NamedTuple):
     plan: StepPlan
     sampled: list[Request]  # in the result's order
-    prompts: dict[int, Request]  # by row: chunks whose prompt log-probabilities were asked for
-    progress: list[tuple[Request, int]]  # chunks that are not the last, and where they end
+    chunked: list[Request]  # in the order of plan.prefill
 
 
 class Scheduler:
@@ -69,7 +68,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._prefill.waiting)
+        return len(self._prefill.waiting) + len(self._prefill.quarantine)
 
     @property
     def num_running(self) -> int:
@@ -170,15 +169,7 @@ class Scheduler:
         plan = step.build(tuple(self._retired))
         self._retired.clear()
         self._step += 1
-        prompts = {
-            r.row: r for r in step.chunk_requests if r.given.params.prompt_logprobs is not None
-        }
-        progress = [
-            (request, chunk.start + chunk.size)
-            for request, chunk in zip(step.chunk_requests, step.chunks, strict=True)
-            if request.given.progress and not chunk.last
-        ]
-        self._in_flight.append(InFlight(plan, step.sampled, prompts, progress))
+        self._in_flight.append(InFlight(plan, step.sampled, step.chunk_requests))
         return plan
 
     def _last_in_order(self) -> Request:
@@ -187,22 +178,29 @@ class Scheduler:
 
     def _preempt(self, request: Request, now: float) -> None:
         """Finish and re-add with the tokens kept. What the prefix cache still has is not lost."""
+        self._send_back(request, now)
+        self._prefill.waiting.push(request)
+
+    def _send_back(self, request: Request, now: float) -> None:
         request.record.preempted.append((now, request.kv.num_computed))
         self._release(request)
         request.become(Phase.WAITING)
-        self._prefill.waiting.push(request)
 
     # ── committing ──────────────────────────────────────────────────────────────────────────
 
     def commit(self, result: StepResult) -> list[Update]:
         """The oldest step in flight has run: append its tokens, end what has ended."""
-        plan, sampled, prompts, progress = self._in_flight.popleft()
+        plan, sampled, chunked = self._in_flight.popleft()
         now, step = monotonic(), plan.step
-        for row, entries in result.prompt_logprobs.items():
-            self._keep_prompt_logprobs(plan, row, prompts[row], entries)
         updates, any_finished = [], False
-        for request, done in progress:
-            if request.phase is not Phase.FINISHED:
+        for request, chunk in zip(chunked, plan.prefill, strict=True):
+            if chunk.row in result.prompt_logprobs:
+                # Entry 0 is position 1. After a preemption positions come a second time.
+                entries = result.prompt_logprobs[chunk.row]
+                kept = request.prompt_logprobs
+                kept.extend(entries[len(kept) - chunk.start :])
+            if request.given.progress and not chunk.last and request.phase is not Phase.FINISHED:
+                done = chunk.start + chunk.size
                 updates.append(Update(request.request_id, (), progress=done))
         logprobs, register = result.logprobs, self.kv.register
         # The host's hottest loop: once for every token that is written.
@@ -226,6 +224,10 @@ class Scheduler:
                 updates.append(self._update(request, (token,), (entry,) if entry else ()))
             else:
                 updates.append(Update(request.request_id, (token,)))
+        for request in sampled if self._prefill.quarantine.active else ():
+            if self._prefill.quarantine.acquit(request) and request.phase is Phase.DECODE:
+                self._preempt(request, now)
+                any_finished = True
         if any_finished:
             self._remove_gone()
         self.kv.commit(step)
@@ -241,36 +243,39 @@ class Scheduler:
             self._finish(request, FinishReason.LENGTH)
         return request.phase is Phase.FINISHED
 
-    def _keep_prompt_logprobs(
-        self, plan: StepPlan, row: int, request: Request, entries: list[TokenLogprobs]
-    ) -> None:
-        """Entry 0 of the list is position 1. After a preemption positions come a second time."""
-        start = next(chunk.start for chunk in plan.prefill if chunk.row == row)
-        kept = request.prompt_logprobs
-        kept.extend(entries[len(kept) - start :])
-
     def fail(self, error: str) -> list[Update]:
-        """A step could not run. All that ran ends with an error, and no prefix is trusted.
+        """A step could not run. If one request was in it, that one ends with the error; if more
+        were, they are tried one by one (`quarantine.py`). Whatever else ran waits again.
 
-        No row is taken afterwards, and the executor is to start from none (`Executor.reset`).
+        No row is taken afterwards, and the executor is to start from none (`Executor.reset`). No
+        prefix is trusted any more.
         """
+        involved: dict[Request, None] = {}
         for flight in self._in_flight:
-            for request in flight.sampled:
-                if request.phase is Phase.WAITING:  # preempted since: computes those tokens anew
-                    request.remaining += request.pending
-                    request.pending = 0
-        updates = []
-        # Whatever ran may share blocks that a failed step was to compute.
+            involved |= dict.fromkeys([*flight.sampled, *flight.chunked])
+        involved = {r: None for r in involved if r.phase is not Phase.FINISHED}
+        queue, quarantine, now = self._prefill.waiting, self._prefill.quarantine, monotonic()
         for request in (*self._prefill.requests, *self._decode.requests):
-            self._finish(request, FinishReason.ERROR)
-            updates.append(self._update(request)._replace(error=error))
+            on_trial = request in quarantine
+            self._send_back(request, now)
+            if request in involved and not on_trial:
+                quarantine.add(request)
+            elif not on_trial:
+                queue.push(request)
+        for request in involved:
+            request.remaining += request.pending
+            request.pending = 0
         self._remove_gone()
         if self._in_flight:
             self.kv.commit(self._in_flight[-1].plan.step)
             self._in_flight.clear()
         self.kv.forget_all()
         self._retired.clear()
-        return updates
+        if len(involved) > 1:
+            return []
+        for request in involved:
+            self._finish(request, FinishReason.ERROR)
+        return [self._update(request)._replace(error=error) for request in involved]
 
     # ── ends ────────────────────────────────────────────────────────────────────────────────
 
@@ -279,7 +284,7 @@ class Scheduler:
         if not waited:
             self._release(request)
         request.become(Phase.FINISHED)
-        if waited:
+        if waited and request not in self._prefill.quarantine:
             self._prefill.waiting.note_gone()
         request.finish_reason = reason
         request.record.finish_reason = reason
