@@ -1,0 +1,124 @@
+"""A real server on a real socket, in a thread, over an engine in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from twostroke import LLM
+from twostroke.engine.client import AsyncEngine
+from twostroke.serve.app import App
+from twostroke.serve.run import HttpServer, serve_forever
+from twostroke.serve.settings import ServeSettings
+
+PATIENCE_S = 30
+JSON = {"Content-Type": "application/json"}
+
+
+@dataclass
+class Running:
+    server: HttpServer
+    client: AsyncEngine
+    url: str
+    thread: threading.Thread
+
+    @property
+    def app(self) -> App:
+        return self.server._app
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        headers: dict[str, str] | None = None,
+    ) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers (lower case), body. A body that is not bytes is sent as JSON."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
+        try:
+            if body is not None and not isinstance(body, bytes):
+                body = json.dumps(body).encode()
+            default = JSON if method == "POST" else {}
+            connection.request(method, path, body, default if headers is None else headers)
+            answer = connection.getresponse()
+            names = {name.lower(): value for name, value in answer.getheaders()}
+            return answer.status, names, answer.read()
+        finally:
+            connection.close()
+
+    def post(self, path: str, body: Any) -> dict[str, Any]:
+        status, _, content = self.ask("POST", path, body)
+        assert status == 200, content
+        return json.loads(content)
+
+    def events(self, path: str, body: Any) -> list[Any]:
+        """The data of every event of a stream; the last one is "[DONE]"."""
+        status, headers, content = self.ask("POST", path, body)
+        assert status == 200, content
+        assert headers["content-type"].startswith("text/event-stream")
+        assert content.endswith(b"\n\n")
+        events = []
+        for part in content.decode().split("\n\n")[:-1]:
+            assert part.startswith("data: ")
+            data = part.removeprefix("data: ")
+            events.append(data if data == "[DONE]" else json.loads(data))
+        return events
+
+    def assert_idle(self) -> None:
+        """The engine has nothing left of any request, and every block is accounted for."""
+        core = self.client.engine.core
+        until = time.monotonic() + PATIENCE_S
+        while core.has_work or self.app.service.num_feeds or self.app.service.admission.num_open:
+            assert time.monotonic() < until, "requests still run though nobody listens"
+            time.sleep(0.005)
+        core.scheduler.audit()
+        assert not core.scheduler.has_requests
+        assert core.scheduler.kv.is_idle()
+
+
+@contextmanager
+def running(llm: LLM, **settings: Any) -> Iterator[Running]:
+    started = threading.Event()
+    found: dict[str, Any] = {}
+
+    def run() -> None:
+        def note(server: HttpServer, client: AsyncEngine, url: str) -> None:
+            found.update(server=server, client=client, url=url)
+            started.set()
+
+        options = ServeSettings(**{"port": 0, "drain_s": 5.0, **settings})
+        try:
+            asyncio.run(serve_forever(lambda: AsyncEngine(llm.engine), options, note))
+        except BaseException as error:
+            found["error"] = error
+            started.set()
+            raise
+
+    thread = threading.Thread(target=run, name="http", daemon=True)
+    thread.start()
+    assert started.wait(PATIENCE_S)
+    if "error" in found:
+        raise found["error"]
+    server = found["server"]
+    while not server.started:
+        time.sleep(0.002)
+    one = Running(server, found["client"], found["url"], thread)
+    try:
+        yield one
+        if thread.is_alive():
+            one.assert_idle()
+    finally:
+        server.stop()
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive(), "the server did not end"

@@ -1,0 +1,100 @@
+"""What a client is told when something is wrong: OpenAI's shape, and never our insides."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import msgspec
+
+from twostroke.errors import EngineError, RequestError, nearest
+
+log = logging.getLogger("twostroke.serve")
+
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+}
+_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?(.*?)`)?$", re.S)
+_AT = re.compile(r" - at `\$\.?(.*?)`$", re.S)
+
+
+class ApiError(Exception):
+    """A refusal that is ready to be sent."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: tuple[tuple[bytes, bytes], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = headers
+
+    @property
+    def kind(self) -> str:
+        return _KINDS.get(
+            self.status, "server_error" if self.status >= 500 else "invalid_request_error"
+        )
+
+    def content(self) -> dict[str, Any]:
+        """The object under "error"."""
+        message = self.message.encode("utf-8", "replace").decode()  # half a surrogate pair is not
+        return {"message": message, "type": self.kind, "param": self.param, "code": self.code}
+
+    def body(self) -> bytes:
+        return msgspec.json.encode({"error": self.content()})
+
+
+class ClientGone(Exception):  # noqa: N818
+    """Nobody is left to be answered."""
+
+
+def retry_after(seconds: int) -> tuple[tuple[bytes, bytes], ...]:
+    return ((b"retry-after", str(seconds).encode()),)
+
+
+def unavailable(message: str) -> ApiError:
+    return ApiError(503, message, code="unavailable", headers=retry_after(1))
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """Any exception → what its client may know of it. What is our fault is logged here."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        return ApiError(400, str(error))
+    if isinstance(error, EngineError):
+        log.error("a request was lost: %s", error)
+        return unavailable("the engine failed while it worked on this request; try again")
+    log.error("a request raised what nobody expected", exc_info=error)
+    return ApiError(500, "the server made an error; it has been logged", code="internal_error")
+
+
+def as_refusal(error: Exception, known: tuple[str, ...]) -> ApiError:
+    """What msgspec found wrong with a body. `known` are the fields the request may have."""
+    text = str(error)
+    if isinstance(error, RecursionError):
+        return ApiError(400, "the JSON is nested too deeply", code="invalid_json")
+    if not isinstance(error, msgspec.ValidationError):
+        return ApiError(400, f"the body is not JSON: {text}", code="invalid_json")
+    if unknown := _UNKNOWN_FIELD.match(text):
+        name, where = unknown.groups()
+        param = f"{where}.{name}" if where else name
+        hint = "" if where else nearest(name, known)
+        return ApiError(400, f"unknown field {param!r}{hint}", param=param, code="unknown_field")
+    at = _AT.search(text)
+    param = at.group(1) or None if at else None
+    message = text[: at.start()] if at else text
+    return ApiError(400, f"{param}: {message}" if param else message, param=param)

@@ -1,0 +1,136 @@
+"""`Exchange`: one HTTP request and its answer, straight on ASGI.
+
+Reading is bounded while it happens; an answer goes out as one body or as a stream of writes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from twostroke.serve.errors import ApiError, ClientGone, as_refusal
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Headers = tuple[tuple[bytes, bytes], ...]
+T = TypeVar("T", bound=msgspec.Struct)
+
+JSON: Headers = ((b"content-type", b"application/json"),)
+EVENTS: Headers = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # a proxy must not collect tokens
+)
+CLOSE: Headers = ((b"connection", b"close"),)
+
+
+class Exchange:
+    def __init__(self, scope: Message, receive: Receive, send: Send) -> None:
+        self.scope = scope
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.status = 0  # what was answered; 0: nothing yet
+        self._receive = receive
+        self._send = send
+        self._body_read = False
+
+    def header(self, name: bytes) -> bytes | None:
+        for key, value in self.scope["headers"]:
+            if key == name:
+                return bytes(value)
+        return None
+
+    # ── reading ─────────────────────────────────────────────────────────────────────────────
+
+    async def read_json(self, kind: type[T], max_bytes: int, timeout_s: float) -> tuple[T, int]:
+        """The body as the type it has to be, and its size."""
+        media = (self.header(b"content-type") or b"").split(b";")[0].strip().lower()
+        if media != b"application/json":
+            raise ApiError(415, "send JSON, with the header 'Content-Type: application/json'")
+        if (self.header(b"content-encoding") or b"identity").lower() != b"identity":
+            raise ApiError(415, "compressed bodies are not read; send plain JSON")
+        body = await self.read_body(max_bytes, timeout_s)
+        try:
+            return msgspec.json.decode(body, type=kind), len(body)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            raise as_refusal(error, kind.__struct_fields__) from None
+
+    async def read_body(self, max_bytes: int, timeout_s: float) -> bytes:
+        """Refused as soon as it is known to be too long, before the rest has arrived."""
+        length = self.header(b"content-length")
+        if length is not None and length.isdigit() and int(length) > max_bytes:
+            raise _too_large(max_bytes)
+        parts: list[bytes] = []
+        num_bytes = 0
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    num_bytes += len(message["body"])
+                    if num_bytes > max_bytes:
+                        raise _too_large(max_bytes)
+                    parts.append(message["body"])
+                    if not message["more_body"]:
+                        break
+        except TimeoutError:
+            message_text = f"the body did not arrive within {timeout_s:g} s"
+            raise ApiError(408, message_text, headers=CLOSE) from None
+        self._body_read = True
+        return b"".join(parts)
+
+    @contextlib.contextmanager
+    def watched(self, on_gone: Callable[[Exception], None]) -> Iterator[None]:
+        """Tell at once if the client leaves meanwhile. The body must have been read."""
+        watch = asyncio.get_running_loop().create_task(self._watch(on_gone))
+        try:
+            yield
+        finally:
+            watch.cancel()
+
+    async def _watch(self, on_gone: Callable[[Exception], None]) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        on_gone(ClientGone())
+
+    # ── answering ───────────────────────────────────────────────────────────────────────────
+
+    async def answer(self, status: int, body: bytes, headers: Headers = JSON) -> None:
+        length = (b"content-length", str(len(body)).encode())
+        await self._start(status, (*headers, length))
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def answer_json(self, content: Any) -> None:
+        await self.answer(200, msgspec.json.encode(content))
+
+    async def refuse(self, error: ApiError) -> None:
+        # What is left of an unread body must not be taken for the next request.
+        close = CLOSE if self.method == "POST" and not self._body_read else ()
+        await self.answer(error.status, error.body(), (*JSON, *error.headers, *close))
+
+    async def start_events(self) -> None:
+        await self._start(200, EVENTS)
+
+    async def write(self, body: bytes) -> None:
+        """More of a started stream. Waits while the client reads too slowly."""
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def end(self, body: bytes = b"") -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _start(self, status: int, headers: Headers) -> None:
+        self.status = status
+        names = {name for name, _ in headers}  # an error may close what is to be closed anyhow
+        unique = headers if len(names) == len(headers) else tuple(dict(headers).items())
+        await self._send({"type": "http.response.start", "status": status, "headers": unique})
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    message = f"the body has more than {max_bytes} bytes; send less, or raise max_body_bytes"
+    return ApiError(413, message, code="body_too_large", headers=CLOSE)

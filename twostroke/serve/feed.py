@@ -1,0 +1,140 @@
+"""`Feed`: the outputs of what one HTTP request has asked of the engine, as they arrive.
+
+    engine ──▶ on_output ──▶ [ … ] ──▶ batch() ──▶ one write
+
+What came while the connection was busy is taken in one batch. A failure, wherever it happens (the
+engine, the client's leaving, a shutdown), ends the feed for its reader; leaving the feed aborts
+what still runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any, Protocol, cast
+
+from twostroke.engine.api import EngineClient
+from twostroke.engine.intake import Prepared
+from twostroke.errors import EngineError
+from twostroke.outputs import RequestOutput
+
+Batch = list[tuple[int, RequestOutput]]  # which of the request's prompts, what is new of it
+
+
+class CallbackClient(Protocol):
+    """An engine client that can do without a task for each request."""
+
+    def submit(
+        self,
+        prepared: Prepared,
+        on_output: Callable[[RequestOutput], None],
+        on_error: Callable[[Exception], None],
+        request_id: str | None = None,
+    ) -> str: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+
+class Feed:
+    """Use as `with`, inside the event loop that the client delivers to."""
+
+    def __init__(self, client: EngineClient, prepared: Sequence[Prepared], request_id: str) -> None:
+        self._client = client
+        self._prepared = prepared
+        self._name = request_id
+        self._ready: Batch = []
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._running: dict[int, Any] = {}  # prompt → its name in the engine, or its task
+
+    def __enter__(self) -> Feed:
+        direct = hasattr(self._client, "submit")
+        try:
+            for index, prepared in enumerate(self._prepared):
+                name = self._name if len(self._prepared) == 1 else f"{self._name}.{index}"
+                start = self._submit if direct else self._pump
+                self._running[index] = start(index, prepared, name)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._running.values():
+            if isinstance(handle, str):
+                self._client.abort(handle)
+            else:
+                handle.cancel()  # which leaves the client's stream, and that aborts
+        self._running.clear()
+
+    async def batch(self) -> Batch:
+        """What has arrived, at least one output; nothing once everything has ended."""
+        while not self._ready and self._error is None and self._running:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if self._error is not None and not self._ready:
+            raise self._error
+        batch, self._ready = self._ready, []
+        return batch
+
+    async def final(self) -> list[RequestOutput]:
+        """The last output of every prompt, in order."""
+        ends: dict[int, RequestOutput] = {}
+        while batch := await self.batch():
+            ends.update(batch)
+        return [ends[index] for index in range(len(self._prepared))]
+
+    def fail(self, error: Exception) -> None:
+        """End it for its reader, now; the first reason counts."""
+        self._error = self._error or error
+        self._wake()
+
+    # ── arriving ────────────────────────────────────────────────────────────────────────────
+
+    def _submit(self, index: int, prepared: Prepared, name: str) -> str:
+        client = cast(CallbackClient, self._client)
+        take = partial(self._take, index)
+        return client.submit(prepared, take, take, name)
+
+    def _pump(self, index: int, prepared: Prepared, name: str) -> asyncio.Task[None]:
+        return asyncio.get_running_loop().create_task(self._read(index, prepared, name))
+
+    async def _read(self, index: int, prepared: Prepared, name: str) -> None:
+        try:
+            outputs: Any = self._client.stream(prepared, name)
+            async with aclosing(outputs):
+                async for output in outputs:
+                    self._take(index, output)
+        except Exception as error:
+            self._take(index, error)
+
+    def _take(self, index: int, output: RequestOutput | Exception) -> None:
+        if isinstance(output, Exception):
+            self._running.pop(index, None)
+            self.fail(output)
+            return
+        if self._error is not None:  # what comes after a failure is not told
+            return
+        if output.finished:
+            self._running.pop(index, None)
+            if reason := _failure(output):
+                self.fail(EngineError(reason))
+                return
+        self._ready.append((index, output))
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def _failure(output: RequestOutput) -> str:
+    if output.error:
+        return output.error
+    ends = {completion.finish_reason for completion in output.outputs}
+    return "the engine ended the request early" if ends & {"abort", "error"} else ""

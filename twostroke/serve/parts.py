@@ -1,0 +1,178 @@
+"""What the answers of all routes are made of: names, token counts, times, logprobs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from twostroke.model.tokenizer import Tokenizer
+from twostroke.outputs import Logprob, RequestOutput
+
+Json = dict[str, Any]
+LEAST_LOGPROB = -9999.0  # JSON has no -inf
+
+
+@dataclass(slots=True)
+class Counts:
+    """Tokens read and written for one answer."""
+
+    prompt: int = 0
+    cached: int = 0
+    completion: int = 0
+
+    def usage(self, details: bool = True) -> Json:
+        usage: Json = {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+        }
+        if details:
+            usage["prompt_tokens_details"] = {"cached_tokens": self.cached}
+        return usage
+
+
+def count(outputs: Sequence[RequestOutput]) -> Counts:
+    return Counts(
+        sum(len(output.prompt_token_ids) for output in outputs),
+        sum(cached_tokens(output) for output in outputs),
+        sum(len(completion.token_ids) for output in outputs for completion in output.outputs),
+    )
+
+
+def cached_tokens(output: RequestOutput) -> int:
+    """Of the prompt, what was there already. Continuations of one prompt also share what the
+    first of them has computed, which is not counted."""
+    return min((record.num_cached for record in output.metrics), default=0)
+
+
+def timings(outputs: Sequence[RequestOutput]) -> Json | None:
+    """llama.cpp's object, measured by the engine: prompt is prefill, predicted is decode.
+
+    A token's time is the gap between tokens, so that the first one, which prefill brought, is not
+    counted as decoded in no time. Of several continuations: the slowest's times, all's tokens.
+    """
+    records = [record for output in outputs for record in output.metrics]
+    if not records:
+        return None
+    cached = sum(map(cached_tokens, outputs))
+    prompt_n = sum(len(output.prompt_token_ids) for output in outputs) - cached
+    prompt_ms = max(record.prefill_s for record in records) * 1e3
+    predicted_n = sum(len(record.token_s) for record in records)
+    predicted_ms = max(record.decode_s for record in records) * 1e3
+    gaps = predicted_n - len(records)
+    return {
+        "cache_n": cached,
+        "prompt_n": prompt_n,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": _ratio(prompt_ms, prompt_n),
+        "prompt_per_second": _ratio(prompt_n * 1e3, prompt_ms),
+        "predicted_n": predicted_n,
+        "predicted_ms": predicted_ms,
+        "predicted_per_token_ms": _ratio(predicted_ms, gaps),
+        "predicted_per_second": _ratio(gaps * 1e3, predicted_ms),
+    }
+
+
+def _ratio(amount: float, per: float) -> float:
+    return amount / per if per > 0 else 0.0
+
+
+def progress(output: RequestOutput) -> Json:
+    """llama.cpp's `prompt_progress`: how much of the prompt is in the cache by now."""
+    return {
+        "total": len(output.prompt_token_ids),
+        "cache": output.num_cached_tokens,
+        "processed": output.num_prefilled,
+    }
+
+
+class LogprobWriter:
+    """Logprobs as OpenAI's two APIs write them."""
+
+    def __init__(self, tokenizer: Tokenizer | None, top: int, as_ids: bool) -> None:
+        self._tokenizer = tokenizer
+        self._top = top
+        self._as_ids = as_ids
+
+    def chat(self, token_ids: Sequence[int], entries: Sequence[dict[int, Logprob]]) -> list[Json]:
+        return [
+            {
+                **self._token(token, entry[token]),
+                "top_logprobs": [self._token(t, one) for t, one in self._best(entry)],
+            }
+            for token, entry in zip(token_ids, entries, strict=True)
+        ]
+
+    def completion(
+        self,
+        token_ids: Sequence[int],
+        entries: Sequence[dict[int, Logprob] | None],
+        offset: int = 0,
+    ) -> Json:
+        """`offset`: how many characters of the text came before. A prompt's first token has no
+        logprob."""
+        tokens: list[str] = []
+        values: list[float | None] = []
+        best: list[dict[str, float] | None] = []
+        offsets: list[int] = []
+        for token, entry in zip(token_ids, entries, strict=True):
+            text = self._text(token, None if entry is None else entry.get(token))
+            offsets.append(offset)
+            tokens.append(text)
+            offset += len(text)
+            if entry is None:
+                values.append(None)
+                best.append(None)
+            else:
+                values.append(_finite(entry[token].logprob))
+                shown = [*self._best(entry), (token, entry[token])]
+                best.append({self._text(t, one): _finite(one.logprob) for t, one in shown})
+        return {
+            "text_offset": offsets,
+            "token_logprobs": values,
+            "tokens": tokens,
+            "top_logprobs": best,
+        }
+
+    def _best(self, entry: dict[int, Logprob]) -> list[tuple[int, Logprob]]:
+        return [(t, one) for t, one in entry.items() if (one.rank or 0) <= self._top]
+
+    def _token(self, token: int, one: Logprob) -> Json:
+        raw = b"" if self._tokenizer is None else self._tokenizer.token_bytes(token)
+        return {
+            "token": self._text(token, one),
+            "logprob": _finite(one.logprob),
+            "bytes": list(raw),
+        }
+
+    def _text(self, token: int, one: Logprob | None) -> str:
+        if not self._as_ids:
+            if one is not None and one.decoded_token is not None:
+                return one.decoded_token
+            if self._tokenizer is not None:
+                return self._tokenizer.token_text(token)
+        return f"token_id:{token}"
+
+
+def prompt_logprobs(output: RequestOutput) -> list[Json | None] | None:
+    """vLLM's shape: by token id."""
+    if output.prompt_logprobs is None:
+        return None
+    return [
+        None
+        if entry is None
+        else {
+            str(token): {
+                "logprob": _finite(one.logprob),
+                "rank": one.rank,
+                "decoded_token": one.decoded_token,
+            }
+            for token, one in entry.items()
+        }
+        for entry in output.prompt_logprobs
+    ]
+
+
+def _finite(value: float) -> float:
+    return max(value, LEAST_LOGPROB)

@@ -1,0 +1,220 @@
+"""The requests the server reads: OpenAI's, with vLLM's and llama.cpp's additions.
+
+A field that is not here is refused by name: a misspelt `temprature` would otherwise change an
+answer without a word. `null` means the same as leaving a field out. Ranges of sampling values
+are checked where they are used (`SamplingParams`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+Stops = Annotated[list[str], Meta(max_length=64)]
+TokenIds = list[int]
+
+
+class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class Ignored(Body, kw_only=True):
+    """OpenAI's fields about accounts, storage and billing: read, and without effect here."""
+
+    user: str | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: Any = None
+    moderation: Any = None
+
+
+class StreamOptions(Body, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # has no effect
+
+
+class StructuredFields(Body, kw_only=True):
+    """vLLM's `structured_outputs`: exactly one of these."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class JsonSchema(msgspec.Struct, kw_only=True):
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Body, kw_only=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class FunctionTool(msgspec.Struct, kw_only=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class Generating(Ignored, kw_only=True):
+    """What every route that writes text may be told."""
+
+    model: str | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: str | Stops | None = None
+    stop_token_ids: Annotated[TokenIds, Meta(max_length=1024)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    logit_bias: Annotated[dict[str, float], Meta(max_length=1024)] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[str], Meta(max_length=1024)] | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    prompt_logprobs: int | None = None
+    structured_outputs: StructuredFields | None = None
+    priority: int | None = None
+    request_id: Annotated[str, Meta(max_length=256)] | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_progress: bool | None = None  # llama.cpp's: tell how far a long prompt has got
+
+
+class ChatRequest(Generating, kw_only=True):
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    stream_options: StreamOptions | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None  # a model's calls are given as it writes them
+    reasoning_effort: str | None = None  # a variable of the chat template
+    verbosity: str | None = None  # has no effect
+    modalities: list[str] | None = None
+    # Refused, with what to use instead:
+    audio: Any = None
+    prediction: Any = None
+    functions: Any = None
+    function_call: Any = None
+    web_search_options: Any = None
+
+
+class CompletionRequest(Generating, kw_only=True):
+    prompt: str | list[str | int | TokenIds]  # a text, token ids, or a list of either
+    n: int | None = None
+    max_tokens: int | None = None
+    logprobs: int | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+    stream_options: StreamOptions | None = None
+    best_of: int | None = None  # only as n
+    suffix: str | None = None  # refused
+
+
+class TextFormat(msgspec.Struct, kw_only=True):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextOptions(msgspec.Struct, kw_only=True):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ResponsesRequest(Generating, kw_only=True):
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    top_logprobs: int | None = None
+    text: TextOptions | None = None
+    include: list[str] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None  # `effort` is a variable of the chat template
+    stream_options: StreamOptions | None = None
+    truncation: str | None = None  # only "disabled"
+    tools: list[dict[str, Any]] | None = None  # only none
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    # Refused: nothing is kept between requests.
+    previous_response_id: str | None = None
+    conversation: Any = None
+    background: bool | None = None
+    prompt: Any = None
+    max_tool_calls: Any = None
+    context_management: Any = None
+
+
+class TokenizeRequest(Body, kw_only=True):
+    """A text (`prompt`) or a conversation (`messages`)."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
+
+
+Templated = ChatRequest | TokenizeRequest  # what says how a conversation becomes a prompt
+
+
+class DetokenizeRequest(Body, kw_only=True):
+    tokens: TokenIds
+    model: str | None = None
+
+
+class ErrorContent(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(msgspec.Struct):
+    error: ErrorContent

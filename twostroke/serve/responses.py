@@ -1,0 +1,270 @@
+"""`POST /v1/responses`: text in, text out. Nothing is kept: a request brings all it needs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from twostroke.engine.intake import Prepared
+from twostroke.outputs import CompletionOutput, RequestOutput
+from twostroke.serve.errors import ApiError
+from twostroke.serve.exchange import Exchange
+from twostroke.serve.params import responses_params
+from twostroke.serve.parts import Counts, Json, LogprobWriter, count
+from twostroke.serve.parts import timings as shown_timings
+from twostroke.serve.prompts import off_loop
+from twostroke.serve.protocol import ResponsesRequest, TokenizeRequest
+from twostroke.serve.service import Head, Service
+from twostroke.serve.stream import encode_json, event, write_stream
+
+_TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+class Responses:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def __call__(self, exchange: Exchange) -> None:
+        service = self._service
+        service.admission.check()
+        request, num_bytes = await service.read(exchange, ResponsesRequest)
+        service.check_model(request.model)
+        _refuse_unsupported(request)
+        prepared = await off_loop(num_bytes, partial(self._prepare, request))
+        head = service.head("resp", request.request_id, request.model)
+        shape = ResponseShape(service, request, head, prepared)
+        with service.running(exchange, [prepared], head.id) as feed:
+            if request.stream:
+                await write_stream(exchange, feed, ResponseEvents(service, shape))
+                return
+            outputs = await feed.final()
+        counts = count(outputs)
+        service.count(counts, outputs)
+        await exchange.answer_json(shape.whole(outputs[0], counts))
+
+    def _prepare(self, request: ResponsesRequest) -> Prepared:
+        service = self._service
+        params = responses_params(request, service.client.info, service.settings)
+        variables: Json = {}
+        if request.reasoning and isinstance(request.reasoning.get("effort"), str):
+            variables["reasoning_effort"] = request.reasoning["effort"]
+        how = TokenizeRequest(chat_template_kwargs=request.chat_template_kwargs)
+        ids = service.prompts.render(messages_of(request), how, **variables)
+        return service.prompts.prepare(ids, params, request)
+
+
+def messages_of(request: ResponsesRequest) -> list[Json]:
+    """Instructions and input items as a chat's messages."""
+    messages: list[Json] = []
+    if request.instructions:
+        messages.append({"role": "system", "content": request.instructions})
+    if isinstance(request.input, str):
+        return [*messages, {"role": "user", "content": request.input}]
+    for n, item in enumerate(request.input):
+        kind = item.get("type", "message")
+        if kind != "message":
+            raise ApiError(
+                400, f"input[{n}]: items of type {kind!r} are not supported; send messages"
+            )
+        role = "system" if item.get("role") == "developer" else item.get("role")
+        messages.append({"role": role, "content": _content(item.get("content"), n)})
+    return messages
+
+
+def _content(content: Any, n: int) -> Any:
+    if not isinstance(content, list):
+        return content
+    parts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in _TEXT_PARTS:
+            raise ApiError(400, f"input[{n}].content: parts of type {kind!r} are not supported")
+        parts.append({"type": "text", "text": part.get("text")})
+    return parts
+
+
+def _refuse_unsupported(request: ResponsesRequest) -> None:
+    kept = "nothing is kept between requests; send the whole conversation as input"
+    instead = {
+        "previous_response_id": kept,
+        "conversation": kept,
+        "background": "wait for the answer, or stream it",
+        "prompt": "send instructions and input",
+        "context_management": "shorten the input",
+        "tools": "use /v1/chat/completions",
+        "max_tool_calls": "use /v1/chat/completions",
+    }
+    for name, advice in instead.items():
+        if getattr(request, name):
+            raise ApiError(400, f"{name} is not supported; {advice}", param=name)
+    if request.truncation not in (None, "disabled"):
+        raise ApiError(400, "truncation: only 'disabled' is supported", param="truncation")
+
+
+class ResponseShape:
+    def __init__(
+        self, service: Service, request: ResponsesRequest, head: Head, prepared: Prepared
+    ) -> None:
+        self.request = request
+        self.item_id = head.id.replace("resp-", "msg-", 1)
+        as_ids = bool(request.return_tokens_as_token_ids)
+        self._logprobs = LogprobWriter(service.tokenizer, request.top_logprobs or 0, as_ids)
+        params = prepared.params
+        self._fixed: Json = {
+            "id": head.id,
+            "object": "response",
+            "created_at": head.created,
+            "model": head.model,
+            "instructions": request.instructions,
+            "metadata": request.metadata or {},
+            "max_output_tokens": request.max_output_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "parallel_tool_calls": True,
+            "tool_choice": "auto",
+            "tools": [],
+            "previous_response_id": None,
+            "text": {"format": self._format()},
+            "truncation": "disabled",
+            "background": False,
+            "store": False,
+            "service_tier": None,
+            "user": request.user,
+        }
+
+    def _format(self) -> Json:
+        form = self.request.text.format if self.request.text else None
+        if form is None or form.type == "text":
+            return {"type": "text"}
+        if form.type == "json_object":
+            return {"type": "json_object"}
+        return {"type": "json_schema", "name": form.name or "answer", "schema": form.schema}
+
+    def response(
+        self, status: str, output: list[Json], usage: Json | None = None, **more: Any
+    ) -> Json:
+        named = {"status": status, "output": output, "usage": usage}
+        return {**self._fixed, **named, "error": None, "incomplete_details": None, **more}
+
+    def whole(self, output: RequestOutput, counts: Counts) -> Json:
+        completion = output.outputs[0]
+        item = self.item(completion.text, self.logprobs(completion), completion.finish_reason)
+        return self.ended(item, completion.finish_reason, counts, output)
+
+    def ended(
+        self, item: Json, reason: str | None, counts: Counts, output: RequestOutput | None
+    ) -> Json:
+        more: Json = {"timings": None if output is None else shown_timings([output])}
+        if reason == "length":
+            more["incomplete_details"] = {"reason": "max_output_tokens"}
+        status = "incomplete" if reason == "length" else "completed"
+        return self.response(status, [item], _usage(counts), **more)
+
+    def item(self, text: str, logprobs: list[Json], reason: str | None) -> Json:
+        return {
+            "id": self.item_id,
+            "type": "message",
+            "role": "assistant",
+            "status": "incomplete" if reason == "length" else "completed",
+            "content": [self.part(text, logprobs)],
+        }
+
+    def part(self, text: str, logprobs: list[Json]) -> Json:
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+    def logprobs(self, completion: CompletionOutput) -> list[Json]:
+        if completion.logprobs is None:
+            return []
+        return self._logprobs.chat(completion.token_ids, completion.logprobs)
+
+
+def _usage(counts: Counts) -> Json:
+    return {
+        "input_tokens": counts.prompt,
+        "input_tokens_details": {"cached_tokens": counts.cached, "cache_write_tokens": 0},
+        "output_tokens": counts.completion,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": counts.prompt + counts.completion,
+    }
+
+
+class ResponseEvents:
+    """The events of one streamed response, numbered in their order."""
+
+    def __init__(self, service: Service, shape: ResponseShape) -> None:
+        self._service = service
+        self._shape = shape
+        self._number = 0
+        self._texts: list[str] = []
+        self._logprobs: list[Json] = []
+        self._last: RequestOutput | None = None
+        self._num_tokens = 0
+        where = {"item_id": shape.item_id, "output_index": 0, "content_index": 0}
+        self._where = where
+        delta = {"type": "response.output_text.delta", **where}
+        self._delta_head = b"event: response.output_text.delta\ndata: " + encode_json(delta)[:-1]
+
+    def write(self, _: int, output: RequestOutput) -> bytes:
+        if output.finished:
+            self._last = output
+        begin = b"" if self._number else self._begin()
+        deltas = []
+        for completion in output.outputs:
+            self._num_tokens += len(completion.token_ids)
+            self._texts.append(completion.text)
+            logprobs = self._shape.logprobs(completion)
+            self._logprobs += logprobs
+            deltas.append(self._delta(completion.text, logprobs))
+        return begin + b"".join(deltas)
+
+    def _delta(self, text: str, logprobs: list[Json]) -> bytes:
+        """One event a token, so only what changes is encoded."""
+        number = self._number
+        self._number += 1
+        listed = encode_json(logprobs) if logprobs else b"[]"
+        return b'%b,"logprobs":%b,"sequence_number":%d,"delta":%b}\n\n' % (
+            self._delta_head,
+            listed,
+            number,
+            encode_json(text),
+        )
+
+    def _begin(self) -> bytes:
+        shape = self._shape
+        started = shape.response("in_progress", [])
+        empty = {**shape.item("", [], None), "status": "in_progress", "content": []}
+        return (
+            self._event("response.created", response=started)
+            + self._event("response.in_progress", response=started)
+            + self._event("response.output_item.added", output_index=0, item=empty)
+            + self._event("response.content_part.added", **self._where, part=shape.part("", []))
+        )
+
+    def _event(self, kind: str, **content: Any) -> bytes:
+        number = self._number
+        self._number += 1
+        return event({"type": kind, "sequence_number": number, **content}, kind)
+
+    def end(self) -> bytes:
+        shape, last = self._shape, self._last
+        assert last is not None
+        reason = last.outputs[0].finish_reason
+        text, logprobs = "".join(self._texts), self._logprobs
+        counts = count([last])
+        counts.completion = self._num_tokens
+        self._service.count(counts, [last])
+        item = shape.item(text, logprobs, reason)
+        done = "response.incomplete" if reason == "length" else "response.completed"
+        response = shape.ended(item, reason, counts, last)
+        told = {**self._where, "logprobs": logprobs, "text": text}
+        return (
+            self._event("response.output_text.done", **told)
+            + self._event("response.content_part.done", **self._where, part=item["content"][0])
+            + self._event("response.output_item.done", output_index=0, item=item)
+            + self._event(done, response=response)
+        )
+
+    def fail(self, error: ApiError) -> bytes:
+        reason = {"code": "server_error", "message": error.message}
+        response = self._shape.response("failed", [], error=reason)
+        return self._event("response.failed", response=response)

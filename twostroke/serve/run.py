@@ -1,0 +1,172 @@
+"""`serve`: an engine's client and an `App` behind uvicorn, from first connection to clean end.
+
+    SIGTERM ──▶ /health 503, new requests 503 ──▶ running ones finish, up to drain_s
+            ──▶ those that have not end with an error ──▶ the sockets close
+
+A second signal skips the waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from time import monotonic
+from typing import TypeVar
+
+import uvicorn
+
+from twostroke.engine.api import EngineClient
+from twostroke.errors import ConfigError
+from twostroke.serve.app import App, asgi
+from twostroke.serve.bounds import bounded_protocol
+from twostroke.serve.settings import ServeSettings
+
+Client = TypeVar("Client", bound=EngineClient)
+ClientFactory = Callable[[], AbstractAsyncContextManager[Client]]
+
+BACKLOG = 4096
+LAST_WORDS_S = 2  # for error events to be written, once the draining is over
+
+
+class HttpServer(uvicorn.Server):
+    """One run of the server. `stop` asks it to end, from any thread."""
+
+    def __init__(self, app: App, settings: ServeSettings) -> None:
+        super().__init__(
+            uvicorn.Config(
+                asgi(app),
+                loop="uvloop" if _has_uvloop() else "asyncio",
+                http=bounded_protocol(settings),
+                ws="none",
+                lifespan="off",
+                log_level="info" if settings.access_log else settings.uvicorn_log_level,
+                access_log=settings.access_log,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=int(settings.keep_alive_s),
+                timeout_graceful_shutdown=LAST_WORDS_S,
+                backlog=BACKLOG,
+                ssl_certfile=settings.ssl_certfile,
+                ssl_keyfile=settings.ssl_keyfile,
+            )
+        )
+        self._app = app
+        self._drain_s = settings.drain_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals drain instead of ending at once; only a main thread gets any."""
+        self._loop = asyncio.get_running_loop()
+        signals = (signal.SIGTERM, signal.SIGINT)
+        with contextlib.ExitStack() as undo:
+            with contextlib.suppress(RuntimeError, ValueError, NotImplementedError):
+                for number in signals:
+                    self._loop.add_signal_handler(number, self._stop)
+                    undo.callback(self._loop.remove_signal_handler, number)
+            yield
+
+    def stop(self) -> None:
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended already
+                self._loop.call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
+        if self._draining is not None:
+            self._drain_s = 0.0
+            return
+        self._app.service.admission.draining = True
+        self._draining = asyncio.get_running_loop().create_task(self._drain())
+
+    async def _drain(self) -> None:
+        service, started = self._app.service, monotonic()
+        while service.num_feeds and monotonic() - started < self._drain_s:
+            await asyncio.sleep(0.02)
+        service.end_all()
+        self.should_exit = True
+
+
+async def serve_forever(
+    client_factory: ClientFactory[Client],
+    settings: ServeSettings,
+    on_started: Callable[[HttpServer, Client, str], None] | None = None,
+) -> None:
+    """Until it is stopped. The address is taken first: a port in use costs no model's loading."""
+    listener = bind(settings)
+    try:
+        async with client_factory() as client:
+            server = HttpServer(App(client, settings), settings)
+            if on_started is not None:
+                on_started(server, client, url_of(listener, settings))
+            await server.serve(sockets=[listener])
+    finally:
+        listener.close()
+        if settings.uds is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(settings.uds)
+
+
+def serve(
+    client_factory: ClientFactory[Client],
+    settings: ServeSettings,
+    on_started: Callable[[HttpServer, Client, str], None] | None = None,
+) -> None:
+    """`serve_forever`, in an event loop of its own."""
+    factory = None
+    if _has_uvloop():
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(serve_forever(client_factory, settings, on_started))
+
+
+def bind(settings: ServeSettings) -> socket.socket:
+    try:
+        if settings.uds is not None:
+            return _bind_unix(settings.uds)
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((settings.host, settings.port))
+    except OSError as error:
+        where = settings.uds or f"{settings.host}:{settings.port}"
+        raise ConfigError(
+            f"cannot listen on {where} ({error.strerror}); choose another host, port or uds"
+        ) from None
+    return listener
+
+
+def _bind_unix(path: str) -> socket.socket:
+    """What an earlier server left behind is taken over, a socket in use is not."""
+    if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            if probe.connect_ex(path) == 0:
+                raise OSError(98, "another server listens there")
+        os.unlink(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(path)
+    return listener
+
+
+def url_of(listener: socket.socket, settings: ServeSettings) -> str:
+    if settings.uds is not None:
+        return f"unix:{settings.uds}"
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    return f"{'https' if settings.ssl_certfile else 'http'}://{shown}:{port}"
+
+
+def _has_uvloop() -> bool:
+    try:
+        import uvloop  # noqa: F401
+    except ImportError:
+        return False
+    return True

@@ -1,0 +1,115 @@
+"""`Service`: what every route that generates shares. It owns the open feeds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import TypeVar
+from uuid import uuid4
+
+import msgspec
+
+from twostroke import __version__
+from twostroke.engine.api import EngineClient
+from twostroke.engine.intake import Prepared
+from twostroke.model.tokenizer import Tokenizer
+from twostroke.outputs import RequestOutput
+from twostroke.serve.errors import ApiError, unavailable
+from twostroke.serve.exchange import Exchange
+from twostroke.serve.feed import Feed
+from twostroke.serve.metrics import Metrics
+from twostroke.serve.parts import Counts, Json
+from twostroke.serve.prompts import Prompts
+from twostroke.serve.security import Admission
+from twostroke.serve.settings import ServeSettings
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What every chunk of an answer repeats."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+    def as_json(self, kind: str) -> Json:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.system_fingerprint,
+            "service_tier": None,
+        }
+
+
+class Service:
+    def __init__(self, client: EngineClient, settings: ServeSettings) -> None:
+        self.client = client
+        self.settings = settings
+        self.admission = Admission(client, settings.max_queue)
+        self.prompts = Prompts(client.intake, settings)
+        self.models = settings.served_model_names or (client.info.model_name,)
+        self.metrics = Metrics(client, self.models[0])
+        self.started = int(time.time())
+        info = client.info
+        setup = f"{info.model_name} {info.dtype} {info.device}"
+        self.fingerprint = f"twostroke-{__version__}-{sha256(setup.encode()).hexdigest()[:8]}"
+        self._feeds: set[Feed] = set()
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.client.intake.tokenizer
+
+    async def read(self, exchange: Exchange, kind: type[T]) -> tuple[T, int]:
+        limits = self.settings
+        return await exchange.read_json(kind, limits.max_body_bytes, limits.body_timeout_s)
+
+    def head(self, prefix: str, request_id: str | None, model: str | None) -> Head:
+        name = f"{prefix}-{request_id or uuid4().hex}"
+        return Head(name, int(time.time()), model or self.models[0], self.fingerprint)
+
+    def check_model(self, model: str | None) -> None:
+        if model is not None and model not in self.models:
+            raise ApiError(
+                404,
+                f"the model {model!r} does not exist here; there is {', '.join(self.models)}",
+                param="model",
+                code="model_not_found",
+            )
+
+    @contextmanager
+    def running(
+        self, exchange: Exchange, prepared: Sequence[Prepared], name: str
+    ) -> Iterator[Feed]:
+        """The engine at work on an answer, for as long as there is somebody to have it."""
+        # A client may use an id again; the engine's name for a request is never another's.
+        name = f"{name}-{uuid4().hex[:8]}"
+        with self.admission.enter(sum(one.params.n for one in prepared)):
+            feed = Feed(self.client, prepared, name)
+            self._feeds.add(feed)
+            try:
+                with feed, exchange.watched(feed.fail):
+                    yield feed
+            finally:
+                self._feeds.discard(feed)
+
+    def count(self, counts: Counts, outputs: Sequence[RequestOutput]) -> None:
+        """Note a finished answer."""
+        records = [record for output in outputs for record in output.metrics]
+        self.metrics.finished(counts, [str(record.finish_reason) for record in records])
+
+    @property
+    def num_feeds(self) -> int:
+        return len(self._feeds)
+
+    def end_all(self) -> None:
+        """Give up what still runs, with an error for those who wait."""
+        for feed in list(self._feeds):
+            feed.fail(unavailable("the server was stopped before the answer was finished"))

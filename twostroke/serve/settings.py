@@ -1,0 +1,72 @@
+"""`ServeSettings`: what the HTTP side is told, validated once. The engine has its own settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from twostroke.errors import ConfigError
+from twostroke.strict import Strict
+
+MIB = 1024**2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings(Strict):
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: any that is free
+    uds: str | None = None  # a Unix socket's path, instead of host and port
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    access_log: bool = False
+    uvicorn_log_level: str = "warning"
+
+    api_keys: tuple[str, ...] = ()  # none: everybody may ask
+    open_health: bool = True  # /health and /ping answer without a key
+    open_metrics: bool | None = None  # /metrics does; None: only if there are no keys
+    cors_origins: tuple[str, ...] = ()  # none: other sites' pages may not ask
+
+    served_model_names: tuple[str, ...] = ()  # the first is told in answers; none: the engine's
+    response_role: str = "assistant"
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    trust_request_chat_template: bool = False  # whether a request may bring its own template
+    enable_auto_tool_choice: bool = False
+    tool_call_parser: str | None = None
+
+    max_body_bytes: int = 16 * MIB
+    max_header_bytes: int = 64 * 1024  # request line and headers together
+    max_prompt_tokens: int | None = None  # None: what the engine takes
+    max_output_tokens: int | None = None  # requests that ask for more get this many
+    max_queue: int = 4096  # sequences that may wait; more are answered 429
+    head_timeout_s: float = 30.0  # to send a request's headers
+    body_timeout_s: float = 60.0  # to send its body
+    keep_alive_s: float = 60.0
+    drain_s: float = 30.0  # for running requests, once the server is asked to stop
+
+    def __post_init__(self) -> None:
+        self._check_int("port", 0, 65535)
+        self._check_int("max_body_bytes", 1024)
+        self._check_int("max_header_bytes", 1024)
+        self._check_int("max_prompt_tokens", 1, optional=True)
+        self._check_int("max_output_tokens", 1, optional=True)
+        self._check_int("max_queue", 0)
+        for name in ("head_timeout_s", "body_timeout_s", "keep_alive_s", "drain_s"):
+            self._check_number(name, 0.0, 1e6, "a number of seconds")
+        self._check_bools(
+            "access_log", "open_health", "trust_request_chat_template", "enable_auto_tool_choice"
+        )
+        levels = ("critical", "error", "warning", "info", "debug", "trace")
+        self._check_choice("uvicorn_log_level", levels)
+        for name in ("api_keys", "cors_origins", "served_model_names"):
+            given = getattr(self, name)
+            if isinstance(given, str) or not all(isinstance(one, str) and one for one in given):
+                self._refuse(name, "a list of non-empty strings")
+            object.__setattr__(self, name, tuple(given))
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ConfigError("ssl_keyfile is given without ssl_certfile; give both")
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise ConfigError("enable_auto_tool_choice needs tool_call_parser; name one")
+
+    @property
+    def metrics_open(self) -> bool:
+        return not self.api_keys if self.open_metrics is None else self.open_metrics

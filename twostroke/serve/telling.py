@@ -1,0 +1,91 @@
+"""The routes that tell: models, health, version, metrics; and the tokenizer's two."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from twostroke import __version__
+from twostroke.serve.errors import ApiError, unavailable
+from twostroke.serve.exchange import Exchange
+from twostroke.serve.parts import Json
+from twostroke.serve.prompts import off_loop
+from twostroke.serve.protocol import DetokenizeRequest, TokenizeRequest
+from twostroke.serve.service import Service
+
+
+class Telling:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def health(self, exchange: Exchange) -> None:
+        service = self._service
+        if service.admission.draining:
+            raise unavailable("the server is shutting down")
+        if not service.client.healthy:
+            raise unavailable("the engine is not running")
+        await exchange.answer_json({"status": "ok"})
+
+    async def version(self, exchange: Exchange) -> None:
+        await exchange.answer_json({"version": __version__})
+
+    async def metrics(self, exchange: Exchange) -> None:
+        kind = ((b"content-type", CONTENT_TYPE_LATEST.encode()),)
+        await exchange.answer(200, self._service.metrics.text(), kind)
+
+    async def models(self, exchange: Exchange) -> None:
+        service = self._service
+        models = [
+            {
+                "id": name,
+                "object": "model",
+                "created": service.started,
+                "owned_by": "twostroke",
+                "root": service.models[0],
+                "parent": None,
+                "max_model_len": service.client.info.max_model_len,
+            }
+            for name in service.models
+        ]
+        await exchange.answer_json({"object": "list", "data": models})
+
+    async def embeddings(self, exchange: Exchange) -> None:
+        raise ApiError(
+            501, "this server writes text; it makes no embeddings", code="not_implemented"
+        )
+
+    async def tokenize(self, exchange: Exchange) -> None:
+        service = self._service
+        request, num_bytes = await service.read(exchange, TokenizeRequest)
+        service.check_model(request.model)
+        await exchange.answer_json(await off_loop(num_bytes, partial(self._tokenize, request)))
+
+    def _tokenize(self, request: TokenizeRequest) -> Json:
+        prompts = self._service.prompts
+        if (request.prompt is None) == (request.messages is None):
+            raise ApiError(400, "give either prompt or messages")
+        if request.messages is not None:
+            ids = prompts.render(request.messages, request)
+        else:
+            ids = prompts.encode(request.prompt or "", request.add_special_tokens is not False)
+        tokenizer = self._service.tokenizer
+        texts = None
+        if request.return_token_strs and tokenizer is not None:
+            texts = [tokenizer.token_text(token) for token in ids]
+        length = self._service.client.info.max_model_len
+        return {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": texts}
+
+    async def detokenize(self, exchange: Exchange) -> None:
+        service = self._service
+        request, num_bytes = await service.read(exchange, DetokenizeRequest)
+        service.check_model(request.model)
+        await exchange.answer_json(await off_loop(num_bytes, partial(self._detokenize, request)))
+
+    def _detokenize(self, request: DetokenizeRequest) -> Json:
+        tokenizer, size = self._service.tokenizer, self._service.client.info.vocab_size
+        if tokenizer is None:
+            raise ApiError(400, "no tokenizer is loaded")
+        if request.tokens and not 0 <= min(request.tokens) <= max(request.tokens) < size:
+            raise ApiError(400, f"tokens: the model's ids go from 0 to {size - 1}", param="tokens")
+        return {"prompt": tokenizer.decode(request.tokens, skip_special_tokens=False)}
