@@ -10,14 +10,15 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import AsyncIterator, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from twostroke.engine.api import EngineLoad
 from twostroke.engine.build import Engine
 from twostroke.engine.intake import Prepared, Prompt
+from twostroke.engine.streams import OnError, OnOutput, Stream, StreamingEngine, Streams
 from twostroke.errors import EngineError
-from twostroke.outputs import Deltas, RequestOutput, snapshot
+from twostroke.outputs import RequestOutput
 from twostroke.request import EngineRequest, SamplingParams
 from twostroke.sched.scheduler import Update
 
@@ -68,15 +69,7 @@ def _take(engine: Engine, updates: list[Update]) -> list[RequestOutput]:
     return outputs
 
 
-@dataclass(slots=True)
-class _Stream:
-    loop: asyncio.AbstractEventLoop
-    outputs: asyncio.Queue[RequestOutput | Exception]
-    kind: str
-    deltas: Deltas
-
-
-class AsyncEngine:
+class AsyncEngine(StreamingEngine):
     """Streams from one engine to many tasks. Use as `async with`, or call `close`.
 
         async for output in engine.generate(prompt, params): ...
@@ -90,8 +83,9 @@ class AsyncEngine:
         self.engine = engine
         self.info = engine.info()
         self.intake = engine.frontend.intake
-        self._inbox: queue.SimpleQueue[list[EngineRequest] | str | None] = queue.SimpleQueue()
-        self._streams: dict[str, _Stream] = {}
+        self._inbox: queue.SimpleQueue[tuple[Stream, list[EngineRequest]] | str | None]
+        self._inbox = queue.SimpleQueue()
+        self._streams = Streams(engine.frontend)
         self._lock = threading.Lock()
         self._dead: Exception | None = None
         self._thread = threading.Thread(target=self._turn, name="twostroke-engine", daemon=True)
@@ -116,39 +110,22 @@ class AsyncEngine:
         scheduler = self.engine.core.scheduler
         return EngineLoad(scheduler.num_waiting, scheduler.num_running, scheduler.kv.usage())
 
-    def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        request_id: str | None = None,
-        priority: int = 0,
-    ) -> AsyncIterator[RequestOutput]:
-        """`stream`, from a prompt that has not been read yet; a refusal is raised at once."""
-        return self.stream(self.intake.prepare(prompt, params, priority), request_id)
-
-    async def stream(
-        self, prepared: Prepared, request_id: str | None = None
-    ) -> AsyncIterator[RequestOutput]:
+    def open(
+        self, prepared: Prepared, on_output: OnOutput, on_error: OnError, request_id: str | None
+    ) -> Stream:
         loop = asyncio.get_running_loop()
         with self._lock:
             if self._dead is not None:
                 raise EngineError(f"the engine has stopped ({self._dead}); start a new one")
-            request_id, requests = self.engine.frontend.enter(prepared, request_id)
-            stream = _Stream(loop, asyncio.Queue(), prepared.params.output_kind, Deltas())
-            self._streams[request_id] = stream
-            self._inbox.put(requests)
-        finished = False
-        try:
-            while not finished:
-                output = await stream.outputs.get()
-                if isinstance(output, Exception):
-                    raise output
-                finished = output.finished
-                yield output
-        finally:
-            with self._lock:  # by now the name may be another request's
-                if self._streams.get(request_id) is stream:
-                    self._inbox.put(request_id)
+            told, ended = _in_loop(loop, on_output), _in_loop(loop, on_error)
+            stream, requests = self._streams.open(prepared, told, ended, request_id)
+            self._inbox.put((stream, requests))
+        return stream
+
+    def leave(self, stream: Stream) -> None:
+        with self._lock:  # by now the name may be another request's
+            if stream in self._streams:
+                self._inbox.put(stream.request_id)
 
     def abort(self, request_id: str) -> None:
         """End a request from anywhere; its stream closes with finish_reason "abort"."""
@@ -166,10 +143,8 @@ class AsyncEngine:
             reason = error
         with self._lock:
             self._dead = reason
-            for name in list(self._streams):
-                self._end(name, EngineError(f"the engine has stopped ({reason})"))
-                for child in self.engine.frontend.forget(name):
-                    core.abort(child)
+            for stream in self._streams:
+                self._end(stream, EngineError(f"the engine has stopped ({reason})"))
 
     def _take_messages(self, block: bool) -> bool:
         """Take in what has arrived; False when asked to stop."""
@@ -183,19 +158,16 @@ class AsyncEngine:
             if isinstance(message, str):
                 self._abort(message)
             else:
-                self._add(message)
+                self._add(*message)
             block = block and not self.engine.core.has_work
 
-    def _add(self, requests: list[EngineRequest]) -> None:
-        request_id = requests[0].family or requests[0].request_id
+    def _add(self, stream: Stream, requests: list[EngineRequest]) -> None:
         try:
             for request in requests:
                 self.engine.core.add(request)
         except Exception as error:
             with self._lock:
-                for name in self.engine.frontend.forget(request_id):
-                    self.engine.core.abort(name)
-                self._end(request_id, error)
+                self._end(stream, error)
 
     def _abort(self, request_id: str) -> None:
         with self._lock:
@@ -207,27 +179,22 @@ class AsyncEngine:
         if not updates:
             return
         with self._lock:
-            for output in _take(self.engine, updates):
-                self._send(output)
+            ends = [self.engine.core.abort(name) for name in self._streams.take(updates)]
+            self._streams.take([end for end in ends if end is not None])
 
-    def _send(self, output: RequestOutput) -> None:
-        stream = self._streams.get(output.request_id)
-        if stream is None:
-            return
-        if output.finished:
-            del self._streams[output.request_id]
-        if stream.kind == "delta":
-            _put(stream, stream.deltas.take(output))
-        elif stream.kind == "cumulative" or output.finished:
-            _put(stream, snapshot(output))
-
-    def _end(self, request_id: str, reason: Exception) -> None:
-        stream = self._streams.pop(request_id, None)
-        if stream is not None:
-            _put(stream, reason)
+    def _end(self, stream: Stream, reason: Exception) -> None:
+        for name in self._streams.close(stream, reason):
+            self.engine.core.abort(name)
 
 
-def _put(stream: _Stream, item: RequestOutput | Exception) -> None:
-    # RuntimeError: the task's loop is closed, so nobody is listening any more.
-    with contextlib.suppress(RuntimeError):
-        stream.loop.call_soon_threadsafe(stream.outputs.put_nowait, item)
+def _in_loop(
+    loop: asyncio.AbstractEventLoop, callback: Callable[[Any], None]
+) -> Callable[[Any], None]:
+    """The callback, to be called from another thread."""
+
+    def call(item: Any) -> None:
+        # RuntimeError: the loop is closed, so nobody is listening any more.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(callback, item)
+
+    return call

@@ -1,0 +1,200 @@
+"""The engine's own process: `python -m twostroke.engine.process SEND_TO BUILDER`, the settings as
+a line of JSON on stdin. `remote.py` starts it; `wire.py` has what is said.
+
+Between steps it takes in whatever has arrived; with nothing to do it waits. It ends when it is
+told to, or when stdin is closed: then whoever started it is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import traceback
+from dataclasses import replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from twostroke.config import EngineConfig
+from twostroke.engine.api import EngineLoad
+from twostroke.engine.wire import (
+    Abort,
+    Add,
+    Audit,
+    Audited,
+    Failed,
+    FromEngine,
+    Ready,
+    Refused,
+    Shutdown,
+    decode_to_engine,
+    encode,
+    pack_error,
+    pack_step,
+)
+from twostroke.sched.scheduler import Update
+
+if TYPE_CHECKING:  # the builder decides what is imported
+    from twostroke.engine.core import EngineCore
+
+DEFAULT_BUILDER = "twostroke.engine.build:build_engine"
+ORPHAN_CHECK_MS = 1000  # how often an idle engine looks whether it still has its parent
+LINGER_MS = 5000  # how long the last words may take to be read
+
+
+class EngineServer:
+    """Turns a core for whoever is at the other end of the sockets."""
+
+    def __init__(
+        self, core: EngineCore, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]
+    ) -> None:
+        self._core = core
+        self._inbox, self._outbox = inbox, outbox
+        self._handles: dict[str, int] = {}
+        self._names: dict[int, str] = {}
+        self._parent = os.getppid()
+        self._told = self.load()
+
+    def load(self) -> EngineLoad:
+        scheduler = self._core.scheduler
+        return EngineLoad(scheduler.num_waiting, scheduler.num_running, scheduler.kv.usage())
+
+    def run(self) -> None:
+        while self._take_messages():
+            self._tell(self._core.step())
+
+    def _take_messages(self) -> bool:
+        """Take in what has arrived, and wait for it if there is no work; False: it is over."""
+        while True:
+            if not self._core.has_work and not self._inbox.poll(ORPHAN_CHECK_MS):
+                if os.getppid() != self._parent:
+                    return False
+                continue
+            try:
+                message = decode_to_engine(self._inbox.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return True
+            match message:
+                case Add():
+                    self._add(message)
+                case Abort():
+                    self._abort(message)
+                case Audit():
+                    self._audit()
+                case Shutdown():
+                    return False
+
+    def _add(self, message: Add) -> None:
+        core, added = self._core, []
+        try:
+            for request in message.requests:
+                core.add(request)
+                added.append(request.request_id)
+        except Exception as error:
+            for name in added:
+                core.abort(name)
+            self._send(Refused(message.first, *pack_error(error)))
+            return
+        for handle, name in enumerate(added, message.first):
+            self._handles[name], self._names[handle] = handle, name
+
+    def _abort(self, message: Abort) -> None:
+        names = [self._names[handle] for handle in message.handles if handle in self._names]
+        ends = [self._core.abort(name) for name in names]
+        self._tell([end for end in ends if end is not None])
+
+    def _audit(self) -> None:
+        problem = ""
+        try:
+            self._core.scheduler.audit()
+            if not self._core.scheduler.has_requests:
+                assert not self._handles, "a handle outlived its request"
+        except AssertionError as error:
+            problem = str(error) or "an assertion failed"
+        self._send(Audited(problem))
+
+    def _tell(self, updates: list[Update]) -> None:
+        load = self.load()
+        if not updates and load == self._told:
+            return
+        self._told = load
+        self._send(pack_step(updates, self._handles, load))
+        for update in updates:
+            if update.finish_reason is not None:
+                del self._names[self._handles.pop(update.request_id)]
+
+    def _send(self, message: FromEngine) -> None:
+        self._outbox.send(encode(message), zmq.NOBLOCK)  # the queue has no limit
+
+
+def main(send_to: str, builder: str) -> int:
+    for name in (signal.SIGINT, signal.SIGTERM):  # the parent decides, and may still drain
+        signal.signal(name, signal.SIG_IGN)
+    config = EngineConfig(**json.loads(_read_line(0)))
+    folder = _folder_of(send_to)
+    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
+    context = zmq.Context()
+    outbox, inbox = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+    for socket in (outbox, inbox):
+        socket.set_hwm(0)
+        socket.linger = LINGER_MS
+    outbox.connect(send_to)
+    try:
+        engine = _build(config, builder)
+        inbox.bind("tcp://127.0.0.1:*" if folder is None else f"ipc://{folder}/in")
+        server = EngineServer(engine.core, inbox, outbox)
+        listens_at = inbox.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(listens_at, bytes)
+        endpoint = listens_at.rstrip(b"\0").decode()
+        outbox.send(encode(Ready(engine.info(), server.load(), endpoint)))
+        server.run()
+        code = 0
+    except Exception as error:
+        kind, message = pack_error(error)
+        if not kind:
+            traceback.print_exc()
+        outbox.send(encode(Failed(kind, message)))
+        code = 1
+    context.destroy()
+    return code
+
+
+def _build(config: EngineConfig, builder: str) -> Any:
+    """Text is the other side's business, so no tokenizer is opened here."""
+    module, _, function = builder.partition(":")
+    return getattr(import_module(module), function)(
+        replace(config, skip_tokenizer_init=True, tokenizer=None)
+    )
+
+
+def _folder_of(endpoint: str) -> str | None:
+    """Where the sockets are, if they are files."""
+    return os.path.dirname(endpoint.removeprefix("ipc://")) if "ipc:" in endpoint else None
+
+
+def _read_line(file: int) -> bytes:
+    line = b""
+    while not line.endswith(b"\n"):
+        data = os.read(file, 1 << 16)
+        if not data:
+            raise SystemExit("no settings on stdin; this process is started by twostroke itself")
+        line += data
+    return line
+
+
+def _end_with_parent(folder: str | None) -> None:
+    # Not through sys.stdin: a thread that holds its lock would disturb the interpreter's end.
+    while os.read(0, 1):
+        pass
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

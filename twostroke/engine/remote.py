@@ -1,0 +1,322 @@
+"""`RemoteEngine`: an engine in a process of its own, so that neither the engine nor those who talk
+to users ever wait for each other's Python. No torch on this side.
+
+    Intake, Frontend, Streams    here
+    EngineCore                   there (`process.py`), spoken to through a `Child`
+
+When that process dies another is started. A request of which nothing has been told is sent to the
+new one; one that has begun to speak ends with an `EngineError`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from time import monotonic
+
+import msgspec
+
+from twostroke.config import EngineConfig
+from twostroke.engine.api import EngineInfo, EngineLoad
+from twostroke.engine.child import Child
+from twostroke.engine.frontend import Frontend
+from twostroke.engine.intake import Intake, Limits, Prepared
+from twostroke.engine.process import DEFAULT_BUILDER
+from twostroke.engine.streams import OnError, OnOutput, Stream, StreamingEngine, Streams
+from twostroke.engine.wire import (
+    Abort,
+    Add,
+    Audit,
+    Audited,
+    FromEngine,
+    Refused,
+    Step,
+    encode,
+    unpack_error,
+    unpack_step,
+)
+from twostroke.errors import EngineError, RequestError
+from twostroke.kv.cache import KVUsage
+from twostroke.model.load import chat_template_source, find_model, open_tokenizer
+from twostroke.model.tokenizer import Tokenizer
+from twostroke.request import EngineRequest
+
+MAX_ATTEMPTS = 4  # engines that one request may be sent to: it may be what kills them
+MAX_QUICK_DEATHS = 6  # in a row, each within STEADY_S of its start
+STEADY_S = 30.0
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 5.0
+STOP_PATIENCE_S = 10.0  # for a step that runs to be finished
+
+log = logging.getLogger(__name__)
+
+
+class RemoteEngine(StreamingEngine):
+    """Start with `await RemoteEngine.start(config)`; use as `async with`, or `await close()`.
+    Everything else is called in the event loop that started it."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        builder: str,
+        child: Child,
+        frontend: Frontend,
+        info: EngineInfo,
+        load: EngineLoad,
+    ) -> None:
+        self.info = info
+        self.intake = frontend.intake
+        self._config, self._builder = config, builder
+        self._child = child
+        self._streams = Streams(frontend)
+        self._load = load
+        self._up = True
+        self._lost: str = ""  # why there will be no engine any more
+        self._next = 0  # handle
+        self._handles: dict[str, int] = {}  # engine request → handle, while the engine has it
+        self._names: dict[int, str] = {}  # and back
+        self._audits: list[asyncio.Future[str]] = []
+        self._shorter = asyncio.Event()  # a stream may have ended
+        self._supervisor: asyncio.Task[None] | None = None
+
+    # ── life ────────────────────────────────────────────────────────────────────────────────
+
+    @classmethod
+    async def start(cls, config: EngineConfig, builder: str = DEFAULT_BUILDER) -> RemoteEngine:
+        """`builder` is "module:function": EngineConfig → an object with `core` and `info()`."""
+        reading = asyncio.create_task(asyncio.to_thread(_open_text, config))
+        await asyncio.wait((reading,), timeout=0.05)  # what cannot work is often known by now
+        if reading.done():
+            reading.result()
+        child = Child(config, builder)
+        starting = asyncio.create_task(child.start())
+        try:
+            (tokenizer, template), ready = await asyncio.gather(reading, starting)
+        except BaseException:
+            starting.cancel()
+            await asyncio.wait((starting,))
+            await child.kill()
+            raise
+        frontend = Frontend(Intake(tokenizer, template, _limits(ready.info)), config.seed)
+        engine = cls(config, builder, child, frontend, ready.info, ready.load)
+        child.on_message = engine._on_message
+        engine._supervisor = asyncio.create_task(engine._supervise())
+        return engine
+
+    async def __aenter__(self) -> RemoteEngine:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self, drain: bool = False) -> None:
+        """End the engine's process. Open streams are waited for (`drain`), or end with an
+        `EngineError`."""
+        if drain:
+            await self.drain()
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._supervisor
+        self._give_up("the engine was closed")
+        await self._child.stop(STOP_PATIENCE_S)
+
+    async def drain(self, timeout_s: float | None = None) -> bool:
+        """Wait until no request is left; False if some are, after so long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._streams:
+                    self._shorter.clear()
+                    await self._shorter.wait()
+        return not self._streams
+
+    @property
+    def healthy(self) -> bool:
+        return self._up
+
+    @property
+    def pid(self) -> int:
+        """Of the engine's process; another after a restart."""
+        return self._child.pid
+
+    def load(self) -> EngineLoad:
+        return self._load
+
+    async def audit(self) -> None:
+        """Have the engine prove its books; raises `EngineError` if they are wrong."""
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._audits.append(answer)
+        self._child.send(Audit())
+        problem = await answer
+        if problem:
+            raise EngineError(f"the engine's books are wrong: {problem}")
+
+    # ── requests ────────────────────────────────────────────────────────────────────────────
+
+    def open(
+        self, prepared: Prepared, on_output: OnOutput, on_error: OnError, request_id: str | None
+    ) -> Stream:
+        if self._lost:
+            raise EngineError(f"the engine has stopped ({self._lost}); start a new one")
+        stream, requests = self._streams.open(prepared, on_output, on_error, request_id)
+        try:
+            self._send(stream, requests)
+        except (ValueError, OverflowError, msgspec.MsgspecError) as error:
+            self._streams.close(stream)
+            raise RequestError(f"the request cannot be sent to the engine: {error}") from None
+        return stream
+
+    def leave(self, stream: Stream) -> None:
+        if stream in self._streams:
+            stream.on_output = stream.on_error = None
+            self.abort(stream.request_id)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its stream closes with finish_reason "abort"."""
+        stream = self._streams.get(request_id)
+        if stream is None or stream.aborted:
+            return
+        stream.aborted = True
+        if self._up:
+            self._abort(stream.children)
+        else:
+            self._streams.lose(stream)
+            self._shorter.set()
+
+    def _send(self, stream: Stream, requests: list[EngineRequest]) -> None:
+        first = self._next
+        message = encode(Add(first, requests))
+        if not self._up:
+            return  # the next engine is sent it
+        self._next += len(requests)
+        for handle, request in enumerate(requests, first):
+            self._handles[request.request_id] = handle
+            self._names[handle] = request.request_id
+        self._child.send_encoded(message)
+        stream.attempts += 1
+
+    def _abort(self, names: list[str]) -> None:
+        handles = [self._handles[name] for name in names if name in self._handles]
+        if handles:
+            self._child.send(Abort(handles))
+
+    # ── what the engine says ────────────────────────────────────────────────────────────────
+
+    def _on_message(self, message: FromEngine) -> None:
+        if not self._up:
+            return  # the last words of an engine that has been given up
+        match message:
+            case Step():
+                self._take(message)
+            case Refused():
+                self._refused(message)
+            case Audited():
+                self._audits.pop(0).set_result(message.problem)
+
+    def _take(self, step: Step) -> None:
+        self._load = step.load
+        updates = unpack_step(step, self._names)
+        for full in step.full:
+            if full.finish_reason is not None and full.handle in self._names:
+                del self._handles[self._names.pop(full.handle)]
+        aborts = self._streams.take(updates)
+        if aborts:
+            self._abort(aborts)
+        if step.full:
+            self._shorter.set()
+
+    def _refused(self, message: Refused) -> None:
+        stream = self._streams.of(self._names[message.first])
+        for name in stream.children:
+            del self._names[self._handles.pop(name)]
+        reason = unpack_error(message.kind, message.message, "the engine failed on this request")
+        if stream.aborted:
+            self._streams.lose(stream)
+        else:
+            self._streams.close(stream, reason)
+        self._shorter.set()
+
+    # ── death and restart ───────────────────────────────────────────────────────────────────
+
+    async def _supervise(self) -> None:
+        try:
+            deaths = 0
+            while deaths < MAX_QUICK_DEATHS:
+                await self._child.wait()
+                lived_s, reason = monotonic() - self._child.ready_s, self._child.how_it_ended()
+                log.warning("the engine died (%s); starting another", reason)
+                self._died(reason)
+                deaths = 1 if lived_s > STEADY_S else deaths + 1
+                while not self._up and deaths < MAX_QUICK_DEATHS:
+                    try:
+                        await self._restart(deaths)
+                    except Exception as error:
+                        reason = str(error)
+                        log.warning("the engine could not be started again: %s", reason)
+                        deaths += 1
+            reason = (
+                f"it died {deaths} times in a row soon after its start; the last time, {reason}"
+            )
+        except Exception as error:
+            log.exception("watching over the engine failed")
+            reason = f"{type(error).__name__}: {error}"
+        self._give_up(reason)
+
+    def _died(self, reason: str) -> None:
+        self._forget_engine()
+        for stream in self._streams:
+            if self._streams.lose(stream):
+                continue
+            if stream.started:
+                text = "the engine died while this was being written"
+                self._streams.close(stream, EngineError(f"{text} ({reason}); ask again"))
+            elif stream.attempts >= MAX_ATTEMPTS:
+                text = f"the engine died {stream.attempts} times while this request was in it"
+                self._streams.close(stream, EngineError(f"{text} ({reason})"))
+        self._shorter.set()
+
+    def _forget_engine(self) -> None:
+        self._up = False
+        self._handles.clear()
+        self._names.clear()
+        for answer in self._audits:
+            answer.cancel()
+        self._audits.clear()
+        kv = self._load.kv
+        self._load = EngineLoad(len(self._streams), 0, KVUsage(kv.reserved, 0, 0, 0, kv.reserved))
+
+    async def _restart(self, deaths: int) -> None:
+        await self._child.kill()
+        if deaths > 1:
+            backoff_s = FIRST_BACKOFF_S * 2.0 ** (deaths - 2)
+            await asyncio.sleep(min(LONGEST_BACKOFF_S, backoff_s))
+        self._child = Child(self._config, self._builder)
+        self._child.on_message = self._on_message
+        ready = await self._child.start()
+        self.info, self._load, self._up = ready.info, ready.load, True
+        self.intake.limits = _limits(ready.info)
+        for stream in self._streams:
+            self._send(stream, self._streams.reopen(stream))
+
+    def _give_up(self, reason: str) -> None:
+        self._lost = self._lost or reason
+        self._forget_engine()
+        for stream in self._streams:
+            if not self._streams.lose(stream):
+                self._streams.close(stream, EngineError(f"the engine has stopped ({self._lost})"))
+        self._shorter.set()
+
+
+def _limits(info: EngineInfo) -> Limits:
+    return Limits(info.vocab_size, info.max_model_len, info.max_logprobs)
+
+
+def _open_text(config: EngineConfig) -> tuple[Tokenizer | None, str | None]:
+    """The tokenizer with its tables made, and the chat template."""
+    if config.skip_tokenizer_init:
+        return None, None
+    tokenizer = open_tokenizer(config, find_model(config))
+    if tokenizer is None:
+        return None, None
+    tokenizer.detokenizer()
+    return tokenizer, chat_template_source(config, tokenizer)

@@ -1,0 +1,214 @@
+"""What the engine's process and the process it serves say to each other, as msgpack. No torch.
+
+    Add, Abort, Audit, Shutdown ──▶ engine ──▶ Ready | Failed, then Step, Refused, Audited
+
+A request is spoken of by a number (its handle) that its sender gives it and never gives again, so
+that a late word about an old request cannot reach a new one of the same name. A step's tokens
+travel as two columns, handles and tokens; the few updates that say more are sent in full.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from twostroke import errors
+from twostroke.engine.api import EngineInfo, EngineLoad
+from twostroke.errors import EngineError, TwostrokeError
+from twostroke.observe.record import RequestRecord
+from twostroke.plan import TokenLogprobs
+from twostroke.request import EngineRequest, FinishReason
+from twostroke.sched.scheduler import Update
+
+# ── to the engine ───────────────────────────────────────────────────────────────────────────────
+
+
+class Add(msgspec.Struct, tag=1, array_like=True, frozen=True):
+    """The continuations of one request, all of them or none; `first`, `first` + 1, … name them."""
+
+    first: int
+    requests: list[EngineRequest]
+
+
+class Abort(msgspec.Struct, tag=2, array_like=True, frozen=True):
+    handles: list[int]
+
+
+class Shutdown(msgspec.Struct, tag=3, array_like=True, frozen=True):
+    """Finish the step that runs, and end."""
+
+
+class Audit(msgspec.Struct, tag=4, array_like=True, frozen=True):
+    """Prove that every block and row has the owners it claims; answered by `Audited`."""
+
+
+ToEngine = Add | Abort | Shutdown | Audit
+
+# ── from the engine ─────────────────────────────────────────────────────────────────────────────
+
+
+class Ready(msgspec.Struct, tag=1, array_like=True, frozen=True):
+    info: EngineInfo
+    load: EngineLoad
+    endpoint: str  # where it listens
+
+
+class Failed(msgspec.Struct, tag=2, array_like=True, frozen=True):
+    """It could not start, or cannot go on; the process ends."""
+
+    kind: str  # the class of the error, if it is one meant for the user
+    message: str
+
+
+class Record(msgspec.Struct, array_like=True, frozen=True):
+    """`RequestRecord` with its arrays as bytes."""
+
+    request_id: str
+    num_prompt: int
+    received_s: float
+    tokenised_s: float
+    queued_s: float
+    scheduled_s: float
+    first_token_s: float
+    finished_s: float
+    sent_s: float
+    num_cached: int
+    chunks: list[tuple[float, int, int, int]]
+    preempted: list[tuple[float, int]]
+    token_s: bytes
+    token_step: bytes
+    finish_reason: str
+
+
+class FullUpdate(msgspec.Struct, array_like=True, frozen=True):
+    """An `Update` that says more than one plain token."""
+
+    handle: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason | None
+    stop_reason: int | None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None
+    record: Record | None
+    error: str
+    progress: int
+
+
+class Step(msgspec.Struct, tag=3, array_like=True, frozen=True):
+    handles: list[int]
+    tokens: list[int]  # one for each of `handles`
+    full: list[FullUpdate]
+    load: EngineLoad
+
+
+class Refused(msgspec.Struct, tag=4, array_like=True, frozen=True):
+    """The answer to an `Add`; nothing of it is left in the engine."""
+
+    first: int
+    kind: str
+    message: str
+
+
+class Audited(msgspec.Struct, tag=5, array_like=True, frozen=True):
+    problem: str  # "" if there is none
+
+
+FromEngine = Ready | Failed | Step | Refused | Audited
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+
+# ── updates ⇄ columns ───────────────────────────────────────────────────────────────────────────
+
+
+def pack_step(updates: Sequence[Update], handles: Mapping[str, int], load: EngineLoad) -> Step:
+    named: list[int] = []
+    plain: list[int] = []
+    full: list[FullUpdate] = []
+    for update in updates:
+        name, tokens, logprobs, finish, stop, prompt_logprobs, record, error, progress = update
+        handle = handles[name]
+        if finish is None and not (logprobs or progress or error) and prompt_logprobs is None:
+            for token in tokens:
+                named.append(handle)
+                plain.append(token)
+        else:
+            packed = None if record is None else _pack_record(record)
+            full.append(
+                FullUpdate(
+                    handle,
+                    tokens,
+                    logprobs,
+                    finish,
+                    stop,
+                    prompt_logprobs,
+                    packed,
+                    error,
+                    progress,
+                )
+            )
+    return Step(named, plain, full, load)
+
+
+def unpack_step(step: Step, names: Mapping[int, str]) -> list[Update]:
+    """The updates of requests that are still listened to."""
+    name_of, new = names.get, tuple.__new__  # `Update(…)` with its defaults takes twice as long
+    updates: list[Update] = [
+        new(Update, (name, (token,), (), None, None, None, None, "", 0))
+        for handle, token in zip(step.handles, step.tokens, strict=True)
+        if (name := name_of(handle)) is not None
+    ]
+    for full in step.full:
+        if full.handle in names:
+            updates.append(
+                Update(
+                    names[full.handle],
+                    full.tokens,
+                    full.logprobs,
+                    full.finish_reason,
+                    full.stop_reason,
+                    full.prompt_logprobs,
+                    None if full.record is None else _unpack_record(full.record),
+                    full.error,
+                    full.progress,
+                )
+            )
+    return updates
+
+
+_RECORD_FIELDS = Record.__struct_fields__
+
+
+def _pack_record(record: RequestRecord) -> Record:
+    values = {name: getattr(record, name) for name in _RECORD_FIELDS}
+    values["token_s"] = record.token_s.tobytes()
+    values["token_step"] = record.token_step.tobytes()
+    return Record(**values)
+
+
+def _unpack_record(packed: Record) -> RequestRecord:
+    values = {name: getattr(packed, name) for name in _RECORD_FIELDS}
+    values["token_s"] = array("d", packed.token_s)
+    values["token_step"] = array("q", packed.token_step)
+    return RequestRecord(**values)
+
+
+# ── errors ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def pack_error(error: Exception) -> tuple[str, str]:
+    """Kind and message; a kind of "" is a bug of ours, whose type is worth telling."""
+    if isinstance(error, TwostrokeError):
+        return type(error).__name__, str(error)
+    return "", f"{type(error).__name__}: {error}"
+
+
+def unpack_error(kind: str, message: str, otherwise: str) -> TwostrokeError:
+    """The error as its own class; `otherwise` introduces one that was not meant for the user."""
+    known = getattr(errors, kind, None) if kind else None
+    if isinstance(known, type) and issubclass(known, TwostrokeError):
+        return known(message)
+    return EngineError(f"{otherwise} ({message})")
