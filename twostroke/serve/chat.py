@@ -21,7 +21,7 @@ from twostroke.serve.parts import (
     timings,
 )
 from twostroke.serve.parts import prompt_logprobs as shown_prompt_logprobs
-from twostroke.serve.prompts import off_loop
+from twostroke.serve.prompts import off_loop, work_of
 from twostroke.serve.protocol import ChatRequest
 from twostroke.serve.service import Head, Service
 from twostroke.serve.stream import DONE, TextEvents, error_event, event, write_stream
@@ -37,7 +37,9 @@ class Chat:
         request, num_bytes = await service.read(exchange, ChatRequest)
         service.check_model(request.model)
         tools = calling(request, service.settings)
-        prepared = await off_loop(num_bytes, partial(self._prepare, request, tools))
+        prepared = await off_loop(
+            work_of(request, num_bytes), partial(self._prepare, request, tools)
+        )
         head = service.head("chatcmpl", request.request_id, request.model)
         shape = ChatShape(service, request, head, tools)
         with service.running(exchange, [prepared], head.id) as feed:

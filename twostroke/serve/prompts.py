@@ -21,6 +21,14 @@ INLINE_BYTES = 8 * 1024  # a body of this size is tokenised within about a milli
 T = TypeVar("T")
 
 
+def work_of(request: Generating, num_bytes: int) -> int:
+    """How much there is to read. A grammar is more work than its size tells."""
+    plain = request.structured_outputs is None and not any(
+        getattr(request, name, None) for name in ("response_format", "text", "tools")
+    )
+    return num_bytes if plain else num_bytes + INLINE_BYTES
+
+
 async def off_loop(num_bytes: int, work: Callable[[], T]) -> T:
     """Run `work` here if the body it is about is short, in a thread otherwise."""
     return work() if num_bytes <= INLINE_BYTES else await asyncio.to_thread(work)

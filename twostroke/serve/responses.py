@@ -12,7 +12,7 @@ from twostroke.serve.exchange import Exchange
 from twostroke.serve.params import responses_params
 from twostroke.serve.parts import Counts, Json, LogprobWriter, count
 from twostroke.serve.parts import timings as shown_timings
-from twostroke.serve.prompts import off_loop
+from twostroke.serve.prompts import off_loop, work_of
 from twostroke.serve.protocol import ResponsesRequest, TokenizeRequest
 from twostroke.serve.service import Head, Service
 from twostroke.serve.stream import encode_json, event, write_stream
@@ -30,7 +30,7 @@ class Responses:
         request, num_bytes = await service.read(exchange, ResponsesRequest)
         service.check_model(request.model)
         _refuse_unsupported(request)
-        prepared = await off_loop(num_bytes, partial(self._prepare, request))
+        prepared = await off_loop(work_of(request, num_bytes), partial(self._prepare, request))
         head = service.head("resp", request.request_id, request.model)
         shape = ResponseShape(service, request, head, prepared)
         with service.running(exchange, [prepared], head.id) as feed:

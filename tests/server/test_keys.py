@@ -1,0 +1,82 @@
+"""With a key configured, nothing acts or tells without it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.server.running import JSON, Running, running
+from tests.tiny import tiny_folder, tiny_llm
+
+KEYS = ("first-key", "zweiter-schlüssel")
+OPEN = {"/health", "/ping"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_folder(tmp_path_factory.mktemp("tiny") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Running]:
+    with running(tiny_llm(folder), api_keys=KEYS) as server:
+        yield server
+
+
+def test_every_route_but_health_is_closed_without_a_key(server: Running) -> None:
+    assert len(server.app.routes) >= 12
+    for route in server.app.routes:
+        body = b"{}" if route.method == "POST" else None
+        wrong = ("", "Bearer", "Bearer ", "Bearer wrong", "first-key", "Basic first-key")
+        for given in (None, *wrong):
+            headers = JSON if given is None else {**JSON, "Authorization": given}
+            status, names, answer = server.ask(route.method, route.path, body, headers)
+            if route.path in OPEN:
+                assert status == 200
+                continue
+            assert status == 401, (route.path, given, answer)
+            assert json.loads(answer)["error"]["code"] == "invalid_api_key"
+            assert names["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_route_is_open_with_one_of_the_keys(server: Running, key: str) -> None:
+    for route in server.app.routes:
+        body = b"{}" if route.method == "POST" else None
+        headers = {**JSON, "Authorization": f"Bearer {key}".encode().decode("latin-1")}
+        assert server.ask(route.method, route.path, body, headers)[0] in (200, 400, 501)
+        assert server.ask(route.method, route.path, body, {**JSON, "X-Api-Key": key.encode()})[
+            0
+        ] in (200, 400, 501)
+
+
+def test_without_a_key_one_does_not_learn_which_routes_there_are(server: Running) -> None:
+    for method, path in (("GET", "/nothing"), ("GET", "/v1/completions"), ("PUT", "/tokenize")):
+        assert server.ask(method, path)[0] == 401
+
+
+def test_health_and_metrics_open_and_close_by_settings(folder: Path) -> None:
+    settings = {"open_health": False, "open_metrics": True}
+    with running(tiny_llm(folder), api_keys=KEYS, **settings) as server:
+        assert server.ask("GET", "/health")[0] == 401
+        assert server.ask("GET", "/ping")[0] == 401
+        assert server.ask("GET", "/metrics")[0] == 200
+        assert server.ask("GET", "/version")[0] == 401
+
+
+def test_pages_of_other_sites_may_ask_only_where_they_are_named(folder: Path) -> None:
+    asks = {"Origin": "https://here.example", "Access-Control-Request-Method": "POST"}
+    with running(tiny_llm(folder)) as server:
+        assert (
+            "access-control-allow-origin" not in server.ask("OPTIONS", "/v1/models", None, asks)[1]
+        )
+    with running(tiny_llm(folder), cors_origins=("https://here.example",)) as server:
+        status, headers, _ = server.ask("OPTIONS", "/v1/models", None, asks)
+        assert (status, headers["access-control-allow-origin"]) == (200, "https://here.example")
+        other = {**asks, "Origin": "https://there.example"}
+        assert (
+            "access-control-allow-origin" not in server.ask("OPTIONS", "/v1/models", None, other)[1]
+        )
