@@ -42,7 +42,8 @@ def expected_tokens(prompt: Sequence[int], count: int, written: Sequence[int]) -
 
 def printable_ids(config: EngineConfig) -> list[int]:
     """The tokens of the model's vocabulary that are plain text; they end nothing."""
-    tokenizer = open_tokenizer(replace(config, skip_tokenizer_init=False), find_model(config))
+    text = replace(config, skip_tokenizer_init=False)
+    tokenizer = open_tokenizer(text, find_model(config))
     assert tokenizer is not None
     size = open_model(config, find_model(config), "cpu").spec.vocab_size
     texts = {token: tokenizer.token_text(token) for token in range(size)}

@@ -151,7 +151,7 @@ class Child:
         assert self._process is not None
         await self._process.wait()
         while self._read_one():
-            pass
+            await asyncio.sleep(0)
 
     def how_it_ended(self) -> str:
         code = None if self._process is None else self._process.returncode

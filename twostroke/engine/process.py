@@ -14,7 +14,6 @@ import signal
 import sys
 import threading
 import traceback
-from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -165,11 +164,8 @@ def main(send_to: str, builder: str) -> int:
 
 
 def _build(config: EngineConfig, builder: str) -> Any:
-    """Text is the other side's business, so no tokenizer is opened here."""
     module, _, function = builder.partition(":")
-    return getattr(import_module(module), function)(
-        replace(config, skip_tokenizer_init=True, tokenizer=None)
-    )
+    return getattr(import_module(module), function)(config)
 
 
 def _folder_of(endpoint: str) -> str | None:
