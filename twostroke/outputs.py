@@ -55,20 +55,39 @@ class Deltas:
         fresh = []
         for completion in output.outputs:
             ids, chars = self._sent.get(completion.index, (0, 0))
-            if (ids, chars) == (-1, -1):  # its end has been told
+            if ids < 0:  # its end has been told
                 continue
-            logprobs = completion.logprobs
-            new = replace(
-                completion,
-                text=completion.text[chars:],
-                token_ids=completion.token_ids[ids:],
-                logprobs=None if logprobs is None else logprobs[ids:],
+            token_ids, text = completion.token_ids[ids:], completion.text[chars:]
+            if token_ids or text or completion.finish_reason is not None:
+                logprobs = completion.logprobs
+                # Constructors, not `replace`: this runs once for every token of every stream.
+                fresh.append(
+                    CompletionOutput(
+                        completion.index,
+                        text,
+                        token_ids,
+                        completion.cumulative_logprob,
+                        None if logprobs is None else logprobs[ids:],
+                        completion.finish_reason,
+                        completion.stop_reason,
+                    )
+                )
+            ended = completion.finish_reason is not None
+            self._sent[completion.index] = (
+                (-1, -1) if ended else (ids + len(token_ids), chars + len(text))
             )
-            if new.token_ids or new.text or new.finished:
-                fresh.append(new)
-            sent = len(completion.token_ids), len(completion.text)
-            self._sent[completion.index] = (-1, -1) if completion.finished else sent
-        return replace(output, outputs=fresh, metrics=list(output.metrics))
+        return RequestOutput(
+            output.request_id,
+            output.prompt,
+            output.prompt_token_ids,
+            fresh,
+            output.finished,
+            output.prompt_logprobs,
+            output.num_cached_tokens,
+            list(output.metrics),
+            output.num_prefilled,
+            output.error,
+        )
 
 
 def snapshot(output: RequestOutput) -> RequestOutput:
