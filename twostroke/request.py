@@ -13,6 +13,7 @@ everything it has, so no fourth state is needed.
 from __future__ import annotations
 
 import enum
+import json as json_text
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,46 @@ from twostroke.strict import Strict
 
 MAX_SEED = 2**63 - 1
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy: the division would overflow
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputs(Strict):
+    """What a text must look like: exactly one of these. The names are vLLM's."""
+
+    error = RequestError
+
+    json: str | dict[str, Any] | None = None  # a JSON schema; kept as its text
+    regex: str | None = None  # the whole text matches
+    choice: Sequence[str] | None = None
+    grammar: str | None = None  # Lark or GBNF
+    json_object: bool = False  # any JSON object
+
+    def __post_init__(self) -> None:
+        kinds = ("json", "regex", "choice", "grammar", "json_object")
+        given = [name for name in kinds if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise RequestError(
+                f"structured_outputs takes exactly one of {', '.join(kinds)}; "
+                f"{' and '.join(given) or 'none'} was given"
+            )
+        if isinstance(self.json, dict):
+            try:
+                text = json_text.dumps(self.json, ensure_ascii=False, separators=(",", ":"))
+            except (TypeError, ValueError, RecursionError) as error:
+                raise RequestError(
+                    f"structured_outputs: the schema cannot be written as JSON ({error})"
+                ) from None
+            object.__setattr__(self, "json", text)
+        for name in ("json", "regex", "grammar"):
+            if not isinstance(getattr(self, name), str | None):
+                or_dict = " or a dict" if name == "json" else ""
+                raise RequestError(f"structured_outputs: {name} must be a string{or_dict}")
+        if self.choice is not None:
+            choices = () if isinstance(self.choice, str) else tuple(self.choice)
+            if not choices or not all(isinstance(text, str) and text for text in choices):
+                raise RequestError("structured_outputs: choice must be a list of non-empty strings")
+            object.__setattr__(self, "choice", choices)
+        object.__setattr__(self, "json_object", bool(self.json_object))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +99,7 @@ class SamplingParams(Strict):
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: str = "cumulative"  # for streams: cumulative, delta, final_only
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         self._check_int("n", 1, 1024)
@@ -89,6 +131,8 @@ class SamplingParams(Strict):
         self._check_int("logprobs", 0, optional=True)
         self._check_int("prompt_logprobs", 0, optional=True)
         self._check_lists()
+        if not isinstance(self.structured_outputs, StructuredOutputs | None):
+            self._refuse("structured_outputs", "StructuredOutputs(…) or None")
 
     def _check_lists(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, str) else self._listed("stop")

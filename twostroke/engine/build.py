@@ -15,6 +15,7 @@ from twostroke.engine.frontend import Frontend
 from twostroke.engine.intake import Intake, Limits
 from twostroke.errors import ConfigError
 from twostroke.exec.executor import LocalExecutor
+from twostroke.exec.grammar import Grammars
 from twostroke.exec.memory import MemoryPlan, host_memory_bytes, plan_memory
 from twostroke.exec.state import RowState
 from twostroke.kernels import reference
@@ -83,7 +84,8 @@ def build_engine(config: EngineConfig) -> Engine:
     memory = plan_memory(config, model.spec, dtype.itemsize, kv_dtype.itemsize, total, on_gpu)
     limits = _scheduler_config(config, model.spec, memory, on_gpu)
     decoder = Decoder(model.spec, model.weights, dtype, device, memory.max_model_len, reference)
-    core = assemble(decoder, limits, kv_dtype)
+    grammars = None if tokenizer is None else Grammars(tokenizer, model.spec.vocab_size, device)
+    core = assemble(decoder, limits, kv_dtype, grammars=grammars)
     template = None if tokenizer is None else chat_template_source(config, tokenizer)
     max_lengths = Limits(model.spec.vocab_size, memory.max_model_len, config.max_logprobs)
     frontend = Frontend(Intake(tokenizer, template, max_lengths), config.seed)
@@ -103,7 +105,11 @@ def build_engine(config: EngineConfig) -> Engine:
 
 
 def assemble(
-    decoder: Decoder, limits: SchedulerConfig, kv_dtype: torch.dtype, max_in_flight: int = 1
+    decoder: Decoder,
+    limits: SchedulerConfig,
+    kv_dtype: torch.dtype,
+    max_in_flight: int = 1,
+    grammars: Grammars | None = None,
 ) -> EngineCore:
     """A scheduler, a KV pool and rows of their own around a decoder."""
     spec, device, size = decoder.spec, decoder.device, limits.block_size
@@ -112,7 +118,7 @@ def assemble(
     state = RowState(limits.max_num_seqs, limits.max_model_len, size, groups, device)
     executor = LocalExecutor(decoder, pool, state, max_in_flight)
     cost = cost_model(spec, decoder.dtype.itemsize, kv_dtype.itemsize)
-    return EngineCore(Scheduler(limits), executor, cost)
+    return EngineCore(Scheduler(limits), executor, cost, grammars)
 
 
 def _scheduler_config(

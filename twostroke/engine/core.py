@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-from twostroke.errors import EngineError
+from twostroke.errors import EngineError, RequestError
 from twostroke.exec.executor import Executor, Pending
+from twostroke.exec.grammar import Grammars
 from twostroke.kv.cache import KVUsage
 from twostroke.model.cost import CostModel
 from twostroke.observe.record import PhaseRecord, Records, StepRecord
 from twostroke.plan import StepPlan, StepResult
-from twostroke.request import EngineRequest
+from twostroke.request import EngineRequest, FinishReason
 from twostroke.sched.scheduler import Scheduler, Update
 
 
@@ -36,11 +37,18 @@ class Flight:
 
 
 class EngineCore:
-    def __init__(self, scheduler: Scheduler, executor: Executor[Any], cost: CostModel) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor[Any],
+        cost: CostModel,
+        grammars: Grammars | None = None,
+    ) -> None:
         self.scheduler = scheduler
         self.records = Records()
         self._executor = executor
         self._cost = cost
+        self._grammars = grammars
         self._flights: deque[Flight] = deque()
         self._device_free_s = 0.0  # when the executor last had nothing left to do
 
@@ -50,11 +58,27 @@ class EngineCore:
 
     def add(self, given: EngineRequest) -> None:
         self.scheduler.add(given)
+        if given.params.structured_outputs is not None:
+            try:
+                self._add_grammar(given)
+            except Exception:
+                self.scheduler.abort(given.request_id)
+                raise
+
+    def _add_grammar(self, given: EngineRequest) -> None:
+        if self._grammars is None:
+            raise RequestError("structured_outputs needs a tokenizer, and none is loaded")
+        if self._depth > 1:  # what a grammar allows next depends on the token before
+            raise RequestError(
+                f"structured_outputs needs an executor that runs one step at a time; this one "
+                f"takes {self._depth}"
+            )
+        self._grammars.add(given)
 
     def abort(self, request_id: str) -> Update | None:
         update = self.scheduler.abort(request_id)
-        if update is not None and update.record is not None:
-            self.records.requests.append(update.record)
+        if update is not None:
+            self._note_ends([update])
         return update
 
     def step(self) -> list[Update]:
@@ -77,7 +101,9 @@ class EngineCore:
     def _launch(self, plan: StepPlan, planned: float) -> None:
         launched = monotonic()
         handle = self._executor.forward(plan)
-        pending = self._executor.sample(handle)
+        grammars = self._grammars
+        masks = grammars.masks(plan) if grammars is not None and grammars.active else None
+        pending = self._executor.sample(handle, masks)
         scheduler = self.scheduler
         flight = Flight(
             plan,
@@ -96,10 +122,37 @@ class EngineCore:
         result = flight.pending.wait()
         updates = self.scheduler.commit(result)
         self._record(flight, result)
+        if self._grammars is not None and self._grammars.active:
+            updates = self._follow(self._grammars, updates)
+        self._note_ends(updates)
+        return updates
+
+    def _follow(self, grammars: Grammars, updates: list[Update]) -> list[Update]:
+        """Grammars move on by the tokens committed. A request whose grammar has come to its end
+        ends there, whatever min_tokens and ignore_eos say."""
+        followed = []
+        for update in updates:
+            ended = update.finish_reason is not None
+            end = None
+            if update.tokens:
+                end = grammars.advance(update.request_id, update.tokens, ended)
+            if end is None or not ended:
+                followed.append(update)
+            if end is not None:
+                last = update if ended else self.scheduler.abort(update.request_id)
+                assert last is not None
+                assert last.record is not None
+                reason = FinishReason.ERROR if end.error else FinishReason.STOP
+                last.record.finish_reason = reason
+                followed.append(last._replace(finish_reason=reason, error=end.error))
+        return followed
+
+    def _note_ends(self, updates: list[Update]) -> None:
         for update in updates:
             if update.record is not None:
                 self.records.requests.append(update.record)
-        return updates
+                if self._grammars is not None:
+                    self._grammars.drop(update.request_id)
 
     def _fail(self, error: Exception) -> list[Update]:
         """A step could not run. Whose fault it was is found out, and the engine goes on."""
@@ -109,7 +162,7 @@ class EngineCore:
         self._flights.clear()
         updates = self.scheduler.fail(f"the engine failed while running a step ({reason})")
         self._executor.reset()
-        self.records.requests.extend(u.record for u in updates if u.record is not None)
+        self._note_ends(updates)
         return updates
 
     def _record(self, flight: Flight, result: StepResult) -> None:

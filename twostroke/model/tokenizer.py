@@ -98,6 +98,11 @@ class Tokenizer:
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
+    def to_json(self) -> str:
+        """The whole tokenizer as the text of a tokenizer.json."""
+        text: str = self._backend.to_str()
+        return text
+
     def token_text(self, token_id: int) -> str:
         """One token as people read it; part of a character is written as its bytes."""
         raw = self._table.token_bytes(token_id)

@@ -1,0 +1,144 @@
+"""`Grammars`: which tokens each request with a grammar may write next. Owned by the engine's loop.
+
+    add ─▶ masks(plan) ─▶ (the step is sampled) ─▶ advance with the committed token ─▶ … ─▶ drop
+
+A matcher knows the committed tokens of its request and nothing else, so that it neither knows nor
+minds rows, preemption or a step that failed. Nothing is imported or built before the first request
+that needs it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+import torch
+
+from twostroke.model.tokenizer import Tokenizer
+from twostroke.plan import StepPlan
+from twostroke.request import EngineRequest, StructuredOutputs
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+COMPILED: Final = 32  # grammars kept for the next request that has the same
+# A token of an ordinary grammar takes some 0.05 ms, and everybody waits for it. An ambiguous one
+# takes longer with every token.
+SLOW_S: Final = 0.25
+
+
+class End(NamedTuple):
+    """A request can write no more: its grammar is complete, or has failed."""
+
+    error: str = ""
+
+
+@dataclass(slots=True)
+class _Follower:
+    matcher: LLMatcher
+    ends: list[int]  # what may end the text where the grammar allows it
+    never: list[int]  # ends of text that the request ignores
+    slow: bool = False
+
+
+class Grammars:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, device: torch.device) -> None:
+        self._source = tokenizer
+        self._vocab_size = vocab_size  # the model's, which may differ from the tokenizer's
+        self._device = device
+        self._end_ids = sorted(n for n in tokenizer.stop_ids if n < vocab_size)
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
+        self._followers: dict[str, _Follower] = {}
+        self._rows: dict[int, str] = {}  # rows taken by requests that have a grammar
+
+    @property
+    def active(self) -> bool:
+        return bool(self._followers)
+
+    def add(self, given: EngineRequest) -> None:
+        """A request has come. Raises `RequestError` if its grammar cannot be used."""
+        asked = given.params.structured_outputs
+        if asked is None:
+            return
+        if not self._followers:
+            self._rows.clear()  # they may have changed hands while nobody looked
+        never = set(self._end_ids) - given.stop_ids if given.params.ignore_eos else ()
+        follower = _Follower(self._matcher(asked), sorted(given.stop_ids), sorted(never))
+        self._followers[given.request_id] = follower
+
+    def _matcher(self, asked: StructuredOutputs) -> LLMatcher:
+        from twostroke.structured import compile_grammar, make_tokenizer
+
+        if self._tokenizer is None:
+            self._tokenizer = make_tokenizer(self._source.to_json(), self._end_ids)
+        if asked not in self._compiled:
+            self._compiled[asked] = compile_grammar(self._tokenizer, asked)
+            if len(self._compiled) > COMPILED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(asked)
+        return self._compiled[asked].deep_copy()
+
+    def drop(self, request_id: str) -> None:
+        self._followers.pop(request_id, None)
+
+    def masks(self, plan: StepPlan) -> dict[int, torch.Tensor]:
+        """What may be written in this step, by index into its samples. To be called for every
+        plan while there is a request that has a grammar."""
+        rows, followers = self._rows, self._followers
+        for row in plan.retired:
+            rows.pop(row, None)
+        for new in plan.new:
+            rows.pop(new.row, None)
+            if new.request_id in followers:
+                rows[new.row] = new.request_id
+        # In the order of the samples: the decode slots, then the last chunks.
+        sampled = [slot.row for slot in plan.decode]
+        sampled += [chunk.row for chunk in plan.prefill if chunk.last]
+        wanted = ((index, rows.get(row, "")) for index, row in enumerate(sampled))
+        return {i: self._mask(followers[name]) for i, name in wanted if name in followers}
+
+    def _mask(self, follower: _Follower) -> torch.Tensor:
+        started, matcher = perf_counter(), follower.matcher
+        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = np.zeros(self._vocab_size, dtype=np.bool_)
+        known = np.unpackbits(bits, bitorder="little")[: self._vocab_size]
+        allowed[: len(known)] = known
+        if matcher.is_accepting():
+            allowed[follower.ends] = True
+            if follower.never:
+                allowed[follower.never] = False
+                if not allowed.any():  # the empty text and no other
+                    allowed[follower.never] = True
+        follower.slow |= perf_counter() - started > SLOW_S
+        return torch.from_numpy(allowed).to(self._device)
+
+    def advance(self, request_id: str, tokens: Sequence[int], ended: bool) -> End | None:
+        """Tokens were committed. `ended`: the request ended with them. The end, if that is one."""
+        follower = self._followers.get(request_id)
+        if follower is None:
+            return None
+        started, matcher = perf_counter(), follower.matcher
+        taken = 0 if ended or matcher.is_error() else matcher.try_consume_tokens(list(tokens))
+        if matcher.is_error():
+            return End(f"the grammar became too complex to follow ({_reason(matcher)})")
+        if ended:  # by a token that need not be the grammar's
+            return None
+        if taken < len(tokens):
+            return End(
+                "no token that the grammar allows could be written: allowed_token_ids, bad_words "
+                "or min_tokens forbid them all"
+            )
+        if matcher.is_stopped():
+            return End()
+        if follower.slow or perf_counter() - started > SLOW_S:
+            return End(f"the grammar takes longer than {SLOW_S} s for one token")
+        return None
+
+
+def _reason(matcher: LLMatcher) -> str:
+    return str(matcher.get_error()).removesuffix("<non-verbose/>").strip()[:200]

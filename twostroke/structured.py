@@ -1,0 +1,94 @@
+"""`StructuredOutputs` → a grammar as llguidance reads it. No torch.
+
+How long llguidance takes to compile a grammar, and how deep it recurses, depends on the grammar
+more than on its size, and its own limits do not bound either. So a user's grammar is compiled for
+the first time in a process that may die of it (`engine/grammar_check.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+from twostroke.errors import RequestError
+from twostroke.request import StructuredOutputs
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MAX_BYTES: Final = 128 * 1024  # of a schema, an expression or a grammar
+# Between the parts of a JSON text: nothing, a space, or a new line and its indentation. Small
+# models write white space for ever where they may.
+JSON_SPACE: Final = r"\x20|\n\x20{0,12}"
+# llguidance counts: 1,000 of the lexer's units are some 20 to 70 µs, of the parser's 50 µs.
+LIMITS: Final[dict[str, Any]] = {
+    "initial_lexer_fuel": 200_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+
+
+def check_size(asked: StructuredOutputs) -> None:
+    texts = [asked.json, asked.regex, asked.grammar, *(asked.choice or ())]
+    size = sum(len(text.encode(errors="replace")) for text in texts if isinstance(text, str))
+    if size > MAX_BYTES:
+        raise RequestError(
+            f"structured_outputs: {size:,} bytes are more than the {MAX_BYTES:,} allowed; make "
+            "it smaller"
+        )
+
+
+def to_grammar(asked: StructuredOutputs) -> str:
+    """Raises `RequestError` for what cannot be read; the rest is found out by `compile_grammar`."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    if asked.regex is not None:
+        return str(LLMatcher.grammar_from_regex(asked.regex))
+    if asked.choice is not None:
+        # One lexeme, which llguidance matches faster than as many rules.
+        words = " | ".join(json.dumps(text) for text in asked.choice)
+        return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {words}"))
+    if asked.grammar is not None:
+        try:
+            return str(LLMatcher.grammar_from_lark(any_to_lark(asked.grammar)))
+        except RecursionError:
+            raise _refusal("it is too deeply nested") from None
+        except Exception as error:  # the converter raises nothing more particular
+            raise _refusal(str(error)) from None
+    schema = asked.json or '{"type":"object"}'
+    settings: Any = {"whitespace_pattern": JSON_SPACE, "coerce_one_of": True}
+    try:
+        return str(LLMatcher.grammar_from_json_schema(schema, overrides=settings))
+    except ValueError as error:
+        raise _refusal(f"the schema is not JSON: {error}") from None
+
+
+def compile_grammar(tokenizer: LLTokenizer, asked: StructuredOutputs) -> LLMatcher:
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(**LIMITS)
+    matcher = LLMatcher(tokenizer, to_grammar(asked), log_level=0, limits=limits)
+    if matcher.is_error():
+        raise _refusal(matcher.get_error())
+    return matcher
+
+
+def make_tokenizer(tokenizer_json: str, end_ids: list[int]) -> LLTokenizer:
+    from llguidance import LLTokenizer
+
+    try:
+        return LLTokenizer(tokenizer_json, eos_token=end_ids or None)
+    except Exception as error:  # llguidance raises nothing more particular
+        raise RequestError(
+            f"structured_outputs cannot be used with this model's tokenizer ({error})"
+        ) from None
+
+
+def _refusal(reason: str) -> RequestError:
+    reason = reason.removesuffix("<non-verbose/>").strip()
+    short = reason if len(reason) <= 400 else reason[:400] + "…"
+    return RequestError(f"structured_outputs: the grammar cannot be used: {short}")
