@@ -39,6 +39,7 @@ class End(NamedTuple):
 
 @dataclass(slots=True)
 class _Follower:
+    asked: StructuredOutputs
     matcher: LLMatcher
     ends: list[int]  # what may end the text where the grammar allows it
     never: list[int]  # ends of text that the request ignores
@@ -68,7 +69,7 @@ class Grammars:
         if not self._followers:
             self._rows.clear()  # they may have changed hands while nobody looked
         never = set(self._end_ids) - given.stop_ids if given.params.ignore_eos else ()
-        follower = _Follower(self._matcher(asked), sorted(given.stop_ids), sorted(never))
+        follower = _Follower(asked, self._matcher(asked), sorted(given.stop_ids), sorted(never))
         self._followers[given.request_id] = follower
 
     def _matcher(self, asked: StructuredOutputs) -> LLMatcher:
@@ -125,6 +126,8 @@ class Grammars:
         started, matcher = perf_counter(), follower.matcher
         taken = 0 if ended or matcher.is_error() else matcher.try_consume_tokens(list(tokens))
         if matcher.is_error():
+            # Copies share what the lexer has learnt, and with it the limit on that.
+            self._compiled.pop(follower.asked, None)
             return End(f"the grammar became too complex to follow ({_reason(matcher)})")
         if ended:  # by a token that need not be the grammar's
             return None
