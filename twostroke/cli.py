@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NoReturn, TextIO
 
 from twostroke import __version__
-from twostroke.commands import chat, run
+from twostroke.commands import chat, run, serve
 from twostroke.errors import TwostrokeError, nearest
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -31,7 +31,10 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
-    args, unknown = parser.parse_known_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["serve"]:
+        words = serve.spelt(words)
+    args, unknown = parser.parse_known_args(words)
     if args.command is None:
         parser.print_help()
         return 0
@@ -61,7 +64,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"twostroke {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    for module in (run, chat):
+    for module in (run, chat, serve):
         name = module.__name__.rpartition(".")[2]
         command = commands.add_parser(
             name,

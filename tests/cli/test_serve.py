@@ -1,0 +1,414 @@
+"""`twostroke serve`: the flags it takes, what its banner says, and a server as people start it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support import default_model_path
+from twostroke.cli import make_parser
+from twostroke.commands.banner import banner, concurrent_requests
+from twostroke.commands.flags import engine_config
+from twostroke.commands.serve import parse_count, serve_settings, spelt, with_file
+from twostroke.commands.vllm_flags import ANYWAY, ONLY, REFUSED
+from twostroke.config import GIB, EngineConfig
+from twostroke.engine.api import EngineInfo
+from twostroke.errors import ConfigError
+from twostroke.request import SamplingParams
+from twostroke.serve.settings import ServeSettings
+
+HEAVY = ("torch", "numpy", "rich", "tokenizers", "jinja2", "starlette", "uvicorn", "zmq", "yaml")
+
+
+PARSER = make_parser()
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    return with_file(PARSER.parse_args(spelt(["serve", *words])))
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        parsed(*words)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("twostroke: error: ")
+    return said.splitlines()[0].removeprefix("twostroke: error: ")
+
+
+@pytest.fixture(autouse=True)
+def no_keys_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TWOSTROKE_API_KEY", "VLLM_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+# Flags
+
+
+def test_every_refused_flag_is_refused_by_its_name_with_a_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for flag in REFUSED:
+        for words in ([flag], [flag, "x"], ["model", flag, "--port", "1"]):
+            said = refusal(capsys, *words)
+            assert said.startswith(f"{flag} is ")
+            assert len(said) > len(flag) + 30
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--quantization", "awq"], "--quantization is vLLM's and not supported: weights run in"),
+        (["--quantization=awq"], "--quantization is vLLM's and not supported: weights run in"),
+        (["-q", "fp8"], "-q is vLLM's"),
+        (["--enable_lora"], "--enable-lora is vLLM's and not supported: LoRA adapters are not"),
+        (["--compilation-config.level", "3"], "--compilation-config is vLLM's"),
+        (["-O3"], "-O is vLLM's and not supported: nothing is compiled"),
+        (["--ctx-size", "4096"], "--ctx-size is llama-server's name; here it is --max-model-len"),
+        (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size 2 is not supported, only 1"),
+        (["-dp", "2"], "-dp 2 is not supported, only 1"),
+        (["--generation-config", "vllm"], "--generation-config vllm is not supported, only auto"),
+        (["m", "--model", "n"], "the model is given twice: m and --model n"),
+        (["--max-model-len", "4kb"], "'4kb' is no number; give one such as 4096 or 4K"),
+        (["--allowed-origins", "[1]"], "'[1]' is no JSON list of origins"),
+        (["--uvicorn-log-level", "loud"], "invalid choice: 'loud'"),
+    ],
+)
+def test_what_is_refused_says_why(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert says in refusal(capsys, *words)
+
+
+def test_what_happens_anyway_is_taken_and_changes_nothing() -> None:
+    words = [*ANYWAY, *(word for flag in ONLY for word in (flag, ONLY[flag][0][0]))]
+    args = parsed(*words, "--max-log-len", "100", "-tp", "1")
+    assert engine_config(args) == EngineConfig()
+    assert serve_settings(args) == ServeSettings()
+
+
+def test_no_flag_is_both_taken_and_refused() -> None:
+    names = [*REFUSED, *ANYWAY, *ONLY]
+    assert len(names) == len(set(names))
+    serve = parsed().parser
+    shown = {
+        option
+        for action in serve._actions
+        if action.help != argparse.SUPPRESS
+        for option in action.option_strings
+    }
+    assert not shown & set(names)
+
+
+def test_flags_reach_engine_and_server() -> None:
+    line = (
+        "org/name --host 10.0.0.1 --port 9000 --api-key a b --api-key c --served-model-name x y "
+        "--tensor-parallel-size 1 --gpu_memory_utilization=0.5 --max-model-len 4K --dtype half "
+        "--no-enable-prefix-caching --enable-auto-tool-choice --tool-call-parser hermes "
+        "--ssl-keyfile k --ssl-certfile c --kv-cache-memory-bytes 1GiB --max-queue 7 "
+        "--shutdown-timeout 5 --max-body-bytes 1M --no-open-health --disable-log-requests"
+    )
+    origins = ["--allowed-origins", '["https://a", "https://b"]', "https://c"]
+    template = ["--default-chat-template-kwargs", '{"thinking": false}']
+    args = parsed(*line.split(), *origins, *template)
+    assert engine_config(args) == EngineConfig(
+        model="org/name",
+        gpu_memory_utilization=0.5,
+        max_model_len=4096,
+        dtype="float16",
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=GIB,
+    )
+    assert serve_settings(args) == ServeSettings(
+        host="10.0.0.1",
+        port=9000,
+        api_keys=("a", "b", "c"),
+        served_model_names=("x", "y"),
+        enable_auto_tool_choice=True,
+        tool_call_parser="hermes",
+        ssl_keyfile="k",
+        ssl_certfile="c",
+        cors_origins=("https://a", "https://b", "https://c"),
+        chat_template_kwargs={"thinking": False},
+        max_queue=7,
+        drain_s=5.0,
+        max_body_bytes=1024**2,
+        open_health=False,
+    )
+
+
+def test_more_than_one_gpu_is_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError, match="runs a model on one device"):
+        engine_config(parsed("--tensor-parallel-size", "2"))
+
+
+def test_without_a_key_only_this_machine_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert serve_settings(parsed()).host == "127.0.0.1"
+    assert serve_settings(parsed("--host", "0.0.0.0")).host == "0.0.0.0"
+    assert serve_settings(parsed("--api-key", "k")).host == "0.0.0.0"
+    monkeypatch.setenv("VLLM_API_KEY", "theirs")
+    assert serve_settings(parsed()).api_keys == ("theirs",)
+    monkeypatch.setenv("TWOSTROKE_API_KEY", "ours")
+    settings = serve_settings(parsed())
+    assert (settings.host, settings.api_keys) == ("0.0.0.0", ("ours",))
+    assert serve_settings(parsed("--api-key", "given")).api_keys == ("given",)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("4096", 4096), ("4k", 4000), ("4K", 4096), ("1.5k", 1500)]
+)
+def test_counts(text: str, expected: int) -> None:
+    assert parse_count(text) == expected
+
+
+# The file of options
+
+
+def test_the_file_holds_what_the_command_line_does_not_say(tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text(
+        "model: from/file\nport: 1234\nmax_model_len: 2048\nenable-prefix-caching: false\n"
+        "enforce-eager: true\ntrust-request-chat-template: false\nserved-model-name: [a, b]\n"
+        "enable-lora: false\n"
+        'default-chat-template-kwargs: {thinking: true}\nallowed-origins: ["https://a"]\nuds:\n'
+    )
+    args = parsed("--config", str(path), "--port", "99", "--served-model-name", "c")
+    assert engine_config(args) == EngineConfig(
+        model="from/file", max_model_len=2048, enable_prefix_caching=False, enforce_eager=True
+    )
+    assert serve_settings(args) == ServeSettings(
+        port=99,
+        served_model_names=("c",),
+        cors_origins=("https://a",),
+        chat_template_kwargs={"thinking": True},
+    )
+    assert engine_config(parsed("on/line", "--config", str(path))).model == "on/line"
+    assert engine_config(parsed("--config", str(path), "--model", "on/line")).model == "on/line"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("prot: 1", "there is no option 'prot'; did you mean '--port'?"),
+        ("config: x.yaml", "there is no option 'config'"),
+        ("enforce-eager: 1", "enforce-eager is true or false, not 1"),
+        ("- port", "must have lines such as `port: 8000`"),
+        ("a: [", "is not YAML"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path: Path, text: str | None, says: str) -> None:
+    path = tmp_path / "serve.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        parsed("--config", str(path))
+
+
+def test_the_file_may_not_name_refused_flags_either(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text("speculative_config: {method: ngram}\n")
+    assert "--speculative-config is vLLM's" in refusal(capsys, "--config", str(path))
+
+
+# The banner
+
+INFO = EngineInfo(
+    model_name="Some-1B",
+    vocab_size=1000,
+    max_model_len=8192,
+    max_logprobs=20,
+    max_num_seqs=64,
+    max_num_batched_tokens=512,
+    block_size=16,
+    dtype="bfloat16",
+    device="cuda",
+    total_bytes=80 * GIB,
+    weight_bytes=2 * GIB,
+    kv_bytes=70 * GIB,
+    kv_tokens=100_000,
+    load_s=1.0,
+    sampling=SamplingParams(),
+)
+
+
+def test_the_banner_says_in_five_lines_what_was_started() -> None:
+    lines = banner(INFO, "http://127.0.0.1:8000", 0, False, 2.34).splitlines()
+    assert len(lines) == 5
+    assert lines[0].endswith("Some-1B, bfloat16 on cuda")
+    assert "80.00 GiB → weights 2.00 GiB → KV cache 70.00 GiB → left 8.00 GiB" in lines[1]
+    assert "100,000 tokens; requests at one time: 12 of 8,192 tokens or 64 of 1,024" in lines[2]
+    assert lines[3].endswith("http://127.0.0.1:8000")
+    assert "none, for this machine only" in lines[4]
+    assert lines[4].endswith("ready in 2.3 s")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [(8192, 12), (1024, 64), (1600, 62), (1601, 61), (100_000, 1), (100_001, 0)],
+)
+def test_concurrent_requests_are_counted_in_whole_blocks(tokens: int, expected: int) -> None:
+    assert concurrent_requests(INFO, tokens) == expected
+
+
+def test_the_banner_never_shows_a_key_and_warns_if_there_is_none() -> None:
+    last = [banner(INFO, "u", *who, 1).splitlines()[-1] for who in ((1, True), (3, True))]
+    assert ["required;" in last[0], "required (one of 3);" in last[1]] == [True, True]
+    assert "NONE: whoever reaches this address" in banner(INFO, "u", 0, True, 1)
+
+
+# Before anything is loaded
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["--quantization", "awq"], ["--max-model-lem", "5"], ["--tensor-parallel-size=2"]],
+)
+def test_help_and_mistakes_import_nothing_heavy(words: list[str]) -> None:
+    code = (
+        "import sys\nfrom twostroke.cli import main\n"
+        f"try: main(['serve', *{words!r}])\nexcept SystemExit: pass\n"
+        f"print('loaded:', [name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "loaded: []"
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "says"),
+    [
+        (["--max-model-lem", "5"], 2, "unknown option --max-model-lem; did you mean '--max-model-"),
+        (["m", "n"], 2, "unexpected argument 'n'"),
+        (["--port", "70000"], 1, "port must be a whole number from 0 to 65535"),
+        (["--api-key", ""], 1, "api_keys must be a list of non-empty strings"),
+        (["./nowhere.gguf", "--port", "0"], 1, "no such file or folder: nowhere.gguf"),
+        (["--ssl-keyfile", "k"], 1, "ssl_keyfile is given without ssl_certfile"),
+    ],
+)
+def test_what_cannot_be_served_is_said_in_a_line(words: list[str], status: int, says: str) -> None:
+    line = [sys.executable, "-m", "twostroke", "serve", *words]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert done.returncode == status
+    assert done.stderr.startswith("twostroke: error: ")
+    assert says in done.stderr.splitlines()[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_in_use_is_said_before_a_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = [sys.executable, "-m", "twostroke", "serve", "--port", str(port)]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port} (Address already in use)" in done.stderr
+
+
+# With the model
+
+
+class Server:
+    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
+        self.process = process
+        self.port = port
+
+    def ask(self, path: str, body: object = None, key: str | None = None) -> tuple[int, bytes]:
+        """One request over a socket of its own: the status and the body."""
+        data = b"" if body is None else json.dumps(body).encode()
+        head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nHost: x\r\n"
+        head += "Connection: close\r\nContent-Type: application/json\r\n"
+        head += f"Authorization: Bearer {key}\r\n" if key else ""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=60) as sock:
+            sock.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+            answer = b""
+            while part := sock.recv(65536):
+                answer += part
+        told, _, content = answer.partition(b"\r\n\r\n")
+        return int(told.split()[1]), content
+
+    def wait_until_healthy(self) -> None:
+        until = time.monotonic() + 60
+        while time.monotonic() < until and self.process.poll() is None:
+            with contextlib.suppress(OSError):
+                if self.ask("/health")[0] == 200:
+                    return
+            time.sleep(0.1)
+        raise AssertionError("the server did not come up")
+
+    def terminate(self) -> tuple[int, str]:
+        self.process.send_signal(signal.SIGTERM)
+        _, said = self.process.communicate(timeout=30)
+        return self.process.returncode, said
+
+
+@contextmanager
+def started(module: str, *words: str) -> Iterator[Server]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    line = [sys.executable, "-m", module, *words, "--port", str(port)]
+    process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
+    try:
+        server = Server(process, port)
+        server.wait_until_healthy()
+        yield server
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def test_serve_answers_a_chat_says_so_in_five_lines_and_ends_with_status_0() -> None:
+    options = ["--device", "cpu", "--num-gpu-blocks-override", "90", "--api-key", "sesame"]
+    name = ["--served-model-name", "mine", "--host", "127.0.0.1"]
+    with started("twostroke", "serve", *options, *name) as server:
+        question = {
+            "model": "mine",
+            "messages": [{"role": "user", "content": "Name the capital of France."}],
+            "max_tokens": 16,
+            "temperature": 0,
+        }
+        assert server.ask("/v1/chat/completions", question)[0] == 401
+        status, content = server.ask("/v1/chat/completions", question, key="sesame")
+        assert status == 200
+        answer = json.loads(content)
+        assert answer["model"] == "mine"
+        assert "Paris" in answer["choices"][0]["message"]["content"]
+        assert answer["usage"]["completion_tokens"] > 1
+        events = server.ask("/v1/chat/completions", question | {"stream": True}, key="sesame")[1]
+        assert events.count(b"data: {") > 4
+        assert b"data: [DONE]" in events
+        status, said = server.terminate()
+    assert status == 0
+    lines = said.splitlines()
+    assert len(lines) == 5
+    assert re.fullmatch(r"twostroke [\d.]+: SmolLM2-135M-Instruct, float32 on cpu", lines[0])
+    assert "1,440 tokens; requests at one time: 1 of 1,440 tokens or 1 of 1,024" in lines[2]
+    assert lines[3].endswith(f"http://127.0.0.1:{server.port}")
+    assert re.search(r"key +required; ready in [\d.]+ s$", lines[4])
+    assert "sesame" not in said
+
+
+def test_the_launch_line_of_others_works_with_the_modules_name_changed() -> None:
+    line = "--tensor-parallel-size 1 --gpu-memory-utilization 0.90 --max-model-len 4096"
+    model = ["--model", str(default_model_path())]
+    with started("twostroke.entrypoints.openai.api_server", *model, *line.split()) as server:
+        models = json.loads(server.ask("/v1/models")[1])
+        assert models["data"][0]["max_model_len"] == 4096
+        prompt = {"model": models["data"][0]["id"], "prompt": "One, two,", "max_tokens": 3}
+        status, content = server.ask("/v1/completions", prompt)
+        assert status == 200
+        assert json.loads(content)["usage"]["completion_tokens"] == 3
+        assert server.terminate()[0] == 0

@@ -1,0 +1,58 @@
+"""What `serve` says in five lines when it is up: model, memory, how much it holds, where, for whom.
+
+Written from what the engine says of itself, so that the numbers are those it works with.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from twostroke import __version__
+from twostroke.config import GIB
+
+if TYPE_CHECKING:
+    from twostroke.engine.api import EngineInfo
+
+TYPICAL_TOKENS = 1024  # a request to give the cache's size a meaning
+
+
+def banner(info: EngineInfo, url: str, num_keys: int, exposed: bool, ready_s: float) -> str:
+    """`exposed`: others than this machine can reach the server."""
+    return "\n".join(
+        (
+            f"twostroke {__version__}: {info.model_name}, {info.dtype} on {info.device}",
+            f"  memory    {_waterfall(info)}",
+            f"  KV cache  {_capacity(info)}",
+            f"  serving   {url}",
+            f"  key       {_key(num_keys, exposed)}; ready in {ready_s:.1f} s",
+        )
+    )
+
+
+def concurrent_requests(info: EngineInfo, tokens: int) -> int:
+    """How many requests that grow to `tokens` tokens can run at one time."""
+    blocks = info.kv_tokens // info.block_size
+    return min(blocks // -(-tokens // info.block_size), info.max_num_seqs)
+
+
+def _waterfall(info: EngineInfo) -> str:
+    left = info.total_bytes - info.weight_bytes - info.kv_bytes
+    sizes = (info.total_bytes, info.weight_bytes, info.kv_bytes, left)
+    total, weights, kv, rest = (f"{size / GIB:.2f} GiB" for size in sizes)
+    return f"{total} → weights {weights} → KV cache {kv} → left {rest}"
+
+
+def _capacity(info: EngineInfo) -> str:
+    lengths = [info.max_model_len]
+    if info.max_model_len > TYPICAL_TOKENS:
+        lengths.append(TYPICAL_TOKENS)
+    holds = " or ".join(f"{concurrent_requests(info, n):,} of {n:,} tokens" for n in lengths)
+    return f"{info.kv_tokens:,} tokens; requests at one time: {holds} (at most {info.max_num_seqs})"
+
+
+def _key(num_keys: int, exposed: bool) -> str:
+    if num_keys:
+        return "required" + (f" (one of {num_keys})" if num_keys > 1 else "")
+    if exposed:
+        return "NONE: whoever reaches this address may use it; set one with --api-key"
+    return "none, for this machine only; --api-key sets one and opens the network"

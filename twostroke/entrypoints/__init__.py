@@ -1,0 +1,1 @@
+"""Launch lines of other servers, with the module's name changed."""
