@@ -33,6 +33,7 @@ HEAVY = ("torch", "numpy", "rich", "tokenizers", "jinja2", "starlette", "uvicorn
 
 
 PARSER = make_parser()
+OPTIONS = PARSER.parse_args(["serve"]).parser._option_string_actions
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -171,6 +172,15 @@ def test_without_a_key_only_this_machine_is_served(monkeypatch: pytest.MonkeyPat
 )
 def test_counts(text: str, expected: int) -> None:
     assert parse_count(text) == expected
+
+
+def test_the_page_about_the_server_names_only_flags_there_are() -> None:
+    page = Path(__file__).parents[2] / "docs" / "SERVER.md"
+    named = set(re.findall(r"`[^`\n]*`", page.read_text(encoding="utf-8")))
+    flags = {flag for words in named for flag in re.findall(r"(?<!\w)--[a-z][\w-]+", words)}
+    known = {"--url", "--pace"}  # of the benchmark
+    assert len(flags) > 60
+    assert {flag for flag in flags if spelt([flag])[0] not in OPTIONS} - known == {"--no-"}
 
 
 # The file of options
@@ -390,6 +400,8 @@ def test_serve_answers_a_chat_says_so_in_five_lines_and_ends_with_status_0() -> 
         events = server.ask("/v1/chat/completions", question | {"stream": True}, key="sesame")[1]
         assert events.count(b"data: {") > 4
         assert b"data: [DONE]" in events
+        if sys.platform == "linux":  # torch is the engine's process's alone
+            assert "torch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
         status, said = server.terminate()
     assert status == 0
     lines = said.splitlines()

@@ -86,11 +86,11 @@ _BY_REASON: dict[str, str] = {
         "--max-num-partial-prefills --max-long-partial-prefills --long-prefill-token-threshold "
         "--scheduler-delay-factor --scheduler-reserve-full-isl"
     ),
-    "the engine decides by the device whether to plan ahead": "--async-scheduling "
+    "how far the engine plans ahead is not a setting": "--async-scheduling "
     "--multi-step-stream-outputs",
     "KV blocks are shared by what they say, compared token by token": "--prefix-caching-hash-algo",
     "there is one KV cache manager": "--disable-hybrid-kv-cache-manager",
-    "traces are not exported yet; /metrics has the counts and times": "--otlp-traces-endpoint "
+    "traces are not exported yet; /metrics has the counts": "--otlp-traces-endpoint "
     "--collect-detailed-traces --enable-layerwise-nvtx-tracing --profiler-config",
     "/metrics has one set of names": "--show-hidden-metrics-for-version --kv-cache-metrics "
     "--kv-cache-metrics-sample --enable-mfu-metrics --enable-logging-iteration-details "
@@ -103,13 +103,16 @@ _BY_REASON: dict[str, str] = {
     "--allowed-origins is all there is of CORS: it allows GET and POST, never cookies": (
         "--allow-credentials --allowed-methods --allowed-headers"
     ),
-    "the size of a request's head has a fixed limit": "--h11-max-incomplete-event-size "
+    "--max-header-bytes is the limit of a request's head": "--h11-max-incomplete-event-size "
     "--h11-max-header-count",
     "logs go to stderr; only --uvicorn-log-level changes them": "--log-config-file "
     "--log-error-stack --enable-log-outputs --enable-log-deltas "
     "--disable-access-log-for-endpoints",
-    "a request asks for this itself": "--return-tokens-as-token-ids "
-    "--enable-force-include-usage --exclude-tools-when-tool-choice-none --tokens-only",
+    "a request asks for this itself": "--return-tokens-as-token-ids --enable-force-include-usage",
+    "leave tools that must not be called out of the request": (
+        "--exclude-tools-when-tool-choice-none"
+    ),
+    "--skip-tokenizer-init goes without a tokenizer": "--tokens-only",
     "the tokenizer's files are not served": "--enable-tokenizer-info-endpoint",
     "there are no pages of documentation to serve": "--enable-offline-docs",
     "HTTP is the only protocol": "--grpc",
