@@ -103,7 +103,6 @@ def running(llm: LLM, **settings: Any) -> Iterator[Running]:
         except BaseException as error:
             found["error"] = error
             started.set()
-            raise
 
     thread = threading.Thread(target=run, name="http", daemon=True)
     thread.start()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import shutil
 import socket
+import ssl
 import struct
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +20,7 @@ import pytest
 from tests.server.running import JSON, PATIENCE_S, Running, running
 from tests.tiny import MAX_LEN, tiny_folder, tiny_llm
 from twostroke.engine.core import EngineCore
+from twostroke.errors import ConfigError
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -56,18 +61,18 @@ def refusal(answer: tuple[int, dict[str, str], bytes], status: int) -> dict[str,
     ("path", "body", "says", "param"),
     [
         (CHAT, {}, "messages", None),
-        (CHAT, {"messages": []}, "empty", None),
+        (CHAT, {"messages": []}, "empty", "messages"),
         (CHAT, {"messages": [{"role": "user"}]}, "content is missing", None),
         (CHAT, {"messages": "hi"}, "Expected `array`", "messages"),
         (CHAT, {**HELLO, "max_tokens": "5"}, "Expected `int | null`", "max_tokens"),
-        (CHAT, {**HELLO, "max_tokens": 0}, "max_tokens must be", None),
-        (CHAT, {**HELLO, "n": 0}, "n must be", None),
+        (CHAT, {**HELLO, "max_tokens": 0}, "max_tokens must be", "max_tokens"),
+        (CHAT, {**HELLO, "n": 0}, "n must be", "n"),
         (CHAT, {**HELLO, "top_logprobs": 2}, "needs logprobs", "top_logprobs"),
         (CHAT, {**HELLO, "logprobs": True, "top_logprobs": 21}, "at most 20", None),
         (CHAT, {**HELLO, "functions": []}, "use tools", "functions"),
         (CHAT, {**HELLO, "modalities": ["audio"]}, "modalities", "modalities"),
         (CHAT, {**HELLO, "chat_template": "{{ 1 }}"}, "trust_request", "chat_template"),
-        (CHAT, {**HELLO, "tool_choice": "required"}, "needs tools", "tool_choice"),
+        (CHAT, {**HELLO, "tool_choice": "required"}, "no tools are given", "tool_choice"),
         (CHAT, {**HELLO, "stop": ["x"] * 65}, "length <= 64", "stop"),
         (CHAT, {**HELLO, "temprature": 1}, "did you mean 'temperature'", "temprature"),
         (CHAT, {**HELLO, "stream_options": {"usage": 1}}, "stream_options.usage", None),
@@ -178,6 +183,14 @@ def test_a_large_body_is_refused_while_it_arrives(folder: Path) -> None:
             assert b" 413 " in read_all(sender).splitlines()[0]  # and the rest was never sent
 
 
+def test_a_refusal_reaches_a_client_that_is_still_sending(folder: Path) -> None:
+    with running(tiny_llm(folder), api_keys=("key",), max_body_bytes=2048) as server:
+        keyed = {**JSON, "Authorization": "Bearer key"}
+        for _ in range(20):
+            refusal(server.ask("POST", TEXT, b"a" * 500_000), 401)
+            refusal(server.ask("POST", TEXT, b"a" * 3_000_000, keyed), 413)
+
+
 def test_large_headers_are_refused_whether_they_end_or_not(folder: Path) -> None:
     with running(tiny_llm(folder), max_header_bytes=4096) as server:
         refusal(server.ask("GET", "/health", headers={"X-Large": "a" * 5000}), 431)
@@ -240,7 +253,7 @@ def test_a_full_queue_is_answered_429_and_those_in_it_are_served(folder: Path) -
         for thread in threads:
             thread.join(PATIENCE_S)
         assert answers == [200, 200, 200]
-        refusal(server.ask("POST", TEXT, {**LONG, "n": 4}), 429)
+        refusal(server.ask("POST", TEXT, {**LONG, "n": 4}), 400)  # it would never fit
 
 
 # ── left alone ──────────────────────────────────────────────────────────────────────────────
@@ -353,3 +366,44 @@ def read_all(connection: socket.socket) -> bytes:
     except ConnectionResetError:
         pass
     return b"".join(parts)
+
+
+# ── other sockets ───────────────────────────────────────────────────────────────────────────
+
+
+def test_a_unix_socket_is_listened_on_and_taken_away(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "server.sock"
+    path.touch()
+    with (
+        pytest.raises(ConfigError, match="cannot listen"),
+        running(tiny_llm(folder), uds=str(path)),
+    ):
+        pass
+    path.unlink()
+    with running(tiny_llm(folder), uds=str(path)):
+        with socket.socket(socket.AF_UNIX) as sender:
+            sender.connect(str(path))
+            sender.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert b" 200 " in read_all(sender).splitlines()[0]
+        with (
+            pytest.raises(ConfigError, match="another server"),
+            running(tiny_llm(folder), uds=str(path)),
+        ):
+            pass
+    assert not path.exists()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+def test_a_certificate_makes_it_https(folder: Path, tmp_path: Path) -> None:
+    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
+    command = [*made, "-days", "1", "-keyout", key, "-out", certificate]
+    subprocess.run(command, check=True, capture_output=True)
+    with running(tiny_llm(folder), ssl_certfile=certificate, ssl_keyfile=key) as server:
+        assert server.url.startswith("https://")
+        context = ssl.create_default_context(cafile=certificate)
+        context.check_hostname = False
+        connection = http.client.HTTPSConnection("127.0.0.1", server.port, context=context)
+        connection.request("GET", "/health")
+        assert connection.getresponse().status == 200
+        connection.close()

@@ -7,7 +7,7 @@ from typing import Any
 
 from twostroke.engine.intake import Prepared
 from twostroke.outputs import CompletionOutput, RequestOutput
-from twostroke.serve.calling import Answer, Calling, calling
+from twostroke.serve.calling import Answer, calling
 from twostroke.serve.errors import ApiError
 from twostroke.serve.exchange import Exchange
 from twostroke.serve.params import chat_params
@@ -25,6 +25,7 @@ from twostroke.serve.prompts import off_loop, work_of
 from twostroke.serve.protocol import ChatRequest
 from twostroke.serve.service import Head, Service
 from twostroke.serve.stream import DONE, TextEvents, error_event, event, write_stream
+from twostroke.serve.tools import ToolCalls
 
 
 class Chat:
@@ -36,7 +37,7 @@ class Chat:
         service.admission.check()
         request, num_bytes = await service.read(exchange, ChatRequest)
         service.check_model(request.model)
-        tools = calling(request, service.settings)
+        tools = calling(request, service.settings, service.prompts.template_source)
         prepared = await off_loop(
             work_of(request, num_bytes), partial(self._prepare, request, tools)
         )
@@ -51,7 +52,7 @@ class Chat:
         service.count(counts, outputs)
         await exchange.answer_json(shape.whole(outputs[0], counts))
 
-    def _prepare(self, request: ChatRequest, tools: Calling | None) -> Prepared:
+    def _prepare(self, request: ChatRequest, tools: ToolCalls | None) -> Prepared:
         service = self._service
         forced = None if tools is None else tools.structured_outputs()
         params = chat_params(request, service.client.info, service.settings, forced)
@@ -66,7 +67,7 @@ class ChatShape:
     """How this request's answer is written, whole or in chunks."""
 
     def __init__(
-        self, service: Service, request: ChatRequest, head: Head, tools: Calling | None
+        self, service: Service, request: ChatRequest, head: Head, tools: ToolCalls | None
     ) -> None:
         self.request = request
         self.head = head
@@ -88,8 +89,11 @@ class ChatShape:
             answer["prompt_token_ids"] = output.prompt_token_ids
         return answer
 
+    def answer(self) -> Answer:
+        return Answer(self.tools, self.request.parallel_tool_calls is not False)
+
     def _choice(self, completion: CompletionOutput) -> Json:
-        answer = Answer(self.tools)
+        answer = self.answer()
         answer.push(completion.text)
         answer.flush()
         message: Json = {"role": self.role, "content": answer.content, "refusal": None}
@@ -171,7 +175,7 @@ class ChatEvents:
     def _begin(self, output: RequestOutput, completion: CompletionOutput) -> bytes:
         """The first event of a choice says who speaks."""
         shape, index = self._shape, completion.index
-        self._answers[index] = Answer(shape.tools)
+        self._answers[index] = shape.answer()
         self._counts.prompt = len(output.prompt_token_ids)
         bare = CompletionOutput(index)
         if self._plain_text:

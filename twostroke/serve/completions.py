@@ -37,7 +37,7 @@ class Completions:
         request, num_bytes = await service.read(exchange, CompletionRequest)
         service.check_model(request.model)
         prompts = each_prompt(request.prompt)
-        service.admission.check(len(prompts) * max(1, request.n or 1))
+        service.admission.check(len(prompts))
         prepared = await off_loop(
             work_of(request, num_bytes), partial(self._prepare, request, prompts)
         )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
+from dataclasses import fields
 from typing import Any
 
 import msgspec
 
 from twostroke.errors import EngineError, RequestError, nearest
+from twostroke.request import SamplingParams
 
 log = logging.getLogger("twostroke.serve")
 
@@ -19,6 +21,7 @@ _KINDS = {
     408: "timeout_error",
     429: "rate_limit_error",
 }
+_PARAMS = {field.name for field in fields(SamplingParams)} | {"messages", "tools", "tool_choice"}
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?(.*?)`)?$", re.S)
 _AT = re.compile(r" - at `\$\.?(.*?)`$", re.S)
 
@@ -74,12 +77,19 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
-        return ApiError(400, str(error))
+        return ApiError(400, str(error), param=_first_name(str(error)))
     if isinstance(error, EngineError):
         log.error("a request was lost: %s", error)
         return unavailable("the engine failed while it worked on this request; try again")
     log.error("a request raised what nobody expected", exc_info=error)
     return ApiError(500, "the server made an error; it has been logged", code="internal_error")
+
+
+def _first_name(message: str) -> str | None:
+    """The parameter that a refusal speaks of: those that have one begin with its name."""
+    word = re.match(r"\w*", message)
+    name = word.group() if word else ""
+    return name if name in _PARAMS else None
 
 
 def as_refusal(error: Exception, known: tuple[str, ...]) -> ApiError:

@@ -28,6 +28,10 @@ EVENTS: Headers = (
 )
 CLOSE: Headers = ((b"connection", b"close"),)
 
+# Of a body that is not wanted:
+DISCARD_BYTES = 1024**2  # so much is read to keep the connection
+LINGER_BYTES, LINGER_S = 64 * 1024**2, 1.0  # and so much to have the answer read
+
 
 class Exchange:
     def __init__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -81,7 +85,7 @@ class Exchange:
                         break
         except TimeoutError:
             message_text = f"the body did not arrive within {timeout_s:g} s"
-            raise ApiError(408, message_text, headers=CLOSE) from None
+            raise ApiError(408, message_text) from None
         self._body_read = True
         return b"".join(parts)
 
@@ -110,9 +114,33 @@ class Exchange:
         await self.answer(200, msgspec.json.encode(content))
 
     async def refuse(self, error: ApiError) -> None:
-        # What is left of an unread body must not be taken for the next request.
-        close = CLOSE if self.method == "POST" and not self._body_read else ()
-        await self.answer(error.status, error.body(), (*JSON, *error.headers, *close))
+        """A client that is still sending when the connection is closed loses the answer with it:
+        so what it sends is read first, and if that is too much, for a moment after."""
+        length = self.header(b"content-length") or b"0"
+        chunked = self.header(b"transfer-encoding") is not None
+        short = not chunked and length.isdigit() and int(length) <= DISCARD_BYTES
+        done = self._body_read or (short and await self._discard())
+        if done:
+            await self.answer(error.status, error.body(), (*JSON, *error.headers))
+            return
+        body = error.body()
+        headers = (*JSON, *error.headers, *CLOSE, (b"content-length", str(len(body)).encode()))
+        await self._start(error.status, headers)
+        await self.write(body)
+        await self._discard()
+        await self.end()
+
+    async def _discard(self) -> bool:
+        """Whether the whole body has been read, and thrown away."""
+        num_bytes = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while num_bytes < LINGER_BYTES:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect" or not message["more_body"]:
+                        return True
+                    num_bytes += len(message["body"])
+        return False
 
     async def start_events(self) -> None:
         await self._start(200, EVENTS)
@@ -126,11 +154,9 @@ class Exchange:
 
     async def _start(self, status: int, headers: Headers) -> None:
         self.status = status
-        names = {name for name, _ in headers}  # an error may close what is to be closed anyhow
-        unique = headers if len(names) == len(headers) else tuple(dict(headers).items())
-        await self._send({"type": "http.response.start", "status": status, "headers": unique})
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
 
 def _too_large(max_bytes: int) -> ApiError:
     message = f"the body has more than {max_bytes} bytes; send less, or raise max_body_bytes"
-    return ApiError(413, message, code="body_too_large", headers=CLOSE)
+    return ApiError(413, message, code="body_too_large")

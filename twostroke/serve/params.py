@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from twostroke.engine.api import EngineInfo
-from twostroke.request import SamplingParams
+from twostroke.request import SamplingParams, StructuredOutputs
 from twostroke.serve.errors import ApiError
 from twostroke.serve.protocol import (
     ChatRequest,
@@ -43,7 +43,10 @@ _SAME_NAME = (
 
 
 def chat_params(
-    request: ChatRequest, info: EngineInfo, settings: ServeSettings, forced: Any = None
+    request: ChatRequest,
+    info: EngineInfo,
+    settings: ServeSettings,
+    forced: StructuredOutputs | None = None,
 ) -> SamplingParams:
     """`forced`: what a tool choice makes the answer be, whatever else was asked for."""
     _refuse_unsupported(request)
@@ -89,11 +92,11 @@ def responses_params(
 ) -> SamplingParams:
     wanted = "message.output_text.logprobs" in (request.include or ())
     form = request.text.format if request.text else None
-    form_json: Any = None
+    form_json: StructuredOutputs | None = None
     if form is not None and form.type == "json_schema":
         form_json = _schema_structured(form.schema, "text.format.schema")
     elif form is not None and form.type == "json_object":
-        form_json = structured_outputs(json_object=True)
+        form_json = StructuredOutputs(json_object=True)
     return _params(
         request,
         info,
@@ -111,7 +114,7 @@ def _params(
     n: int | None,
     max_tokens: int | None,
     logprobs: int | None,
-    structured: Any,
+    structured: StructuredOutputs | None,
 ) -> SamplingParams:
     given: dict[str, Any] = {
         name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None
@@ -154,16 +157,7 @@ def _refuse_unsupported(request: ChatRequest) -> None:
 # ── structured output ───────────────────────────────────────────────────────────────────────
 
 
-def structured_outputs(**kind: Any) -> Any:
-    from twostroke import request
-
-    make = getattr(request, "StructuredOutputs", None)
-    if make is None:
-        raise ApiError(400, "structured output is not supported by this engine")
-    return make(**kind)
-
-
-def _structured(request: Generating, form: ResponseFormat | None) -> Any:
+def _structured(request: Generating, form: ResponseFormat | None) -> StructuredOutputs | None:
     fields = request.structured_outputs
     if fields is not None:
         kinds = {
@@ -171,22 +165,16 @@ def _structured(request: Generating, form: ResponseFormat | None) -> Any:
             for name in fields.__struct_fields__
             if (value := getattr(fields, name)) is not None and value is not False
         }
-        if len(kinds) != 1:
-            raise ApiError(
-                400,
-                "structured_outputs takes exactly one of json, regex, choice, grammar, json_object",
-                param="structured_outputs",
-            )
-        return structured_outputs(**kinds)
+        return StructuredOutputs(**kinds)
     if form is None or form.type == "text":
         return None
     if form.type == "json_object":
-        return structured_outputs(json_object=True)
+        return StructuredOutputs(json_object=True)
     schema = form.json_schema.schema if form.json_schema is not None else None
     return _schema_structured(schema, "response_format.json_schema.schema")
 
 
-def _schema_structured(schema: dict[str, Any] | None, where: str) -> Any:
+def _schema_structured(schema: dict[str, Any] | None, where: str) -> StructuredOutputs:
     if schema is None:
         raise ApiError(400, f"{where}: a JSON schema is needed here", param=where)
-    return structured_outputs(json=schema)
+    return StructuredOutputs(json=schema)

@@ -124,9 +124,13 @@ class Prompts:
         except ModelError as error:
             raise ApiError(400, str(error), param="chat_template") from None
 
+    @property
+    def template_source(self) -> str | None:
+        return self._intake._template_source
+
     @cached_property
     def _model_template(self) -> ChatTemplate:
-        source = self._intake._template_source
+        source = self.template_source
         if source is None:
             raise ApiError(
                 400, "the model has no chat template; use /v1/completions", code="no_chat_template"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -103,6 +104,7 @@ async def serve_forever(
     try:
         async with client_factory() as client:
             server = HttpServer(App(client, settings), settings)
+            listener.listen(BACKLOG)  # whoever is told the address can connect
             if on_started is not None:
                 on_started(server, client, url_of(listener, settings))
             await server.serve(sockets=[listener])
@@ -118,14 +120,23 @@ def serve(
     settings: ServeSettings,
     on_started: Callable[[HttpServer, Client, str], None] | None = None,
 ) -> None:
-    """`serve_forever`, in an event loop of its own."""
+    """`serve_forever`, in an event loop of its own and a process that does nothing else."""
+
+    def started(server: HttpServer, client: Client, url: str) -> None:
+        # What is there now stays: searching it for garbage again and again is a fifth of the
+        # cost of a token.
+        gc.collect()
+        gc.freeze()
+        if on_started is not None:
+            on_started(server, client, url)
+
     factory = None
     if _has_uvloop():
         import uvloop
 
         factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(serve_forever(client_factory, settings, on_started))
+        runner.run(serve_forever(client_factory, settings, started))
 
 
 def bind(settings: ServeSettings) -> socket.socket:

@@ -67,6 +67,8 @@ class Admission:
         # The engine's own word may be a moment old, and memory may hold fewer than
         # max_num_seqs: so both counts are looked at.
         limit = self._client.info.max_num_seqs + self._max_queue
+        if count > limit:
+            raise ApiError(400, f"{count} texts at once are more than the {limit} that may wait")
         waiting = self._client.load().waiting
         if self.num_open + count > limit or (waiting and waiting + count > self._max_queue):
             raise ApiError(

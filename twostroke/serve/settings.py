@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from twostroke.errors import ConfigError
+from twostroke.serve.tools import PARSERS
 from twostroke.strict import Strict
 
 MIB = 1024**2
@@ -30,8 +31,8 @@ class ServeSettings(Strict):
     response_role: str = "assistant"
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     trust_request_chat_template: bool = False  # whether a request may bring its own template
-    enable_auto_tool_choice: bool = False
-    tool_call_parser: str | None = None
+    enable_auto_tool_choice: bool = True  # a model may call tools unless it is told not to
+    tool_call_parser: str | None = None  # how its calls are read; None: by its chat template
 
     max_body_bytes: int = 16 * MIB
     max_header_bytes: int = 64 * 1024  # request line and headers together
@@ -64,8 +65,8 @@ class ServeSettings(Strict):
             object.__setattr__(self, name, tuple(given))
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError("ssl_keyfile is given without ssl_certfile; give both")
-        if self.enable_auto_tool_choice and self.tool_call_parser is None:
-            raise ConfigError("enable_auto_tool_choice needs tool_call_parser; name one")
+        if self.tool_call_parser is not None:
+            self._check_choice("tool_call_parser", ("auto", *PARSERS))
 
     @property
     def metrics_open(self) -> bool:
