@@ -29,6 +29,7 @@ class SyncClient:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        engine.frontend.warm()
         self._kept: dict[str, RequestOutput] = {}  # changed while somebody else turned the loop
 
     def add(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> str:
@@ -83,6 +84,7 @@ class AsyncEngine(StreamingEngine):
         self.engine = engine
         self.info = engine.info()
         self.intake = engine.frontend.intake
+        engine.frontend.warm()
         self._inbox: queue.SimpleQueue[tuple[Stream, list[EngineRequest]] | str | None]
         self._inbox = queue.SimpleQueue()
         self._streams = Streams(engine.frontend)

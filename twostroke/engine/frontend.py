@@ -50,13 +50,16 @@ class Frontend:
     def __init__(self, intake: Intake, seed: int = 0) -> None:
         self.intake = intake
         self.tokenizer = intake.tokenizer
-        if self.tokenizer is not None:
-            self.tokenizer.detokenizer()  # makes its table now, not on the first request's time
         self._seed = seed
         self._count = 0
         self._asked: dict[str, Asked] = {}  # by request id
         self._child: dict[str, tuple[str, int]] = {}  # engine request → (request, index)
         self._stopped: dict[str, Asked] = {}  # engine requests to abort: a stop string hit them
+
+    def warm(self) -> None:
+        """Make the tokenizer's table now, not on the first request's time."""
+        if self.tokenizer is not None:
+            self.tokenizer.detokenizer()
 
     # ── in ──────────────────────────────────────────────────────────────────────────────────
 

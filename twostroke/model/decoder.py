@@ -8,7 +8,9 @@ sees the two lists. The head runs only on the positions that are asked for.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -52,12 +54,15 @@ class Decoder:
         self._cos, self._sin = rope_tables(spec.rope, max_len, device)
         self._scale = spec.head_dim**-0.5
         load = _Loader(source, dtype, device)
-        self._embed = load.tensor("embed")
-        self._layers = [self._load_layer(load, index) for index in range(spec.num_layers)]
+        # Unpacking keeps one core busy at a time, and leaves Python free while it does.
+        with ThreadPoolExecutor() as pool:
+            embed = pool.submit(load.tensor, "embed")
+            layers = pool.map(partial(self._load_layer, load), range(spec.num_layers))
+            self._layers = list(layers)
+            self._embed = embed.result()
         self._final_norm = load.tensor("final_norm")
         head = self._embed if spec.tie_embeddings else load.tensor("head")
         self._head: Linear = DenseLinear(head)
-        self.num_bytes = load.num_bytes
 
     def _load_layer(self, load: _Loader, index: int) -> Layer:
         spec, at = self.spec, f"layers.{index}."
@@ -135,12 +140,9 @@ class _Loader:
 
     def __init__(self, source: WeightSource, dtype: torch.dtype, device: torch.device) -> None:
         self._source, self._dtype, self._device = source, dtype, device
-        self.num_bytes = 0
 
     def tensor(self, name: str) -> torch.Tensor:
-        tensor = self._source.read(name, self._dtype).to(self._device)
-        self.num_bytes += tensor.numel() * tensor.element_size()
-        return tensor
+        return self._source.read(name, self._dtype).to(self._device)
 
     def linear(self, names: list[str], biased: bool) -> DenseLinear:
         weight = self.merged(names)
