@@ -35,12 +35,13 @@ class Chat:
     async def __call__(self, exchange: Exchange) -> None:
         service = self._service
         service.admission.check()
-        request, num_bytes = await service.read(exchange, ChatRequest)
-        service.check_model(request.model)
-        tools = calling(request, service.settings, service.prompts.template_source)
-        prepared = await off_loop(
-            work_of(request, num_bytes), partial(self._prepare, request, tools)
-        )
+        with service.bodies.hold(exchange):
+            request, num_bytes = await service.read(exchange, ChatRequest)
+            service.check_model(request.model)
+            tools = calling(request, service.settings, service.prompts.template_source)
+            prepared = await off_loop(
+                work_of(request, num_bytes), partial(self._prepare, request, tools)
+            )
         head = service.head("chatcmpl", request.request_id, request.model)
         shape = ChatShape(service, request, head, tools)
         with service.running(exchange, [prepared], head.id) as feed:

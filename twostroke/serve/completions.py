@@ -34,13 +34,14 @@ class Completions:
     async def __call__(self, exchange: Exchange) -> None:
         service = self._service
         service.admission.check()
-        request, num_bytes = await service.read(exchange, CompletionRequest)
-        service.check_model(request.model)
-        prompts = each_prompt(request.prompt)
-        service.admission.check(len(prompts))
-        prepared = await off_loop(
-            work_of(request, num_bytes), partial(self._prepare, request, prompts)
-        )
+        with service.bodies.hold(exchange):
+            request, num_bytes = await service.read(exchange, CompletionRequest)
+            service.check_model(request.model)
+            prompts = each_prompt(request.prompt)
+            service.admission.check(len(prompts))
+            prepared = await off_loop(
+                work_of(request, num_bytes), partial(self._prepare, request, prompts)
+            )
         head = service.head("cmpl", request.request_id, request.model)
         shape = CompletionShape(service, request, head)
         with service.running(exchange, prepared, head.id) as feed:

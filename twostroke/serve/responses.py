@@ -27,10 +27,11 @@ class Responses:
     async def __call__(self, exchange: Exchange) -> None:
         service = self._service
         service.admission.check()
-        request, num_bytes = await service.read(exchange, ResponsesRequest)
-        service.check_model(request.model)
-        _refuse_unsupported(request)
-        prepared = await off_loop(work_of(request, num_bytes), partial(self._prepare, request))
+        with service.bodies.hold(exchange):
+            request, num_bytes = await service.read(exchange, ResponsesRequest)
+            service.check_model(request.model)
+            _refuse_unsupported(request)
+            prepared = await off_loop(work_of(request, num_bytes), partial(self._prepare, request))
         head = service.head("resp", request.request_id, request.model)
         shape = ResponseShape(service, request, head, prepared)
         with service.running(exchange, [prepared], head.id) as feed:

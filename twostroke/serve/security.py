@@ -12,6 +12,8 @@ from twostroke.serve.bounds import head_too_large
 from twostroke.serve.errors import ApiError, retry_after, unavailable
 from twostroke.serve.exchange import Exchange
 
+BODIES_AT_ONCE = 16  # of the largest size allowed; of usual ones, thousands
+
 
 class Keys:
     """API keys, compared in a time that tells nothing: digests, all of them, every time."""
@@ -87,3 +89,31 @@ class Admission:
             yield
         finally:
             self.num_open -= count
+
+
+class BodyBudget:
+    """Bounds the bytes of all bodies that are being read at a time, by what they claim to have."""
+
+    def __init__(self, max_body_bytes: int) -> None:
+        self._max_body_bytes = max_body_bytes
+        self._left = BODIES_AT_ONCE * max_body_bytes
+
+    @contextmanager
+    def hold(self, exchange: Exchange) -> Iterator[None]:
+        length = exchange.header(b"content-length") or b""
+        claimed = int(length) if length.isdigit() else self._max_body_bytes
+        held = min(claimed, self._max_body_bytes)  # more is refused before it is read
+        if held <= self._max_body_bytes // 256:
+            held = 0  # slow senders of large bodies keep nobody from sending a usual one
+        if held > self._left:
+            raise ApiError(
+                429,
+                "too many large requests are being read; try again in a moment",
+                code="too_many_bytes",
+                headers=retry_after(1),
+            )
+        self._left -= held
+        try:
+            yield
+        finally:
+            self._left += held

@@ -23,7 +23,7 @@ from twostroke.serve.feed import Feed
 from twostroke.serve.metrics import Metrics
 from twostroke.serve.parts import Counts, Json
 from twostroke.serve.prompts import Prompts
-from twostroke.serve.security import Admission
+from twostroke.serve.security import Admission, BodyBudget
 from twostroke.serve.settings import ServeSettings
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -54,6 +54,7 @@ class Service:
         self.client = client
         self.settings = settings
         self.admission = Admission(client, settings.max_queue)
+        self.bodies = BodyBudget(settings.max_body_bytes)
         self.prompts = Prompts(client.intake, settings)
         self.models = settings.served_model_names or (client.info.model_name,)
         self.metrics = Metrics(client, self.models[0])

@@ -57,9 +57,11 @@ class Telling:
 
     async def tokenize(self, exchange: Exchange) -> None:
         service = self._service
-        request, num_bytes = await service.read(exchange, TokenizeRequest)
-        service.check_model(request.model)
-        await exchange.answer_json(await off_loop(num_bytes, partial(self._tokenize, request)))
+        with service.bodies.hold(exchange):
+            request, num_bytes = await service.read(exchange, TokenizeRequest)
+            service.check_model(request.model)
+            answer = await off_loop(num_bytes, partial(self._tokenize, request))
+        await exchange.answer_json(answer)
 
     def _tokenize(self, request: TokenizeRequest) -> Json:
         prompts = self._service.prompts
@@ -78,9 +80,11 @@ class Telling:
 
     async def detokenize(self, exchange: Exchange) -> None:
         service = self._service
-        request, num_bytes = await service.read(exchange, DetokenizeRequest)
-        service.check_model(request.model)
-        await exchange.answer_json(await off_loop(num_bytes, partial(self._detokenize, request)))
+        with service.bodies.hold(exchange):
+            request, num_bytes = await service.read(exchange, DetokenizeRequest)
+            service.check_model(request.model)
+            answer = await off_loop(num_bytes, partial(self._detokenize, request))
+        await exchange.answer_json(answer)
 
     def _detokenize(self, request: DetokenizeRequest) -> Json:
         tokenizer, size = self._service.tokenizer, self._service.client.info.vocab_size
