@@ -19,6 +19,7 @@ import zmq
 
 from twostroke.config import EngineConfig
 from twostroke.engine.wire import (
+    STEPS_AHEAD,
     Failed,
     FromEngine,
     Ready,
@@ -53,8 +54,8 @@ class Child:
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
         self._outbox = self._context.socket(zmq.PUSH)
+        self._inbox.rcvhwm, self._outbox.sndhwm = STEPS_AHEAD, 0
         for socket in (self._inbox, self._outbox):
-            socket.set_hwm(0)
             socket.linger = 0
 
     @property

@@ -52,7 +52,7 @@ class Intake:
     ) -> None:
         self.tokenizer = tokenizer
         self.limits = limits
-        self._template_source = chat_template
+        self.template_source = chat_template
         self._template: ChatTemplate | None = None
         self._grammars: GrammarCheck | None = None
 
@@ -66,11 +66,11 @@ class Intake:
         """A conversation → token ids, through the model's chat template."""
         tokenizer = self._need_tokenizer("a chat")
         if self._template is None:
-            if self._template_source is None:
+            if self.template_source is None:
                 raise RequestError(
                     "the model has no chat template; give one (chat_template) or use a plain prompt"
                 )
-            source, bos, eos = self._template_source, tokenizer.bos_token, tokenizer.eos_token
+            source, bos, eos = self.template_source, tokenizer.bos_token, tokenizer.eos_token
             self._template = ChatTemplate(source, bos, eos)
         text = self._template.render(messages, add_generation_prompt, tools, **variables)
         return tokenizer.encode(text, add_special_tokens=False)

@@ -22,6 +22,7 @@ import zmq
 from twostroke.config import EngineConfig
 from twostroke.engine.api import EngineLoad
 from twostroke.engine.wire import (
+    STEPS_AHEAD,
     Abort,
     Add,
     Audit,
@@ -128,7 +129,7 @@ class EngineServer:
                 del self._names[self._handles.pop(update.request_id)]
 
     def _send(self, message: FromEngine) -> None:
-        self._outbox.send(encode(message), zmq.NOBLOCK)  # the queue has no limit
+        self._outbox.send(encode(message))  # waits if `STEPS_AHEAD` have not been read yet
 
 
 def main(send_to: str, builder: str) -> int:
@@ -139,8 +140,8 @@ def main(send_to: str, builder: str) -> int:
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     context = zmq.Context()
     outbox, inbox = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+    outbox.sndhwm, inbox.rcvhwm = STEPS_AHEAD, 0
     for socket in (outbox, inbox):
-        socket.set_hwm(0)
         socket.linger = LINGER_MS
     outbox.connect(send_to)
     try:

@@ -117,6 +117,10 @@ class Audited(msgspec.Struct, tag=5, array_like=True, frozen=True):
 
 FromEngine = Ready | Failed | Step | Refused | Audited
 
+# An engine that has told so many steps waits until they are read: what it writes faster than the
+# other side can tell it to users would only pile up, and new requests would wait behind it.
+STEPS_AHEAD = 8
+
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode

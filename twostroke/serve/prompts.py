@@ -126,7 +126,7 @@ class Prompts:
 
     @property
     def template_source(self) -> str | None:
-        return self._intake._template_source
+        return self._intake.template_source
 
     @cached_property
     def _model_template(self) -> ChatTemplate:
