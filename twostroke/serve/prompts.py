@@ -17,6 +17,8 @@ from twostroke.serve.errors import ApiError
 from twostroke.serve.protocol import Generating, Templated
 from twostroke.serve.settings import ServeSettings
 
+# What `ChatTemplate.render` is called with: no request may give these names to its variables.
+TAKEN = ("self", "messages", "add_generation_prompt", "tools")
 INLINE_BYTES = 8 * 1024  # a body of this size is tokenised within about a millisecond
 T = TypeVar("T")
 
@@ -103,6 +105,12 @@ class Prompts:
             **variables,
             **(request.chat_template_kwargs or {}),
         }
+        if taken := [name for name in TAKEN if name in variables]:
+            raise ApiError(
+                400,
+                f"chat_template_kwargs: {' and '.join(taken)} cannot be set there; other names can",
+                param="chat_template_kwargs",
+            )
         add_prompt = not continued and generate is not False
         text = template.render(messages, add_prompt, tools, **variables)
         if continued:
