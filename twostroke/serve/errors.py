@@ -78,6 +78,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, RequestError):
         return ApiError(400, str(error), param=_first_name(str(error)))
+    if isinstance(error, RecursionError):  # nothing recurses here but along what was sent
+        return ApiError(400, "what was sent is nested too deeply")
     if isinstance(error, EngineError):
         log.error("a request was lost: %s", error)
         return unavailable("the engine failed while it worked on this request; try again")
