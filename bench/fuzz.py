@@ -10,10 +10,11 @@ hostile values that fit their types, bytes that are no JSON, and HTTP that is no
 and not, and some clients leave early. A call follows from (seed, index) alone; several run at
 once, so that what one does to another shows.
 
-What is a failure: a 5xx (but 501 from a route that says so), a server's error inside a stream, no
-answer where one is due, none within 30 s, an error not in OpenAI's shape, a path or a traceback in
-an answer, an engine that is not idle or whose books are wrong at the end. Each is printed with the
-bytes that caused it. Exit code 1 if there are any. Ends with one JSON line.
+What is a failure: a 5xx (but 501 from a route that says so, and 503 with Retry-After, which are
+counted), any other server's error inside a stream, an engine that dies, no answer where one is
+due, none within 30 s, an error not in OpenAI's shape, a path or a traceback in an answer, an engine
+that is not idle or whose books are wrong at the end. Each is printed with the bytes that caused
+it. Exit code 1 if there are any. Ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -23,32 +24,32 @@ import sys
 if __name__ == "__main__":  # not bench/: `http` is in the library too
     sys.path[0] = __file__.rpartition("/bench/")[0] or "."
 
-import argparse  # noqa: E402
-import asyncio  # noqa: E402
-import contextlib  # noqa: E402
-import copy  # noqa: E402
-import json  # noqa: E402
-import platform  # noqa: E402
-import re  # noqa: E402
-import socket  # noqa: E402
-import tempfile  # noqa: E402
-import threading  # noqa: E402
-import time  # noqa: E402
-from collections import Counter  # noqa: E402
-from collections.abc import AsyncIterator, Iterable, Iterator  # noqa: E402
-from concurrent.futures import ThreadPoolExecutor  # noqa: E402
-from dataclasses import dataclass, field  # noqa: E402
-from pathlib import Path  # noqa: E402
-from random import Random  # noqa: E402
-from typing import Any, NamedTuple  # noqa: E402
+import argparse
+import asyncio
+import contextlib
+import copy
+import json
+import platform
+import re
+import socket
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
 
-from tests.instant import BUILDER  # noqa: E402
-from tests.tiny import tiny_folder  # noqa: E402
-from twostroke.config import EngineConfig  # noqa: E402
-from twostroke.engine.process import DEFAULT_BUILDER  # noqa: E402
-from twostroke.engine.remote import RemoteEngine  # noqa: E402
-from twostroke.serve.run import HttpServer, serve_forever  # noqa: E402
-from twostroke.serve.settings import ServeSettings  # noqa: E402
+from tests.instant import BUILDER
+from tests.tiny import tiny_folder
+from twostroke.config import EngineConfig
+from twostroke.engine.process import DEFAULT_BUILDER
+from twostroke.engine.remote import RemoteEngine
+from twostroke.serve.run import HttpServer, serve_forever
+from twostroke.serve.settings import ServeSettings
 
 HANG_S = 30.0
 WORKERS = 6
@@ -95,14 +96,16 @@ MESSAGES: list[Any] = [
 # Values that get further than the door: right in type, and as a user might send them.
 USUAL: dict[str, list[Any]] = {
     "messages": MESSAGES, "prompt": ["hi", "a small model", [4, 5, 6], ["a", "b"], [[4], [5]]],
-    "input": ["hi", [{"role": "user", "content": "hi"}]], "model": [None], "tools": [[TOOL], None],
+    "input": ["hi", [{"role": "user", "content": "hi"}]], "model": [None], "tools": [[TOOL],
+    None],
     "tokens": [[4, 5], []], "n": [1, 2, 3], "max_tokens": [1, 3, 20], "best_of": [None],
     "max_completion_tokens": [2, 5], "max_output_tokens": [1, 4], "stream": [True, False],
     "temperature": [0, 0.7, 2], "top_p": [0.1, 1], "top_k": [-1, 0, 5], "min_p": [0, 0.3],
     "repetition_penalty": [1, 1.2], "presence_penalty": [-1, 0, 2], "seed": [0, 1, -5, 2**62],
     "frequency_penalty": [0, 1.5], "stop": ["e", ["x", "yz"], None], "stop_token_ids": [[7], []],
     "min_tokens": [0, 1], "logit_bias": [{"5": 1.5}, {}], "allowed_token_ids": [[4, 5, 6]],
-    "bad_words": [["dog"]], "prompt_logprobs": [0, 2], "priority": [0, -3], "top_logprobs": [0, 3],
+    "bad_words": [["dog"]], "prompt_logprobs": [0, 2], "priority": [0, -3], "top_logprobs": [0,
+    3],
     "request_id": ["r1"], "cache_salt": ["s"], "chat_template": [None, "{{ messages[0].role }}"],
     "chat_template_kwargs": [{"x": 1}], "documents": [[{"title": "t", "text": "x"}]],
     "tool_choice": ["none", "auto", "required", {"type": "function", "function": {"name": "f"}}],
@@ -134,11 +137,13 @@ DEPTHS = (5, 60, 200, 450, 700, 900, 950, 990, 1100)
 DEEP = re.compile(rb'"<deep (\d+)>"')
 REGEXES = (
     "(a|b)*", "(a+)+$", "((a{0,99}){0,99}){0,99}", "[a-z]{1,100000}", "(?=x)y", "(?<n>x)\\k<n>",
-    "(" * 500 + ")" * 500, "(" * 9, "[", "*", "\\", "a{9,3}", "\\p{L}+", "[^\\x00-\\x{10FFFF}]", "",
+    "(" * 500 + ")" * 500, "(" * 9, "[", "*", "\\", "a{9,3}", "\\p{L}+", "[^\\x00-\\x{10FFFF}]",
+    "",
     ".*" * 200 + "x", "(?i)" + "(a|aa)" * 200, "\\u{110000}", "\x00", "\\d{400}(x|y)\\w{400}",
 )  # fmt: skip
 GRAMMARS = (
-    "start: start", "start: a\na: b\nb: a", "start: start start | \"a\"", "root ::= root", "", "start:",
+    "start: start", "start: a\na: b\nb: a", "start: start start | \"a\"", "root ::= root", "",
+    "start:",
     "root ::= \"a\" root | \"b\"", "start: /(/", "start: /((a{0,99}){0,99}){0,99}/", "%import x",
     "\n".join(f"r{n}: r{n + 1} r{n + 1}" for n in range(60)) + '\nr60: "a"\nstart: r0', "\x00",
     "start: " + "(" * 3000 + '"a"' + ")" * 3000, "root ::= " + "(" * 800 + '"a"' + ")" * 800,
@@ -146,15 +151,21 @@ GRAMMARS = (
     "start: %json {\"type\":\"object\"}", "start: %regex {", "start: <[0-99999999]>",
 )  # fmt: skip
 SCHEMAS: tuple[Any, ...] = (
-    {"$ref": "#"}, {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, {"type": "nothing"},
-    {"$ref": "http://127.0.0.1:1/x.json"}, {"$ref": "file:///etc/passwd"}, {"pattern": "((a{0,99}){99}){99}"},
+    {"$ref": "#"}, {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
+    {"type": "nothing"},
+    {"$ref": "http://127.0.0.1:1/x.json"}, {"$ref": "file:///etc/passwd"},
+    {"pattern": "((a{0,99}){99}){99}"},
     {"type": "string", "maxLength": 10**9}, {"type": "array", "minItems": 10**7}, {"enum": []},
-    {"type": "integer", "minimum": 10**30, "maximum": -1}, {"type": "number", "multipleOf": 1e-300},
-    {"anyOf": [{"type": "string"}] * 500}, {"allOf": [{"anyOf": [{"const": n} for n in range(20)]}] * 8},
-    {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(300)}}, {"not": {}},
+    {"type": "integer", "minimum": 10**30, "maximum": -1}, {"type": "number",
+    "multipleOf": 1e-300},
+    {"anyOf": [{"type": "string"}] * 500},
+    {"allOf": [{"anyOf": [{"const": n} for n in range(20)]}] * 8},
+    {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(300)}},
+    {"not": {}},
     {"type": "object", "required": ["x"], "properties": {}, "additionalProperties": False},
     {"enum": [str(n) * 10 for n in range(2000)]}, {"type": ["string", 3]}, {"properties": 3}, {},
-    {"patternProperties": {"(": {}}}, {"format": "no-such"}, {"type": "string", "format": "date-time"},
+    {"patternProperties": {"(": {}}}, {"format": "no-such"}, {"type": "string",
+    "format": "date-time"},
     *(deep(depth) for depth in (20, 200, 400)), {"items": "<deep 50>"}, {"items": "<deep 900>"},
 )  # fmt: skip
 NUMBERS = (
@@ -162,12 +173,16 @@ NUMBERS = (
     -(2**63), -(2**63) - 1, 10**40, 1024, 1025, 4095, 10**9,
 )  # fmt: skip
 STRINGS = (
-    "", "a", "\x00", "\ud800", "x\udfff", "🙂" * 50, "x" * 5000, "<|im_end|>", "</s>", "\u2028", "{{",
-    "{% raw %}", "../../etc/passwd", "%s%n", "'; --", "auto", "none", "required", "json_object", "\r\n\r\n",
+    "", "a", "\x00", "\ud800", "x\udfff", "🙂" * 50, "x" * 5000, "<|im_end|>", "</s>", "\u2028",
+    "{{",
+    "{% raw %}", "../../etc/passwd", "%s%n", "'; --", "auto", "none", "required", "json_object",
+    "\r\n\r\n",
 )  # fmt: skip
 OBJECTS: list[Any] = [
-    {}, {"": {}}, {"a": 1}, {"type": "text"}, {"type": "function"}, {"type": "json_schema"}, [], [[]],
-    [None], [{}], [[[[]]]], [0], [-1], [10**20], ["a", 1], {"role": "user"}, {"__class__": {}}, [True],
+    {}, {"": {}}, {"a": 1}, {"type": "text"}, {"type": "function"}, {"type": "json_schema"}, [],
+    [[]],
+    [None], [{}], [[[[]]]], [0], [-1], [10**20], ["a", 1], {"role": "user"}, {"__class__": {}},
+    [True],
 ]  # fmt: skip
 NASTY: list[Any] = [None, True, False, *NUMBERS, *STRINGS, *OBJECTS]
 HOSTILE: dict[str, list[Any]] = {
@@ -179,47 +194,76 @@ HOSTILE: dict[str, list[Any]] = {
         {"regex": "a", "choice": ["a"]}, {"json_object": False}, {"regex": "a" * 200_000},
     ],
     "response_format": [
-        *({"type": "json_schema", "json_schema": {"name": "x", "schema": one}} for one in SCHEMAS),
+        *({"type": "json_schema", "json_schema": {"name": "x",
+        "schema": one}} for one in SCHEMAS),
         {"type": "json_schema"}, {"type": "json_schema", "json_schema": {}}, {"type": "xml"},
     ],
     "text": [{"format": {"type": "json_schema", "schema": one}} for one in SCHEMAS],
     "tools": [
         [TOOL] * 200, [], [{"type": "function", "function": {"name": ""}}],
-        *([{"type": "function", "function": {"name": "f\ud800\n\"", "parameters": one}}] for one in SCHEMAS),
+        *([{"type": "function", "function": {"name": "f\ud800\n\"",
+        "parameters": one}}] for one in SCHEMAS),
     ],
-    "tool_choice": ["required", "x", {}, {"type": "function"}, {"type": "function", "function": {"name": "g"}}],
+    "tool_choice": ["required", "x", {}, {"type": "function"}, {"type": "function",
+    "function": {"name": "g"}}],
     "n": [0, 2, 64, 1024, 1025, 10**9, -1], "best_of": [2, 10**9], "stop": [
-        "", [], [""], ["x"] * 64, ["x"] * 65, "x" * 100_000, [str(n) for n in range(64)], ["\ud800"], ["\ufffd"]],
+        "", [], [""], ["x"] * 64, ["x"] * 65, "x" * 100_000, [str(n) for n in range(64)],
+        ["\ud800"], ["\ufffd"]],
     "max_tokens": [0, -1, 1, 4096, 2**31, 2**63, 10**40], "max_completion_tokens": [0, 2**64],
     "max_output_tokens": [0, 2**63], "min_tokens": [2, 3, 4, 10**9, 2**63], "logit_bias": [
-        {"5": 101}, {"5": -100}, {"-1": 0}, {"x": 1}, {"1e3": 1}, {"٣": 1}, {" 5 ": 1}, {"5_0": 1}, {"9" * 5000: 1},
-        {str(n): 1.0 for n in range(300)}, {str(n): 1.0 for n in range(2000)}, {str(2**64): 1}, {"299": 1e-320}],
+        {"5": 101}, {"5": -100}, {"-1": 0}, {"x": 1}, {"1e3": 1}, {"٣": 1}, {" 5 ": 1},
+        {"5_0": 1}, {"9" * 5000: 1},
+        {str(n): 1.0 for n in range(300)}, {str(n): 1.0 for n in range(2000)}, {str(2**64): 1},
+        {"299": 1e-320}],
     "stop_token_ids": [[-1], [300], [2**40], [2**64], list(range(300)), list(range(2000))],
     "allowed_token_ids": [[], [299], [300], [-1], [2**64], list(range(300)), [0] * 5000],
-    "bad_words": [[""], ["x"] * 1024, ["x" * 5000], [" "], ["\ud800"], [str(n) for n in range(1000)]],
-    "prompt": ["", [], [[]], [""], "x" * 3000, "x" * 100_000, "東" * 30_000, [4] * 255, [4] * 5000, [-1], [300], [2**63],
-               ["hi"] * 500, ["hi"] * 5000, [[4], "a"], [[4], 5], "\x00", "\ud800", "<s>" * 50, " " * 3000],
-    "messages": [[], [{}], [{"role": 3}], [{"role": "user"}], [{"role": "x", "content": None}], [{"content": "hi"}],
-                 [{"role": "user", "content": [{"type": "image_url"}]}], [{"role": "user", "content": [[]]}],
-                 [{"role": "user", "content": {"a": 1}}], [{"role": "user", "content": "x" * 100_000}],
-                 [{"role": "user", "content": "hi"}] * 1000, [{"role": "assistant", "tool_calls": 3}],
+    "bad_words": [[""], ["x"] * 1024, ["x" * 5000], [" "], ["\ud800"],
+    [str(n) for n in range(1000)]],
+    "prompt": ["", [], [[]], [""], "x" * 3000, "x" * 100_000, "東" * 30_000, [4] * 255, [4] * 5000,
+    [-1], [300], [2**63],
+               ["hi"] * 500, ["hi"] * 5000, [[4], "a"], [[4], 5], "\x00", "\ud800", "<s>" * 50,
+               " " * 3000],
+    "messages": [[], [{}], [{"role": 3}], [{"role": "user"}], [{"role": "x", "content": None}],
+    [{"content": "hi"}],
+                 [{"role": "user", "content": [{"type": "image_url"}]}], [{"role": "user",
+                 "content": [[]]}],
+                 [{"role": "user", "content": {"a": 1}}], [{"role": "user",
+                 "content": "x" * 100_000}],
+                 [{"role": "user", "content": "hi"}] * 1000, [{"role": "assistant",
+                 "tool_calls": 3}],
                  [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}],
-                 [{"role": "tool", "content": "x"}], [{"role": "user", "content": "hi", "name": {"a": []}}],
-                 [{"role": "\ud800", "content": "\ud800"}], [{"role": ["user"], "content": ["hi"]}]],
-    "input": ["", [], [{}], [{"type": "message"}], [{"type": "reasoning"}], [{"role": "user", "content": 3}],
-              [{"role": "user", "content": [{"type": "input_text"}]}], [{"type": "item_reference", "id": "x"}]],
-    "tokens": [[-1], [300], [2**31], [2**64], [4] * 50_000, [0, 1, 2, 3]], "reasoning": [{"effort": []}, {"x": 1}],
-    "chat_template": ["{{", "{% for %}", "{{ x.y.z }}", "{{ ''.__class__ }}", "{{ messages }}", "{{ 1/0 }}", "{{ 'a' * 10**6 }}",
-                      "{% include '/etc/passwd' %}", "{{ raise_exception('no') }}", "{{ [].x() }}", "{{ 10**10**3 }}",
-                      "{{ messages|tojson }}", "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "{{ range(10**9)|list }}"],
-    "chat_template_kwargs": [{"messages": 3}, {"tools": 3}, {"x" * 5000: 1}, {"": 1}, {"self": 1}, {"add_generation_prompt": []},
-                             {"bos_token": {}}, {"messages": [], "raise_exception": 3}, {"1 x": 2}, {"template": 1}],
-    "documents": [[], [{}], [{"a": {"b": [1]}}] * 100], "metadata": [{"a": "x" * 5000}, {"\ud800": 1}],
-    "request_id": ["", "\x00", "x" * 256, "x" * 257, "\r\nset-cookie: x", "\ud800", "🙂", "same"], "priority": [2**31, 2**63, -(2**63), 10**30],
-    "seed": [2**63 - 1, 2**63, -(2**63), 10**40], "top_logprobs": [1, 20, 21, 10**9, -1], "logprobs": [True, 1, 20, 21, 10**9, -1],
-    "prompt_logprobs": [0, 20, 21, 10**9, -1], "include": [["x"], []], "model": ["", "x" * 5000, "\ud800", "../x"],
-    "cache_salt": ["", "\ud800", "x" * 10_000], "echo": [True], "stream": [True], "continue_final_message": [True],
-    "add_generation_prompt": [True, False], "return_token_ids": [True], "return_tokens_as_token_ids": [True], "return_progress": [True],
+                 [{"role": "tool", "content": "x"}], [{"role": "user", "content": "hi",
+                 "name": {"a": []}}],
+                 [{"role": "\ud800", "content": "\ud800"}], [{"role": ["user"],
+                 "content": ["hi"]}]],
+    "input": ["", [], [{}], [{"type": "message"}], [{"type": "reasoning"}], [{"role": "user",
+    "content": 3}],
+              [{"role": "user", "content": [{"type": "input_text"}]}], [{"type": "item_reference",
+              "id": "x"}]],
+    "tokens": [[-1], [300], [2**31], [2**64], [4] * 50_000, [0, 1, 2, 3]],
+    "reasoning": [{"effort": []}, {"x": 1}],
+    "chat_template": ["{{", "{% for %}", "{{ x.y.z }}", "{{ ''.__class__ }}", "{{ messages }}",
+    "{{ 1/0 }}", "{{ 'a' * 10**6 }}",
+                      "{% include '/etc/passwd' %}", "{{ raise_exception('no') }}",
+                      "{{ [].x() }}", "{{ 10**10**3 }}",
+                      "{{ messages|tojson }}", "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
+                      "{{ range(10**9)|list }}"],
+    "chat_template_kwargs": [{"messages": 3}, {"tools": 3}, {"x" * 5000: 1}, {"": 1}, {"self": 1},
+    {"add_generation_prompt": []},
+                             {"bos_token": {}}, {"messages": [], "raise_exception": 3},
+                             {"1 x": 2}, {"template": 1}],
+    "documents": [[], [{}], [{"a": {"b": [1]}}] * 100], "metadata": [{"a": "x" * 5000},
+    {"\ud800": 1}],
+    "request_id": ["", "\x00", "x" * 256, "x" * 257, "\r\nset-cookie: x", "\ud800", "🙂", "same"],
+    "priority": [2**31, 2**63, -(2**63), 10**30],
+    "seed": [2**63 - 1, 2**63, -(2**63), 10**40], "top_logprobs": [1, 20, 21, 10**9, -1],
+    "logprobs": [True, 1, 20, 21, 10**9, -1],
+    "prompt_logprobs": [0, 20, 21, 10**9, -1], "include": [["x"], []], "model": ["", "x" * 5000,
+    "\ud800", "../x"],
+    "cache_salt": ["", "\ud800", "x" * 10_000], "echo": [True], "stream": [True],
+    "continue_final_message": [True],
+    "add_generation_prompt": [True, False], "return_token_ids": [True],
+    "return_tokens_as_token_ids": [True], "return_progress": [True],
     "return_token_strs": [True], "reasoning_effort": ["high", "x"], "modalities": [["audio"], []],
 }  # fmt: skip
 
@@ -354,13 +398,18 @@ class Maker:
     def _spoilt_bytes(self, random: Random, path: str) -> bytes:
         good = dump({**GOOD.get(path, {"a": 1}), "stream": random.random() < 0.5})
         literal = random.choice(
-            ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "9" * 5000, "1" * 400 + ".5", "1e-9999",
-             "0x10", "01", "+1", ".5", "1.", "truE", "undefined", '"\\ud800"', '"\\ud83d\\u0041"', '"\\x"',
-             '"\t"', "'a'", '"a', "{", "]", "/*x*/1", "1 2", nested(100_000), nested(100_000, False),
+            ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "9" * 5000, "1" * 400 + ".5",
+            "1e-9999",
+             "0x10", "01", "+1", ".5", "1.", "truE", "undefined", '"\\ud800"', '"\\ud83d\\u0041"',
+             '"\\x"',
+             '"\t"', "'a'", '"a', "{", "]", "/*x*/1", "1 2", nested(100_000), nested(100_000,
+             False),
              nested(60_000, key="a"), nested(40_000, False, "a"), nested(random.choice(DEPTHS))]
         )  # fmt: skip
-        name = random.choice(["temperature", "max_tokens", "stop", "prompt", "messages", "metadata", "n", "tools",
-                              "seed", "logit_bias", "structured_outputs", "moderation", "x"])  # fmt: skip
+        name = random.choice(["temperature", "max_tokens", "stop", "prompt", "messages",
+            "metadata", "n", "tools",
+                              "seed", "logit_bias", "structured_outputs", "moderation",
+                              "x"])  # fmt: skip
         match random.randrange(9):
             case 0:
                 return good[: random.randrange(len(good))]
@@ -380,8 +429,10 @@ class Maker:
                 return literal.encode()
             case 7:
                 return random.choice(
-                    [b"", b" ", b"\x00", b"\xff\xfe{}", b"\xef\xbb\xbf" + good, good + b"x", good.decode().encode("utf-16"),
-                     good + b" " * BODY_BYTES, b"[" + b"1," * 200_000 + b"1]", good.replace(b"hi", b"\xff\xc0\x80"),
+                    [b"", b" ", b"\x00", b"\xff\xfe{}", b"\xef\xbb\xbf" + good, good + b"x",
+                    good.decode().encode("utf-16"),
+                     good + b" " * BODY_BYTES, b"[" + b"1," * 200_000 + b"1]", good.replace(b"hi",
+                         b"\xff\xc0\x80"),
                      b'{"prompt":"' + b"x" * (BODY_BYTES - 100) + b'"}', random.randbytes(300)]
                 )  # fmt: skip
         many = b",".join(b'"k%d":%d' % (n, n) for n in range(random.choice([100, 20_000])))
@@ -393,8 +444,10 @@ class Maker:
         if random.random() < 0.93:
             return (b"Content-Type: application/json",)
         kind = random.choice(
-            [b"text/plain", b"", b"application/json; charset=utf-16", b"APPLICATION/JSON", b"\xff", b"application/xml",
-             b"multipart/form-data", b"application/x-www-form-urlencoded", b"application/json, text/plain"]
+            [b"text/plain", b"", b"application/json; charset=utf-16", b"APPLICATION/JSON",
+            b"\xff", b"application/xml",
+             b"multipart/form-data", b"application/x-www-form-urlencoded",
+             b"application/json, text/plain"]
         )  # fmt: skip
         return (b"Content-Type: " + kind,)
 
@@ -422,9 +475,12 @@ class Maker:
                 due = method not in ("get", "FOO", "CONNECT")
                 data = request(method, path, body, *plain)
             case 1:
-                odd = ["/", "/v1", "/v1//models", path + "/", path + "?a=%zz&b[]=1", path + "?" + "x" * 9000, "/../../etc/passwd",
-                       "/%00", "/%ff%fe", "*", "http://127.0.0.1/health", "//health", "/" + "a" * 70_000, "/\u00e9".encode().decode("latin-1"),
-                       "/v1/models/../../health", "/%2e%2e/", path.upper(), path + "#x", "/v1/models/x", "?", ""]  # fmt: skip
+                odd = ["/", "/v1", "/v1//models", path + "/", path + "?a=%zz&b[]=1",
+                    path + "?" + "x" * 9000, "/../../etc/passwd",
+                       "/%00", "/%ff%fe", "*", "http://127.0.0.1/health", "//health",
+                       "/" + "a" * 70_000, "/\u00e9".encode().decode("latin-1"),
+                       "/v1/models/../../health", "/%2e%2e/", path.upper(), path + "#x",
+                       "/v1/models/x", "?", ""]  # fmt: skip
                 path = random.choice(odd)
                 due = path[:1] == "/" and path.isascii()
                 data = request(method, path, body, *plain)
@@ -440,17 +496,25 @@ class Maker:
 
 
 HEADERS: list[tuple[bytes, ...]] = [
-    (b"X: " + b"y" * 20_000,), (b"X: " + b"y" * 100_000,), tuple(b"X%d: y" % n for n in range(3000)),
-    (b"Authorization: Bearer \xff\xfe",), (b"Authorization: " + b"x" * 5000,), (b"Expect: 100-continue",),
-    (b"Content-Encoding: gzip",), (b"Accept-Encoding: br;q=9",), (b"Accept: application/xml",), (b"Range: bytes=0-1",),
-    (b"Upgrade: websocket", b"Connection: Upgrade", b"Sec-WebSocket-Key: eA==", b"Sec-WebSocket-Version: 13"),
-    (b"Upgrade: h2c", b"Connection: Upgrade, HTTP2-Settings", b"HTTP2-Settings: AAMAAABkAAQAAP__"),
-    (b"Connection: close",), (b"Host: other",), (b"X-Forwarded-For: 1.2.3.4",), (b"Origin: null",), (b"Cookie: " + b"a=b;" * 500,),
+    (b"X: " + b"y" * 20_000,), (b"X: " + b"y" * 100_000,),
+    tuple(b"X%d: y" % n for n in range(3000)),
+    (b"Authorization: Bearer \xff\xfe",), (b"Authorization: " + b"x" * 5000,),
+    (b"Expect: 100-continue",),
+    (b"Content-Encoding: gzip",), (b"Accept-Encoding: br;q=9",), (b"Accept: application/xml",),
+    (b"Range: bytes=0-1",),
+    (b"Upgrade: websocket", b"Connection: Upgrade", b"Sec-WebSocket-Key: eA==",
+    b"Sec-WebSocket-Version: 13"),
+    (b"Upgrade: h2c", b"Connection: Upgrade, HTTP2-Settings",
+    b"HTTP2-Settings: AAMAAABkAAQAAP__"),
+    (b"Connection: close",), (b"Host: other",), (b"X-Forwarded-For: 1.2.3.4",), (b"Origin: null",
+    ), (b"Cookie: " + b"a=b;" * 500,),
     (b"Content-Type: text/html",), (b"X-Request-Id: \xc3\xa9",), (b"X-Empty:",),
 ]  # fmt: skip
 NO_HTTP: list[tuple[bytes, ...]] = [  # of these the parser may think what it likes
-    (b"Content-Length: -1",), (b"Content-Length: 5",), (b"Content-Length: 99999999999999999999",), (b"Transfer-Encoding: gzip",),
-    (b"Transfer-Encoding: chunked",), (b"no colon",), (b"X: \x00",), (b": x",), (b" X: folded",), (b"X y: z",), (b"Content-Length: 1e3",),
+    (b"Content-Length: -1",), (b"Content-Length: 5",), (b"Content-Length: 99999999999999999999",),
+    (b"Transfer-Encoding: gzip",),
+    (b"Transfer-Encoding: chunked",), (b"no colon",), (b"X: \x00",), (b": x",), (b" X: folded",),
+    (b"X y: z",), (b"Content-Length: 1e3",),
 ]  # fmt: skip
 HEADERS += NO_HTTP
 
@@ -458,13 +522,20 @@ HEADERS += NO_HTTP
 def no_http(body: bytes) -> list[bytes]:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     return [
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\r\n\r\n", b"\x00" * 100,
-        b"GET /health HTTP/1.0\r\n\r\n", b"GET /health\r\n\r\n", b"GET /health HTTP/9.9\r\n\r\n", b"GET /health HTTP/1.1\n\n",
-        b"GET  /health  HTTP/1.1\r\n\r\n", b"GET /health HTTP/1.1\r\nHost: x", head, head + b"Content-Length: 500\r\n\r\n" + body,
-        head + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", head + b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffffff\r\nx",
-        head + b"Transfer-Encoding: chunked\r\n\r\n5\r\nab", head + b"Transfer-Encoding: chunked\r\n\r\n-1\r\n\r\n", b"A" * 100_000,
-        head + b"Transfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n0\r\n\r\n", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 50,
-        request("POST", "/v1/completions", body, b"Content-Type: application/json") * 3, b"\xff" * 300, b"GET / HTTP/1.1\r\nX: \r\n y\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\r\n\r\n", b"\x00" * 100,
+        b"GET /health HTTP/1.0\r\n\r\n", b"GET /health\r\n\r\n", b"GET /health HTTP/9.9\r\n\r\n",
+        b"GET /health HTTP/1.1\n\n",
+        b"GET  /health  HTTP/1.1\r\n\r\n", b"GET /health HTTP/1.1\r\nHost: x", head,
+        head + b"Content-Length: 500\r\n\r\n" + body,
+        head + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+            head + b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffffff\r\nx",
+        head + b"Transfer-Encoding: chunked\r\n\r\n5\r\nab",
+            head + b"Transfer-Encoding: chunked\r\n\r\n-1\r\n\r\n", b"A" * 100_000,
+        head + b"Transfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n0\r\n\r\n",
+            b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 50,
+        request("POST", "/v1/completions", body, b"Content-Type: application/json") * 3,
+            b"\xff" * 300, b"GET / HTTP/1.1\r\nX: \r\n y\r\n\r\n",
     ]  # fmt: skip
 
 
@@ -611,7 +682,7 @@ def problem_of(call: Call, answer: Answer) -> str:
         return ""
     if not answer.status:
         return "no answer" if call.due else ""
-    if answer.status >= 500 and not (answer.status == 501 and b"/v1/embeddings" in call.data[:40]):
+    if answer.status >= 500 and not _documented(call, answer):
         return f"status {answer.status}"
     if not answer.whole:
         return "the answer breaks off"
@@ -624,6 +695,12 @@ def problem_of(call: Call, answer: Answer) -> str:
         return _wrong_shape(call, answer)
     except (ValueError, KeyError, TypeError) as error:
         return f"the answer cannot be read: {error!r}"
+
+
+def _documented(call: Call, answer: Answer) -> bool:
+    if answer.status == 503:
+        return "retry-after" in answer.headers
+    return answer.status == 501 and b"/v1/embeddings" in call.data[:40]
 
 
 def _wrong_shape(call: Call, answer: Answer) -> str:
@@ -648,6 +725,9 @@ def _wrong_error(content: Any) -> str:
     return "" if right else f"not an error in OpenAI's shape: {str(content)[:300]}"
 
 
+ENDS = (b"completed", b"incomplete", b"failed")
+
+
 def _wrong_stream(body: bytes) -> str:
     """Every event is JSON, none tells of a server's error, and the last one says that it is."""
     data = [line[6:] for line in body.split(b"\n") if line.startswith(b"data: ")]
@@ -658,10 +738,13 @@ def _wrong_stream(body: bytes) -> str:
         event = _json(last)
         if event.get("error"):
             wrong = _wrong_error({"error": event["error"]})
-            return wrong or f"an error in the stream: {event['error']['message']}"
+            if wrong or event["error"]["code"] != "unavailable":
+                return wrong or f"an error in the stream: {event['error']['message']}"
         if event.get("type") == "response.failed":
-            return f"an error in the stream: {event['response']['error']['message']}"
-    ends = (b"[DONE]", b'{"type":"response.completed"', b'{"type":"response.incomplete"')
+            message = event["response"]["error"]["message"]
+            if not message.startswith("the engine failed"):  # as a 503 would say
+                return f"an error in the stream: {message}"
+    ends = (b"[DONE]", *(b'{"type":"response.%b"' % end for end in ENDS))
     return "" if last.startswith(ends) else f"the stream ends with {last[:100]!r}"
 
 
@@ -681,13 +764,14 @@ class Server:
     http: HttpServer
     engine: RemoteEngine
     loop: asyncio.AbstractEventLoop
+    first_pid: int
 
     def described(self) -> dict[str, Any]:
         call = Call(-1, "", "", request("GET", "/openapi.json", b""))
         return _json(send(self.port, call).body)
 
     def leftovers(self) -> str:
-        """What is still there when nobody asks any more; empty: nothing, and the books are right."""
+        """What is still there when nobody asks any more; empty: nothing, and right books."""
         service, until = self.http._app.service, time.monotonic() + HANG_S
         while service.num_feeds or service.admission.num_open or len(self.engine._streams):
             if time.monotonic() > until:
@@ -697,6 +781,8 @@ class Server:
             asyncio.run_coroutine_threadsafe(self.engine.audit(), self.loop).result(HANG_S)
         except Exception as error:
             return f"audit: {error!r}"
+        if self.engine.pid != self.first_pid:
+            return "the engine died, and another was started"
         load = self.engine.load()
         counts = (load.waiting, load.running, load.kv.used, load.kv.fragmented)
         if any(counts):
@@ -721,7 +807,7 @@ def serving(folder: Path, engine: str) -> Iterator[Server]:
 
     def note(http: HttpServer, remote: RemoteEngine, url: str) -> None:
         port = int(url.rpartition(":")[2])
-        found["server"] = Server(port, http, remote, asyncio.get_running_loop())
+        found["server"] = Server(port, http, remote, asyncio.get_running_loop(), remote.pid)
         started.set()
 
     def run() -> None:
@@ -739,10 +825,8 @@ def serving(folder: Path, engine: str) -> Iterator[Server]:
     server: Server = found["server"]
     while not server.http.started:
         time.sleep(0.002)
-    pid = server.engine.pid
     try:
         yield server
-        assert server.engine.pid == pid, "the engine died, and another was started"
     finally:
         server.http.stop()
         thread.join(HANG_S)
