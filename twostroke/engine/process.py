@@ -7,6 +7,7 @@ told to, or when stdin is closed: then whoever started it is gone.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -157,7 +158,8 @@ def main(send_to: str, builder: str) -> int:
     except Exception as error:
         kind, message = pack_error(error)
         if not kind:
-            traceback.print_exc()
+            with contextlib.suppress(OSError):  # a full disk must not cost the last words
+                traceback.print_exc()
         outbox.send(encode(Failed(kind, message)))
         code = 1
     context.destroy()
