@@ -47,6 +47,7 @@ given = json.loads(sys.argv[1])
 control = socket.socket(fileno=given["control"])
 control.setblocking(False)
 keep = []
+preempted = []
 
 @asynccontextmanager
 async def engine():
@@ -58,7 +59,7 @@ def seen(server, client):
     service, streams, load = server._app.service, client._streams, client.load()
     frontend = streams._frontend
     return {
-        "pid": client.pid,
+        "pid": client.pid if client.healthy else 0,
         "feeds": service.num_feeds,
         "open": service.admission.num_open,
         "streams": len(streams) + len(streams._of) + len(streams._hit),
@@ -69,6 +70,7 @@ def seen(server, client):
         "kv": load.kv.used + load.kv.fragmented,
         "connections": len(server.server_state.connections),
         "tasks": len(asyncio.all_tasks()),
+        "preempted": len(preempted),
         "files": len(os.listdir("/proc/self/fd")),
     }
 
@@ -86,6 +88,15 @@ async def answer(server, client, url):
         await loop.sock_sendall(control, json.dumps(said).encode() + b"\\n")
 
 def started(server, client, url):
+    service = server._app.service
+    count = service.count
+
+    def note(counts, outputs):
+        records = [record for output in outputs for record in output.metrics]
+        preempted.extend(time for record in records for time in record.preempted)
+        count(counts, outputs)
+
+    service.count = note
     keep.append(asyncio.get_running_loop().create_task(answer(server, client, url)))
 
 serve(engine, ServeSettings(port=0, **given["settings"]), started)
@@ -326,7 +337,11 @@ def test_1000_streams_at_once_lose_nothing_in_bounded_memory(
     folder: Path, written: list[int]
 ) -> None:
     streams, tokens = 1000, 40
-    limits = {"max_num_seqs": 1024, "max_num_batched_tokens": 32768, "max_model_len": 4096}
+    limits: dict[str, Any] = {
+        "max_num_seqs": 1024,
+        "max_num_batched_tokens": 32768,
+        "max_model_len": 4096,
+    }
     with served(folder, step_s=0.02, **limits) as server:
         idle = server.memory()
 
@@ -394,7 +409,9 @@ def test_2000_random_disconnects_leave_nothing(folder: Path, written: list[int])
         nonlocal kept
         count = rng.choice([1, 3, 20, 60])
         prompt = prompt_of(n)
-        more = rng.choice([{}, {}, {"n": 2}, {"stream": False}, {"stop": ["a", "e"]}])
+        more: dict[str, Any] = rng.choice(
+            [{}, {}, {"n": 2}, {"stream": False}, {"stop": ["a", "e"]}]
+        )
         asking = Asking(port, stream_of(prompt, count, **more))
         way = rng.choice(["silent", "head", "unread", "soon", "first", "middle", "end", "stay"])
         reset = rng.random() < 0.5
@@ -429,7 +446,11 @@ def test_2000_random_disconnects_leave_nothing(folder: Path, written: list[int])
 
         await asyncio.gather(*(one(n) for n in range(2000)))
 
-    limits = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "max_model_len": 4096}
+    limits: dict[str, Any] = {
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 512,
+        "max_model_len": 4096,
+    }
     with served(folder, step_s=0.001, num_gpu_blocks_override=200, **limits) as server:
         run(ask(server.port, stream_of([60], 3)))
         before = server.assert_nothing_left()
