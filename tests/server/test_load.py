@@ -376,7 +376,7 @@ def test_64_streams_on_the_default_model_lose_nothing() -> None:
 
 
 def test_slow_readers_hold_up_nobody_and_cost_little(folder: Path, written: list[int]) -> None:
-    tokens = 32_000
+    tokens = 24_000
     with served(folder, max_num_seqs=64, max_model_len=MAX_LEN) as server:
 
         async def beside_them() -> None:
