@@ -3,7 +3,9 @@ what cannot work is refused before memory is taken."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, cached_property, partial
 from time import monotonic
 
 import torch
@@ -30,12 +32,13 @@ from twostroke.model.load import (
     recommended_sampling,
 )
 from twostroke.model.spec import ModelSpec
+from twostroke.model.tokenizer import Tokenizer
 from twostroke.request import SamplingParams
 from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Engine:
     """An engine and what there is to know about it."""
 
@@ -44,11 +47,18 @@ class Engine:
     spec: ModelSpec
     memory: MemoryPlan
     core: EngineCore
-    frontend: Frontend
+    tokenizer: Callable[[], Tokenizer | None]  # opened when first asked for
     sampling: SamplingParams  # what the model's makers recommend
     device: str
     dtype: str
     load_s: float
+
+    @cached_property
+    def frontend(self) -> Frontend:
+        tokenizer, info = self.tokenizer(), self.info()
+        template = None if tokenizer is None else chat_template_source(self.config, tokenizer)
+        limits = Limits(info.vocab_size, info.max_model_len, info.max_logprobs)
+        return Frontend(Intake(tokenizer, template, limits), self.config.seed)
 
     def info(self) -> EngineInfo:
         limits, memory = self.core.scheduler.config, self.memory
@@ -72,23 +82,32 @@ class Engine:
 
 
 def build_engine(config: EngineConfig) -> Engine:
+    """An engine that reads and writes text."""
+    return _build(config, speaks=True)
+
+
+def build_silent_engine(config: EngineConfig) -> Engine:
+    """An engine for a process that sees token ids alone; those who speak have the tokenizer."""
+    return _build(config, speaks=False)
+
+
+def _build(config: EngineConfig, speaks: bool) -> Engine:
     started = monotonic()
     device = _device(config)
     on_gpu = device.type == "cuda"
     files = find_model(config)
     model = open_model(config, files, str(device))
-    tokenizer = open_tokenizer(config, files)
+    tokenizer = cache(partial(open_tokenizer, config, files))
+    if speaks:
+        tokenizer()  # a bad one is refused before memory is taken
     dtype = _dtype(config.dtype, model.dtype if on_gpu else "float32")
     kv_dtype = _dtype(config.kv_cache_dtype, str(dtype).removeprefix("torch."))
     total = torch.cuda.mem_get_info(device)[0] if on_gpu else host_memory_bytes()
     memory = plan_memory(config, model.spec, dtype.itemsize, kv_dtype.itemsize, total, on_gpu)
     limits = _scheduler_config(config, model.spec, memory, on_gpu)
     decoder = Decoder(model.spec, model.weights, dtype, device, memory.max_model_len, reference)
-    grammars = None if tokenizer is None else Grammars(tokenizer, model.spec.vocab_size, device)
+    grammars = Grammars(tokenizer, model.spec.vocab_size, device)
     core = assemble(decoder, limits, kv_dtype, grammars=grammars)
-    template = None if tokenizer is None else chat_template_source(config, tokenizer)
-    max_lengths = Limits(model.spec.vocab_size, memory.max_model_len, config.max_logprobs)
-    frontend = Frontend(Intake(tokenizer, template, max_lengths), config.seed)
     sampling = SamplingParams(**recommended_sampling(files))
     return Engine(
         config,
@@ -96,7 +115,7 @@ def build_engine(config: EngineConfig) -> Engine:
         model.spec,
         memory,
         core,
-        frontend,
+        tokenizer,
         sampling,
         str(device),
         str(dtype).removeprefix("torch."),

@@ -10,14 +10,16 @@ that needs it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from time import perf_counter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
 
+from twostroke.errors import RequestError
 from twostroke.model.tokenizer import Tokenizer
 from twostroke.plan import StepPlan
 from twostroke.request import EngineRequest, StructuredOutputs
@@ -47,15 +49,28 @@ class _Follower:
 
 
 class Grammars:
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, tokenizer: Callable[[], Tokenizer | None], vocab_size: int, device: torch.device
+    ) -> None:
+        """`tokenizer` is asked for when the first grammar comes."""
         self._source = tokenizer
         self._vocab_size = vocab_size  # the model's, which may differ from the tokenizer's
         self._device = device
-        self._end_ids = sorted(n for n in tokenizer.stop_ids if n < vocab_size)
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
         self._followers: dict[str, _Follower] = {}
         self._rows: dict[int, str] = {}  # rows taken by requests that have a grammar
+
+    @cached_property
+    def _end_ids(self) -> list[int]:
+        return sorted(n for n in self._text.stop_ids if n < self._vocab_size)
+
+    @cached_property
+    def _text(self) -> Tokenizer:
+        tokenizer = self._source()
+        if tokenizer is None:
+            raise RequestError("structured outputs need a tokenizer, and none is loaded")
+        return tokenizer
 
     @property
     def active(self) -> bool:
@@ -76,7 +91,7 @@ class Grammars:
         from twostroke.structured import compile_grammar, make_tokenizer
 
         if self._tokenizer is None:
-            self._tokenizer = make_tokenizer(self._source.to_json(), self._end_ids)
+            self._tokenizer = make_tokenizer(self._text.to_json(), self._end_ids)
         if asked not in self._compiled:
             self._compiled[asked] = compile_grammar(self._tokenizer, asked)
             if len(self._compiled) > COMPILED:
