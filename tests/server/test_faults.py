@@ -279,7 +279,6 @@ def test_an_engine_that_cannot_start_says_why_on_a_full_disk(folder: Path, tmp_p
 
 
 @needs_dev_full
-@pytest.mark.xfail(strict=True, reason="commands/serve.py: the banner's print raises ENOSPC")
 def test_the_command_itself_serves_and_ends_well_on_a_full_disk(folder: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

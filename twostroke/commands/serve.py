@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import ipaddress
 import json
@@ -197,7 +198,8 @@ def execute(args: argparse.Namespace) -> int:
         exposed = settings.uds is None and not is_loopback(settings.host)
         ready_s = monotonic() - started_s
         text = banner(client.info, url, len(settings.api_keys), exposed, ready_s)
-        print(text, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # a full disk for the log is no reason not to serve
+            print(text, file=sys.stderr, flush=True)
 
     serve(engine, settings, announce)
     return 0
