@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from twostroke.engine.intake import Intake, Prepared
 from twostroke.kv.cache import KVUsage
 from twostroke.outputs import RequestOutput
 from twostroke.request import SamplingParams
+
+if TYPE_CHECKING:
+    from twostroke.engine.intake import Intake, Prepared
 
 
 @dataclass(frozen=True, slots=True)

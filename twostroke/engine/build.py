@@ -7,14 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from time import monotonic
+from typing import TYPE_CHECKING
 
 import torch
 
 from twostroke.config import EngineConfig
 from twostroke.engine.api import EngineInfo
 from twostroke.engine.core import EngineCore
-from twostroke.engine.frontend import Frontend
-from twostroke.engine.intake import Intake, Limits
 from twostroke.errors import ConfigError
 from twostroke.exec.executor import LocalExecutor
 from twostroke.exec.grammar import Grammars
@@ -32,10 +31,13 @@ from twostroke.model.load import (
     recommended_sampling,
 )
 from twostroke.model.spec import ModelSpec
-from twostroke.model.tokenizer import Tokenizer
 from twostroke.request import SamplingParams
 from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig
+
+if TYPE_CHECKING:
+    from twostroke.engine.frontend import Frontend
+    from twostroke.model.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,10 @@ class Engine:
 
     @cached_property
     def frontend(self) -> Frontend:
+        # Imported here: an engine that does not speak need not load what reads and writes text.
+        from twostroke.engine.frontend import Frontend
+        from twostroke.engine.intake import Intake, Limits
+
         tokenizer, info = self.tokenizer(), self.info()
         template = None if tokenizer is None else chat_template_source(self.config, tokenizer)
         limits = Limits(info.vocab_size, info.max_model_len, info.max_logprobs)

@@ -85,9 +85,6 @@ class RemoteEngine(StreamingEngine):
     async def start(cls, config: EngineConfig, builder: str = DEFAULT_BUILDER) -> RemoteEngine:
         """`builder` is "module:function": EngineConfig → an object with `core` and `info()`."""
         reading = asyncio.create_task(asyncio.to_thread(_open_text, config))
-        await asyncio.wait((reading,), timeout=0.05)  # what cannot work is often known by now
-        if reading.done():
-            reading.result()
         child = Child(config, builder)
         starting = asyncio.create_task(child.start())
         try:

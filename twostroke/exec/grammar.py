@@ -20,12 +20,13 @@ import numpy as np
 import torch
 
 from twostroke.errors import RequestError
-from twostroke.model.tokenizer import Tokenizer
 from twostroke.plan import StepPlan
 from twostroke.request import EngineRequest, StructuredOutputs
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+    from twostroke.model.tokenizer import Tokenizer
 
 COMPILED: Final = 32  # grammars kept for the next request that has the same
 # A token of an ordinary grammar takes some 0.05 ms, and everybody waits for it. An ambiguous one

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError, ModelError
@@ -18,8 +18,10 @@ from twostroke.model.hf_config import load_hf_config
 from twostroke.model.hub import ModelFiles, resolve
 from twostroke.model.packaged import DEFAULT_MODEL
 from twostroke.model.spec import ModelSpec
-from twostroke.model.tokenizer import Tokenizer
 from twostroke.model.weights import WeightSource, check_weights
+
+if TYPE_CHECKING:
+    from twostroke.model.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,8 @@ def open_tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer | None:
     """The model's own tokenizer or the one asked for; None if the user wants none."""
     if config.skip_tokenizer_init:
         return None
+    from twostroke.model.tokenizer import Tokenizer
+
     if config.tokenizer is not None:
         files = resolve(config.tokenizer, allow_config_only=True)
     if files.kind == "gguf":
