@@ -33,7 +33,7 @@ def test_no_call_breaks_the_server(tmp_path: Path, engine: str, calls: int) -> N
         (Answer(503, JSON, OPENAI_ERROR, True), "status 503"),
         (Answer(400, JSON, b'{"detail":"no"}', True), "cannot be read"),
         (Answer(400, {"content-type": "text/plain"}, b"no", True), "an error as"),
-        (Answer(400, JSON, OPENAI_ERROR.replace(b"no", b"/work/x.py"), True), "our insides"),
+        (Answer(400, JSON, OPENAI_ERROR.replace(b"no", b"/usr/lib/x.py"), True), "our insides"),
         (Answer(200, JSON, b'{"a":NaN}', True), "NaN in JSON"),
         (Answer(200, {"content-type": "text/event-stream"}, b"data: {}\n\n", True), "ends with"),
         (Answer(200, JSON, b"{}", False), "breaks off"),

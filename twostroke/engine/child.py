@@ -97,8 +97,8 @@ class Child:
         return f"ipc://{self._folder}/out"
 
     async def _spawn(self, endpoint: str) -> Process:
-        # It finds modules where this process does, and does not look into the current folder.
-        path = os.pathsep.join(entry for entry in sys.path if entry)
+        # It finds modules where this process does, "" being the present folder, and nowhere else.
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-P", "-m", "twostroke.engine.process", endpoint, self._builder),
