@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import sys
 
-if __name__ == "__main__":  # not bench/: `http` is in the library too
+if __name__ == "__main__":  # `bench` and `tests` are found there
     sys.path[0] = __file__.rpartition("/bench/")[0] or "."
 
 import argparse

@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.http import STAMP, STAMP_TICK_S, STAMP_TICKS
+from bench.capacity import STAMP, STAMP_TICK_S, STAMP_TICKS
 from twostroke.config import EngineConfig
 from twostroke.engine.api import EngineInfo
 from twostroke.model.cost import CostModel

@@ -1,8 +1,8 @@
 """What the HTTP side carries: many streams of one server-sent event a token, no model behind them.
 
-    python bench/http.py [--streams 64 256 1000] [--json FILE]   # our server, an instant model
-    python bench/http.py --url http://127.0.0.1:8000 --pid PID   # any OpenAI-compatible server
-    python bench/http.py --calibrate                             # what the load client can take
+    python bench/capacity.py [--streams 64 256 1000] [--json FILE]   # our server, an instant model
+    python bench/capacity.py --url http://127.0.0.1:8000 --pid PID   # any OpenAI-compatible server
+    python bench/capacity.py --calibrate                             # what the load client can take
 
 The client must not be what is measured: it is several processes with raw sockets and epoll that
 only count where events begin. On a small machine it still takes time from the server, so each
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import sys
 
-sys.path[0] = __file__.rpartition("/bench/")[0] or "."  # not bench/: `http` is in the library too
+sys.path[0] = __file__.rpartition("/bench/")[0] or "."  # `bench` and `tests` are found there
 
 import argparse  # noqa: E402
 import contextlib  # noqa: E402
