@@ -45,8 +45,8 @@ from bench.hostile import BODY_BYTES, Call, Maker, request
 from tests.instant import BUILDER
 from tests.tiny import tiny_folder
 from twostroke.config import EngineConfig
-from twostroke.engine.process import DEFAULT_BUILDER
 from twostroke.engine.remote import RemoteEngine
+from twostroke.engine.spawn import DEFAULT_BUILDER
 from twostroke.serve.run import HttpServer, serve_forever
 from twostroke.serve.settings import ServeSettings
 

@@ -42,7 +42,7 @@ from tests.server.test_load import (
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke import SamplingParams
 from twostroke.config import EngineConfig
-from twostroke.engine.process import DEFAULT_BUILDER
+from twostroke.engine.spawn import DEFAULT_BUILDER
 from twostroke.plan import StepPlan
 
 GATE = "TWOSTROKE_TEST_GATE"

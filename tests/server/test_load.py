@@ -28,7 +28,7 @@ import pytest
 from tests.instant import BUILDER, STEP_DELAY, expected_tokens, printable_ids
 from tests.tiny import tiny_folder
 from twostroke.config import EngineConfig
-from twostroke.engine.process import DEFAULT_BUILDER
+from twostroke.engine.spawn import DEFAULT_BUILDER
 
 PATIENCE_S = 90  # what hangs fails its test; nothing else depends on it
 REPOSITORY = Path(__file__).parents[2]

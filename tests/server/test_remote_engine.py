@@ -547,11 +547,15 @@ def test_draining_lets_streams_finish(folder: Path, monkeypatch: pytest.MonkeyPa
     asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
 
 
-def test_a_start_that_fails_says_why_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+def test_a_start_that_fails_says_why_and_leaves_nothing(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sockets = tmp_path_factory.mktemp("t")
+    monkeypatch.setattr(tempfile, "tempdir", str(sockets))
+
     async def start(config: EngineConfig, builder: str = remote.DEFAULT_BUILDER) -> None:
         await (await RemoteEngine.start(config, builder)).close()
 
-    before = set(Path(tempfile.gettempdir()).glob("twostroke-*"))
     with pytest.raises(ModelError, match="no such file or folder: /nowhere"):
         asyncio.run(start(EngineConfig(model="/nowhere")))
     with pytest.raises(ConfigError, match="max_model_len"):  # only the engine can know
@@ -560,7 +564,7 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(folder: Path, tmp_path: 
         asyncio.run(start(tiny_config(folder, tokenizer="/nowhere/at/all")))
     with pytest.raises(EngineError, match=r"could not start \(ModuleNotFoundError: .*nothing"):
         asyncio.run(start(tiny_config(folder), "nothing.of.that:kind"))
-    assert set(Path(tempfile.gettempdir()).glob("twostroke-*")) == before
+    assert not list(sockets.glob("twostroke-*"))
 
 
 HELPER = """
@@ -574,7 +578,7 @@ async def main():
     async for output in engine.generate("the quick", engine.info.sampling):
         pass
     assert output.finished
-    print(engine.pid, engine._child._folder, "torch" in sys.modules, flush=True)
+    print(engine.pid, engine._child._spawned.folder, "torch" in sys.modules, flush=True)
     await asyncio.sleep(60)
 
 asyncio.run(main())

@@ -186,12 +186,18 @@ def execute(args: argparse.Namespace) -> int:
     started_s = monotonic()
     args = with_file(args)
     config, settings = engine_config(args), serve_settings(args)
+    from twostroke.engine.spawn import spawn
+    from twostroke.serve.listen import bind
+
+    # A port in use costs no model's loading, and the engine starts while the rest is imported.
+    listener = bind(settings)
+    spawned = spawn(config)
     from twostroke.engine.remote import RemoteEngine
     from twostroke.serve.run import HttpServer, serve
 
     @asynccontextmanager
     async def engine() -> AsyncIterator[RemoteEngine]:
-        async with await RemoteEngine.start(config) as started:
+        async with await RemoteEngine.start(config, spawned=spawned) as started:
             yield started
 
     def announce(server: HttpServer, client: RemoteEngine, url: str) -> None:
@@ -201,7 +207,10 @@ def execute(args: argparse.Namespace) -> int:
         with contextlib.suppress(OSError):  # a full disk for the log is no reason not to serve
             print(text, file=sys.stderr, flush=True)
 
-    serve(engine, settings, announce)
+    try:
+        serve(engine, settings, announce, listener)
+    finally:
+        spawned.kill()
     return 0
 
 

@@ -9,7 +9,7 @@ and whoever owns both (`client.py`) carries them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from twostroke.engine.intake import Intake, Prepared
 from twostroke.engine.stops import StopStrings
@@ -38,7 +38,6 @@ class Asked:
     output: RequestOutput
     params: SamplingParams
     tokenised_s: float
-    writers: list[Writer] = field(default_factory=list)
 
 
 def child_id(request_id: str, index: int, n: int) -> str:
@@ -53,7 +52,7 @@ class Frontend:
         self._seed = seed
         self._count = 0
         self._asked: dict[str, Asked] = {}  # by request id
-        self._child: dict[str, tuple[str, int]] = {}  # engine request → (request, index)
+        self._child: dict[str, tuple[Asked, Writer]] = {}  # by engine request
         self._stopped: dict[str, Asked] = {}  # engine requests to abort: a stop string hit them
 
     def warm(self) -> None:
@@ -89,8 +88,7 @@ class Frontend:
             requests.append(request)
             writer = self._writer(index, prepared)
             output.outputs.append(writer.output)
-            asked.writers.append(writer)
-            self._child[request.request_id] = request_id, index
+            self._child[request.request_id] = asked, writer
         self._asked[request_id] = asked
         self._count += 1
         return request_id, requests
@@ -119,8 +117,8 @@ class Frontend:
         """The engine requests of a request that have not ended."""
         asked = self._asked.get(request_id)
         count = 0 if asked is None else asked.params.n
-        names = {child_id(request_id, index, count): (request_id, index) for index in range(count)}
-        return [name for name, where in names.items() if self._child.get(name) == where]
+        names = [child_id(request_id, index, count) for index in range(count)]
+        return [name for name in names if self._child.get(name, (None,))[0] is asked]
 
     def _free_id(self, request_id: str | None, n: int) -> str:
         """A name that nobody has, and whose continuations' names nobody has."""
@@ -157,22 +155,20 @@ class Frontend:
                     update.record.finish_reason = FinishReason.STOP
                     self._add_record(stopped, update.record)
                 continue
-            parent, index = where
-            asked = self._asked[parent]
-            writer = asked.writers[index]
+            asked, writer = where
+            output = asked.output
             self._write(asked, writer, update)
-            if writer.output.finished:
+            if writer.output.finish_reason is not None:
                 del self._child[update.request_id]
                 if update.finish_reason is None:
                     aborts.append(update.request_id)
                     self._stopped[update.request_id] = asked
+                output.finished = all(one.finished for one in output.outputs)
+                if output.finished:
+                    del self._asked[output.request_id]
             if update.record is not None:
                 self._add_record(asked, update.record)
-            told[parent] = asked.output
-        for request_id, output in told.items():
-            output.finished = all(completion.finished for completion in output.outputs)
-            if output.finished:
-                del self._asked[request_id]
+            told[output.request_id] = output
         return list(told.values()), aborts
 
     def _add_record(self, asked: Asked, record: RequestRecord) -> None:
@@ -183,8 +179,9 @@ class Frontend:
 
     def _write(self, asked: Asked, writer: Writer, update: Update) -> None:
         output, params = writer.output, asked.params
-        asked.output.num_prefilled = max(asked.output.num_prefilled, update.progress)
         output.token_ids.extend(update.tokens)
+        if update.progress:
+            asked.output.num_prefilled = max(asked.output.num_prefilled, update.progress)
         if update.logprobs:
             self._add_logprobs(output, update)
         if update.prompt_logprobs is not None:

@@ -43,7 +43,6 @@ from twostroke.sched.scheduler import Update
 if TYPE_CHECKING:  # the builder decides what is imported
     from twostroke.engine.core import EngineCore
 
-DEFAULT_BUILDER = "twostroke.engine.build:build_silent_engine"
 ORPHAN_CHECK_MS = 1000  # how often an idle engine looks whether it still has its parent
 LINGER_MS = 5000  # how long the last words may take to be read
 

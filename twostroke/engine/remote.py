@@ -22,7 +22,7 @@ from twostroke.engine.api import EngineInfo, EngineLoad
 from twostroke.engine.child import Child
 from twostroke.engine.frontend import Frontend
 from twostroke.engine.intake import Intake, Limits, Prepared
-from twostroke.engine.process import DEFAULT_BUILDER
+from twostroke.engine.spawn import DEFAULT_BUILDER, Spawned, spawn
 from twostroke.engine.streams import OnError, OnOutput, Stream, StreamingEngine, Streams
 from twostroke.engine.wire import (
     Abort,
@@ -82,10 +82,15 @@ class RemoteEngine(StreamingEngine):
     # ── life ────────────────────────────────────────────────────────────────────────────────
 
     @classmethod
-    async def start(cls, config: EngineConfig, builder: str = DEFAULT_BUILDER) -> RemoteEngine:
-        """`builder` is "module:function": EngineConfig → an object with `core` and `info()`."""
+    async def start(
+        cls,
+        config: EngineConfig,
+        builder: str = DEFAULT_BUILDER,
+        spawned: Spawned | None = None,
+    ) -> RemoteEngine:
+        """`spawned`: the process, if it has been started already, with the same arguments."""
         reading = asyncio.create_task(asyncio.to_thread(_open_text, config))
-        child = Child(config, builder)
+        child = Child(spawned or spawn(config, builder))
         starting = asyncio.create_task(child.start())
         try:
             (tokenizer, template), ready = await asyncio.gather(reading, starting)
@@ -287,7 +292,7 @@ class RemoteEngine(StreamingEngine):
         if deaths > 1:
             backoff_s = FIRST_BACKOFF_S * 2.0 ** (deaths - 2)
             await asyncio.sleep(min(LONGEST_BACKOFF_S, backoff_s))
-        self._child = Child(self._config, self._builder)
+        self._child = Child(spawn(self._config, self._builder))
         self._child.on_message = self._on_message
         ready = await self._child.start()
         self.info, self._load, self._up = ready.info, ready.load, True

@@ -1,6 +1,8 @@
-"""uvicorn's HTTP protocol with a bound on the request's head: its size and the time it may take.
+"""uvicorn's HTTP protocol with what an application cannot do from above it.
 
-The application sees a request only once its headers are complete, so this cannot be done there.
+A bound on the request's head, its size and the time it may take: the application sees a request
+only once its headers are complete. And a way to write more of a started answer at once, without
+the turn of the event loop that `await send(…)` costs a task: `scope[DIRECT]`.
 """
 
 from __future__ import annotations
@@ -8,9 +10,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any, ClassVar
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from twostroke.serve.errors import ApiError
+from twostroke.serve.exchange import DIRECT
 from twostroke.serve.settings import ServeSettings
 
 _REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
@@ -41,6 +44,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_head = False
         self._patience.cancel()
         super().on_headers_complete()
+        if self.cycle is not None and self.cycle.scope is self.scope:
+            self.scope[DIRECT] = DirectWriter(self.cycle)  # type: ignore[literal-required]
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -62,6 +67,23 @@ class BoundedProtocol(HttpToolsProtocol):
         head %= error.status, _REASONS[error.status], len(body)
         self.transport.write(head + b"connection: close\r\n\r\n" + body)
         self.transport.close()
+
+
+class DirectWriter:
+    """More of a started answer, now."""
+
+    __slots__ = ("_cycle", "_write")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle, self._write = cycle, cycle.transport.write
+
+    def ready(self) -> bool:
+        """Not if the client reads too slowly, or has gone."""
+        cycle = self._cycle
+        return not (cycle.flow.write_paused or cycle.disconnected or cycle.response_complete)
+
+    def write(self, body: bytes) -> None:
+        self._write(b"%x\r\n%b\r\n" % (len(body), body))  # uvicorn has announced it as chunked
 
 
 def head_too_large(max_bytes: int) -> ApiError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -19,6 +19,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = tuple[tuple[bytes, bytes], ...]
 T = TypeVar("T", bound=msgspec.Struct)
+
+DIRECT = "twostroke.direct"  # in the scope, where the server has it: `Direct`
 
 JSON: Headers = ((b"content-type", b"application/json"),)
 EVENTS: Headers = (
@@ -31,6 +33,14 @@ CLOSE: Headers = ((b"connection", b"close"),)
 # Of a body that is not wanted:
 DISCARD_BYTES = 1024**2  # so much is read to keep the connection
 LINGER_BYTES, LINGER_S = 64 * 1024**2, 1.0  # and so much to have the answer read
+
+
+class Direct(Protocol):
+    """Writes more of a started stream at once, if it is ready to."""
+
+    def ready(self) -> bool: ...
+
+    def write(self, body: bytes) -> None: ...
 
 
 class Exchange:
@@ -148,6 +158,11 @@ class Exchange:
     async def write(self, body: bytes) -> None:
         """More of a started stream. Waits while the client reads too slowly."""
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    @property
+    def direct(self) -> Direct | None:
+        """The way around `write`, while no `write` is under way; None where the server has none."""
+        return self.scope.get(DIRECT)
 
     async def end(self, body: bytes = b"") -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": False})

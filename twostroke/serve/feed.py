@@ -1,6 +1,7 @@
 """`Feed`: the outputs of what one HTTP request has asked of the engine, as they arrive.
 
-    engine ──▶ on_output ──▶ [ … ] ──▶ batch() ──▶ one write
+    engine ──▶ on_output ──▶ tell_now ──────────▶ one write      a reader that keeps up
+                   └──▶ [ … ] ──▶ batch() ──▶ one write      one that does not, and every end
 
 What came while the connection was busy is taken in one batch. A failure, wherever it happens (the
 engine, the client's leaving, a shutdown), ends the feed for its reader; leaving the feed aborts
@@ -47,6 +48,8 @@ class Feed:
         self._ready: Batch = []
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
+        # Tells an output to a reader that waits in `batch`, if it can be told at once.
+        self.tell_now: Callable[[int, RequestOutput], bool] | None = None
         self._running: dict[int, Any] = {}  # prompt → its name in the engine, or its task
 
     def __enter__(self) -> Feed:
@@ -124,6 +127,13 @@ class Feed:
             self._running.pop(index, None)
             if reason := _failure(output):
                 self.fail(EngineError(reason))
+                return
+        elif self._waiter is not None and self.tell_now is not None and not self._ready:
+            try:
+                if self.tell_now(index, output):
+                    return
+            except Exception as error:
+                self.fail(error)
                 return
         self._ready.append((index, output))
         self._wake()

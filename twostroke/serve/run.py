@@ -11,10 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import os
 import signal
 import socket
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from time import monotonic
@@ -23,9 +21,9 @@ from typing import TypeVar
 import uvicorn
 
 from twostroke.engine.api import EngineClient
-from twostroke.errors import ConfigError
 from twostroke.serve.app import App, asgi
 from twostroke.serve.bounds import bounded_protocol
+from twostroke.serve.listen import bind, unlink, url_of
 from twostroke.serve.settings import ServeSettings
 
 Client = TypeVar("Client", bound=EngineClient)
@@ -98,9 +96,10 @@ async def serve_forever(
     client_factory: ClientFactory[Client],
     settings: ServeSettings,
     on_started: Callable[[HttpServer, Client, str], None] | None = None,
+    listener: socket.socket | None = None,
 ) -> None:
     """Until it is stopped. The address is taken first: a port in use costs no model's loading."""
-    listener = bind(settings)
+    listener = listener or bind(settings)
     try:
         async with client_factory() as client:
             server = HttpServer(App(client, settings), settings)
@@ -109,16 +108,14 @@ async def serve_forever(
                 on_started(server, client, url_of(listener, settings))
             await server.serve(sockets=[listener])
     finally:
-        listener.close()
-        if settings.uds is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(settings.uds)
+        unlink(listener, settings)
 
 
 def serve(
     client_factory: ClientFactory[Client],
     settings: ServeSettings,
     on_started: Callable[[HttpServer, Client, str], None] | None = None,
+    listener: socket.socket | None = None,
 ) -> None:
     """`serve_forever`, in an event loop of its own and a process that does nothing else."""
 
@@ -136,43 +133,7 @@ def serve(
 
         factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(serve_forever(client_factory, settings, started))
-
-
-def bind(settings: ServeSettings) -> socket.socket:
-    try:
-        if settings.uds is not None:
-            return _bind_unix(settings.uds)
-        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((settings.host, settings.port))
-    except OSError as error:
-        where = settings.uds or f"{settings.host}:{settings.port}"
-        raise ConfigError(
-            f"cannot listen on {where} ({error.strerror}); choose another host, port or uds"
-        ) from None
-    return listener
-
-
-def _bind_unix(path: str) -> socket.socket:
-    """What an earlier server left behind is taken over, a socket in use is not."""
-    if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            if probe.connect_ex(path) == 0:
-                raise OSError(98, "another server listens there")
-        os.unlink(path)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(path)
-    return listener
-
-
-def url_of(listener: socket.socket, settings: ServeSettings) -> str:
-    if settings.uds is not None:
-        return f"unix:{settings.uds}"
-    host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    return f"{'https' if settings.ssl_certfile else 'http'}://{shown}:{port}"
+        runner.run(serve_forever(client_factory, settings, started, listener))
 
 
 def _has_uvloop() -> bool:

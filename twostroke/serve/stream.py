@@ -55,17 +55,23 @@ class EventWriter(Protocol):
 
 async def write_stream(exchange: Exchange, feed: Feed, writer: EventWriter) -> None:
     """Until the last event is out. Before the first output a failure is still an HTTP status."""
-    write = writer.write
+    write, direct = writer.write, exchange.direct
+
+    def tell_now(index: int, output: RequestOutput) -> bool:
+        assert direct is not None
+        if not direct.ready():
+            return False
+        if body := write(index, output):
+            direct.write(body)
+        return True
+
     try:
         while batch := await feed.batch():
             if not exchange.status:
                 await exchange.start_events()
-            if len(batch) == 1:
-                body = write(*batch[0])
-            else:
-                body = b"".join([write(index, output) for index, output in batch])
-            if body:
+            if body := b"".join([write(index, output) for index, output in batch]):
                 await exchange.write(body)
+            feed.tell_now = None if direct is None else tell_now
         await exchange.end(writer.end())
     except ClientGone:
         raise

@@ -1,0 +1,55 @@
+"""The address that is listened at. Imports nothing of the server: it is taken before all else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+
+from twostroke.errors import ConfigError
+from twostroke.serve.settings import ServeSettings
+
+
+def bind(settings: ServeSettings) -> socket.socket:
+    try:
+        if settings.uds is not None:
+            return _bind_unix(settings.uds)
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((settings.host, settings.port))
+    except OSError as error:
+        where = settings.uds or f"{settings.host}:{settings.port}"
+        raise ConfigError(
+            f"cannot listen on {where} ({error.strerror}); choose another host, port or uds"
+        ) from None
+    return listener
+
+
+def _bind_unix(path: str) -> socket.socket:
+    """What an earlier server left behind is taken over, a socket in use is not."""
+    if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            if probe.connect_ex(path) == 0:
+                raise OSError(98, "another server listens there")
+        os.unlink(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(path)
+    return listener
+
+
+def url_of(listener: socket.socket, settings: ServeSettings) -> str:
+    if settings.uds is not None:
+        return f"unix:{settings.uds}"
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    return f"{'https' if settings.ssl_certfile else 'http'}://{shown}:{port}"
+
+
+def unlink(listener: socket.socket, settings: ServeSettings) -> None:
+    """Give the address back."""
+    listener.close()
+    if settings.uds is not None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(settings.uds)
