@@ -43,6 +43,7 @@ class RequestOutput:
     metrics: list[RequestRecord] = field(default_factory=list)  # one per finished continuation
     num_prefilled: int = 0  # prompt tokens computed so far, where progress was asked for
     error: str = ""  # why the engine gave it up, if it did
+    impossible: bool = False  # because it asks what cannot be
 
 
 class Deltas:
@@ -87,6 +88,7 @@ class Deltas:
             list(output.metrics),
             output.num_prefilled,
             output.error,
+            output.impossible,
         )
 
 

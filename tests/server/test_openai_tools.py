@@ -157,3 +157,10 @@ def test_a_grammar_that_cannot_be_used_is_refused(client: openai.OpenAI) -> None
             )
     with pytest.raises(openai.BadRequestError, match="a JSON schema is needed"):
         ask(client, response_format={"type": "json_schema", "json_schema": {"name": "x"}})
+    # A grammar that another field leaves no token for: found out on the way, and still refused.
+    with pytest.raises(openai.BadRequestError, match="no token that the grammar allows"):
+        client.completions.create(
+            model="tiny",
+            prompt="hi",
+            extra_body={"structured_outputs": {"json_object": True}, "allowed_token_ids": [4, 5]},
+        )

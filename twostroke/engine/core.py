@@ -144,7 +144,9 @@ class EngineCore:
                 assert last.record is not None
                 reason = FinishReason.ERROR if end.error else FinishReason.STOP
                 last.record.finish_reason = reason
-                followed.append(last._replace(finish_reason=reason, error=end.error))
+                impossible = bool(end.error)
+                last = last._replace(finish_reason=reason, error=end.error, impossible=impossible)
+                followed.append(last)
         return followed
 
     def _note_ends(self, updates: list[Update]) -> None:

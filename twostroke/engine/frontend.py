@@ -203,7 +203,8 @@ class Frontend:
             output.text += writer.stops.flush()
             output.finish_reason = str(update.finish_reason)
             output.stop_reason = update.stop_reason
-            asked.output.error = asked.output.error or update.error
+            if update.error and not asked.output.error:
+                asked.output.error, asked.output.impossible = update.error, update.impossible
 
     def _add_logprobs(self, output: CompletionOutput, update: Update) -> None:
         assert output.logprobs is not None

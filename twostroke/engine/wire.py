@@ -94,6 +94,7 @@ class FullUpdate(msgspec.Struct, array_like=True, frozen=True):
     record: Record | None
     error: str
     progress: int
+    impossible: bool
 
 
 class Step(msgspec.Struct, tag=3, array_like=True, frozen=True):
@@ -133,7 +134,7 @@ def pack_step(updates: Sequence[Update], handles: Mapping[str, int], load: Engin
     plain: list[int] = []
     full: list[FullUpdate] = []
     for update in updates:
-        name, tokens, logprobs, finish, stop, prompt_logprobs, record, error, progress = update
+        name, tokens, logprobs, finish, stop, prompt_logprobs, record, error, progress, bad = update
         handle = handles[name]
         if finish is None and not (logprobs or progress or error) and prompt_logprobs is None:
             for token in tokens:
@@ -152,6 +153,7 @@ def pack_step(updates: Sequence[Update], handles: Mapping[str, int], load: Engin
                     packed,
                     error,
                     progress,
+                    bad,
                 )
             )
     return Step(named, plain, full, load)
@@ -161,7 +163,7 @@ def unpack_step(step: Step, names: Mapping[int, str]) -> list[Update]:
     """The updates of requests that are still listened to."""
     name_of, new = names.get, tuple.__new__  # `Update(…)` with its defaults takes twice as long
     updates: list[Update] = [
-        new(Update, (name, (token,), (), None, None, None, None, "", 0))
+        new(Update, (name, (token,), (), None, None, None, None, "", 0, False))
         for handle, token in zip(step.handles, step.tokens, strict=True)
         if (name := name_of(handle)) is not None
     ]
@@ -178,6 +180,7 @@ def unpack_step(step: Step, names: Mapping[int, str]) -> list[Update]:
                     None if full.record is None else _unpack_record(full.record),
                     full.error,
                     full.progress,
+                    full.impossible,
                 )
             )
     return updates

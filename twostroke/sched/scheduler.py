@@ -36,6 +36,7 @@ class Update(NamedTuple):
     record: RequestRecord | None = None  # with the end
     error: str = ""
     progress: int = 0  # prompt tokens computed so far, while it is prefilled
+    impossible: bool = False  # the error is the request's own: it asks what cannot be
 
 
 class InFlight(NamedTuple):

@@ -18,7 +18,7 @@ from typing import Any, Protocol, cast
 
 from twostroke.engine.api import EngineClient
 from twostroke.engine.intake import Prepared
-from twostroke.errors import EngineError
+from twostroke.errors import EngineError, RequestError
 from twostroke.outputs import RequestOutput
 
 Batch = list[tuple[int, RequestOutput]]  # which of the request's prompts, what is new of it
@@ -125,8 +125,8 @@ class Feed:
             return
         if output.finished:
             self._running.pop(index, None)
-            if reason := _failure(output):
-                self.fail(EngineError(reason))
+            if error := _failure(output):
+                self.fail(error)
                 return
         elif self._waiter is not None and self.tell_now is not None and not self._ready:
             try:
@@ -143,8 +143,10 @@ class Feed:
             self._waiter.set_result(None)
 
 
-def _failure(output: RequestOutput) -> str:
+def _failure(output: RequestOutput) -> Exception | None:
     if output.error:
-        return output.error
+        return RequestError(output.error) if output.impossible else EngineError(output.error)
     ends = {completion.finish_reason for completion in output.outputs}
-    return "the engine ended the request early" if ends & {"abort", "error"} else ""
+    if ends & {"abort", "error"}:
+        return EngineError("the engine ended the request early")
+    return None
