@@ -42,6 +42,12 @@ class EngineConfig(Strict):
     max_logprobs: int = 20
     enforce_eager: bool = False  # no graphs, no compilation; the tokens stay the same
     tensor_parallel_size: int = 1
+    quantization: str | None = None  # int8, int4: of weights that are not, on a CPU
+    kernels: str = "auto"  # auto: the native ones on a CPU that has them; reference, native
+    isa: str = "auto"  # instruction set of the native kernels: auto, avx512, avx2, neon, portable
+    exact: bool = False  # native kernels: no rounding of activations to 8 bits; slower
+    threads: int | None = None  # of a decode step on a CPU; None: one a core
+    threads_batch: int | None = None  # of a step with prefill; None: as threads
 
     def __post_init__(self) -> None:
         for name in ("model", "tokenizer", "chat_template"):
@@ -54,6 +60,12 @@ class EngineConfig(Strict):
         self._check_choice("dtype", ("auto", "float32", "float16", "bfloat16"))
         self._check_choice("kv_cache_dtype", ("auto", "float32", "float16", "bfloat16"))
         self._check_choice("scheduling_policy", ("fcfs", "priority"))
+        if self.quantization is not None:
+            self._check_choice("quantization", ("int8", "int4"))
+        self._check_choice("kernels", ("auto", "reference", "native"))
+        self._check_choice("isa", ("auto", "avx512", "avx2", "neon", "portable"))
+        self._check_int("threads", 1, 1024, optional=True)
+        self._check_int("threads_batch", 1, 1024, optional=True)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
             self._refuse("device", "auto, cpu, cuda, or one GPU of several such as cuda:1")
         self._check_int("seed", 0, 2**63 - 1)
@@ -70,6 +82,7 @@ class EngineConfig(Strict):
             "enable_prefix_caching",
             "enable_chunked_prefill",
             "enforce_eager",
+            "exact",
         )
         self._check_int("tensor_parallel_size", 1)
         if self.tensor_parallel_size > 1:

@@ -12,7 +12,7 @@ from typing import Any
 
 _BY_REASON: dict[str, str] = {
     "weights run in --dtype; a quantised GGUF file is expanded to it when it is loaded": (
-        "-q --quantization --quantization-config --allow-deprecated-quantization "
+        "--quantization-config --allow-deprecated-quantization "
         "--quantization-param-path --calculate-kv-scales --kv-cache-dtype-skip-layers "
         "--override-attention-dtype"
     ),

@@ -18,8 +18,9 @@ from twostroke.errors import ConfigError
 from twostroke.exec.executor import LocalExecutor
 from twostroke.exec.grammar import Grammars
 from twostroke.exec.memory import MemoryPlan, host_memory_bytes, plan_memory
+from twostroke.exec.native import NativeExecutor
 from twostroke.exec.state import RowState
-from twostroke.kernels import reference
+from twostroke.kernels import cpu, reference
 from twostroke.kv.pool import KVPool
 from twostroke.model.cost import cost_model
 from twostroke.model.decoder import Decoder
@@ -30,6 +31,7 @@ from twostroke.model.load import (
     open_tokenizer,
     recommended_sampling,
 )
+from twostroke.model.native import NativeDecoder, Packing, default_threads
 from twostroke.model.spec import ModelSpec
 from twostroke.request import SamplingParams
 from twostroke.sched.scheduler import Scheduler
@@ -106,14 +108,26 @@ def _build(config: EngineConfig, speaks: bool) -> Engine:
     tokenizer = cache(partial(open_tokenizer, config, files))
     if speaks:
         tokenizer()  # a bad one is refused before memory is taken
+    native = _is_native(config, device)
     dtype = _dtype(config.dtype, model.dtype if on_gpu else "float32")
-    kv_dtype = _dtype(config.kv_cache_dtype, str(dtype).removeprefix("torch."))
+    own = "float16" if native else str(dtype).removeprefix("torch.")
+    kv_dtype = _dtype(config.kv_cache_dtype, own)
     total = torch.cuda.mem_get_info(device)[0] if on_gpu else host_memory_bytes()
-    memory = plan_memory(config, model.spec, dtype.itemsize, kv_dtype.itemsize, total, on_gpu)
+    packing = Packing(model.spec, model.weights, model.dtype, config.quantization)
+    width = packing.bytes_each() if native else dtype.itemsize
+    memory = plan_memory(config, model.spec, width, kv_dtype.itemsize, total, on_gpu)
     limits = _scheduler_config(config, model.spec, memory, on_gpu)
-    decoder = Decoder(model.spec, model.weights, dtype, device, memory.max_model_len, reference)
     grammars = Grammars(tokenizer, model.spec.vocab_size, device)
-    core = assemble(decoder, limits, kv_dtype, grammars=grammars)
+    if native:
+        threads = config.threads or default_threads()
+        batch = config.threads_batch or threads
+        length, isa, exact = memory.max_model_len, config.isa, config.exact
+        decoder = NativeDecoder(packing, length, threads, batch, isa, exact)
+        core = assemble_native(decoder, limits, grammars, width)
+    else:
+        length = memory.max_model_len
+        plain = Decoder(model.spec, model.weights, dtype, device, length, reference)
+        core = assemble(plain, limits, kv_dtype, grammars=grammars)
     sampling = SamplingParams(**recommended_sampling(files))
     return Engine(
         config,
@@ -144,6 +158,51 @@ def assemble(
     executor = LocalExecutor(decoder, pool, state, max_in_flight)
     cost = cost_model(spec, decoder.dtype.itemsize, kv_dtype.itemsize)
     return EngineCore(Scheduler(limits), executor, cost, grammars)
+
+
+def assemble_native(
+    decoder: NativeDecoder, limits: SchedulerConfig, grammars: Grammars | None, width: float
+) -> EngineCore:
+    """`assemble` for the native decoder, whose cache is in halves."""
+    spec, device, size = decoder.spec, decoder.device, limits.block_size
+    pool = KVPool(spec, limits.num_blocks, size, torch.float16, device)
+    state = RowState(limits.max_num_seqs, limits.max_model_len, size, len(limits.windows), device)
+    executor = NativeExecutor(decoder, pool, state)
+    return EngineCore(Scheduler(limits), executor, cost_model(spec, width, 2), grammars)
+
+
+def _is_native(config: EngineConfig, device: torch.device) -> bool:
+    """The native kernels, unless they cannot do what is asked for."""
+    wishes = {
+        "dtype": config.dtype in ("auto", "float32"),
+        "kv_cache_dtype": config.kv_cache_dtype in ("auto", "float16"),
+    }
+    unmet = [name for name, met in wishes.items() if not met]
+    if config.kernels == "native" and device.type != "cpu":
+        raise ConfigError("kernels is 'native', which is for CPUs; use kernels='auto'")
+    if config.kernels == "native" and not cpu.available():
+        raise ConfigError(
+            "kernels is 'native', but this installation has none (no compiler was found when it "
+            "was made); install a C++ compiler and install twostroke again, or use kernels='auto'"
+        )
+    if config.kernels == "native" and unmet:
+        raise ConfigError(
+            f"the native kernels have no {unmet[0]}={getattr(config, unmet[0])!r}; leave it at "
+            "'auto', or use kernels='reference'"
+        )
+    native = device.type == "cpu" and cpu.available() and not unmet
+    native = native and config.kernels != "reference"
+    if config.quantization is not None and not native:
+        raise ConfigError(
+            "quantization needs the native kernels of a CPU; leave it out, or see kernels, device "
+            "and dtype"
+        )
+    if native and config.isa != "auto" and config.isa not in cpu.module().isas():
+        raise ConfigError(
+            f"isa {config.isa!r} is not what this machine has; it has "
+            f"{', '.join(cpu.module().isas())}"
+        )
+    return native
 
 
 def _scheduler_config(

@@ -38,19 +38,19 @@ class MemoryPlan:
 def plan_memory(
     config: EngineConfig,
     spec: ModelSpec,
-    weight_width: int,
+    weight_width: float,
     kv_width: int,
     total_bytes: int,
     on_gpu: bool,
 ) -> MemoryPlan:
     """`*_width`: bytes per weight and per element of the KV cache."""
     size = config.block_size
-    weight_bytes = spec.num_parameters() * weight_width
+    weight_bytes = int(spec.num_parameters() * weight_width)
     block_bytes = spec.kv_elements_per_token * kv_width * size
     if weight_bytes > total_bytes:
         raise ModelError(
             f"the weights need {gib(weight_bytes)}, but {gib(total_bytes)} are there; "
-            "take a smaller model" + ("" if weight_width == 2 else ", or dtype='bfloat16'")
+            "take a smaller model" + ("" if weight_width <= 2 else ", or dtype='bfloat16'")
         )
     wanted = max_len_wanted(config, spec)
     kv_bytes = _kv_bytes(
@@ -90,7 +90,7 @@ def _kv_bytes(
     config: EngineConfig,
     spec: ModelSpec,
     weight_bytes: int,
-    weight_width: int,
+    weight_width: float,
     kv_width: int,
     total_bytes: int,
     on_gpu: bool,
@@ -105,7 +105,7 @@ def _kv_bytes(
         return min(CPU_KV_BYTES, total_bytes // CPU_KV_SHARE, fillable)
     tokens = config.token_budget(on_gpu, max_len)
     widest = 2 * spec.intermediate_size + spec.q_size + 2 * spec.kv_size + 2 * spec.hidden_size
-    activations = ACTIVATION_COPIES * tokens * widest * weight_width
+    activations = int(ACTIVATION_COPIES * tokens * widest * weight_width)
     logits = 3 * 4 * config.max_num_seqs * spec.vocab_size
     room = int(total_bytes * config.gpu_memory_utilization)
     return max(0, room - weight_bytes - activations - logits)

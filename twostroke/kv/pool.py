@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from twostroke.model.spec import ModelSpec
@@ -26,6 +29,10 @@ class KVPool:
         self.block_size = block_size
         self.num_bytes = self._data.numel() * self._data.element_size()
 
+    def halves(self) -> npt.NDArray[np.uint16]:
+        """All of it as bits, [layers, 2, blocks, block_size, K, D]: for kernels outside torch."""
+        return self._data.view(torch.uint16).numpy()
+
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._data[index, 0], self._data[index, 1]
 
@@ -39,4 +46,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # a sequence's blocks lie far apart: fewer, larger pages
+        with contextlib.suppress(OSError):
+            pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(shape)

@@ -38,6 +38,9 @@ class GGUFWeights:
         info = self._file.tensors.get(tensor_name(name))
         return None if info is None else info.shape
 
+    def type(self, name: str) -> BlockType:
+        return self._info(name).type
+
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         info = self._info(name)
         if len(info.shape) == 1:

@@ -1,0 +1,159 @@
+// What the kernels work on, and the table of them that each instruction set fills.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace twostroke {
+
+constexpr int kBlock = 32;  // weights and activations that share a scale
+constexpr int kTile = 8;    // tokens that one pass over a block of weights serves
+
+enum class Format : int { kQ4, kQ4F, kQ8, kBF16, kF32 };
+
+constexpr bool has_codes(Format f) {
+  return f == Format::kQ4 || f == Format::kQ4F || f == Format::kQ8;
+}
+constexpr bool is_q4(Format f) { return f == Format::kQ4 || f == Format::kQ4F; }
+
+// A matrix [rows, cols] packed for few and for many rows of activations alike. `lanes` rows stand
+// side by side in a group, so that a vector holds one column of each:
+//
+//   Q4, Q4F, Q8  a group is its blocks one after another; a block is codes, then `lanes` scales,
+//                then (not Q8) `lanes` minima, as halves or (Q4F) as floats. Codes are 8 vectors of
+//                four columns of each row; of 4-bit codes, vector j is in the low and vector j + 4
+//                in the high half of a byte.
+//   BF16, F32    a group is its columns one after another.
+//
+// A row's value is scale · code + minimum. Rows past the last are zero. Q4F is Q4 where halves are
+// slow to read: a fifth more memory, and scales that no half can hold.
+struct Packed {
+  Format format;
+  int rows, cols, lanes;
+  int blocks;          // of `kBlock` columns; the last may be partly zero
+  size_t group_bytes;
+  const uint8_t* data;
+  const float* bias;   // or null
+
+  int groups() const { return (rows + lanes - 1) / lanes; }
+  const uint8_t* group(int n) const { return data + n * group_bytes; }
+};
+
+constexpr size_t code_bytes(Format f, int lanes) {
+  return static_cast<size_t>(is_q4(f) ? kBlock / 2 : kBlock) * lanes;
+}
+constexpr size_t block_bytes(Format f, int lanes) {
+  const size_t tail = f == Format::kQ4F ? 8 : f == Format::kQ4 ? 4 : 2;
+  return code_bytes(f, lanes) + tail * lanes;
+}
+
+// Activations of T tokens: as they are, and as blocks of 8 bits, `kTile` tokens side by side.
+// value ≈ scale · code; `sum` is scale times the sum of a block's codes.
+struct Activations {
+  const float* values;  // [T, stride]
+  int stride;
+  const int8_t* codes;  // [T / kTile, blocks, kTile, kBlock], or null: the exact products
+  const float* scale;   // [T / kTile, blocks, kTile]
+  const float* sum;     // as scale
+  int blocks;
+};
+
+// One layer of the paged cache: [blocks, block_size, heads, dim] halves, keys and values.
+struct Cache {
+  uint16_t* keys;
+  uint16_t* values;
+  int block_size, heads, dim;
+
+  size_t offset(const int32_t* table, int position) const {
+    size_t slot = static_cast<size_t>(table[position / block_size]) * block_size;
+    return (slot + position % block_size) * heads * dim;
+  }
+};
+
+struct Kernels {
+  const char* name;
+  int lanes;
+  bool slow_halves;  // Q4F is faster than Q4
+
+  // out[t, row] = Σ a[t, :] · w[row, :] (+ bias) (+ what is there, if `add`), for tokens [t0, t1)
+  // and groups [g0, g1). t0 is a multiple of kTile.
+  void (*matmul)(const Packed& w, const Activations& a, int t0, int t1, int g0, int g1, float* out,
+                 int stride, bool add);
+  // n floats as 8-bit blocks of token `t` of `Activations`, from its block `first` on.
+  void (*quantise)(const float* x, int n, int t, int first, int blocks, int8_t* codes,
+                   float* scale, float* sum);
+  void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);
+  // Rotate `heads` heads of `dim` channels; `half` cosines and sines.
+  void (*rope)(float* x, int heads, int dim, const float* cos, const float* sin, int half);
+  void (*silu_mul)(const float* gate, const float* up, int n, float* out);
+  void (*to_half)(const float* x, int n, uint16_t* out);
+  // One row of a packed matrix, as floats.
+  void (*unpack_row)(const Packed& w, int row, float* out);
+
+  // Queries [first, first + count ≤ kQueries) of one sequence, all heads of KV head `kv`, against what of it
+  // is cached. Row 0 of q and out is the query at `first`.
+  void (*attend_prefill)(const Cache& cache, const int32_t* table, const float* q, int q_stride,
+                         int first, int count, int kv, int group, float scale, int window,
+                         float* scratch, float* out, int out_stride);
+  // One query, all heads of KV head `kv`, against positions [from, to). Unnormalised: `acc`
+  // [group, dim] with each head's largest score and sum, for `merge`.
+  void (*attend_decode)(const Cache& cache, const int32_t* table, const float* q, int from, int to,
+                        int kv, int group, float scale, float* acc, float* largest, float* sum);
+  // index of the largest of n logits
+  int (*argmax)(const float* x, int n);
+};
+
+// Tiles of prefill attention: at most so many queries (each with its heads a row of scores) by keys.
+constexpr int kQueries = 16;
+constexpr int kKeys = 64;
+
+inline size_t prefill_scratch_floats(int group, int dim) {
+  const size_t rows = (static_cast<size_t>(kQueries) * group + 15) / 16 * 16;
+  return 2 * static_cast<size_t>(kKeys) * dim + rows * (kKeys + 2 * dim + 4);
+}
+
+extern const Kernels kPortable;
+#if defined(TS_HAVE_NEON)
+extern const Kernels kNeon;
+#endif
+#if defined(TS_HAVE_X86)
+extern const Kernels kAvx2;
+extern const Kernels kAvx512;
+#endif
+
+inline float half_to_float(uint16_t h) {
+  uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16, rest = h & 0x7FFFu;
+  uint32_t bits;
+  if (rest >= 0x7C00u) {
+    bits = sign | 0x7F800000u | (rest & 0x3FFu) << 13;
+  } else if (rest >= 0x400u) {
+    bits = sign | ((rest << 13) + 0x38000000u);
+  } else {  // subnormal: the significand counts in 2^-24
+    float f = static_cast<float>(rest) * 5.9604644775390625e-08f;
+    __builtin_memcpy(&bits, &f, 4);
+    bits |= sign;
+  }
+  float f;
+  __builtin_memcpy(&f, &bits, 4);
+  return f;
+}
+
+inline uint16_t float_to_half(float f) {  // to nearest, ties to even
+  uint32_t bits;
+  __builtin_memcpy(&bits, &f, 4);
+  uint32_t sign = bits >> 16 & 0x8000u, rest = bits & 0x7FFFFFFFu;
+  if (rest > 0x7F800000u) return static_cast<uint16_t>(sign | 0x7E00u);
+  if (rest >= 0x477FF000u) return static_cast<uint16_t>(sign | 0x7C00u);  // 65,520 and above
+  if (rest < 0x38800000u) {  // below 2^-14: in steps of 2^-24, by the addition's own rounding
+    float magnitude;
+    __builtin_memcpy(&magnitude, &rest, 4);
+    magnitude += 0.5f;
+    uint32_t shifted;
+    __builtin_memcpy(&shifted, &magnitude, 4);
+    return static_cast<uint16_t>(sign | (shifted - 0x3F000000u));
+  }
+  uint32_t rounded = rest + 0xFFFu + (rest >> 13 & 1u) - 0x38000000u;
+  return static_cast<uint16_t>(sign | rounded >> 13);
+}
+
+}  // namespace twostroke

@@ -1,0 +1,31 @@
+#define TS_AVX2
+#include <immintrin.h>
+
+#include <type_traits>
+#include <utility>
+
+#include "kernels.h"
+
+namespace twostroke {
+namespace avx2 {
+#include "simd.h"
+
+#include "kernels_impl.h"
+}  // namespace avx2
+
+const Kernels kAvx2 = {
+    "avx2",
+    avx2::W,
+    false,
+    avx2::matmul,
+    avx2::quantise,
+    avx2::rms_norm,
+    avx2::rope,
+    avx2::silu_mul,
+    avx2::to_half,
+    avx2::unpack_row,
+    avx2::attend_prefill,
+    avx2::attend_decode,
+    avx2::argmax,
+};
+}  // namespace twostroke

@@ -1,0 +1,31 @@
+#define TS_AVX512
+#include <immintrin.h>
+
+#include <type_traits>
+#include <utility>
+
+#include "kernels.h"
+
+namespace twostroke {
+namespace avx512 {
+#include "simd.h"
+
+#include "kernels_impl.h"
+}  // namespace avx512
+
+const Kernels kAvx512 = {
+    "avx512",
+    avx512::W,
+    false,
+    avx512::matmul,
+    avx512::quantise,
+    avx512::rms_norm,
+    avx512::rope,
+    avx512::silu_mul,
+    avx512::to_half,
+    avx512::unpack_row,
+    avx512::attend_prefill,
+    avx512::attend_decode,
+    avx512::argmax,
+};
+}  // namespace twostroke

@@ -1,0 +1,31 @@
+#define TS_NEON
+#include <arm_neon.h>
+
+#include <type_traits>
+#include <utility>
+
+#include "kernels.h"
+
+namespace twostroke {
+namespace neon {
+#include "simd.h"
+
+#include "kernels_impl.h"
+}  // namespace neon
+
+const Kernels kNeon = {
+    "neon",
+    neon::W,
+    true,
+    neon::matmul,
+    neon::quantise,
+    neon::rms_norm,
+    neon::rope,
+    neon::silu_mul,
+    neon::to_half,
+    neon::unpack_row,
+    neon::attend_prefill,
+    neon::attend_decode,
+    neon::argmax,
+};
+}  // namespace twostroke

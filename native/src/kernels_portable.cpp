@@ -1,0 +1,30 @@
+#define TS_PORTABLE
+
+#include <type_traits>
+#include <utility>
+
+#include "kernels.h"
+
+namespace twostroke {
+namespace portable {
+#include "simd.h"
+
+#include "kernels_impl.h"
+}  // namespace portable
+
+const Kernels kPortable = {
+    "portable",
+    portable::W,
+    true,
+    portable::matmul,
+    portable::quantise,
+    portable::rms_norm,
+    portable::rope,
+    portable::silu_mul,
+    portable::to_half,
+    portable::unpack_row,
+    portable::attend_prefill,
+    portable::attend_decode,
+    portable::argmax,
+};
+}  // namespace twostroke

@@ -1,0 +1,103 @@
+// One decoder, a step at a time: `twostroke/model/decoder.py` says the same in torch.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "kernels.h"
+#include "pack.h"
+#include "team.h"
+
+namespace twostroke {
+
+struct Shape {
+  int vocab, hidden, inner, heads, kv_heads, dim, rope_half, max_len;
+  float eps;
+};
+
+struct Layer {
+  std::shared_ptr<Matrix> qkv, o, gate_up, down;  // gate and up: 32 rows of each in turn
+  std::vector<float> attn_norm, mlp_norm, q_norm, k_norm;  // the last two: empty if there are none
+  int window;                                              // 0: none
+};
+
+struct Slot {  // decode: feed the token at `position` of `row`
+  int32_t row, position;
+};
+
+struct Chunk {  // prefill: feed positions [start, start + size) of `row`
+  int32_t row, start, size;
+};
+
+// The rows of the requests, as `exec/state.py` keeps them, and the pool of `kv/pool.py`.
+struct Rows {
+  const int32_t* tokens;
+  int64_t tokens_stride;
+  const int32_t* tables;
+  int64_t tables_stride;
+};
+
+struct Pool {
+  uint16_t* data;  // [layers, 2, blocks, block_size, kv_heads, dim]
+  int blocks, block_size;
+};
+
+// Throws unless the parts of a model fit each other.
+void check_model(const Shape& shape, const std::vector<Layer>& layers, const Matrix& embed,
+                 const Matrix& head, size_t final_norm, int lanes);
+
+class Model {
+ public:
+  Model(const Kernels& kernels, const Shape& shape, std::vector<Layer> layers,
+        std::shared_ptr<Matrix> embed, std::shared_ptr<Matrix> head, std::vector<float> final_norm,
+        std::vector<float> cos, std::vector<float> sin, int threads, int threads_prefill,
+        bool exact);
+
+  // The last hidden state of every token, kept until the next step: decode slots, then chunks.
+  void forward(const Rows& rows, const Pool& pool, const std::vector<Slot>& decode,
+               const std::vector<Chunk>& prefill);
+  // Logits of the tokens `which` of that step: [count, vocab].
+  void logits(const int32_t* which, int count, float* out);
+
+  int num_tokens() const { return tokens_; }
+  size_t num_layers() const { return layers_.size(); }
+  const Shape& shape() const { return shape_; }
+  size_t num_bytes() const;
+
+ private:
+  struct Quantised {  // activations of a step, in both forms
+    std::vector<float> values, scale, sum;
+    std::vector<int8_t> codes;
+  };
+  struct Step;
+
+  void reserve(int tokens);
+  void resize(Quantised& a, int tokens, int width) const;
+  Activations view(const Quantised& a, int width) const;
+  void quantise(Quantised& a, int t, int from, int n, int width) const;
+  void norm(const float* x, const std::vector<float>& weight, Quantised& a, int t) const;
+  void run_layer(const Step& step, int index, int member);
+  void multiply(const Matrix& w, const Activations& a, int tokens, float* out, int stride,
+                bool add);
+  void rotate_and_store(const Step& step, const Layer& layer, const Cache& cache, int t, int kv);
+  void attend(const Step& step, const Layer& layer, const Cache& cache, int member);
+  void attend_one(const Step& step, const Layer& layer, const Cache& cache, int task, int member);
+  void merge(const Step& step, int t, int kv);
+
+  const Kernels& k_;
+  Shape shape_;
+  std::vector<Layer> layers_;
+  std::shared_ptr<Matrix> embed_, head_;
+  std::vector<float> final_norm_, cos_, sin_;
+  bool exact_;
+  int threads_, threads_prefill_;
+  Team team_;
+  int tokens_ = 0;
+  std::vector<float> x_, qkv_, gate_up_;
+  Quantised normed_, attended_, inner_, last_;
+  std::vector<Quantised> own_;  // of each member: what it norms for itself in a small step
+  std::vector<std::vector<float>> scratch_;
+  std::vector<float> partial_;  // of split decode attention: acc, largest, sum
+};
+
+}  // namespace twostroke

@@ -1,0 +1,238 @@
+// What Python sees: buffers in, buffers out, the lock of the interpreter let go meanwhile.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+
+#include "isa.h"
+#include "model.h"
+#include "pack.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace twostroke {
+
+using Bytes2 = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Floats1 = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Floats2 = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Ints1 = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Ints2 = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using OutFloats2 = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Halves = nb::ndarray<uint16_t, nb::ndim<6>, nb::c_contig, nb::device::cpu>;
+
+namespace {
+
+Format format_of(const std::string& name, const Kernels& kernels) {
+  if (name == "q4") return kernels.slow_halves ? Format::kQ4F : Format::kQ4;
+  if (name == "q8") return Format::kQ8;
+  if (name == "bf16") return Format::kBF16;
+  if (name == "f32") return Format::kF32;
+  throw std::invalid_argument("no format is called '" + name + "'");
+}
+
+std::vector<float> floats(const Floats1& a) { return {a.data(), a.data() + a.size()}; }
+
+void check(bool fine, const char* what) {
+  if (!fine) throw std::invalid_argument(what);
+}
+
+void check_places(const Matrix& m, size_t rows, const Ints1& place) {
+  check(rows == place.size(), "a place for every row is needed");
+  for (size_t n = 0; n < place.size(); n++)
+    check(place.data()[n] >= 0 && place.data()[n] < m.packed().rows, "a row's place is outside");
+}
+
+// Everything that a step reads by number is checked first: what is wrong raises, and reads nothing.
+struct CheckedStep {
+  std::vector<Slot> decode;
+  std::vector<Chunk> prefill;
+  Rows rows;
+  Pool pool;
+
+  CheckedStep(const Model& model, const Ints2& tokens, const Ints2& tables, const Halves& cache,
+              const Ints2& slots, const Ints2& chunks) {
+    const Shape& s = model.shape();
+    rows = {tokens.data(), static_cast<int64_t>(tokens.shape(1)), tables.data(),
+            static_cast<int64_t>(tables.shape(1))};
+    pool = {cache.data(), static_cast<int>(cache.shape(2)), static_cast<int>(cache.shape(3))};
+    check(slots.shape(0) == 0 || slots.shape(1) == 2, "slots are rows and positions");
+    check(chunks.shape(0) == 0 || chunks.shape(1) == 3, "chunks are rows, starts and sizes");
+    check(cache.shape(0) == model.num_layers() && cache.shape(1) == 2 &&
+              cache.shape(4) == static_cast<size_t>(s.kv_heads) &&
+              cache.shape(5) == static_cast<size_t>(s.dim),
+          "the cache is not this model's");
+    for (size_t n = 0; n < slots.shape(0); n++) {
+      const int32_t* p = slots.data() + 2 * n;
+      decode.push_back({p[0], p[1]});
+      check_run(s, tokens, tables, p[0], p[1], 1);
+    }
+    for (size_t n = 0; n < chunks.shape(0); n++) {
+      const int32_t* p = chunks.data() + 3 * n;
+      prefill.push_back({p[0], p[1], p[2]});
+      check(p[2] >= 1, "an empty chunk");
+      check_run(s, tokens, tables, p[0], p[1], p[2]);
+    }
+  }
+
+  void check_run(const Shape& s, const Ints2& tokens, const Ints2& tables, int row, int start,
+                 int size) const {
+    const int64_t end = static_cast<int64_t>(start) + size;
+    check(row >= 0 && static_cast<size_t>(row) < tokens.shape(0) &&
+              static_cast<size_t>(row) < tables.shape(0),
+          "no such row");
+    check(start >= 0 && end <= s.max_len && end <= rows.tokens_stride, "no such position");
+    check((end + pool.block_size - 1) / pool.block_size <= rows.tables_stride,
+          "the table of a row is too short");
+    const int32_t* ids = rows.tokens + row * rows.tokens_stride;
+    for (int64_t n = start; n < end; n++)
+      check(ids[n] >= 0 && ids[n] < s.vocab, "a token is outside the vocabulary");
+    const int32_t* table = rows.tables + row * rows.tables_stride;
+    for (int64_t n = 0; n * pool.block_size < end; n++)
+      check(table[n] >= 0 && table[n] < pool.blocks, "a table names a block that is not there");
+  }
+};
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.def("isas", &available_isas, "The instruction sets there are kernels for, the best first.");
+  m.def("lanes", [](const std::string& isa) { return find_kernels(isa).lanes; }, "isa"_a);
+
+  nb::class_<Matrix>(m, "Matrix")
+      .def("__init__",
+           [](Matrix* self, const std::string& format, int rows, int cols, const std::string& isa) {
+             check(rows > 0 && cols > 0, "a matrix has rows and columns");
+             const Kernels& kernels = find_kernels(isa);
+             new (self) Matrix(format_of(format, kernels), rows, cols, kernels.lanes);
+           },
+           "format"_a, "rows"_a, "cols"_a, "isa"_a = "auto")
+      .def_prop_ro("num_bytes", &Matrix::num_bytes)
+      .def("put_blocks",
+           [](Matrix& self, const std::string& type, const Bytes2& data, const Ints1& place) {
+             check_places(self, data.shape(0), place);
+             nb::gil_scoped_release free;
+             self.put_blocks(type, data.data(), data.shape(1), static_cast<int>(data.shape(0)),
+                             place.data());
+           },
+           "type"_a, "data"_a, "place"_a)
+      .def("put_floats",
+           [](Matrix& self, const Floats2& data, const Ints1& place) {
+             check_places(self, data.shape(0), place);
+             check(data.shape(1) == static_cast<size_t>(self.packed().cols),
+                   "rows of another length");
+             nb::gil_scoped_release free;
+             self.put_floats(data.data(), static_cast<int>(data.shape(0)), place.data());
+           },
+           "data"_a, "place"_a)
+      .def("put_bias",
+           [](Matrix& self, const Floats1& data, const Ints1& place) {
+             check_places(self, data.shape(0), place);
+             self.put_bias(data.data(), static_cast<int>(data.shape(0)), place.data());
+           },
+           "data"_a, "place"_a)
+      .def("rows",
+           [](const Matrix& self, const OutFloats2& out, const std::string& isa) {
+             const Packed& w = self.packed();
+             check(out.shape(0) == static_cast<size_t>(w.rows) &&
+                       out.shape(1) == static_cast<size_t>(w.cols),
+                   "another shape");
+             const Kernels& k = find_kernels(isa);
+             check(k.lanes == w.lanes, "packed for other kernels");
+             for (int row = 0; row < w.rows; row++)
+               k.unpack_row(w, row, out.data() + static_cast<size_t>(row) * w.cols);
+           },
+           "out"_a, "isa"_a = "auto", "Unpack every row.")
+      .def("multiply",
+           [](const Matrix& self, const Floats2& x, const OutFloats2& out, const std::string& isa,
+              bool exact) {
+             const Packed& w = self.packed();
+             const Kernels& k = find_kernels(isa);
+             check(k.lanes == w.lanes, "packed for other kernels");
+             check(x.shape(1) == static_cast<size_t>(w.cols) && out.shape(0) == x.shape(0) &&
+                       out.shape(1) == static_cast<size_t>(w.rows),
+                   "another shape");
+             const int tokens = static_cast<int>(x.shape(0)), blocks = w.blocks;
+             const size_t padded = (tokens + kTile - 1) / kTile * static_cast<size_t>(kTile);
+             std::vector<int8_t> codes(padded * blocks * kBlock);
+             std::vector<float> scale(padded * blocks), sum(padded * blocks);
+             for (int t = 0; t < tokens; t++)
+               k.quantise(x.data() + static_cast<size_t>(t) * w.cols, w.cols, t, 0, blocks,
+                          codes.data(), scale.data(), sum.data());
+             const Activations a{x.data(),     w.cols,     exact ? nullptr : codes.data(),
+                                 scale.data(), sum.data(), blocks};
+             k.matmul(w, a, 0, tokens, 0, w.groups(), out.data(), w.rows, false);
+           },
+           "x"_a, "out"_a, "isa"_a = "auto", "exact"_a = false, "out = x · selfᵀ + bias.");
+
+  nb::class_<Layer>(m, "Layer")
+      .def("__init__",
+           [](Layer* self, std::shared_ptr<Matrix> qkv, std::shared_ptr<Matrix> o,
+              std::shared_ptr<Matrix> gate_up, std::shared_ptr<Matrix> down,
+              const Floats1& attn_norm, const Floats1& mlp_norm, const Floats1& q_norm,
+              const Floats1& k_norm, int window) {
+             new (self) Layer{qkv,           o,
+                              gate_up,       down,
+                              floats(attn_norm), floats(mlp_norm),
+                              floats(q_norm),    floats(k_norm),
+                              window};
+           },
+           "qkv"_a, "o"_a, "gate_up"_a, "down"_a, "attn_norm"_a, "mlp_norm"_a, "q_norm"_a,
+           "k_norm"_a, "window"_a);
+
+  nb::class_<Model>(m, "Model")
+      .def("__init__",
+           [](Model* self, const std::string& isa, int vocab, int hidden, int inner, int heads,
+              int kv_heads, int dim, float eps, const std::vector<const Layer*>& layers,
+              std::shared_ptr<Matrix> embed, std::shared_ptr<Matrix> head,
+              const Floats1& final_norm, const Floats2& cos, const Floats2& sin, int threads,
+              int threads_prefill, bool exact) {
+             check(heads > 0 && kv_heads > 0 && heads % kv_heads == 0, "heads come in whole groups");
+             check(threads > 0 && threads_prefill > 0, "a team has at least one member");
+             check(cos.shape(0) == sin.shape(0) && cos.shape(1) == sin.shape(1) &&
+                       2 * cos.shape(1) <= static_cast<size_t>(dim),
+                   "angles of another shape");
+             const int half = static_cast<int>(cos.shape(1)), len = static_cast<int>(cos.shape(0));
+             const Shape shape{vocab, hidden, inner, heads, kv_heads, dim, half, len, eps};
+             std::vector<Layer> own;
+             for (const Layer* layer : layers) own.push_back(*layer);
+             std::vector<float> c(cos.data(), cos.data() + cos.size());
+             std::vector<float> s(sin.data(), sin.data() + sin.size());
+             const Kernels& kernels = find_kernels(isa);
+             check_model(shape, own, *embed, *head, final_norm.size(), kernels.lanes);
+             new (self) Model(kernels, shape, std::move(own), embed, head, floats(final_norm),
+                              std::move(c), std::move(s), threads, threads_prefill, exact);
+           },
+           "isa"_a, "vocab"_a, "hidden"_a, "inner"_a, "heads"_a, "kv_heads"_a, "dim"_a, "eps"_a,
+           "layers"_a, "embed"_a, "head"_a, "final_norm"_a, "cos"_a, "sin"_a, "threads"_a,
+           "threads_prefill"_a, "exact"_a)
+      .def_prop_ro("num_bytes", &Model::num_bytes)
+      .def("forward",
+           [](Model& self, const Ints2& tokens, const Ints2& tables, const Halves& cache,
+              const Ints2& slots, const Ints2& chunks) {
+             nb::gil_scoped_release free;
+             const CheckedStep step(self, tokens, tables, cache, slots, chunks);
+             self.forward(step.rows, step.pool, step.decode, step.prefill);
+           },
+           "tokens"_a, "tables"_a, "cache"_a, "slots"_a, "chunks"_a,
+           "Compute slots [n, (row, position)] and chunks [n, (row, start, size)].")
+      .def("logits",
+           [](Model& self, const Ints1& which, const OutFloats2& out) {
+             check(out.shape(0) == which.size() &&
+                       out.shape(1) == static_cast<size_t>(self.shape().vocab),
+                   "another shape");
+             for (size_t n = 0; n < which.size(); n++)
+               check(which.data()[n] >= 0 && which.data()[n] < self.num_tokens(),
+                     "no such token in the last step");
+             nb::gil_scoped_release free;
+             if (which.size() > 0)
+               self.logits(which.data(), static_cast<int>(which.size()), out.data());
+           },
+           "which"_a, "out"_a, "Logits of some tokens of the last step.");
+}
+
+}  // namespace twostroke

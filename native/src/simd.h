@@ -1,0 +1,225 @@
+// A vector of W floats, and the few operations that differ from one instruction set to another.
+// Included once per instruction set, inside its namespace: `kernels_*.cpp` say which one.
+//
+// Everything else is written once, on the compiler's own vector types (GCC and clang), in
+// `kernels_impl.h`.
+
+#if defined(TS_NEON)
+constexpr int W = 4;
+#elif defined(TS_AVX2)
+constexpr int W = 8;
+#elif defined(TS_AVX512)
+constexpr int W = 16;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float f32v __attribute__((vector_size(4 * W)));
+typedef int32_t i32v __attribute__((vector_size(4 * W)));
+typedef uint32_t u32v __attribute__((vector_size(4 * W)));
+typedef uint8_t u8v __attribute__((vector_size(4 * W)));
+typedef int8_t i8v __attribute__((vector_size(4 * W)));  // four bytes for each of W lanes
+typedef f32v f32u __attribute__((aligned(4), may_alias));
+typedef i32v i32u __attribute__((aligned(1), may_alias));
+typedef i8v i8u __attribute__((aligned(1), may_alias));
+
+// f(0), f(1), … f(N − 1) with constant arguments, so that arrays become registers.
+template <int N, typename F, int... I>
+static inline __attribute__((always_inline)) void unrolled(F&& f,
+                                                           std::integer_sequence<int, I...>) {
+  (f(std::integral_constant<int, I>{}), ...);
+}
+template <int N, typename F>
+static inline __attribute__((always_inline)) void unrolled(F&& f) {
+  unrolled<N>(f, std::make_integer_sequence<int, N>{});
+}
+
+static inline f32v load(const float* p) { return *reinterpret_cast<const f32u*>(p); }
+static inline void store(float* p, f32v v) { *reinterpret_cast<f32u*>(p) = v; }
+static inline f32v splat(float x) { return f32v{} + x; }
+static inline i8v load_codes(const uint8_t* p) { return *reinterpret_cast<const i8u*>(p); }
+
+// W halves → floats.
+static inline f32v load_half(const uint16_t* p) {
+#if defined(TS_NEON)
+  return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+#elif defined(TS_AVX2)
+  return (f32v)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(TS_AVX512)
+  return (f32v)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#else
+  f32v v;
+  for (int i = 0; i < W; i++) v[i] = half_to_float(p[i]);
+  return v;
+#endif
+}
+
+// W floats → halves, rounded to nearest.
+static inline void store_half(uint16_t* p, f32v v) {
+#if defined(TS_NEON)
+  vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v)));
+#elif defined(TS_AVX2)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)v, 0));
+#elif defined(TS_AVX512)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)v, 0));
+#else
+  for (int i = 0; i < W; i++) p[i] = float_to_half(v[i]);
+#endif
+}
+
+// W bfloat16 → floats.
+static inline f32v load_bf16(const uint16_t* p) {
+#if defined(TS_NEON)
+  return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16));
+#elif defined(TS_AVX2)
+  __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return (f32v)_mm256_slli_epi32(wide, 16);
+#elif defined(TS_AVX512)
+  __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return (f32v)_mm512_slli_epi32(wide, 16);
+#else
+  u32v v;
+  for (int i = 0; i < W; i++) v[i] = static_cast<uint32_t>(p[i]) << 16;
+  return (f32v)v;
+#endif
+}
+
+// The product of one block: 8 vectors of codes, each four codes of W rows, with the 32 activations
+// that all rows share. Lane i is the sum over row i: a whole number, as a float. `Signed` codes are
+// −128 … 127, others 0 … 15. Where the machine multiplies only unsigned by signed bytes, signed
+// codes are taken with `signed_bias` added: the caller takes it off again.
+#if defined(TS_AVX512)
+constexpr float signed_bias = 128;
+#else
+constexpr float signed_bias = 0;
+#endif
+
+template <bool Signed>
+static inline f32v dot_block(const i8v* w, const int8_t* a) {
+#if defined(TS_NEON)
+  // The sums are counted in the significand of 1.5 · 2^23, which saves the slow conversion: a
+  // block's sum is below 2^22.
+  const float32x4_t shift = vdupq_n_f32(12582912.0f);
+  int8x16_t lo = vld1q_s8(a), hi = vld1q_s8(a + 16);
+  int32x4_t x = vreinterpretq_s32_f32(shift);
+  x = vdotq_laneq_s32(x, (int8x16_t)w[0], lo, 0);
+  x = vdotq_laneq_s32(x, (int8x16_t)w[1], lo, 1);
+  x = vdotq_laneq_s32(x, (int8x16_t)w[2], lo, 2);
+  x = vdotq_laneq_s32(x, (int8x16_t)w[3], lo, 3);
+  x = vdotq_laneq_s32(x, (int8x16_t)w[4], hi, 0);
+  x = vdotq_laneq_s32(x, (int8x16_t)w[5], hi, 1);
+  x = vdotq_laneq_s32(x, (int8x16_t)w[6], hi, 2);
+  x = vdotq_laneq_s32(x, (int8x16_t)w[7], hi, 3);
+  return vsubq_f32(vreinterpretq_f32_s32(x), shift);
+#elif defined(TS_AVX2)
+  __m256i ones = _mm256_set1_epi16(1), sum = _mm256_setzero_si256();
+  for (int j = 0; j < 8; j++) {
+    int32_t four;
+    __builtin_memcpy(&four, a + 4 * j, 4);
+    __m256i x = _mm256_set1_epi32(four), c = (__m256i)w[j];
+    if constexpr (Signed) {  // |codes| · (activations with the codes' signs): no sum leaves 16 bits
+      __m256i pair = _mm256_maddubs_epi16(_mm256_abs_epi8(c), _mm256_sign_epi8(x, c));
+      sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pair, ones));
+    } else {  // 8 · 2 · 15 · 127 still fits 16 bits
+      sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(c, x));
+    }
+  }
+  return __builtin_convertvector((i32v)(Signed ? sum : _mm256_madd_epi16(sum, ones)), f32v);
+#elif defined(TS_AVX512)
+  __m512i sum = _mm512_setzero_si512();
+  for (int j = 0; j < 8; j++) {
+    int32_t four;
+    __builtin_memcpy(&four, a + 4 * j, 4);
+    __m512i c = (__m512i)w[j];
+    if constexpr (Signed) c = _mm512_xor_si512(c, _mm512_set1_epi8(static_cast<char>(0x80)));
+    sum = _mm512_dpbusd_epi32(sum, c, _mm512_set1_epi32(four));
+  }
+  return __builtin_convertvector((i32v)sum, f32v);
+#else
+  i32v sum = {};
+  for (int j = 0; j < 8; j++)
+    for (int i = 0; i < W; i++)
+      for (int n = 0; n < 4; n++) sum[i] += w[j][4 * i + n] * a[4 * j + n];
+  return __builtin_convertvector(sum, f32v);
+#endif
+}
+
+static inline float sum_lanes(f32v v) {
+#if defined(TS_NEON)
+  return vaddvq_f32(v);
+#else
+  float s = 0;
+  for (int i = 0; i < W; i++) s += v[i];
+  return s;
+#endif
+}
+
+static inline float max_lanes(f32v v) {
+#if defined(TS_NEON)
+  return vmaxvq_f32(v);
+#else
+  float s = v[0];
+  for (int i = 1; i < W; i++) s = v[i] > s ? v[i] : s;
+  return s;
+#endif
+}
+
+static inline f32v max_of(f32v a, f32v b) {
+#if defined(TS_NEON)
+  return vmaxq_f32(a, b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+static inline f32v abs_of(f32v a) { return (f32v)((u32v)a & 0x7FFFFFFFu); }
+
+// x · inverse, rounded to whole numbers of at most 127, as 32 bytes; their sum.
+static inline int round_block(const float* x, float inverse, int8_t* codes) {
+  // The addition's own rounding leaves the number in the sum's last bits.
+  const float shift = 12582912.0f;  // 1.5 · 2^23
+#if defined(TS_NEON)
+  int32x4_t y[8], total = vdupq_n_s32(0);
+  for (int i = 0; i < 8; i++) {
+    f32v z = load(x + 4 * i) * inverse + shift;
+    y[i] = vreinterpretq_s32_f32(z);
+    total = vaddq_s32(total, vsubq_s32(y[i], vdupq_n_s32(0x4B400000)));
+  }
+  for (int i = 0; i < 8; i += 4) {
+    int16x8_t a = vuzp1q_s16(vreinterpretq_s16_s32(y[i]), vreinterpretq_s16_s32(y[i + 1]));
+    int16x8_t b = vuzp1q_s16(vreinterpretq_s16_s32(y[i + 2]), vreinterpretq_s16_s32(y[i + 3]));
+    vst1q_s8(codes + 4 * i, vuzp1q_s8(vreinterpretq_s8_s16(a), vreinterpretq_s8_s16(b)));
+  }
+  return vaddvq_s32(total);
+#else
+  int total = 0;
+  for (int i = 0; i < 32; i += W) {
+    i32v y = (i32v)(load(x + i) * inverse + shift) - 0x4B400000;
+    for (int j = 0; j < W; j++) {
+      codes[i + j] = static_cast<int8_t>(y[j]);
+      total += y[j];
+    }
+  }
+  return total;
+#endif
+}
+
+// Four floats that multiply whole vectors: add_times<i>(acc, x, four) = acc + x · four[i].
+struct Four {
+#if defined(TS_NEON)
+  float32x4_t v;
+  explicit Four(const float* p) : v(vld1q_f32(p)) {}
+#else
+  const float* p;
+  explicit Four(const float* p) : p(p) {}
+#endif
+};
+
+template <int I>
+static inline __attribute__((always_inline)) f32v add_times(f32v acc, f32v x, const Four& s) {
+#if defined(TS_NEON)
+  return vfmaq_laneq_f32(acc, x, s.v, I);
+#else
+  return acc + x * s.p[I];
+#endif
+}

@@ -1,0 +1,105 @@
+"""The executor of the native decoder: plans in, tokens out, two or three calls a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import monotonic
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from twostroke.exec.executor import LOGIT_SLICE, Computed, Masks
+from twostroke.exec.sampling import Sampled, sample, to_token_logprobs, top_logprobs
+from twostroke.exec.state import RowState
+from twostroke.kv.pool import KVPool
+from twostroke.model.native import NativeDecoder
+from twostroke.plan import StepPlan, TokenLogprobs
+
+NO_TOKENS = torch.empty(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    plan: StepPlan
+    started_s: float
+
+
+class NativeExecutor:
+    """Steps run when they are given; the decoder keeps the last one's hidden states."""
+
+    max_in_flight = 1
+
+    def __init__(self, decoder: NativeDecoder, pool: KVPool, state: RowState) -> None:
+        self._decoder, self._state = decoder, state
+        self._tokens, (self._table,) = state.tokens.numpy(), [t.numpy() for t in state.tables]
+        self._cache = pool.halves()
+
+    def forward(self, plan: StepPlan) -> Forwarded:
+        started = monotonic()
+        self._state.apply(plan)
+        slots = np.array([slot[:2] for slot in plan.decode], np.int32).reshape(-1, 2)
+        chunks = np.array([chunk[:3] for chunk in plan.prefill], np.int32).reshape(-1, 3)
+        self._decoder.model.forward(self._tokens, self._table, self._cache, slots, chunks)
+        return Forwarded(plan, started)
+
+    def sample(self, handle: Forwarded, masks: Masks | None = None) -> Computed:
+        plan = handle.plan
+        rows = [slot.row for slot in plan.decode]
+        positions = [slot.position + 1 for slot in plan.decode]
+        which, at = list(range(len(rows))), len(rows)
+        for chunk in plan.prefill:
+            at += chunk.size
+            if chunk.last:
+                which.append(at - 1)
+                rows.append(chunk.row)
+                positions.append(chunk.start + chunk.size)
+        sampled = Sampled(NO_TOKENS, {})
+        if rows:
+            logits = self._decoder.logits(np.array(which, np.int32))
+            sampled = self._choose(logits, rows, positions, masks)
+            self._tokens[rows, positions] = sampled.tokens.numpy()
+        prompts = self._prompt_logprobs(plan)
+        return Computed(sampled, prompts, monotonic() - handle.started_s)
+
+    def reset(self) -> None:
+        self._state.reset()
+
+    def _choose(
+        self,
+        logits: npt.NDArray[np.float32],
+        rows: list[int],
+        positions: list[int],
+        masks: Masks | None,
+    ) -> Sampled:
+        with torch.inference_mode():
+            return sample(torch.from_numpy(logits), rows, positions, self._state, masks)
+
+    def _prompt_logprobs(self, plan: StepPlan) -> dict[int, list[TokenLogprobs]]:
+        """For each prompt token after the first: how likely the model found it."""
+        found: dict[int, list[TokenLogprobs]] = {}
+        first = len(plan.decode)
+        for chunk in plan.prefill:
+            request = self._state.rows[chunk.row]
+            count = request.params.prompt_logprobs
+            if count is not None:
+                end = min(chunk.start + chunk.size, request.num_prompt - 1)
+                found[chunk.row] = [
+                    entry
+                    for start in range(chunk.start, end, LOGIT_SLICE)
+                    for entry in self._logprobs_of(
+                        chunk.row, first - chunk.start, start, min(start + LOGIT_SLICE, end), count
+                    )
+                ]
+            first += chunk.size
+        return found
+
+    def _logprobs_of(
+        self, row: int, shift: int, start: int, stop: int, count: int
+    ) -> list[TokenLogprobs]:
+        """Of positions [start, stop) of a row, which are tokens `shift` further in the step."""
+        which = np.arange(start + shift, stop + shift, dtype=np.int32)
+        lines = torch.log_softmax(torch.from_numpy(self._decoder.logits(which)), dim=-1)
+        targets = self._state.tokens[row, start + 1 : stop + 1].long()
+        pairs = zip(lines, targets, strict=True)
+        return [to_token_logprobs(top_logprobs(line, token, count)) for line, token in pairs]

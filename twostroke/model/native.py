@@ -1,0 +1,196 @@
+"""`NativeDecoder`: the decoder of `decoder.py` in C++ (`native/`), for CPUs.
+
+Weights stay as the file packs them, in an order that the CPU likes: nothing is lost. Activations
+are rounded to blocks of 8 bits before each product with a packed matrix, unless `exact`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from twostroke.kernels import cpu
+from twostroke.model.dequant import BlockType
+from twostroke.model.rope import rope_tables
+from twostroke.model.spec import ModelSpec
+from twostroke.model.weights import WeightSource
+from twostroke.model.weights.gguf import GGUFWeights
+
+BLOCK = 32  # weights that share a scale
+PACKED = {BlockType.Q4_0: "q4", BlockType.Q4_1: "q4", BlockType.Q8_0: "q8"}
+BYTES = {"q4": 20 / 32, "q8": 34 / 32, "bf16": 2.0, "f32": 4.0}  # a weight
+QUANTIZATION = {"int4": "q4", "int8": "q8"}
+ROWS_AT_ONCE = 4096  # of a large matrix while it is read
+
+Places = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
+
+
+class Packing:
+    """Which matrices are kept side by side, and in which format each is."""
+
+    def __init__(
+        self, spec: ModelSpec, source: WeightSource, dtype: str, quantization: str | None
+    ) -> None:
+        self.spec, self.source = spec, source
+        self._dense = "bf16" if dtype == "bfloat16" else "f32"
+        self._quantised = None if quantization is None else QUANTIZATION[quantization]
+
+    def format(self, names: Sequence[str]) -> str:
+        """One for all of them: the file's, if they agree."""
+        if not isinstance(self.source, GGUFWeights):
+            return self._quantised or self._dense
+        formats = {self._of_file(self.source.type(name)) for name in names}
+        return formats.pop() if len(formats) == 1 else "f32"
+
+    def _of_file(self, type: BlockType) -> str:
+        if type == BlockType.BF16:
+            return self._quantised or "bf16"
+        if type in (BlockType.F16, BlockType.F32):
+            return self._quantised or "f32"
+        return PACKED.get(type, "f32")
+
+    def matrices(self) -> list[list[str]]:
+        layers = range(self.spec.num_layers)
+        parts = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
+        found = [[f"layers.{n}.{name}" for name in names] for n in layers for names in parts]
+        return [*found, ["embed"], *([] if self.spec.tie_embeddings else [["head"]])]
+
+    def num_bytes(self) -> int:
+        shapes = self.spec.weight_shapes()
+        total = 0.0
+        for names in self.matrices():
+            each = BYTES[self.format(names)]
+            total += sum(each * np.prod(shapes[name]) for name in names)
+        return int(total)
+
+    def bytes_each(self) -> float:
+        return self.num_bytes() / self.spec.num_parameters()
+
+
+class NativeDecoder:
+    def __init__(
+        self,
+        packing: Packing,
+        max_len: int,
+        threads: int,
+        threads_prefill: int,
+        isa: str = "auto",
+        exact: bool = False,
+    ) -> None:
+        self.spec = spec = packing.spec
+        self.device = torch.device("cpu")
+        self.isa = isa
+        self._packing, self._native = packing, cpu.module()
+        with ThreadPoolExecutor(max(threads, threads_prefill)) as pool:
+            embed = pool.submit(self._matrix, ["embed"])
+            layers = list(pool.map(self._layer, range(spec.num_layers)))
+            head = embed if spec.tie_embeddings else pool.submit(self._matrix, ["head"])
+        cos, sin = rope_tables(spec.rope, max_len, self.device)
+        self.model = self._native.Model(
+            isa,
+            spec.vocab_size,
+            spec.hidden_size,
+            spec.intermediate_size,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.norm_eps,
+            layers,
+            embed.result(),
+            head.result(),
+            self._vector("final_norm"),
+            np.ascontiguousarray(cos.numpy()),
+            np.ascontiguousarray(sin.numpy()),
+            threads,
+            threads_prefill,
+            exact,
+        )
+
+    def logits(self, which: Places) -> Floats:
+        """Of some tokens of the last step, [n, vocab]."""
+        out = np.empty((len(which), self.spec.vocab_size), np.float32)
+        self.model.logits(which, out)
+        return out
+
+    def _layer(self, index: int) -> Any:
+        spec, at = self.spec, f"layers.{index}."
+        none = np.empty(0, np.float32)
+        return self._native.Layer(
+            self._matrix([at + "q", at + "k", at + "v"], spec.qkv_bias),
+            self._matrix([at + "o"], spec.output_bias),
+            self._matrix([at + "gate", at + "up"], spec.mlp_bias),
+            self._matrix([at + "down"], spec.mlp_bias),
+            self._vector(at + "attn_norm"),
+            self._vector(at + "mlp_norm"),
+            self._vector(at + "q_norm") if spec.qk_norm else none,
+            self._vector(at + "k_norm") if spec.qk_norm else none,
+            spec.layers[index].window or 0,
+        )
+
+    def _vector(self, name: str) -> Floats:
+        return np.ascontiguousarray(self._packing.source.read(name, torch.float32).numpy())
+
+    def _matrix(self, names: list[str], biased: bool = False) -> Any:
+        shapes = self.spec.weight_shapes()
+        rows, cols = sum(shapes[name][0] for name in names), shapes[names[0]][1]
+        format = self._packing.format(names)
+        matrix = self._native.Matrix(format, rows, cols, self.isa)
+        in_turn = names[0].endswith(".gate")
+        for n, (name, places) in enumerate(_places(names, shapes, in_turn)):
+            self._put(matrix, format, name, places)
+            if biased:
+                matrix.put_bias(self._vector(name + "_bias"), places)
+            assert n < len(names)
+        return matrix
+
+    def _put(self, matrix: Any, format: str, name: str, places: Places) -> None:
+        source = self._packing.source
+        if isinstance(source, GGUFWeights) and PACKED.get(source.type(name)) == format:
+            packed = source.packed(name)
+            matrix.put_blocks(str(packed.type), np.ascontiguousarray(packed.rows), places)
+            return
+        # One matrix at a time is dense, and only while it is packed.
+        dense = source.read(name, torch.float32).numpy()
+        for first in range(0, len(places), ROWS_AT_ONCE):
+            part = slice(first, first + ROWS_AT_ONCE)
+            matrix.put_floats(np.ascontiguousarray(dense[part]), places[part])
+
+
+def _places(
+    names: Sequence[str], shapes: dict[str, tuple[int, ...]], in_turn: bool
+) -> list[tuple[str, Places]]:
+    """Where each matrix's rows go: one matrix after another, or (gate and up) a block of each in
+    turn, so that a block of both is finished at one time."""
+    if not in_turn:
+        ends = np.cumsum([shapes[name][0] for name in names])
+        return [
+            (name, np.arange(end - shapes[name][0], end, dtype=np.int32))
+            for name, end in zip(names, ends, strict=True)
+        ]
+    rows = np.arange(shapes[names[0]][0])
+    unit = rows // BLOCK
+    size = np.minimum(BLOCK, len(rows) - unit * BLOCK)  # the last may be smaller
+    first = unit * 2 * BLOCK + rows % BLOCK
+    return [(name, (first + n * size).astype(np.int32)) for n, name in enumerate(names)]
+
+
+def default_threads() -> int:
+    """As many as this process may use at one time: its affinity, and its cgroup's share."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(allowed or 1, _cgroup_cpus()))
+
+
+def _cgroup_cpus() -> int:
+    try:
+        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:
+            quota, period = file.read().split()
+        return max(1, round(int(quota) / int(period)))
+    except (OSError, ValueError):  # none, or "max"
+        return 1 << 16
