@@ -58,15 +58,16 @@ struct Activations {
   int blocks;
 };
 
-// One layer of the paged cache: [blocks, block_size, heads, dim] halves, keys and values.
+// One layer of the paged cache, keys and values: [blocks, heads, block_size, dim] halves, so that
+// what one head reads of a block lies together.
 struct Cache {
   uint16_t* keys;
   uint16_t* values;
   int block_size, heads, dim;
 
-  size_t offset(const int32_t* table, int position) const {
-    size_t slot = static_cast<size_t>(table[position / block_size]) * block_size;
-    return (slot + position % block_size) * heads * dim;
+  size_t offset(const int32_t* table, int position, int head) const {
+    const size_t block = static_cast<size_t>(table[position / block_size]) * heads + head;
+    return (block * block_size + position % block_size) * dim;
   }
 };
 
@@ -99,8 +100,10 @@ struct Kernels {
   // [group, dim] with each head's largest score and sum, for `merge`.
   void (*attend_decode)(const Cache& cache, const int32_t* table, const float* q, int from, int to,
                         int kv, int group, float scale, float* acc, float* largest, float* sum);
-  // index of the largest of n logits
+  // Index of the largest of n scores.
   int (*argmax)(const float* x, int n);
+  // Index of the largest of n scores with their Gumbel noise.
+  int (*draw)(const float* x, int n, uint32_t key0, uint32_t key1);
 };
 
 // Tiles of prefill attention: at most so many queries (each with its heads a row of scores) by keys.
@@ -120,6 +123,21 @@ extern const Kernels kNeon;
 extern const Kernels kAvx2;
 extern const Kernels kAvx512;
 #endif
+
+// Random bits and Gumbel noise of a token, as `exec/rng.py` has them.
+inline uint32_t scatter(uint32_t x) {
+  x = (x ^ x >> 16) * 0x7FEB352Du;
+  x = (x ^ x >> 15) * 0x846CA68Bu;
+  return x ^ x >> 16;
+}
+
+inline float gumbel(int token, uint32_t key0, uint32_t key1) {
+  const uint32_t bits = scatter(scatter(static_cast<uint32_t>(token) ^ key0) + key1);
+  float uniform = (static_cast<float>(bits) + 0.5f) * 0x1p-32f;
+  const float most = 1.0f - 0x1p-24f;
+  uniform = uniform < most ? uniform : most;
+  return -__builtin_logf(-__builtin_log1pf(-uniform));
+}
 
 inline float half_to_float(uint16_t h) {
   uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16, rest = h & 0x7FFFu;

@@ -27,5 +27,6 @@ const Kernels kAvx2 = {
     avx2::attend_prefill,
     avx2::attend_decode,
     avx2::argmax,
+    avx2::draw,
 };
 }  // namespace twostroke

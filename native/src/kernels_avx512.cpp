@@ -27,5 +27,6 @@ const Kernels kAvx512 = {
     avx512::attend_prefill,
     avx512::attend_decode,
     avx512::argmax,
+    avx512::draw,
 };
 }  // namespace twostroke

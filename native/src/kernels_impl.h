@@ -332,25 +332,65 @@ static int argmax(const float* x, int n) {
   return 0;  // nothing but NaN
 }
 
+static int draw(const float* x, int n, uint32_t key0, uint32_t key1) {
+  int best = argmax(x, n);
+  float score = x[best] + gumbel(best, key0, key1);
+  u32v token;
+  for (int i = 0; i < W; i++) token[i] = i;
+  int at = 0;
+  for (; at + W <= n; at += W, token += W) {
+    // Noise above s is as rare as a uniform number below e^-s: few tokens can win, and only for
+    // those the noise itself is worked out.
+    u32v bits = token ^ key0;
+    bits = (bits ^ bits >> 16) * 0x7FEB352Du;
+    bits = (bits ^ bits >> 15) * 0x846CA68Bu;
+    bits = (bits ^ bits >> 16) + key1;
+    bits = (bits ^ bits >> 16) * 0x7FEB352Du;
+    bits = (bits ^ bits >> 15) * 0x846CA68Bu;
+    bits ^= bits >> 16;
+    f32v uniform = __builtin_convertvector(bits, f32v) * 0x1p-32f;
+    f32v margin = load(x + at) - score;
+    f32v chance = exp_of(margin > splat(80.0f) ? splat(80.0f) : margin) * 1.001f;
+    i32v possible = uniform <= chance;
+    bool any = false;
+    for (int i = 0; i < W; i++) any |= possible[i] != 0;
+    if (!any) continue;
+    for (int i = 0; i < W; i++) {
+      if (possible[i] == 0) continue;
+      float now = x[at + i] + gumbel(at + i, key0, key1);
+      if (now > score) score = now, best = at + i;
+    }
+  }
+  for (; at < n; at++) {
+    float now = x[at] + gumbel(at, key0, key1);
+    if (now > score) score = now, best = at;
+  }
+  return best;
+}
+
 // ── attention ───────────────────────────────────────────────────────────────────────────────────
 
 // Where the keys (or values) of one head are, for consecutive positions.
 struct Reader {
   const uint16_t* base;
   const int32_t* table;
-  int block_size, stride;
+  int block_size, dim;
+  size_t block_stride;
 
   Reader(const uint16_t* data, const Cache& c, const int32_t* table, int kv)
-      : base(data + kv * c.dim), table(table), block_size(c.block_size), stride(c.heads * c.dim) {}
+      : base(data + static_cast<size_t>(kv) * c.block_size * c.dim),
+        table(table),
+        block_size(c.block_size),
+        dim(c.dim),
+        block_stride(static_cast<size_t>(c.heads) * c.block_size * c.dim) {}
 
   // f(n, pointer) for n = 0 … count − 1, the positions first, first + 1, …
   template <typename F>
   inline __attribute__((always_inline)) void each(int first, int count, F&& f) const {
     int block = first / block_size, offset = first % block_size;
     for (int n = 0; n < count; block++, offset = 0) {
-      const uint16_t* p =
-          base + (static_cast<size_t>(table[block]) * block_size + offset) * stride;
-      for (; offset < block_size && n < count; offset++, n++, p += stride) f(n, p);
+      const uint16_t* p = base + table[block] * block_stride + static_cast<size_t>(offset) * dim;
+      for (; offset < block_size && n < count; offset++, n++, p += dim) f(n, p);
     }
   }
 

@@ -27,5 +27,6 @@ const Kernels kNeon = {
     neon::attend_prefill,
     neon::attend_decode,
     neon::argmax,
+    neon::draw,
 };
 }  // namespace twostroke

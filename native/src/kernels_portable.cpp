@@ -26,5 +26,6 @@ const Kernels kPortable = {
     portable::attend_prefill,
     portable::attend_decode,
     portable::argmax,
+    portable::draw,
 };
 }  // namespace twostroke

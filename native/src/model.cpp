@@ -230,7 +230,7 @@ void Model::rotate_and_store(const Step& step, const Layer& layer, const Cache& 
   const float* sin = &sin_[static_cast<size_t>(position) * s.rope_half];
   k_.rope(q, group, dim, cos, sin, s.rope_half);
   k_.rope(key, 1, dim, cos, sin, s.rope_half);
-  const size_t at = cache.offset(step.table(t), position) + static_cast<size_t>(kv) * dim;
+  const size_t at = cache.offset(step.table(t), position, kv);
   k_.to_half(key, dim, cache.keys + at);
   k_.to_half(value, dim, cache.values + at);
 }

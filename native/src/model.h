@@ -38,7 +38,7 @@ struct Rows {
 };
 
 struct Pool {
-  uint16_t* data;  // [layers, 2, blocks, block_size, kv_heads, dim]
+  uint16_t* data;  // [layers, 2, blocks, kv_heads, block_size, dim]
   int blocks, block_size;
 };
 

@@ -11,6 +11,7 @@
 #include "isa.h"
 #include "model.h"
 #include "pack.h"
+#include "sampling.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -23,6 +24,8 @@ using Floats2 = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::
 using Ints1 = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Ints2 = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using OutFloats2 = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using OutInts1 = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Keys = nb::ndarray<const uint32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Halves = nb::ndarray<uint16_t, nb::ndim<6>, nb::c_contig, nb::device::cpu>;
 
 namespace {
@@ -59,6 +62,7 @@ struct CheckedStep {
     const Shape& s = model.shape();
     rows = {tokens.data(), static_cast<int64_t>(tokens.shape(1)), tables.data(),
             static_cast<int64_t>(tables.shape(1))};
+    // The pool's memory, block by block; inside a block the order is ours (`Cache`).
     pool = {cache.data(), static_cast<int>(cache.shape(2)), static_cast<int>(cache.shape(3))};
     check(slots.shape(0) == 0 || slots.shape(1) == 2, "slots are rows and positions");
     check(chunks.shape(0) == 0 || chunks.shape(1) == 3, "chunks are rows, starts and sizes");
@@ -100,6 +104,39 @@ struct CheckedStep {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  m.def("sample",
+        [](const OutFloats2& logits, const Ints2& tokens, const Ints2& where, const Floats2& wishes,
+           const Keys& keys, const OutInts1& out, const std::string& isa) {
+          const size_t count = logits.shape(0);
+          const int vocab = static_cast<int>(logits.shape(1));
+          check(where.shape(0) == count && where.shape(1) == 3 && wishes.shape(0) == count &&
+                    wishes.shape(1) == 7 && keys.shape(0) == count && keys.shape(1) == 2 &&
+                    out.size() == count,
+                "another shape");
+          for (size_t n = 0; n < count; n++) {
+            const int32_t* p = where.data() + 3 * n;
+            check(p[0] >= 0 && static_cast<size_t>(p[0]) < tokens.shape(0) && p[1] >= 0 &&
+                      p[1] <= p[2] && static_cast<size_t>(p[2]) <= tokens.shape(1),
+                  "no such row, or no such position");
+            const int32_t* ids = tokens.data() + p[0] * tokens.shape(1);
+            for (int i = 0; i < p[2]; i++)
+              check(ids[i] >= 0 && ids[i] < vocab, "a token is outside the vocabulary");
+          }
+          const Kernels& kernels = find_kernels(isa);
+          nb::gil_scoped_release free;
+          for (size_t n = 0; n < count; n++) {
+            const int32_t* p = where.data() + 3 * n;
+            const float* w = wishes.data() + 7 * n;
+            out.data()[n] = choose(kernels, logits.data() + n * vocab, vocab,
+                                   {w[0], w[1], w[2], w[3], w[4], w[5], w[6]},
+                                   tokens.data() + p[0] * tokens.shape(1), p[1], p[2],
+                                   keys.data()[2 * n], keys.data()[2 * n + 1]);
+          }
+        },
+        "logits"_a, "tokens"_a, "where"_a, "wishes"_a, "keys"_a, "out"_a, "isa"_a = "auto",
+        "A token for each row of logits (overwritten). `where`: row, length of its prompt, length; "
+        "`wishes`: temperature, top_k, top_p, min_p, repetition, frequency, presence.");
+
   m.def("isas", &available_isas, "The instruction sets there are kernels for, the best first.");
   m.def("lanes", [](const std::string& isa) { return find_kernels(isa).lanes; }, "isa"_a);
 

@@ -10,11 +10,14 @@ import numpy.typing as npt
 import torch
 
 from twostroke.exec.executor import LOGIT_SLICE, Computed, Masks
+from twostroke.exec.rng import stream_key
 from twostroke.exec.sampling import Sampled, sample, to_token_logprobs, top_logprobs
 from twostroke.exec.state import RowState
+from twostroke.kernels import cpu
 from twostroke.kv.pool import KVPool
 from twostroke.model.native import NativeDecoder
-from twostroke.plan import StepPlan, TokenLogprobs
+from twostroke.plan import NewRow, StepPlan, TokenLogprobs
+from twostroke.request import SamplingParams
 
 NO_TOKENS = torch.empty(0, dtype=torch.int64)
 
@@ -31,7 +34,7 @@ class NativeExecutor:
     max_in_flight = 1
 
     def __init__(self, decoder: NativeDecoder, pool: KVPool, state: RowState) -> None:
-        self._decoder, self._state = decoder, state
+        self._decoder, self._state, self._native = decoder, state, cpu.module()
         self._tokens, (self._table,) = state.tokens.numpy(), [t.numpy() for t in state.tables]
         self._cache = pool.halves()
 
@@ -72,8 +75,26 @@ class NativeExecutor:
         positions: list[int],
         masks: Masks | None,
     ) -> Sampled:
-        with torch.inference_mode():
-            return sample(torch.from_numpy(logits), rows, positions, self._state, masks)
+        requests = [self._state.rows[row] for row in rows]
+        if masks or any(map(_is_special, requests, positions)):
+            with torch.inference_mode():
+                return sample(torch.from_numpy(logits), rows, positions, self._state, masks)
+        where = [
+            (row, r.num_prompt, at) for row, r, at in zip(rows, requests, positions, strict=True)
+        ]
+        wishes = np.array([_wishes(r.params) for r in requests], np.float32)
+        keys = [stream_key(r.seed, at) for r, at in zip(requests, positions, strict=True)]
+        chosen = np.empty(len(rows), np.int32)
+        self._native.sample(
+            logits,
+            self._tokens,
+            np.array(where, np.int32),
+            wishes,
+            np.array(keys, np.uint32),
+            chosen,
+            self._decoder.isa,
+        )
+        return Sampled(torch.from_numpy(chosen), {})
 
     def _prompt_logprobs(self, plan: StepPlan) -> dict[int, list[TokenLogprobs]]:
         """For each prompt token after the first: how likely the model found it."""
@@ -103,3 +124,27 @@ class NativeExecutor:
         targets = self._state.tokens[row, start + 1 : stop + 1].long()
         pairs = zip(lines, targets, strict=True)
         return [to_token_logprobs(top_logprobs(line, token, count)) for line, token in pairs]
+
+
+def _is_special(request: NewRow, position: int) -> bool:
+    """What only `sampling.py` does: it is rare, or looks at all the logits for it."""
+    params = request.params
+    return (
+        params.logprobs is not None
+        or bool(params.logit_bias)
+        or params.allowed_token_ids is not None
+        or bool(request.bad_words_ids)
+        or (position - request.num_prompt < params.min_tokens and bool(request.stop_ids))
+    )
+
+
+def _wishes(params: SamplingParams) -> tuple[float, ...]:
+    return (
+        0.0 if params.greedy else params.temperature,
+        params.top_k,
+        params.top_p,
+        params.min_p,
+        params.repetition_penalty,
+        params.frequency_penalty,
+        params.presence_penalty,
+    )

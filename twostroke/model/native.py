@@ -88,6 +88,7 @@ class NativeDecoder:
         self.device = torch.device("cpu")
         self.isa = isa
         self._packing, self._native = packing, cpu.module()
+        self._logits = np.empty((0, spec.vocab_size), np.float32)
         with ThreadPoolExecutor(max(threads, threads_prefill)) as pool:
             embed = pool.submit(self._matrix, ["embed"])
             layers = list(pool.map(self._layer, range(spec.num_layers)))
@@ -114,8 +115,10 @@ class NativeDecoder:
         )
 
     def logits(self, which: Places) -> Floats:
-        """Of some tokens of the last step, [n, vocab]."""
-        out = np.empty((len(which), self.spec.vocab_size), np.float32)
+        """Of some tokens of the last step, [n, vocab]; the next call takes the memory again."""
+        if len(which) > len(self._logits):
+            self._logits = np.empty((len(which), self.spec.vocab_size), np.float32)
+        out = self._logits[: len(which)]
         self.model.logits(which, out)
         return out
 

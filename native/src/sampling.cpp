@@ -1,0 +1,113 @@
+#include "sampling.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+namespace twostroke {
+
+namespace {
+
+struct Candidate {
+  float score;
+  int token;
+  bool operator<(const Candidate& other) const {  // the best first; of equals the lowest token
+    return score != other.score ? score > other.score : token < other.token;
+  }
+};
+
+void penalise(float* logits, const Wishes& w, const int32_t* history, int num_prompt, int length,
+              int vocab) {
+  if (w.repetition == 1 && w.frequency == 0 && w.presence == 0) return;
+  static thread_local std::vector<int> written;  // how often; −1: in the prompt only
+  written.resize(std::max<size_t>(written.size(), vocab));
+  std::vector<int> seen;
+  for (int n = 0; n < length; n++) {
+    int& count = written[history[n]];
+    if (count == 0) seen.push_back(history[n]), count = -1;
+    if (n >= num_prompt) count = std::max(count, 0) + 1;
+  }
+  for (int token : seen) {
+    float& x = logits[token];
+    x = x > 0 ? x / w.repetition : x * w.repetition;
+    const int count = std::max(written[token], 0);
+    x -= static_cast<float>(count) * w.frequency;
+    if (count > 0) x -= w.presence;
+    written[token] = 0;
+  }
+}
+
+// The `count` best, in order.
+std::vector<Candidate> best_of(const float* x, int vocab, int count) {
+  std::vector<Candidate> heap;  // the worst of them first
+  heap.reserve(count);
+  int n = 0;
+  for (; n < count && n < vocab; n++) heap.push_back({x[n], n});
+  std::make_heap(heap.begin(), heap.end());
+  for (float worst = heap.front().score; n < vocab; n++) {
+    if (!(x[n] > worst)) continue;
+    std::pop_heap(heap.begin(), heap.end());
+    heap.back() = {x[n], n};
+    std::push_heap(heap.begin(), heap.end());
+    worst = heap.front().score;
+  }
+  std::sort_heap(heap.begin(), heap.end());
+  return heap;
+}
+
+// Top-k, then the fewest of those that have `top_p` of their probability together.
+std::vector<Candidate> bounded(const float* x, int vocab, int top_k, float top_p) {
+  constexpr int kMany = 1024;  // candidates that mostly suffice for a top-p alone
+  const bool all = top_k >= vocab;
+  double total = 0;
+  float most = -std::numeric_limits<float>::infinity();
+  for (int n = 0; n < vocab; n++) most = std::max(most, x[n]);
+  if (all)
+    for (int n = 0; n < vocab; n++) total += std::exp(x[n] - most);
+  for (int count = std::min(top_k, kMany);; count = std::min(top_k, vocab)) {
+    std::vector<Candidate> found = best_of(x, vocab, all ? count : top_k);
+    if (!all) {
+      total = 0;
+      for (const Candidate& c : found) total += std::exp(c.score - most);
+    }
+    double before = 0;
+    size_t kept = 0;
+    for (; kept < found.size() && (kept == 0 || before < top_p * total); kept++)
+      before += std::exp(found[kept].score - most);
+    const bool enough = !all || before >= top_p * total || count >= vocab;
+    if (!enough) continue;
+    found.resize(kept);
+    return found;
+  }
+}
+
+}  // namespace
+
+int choose(const Kernels& kernels, float* logits, int vocab, const Wishes& w,
+           const int32_t* history, int num_prompt, int length, uint32_t key0, uint32_t key1) {
+  penalise(logits, w, history, num_prompt, length, vocab);
+  if (w.temperature == 0) return kernels.argmax(logits, vocab);
+  float most = -std::numeric_limits<float>::infinity();
+  for (int n = 0; n < vocab; n++) {
+    logits[n] /= w.temperature;
+    most = std::max(most, logits[n]);
+  }
+  if (w.min_p > 0) {
+    const float least = most + std::log(w.min_p);
+    for (int n = 0; n < vocab; n++)
+      if (logits[n] < least) logits[n] = -std::numeric_limits<float>::infinity();
+  }
+  const bool has_k = w.top_k > 0 && w.top_k < static_cast<float>(vocab);
+  if (!has_k && w.top_p >= 1) return kernels.draw(logits, vocab, key0, key1);
+  const int top_k = has_k ? static_cast<int>(w.top_k) : vocab;
+  int best = -1;
+  float score = 0;
+  for (const Candidate& c : bounded(logits, vocab, top_k, w.top_p)) {
+    const float now = c.score + gumbel(c.token, key0, key1);
+    if (best < 0 || now > score) best = c.token, score = now;
+  }
+  return best;
+}
+
+}  // namespace twostroke

@@ -1,0 +1,17 @@
+// Logits → tokens: `twostroke/exec/sampling.py` defines it, and does what is rare.
+#pragma once
+
+#include "kernels.h"
+
+namespace twostroke {
+
+struct Wishes {  // of one request
+  float temperature, top_k, top_p, min_p, repetition, frequency, presence;
+};
+
+// One token from `logits` [vocab], which are overwritten. `history` are the tokens so far, of which
+// the first `num_prompt` are the prompt's; the keys are `exec/rng.py`'s for this position.
+int choose(const Kernels& kernels, float* logits, int vocab, const Wishes& wishes,
+           const int32_t* history, int num_prompt, int length, uint32_t key0, uint32_t key1);
+
+}  // namespace twostroke
