@@ -59,9 +59,7 @@ def build_editable(
     return _build(core.build_editable, wheel_directory, config_settings)
 
 
-def _requires(
-    ask: Callable[[Settings | None], list[str]], settings: Settings | None
-) -> list[str]:
+def _requires(ask: Callable[[Settings | None], list[str]], settings: Settings | None) -> list[str]:
     """CMake and Ninja, unless they would be of no use."""
     return ask(settings) if CHOICE in (settings or {}) or _finds_compiler() else []
 
@@ -80,7 +78,8 @@ def _build(
     try:
         return build(folder, settings)
     except (Exception, SystemExit) as error:  # it leaves with a status when CMake fails
-        reason = "they could not be built" if isinstance(error, SystemExit) else error
         name = build(folder, {**(settings or {}), CHOICE: "false"})
+        failed = "they could not be built" if isinstance(error, SystemExit) else error
+        reason = failed if _finds_compiler() else "no C++ compiler was found"
         print(WITHOUT.format(reason=reason), flush=True)
         return name

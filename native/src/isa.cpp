@@ -26,12 +26,14 @@ std::vector<const Kernels*> available() {
 #if defined(TS_HAVE_X86)
   __builtin_cpu_init();
   // The compiler's check asks the system, too, whether it keeps the wide registers.
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vnni"))
-    found.push_back(&kAvx512);
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
       __builtin_cpu_supports("f16c"))
     found.push_back(&kAvx2);
+  // Not the first choice, though the widest: these kernels have been compiled, but not yet run.
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vnni"))
+    found.push_back(&kAvx512);
 #endif
 #if defined(TS_HAVE_NEON)
   if (has_dot_products()) found.push_back(&kNeon);

@@ -12,6 +12,10 @@ constexpr int kSmall = 4;         // tokens of a step that every member norms fo
 constexpr int kSplit = 64;        // cached positions that are worth a task of their own
 constexpr int kUnit = 2 * kBlock;  // rows of gate and up that make one block of the inner layer
 
+// Tasks of a product at the least. (Weights that pass by once are read best in long runs, one for
+// each member; with many tokens more tasks even out what the members lose to others.)
+constexpr int kTasks = 16;
+
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 }  // namespace
 
@@ -124,7 +128,8 @@ void Model::reserve(int tokens) {
 // ── a step ──────────────────────────────────────────────────────────────────────────────────────
 
 void Model::forward(const Rows& rows, const Pool& pool, const std::vector<Slot>& decode,
-                    const std::vector<Chunk>& prefill) {
+                    const std::vector<Chunk>& prefill, const int32_t* which, int count,
+                    float* out) {
   Step step{rows, pool, decode, prefill, {}, {}, 0, 0, 1, 0};
   int longest = 0;
   for (const Slot& slot : decode) {
@@ -147,6 +152,7 @@ void Model::forward(const Rows& rows, const Pool& pool, const std::vector<Slot>&
   }
   step.split_size = ceil_div(ceil_div(std::max(longest, 1), step.splits), 64) * 64;
   reserve(step.tokens);
+  resize(last_, std::max(count, 1), shape_.hidden);
   const size_t group = shape_.heads / shape_.kv_heads;
   partial_.resize(std::max(partial_.size(), tasks * step.splits * group * (shape_.dim + 2)));
   team_.run(members, [&](int member) {
@@ -155,6 +161,7 @@ void Model::forward(const Rows& rows, const Pool& pool, const std::vector<Slot>&
       k_.unpack_row(embed_->packed(), token, &x_[static_cast<size_t>(t) * shape_.hidden]);
     });
     for (size_t n = 0; n < layers_.size(); n++) run_layer(step, static_cast<int>(n), member);
+    if (count > 0) head(which, count, out);
   });
 }
 
@@ -184,7 +191,7 @@ void Model::run_layer(const Step& step, int index, int member) {
   norm_all(layer.mlp_norm);
   // Gate and up of 32 channels, and at once what the next product wants of them.
   const Packed& w = layer.gate_up->packed();
-  const int units = ceil_div(2 * s.inner, kUnit), per_task = std::max(1, units / (tokens<8?2:16));
+  const int units = ceil_div(2 * s.inner, kUnit), per_task = std::max(1, ceil_div(units, num_tasks(tokens)));
   const Activations a = view(normed, hidden);
   team_.share(ceil_div(units, per_task), [&](int task) {
     const int from = task * per_task, to = std::min(units, from + per_task);
@@ -202,9 +209,14 @@ void Model::run_layer(const Step& step, int index, int member) {
   multiply(*layer.down, view(inner_, s.inner), tokens, x_.data(), hidden, true);
 }
 
+int Model::num_tasks(int tokens) const {
+  const int members = tokens < kTile ? threads_ : threads_prefill_;
+  return tokens < kTile ? members : std::max(kTasks, 4 * members);
+}
+
 void Model::multiply(const Matrix& w, const Activations& a, int tokens, float* out, int stride,
                      bool add) {
-  const int groups = w.packed().groups(), per_task = std::max(1, ceil_div(groups, tokens<8?2:16));
+  const int groups = w.packed().groups(), per_task = std::max(1, ceil_div(groups, num_tasks(tokens)));
   team_.share(ceil_div(groups, per_task), [&](int task) {
     const int from = task * per_task;
     k_.matmul(w.packed(), a, 0, tokens, from, std::min(groups, from + per_task), out, stride, add);
@@ -335,19 +347,21 @@ void Model::merge(const Step& step, int t, int kv) {
 // ── the head ────────────────────────────────────────────────────────────────────────────────────
 
 void Model::logits(const int32_t* which, int count, float* out) {
+  resize(last_, count, shape_.hidden);
+  team_.run(threads_, [&](int) { head(which, count, out); });
+}
+
+void Model::head(const int32_t* which, int count, float* out) {
   const int hidden = shape_.hidden;
-  resize(last_, count, hidden);
-  team_.run(threads_, [&](int) {
-    team_.share(count, [&](int n) {
-      norm(&x_[static_cast<size_t>(which[n]) * hidden], final_norm_, last_, n);
-    });
-    const Packed& w = head_->packed();
-    const int groups = w.groups(), per_task = std::max(1, ceil_div(groups, 64));
-    team_.share(ceil_div(groups, per_task), [&](int task) {
-      const int from = task * per_task;
-      k_.matmul(w, view(last_, hidden), 0, count, from, std::min(groups, from + per_task), out,
-                shape_.vocab, false);
-    });
+  team_.share(count, [&](int n) {
+    norm(&x_[static_cast<size_t>(which[n]) * hidden], final_norm_, last_, n);
+  });
+  const Packed& w = head_->packed();
+  const int groups = w.groups(), per_task = std::max(1, ceil_div(groups, 64));
+  team_.share(ceil_div(groups, per_task), [&](int task) {
+    const int from = task * per_task;
+    k_.matmul(w, view(last_, hidden), 0, count, from, std::min(groups, from + per_task), out,
+              shape_.vocab, false);
   });
 }
 

@@ -54,9 +54,10 @@ class Model {
         bool exact);
 
   // The last hidden state of every token, kept until the next step: decode slots, then chunks.
+  // And the logits [count, vocab] of the tokens `which` of them.
   void forward(const Rows& rows, const Pool& pool, const std::vector<Slot>& decode,
-               const std::vector<Chunk>& prefill);
-  // Logits of the tokens `which` of that step: [count, vocab].
+               const std::vector<Chunk>& prefill, const int32_t* which, int count, float* out);
+  // Logits of more tokens of that step.
   void logits(const int32_t* which, int count, float* out);
 
   int num_tokens() const { return tokens_; }
@@ -83,6 +84,8 @@ class Model {
   void attend(const Step& step, const Layer& layer, const Cache& cache, int member);
   void attend_one(const Step& step, const Layer& layer, const Cache& cache, int task, int member);
   void merge(const Step& step, int t, int kv);
+  void head(const int32_t* which, int count, float* out);
+  int num_tasks(int tokens) const;
 
   const Kernels& k_;
   Shape shape_;

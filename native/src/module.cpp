@@ -56,6 +56,7 @@ struct CheckedStep {
   std::vector<Chunk> prefill;
   Rows rows;
   Pool pool;
+  int num_tokens = 0;
 
   CheckedStep(const Model& model, const Ints2& tokens, const Ints2& tables, const Halves& cache,
               const Ints2& slots, const Ints2& chunks) {
@@ -73,12 +74,14 @@ struct CheckedStep {
     for (size_t n = 0; n < slots.shape(0); n++) {
       const int32_t* p = slots.data() + 2 * n;
       decode.push_back({p[0], p[1]});
+      num_tokens += 1;
       check_run(s, tokens, tables, p[0], p[1], 1);
     }
     for (size_t n = 0; n < chunks.shape(0); n++) {
       const int32_t* p = chunks.data() + 3 * n;
       prefill.push_back({p[0], p[1], p[2]});
       check(p[2] >= 1, "an empty chunk");
+      num_tokens += p[2];
       check_run(s, tokens, tables, p[0], p[1], p[2]);
     }
   }
@@ -100,6 +103,14 @@ struct CheckedStep {
       check(table[n] >= 0 && table[n] < pool.blocks, "a table names a block that is not there");
   }
 };
+
+void check_logits(const Model& model, int num_tokens, const Ints1& which, const OutFloats2& out) {
+  check(out.shape(0) == which.size() &&
+            out.shape(1) == static_cast<size_t>(model.shape().vocab),
+        "another shape");
+  for (size_t n = 0; n < which.size(); n++)
+    check(which.data()[n] >= 0 && which.data()[n] < num_tokens, "no such token in this step");
+}
 
 }  // namespace
 
@@ -250,21 +261,19 @@ NB_MODULE(_native, m) {
       .def_prop_ro("num_bytes", &Model::num_bytes)
       .def("forward",
            [](Model& self, const Ints2& tokens, const Ints2& tables, const Halves& cache,
-              const Ints2& slots, const Ints2& chunks) {
+              const Ints2& slots, const Ints2& chunks, const Ints1& which, const OutFloats2& out) {
              nb::gil_scoped_release free;
              const CheckedStep step(self, tokens, tables, cache, slots, chunks);
-             self.forward(step.rows, step.pool, step.decode, step.prefill);
+             check_logits(self, step.num_tokens, which, out);
+             self.forward(step.rows, step.pool, step.decode, step.prefill, which.data(),
+                          static_cast<int>(which.size()), out.data());
            },
-           "tokens"_a, "tables"_a, "cache"_a, "slots"_a, "chunks"_a,
-           "Compute slots [n, (row, position)] and chunks [n, (row, start, size)].")
+           "tokens"_a, "tables"_a, "cache"_a, "slots"_a, "chunks"_a, "which"_a, "out"_a,
+           "Compute slots [n, (row, position)] and chunks [n, (row, start, size)], and the logits "
+           "of some of their tokens.")
       .def("logits",
            [](Model& self, const Ints1& which, const OutFloats2& out) {
-             check(out.shape(0) == which.size() &&
-                       out.shape(1) == static_cast<size_t>(self.shape().vocab),
-                   "another shape");
-             for (size_t n = 0; n < which.size(); n++)
-               check(which.data()[n] >= 0 && which.data()[n] < self.num_tokens(),
-                     "no such token in the last step");
+             check_logits(self, self.num_tokens(), which, out);
              nb::gil_scoped_release free;
              if (which.size() > 0)
                self.logits(which.data(), static_cast<int>(which.size()), out.data());

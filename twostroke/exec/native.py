@@ -25,6 +25,9 @@ NO_TOKENS = torch.empty(0, dtype=torch.int64)
 @dataclass(frozen=True, slots=True)
 class Forwarded:
     plan: StepPlan
+    rows: list[int]  # that are sampled from
+    positions: list[int]  # where each sampled token will stand
+    logits: npt.NDArray[np.float32]
     started_s: float
 
 
@@ -41,13 +44,6 @@ class NativeExecutor:
     def forward(self, plan: StepPlan) -> Forwarded:
         started = monotonic()
         self._state.apply(plan)
-        slots = np.array([slot[:2] for slot in plan.decode], np.int32).reshape(-1, 2)
-        chunks = np.array([chunk[:3] for chunk in plan.prefill], np.int32).reshape(-1, 3)
-        self._decoder.model.forward(self._tokens, self._table, self._cache, slots, chunks)
-        return Forwarded(plan, started)
-
-    def sample(self, handle: Forwarded, masks: Masks | None = None) -> Computed:
-        plan = handle.plan
         rows = [slot.row for slot in plan.decode]
         positions = [slot.position + 1 for slot in plan.decode]
         which, at = list(range(len(rows))), len(rows)
@@ -57,12 +53,23 @@ class NativeExecutor:
                 which.append(at - 1)
                 rows.append(chunk.row)
                 positions.append(chunk.start + chunk.size)
+        logits = self._decoder.forward(
+            self._tokens,
+            self._table,
+            self._cache,
+            np.array([slot[:2] for slot in plan.decode], np.int32).reshape(-1, 2),
+            np.array([chunk[:3] for chunk in plan.prefill], np.int32).reshape(-1, 3),
+            np.array(which, np.int32),
+        )
+        return Forwarded(plan, rows, positions, logits, started)
+
+    def sample(self, handle: Forwarded, masks: Masks | None = None) -> Computed:
+        rows, positions = handle.rows, handle.positions
         sampled = Sampled(NO_TOKENS, {})
         if rows:
-            logits = self._decoder.logits(np.array(which, np.int32))
-            sampled = self._choose(logits, rows, positions, masks)
+            sampled = self._choose(handle.logits, rows, positions, masks)
             self._tokens[rows, positions] = sampled.tokens.numpy()
-        prompts = self._prompt_logprobs(plan)
+        prompts = self._prompt_logprobs(handle.plan)
         return Computed(sampled, prompts, monotonic() - handle.started_s)
 
     def reset(self) -> None:

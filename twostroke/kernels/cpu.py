@@ -1,15 +1,38 @@
-"""The native kernels, where the package was built with them."""
+"""The native kernels, where the package was installed with them."""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from importlib.machinery import PathFinder
+from pkgutil import extend_path
+from types import ModuleType
 from typing import Any
 
-try:
-    from twostroke import _native as native
-except ImportError:  # no compiler at the installation, or run from the folder: torch's paths remain
-    native = None
-
 ISAS = ("auto", "avx512", "avx2", "neon", "portable")
+
+
+def _load() -> ModuleType | None:
+    """None where no compiler was found at the installation: torch's paths remain."""
+    try:
+        from twostroke import _native
+    except ImportError:
+        return _load_installed()
+    return _native
+
+
+def _load_installed() -> ModuleType | None:
+    """Of the installed package, where the folder of its sources comes first on the path."""
+    spec = PathFinder.find_spec("twostroke._native", extend_path([], "twostroke"))
+    if spec is None or spec.loader is None:
+        return None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+native = _load()
 
 
 def available() -> bool:

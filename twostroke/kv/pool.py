@@ -30,7 +30,7 @@ class KVPool:
         self.num_bytes = self._data.numel() * self._data.element_size()
 
     def halves(self) -> npt.NDArray[np.uint16]:
-        """All of it as bits, [layers, 2, blocks, block_size, K, D]: for kernels outside torch, which
+        """All of it as bits, [layers, 2, blocks, block_size, K, D], for kernels outside torch; they
         may keep another order inside a block."""
         return self._data.view(torch.uint16).numpy()
 

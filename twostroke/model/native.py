@@ -114,13 +114,31 @@ class NativeDecoder:
             exact,
         )
 
+    def forward(
+        self,
+        tokens: Places,
+        table: Places,
+        cache: Any,
+        slots: Places,
+        chunks: Places,
+        which: Places,
+    ) -> Floats:
+        """A step: slots [n, (row, position)], chunks [n, (row, start, size)]; the logits of its
+        tokens `which`, in memory that the next step takes again."""
+        out = self._rows(len(which))
+        self.model.forward(tokens, table, cache, slots, chunks, which, out)
+        return out
+
     def logits(self, which: Places) -> Floats:
-        """Of some tokens of the last step, [n, vocab]; the next call takes the memory again."""
-        if len(which) > len(self._logits):
-            self._logits = np.empty((len(which), self.spec.vocab_size), np.float32)
-        out = self._logits[: len(which)]
+        """Of more tokens of the last step."""
+        out = self._rows(len(which))
         self.model.logits(which, out)
         return out
+
+    def _rows(self, count: int) -> Floats:
+        if count > len(self._logits):
+            self._logits = np.empty((count, self.spec.vocab_size), np.float32)
+        return self._logits[:count]
 
     def _layer(self, index: int) -> Any:
         spec, at = self.spec, f"layers.{index}."

@@ -1,0 +1,138 @@
+// Holds every instruction set's kernels against the portable ones, without Python: for machines
+// that are only emulated. `native/README.md` has the command.
+
+#include <cmath>
+#include <cstdio>
+#include <random>
+#include <vector>
+
+#include "../src/isa.h"
+#include "../src/pack.h"
+
+using namespace twostroke;
+
+namespace {
+
+std::mt19937 random_bits(0);
+int failures = 0;
+
+std::vector<float> noise(size_t n, float size = 1.0f) {
+  std::normal_distribution<float> normal(0, size);
+  std::vector<float> x(n);
+  for (float& v : x) v = normal(random_bits);
+  return x;
+}
+
+void expect_close(const char* what, const char* isa, const std::vector<float>& got,
+                  const std::vector<float>& wanted, float bound) {
+  float worst = 0, most = 1e-6f;
+  for (size_t n = 0; n < wanted.size(); n++) {
+    const float gap = std::fabs(got[n] - wanted[n]);
+    worst = gap > worst || std::isnan(gap) ? gap : worst;
+    most = std::max(most, std::fabs(wanted[n]));
+  }
+  if (!(worst <= bound * most)) {
+    std::printf("%s %s: off by %g of %g\n", isa, what, worst, most);
+    failures++;
+  }
+}
+
+std::vector<float> product(const Kernels& k, Format format, const std::vector<float>& w, int rows,
+                           int cols, const std::vector<float>& x, int tokens, bool exact) {
+  Matrix m(format, rows, cols, k.lanes);
+  std::vector<int32_t> place(rows);
+  for (int n = 0; n < rows; n++) place[n] = n;
+  m.put_floats(w.data(), rows, place.data());
+  const int blocks = m.packed().blocks;
+  const size_t padded = (tokens + kTile - 1) / kTile * static_cast<size_t>(kTile);
+  std::vector<int8_t> codes(padded * blocks * kBlock);
+  std::vector<float> scale(padded * blocks), sum(padded * blocks), out(size_t(tokens) * rows);
+  for (int t = 0; t < tokens; t++)
+    k.quantise(&x[size_t(t) * cols], cols, t, 0, blocks, codes.data(), scale.data(), sum.data());
+  const Activations a{x.data(), cols, exact ? nullptr : codes.data(), scale.data(), sum.data(),
+                      blocks};
+  k.matmul(m.packed(), a, 0, tokens, 0, m.packed().groups(), out.data(), rows, false);
+  return out;
+}
+
+void check_products(const Kernels& k) {
+  const Kernels& plain = find_kernels("portable");
+  for (int round = 0; round < 40; round++) {
+    const int rows = 1 + random_bits() % 70, cols = 1 + random_bits() % 130;
+    const int tokens = 1 + random_bits() % 40;
+    const auto w = noise(size_t(rows) * cols), x = noise(size_t(tokens) * cols);
+    for (Format f : {Format::kQ4, Format::kQ4F, Format::kQ8, Format::kBF16, Format::kF32})
+      for (bool exact : {false, true})
+        expect_close("product", k.name, product(k, f, w, rows, cols, x, tokens, exact),
+                     product(plain, f, w, rows, cols, x, tokens, exact), 2e-5f);
+  }
+}
+
+void check_small(const Kernels& k) {
+  const Kernels& plain = find_kernels("portable");
+  for (int n : {1, 7, 16, 33, 64, 100}) {
+    const auto x = noise(n, 3), y = noise(n), w = noise(n);
+    std::vector<float> a(n), b(n);
+    k.rms_norm(x.data(), w.data(), 1e-5f, n, a.data());
+    plain.rms_norm(x.data(), w.data(), 1e-5f, n, b.data());
+    expect_close("rms_norm", k.name, a, b, 1e-5f);
+    k.silu_mul(x.data(), y.data(), n, a.data());
+    plain.silu_mul(x.data(), y.data(), n, b.data());
+    expect_close("silu_mul", k.name, a, b, 1e-5f);
+    std::vector<uint16_t> h(n), g(n);
+    k.to_half(x.data(), n, h.data());
+    plain.to_half(x.data(), n, g.data());
+    if (h != g) std::printf("%s to_half\n", k.name), failures++;
+    if (k.argmax(x.data(), n) != plain.argmax(x.data(), n))
+      std::printf("%s argmax\n", k.name), failures++;
+    if (k.draw(x.data(), n, 5, n) != plain.draw(x.data(), n, 5, n))
+      std::printf("%s draw\n", k.name), failures++;
+  }
+}
+
+void check_attention(const Kernels& k) {
+  const Kernels& plain = find_kernels("portable");
+  for (int round = 0; round < 30; round++) {
+    const int dims[] = {32, 64, 80, 96, 128}, dim = dims[random_bits() % 5];
+    const int heads = 1 + random_bits() % 3, group = 1 + random_bits() % 5;
+    const int size = 1 + random_bits() % 17, length = 1 + random_bits() % 200;
+    const int blocks = (length + size - 1) / size + 1, window = random_bits() % 2 * 20;
+    std::vector<uint16_t> keys(size_t(blocks) * size * heads * dim), values(keys.size());
+    const auto kf = noise(keys.size()), vf = noise(keys.size());
+    plain.to_half(kf.data(), static_cast<int>(kf.size()), keys.data());
+    plain.to_half(vf.data(), static_cast<int>(vf.size()), values.data());
+    const Cache cache{keys.data(), values.data(), size, heads, dim};
+    std::vector<int32_t> table(blocks);
+    for (int n = 0; n < blocks; n++) table[n] = blocks - 1 - n;
+    const int count = std::min(length, 1 + static_cast<int>(random_bits() % kQueries));
+    const int width = heads * group * dim, kv = random_bits() % heads;
+    const auto q = noise(size_t(count) * width);
+    std::vector<float> a(q.size()), b(q.size());
+    std::vector<float> scratch(prefill_scratch_floats(group, dim));
+    k.attend_prefill(cache, table.data(), q.data(), width, length - count, count, kv, group, 0.125f,
+                     window, scratch.data(), a.data(), width);
+    plain.attend_prefill(cache, table.data(), q.data(), width, length - count, count, kv, group,
+                         0.125f, window, scratch.data(), b.data(), width);
+    expect_close("attend_prefill", k.name, a, b, 1e-5f);
+    std::vector<float> c(group * (dim + 2)), d(c.size());
+    k.attend_decode(cache, table.data(), q.data(), 0, length, kv, group, 0.125f, c.data(),
+                    &c[group * dim], &c[group * (dim + 1)]);
+    plain.attend_decode(cache, table.data(), q.data(), 0, length, kv, group, 0.125f, d.data(),
+                        &d[group * dim], &d[group * (dim + 1)]);
+    expect_close("attend_decode", k.name, c, d, 1e-5f);
+  }
+}
+
+}  // namespace
+
+int main() {
+  for (const std::string& name : available_isas()) {
+    const Kernels& k = find_kernels(name);
+    check_products(k);
+    check_small(k);
+    check_attention(k);
+    std::printf("%s checked\n", name.c_str());
+  }
+  std::printf("%d failures\n", failures);
+  return failures != 0;
+}

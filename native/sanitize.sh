@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# The native tests under the address and undefined-behaviour sanitizers, with the python on the PATH
+# (needs nanobind, CMake, GCC and the package's test dependencies). Arguments, if any, are pytest's instead.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+cmake -S native -B "$work/build" -DPython_EXECUTABLE="$(command -v python)" \
+  -DCMAKE_BUILD_TYPE=Debug -DTWOSTROKE_SANITIZE=ON >/dev/null
+cmake --build "$work/build" --parallel "$(nproc)" >/dev/null
+
+# A copy of the package, so that nothing else runs with the slow module by mistake.
+cp -r twostroke tests pyproject.toml "$work"
+rm -f "$work"/twostroke/_native*.so
+cp "$work"/build/_native*.so "$work/twostroke"
+cd "$work"
+
+# Python itself is not sanitized: the libraries must be there before it, and libstdc++ with them,
+# or they miss its exceptions.
+for name in libasan.so libubsan.so libstdc++.so; do
+  preload="${preload:+$preload:}$(g++ -print-file-name=$name)"
+done
+export LD_PRELOAD=$preload
+export ASAN_OPTIONS=detect_leaks=0  # Python frees little when it ends
+export UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
+if [ $# -eq 0 ]; then
+  set -- tests/kernels/test_native*.py
+fi
+python -m pytest -p no:cacheprovider "$@"
