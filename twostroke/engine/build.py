@@ -3,6 +3,7 @@ what cannot work is refused before memory is taken."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -40,6 +41,9 @@ from twostroke.sched.step import SchedulerConfig
 if TYPE_CHECKING:
     from twostroke.engine.frontend import Frontend
     from twostroke.model.tokenizer import Tokenizer
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -189,6 +193,11 @@ def _is_native(config: EngineConfig, device: torch.device) -> bool:
         raise ConfigError(
             f"the native kernels have no {unmet[0]}={getattr(config, unmet[0])!r}; leave it at "
             "'auto', or use kernels='reference'"
+        )
+    if config.kernels == "auto" and device.type == "cpu" and not cpu.available():
+        log.warning(
+            "running on torch's CPU paths, which are slow: this installation has no native kernels "
+            "(no C++ compiler was found when it was made; install one, then twostroke again)"
         )
     native = device.type == "cpu" and cpu.available() and not unmet
     native = native and config.kernels != "reference"
