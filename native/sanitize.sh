@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The native tests under the address and undefined-behaviour sanitizers, with the python on the PATH
-# (needs nanobind, CMake, GCC and the package's test dependencies). Arguments, if any, are pytest's instead.
+# (needs nanobind, CMake, GCC and the package's test dependencies), or what the arguments
+# ask pytest for. The build takes some minutes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -27,4 +28,4 @@ export UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
 if [ $# -eq 0 ]; then
   set -- tests/kernels/test_native*.py
 fi
-python -m pytest -p no:cacheprovider "$@"
+python -m pytest -p no:cacheprovider --capture=sys "$@"  # reports go past pytest

@@ -71,6 +71,13 @@ class Model:
     @property
     def num_bytes(self) -> int: ...
     def forward(
-        self, tokens: _Ints, tables: _Ints, cache: _Halves, slots: _Ints, chunks: _Ints
+        self,
+        tokens: _Ints,
+        tables: _Ints,
+        cache: _Halves,
+        slots: _Ints,
+        chunks: _Ints,
+        which: _Ints,
+        out: _Floats,
     ) -> None: ...
     def logits(self, which: _Ints, out: _Floats) -> None: ...

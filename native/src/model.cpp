@@ -9,7 +9,7 @@ namespace twostroke {
 
 namespace {
 constexpr int kSmall = 4;         // tokens of a step that every member norms for itself
-constexpr int kSplit = 64;        // cached positions that are worth a task of their own
+constexpr int kSplit = 64;        // cached positions of a decode task
 constexpr int kUnit = 2 * kBlock;  // rows of gate and up that make one block of the inner layer
 
 // Tasks of a product at the least. (Weights that pass by once are read best in long runs, one for
@@ -45,7 +45,7 @@ struct Model::Step {
   const std::vector<Slot>& decode;
   const std::vector<Chunk>& prefill;
   std::vector<int32_t> row, position;  // of every token
-  int tokens, small, splits, split_size;
+  int tokens, small, splits;
 
   const int32_t* table(int t) const { return rows.tables + row[t] * rows.tables_stride; }
 };
@@ -130,7 +130,7 @@ void Model::reserve(int tokens) {
 void Model::forward(const Rows& rows, const Pool& pool, const std::vector<Slot>& decode,
                     const std::vector<Chunk>& prefill, const int32_t* which, int count,
                     float* out) {
-  Step step{rows, pool, decode, prefill, {}, {}, 0, 0, 1, 0};
+  Step step{rows, pool, decode, prefill, {}, {}, 0, 0, 1};
   int longest = 0;
   for (const Slot& slot : decode) {
     step.row.push_back(slot.row);
@@ -147,10 +147,8 @@ void Model::forward(const Rows& rows, const Pool& pool, const std::vector<Slot>&
   step.small = step.tokens <= kSmall;
   const int members = prefill.empty() ? threads_ : threads_prefill_;
   const int tasks = static_cast<int>(decode.size()) * shape_.kv_heads;
-  if (tasks > 0 && tasks < 4 * members) {  // few streams: split long contexts between members
-    step.splits = std::min(ceil_div(longest, kSplit), ceil_div(4 * members, tasks));
-  }
-  step.split_size = ceil_div(ceil_div(std::max(longest, 1), step.splits), 64) * 64;
+  // Always the same parts, whoever else is in the step: so a stream's sums never depend on others.
+  step.splits = std::max(1, ceil_div(longest, kSplit));
   reserve(step.tokens);
   resize(last_, std::max(count, 1), shape_.hidden);
   const size_t group = shape_.heads / shape_.kv_heads;
@@ -310,8 +308,8 @@ void Model::attend_one(const Step& step, const Layer& layer, const Cache& cache,
   const int t = task / step.splits / s.kv_heads, end = step.position[t] + 1;
   if (step.splits == 1) rotate_and_store(step, layer, cache, t, kv);
   const int begin = layer.window > 0 ? std::max(0, end - layer.window) : 0;
-  const int from = std::max(begin, part * step.split_size);
-  const int to = std::min(end, (part + 1) * step.split_size);
+  const int from = std::max(begin, part * kSplit);
+  const int to = std::min(end, (part + 1) * kSplit);
   float* acc = &partial_[static_cast<size_t>(task) * group * (dim + 2)];
   float *largest = acc + group * dim, *sum = largest + group;
   const float* queries = &qkv_[static_cast<size_t>(t) * (s.heads + 2 * s.kv_heads) * dim];

@@ -67,7 +67,7 @@ struct CheckedStep {
     pool = {cache.data(), static_cast<int>(cache.shape(2)), static_cast<int>(cache.shape(3))};
     check(slots.shape(0) == 0 || slots.shape(1) == 2, "slots are rows and positions");
     check(chunks.shape(0) == 0 || chunks.shape(1) == 3, "chunks are rows, starts and sizes");
-    check(cache.shape(0) == model.num_layers() && cache.shape(1) == 2 &&
+    check(cache.shape(3) > 0 && cache.shape(0) == model.num_layers() && cache.shape(1) == 2 &&
               cache.shape(4) == static_cast<size_t>(s.kv_heads) &&
               cache.shape(5) == static_cast<size_t>(s.dim),
           "the cache is not this model's");
@@ -81,8 +81,8 @@ struct CheckedStep {
       const int32_t* p = chunks.data() + 3 * n;
       prefill.push_back({p[0], p[1], p[2]});
       check(p[2] >= 1, "an empty chunk");
-      num_tokens += p[2];
       check_run(s, tokens, tables, p[0], p[1], p[2]);
+      num_tokens += p[2];
     }
   }
 
@@ -144,7 +144,7 @@ NB_MODULE(_native, m) {
                                    keys.data()[2 * n], keys.data()[2 * n + 1]);
           }
         },
-        "logits"_a, "tokens"_a, "where"_a, "wishes"_a, "keys"_a, "out"_a, "isa"_a = "auto",
+        "logits"_a.noconvert(), "tokens"_a.noconvert(), "where"_a, "wishes"_a, "keys"_a, "out"_a.noconvert(), "isa"_a = "auto",
         "A token for each row of logits (overwritten). `where`: row, length of its prompt, length; "
         "`wishes`: temperature, top_k, top_p, min_p, repetition, frequency, presence.");
 
@@ -194,7 +194,7 @@ NB_MODULE(_native, m) {
              for (int row = 0; row < w.rows; row++)
                k.unpack_row(w, row, out.data() + static_cast<size_t>(row) * w.cols);
            },
-           "out"_a, "isa"_a = "auto", "Unpack every row.")
+           "out"_a.noconvert(), "isa"_a = "auto", "Unpack every row.")
       .def("multiply",
            [](const Matrix& self, const Floats2& x, const OutFloats2& out, const std::string& isa,
               bool exact) {
@@ -215,7 +215,7 @@ NB_MODULE(_native, m) {
                                  scale.data(), sum.data(), blocks};
              k.matmul(w, a, 0, tokens, 0, w.groups(), out.data(), w.rows, false);
            },
-           "x"_a, "out"_a, "isa"_a = "auto", "exact"_a = false, "out = x · selfᵀ + bias.");
+           "x"_a, "out"_a.noconvert(), "isa"_a = "auto", "exact"_a = false, "out = x · selfᵀ + bias.");
 
   nb::class_<Layer>(m, "Layer")
       .def("__init__",
@@ -223,6 +223,7 @@ NB_MODULE(_native, m) {
               std::shared_ptr<Matrix> gate_up, std::shared_ptr<Matrix> down,
               const Floats1& attn_norm, const Floats1& mlp_norm, const Floats1& q_norm,
               const Floats1& k_norm, int window) {
+             check(qkv && o && gate_up && down, "a matrix is None");
              new (self) Layer{qkv,           o,
                               gate_up,       down,
                               floats(attn_norm), floats(mlp_norm),
@@ -247,7 +248,11 @@ NB_MODULE(_native, m) {
              const int half = static_cast<int>(cos.shape(1)), len = static_cast<int>(cos.shape(0));
              const Shape shape{vocab, hidden, inner, heads, kv_heads, dim, half, len, eps};
              std::vector<Layer> own;
-             for (const Layer* layer : layers) own.push_back(*layer);
+             for (const Layer* layer : layers) {
+               check(layer != nullptr, "a layer is None");
+               own.push_back(*layer);
+             }
+             check(embed != nullptr && head != nullptr, "a matrix is None");
              std::vector<float> c(cos.data(), cos.data() + cos.size());
              std::vector<float> s(sin.data(), sin.data() + sin.size());
              const Kernels& kernels = find_kernels(isa);
@@ -268,7 +273,7 @@ NB_MODULE(_native, m) {
              self.forward(step.rows, step.pool, step.decode, step.prefill, which.data(),
                           static_cast<int>(which.size()), out.data());
            },
-           "tokens"_a, "tables"_a, "cache"_a, "slots"_a, "chunks"_a, "which"_a, "out"_a,
+           "tokens"_a.noconvert(), "tables"_a.noconvert(), "cache"_a.noconvert(), "slots"_a, "chunks"_a, "which"_a, "out"_a.noconvert(),
            "Compute slots [n, (row, position)] and chunks [n, (row, start, size)], and the logits "
            "of some of their tokens.")
       .def("logits",
@@ -278,7 +283,7 @@ NB_MODULE(_native, m) {
              if (which.size() > 0)
                self.logits(which.data(), static_cast<int>(which.size()), out.data());
            },
-           "which"_a, "out"_a, "Logits of some tokens of the last step.");
+           "which"_a, "out"_a.noconvert(), "Logits of some tokens of the last step.");
 }
 
 }  // namespace twostroke

@@ -4,6 +4,7 @@ namespace twostroke {
 
 namespace {
 constexpr int kSpins = 4000;        // about 20 µs: longer than between two steps of a busy engine
+constexpr int kMemberBits = 16;      // of `round_`: how many take part
 constexpr int kBarrierSpins = 2000;  // then let whoever holds the core go on
 }  // namespace
 
@@ -17,7 +18,7 @@ Team::~Team() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     ending_ = true;
-    round_.fetch_add(1);
+    round_.fetch_add(1ull << kMemberBits);
   }
   wake_.notify_all();
   for (std::thread& thread : threads_) thread.join();
@@ -28,7 +29,10 @@ void Team::run(int members, const std::function<void(int)>& work) {
   members_.store(members, std::memory_order_relaxed);
   work_ = &work;
   running_.store(members - 1, std::memory_order_relaxed);
-  round_.fetch_add(1, std::memory_order_seq_cst);
+  // Who takes part is told in the same word: whoever is left out may read it late, when the next
+  // round is being prepared.
+  const uint64_t next = (round_.load(std::memory_order_relaxed) >> kMemberBits) + 1;
+  round_.store(next << kMemberBits | static_cast<uint64_t>(members), std::memory_order_seq_cst);
   if (members > 1 && asleep_.load(std::memory_order_seq_cst) > 0) {
     std::lock_guard<std::mutex> lock(mutex_);
     wake_.notify_all();
@@ -57,7 +61,7 @@ void Team::serve(int member) {
     }
     seen = now;
     if (ending_) return;
-    if (member >= members_.load(std::memory_order_relaxed)) continue;
+    if (member >= static_cast<int>(now & ((1u << kMemberBits) - 1))) continue;
     (*work_)(member);
     running_.fetch_sub(1, std::memory_order_release);
   }

@@ -48,7 +48,7 @@ class Team {
   std::vector<std::thread> threads_;
   std::atomic<int> members_{1};
   const std::function<void(int)>* work_ = nullptr;
-  alignas(64) std::atomic<uint64_t> round_{0};
+  alignas(64) std::atomic<uint64_t> round_{0};  // its number, then how many take part
   alignas(64) std::atomic<int> running_{0};
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<uint64_t> phase_{0};

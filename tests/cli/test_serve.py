@@ -71,9 +71,7 @@ def test_every_refused_flag_is_refused_by_its_name_with_a_reason(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--quantization", "awq"], "--quantization is vLLM's and not supported: weights run in"),
-        (["--quantization=awq"], "--quantization is vLLM's and not supported: weights run in"),
-        (["-q", "fp8"], "-q is vLLM's"),
+        (["--quantization-config={}"], "--quantization-config is vLLM's and not supported"),
         (["--enable_lora"], "--enable-lora is vLLM's and not supported: LoRA adapters are not"),
         (["--compilation-config.level", "3"], "--compilation-config is vLLM's"),
         (["-O3"], "-O is vLLM's and not supported: nothing is compiled"),

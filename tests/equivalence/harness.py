@@ -13,12 +13,13 @@ from functools import cache
 import torch
 
 from tests.support import default_model_path
-from twostroke.engine.build import assemble
+from twostroke.engine.build import assemble, assemble_native
 from twostroke.engine.core import EngineCore
 from twostroke.kernels import reference
 from twostroke.model.decoder import Decoder
 from twostroke.model.gguf import GGUFFile
 from twostroke.model.gguf_config import spec_from_gguf
+from twostroke.model.native import NativeDecoder, Packing
 from twostroke.model.spec import LayerSpec, ModelSpec, RopeSpec
 from twostroke.model.tokenizer import Tokenizer
 from twostroke.model.weights.dummy import DummyWeights
@@ -85,11 +86,21 @@ def default_decoder() -> Decoder:
 
 
 @cache
+def default_native_decoder(exact: bool = False) -> NativeDecoder:
+    file = GGUFFile.open(default_model_path())
+    spec = spec_from_gguf(file)
+    packing = Packing(spec, GGUFWeights(file, spec), "float32", None)
+    return NativeDecoder(packing, MAX_LEN, 2, 2, exact=exact)
+
+
+@cache
 def default_tokenizer() -> Tokenizer:
     return Tokenizer.from_gguf(GGUFFile.open(default_model_path()).metadata)
 
 
-def make_core(decoder: Decoder, in_flight: int = 1, **settings: object) -> EngineCore:
+def make_core(
+    decoder: Decoder | NativeDecoder, in_flight: int = 1, **settings: object
+) -> EngineCore:
     limits: dict[str, object] = {
         "max_num_seqs": 64,
         "max_num_batched_tokens": 1024,
@@ -100,6 +111,8 @@ def make_core(decoder: Decoder, in_flight: int = 1, **settings: object) -> Engin
         "prefix_caching": False,
     }
     config = SchedulerConfig(**(limits | settings))  # type: ignore[arg-type]
+    if isinstance(decoder, NativeDecoder):
+        return assemble_native(decoder, config, None, 1.0)
     return assemble(decoder, config, torch.float32, in_flight)
 
 

@@ -67,6 +67,7 @@ def write_with_ours(
     model: Path, prompts: list[list[int]], max_tokens: int, vocab_size: int, **settings: Any
 ) -> list[Written]:
     llm = LLM(
+        kernels="reference",
         model=str(model),
         skip_tokenizer_init=True,
         device="cpu",

@@ -105,6 +105,7 @@ class Comparison:
 @pytest.fixture(scope="module")
 def written() -> list[Continuation]:
     llm = LLM(
+        kernels="reference",
         model=str(default_model_path()),
         device="cpu",
         dtype="float32",

@@ -162,6 +162,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="prompts and answers are token ids only",
     )
+    _add(parser, "-q", dest="quantization", help=argparse.SUPPRESS)
     _add(parser, "-tp", dest="tensor_parallel_size", type=int, help=argparse.SUPPRESS)
     for action in parser._actions:
         if action.dest in ("max_model_len", "max_num_batched_tokens"):

@@ -1,0 +1,273 @@
+"""twostroke beside its peers on this CPU: floors first, then both phases, in alternating rounds.
+
+    python -m bench.cpu --peer-model FOLDER [--llama BIN_FOLDER] [--openvino PYTHON]
+        [--vllm PYTHON] [--transformers PYTHON] [--twostroke key=value ...]
+        [--only NAME ...] [--phases TEXT ...] [--output N] [--repeat N] [--interference]
+        [--json FILE]
+
+A peer is named by the folder of its binaries or by the Python that has it, here or in the
+environment (LLAMA_CPP_BIN, OPENVINO_PYTHON, VLLM_PYTHON, TRANSFORMERS_PYTHON); one that is
+absent is skipped with a word. PEER_MODEL or --peer-model is the model as a folder for those that
+read no GGUF: `python -m bench.cpu_dequantise FOLDER`.
+
+Each engine keeps its model loaded in a process of its own, which is stopped (SIGSTOP) while it is
+not its turn. A measurement that other processes disturbed is repeated. Greedy, no end of text, the
+same token ids for all but llama.cpp, which is timed by its own llama-batched-bench. Prefill: the
+prompt's tokens over the time to the first token. Decode: tokens of all streams a second while all
+of them write. Medians. --interference instead starts the servers: four streams write while a
+prompt of 4,000 tokens arrives. Ends with one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.cpu_floors import Ceilings, Work, describe, floor_tokens_per_s, measure_ceilings
+from bench.cpu_process import Worker
+from bench.cpu_workers import as_options, tokens
+
+PROMPT = 128  # tokens before a decode
+DISTURBED = 0.05  # of the processor: a measurement during which others took more is repeated
+TRIES = 3
+VLLM_OPTIONS = ["dtype=float32", "max_model_len=8192", "gpu_memory_utilization=0.4"]
+WORKERS = Path(__file__).with_name("cpu_workers.py")
+
+
+@dataclass(frozen=True)
+class Phase:
+    name: str
+    streams: int
+    prompt: int
+    output: int
+
+    def rate(self, answer: dict[str, float]) -> float:
+        if self.output == 1:
+            return self.streams * self.prompt / answer["first_s"]
+        return answer["decode_tokens"] / answer["decode_s"]
+
+
+def phases_of(args: argparse.Namespace) -> list[Phase]:
+    all_of_them = [Phase(f"prefill {length}", 1, length, 1) for length in (512, 2048)]
+    for streams in (1, 8, 32):  # the first token of an output is the prefill's
+        all_of_them.append(Phase(f"decode, batch {streams}", streams, PROMPT, args.output + 1))
+    return [p for p in all_of_them if not args.phases or any(t in p.name for t in args.phases)]
+
+
+@dataclass(frozen=True)
+class Contender:
+    name: str
+    command: list[str]
+    environment: dict[str, str]
+
+
+def worker(name: str, python: str, kind: str, model: str, *options: str, **env: str) -> Contender:
+    return Contender(name, [python, str(WORKERS), kind, model, *options], env)
+
+
+def contenders(args: argparse.Namespace, gguf: str) -> list[Contender]:
+    """Everyone who is here; the others are named."""
+    found = [worker("twostroke", sys.executable, "twostroke", gguf, *args.twostroke)]
+    folder = args.peer_model
+    if args.llama:
+        place = f"{args.llama}:{gguf}"
+        for flash in ("off", "on"):
+            name = f"llama.cpp, fa {flash}"
+            found.append(worker(name, sys.executable, "llama", place, f"fa={flash}"))
+    if args.openvino:
+        found.append(worker("openvino", args.openvino, "openvino", gguf, *args.openvino_options))
+    if args.vllm and folder:
+        cores = f"0-{(os.cpu_count() or 1) - 1}"  # left alone it keeps one core free
+        found.append(
+            worker(
+                "vllm",
+                args.vllm,
+                "vllm",
+                folder,
+                *args.vllm_options,
+                VLLM_CPU_OMP_THREADS_BIND=cores,
+                VLLM_LOGGING_LEVEL="WARNING",
+            )
+        )
+    if args.transformers and folder:
+        found.append(worker("transformers", args.transformers, "transformers", folder))
+    for name in ("llama", "openvino", "vllm", "transformers"):
+        if not getattr(args, name):
+            print(f"{name} is not named (--{name}): skipped")
+        elif name in ("vllm", "transformers") and not folder:
+            print(f"{name} needs --peer-model: skipped")
+    return [one for one in found if not args.only or one.name in args.only]
+
+
+def undisturbed(engine: Worker, phase: Phase, prompts: list[list[int]]) -> tuple[float, float]:
+    """Its rate and what others took of the processor meanwhile; the quietest of a few tries."""
+    tries = []
+    for _ in range(TRIES):
+        answer = engine.ask(prompts, phase.output)
+        tries.append((answer["others"], phase.rate(answer)))
+        if answer["others"] <= DISTURBED:
+            break
+    others, rate = min(tries)
+    return rate, others
+
+
+def alternate(
+    running: dict[str, Worker], phases: list[Phase], repeat: int, tell: Callable[[str], None]
+) -> dict[str, dict[str, list[float]]]:
+    """Tokens a second: phase → engine → one figure a round. Each round begins with another."""
+    rates: dict[str, dict[str, list[float]]] = {p.name: {n: [] for n in running} for p in phases}
+    names = list(running)
+    for turn in range(repeat):
+        for phase in phases:
+            order = names[turn % len(names) :] + names[: turn % len(names)]
+            prompts = [tokens(phase.prompt, 100 * turn + n) for n in range(phase.streams)]
+            for name in order:
+                if running[name].dead:
+                    continue
+                try:
+                    rate, others = undisturbed(running[name], phase, prompts)
+                except RuntimeError as error:
+                    tell(f"{name} died in {phase.name}: {error}")
+                    continue
+                rates[phase.name][name].append(rate)
+                line = f"round {turn + 1}, {phase.name}: {name} {rate:,.1f} tok/s"
+                if others > DISTURBED:
+                    line += f" (others took {others:.0%} of the processor)"
+                tell(line)
+    return rates
+
+
+def summarise(
+    rates: dict[str, dict[str, list[float]]],
+    phases: list[Phase],
+    work: Work,
+    ceilings: Ceilings,
+) -> dict[str, dict[str, Any]]:
+    """Phase → the floor, every engine's median and range, the best peer, our ratio to it."""
+    rows: dict[str, dict[str, Any]] = {}
+    for phase in phases:
+        floor = floor_tokens_per_s(work, ceilings, phase.streams, phase.prompt, phase.output)
+        medians = {n: statistics.median(each) for n, each in rates[phase.name].items() if each}
+        peers = {name: rate for name, rate in medians.items() if name != "twostroke"}
+        best = max(peers, key=lambda name: peers[name]) if peers else None
+        row: dict[str, Any] = {"floor": floor, "tok_s": medians, "best_peer": best}
+        row["rounds"] = rates[phase.name]
+        if "twostroke" in medians:
+            row["share_of_floor"] = medians["twostroke"] / floor
+            row["to_best_peer"] = medians["twostroke"] / peers[best] if best else None
+        rows[phase.name] = row
+    return rows
+
+
+def print_table(names: list[str], rows: dict[str, dict[str, Any]]) -> None:
+    widths = [max(9, len(name)) for name in names]
+    head = "  ".join(f"{name:>{width}}" for name, width in zip(names, widths, strict=True))
+    print(f"\n{'tok/s':18}  {'floor':>8}  {head}  {'to best':>7}  {'of floor':>8}")
+    for phase, row in rows.items():
+        cells = []
+        for name, width in zip(names, widths, strict=True):
+            rate = row["tok_s"].get(name)
+            cells.append(f"{'-' if rate is None else f'{rate:,.1f}':>{width}}")
+        ratio, share = row.get("to_best_peer"), row.get("share_of_floor")
+        ends = f"{'-' if ratio is None else f'{ratio:.2f}':>7}  "
+        ends += f"{'-' if share is None else f'{share:.0%}':>8}"
+        print(f"{phase:18}  {row['floor']:8,.0f}  {'  '.join(cells)}  {ends}")
+
+
+def run_phases(args: argparse.Namespace, found: list[Contender], work: Work) -> dict[str, Any]:
+    phases = phases_of(args)
+    ceilings = measure_ceilings(work.weight_bytes)
+    print(describe(ceilings))
+    for phase in phases:
+        floor = floor_tokens_per_s(work, ceilings, phase.streams, phase.prompt, phase.output)
+        print(f"floor of {phase.name}: {floor:,.0f} tok/s", flush=True)
+    starts: dict[str, list[float]] = {}
+    running: dict[str, Worker] = {}
+    try:
+        for one in found:
+            for attempt in range(args.starts):  # the last stays
+                try:
+                    started = Worker(one.command, one.environment)
+                except RuntimeError as error:
+                    print(f"{one.name} does not run here: {error}", flush=True)
+                    break
+                starts.setdefault(one.name, []).append(started.start_s)
+                if attempt < args.starts - 1:
+                    started.close()
+                else:
+                    running[one.name] = started
+        rates = alternate(running, phases, args.repeat or 3, lambda line: print(line, flush=True))
+        # A neighbour may have been busy at the start; a ceiling is the best that was seen.
+        ceilings = ceilings.best_of(measure_ceilings(work.weight_bytes))
+        peaks = {name: each.peak_bytes() for name, each in running.items()}
+    finally:
+        for each in running.values():
+            each.close()
+    rows = summarise(rates, phases, work, ceilings)
+    print_table(list(running), rows)
+    first = {name: statistics.median(times) for name, times in starts.items()}
+    for name in running:
+        print(f"{name}: first token {first[name]:.2f} s after its start, ", end="")
+        print(f"peak memory {peaks[name] / 1e9:.2f} GB")
+    return {
+        "ceilings": vars(ceilings),
+        "phases": rows,
+        "start_to_first_token_s": first,
+        "peak_bytes": peaks,
+    }
+
+
+def arguments() -> argparse.Namespace:
+    assert __doc__ is not None
+    about = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=about)
+    given = os.environ.get
+    parser.add_argument("--model", help="a GGUF file instead of the default model")
+    parser.add_argument("--peer-model", default=given("PEER_MODEL"))
+    parser.add_argument("--llama", default=given("LLAMA_CPP_BIN"))
+    parser.add_argument("--openvino", default=given("OPENVINO_PYTHON"))
+    parser.add_argument("--vllm", default=given("VLLM_PYTHON"))
+    parser.add_argument("--transformers", default=given("TRANSFORMERS_PYTHON"))
+    pairs: dict[str, Any] = {"nargs": "*", "metavar": "key=value"}
+    parser.add_argument("--twostroke", default=[], help="settings of LLM", **pairs)
+    parser.add_argument("--openvino-options", default=["INFERENCE_PRECISION_HINT=f32"], **pairs)
+    parser.add_argument("--vllm-options", default=VLLM_OPTIONS, **pairs)
+    parser.add_argument("--only", nargs="*", help="engines by the name in the table")
+    parser.add_argument("--phases", nargs="*", help="parts of phases' names")
+    parser.add_argument("--repeat", type=int, help="rounds (3; of --interference 5)")
+    parser.add_argument("--output", type=int, default=128, help="tokens that each stream decodes")
+    parser.add_argument("--starts", type=int, default=1, help="how often each engine is started")
+    parser.add_argument("--interference", action="store_true")
+    parser.add_argument("--json", help="also write the result here")
+    return parser.parse_args()
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # leave no engine behind
+    args = arguments()
+    as_options(args.twostroke)  # refuse a bad pair before anything runs
+    work = Work.of(args.model)
+    if args.interference:
+        from bench.cpu_interference import run_interference
+
+        result = run_interference(args, work.path)
+    else:
+        result = run_phases(args, contenders(args, work.path), work)
+    out = {"bench": "cpu", "machine": platform.machine(), "cores": os.cpu_count(), **result}
+    text = json.dumps({**out, "twostroke": args.twostroke})
+    print(text)
+    if args.json:
+        Path(args.json).write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""What the work needs and what this CPU can do: the floors of bench/cpu.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from time import perf_counter
+
+import torch
+
+from twostroke.config import EngineConfig
+from twostroke.model.gguf import GGUFFile
+from twostroke.model.load import find_model, open_model
+
+KV_ELEMENT_BYTES = 2  # of the floor: half precision, whatever an engine keeps
+
+
+@dataclass(frozen=True)
+class Work:
+    """A GGUF model's bytes and operations."""
+
+    path: str
+    weight_bytes: int  # packed, as the file has them
+    flops_per_token: float  # in the layers
+    flops_per_sample: float  # in the head
+    flops_per_kv_token: float  # of one query with one key and value, all layers
+    kv_bytes_per_token: float
+
+    @classmethod
+    def of(cls, model: str | None) -> Work:
+        settings = EngineConfig(model=model)
+        files = find_model(settings)
+        if files.kind != "gguf":
+            raise SystemExit("bench/cpu.py compares engines on a GGUF file")
+        spec = open_model(settings, files, "cpu").spec
+        shapes = spec.weight_shapes()
+        layers = sum(prod(s) for name, s in shapes.items() if "layers." in name and len(s) == 2)
+        file = GGUFFile.open(files.path)
+        return cls(
+            path=str(files.path),
+            weight_bytes=sum(tensor.num_bytes for tensor in file.tensors.values()),
+            flops_per_token=2.0 * layers,
+            flops_per_sample=2.0 * spec.vocab_size * spec.hidden_size,
+            flops_per_kv_token=4.0 * spec.q_size * spec.num_layers,
+            kv_bytes_per_token=KV_ELEMENT_BYTES * spec.kv_elements_per_token,
+        )
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    read_bytes_per_s: float
+    fp32_per_s: float
+    bf16_per_s: float | None  # where the CPU has it
+    int8_per_s: float | None
+
+    @property
+    def best_per_s(self) -> float:
+        return max(self.fp32_per_s, self.bf16_per_s or 0.0, self.int8_per_s or 0.0)
+
+    def best_of(self, other: Ceilings) -> Ceilings:
+        pairs = {name: (value, getattr(other, name)) for name, value in vars(self).items()}
+        return Ceilings(
+            **{n: None if a is None or b is None else max(a, b) for n, (a, b) in pairs.items()}
+        )
+
+
+def measure_ceilings(weight_bytes: int) -> Ceilings:
+    bf16 = matrix_rate(torch.bfloat16) if has_bf16() else None
+    fp32 = matrix_rate(torch.float32)
+    return Ceilings(read_rate(weight_bytes), fp32, bf16, int8_rate())
+
+
+def read_rate(num_bytes: int) -> float:
+    """All threads over one buffer, the best of 20."""
+    buffer = torch.ones(num_bytes // 4, dtype=torch.float32)
+    return num_bytes / _least(buffer.sum, 20)
+
+
+def matrix_rate(dtype: torch.dtype) -> float:
+    a, b = torch.randn(1536, 1536).to(dtype), torch.randn(1536, 1536).to(dtype)
+    return 2 * 1536**3 / _least(lambda: torch.mm(a, b), 8)
+
+
+def has_bf16() -> bool:
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and _flag("bf16", "avx512_bf16")
+
+
+def int8_rate() -> float | None:
+    """Operations a second of an int8 product; None while nothing here can tell.
+
+    torch has no such product worth its name on every CPU. The native extension is to offer one.
+    """
+    return None
+
+
+def _flag(*names: str) -> bool:
+    """Whether the CPU says that it has one of these."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            lines = [line for line in file if line.lower().startswith(("flags", "features"))]
+    except OSError:
+        return False
+    return bool(lines) and any(name in lines[0].split() for name in names)
+
+
+def _least(call: object, count: int) -> float:
+    assert callable(call)
+    times = []
+    for _ in range(count):
+        start = perf_counter()
+        call()
+        times.append(perf_counter() - start)
+    return min(times)
+
+
+def floor_tokens_per_s(
+    work: Work, ceilings: Ceilings, streams: int, prompt: int, output: int
+) -> float:
+    """Tokens a second if nothing cost but arithmetic at the best rate, or reading if that is more.
+
+    `output` of 1: prefill of the prompts. Otherwise decode in the middle of the output.
+    """
+    if output == 1:
+        attended = prompt * (prompt + 1) / 2
+        flops = prompt * work.flops_per_token + work.flops_per_sample
+        flops += attended * work.flops_per_kv_token
+        return prompt / max(
+            flops / ceilings.best_per_s, work.weight_bytes / ceilings.read_bytes_per_s
+        )
+    context = streams * (prompt + output / 2)
+    flops = streams * (work.flops_per_token + work.flops_per_sample)
+    flops += context * work.flops_per_kv_token
+    read = work.weight_bytes + context * work.kv_bytes_per_token
+    return streams / max(flops / ceilings.best_per_s, read / ceilings.read_bytes_per_s)
+
+
+def describe(ceilings: Ceilings) -> str:
+    def rate(value: float | None) -> str:
+        return "not measured" if value is None else f"{value / 1e9:,.0f} G/s"
+
+    return (
+        f"ceilings, {torch.get_num_threads()} threads: reading the weights' size "
+        f"{ceilings.read_bytes_per_s / 1e9:.1f} GB/s; products fp32 {rate(ceilings.fp32_per_s)}, "
+        f"bf16 {rate(ceilings.bf16_per_s)}, int8 {rate(ceilings.int8_per_s)}"
+    )

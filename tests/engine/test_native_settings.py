@@ -1,0 +1,219 @@
+"""Settings of the native kernels: what is wrong is refused in words, what is right is done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.model.gguf_files import SPEC, save
+from tests.tiny import CONFIG, tiny_folder, tiny_llm, tiny_weights
+from twostroke import LLM, SamplingParams
+from twostroke.engine import build
+from twostroke.errors import ConfigError
+from twostroke.exec.executor import LocalExecutor
+from twostroke.exec.native import NativeExecutor
+from twostroke.kernels import cpu
+from twostroke.model.gguf_config import tensor_name
+
+pytestmark = pytest.mark.skipif(
+    not cpu.available(), reason="this installation was built without the native kernels"
+)
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+PROMPT = list(range(5, 45))
+# Wide enough that a block of 32 has 32 weights, and its hidden layer no whole number of them.
+WIDE = {"hidden_size": 64, "intermediate_size": 112}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_folder(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def bfloat16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tiny_folder(tmp_path_factory.mktemp("bf16"), **WIDE, torch_dtype="bfloat16")
+    weights = tiny_weights(CONFIG | WIDE)
+    tensors = {name: torch.from_numpy(values).bfloat16() for name, values in weights.items()}
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def refusal(path: Path, **settings: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        tiny_llm(path, **settings)
+    return str(caught.value)
+
+
+def executor_of(llm: LLM) -> object:
+    return llm.engine.core._executor
+
+
+def write(llm: LLM) -> list[int]:
+    return llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+
+# Which kernels
+
+
+def test_a_cpu_runs_the_native_kernels_unless_told_otherwise(folder: Path) -> None:
+    assert isinstance(executor_of(tiny_llm(folder, device="cpu")), NativeExecutor)
+    native = tiny_llm(folder, device="cpu", kernels="native")
+    assert isinstance(executor_of(native), NativeExecutor)
+    plain = tiny_llm(folder, device="cpu", kernels="reference")
+    assert isinstance(executor_of(plain), LocalExecutor)
+
+
+@pytest.mark.parametrize(
+    "wish", [{"dtype": "bfloat16"}, {"dtype": "float16"}, {"kv_cache_dtype": "float32"}], ids=str
+)
+def test_what_the_native_kernels_cannot_do_the_reference_does_or_is_refused(
+    wish: dict[str, str], folder: Path
+) -> None:
+    assert isinstance(executor_of(tiny_llm(folder, device="cpu", **wish)), LocalExecutor)
+    ((name, value),) = wish.items()
+    said = refusal(folder, device="cpu", kernels="native", **wish)
+    assert f"have no {name}='{value}'" in said
+    assert "kernels='reference'" in said
+
+
+def test_an_installation_without_native_kernels_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build.cpu, "available", lambda: False)
+    said = refusal(folder, device="cpu", kernels="native")
+    assert "this installation has none" in said
+    assert "kernels='auto'" in said
+    assert isinstance(executor_of(tiny_llm(folder, device="cpu")), LocalExecutor)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "words"),
+    [
+        ("kernels", "natve", "kernels must be one of auto, reference, native, not 'natve'"),
+        ("kernels", None, "kernels must be one of"),
+        ("isa", "sse2", "isa must be one of auto, avx512, avx2, neon, portable, not 'sse2'"),
+        ("isa", "NEON", "isa must be one of"),
+        ("threads", 0, "threads must be a whole number from 1 to 1024 or None, not 0"),
+        ("threads", -2, "threads must be a whole number"),
+        ("threads", 1.5, "threads must be a whole number"),
+        ("threads", True, "threads must be a whole number"),
+        ("threads", "2", "threads must be a whole number"),
+        ("threads_batch", 0, "threads_batch must be a whole number from 1 to 1024 or None"),
+        ("threads_batch", 5000, "threads_batch must be a whole number"),
+        ("exact", 1, "exact must be True or False, not 1"),
+        ("exact", "yes", "exact must be True or False"),
+        ("quantization", "int2", "quantization must be one of int8, int4, not 'int2'"),
+        ("quantization", 8, "quantization must be one of"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_those_that_are_right(
+    setting: str, value: object, words: str, folder: Path
+) -> None:
+    assert words in refusal(folder, **{setting: value})
+
+
+def test_an_instruction_set_of_another_machine_is_refused(folder: Path) -> None:
+    own = cpu.module().isas()
+    (other, *_) = (isa for isa in cpu.ISAS if isa not in ("auto", *own))
+    said = refusal(folder, device="cpu", isa=other)
+    assert f"isa '{other}' is not what this machine has; it has {', '.join(own)}" in said
+
+
+def test_quantization_without_the_native_kernels_is_refused(folder: Path) -> None:
+    for settings in ({"kernels": "reference"}, {"dtype": "bfloat16"}):
+        said = refusal(folder, device="cpu", quantization="int8", **settings)
+        assert "quantization needs the native kernels" in said
+
+
+# What settings change, and what not
+
+
+def test_threads_and_instruction_sets_write_the_same_tokens(folder: Path) -> None:
+    expected = write(tiny_llm(folder, device="cpu", exact=True))
+    for settings in (
+        {"threads": 1},
+        {"threads": 3},
+        {"threads": 1, "threads_batch": 2},
+        {"threads": 2, "threads_batch": 1},
+        {"isa": "portable"},
+        {"kernels": "reference"},
+    ):
+        exact = {} if "kernels" in settings else {"exact": True}
+        llm = tiny_llm(folder, device="cpu", **exact, **settings)  # type: ignore[arg-type]
+        assert write(llm) == expected, settings
+
+
+def prompt_logprobs(path: Path, **settings: Any) -> torch.Tensor:
+    """Of every prompt token after the first."""
+    llm = tiny_llm(path, device="cpu", **settings)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+    (output,) = llm.generate(PROMPT, params, use_tqdm=False)
+    assert output.prompt_logprobs is not None
+    entries = output.prompt_logprobs[1:]
+    pairs = zip(entries, PROMPT[1:], strict=True)
+    return torch.tensor([entry[token].logprob for entry, token in pairs if entry is not None])
+
+
+def test_eight_bits_are_nearer_to_the_model_than_four(bfloat16: Path) -> None:
+    plain = prompt_logprobs(bfloat16, kernels="reference")
+    off = {
+        name: (prompt_logprobs(bfloat16, quantization=name, exact=True) - plain).abs().mean()
+        for name in ("int8", "int4")
+    }
+    as_it_is = (prompt_logprobs(bfloat16, exact=True) - plain).abs().mean()
+    assert as_it_is < 0.2 * off["int8"]
+    assert 0 < off["int8"] < 0.25 * off["int4"]
+
+
+def test_quantised_weights_take_the_memory_they_should(bfloat16: Path) -> None:
+    def weight_bytes(**settings: Any) -> int:
+        return tiny_llm(bfloat16, device="cpu", **settings).engine.memory.weight_bytes
+
+    plain = weight_bytes()
+    assert weight_bytes(quantization="int8") / plain == pytest.approx(34 / 64, rel=0.02)
+    assert 20 / 64 * 0.98 <= weight_bytes(quantization="int4") / plain <= 24 / 64 * 1.02
+
+
+@pytest.mark.parametrize("asked", ["int8", "int4"])
+@pytest.mark.parametrize("type", ["Q8_0", "Q4_0", "Q4_1"])
+def test_weights_that_are_quantised_already_are_left_as_they_are(
+    type: str, asked: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_quantised(path, gguf.GGMLQuantizationType[type])
+    settings: dict[str, Any] = {"skip_tokenizer_init": True, "num_gpu_blocks_override": 64}
+    plain = LLM(str(path), device="cpu", **settings)
+    quantised = LLM(str(path), device="cpu", quantization=asked, **settings)
+    assert quantised.engine.memory.weight_bytes == plain.engine.memory.weight_bytes
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
+    one, other = (
+        llm.generate([[3, 7, 11, 2]], params, use_tqdm=False)[0] for llm in (plain, quantised)
+    )
+    assert one.outputs[0].token_ids == other.outputs[0].token_ids
+    assert one.outputs[0].logprobs == other.outputs[0].logprobs
+
+
+def write_quantised(path: Path, type: gguf.GGMLQuantizationType) -> None:
+    writer = gguf.GGUFWriter(path, SPEC.family)
+    writer.add_block_count(SPEC.num_layers)
+    writer.add_context_length(SPEC.max_context)
+    writer.add_embedding_length(SPEC.hidden_size)
+    writer.add_feed_forward_length(SPEC.intermediate_size)
+    writer.add_head_count(SPEC.num_heads)
+    writer.add_head_count_kv(SPEC.num_kv_heads)
+    writer.add_layer_norm_rms_eps(SPEC.norm_eps)
+    torch.manual_seed(0)
+    for name, shape in SPEC.weight_shapes().items():
+        values = torch.randn(shape).numpy() * 0.3
+        if len(shape) == 1:
+            writer.add_tensor(tensor_name(name), values + 1)
+        else:
+            packed = gguf.quants.quantize(values, type)
+            writer.add_tensor(tensor_name(name), packed, raw_dtype=type)
+    save(writer)

@@ -1,0 +1,419 @@
+"""The native products: packed weights hold what they should, and are multiplied as they should be.
+
+The definition is float64 numpy over the weights as `model/dequant.py` reads them. Bounds are stated
+against the largest number that a sum could pass through, so that they hold for any values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from twostroke.kernels import cpu
+from twostroke.model.dequant import LAYOUTS, BlockType, dequantize
+
+pytestmark = pytest.mark.skipif(
+    not cpu.available(), reason="this installation was built without the native kernels"
+)
+
+ISAS = cpu.module().isas() if cpu.available() else []
+BLOCK_TYPES = [BlockType.Q4_0, BlockType.Q4_1, BlockType.Q8_0]  # packed as the file has them
+FLOAT_FORMATS = ["q8", "q4", "bf16", "f32"]  # packed from floats
+KINDS = [*BLOCK_TYPES, *FLOAT_FORMATS]
+FORMAT_OF = {BlockType.Q4_0: "q4", BlockType.Q4_1: "q4", BlockType.Q8_0: "q8"}
+TOKENS = [*range(1, 10), 16, 17, 33, 70]
+RESIDUES = range(1, 34)  # every remainder of 16 and of 32, and one beyond
+
+# Errors in parts of a sum's reach, Σ |x| · (the largest |w| its block could hold): twice the
+# largest found over everything here. Floats are added one by one, codes first in blocks.
+BOUND = {"f32": 5e-7, "bf16": 5e-7, "q8": 1.2e-7, "q4": 1.2e-7}
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass
+class Weights:
+    """A packed matrix, and what it should hold."""
+
+    matrix: object
+    isa: str
+    format: str
+    values: Floats  # [rows, cols]
+    reach: npt.NDArray[np.float64]  # [rows, cols]: the largest that a weight of this block can be
+    bias: Floats  # [rows], or zeros
+
+    def multiply(self, x: Floats, exact: bool) -> Floats:
+        out = np.full((len(x), len(self.values)), np.nan, np.float32)
+        self.matrix.multiply(np.ascontiguousarray(x), out, self.isa, exact)  # type: ignore[attr-defined]
+        return out
+
+    def unpacked(self) -> Floats:
+        out = np.full(self.values.shape, np.nan, np.float32)
+        self.matrix.rows(out, self.isa)  # type: ignore[attr-defined]
+        return out
+
+
+def weights(
+    kind: str, isa: str, rows: int, cols: int, biased: bool = False, seed: int = 0
+) -> Weights:
+    random = np.random.default_rng([seed, rows, cols, KINDS.index(kind)])
+    places = random.permutation(rows).astype(np.int32)
+    format = FORMAT_OF.get(kind, kind)  # type: ignore[call-overload]
+    matrix = cpu.module().Matrix(format, rows, cols, isa)
+    if kind in BLOCK_TYPES:
+        raw = blocks(BlockType(kind), rows, cols, random)
+        values = dequantize(raw, BlockType(kind), (rows, cols))
+        matrix.put_blocks(str(kind), raw[places], places)
+    else:
+        dense = random.normal(0, 0.5, (rows, cols)).astype(np.float32)
+        values = packed_values(format, dense)
+        matrix.put_floats(dense[places], places)
+    bias = np.zeros(rows, np.float32)
+    if biased:
+        bias = random.normal(0, 2, rows).astype(np.float32)
+        matrix.put_bias(bias[places], places)
+    return Weights(matrix, isa, format, values, reach_of(format, values), bias)
+
+
+def blocks(
+    type: BlockType, rows: int, cols: int, random: np.random.Generator
+) -> npt.NDArray[np.uint8]:
+    """Any codes; scales of either sign, of which some are 0 or too small for a normal half."""
+    size = LAYOUTS[type].num_bytes
+    raw = random.integers(0, 256, (rows, cols // 32, size), np.uint8)
+    for at in (0, 2) if type == BlockType.Q4_1 else (0,):
+        scales = random.normal(0, 0.05, raw.shape[:2]).astype(np.float16)
+        odd = random.random(scales.shape)
+        scales[odd < 0.05] = 0
+        scales[odd > 0.95] = np.float16(3e-6)
+        raw[:, :, at : at + 2] = scales.view(np.uint8).reshape(*scales.shape, 2)
+    return raw.reshape(rows, -1)
+
+
+def packed_values(format: str, dense: Floats) -> Floats:
+    """What is left of floats in a format: the definition of `native/src/pack.cpp`."""
+    if format == "f32":
+        return dense
+    if format == "bf16":
+        return torch.from_numpy(dense).bfloat16().float().numpy()
+    parts = in_blocks(dense)
+    if format == "q8":
+        scale = halved(np.abs(parts).max(-1, keepdims=True) / np.float32(127))
+        code = np.clip(np.rint(parts / scale), -127, 127)
+        values = scale * code
+    else:  # a block's range takes in 0
+        least = halved(np.minimum(parts.min(-1, keepdims=True), 0))
+        most = np.maximum(parts.max(-1, keepdims=True), 0)
+        scale = halved((most - np.minimum(parts.min(-1, keepdims=True), 0)) / np.float32(15))
+        code = np.clip(np.rint((parts - least) / scale), 0, 15)
+        values = scale * code + least
+    return values.reshape(len(dense), -1)[:, : dense.shape[1]].astype(np.float32)
+
+
+def halved(x: Floats) -> Floats:
+    return x.astype(np.float16).astype(np.float32)
+
+
+def in_blocks(x: npt.NDArray) -> npt.NDArray:
+    """[rows, cols] → [rows, blocks, 32], zeros behind."""
+    padded = np.pad(x, ((0, 0), (0, -x.shape[1] % 32)))
+    return padded.reshape(len(x), -1, 32)
+
+
+def reach_of(format: str, values: Floats) -> npt.NDArray[np.float64]:
+    """Sums over codes pass through larger numbers than the weights: 4-bit codes are taken from 0
+    and shifted afterwards, 8-bit ones on some machines from 128."""
+    if format in ("bf16", "f32"):
+        return np.abs(values.astype(np.float64))
+    largest = np.abs(in_blocks(values)).max(-1, keepdims=True).astype(np.float64)
+    reach = np.broadcast_to(3 * largest, in_blocks(values).shape)
+    return reach.reshape(len(values), -1)[:, : values.shape[1]]
+
+
+def activations(tokens: int, cols: int, seed: int = 0) -> Floats:
+    """No value lies so near the middle between two codes that rounding `x / scale` would decide."""
+    random = np.random.default_rng([seed, tokens, cols])
+    x = random.normal(0, 1, (tokens, cols)).astype(np.float32)
+    x *= random.uniform(0.01, 30, (tokens, 1)).astype(np.float32)
+    inverse = 1 / (np.abs(in_blocks(x)).max(-1, keepdims=True) / np.float32(127))
+    code = (in_blocks(x) * inverse).reshape(tokens, -1)[:, :cols]
+    x[np.abs(np.abs(code - np.floor(code)) - 0.5) < 1e-3] = 0
+    return x
+
+
+def rounded(x: Floats) -> npt.NDArray[np.float64]:
+    """Activations as products see them: whole numbers of a 127th of the block's largest."""
+    parts = in_blocks(x)
+    scale = np.abs(parts).max(-1, keepdims=True) / np.float32(127)
+    safe = np.where(scale > 0, scale, 1)
+    code = np.rint(parts * (np.float32(1) / safe))
+    return (scale.astype(np.float64) * code).reshape(len(x), -1)[:, : x.shape[1]]
+
+
+def error_of(w: Weights, x: Floats, exact: bool) -> float:
+    """The largest error of a product, in parts of its reach."""
+    seen = x.astype(np.float64) if exact or w.format in ("bf16", "f32") else rounded(x)
+    expected = seen @ w.values.astype(np.float64).T + w.bias
+    reach = np.abs(seen) @ w.reach.T + np.abs(w.bias) + 1e-30
+    got = w.multiply(x, exact)
+    assert np.isfinite(got).all()
+    return float((np.abs(got - expected) / reach).max())
+
+
+def assert_product(w: Weights, x: Floats) -> None:
+    assert error_of(w, x, exact=True) <= BOUND[w.format]
+    assert error_of(w, x, exact=False) <= BOUND[w.format]
+
+
+each_isa = pytest.mark.parametrize("isa", ISAS)
+each_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
+
+
+# What a matrix holds
+
+
+@each_isa
+@each_kind
+def test_packed_rows_hold_exactly_the_values_of_the_file(kind: str, isa: str) -> None:
+    for rows in RESIDUES:
+        w = weights(kind, isa, rows, 64)
+        assert np.array_equal(w.unpacked(), w.values), rows
+
+
+@each_isa
+@pytest.mark.parametrize("format", FLOAT_FORMATS)
+def test_floats_of_any_row_length_are_packed_to_the_nearest_value(format: str, isa: str) -> None:
+    for cols in RESIDUES:
+        w = weights(format, isa, 5, cols)
+        assert np.array_equal(w.unpacked(), w.values), cols
+
+
+@each_isa
+@pytest.mark.parametrize(("format", "codes"), [("q8", 254), ("q4", 15)])
+def test_quantised_floats_are_off_by_at_most_half_a_step(format: str, codes: int, isa: str) -> None:
+    """A step is the range of a block over its codes; the scale as a half adds one part in 2^11."""
+    dense = np.random.default_rng(1).normal(0, 1, (48, 256)).astype(np.float32)
+    matrix = cpu.module().Matrix(format, 48, 256, isa)
+    matrix.put_floats(dense, np.arange(48, dtype=np.int32))
+    out = np.empty_like(dense)
+    matrix.rows(out, isa)
+    parts = in_blocks(dense)
+    spread = parts.max(-1) - parts.min(-1) if format == "q4" else 2 * np.abs(parts).max(-1)
+    step = (spread / codes)[..., None]
+    assert np.abs(in_blocks(out) - parts).max() > 0
+    assert (np.abs(in_blocks(out) - parts) <= step * (0.5 + codes * 2.0**-10)).all()
+
+
+@each_isa
+def test_a_row_of_zeros_stays_zero_in_every_format(isa: str) -> None:
+    x = activations(9, 40)
+    for format in FLOAT_FORMATS:
+        matrix = cpu.module().Matrix(format, 3, 40, isa)
+        matrix.put_floats(np.zeros((2, 40), np.float32), np.array([0, 2], np.int32))
+        out = np.full((9, 3), np.nan, np.float32)
+        matrix.multiply(x, out, isa, False)
+        assert np.array_equal(out, np.zeros_like(out)), format
+
+
+# Products
+
+
+@each_isa
+@each_kind
+def test_products_equal_float64_for_every_number_of_rows(kind: str, isa: str) -> None:
+    x = activations(3, 96)
+    for rows in RESIDUES:
+        assert_product(weights(kind, isa, rows, 96), x)
+
+
+@each_isa
+@pytest.mark.parametrize("format", FLOAT_FORMATS)
+def test_products_equal_float64_for_every_number_of_columns(format: str, isa: str) -> None:
+    for cols in RESIDUES:
+        assert_product(weights(format, isa, 5, cols, biased=True), activations(10, cols))
+
+
+@each_isa
+@each_kind
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
+def test_products_equal_float64_for_every_number_of_tokens(
+    kind: str, biased: bool, isa: str
+) -> None:
+    w = weights(kind, isa, 37, 96, biased)
+    for tokens in TOKENS:
+        assert_product(w, activations(tokens, 96))
+
+
+@each_isa
+def test_products_of_random_shapes_equal_float64(isa: str) -> None:
+    random = np.random.default_rng(5)
+    for seed in range(40):
+        kind = KINDS[seed % len(KINDS)]
+        rows, cols = int(random.integers(1, 200)), int(random.integers(1, 1200))
+        cols = (cols + 31) // 32 * 32 if kind in BLOCK_TYPES else cols
+        w = weights(kind, isa, rows, cols, bool(random.integers(2)), seed)
+        assert_product(w, activations(int(random.choice(TOKENS)), cols, seed))
+
+
+@each_isa
+@pytest.mark.parametrize("kind", [BlockType.Q4_1, BlockType.Q8_0], ids=str)
+@pytest.mark.parametrize("cols", [512 * 32, 513 * 32])
+def test_rows_too_long_for_one_panel_or_to_be_kept_unpacked_are_multiplied_the_same(
+    cols: int, kind: str, isa: str
+) -> None:
+    w, x = weights(kind, isa, 9, cols), activations(70, cols)
+    assert_product(w, x)
+    assert_tokens_do_not_see_each_other(w, x, exact=False)
+
+
+@each_isa
+@each_kind
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "rounded"])
+def test_a_token_has_the_same_product_to_the_bit_whoever_is_with_it(
+    kind: str, exact: bool, isa: str
+) -> None:
+    assert_tokens_do_not_see_each_other(
+        weights(kind, isa, 45, 160, biased=True), activations(70, 160), exact
+    )
+
+
+def assert_tokens_do_not_see_each_other(w: Weights, x: Floats, exact: bool) -> None:
+    whole = w.multiply(x, exact)
+    for tokens in TOKENS:
+        first = len(x) - tokens
+        for part in (
+            slice(0, tokens),
+            slice(first, len(x)),
+            slice(first // 2, first // 2 + tokens),
+        ):
+            assert np.array_equal(w.multiply(x[part], exact), whole[part]), (tokens, part)
+
+
+@each_isa
+def test_a_half_is_rounded_to_the_even_code(isa: str) -> None:
+    """Row k of the matrix is 1 at column k; 127 makes the block's scale 1."""
+    raw = np.zeros((32, 34), np.uint8)
+    raw[:, :2] = np.full((32, 1), 1, np.float16).view(np.uint8)
+    raw[np.arange(32), 2 + np.arange(32)] = 1
+    matrix = cpu.module().Matrix("q8", 32, 32, isa)
+    matrix.put_blocks("Q8_0", raw, np.arange(32, dtype=np.int32))
+    x = np.zeros((1, 32), np.float32)
+    x[0, :8] = [127, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5]
+    out = np.empty((1, 32), np.float32)
+    matrix.multiply(x, out, isa, False)
+    assert out[0, :8].tolist() == [127, 0, 2, 2, 0, -2, -2, 126]
+
+
+@each_isa
+@each_kind
+def test_the_largest_codes_and_activations_overflow_nothing(kind: str, isa: str) -> None:
+    """All weights and all activations at one end of their range: the largest sums there are."""
+    for sign in (1, -1):
+        for fill in (0x00, 0x7F, 0x80, 0x81, 0xFF):
+            matrix = cpu.module().Matrix(FORMAT_OF.get(kind, kind), 4, 64, isa)  # type: ignore[call-overload]
+            places = np.arange(4, dtype=np.int32)
+            if kind in BLOCK_TYPES:
+                raw = np.full((4, 2, LAYOUTS[BlockType(kind)].num_bytes), fill, np.uint8)
+                raw[:, :, :2] = np.full((4, 2, 1), 0.5, np.float16).view(np.uint8)
+                if kind == BlockType.Q4_1:
+                    raw[:, :, 2:4] = np.full((4, 2, 1), 0.25, np.float16).view(np.uint8)
+                values = dequantize(raw.reshape(4, -1), BlockType(kind), (4, 64))
+                matrix.put_blocks(str(kind), raw.reshape(4, -1), places)
+            else:
+                values = np.full((4, 64), fill - 128, np.float32)
+                matrix.put_floats(values, places)
+            x = np.full((9, 64), sign * 127, np.float32)
+            out = np.empty((9, 4), np.float32)
+            for exact in (True, False):
+                matrix.multiply(x, out, isa, exact)
+                expected = x.astype(np.float64) @ values.astype(np.float64).T
+                np.testing.assert_allclose(out, expected, rtol=2e-3, atol=1e-3)
+
+
+@each_isa
+def test_activations_of_zero_and_of_hardly_anything_give_nothing(isa: str) -> None:
+    for kind in KINDS:
+        w = weights(kind, isa, 8, 64)
+        for value in (0.0, 1e-44, 1e-39, 1e-37):
+            got = w.multiply(np.full((9, 64), value, np.float32), exact=False)
+            assert np.abs(got).max() < 1e-28, (kind, value)
+
+
+# Mistakes
+
+
+@each_isa
+@each_kind
+def test_one_code_that_differs_is_told_apart(kind: str, isa: str) -> None:
+    """Negative control: the bounds are far below the least change that a file can have."""
+    w, x = weights(kind, isa, 20, 96), activations(5, 96)
+    assert_product(w, x)
+    row, col = np.argwhere(np.abs(w.values) > 0.05)[7]
+    w.values[row, col] *= np.float32(0.9)
+    assert error_of(w, x, exact=True) > 20 * BOUND[w.format]
+    assert error_of(w, x, exact=False) > 20 * BOUND[w.format]
+    assert not np.array_equal(w.unpacked(), w.values)
+
+
+@each_isa
+def test_a_matrix_refuses_what_does_not_fit_it(isa: str) -> None:
+    native = cpu.module()
+    places = np.arange(4, dtype=np.int32)
+    q8 = native.Matrix("q8", 4, 64, isa)
+    blocks_of_q8 = np.zeros((4, 68), np.uint8)
+    dense = np.zeros((4, 64), np.float32)
+    refused = [
+        (lambda: native.Matrix("q5", 4, 64, isa), "no format is called 'q5'"),
+        (lambda: native.Matrix("q8", 0, 64, isa), "rows and columns"),
+        (lambda: native.Matrix("q8", 4, 64, "mmx"), "no kernels for 'mmx'"),
+        (lambda: q8.put_blocks("Q4_0", np.zeros((4, 36), np.uint8), places), "do not fit"),
+        (lambda: q8.put_blocks("Q8_0", blocks_of_q8[:, :34].copy(), places), "do not hold"),
+        (lambda: q8.put_blocks("Q8_0", blocks_of_q8, places[:3]), "a place for every row"),
+        (lambda: q8.put_blocks("Q8_0", blocks_of_q8, places + 1), "place is outside"),
+        (lambda: q8.put_floats(dense, places - 1), "place is outside"),
+        (lambda: q8.put_floats(dense[:, :32].copy(), places), "rows of another length"),
+        (lambda: q8.put_bias(np.zeros(4, np.float32), places * 2), "place is outside"),
+        (lambda: q8.multiply(dense[:, :32].copy(), dense, isa), "another shape"),
+        (lambda: q8.multiply(dense, np.zeros((4, 5), np.float32), isa), "another shape"),
+        (lambda: q8.rows(np.zeros((4, 63), np.float32), isa), "another shape"),
+    ]
+    for wrong, words in refused:
+        with pytest.raises(ValueError, match=words):
+            wrong()
+    for wrong_type in (
+        lambda: q8.put_floats(dense[0], places),
+        lambda: q8.put_floats(dense, places.reshape(2, 2)),
+        lambda: q8.put_floats(None, places),
+        lambda: q8.multiply(dense, None, isa),
+    ):
+        with pytest.raises(TypeError):
+            wrong_type()
+
+
+def read_only(a: Floats) -> Floats:
+    a.flags.writeable = False
+    return a
+
+
+@each_isa
+@pytest.mark.parametrize(
+    "out",
+    [
+        np.zeros((2, 4), np.float64),
+        np.zeros((2, 4), np.int32),
+        np.zeros((4, 2), np.float32).T,
+        np.zeros((2, 8), np.float32)[:, ::2],
+        read_only(np.zeros((2, 4), np.float32)),
+    ],
+    ids=["float64", "int32", "transposed", "apart", "read_only"],
+)
+def test_results_are_never_written_into_a_copy_that_nobody_sees(out: Floats, isa: str) -> None:
+    matrix = cpu.module().Matrix("f32", 4, 8, isa)
+    matrix.put_floats(np.ones((4, 8), np.float32), np.arange(4, dtype=np.int32))
+    with pytest.raises(TypeError):
+        matrix.multiply(np.ones((2, 8), np.float32), out, isa)
+    assert not out.any()
