@@ -249,7 +249,9 @@ static void quantise(const float* x, int n, int t, int first, int blocks, int8_t
     }
     f32v most = {};
     for (int i = 0; i < kBlock; i += W) most = max_of(most, abs_of(load(p + i)));
-    float largest = max_lanes(most), d = largest / 127.0f, inverse = d > 0 ? 1.0f / d : 0.0f;
+    float d = max_lanes(most) / 127.0f;
+    if (!(d > 1e-37f)) d = 0;  // nothing, or so little that its inverse is no number
+    const float inverse = d > 0 ? 1.0f / d : 0.0f;
     const int all = round_block(p, inverse, codes);
     *scale = d;
     *sum = d * static_cast<float>(all);
