@@ -67,14 +67,13 @@ def write_with_ours(
     model: Path, prompts: list[list[int]], max_tokens: int, vocab_size: int, **settings: Any
 ) -> list[Written]:
     llm = LLM(
-        kernels="reference",
         model=str(model),
         skip_tokenizer_init=True,
         device="cpu",
         dtype="float32",
         num_gpu_blocks_override=NUM_BLOCKS,
         max_logprobs=vocab_size,
-        **settings,
+        **{"kernels": "reference"} | settings,
     )
     params = SamplingParams(
         temperature=0.0,
