@@ -164,11 +164,10 @@ class NativeDecoder:
         format = self._packing.format(names)
         matrix = self._native.Matrix(format, rows, cols, self.isa)
         in_turn = names[0].endswith(".gate")
-        for n, (name, places) in enumerate(_places(names, shapes, in_turn)):
+        for name, places in _places(names, shapes, in_turn):
             self._put(matrix, format, name, places)
             if biased:
                 matrix.put_bias(self._vector(name + "_bias"), places)
-            assert n < len(names)
         return matrix
 
     def _put(self, matrix: Any, format: str, name: str, places: Places) -> None:
