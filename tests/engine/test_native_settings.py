@@ -217,3 +217,9 @@ def write_quantised(path: Path, type: gguf.GGMLQuantizationType) -> None:
             packed = gguf.quants.quantize(values, type)
             writer.add_tensor(tensor_name(name), packed, raw_dtype=type)
     save(writer)
+
+
+def test_the_memory_plan_counts_the_weights_as_they_are_packed() -> None:
+    llm = LLM(max_model_len=512)
+    held = llm.engine.core._executor._decoder.model.num_bytes
+    assert abs(llm.engine.memory.weight_bytes - held) <= 1

@@ -117,7 +117,7 @@ def _build(config: EngineConfig, speaks: bool) -> Engine:
     own = "float16" if native else str(dtype).removeprefix("torch.")
     kv_dtype = _dtype(config.kv_cache_dtype, own)
     total = torch.cuda.mem_get_info(device)[0] if on_gpu else host_memory_bytes()
-    packing = Packing(model.spec, model.weights, model.dtype, config.quantization)
+    packing = Packing(model.spec, model.weights, model.dtype, config.quantization, config.isa)
     width = packing.bytes_each() if native else dtype.itemsize
     memory = plan_memory(config, model.spec, width, kv_dtype.itemsize, total, on_gpu)
     limits = _scheduler_config(config, model.spec, memory, on_gpu)

@@ -24,7 +24,6 @@ from twostroke.model.weights.gguf import GGUFWeights
 
 BLOCK = 32  # weights that share a scale
 PACKED = {BlockType.Q4_0: "q4", BlockType.Q4_1: "q4", BlockType.Q8_0: "q8"}
-BYTES = {"q4": 20 / 32, "q8": 34 / 32, "bf16": 2.0, "f32": 4.0}  # a weight
 QUANTIZATION = {"int4": "q4", "int8": "q8"}
 ROWS_AT_ONCE = 4096  # of a large matrix while it is read
 
@@ -36,9 +35,14 @@ class Packing:
     """Which matrices are kept side by side, and in which format each is."""
 
     def __init__(
-        self, spec: ModelSpec, source: WeightSource, dtype: str, quantization: str | None
+        self,
+        spec: ModelSpec,
+        source: WeightSource,
+        dtype: str,
+        quantization: str | None,
+        isa: str = "auto",
     ) -> None:
-        self.spec, self.source = spec, source
+        self.spec, self.source, self._isa = spec, source, isa
         self._dense = "bf16" if dtype == "bfloat16" else "f32"
         self._quantised = None if quantization is None else QUANTIZATION[quantization]
 
@@ -66,9 +70,15 @@ class Packing:
         shapes = self.spec.weight_shapes()
         total = 0.0
         for names in self.matrices():
-            each = BYTES[self.format(names)]
+            each = self._bytes_of(self.format(names))
             total += sum(each * np.prod(shapes[name]) for name in names)
         return int(total)
+
+    def _bytes_of(self, format: str) -> float:
+        """A weight's, which the instruction set has a say in."""
+        native = cpu.module()
+        rows = native.lanes(self._isa)
+        return native.Matrix(format, rows, BLOCK, self._isa).num_bytes / (rows * BLOCK)
 
     def bytes_each(self) -> float:
         return self.num_bytes() / self.spec.num_parameters()
