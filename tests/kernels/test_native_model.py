@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -566,8 +567,12 @@ def test_parts_that_do_not_fit_each_other_make_no_model() -> None:
         build(layers=[object()])
 
 
-def test_a_model_of_no_layer_at_all_is_refused_not_followed() -> None:
-    """In a process of its own, which must not die of it."""
+def test_a_model_of_no_layer_at_all_is_refused_not_followed(tmp_path: Path) -> None:
+    """In a process of its own, which must not die of it.
+
+    It starts in an empty folder: `python -c` looks in the current one first, and a checkout has
+    the package's sources but not what the install built.
+    """
     code = """
 import numpy as np
 from twostroke import _native as n
@@ -578,5 +583,6 @@ try:
 except (TypeError, ValueError):
     print("refused")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "refused\n")
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "refused\n"), done.stderr
