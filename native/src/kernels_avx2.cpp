@@ -10,7 +10,9 @@ namespace twostroke {
 namespace avx2 {
 #include "simd.h"
 
-#include "kernels_impl.h"
+#include "products_impl.h"
+#include "small_impl.h"
+#include "attention_impl.h"
 }  // namespace avx2
 
 const Kernels kAvx2 = {

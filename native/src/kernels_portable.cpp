@@ -9,7 +9,9 @@ namespace twostroke {
 namespace portable {
 #include "simd.h"
 
-#include "kernels_impl.h"
+#include "products_impl.h"
+#include "small_impl.h"
+#include "attention_impl.h"
 }  // namespace portable
 
 const Kernels kPortable = {

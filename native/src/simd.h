@@ -2,7 +2,7 @@
 // Included once per instruction set, inside its namespace: `kernels_*.cpp` say which one.
 //
 // Everything else is written once, on the compiler's own vector types (GCC and clang), in
-// `kernels_impl.h`.
+// `the _impl.h files`.
 
 #if defined(TS_NEON)
 constexpr int W = 4;

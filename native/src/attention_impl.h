@@ -1,0 +1,296 @@
+// Attention over the paged cache, once for every instruction set: `kernels_*.cpp` include this
+// inside a namespace of their own, after `simd.h`. `twostroke/kernels/reference.py` defines what each must give.
+
+// Where the keys (or values) of one head are, for consecutive positions.
+struct Reader {
+  const uint16_t* base;
+  const int32_t* table;
+  int block_size, dim;
+  size_t block_stride;
+
+  Reader(const uint16_t* data, const Cache& c, const int32_t* table, int kv)
+      : base(data + static_cast<size_t>(kv) * c.block_size * c.dim),
+        table(table),
+        block_size(c.block_size),
+        dim(c.dim),
+        block_stride(static_cast<size_t>(c.heads) * c.block_size * c.dim) {}
+
+  // f(n, pointer) for n = 0 … count − 1, the positions first, first + 1, …
+  template <typename F>
+  inline __attribute__((always_inline)) void each(int first, int count, F&& f) const {
+    int block = first / block_size, offset = first % block_size;
+    for (int n = 0; n < count; block++, offset = 0) {
+      const uint16_t* p = base + table[block] * block_stride + static_cast<size_t>(offset) * dim;
+      for (; offset < block_size && n < count; offset++, n++, p += dim) f(n, p);
+    }
+  }
+
+  inline __attribute__((always_inline)) void prefetch(int first, int count, int dim) const {
+    each(first, count, [&](int, const uint16_t* p) {
+      for (int d = 0; d < dim; d += 32) __builtin_prefetch(p + d);
+    });
+  }
+};
+
+static inline void widen(const uint16_t* p, int dim, float* out) {
+  int d = 0;
+  for (; d + W <= dim; d += W) store(out + d, load_half(p + d));
+  for (; d < dim; d++) out[d] = half_to_float(p[d]);
+}
+
+// Scores of `keys` keys [keys, dim] with `rows` queries, which stand in columns [dim, rows].
+static inline void score(const float* k, int keys, const float* q, int rows, int dim, float* s) {
+  for (int r = 0; r < rows; r += 4 * W) {
+    const int vectors = (rows - r) / W < 4 ? (rows - r) / W : 4;
+    for (int n = 0; n < keys; n += 4) {  // past the last key: of what the tile held before
+      const float *k0 = k + n * dim, *k1 = k0 + dim, *k2 = k1 + dim, *k3 = k2 + dim;
+      auto tile = [&](auto count) {
+        constexpr int V = decltype(count)::value;
+        f32v a[4][V];
+        unrolled<V>([&](auto v) { a[0][v] = a[1][v] = a[2][v] = a[3][v] = f32v{}; });
+        int d = 0;
+        for (; d + 4 <= dim; d += 4) {
+          const Four f0(k0 + d), f1(k1 + d), f2(k2 + d), f3(k3 + d);
+          unrolled<4>([&](auto i) {
+            const float* column = q + (d + i) * rows + r;
+            unrolled<V>([&](auto v) {
+              f32v x = load(column + v * W);
+              a[0][v] = add_times<i>(a[0][v], x, f0);
+              a[1][v] = add_times<i>(a[1][v], x, f1);
+              a[2][v] = add_times<i>(a[2][v], x, f2);
+              a[3][v] = add_times<i>(a[3][v], x, f3);
+            });
+          });
+        }
+        for (; d < dim; d++)
+          unrolled<V>([&](auto v) {
+            f32v x = load(q + d * rows + r + v * W);
+            a[0][v] += x * k0[d], a[1][v] += x * k1[d];
+            a[2][v] += x * k2[d], a[3][v] += x * k3[d];
+          });
+        unrolled<4>([&](auto j) {
+          unrolled<V>([&](auto v) { store(s + (n + j) * rows + r + v * W, a[j][v]); });
+        });
+      };
+      switch (vectors) {
+        case 1: tile(std::integral_constant<int, 1>{}); break;
+        case 2: tile(std::integral_constant<int, 2>{}); break;
+        case 3: tile(std::integral_constant<int, 3>{}); break;
+        default: tile(std::integral_constant<int, 4>{}); break;
+      }
+    }
+  }
+}
+
+// acc [rows, dim] += weights [keys, rows] · V [keys, dim], four rows at a time.
+static inline void weigh(const float* s, const float* v, int keys, int rows, int dim, float* acc) {
+  for (int r = 0; r < rows; r += 4) {
+    int d = 0;
+    for (; d + 4 * W <= dim; d += 4 * W) {
+      f32v a[4][4];
+      unrolled<4>([&](auto i) {
+        unrolled<4>([&](auto j) { a[i][j] = load(acc + (r + i) * dim + d + j * W); });
+      });
+      for (int n = 0; n < keys; n++) {
+        const Four weights(s + n * rows + r);
+        unrolled<4>([&](auto j) {
+          f32v value = load(v + n * dim + d + j * W);
+          unrolled<4>([&](auto i) { a[i][j] = add_times<i>(a[i][j], value, weights); });
+        });
+      }
+      unrolled<4>([&](auto i) {
+        unrolled<4>([&](auto j) { store(acc + (r + i) * dim + d + j * W, a[i][j]); });
+      });
+    }
+    for (; d < dim; d++)
+      for (int i = 0; i < 4; i++) {
+        float total = acc[(r + i) * dim + d];
+        for (int n = 0; n < keys; n++) total += s[n * rows + r + i] * v[n * dim + d];
+        acc[(r + i) * dim + d] = total;
+      }
+  }
+}
+
+static void attend_prefill(const Cache& cache, const int32_t* table, const float* q, int q_stride,
+                           int first, int count, int kv, int group, float scale, int window,
+                           float* scratch, float* out, int out_stride) {
+  const int dim = cache.dim, rows = (count * group + W - 1) / W * W, end = first + count;
+  float* k = scratch;           // [kKeys, dim]
+  float* v = k + kKeys * dim;   // [kKeys, dim]
+  float* s = v + kKeys * dim;   // [kKeys, rows]
+  float* qt = s + kKeys * rows;  // [dim, rows]
+  float* acc = qt + dim * rows;  // [rows, dim]
+  float* largest = acc + rows * dim;
+  float* sum = largest + rows;
+  float* shrink = sum + rows;
+  int32_t* position = reinterpret_cast<int32_t*>(shrink + rows);
+  for (int r = 0; r < rows; r++) {
+    const int query = r / group < count ? r / group : count - 1;  // rows past the last: any
+    const float* p = q + query * q_stride + (kv * group + r % group) * dim;
+    for (int d = 0; d < dim; d++) qt[d * rows + r] = p[d] * scale;
+    position[r] = first + query;
+    largest[r] = -1e30f;
+    sum[r] = 0;
+  }
+  __builtin_memset(acc, 0, sizeof(float) * rows * dim);
+  const Reader keys_at(cache.keys, cache, table, kv), values_at(cache.values, cache, table, kv);
+  int key = 0;
+  if (window > 0 && first - window + 1 > 0) key = first - window + 1;
+  for (; key < end; key += kKeys) {
+    const int keys = end - key < kKeys ? end - key : kKeys;
+    keys_at.each(key, keys, [&](int n, const uint16_t* p) { widen(p, dim, k + n * dim); });
+    values_at.each(key, keys, [&](int n, const uint16_t* p) { widen(p, dim, v + n * dim); });
+    score(k, keys, qt, rows, dim, s);
+    const bool edges = key + keys - 1 > first || window > 0;  // some query does not see them all
+    for (int r = 0; r < rows; r += W) {
+      const i32v at = *reinterpret_cast<const i32u*>(position + r);
+      f32v most = load(largest + r);
+      const f32v before = most;
+      for (int n = 0; n < keys; n++) {
+        f32v x = load(s + n * rows + r);
+        if (edges) {
+          i32v seen = at >= key + n;
+          if (window > 0) seen &= at - window < key + n;
+          x = (f32v)(((i32v)x & seen) | ((i32v)splat(-__builtin_inff()) & ~seen));
+          store(s + n * rows + r, x);
+        }
+        most = max_of(most, x);
+      }
+      f32v total = load(sum + r) * exp_of(before - most);
+      store(shrink + r, exp_of(before - most));
+      for (int n = 0; n < keys; n++) {
+        f32v e = exp_of(load(s + n * rows + r) - most);
+        store(s + n * rows + r, e);
+        total += e;
+      }
+      store(largest + r, most);
+      store(sum + r, total);
+    }
+    for (int r = 0; r < rows; r++) {
+      if (shrink[r] == 1.0f) continue;
+      float* line = acc + r * dim;
+      int d = 0;
+      for (; d + W <= dim; d += W) store(line + d, load(line + d) * shrink[r]);
+      for (; d < dim; d++) line[d] *= shrink[r];
+    }
+    weigh(s, v, keys, rows, dim, acc);
+  }
+  for (int r = 0; r < count * group; r++) {
+    float* to = out + (r / group) * out_stride + (kv * group + r % group) * dim;
+    const float inverse = 1.0f / sum[r];
+    for (int d = 0; d < dim; d++) to[d] = acc[r * dim + d] * inverse;
+  }
+}
+
+// The sums of four vectors' lanes.
+static inline void sum_four(f32v a, f32v b, f32v c, f32v d, float* out) {
+#if defined(TS_NEON)
+  vst1q_f32(out, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
+#else
+  out[0] = sum_lanes(a), out[1] = sum_lanes(b), out[2] = sum_lanes(c), out[3] = sum_lanes(d);
+#endif
+}
+
+// G heads that share a KV head, over positions [from, to).
+template <int G>
+static void decode_heads(const Cache& cache, const int32_t* table, const float* q, int from, int to,
+                         int kv, float scale, float* acc, float* largest, float* sum) {
+  const int dim = cache.dim;
+  const Reader keys_at(cache.keys, cache, table, kv), values_at(cache.values, cache, table, kv);
+  const uint16_t* p[kKeys + 4];
+  float s[G][kKeys + 4];
+  for (int g = 0; g < G; g++) largest[g] = -1e30f, sum[g] = 0;
+  __builtin_memset(acc, 0, sizeof(float) * G * dim);
+  keys_at.prefetch(from, to - from < kKeys ? to - from : kKeys, dim);
+  values_at.prefetch(from, to - from < kKeys ? to - from : kKeys, dim);
+  for (int key = from; key < to; key += kKeys) {
+    const int keys = to - key < kKeys ? to - key : kKeys;
+    // Positions lie apart, and the machine does not guess where: ask for the next tile now.
+    const int next = key + kKeys, more = to - next < kKeys ? to - next : kKeys;
+    keys_at.prefetch(next, more, dim);
+    values_at.prefetch(next, more, dim);
+    keys_at.each(key, keys, [&](int n, const uint16_t* at) { p[n] = at; });
+    for (int n = keys; n < keys + 4; n++) p[n] = p[keys - 1];
+    for (int n = 0; n < keys; n += 4) {
+      f32v x[G][4];
+      unrolled<G>([&](auto g) { x[g][0] = x[g][1] = x[g][2] = x[g][3] = f32v{}; });
+      int d = 0;
+      for (; d + W <= dim; d += W) {
+        f32v k[4];
+        unrolled<4>([&](auto j) { k[j] = load_half(p[n + j] + d); });
+        unrolled<G>([&](auto g) {
+          f32v query = load(q + g * dim + d);
+          unrolled<4>([&](auto j) { x[g][j] += k[j] * query; });
+        });
+      }
+      unrolled<G>([&](auto g) { sum_four(x[g][0], x[g][1], x[g][2], x[g][3], s[g] + n); });
+      for (; d < dim; d++)
+        for (int g = 0; g < G; g++)
+          for (int j = 0; j < 4; j++) s[g][n + j] += half_to_float(p[n + j][d]) * q[g * dim + d];
+    }
+    for (int g = 0; g < G; g++) {
+      f32v most = splat(largest[g]);
+      for (int n = keys; n < keys + 4 && n % 4 != 0; n++) s[g][n] = -__builtin_inff();
+      const int padded = (keys + W - 1) / W * W;
+      for (int n = (keys + 3) / 4 * 4; n < padded; n++) s[g][n] = -__builtin_inff();
+      for (int n = 0; n < padded; n += W) {
+        f32v x = load(s[g] + n) * scale;
+        store(s[g] + n, x);
+        most = max_of(most, x);
+      }
+      const float now = max_lanes(most), shrink = __builtin_expf(largest[g] - now);
+      f32v total = {};
+      for (int n = 0; n < padded; n += W) {
+        f32v e = exp_of(load(s[g] + n) - now);
+        store(s[g] + n, e);
+        total += e;
+      }
+      sum[g] = sum[g] * shrink + sum_lanes(total);
+      largest[g] = now;
+      if (shrink != 1.0f)
+        for (int d = 0; d < dim; d++) acc[g * dim + d] *= shrink;
+    }
+    values_at.each(key, keys, [&](int n, const uint16_t* at) { p[n] = at; });
+    for (int n = keys; n < keys + 4; n++) p[n] = p[keys - 1];
+    int d = 0;
+    for (; d + 4 * W <= dim; d += 4 * W) {
+      f32v a[G][4];
+      unrolled<G>([&](auto g) {
+        unrolled<4>([&](auto j) { a[g][j] = load(acc + g * dim + d + j * W); });
+      });
+      for (int n = 0; n < keys; n += 4) {  // past the last key the weights are 0
+        unrolled<4>([&](auto i) {
+          f32v v[4];
+          unrolled<4>([&](auto j) { v[j] = load_half(p[n + i] + d + j * W); });
+          unrolled<G>([&](auto g) {
+            const Four weights(s[g] + n);
+            unrolled<4>([&](auto j) { a[g][j] = add_times<i>(a[g][j], v[j], weights); });
+          });
+        });
+      }
+      unrolled<G>([&](auto g) {
+        unrolled<4>([&](auto j) { store(acc + g * dim + d + j * W, a[g][j]); });
+      });
+    }
+    for (; d < dim; d++)
+      for (int g = 0; g < G; g++)
+        for (int n = 0; n < keys; n++) acc[g * dim + d] += half_to_float(p[n][d]) * s[g][n];
+  }
+}
+
+static void attend_decode(const Cache& cache, const int32_t* table, const float* q, int from,
+                          int to, int kv, int group, float scale, float* acc, float* largest,
+                          float* sum) {
+  const int dim = cache.dim;
+  q += static_cast<size_t>(kv) * group * dim;
+  for (int g = 0; g < group;) {
+    const float* p = q + g * dim;
+    float *a = acc + g * dim, *l = largest + g, *t = sum + g;
+    switch (group - g) {
+      case 1: decode_heads<1>(cache, table, p, from, to, kv, scale, a, l, t), g += 1; break;
+      case 2: decode_heads<2>(cache, table, p, from, to, kv, scale, a, l, t), g += 2; break;
+      case 3: decode_heads<3>(cache, table, p, from, to, kv, scale, a, l, t), g += 3; break;
+      default: decode_heads<4>(cache, table, p, from, to, kv, scale, a, l, t), g += 4; break;
+    }
+  }
+}

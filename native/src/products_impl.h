@@ -1,0 +1,260 @@
+// Products with packed matrices, once for every instruction set: `kernels_*.cpp` include this
+// inside a namespace of their own, after `simd.h`. `twostroke/kernels/reference.py` defines what each must give.
+
+// How the codes of a block become 8 vectors, in registers.
+template <Format F>
+static inline __attribute__((always_inline)) void unpack_codes(const uint8_t* p, i8v* w) {
+  if constexpr (is_q4(F)) {
+    unrolled<4>([&](auto j) {
+      u8v both = (u8v)load_codes(p + j * 4 * W);
+      w[j] = (i8v)(both & 15);
+      w[j + 4] = (i8v)(both >> 4);
+    });
+  } else {
+    unrolled<8>([&](auto j) { w[j] = load_codes(p + j * 4 * W); });
+  }
+}
+
+template <Format F>
+static inline __attribute__((always_inline)) void load_scales(const uint8_t* block, f32v& scale,
+                                                              f32v& least) {
+  const uint8_t* p = block + code_bytes(F, W);
+  if constexpr (F == Format::kQ4F) {
+    scale = load(reinterpret_cast<const float*>(p));
+    least = load(reinterpret_cast<const float*>(p) + W);
+  } else {
+    scale = load_half(reinterpret_cast<const uint16_t*>(p));
+    least = f32v{};
+    if constexpr (is_q4(F)) least = load_half(reinterpret_cast<const uint16_t*>(p) + W);
+  }
+}
+
+// Ask for what comes a little later: the machine's own guesses end at every page.
+constexpr int kAhead = 768;  // bytes
+
+template <int Bytes>
+static inline void prefetch(const uint8_t* p) {
+  for (int n = 0; n < Bytes; n += 64) __builtin_prefetch(p + kAhead + n);
+}
+
+// A block as many tiles of tokens want it: unpacked once, kept in the first cache.
+struct Unpacked {
+  i8v codes[8];
+  f32v scale, least;
+};
+
+template <Format F>
+static inline __attribute__((always_inline)) void unpack_block(const uint8_t* p, Unpacked& block) {
+  unpack_codes<F>(p, block.codes);
+  load_scales<F>(p, block.scale, block.least);
+  if constexpr (!is_q4(F) && signed_bias != 0) block.least = block.scale * -signed_bias;
+}
+
+// M tokens' products with one group, block by block: from its packed bytes, or unpacked already.
+template <Format F, int M, bool Ready>
+static inline __attribute__((always_inline)) void quantised_tile(const void* group,
+                                                                 const Activations& a, int t,
+                                                                 f32v* acc) {
+  constexpr bool has_least = is_q4(F) || signed_bias != 0;
+  const size_t at = static_cast<size_t>(t / kTile) * a.blocks * kTile;
+  const int8_t* codes = a.codes + at * kBlock;
+  const float *scale = a.scale + at, *sum = a.sum + at;
+  auto* packed = static_cast<const uint8_t*>(group);
+  auto* ready = static_cast<const Unpacked*>(group);
+  unrolled<M>([&](auto m) { acc[m] = f32v{}; });
+  for (int b = 0; b < a.blocks; b++) {
+    Unpacked here;
+    if constexpr (Ready) {
+      unrolled<8>([&](auto j) { here.codes[j] = ready[b].codes[j]; });
+      here.scale = ready[b].scale;
+      here.least = ready[b].least;
+    } else {
+      if constexpr (M <= 2) prefetch<block_bytes(F, W)>(packed + b * block_bytes(F, W));
+      unpack_block<F>(packed + b * block_bytes(F, W), here);
+    }
+    unrolled<M>([&](auto m) {
+      f32v dots = dot_block<F == Format::kQ8>(here.codes, codes + m * kBlock);
+      acc[m] += dots * (here.scale * scale[m]);
+      if constexpr (has_least) acc[m] += here.least * sum[m];
+    });
+    codes += kTile * kBlock;
+    scale += kTile;
+    sum += kTile;
+  }
+}
+
+// The exact product: codes unpacked to floats, activations as they are.
+template <Format F, int M>
+static inline __attribute__((always_inline)) void exact_tile(const uint8_t* p,
+                                                             const Activations& a, int cols, int t,
+                                                             f32v* acc) {
+  const size_t stride = a.stride;
+  const float* x = a.values + t * stride;
+  unrolled<M>([&](auto m) { acc[m] = f32v{}; });
+  if constexpr (has_codes(F)) {
+    for (int b = 0; b < a.blocks; b++, p += block_bytes(F, W)) {
+      i8v w[8];
+      f32v d, least;
+      unpack_codes<F>(p, w);
+      load_scales<F>(p, d, least);
+      for (int j = 0; j < 8; j++) {
+        for (int n = 0; n < 4; n++) {
+          int k = b * kBlock + 4 * j + n;
+          if (k >= cols) break;
+          i32v code = (i32v)((u32v)w[j] << (24 - 8 * n)) >> 24;
+          f32v value = __builtin_convertvector(code, f32v) * d + least;
+          unrolled<M>([&](auto m) { acc[m] += value * x[m * stride + k]; });
+        }
+      }
+    }
+  } else {
+    for (int k = 0; k < cols; k++) {
+      f32v value = F == Format::kBF16 ? load_bf16(reinterpret_cast<const uint16_t*>(p) + k * W)
+                                      : load(reinterpret_cast<const float*>(p) + k * W);
+      unrolled<M>([&](auto m) { acc[m] += value * x[m * stride + k]; });
+    }
+  }
+}
+
+template <Format F, int M>
+static inline __attribute__((always_inline)) void finish_tile(const Packed& w, int g, int t, const f32v* acc, float* out,
+                               int stride, bool add) {
+  int row = g * W, rows = w.rows - row;
+  f32v bias = {};
+  if (w.bias != nullptr) bias = load(w.bias + row);  // padded to whole groups
+  unrolled<M>([&](auto m) {
+    float* to = out + static_cast<size_t>(t + m) * stride + row;
+    f32v v = acc[m] + bias;
+    if (rows >= W) {
+      store(to, add ? load(to) + v : v);
+    } else {
+      for (int i = 0; i < rows; i++) to[i] = add ? to[i] + v[i] : v[i];
+    }
+  });
+}
+
+template <Format F, int M>
+static void one_tile(const Packed& w, const Activations& a, int g, const Unpacked* ready, int t,
+                     float* out, int stride, bool add) {
+  f32v acc[M];
+  if constexpr (has_codes(F)) {
+    if (ready != nullptr) {
+      quantised_tile<F, M, true>(ready, a, t, acc);
+    } else if (a.codes != nullptr) {
+      quantised_tile<F, M, false>(w.group(g), a, t, acc);
+    } else {
+      exact_tile<F, M>(w.group(g), a, w.cols, t, acc);
+    }
+  } else {
+    exact_tile<F, M>(w.group(g), a, w.cols, t, acc);
+  }
+  finish_tile<F, M>(w, g, t, acc, out, stride, add);
+}
+
+template <Format F>
+static void matmul_of(const Packed& w, const Activations& a, int t0, int t1, int g0, int g1,
+                      float* out, int stride, bool add) {
+  constexpr int kMostBlocks = 512;  // of a group that is kept unpacked: 80 bytes a lane each
+  const bool unpack = has_codes(F) && a.codes != nullptr && t1 - t0 > 2 * kTile &&
+                      w.blocks <= kMostBlocks;
+  // Tokens in panels whose codes stay in the second cache while all groups pass over them.
+  const int panel = 262144 / (a.blocks * kBlock) / kTile * kTile;
+  const int step = panel < kTile ? kTile : panel;
+  Unpacked ready[kMostBlocks];
+  for (int from = t0; from < t1; from += step) {
+    const int to = from + step < t1 ? from + step : t1;
+    for (int g = g0; g < g1; g++) {
+      if constexpr (has_codes(F)) {
+        if (unpack)
+          for (int b = 0; b < w.blocks; b++)
+            unpack_block<F>(w.group(g) + b * block_bytes(F, W), ready[b]);
+      }
+      const Unpacked* group = unpack ? ready : nullptr;
+      for (int t = from; t < to; t += kTile) {
+        switch (to - t) {
+          case 1: one_tile<F, 1>(w, a, g, group, t, out, stride, add); break;
+          case 2: one_tile<F, 2>(w, a, g, group, t, out, stride, add); break;
+          case 3: one_tile<F, 3>(w, a, g, group, t, out, stride, add); break;
+          case 4: one_tile<F, 4>(w, a, g, group, t, out, stride, add); break;
+          case 5: one_tile<F, 5>(w, a, g, group, t, out, stride, add); break;
+          case 6: one_tile<F, 6>(w, a, g, group, t, out, stride, add); break;
+          case 7: one_tile<F, 7>(w, a, g, group, t, out, stride, add); break;
+          default: one_tile<F, 8>(w, a, g, group, t, out, stride, add); break;
+        }
+      }
+    }
+  }
+}
+
+static void matmul(const Packed& w, const Activations& a, int t0, int t1, int g0, int g1,
+                   float* out, int stride, bool add) {
+  switch (w.format) {
+    case Format::kQ4: return matmul_of<Format::kQ4>(w, a, t0, t1, g0, g1, out, stride, add);
+    case Format::kQ4F: return matmul_of<Format::kQ4F>(w, a, t0, t1, g0, g1, out, stride, add);
+    case Format::kQ8: return matmul_of<Format::kQ8>(w, a, t0, t1, g0, g1, out, stride, add);
+    case Format::kBF16: return matmul_of<Format::kBF16>(w, a, t0, t1, g0, g1, out, stride, add);
+    case Format::kF32: return matmul_of<Format::kF32>(w, a, t0, t1, g0, g1, out, stride, add);
+  }
+}
+
+template <Format F>
+static void unpack_row_of(const Packed& w, int row, float* out) {
+  const uint8_t* p = w.group(row / W);
+  int lane = row % W;
+  if constexpr (has_codes(F)) {
+    for (int b = 0; b < w.blocks; b++, p += block_bytes(F, W)) {
+      i8v c[8];
+      f32v d, least;
+      unpack_codes<F>(p, c);
+      load_scales<F>(p, d, least);
+      for (int k = b * kBlock, n = 0; n < kBlock && k < w.cols; n++, k++)
+        out[k] = d[lane] * c[n / 4][4 * lane + n % 4] + least[lane];
+    }
+  } else if constexpr (F == Format::kBF16) {
+    auto* q = reinterpret_cast<const uint16_t*>(p);
+    for (int k = 0; k < w.cols; k++) {
+      uint32_t bits = static_cast<uint32_t>(q[k * W + lane]) << 16;
+      __builtin_memcpy(out + k, &bits, 4);
+    }
+  } else {
+    auto* q = reinterpret_cast<const float*>(p);
+    for (int k = 0; k < w.cols; k++) out[k] = q[k * W + lane];
+  }
+}
+
+static void unpack_row(const Packed& w, int row, float* out) {
+  switch (w.format) {
+    case Format::kQ4: return unpack_row_of<Format::kQ4>(w, row, out);
+    case Format::kQ4F: return unpack_row_of<Format::kQ4F>(w, row, out);
+    case Format::kQ8: return unpack_row_of<Format::kQ8>(w, row, out);
+    case Format::kBF16: return unpack_row_of<Format::kBF16>(w, row, out);
+    case Format::kF32: return unpack_row_of<Format::kF32>(w, row, out);
+  }
+}
+
+static void quantise(const float* x, int n, int t, int first, int blocks, int8_t* codes,
+                     float* scale, float* sum) {
+  const size_t place = (static_cast<size_t>(t / kTile) * blocks + first) * kTile + t % kTile;
+  codes += place * kBlock;
+  scale += place;
+  sum += place;
+  for (int at = 0; at < n; at += kBlock) {
+    float padded[kBlock] = {};
+    const float* p = x + at;
+    if (at + kBlock > n) {
+      __builtin_memcpy(padded, p, sizeof(float) * (n - at));
+      p = padded;
+    }
+    f32v most = {};
+    for (int i = 0; i < kBlock; i += W) most = max_of(most, abs_of(load(p + i)));
+    float d = max_lanes(most) / 127.0f;
+    if (!(d > 1e-37f)) d = 0;  // nothing, or so little that its inverse is no number
+    const float inverse = d > 0 ? 1.0f / d : 0.0f;
+    const int all = round_block(p, inverse, codes);
+    *scale = d;
+    *sum = d * static_cast<float>(all);
+    codes += kTile * kBlock;
+    scale += kTile;
+    sum += kTile;
+  }
+}

@@ -1,0 +1,109 @@
+// The small operations, once for every instruction set: `kernels_*.cpp` include this
+// inside a namespace of their own, after `simd.h`. `twostroke/kernels/reference.py` defines what each must give.
+
+static void rms_norm(const float* x, const float* weight, float eps, int n, float* out) {
+  f32v squares = {};
+  int i = 0;
+  for (; i + W <= n; i += W) squares += load(x + i) * load(x + i);
+  float total = sum_lanes(squares);
+  for (; i < n; i++) total += x[i] * x[i];
+  float r = 1.0f / __builtin_sqrtf(total / static_cast<float>(n) + eps);
+  for (i = 0; i + W <= n; i += W) store(out + i, load(weight + i) * (load(x + i) * r));
+  for (; i < n; i++) out[i] = weight[i] * (x[i] * r);
+}
+
+static void rope(float* x, int heads, int dim, const float* cos, const float* sin, int half) {
+  for (int h = 0; h < heads; h++, x += dim) {
+    int i = 0;
+    for (; i + W <= half; i += W) {
+      f32v a = load(x + i), b = load(x + half + i), c = load(cos + i), s = load(sin + i);
+      store(x + i, a * c - b * s);
+      store(x + half + i, b * c + a * s);
+    }
+    for (; i < half; i++) {
+      float a = x[i], b = x[half + i];
+      x[i] = a * cos[i] - b * sin[i];
+      x[half + i] = b * cos[i] + a * sin[i];
+    }
+  }
+}
+
+// e^x to about 2 · 10^-7, for x ≤ 88; below −87 it is e^-87, which no sum here notices.
+static inline f32v exp_of(f32v x) {
+  const float shift = 12582912.0f;  // 1.5 · 2^23: the sum's last bits are the whole number
+  x = max_of(x, splat(-87.0f));
+  f32v y = x * 1.44269504f + shift, n = y - shift;
+  f32v r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  f32v p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  u32v power = ((u32v)y + 127u) << 23;
+  return (p * r * r + r + 1.0f) * (f32v)power;
+}
+
+static void silu_mul(const float* gate, const float* up, int n, float* out) {
+  int i = 0;
+  for (; i + W <= n; i += W) {
+    f32v g = load(gate + i);
+    // The exponent is kept where e^-g stays finite: below −80, g · sigmoid(g) is 0 to a float.
+    f32v bounded = max_of(g, splat(-80.0f));
+    store(out + i, g / (1.0f + exp_of(-bounded)) * load(up + i));
+  }
+  for (; i < n; i++) out[i] = gate[i] / (1.0f + __builtin_expf(-gate[i])) * up[i];
+}
+
+static void to_half(const float* x, int n, uint16_t* out) {
+  int i = 0;
+  for (; i + W <= n; i += W) store_half(out + i, load(x + i));
+  for (; i < n; i++) out[i] = float_to_half(x[i]);
+}
+
+static int argmax(const float* x, int n) {
+  f32v most = splat(-__builtin_inff());
+  int i = 0;
+  for (; i + W <= n; i += W) most = max_of(most, load(x + i));
+  float best = max_lanes(most);
+  for (; i < n; i++) best = x[i] > best ? x[i] : best;
+  for (i = 0; i < n; i++)
+    if (x[i] == best) return i;
+  return 0;  // nothing but NaN
+}
+
+static int draw(const float* x, int n, uint32_t key0, uint32_t key1) {
+  int best = argmax(x, n);
+  float score = x[best] + gumbel(best, key0, key1);
+  u32v token;
+  for (int i = 0; i < W; i++) token[i] = i;
+  int at = 0;
+  for (; at + W <= n; at += W, token += W) {
+    // Noise above s is as rare as a uniform number below e^-s: few tokens can win, and only for
+    // those the noise itself is worked out.
+    u32v bits = token ^ key0;
+    bits = (bits ^ bits >> 16) * 0x7FEB352Du;
+    bits = (bits ^ bits >> 15) * 0x846CA68Bu;
+    bits = (bits ^ bits >> 16) + key1;
+    bits = (bits ^ bits >> 16) * 0x7FEB352Du;
+    bits = (bits ^ bits >> 15) * 0x846CA68Bu;
+    bits ^= bits >> 16;
+    f32v uniform = __builtin_convertvector(bits, f32v) * 0x1p-32f;
+    f32v margin = load(x + at) - score;
+    f32v chance = exp_of(margin > splat(80.0f) ? splat(80.0f) : margin) * 1.001f;
+    i32v possible = uniform <= chance;
+    bool any = false;
+    for (int i = 0; i < W; i++) any |= possible[i] != 0;
+    if (!any) continue;
+    for (int i = 0; i < W; i++) {
+      if (possible[i] == 0) continue;
+      float now = x[at + i] + gumbel(at + i, key0, key1);
+      if (now > score) score = now, best = at + i;
+    }
+  }
+  for (; at < n; at++) {
+    float now = x[at] + gumbel(at, key0, key1);
+    if (now > score) score = now, best = at;
+  }
+  return best;
+}
