@@ -44,7 +44,7 @@ class EngineConfig(Strict):
     tensor_parallel_size: int = 1
     quantization: str | None = None  # int8, int4: of weights that are not, on a CPU
     kernels: str = "auto"  # auto: the native ones on a CPU that has them; reference, native
-    isa: str = "auto"  # instruction set of the native kernels: auto, avx512, avx2, neon, portable
+    isa: str = "auto"  # of the native kernels: auto, amx, avx512, avx2, neon, portable
     exact: bool = False  # native kernels: no rounding of activations to 8 bits; slower
     threads: int | None = None  # of a decode step on a CPU; None: one a core
     threads_batch: int | None = None  # of a step with prefill; None: as threads
@@ -63,7 +63,7 @@ class EngineConfig(Strict):
         if self.quantization is not None:
             self._check_choice("quantization", ("int8", "int4"))
         self._check_choice("kernels", ("auto", "reference", "native"))
-        self._check_choice("isa", ("auto", "avx512", "avx2", "neon", "portable"))
+        self._check_choice("isa", ("auto", "amx", "avx512", "avx2", "neon", "portable"))
         self._check_int("threads", 1, 1024, optional=True)
         self._check_int("threads_batch", 1, 1024, optional=True)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):

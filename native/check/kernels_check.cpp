@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <random>
 #include <vector>
 
@@ -68,6 +69,56 @@ void check_products(const Kernels& k) {
   }
 }
 
+float to_bf16_and_back(float f) {
+  uint32_t bits;
+  std::memcpy(&bits, &f, 4);
+  bits = (bits + 0x7FFFu + (bits >> 16 & 1u)) & 0xFFFF0000u;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+
+// Through the matrix units: what the exact product of both sides, rounded to bfloat16, gives.
+void check_wide_products(const Kernels& k) {
+  const Kernels& plain = find_kernels("portable");
+  for (int round = 0; round < 60; round++) {
+    const int rows = 1 + random_bits() % 150, cols = 1 + random_bits() % (round < 50 ? 130 : 2500);
+    const int tokens = 1 + random_bits() % (round < 55 ? 100 : 1100);
+    const bool add = round % 2 == 1;
+    const auto w = noise(size_t(rows) * cols);
+    auto x = noise(size_t(tokens) * cols);
+    for (float& v : x) v = to_bf16_and_back(v);
+    const auto before = noise(size_t(tokens) * rows), bias = noise(rows);
+    std::vector<int32_t> place(rows);
+    for (int n = 0; n < rows; n++) place[n] = n;
+    for (Format f : {Format::kQ4, Format::kQ4F, Format::kQ8, Format::kBF16, Format::kF32}) {
+      Matrix packed(f, rows, cols, k.lanes), exact(Format::kF32, rows, cols, plain.lanes);
+      packed.put_floats(w.data(), rows, place.data());
+      std::vector<float> dense(size_t(rows) * cols);
+      for (int n = 0; n < rows; n++) k.unpack_row(packed.packed(), n, &dense[size_t(n) * cols]);
+      if (f != Format::kF32)
+        for (float& v : dense) v = to_bf16_and_back(v);
+      exact.put_floats(dense.data(), rows, place.data());
+      if (round % 3 == 0) {
+        packed.put_bias(bias.data(), rows, place.data());
+        exact.put_bias(bias.data(), rows, place.data());
+      }
+      const int blocks = packed.packed().blocks;
+      const size_t stride = wide_stride(blocks), padded = (tokens + kWideRows - 1) / kWideRows;
+      std::vector<uint16_t> wide(padded * kWideRows * stride, 0x7FC0);  // what is not set is NaN
+      for (int t = 0; t < tokens; t++) k.wide.to_bf16(&x[size_t(t) * cols], cols, &wide[t * stride]);
+      auto a = before, b = before;
+      const Activations in{x.data(), cols, nullptr, nullptr, nullptr, blocks, wide.data()};
+      const Activations plain_in{x.data(), cols, nullptr, nullptr, nullptr, blocks};
+      const int half = packed.packed().groups() / 2;  // as tasks have it: some groups each
+      k.matmul(packed.packed(), in, 0, tokens, 0, half, a.data(), rows, add);
+      k.matmul(packed.packed(), in, 0, tokens, half, packed.packed().groups(), a.data(), rows, add);
+      plain.matmul(exact.packed(), plain_in, 0, tokens, 0, exact.packed().groups(), b.data(), rows,
+                   add);
+      expect_close("wide product", k.name, a, b, 1e-4f);
+    }
+  }
+}
+
 void check_small(const Kernels& k) {
   const Kernels& plain = find_kernels("portable");
   for (int n : {1, 7, 16, 33, 64, 100}) {
@@ -95,7 +146,7 @@ void check_attention(const Kernels& k) {
   for (int round = 0; round < 30; round++) {
     const int dims[] = {32, 64, 80, 96, 128}, dim = dims[random_bits() % 5];
     const int heads = 1 + random_bits() % 3, group = 1 + random_bits() % 5;
-    const int size = 1 + random_bits() % 17, length = 1 + random_bits() % 200;
+    const int size = 1 + random_bits() % 17, length = 1 + random_bits() % 400;
     const int blocks = (length + size - 1) / size + 1, window = random_bits() % 2 * 20;
     std::vector<uint16_t> keys(size_t(blocks) * size * heads * dim), values(keys.size());
     const auto kf = noise(keys.size()), vf = noise(keys.size());
@@ -114,6 +165,18 @@ void check_attention(const Kernels& k) {
     plain.attend_prefill(cache, table.data(), q.data(), width, length - count, count, kv, group,
                          0.125f, window, scratch.data(), b.data(), width);
     expect_close("attend_prefill", k.name, a, b, 1e-5f);
+    if (k.wide.from > 0) {
+      const int more = std::min(length, 1 + static_cast<int>(random_bits() % k.wide.queries));
+      const auto many = noise(size_t(more) * width);
+      std::vector<float> wide_scratch(k.wide.scratch_floats(group, dim)), e(many.size()), f(e);
+      k.wide.attend(cache, table.data(), many.data(), width, length - more, more, kv, group, 0.125f,
+                    window, wide_scratch.data(), e.data(), width);
+      for (int n = 0; n < more; n += kQueries)
+        plain.attend_prefill(cache, table.data(), &many[size_t(n) * width], width,
+                             length - more + n, std::min(kQueries, more - n), kv, group, 0.125f,
+                             window, scratch.data(), &f[size_t(n) * width], width);
+      expect_close("wide attention", k.name, e, f, 1e-2f);
+    }
     std::vector<float> c(group * (dim + 2)), d(c.size());
     k.attend_decode(cache, table.data(), q.data(), 0, length, kv, group, 0.125f, c.data(),
                     &c[group * dim], &c[group * (dim + 1)]);
@@ -129,6 +192,7 @@ int main() {
   for (const std::string& name : available_isas()) {
     const Kernels& k = find_kernels(name);
     check_products(k);
+    if (k.wide.from > 0) check_wide_products(k);
     check_small(k);
     check_attention(k);
     std::printf("%s checked\n", name.c_str());

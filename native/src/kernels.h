@@ -56,7 +56,13 @@ struct Activations {
   const float* scale;   // [T / kTile, blocks, kTile]
   const float* sum;     // as scale
   int blocks;
+  const uint16_t* wide = nullptr;  // or instead of codes: bfloat16 [T, wide_stride(blocks)]
 };
+
+// An odd number of cache lines, so that a tile's rows do not fall on each other in the cache; zeros
+// from the last column to the block's end. Rows are there up to a multiple of `kWideRows`.
+constexpr size_t wide_stride(int blocks) { return static_cast<size_t>(blocks | 1) * kBlock; }
+constexpr int kWideRows = 32;
 
 // One layer of the paged cache, keys and values: [blocks, heads, block_size, dim] halves, so that
 // what one head reads of a block lies together.
@@ -69,6 +75,18 @@ struct Cache {
     const size_t block = static_cast<size_t>(table[position / block_size]) * heads + head;
     return (block * block_size + position % block_size) * dim;
   }
+};
+
+// What matrix units add, for steps of at least `from` tokens; nothing where `from` is 0.
+struct Wide {
+  int from = 0;
+  int queries = 0;  // of one sequence that one call attends for
+  void (*to_bf16)(const float* x, int n, uint16_t* out) = nullptr;  // up to a block's end: zeros
+  // As `Kernels::attend_prefill`, to the precision of bfloat16.
+  void (*attend)(const Cache& cache, const int32_t* table, const float* q, int q_stride, int first,
+                 int count, int kv, int group, float scale, int window, float* scratch, float* out,
+                 int out_stride) = nullptr;
+  size_t (*scratch_floats)(int group, int dim) = nullptr;
 };
 
 struct Kernels {
@@ -91,8 +109,8 @@ struct Kernels {
   // One row of a packed matrix, as floats.
   void (*unpack_row)(const Packed& w, int row, float* out);
 
-  // Queries [first, first + count ≤ kQueries) of one sequence, all heads of KV head `kv`, against what of it
-  // is cached. Row 0 of q and out is the query at `first`.
+  // Queries [first, first + count ≤ kQueries) of one sequence, all heads of KV head `kv`, against
+  // what of it is cached. Row 0 of q and out is the query at `first`.
   void (*attend_prefill)(const Cache& cache, const int32_t* table, const float* q, int q_stride,
                          int first, int count, int kv, int group, float scale, int window,
                          float* scratch, float* out, int out_stride);
@@ -104,6 +122,7 @@ struct Kernels {
   int (*argmax)(const float* x, int n);
   // Index of the largest of n scores with their Gumbel noise.
   int (*draw)(const float* x, int n, uint32_t key0, uint32_t key1);
+  Wide wide = {};
 };
 
 // Tiles of prefill attention: at most so many queries (each with its heads a row of scores) by keys.
@@ -122,6 +141,9 @@ extern const Kernels kNeon;
 #if defined(TS_HAVE_X86)
 extern const Kernels kAvx2;
 extern const Kernels kAvx512;
+#endif
+#if defined(TS_HAVE_AMX)
+extern const Kernels kAmx;
 #endif
 
 // Random bits and Gumbel noise of a token, as `exec/rng.py` has them.

@@ -69,7 +69,9 @@ Model::Model(const Kernels& kernels, const Shape& shape, std::vector<Layer> laye
   own_.resize(team_.size());
   for (Quantised& own : own_) resize(own, kTile, shape_.hidden);
   const int group = shape_.heads / shape_.kv_heads;
-  scratch_.assign(team_.size(), std::vector<float>(prefill_scratch_floats(group, shape_.dim)));
+  size_t floats = prefill_scratch_floats(group, shape_.dim);
+  if (k_.wide.from > 0) floats = std::max(floats, k_.wide.scratch_floats(group, shape_.dim));
+  scratch_.assign(team_.size(), std::vector<float>(floats));
 }
 
 size_t Model::num_bytes() const {
@@ -85,6 +87,12 @@ size_t Model::num_bytes() const {
 void Model::resize(Quantised& a, int tokens, int width) const {
   const size_t padded = ceil_div(tokens, kTile) * static_cast<size_t>(kTile);
   const size_t blocks = ceil_div(width, kBlock);
+  a.is_wide = is_wide(tokens);
+  if (a.is_wide) {
+    const size_t rows = ceil_div(tokens, kWideRows) * static_cast<size_t>(kWideRows);
+    const size_t needed = rows * wide_stride(static_cast<int>(blocks));
+    if (a.wide.size() < needed) a.wide.resize(needed);
+  }
   if (a.values.size() >= padded * width) return;
   a.values.resize(padded * width);
   a.codes.resize(padded * blocks * kBlock);
@@ -92,15 +100,23 @@ void Model::resize(Quantised& a, int tokens, int width) const {
   a.sum.resize(padded * blocks);
 }
 
+// Whether a step of so many tokens goes through the machine's matrix units.
+bool Model::is_wide(int tokens) const {
+  return !exact_ && k_.wide.from > 0 && tokens >= k_.wide.from;
+}
+
 Activations Model::view(const Quantised& a, int width) const {
-  return {a.values.data(), width,          exact_ ? nullptr : a.codes.data(),
-          a.scale.data(),  a.sum.data(), ceil_div(width, kBlock)};
+  return {a.values.data(), width,        exact_ ? nullptr : a.codes.data(),
+          a.scale.data(),  a.sum.data(), ceil_div(width, kBlock),
+          a.is_wide ? a.wide.data() : nullptr};
 }
 
 // Channels [from, from + n) of token t, from a block's beginning on.
 void Model::quantise(Quantised& a, int t, int from, int n, int width) const {
   if (exact_) return;
   const float* x = a.values.data() + static_cast<size_t>(t) * width + from;
+  if (a.is_wide)
+    return k_.wide.to_bf16(x, n, &a.wide[t * wide_stride(ceil_div(width, kBlock)) + from]);
   k_.quantise(x, n, t, from / kBlock, ceil_div(width, kBlock), a.codes.data(), a.scale.data(),
               a.sum.data());
 }
@@ -262,10 +278,13 @@ void Model::attend(const Step& step, const Layer& layer, const Cache& cache, int
       rotate_and_store(step, layer, cache, n / s.kv_heads, n % s.kv_heads);
     });
   }
+  const bool wide = is_wide(step.tokens);
+  const auto attend_tile = wide ? k_.wide.attend : k_.attend_prefill;
+  const int queries_each = wide ? k_.wide.queries : kQueries;
   std::vector<int> tiles;  // of each chunk
   int tasks = 0;
   for (const Chunk& chunk : step.prefill) {
-    tiles.push_back(ceil_div(chunk.size, kQueries));
+    tiles.push_back(ceil_div(chunk.size, queries_each));
     tasks += tiles.back() * s.kv_heads;
   }
   const int decode_tasks = decoding * s.kv_heads * step.splits;
@@ -279,14 +298,14 @@ void Model::attend(const Step& step, const Layer& layer, const Cache& cache, int
       first += step.prefill[c].size;
     }
     const Chunk& chunk = step.prefill[c];
-    const int kv = at % s.kv_heads, from = at / s.kv_heads * kQueries;
-    const int count = std::min(kQueries, chunk.size - from);
+    const int kv = at % s.kv_heads, from = at / s.kv_heads * queries_each;
+    const int count = std::min(queries_each, chunk.size - from);
     const int stride = (s.heads + 2 * s.kv_heads) * dim;
     const float* queries = &qkv_[static_cast<size_t>(first + from) * stride];
     float* out = &attended_.values[static_cast<size_t>(first + from) * q];
-    k_.attend_prefill(cache, step.table(first), queries, stride, chunk.start + from, count, kv,
-                      group, 1.0f / std::sqrt(static_cast<float>(dim)), layer.window,
-                      scratch_[member].data(), out, q);
+    attend_tile(cache, step.table(first), queries, stride, chunk.start + from, count, kv, group,
+                1.0f / std::sqrt(static_cast<float>(dim)), layer.window, scratch_[member].data(),
+                out, q);
     if (whole_blocks)
       for (int t = first + from; t < first + from + count; t++)
         quantise(attended_, t, kv * group * dim, group * dim, q);

@@ -66,14 +66,17 @@ class Model {
   size_t num_bytes() const;
 
  private:
-  struct Quantised {  // activations of a step, in both forms
+  struct Quantised {  // activations of a step: floats, and 8-bit blocks or (`is_wide`) bfloat16
     std::vector<float> values, scale, sum;
     std::vector<int8_t> codes;
+    std::vector<uint16_t> wide;
+    bool is_wide = false;
   };
   struct Step;
 
   void reserve(int tokens);
   void resize(Quantised& a, int tokens, int width) const;
+  bool is_wide(int tokens) const;
   Activations view(const Quantised& a, int width) const;
   void quantise(Quantised& a, int t, int from, int n, int width) const;
   void norm(const float* x, const std::vector<float>& weight, Quantised& a, int t) const;

@@ -41,7 +41,7 @@ ENGINE_HELP = {
     "tensor_parallel_size": "GPUs that share the model",
     "quantization": "int8 or int4: round weights that are not quantised yet, on a CPU",
     "kernels": "auto, reference (plain torch) or native (a CPU's own)",
-    "isa": "instruction set of the native kernels: auto, avx512, avx2, neon or portable",
+    "isa": "instruction set of the native kernels: auto, amx, avx512, avx2, neon or portable",
     "exact": "native kernels without the rounding of activations to 8 bits; slower",
     "threads": "threads of a decode step on a CPU (default: one a core)",
     "threads_batch": "threads of a step with prefill in it (default: as --threads)",

@@ -1,0 +1,253 @@
+// Prefill attention through the matrix units (AMX): included by `kernels_amx.cpp`.
+//
+// Rows are queries with their heads, 16 to a tile. For each 128 keys: scores S = Q · Kᵀ, weights
+// P = 2^(S − largest), and acc += P · V. Keys stand in pairs of channels, values in pairs of
+// positions, as tiles B want them.
+
+constexpr int kWideQueries = 64;  // at most, a call
+constexpr int kSpan = 128;        // keys at one time
+constexpr int kSpanVectors = kSpan / 16;
+
+static inline int padded_dim(int dim) { return (dim + 31) / 32 * 32; }
+
+static size_t wide_scratch_floats(int group, int dim) {
+  const size_t rows = (static_cast<size_t>(kWideQueries) * group + 15) / 16 * 16;
+  const size_t wide = padded_dim(dim);
+  return rows * wide / 2 + kSpan * wide + kSide * kSpan + kSide * kSpan / 2 + rows * wide +
+         rows * (16 + 1) + 16;
+}
+
+// 16 rows of 16 words → their columns.
+static inline void transpose(__m512i* r) {
+  __m512i t[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  for (int i = 0; i < 4; i++) {  // r[i + 4 n]: word i of each lane's four, of rows 4 n … 4 n + 3
+    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xDD);
+    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xDD);
+  }
+  for (int i = 0; i < 4; i++) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xDD);
+    r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+    r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xDD);
+  }
+}
+
+// Channels [d, d + 16) of a key or value, zeros past the last.
+static inline f32v channels(const uint16_t* p, int d, int dim) {
+  const int left = dim - d;
+  if (p == nullptr || left <= 0) return f32v{};
+  if (left >= 16) return load_half(p + d);
+  const __mmask16 mask = static_cast<__mmask16>((1u << left) - 1);
+  return (f32v)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, p + d));
+}
+
+// Keys and values of a span as tiles: keys [16 keys, 32 channels] and values [32 keys, 16 channels]
+// one after another, a key's or position's channels in order.
+static void gather_tiles(const uint16_t* const* k, const uint16_t* const* v, int dim,
+                         uint16_t* key_tiles, uint16_t* value_tiles) {
+  const int wide = padded_dim(dim);
+  for (int n = 0; n < kSpan; n += kSide)
+    for (int d = 0; d < wide; d += 32, key_tiles += kTileHalves) {
+      __m512i r[16];
+      for (int i = 0; i < 16; i++)
+        r[i] = to_bf16_pair(channels(k[n + i], d, dim), channels(k[n + i], d + 16, dim));
+      transpose(r);
+      for (int i = 0; i < 16; i++) _mm512_store_si512(key_tiles + 32 * i, r[i]);
+    }
+  for (int n = 0; n < kSpan; n += 32)
+    for (int d = 0; d < wide; d += 16, value_tiles += kTileHalves)
+      for (int i = 0; i < 16; i++) {
+        const f32v first = channels(v[n + 2 * i], d, dim);
+        const f32v second = channels(v[n + 2 * i + 1], d, dim);
+        _mm512_store_si512(value_tiles + 32 * i, in_pairs(to_bf16_pair(first, second)));
+      }
+}
+
+// s [16, kSpan] = q [16, wide] · the span's keys.
+static inline void score_tiles(const uint16_t* q, const uint16_t* keys, int wide, float* s) {
+  const int steps = wide / 32;
+  for (int n = 0; n < kSpan / kSide; n += 4, keys += 4 * steps * kTileHalves) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int i = 0; i < steps; i++) {
+      const uint16_t* b = keys + i * kTileHalves;
+      _tile_loadd(4, q + 32 * i, wide * 2);
+      _tile_loadd(6, b, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, b + steps * kTileHalves, 64);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_loadd(6, b + 2 * steps * kTileHalves, 64);
+      _tile_dpbf16ps(2, 4, 6);
+      _tile_loadd(7, b + 3 * steps * kTileHalves, 64);
+      _tile_dpbf16ps(3, 4, 7);
+    }
+    _tile_stored(0, s + n * kSide, kSpan * 4);
+    _tile_stored(1, s + (n + 1) * kSide, kSpan * 4);
+    _tile_stored(2, s + (n + 2) * kSide, kSpan * 4);
+    _tile_stored(3, s + (n + 3) * kSide, kSpan * 4);
+  }
+}
+
+// acc [16, wide] += p [16, kSpan] · the span's values, 32 channels at a time.
+static inline void weigh_tiles(const uint16_t* p, const uint16_t* values, int wide, float* acc) {
+  const size_t line = static_cast<size_t>(wide / 16) * kTileHalves;  // of 32 positions
+  int d = 0;
+  for (; d + 64 <= wide; d += 64, acc += 64, values += 4 * kTileHalves) {
+    _tile_loadd(0, acc, wide * 4);
+    _tile_loadd(1, acc + 16, wide * 4);
+    _tile_loadd(2, acc + 32, wide * 4);
+    _tile_loadd(3, acc + 48, wide * 4);
+    for (int n = 0; n < kSpan / 32; n++) {
+      const uint16_t* b = values + n * line;
+      _tile_loadd(4, p + 32 * n, kSpan * 2);
+      _tile_loadd(6, b, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, b + kTileHalves, 64);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_loadd(6, b + 2 * kTileHalves, 64);
+      _tile_dpbf16ps(2, 4, 6);
+      _tile_loadd(7, b + 3 * kTileHalves, 64);
+      _tile_dpbf16ps(3, 4, 7);
+    }
+    _tile_stored(0, acc, wide * 4);
+    _tile_stored(1, acc + 16, wide * 4);
+    _tile_stored(2, acc + 32, wide * 4);
+    _tile_stored(3, acc + 48, wide * 4);
+  }
+  if (d == wide) return;
+  _tile_loadd(0, acc, wide * 4);
+  _tile_loadd(1, acc + 16, wide * 4);
+  for (int n = 0; n < kSpan / 32; n++) {
+    _tile_loadd(4, p + 32 * n, kSpan * 2);
+    _tile_loadd(6, values + n * line, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, values + n * line + kTileHalves, 64);
+    _tile_dpbf16ps(1, 4, 7);
+  }
+  _tile_stored(0, acc, wide * 4);
+  _tile_stored(1, acc + 16, wide * 4);
+}
+
+// 2^x to 3 · 10^-6, for x ≤ 0: more than weights of 8 bits' significand need.
+static inline f32v exp2_of(f32v value) {
+  const __m512 x = _mm512_max_ps((__m512)value, _mm512_set1_ps(-200.0f));
+  const __m512 n = _mm512_roundscale_ps(x, 0);
+  const f32v r = (f32v)_mm512_sub_ps(x, n);
+  f32v p = splat(0.0095700966f);
+  p = p * r + 0.0559178628f;
+  p = p * r + 0.2402474433f;
+  p = p * r + 0.6931217909f;
+  p = p * r + 0.9999992847f;
+  return (f32v)_mm512_scalef_ps((__m512)p, n);
+}
+
+// One row's scores of the span → weights: as bfloat16, their sum by lanes, and what the sums so far
+// shrink by.
+static inline float weigh_row(const float* s, bool edges, int key, int position, int window,
+                              float& largest, float* sum, uint16_t* p) {
+  f32v x[kSpanVectors], most = splat(largest);
+  const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  for (int n = 0; n < kSpanVectors; n++) {
+    x[n] = load(s + 16 * n);
+    if (edges) {
+      const __m512i at = _mm512_add_epi32(lane, _mm512_set1_epi32(key + 16 * n));
+      __mmask16 seen = _mm512_cmple_epi32_mask(at, _mm512_set1_epi32(position));
+      if (window > 0)
+        seen &= _mm512_cmpgt_epi32_mask(at, _mm512_set1_epi32(position - window));
+      x[n] = (f32v)_mm512_mask_blend_ps(seen, (__m512)splat(-__builtin_inff()), (__m512)x[n]);
+    }
+    most = max_of(most, x[n]);
+  }
+  const float now = _mm512_reduce_max_ps((__m512)most);
+  const float shrink = now == largest ? 1.0f : exp2_of(splat(largest - now))[0];
+  f32v total = load(sum) * shrink;
+  for (int n = 0; n < kSpanVectors; n += 2) {
+    const f32v a = exp2_of(x[n] - now), b = exp2_of(x[n + 1] - now);
+    total += a + b;
+    _mm512_store_si512(p + 16 * n, to_bf16_pair(a, b));
+  }
+  store(sum, total);
+  largest = now;
+  return shrink;
+}
+
+static void wide_attend_prefill(const Cache& cache, const int32_t* table, const float* q,
+                                int q_stride, int first, int count, int kv, int group, float scale,
+                                int window, float* scratch, float* out, int out_stride) {
+  const int dim = cache.dim, wide = padded_dim(dim), end = first + count;
+  const int used = count * group, rows = (used + 15) / 16 * 16;
+  auto* base = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(scratch) + 63) & ~63ull);
+  auto take = [&](size_t bytes) {
+    uint8_t* here = base;
+    base += bytes;
+    return here;
+  };
+  auto* acc = reinterpret_cast<float*>(take(sizeof(float) * rows * wide));
+  auto* s = reinterpret_cast<float*>(take(sizeof(float) * kSide * kSpan));
+  auto* sum = reinterpret_cast<float*>(take(sizeof(float) * rows * 16));
+  auto* p = reinterpret_cast<uint16_t*>(take(sizeof(uint16_t) * kSide * kSpan));
+  auto* key_tiles = reinterpret_cast<uint16_t*>(take(sizeof(uint16_t) * kSpan * wide));
+  auto* value_tiles = reinterpret_cast<uint16_t*>(take(sizeof(uint16_t) * kSpan * wide));
+  auto* queries = reinterpret_cast<uint16_t*>(take(sizeof(uint16_t) * rows * wide));
+  auto* largest = reinterpret_cast<float*>(take(sizeof(float) * rows));
+  __builtin_memset(acc, 0, sizeof(float) * rows * wide);
+  __builtin_memset(sum, 0, sizeof(float) * rows * 16);
+  __builtin_memset(queries, 0, sizeof(uint16_t) * rows * wide);
+  const float factor = scale * 1.44269504f;  // weights are powers of two
+  for (int r = 0; r < rows; r++) largest[r] = -1e30f;
+  for (int r = 0; r < used; r++) {
+    const float* from = q + (r / group) * q_stride + (kv * group + r % group) * dim;
+    float scaled[512];
+    for (int at = 0; at < dim; at += 512) {
+      const int n = dim - at < 512 ? dim - at : 512;
+      for (int d = 0; d < n; d++) scaled[d] = from[at + d] * factor;
+      to_bf16(scaled, n, queries + static_cast<size_t>(r) * wide + at);
+    }
+  }
+  const Reader keys_at(cache.keys, cache, table, kv), values_at(cache.values, cache, table, kv);
+  const uint16_t *k[kSpan], *v[kSpan];
+  int key = 0;
+  if (window > 0 && first - window + 1 > 0) key = first - window + 1;
+  const Tiles hold;
+  for (; key < end; key += kSpan) {
+    const int keys = end - key < kSpan ? end - key : kSpan;
+    keys_at.each(key, keys, [&](int n, const uint16_t* at) { k[n] = at; });
+    values_at.each(key, keys, [&](int n, const uint16_t* at) { v[n] = at; });
+    for (int n = keys; n < kSpan; n++) k[n] = v[n] = nullptr;
+    gather_tiles(k, v, dim, key_tiles, value_tiles);
+    for (int r = 0; r < rows; r += kSide) {
+      const int low = first + r / group, top = first + (r + kSide - 1) / group;
+      if (top < key || (window > 0 && low - window >= key + keys - 1)) continue;  // sees none
+      const bool edges = key + kSpan - 1 > low || window > 0;
+      score_tiles(queries + static_cast<size_t>(r) * wide, key_tiles, wide, s);
+      for (int i = 0; i < kSide; i++) {
+        const int row = r + i, position = first + (row < used ? row : used - 1) / group;
+        const float shrink = weigh_row(s + i * kSpan, edges, key, position, window, largest[row],
+                                       sum + row * 16, p + i * kSpan);
+        if (shrink == 1.0f) continue;
+        float* line = acc + static_cast<size_t>(row) * wide;
+        for (int d = 0; d < wide; d += 16) store(line + d, load(line + d) * shrink);
+      }
+      weigh_tiles(p, value_tiles, wide, acc + static_cast<size_t>(r) * wide);
+    }
+  }
+  for (int r = 0; r < used; r++) {
+    float* to = out + (r / group) * out_stride + (kv * group + r % group) * dim;
+    const float inverse = 1.0f / _mm512_reduce_add_ps((__m512)load(sum + r * 16));
+    for (int d = 0; d < dim; d++) to[d] = acc[static_cast<size_t>(r) * wide + d] * inverse;
+  }
+}

@@ -1,0 +1,199 @@
+// Products of many tokens through the matrix units (AMX): included by `kernels_amx.cpp`.
+//
+// A tile is 16 rows of 64 bytes. `_tile_dpbf16ps` adds to C [16, 16] floats the product of
+// A [16, 32] and B [32, 16], of which B stands in pairs: row k of the tile has columns 2k and
+// 2k + 1 of every output side by side. Activations are bfloat16; a group's blocks are unpacked to
+// tiles of bfloat16 once for up to 512 tokens.
+
+constexpr int kWideFrom = 16;             // tokens, below which AVX-512 is as fast
+constexpr int kSide = 16;                 // rows of a tile, and columns of C
+constexpr int kTileBytes = 1024;
+constexpr int kTileHalves = kSide * 32;   // bfloat16 numbers of a tile
+
+struct Tiles {  // all eight, whole, for as long as a kernel needs them
+  // Constant, not filled here: GCC 12 does not see that the instruction reads it, and would leave
+  // out the stores.
+  alignas(64) static constexpr uint8_t config[64] = {
+      1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,   // palette 1
+      64, 0, 64, 0, 64, 0, 64, 0, 64, 0, 64, 0, 64, 0, 64, 0,  // bytes a row
+      0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+      16, 16, 16, 16, 16, 16, 16, 16, 0, 0, 0, 0, 0, 0, 0, 0};  // rows
+
+  Tiles() { _tile_loadconfig(config); }
+  ~Tiles() { _tile_release(); }
+};
+
+// Two vectors of 16 columns → one tile row of their pairs.
+static inline __m512i in_pairs(__m512i both) {
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
+                                         8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return _mm512_permutexvar_epi16(order, both);
+}
+
+static inline __m512i to_bf16_pair(f32v first, f32v second) {
+  return (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+}
+
+static void to_bf16(const float* x, int n, uint16_t* out) {
+  for (int i = 0; i < n; i += 32) {
+    const int low = n - i < 16 ? n - i : 16, high = n - i < 32 ? n - i - low : 16;
+    const __m512 a = _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << low) - 1), x + i);
+    const __m512 b = _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << high) - 1), x + i + low);
+    _mm512_storeu_si512(out + i, to_bf16_pair((f32v)a, (f32v)b));  // zeros to the block's end
+  }
+}
+
+// A block of a group, 16 rows of 32 columns, as a tile B.
+template <Format F>
+static inline void unpack_tile(const uint8_t* p, uint16_t* tile) {
+  i8v codes[8];
+  f32v scale, least;
+  unpack_codes<F>(p, codes);
+  load_scales<F>(p, scale, least);
+  // A code is set into the significand of a float: 128 + code, or 256 + (code + 128).
+  constexpr int shift = is_q4(F) ? 16 : 15;
+  const __m512i mask = _mm512_set1_epi32(0xFF << shift);
+  const __m512i base = _mm512_set1_epi32(is_q4(F) ? 0x43000000 : 0x43800000);
+  const f32v offset = least - scale * (is_q4(F) ? 128.0f : 384.0f);
+  for (int j = 0; j < 8; j++) {
+    __m512i c = (__m512i)codes[j];
+    if constexpr (!is_q4(F)) c = _mm512_xor_si512(c, _mm512_set1_epi8(static_cast<char>(0x80)));
+    auto value = [&](__m512i moved) {
+      const __m512i bits = _mm512_ternarylogic_epi32(moved, mask, base, 0xEA);  // (a & b) | c
+      return (f32v)_mm512_fmadd_ps((__m512)scale, (__m512)bits, (__m512)offset);
+    };
+    const f32v c0 = value(_mm512_slli_epi32(c, shift)), c1 = value(_mm512_slli_epi32(c, shift - 8));
+    const f32v c2 = value(shift == 16 ? c : _mm512_srli_epi32(c, 1));
+    const f32v c3 = value(_mm512_srli_epi32(c, 24 - shift));
+    _mm512_store_si512(tile + 64 * j, in_pairs(to_bf16_pair(c0, c1)));
+    _mm512_store_si512(tile + 64 * j + 32, in_pairs(to_bf16_pair(c2, c3)));
+  }
+}
+
+template <>
+inline void unpack_tile<Format::kBF16>(const uint8_t* p, uint16_t* tile) {
+  for (int row = 0; row < kSide; row++)
+    _mm512_store_si512(tile + 32 * row, in_pairs(_mm512_loadu_si512(p + 64 * row)));
+}
+
+// Blocks [from, to) of a group as tiles.
+template <Format F>
+static void unpack_group(const Packed& w, int g, int from, int to, uint16_t* tiles) {
+  const uint8_t* group = w.group(g);
+  for (int b = from; b < to; b++, tiles += kTileHalves) {
+    if constexpr (F == Format::kBF16) {
+      const int left = w.cols - b * kBlock;
+      const uint8_t* p = group + static_cast<size_t>(b) * kTileBytes;
+      alignas(64) uint8_t padded[kTileBytes] = {};
+      if (left < kBlock) {
+        __builtin_memcpy(padded, p, left * 2 * kSide);
+        p = padded;
+      }
+      unpack_tile<F>(p, tiles);
+    } else {
+      unpack_tile<F>(group + b * block_bytes(F, W), tiles);
+    }
+  }
+}
+
+// 32 (or 16) tokens with 32 rows: a is [tokens, stride], b and b + `next` the tiles of two groups.
+// C is begun with what is in `out`, or with nothing.
+template <bool Both>
+static inline void tile_product(const uint16_t* a, size_t stride, const uint16_t* b, size_t next,
+                                int blocks, float* out, size_t out_stride, bool add) {
+  const size_t line = stride * 2, to = out_stride * 4;
+  float* below = out + kSide * out_stride;
+  if (add) {
+    _tile_loadd(0, out, to);
+    _tile_loadd(1, out + kSide, to);
+    if constexpr (Both) {
+      _tile_loadd(2, below, to);
+      _tile_loadd(3, below + kSide, to);
+    }
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (Both) {
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+  }
+  for (int n = 0; n < blocks; n++, a += kBlock, b += kTileHalves) {
+    _tile_loadd(4, a, line);
+    _tile_loadd(6, b, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, b + next, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    if constexpr (Both) {
+      _tile_loadd(5, a + kSide * stride, line);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, out, to);
+  _tile_stored(1, out + kSide, to);
+  if constexpr (Both) {
+    _tile_stored(2, below, to);
+    _tile_stored(3, below + kSide, to);
+  }
+}
+
+constexpr int kPanelBlocks = 32;    // of columns whose tiles are kept: 64 KiB for two groups
+constexpr int kPanelTokens = 512;   // whose columns of a panel stay in the second cache: 1 MiB
+
+template <Format F>
+static void wide_matmul_of(const Packed& w, const Activations& a, int t0, int t1, int g0, int g1,
+                      float* out, int stride, bool add) {
+  alignas(64) uint16_t tiles[2 * kPanelBlocks * kTileHalves];
+  alignas(64) float edge[2 * kSide * 2 * kSide];
+  const size_t line = wide_stride(a.blocks), next = kPanelBlocks * kTileHalves;
+  const Tiles hold;
+  for (int from = t0; from < t1; from += kPanelTokens) {
+    const int to = from + kPanelTokens < t1 ? from + kPanelTokens : t1;
+    for (int b0 = 0; b0 < a.blocks; b0 += kPanelBlocks) {
+      const int b1 = b0 + kPanelBlocks < a.blocks ? b0 + kPanelBlocks : a.blocks;
+      const bool more = add || b0 > 0;
+      for (int g = g0; g < g1; g += 2) {
+        const bool pair = g + 1 < g1;
+        unpack_group<F>(w, g, b0, b1, tiles);
+        if (pair) unpack_group<F>(w, g + 1, b0, b1, tiles + next);
+        const int row = g * kSide, left = w.rows - row, most = pair ? 2 * kSide : kSide;
+        const int rows = left < most ? left : most;
+        const float* bias = b0 == 0 ? w.bias : nullptr;
+        for (int t = from; t < to; t += 2 * kSide) {
+          const int tokens = to - t < 2 * kSide ? to - t : 2 * kSide;
+          const uint16_t* x = a.wide + t * line + b0 * kBlock;
+          float* at = out + static_cast<size_t>(t) * stride + row;
+          const size_t other = pair ? next : 0;
+          if (rows == 2 * kSide && tokens == 2 * kSide && bias == nullptr) {
+            tile_product<true>(x, line, tiles, other, b1 - b0, at, stride, more);
+            continue;
+          }
+          if (tokens > kSide)
+            tile_product<true>(x, line, tiles, other, b1 - b0, edge, 2 * kSide, false);
+          else
+            tile_product<false>(x, line, tiles, other, b1 - b0, edge, 2 * kSide, false);
+          for (int n = 0; n < tokens; n++, at += stride)
+            for (int i = 0; i < rows; i++) {
+              const float v = edge[n * 2 * kSide + i] + (bias == nullptr ? 0.0f : bias[row + i]);
+              at[i] = more ? at[i] + v : v;
+            }
+        }
+      }
+    }
+  }
+}
+
+static void wide_matmul(const Packed& w, const Activations& a, int t0, int t1, int g0, int g1,
+                   float* out, int stride, bool add) {
+  if (a.wide != nullptr) {
+    switch (w.format) {
+      case Format::kQ4: return wide_matmul_of<Format::kQ4>(w, a, t0, t1, g0, g1, out, stride, add);
+      case Format::kQ4F: return wide_matmul_of<Format::kQ4F>(w, a, t0, t1, g0, g1, out, stride, add);
+      case Format::kQ8: return wide_matmul_of<Format::kQ8>(w, a, t0, t1, g0, g1, out, stride, add);
+      case Format::kBF16: return wide_matmul_of<Format::kBF16>(w, a, t0, t1, g0, g1, out, stride, add);
+      default: break;
+    }
+  }
+  matmul(w, a, t0, t1, g0, g1, out, stride, add);
+}

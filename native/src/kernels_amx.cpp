@@ -1,0 +1,40 @@
+// AVX-512, with the matrix units (AMX, bfloat16 tiles) for steps of many tokens.
+#define TS_AVX512
+#include <immintrin.h>
+
+#include <type_traits>
+#include <utility>
+
+#include "kernels.h"
+
+namespace twostroke {
+namespace amx {
+#include "simd.h"
+
+#include "products_impl.h"
+#include "small_impl.h"
+#include "attention_impl.h"
+
+#include "amx_products.h"
+#include "amx_attention.h"
+}  // namespace amx
+
+const Kernels kAmx = {
+    "amx",
+    amx::W,
+    false,
+    amx::wide_matmul,
+    amx::quantise,
+    amx::rms_norm,
+    amx::rope,
+    amx::silu_mul,
+    amx::to_half,
+    amx::unpack_row,
+    amx::attend_prefill,
+    amx::attend_decode,
+    amx::argmax,
+    amx::draw,
+    {amx::kWideFrom, amx::kWideQueries, amx::to_bf16, amx::wide_attend_prefill,
+     amx::wide_scratch_floats},
+};
+}  // namespace twostroke
