@@ -103,15 +103,17 @@ void check_wide_products(const Kernels& k) {
         exact.put_bias(bias.data(), rows, place.data());
       }
       const int blocks = packed.packed().blocks;
-      const size_t stride = wide_stride(blocks), padded = (tokens + kWideRows - 1) / kWideRows;
-      std::vector<uint16_t> wide(padded * kWideRows * stride, 0x7FC0);  // what is not set is NaN
-      for (int t = 0; t < tokens; t++) k.wide.to_bf16(&x[size_t(t) * cols], cols, &wide[t * stride]);
+      const size_t padded = (tokens + kWideRows - 1) / kWideRows * static_cast<size_t>(kWideRows);
+      std::vector<uint16_t> wide(padded * blocks * kBlock, 0x7FC0);  // what is not set is NaN
+      for (int t = 0; t < tokens; t++)
+        k.wide.to_bf16(&x[size_t(t) * cols], cols, &wide[wide_at(t, 0, blocks)]);
       auto a = before, b = before;
       const Activations in{x.data(), cols, nullptr, nullptr, nullptr, blocks, wide.data()};
       const Activations plain_in{x.data(), cols, nullptr, nullptr, nullptr, blocks};
       const int half = packed.packed().groups() / 2;  // as tasks have it: some groups each
       k.matmul(packed.packed(), in, 0, tokens, 0, half, a.data(), rows, add);
-      k.matmul(packed.packed(), in, 0, tokens, half, packed.packed().groups(), a.data(), rows, add);
+      k.matmul(packed.packed(), in, 0, tokens, half, packed.packed().groups(), &a[half * k.lanes],
+               rows, add);
       plain.matmul(exact.packed(), plain_in, 0, tokens, 0, exact.packed().groups(), b.data(), rows,
                    add);
       expect_close("wide product", k.name, a, b, 1e-4f);

@@ -75,7 +75,7 @@ static void gather_tiles(const uint16_t* const* k, const uint16_t* const* v, int
       }
 }
 
-// s [16, kSpan] = q [16, wide] · the span's keys.
+// s [16, kSpan] = q (tiles) · the span's keys.
 static inline void score_tiles(const uint16_t* q, const uint16_t* keys, int wide, float* s) {
   const int steps = wide / 32;
   for (int n = 0; n < kSpan / kSide; n += 4, keys += 4 * steps * kTileHalves) {
@@ -85,7 +85,7 @@ static inline void score_tiles(const uint16_t* q, const uint16_t* keys, int wide
     _tile_zero(3);
     for (int i = 0; i < steps; i++) {
       const uint16_t* b = keys + i * kTileHalves;
-      _tile_loadd(4, q + 32 * i, wide * 2);
+      _tile_loadd(4, q + i * kTileHalves, 64);
       _tile_loadd(6, b, 64);
       _tile_dpbf16ps(0, 4, 6);
       _tile_loadd(7, b + steps * kTileHalves, 64);
@@ -142,9 +142,10 @@ static inline void weigh_tiles(const uint16_t* p, const uint16_t* values, int wi
   _tile_stored(1, acc + 16, wide * 4);
 }
 
-// 2^x to 3 · 10^-6, for x ≤ 0: more than weights of 8 bits' significand need.
+// 2^x to 3 · 10^-6, for x ≤ 0: more than weights of 8 bits' significand need. Below −125 it is 2^-125,
+// which no sum here notices: smaller numbers would be slow.
 static inline f32v exp2_of(f32v value) {
-  const __m512 x = _mm512_max_ps((__m512)value, _mm512_set1_ps(-200.0f));
+  const __m512 x = _mm512_max_ps((__m512)value, _mm512_set1_ps(-125.0f));
   const __m512 n = _mm512_roundscale_ps(x, 0);
   const f32v r = (f32v)_mm512_sub_ps(x, n);
   f32v p = splat(0.0095700966f);
@@ -211,11 +212,11 @@ static void wide_attend_prefill(const Cache& cache, const int32_t* table, const 
   for (int r = 0; r < rows; r++) largest[r] = -1e30f;
   for (int r = 0; r < used; r++) {
     const float* from = q + (r / group) * q_stride + (kv * group + r % group) * dim;
-    float scaled[512];
-    for (int at = 0; at < dim; at += 512) {
-      const int n = dim - at < 512 ? dim - at : 512;
-      for (int d = 0; d < n; d++) scaled[d] = from[at + d] * factor;
-      to_bf16(scaled, n, queries + static_cast<size_t>(r) * wide + at);
+    uint16_t* to = queries + static_cast<size_t>(r / 16 * 16) * wide + r % 16 * kBlock;
+    for (int d = 0; d < dim; d += kBlock, to += kTileHalves) {
+      float scaled[kBlock] = {};
+      for (int i = 0; i < kBlock && d + i < dim; i++) scaled[i] = from[d + i] * factor;
+      to_bf16(scaled, kBlock, to);
     }
   }
   const Reader keys_at(cache.keys, cache, table, kv), values_at(cache.values, cache, table, kv);

@@ -34,12 +34,13 @@ static inline __m512i to_bf16_pair(f32v first, f32v second) {
   return (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
 }
 
+// Floats to tiles of 16 tokens, one row of each; zeros to the end of the last.
 static void to_bf16(const float* x, int n, uint16_t* out) {
-  for (int i = 0; i < n; i += 32) {
+  for (int i = 0; i < n; i += kBlock, out += kTileHalves) {
     const int low = n - i < 16 ? n - i : 16, high = n - i < 32 ? n - i - low : 16;
     const __m512 a = _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << low) - 1), x + i);
     const __m512 b = _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << high) - 1), x + i + low);
-    _mm512_storeu_si512(out + i, to_bf16_pair((f32v)a, (f32v)b));  // zeros to the block's end
+    _mm512_storeu_si512(out, to_bf16_pair((f32v)a, (f32v)b));
   }
 }
 
@@ -96,19 +97,19 @@ static void unpack_group(const Packed& w, int g, int from, int to, uint16_t* til
   }
 }
 
-// 32 (or 16) tokens with 32 rows: a is [tokens, stride], b and b + `next` the tiles of two groups.
-// C is begun with what is in `out`, or with nothing.
+// 32 (or 16) tokens with 32 rows, over the tiles of some blocks: a and a + `below` of the tokens, b
+// and b + `beside` of two groups. C is begun with what is in `out`, or with nothing.
 template <bool Both>
-static inline void tile_product(const uint16_t* a, size_t stride, const uint16_t* b, size_t next,
-                                int blocks, float* out, size_t out_stride, bool add) {
-  const size_t line = stride * 2, to = out_stride * 4;
-  float* below = out + kSide * out_stride;
+static inline void tile_product(const uint16_t* a, size_t below, const uint16_t* b, size_t beside,
+                                int blocks, float* out, size_t stride, bool add) {
+  const size_t line = stride * 4;
+  float* next = out + kSide * stride;
   if (add) {
-    _tile_loadd(0, out, to);
-    _tile_loadd(1, out + kSide, to);
+    _tile_loadd(0, out, line);
+    _tile_loadd(1, out + kSide, line);
     if constexpr (Both) {
-      _tile_loadd(2, below, to);
-      _tile_loadd(3, below + kSide, to);
+      _tile_loadd(2, next, line);
+      _tile_loadd(3, next + kSide, line);
     }
   } else {
     _tile_zero(0);
@@ -118,61 +119,63 @@ static inline void tile_product(const uint16_t* a, size_t stride, const uint16_t
       _tile_zero(3);
     }
   }
-  for (int n = 0; n < blocks; n++, a += kBlock, b += kTileHalves) {
-    _tile_loadd(4, a, line);
+  for (int n = 0; n < blocks; n++, a += kTileHalves, b += kTileHalves) {
+    _tile_loadd(4, a, 64);
     _tile_loadd(6, b, 64);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, b + next, 64);
+    _tile_loadd(7, b + beside, 64);
     _tile_dpbf16ps(1, 4, 7);
     if constexpr (Both) {
-      _tile_loadd(5, a + kSide * stride, line);
+      _tile_loadd(5, a + below, 64);
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
   }
-  _tile_stored(0, out, to);
-  _tile_stored(1, out + kSide, to);
+  _tile_stored(0, out, line);
+  _tile_stored(1, out + kSide, line);
   if constexpr (Both) {
-    _tile_stored(2, below, to);
-    _tile_stored(3, below + kSide, to);
+    _tile_stored(2, next, line);
+    _tile_stored(3, next + kSide, line);
   }
 }
 
-constexpr int kPanelBlocks = 32;    // of columns whose tiles are kept: 64 KiB for two groups
-constexpr int kPanelTokens = 512;   // whose columns of a panel stay in the second cache: 1 MiB
+constexpr int kPanelBlocks = 18;   // whose tiles of two groups stay in the first cache: 36 KiB
+constexpr int kPanelTokens = 512;  // whose tiles of a panel stay in the second
 
 template <Format F>
 static void wide_matmul_of(const Packed& w, const Activations& a, int t0, int t1, int g0, int g1,
-                      float* out, int stride, bool add) {
+                           float* out, int stride, bool add) {
   alignas(64) uint16_t tiles[2 * kPanelBlocks * kTileHalves];
   alignas(64) float edge[2 * kSide * 2 * kSide];
-  const size_t line = wide_stride(a.blocks), next = kPanelBlocks * kTileHalves;
+  constexpr size_t beside = kPanelBlocks * kTileHalves;
+  const size_t below = static_cast<size_t>(a.blocks) * kTileHalves;
   const Tiles hold;
+  const int panels = (a.blocks + kPanelBlocks - 1) / kPanelBlocks;
   for (int from = t0; from < t1; from += kPanelTokens) {
     const int to = from + kPanelTokens < t1 ? from + kPanelTokens : t1;
-    for (int b0 = 0; b0 < a.blocks; b0 += kPanelBlocks) {
-      const int b1 = b0 + kPanelBlocks < a.blocks ? b0 + kPanelBlocks : a.blocks;
-      const bool more = add || b0 > 0;
+    for (int panel = 0; panel < panels; panel++) {
+      const int b0 = a.blocks * panel / panels, b1 = a.blocks * (panel + 1) / panels;
+      const bool more = add || panel > 0;
+      const float* bias = panel == 0 ? w.bias : nullptr;
       for (int g = g0; g < g1; g += 2) {
         const bool pair = g + 1 < g1;
         unpack_group<F>(w, g, b0, b1, tiles);
-        if (pair) unpack_group<F>(w, g + 1, b0, b1, tiles + next);
+        if (pair) unpack_group<F>(w, g + 1, b0, b1, tiles + beside);
         const int row = g * kSide, left = w.rows - row, most = pair ? 2 * kSide : kSide;
         const int rows = left < most ? left : most;
-        const float* bias = b0 == 0 ? w.bias : nullptr;
         for (int t = from; t < to; t += 2 * kSide) {
           const int tokens = to - t < 2 * kSide ? to - t : 2 * kSide;
-          const uint16_t* x = a.wide + t * line + b0 * kBlock;
-          float* at = out + static_cast<size_t>(t) * stride + row;
-          const size_t other = pair ? next : 0;
+          const uint16_t* x = a.wide + wide_at(t, b0, a.blocks);
+          float* at = out + static_cast<size_t>(t - t0) * stride + (g - g0) * kSide;
           if (rows == 2 * kSide && tokens == 2 * kSide && bias == nullptr) {
-            tile_product<true>(x, line, tiles, other, b1 - b0, at, stride, more);
+            tile_product<true>(x, below, tiles, beside, b1 - b0, at, stride, more);
             continue;
           }
+          const size_t other = pair ? beside : 0;
           if (tokens > kSide)
-            tile_product<true>(x, line, tiles, other, b1 - b0, edge, 2 * kSide, false);
+            tile_product<true>(x, below, tiles, other, b1 - b0, edge, 2 * kSide, false);
           else
-            tile_product<false>(x, line, tiles, other, b1 - b0, edge, 2 * kSide, false);
+            tile_product<false>(x, below, tiles, other, b1 - b0, edge, 2 * kSide, false);
           for (int n = 0; n < tokens; n++, at += stride)
             for (int i = 0; i < rows; i++) {
               const float v = edge[n * 2 * kSide + i] + (bias == nullptr ? 0.0f : bias[row + i]);

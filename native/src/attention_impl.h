@@ -182,15 +182,6 @@ static void attend_prefill(const Cache& cache, const int32_t* table, const float
   }
 }
 
-// The sums of four vectors' lanes.
-static inline void sum_four(f32v a, f32v b, f32v c, f32v d, float* out) {
-#if defined(TS_NEON)
-  vst1q_f32(out, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
-#else
-  out[0] = sum_lanes(a), out[1] = sum_lanes(b), out[2] = sum_lanes(c), out[3] = sum_lanes(d);
-#endif
-}
-
 // G heads that share a KV head, over positions [from, to).
 template <int G>
 static void decode_heads(const Cache& cache, const int32_t* table, const float* q, int from, int to,

@@ -56,13 +56,16 @@ struct Activations {
   const float* scale;   // [T / kTile, blocks, kTile]
   const float* sum;     // as scale
   int blocks;
-  const uint16_t* wide = nullptr;  // or instead of codes: bfloat16 [T, wide_stride(blocks)]
+  const uint16_t* wide = nullptr;  // or instead of codes: bfloat16, see `wide_at`
 };
 
-// An odd number of cache lines, so that a tile's rows do not fall on each other in the cache; zeros
-// from the last column to the block's end. Rows are there up to a multiple of `kWideRows`.
-constexpr size_t wide_stride(int blocks) { return static_cast<size_t>(blocks | 1) * kBlock; }
+// Where block `b` of token `t` is among wide activations: tiles of 16 tokens by a block, a token's
+// blocks one after another. From the last column to the block's end there are zeros; tiles are there
+// up to a multiple of `kWideRows` tokens.
 constexpr int kWideRows = 32;
+constexpr size_t wide_at(int t, int b, int blocks) {
+  return (static_cast<size_t>(t / 16) * blocks + b) * 16 * kBlock + t % 16 * kBlock;
+}
 
 // One layer of the paged cache, keys and values: [blocks, heads, block_size, dim] halves, so that
 // what one head reads of a block lies together.
@@ -81,7 +84,8 @@ struct Cache {
 struct Wide {
   int from = 0;
   int queries = 0;  // of one sequence that one call attends for
-  void (*to_bf16)(const float* x, int n, uint16_t* out) = nullptr;  // up to a block's end: zeros
+  // n floats of a token, each block of them 16 blocks after the last: `wide_at`.
+  void (*to_bf16)(const float* x, int n, uint16_t* out) = nullptr;
   // As `Kernels::attend_prefill`, to the precision of bfloat16.
   void (*attend)(const Cache& cache, const int32_t* table, const float* q, int q_stride, int first,
                  int count, int kv, int group, float scale, int window, float* scratch, float* out,
@@ -95,7 +99,7 @@ struct Kernels {
   bool slow_halves;  // Q4F is faster than Q4
 
   // out[t, row] = Σ a[t, :] · w[row, :] (+ bias) (+ what is there, if `add`), for tokens [t0, t1)
-  // and groups [g0, g1). t0 is a multiple of kTile.
+  // and groups [g0, g1); `out` is where the first of both goes. t0 is a multiple of kWideRows.
   void (*matmul)(const Packed& w, const Activations& a, int t0, int t1, int g0, int g1, float* out,
                  int stride, bool add);
   // n floats as 8-bit blocks of token `t` of `Activations`, from its block `first` on.

@@ -11,6 +11,7 @@ namespace {
 constexpr int kSmall = 4;         // tokens of a step that every member norms for itself
 constexpr int kSplit = 64;        // cached positions of a decode task
 constexpr int kUnit = 2 * kBlock;  // rows of gate and up that make one block of the inner layer
+constexpr int kPanel = 512;       // tokens whose gate and up are kept at one time
 
 // Tasks of a product at the least. (Weights that pass by once are read best in long runs, one for
 // each member; with many tokens more tasks even out what the members lose to others.)
@@ -46,6 +47,7 @@ struct Model::Step {
   const std::vector<Chunk>& prefill;
   std::vector<int32_t> row, position;  // of every token
   int tokens, small, splits;
+  bool whole;  // a decode slot's parts are one task
 
   const int32_t* table(int t) const { return rows.tables + row[t] * rows.tables_stride; }
 };
@@ -67,6 +69,7 @@ Model::Model(const Kernels& kernels, const Shape& shape, std::vector<Layer> laye
       threads_prefill_(threads_prefill),
       team_(std::max(threads, threads_prefill)) {
   own_.resize(team_.size());
+  both_.resize(team_.size());
   for (Quantised& own : own_) resize(own, kTile, shape_.hidden);
   const int group = shape_.heads / shape_.kv_heads;
   size_t floats = prefill_scratch_floats(group, shape_.dim);
@@ -90,7 +93,7 @@ void Model::resize(Quantised& a, int tokens, int width) const {
   a.is_wide = is_wide(tokens);
   if (a.is_wide) {
     const size_t rows = ceil_div(tokens, kWideRows) * static_cast<size_t>(kWideRows);
-    const size_t needed = rows * wide_stride(static_cast<int>(blocks));
+    const size_t needed = rows * blocks * kBlock;
     if (a.wide.size() < needed) a.wide.resize(needed);
   }
   if (a.values.size() >= padded * width) return;
@@ -116,7 +119,7 @@ void Model::quantise(Quantised& a, int t, int from, int n, int width) const {
   if (exact_) return;
   const float* x = a.values.data() + static_cast<size_t>(t) * width + from;
   if (a.is_wide)
-    return k_.wide.to_bf16(x, n, &a.wide[t * wide_stride(ceil_div(width, kBlock)) + from]);
+    return k_.wide.to_bf16(x, n, &a.wide[wide_at(t, from / kBlock, ceil_div(width, kBlock))]);
   k_.quantise(x, n, t, from / kBlock, ceil_div(width, kBlock), a.codes.data(), a.scale.data(),
               a.sum.data());
 }
@@ -134,7 +137,6 @@ void Model::reserve(int tokens) {
   if (x_.size() < padded * s.hidden) {
     x_.resize(padded * s.hidden);
     qkv_.resize(padded * (q + 2 * kv));
-    gate_up_.resize(padded * 2 * s.inner);
   }
   resize(normed_, tokens, s.hidden);
   resize(attended_, tokens, static_cast<int>(q));
@@ -146,7 +148,7 @@ void Model::reserve(int tokens) {
 void Model::forward(const Rows& rows, const Pool& pool, const std::vector<Slot>& decode,
                     const std::vector<Chunk>& prefill, const int32_t* which, int count,
                     float* out) {
-  Step step{rows, pool, decode, prefill, {}, {}, 0, 0, 1};
+  Step step{rows, pool, decode, prefill, {}, {}, 0, 0, 1, true};
   int longest = 0;
   for (const Slot& slot : decode) {
     step.row.push_back(slot.row);
@@ -165,18 +167,42 @@ void Model::forward(const Rows& rows, const Pool& pool, const std::vector<Slot>&
   const int tasks = static_cast<int>(decode.size()) * shape_.kv_heads;
   // Always the same parts, whoever else is in the step: so a stream's sums never depend on others.
   step.splits = std::max(1, ceil_div(longest, kSplit));
+  step.whole = step.splits == 1 || tasks >= 4 * members;
   reserve(step.tokens);
   resize(last_, std::max(count, 1), shape_.hidden);
   const size_t group = shape_.heads / shape_.kv_heads;
   partial_.resize(std::max(partial_.size(), tasks * step.splits * group * (shape_.dim + 2)));
+  since_ = std::chrono::steady_clock::now();
   team_.run(members, [&](int member) {
-    team_.share(step.tokens, [&](int t) {
+    share_tokens(0, step.tokens, [&](int t) {
       const int32_t token = rows.tokens[step.row[t] * rows.tokens_stride + step.position[t]];
       k_.unpack_row(embed_->packed(), token, &x_[static_cast<size_t>(t) * shape_.hidden]);
     });
+    lap(kEmbed, member);
     for (size_t n = 0; n < layers_.size(); n++) run_layer(step, static_cast<int>(n), member);
     if (count > 0) head(which, count, out);
+    lap(kHead, member);
   });
+}
+
+// Tokens [from, to), some at a time: those of one tile lie side by side, and members that write to
+// the same lines of a cache wait for each other.
+template <typename F>
+void Model::share_tokens(int from, int to, F&& work) {
+  const int members = to - from < kTile ? threads_ : threads_prefill_;
+  const int each = to - from >= 4 * kTile * members ? kTile : std::max(1, ceil_div(to - from, members));
+  team_.share(ceil_div(to - from, each), [&](int n) {
+    const int end = std::min(to, from + (n + 1) * each);
+    for (int t = from + n * each; t < end; t++) work(t);
+  });
+}
+
+// The time since the last lap was this stage's.
+void Model::lap(Stage stage, int member) {
+  if (member != 0) return;
+  const auto now = std::chrono::steady_clock::now();
+  spent_[stage] += std::chrono::duration<double>(now - since_).count();
+  since_ = now;
 }
 
 void Model::run_layer(const Step& step, int index, int member) {
@@ -193,34 +219,52 @@ void Model::run_layer(const Step& step, int index, int member) {
     if (step.small) {
       for (int t = 0; t < tokens; t++) norm(&x_[static_cast<size_t>(t) * hidden], weight, normed, t);
     } else {
-      team_.share(tokens, [&](int t) {
+      share_tokens(0, tokens, [&](int t) {
         norm(&x_[static_cast<size_t>(t) * hidden], weight, normed, t);
       });
     }
   };
   norm_all(layer.attn_norm);
+  lap(kNorm, member);
   multiply(*layer.qkv, view(normed, hidden), tokens, qkv_.data(), wide, false);
+  lap(kQkv, member);
   attend(step, layer, cache, member);
   multiply(*layer.o, view(attended_, q), tokens, x_.data(), hidden, true);
+  lap(kOutput, member);
   norm_all(layer.mlp_norm);
-  // Gate and up of 32 channels, and at once what the next product wants of them.
+  lap(kNorm, member);
+  gate_and_up(layer, view(normed, hidden), tokens, member);
+  lap(kGateUp, member);
+  multiply(*layer.down, view(inner_, s.inner), tokens, x_.data(), hidden, true);
+  lap(kDown, member);
+}
+
+// Gate and up of some channels, and at once what the next product wants of them: a panel of tokens
+// at a time, which stays in the caches in between.
+void Model::gate_and_up(const Layer& layer, const Activations& a, int tokens, int member) {
+  const int inner = shape_.inner, units = ceil_div(2 * inner, kUnit);
+  const int per_task = std::max(1, ceil_div(units, num_tasks(tokens)));
   const Packed& w = layer.gate_up->packed();
-  const int units = ceil_div(2 * s.inner, kUnit), per_task = std::max(1, ceil_div(units, num_tasks(tokens)));
-  const Activations a = view(normed, hidden);
+  std::vector<float>& both = both_[member];
   team_.share(ceil_div(units, per_task), [&](int task) {
     const int from = task * per_task, to = std::min(units, from + per_task);
-    const int g1 = std::min(w.groups(), to * kUnit / w.lanes);
-    k_.matmul(w, a, 0, tokens, from * kUnit / w.lanes, g1, gate_up_.data(), 2 * s.inner, false);
-    for (int unit = from; unit < to; unit++) {
-      const int first = unit * kBlock, n = std::min(kBlock, s.inner - first);
-      for (int t = 0; t < tokens; t++) {
-        const float* pair = &gate_up_[static_cast<size_t>(t) * 2 * s.inner + unit * kUnit];
-        k_.silu_mul(pair, pair + n, n, &inner_.values[static_cast<size_t>(t) * s.inner + first]);
-        quantise(inner_, t, first, n, s.inner);
+    const int g0 = from * kUnit / w.lanes, g1 = std::min(w.groups(), to * kUnit / w.lanes);
+    const int stride = (to - from) * kUnit;
+    const size_t needed = static_cast<size_t>(std::min(tokens, kPanel)) * stride;
+    if (both.size() < needed) both.resize(needed);
+    for (int t0 = 0; t0 < tokens; t0 += kPanel) {
+      const int t1 = std::min(tokens, t0 + kPanel);
+      k_.matmul(w, a, t0, t1, g0, g1, both.data(), stride, false);
+      for (int unit = from; unit < to; unit++) {
+        const int first = unit * kBlock, n = std::min(kBlock, inner - first);
+        const float* pair = &both[(unit - from) * kUnit];
+        for (int t = t0; t < t1; t++, pair += stride) {
+          k_.silu_mul(pair, pair + n, n, &inner_.values[static_cast<size_t>(t) * inner + first]);
+          quantise(inner_, t, first, n, inner);
+        }
       }
     }
   });
-  multiply(*layer.down, view(inner_, s.inner), tokens, x_.data(), hidden, true);
 }
 
 int Model::num_tasks(int tokens) const {
@@ -233,7 +277,8 @@ void Model::multiply(const Matrix& w, const Activations& a, int tokens, float* o
   const int groups = w.packed().groups(), per_task = std::max(1, ceil_div(groups, num_tasks(tokens)));
   team_.share(ceil_div(groups, per_task), [&](int task) {
     const int from = task * per_task;
-    k_.matmul(w.packed(), a, 0, tokens, from, std::min(groups, from + per_task), out, stride, add);
+    k_.matmul(w.packed(), a, 0, tokens, from, std::min(groups, from + per_task),
+              out + from * w.packed().lanes, stride, add);
   });
 }
 
@@ -268,16 +313,16 @@ void Model::attend(const Step& step, const Layer& layer, const Cache& cache, int
   const int chunk_tokens = step.tokens - decoding;
   // A chunk's queries see keys that other tasks make; a decode slot needs only its own.
   if (chunk_tokens > 0) {
-    team_.share(chunk_tokens, [&](int n) {
-      for (int kv = 0; kv < s.kv_heads; kv++)
-        rotate_and_store(step, layer, cache, decoding + n, kv);
+    share_tokens(decoding, step.tokens, [&](int t) {
+      for (int kv = 0; kv < s.kv_heads; kv++) rotate_and_store(step, layer, cache, t, kv);
     });
   }
-  if (step.splits > 1) {
+  if (!step.whole) {
     team_.share(decoding * s.kv_heads, [&](int n) {
       rotate_and_store(step, layer, cache, n / s.kv_heads, n % s.kv_heads);
     });
   }
+  lap(kStore, member);
   const bool wide = is_wide(step.tokens);
   const auto attend_tile = wide ? k_.wide.attend : k_.attend_prefill;
   const int queries_each = wide ? k_.wide.queries : kQueries;
@@ -287,10 +332,10 @@ void Model::attend(const Step& step, const Layer& layer, const Cache& cache, int
     tiles.push_back(ceil_div(chunk.size, queries_each));
     tasks += tiles.back() * s.kv_heads;
   }
-  const int decode_tasks = decoding * s.kv_heads * step.splits;
+  const int decode_tasks = decoding * s.kv_heads * (step.whole ? 1 : step.splits);
   const bool whole_blocks = (group * dim) % kBlock == 0;
   team_.share(tasks + decode_tasks, [&](int n) {
-    if (n >= tasks) return attend_one(step, layer, cache, n - tasks, member);
+    if (n >= tasks) return attend_slot(step, layer, cache, n - tasks);
     int first = decoding, at = tasks - 1 - n;  // the last tiles have the most keys: those first
     size_t c = 0;
     for (; at >= tiles[c] * s.kv_heads; c++) {
@@ -310,22 +355,32 @@ void Model::attend(const Step& step, const Layer& layer, const Cache& cache, int
       for (int t = first + from; t < first + from + count; t++)
         quantise(attended_, t, kv * group * dim, group * dim, q);
   });
-  if (step.splits > 1) {
+  lap(kAttend, member);
+  if (!step.whole) {
     team_.share(decoding * s.kv_heads,
                 [&](int n) { merge(step, n / s.kv_heads, n % s.kv_heads); });
   }
   if (!whole_blocks)
-    team_.share(step.tokens, [&](int t) { quantise(attended_, t, 0, q, q); });
+    share_tokens(0, step.tokens, [&](int t) { quantise(attended_, t, 0, q, q); });
+  lap(kMerge, member);
 }
 
-// One part of a decode slot's context, for the heads of one KV head.
-void Model::attend_one(const Step& step, const Layer& layer, const Cache& cache, int task,
-                       int member) {
+// A decode slot's context for the heads of one KV head: all of it and what comes before and after, or
+// one part.
+void Model::attend_slot(const Step& step, const Layer& layer, const Cache& cache, int task) {
+  if (!step.whole) return attend_part(step, layer, cache, task);
+  const int t = task / shape_.kv_heads, kv = task % shape_.kv_heads;
+  rotate_and_store(step, layer, cache, t, kv);
+  for (int part = 0; part < step.splits; part++)
+    attend_part(step, layer, cache, task * step.splits + part);
+  merge(step, t, kv);
+}
+
+void Model::attend_part(const Step& step, const Layer& layer, const Cache& cache, int task) {
   const Shape& s = shape_;
   const int group = s.heads / s.kv_heads, dim = s.dim;
   const int part = task % step.splits, kv = task / step.splits % s.kv_heads;
   const int t = task / step.splits / s.kv_heads, end = step.position[t] + 1;
-  if (step.splits == 1) rotate_and_store(step, layer, cache, t, kv);
   const int begin = layer.window > 0 ? std::max(0, end - layer.window) : 0;
   const int from = std::max(begin, part * kSplit);
   const int to = std::min(end, (part + 1) * kSplit);
@@ -334,9 +389,6 @@ void Model::attend_one(const Step& step, const Layer& layer, const Cache& cache,
   const float* queries = &qkv_[static_cast<size_t>(t) * (s.heads + 2 * s.kv_heads) * dim];
   k_.attend_decode(cache, step.table(t), queries, from, to, kv, group,
                    1.0f / std::sqrt(static_cast<float>(dim)), acc, largest, sum);
-  (void)member;
-  if (step.splits > 1) return;
-  merge(step, t, kv);
 }
 
 void Model::merge(const Step& step, int t, int kv) {
@@ -370,15 +422,15 @@ void Model::logits(const int32_t* which, int count, float* out) {
 
 void Model::head(const int32_t* which, int count, float* out) {
   const int hidden = shape_.hidden;
-  team_.share(count, [&](int n) {
+  share_tokens(0, count, [&](int n) {
     norm(&x_[static_cast<size_t>(which[n]) * hidden], final_norm_, last_, n);
   });
   const Packed& w = head_->packed();
   const int groups = w.groups(), per_task = std::max(1, ceil_div(groups, 64));
   team_.share(ceil_div(groups, per_task), [&](int task) {
     const int from = task * per_task;
-    k_.matmul(w, view(last_, hidden), 0, count, from, std::min(groups, from + per_task), out,
-              shape_.vocab, false);
+    k_.matmul(w, view(last_, hidden), 0, count, from, std::min(groups, from + per_task),
+              out + from * w.lanes, shape_.vocab, false);
   });
 }
 

@@ -1,6 +1,8 @@
 // One decoder, a step at a time: `twostroke/model/decoder.py` says the same in torch.
 #pragma once
 
+#include <array>
+#include <chrono>
 #include <memory>
 #include <vector>
 
@@ -42,6 +44,11 @@ struct Pool {
   int blocks, block_size;
 };
 
+// What a step's time goes to.
+enum Stage { kEmbed, kNorm, kQkv, kStore, kAttend, kMerge, kOutput, kGateUp, kDown, kHead, kStages };
+constexpr const char* kStageNames[kStages] = {"embed", "norm",   "qkv",     "store", "attend",
+                                              "merge", "output", "gate_up", "down",  "head"};
+
 // Throws unless the parts of a model fit each other.
 void check_model(const Shape& shape, const std::vector<Layer>& layers, const Matrix& embed,
                  const Matrix& head, size_t final_norm, int lanes);
@@ -61,6 +68,8 @@ class Model {
   void logits(const int32_t* which, int count, float* out);
 
   int num_tokens() const { return tokens_; }
+  // Seconds of each stage since the model was made, as its first member saw them.
+  const std::array<double, kStages>& spent() const { return spent_; }
   size_t num_layers() const { return layers_.size(); }
   const Shape& shape() const { return shape_; }
   size_t num_bytes() const;
@@ -81,14 +90,19 @@ class Model {
   void quantise(Quantised& a, int t, int from, int n, int width) const;
   void norm(const float* x, const std::vector<float>& weight, Quantised& a, int t) const;
   void run_layer(const Step& step, int index, int member);
+  void gate_and_up(const Layer& layer, const Activations& a, int tokens, int member);
   void multiply(const Matrix& w, const Activations& a, int tokens, float* out, int stride,
                 bool add);
   void rotate_and_store(const Step& step, const Layer& layer, const Cache& cache, int t, int kv);
   void attend(const Step& step, const Layer& layer, const Cache& cache, int member);
-  void attend_one(const Step& step, const Layer& layer, const Cache& cache, int task, int member);
+  void attend_slot(const Step& step, const Layer& layer, const Cache& cache, int task);
+  void attend_part(const Step& step, const Layer& layer, const Cache& cache, int task);
   void merge(const Step& step, int t, int kv);
   void head(const int32_t* which, int count, float* out);
   int num_tasks(int tokens) const;
+  void lap(Stage stage, int member);
+  template <typename F>
+  void share_tokens(int from, int to, F&& work);
 
   const Kernels& k_;
   Shape shape_;
@@ -99,11 +113,13 @@ class Model {
   int threads_, threads_prefill_;
   Team team_;
   int tokens_ = 0;
-  std::vector<float> x_, qkv_, gate_up_;
+  std::vector<float> x_, qkv_;
   Quantised normed_, attended_, inner_, last_;
   std::vector<Quantised> own_;  // of each member: what it norms for itself in a small step
-  std::vector<std::vector<float>> scratch_;
+  std::vector<std::vector<float>> scratch_, both_;
   std::vector<float> partial_;  // of split decode attention: acc, largest, sum
+  std::array<double, kStages> spent_{};
+  std::chrono::steady_clock::time_point since_;
 };
 
 }  // namespace twostroke

@@ -264,6 +264,13 @@ NB_MODULE(_native, m) {
            "layers"_a, "embed"_a, "head"_a, "final_norm"_a, "cos"_a, "sin"_a, "threads"_a,
            "threads_prefill"_a, "exact"_a)
       .def_prop_ro("num_bytes", &Model::num_bytes)
+      .def_prop_ro("spent",
+                   [](const Model& self) {
+                     nb::dict found;
+                     for (int n = 0; n < kStages; n++) found[kStageNames[n]] = self.spent()[n];
+                     return found;
+                   },
+                   "Seconds of each stage of all steps so far.")
       .def("forward",
            [](Model& self, const Ints2& tokens, const Ints2& tables, const Halves& cache,
               const Ints2& slots, const Ints2& chunks, const Ints1& which, const OutFloats2& out) {

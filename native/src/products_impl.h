@@ -108,22 +108,34 @@ static inline __attribute__((always_inline)) void exact_tile(const uint8_t* p,
       }
     }
   } else {
-    for (int k = 0; k < cols; k++) {
-      f32v value = F == Format::kBF16 ? load_bf16(reinterpret_cast<const uint16_t*>(p) + k * W)
-                                      : load(reinterpret_cast<const float*>(p) + k * W);
+    auto column = [&](int k) {
+      return F == Format::kBF16 ? load_bf16(reinterpret_cast<const uint16_t*>(p) + k * W)
+                                : load(reinterpret_cast<const float*>(p) + k * W);
+    };
+    int k = 0;
+    for (; k + 4 <= cols; k += 4) {
+      f32v value[4];
+      unrolled<4>([&](auto i) { value[i] = column(k + i); });
+      unrolled<M>([&](auto m) {
+        const Four four(x + m * stride + k);
+        unrolled<4>([&](auto i) { acc[m] = add_times<i>(acc[m], value[i], four); });
+      });
+    }
+    for (; k < cols; k++) {
+      const f32v value = column(k);
       unrolled<M>([&](auto m) { acc[m] += value * x[m * stride + k]; });
     }
   }
 }
 
 template <Format F, int M>
-static inline __attribute__((always_inline)) void finish_tile(const Packed& w, int g, int t, const f32v* acc, float* out,
-                               int stride, bool add) {
+static inline __attribute__((always_inline)) void finish_tile(const Packed& w, int g, const f32v* acc,
+                                                              float* out, int stride, bool add) {
   int row = g * W, rows = w.rows - row;
   f32v bias = {};
   if (w.bias != nullptr) bias = load(w.bias + row);  // padded to whole groups
   unrolled<M>([&](auto m) {
-    float* to = out + static_cast<size_t>(t + m) * stride + row;
+    float* to = out + static_cast<size_t>(m) * stride;
     f32v v = acc[m] + bias;
     if (rows >= W) {
       store(to, add ? load(to) + v : v);
@@ -148,7 +160,7 @@ static void one_tile(const Packed& w, const Activations& a, int g, const Unpacke
   } else {
     exact_tile<F, M>(w.group(g), a, w.cols, t, acc);
   }
-  finish_tile<F, M>(w, g, t, acc, out, stride, add);
+  finish_tile<F, M>(w, g, acc, out, stride, add);
 }
 
 template <Format F>
@@ -171,15 +183,16 @@ static void matmul_of(const Packed& w, const Activations& a, int t0, int t1, int
       }
       const Unpacked* group = unpack ? ready : nullptr;
       for (int t = from; t < to; t += kTile) {
+        float* at = out + static_cast<size_t>(t - t0) * stride + (g - g0) * W;
         switch (to - t) {
-          case 1: one_tile<F, 1>(w, a, g, group, t, out, stride, add); break;
-          case 2: one_tile<F, 2>(w, a, g, group, t, out, stride, add); break;
-          case 3: one_tile<F, 3>(w, a, g, group, t, out, stride, add); break;
-          case 4: one_tile<F, 4>(w, a, g, group, t, out, stride, add); break;
-          case 5: one_tile<F, 5>(w, a, g, group, t, out, stride, add); break;
-          case 6: one_tile<F, 6>(w, a, g, group, t, out, stride, add); break;
-          case 7: one_tile<F, 7>(w, a, g, group, t, out, stride, add); break;
-          default: one_tile<F, 8>(w, a, g, group, t, out, stride, add); break;
+          case 1: one_tile<F, 1>(w, a, g, group, t, at, stride, add); break;
+          case 2: one_tile<F, 2>(w, a, g, group, t, at, stride, add); break;
+          case 3: one_tile<F, 3>(w, a, g, group, t, at, stride, add); break;
+          case 4: one_tile<F, 4>(w, a, g, group, t, at, stride, add); break;
+          case 5: one_tile<F, 5>(w, a, g, group, t, at, stride, add); break;
+          case 6: one_tile<F, 6>(w, a, g, group, t, at, stride, add); break;
+          case 7: one_tile<F, 7>(w, a, g, group, t, at, stride, add); break;
+          default: one_tile<F, 8>(w, a, g, group, t, at, stride, add); break;
         }
       }
     }

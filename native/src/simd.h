@@ -144,9 +144,27 @@ static inline f32v dot_block(const i8v* w, const int8_t* a) {
 #endif
 }
 
+#if defined(TS_AVX2) || defined(TS_AVX512)
+static inline __m256 halves_sum(f32v v) {
+#if defined(TS_AVX512)
+  return _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
+#else
+  return (__m256)v;
+#endif
+}
+
+static inline __m128 quarters_sum(__m256 v) {
+  return _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+}
+#endif
+
 static inline float sum_lanes(f32v v) {
 #if defined(TS_NEON)
   return vaddvq_f32(v);
+#elif defined(TS_AVX2) || defined(TS_AVX512)
+  __m128 x = quarters_sum(halves_sum(v));
+  x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
 #else
   float s = 0;
   for (int i = 0; i < W; i++) s += v[i];
@@ -154,9 +172,28 @@ static inline float sum_lanes(f32v v) {
 #endif
 }
 
+// The sums of four vectors' lanes.
+static inline void sum_four(f32v a, f32v b, f32v c, f32v d, float* out) {
+#if defined(TS_NEON)
+  vst1q_f32(out, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
+#elif defined(TS_AVX2) || defined(TS_AVX512)
+  __m256 ab = _mm256_hadd_ps(halves_sum(a), halves_sum(b));
+  __m256 cd = _mm256_hadd_ps(halves_sum(c), halves_sum(d));
+  _mm_storeu_ps(out, quarters_sum(_mm256_hadd_ps(ab, cd)));
+#else
+  out[0] = sum_lanes(a), out[1] = sum_lanes(b), out[2] = sum_lanes(c), out[3] = sum_lanes(d);
+#endif
+}
+
 static inline float max_lanes(f32v v) {
 #if defined(TS_NEON)
   return vmaxvq_f32(v);
+#elif defined(TS_AVX512)
+  return _mm512_reduce_max_ps((__m512)v);
+#elif defined(TS_AVX2)
+  __m128 x = _mm_max_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
 #else
   float s = v[0];
   for (int i = 1; i < W; i++) s = v[i] > s ? v[i] : s;
@@ -167,6 +204,10 @@ static inline float max_lanes(f32v v) {
 static inline f32v max_of(f32v a, f32v b) {
 #if defined(TS_NEON)
   return vmaxq_f32(a, b);
+#elif defined(TS_AVX512)
+  return (f32v)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(TS_AVX2)
+  return (f32v)_mm256_max_ps((__m256)a, (__m256)b);
 #else
   return a > b ? a : b;
 #endif
@@ -191,6 +232,26 @@ static inline int round_block(const float* x, float inverse, int8_t* codes) {
     vst1q_s8(codes + 4 * i, vuzp1q_s8(vreinterpretq_s8_s16(a), vreinterpretq_s8_s16(b)));
   }
   return vaddvq_s32(total);
+#elif defined(TS_AVX512)
+  (void)shift;
+  const __m512i low = _mm512_cvtps_epi32((__m512)(load(x) * inverse));
+  const __m512i high = _mm512_cvtps_epi32((__m512)(load(x + 16) * inverse));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(codes), _mm512_cvtepi32_epi8(low));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + 16), _mm512_cvtepi32_epi8(high));
+  return _mm512_reduce_add_epi32(_mm512_add_epi32(low, high));
+#elif defined(TS_AVX2)
+  (void)shift;
+  __m256i y[4];
+  for (int i = 0; i < 4; i++) y[i] = _mm256_cvtps_epi32((__m256)(load(x + 8 * i) * inverse));
+  const __m256i low = _mm256_packs_epi32(y[0], y[1]), high = _mm256_packs_epi32(y[2], y[3]);
+  // Packing goes by halves of the registers: put the words back in order.
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  const __m256i all = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), all);
+  const __m256i both = _mm256_add_epi32(_mm256_add_epi32(y[0], y[1]), _mm256_add_epi32(y[2], y[3]));
+  __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+  sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4E));
+  return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xB1)));
 #else
   int total = 0;
   for (int i = 0; i < 32; i += W) {

@@ -1,0 +1,147 @@
+// What each kernel takes on one core, for every instruction set of the machine: where a step's time
+// goes, without Python. `native/README.md` has the command. The shapes are the default model's.
+
+#include <chrono>
+#include <cstdio>
+#include <functional>
+#include <random>
+#include <vector>
+
+#include "../src/isa.h"
+#include "../src/pack.h"
+
+using namespace twostroke;
+
+namespace {
+
+std::mt19937 random_bits(0);
+
+std::vector<float> noise(size_t n) {
+  std::normal_distribution<float> normal(0, 1);
+  std::vector<float> x(n);
+  for (float& v : x) v = normal(random_bits);
+  return x;
+}
+
+// Seconds of one call: the best of several runs of at least 5 ms.
+double seconds(const std::function<void()>& work) {
+  using clock = std::chrono::steady_clock;
+  double best = 1e9;
+  for (int run = 0; run < 15; run++) {
+    int calls = 0;
+    const auto start = clock::now();
+    double took = 0;
+    do {
+      work();
+      calls++;
+      took = std::chrono::duration<double>(clock::now() - start).count();
+    } while (took < 0.005);
+    best = took / calls < best ? took / calls : best;
+  }
+  return best;
+}
+
+void time_products(const Kernels& k, Format format, const char* name, int rows, int cols,
+                   std::initializer_list<int> counts) {
+  Matrix m(format, rows, cols, k.lanes);
+  const auto w = noise(size_t(rows) * cols);
+  std::vector<int32_t> place(rows);
+  for (int n = 0; n < rows; n++) place[n] = n;
+  m.put_floats(w.data(), rows, place.data());
+  for (int tokens : counts) {
+    const auto x = noise(size_t(tokens) * cols);
+    const int blocks = m.packed().blocks;
+    const size_t padded = (tokens + kWideRows - 1) / kWideRows * static_cast<size_t>(kWideRows);
+    std::vector<int8_t> codes(padded * blocks * kBlock);
+    std::vector<uint16_t> wide(padded * blocks * kBlock);
+    std::vector<float> scale(padded * blocks), sum(padded * blocks), out(padded * rows);
+    for (int t = 0; t < tokens; t++) {
+      k.quantise(&x[size_t(t) * cols], cols, t, 0, blocks, codes.data(), scale.data(), sum.data());
+      if (k.wide.from > 0)
+        k.wide.to_bf16(&x[size_t(t) * cols], cols, &wide[wide_at(t, 0, blocks)]);
+    }
+    for (const bool use_wide : {false, true}) {
+      if (use_wide && (k.wide.from == 0 || tokens < 8)) continue;
+      const Activations a{x.data(), cols, codes.data(), scale.data(), sum.data(), blocks,
+                          use_wide ? wide.data() : nullptr};
+      const double s = seconds([&] {
+        k.matmul(m.packed(), a, 0, tokens, 0, m.packed().groups(), out.data(), rows, false);
+      });
+      const double each = double(rows) * cols;
+      std::printf("%-9s %s %5d x %4d, %3d tokens%s: %9.1f us, %7.1f GFLOP/s, %5.1f GB/s\n", k.name,
+                  name, rows, cols, tokens, use_wide ? " (wide)" : "", s * 1e6,
+                  2 * each * tokens / s * 1e-9, m.num_bytes() / s * 1e-9);
+    }
+  }
+}
+
+void time_attention(const Kernels& k) {
+  const int dim = 64, heads = 3, group = 3, size = 16, length = 1024, blocks = length / size + 1;
+  std::vector<uint16_t> keys(size_t(blocks) * size * heads * dim), values(keys.size());
+  const auto kf = noise(keys.size());
+  k.to_half(kf.data(), static_cast<int>(kf.size()), keys.data());
+  k.to_half(kf.data(), static_cast<int>(kf.size()), values.data());
+  const Cache cache{keys.data(), values.data(), size, heads, dim};
+  std::vector<int32_t> table(blocks);
+  for (int n = 0; n < blocks; n++) table[n] = blocks - 1 - n;
+  const int width = heads * group * dim;
+  const auto q = noise(size_t(64) * width);
+  std::vector<float> out(q.size()), partial(group * (dim + 2));
+  double s = seconds([&] {
+    for (int from = 0; from < length; from += 64)
+      k.attend_decode(cache, table.data(), q.data(), from, from + 64, 1, group, 0.125f,
+                      partial.data(), &partial[group * dim], &partial[group * (dim + 1)]);
+  });
+  std::printf("%-9s decode attention: %5.2f ns a key and head\n", k.name, s * 1e9 / length / group);
+  auto prefill = [&](const char* name, int queries, size_t floats, auto attend) {
+    std::vector<float> scratch(floats);
+    s = seconds([&] {
+      for (int n = 0; n < 64; n += queries)
+        attend(cache, table.data(), &q[size_t(n) * width], width, length - 64 + n, queries, 1,
+               group, 0.125f, 0, scratch.data(), &out[size_t(n) * width], width);
+    });
+    std::printf("%-9s %s attention: %5.3f ns a query and key, %5.1f GFLOP/s\n", k.name, name,
+                s * 1e9 / (64.0 * group * length), 4.0 * dim * 64 * group * length / s * 1e-9);
+  };
+  prefill("prefill", kQueries, prefill_scratch_floats(group, dim), k.attend_prefill);
+  if (k.wide.from > 0)
+    prefill("wide", k.wide.queries, k.wide.scratch_floats(group, dim), k.wide.attend);
+}
+
+void time_small(const Kernels& k) {
+  const int n = 576, blocks = n / kBlock;
+  auto x = noise(n), w = noise(n), out = noise(n);
+  std::vector<int8_t> codes(size_t(blocks) * kTile * kBlock);
+  std::vector<float> scale(blocks * kTile), sum(blocks * kTile);
+  std::vector<uint16_t> halves(16 * n);
+  auto tell = [&](const char* name, int count, const std::function<void()>& work) {
+    std::printf("%-9s %s of %d: %6.0f ns\n", k.name, name, count, seconds(work) * 1e9);
+  };
+  tell("quantise", n, [&] {
+    k.quantise(x.data(), n, 0, 0, blocks, codes.data(), scale.data(), sum.data());
+  });
+  if (k.wide.from > 0) tell("to_bf16", n, [&] { k.wide.to_bf16(x.data(), n, halves.data()); });
+  tell("rms_norm", n, [&] { k.rms_norm(x.data(), w.data(), 1e-5f, n, out.data()); });
+  tell("silu_mul", n, [&] { k.silu_mul(x.data(), w.data(), n, out.data()); });
+  const std::vector<float> cos(32, 0.6f), sin(32, 0.8f);
+  tell("rope", n, [&] { k.rope(out.data(), 9, 64, cos.data(), sin.data(), 32); });
+  tell("to_half", n, [&] { k.to_half(x.data(), n, halves.data()); });
+  const auto logits = noise(49152);
+  tell("argmax", 49152, [&] { (void)k.argmax(logits.data(), 49152); });
+  tell("draw", 49152, [&] { (void)k.draw(logits.data(), 49152, 1, 2); });
+}
+
+}  // namespace
+
+int main() {
+  for (const std::string& name : available_isas()) {
+    if (name == "portable") continue;
+    const Kernels& k = find_kernels(name);
+    time_products(k, Format::kQ4, "Q4", 3072, 576, {1, 2, 4, 8, 16, 32, 64, 512});
+    time_products(k, Format::kQ4, "Q4", 576, 1536, {1, 8, 512});
+    time_products(k, Format::kQ8, "Q8", 49152, 576, {1, 8, 32});
+    time_products(k, Format::kBF16, "BF16", 3072, 576, {1, 8, 512});
+    time_attention(k);
+    time_small(k);
+  }
+}
