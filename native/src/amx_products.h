@@ -5,7 +5,7 @@
 // 2k + 1 of every output side by side. Activations are bfloat16; a group's blocks are unpacked to
 // tiles of bfloat16 once for up to 512 tokens.
 
-constexpr int kWideFrom = 16;             // tokens, below which AVX-512 is as fast
+constexpr int kWideFrom = 24;             // tokens, below which AVX-512 is as fast
 constexpr int kSide = 16;                 // rows of a tile, and columns of C
 constexpr int kTileBytes = 1024;
 constexpr int kTileHalves = kSide * 32;   // bfloat16 numbers of a tile

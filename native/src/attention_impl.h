@@ -24,13 +24,15 @@ struct Reader {
       for (; offset < block_size && n < count; offset++, n++, p += dim) f(n, p);
     }
   }
-
-  inline __attribute__((always_inline)) void prefetch(int first, int count, int dim) const {
-    each(first, count, [&](int, const uint16_t* p) {
-      for (int d = 0; d < dim; d += 32) __builtin_prefetch(p + d);
-    });
-  }
 };
+
+// Ask for positions [from, to) of one KV head: blocks lie apart, and the machine does not guess where.
+static void prefetch_keys(const Cache& cache, const int32_t* table, int from, int to, int kv) {
+  for (const uint16_t* data : {cache.keys, cache.values})
+    Reader(data, cache, table, kv).each(from, to - from, [&](int, const uint16_t* p) {
+      for (int d = 0; d < cache.dim; d += 32) __builtin_prefetch(p + d, 0, 2);
+    });
+}
 
 static inline void widen(const uint16_t* p, int dim, float* out) {
   int d = 0;
@@ -192,14 +194,8 @@ static void decode_heads(const Cache& cache, const int32_t* table, const float* 
   float s[G][kKeys + 4];
   for (int g = 0; g < G; g++) largest[g] = -1e30f, sum[g] = 0;
   __builtin_memset(acc, 0, sizeof(float) * G * dim);
-  keys_at.prefetch(from, to - from < kKeys ? to - from : kKeys, dim);
-  values_at.prefetch(from, to - from < kKeys ? to - from : kKeys, dim);
   for (int key = from; key < to; key += kKeys) {
     const int keys = to - key < kKeys ? to - key : kKeys;
-    // Positions lie apart, and the machine does not guess where: ask for the next tile now.
-    const int next = key + kKeys, more = to - next < kKeys ? to - next : kKeys;
-    keys_at.prefetch(next, more, dim);
-    values_at.prefetch(next, more, dim);
     keys_at.each(key, keys, [&](int n, const uint16_t* at) { p[n] = at; });
     for (int n = keys; n < keys + 4; n++) p[n] = p[keys - 1];
     for (int n = 0; n < keys; n += 4) {

@@ -122,6 +122,8 @@ struct Kernels {
   // [group, dim] with each head's largest score and sum, for `merge`.
   void (*attend_decode)(const Cache& cache, const int32_t* table, const float* q, int from, int to,
                         int kv, int group, float scale, float* acc, float* largest, float* sum);
+  // Bring what `attend_decode` is going to read closer.
+  void (*prefetch_keys)(const Cache& cache, const int32_t* table, int from, int to, int kv);
   // Index of the largest of n scores.
   int (*argmax)(const float* x, int n);
   // Index of the largest of n scores with their Gumbel noise.

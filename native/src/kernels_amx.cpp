@@ -32,6 +32,7 @@ const Kernels kAmx = {
     amx::unpack_row,
     amx::attend_prefill,
     amx::attend_decode,
+    amx::prefetch_keys,
     amx::argmax,
     amx::draw,
     {amx::kWideFrom, amx::kWideQueries, amx::to_bf16, amx::wide_attend_prefill,

@@ -28,6 +28,7 @@ const Kernels kAvx2 = {
     avx2::unpack_row,
     avx2::attend_prefill,
     avx2::attend_decode,
+    avx2::prefetch_keys,
     avx2::argmax,
     avx2::draw,
 };

@@ -28,6 +28,7 @@ const Kernels kAvx512 = {
     avx512::unpack_row,
     avx512::attend_prefill,
     avx512::attend_decode,
+    avx512::prefetch_keys,
     avx512::argmax,
     avx512::draw,
 };

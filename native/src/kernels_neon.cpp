@@ -28,6 +28,7 @@ const Kernels kNeon = {
     neon::unpack_row,
     neon::attend_prefill,
     neon::attend_decode,
+    neon::prefetch_keys,
     neon::argmax,
     neon::draw,
 };

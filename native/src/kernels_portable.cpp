@@ -27,6 +27,7 @@ const Kernels kPortable = {
     portable::unpack_row,
     portable::attend_prefill,
     portable::attend_decode,
+    portable::prefetch_keys,
     portable::argmax,
     portable::draw,
 };

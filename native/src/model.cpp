@@ -1,4 +1,4 @@
-#include "model.h"
+#include "step.h"
 
 #include <algorithm>
 #include <cmath>
@@ -9,15 +9,12 @@ namespace twostroke {
 
 namespace {
 constexpr int kSmall = 4;         // tokens of a step that every member norms for itself
-constexpr int kSplit = 64;        // cached positions of a decode task
 constexpr int kUnit = 2 * kBlock;  // rows of gate and up that make one block of the inner layer
 constexpr int kPanel = 512;       // tokens whose gate and up are kept at one time
 
 // Tasks of a product at the least. (Weights that pass by once are read best in long runs, one for
 // each member; with many tokens more tasks even out what the members lose to others.)
 constexpr int kTasks = 16;
-
-int ceil_div(int a, int b) { return (a + b - 1) / b; }
 }  // namespace
 
 void check_model(const Shape& s, const std::vector<Layer>& layers, const Matrix& embed,
@@ -38,19 +35,6 @@ void check_model(const Shape& s, const std::vector<Layer>& layers, const Matrix&
   }
   if (!fine) throw std::invalid_argument("the model's parts do not fit each other");
 }
-
-// What one step is made of, worked out before the team starts.
-struct Model::Step {
-  const Rows& rows;
-  const Pool& pool;
-  const std::vector<Slot>& decode;
-  const std::vector<Chunk>& prefill;
-  std::vector<int32_t> row, position;  // of every token
-  int tokens, small, splits;
-  bool whole;  // a decode slot's parts are one task
-
-  const int32_t* table(int t) const { return rows.tables + row[t] * rows.tables_stride; }
-};
 
 Model::Model(const Kernels& kernels, const Shape& shape, std::vector<Layer> layers,
              std::shared_ptr<Matrix> embed, std::shared_ptr<Matrix> head,
@@ -167,7 +151,7 @@ void Model::forward(const Rows& rows, const Pool& pool, const std::vector<Slot>&
   const int tasks = static_cast<int>(decode.size()) * shape_.kv_heads;
   // Always the same parts, whoever else is in the step: so a stream's sums never depend on others.
   step.splits = std::max(1, ceil_div(longest, kSplit));
-  step.whole = step.splits == 1 || tasks >= 4 * members;
+  step.whole = static_cast<int>(decode.size()) >= 4 * members;
   reserve(step.tokens);
   resize(last_, std::max(count, 1), shape_.hidden);
   const size_t group = shape_.heads / shape_.kv_heads;
@@ -182,18 +166,6 @@ void Model::forward(const Rows& rows, const Pool& pool, const std::vector<Slot>&
     for (size_t n = 0; n < layers_.size(); n++) run_layer(step, static_cast<int>(n), member);
     if (count > 0) head(which, count, out);
     lap(kHead, member);
-  });
-}
-
-// Tokens [from, to), some at a time: those of one tile lie side by side, and members that write to
-// the same lines of a cache wait for each other.
-template <typename F>
-void Model::share_tokens(int from, int to, F&& work) {
-  const int members = to - from < kTile ? threads_ : threads_prefill_;
-  const int each = to - from >= 4 * kTile * members ? kTile : std::max(1, ceil_div(to - from, members));
-  team_.share(ceil_div(to - from, each), [&](int n) {
-    const int end = std::min(to, from + (n + 1) * each);
-    for (int t = from + n * each; t < end; t++) work(t);
   });
 }
 
@@ -280,137 +252,6 @@ void Model::multiply(const Matrix& w, const Activations& a, int tokens, float* o
     k_.matmul(w.packed(), a, 0, tokens, from, std::min(groups, from + per_task),
               out + from * w.packed().lanes, stride, add);
   });
-}
-
-// ── attention ───────────────────────────────────────────────────────────────────────────────────
-
-// The queries of one KV head and its key: normed, rotated; key and value into the cache.
-void Model::rotate_and_store(const Step& step, const Layer& layer, const Cache& cache, int t,
-                             int kv) {
-  const Shape& s = shape_;
-  const int group = s.heads / s.kv_heads, dim = s.dim, position = step.position[t];
-  float* line = &qkv_[static_cast<size_t>(t) * (s.heads + 2 * s.kv_heads) * dim];
-  float *q = line + kv * group * dim, *key = line + (s.heads + kv) * dim;
-  const float* value = line + (s.heads + s.kv_heads + kv) * dim;
-  if (!layer.q_norm.empty()) {
-    for (int g = 0; g < group; g++)
-      k_.rms_norm(q + g * dim, layer.q_norm.data(), s.eps, dim, q + g * dim);
-    k_.rms_norm(key, layer.k_norm.data(), s.eps, dim, key);
-  }
-  const float* cos = &cos_[static_cast<size_t>(position) * s.rope_half];
-  const float* sin = &sin_[static_cast<size_t>(position) * s.rope_half];
-  k_.rope(q, group, dim, cos, sin, s.rope_half);
-  k_.rope(key, 1, dim, cos, sin, s.rope_half);
-  const size_t at = cache.offset(step.table(t), position, kv);
-  k_.to_half(key, dim, cache.keys + at);
-  k_.to_half(value, dim, cache.values + at);
-}
-
-void Model::attend(const Step& step, const Layer& layer, const Cache& cache, int member) {
-  const Shape& s = shape_;
-  const int group = s.heads / s.kv_heads, dim = s.dim, q = s.heads * dim;
-  const int decoding = static_cast<int>(step.decode.size());
-  const int chunk_tokens = step.tokens - decoding;
-  // A chunk's queries see keys that other tasks make; a decode slot needs only its own.
-  if (chunk_tokens > 0) {
-    share_tokens(decoding, step.tokens, [&](int t) {
-      for (int kv = 0; kv < s.kv_heads; kv++) rotate_and_store(step, layer, cache, t, kv);
-    });
-  }
-  if (!step.whole) {
-    team_.share(decoding * s.kv_heads, [&](int n) {
-      rotate_and_store(step, layer, cache, n / s.kv_heads, n % s.kv_heads);
-    });
-  }
-  lap(kStore, member);
-  const bool wide = is_wide(step.tokens);
-  const auto attend_tile = wide ? k_.wide.attend : k_.attend_prefill;
-  const int queries_each = wide ? k_.wide.queries : kQueries;
-  std::vector<int> tiles;  // of each chunk
-  int tasks = 0;
-  for (const Chunk& chunk : step.prefill) {
-    tiles.push_back(ceil_div(chunk.size, queries_each));
-    tasks += tiles.back() * s.kv_heads;
-  }
-  const int decode_tasks = decoding * s.kv_heads * (step.whole ? 1 : step.splits);
-  const bool whole_blocks = (group * dim) % kBlock == 0;
-  team_.share(tasks + decode_tasks, [&](int n) {
-    if (n >= tasks) return attend_slot(step, layer, cache, n - tasks);
-    int first = decoding, at = tasks - 1 - n;  // the last tiles have the most keys: those first
-    size_t c = 0;
-    for (; at >= tiles[c] * s.kv_heads; c++) {
-      at -= tiles[c] * s.kv_heads;
-      first += step.prefill[c].size;
-    }
-    const Chunk& chunk = step.prefill[c];
-    const int kv = at % s.kv_heads, from = at / s.kv_heads * queries_each;
-    const int count = std::min(queries_each, chunk.size - from);
-    const int stride = (s.heads + 2 * s.kv_heads) * dim;
-    const float* queries = &qkv_[static_cast<size_t>(first + from) * stride];
-    float* out = &attended_.values[static_cast<size_t>(first + from) * q];
-    attend_tile(cache, step.table(first), queries, stride, chunk.start + from, count, kv, group,
-                1.0f / std::sqrt(static_cast<float>(dim)), layer.window, scratch_[member].data(),
-                out, q);
-    if (whole_blocks)
-      for (int t = first + from; t < first + from + count; t++)
-        quantise(attended_, t, kv * group * dim, group * dim, q);
-  });
-  lap(kAttend, member);
-  if (!step.whole) {
-    team_.share(decoding * s.kv_heads,
-                [&](int n) { merge(step, n / s.kv_heads, n % s.kv_heads); });
-  }
-  if (!whole_blocks)
-    share_tokens(0, step.tokens, [&](int t) { quantise(attended_, t, 0, q, q); });
-  lap(kMerge, member);
-}
-
-// A decode slot's context for the heads of one KV head: all of it and what comes before and after, or
-// one part.
-void Model::attend_slot(const Step& step, const Layer& layer, const Cache& cache, int task) {
-  if (!step.whole) return attend_part(step, layer, cache, task);
-  const int t = task / shape_.kv_heads, kv = task % shape_.kv_heads;
-  rotate_and_store(step, layer, cache, t, kv);
-  for (int part = 0; part < step.splits; part++)
-    attend_part(step, layer, cache, task * step.splits + part);
-  merge(step, t, kv);
-}
-
-void Model::attend_part(const Step& step, const Layer& layer, const Cache& cache, int task) {
-  const Shape& s = shape_;
-  const int group = s.heads / s.kv_heads, dim = s.dim;
-  const int part = task % step.splits, kv = task / step.splits % s.kv_heads;
-  const int t = task / step.splits / s.kv_heads, end = step.position[t] + 1;
-  const int begin = layer.window > 0 ? std::max(0, end - layer.window) : 0;
-  const int from = std::max(begin, part * kSplit);
-  const int to = std::min(end, (part + 1) * kSplit);
-  float* acc = &partial_[static_cast<size_t>(task) * group * (dim + 2)];
-  float *largest = acc + group * dim, *sum = largest + group;
-  const float* queries = &qkv_[static_cast<size_t>(t) * (s.heads + 2 * s.kv_heads) * dim];
-  k_.attend_decode(cache, step.table(t), queries, from, to, kv, group,
-                   1.0f / std::sqrt(static_cast<float>(dim)), acc, largest, sum);
-}
-
-void Model::merge(const Step& step, int t, int kv) {
-  const Shape& s = shape_;
-  const int group = s.heads / s.kv_heads, dim = s.dim, q = s.heads * dim;
-  const size_t size = static_cast<size_t>(group) * (dim + 2);
-  const float* parts = &partial_[static_cast<size_t>(t * s.kv_heads + kv) * step.splits * size];
-  for (int g = 0; g < group; g++) {
-    float* out = &attended_.values[static_cast<size_t>(t) * q + (kv * group + g) * dim];
-    float largest = -INFINITY, total = 0;
-    for (int p = 0; p < step.splits; p++)
-      largest = std::max(largest, parts[p * size + group * dim + g]);
-    std::fill(out, out + dim, 0.0f);
-    for (int p = 0; p < step.splits; p++) {
-      const float* part = parts + p * size;
-      const float weight = std::exp(part[group * dim + g] - largest);
-      total += part[group * (dim + 1) + g] * weight;
-      for (int d = 0; d < dim; d++) out[d] += part[g * dim + d] * weight;
-    }
-    for (int d = 0; d < dim; d++) out[d] /= total;
-  }
-  if ((group * dim) % kBlock == 0) quantise(attended_, t, kv * group * dim, group * dim, q);
 }
 
 // ── the head ────────────────────────────────────────────────────────────────────────────────────

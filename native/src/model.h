@@ -82,6 +82,9 @@ class Model {
     bool is_wide = false;
   };
   struct Step;
+  struct Part {  // of a decode slot's context
+    int t, kv, from, to;
+  };
 
   void reserve(int tokens);
   void resize(Quantised& a, int tokens, int width) const;
@@ -96,7 +99,9 @@ class Model {
   void rotate_and_store(const Step& step, const Layer& layer, const Cache& cache, int t, int kv);
   void attend(const Step& step, const Layer& layer, const Cache& cache, int member);
   void attend_slot(const Step& step, const Layer& layer, const Cache& cache, int task);
-  void attend_part(const Step& step, const Layer& layer, const Cache& cache, int task);
+  Part part(const Step& step, const Layer& layer, int n) const;
+  void prefetch_part(const Step& step, const Layer& layer, const Cache& cache, int n) const;
+  void attend_part(const Step& step, const Layer& layer, const Cache& cache, int n);
   void merge(const Step& step, int t, int kv);
   void head(const int32_t* which, int count, float* out);
   int num_tasks(int tokens) const;
