@@ -33,7 +33,7 @@ def tuning(dim: int) -> Tuning:
     if dim <= 64:
         return Tuning(128, 128, 8, 3)
     if dim <= 128:
-        return Tuning(128, 64, 8, 3)
+        return Tuning(128, 64, 8, 5)
     return Tuning(64, 32, 4, 3)
 
 

@@ -1,8 +1,8 @@
 """What stands between the QKV product and attention, in one launch.
 
-    qkv row ─┬─ query heads ─▶ norm · rope ─▶ q
-             ├─ key heads   ─▶ norm · rope ─▶ keys[slot]
-             └─ value heads ────────────────▶ values[slot]
+qkv row ─┬─ query heads ─▶ norm · rope ─▶ q
+         ├─ key heads   ─▶ norm · rope ─▶ keys[slot]
+         └─ value heads ────────────────▶ values[slot]
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import triton.language as tl
 
 TILE = 2048  # tokens of one program of the survey
 STEP = 4  # tiles that settling looks at together
-TURNS = tl.constexpr(256)  # a search takes ten or so; one among NaNs must end too
+TURNS = tl.constexpr(96)  # a search takes ten or so; one among NaNs must end too
 LOWEST = tl.constexpr(-3.0e38)
 
 
@@ -38,6 +38,7 @@ def sample(
     """
     batch, vocab = logits.shape
     assert logits.stride(1) == 1
+    assert all(each.is_contiguous() for each in (temperature, top_k, top_p, min_p, key0, key1))
     tiles = triton.cdiv(vocab, TILE)
     device = logits.device
     if out is None:
@@ -80,7 +81,7 @@ def sample(
         BLOCK=triton.next_power_of_2(tiles),
         TILE=TILE,
         STEP=STEP,
-        num_warps=8,
+        num_warps=16,
     )
     return out
 
@@ -108,19 +109,21 @@ def _survey(
     heat = tl.load(temperature + row)
     at = row * TILES + tile
     if heat == 0:
-        best, index = tl.max(logit, axis=0, return_indices=True)
+        best = tl.max(logit, axis=0)
         tl.store(score + at, best)
-        tl.store(tokens + at, tile * TILE + index)
+        tl.store(tokens + at, tl.min(tl.where(logit == best, token, VOCAB), axis=0))
     else:
-        scaled = tl.div_rn(logit, heat)
+        scaled = logit * (1.0 / heat)
         top = tl.max(scaled, axis=0)
-        noisy = scaled + _gumbel(tl.load(key0 + row), tl.load(key1 + row), token)
-        best, index = tl.max(noisy, axis=0, return_indices=True)
-        tl.store(score + at, best)
-        tl.store(tokens + at, tile * TILE + index)
         tl.store(largest + at, top)
+        # The largest of s − log(e) is the smallest of e · exp(−s), and costs one logarithm less.
+        top = tl.maximum(top, LOWEST)
+        wait = _exponential(tl.load(key0 + row), tl.load(key1 + row), token) * tl.exp(top - scaled)
+        least = tl.min(wait, axis=0)
+        tl.store(score + at, top - tl.log(least))
+        tl.store(tokens + at, tl.min(tl.where(wait == least, token, VOCAB), axis=0))
         if tl.load(top_p + row) < 1:
-            tl.store(mass + at, tl.sum(tl.exp(scaled - tl.maximum(top, LOWEST)), axis=0))
+            tl.store(mass + at, tl.sum(tl.exp(scaled - top), axis=0))
 
 
 @triton.jit(
@@ -150,11 +153,12 @@ def _settle(
     at = row * TILES + tl.arange(0, BLOCK)
     real = tl.arange(0, BLOCK) < TILES
     scores = tl.load(score + at, mask=real, other=float("-inf"))
-    best, winner = tl.max(scores, axis=0, return_indices=True)
+    winner = tl.argmax(scores, axis=0)
     token = tl.load(tokens + row * TILES + tl.minimum(winner, TILES - 1))
     token = tl.minimum(token, VOCAB - 1)
     heat = tl.load(temperature + row)
     if heat != 0:
+        cool = 1.0 / heat
         k = tl.load(top_k + row).to(tl.int32)
         p = tl.load(top_p + row)
         least = tl.load(min_p + row)
@@ -164,24 +168,24 @@ def _settle(
             tops = largest + row * TILES
             top = tl.load(largest + at, mask=real, other=float("-inf"))
             peak = tl.max(top, axis=0)
-            floor = tl.where(least > 0, peak + tl.log(least), float("-inf"))
+            fraction = tl.log(tl.where(least > 0, least, 1.0))
+            floor = tl.where(least > 0, peak + fraction, float("-inf"))
             total = 0.0
             if p < 1:
                 if k < VOCAB:
-                    total = _mass_of_top(
-                        line, tops, heat, peak, floor, k, VOCAB, TILES, TILE, STEP
-                    )
+                    total = _mass_of_top(line, tops, cool, peak, floor, k, VOCAB, TILES, TILE, STEP)
                 elif least > 0:
-                    count, total = _above(
-                        line, tops, heat, peak, floor, VOCAB, VOCAB, TILES, TILE, STEP
+                    on_floor = _above(
+                        line, tops, cool, peak, floor, VOCAB, VOCAB, TILES, TILE, STEP
                     )
+                    total = on_floor[1]
                 else:
                     each = tl.load(mass + at, mask=real, other=0.0)
                     total = tl.sum(each * tl.exp(top - peak), axis=0)
             token = _first_kept(
                 line,
                 tops,
-                heat,
+                cool,
                 peak,
                 floor,
                 k,
@@ -202,7 +206,7 @@ def _settle(
 def _first_kept(
     line,
     tops,
-    heat,
+    cool,
     peak,
     floor,
     k,
@@ -219,8 +223,8 @@ def _first_kept(
     """From winner to winner, upwards, until one is within the limits."""
     turn = 0
     while turn < TURNS:
-        value = tl.div_rn(tl.load(line + token).to(tl.float32), heat)
-        count, before = _above(line, tops, heat, peak, value, token, VOCAB, TILES, TILE, STEP)
+        value = tl.load(line + token).to(tl.float32) * cool
+        count, before = _above(line, tops, cool, peak, value, token, VOCAB, TILES, TILE, STEP)
         kept = (value >= floor) & (count < k) & ((p >= 1) | (before < p * total) | (count == 0))
         if kept:
             turn = TURNS
@@ -231,7 +235,7 @@ def _first_kept(
             value = tl.where(low, floor, value)
             bound = tl.where(low, VOCAB, token)
             token = _best_above(
-                line, tops, heat, value, bound, key0, key1, VOCAB, TILES, TILE, STEP
+                line, tops, cool, value, bound, key0, key1, VOCAB, TILES, TILE, STEP
             )
     return token
 
@@ -240,7 +244,7 @@ def _first_kept(
 def _above(
     line,
     tops,
-    heat,
+    cool,
     peak,
     value,
     token,
@@ -255,7 +259,7 @@ def _above(
     for tile in range(0, TILES, STEP):
         if _top(tops, tile, TILES, STEP) >= value:
             ids = tile * TILE + tl.arange(0, TILE * STEP)
-            scaled = tl.div_rn(_read(line, ids, VOCAB), heat)
+            scaled = _read(line, ids, VOCAB) * cool
             above = (scaled > value) | ((scaled == value) & (ids < token))
             count += above.to(tl.int32)
             mass += tl.where(above, tl.exp(scaled - peak), 0.0)
@@ -266,7 +270,7 @@ def _above(
 def _best_above(
     line,
     tops,
-    heat,
+    cool,
     value,
     token,
     key0,
@@ -282,9 +286,9 @@ def _best_above(
     for tile in range(0, TILES, STEP):
         if _top(tops, tile, TILES, STEP) >= value:
             ids = tile * TILE + tl.arange(0, TILE * STEP)
-            scaled = tl.div_rn(_read(line, ids, VOCAB), heat)
+            scaled = _read(line, ids, VOCAB) * cool
             above = (scaled > value) | ((scaled == value) & (ids < token))
-            noisy = tl.where(above, scaled + _gumbel(key0, key1, ids), float("-inf"))
+            noisy = tl.where(above, scaled - tl.log(_exponential(key0, key1, ids)), float("-inf"))
             where = tl.where(noisy > best, ids, where)
             best = tl.maximum(best, noisy)
     most = tl.max(best, axis=0)
@@ -295,7 +299,7 @@ def _best_above(
 def _mass_of_top(
     line,
     tops,
-    heat,
+    cool,
     peak,
     floor,
     k,
@@ -326,7 +330,7 @@ def _mass_of_top(
             top = _top(tops, tile, TILES, STEP)
             if top >= pivot:
                 ids = tile * TILE + tl.arange(0, TILE * STEP)
-                scaled = tl.div_rn(_read(line, ids, VOCAB), heat)
+                scaled = _read(line, ids, VOCAB) * cool
                 above = scaled > pivot
                 greater += above.to(tl.int32)
                 equal += (scaled == pivot).to(tl.int32)
@@ -363,17 +367,16 @@ def _read(line, token, VOCAB: tl.constexpr):
 
 
 @triton.jit
-def _gumbel(key0, key1, token):
-    """As `exec/rng.py` has it: −log(−log1p(−u)), u from the bits of (keys, token)."""
+def _exponential(key0, key1, token):
+    """−log1p(−u), u from the bits of (keys, token): what `exec/rng.py` takes −log of."""
     bits = _mix(token.to(tl.uint32) ^ key0.to(tl.uint32))
     bits = _mix(bits + key1.to(tl.uint32))
     uniform = (bits.to(tl.float32) + 0.5) * 2.0**-32
     uniform = tl.minimum(uniform, 1.0 - 2.0**-24)
-    # log1p(−u) = log(w) · −u / (w − 1) with w = 1 − u as rounded, whose error cancels.
+    # log1p(−u) = log(w) · u / (1 − w) with w = 1 − u as rounded: the rounding's error cancels.
     rest = 1.0 - uniform
-    near = rest == 1.0
-    exponential = tl.log(rest) * (uniform / tl.where(near, 1.0, rest - 1.0))
-    return -tl.log(tl.where(near, uniform, exponential))
+    lost = 1.0 - rest
+    return tl.where(lost == 0, uniform, -tl.log(rest) * (uniform / lost))
 
 
 @triton.jit
