@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from twostroke.kernels.cuda.scores import in_log2
+from twostroke.kernels.cuda.scores import PRECISION, in_log2
 
 PROGRAMS = 132 * 6  # three waves of two programs a multiprocessor, on the card this is tuned for
 MERGE = 16  # splits that are merged at one time
@@ -37,9 +37,9 @@ class Tuning:
     num_stages: int
 
 
-def tuning(dim: int) -> Tuning:
-    """Tiles such that two programs fit in a multiprocessor's shared memory."""
-    return Tuning(64, 4, 4) if dim <= 128 else Tuning(32, 4, 4)
+def tuning(dim: int, dtype: torch.dtype) -> Tuning:
+    """Tiles such that several programs fit in a multiprocessor: one computes, the others load."""
+    return Tuning(64, 4, 4) if dim * dtype.itemsize <= 256 else Tuning(32, 4, 4)
 
 
 def decode_splits(batch: int, num_kv_heads: int, max_len: int) -> int:
@@ -83,7 +83,7 @@ def decode_attention(
     assert keys.stride(-1) == q.stride(-1) == tables.stride(-1) == 1
     if out is None:
         out = torch.empty(batch, num_heads, dim, dtype=q.dtype, device=q.device)
-    tuned = tuned or tuning(dim)
+    tuned = tuned or tuning(dim, q.dtype)
     group = num_heads // num_kv_heads
     _decode[(num_kv_heads, splits, batch)](
         q,
@@ -117,7 +117,6 @@ def decode_attention(
         SPLIT=splits > 1,
         WINDOW=window is not None,
         SOFTCAP=softcap > 0,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tuned.num_warps,
         num_stages=tuned.num_stages,
     )
@@ -162,7 +161,6 @@ def _decode(
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     kv_head, split, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + sequence).to(tl.int32)

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from twostroke.kernels.cuda.scores import in_log2
+from twostroke.kernels.cuda.scores import PRECISION, in_log2
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,10 @@ class Tuning:
     num_stages: int
 
 
-def tuning(dim: int) -> Tuning:
+def tuning(dim: int, dtype: torch.dtype) -> Tuning:
+    """The keys and values of two more steps are under way while one is worked on, if they fit."""
+    if dtype == torch.float32:
+        return Tuning(64, 32, 4, 3) if dim <= 128 else Tuning(32, 16, 4, 3)
     if dim <= 64:
         return Tuning(128, 128, 8, 3)
     if dim <= 128:
@@ -61,7 +64,7 @@ def prefill_attention(
     assert keys.stride(-1) == q.stride(-1) == tables.stride(-1) == 1
     if out is None:
         out = torch.empty(tokens, num_heads, dim, dtype=q.dtype, device=q.device)
-    tuned = tuned or tuning(dim)
+    tuned = tuned or tuning(dim, q.dtype)
     group = num_heads // num_kv_heads
     grid = (triton.cdiv(max_chunk, tuned.queries // group), num_kv_heads, chunk_rows.shape[0])
     _prefill[grid](
@@ -92,7 +95,6 @@ def prefill_attention(
         KEYS=tuned.keys,
         WINDOW=window is not None,
         SOFTCAP=softcap > 0,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tuned.num_warps,
         num_stages=tuned.num_stages,
     )
@@ -131,7 +133,6 @@ def _prefill(
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     TOKENS: tl.constexpr = QUERIES // GROUP
     # The last tiles see the most keys: they start first, and the short ones fill the gaps.
@@ -198,7 +199,6 @@ def _prefill(
                 part != 1,
                 WINDOW,
                 SOFTCAP,
-                PRECISION,
             )
         result = sums / total[:, None]
         out_at = line[:, None] * out_stride + head[:, None] * out_head_stride + channel[None, :]
@@ -231,7 +231,6 @@ def _visit(
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """The online softmax over cached positions [begin, stop), a multiple of KEYS at its start."""
     channel = tl.arange(0, BLOCK_DIM)

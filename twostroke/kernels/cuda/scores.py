@@ -1,4 +1,4 @@
-"""What both attentions do to a score."""
+"""What both attentions share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+PRECISION = tl.constexpr(
+    "tf32x3"
+)  # of products of fp32, on the matrix units: as good as fp32's own
 
 
 @triton.jit
