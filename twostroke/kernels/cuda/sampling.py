@@ -86,7 +86,11 @@ def sample(
     return out
 
 
-@triton.jit(do_not_specialize_on_alignment=["temperature", "top_p", "key0", "key1"])
+SMALL = ["temperature", "top_k", "top_p", "min_p", "key0", "key1", "out"]  # a number a row
+FOUND = ["score", "largest", "mass", "tokens"]  # a number a tile
+
+
+@triton.jit(do_not_specialize_on_alignment=SMALL + FOUND)
 def _survey(
     logits,
     temperature,
@@ -126,9 +130,7 @@ def _survey(
             tl.store(mass + at, tl.sum(tl.exp(scaled - top), axis=0))
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=["temperature", "top_k", "top_p", "min_p", "key0", "key1", "out"]
-)
+@triton.jit(do_not_specialize_on_alignment=SMALL + FOUND)
 def _settle(
     logits,
     temperature,
