@@ -120,12 +120,23 @@ def _survey(
         scaled = logit * (1.0 / heat)
         top = tl.max(scaled, axis=0)
         tl.store(largest + at, top)
-        # The largest of s − log(e) is the smallest of e · exp(−s), and costs one logarithm less.
+        # The largest of s − log(e) is the smallest of e · exp(−s), where e = −log1p(−u) ≥ u: the
+        # smallest of u · exp(−s) wins without a logarithm, unless another is below its e · exp(−s).
         top = tl.maximum(top, LOWEST)
-        wait = _exponential(tl.load(key0 + row), tl.load(key1 + row), token) * tl.exp(top - scaled)
-        least = tl.min(wait, axis=0)
+        first, second = tl.load(key0 + row), tl.load(key1 + row)
+        uniform = _uniform(first, second, token)
+        fade = tl.exp(top - scaled)
+        bound = uniform * fade
+        least = tl.min(bound, axis=0)
+        winner = tl.min(tl.where(bound == least, token, VOCAB), axis=0)
+        chance = _uniform(first, second, winner)
+        least = least * (_exponential(chance) / chance)
+        if tl.sum((bound <= least).to(tl.int32), axis=0) > 1:
+            wait = _exponential(uniform) * fade
+            least = tl.min(wait, axis=0)
+            winner = tl.min(tl.where(wait == least, token, VOCAB), axis=0)
         tl.store(score + at, top - tl.log(least))
-        tl.store(tokens + at, tl.min(tl.where(wait == least, token, VOCAB), axis=0))
+        tl.store(tokens + at, winner)
         if tl.load(top_p + row) < 1:
             tl.store(mass + at, tl.sum(tl.exp(scaled - top), axis=0))
 
@@ -290,7 +301,9 @@ def _best_above(
             ids = tile * TILE + tl.arange(0, TILE * STEP)
             scaled = _read(line, ids, VOCAB) * cool
             above = (scaled > value) | ((scaled == value) & (ids < token))
-            noisy = tl.where(above, scaled - tl.log(_exponential(key0, key1, ids)), float("-inf"))
+            noisy = tl.where(
+                above, scaled - tl.log(_exponential(_uniform(key0, key1, ids))), float("-inf")
+            )
             where = tl.where(noisy > best, ids, where)
             best = tl.maximum(best, noisy)
     most = tl.max(best, axis=0)
@@ -369,12 +382,17 @@ def _read(line, token, VOCAB: tl.constexpr):
 
 
 @triton.jit
-def _exponential(key0, key1, token):
-    """−log1p(−u), u from the bits of (keys, token): what `exec/rng.py` takes −log of."""
+def _uniform(key0, key1, token):
+    """The number in (0, 1) that `exec/rng.py` has for the keys and the token."""
     bits = _mix(token.to(tl.uint32) ^ key0.to(tl.uint32))
     bits = _mix(bits + key1.to(tl.uint32))
     uniform = (bits.to(tl.float32) + 0.5) * 2.0**-32
-    uniform = tl.minimum(uniform, 1.0 - 2.0**-24)
+    return tl.minimum(uniform, 1.0 - 2.0**-24)
+
+
+@triton.jit
+def _exponential(uniform):
+    """−log1p(−u): what `exec/rng.py` takes −log of."""
     # log1p(−u) = log(w) · u / (1 − w) with w = 1 − u as rounded: the rounding's error cancels.
     rest = 1.0 - uniform
     lost = 1.0 - rest
