@@ -29,6 +29,7 @@ def rms_norm(
         rows.shape[0],
         eps,
         rows.stride(0),
+        rows.stride(0),
         target.stride(0),
         WIDTH=width,
         BLOCK=block,
@@ -47,7 +48,7 @@ def add_rms_norm(
     out = torch.empty_like(residual)
     block = triton.next_power_of_2(width)
     together = max(1, TILE // 2 // block)
-    assert x.stride() == residual.stride()
+    assert x.stride(1) == residual.stride(1) == 1
     _rms_norm[(triton.cdiv(rows, together),)](
         x,
         residual,
@@ -56,6 +57,7 @@ def add_rms_norm(
         rows,
         eps,
         x.stride(0),
+        residual.stride(0),
         out.stride(0),
         WIDTH=width,
         BLOCK=block,
@@ -92,6 +94,7 @@ def _rms_norm(
     num_rows,
     eps,
     stride,
+    residual_stride,
     out_stride,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -101,13 +104,12 @@ def _rms_norm(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < num_rows) & (column < WIDTH)
-    at = row * stride + column
     scale = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    wide = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    wide = tl.load(x + row * stride + column, mask=mask, other=0.0).to(tl.float32)
     if ADD:
-        total = wide + tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
-        rounded = total.to(residual.dtype.element_ty)
-        tl.store(residual + at, rounded, mask=mask)
+        at = residual + row * residual_stride + column
+        rounded = (wide + tl.load(at, mask=mask, other=0.0).to(tl.float32)).to(x.dtype.element_ty)
+        tl.store(at, rounded, mask=mask)
         wide = rounded.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / WIDTH + eps)
     normed = (wide * inverse).to(x.dtype.element_ty).to(tl.float32)

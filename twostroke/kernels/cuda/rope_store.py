@@ -124,7 +124,7 @@ def _rope_store(
             NORM,
         )
     else:
-        slot = tl.load(slots + token)
+        slot = tl.load(slots + token).to(tl.int64)
         if slot >= 0:
             head += (tile - Q_TILES) * HEADS
             valid = head < NUM_KV_HEADS
