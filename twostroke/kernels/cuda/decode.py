@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from twostroke.kernels.cuda.scores import PRECISION, in_log2
+from twostroke.kernels.cuda.scores import PRECISION, capped, unit_of
 
 PROGRAMS = 132 * 6  # three waves of two programs a multiprocessor, on the card this is tuned for
 MERGE = 16  # splits that are merged at one time
@@ -190,6 +190,7 @@ def _decode(
         best = tl.full([QUERIES], float("-inf"), tl.float32)
         total = tl.zeros([QUERIES], tl.float32)
         sums = tl.zeros([QUERIES, BLOCK_DIM], tl.float32)
+        unit = unit_of(scale, SOFTCAP)
         for tile in tl.range(begin, end):
             position = tile * TILE + tl.arange(0, TILE)
             inside = position < length
@@ -202,11 +203,11 @@ def _decode(
             key = tl.load(keys + at, mask=mask, other=0.0)
             value = tl.load(values + at, mask=mask, other=0.0)
             score = tl.dot(query_tile, tl.trans(key), input_precision=PRECISION)
-            score = in_log2(score, scale, softcap, SOFTCAP)
+            score = capped(score, scale, softcap, SOFTCAP)
             score = tl.where(inside[None, :], score, float("-inf"))
             # Each tile has a visible position: `above` is finite.
-            above = tl.maximum(best, tl.max(score, axis=1))
-            share_of = tl.exp2(score - above[:, None])
+            above = tl.maximum(best, tl.max(score, axis=1) * unit)
+            share_of = tl.exp2(score * unit - above[:, None])
             fade = tl.exp2(best - above)
             total = total * fade + tl.sum(share_of, axis=1)
             sums = sums * fade[:, None]

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from twostroke.kernels.cuda.scores import PRECISION, in_log2
+from twostroke.kernels.cuda.scores import PRECISION, capped, unit_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +234,7 @@ def _visit(
 ):
     """The online softmax over cached positions [begin, stop), a multiple of KEYS at its start."""
     channel = tl.arange(0, BLOCK_DIM)
+    unit = unit_of(scale, SOFTCAP)
     for at in tl.range(begin, stop, KEYS):
         cached = at + tl.arange(0, KEYS)
         inside = (channel < DIM)[None, :]
@@ -254,17 +255,17 @@ def _visit(
             key = tl.load(keys + line)
             value = tl.load(values + line)
         score = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-        score = in_log2(score, scale, softcap, SOFTCAP)
+        score = capped(score, scale, softcap, SOFTCAP)
         if MASKED:
             visible = cached[None, :] <= position[:, None]
             if WINDOW:
                 visible = visible & (cached[None, :] > position[:, None] - window)
             score = tl.where(visible, score, float("-inf"))
-        above = tl.maximum(best, tl.max(score, axis=1))
+        above = tl.maximum(best, tl.max(score, axis=1) * unit)
         floor = above
         if MASKED and WINDOW:  # a query may see nothing of the window's first tiles
             floor = tl.where(above == float("-inf"), 0.0, above)
-        weight = tl.exp2(score - floor[:, None])
+        weight = tl.exp2(score * unit - floor[:, None])
         fade = tl.exp2(best - floor)
         total = total * fade + tl.sum(weight, axis=1)
         sums = sums * fade[:, None]

@@ -12,12 +12,17 @@ PRECISION = tl.constexpr(
 
 
 @triton.jit
-def in_log2(score, scale, softcap, SOFTCAP: tl.constexpr):
-    """Scaled, capped where the model caps, and in units of log 2, for exp2."""
+def unit_of(scale, SOFTCAP: tl.constexpr):
+    """What a score is to be multiplied by for exp2. Left to the end, where it costs nothing: the
+    product and the subtraction of the largest are one instruction."""
+    return LOG2E if SOFTCAP else scale * LOG2E
+
+
+@triton.jit
+def capped(score, scale, softcap, SOFTCAP: tl.constexpr):
+    """As the product is, or scaled and bent towards ±softcap where the model does so."""
     if SOFTCAP:
         # tanh from exp2: 1 − 2 / (1 + e^2x), which is right at both ends.
         power = tl.exp2(score * (scale / softcap) * (2 * LOG2E))
-        score = softcap * (1.0 - 2.0 / (1.0 + power)) * LOG2E
-    else:
-        score = score * (scale * LOG2E)
+        score = softcap * (1.0 - 2.0 / (1.0 + power))
     return score
