@@ -259,22 +259,23 @@ def decode_call(
     splits: int | None = None,
     tuned: decode.Tuning | None = None,
     page: int = 16,
+    lengths: Sequence[int] = (),
 ) -> tuple[Callable[[], torch.Tensor], int]:
     """A call that takes the next layer each time, and the splits it uses."""
-    blocks = -(-CONTEXT // page)
+    contexts = cases.ints(lengths or [CONTEXT] * batch, CUDA)
+    blocks = -(-int(contexts.max()) // page)
     pool = random_pool(shape, layers, batch * blocks, page)
     tables = shuffled_tables(batch, blocks)
     q = torch.randn(batch, shape.num_heads, shape.dim, device=CUDA, dtype=torch.bfloat16)
     splits = splits or cuda.decode_splits(batch, shape.num_kv_heads, 8192)
     scratch = cuda.decode_scratch(batch, shape.num_heads, shape.dim, splits, CUDA)
     rows = torch.arange(batch, device=CUDA, dtype=torch.int32)
-    lengths = torch.full_like(rows, CONTEXT)
     out = torch.empty_like(q)
     turn = count()
 
     def call() -> torch.Tensor:
         keys, values = pool[next(turn) % layers]
-        where = (keys, values, tables, rows, lengths)
+        where = (keys, values, tables, rows, contexts)
         return cuda.decode_attention(
             q, *where, shape.dim**-0.5, None, splits, scratch, out=out, tuned=tuned
         )
@@ -282,11 +283,15 @@ def decode_call(
     return call, splits
 
 
-def time_decode(report: Report, shape: Shape, batch: int, **how: Any) -> None:
-    kv_bytes = batch * CONTEXT * 2 * shape.num_kv_heads * shape.dim * 2
+def time_decode(report: Report, shape: Shape, batch: int, ragged: bool = False, **how: Any) -> None:
+    """All of one context, or as long as those of nano-vLLM's workload are on the way."""
+    lengths = [CONTEXT] * batch
+    if ragged:
+        lengths = [100 + 7919 * row % 1600 for row in range(batch)]
+    kv_bytes = sum(lengths) * 2 * shape.num_kv_heads * shape.dim * 2
     layers = max(1, min(64, -(-SPREAD_BYTES // kv_bytes)))
-    call, splits = decode_call(shape, batch, layers, **how)
-    name = f"decode {shape.name} batch {batch} splits {splits}"
+    call, splits = decode_call(shape, batch, layers, lengths=lengths, **how)
+    name = f"decode {shape.name} batch {batch}{' ragged' * ragged} splits {splits}"
     name += "".join(f" {key} {value}" for key, value in how.items() if key != "splits")
     report.time(name, [call] * layers, kv_bytes, READ)
 
@@ -389,6 +394,7 @@ def time_all(report: Report) -> None:
     for shape in SHAPES:
         for batch in (1, 8, 32, 128, 256):
             time_decode(report, shape, batch)
+        time_decode(report, shape, 128, ragged=True)
         for size in (1024, 4096, 8192, 32768):
             time_prefill(report, shape, size)
         time_prefill(report, shape, 512, 4096)
@@ -405,7 +411,7 @@ def sweep(report: Report) -> None:
         (1, (8, 16, 32, 64)),
         (8, (4, 8, 16)),
         (32, (1, 2, 4, 8)),
-        (128, (2, 4)),
+        (128, (1, 4)),
     ):
         for splits in choices:
             time_decode(report, large, batch, splits=splits)
@@ -422,6 +428,9 @@ def sweep(report: Report) -> None:
         tuned = decode.Tuning(tile, warps, stages)
         time_decode(report, large, 128, splits=1, tuned=tuned)
         time_decode(report, small, 128, splits=1, tuned=tuned)
+    for batch in (128, 256):
+        for splits in (1, 2, 4, 8):
+            time_decode(report, large, batch, ragged=True, splits=splits)
     for page in (32, 64):
         time_decode(report, large, 128, splits=1, page=page)
     for queries, keys, warps, stages in (

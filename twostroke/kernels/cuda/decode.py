@@ -16,9 +16,12 @@ import torch
 import triton
 import triton.language as tl
 
-from twostroke.kernels.cuda.scores import PRECISION, capped, unit_of
+from twostroke.kernels.cuda.scores import capped, unit_of
+from twostroke.kernels.cuda.sizes import power_of_two
 
-PROGRAMS = 132 * 6  # three waves of two programs a multiprocessor, on the card this is tuned for
+# Three waves of four programs a multiprocessor: sequences differ in length, and the last wave
+# should not wait long for the longest.
+PROGRAMS = 132 * 12
 MERGE = 16  # splits that are merged at one time
 
 
@@ -107,13 +110,13 @@ def decode_attention(
         keys.stride(1),
         keys.stride(2),
         GROUP=group,
-        QUERIES=max(16, triton.next_power_of_2(group)),
+        QUERIES=max(16, power_of_two(group)),
         DIM=dim,
-        BLOCK_DIM=max(16, triton.next_power_of_2(dim)),
+        BLOCK_DIM=max(16, power_of_two(dim)),
         PAGE=keys.shape[1],
         TILE=tuned.tile,
         MERGE=MERGE,
-        GROUP_BLOCK=triton.next_power_of_2(group),
+        GROUP_BLOCK=power_of_two(group),
         SPLIT=splits > 1,
         WINDOW=window is not None,
         SOFTCAP=softcap > 0,
@@ -202,7 +205,7 @@ def _decode(
             mask = inside[:, None] & (channel < DIM)[None, :]
             key = tl.load(keys + at, mask=mask, other=0.0)
             value = tl.load(values + at, mask=mask, other=0.0)
-            score = tl.dot(query_tile, tl.trans(key), input_precision=PRECISION)
+            score = tl.dot(query_tile, tl.trans(key), input_precision="tf32x3")
             score = capped(score, scale, softcap, SOFTCAP)
             score = tl.where(inside[None, :], score, float("-inf"))
             # Each tile has a visible position: `above` is finite.
@@ -211,7 +214,7 @@ def _decode(
             fade = tl.exp2(best - above)
             total = total * fade + tl.sum(share_of, axis=1)
             sums = sums * fade[:, None]
-            sums = tl.dot(share_of.to(value.dtype), value, sums, input_precision=PRECISION)
+            sums = tl.dot(share_of.to(value.dtype), value, sums, input_precision="tf32x3")
             best = above
         sums = sums / total[:, None]
         if SPLIT:

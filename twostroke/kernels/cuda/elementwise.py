@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
+
 TILE = 2048  # elements of one program: two 16-byte loads of a thread in flight
 
 
@@ -18,9 +20,9 @@ def rms_norm(
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     target = out.view(-1, width)
-    block = triton.next_power_of_2(width)
+    block = power_of_two(width)
     together = max(1, TILE // 2 // block)
-    grid = (triton.cdiv(rows.shape[0], together),)
+    grid = (ceil_div(rows.shape[0], together),)
     _rms_norm[grid](
         rows,
         rows,
@@ -46,10 +48,10 @@ def add_rms_norm(
     """`residual += x`, in place and rounded; then the norm of the sum."""
     rows, width = x.shape
     out = torch.empty_like(residual)
-    block = triton.next_power_of_2(width)
+    block = power_of_two(width)
     together = max(1, TILE // 2 // block)
     assert x.stride(1) == residual.stride(1) == 1
-    _rms_norm[(triton.cdiv(rows, together),)](
+    _rms_norm[(ceil_div(rows, together),)](
         x,
         residual,
         weight,
@@ -74,7 +76,7 @@ def silu_and_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torc
     if out is None:
         out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     # Tokens along the grid's x: its y ends at 65,535.
-    _silu_and_mul[(rows, triton.cdiv(width, TILE))](
+    _silu_and_mul[(rows, ceil_div(width, TILE))](
         gate_up, out, gate_up.stride(0), out.stride(0), WIDTH=width, BLOCK=TILE, num_warps=4
     )
     return out

@@ -18,7 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from twostroke.kernels.cuda.scores import PRECISION, capped, unit_of
+from twostroke.kernels.cuda.scores import capped, unit_of
+from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ def prefill_attention(
         out = torch.empty(tokens, num_heads, dim, dtype=q.dtype, device=q.device)
     tuned = tuned or tuning(dim, q.dtype)
     group = num_heads // num_kv_heads
-    grid = (triton.cdiv(max_chunk, tuned.queries // group), num_kv_heads, chunk_rows.shape[0])
+    grid = (ceil_div(max_chunk, tuned.queries // group), num_kv_heads, chunk_rows.shape[0])
     _prefill[grid](
         q,
         keys,
@@ -89,7 +90,7 @@ def prefill_attention(
         keys.stride(2),
         GROUP=group,
         DIM=dim,
-        BLOCK_DIM=max(16, triton.next_power_of_2(dim)),
+        BLOCK_DIM=max(16, power_of_two(dim)),
         PAGE=keys.shape[1],
         QUERIES=tuned.queries,
         KEYS=tuned.keys,
@@ -254,7 +255,7 @@ def _visit(
         else:
             key = tl.load(keys + line)
             value = tl.load(values + line)
-        score = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+        score = tl.dot(query, tl.trans(key), input_precision="tf32x3")
         score = capped(score, scale, softcap, SOFTCAP)
         if MASKED:
             visible = cached[None, :] <= position[:, None]
@@ -269,6 +270,6 @@ def _visit(
         fade = tl.exp2(best - floor)
         total = total * fade + tl.sum(weight, axis=1)
         sums = sums * fade[:, None]
-        sums = tl.dot(weight.to(value.dtype), value, sums, input_precision=PRECISION)
+        sums = tl.dot(weight.to(value.dtype), value, sums, input_precision="tf32x3")
         best = above
     return best, total, sums

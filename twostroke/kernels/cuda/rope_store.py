@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
+
 HEADS = 8  # heads of one program
 
 
@@ -37,7 +39,7 @@ def rope_store(
     assert keys.stride() == values.stride()
     assert keys.stride(-1) == 1
     q = torch.empty(tokens, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
-    q_tiles, kv_tiles = triton.cdiv(num_heads, HEADS), triton.cdiv(num_kv_heads, HEADS)
+    q_tiles, kv_tiles = ceil_div(num_heads, HEADS), ceil_div(num_kv_heads, HEADS)
     rest = dim - 2 * half
     _rope_store[(tokens, q_tiles + kv_tiles)](
         qkv,
@@ -60,9 +62,9 @@ def rope_store(
         NUM_KV_HEADS=num_kv_heads,
         DIM=dim,
         HALF=half,
-        PAIRS=triton.next_power_of_2(half),
-        REST_BLOCK=triton.next_power_of_2(rest) if rest else 0,
-        BLOCK_DIM=triton.next_power_of_2(dim),
+        PAIRS=power_of_two(half),
+        REST_BLOCK=power_of_two(rest) if rest else 0,
+        BLOCK_DIM=power_of_two(dim),
         PAGE=keys.shape[1],
         HEADS=HEADS,
         Q_TILES=q_tiles,

@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
+
 TILE = 2048  # tokens of one program of the survey
 STEP = 4  # tiles that settling looks at together
 TURNS = tl.constexpr(96)  # a search takes ten or so; one among NaNs must end too
@@ -39,7 +41,7 @@ def sample(
     batch, vocab = logits.shape
     assert logits.stride(1) == 1
     assert all(each.is_contiguous() for each in (temperature, top_k, top_p, min_p, key0, key1))
-    tiles = triton.cdiv(vocab, TILE)
+    tiles = ceil_div(vocab, TILE)
     device = logits.device
     if out is None:
         out = torch.empty(batch, dtype=torch.int64, device=device)
@@ -78,7 +80,7 @@ def sample(
         logits.stride(0),
         VOCAB=vocab,
         TILES=tiles,
-        BLOCK=triton.next_power_of_2(tiles),
+        BLOCK=power_of_two(tiles),
         TILE=TILE,
         STEP=STEP,
         num_warps=16,
