@@ -1,0 +1,138 @@
+"""The Triton kernels compiled for an H200 on a machine without one: Triton brings its assembler.
+
+The interpreter takes what the compiler does not; this finds it before a GPU is asked.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime import driver  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+BF16 = torch.bfloat16
+
+
+class NoGPU:
+    """As much of a driver as compiling asks for."""
+
+    def get_current_target(self) -> Any:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """What the calls of a test compile instead of launching."""
+    found: list[Any] = []
+
+    def compile_only(kernel: Any, grid: object) -> Any:
+        def call(*args: Any, **options: Any) -> None:
+            found.append(kernel.run(*args, grid=grid, warmup=True, **options))
+
+        return call
+
+    monkeypatch.setattr(JITFunction, "__getitem__", compile_only)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(driver, "_active", NoGPU())
+    return found
+
+
+def spilled_bytes(kernel: Any, tmp_path: Path) -> int:
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    command = [str(CUOBJDUMP), "--dump-resource-usage", str(cubin)]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"STACK:(\d+)", usage)
+    assert found is not None, usage
+    return int(found.group(1))
+
+
+def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def pool(num_kv_heads: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return empty(9, 16, num_kv_heads, dim), empty(9, 16, num_kv_heads, dim)
+
+
+ATTENTION = [
+    (32, 8, 128, None, 0.0),
+    (28, 4, 80, 100, 0.0),
+    (8, 4, 256, 100, 30.0),
+]
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "dim", "window", "softcap"), ATTENTION)
+def test_attention_compiles_and_fits_in_registers(
+    compiled: list[Any],
+    tmp_path: Path,
+    num_heads: int,
+    num_kv_heads: int,
+    dim: int,
+    window: int | None,
+    softcap: float,
+) -> None:
+    from twostroke.kernels import cuda
+
+    q, (keys, values) = empty(2, num_heads, dim), pool(num_kv_heads, dim)
+    tables, row = empty(2, 64, dtype=torch.int32), empty(2, dtype=torch.int32)
+    for splits in (1, 4):
+        scratch = cuda.decode_scratch(2, num_heads, dim, splits, torch.device("cpu"))
+        cuda.decode_attention(
+            q, keys, values, tables, row, row, 0.1, window, splits, scratch, softcap
+        )
+    ends = empty(3, dtype=torch.int32)
+    cuda.prefill_attention(q, keys, values, tables, row, row, ends, 2, 0.1, window, softcap)
+    assert len(compiled) == 3
+    for kernel in compiled:
+        assert kernel.metadata.shared <= 227 << 10
+        assert "cp.async.cg.shared.global" in kernel.asm["ptx"]  # sixteen bytes a thread
+        assert spilled_bytes(kernel, tmp_path) <= 64
+    assert "wgmma" in compiled[2].asm["ptx"]
+
+
+def test_small_kernels_compile_once_for_all_batches(compiled: list[Any], tmp_path: Path) -> None:
+    from twostroke.kernels import cuda
+
+    keys, values = pool(8, 128)
+    weight, angles = empty(128), empty(99, 64, dtype=torch.float32)
+    for tokens in (1, 3, 64):
+        where = [torch.zeros(tokens + 1, dtype=torch.int64)[1:]] * 2
+        cuda.rope_store(
+            empty(tokens, 32 * 128),
+            weight,
+            weight,
+            1e-6,
+            angles,
+            angles,
+            *where,
+            keys,
+            values,
+            16,
+            8,
+        )
+        cuda.add_rms_norm(empty(tokens, 4096), empty(tokens, 4096), empty(4096), 1e-5)
+        cuda.silu_and_mul(empty(tokens, 28672))
+        column = empty(tokens, dtype=torch.float32)
+        whole = empty(tokens, dtype=torch.int32)
+        cuda.sample(empty(tokens, 151936), column, whole, column, column, whole, whole)
+    assert len({kernel.hash for kernel in compiled}) == len(compiled) // 3
+    for kernel in compiled[:3]:
+        assert spilled_bytes(kernel, tmp_path) == 0
+        assert "ld.global.v4.b32" in kernel.asm["ptx"].replace("L1::evict_last.", "")

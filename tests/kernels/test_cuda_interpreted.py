@@ -1,0 +1,156 @@
+"""The Triton kernels on a CPU, by Triton's interpreter, against `reference`.
+
+Triton decides at its import whether it interprets. So that neither the order of imports nor any
+other test matters, these run in a pytest of their own, which the last test starts.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ROOT = Path(__file__).parents[2]
+
+if INTERPRETED:
+    from triton.runtime import interpreter
+
+    from tests.kernels import cuda_cases as cases
+    from tests.kernels.cuda_cases import BOUNDS, Heads
+
+    CPU = torch.device("cpu")
+    HALF, SINGLE = torch.float16, torch.float32
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def with_bounds_that_numpy_takes(tensor: Any, scope: Any) -> None:
+        """Triton 3.6 calls int() on arrays of one element for a loop's bounds; numpy 2.4 won't."""
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = with_bounds_that_numpy_takes
+
+    @pytest.fixture(autouse=True)
+    def seeded(request: pytest.FixtureRequest) -> None:
+        torch.manual_seed(len(request.node.name))
+
+    @pytest.mark.parametrize("dtype", [HALF, SINGLE])
+    @pytest.mark.parametrize(
+        ("heads", "chunks"),
+        [
+            (Heads(4, 1, 64), [(0, 1), (0, 31), (0, 33), (5, 40)]),  # first and later chunks
+            (Heads(3, 1, 80, 32), [(0, 128), (127, 2), (128, 1)]),  # three heads: ragged tiles
+            (Heads(2, 2, 96), [(63, 65), (64, 64)]),  # each head alone; a prefix hit
+            (Heads(8, 1, 128, 32), [(0, 17), (200, 16)]),
+            (Heads(2, 1, 256), [(0, 33), (30, 40)]),
+            (Heads(4, 2, 64, interleaved=True), [(100, 30)]),
+        ],
+    )
+    def test_prefill_attention_equals_the_reference(
+        heads: Heads, chunks: list[tuple[int, int]], dtype: torch.dtype
+    ) -> None:
+        assert cases.check_prefill(heads, chunks, CPU, dtype) < BOUNDS[dtype]
+
+    @pytest.mark.parametrize(
+        ("window", "softcap"), [(1, 0.0), (20, 0.0), (128, 0.0), (150, 0.0), (None, 2.0), (40, 2.0)]
+    )
+    def test_prefill_attention_with_a_window_and_a_cap(window: int | None, softcap: float) -> None:
+        heads = Heads(4, 2, 64, window=window, softcap=softcap)
+        error = cases.check_prefill(heads, [(0, 70), (250, 40), (127, 1)], CPU, SINGLE)
+        assert error < BOUNDS[SINGLE]
+
+    @pytest.mark.parametrize("dtype", [HALF, SINGLE])
+    @pytest.mark.parametrize(
+        ("heads", "lengths", "splits"),
+        [
+            (Heads(4, 1, 64), [1, 0, 63, 64, 65, 129], 1),
+            (Heads(4, 1, 64), [1, 0, 63, 64, 65, 129], 2),
+            (Heads(3, 1, 80, 32), [129, 0, 16, 17], 3),
+            (Heads(2, 2, 96), [127, 128], 2),
+            (Heads(8, 1, 128, 32, interleaved=True), [200], 1),
+            (Heads(8, 1, 128), [1300], 30),  # more splits than are merged at one time
+            (Heads(7, 1, 256), [31, 33], 2),
+        ],
+    )
+    def test_decode_attention_equals_the_reference(
+        heads: Heads, lengths: list[int], splits: int, dtype: torch.dtype
+    ) -> None:
+        assert cases.check_decode(heads, lengths, splits, CPU, dtype) < BOUNDS[dtype]
+
+    @pytest.mark.parametrize("splits", [1, 4])
+    @pytest.mark.parametrize(
+        ("window", "softcap"), [(1, 0.0), (20, 0.0), (64, 0.0), (None, 2.0), (40, 2.0)]
+    )
+    def test_decode_attention_with_a_window_and_a_cap(
+        window: int | None, softcap: float, splits: int
+    ) -> None:
+        heads = Heads(4, 2, 64, window=window, softcap=softcap)
+        lengths = [1, 21, 0, 64, 130]
+        assert cases.check_decode(heads, lengths, splits, CPU, SINGLE) < BOUNDS[SINGLE]
+
+    @pytest.mark.parametrize("dtype", [HALF, SINGLE])
+    @pytest.mark.parametrize(("rows", "width"), [(1, 4096), (5, 576), (3, 33)])
+    def test_norms_and_activation_equal_the_reference(
+        rows: int, width: int, dtype: torch.dtype
+    ) -> None:
+        assert cases.check_norms(rows, width, CPU, dtype) < BOUNDS[dtype]
+        assert cases.check_silu(rows, width, CPU, dtype) < BOUNDS[dtype]
+
+    @pytest.mark.parametrize("dtype", [HALF, SINGLE])
+    @pytest.mark.parametrize("norm", [False, True])
+    @pytest.mark.parametrize(
+        ("heads", "half"),
+        [
+            (Heads(16, 8, 128), 64),
+            (Heads(9, 3, 80, 32, interleaved=True), 40),
+            (Heads(4, 4, 96), 24),  # half of the channels turn
+            (Heads(10, 1, 256), 32),
+        ],
+    )
+    def test_rope_and_store_equal_the_reference(
+        heads: Heads, half: int, norm: bool, dtype: torch.dtype
+    ) -> None:
+        assert cases.check_rope_store(heads, half, norm, 5, CPU, dtype) < BOUNDS[dtype]
+
+    @pytest.mark.parametrize(("vocab", "spread"), [(300, 1.0), (2048, 4.0), (9001, 0.05)])
+    def test_sampling_draws_what_the_reference_draws(vocab: int, spread: float) -> None:
+        assert cases.check_sample(12, vocab, spread, CPU, SINGLE) == []
+
+    def test_nothing_but_nan_still_gives_a_token() -> None:
+        logits = torch.full((1, 3000), float("nan"))
+        column = torch.ones(1)
+        keys = torch.tensor([3])
+        limits = torch.tensor([5], dtype=torch.int32)
+        tokens = cases.cuda.sample(logits, column, limits, column * 0.9, column * 0, keys, keys)
+        assert 0 <= int(tokens) < 3000
+
+    def test_a_position_too_few_is_noticed() -> None:
+        """The checks can fail: by what one key of fifty adds, and by NaN."""
+        right = cases.expected_attention
+
+        def short(
+            q: torch.Tensor, cache: cases.Cache, sequence: int, start: int, end: int
+        ) -> torch.Tensor:
+            return right(q, cache, sequence, start - 1, end - 1)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cases, "expected_attention", short)
+            assert cases.check_decode(Heads(4, 1, 64), [50], 2, CPU, SINGLE) > 0.01
+        nan = torch.tensor([[1.0, float("nan")]])
+        assert not cases.worst(nan, torch.ones(1, 2)) < 1
+
+else:
+
+    def test_the_kernels_equal_the_reference_when_interpreted() -> None:
+        command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__]
+        env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
+        child = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+        assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-2000:]

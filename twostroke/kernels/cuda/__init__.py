@@ -1,0 +1,32 @@
+"""The kernels in Triton. `reference` defines each; importing this needs triton.
+
+Every launch may be captured in a CUDA graph: grids follow from shapes and from numbers the host
+knows, lengths are read on the device, and nothing is specialised on a value that changes from step
+to step, so that what was compiled at start serves every step.
+"""
+
+from __future__ import annotations
+
+from twostroke.kernels.cuda.decode import (
+    DecodeScratch,
+    decode_attention,
+    decode_scratch,
+    decode_splits,
+)
+from twostroke.kernels.cuda.elementwise import add_rms_norm, rms_norm, silu_and_mul
+from twostroke.kernels.cuda.prefill import prefill_attention
+from twostroke.kernels.cuda.rope_store import rope_store
+from twostroke.kernels.cuda.sampling import sample
+
+__all__ = [
+    "DecodeScratch",
+    "add_rms_norm",
+    "decode_attention",
+    "decode_scratch",
+    "decode_splits",
+    "prefill_attention",
+    "rms_norm",
+    "rope_store",
+    "sample",
+    "silu_and_mul",
+]

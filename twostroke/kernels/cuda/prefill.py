@@ -1,0 +1,275 @@
+"""Prefill attention: the ragged chunks of a step against the paged cache, in one launch.
+
+    program (tile of queries, KV head, chunk):
+
+        keys   first ····│─────────── seen by every query ───────────│···· last
+               window's  │         no mask, most of the work         │ the causal
+               edge      │                                           │ edge
+
+A tile holds some tokens with all the query heads that share the KV head, so that keys and values
+are read once for the group and little of a tile lies beyond the causal edge.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from twostroke.kernels.cuda.scores import capped, unit_of
+from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    queries: int  # rows of a tile: tokens × heads of a group
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def tuning(dim: int, dtype: torch.dtype) -> Tuning:
+    """The keys and values of two more steps are under way while one is worked on, if they fit."""
+    if dtype == torch.float32:
+        return Tuning(64, 32, 4, 3) if dim <= 128 else Tuning(32, 16, 4, 3)
+    if dim <= 64:
+        return Tuning(128, 128, 8, 3)
+    if dim <= 128:
+        return Tuning(128, 64, 8, 5)
+    return Tuning(64, 32, 4, 3)
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    chunk_rows: torch.Tensor,
+    chunk_starts: torch.Tensor,
+    cu_tokens: torch.Tensor,
+    max_chunk: int,
+    scale: float,
+    window: int | None,
+    softcap: float = 0.0,
+    out: torch.Tensor | None = None,
+    tuned: Tuning | None = None,
+) -> torch.Tensor:
+    """Chunk c is tokens [cu_tokens[c], cu_tokens[c + 1]) of q [T, H, D], at most `max_chunk`;
+    they stand from position chunk_starts[c] on in the sequence of table row chunk_rows[c], and
+    see all of it that is cached up to themselves."""
+    tokens, num_heads, dim = q.shape
+    num_kv_heads = keys.shape[2]
+    assert keys.stride() == values.stride()
+    assert keys.stride(-1) == q.stride(-1) == tables.stride(-1) == 1
+    if out is None:
+        out = torch.empty(tokens, num_heads, dim, dtype=q.dtype, device=q.device)
+    tuned = tuned or tuning(dim, q.dtype)
+    group = num_heads // num_kv_heads
+    grid = (ceil_div(max_chunk, tuned.queries // group), num_kv_heads, chunk_rows.shape[0])
+    _prefill[grid](
+        q,
+        keys,
+        values,
+        tables,
+        chunk_rows,
+        chunk_starts,
+        cu_tokens,
+        out,
+        float(scale),
+        float(softcap),
+        window or 0,
+        q.stride(0),
+        q.stride(1),
+        out.stride(0),
+        out.stride(1),
+        tables.stride(0),
+        keys.stride(0),
+        keys.stride(1),
+        keys.stride(2),
+        GROUP=group,
+        DIM=dim,
+        BLOCK_DIM=max(16, power_of_two(dim)),
+        PAGE=keys.shape[1],
+        QUERIES=tuned.queries,
+        KEYS=tuned.keys,
+        WINDOW=window is not None,
+        SOFTCAP=softcap > 0,
+        num_warps=tuned.num_warps,
+        num_stages=tuned.num_stages,
+    )
+    return out
+
+
+@triton.jit(
+    do_not_specialize=["window"],
+    do_not_specialize_on_alignment=["chunk_rows", "chunk_starts", "cu_tokens"],
+)
+def _prefill(
+    q,
+    keys,
+    values,
+    tables,
+    chunk_rows,
+    chunk_starts,
+    cu_tokens,
+    out,
+    scale,
+    softcap,
+    window,
+    q_stride,
+    q_head_stride,
+    out_stride,
+    out_head_stride,
+    table_stride,
+    block_stride,
+    slot_stride,
+    head_stride,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    TOKENS: tl.constexpr = QUERIES // GROUP
+    # The last tiles see the most keys: they start first, and the short ones fill the gaps.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head, chunk = tl.program_id(1), tl.program_id(2)
+    first_token = tl.load(cu_tokens + chunk).to(tl.int32)
+    size = tl.load(cu_tokens + chunk + 1).to(tl.int32) - first_token
+    if tile * TOKENS < size:
+        start = tl.load(chunk_starts + chunk).to(tl.int32)
+        table = tables + tl.load(chunk_rows + chunk).to(tl.int64) * table_stride
+        keys += kv_head * head_stride
+        values += kv_head * head_stride
+
+        # Row r is head r % GROUP of token r // GROUP; those past the chunk compute and drop.
+        row = tl.arange(0, QUERIES)
+        channel = tl.arange(0, BLOCK_DIM)
+        token = tile * TOKENS + row // GROUP
+        real = ((row < TOKENS * GROUP) & (token < size))[:, None] & (channel < DIM)[None, :]
+        line = (first_token + token).to(tl.int64)
+        head = kv_head * GROUP + row % GROUP
+        q_at = line[:, None] * q_stride + head[:, None] * q_head_stride + channel[None, :]
+        query = tl.load(q + q_at, mask=real, other=0.0)
+        position = start + token
+
+        # Keys [edge, open_end) are seen by every query of the tile; each bound is whole tiles.
+        first_query = start + tile * TOKENS
+        end = start + tl.minimum(size, (tile + 1) * TOKENS)
+        first_key = 0
+        begin = 0
+        edge = 0
+        open_end = (first_query + 1) // KEYS * KEYS
+        if WINDOW:
+            first_key = tl.maximum(first_query - window + 1, 0)
+            begin = first_key // KEYS * KEYS
+            open_end = tl.maximum(open_end, begin)
+            edge = tl.cdiv(tl.maximum(end - window, 0), KEYS) * KEYS
+            edge = tl.minimum(tl.maximum(edge, begin), open_end)
+        best = tl.full([QUERIES], float("-inf"), tl.float32)
+        total = tl.zeros([QUERIES], tl.float32)
+        sums = tl.zeros([QUERIES, BLOCK_DIM], tl.float32)
+        for part in tl.static_range(0 if WINDOW else 1, 3):
+            best, total, sums = _visit(
+                best,
+                total,
+                sums,
+                begin if part == 0 else (edge if part == 1 else open_end),
+                edge if part == 0 else (open_end if part == 1 else end),
+                query,
+                position,
+                first_key,
+                end,
+                window,
+                keys,
+                values,
+                table,
+                scale,
+                softcap,
+                block_stride,
+                slot_stride,
+                DIM,
+                BLOCK_DIM,
+                PAGE,
+                KEYS,
+                part != 1,
+                WINDOW,
+                SOFTCAP,
+            )
+        result = sums / total[:, None]
+        out_at = line[:, None] * out_stride + head[:, None] * out_head_stride + channel[None, :]
+        tl.store(out + out_at, result.to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _visit(
+    best,
+    total,
+    sums,
+    begin,
+    stop,
+    query,
+    position,
+    first_key,
+    end,
+    window,
+    keys,
+    values,
+    table,
+    scale,
+    softcap,
+    block_stride,
+    slot_stride,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """The online softmax over cached positions [begin, stop), a multiple of KEYS at its start."""
+    channel = tl.arange(0, BLOCK_DIM)
+    unit = unit_of(scale, SOFTCAP)
+    for at in tl.range(begin, stop, KEYS):
+        cached = at + tl.arange(0, KEYS)
+        inside = (channel < DIM)[None, :]
+        if MASKED:
+            there = cached < end
+            if WINDOW:
+                there = there & (cached >= first_key)
+            page = tl.load(table + cached // PAGE, mask=cached < end, other=0).to(tl.int64)
+            inside = inside & there[:, None]
+        else:
+            page = tl.load(table + cached // PAGE).to(tl.int64)
+        line = page * block_stride + (cached % PAGE) * slot_stride
+        line = line[:, None] + channel[None, :]
+        if MASKED or DIM != BLOCK_DIM:
+            key = tl.load(keys + line, mask=inside, other=0.0)
+            value = tl.load(values + line, mask=inside, other=0.0)
+        else:
+            key = tl.load(keys + line)
+            value = tl.load(values + line)
+        score = tl.dot(query, tl.trans(key), input_precision="tf32x3")
+        score = capped(score, scale, softcap, SOFTCAP)
+        if MASKED:
+            visible = cached[None, :] <= position[:, None]
+            if WINDOW:
+                visible = visible & (cached[None, :] > position[:, None] - window)
+            score = tl.where(visible, score, float("-inf"))
+        above = tl.maximum(best, tl.max(score, axis=1) * unit)
+        floor = above
+        if MASKED and WINDOW:  # a query may see nothing of the window's first tiles
+            floor = tl.where(above == float("-inf"), 0.0, above)
+        weight = tl.exp2(score * unit - floor[:, None])
+        fade = tl.exp2(best - floor)
+        total = total * fade + tl.sum(weight, axis=1)
+        sums = sums * fade[:, None]
+        sums = tl.dot(weight.to(value.dtype), value, sums, input_precision="tf32x3")
+        best = above
+    return best, total, sums

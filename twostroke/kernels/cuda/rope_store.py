@@ -1,0 +1,202 @@
+"""What stands between the QKV product and attention, in one launch.
+
+qkv row ─┬─ query heads ─▶ norm · rope ─▶ q
+         ├─ key heads   ─▶ norm · rope ─▶ keys[slot]
+         └─ value heads ────────────────▶ values[slot]
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
+
+HEADS = 8  # heads of one program
+
+
+def rope_store(
+    qkv: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+) -> torch.Tensor:
+    """[T, (H + 2K) · D] → q [T, H, D]; keys and values go to their slots, none where it is < 0.
+
+    `cos` and `sin` are [max_len, dim / 2] and are read at `positions`; channels past dim pass
+    through.
+    """
+    tokens, dim, half = qkv.shape[0], keys.shape[-1], cos.shape[-1]
+    assert keys.stride() == values.stride()
+    assert keys.stride(-1) == 1
+    q = torch.empty(tokens, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
+    q_tiles, kv_tiles = ceil_div(num_heads, HEADS), ceil_div(num_kv_heads, HEADS)
+    rest = dim - 2 * half
+    _rope_store[(tokens, q_tiles + kv_tiles)](
+        qkv,
+        q_norm,
+        k_norm,
+        cos,
+        sin,
+        positions,
+        slots,
+        q,
+        keys,
+        values,
+        eps,
+        qkv.stride(0),
+        cos.stride(0),
+        keys.stride(0),
+        keys.stride(1),
+        keys.stride(2),
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        DIM=dim,
+        HALF=half,
+        PAIRS=power_of_two(half),
+        REST_BLOCK=power_of_two(rest) if rest else 0,
+        BLOCK_DIM=power_of_two(dim),
+        PAGE=keys.shape[1],
+        HEADS=HEADS,
+        Q_TILES=q_tiles,
+        NORM=q_norm is not None,
+        num_warps=2,
+    )
+    return q
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
+def _rope_store(
+    qkv,
+    q_norm,
+    k_norm,
+    cos,
+    sin,
+    positions,
+    slots,
+    q,
+    keys,
+    values,
+    eps,
+    qkv_stride,
+    angle_stride,
+    block_stride,
+    slot_stride,
+    head_stride,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    HEADS: tl.constexpr,
+    Q_TILES: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    line = qkv + token * qkv_stride
+    angle = tl.load(positions + token) * angle_stride
+    head = tl.arange(0, HEADS)[:, None]
+    if tile < Q_TILES:
+        head += tile * HEADS
+        _norm_rope(
+            line + head * DIM,
+            q + (token * NUM_HEADS + head) * DIM,
+            head < NUM_HEADS,
+            q_norm,
+            cos + angle,
+            sin + angle,
+            eps,
+            DIM,
+            HALF,
+            PAIRS,
+            REST_BLOCK,
+            NORM,
+        )
+    else:
+        slot = tl.load(slots + token).to(tl.int64)
+        if slot >= 0:
+            head += (tile - Q_TILES) * HEADS
+            valid = head < NUM_KV_HEADS
+            at = (slot // PAGE) * block_stride + (slot % PAGE) * slot_stride + head * head_stride
+            _norm_rope(
+                line + (NUM_HEADS + head) * DIM,
+                keys + at,
+                valid,
+                k_norm,
+                cos + angle,
+                sin + angle,
+                eps,
+                DIM,
+                HALF,
+                PAIRS,
+                REST_BLOCK,
+                NORM,
+            )
+            channel = tl.arange(0, BLOCK_DIM)[None, :]
+            mask = valid & (channel < DIM)
+            source = line + (NUM_HEADS + NUM_KV_HEADS + head) * DIM
+            value = tl.load(source + channel, mask=mask)
+            tl.store(values + at + channel, value.to(values.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _norm_rope(
+    source,
+    target,
+    valid,
+    weight,
+    cos,
+    sin,
+    eps,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """Heads at `source` [heads, 1] to `target`; rounded after each step, as `reference` does."""
+    pair = tl.arange(0, PAIRS)[None, :]
+    inside = pair < HALF
+    mask = valid & inside
+    kind = source.dtype.element_ty
+    first = tl.load(source + pair, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF + pair, mask=mask, other=0.0).to(tl.float32)
+    cosine = tl.load(cos + pair, mask=inside, other=0.0)
+    sine = tl.load(sin + pair, mask=inside, other=0.0)
+    if REST_BLOCK > 0:
+        channel = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
+        rest = tl.load(source + channel, mask=valid & (channel < DIM), other=0.0).to(tl.float32)
+    if NORM:
+        square = tl.sum(first * first, axis=1, keep_dims=True)
+        square += tl.sum(second * second, axis=1, keep_dims=True)
+        if REST_BLOCK > 0:
+            square += tl.sum(rest * rest, axis=1, keep_dims=True)
+        inverse = tl.rsqrt(square / DIM + eps)
+        first = _scaled(first * inverse, weight + pair, inside, kind)
+        second = _scaled(second * inverse, weight + HALF + pair, inside, kind)
+        if REST_BLOCK > 0:
+            rest = _scaled(rest * inverse, weight + channel, channel < DIM, kind)
+    to = target.dtype.element_ty
+    tl.store(target + pair, (first * cosine - second * sine).to(kind).to(to), mask=mask)
+    tl.store(target + HALF + pair, (second * cosine + first * sine).to(kind).to(to), mask=mask)
+    if REST_BLOCK > 0:
+        tl.store(target + channel, rest.to(to), mask=valid & (channel < DIM))
+
+
+@triton.jit
+def _scaled(x, weight, inside, kind: tl.constexpr):
+    scale = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
+    return (x.to(kind).to(tl.float32) * scale).to(kind).to(tl.float32)

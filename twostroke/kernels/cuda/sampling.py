@@ -1,0 +1,408 @@
+"""Logits → tokens without a sort of the vocabulary. `exec/sampling.py` defines what is kept.
+
+    survey   every tile of every row: its largest logit + noise, largest logit, sum of exponentials
+    settle   every row: the winner of all tiles, if the row's limits keep it; otherwise the winner
+             among the tokens that stand above it, and so on
+
+The largest of logit + Gumbel noise over the kept tokens is the draw. Kept tokens are a prefix of
+the order by logit, so a winner that is not kept rules out everything below it: the next can only
+be above. With top-p 0.9 nine draws in ten need no second look. Among equal logits the lower id
+stands above.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
+
+TILE = 2048  # tokens of one program of the survey
+STEP = 4  # tiles that settling looks at together
+TURNS = tl.constexpr(96)  # a search takes ten or so; one among NaNs must end too
+LOWEST = tl.constexpr(-3.0e38)
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    key0: torch.Tensor,
+    key1: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One token for each row of [B, V]: the largest logit where temperature is 0, else a draw.
+
+    The keys are `stream_key` of the row's seed and position. No limit: top_k 0, top_p 1, min_p 0.
+    """
+    batch, vocab = logits.shape
+    assert logits.stride(1) == 1
+    assert all(each.is_contiguous() for each in (temperature, top_k, top_p, min_p, key0, key1))
+    tiles = ceil_div(vocab, TILE)
+    device = logits.device
+    if out is None:
+        out = torch.empty(batch, dtype=torch.int64, device=device)
+    found = torch.empty(3, batch, tiles, dtype=torch.float32, device=device)
+    tokens = torch.empty(batch, tiles, dtype=torch.int32, device=device)
+    score, largest, mass = found.unbind(0)
+    _survey[(tiles, batch)](
+        logits,
+        temperature,
+        top_p,
+        key0,
+        key1,
+        score,
+        largest,
+        mass,
+        tokens,
+        logits.stride(0),
+        VOCAB=vocab,
+        TILES=tiles,
+        TILE=TILE,
+        num_warps=4,
+    )
+    _settle[(batch,)](
+        logits,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        key0,
+        key1,
+        score,
+        largest,
+        mass,
+        tokens,
+        out,
+        logits.stride(0),
+        VOCAB=vocab,
+        TILES=tiles,
+        BLOCK=power_of_two(tiles),
+        TILE=TILE,
+        STEP=STEP,
+        num_warps=16,
+    )
+    return out
+
+
+SMALL = ["temperature", "top_k", "top_p", "min_p", "key0", "key1", "out"]  # a number a row
+FOUND = ["score", "largest", "mass", "tokens"]  # a number a tile
+
+
+@triton.jit(do_not_specialize_on_alignment=SMALL + FOUND)
+def _survey(
+    logits,
+    temperature,
+    top_p,
+    key0,
+    key1,
+    score,
+    largest,
+    mass,
+    tokens,
+    stride,
+    VOCAB: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    token = tile * TILE + tl.arange(0, TILE)
+    logit = _read(logits + row * stride, token, VOCAB)
+    heat = tl.load(temperature + row)
+    at = row * TILES + tile
+    if heat == 0:
+        best = tl.max(logit, axis=0)
+        tl.store(score + at, best)
+        tl.store(tokens + at, tl.min(tl.where(logit == best, token, VOCAB), axis=0))
+    else:
+        scaled = logit * (1.0 / heat)
+        top = tl.max(scaled, axis=0)
+        tl.store(largest + at, top)
+        # The largest of s − log(e) is the smallest of e · exp(−s), where e = −log1p(−u) ≥ u: the
+        # smallest of u · exp(−s) wins without a logarithm, unless another is below its e · exp(−s).
+        top = tl.maximum(top, LOWEST)
+        first, second = tl.load(key0 + row), tl.load(key1 + row)
+        uniform = _uniform(first, second, token)
+        fade = tl.exp(top - scaled)
+        bound = uniform * fade
+        least = tl.min(bound, axis=0)
+        winner = tl.min(tl.where(bound == least, token, VOCAB), axis=0)
+        chance = _uniform(first, second, winner)
+        least = least * (_exponential(chance) / chance)
+        if tl.sum((bound <= least).to(tl.int32), axis=0) > 1:
+            wait = _exponential(uniform) * fade
+            least = tl.min(wait, axis=0)
+            winner = tl.min(tl.where(wait == least, token, VOCAB), axis=0)
+        tl.store(score + at, top - tl.log(least))
+        tl.store(tokens + at, winner)
+        if tl.load(top_p + row) < 1:
+            tl.store(mass + at, tl.sum(tl.exp(scaled - top), axis=0))
+
+
+@triton.jit(do_not_specialize_on_alignment=SMALL + FOUND)
+def _settle(
+    logits,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    key0,
+    key1,
+    score,
+    largest,
+    mass,
+    tokens,
+    out,
+    stride,
+    VOCAB: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = row * TILES + tl.arange(0, BLOCK)
+    real = tl.arange(0, BLOCK) < TILES
+    scores = tl.load(score + at, mask=real, other=float("-inf"))
+    winner = tl.argmax(scores, axis=0)
+    token = tl.load(tokens + row * TILES + tl.minimum(winner, TILES - 1))
+    token = tl.minimum(token, VOCAB - 1)
+    heat = tl.load(temperature + row)
+    if heat != 0:
+        cool = 1.0 / heat
+        k = tl.load(top_k + row).to(tl.int32)
+        p = tl.load(top_p + row)
+        least = tl.load(min_p + row)
+        k = tl.where((k > 0) & (k < VOCAB), k, VOCAB)
+        if (k < VOCAB) | (p < 1) | (least > 0):
+            line = logits + row * stride
+            tops = largest + row * TILES
+            top = tl.load(largest + at, mask=real, other=float("-inf"))
+            peak = tl.max(top, axis=0)
+            fraction = tl.log(tl.where(least > 0, least, 1.0))
+            floor = tl.where(least > 0, peak + fraction, float("-inf"))
+            total = 0.0
+            if p < 1:
+                if k < VOCAB:
+                    total = _mass_of_top(line, tops, cool, peak, floor, k, VOCAB, TILES, TILE, STEP)
+                elif least > 0:
+                    on_floor = _above(
+                        line, tops, cool, peak, floor, VOCAB, VOCAB, TILES, TILE, STEP
+                    )
+                    total = on_floor[1]
+                else:
+                    each = tl.load(mass + at, mask=real, other=0.0)
+                    total = tl.sum(each * tl.exp(top - peak), axis=0)
+            token = _first_kept(
+                line,
+                tops,
+                cool,
+                peak,
+                floor,
+                k,
+                p,
+                total,
+                token,
+                tl.load(key0 + row),
+                tl.load(key1 + row),
+                VOCAB,
+                TILES,
+                TILE,
+                STEP,
+            )
+    tl.store(out + row, token.to(out.dtype.element_ty))
+
+
+@triton.jit
+def _first_kept(
+    line,
+    tops,
+    cool,
+    peak,
+    floor,
+    k,
+    p,
+    total,
+    token,
+    key0,
+    key1,
+    VOCAB: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """From winner to winner, upwards, until one is within the limits."""
+    turn = 0
+    while turn < TURNS:
+        value = tl.load(line + token).to(tl.float32) * cool
+        count, before = _above(line, tops, cool, peak, value, token, VOCAB, TILES, TILE, STEP)
+        kept = (value >= floor) & (count < k) & ((p >= 1) | (before < p * total) | (count == 0))
+        if kept:
+            turn = TURNS
+        else:
+            turn += 1
+            # Below the floor no order matters: all that stand on it are next.
+            low = value < floor
+            value = tl.where(low, floor, value)
+            bound = tl.where(low, VOCAB, token)
+            token = _best_above(
+                line, tops, cool, value, bound, key0, key1, VOCAB, TILES, TILE, STEP
+            )
+    return token
+
+
+@triton.jit
+def _above(
+    line,
+    tops,
+    cool,
+    peak,
+    value,
+    token,
+    VOCAB: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """How many tokens stand above (value, token), and the sum of their exponentials."""
+    count = tl.zeros([TILE * STEP], tl.int32)
+    mass = tl.zeros([TILE * STEP], tl.float32)
+    for tile in range(0, TILES, STEP):
+        if _top(tops, tile, TILES, STEP) >= value:
+            ids = tile * TILE + tl.arange(0, TILE * STEP)
+            scaled = _read(line, ids, VOCAB) * cool
+            above = (scaled > value) | ((scaled == value) & (ids < token))
+            count += above.to(tl.int32)
+            mass += tl.where(above, tl.exp(scaled - peak), 0.0)
+    return tl.sum(count, axis=0), tl.sum(mass, axis=0)
+
+
+@triton.jit
+def _best_above(
+    line,
+    tops,
+    cool,
+    value,
+    token,
+    key0,
+    key1,
+    VOCAB: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """The largest of logit + noise among the tokens above (value, token)."""
+    best = tl.full([TILE * STEP], float("-inf"), tl.float32)
+    where = tl.zeros([TILE * STEP], tl.int32)
+    for tile in range(0, TILES, STEP):
+        if _top(tops, tile, TILES, STEP) >= value:
+            ids = tile * TILE + tl.arange(0, TILE * STEP)
+            scaled = _read(line, ids, VOCAB) * cool
+            above = (scaled > value) | ((scaled == value) & (ids < token))
+            noisy = tl.where(
+                above, scaled - tl.log(_exponential(_uniform(key0, key1, ids))), float("-inf")
+            )
+            where = tl.where(noisy > best, ids, where)
+            best = tl.maximum(best, noisy)
+    most = tl.max(best, axis=0)
+    return tl.min(tl.where(best == most, where, VOCAB - 1), axis=0)
+
+
+@triton.jit
+def _mass_of_top(
+    line,
+    tops,
+    cool,
+    peak,
+    floor,
+    k,
+    VOCAB: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """The sum of exponentials over the k largest that are not below the floor.
+
+    The k-th largest lies in [low, high], both values that occur. Each look at a pivot between
+    them either is it or moves an end to the next value that occurs.
+    """
+    low = float("-inf")
+    high = peak
+    reach = 2.0
+    total = 0.0
+    turn = 0
+    while turn < TURNS:
+        pivot = tl.where(low == float("-inf"), peak - reach, low * 0.5 + high * 0.5)
+        pivot = tl.minimum(pivot, high)
+        greater = tl.zeros([TILE * STEP], tl.int32)
+        equal = tl.zeros([TILE * STEP], tl.int32)
+        mass = tl.zeros([TILE * STEP], tl.float32)
+        next_up = tl.full([TILE * STEP], float("inf"), tl.float32)
+        next_down = tl.full([TILE * STEP], float("-inf"), tl.float32)
+        for tile in range(0, TILES, STEP):
+            top = _top(tops, tile, TILES, STEP)
+            if top >= pivot:
+                ids = tile * TILE + tl.arange(0, TILE * STEP)
+                scaled = _read(line, ids, VOCAB) * cool
+                above = scaled > pivot
+                greater += above.to(tl.int32)
+                equal += (scaled == pivot).to(tl.int32)
+                mass += tl.where(above & (scaled >= floor), tl.exp(scaled - peak), 0.0)
+                next_up = tl.where(above, tl.minimum(next_up, scaled), next_up)
+                below = tl.where(scaled < pivot, scaled, float("-inf"))
+                next_down = tl.maximum(next_down, below)
+            else:
+                next_down = tl.maximum(next_down, top)
+        num_greater = tl.sum(greater, axis=0)
+        num_equal = tl.sum(equal, axis=0)
+        turn += 1
+        if num_greater >= k:
+            low = tl.min(next_up, axis=0)
+        elif num_greater + num_equal < k:
+            high = tl.max(next_down, axis=0)
+            reach = reach * 4.0
+        else:
+            turn = TURNS
+        ties = tl.where(pivot >= floor, (k - num_greater) * tl.exp(pivot - peak), 0.0)
+        total = tl.sum(mass, axis=0) + tl.where(k > num_greater, ties, 0.0)
+    return total
+
+
+@triton.jit
+def _top(tops, tile, TILES: tl.constexpr, STEP: tl.constexpr):
+    at = tile + tl.arange(0, STEP)
+    return tl.max(tl.load(tops + at, mask=at < TILES, other=float("-inf")), axis=0)
+
+
+@triton.jit
+def _read(line, token, VOCAB: tl.constexpr):
+    return tl.load(line + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _uniform(key0, key1, token):
+    """The number in (0, 1) that `exec/rng.py` has for the keys and the token."""
+    bits = _mix(token.to(tl.uint32) ^ key0.to(tl.uint32))
+    bits = _mix(bits + key1.to(tl.uint32))
+    uniform = (bits.to(tl.float32) + 0.5) * 2.0**-32
+    return tl.minimum(uniform, 1.0 - 2.0**-24)
+
+
+@triton.jit
+def _exponential(uniform):
+    """−log1p(−u): what `exec/rng.py` takes −log of."""
+    # log1p(−u) = log(w) · u / (1 − w) with w = 1 − u as rounded: the rounding's error cancels.
+    rest = 1.0 - uniform
+    lost = 1.0 - rest
+    return tl.where(lost == 0, uniform, -tl.log(rest) * (uniform / lost))
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
