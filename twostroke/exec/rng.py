@@ -6,6 +6,8 @@ any preemption. Everything is 32-bit integer arithmetic, so that other backends 
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 MASK = 0xFFFFFFFF
@@ -26,6 +28,16 @@ def stream_key(seed: int, position: int) -> tuple[int, int]:
     return first, mix(first ^ 0x85EBCA6B ^ high)
 
 
+def stream_keys(
+    seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    """`stream_key` of many at once."""
+    low, high = seeds & _MASK, seeds >> _32
+    first = _mix_each(positions.astype(np.uint64) ^ np.uint64(0x9E3779B9))
+    first = _mix_each(_mix_each(first ^ low) + high)
+    return first, _mix_each(first ^ np.uint64(0x85EBCA6B) ^ high)
+
+
 def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Gumbel noise for [rows, 2] keys and token ids that broadcast to [rows, n], in fp32.
 
@@ -42,3 +54,13 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK
     return x ^ (x >> 16)
+
+
+_MASK, _32, _16, _15 = np.uint64(MASK), np.uint64(32), np.uint64(16), np.uint64(15)
+
+
+def _mix_each(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    x = x & _MASK
+    x = ((x ^ (x >> _16)) * np.uint64(0x7FEB352D)) & _MASK
+    x = ((x ^ (x >> _15)) * np.uint64(0x846CA68B)) & _MASK
+    return x ^ (x >> _16)
