@@ -6,6 +6,8 @@ Triton kernels equal.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 from twostroke.exec.rng import gumbel
@@ -71,7 +73,7 @@ def prefill_attention(  # type: ignore[no-untyped-def]
     assert softcap == 0.0
     ends = cu_tokens.tolist()
     assert ends[-1] == q.shape[0]
-    assert max_chunk == max(end - first for first, end in zip(ends, ends[1:], strict=False))
+    assert max_chunk == max(end - first for first, end in pairwise(ends))
     out = torch.empty_like(q) if out is None else out
     for n, (row, start) in enumerate(zip(chunk_rows.tolist(), chunk_starts.tolist(), strict=True)):
         part = slice(ends[n], ends[n + 1])

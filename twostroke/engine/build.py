@@ -4,7 +4,7 @@ what cannot work is refused before memory is taken."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from time import monotonic
@@ -16,15 +16,20 @@ from twostroke.config import EngineConfig
 from twostroke.engine.api import EngineInfo
 from twostroke.engine.core import EngineCore
 from twostroke.errors import ConfigError
+from twostroke.exec.cuda import CudaExecutor
 from twostroke.exec.executor import LocalExecutor
 from twostroke.exec.grammar import Grammars
+from twostroke.exec.graphs import DecodeGraphs, Record, Run
 from twostroke.exec.memory import MemoryPlan, host_memory_bytes, plan_memory
 from twostroke.exec.native import NativeExecutor
+from twostroke.exec.program import StepProgram
+from twostroke.exec.rows import DeviceRows
 from twostroke.exec.state import RowState
 from twostroke.kernels import cpu, reference
 from twostroke.kv.pool import KVPool
 from twostroke.model.cost import cost_model
 from twostroke.model.decoder import Decoder
+from twostroke.model.fused import FusedDecoder
 from twostroke.model.load import (
     chat_template_source,
     find_model,
@@ -147,6 +152,11 @@ def _build(config: EngineConfig, speaks: bool) -> Engine:
     )
 
 
+def _run_again(run: Run) -> Run:
+    """The plain record: a replay runs the same once more."""
+    return run
+
+
 def assemble(
     decoder: Decoder,
     limits: SchedulerConfig,
@@ -173,6 +183,27 @@ def assemble_native(
     state = RowState(limits.max_num_seqs, limits.max_model_len, size, len(limits.windows), device)
     executor = NativeExecutor(decoder, pool, state)
     return EngineCore(Scheduler(limits), executor, cost_model(spec, width, 2), grammars)
+
+
+def assemble_fused(
+    decoder: FusedDecoder,
+    limits: SchedulerConfig,
+    kv_dtype: torch.dtype,
+    graph_sizes: Sequence[int] = (),
+    record: Record = _run_again,
+    max_in_flight: int = 2,
+    grammars: Grammars | None = None,
+) -> EngineCore:
+    """`assemble` for fused kernels, on a device that runs behind the host."""
+    spec, device, size = decoder.spec, decoder.device, limits.block_size
+    pool = KVPool(spec, limits.num_blocks, size, kv_dtype, device)
+    groups = len(limits.windows)
+    rows = DeviceRows(limits.max_num_seqs, limits.max_model_len, size, groups, device)
+    program = StepProgram(decoder, pool, rows)
+    graphs = DecodeGraphs(program, graph_sizes, record) if graph_sizes else None
+    executor = CudaExecutor(program, graphs, max_in_flight)
+    cost = cost_model(spec, decoder.dtype.itemsize, kv_dtype.itemsize)
+    return EngineCore(Scheduler(limits), executor, cost, grammars)
 
 
 def _is_native(config: EngineConfig, device: torch.device) -> bool:

@@ -101,7 +101,8 @@ def pack_decode(slots: Sequence[Slot], writes: Writes, rows: DeviceRows, batch: 
     to["cu_tokens"][:] = 0
     _put_samples(to, rows, which, positions + 1)
     _put_writes(to, rows, writes)
-    return Packed(layout, buffer, which, positions + 1, 0, int(positions.max()) + 1)
+    longest = int(positions.max()) + 1 if count else 0
+    return Packed(layout, buffer, which, positions + 1, 0, longest)
 
 
 def pack_step(plan: StepPlan, writes: Writes, rows: DeviceRows) -> Packed:
@@ -120,9 +121,7 @@ def pack_step(plan: StepPlan, writes: Writes, rows: DeviceRows) -> Packed:
     shift = np.repeat(starts - (ends - sizes), sizes)
     token_rows = np.concatenate([which, np.repeat(chunk_rows, sizes)])
     token_positions = np.concatenate([positions, np.arange(total) + shift])
-    shape = Shape(
-        count + total, count, len(chunks), len(targets), len(writes.at), rows.num_groups
-    )
+    shape = Shape(count + total, count, len(chunks), len(targets), len(writes.at), rows.num_groups)
     layout = Layout(shape)
     buffer = _buffer(layout, rows.device)
     to = layout.host(buffer)
@@ -169,5 +168,3 @@ def _put_writes(to: Arrays, rows: DeviceRows, writes: Writes) -> None:
     count = len(writes.at)
     to["writes_at"][:count], to["writes_at"][count:] = writes.at, rows.spare
     to["writes"][:count], to["writes"][count:] = writes.values, 0
-
-

@@ -13,15 +13,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from twostroke.exec.rng import gumbel, stream_key
-from twostroke.exec.state import RowState
 from twostroke.plan import NewRow, TokenLogprobs
 
 CANDIDATES = 1024
 NEVER = float("-inf")
+
+
+class Rows(Protocol):
+    """What sampling asks of the rows that persist."""
+
+    rows: dict[int, NewRow]
+    tokens: torch.Tensor  # [rows, positions]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +43,7 @@ def sample(
     logits: torch.Tensor,
     rows: Sequence[int],
     positions: Sequence[int],
-    state: RowState,
+    state: Rows,
     masks: Mapping[int, torch.Tensor] | None = None,
 ) -> Sampled:
     """One token for each row of `logits` [S, V] fp32 (overwritten). `positions` are where the
@@ -90,7 +97,7 @@ def _apply_bans(
     requests: Sequence[NewRow],
     rows: Sequence[int],
     positions: Sequence[int],
-    state: RowState,
+    state: Rows,
 ) -> None:
     for index, request in enumerate(requests):
         params = request.params
@@ -120,7 +127,7 @@ def _apply_penalties(
     requests: Sequence[NewRow],
     rows: Sequence[int],
     positions: Sequence[int],
-    state: RowState,
+    state: Rows,
 ) -> None:
     which = [i for i, r in enumerate(requests) if r.params.penalised]
     if not which:

@@ -137,7 +137,8 @@ class Loader:
         shapes = [self._source.shape(name) or () for name in names]
         rows = sum(shape[0] for shape in shapes)
         whole = torch.empty(rows, *shapes[0][1:], dtype=self._dtype, device=self._device)
-        for name, place in zip(names, whole.split([shape[0] for shape in shapes]), strict=True):
+        places = torch.split(whole, [shape[0] for shape in shapes])
+        for name, place in zip(names, places, strict=True):
             place.copy_(self._source.read(name, self._dtype))
         return whole
 

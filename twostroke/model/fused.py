@@ -1,6 +1,6 @@
 """The decoder for fused kernels: what `decoder.py` defines, in nine launches a layer.
 
-    embed · norm ─▶ [ qkv · rope+store · attend · o · +norm · gate+up · act · down · +norm ] × layers
+    embed · norm ─▶ [ qkv · rope+store · attend · o · +norm · gate+up · act · down · +norm ] × n
 
 The residual stays in one tensor that every `add_rms_norm` adds to. Nothing here looks at a value
 on the device or copies one to it, so that a graph can hold all of it.
