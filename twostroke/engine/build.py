@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from importlib import import_module
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -24,13 +25,15 @@ from twostroke.exec.memory import MemoryPlan, host_memory_bytes, plan_memory
 from twostroke.exec.native import NativeExecutor
 from twostroke.exec.program import StepProgram
 from twostroke.exec.rows import DeviceRows
+from twostroke.exec.start import start_executor
 from twostroke.exec.state import RowState
-from twostroke.kernels import cpu, reference
+from twostroke.kernels import FusedKernels, cpu, reference
 from twostroke.kv.pool import KVPool
 from twostroke.model.cost import cost_model
 from twostroke.model.decoder import Decoder
 from twostroke.model.fused import FusedDecoder
 from twostroke.model.load import (
+    OpenedModel,
     chat_template_source,
     find_model,
     open_model,
@@ -133,6 +136,8 @@ def _build(config: EngineConfig, speaks: bool) -> Engine:
         length, isa, exact = memory.max_model_len, config.isa, config.exact
         decoder = NativeDecoder(packing, length, threads, batch, isa, exact)
         core = assemble_native(decoder, limits, grammars, width)
+    elif on_gpu and config.kernels == "auto":
+        core, memory = _start_fused(config, model, device, dtype, kv_dtype, memory, grammars)
     else:
         length = memory.max_model_len
         plain = Decoder(model.spec, model.weights, dtype, device, length, reference)
@@ -185,6 +190,37 @@ def assemble_native(
     return EngineCore(Scheduler(limits), executor, cost_model(spec, width, 2), grammars)
 
 
+def _start_fused(
+    config: EngineConfig,
+    model: OpenedModel,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    estimate: MemoryPlan,
+    grammars: Grammars,
+) -> tuple[EngineCore, MemoryPlan]:
+    """The Triton kernels, on a GPU whose memory is measured before the rest goes to the cache."""
+    spec, length = model.spec, estimate.max_model_len
+    estimate = replace(estimate, device_bytes=torch.cuda.mem_get_info(device)[1])
+    decoder = FusedDecoder(spec, model.weights, dtype, device, length, _triton_kernels())
+    executor, memory = start_executor(config, decoder, kv_dtype, estimate)
+    log.info("memory: %s", memory.waterfall())
+    limits = _scheduler_config(config, spec, memory, on_gpu=True)
+    cost = cost_model(spec, dtype.itemsize, kv_dtype.itemsize)
+    return EngineCore(Scheduler(limits), executor, cost, grammars), memory
+
+
+def _triton_kernels() -> FusedKernels:
+    """Imported here: Triton is there only where there is a GPU."""
+    try:
+        return cast(FusedKernels, import_module("twostroke.kernels.cuda"))
+    except ImportError as error:
+        raise ConfigError(
+            f"the kernels of a GPU need Triton, which cannot be loaded ({error}); install it, or "
+            "use kernels='reference'"
+        ) from None
+
+
 def assemble_fused(
     decoder: FusedDecoder,
     limits: SchedulerConfig,
@@ -199,8 +235,9 @@ def assemble_fused(
     pool = KVPool(spec, limits.num_blocks, size, kv_dtype, device)
     groups = len(limits.windows)
     rows = DeviceRows(limits.max_num_seqs, limits.max_model_len, size, groups, device)
-    program = StepProgram(decoder, pool, rows)
-    graphs = DecodeGraphs(program, graph_sizes, record) if graph_sizes else None
+    with torch.inference_mode():
+        program = StepProgram(decoder, pool, rows)
+        graphs = DecodeGraphs(program, graph_sizes, record) if graph_sizes else None
     executor = CudaExecutor(program, graphs, max_in_flight)
     cost = cost_model(spec, decoder.dtype.itemsize, kv_dtype.itemsize)
     return EngineCore(Scheduler(limits), executor, cost, grammars)
