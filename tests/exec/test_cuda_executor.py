@@ -15,7 +15,7 @@ from tests.gpu.reference_check import OUTPUT, PROMPTS, SPECS
 from twostroke.engine.build import assemble_fused
 from twostroke.engine.core import EngineCore
 from twostroke.exec.graphs import ladder
-from twostroke.exec.packed import pack_decode
+from twostroke.exec.packed import Shape, pack_decode
 from twostroke.exec.rng import stream_key, stream_keys
 from twostroke.exec.rows import NOTHING, DeviceRows
 from twostroke.kernels import reference
@@ -203,23 +203,26 @@ def test_the_ladder_ends_at_the_most_requests_there_are() -> None:
 
 
 def test_graphs_are_recorded_from_the_largest_down_and_batches_padded_up() -> None:
-    recorded: list[Callable[[], object]] = []
-    replayed: list[int] = []
+    recorded: list[Shape] = []
+    replayed: list[Shape] = []
 
     def record(run: Callable[[], object]) -> Callable[[], object]:
-        recorded.append(run)
-        size = run.args[0].shape.slots  # type: ignore[attr-defined]
-        return lambda: (replayed.append(size), run())
+        shape = run.args[-1].shape  # type: ignore[attr-defined]
+        recorded.append(shape)
+        return lambda: (replayed.append(shape), run())
 
     decoder = decoders("qwen3")[1]
     config = SchedulerConfig(8, 1024, 1024, 16, 512, prefix_caching=False)
     core = assemble_fused(decoder, config, torch.float32, ladder(8, largest=4), record)
-    assert [one.args[0].shape.slots for one in recorded] == [4, 2, 1]  # type: ignore[attr-defined]
+    assert [shape.slots for shape in recorded if shape.slots] == [4, 2, 1]
+    pieces = [shape.tokens for shape in recorded if not shape.slots]
+    assert pieces == sorted(pieces, reverse=True)
     write(core, PROMPTS[:3], temperature=0, max_tokens=4)
-    assert set(replayed) == {4}  # three rows
+    assert {shape.slots for shape in replayed} == {0, 4}  # three rows; and the prompts, in pieces
+    assert {shape.tokens for shape in replayed} == {4, 192}  # 5 + 40 + 90 prompt tokens
     replayed.clear()
     write(core, [[n + 3, 4] for n in range(8)], temperature=0, max_tokens=4)
-    assert not replayed  # above the ladder
+    assert {shape.tokens for shape in replayed} == {64}  # above the ladder: in pieces
 
 
 def test_padding_reads_and_writes_nothing_that_is_anybodys() -> None:

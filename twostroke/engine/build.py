@@ -20,7 +20,7 @@ from twostroke.errors import ConfigError
 from twostroke.exec.cuda import CudaExecutor
 from twostroke.exec.executor import LocalExecutor
 from twostroke.exec.grammar import Grammars
-from twostroke.exec.graphs import DecodeGraphs, Record, Run
+from twostroke.exec.graphs import DecodeGraphs, PieceGraphs, Record, Run, piece_ladder
 from twostroke.exec.memory import MemoryPlan, host_memory_bytes, plan_memory
 from twostroke.exec.native import NativeExecutor
 from twostroke.exec.program import StepProgram
@@ -238,7 +238,9 @@ def assemble_fused(
     with torch.inference_mode():
         program = StepProgram(decoder, pool, rows)
         graphs = DecodeGraphs(program, graph_sizes, record) if graph_sizes else None
-    executor = CudaExecutor(program, graphs, max_in_flight)
+        tokens = piece_ladder(limits.max_num_batched_tokens) if graph_sizes else ()
+        pieces = PieceGraphs(program, tokens, record) if tokens else None
+    executor = CudaExecutor(program, graphs, pieces, max_in_flight)
     cost = cost_model(spec, decoder.dtype.itemsize, kv_dtype.itemsize)
     return EngineCore(Scheduler(limits), executor, cost, grammars)
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from twostroke.exec.executor import LOGIT_SLICE, Masks
-from twostroke.exec.graphs import DecodeGraphs
+from twostroke.exec.graphs import DecodeGraphs, PieceGraphs
 from twostroke.exec.packed import Packed, pack_decode, pack_step
 from twostroke.exec.program import StepProgram
 from twostroke.exec.rows import NOTHING, Writes
@@ -88,12 +88,13 @@ class CudaExecutor:
         self,
         program: StepProgram,
         graphs: DecodeGraphs | None,
+        pieces: PieceGraphs | None = None,
         max_in_flight: int = 2,
         nvtx: bool = False,
     ) -> None:
         self.max_in_flight = max_in_flight
-        self._program, self._graphs, self._nvtx = program, graphs, nvtx
-        self._rows, self._device = program.rows, program.decoder.device
+        self._program, self._graphs, self._pieces, self._nvtx = program, graphs, pieces, nvtx
+        self._rows, self._device = program.rows, program.rows.cells.device  # with its number
         self._on_gpu = self._device.type == "cuda"
         self._end: Mark | None = None  # of the newest step
 
@@ -106,18 +107,18 @@ class CudaExecutor:
             _push(f"step {plan.step}: prefill {prefill}, decode {decode}")
         writes = self._rows.apply(plan)
         before, start = self._end, self._mark()
-        size = None
-        if self._graphs is not None and not plan.prefill:
-            size = self._graphs.size_for(len(plan.decode))
-        if self._graphs is not None and size is not None:
+        graphs, hidden = self._graphs, None
+        size = graphs.size_for(len(plan.decode)) if graphs and not plan.prefill else None
+        if graphs is not None and size is not None:
             writes = self._fit(writes, size)
-            packed, hidden = pack_decode(plan.decode, writes, self._rows, size), None
+            packed = pack_decode(plan.decode, writes, self._rows, size)
             start.record()
-            self._graphs.replay(packed)
+            graphs.replay(packed)
         else:
-            packed = pack_step(plan, writes, self._rows)
+            size = self._pieces.size_for(plan.num_tokens) if self._pieces else None
+            packed = pack_step(plan, writes, self._rows, size or 0)
             start.record()
-            hidden = self._launch(packed)
+            hidden = self._launch(packed, size is not None)
         return Forwarded(plan, packed, hidden, start, before)
 
     def _fit(self, writes: Writes, size: int) -> Writes:
@@ -128,10 +129,13 @@ class CudaExecutor:
         self._rows.cells.scatter_(0, self._send(at), self._send(values))
         return NOTHING
 
-    def _launch(self, packed: Packed) -> torch.Tensor:
+    def _launch(self, packed: Packed, in_pieces: bool) -> torch.Tensor:
+        program, pieces = self._program, self._pieces
+        if pieces is not None and in_pieces and pieces.fits(packed):
+            return program.run(pieces.send(packed), pieces.forward)
         buffer = packed.buffer.to(self._device, non_blocking=True)
-        program = self._program
-        return program.run(program.prepare(packed.layout, buffer, packed.max_chunk, packed.longest))
+        step = program.prepare(packed.layout, buffer, packed.max_chunk, packed.longest)
+        return program.run(step)
 
     @torch.inference_mode()
     def sample(self, handle: Forwarded, masks: Masks | None = None) -> Flying:

@@ -29,9 +29,10 @@ TORCH = {"q": torch.int64, "i": torch.int32, "f": torch.float32}
 class Shape(NamedTuple):
     """How many of each there are in a step."""
 
-    tokens: int
+    tokens: int  # padding included
     slots: int
     chunks: int
+    chunk_tokens: int
     samples: int
     writes: int
     groups: int
@@ -40,7 +41,8 @@ class Shape(NamedTuple):
 class Layout:
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
-        tokens, slots, chunks, samples, writes, groups = shape
+        tokens, slots, chunks, _, samples, writes, groups = shape
+        # Those of the tokens first: where they lie depends on how many there are, and no more.
         fields = [("positions", "q", tokens), ("read_at", "q", tokens)]
         fields += [(f"slots{group}", "q", tokens) for group in range(groups)]
         fields += [(name, "q", samples) for name in ("write_at", "sampled", "key0", "key1")]
@@ -71,7 +73,7 @@ class Layout:
 @lru_cache(maxsize=1024)
 def decode_layout(batch: int, groups: int) -> Layout:
     """Of a step that decodes only. Each row may be given a block in each group."""
-    return Layout(Shape(batch, batch, 0, batch, batch * groups, groups))
+    return Layout(Shape(batch, batch, 0, 0, batch, batch * groups, groups))
 
 
 class Packed(NamedTuple):
@@ -105,8 +107,9 @@ def pack_decode(slots: Sequence[Slot], writes: Writes, rows: DeviceRows, batch: 
     return Packed(layout, buffer, which, positions + 1, 0, longest)
 
 
-def pack_step(plan: StepPlan, writes: Writes, rows: DeviceRows) -> Packed:
-    """Any step: decode slots first, then the chunks."""
+def pack_step(plan: StepPlan, writes: Writes, rows: DeviceRows, padded: int = 0) -> Packed:
+    """Any step: decode slots first, then the chunks; tokens padded up to a number if one is
+    given."""
     count, chunks = len(plan.decode), plan.prefill
     which, positions = _columns(plan.decode)
     longest = int(positions.max()) + 1 if count else 0
@@ -121,14 +124,26 @@ def pack_step(plan: StepPlan, writes: Writes, rows: DeviceRows) -> Packed:
     shift = np.repeat(starts - (ends - sizes), sizes)
     token_rows = np.concatenate([which, np.repeat(chunk_rows, sizes)])
     token_positions = np.concatenate([positions, np.arange(total) + shift])
-    shape = Shape(count + total, count, len(chunks), len(targets), len(writes.at), rows.num_groups)
-    layout = Layout(shape)
+    tokens = count + total
+    layout = Layout(
+        Shape(
+            max(tokens, padded),
+            count,
+            len(chunks),
+            total,
+            len(targets),
+            len(writes.at),
+            rows.num_groups,
+        )
+    )
     buffer = _buffer(layout, rows.device)
     to = layout.host(buffer)
-    to["positions"][:] = token_positions
-    to["read_at"][:] = rows.token_cells(token_rows, token_positions)
+    to["positions"][:tokens], to["positions"][tokens:] = token_positions, 0
+    at = rows.token_cells(token_rows, token_positions)
+    to["read_at"][:tokens], to["read_at"][tokens:] = at, rows.spare
     for group in range(rows.num_groups):
-        to[f"slots{group}"][:] = rows.slots(group, token_rows, token_positions)
+        place = to[f"slots{group}"]
+        place[:tokens], place[tokens:] = rows.slots(group, token_rows, token_positions), -1
     to["rows"][:], to["lengths"][:] = which, positions + 1
     to["chunk_rows"][:], to["chunk_starts"][:] = chunk_rows, starts
     to["cu_tokens"][0], to["cu_tokens"][1:] = 0, ends

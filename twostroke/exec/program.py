@@ -10,6 +10,7 @@ before the host has seen this one's tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,75 +27,80 @@ from twostroke.model.fused import FusedDecoder
 class DeviceStep:
     shape: Shape
     fields: dict[str, torch.Tensor]  # views of the packed inputs
-    inputs: FusedInputs  # the same, as the decoder wants them, but for the token ids
-    sampled: torch.Tensor | None  # which hidden states are sampled from; None: all
+    max_chunk: int
+    splits: int  # of decode attention
+
+
+Forward = Callable[[DeviceStep], torch.Tensor]
 
 
 class StepProgram:
     def __init__(self, decoder: FusedDecoder, pool: KVPool, rows: DeviceRows) -> None:
         spec, device = decoder.spec, decoder.device
         self.decoder, self.rows = decoder, rows
+        self.kv = [pool.layer(index) for index in range(spec.num_layers)]
         # Results have places of their own: graphs that share memory would overwrite each other's.
         self.logits = torch.empty(
             rows.max_rows, spec.vocab_size, dtype=decoder.dtype, device=device
         )
         self.tokens = torch.zeros(rows.max_rows, dtype=torch.int32, device=device)
-        self._kv = [pool.layer(index) for index in range(spec.num_layers)]
 
     def prepare(
         self, layout: Layout, buffer: torch.Tensor, max_chunk: int, longest: int
     ) -> DeviceStep:
         """A step over packed inputs that lie in `buffer` on the device."""
-        shape, fields, rows = layout.shape, layout.device(buffer), self.rows
-        decode = prefill = None
-        if shape.slots:
-            splits, scratch = self._splits(shape.slots, longest)
-            decode = FusedDecode(fields["rows"], fields["lengths"], splits, scratch)
-        if shape.chunks:
-            starts, cu_tokens = fields["chunk_starts"], fields["cu_tokens"]
-            prefill = FusedPrefill(fields["chunk_rows"], starts, cu_tokens, max_chunk)
-        inputs = FusedInputs(
-            token_ids=fields["read_at"],
-            positions=fields["positions"],
-            slots=[fields[f"slots{group}"] for group in range(shape.groups)],
-            tables=rows.tables,
-            decode=decode,
-            prefill=prefill,
-        )
-        return DeviceStep(shape, fields, inputs, fields["sampled"] if shape.chunks else None)
+        splits, slots = 1, layout.shape.slots
+        if slots:
+            # By powers of two, so that few different launches ever occur.
+            length = min(1 << (longest - 1).bit_length(), self.rows.max_len)
+            heads = self.decoder.spec.num_kv_heads
+            splits = self.decoder.kernels.decode_splits(slots, heads, length)
+        return DeviceStep(layout.shape, layout.device(buffer), max_chunk, splits)
 
-    def _splits(self, batch: int, longest: int) -> tuple[int, Any]:
-        spec, kernels = self.decoder.spec, self.decoder.kernels
-        # By powers of two, so that few different launches ever occur.
-        length = min(1 << (longest - 1).bit_length(), self.rows.max_len)
-        splits = kernels.decode_splits(batch, spec.num_kv_heads, length)
-        device = self.decoder.device
-        scratch = kernels.decode_scratch(batch, spec.num_heads, spec.head_dim, splits, device)
-        return splits, scratch
-
-    def run(self, step: DeviceStep) -> torch.Tensor:
-        """The last hidden states; logits and tokens are in their places."""
-        fields, cells, given = step.fields, self.rows.cells, step.inputs
+    def run(self, step: DeviceStep, forward: Forward | None = None) -> torch.Tensor:
+        """The last hidden states; logits and tokens are in their places. `forward`: instead of the
+        decoder's own."""
+        fields, cells = step.fields, self.rows.cells
         if step.shape.writes:
             cells.scatter_(0, fields["writes_at"], fields["writes"])
-        inputs = FusedInputs(
-            cells.index_select(0, given.token_ids),
-            given.positions,
-            given.slots,
-            given.tables,
-            given.decode,
-            given.prefill,
-        )
-        hidden = self.decoder.forward(inputs, self._kv)
-        count = step.shape.samples
-        if count:
-            self._sample(hidden, step, count)
+        if forward is None:
+            token_ids = cells.index_select(0, fields["read_at"])
+            hidden = self.decoder.forward(self.inputs(step, token_ids), self.kv)
+        else:
+            hidden = forward(step)
+        if step.shape.samples:
+            self._sample(hidden, step, step.shape.samples)
         return hidden
+
+    def inputs(self, step: DeviceStep, token_ids: torch.Tensor) -> FusedInputs:
+        shape, fields = step.shape, step.fields
+        decode = prefill = None
+        if shape.slots:
+            # Made here, so that the graphs of a pool all use the same memory for it.
+            scratch = self._scratch(shape.slots, step.splits)
+            decode = FusedDecode(fields["rows"], fields["lengths"], step.splits, scratch)
+        if shape.chunks:
+            prefill = FusedPrefill(
+                fields["chunk_rows"],
+                fields["chunk_starts"],
+                fields["cu_tokens"],
+                shape.chunk_tokens,
+                step.max_chunk,
+            )
+        slots = [fields[f"slots{group}"] for group in range(shape.groups)]
+        tables, positions = self.rows.tables, fields["positions"]
+        return FusedInputs(token_ids, positions, slots, tables, decode, prefill)
+
+    def _scratch(self, batch: int, splits: int) -> Any:
+        spec, decoder = self.decoder.spec, self.decoder
+        return decoder.kernels.decode_scratch(
+            batch, spec.num_heads, spec.head_dim, splits, decoder.device
+        )
 
     def _sample(self, hidden: torch.Tensor, step: DeviceStep, count: int) -> None:
         fields = step.fields
-        if step.sampled is not None:
-            hidden = hidden.index_select(0, step.sampled)
+        if step.shape.tokens != count:  # else all of them, in order
+            hidden = hidden.index_select(0, fields["sampled"])
         logits = self.decoder.head(hidden, out=self.logits[:count])
         tokens = self.tokens[:count]
         tokens.copy_(

@@ -13,13 +13,15 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 
 import torch
 
 from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
 from twostroke.exec.cuda import CudaExecutor
-from twostroke.exec.graphs import CudaRecorder, DecodeGraphs, ladder
+from twostroke.exec.graphs import CudaRecorder, DecodeGraphs, PieceGraphs, ladder, piece_ladder
 from twostroke.exec.memory import MemoryPlan, fit_length, gib
 from twostroke.exec.program import StepProgram
 from twostroke.exec.rows import DeviceRows
@@ -46,15 +48,20 @@ def start_executor(
         trial = StepProgram(decoder, KVPool(spec, 0, size, kv_dtype, device), rows)
         activations = _measure_steps(CudaExecutor(trial, None), budget, rows)
         sizes = graph_sizes(config)
-        graphs_bytes = _measure_graphs(trial, sizes, device) if sizes else 0
+        graphs_bytes = _measure_graphs(trial, sizes, piece_ladder(budget)) if sizes else 0
         del trial
         free = _free_bytes(device)
         plan = fit_pool(config, estimate, free, activations, graphs_bytes)
         plan = fit_length(plan, config, spec)
         program = StepProgram(decoder, KVPool(spec, plan.num_blocks, size, kv_dtype, device), rows)
-        graphs = DecodeGraphs(program, sizes, CudaRecorder(device)) if sizes else None
-        torch.cuda.synchronize(device)
-    return CudaExecutor(program, graphs, nvtx=config.nvtx), plan
+        graphs = pieces = None
+        if sizes:
+            record = CudaRecorder(device)
+            graphs = DecodeGraphs(program, sizes, record)
+            pieces = PieceGraphs(program, piece_ladder(budget), record)
+        _free_bytes(device)
+    gc.freeze()  # what is here stays; the collector need not look at it while streams run
+    return CudaExecutor(program, graphs, pieces, nvtx=config.nvtx), plan
 
 
 def graph_sizes(config: EngineConfig) -> list[int]:
@@ -119,16 +126,24 @@ def _measure_steps(executor: CudaExecutor, budget: int, rows: DeviceRows) -> int
     return torch.cuda.max_memory_reserved(rows.device) - before
 
 
-def _measure_graphs(program: StepProgram, sizes: list[int], device: torch.device) -> int:
+def _measure_graphs(program: StepProgram, sizes: list[int], tokens: list[int]) -> int:
     """Bytes that all graphs will take: the largest, and one more for what each costs anyway."""
-    before = _free_bytes(device)
+    device = program.rows.cells.device
+    free = [_free_bytes(device)]
     record = CudaRecorder(device)
-    kept = [DecodeGraphs(program, sizes[-1:], record)]
-    largest = before - torch.cuda.mem_get_info(device)[0]
-    kept.append(DecodeGraphs(program, sizes[:1], record))
-    each = before - largest - torch.cuda.mem_get_info(device)[0]
+    kept: list[object] = []
+    for make in (
+        partial(DecodeGraphs, program, sizes[-1:]),
+        partial(DecodeGraphs, program, sizes[:1]),
+        partial(PieceGraphs, program, tokens[-1:]),
+        partial(PieceGraphs, program, tokens[:1]),
+    ):
+        kept.append(make(record))
+        torch.cuda.synchronize(device)
+        free.append(torch.cuda.mem_get_info(device)[0])
+    took = [max(0, before - after) for before, after in pairwise(free)]
     kept.clear()
-    return max(0, largest) + (len(sizes) - 1) * max(0, each)
+    return took[0] + (len(sizes) - 1) * took[1] + took[2] + (len(tokens) - 1) * took[3]
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -61,6 +61,7 @@ class FusedPrefill:
     rows: torch.Tensor  # [C] int32
     starts: torch.Tensor  # [C] int32
     cu_tokens: torch.Tensor  # [C + 1] int32
+    tokens: int
     max_chunk: int
 
 

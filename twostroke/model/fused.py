@@ -15,12 +15,13 @@ import torch.nn.functional as F
 
 from twostroke.kernels import FusedKernels
 from twostroke.model.batch import FusedInputs
-from twostroke.model.decoder import Layer, Loader, load_layers
+from twostroke.model.decoder import Loader, load_layers
 from twostroke.model.rope import rope_tables
 from twostroke.model.spec import ModelSpec
 from twostroke.model.weights import WeightSource
 
-KVLayers = Sequence[tuple[torch.Tensor, torch.Tensor]]  # keys and values of each layer
+KV = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer
+KVLayers = Sequence[KV]
 
 
 class FusedDecoder:
@@ -45,31 +46,27 @@ class FusedDecoder:
 
     def forward(self, inputs: FusedInputs, kv: KVLayers) -> torch.Tensor:
         """The last hidden state of every token of the step, normed: [T, hidden]."""
-        eps, kernels = self.spec.norm_eps, self.kernels
-        residual = F.embedding(inputs.token_ids, self._embed)
-        normed = kernels.rms_norm(residual, self._layers[0].attn_norm, eps)
-        for layer, cache, next_norm in zip(self._layers, kv, self._next_norms, strict=True):
-            attended = layer.o(self._attend(layer, normed, inputs, *cache))
-            normed = kernels.add_rms_norm(attended, residual, layer.mlp_norm, eps)
-            written = layer.down(kernels.silu_and_mul(layer.gate_up(normed)))
-            normed = kernels.add_rms_norm(written, residual, next_norm, eps)
+        residual = self.embed(inputs.token_ids)
+        normed = self.first_norm(residual)
+        for index, cache in enumerate(kv):
+            q = self.project(index, normed, inputs, cache)
+            attended = self.attend(index, q, inputs, cache, torch.empty_like(q))
+            normed = self.finish(index, attended, residual)
         return normed
 
-    def head(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits in the model's dtype, [rows, vocab]."""
-        return torch.mm(hidden, self._head.t(), out=out)
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(token_ids, self._embed)
 
-    def _attend(
-        self,
-        layer: Layer,
-        x: torch.Tensor,
-        inputs: FusedInputs,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+    def first_norm(self, residual: torch.Tensor) -> torch.Tensor:
+        return self.kernels.rms_norm(residual, self._layers[0].attn_norm, self.spec.norm_eps)
+
+    def project(
+        self, index: int, normed: torch.Tensor, inputs: FusedInputs, cache: KV
     ) -> torch.Tensor:
-        spec, kernels, group = self.spec, self.kernels, 0
-        q = kernels.rope_store(
-            layer.qkv(x),
+        """Queries, [T, H, D]; keys and values go to the cache."""
+        layer, spec, group = self._layers[index], self.spec, 0
+        return self.kernels.rope_store(
+            layer.qkv(normed),
             layer.q_norm,
             layer.k_norm,
             spec.norm_eps,
@@ -77,41 +74,55 @@ class FusedDecoder:
             self._sin,
             inputs.positions,
             inputs.slots[group],
-            keys,
-            values,
+            *cache,
             spec.num_heads,
             spec.num_kv_heads,
         )
-        out = torch.empty_like(q)
-        table, decode, prefill = inputs.tables[group], inputs.decode, inputs.prefill
-        count = 0
+
+    def attend(
+        self, index: int, q: torch.Tensor, inputs: FusedInputs, cache: KV, out: torch.Tensor
+    ) -> torch.Tensor:
+        """The two lists: a launch each. Tokens after them are padding and left as they are."""
+        kernels, window, table = self.kernels, self._layers[index].window, inputs.tables[0]
+        decode, prefill, count = inputs.decode, inputs.prefill, 0
         if decode is not None:
             count = decode.rows.shape[0]
             kernels.decode_attention(
                 q[:count],
-                keys,
-                values,
+                *cache,
                 table,
                 decode.rows,
                 decode.lengths,
                 self._scale,
-                layer.window,
+                window,
                 decode.splits,
                 decode.scratch,
                 out=out[:count],
             )
         if prefill is not None:
+            part = slice(count, count + prefill.tokens)
             kernels.prefill_attention(
-                q[count:],
-                keys,
-                values,
+                q[part],
+                *cache,
                 table,
                 prefill.rows,
                 prefill.starts,
                 prefill.cu_tokens,
                 prefill.max_chunk,
                 self._scale,
-                layer.window,
-                out=out[count:],
+                window,
+                out=out[part],
             )
-        return out.flatten(1)
+        return out
+
+    def finish(self, index: int, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The rest of a layer, and the norm that the next begins with."""
+        layer, eps, kernels = self._layers[index], self.spec.norm_eps, self.kernels
+        out = layer.o(attended.flatten(1))
+        normed = kernels.add_rms_norm(out, residual, layer.mlp_norm, eps)
+        out = layer.down(kernels.silu_and_mul(layer.gate_up(normed)))
+        return kernels.add_rms_norm(out, residual, self._next_norms[index], eps)
+
+    def head(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits in the model's dtype, [rows, vocab]."""
+        return torch.mm(hidden, self._head.t(), out=out)
