@@ -143,12 +143,7 @@ def run(
     return list(written.values())
 
 
-def assert_same(
-    expected: Sequence[Written],
-    got: Sequence[Written],
-    tau: float = TAU,
-    least: float = LEAST_COMPARED,
-) -> None:
+def assert_same(expected: Sequence[Written], got: Sequence[Written], tau: float = TAU) -> None:
     compared = total = 0
     for number, (one, other) in enumerate(zip(expected, got, strict=True)):
         total += len(one.tokens)
@@ -160,4 +155,4 @@ def assert_same(
             moved = abs(one.logprobs[step].logprobs[0] - other.logprobs[step].logprobs[0])
             assert moved < tau / 2, f"prompt {number}: a log-probability moved by {moved}"
             compared += 1
-    assert compared >= least * total, f"only {compared} of {total} steps compared"
+    assert compared >= LEAST_COMPARED * total, f"only {compared} of {total} steps compared"

@@ -30,12 +30,15 @@ def stream_key(seed: int, position: int) -> tuple[int, int]:
 
 def stream_keys(
     seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
     """`stream_key` of many at once."""
-    low, high = seeds & _MASK, seeds >> _32
-    first = _mix_each(positions.astype(np.uint64) ^ np.uint64(0x9E3779B9))
-    first = _mix_each(_mix_each(first ^ low) + high)
-    return first, _mix_each(first ^ np.uint64(0x85EBCA6B) ^ high)
+    low, high = seeds.astype(np.uint32), (seeds >> np.uint64(32)).astype(np.uint32)
+    first = _mix_each(positions.astype(np.uint32) ^ np.uint32(0x9E3779B9))
+    first ^= low
+    first = _mix_each(first)
+    first += high
+    first = _mix_each(first)
+    return first, _mix_each(first ^ np.uint32(0x85EBCA6B) ^ high)
 
 
 def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -56,11 +59,11 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ (x >> 16)
 
 
-_MASK, _32, _16, _15 = np.uint64(MASK), np.uint64(32), np.uint64(16), np.uint64(15)
-
-
-def _mix_each(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    x = x & _MASK
-    x = ((x ^ (x >> _16)) * np.uint64(0x7FEB352D)) & _MASK
-    x = ((x ^ (x >> _15)) * np.uint64(0x846CA68B)) & _MASK
-    return x ^ (x >> _16)
+def _mix_each(x: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    """In place; 32 bits overflow by themselves."""
+    x ^= x >> np.uint32(16)
+    x *= np.uint32(0x7FEB352D)
+    x ^= x >> np.uint32(15)
+    x *= np.uint32(0x846CA68B)
+    x ^= x >> np.uint32(16)
+    return x
