@@ -8,16 +8,25 @@ import pytest
 import torch
 
 from tests import fused
-from tests.equivalence.harness import Loud, small_spec
+from tests.equivalence.harness import Loud, assert_same, make_core, run, small_spec
+from tests.gpu.reference_check import PROMPTS
 from twostroke.config import GIB, EngineConfig
+from twostroke.engine.core import EngineCore
 from twostroke.errors import ConfigError
+from twostroke.exec import start
 from twostroke.exec.cuda import CudaExecutor
+from twostroke.exec.graphs import Record, Run
 from twostroke.exec.memory import MemoryPlan
 from twostroke.exec.program import StepProgram
 from twostroke.exec.rows import DeviceRows
-from twostroke.exec.start import fit_pool, graph_sizes, warm_plans
+from twostroke.exec.start import fit_pool, graph_sizes, start_executor, warm_plans
+from twostroke.kernels import reference
 from twostroke.kv.pool import KVPool
+from twostroke.model.cost import cost_model
+from twostroke.model.decoder import Decoder
 from twostroke.model.fused import FusedDecoder
+from twostroke.sched.scheduler import Scheduler
+from twostroke.sched.step import SchedulerConfig
 
 CPU = torch.device("cpu")
 BLOCK = 2 * 1024**2
@@ -93,3 +102,44 @@ def test_graphs_can_be_fewer_or_none() -> None:
     assert graph_sizes(config) == [1, 2, 4, 8, 16]
     assert graph_sizes(replace(config, max_cudagraph_capture_size=4)) == [1, 2, 4]
     assert graph_sizes(replace(config, enforce_eager=True)) == []
+
+
+def test_an_executor_started_that_way_writes_the_tokens_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All of it but the GPU: what it says of its memory is made up, a replay runs again."""
+    answers: dict[str, object] = {
+        "set_device": None,
+        "synchronize": None,
+        "empty_cache": None,
+        "reset_peak_memory_stats": None,
+        "memory_reserved": GIB,
+        "max_memory_reserved": 2 * GIB,
+        "mem_get_info": (60 * GIB, 80 * GIB),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(start.gc, "freeze", lambda: None)
+    recorded = []
+
+    def recorder(device: torch.device) -> Record:
+        def record(run: Run) -> Run:
+            run()
+            recorded.append(run)
+            return run
+
+        return record
+
+    monkeypatch.setattr(start, "CudaRecorder", recorder)
+    spec = small_spec()
+    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=96, num_gpu_blocks_override=64)
+    decoder = FusedDecoder(spec, Loud(spec), torch.float32, CPU, 512, fused)  # type: ignore[arg-type]
+    estimate = replace(ESTIMATE, block_bytes=16 * 1024, max_model_len=512)
+    executor, plan = start_executor(config, decoder, torch.float32, estimate)
+    assert (plan.num_blocks, plan.activation_bytes) == (64, GIB)
+    # On trial two of each, then [1, 2, 4] rows and [64, 128] tokens, those in four pieces.
+    assert len(recorded) == (2 + 2 * 4) + (3 + 2 * 4)
+    limits = SchedulerConfig(4, 96, plan.max_model_len, 16, plan.num_blocks)
+    core = EngineCore(Scheduler(limits), executor, cost_model(spec, 4, 4))
+    plain = Decoder(spec, Loud(spec), torch.float32, CPU, 1024, reference)
+    assert_same(run(make_core(plain), PROMPTS, 8), run(core, PROMPTS, 8))
