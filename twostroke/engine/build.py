@@ -98,6 +98,9 @@ class Engine:
             kv_tokens=memory.num_blocks * limits.block_size,
             load_s=self.load_s,
             sampling=self.sampling,
+            state_bytes=memory.state_bytes,
+            activation_bytes=memory.activation_bytes,
+            graph_bytes=memory.graph_bytes,
         )
 
 
