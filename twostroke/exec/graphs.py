@@ -17,6 +17,7 @@ import torch
 from twostroke.exec.packed import Packed, decode_layout, pack_decode, pack_step
 from twostroke.exec.program import DeviceStep, StepProgram
 from twostroke.exec.rows import NOTHING
+from twostroke.model.fused import lists_of
 from twostroke.plan import PhaseWork, StepPlan
 
 PIECE_BUFFER_BYTES = 1 << 20  # of packed inputs: some 2,000 tokens, and what they change in rows
@@ -110,10 +111,11 @@ class PieceGraphs:
         """What the decoder's `forward` does, on inputs that `send` has put in place."""
         program, size = self._program, step.shape.tokens
         inputs = program.inputs(step, step.fields["read_at"])
+        lists, attend = lists_of(inputs, self._q, self._attended), program.decoder.attend
         first, *rest = self._replays[size]
         first()
-        for index, replay in enumerate(rest):
-            program.decoder.attend(index, self._q, inputs, program.kv[index], self._attended)
+        for index, (replay, cache) in enumerate(zip(rest, program.kv, strict=True)):
+            attend(index, lists, inputs, cache)
             replay()
         return self._hidden[:size]
 

@@ -9,6 +9,7 @@ on the device or copies one to it, so that a graph can hold all of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,22 @@ from twostroke.model.weights import WeightSource
 
 KV = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer
 KVLayers = Sequence[KV]
+
+
+class Lists(NamedTuple):
+    """Queries and results of the two phases: views of the step's."""
+
+    decode_q: torch.Tensor
+    decode_out: torch.Tensor
+    prefill_q: torch.Tensor
+    prefill_out: torch.Tensor
+
+
+def lists_of(inputs: FusedInputs, q: torch.Tensor, out: torch.Tensor) -> Lists:
+    """Decode slots first, then the chunks; what comes after is padding."""
+    slots = 0 if inputs.decode is None else inputs.decode.rows.shape[0]
+    end = slots if inputs.prefill is None else slots + inputs.prefill.tokens
+    return Lists(q[:slots], out[:slots], q[slots:end], out[slots:end])
 
 
 class FusedDecoder:
@@ -50,7 +67,8 @@ class FusedDecoder:
         normed = self.first_norm(residual)
         for index, cache in enumerate(kv):
             q = self.project(index, normed, inputs, cache)
-            attended = self.attend(index, q, inputs, cache, torch.empty_like(q))
+            attended = torch.empty_like(q)
+            self.attend(index, lists_of(inputs, q, attended), inputs, cache)
             normed = self.finish(index, attended, residual)
         return normed
 
@@ -79,16 +97,13 @@ class FusedDecoder:
             spec.num_kv_heads,
         )
 
-    def attend(
-        self, index: int, q: torch.Tensor, inputs: FusedInputs, cache: KV, out: torch.Tensor
-    ) -> torch.Tensor:
-        """The two lists: a launch each. Tokens after them are padding and left as they are."""
+    def attend(self, index: int, lists: Lists, inputs: FusedInputs, cache: KV) -> None:
+        """The two lists: a launch each."""
         kernels, window, table = self.kernels, self._layers[index].window, inputs.tables[0]
-        decode, prefill, count = inputs.decode, inputs.prefill, 0
+        decode, prefill = inputs.decode, inputs.prefill
         if decode is not None:
-            count = decode.rows.shape[0]
             kernels.decode_attention(
-                q[:count],
+                lists.decode_q,
                 *cache,
                 table,
                 decode.rows,
@@ -97,12 +112,11 @@ class FusedDecoder:
                 window,
                 decode.splits,
                 decode.scratch,
-                out=out[:count],
+                out=lists.decode_out,
             )
         if prefill is not None:
-            part = slice(count, count + prefill.tokens)
             kernels.prefill_attention(
-                q[part],
+                lists.prefill_q,
                 *cache,
                 table,
                 prefill.rows,
@@ -111,9 +125,8 @@ class FusedDecoder:
                 prefill.max_chunk,
                 self._scale,
                 window,
-                out=out[part],
+                out=lists.prefill_out,
             )
-        return out
 
     def finish(self, index: int, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """The rest of a layer, and the norm that the next begins with."""
