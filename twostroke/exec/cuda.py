@@ -10,10 +10,10 @@ The device is whatever the decoder's kernels run on; tests give it a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -22,8 +22,8 @@ from twostroke.exec.executor import LOGIT_SLICE, Masks
 from twostroke.exec.graphs import DecodeGraphs, PieceGraphs
 from twostroke.exec.packed import Packed, pack_decode, pack_step
 from twostroke.exec.program import StepProgram
-from twostroke.exec.rows import NOTHING, Writes
-from twostroke.exec.sampling import sample, to_token_logprobs, top_logprobs
+from twostroke.exec.rows import NOTHING, Ints, Writes
+from twostroke.exec.sampling import sample, to_token_logprobs, top_logprobs_each
 from twostroke.plan import StepPlan, StepResult, TokenLogprobs
 
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -58,12 +58,19 @@ class Forwarded:
     before: Mark | None  # end of the step before
 
 
+class Ranked(NamedTuple):
+    which: Ints  # samples of the step
+    counts: Ints  # how many each has asked for
+    found: Triple
+
+
 @dataclass(frozen=True, slots=True)
 class Flying:
     """A step whose results are on their way."""
 
     tokens: torch.Tensor
-    logprobs: Mapping[int, Triple]
+    logprobs: Mapping[int, Triple]  # of tokens drawn one by one
+    ranked: Ranked | None  # of all the others that are asked for
     prompt_logprobs: Mapping[int, list[Triple]]
     before: Mark | None
     start: Mark
@@ -74,10 +81,17 @@ class Flying:
         idle_s = None
         if self.before is not None:
             idle_s = max(0.0, 1e-3 * self.before.elapsed_time(self.start))
+        logprobs = {index: to_token_logprobs(found) for index, found in self.logprobs.items()}
+        if self.ranked is not None:
+            which, counts, found = self.ranked
+            logprobs |= zip(which.tolist(), _split(found, counts.tolist()), strict=True)
         return StepResult(
             self.tokens.tolist(),
-            {index: to_token_logprobs(found) for index, found in self.logprobs.items()},
-            {row: _split(found) for row, found in self.prompt_logprobs.items()},
+            logprobs,
+            {
+                row: [entry for part in parts for entry in _split(part)]
+                for row, parts in self.prompt_logprobs.items()
+            },
             1e-3 * self.start.elapsed_time(self.end),
             idle_s,
         )
@@ -146,6 +160,7 @@ class CudaExecutor:
             special = np.union1d(special, np.array(list(masks)))
         if len(special):
             logprobs = self._draw(packed, special.tolist(), masks or {})
+        ranked = self._rank(packed, special)
         prompts = self._prompt_logprobs(handle)
         tokens = self._program.tokens[: len(packed.rows)].to("cpu", non_blocking=True)
         if not self._on_gpu:
@@ -154,7 +169,7 @@ class CudaExecutor:
         end.record()
         if self._nvtx:
             _pop()
-        return Flying(tokens, logprobs, prompts, handle.before, handle.start, end)
+        return Flying(tokens, logprobs, ranked, prompts, handle.before, handle.start, end)
 
     def reset(self) -> None:
         if self._on_gpu:
@@ -178,6 +193,19 @@ class CudaExecutor:
         self._rows.cells.scatter_(0, self._send(at), tokens)
         return {which[n]: self._fetch(found) for n, found in drawn.logprobs.items()}
 
+    def _rank(self, packed: Packed, drawn: Ints) -> Ranked | None:
+        """Log-probabilities of the tokens that the program has drawn, where asked for."""
+        counts = self._rows.logprobs[packed.rows]
+        counts[drawn] = -1
+        which = np.flatnonzero(counts >= 0)
+        if not len(which):
+            return None
+        program, places = self._program, self._send(torch.from_numpy(which))
+        lines = program.logits.index_select(0, places).float().log_softmax(dim=-1)
+        tokens = program.tokens.index_select(0, places)
+        found = top_logprobs_each(lines, tokens, int(counts.max()))
+        return Ranked(which, counts[which], self._fetch(found))
+
     def _prompt_logprobs(self, handle: Forwarded) -> dict[int, list[Triple]]:
         """For each prompt token after the first: how likely the model found it."""
         found: dict[int, list[Triple]] = {}
@@ -198,12 +226,7 @@ class CudaExecutor:
         for at in range(0, hidden.shape[0], LOGIT_SLICE):
             part = slice(at, at + LOGIT_SLICE)
             lines = self._program.decoder.head(hidden[part]).float().log_softmax(dim=-1)
-            each = [
-                top_logprobs(line, token, count)
-                for line, token in zip(lines, targets[part], strict=True)
-            ]
-            ids, values, ranks = (torch.stack(column) for column in zip(*each, strict=True))
-            parts.append(self._fetch((ids, values, ranks)))
+            parts.append(self._fetch(top_logprobs_each(lines, targets[part], count)))
         return parts
 
     # ── between host and device ─────────────────────────────────────────────────────────────
@@ -232,9 +255,11 @@ def _pop() -> None:
     torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
 
-def _split(parts: list[Triple]) -> list[TokenLogprobs]:
+def _split(found: Triple, counts: Sequence[int] | None = None) -> list[TokenLogprobs]:
+    """One entry a line; of the best no more than its count, if counts are given."""
+    ids, values, ranks = (part.tolist() for part in found)
+    ends = [None] * len(ranks) if counts is None else [1 + count for count in counts]
     return [
-        to_token_logprobs(line)
-        for ids, values, ranks in parts
-        for line in zip(ids, values, ranks, strict=True)
+        TokenLogprobs(tuple(i[:end]), tuple(v[:end]), rank)
+        for i, v, rank, end in zip(ids, values, ranks, ends, strict=True)
     ]

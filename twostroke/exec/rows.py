@@ -56,6 +56,7 @@ class DeviceRows:
         self.top_p = np.ones(max_rows, np.float32)
         self.min_p = np.zeros(max_rows, np.float32)
         self.seed = np.zeros(max_rows, np.uint64)
+        self.logprobs = np.full(max_rows, -1, np.int64)  # how many are asked for; -1: none
         self.plain_from = np.zeros(max_rows, np.int64)  # position from which sampling is plain
 
     def reset(self) -> None:
@@ -115,6 +116,7 @@ class DeviceRows:
         self.top_k[row] = max(0, min(params.top_k, 2**31 - 1))
         self.top_p[row], self.min_p[row] = params.top_p, params.min_p
         self.seed[row] = new.seed % 2**64
+        self.logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self.plain_from[row] = _plain_from(new)
 
     # ── where things are ────────────────────────────────────────────────────────────────────
@@ -132,11 +134,10 @@ class DeviceRows:
 
 
 def _plain_from(new: NewRow) -> int:
-    """The position from which nothing but temperature, top-k, top-p and min-p is asked for."""
+    """The position from which tokens depend on temperature, top-k, top-p and min-p alone."""
     params = new.params
     if (
-        params.logprobs is not None
-        or params.penalised
+        params.penalised
         or params.logit_bias
         or params.allowed_token_ids is not None
         or new.bad_words_ids

@@ -82,6 +82,17 @@ def top_logprobs(
     return ids, torch.cat([own.view(1), best.values]), rank
 
 
+def top_logprobs_each(
+    logprobs: torch.Tensor, tokens: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`top_logprobs` of many at once: [S, V] and [S] → [S, 1 + count], the same, and [S]."""
+    chosen = tokens.long().unsqueeze(1)
+    own = logprobs.gather(1, chosen)
+    rank = (logprobs > own).sum(1) + 1
+    best = torch.topk(logprobs, count)
+    return torch.cat([chosen, best.indices], 1), torch.cat([own, best.values], 1), rank
+
+
 def to_token_logprobs(
     parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> TokenLogprobs:
