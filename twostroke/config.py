@@ -41,6 +41,8 @@ class EngineConfig(Strict):
     scheduling_policy: str = "fcfs"  # fcfs, priority
     max_logprobs: int = 20
     enforce_eager: bool = False  # no graphs, no compilation; the tokens stay the same
+    max_cudagraph_capture_size: int | None = None  # largest decode batch run as a graph
+    nvtx: bool = False  # name steps for a profiler of a GPU
     tensor_parallel_size: int = 1
     quantization: str | None = None  # int8, int4: of weights that are not, on a CPU
     kernels: str = "auto"  # auto: the native ones on a CPU that has them; reference, native
@@ -76,12 +78,14 @@ class EngineConfig(Strict):
         self._check_int("kv_cache_memory_bytes", 1, optional=True)
         self._check_int("num_gpu_blocks_override", 1, optional=True)
         self._check_int("max_logprobs", 0)
+        self._check_int("max_cudagraph_capture_size", 0, optional=True)
         self._check_number("gpu_memory_utilization", 0.01, 1.0, "a number above 0 and at most 1")
         self._check_bools(
             "skip_tokenizer_init",
             "enable_prefix_caching",
             "enable_chunked_prefill",
             "enforce_eager",
+            "nvtx",
             "exact",
         )
         self._check_int("tensor_parallel_size", 1)

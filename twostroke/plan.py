@@ -100,3 +100,4 @@ class StepResult(NamedTuple):
     logprobs: dict[int, TokenLogprobs]  # by index into `tokens`; only where asked for
     prompt_logprobs: dict[int, list[TokenLogprobs]]  # by row: one per position, in order
     device_s: float
+    idle_s: float | None = None  # what the device had waited before, where it can tell

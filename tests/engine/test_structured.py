@@ -15,7 +15,7 @@ from tests.tiny import EOS_ID, tiny_folder, tiny_llm
 from twostroke import LLM, SamplingParams
 from twostroke.errors import EngineError, RequestError
 from twostroke.outputs import CompletionOutput
-from twostroke.request import StructuredOutputs
+from twostroke.request import EngineRequest, StructuredOutputs
 
 PROMPT = "the quick brown fox"
 WORD = {"type": "string", "maxLength": 6}
@@ -343,12 +343,19 @@ def test_without_a_tokenizer_grammars_are_refused(folder: Path) -> None:
         llm.generate([[5, 6]], structured(regex="a"), use_tqdm=False)
 
 
-def test_an_executor_that_runs_ahead_refuses_grammars(folder: Path) -> None:
+def test_an_executor_that_runs_ahead_waits_for_each_token_of_a_grammar(folder: Path) -> None:
+    alone = write(tiny_llm(folder), {"seed": 3}, regex="[a-z]{12}")
     llm = tiny_llm(folder)
-    llm.engine.core._executor.max_in_flight = 2
-    with pytest.raises(RequestError, match="one step at a time"):
-        write(llm, regex="a")
-    assert not llm.engine.core.has_work
+    core = llm.engine.core
+    core._executor.max_in_flight = 2
+    flying = []
+    for n in range(6):
+        core.add(EngineRequest(f"free{n}", (5, 6, 7 + n), SamplingParams(max_tokens=40), n))
+    for _ in range(3):
+        core.step()
+        flying.append(len(core._flights))
+    assert write(llm, {"seed": 3}, regex="[a-z]{12}").text == alone.text
+    assert max(flying) == 1  # of two: the newest is left in flight
 
 
 def test_a_vocabulary_smaller_or_larger_than_the_models(tmp_path: Path) -> None:

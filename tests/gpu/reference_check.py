@@ -63,7 +63,8 @@ def alone(decoder: Decoder) -> list[Written]:
 def start(shape: str, device: str, dtype: str) -> dict[str, float]:
     """A real shape with random weights: the memory plan, loading, and a batch of eight."""
     begun = perf_counter()
-    llm = LLM(shape, load_format="dummy", device=device, dtype=dtype, max_model_len=4096)
+    settings = {"device": device, "dtype": dtype, "kernels": "reference"}
+    llm = LLM(shape, load_format="dummy", max_model_len=4096, **settings)
     loaded = perf_counter() - begun
     params = SamplingParams(temperature=0.6, top_p=0.9, max_tokens=16, ignore_eos=True)
     outputs = llm.generate([[n + 5] * 64 for n in range(8)], params, use_tqdm=False)

@@ -36,10 +36,17 @@ def concurrent_requests(info: EngineInfo, tokens: int) -> int:
 
 
 def _waterfall(info: EngineInfo) -> str:
-    left = info.total_bytes - info.weight_bytes - info.kv_bytes
-    sizes = (info.total_bytes, info.weight_bytes, info.kv_bytes, left)
-    total, weights, kv, rest = (f"{size / GIB:.2f} GiB" for size in sizes)
-    return f"{total} → weights {weights} → KV cache {kv} → left {rest}"
+    parts = {"weights": info.weight_bytes}
+    measured = {
+        "state": info.state_bytes,
+        "activations": info.activation_bytes,
+        "graphs": info.graph_bytes,
+    }
+    parts |= {name: size for name, size in measured.items() if size}
+    parts["KV cache"] = info.kv_bytes
+    parts["left"] = info.total_bytes - sum(parts.values())
+    steps = [f"{name} {size / GIB:.2f} GiB" for name, size in parts.items()]
+    return " → ".join([f"{info.total_bytes / GIB:.2f} GiB", *steps])
 
 
 def _capacity(info: EngineInfo) -> str:

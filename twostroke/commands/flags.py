@@ -38,6 +38,8 @@ ENGINE_HELP = {
     "scheduling_policy": "fcfs or priority",
     "max_logprobs": "most log-probabilities a request may ask for",
     "enforce_eager": "no graphs and no compilation; the tokens stay the same",
+    "max_cudagraph_capture_size": "largest decode batch that runs as a graph (default: all)",
+    "nvtx": "name each step for a profiler of a GPU",
     "tensor_parallel_size": "GPUs that share the model",
     "quantization": "int8 or int4: round weights that are not quantised yet, on a CPU",
     "kernels": "auto, reference (plain torch) or native (a CPU's own)",

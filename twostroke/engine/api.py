@@ -33,6 +33,9 @@ class EngineInfo:
     kv_tokens: int
     load_s: float
     sampling: SamplingParams  # what the model's makers recommend
+    state_bytes: int = 0  # measured on a GPU, as are the next two
+    activation_bytes: int = 0
+    graph_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,12 @@ what cannot work is refused before memory is taken."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from importlib import import_module
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -16,16 +17,23 @@ from twostroke.config import EngineConfig
 from twostroke.engine.api import EngineInfo
 from twostroke.engine.core import EngineCore
 from twostroke.errors import ConfigError
+from twostroke.exec.cuda import CudaExecutor
 from twostroke.exec.executor import LocalExecutor
 from twostroke.exec.grammar import Grammars
+from twostroke.exec.graphs import DecodeGraphs, PieceGraphs, Record, Run, piece_ladder
 from twostroke.exec.memory import MemoryPlan, host_memory_bytes, plan_memory
 from twostroke.exec.native import NativeExecutor
+from twostroke.exec.program import StepProgram
+from twostroke.exec.rows import DeviceRows
+from twostroke.exec.start import start_executor
 from twostroke.exec.state import RowState
-from twostroke.kernels import cpu, reference
+from twostroke.kernels import FusedKernels, cpu, reference
 from twostroke.kv.pool import KVPool
 from twostroke.model.cost import cost_model
 from twostroke.model.decoder import Decoder
+from twostroke.model.fused import FusedDecoder
 from twostroke.model.load import (
+    OpenedModel,
     chat_template_source,
     find_model,
     open_model,
@@ -90,6 +98,9 @@ class Engine:
             kv_tokens=memory.num_blocks * limits.block_size,
             load_s=self.load_s,
             sampling=self.sampling,
+            state_bytes=memory.state_bytes,
+            activation_bytes=memory.activation_bytes,
+            graph_bytes=memory.graph_bytes,
         )
 
 
@@ -128,6 +139,8 @@ def _build(config: EngineConfig, speaks: bool) -> Engine:
         length, isa, exact = memory.max_model_len, config.isa, config.exact
         decoder = NativeDecoder(packing, length, threads, batch, isa, exact)
         core = assemble_native(decoder, limits, grammars, width)
+    elif on_gpu and config.kernels == "auto":
+        core, memory = _start_fused(config, model, device, dtype, kv_dtype, memory, grammars)
     else:
         length = memory.max_model_len
         plain = Decoder(model.spec, model.weights, dtype, device, length, reference)
@@ -145,6 +158,11 @@ def _build(config: EngineConfig, speaks: bool) -> Engine:
         str(dtype).removeprefix("torch."),
         monotonic() - started,
     )
+
+
+def _run_again(run: Run) -> Run:
+    """The plain record: a replay runs the same once more."""
+    return run
 
 
 def assemble(
@@ -173,6 +191,61 @@ def assemble_native(
     state = RowState(limits.max_num_seqs, limits.max_model_len, size, len(limits.windows), device)
     executor = NativeExecutor(decoder, pool, state)
     return EngineCore(Scheduler(limits), executor, cost_model(spec, width, 2), grammars)
+
+
+def _start_fused(
+    config: EngineConfig,
+    model: OpenedModel,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    estimate: MemoryPlan,
+    grammars: Grammars,
+) -> tuple[EngineCore, MemoryPlan]:
+    """The Triton kernels, on a GPU whose memory is measured before the rest goes to the cache."""
+    spec, length = model.spec, estimate.max_model_len
+    estimate = replace(estimate, device_bytes=torch.cuda.mem_get_info(device)[1])
+    decoder = FusedDecoder(spec, model.weights, dtype, device, length, _triton_kernels())
+    executor, memory = start_executor(config, decoder, kv_dtype, estimate)
+    log.info("memory: %s", memory.waterfall())
+    limits = _scheduler_config(config, spec, memory, on_gpu=True)
+    cost = cost_model(spec, dtype.itemsize, kv_dtype.itemsize)
+    return EngineCore(Scheduler(limits), executor, cost, grammars), memory
+
+
+def _triton_kernels() -> FusedKernels:
+    """Imported here: Triton is there only where there is a GPU."""
+    try:
+        return cast(FusedKernels, import_module("twostroke.kernels.cuda"))
+    except ImportError as error:
+        raise ConfigError(
+            f"the kernels of a GPU need Triton, which cannot be loaded ({error}); install it, or "
+            "use kernels='reference'"
+        ) from None
+
+
+def assemble_fused(
+    decoder: FusedDecoder,
+    limits: SchedulerConfig,
+    kv_dtype: torch.dtype,
+    graph_sizes: Sequence[int] = (),
+    record: Record = _run_again,
+    max_in_flight: int = 2,
+    grammars: Grammars | None = None,
+) -> EngineCore:
+    """`assemble` for fused kernels, on a device that runs behind the host."""
+    spec, device, size = decoder.spec, decoder.device, limits.block_size
+    pool = KVPool(spec, limits.num_blocks, size, kv_dtype, device)
+    groups = len(limits.windows)
+    rows = DeviceRows(limits.max_num_seqs, limits.max_model_len, size, groups, device)
+    with torch.inference_mode():
+        program = StepProgram(decoder, pool, rows)
+        graphs = DecodeGraphs(program, graph_sizes, record) if graph_sizes else None
+        tokens = piece_ladder(limits.max_num_batched_tokens) if graph_sizes else ()
+        pieces = PieceGraphs(program, tokens, record) if tokens else None
+    executor = CudaExecutor(program, graphs, pieces, max_in_flight)
+    cost = cost_model(spec, decoder.dtype.itemsize, kv_dtype.itemsize)
+    return EngineCore(Scheduler(limits), executor, cost, grammars)
 
 
 def _is_native(config: EngineConfig, device: torch.device) -> bool:

@@ -68,11 +68,6 @@ class EngineCore:
     def _add_grammar(self, given: EngineRequest) -> None:
         if self._grammars is None:
             raise RequestError("structured_outputs needs a tokenizer, and none is loaded")
-        if self._depth > 1:  # what a grammar allows next depends on the token before
-            raise RequestError(
-                f"structured_outputs needs an executor that runs one step at a time; this one "
-                f"takes {self._depth}"
-            )
         self._grammars.add(given)
 
     def abort(self, request_id: str) -> Update | None:
@@ -83,20 +78,24 @@ class EngineCore:
 
     def step(self) -> list[Update]:
         """Launch a step if there is one to launch; take in the oldest that must be waited for."""
+        if len(self._flights) >= self._depth:  # a grammar has come
+            return self._take_in()
         planned = monotonic()
         plan = self.scheduler.plan()
         try:
             if plan is not None:
                 self._launch(plan, planned)
-            if self._flights and (plan is None or len(self._flights) >= self._depth):
-                return self._land()
         except Exception as error:
             return self._fail(error)
+        if self._flights and (plan is None or len(self._flights) >= self._depth):
+            return self._take_in()
         return []
 
     @property
     def _depth(self) -> int:
-        return self._executor.max_in_flight
+        """Steps in flight. What a grammar allows next depends on the token before."""
+        following = self._grammars is not None and self._grammars.active
+        return 1 if following else self._executor.max_in_flight
 
     def _launch(self, plan: StepPlan, planned: float) -> None:
         launched = monotonic()
@@ -116,6 +115,12 @@ class EngineCore:
             scheduler.kv.usage(),
         )
         self._flights.append(flight)
+
+    def _take_in(self) -> list[Update]:
+        try:
+            return self._land()
+        except Exception as error:
+            return self._fail(error)
 
     def _land(self) -> list[Update]:
         flight = self._flights.popleft()
@@ -180,6 +185,7 @@ class EngineCore:
             prefill_bytes += weights
         started = max(flight.launched_s, self._device_free_s)
         gap = started - self._device_free_s if self._device_free_s else 0.0
+        gap = gap if result.idle_s is None else result.idle_s
         self._device_free_s = now
         self.records.steps.append(
             StepRecord(

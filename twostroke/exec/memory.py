@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from twostroke.config import GIB, EngineConfig
@@ -29,10 +29,27 @@ class MemoryPlan:
     num_blocks: int
     max_model_len: int
     shortened: bool  # the cache, not the model, limits max_model_len
+    device_bytes: int = 0  # of a GPU, what others use of it included
+    state_bytes: int = 0  # rows, buffers, what the driver keeps for us; measured, as are these:
+    activation_bytes: int = 0  # of the largest step
+    graph_bytes: int = 0
 
     @property
     def kv_bytes(self) -> int:
         return (self.num_blocks + 1) * self.block_bytes
+
+    def waterfall(self) -> str:
+        """Where the memory goes, from what was free down to what is left."""
+        parts = {
+            "weights": self.weight_bytes,
+            "state": self.state_bytes,
+            "activations": self.activation_bytes,
+            "graphs": self.graph_bytes,
+            "KV cache": self.kv_bytes,
+        }
+        left = self.total_bytes - sum(parts.values())
+        steps = [f"{name} {gib(size)}" for name, size in parts.items() if size]
+        return " → ".join([f"{gib(self.total_bytes)} free", *steps, f"left {gib(left)}"])
 
 
 def plan_memory(
@@ -71,7 +88,7 @@ def plan_memory(
             f"the {gib(total_bytes)} there are; set "
             f"{_cache_setting(config, block_bytes, total_bytes - weight_bytes, 'at most ')}"
         )
-    return _fit_length(plan, config, spec)
+    return fit_length(plan, config, spec)
 
 
 def max_len_wanted(config: EngineConfig, spec: ModelSpec) -> int:
@@ -111,7 +128,7 @@ def _kv_bytes(
     return max(0, room - weight_bytes - activations - logits)
 
 
-def _fit_length(plan: MemoryPlan, config: EngineConfig, spec: ModelSpec) -> MemoryPlan:
+def fit_length(plan: MemoryPlan, config: EngineConfig, spec: ModelSpec) -> MemoryPlan:
     """A sequence must fit the cache alone; shorten the context unless the user insists."""
     if all(group.window is not None for group in spec.kv_groups()):
         return plan  # a window bounds what a sequence holds; `Scheduler.add` checks the rest
@@ -130,9 +147,7 @@ def _fit_length(plan: MemoryPlan, config: EngineConfig, spec: ModelSpec) -> Memo
             f"the KV cache holds {tokens} token, and a request needs at least 2; raise block_size "
             f"or {_cache_setting(config, plan.block_bytes, 3 * plan.block_bytes)}"
         )
-    return MemoryPlan(
-        plan.total_bytes, plan.weight_bytes, plan.block_bytes, plan.num_blocks, tokens, True
-    )
+    return replace(plan, max_model_len=tokens, shortened=True)
 
 
 def _cache_setting(config: EngineConfig, block_bytes: int, kv_bytes: int, bound: str = "") -> str:

@@ -6,6 +6,8 @@ any preemption. Everything is 32-bit integer arithmetic, so that other backends 
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 MASK = 0xFFFFFFFF
@@ -26,6 +28,19 @@ def stream_key(seed: int, position: int) -> tuple[int, int]:
     return first, mix(first ^ 0x85EBCA6B ^ high)
 
 
+def stream_keys(
+    seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+    """`stream_key` of many at once."""
+    low, high = seeds.astype(np.uint32), (seeds >> np.uint64(32)).astype(np.uint32)
+    first = _mix_each(positions.astype(np.uint32) ^ np.uint32(0x9E3779B9))
+    first ^= low
+    first = _mix_each(first)
+    first += high
+    first = _mix_each(first)
+    return first, _mix_each(first ^ np.uint32(0x85EBCA6B) ^ high)
+
+
 def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Gumbel noise for [rows, 2] keys and token ids that broadcast to [rows, n], in fp32.
 
@@ -42,3 +57,13 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK
     return x ^ (x >> 16)
+
+
+def _mix_each(x: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    """In place; 32 bits overflow by themselves."""
+    x ^= x >> np.uint32(16)
+    x *= np.uint32(0x7FEB352D)
+    x ^= x >> np.uint32(15)
+    x *= np.uint32(0x846CA68B)
+    x ^= x >> np.uint32(16)
+    return x

@@ -13,15 +13,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from twostroke.exec.rng import gumbel, stream_key
-from twostroke.exec.state import RowState
 from twostroke.plan import NewRow, TokenLogprobs
 
 CANDIDATES = 1024
 NEVER = float("-inf")
+
+
+class Rows(Protocol):
+    """What sampling asks of the rows that persist."""
+
+    rows: dict[int, NewRow]
+    tokens: torch.Tensor  # [rows, positions]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +43,7 @@ def sample(
     logits: torch.Tensor,
     rows: Sequence[int],
     positions: Sequence[int],
-    state: RowState,
+    state: Rows,
     masks: Mapping[int, torch.Tensor] | None = None,
 ) -> Sampled:
     """One token for each row of `logits` [S, V] fp32 (overwritten). `positions` are where the
@@ -75,6 +82,17 @@ def top_logprobs(
     return ids, torch.cat([own.view(1), best.values]), rank
 
 
+def top_logprobs_each(
+    logprobs: torch.Tensor, tokens: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`top_logprobs` of many at once: [S, V] and [S] → [S, 1 + count], the same, and [S]."""
+    chosen = tokens.long().unsqueeze(1)
+    own = logprobs.gather(1, chosen)
+    rank = (logprobs > own).sum(1) + 1
+    best = torch.topk(logprobs, count)
+    return torch.cat([chosen, best.indices], 1), torch.cat([own, best.values], 1), rank
+
+
 def to_token_logprobs(
     parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> TokenLogprobs:
@@ -90,7 +108,7 @@ def _apply_bans(
     requests: Sequence[NewRow],
     rows: Sequence[int],
     positions: Sequence[int],
-    state: RowState,
+    state: Rows,
 ) -> None:
     for index, request in enumerate(requests):
         params = request.params
@@ -120,7 +138,7 @@ def _apply_penalties(
     requests: Sequence[NewRow],
     rows: Sequence[int],
     positions: Sequence[int],
-    state: RowState,
+    state: Rows,
 ) -> None:
     which = [i for i, r in enumerate(requests) if r.params.penalised]
     if not which:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -37,3 +39,37 @@ class StepInputs:
     sampled: torch.Tensor  # [S]: tokens of the step whose logits are sampled
     sampled_rows: list[int]
     sampled_positions: list[int]  # where each sampled token will stand
+
+
+# ── the same for fused kernels: one launch a list, sequences named by their row ─────────────
+
+
+@dataclass(frozen=True, slots=True)
+class FusedDecode:
+    """The first tokens of the step: one query each."""
+
+    rows: torch.Tensor  # [B] int32
+    lengths: torch.Tensor  # [B] int32: cached positions, the query's own included; 0: padding
+    splits: int
+    scratch: Any  # the kernels' own
+
+
+@dataclass(frozen=True, slots=True)
+class FusedPrefill:
+    """The tokens after those: chunk c is tokens [cu_tokens[c], cu_tokens[c + 1]) of them."""
+
+    rows: torch.Tensor  # [C] int32
+    starts: torch.Tensor  # [C] int32
+    cu_tokens: torch.Tensor  # [C + 1] int32
+    tokens: int
+    max_chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class FusedInputs:
+    token_ids: torch.Tensor  # [T]
+    positions: torch.Tensor  # [T] int64
+    slots: Sequence[torch.Tensor]  # per KV group: [T] int64, where keys and values go; -1: nowhere
+    tables: Sequence[torch.Tensor]  # per KV group: [rows, blocks] int32
+    decode: FusedDecode | None
+    prefill: FusedPrefill | None

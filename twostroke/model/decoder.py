@@ -53,30 +53,11 @@ class Decoder:
         self.device = device
         self._cos, self._sin = rope_tables(spec.rope, max_len, device)
         self._scale = spec.head_dim**-0.5
-        load = _Loader(source, dtype, device)
-        # Unpacking keeps one core busy at a time, and leaves Python free while it does.
-        with ThreadPoolExecutor() as pool:
-            embed = pool.submit(load.tensor, "embed")
-            layers = pool.map(partial(self._load_layer, load), range(spec.num_layers))
-            self._layers = list(layers)
-            self._embed = embed.result()
+        load = Loader(source, dtype, device)
+        self._layers, self._embed = load_layers(spec, load)
         self._final_norm = load.tensor("final_norm")
         head = self._embed if spec.tie_embeddings else load.tensor("head")
         self._head: Linear = DenseLinear(head)
-
-    def _load_layer(self, load: _Loader, index: int) -> Layer:
-        spec, at = self.spec, f"layers.{index}."
-        return Layer(
-            window=spec.layers[index].window,
-            attn_norm=load.tensor(at + "attn_norm"),
-            qkv=load.linear([at + "q", at + "k", at + "v"], spec.qkv_bias),
-            q_norm=load.tensor(at + "q_norm") if spec.qk_norm else None,
-            k_norm=load.tensor(at + "k_norm") if spec.qk_norm else None,
-            o=load.linear([at + "o"], spec.output_bias),
-            mlp_norm=load.tensor(at + "mlp_norm"),
-            gate_up=load.linear([at + "gate", at + "up"], spec.mlp_bias),
-            down=load.linear([at + "down"], spec.mlp_bias),
-        )
 
     def forward(self, inputs: StepInputs, pool: KVPool) -> torch.Tensor:
         """The last hidden state of every token of the step, normed: [T, hidden]."""
@@ -135,7 +116,7 @@ class Decoder:
         return out.flatten(1)
 
 
-class _Loader:
+class Loader:
     """Reads weights into place, matrices that are used together side by side."""
 
     def __init__(self, source: WeightSource, dtype: torch.dtype, device: torch.device) -> None:
@@ -150,5 +131,37 @@ class _Loader:
         return DenseLinear(weight, bias)
 
     def merged(self, names: list[str]) -> torch.Tensor:
-        parts = [self.tensor(name) for name in names]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        """One tensor of several; a part is in memory a second time only while it is put there."""
+        if len(names) == 1:
+            return self.tensor(names[0])
+        shapes = [self._source.shape(name) or () for name in names]
+        rows = sum(shape[0] for shape in shapes)
+        whole = torch.empty(rows, *shapes[0][1:], dtype=self._dtype, device=self._device)
+        places = torch.split(whole, [shape[0] for shape in shapes])
+        for name, place in zip(names, places, strict=True):
+            place.copy_(self._source.read(name, self._dtype))
+        return whole
+
+
+def load_layers(spec: ModelSpec, load: Loader) -> tuple[list[Layer], torch.Tensor]:
+    """All layers, and the embedding."""
+    # Unpacking keeps one core busy at a time, and leaves Python free while it does.
+    with ThreadPoolExecutor() as pool:
+        embed = pool.submit(load.tensor, "embed")
+        layers = list(pool.map(partial(_load_layer, spec, load), range(spec.num_layers)))
+        return layers, embed.result()
+
+
+def _load_layer(spec: ModelSpec, load: Loader, index: int) -> Layer:
+    at = f"layers.{index}."
+    return Layer(
+        window=spec.layers[index].window,
+        attn_norm=load.tensor(at + "attn_norm"),
+        qkv=load.linear([at + "q", at + "k", at + "v"], spec.qkv_bias),
+        q_norm=load.tensor(at + "q_norm") if spec.qk_norm else None,
+        k_norm=load.tensor(at + "k_norm") if spec.qk_norm else None,
+        o=load.linear([at + "o"], spec.output_bias),
+        mlp_norm=load.tensor(at + "mlp_norm"),
+        gate_up=load.linear([at + "gate", at + "up"], spec.mlp_bias),
+        down=load.linear([at + "down"], spec.mlp_bias),
+    )

@@ -1,0 +1,145 @@
+"""Starting on a GPU, as far as it goes without one: the steps that measure, and the sizing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests import fused
+from tests.equivalence.harness import Loud, assert_same, make_core, run, small_spec
+from tests.gpu.reference_check import PROMPTS
+from twostroke.config import GIB, EngineConfig
+from twostroke.engine.core import EngineCore
+from twostroke.errors import ConfigError
+from twostroke.exec import start
+from twostroke.exec.cuda import CudaExecutor
+from twostroke.exec.graphs import Record, Run
+from twostroke.exec.memory import MemoryPlan
+from twostroke.exec.program import StepProgram
+from twostroke.exec.rows import DeviceRows
+from twostroke.exec.start import fit_pool, graph_sizes, start_executor, warm_plans
+from twostroke.kernels import reference
+from twostroke.kv.pool import KVPool
+from twostroke.model.cost import cost_model
+from twostroke.model.decoder import Decoder
+from twostroke.model.fused import FusedDecoder
+from twostroke.sched.scheduler import Scheduler
+from twostroke.sched.step import SchedulerConfig
+
+CPU = torch.device("cpu")
+BLOCK = 2 * 1024**2
+ESTIMATE = MemoryPlan(
+    total_bytes=78 * GIB,
+    weight_bytes=16 * GIB,
+    block_bytes=BLOCK,
+    num_blocks=1,
+    max_model_len=4096,
+    shortened=False,
+    device_bytes=80 * GIB,
+)
+
+
+def pool(free: int = 60 * GIB, **settings: object) -> MemoryPlan:
+    config = EngineConfig(**settings)  # type: ignore[arg-type]
+    return fit_pool(config, ESTIMATE, free, activations=4 * GIB, graphs=GIB)
+
+
+@pytest.mark.parametrize(("rows", "budget", "length"), [(8, 64, 256), (1, 64, 64), (4, 100, 20)])
+def test_the_steps_that_measure_run_on_one_block_and_leave_it_empty(
+    rows: int, budget: int, length: int
+) -> None:
+    spec = small_spec()
+    decoder = FusedDecoder(spec, Loud(spec), torch.float32, CPU, length, fused)  # type: ignore[arg-type]
+    cache = KVPool(spec, 0, 16, torch.float32, CPU)
+    state = DeviceRows(rows, length, 16, 1, CPU)
+    executor = CudaExecutor(StepProgram(decoder, cache, state), None)
+    plans = list(warm_plans(rows, budget, length))
+    for plan in plans:
+        assert plan.num_tokens <= budget
+        assert len(plan.new) <= rows
+        assert len(executor.sample(executor.forward(plan)).wait().tokens) == len(plan.new)
+        executor.reset()
+    assert max(plan.num_tokens for plan in plans) == min(budget, rows * (length - 1))
+    assert not cache.layer(0)[0].any()
+
+
+def test_the_pool_is_what_the_rest_leaves_under_the_share() -> None:
+    plan = pool(gpu_memory_utilization=0.9)
+    # 60 free, less 4 of steps, 1 of graphs, and the tenth of 80 that stays free
+    assert plan.kv_bytes == 47 * GIB
+    assert plan.state_bytes == 2 * GIB
+    assert plan.waterfall() == (
+        "78.00 GiB free → weights 16.00 GiB → state 2.00 GiB → activations 4.00 GiB → "
+        "graphs 1.00 GiB → KV cache 47.00 GiB → left 8.00 GiB"
+    )
+
+
+def test_settings_decide_the_size_of_the_pool() -> None:
+    assert pool(kv_cache_memory_bytes=100 * BLOCK).num_blocks == 99
+    assert pool(num_gpu_blocks_override=77).num_blocks == 77
+
+
+def test_what_does_not_fit_is_refused_with_the_setting_that_would() -> None:
+    with pytest.raises(ConfigError, match=f"kv_cache_memory_bytes to at most {55 * GIB}"):
+        pool(kv_cache_memory_bytes=56 * GIB)
+    with pytest.raises(ConfigError, match=f"num_gpu_blocks_override to at most {55 * 512 - 1}"):
+        pool(num_gpu_blocks_override=10**6)
+    with pytest.raises(ConfigError, match=r"raise gpu_memory_utilization from 0\.3 to at least"):
+        pool(gpu_memory_utilization=0.3)
+
+
+def test_the_share_an_error_names_is_enough() -> None:
+    with pytest.raises(ConfigError) as refused:
+        pool(gpu_memory_utilization=0.3)
+    named = float(str(refused.value).split("at least ")[1].split(",")[0])
+    assert pool(gpu_memory_utilization=named + 0.01).num_blocks >= 1
+
+
+def test_graphs_can_be_fewer_or_none() -> None:
+    config = EngineConfig(max_num_seqs=16)
+    assert graph_sizes(config) == [1, 2, 4, 8, 16]
+    assert graph_sizes(replace(config, max_cudagraph_capture_size=4)) == [1, 2, 4]
+    assert graph_sizes(replace(config, enforce_eager=True)) == []
+
+
+def test_an_executor_started_that_way_writes_the_tokens_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All of it but the GPU: what it says of its memory is made up, a replay runs again."""
+    answers: dict[str, object] = {
+        "set_device": None,
+        "synchronize": None,
+        "empty_cache": None,
+        "reset_peak_memory_stats": None,
+        "memory_reserved": GIB,
+        "max_memory_reserved": 2 * GIB,
+        "mem_get_info": (60 * GIB, 80 * GIB),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(start.gc, "freeze", lambda: None)
+    recorded = []
+
+    def recorder(device: torch.device) -> Record:
+        def record(run: Run) -> Run:
+            run()
+            recorded.append(run)
+            return run
+
+        return record
+
+    monkeypatch.setattr(start, "CudaRecorder", recorder)
+    spec = small_spec()
+    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=96, num_gpu_blocks_override=64)
+    decoder = FusedDecoder(spec, Loud(spec), torch.float32, CPU, 512, fused)  # type: ignore[arg-type]
+    estimate = replace(ESTIMATE, block_bytes=16 * 1024, max_model_len=512)
+    executor, plan = start_executor(config, decoder, torch.float32, estimate)
+    assert (plan.num_blocks, plan.activation_bytes) == (64, GIB)
+    # On trial two of each, then [1, 2, 4] rows and [64, 128] tokens, those in four pieces.
+    assert len(recorded) == (2 + 2 * 4) + (3 + 2 * 4)
+    limits = SchedulerConfig(4, 96, plan.max_model_len, 16, plan.num_blocks)
+    core = EngineCore(Scheduler(limits), executor, cost_model(spec, 4, 4))
+    plain = Decoder(spec, Loud(spec), torch.float32, CPU, 1024, reference)
+    assert_same(run(make_core(plain), PROMPTS, 8), run(core, PROMPTS, 8))

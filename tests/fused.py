@@ -1,0 +1,141 @@
+"""The fused kernels over the reference ones: what the CUDA executor runs on where there is no GPU.
+
+A module with the functions of `kernels.FusedKernels`, in plain torch; and the definition that the
+Triton kernels equal.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from twostroke.exec.rng import gumbel
+from twostroke.kernels import reference
+
+NEVER = float("-inf")
+
+
+def rms_norm(x, weight, eps, out=None):  # type: ignore[no-untyped-def]
+    return _into(out, reference.rms_norm(x, weight, eps))
+
+
+def add_rms_norm(x, residual, weight, eps):  # type: ignore[no-untyped-def]
+    residual += x
+    return reference.rms_norm(residual, weight, eps)
+
+
+def silu_and_mul(gate_up, out=None):  # type: ignore[no-untyped-def]
+    return _into(out, reference.silu_and_mul(gate_up))
+
+
+def rope_store(  # type: ignore[no-untyped-def]
+    qkv,
+    q_norm,
+    k_norm,
+    eps,
+    cos,
+    sin,
+    positions,
+    slots,
+    keys,
+    values,
+    num_heads,
+    num_kv_heads,
+):
+    heads = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, -1))
+    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if q_norm is not None:
+        q = reference.rms_norm(q, q_norm, eps)
+    if k_norm is not None:
+        k = reference.rms_norm(k, k_norm, eps)
+    q = reference.rope(q, cos[positions], sin[positions])
+    k = reference.rope(k, cos[positions], sin[positions])
+    real = slots >= 0
+    reference.store_kv(k[real], v[real], keys, values, slots[real])
+    return q
+
+
+def prefill_attention(  # type: ignore[no-untyped-def]
+    q,
+    keys,
+    values,
+    tables,
+    chunk_rows,
+    chunk_starts,
+    cu_tokens,
+    max_chunk,
+    scale,
+    window,
+    softcap=0.0,
+    out=None,
+):
+    assert softcap == 0.0
+    ends = cu_tokens.tolist()
+    assert ends[-1] == q.shape[0]
+    assert max_chunk == max(end - first for first, end in pairwise(ends))
+    out = torch.empty_like(q) if out is None else out
+    for n, (row, start) in enumerate(zip(chunk_rows.tolist(), chunk_starts.tolist(), strict=True)):
+        part = slice(ends[n], ends[n + 1])
+        out[part] = reference.prefill_attention(
+            q[part], keys, values, tables[row], start, scale, window
+        )
+    return out
+
+
+def decode_attention(  # type: ignore[no-untyped-def]
+    q,
+    keys,
+    values,
+    tables,
+    rows,
+    lengths,
+    scale,
+    window,
+    splits,
+    scratch,
+    softcap=0.0,
+    out=None,
+):
+    assert softcap == 0.0
+    assert scratch == (q.shape[0], splits)
+    out = torch.empty_like(q) if out is None else out
+    real = lengths > 0
+    out[~real] = 0
+    if real.any():
+        known = lengths[real].long()
+        out[real] = reference.decode_attention(
+            q[real], keys, values, tables[rows[real]], known, int(known.max()), scale, window
+        )
+    return out
+
+
+def decode_splits(batch, num_kv_heads, max_len):  # type: ignore[no-untyped-def]
+    return max(1, min(64 // (batch * num_kv_heads), max_len // 256))
+
+
+def decode_scratch(batch, num_heads, head_dim, splits, device):  # type: ignore[no-untyped-def]
+    return batch, splits
+
+
+def sample(logits, temperature, top_k, top_p, min_p, key0, key1, out=None):  # type: ignore[no-untyped-def]
+    """Every row by a sort of the whole vocabulary: the plainest way there is."""
+    vocab = logits.shape[-1]
+    wide = logits.float()
+    greedy = wide.argmax(dim=-1)
+    scaled = wide / temperature.clamp(min=1e-6).unsqueeze(1)
+    least = scaled.amax(1, keepdim=True) + min_p.log().unsqueeze(1)
+    scaled = scaled.masked_fill((min_p > 0).unsqueeze(1) & (scaled < least), NEVER)
+    values, ids = scaled.sort(dim=1, descending=True, stable=True)
+    k = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab).unsqueeze(1)
+    values = values.masked_fill(torch.arange(vocab, device=k.device) >= k, NEVER)
+    share = values.softmax(1)
+    keep = (share.cumsum(1) - share) < top_p.unsqueeze(1)
+    keep[:, 0] = True
+    noisy = values.masked_fill(~keep, NEVER) + gumbel(torch.stack([key0, key1], 1), ids)
+    drawn = ids.gather(1, noisy.argmax(1, keepdim=True)).squeeze(1)
+    return _into(out, torch.where(temperature > 0, drawn, greedy))
+
+
+def _into(out, result):  # type: ignore[no-untyped-def]
+    return result if out is None else out.copy_(result)

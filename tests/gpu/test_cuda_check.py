@@ -1,0 +1,66 @@
+"""What `cuda_check` does on a GPU, done on the CPU: the script stays right, and where Triton can
+interpret its kernels, those write the reference's tokens through the whole executor."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.equivalence.harness import small_spec
+from tests.gpu import cuda_check
+from tests.gpu.reference_check import SPECS
+
+ROOT = Path(__file__).parents[2]
+INTERPRETED = """
+from typing import Any
+from triton.runtime import interpreter
+patch_tensor = interpreter._patch_lang_tensor
+def with_bounds_that_numpy_takes(tensor: Any, scope: Any) -> None:
+    patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+interpreter._patch_lang_tensor = with_bounds_that_numpy_takes
+
+import torch
+from tests.equivalence.harness import small_spec
+from tests.gpu import cuda_check
+from tests.gpu.reference_check import SPECS
+from twostroke.kernels import cuda
+cuda_check.fused = cuda
+cuda_check.PROMPTS = [[(7 * n * n + size) % 512 for n in range(size)] for size in (5, 40)]
+cuda_check.OUTPUT = 6
+cuda_check.WAYS = {"chunked and mixed": {"max_num_batched_tokens": 20, "max_num_seqs": 4}}
+spec = small_spec(**SPECS["qwen3"])
+for passed in cuda_check.compare("qwen3", spec, torch.float32, torch.device("cpu")):
+    print("equal:", passed)
+"""
+
+
+def test_every_way_to_schedule_equals_the_reference() -> None:
+    spec = small_spec(**SPECS["qwen3"])
+    found = cuda_check.compare("qwen3", spec, torch.float32, torch.device("cpu"))
+    assert len(list(found)) == len(cuda_check.WAYS) + 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not importlib.util.find_spec("triton") or not (ROOT / "twostroke/kernels/cuda").is_dir(),
+    reason="needs Triton and its kernels",
+)
+def test_the_triton_kernels_interpreted_write_the_reference_tokens() -> None:
+    """In a process of its own: Triton decides at its import whether it interprets."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("equal:") == 2

@@ -1,0 +1,117 @@
+"""`StepProgram`: all that the device does in a step, as one run of launches.
+
+    cells ◀── writes           what the plan changed
+    cells ──▶ token ids ──▶ decoder ──▶ head ──▶ sample ──▶ tokens
+    cells ◀────────────────────────────────────────────────────┘     read there by the next step
+
+It reads only what is on the device, so that a graph can hold it, and the next step can follow
+before the host has seen this one's tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from twostroke.exec.packed import Layout, Shape
+from twostroke.exec.rows import DeviceRows
+from twostroke.kv.pool import KVPool
+from twostroke.model.batch import FusedDecode, FusedInputs, FusedPrefill
+from twostroke.model.fused import FusedDecoder
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStep:
+    shape: Shape
+    fields: dict[str, torch.Tensor]  # views of the packed inputs
+    max_chunk: int
+    splits: int  # of decode attention
+
+
+Forward = Callable[[DeviceStep], torch.Tensor]
+
+
+class StepProgram:
+    def __init__(self, decoder: FusedDecoder, pool: KVPool, rows: DeviceRows) -> None:
+        spec, device = decoder.spec, decoder.device
+        self.decoder, self.rows = decoder, rows
+        self.kv = [pool.layer(index) for index in range(spec.num_layers)]
+        # Results have places of their own: graphs that share memory would overwrite each other's.
+        self.logits = torch.empty(
+            rows.max_rows, spec.vocab_size, dtype=decoder.dtype, device=device
+        )
+        self.tokens = torch.zeros(rows.max_rows, dtype=torch.int32, device=device)
+
+    def prepare(
+        self, layout: Layout, buffer: torch.Tensor, max_chunk: int, longest: int
+    ) -> DeviceStep:
+        """A step over packed inputs that lie in `buffer` on the device."""
+        splits, slots = 1, layout.shape.slots
+        if slots:
+            # By powers of two, so that few different launches ever occur.
+            length = min(1 << (longest - 1).bit_length(), self.rows.max_len)
+            heads = self.decoder.spec.num_kv_heads
+            splits = self.decoder.kernels.decode_splits(slots, heads, length)
+        return DeviceStep(layout.shape, layout.device(buffer), max_chunk, splits)
+
+    def run(self, step: DeviceStep, forward: Forward | None = None) -> torch.Tensor:
+        """The last hidden states; logits and tokens are in their places. `forward`: instead of the
+        decoder's own."""
+        fields, cells = step.fields, self.rows.cells
+        if step.shape.writes:
+            cells.scatter_(0, fields["writes_at"], fields["writes"])
+        if forward is None:
+            token_ids = cells.index_select(0, fields["read_at"])
+            hidden = self.decoder.forward(self.inputs(step, token_ids), self.kv)
+        else:
+            hidden = forward(step)
+        if step.shape.samples:
+            self._sample(hidden, step, step.shape.samples)
+        return hidden
+
+    def inputs(self, step: DeviceStep, token_ids: torch.Tensor) -> FusedInputs:
+        shape, fields = step.shape, step.fields
+        decode = prefill = None
+        if shape.slots:
+            # Made here, so that the graphs of a pool all use the same memory for it.
+            scratch = self._scratch(shape.slots, step.splits)
+            decode = FusedDecode(fields["rows"], fields["lengths"], step.splits, scratch)
+        if shape.chunks:
+            prefill = FusedPrefill(
+                fields["chunk_rows"],
+                fields["chunk_starts"],
+                fields["cu_tokens"],
+                shape.chunk_tokens,
+                step.max_chunk,
+            )
+        slots = [fields[f"slots{group}"] for group in range(shape.groups)]
+        tables, positions = self.rows.tables, fields["positions"]
+        return FusedInputs(token_ids, positions, slots, tables, decode, prefill)
+
+    def _scratch(self, batch: int, splits: int) -> Any:
+        spec, decoder = self.decoder.spec, self.decoder
+        return decoder.kernels.decode_scratch(
+            batch, spec.num_heads, spec.head_dim, splits, decoder.device
+        )
+
+    def _sample(self, hidden: torch.Tensor, step: DeviceStep, count: int) -> None:
+        fields = step.fields
+        if step.shape.tokens != count:  # else all of them, in order
+            hidden = hidden.index_select(0, fields["sampled"])
+        logits = self.decoder.head(hidden, out=self.logits[:count])
+        tokens = self.tokens[:count]
+        tokens.copy_(
+            self.decoder.kernels.sample(
+                logits,
+                fields["temperature"],
+                fields["top_k"],
+                fields["top_p"],
+                fields["min_p"],
+                fields["key0"],
+                fields["key1"],
+            )
+        )
+        self.rows.cells.scatter_(0, fields["write_at"], tokens)

@@ -1,0 +1,194 @@
+"""From a loaded decoder to a running CUDA executor: measure, size the KV pool, record the graphs.
+
+    weights ─▶ rows ─▶ largest steps, for their memory ─▶ a graph or two, for theirs
+                                  │
+                KV pool: the rest ▼ under gpu_memory_utilization ─▶ all graphs, on that pool
+
+The steps that measure are plans like any other, run by the executor itself on a pool of one block;
+they also compile the kernels, so that nothing compiles while streams run.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import torch
+
+from twostroke.config import EngineConfig
+from twostroke.errors import ConfigError
+from twostroke.exec.cuda import CudaExecutor
+from twostroke.exec.graphs import CudaRecorder, DecodeGraphs, PieceGraphs, ladder, piece_ladder
+from twostroke.exec.memory import MemoryPlan, fit_length, gib
+from twostroke.exec.program import StepProgram
+from twostroke.exec.rows import DeviceRows
+from twostroke.kv.pool import KVPool
+from twostroke.model.fused import FusedDecoder
+from twostroke.plan import Chunk, NewRow, PhaseWork, Slot, StepPlan
+from twostroke.request import SamplingParams
+
+DRAWN = SamplingParams(temperature=0.6)
+# What takes the most memory: it looks at what was written, and sorts.
+COSTLY = SamplingParams(temperature=0.6, top_p=0.9, repetition_penalty=1.1)
+
+
+def start_executor(
+    config: EngineConfig, decoder: FusedDecoder, kv_dtype: torch.dtype, estimate: MemoryPlan
+) -> tuple[CudaExecutor, MemoryPlan]:
+    """`estimate`: the plan made before loading, on what the device had free then."""
+    spec, device, size = decoder.spec, decoder.device, config.block_size
+    groups, max_len = len(spec.kv_groups()), estimate.max_model_len
+    budget = config.token_budget(True, max_len)
+    torch.cuda.set_device(device)
+    with torch.inference_mode():
+        rows = DeviceRows(config.max_num_seqs, max_len, size, groups, device)
+        trial = StepProgram(decoder, KVPool(spec, 0, size, kv_dtype, device), rows)
+        activations = _measure_steps(CudaExecutor(trial, None), budget, rows)
+        sizes = graph_sizes(config)
+        graphs_bytes = _measure_graphs(trial, sizes, piece_ladder(budget)) if sizes else 0
+        del trial
+        free = _free_bytes(device)
+        plan = fit_pool(config, estimate, free, activations, graphs_bytes)
+        plan = fit_length(plan, config, spec)
+        program = StepProgram(decoder, KVPool(spec, plan.num_blocks, size, kv_dtype, device), rows)
+        graphs = pieces = None
+        if sizes:
+            record = CudaRecorder(device)
+            graphs = DecodeGraphs(program, sizes, record)
+            pieces = PieceGraphs(program, piece_ladder(budget), record)
+        _free_bytes(device)
+    gc.freeze()  # what is here stays; the collector need not look at it while streams run
+    return CudaExecutor(program, graphs, pieces, nvtx=config.nvtx), plan
+
+
+def graph_sizes(config: EngineConfig) -> list[int]:
+    if config.enforce_eager:
+        return []
+    return ladder(config.max_num_seqs, config.max_cudagraph_capture_size)
+
+
+# ── measuring ───────────────────────────────────────────────────────────────────────────────
+
+
+def warm_plans(max_rows: int, budget: int, max_len: int) -> Iterator[StepPlan]:
+    """The largest steps of each kind, then small ones of the shapes that compile differently."""
+    chunks = min(max_rows, -(-budget // (max_len - 1)))
+    slots = min(max_rows - chunks, budget - chunks)
+    size = min((budget - slots) // chunks, max_len - 1)
+    yield warm_plan(slots, [size] * chunks, max_len)
+    yield warm_plan(0, [min(budget // chunks, max_len - 1)] * chunks, max_len)
+    yield warm_plan(min(max_rows, budget), [], max_len, COSTLY)
+    for few_slots, few in ((0, [1]), (1, [min(17, max_len - 1)]), (2, [1, 16])):
+        if few_slots + len(few) <= max_rows and few_slots + sum(few) <= budget and max_len > 17:
+            yield warm_plan(few_slots, few, max_len)
+
+
+def warm_plan(
+    slots: int, chunks: list[int], max_len: int, params: SamplingParams = DRAWN
+) -> StepPlan:
+    """Rows without blocks: they read the null block and store nowhere. One slot is the longest
+    there can be, since that decides how attention is split."""
+    rows = slots + len(chunks)
+    new = [NewRow(row, "", (0,), 1, params, row, frozenset(), ()) for row in range(rows)]
+    decode = [Slot(row, 1 if row else max_len - 2) for row in range(slots)]
+    prefill = [Chunk(slots + n, 0, size, True) for n, size in enumerate(chunks)]
+    return StepPlan(
+        step=0,
+        new=tuple(new),
+        retired=(),
+        appended=(),
+        dropped=(),
+        prefill=tuple(prefill),
+        decode=tuple(decode),
+        prefill_work=PhaseWork(len(chunks), sum(chunks)),
+        decode_work=PhaseWork(slots, slots),
+    )
+
+
+def _measure_steps(executor: CudaExecutor, budget: int, rows: DeviceRows) -> int:
+    """Bytes that the largest steps take beside what is there already."""
+    _free_bytes(rows.device)
+    before = torch.cuda.memory_reserved(rows.device)
+    torch.cuda.reset_peak_memory_stats(rows.device)
+    for plan in warm_plans(rows.max_rows, budget, rows.max_len):
+        try:
+            executor.sample(executor.forward(plan)).wait()
+        except torch.OutOfMemoryError:
+            raise ConfigError(
+                f"a step of {plan.num_tokens} tokens does not fit the memory that the weights "
+                f"leave; set max_num_batched_tokens to at most {plan.num_tokens // 2} or "
+                f"max_num_seqs to at most {max(1, rows.max_rows // 2)}"
+            ) from None
+        executor.reset()
+    return torch.cuda.max_memory_reserved(rows.device) - before
+
+
+def _measure_graphs(program: StepProgram, sizes: list[int], tokens: list[int]) -> int:
+    """Bytes that all graphs will take: the largest, and one more for what each costs anyway."""
+    device = program.rows.cells.device
+    free = [_free_bytes(device)]
+    record = CudaRecorder(device)
+    kept: list[object] = []
+    for make in (
+        partial(DecodeGraphs, program, sizes[-1:]),
+        partial(DecodeGraphs, program, sizes[:1]),
+        partial(PieceGraphs, program, tokens[-1:]),
+        partial(PieceGraphs, program, tokens[:1]),
+    ):
+        kept.append(make(record))
+        torch.cuda.synchronize(device)
+        free.append(torch.cuda.mem_get_info(device)[0])
+    took = [max(0, before - after) for before, after in pairwise(free)]
+    kept.clear()
+    return took[0] + (len(sizes) - 1) * took[1] + took[2] + (len(tokens) - 1) * took[3]
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Free once everything that is not in use has been given back."""
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+# ── sizing ──────────────────────────────────────────────────────────────────────────────────
+
+
+def fit_pool(
+    config: EngineConfig, estimate: MemoryPlan, free: int, activations: int, graphs: int
+) -> MemoryPlan:
+    """`free`: bytes free now, with weights and rows there and steps and graphs still to come."""
+    share, total, block = config.gpu_memory_utilization, estimate.device_bytes, estimate.block_bytes
+    plan = replace(
+        estimate,
+        activation_bytes=activations,
+        graph_bytes=graphs,
+        state_bytes=max(0, estimate.total_bytes - free - estimate.weight_bytes),
+    )
+    most = free - activations - graphs
+    wanted = most - int(total * (1 - share))
+    if config.num_gpu_blocks_override is not None:
+        wanted = (config.num_gpu_blocks_override + 1) * block
+    elif config.kv_cache_memory_bytes is not None:
+        wanted = config.kv_cache_memory_bytes
+    if wanted > most:
+        setting = (
+            f"kv_cache_memory_bytes to at most {max(0, most)}"
+            if config.num_gpu_blocks_override is None
+            else f"num_gpu_blocks_override to at most {max(0, most // block - 1)}"
+        )
+        raise ConfigError(
+            f"a KV cache of {gib(wanted)} does not fit the {gib(max(0, most))} that the rest "
+            f"leaves ({plan.waterfall()}); set {setting}"
+        )
+    if wanted < 2 * block:
+        least = min(1.0, 1 - (most - 2 * block) / total)
+        raise ConfigError(
+            f"nothing is left for the KV cache ({plan.waterfall()}); raise "
+            f"gpu_memory_utilization from {share} to at least {least:.2f}, or lower "
+            "max_num_batched_tokens or max_num_seqs"
+        )
+    return replace(plan, num_blocks=wanted // block - 1)
