@@ -305,10 +305,10 @@ def _scheduler_config(
 
 def _device(config: EngineConfig) -> torch.device:
     if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     if config.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError("device is 'cuda', but torch finds no GPU; use device='cpu' or 'auto'")
-    return torch.device(config.device)
+    return torch.device("cuda:0" if config.device == "cuda" else config.device)
 
 
 def _dtype(asked: str, own: str) -> torch.dtype:
