@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <random>
 #include <vector>
 
@@ -37,20 +38,24 @@ void expect_close(const char* what, const char* isa, const std::vector<float>& g
   }
 }
 
-std::vector<float> product(const Kernels& k, Format format, const std::vector<float>& w, int rows,
-                           int cols, const std::vector<float>& x, int tokens, bool exact) {
-  Matrix m(format, rows, cols, k.lanes);
+std::vector<int32_t> in_order(int rows) {
   std::vector<int32_t> place(rows);
   for (int n = 0; n < rows; n++) place[n] = n;
-  m.put_floats(w.data(), rows, place.data());
-  const int blocks = m.packed().blocks;
+  return place;
+}
+
+std::vector<float> product(const Kernels& k, const Matrix& m, const std::vector<float>& x,
+                           int tokens, bool exact) {
+  const int blocks = m.packed().blocks, rows = m.packed().rows, cols = m.packed().cols;
   const size_t padded = (tokens + kTile - 1) / kTile * static_cast<size_t>(kTile);
   std::vector<int8_t> codes(padded * blocks * kBlock);
-  std::vector<float> scale(padded * blocks), sum(padded * blocks), out(size_t(tokens) * rows);
+  std::vector<float> scale(padded * blocks), sum(padded * blocks), halves(padded * blocks * 2);
+  std::vector<float> out(size_t(tokens) * rows);
   for (int t = 0; t < tokens; t++)
-    k.quantise(&x[size_t(t) * cols], cols, t, 0, blocks, codes.data(), scale.data(), sum.data());
-  const Activations a{x.data(), cols, exact ? nullptr : codes.data(), scale.data(), sum.data(),
-                      blocks};
+    k.quantise(&x[size_t(t) * cols], cols, t, 0, blocks, codes.data(), scale.data(), sum.data(),
+               halves.data());
+  const Activations a{x.data(),   cols,   exact ? nullptr : codes.data(), scale.data(),
+                      sum.data(), blocks, halves.data()};
   k.matmul(m.packed(), a, 0, tokens, 0, m.packed().groups(), out.data(), rows, false);
   return out;
 }
@@ -61,10 +66,66 @@ void check_products(const Kernels& k) {
     const int rows = 1 + random_bits() % 70, cols = 1 + random_bits() % 130;
     const int tokens = 1 + random_bits() % 40;
     const auto w = noise(size_t(rows) * cols), x = noise(size_t(tokens) * cols);
-    for (Format f : {Format::kQ4, Format::kQ4F, Format::kQ8, Format::kBF16, Format::kF32})
+    const auto place = in_order(rows);
+    for (Format f : {Format::kQ4, Format::kQ4F, Format::kQ8, Format::kBF16, Format::kF32}) {
+      Matrix own(f, rows, cols, k.lanes), other(f, rows, cols, plain.lanes);
+      own.put_floats(w.data(), rows, place.data());
+      other.put_floats(w.data(), rows, place.data());
       for (bool exact : {false, true})
-        expect_close("product", k.name, product(k, f, w, rows, cols, x, tokens, exact),
-                     product(plain, f, w, rows, cols, x, tokens, exact), 2e-5f);
+        expect_close("product", k.name, product(k, own, x, tokens, exact),
+                     product(plain, other, x, tokens, exact), 2e-5f);
+    }
+  }
+}
+
+// Any codes, but scales (whose places are given) that are numbers.
+std::vector<uint8_t> blocks_of(const BlockType& type, size_t count, std::vector<int> scales_at) {
+  std::vector<uint8_t> raw(count * type.bytes);
+  for (uint8_t& byte : raw) byte = static_cast<uint8_t>(random_bits());
+  for (size_t n = 0; n < count; n++)
+    for (int at : scales_at) {
+      const uint16_t half = float_to_half(noise(1, 0.05f)[0]);
+      std::memcpy(&raw[n * type.bytes + at], &half, 2);
+    }
+  return raw;
+}
+
+void check_blocks(const Kernels& k) {
+  const Kernels& plain = find_kernels("portable");
+  const struct {
+    const char* name;
+    std::vector<int> scales_at;
+  } types[] = {{"Q4_0", {0}},     {"Q4_1", {0, 2}}, {"Q5_0", {0}},    {"Q5_1", {0, 2}},
+               {"Q8_0", {0}},     {"Q2_K", {80, 82}}, {"Q3_K", {108}}, {"Q4_K", {0, 2}},
+               {"Q5_K", {0, 2}}, {"Q6_K", {208}}};
+  for (const auto& [name, scales_at] : types) {
+    const BlockType& type = find_block_type(name);
+    for (Format f : {Format::kQ4, Format::kQ4F, Format::kQ8, Format::kQ8F, Format::kQ8S,
+                     Format::kQ8M}) {
+      if (!holds(f, type)) continue;
+      for (int tokens : {1, 2, 5, 8, 17, 40}) {
+        const int rows = 1 + random_bits() % 70, cols = 256 * (1 + random_bits() % 3);
+        const auto raw = blocks_of(type, size_t(rows) * cols / type.cols, scales_at);
+        const auto x = noise(size_t(tokens) * cols);
+        const auto place = in_order(rows);
+        Matrix own(f, rows, cols, k.lanes), other(f, rows, cols, plain.lanes);
+        own.put_blocks(name, raw.data(), raw.size() / rows, rows, place.data());
+        other.put_blocks(name, raw.data(), raw.size() / rows, rows, place.data());
+        std::vector<float> a(cols), b(cols);
+        for (int row = 0; row < rows; row++) {
+          k.unpack_row(own.packed(), row, a.data());
+          plain.unpack_row(other.packed(), row, b.data());
+          if (a != b) std::printf("%s %s: another row\n", k.name, name), failures++;
+        }
+        for (bool exact : {false, true})
+          expect_close(name, k.name, product(k, own, x, tokens, exact),
+                       product(plain, other, x, tokens, exact), 2e-5f);
+        const auto all = product(k, own, x, tokens, false);
+        const std::vector<float> last(x.end() - cols, x.end());
+        if (product(k, own, last, 1, false) != std::vector<float>(all.end() - rows, all.end()))
+          std::printf("%s %s: a token alone is another\n", k.name, name), failures++;
+      }
+    }
   }
 }
 
@@ -129,6 +190,7 @@ int main() {
   for (const std::string& name : available_isas()) {
     const Kernels& k = find_kernels(name);
     check_products(k);
+    check_blocks(k);
     check_small(k);
     check_attention(k);
     std::printf("%s checked\n", name.c_str());

@@ -90,11 +90,12 @@ void Model::resize(Quantised& a, int tokens, int width) const {
   a.codes.resize(padded * blocks * kBlock);
   a.scale.resize(padded * blocks);
   a.sum.resize(padded * blocks);
+  a.halves.resize(padded * blocks * 2);
 }
 
 Activations Model::view(const Quantised& a, int width) const {
   return {a.values.data(), width,          exact_ ? nullptr : a.codes.data(),
-          a.scale.data(),  a.sum.data(), ceil_div(width, kBlock)};
+          a.scale.data(),  a.sum.data(), ceil_div(width, kBlock), a.halves.data()};
 }
 
 // Channels [from, from + n) of token t, from a block's beginning on.
@@ -102,7 +103,7 @@ void Model::quantise(Quantised& a, int t, int from, int n, int width) const {
   if (exact_) return;
   const float* x = a.values.data() + static_cast<size_t>(t) * width + from;
   k_.quantise(x, n, t, from / kBlock, ceil_div(width, kBlock), a.codes.data(), a.scale.data(),
-              a.sum.data());
+              a.sum.data(), a.halves.data());
 }
 
 void Model::norm(const float* x, const std::vector<float>& weight, Quantised& a, int t) const {

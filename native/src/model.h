@@ -67,7 +67,7 @@ class Model {
 
  private:
   struct Quantised {  // activations of a step, in both forms
-    std::vector<float> values, scale, sum;
+    std::vector<float> values, scale, sum, halves;
     std::vector<int8_t> codes;
   };
   struct Step;

@@ -62,10 +62,12 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**SIZES | {"head_dim": 128}),
 }
 BLOCK_TYPES = [Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1]
-BLOCK_TYPES += [Type.Q8_0, Type.Q4_K, Type.Q5_K, Type.Q6_K]
+BLOCK_TYPES += [Type.Q8_0, Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K]
 # Where a block of 256 has its half-precision scales, and how large each is in proportion: the
 # second one shifts the values, and this much of it centres them.
 K_SCALES = {
+    Type.Q2_K: {80: 1.0, 82: 1.5},
+    Type.Q3_K: {108: 1.0},
     Type.Q4_K: {0: 1.0, 2: 7.5},
     Type.Q5_K: {0: 1.0, 2: 15.5},
     Type.Q6_K: {208: 1.0},
