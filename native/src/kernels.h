@@ -56,8 +56,8 @@ constexpr size_t block_bytes(Format f, int lanes) {
 }
 
 // Activations of T tokens: as they are, and as blocks of 8 bits, `kTile` tokens side by side.
-// value ≈ scale · code; `sum` is scale times the sum of a block's codes, `halves` the same
-// of its first 16 and of its last.
+// value ≈ scale · code; `sum` is scale times the sum of a block's codes, `halves` are
+// the plain sums of its first 16 and of its last.
 struct Activations {
   const float* values;  // [T, stride]
   int stride;

@@ -55,8 +55,7 @@ static inline __attribute__((always_inline)) void unpack_block(const uint8_t* p,
                                                                Unpacked<F>& block) {
   unpack_codes<F>(p, block.codes);
   load_scales<F>(p, block.scale, block.least);
-  if constexpr (!is_q4(F) && signed_bias != 0)
-    unrolled<parts_of<F>>([&](auto n) { block.least[n] -= block.scale[n] * signed_bias; });
+  if constexpr (F == Format::kQ8 && signed_bias != 0) block.least[0] = block.scale[0] * -signed_bias;
 }
 
 // M tokens' products with one group, block by block: from its packed bytes, or unpacked already.
@@ -64,7 +63,9 @@ template <Format F, int M, bool Ready>
 static inline __attribute__((always_inline)) void quantised_tile(const void* group,
                                                                  const Activations& a, int t,
                                                                  f32v* acc) {
-  constexpr bool has_least = has_minima(F) || signed_bias != 0;
+  constexpr bool has_least = has_minima(F) || (F == Format::kQ8 && signed_bias != 0);
+  // Small codes would lose digits beside the bias: there it is taken off the whole numbers.
+  constexpr bool is_biased = has_float_scales(F) && !is_q4(F) && signed_bias != 0;
   const size_t at = static_cast<size_t>(t / kTile) * a.blocks * kTile;
   const int8_t* codes = a.codes + at * kBlock;
   const float *scale = a.scale + at, *sum = a.sum + at, *halves = a.halves + 2 * at;
@@ -85,13 +86,21 @@ static inline __attribute__((always_inline)) void quantised_tile(const void* gro
     }
     unrolled<M>([&](auto m) {
       if constexpr (in_halves(F)) {
-        f32v first = dot_block<true, 4>(here.codes, codes + m * kBlock);
-        f32v last = dot_block<true, 4>(here.codes + 4, codes + m * kBlock + kHalf);
-        acc[m] += mul_add(last, here.scale[1], first * here.scale[0]) * scale[m];
-        if constexpr (has_least)
-          acc[m] += mul_add(here.least[1], splat(halves[kTile + m]), here.least[0] * halves[m]);
+        f32v one = dot_block<true, 4>(here.codes, codes + m * kBlock);
+        f32v other = dot_block<true, 4>(here.codes + 4, codes + m * kBlock + kHalf);
+        if constexpr (is_biased) {
+          one -= signed_bias * halves[m];
+          other -= signed_bias * halves[kTile + m];
+        }
+        f32v both = mul_add(other, here.scale[1], one * here.scale[0]);
+        if constexpr (has_least) {
+          both = mul_add(here.least[0], splat(halves[m]), both);
+          both = mul_add(here.least[1], splat(halves[kTile + m]), both);
+        }
+        acc[m] += both * scale[m];
       } else {
         f32v dots = dot_block<!is_q4(F)>(here.codes, codes + m * kBlock);
+        if constexpr (is_biased) dots -= signed_bias * (halves[m] + halves[kTile + m]);
         acc[m] += dots * (here.scale[0] * scale[m]);
         if constexpr (has_least) acc[m] += here.least[0] * sum[m];
       }
@@ -285,8 +294,8 @@ static void quantise(const float* x, int n, int t, int first, int blocks, int8_t
     const int other = round_half(p + kHalf, inverse, codes + kHalf);
     *scale = d;
     *sum = d * static_cast<float>(one + other);
-    halves[0] = d * static_cast<float>(one);
-    halves[kTile] = d * static_cast<float>(other);
+    halves[0] = static_cast<float>(one);
+    halves[kTile] = static_cast<float>(other);
     codes += kTile * kBlock;
     scale += kTile;
     sum += kTile;
