@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstring>
 #include <random>
+#include <stdexcept>
 #include <vector>
 
 #include "../src/isa.h"
@@ -137,6 +138,20 @@ void check_blocks(const Kernels& k) {
   }
 }
 
+// −8 times this scale is more than a half holds: Q4F has it, Q4 must not take it for infinity.
+void check_large_scale() {
+  std::vector<uint8_t> raw(18);
+  const uint16_t half = float_to_half(9000);
+  std::memcpy(raw.data(), &half, 2);
+  const int32_t place = 0;
+  Matrix(Format::kQ4F, 1, kBlock, 4).put_blocks("Q4_0", raw.data(), raw.size(), 1, &place);
+  try {
+    Matrix(Format::kQ4, 1, kBlock, 4).put_blocks("Q4_0", raw.data(), raw.size(), 1, &place);
+    std::printf("a scale that no half holds is taken\n"), failures++;
+  } catch (const std::invalid_argument&) {
+  }
+}
+
 void check_small(const Kernels& k) {
   const Kernels& plain = find_kernels("portable");
   for (int n : {1, 7, 16, 33, 64, 100}) {
@@ -195,6 +210,7 @@ void check_attention(const Kernels& k) {
 }  // namespace
 
 int main() {
+  check_large_scale();
   for (const std::string& name : available_isas()) {
     const Kernels& k = find_kernels(name);
     check_products(k);

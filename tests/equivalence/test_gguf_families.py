@@ -8,9 +8,10 @@ reader, our dequantisation or our row order is on both sides of a comparison.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -80,7 +81,14 @@ def nothing(writer: gguf.GGUFWriter) -> None:
     """A plain file."""
 
 
-def write_gguf(path: Path, model: PreTrainedModel, type: Type, edit: Edit = nothing) -> None:
+def write_gguf(
+    path: Path,
+    model: PreTrainedModel,
+    type: Type,
+    edit: Edit = nothing,
+    others: Mapping[str, Type] = MappingProxyType({}),
+) -> None:
+    """Matrices are of that type, but for `others` by their name in the file."""
     config = model.config
     arch = config.model_type
     writer = gguf.GGUFWriter(path, arch)
@@ -101,10 +109,12 @@ def write_gguf(path: Path, model: PreTrainedModel, type: Type, edit: Edit = noth
         heads = heads_reordered(name, config)
         if heads:
             values = neighbours_from_halves(values, heads)
+        own = gguf_name(name, config)
         if values.ndim == 1:
-            writer.add_tensor(gguf_name(name, config), values)
+            writer.add_tensor(own, values)
         else:
-            writer.add_tensor(gguf_name(name, config), packed(values, type), raw_dtype=type)
+            of_this = others.get(own, type)
+            writer.add_tensor(own, packed(values, of_this), raw_dtype=of_this)
     edit(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
