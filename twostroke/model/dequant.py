@@ -129,10 +129,10 @@ def _q8_0(blocks: Bytes) -> Floats:
 def _q2_k(blocks: Bytes) -> Floats:
     """16 bytes of a scale (low) and an offset (high) · 64 bytes of bit pairs · f16 scale of the
     scales and of the offsets."""
-    scales = _f16(blocks[:, 80:82]) * (blocks[:, :16] & 0xF)
-    offsets = _f16(blocks[:, 82:84]) * (blocks[:, :16] >> 4)
-    q = _bit_pairs(blocks[:, 16:80]).reshape(-1, 16, 16)
-    return (scales[:, :, None] * q - offsets[:, :, None]).reshape(-1, 256)
+    scales = (_f16(blocks[:, 80:82]) * (blocks[:, :16] & 0xF))[:, :, None]
+    offsets = (_f16(blocks[:, 82:84]) * (blocks[:, :16] >> 4))[:, :, None]
+    q = _bit_pairs(blocks[:, 16:80]).reshape(-1, 16, 16).astype(np.float32)
+    return (scales * q - offsets).reshape(-1, 256)
 
 
 def _q3_k(blocks: Bytes) -> Floats:
@@ -205,7 +205,7 @@ def _eights_of_nibbles(packed: Bytes) -> Bytes:
 def _bit_pairs(packed: Bytes) -> Bytes:
     """8 runs of 32 from 64 bytes: each 32 bytes hold four runs, the first in their lowest bits."""
     pair = np.arange(0, 8, 2, dtype=np.uint8).reshape(1, 1, 4, 1)
-    return ((packed.reshape(-1, 2, 1, 32) >> pair) & 3).reshape(-1, 8, 32)
+    return ((packed.reshape(-1, 2, 1, 32) >> pair) & np.uint8(3)).reshape(-1, 8, 32)
 
 
 def _scale_eights(blocks: Bytes, q: Bytes) -> Floats:
