@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstring>
 #include <random>
+#include <stdexcept>
 #include <vector>
 
 #include "../src/isa.h"
@@ -38,20 +39,24 @@ void expect_close(const char* what, const char* isa, const std::vector<float>& g
   }
 }
 
-std::vector<float> product(const Kernels& k, Format format, const std::vector<float>& w, int rows,
-                           int cols, const std::vector<float>& x, int tokens, bool exact) {
-  Matrix m(format, rows, cols, k.lanes);
+std::vector<int32_t> in_order(int rows) {
   std::vector<int32_t> place(rows);
   for (int n = 0; n < rows; n++) place[n] = n;
-  m.put_floats(w.data(), rows, place.data());
-  const int blocks = m.packed().blocks;
+  return place;
+}
+
+std::vector<float> product(const Kernels& k, const Matrix& m, const std::vector<float>& x,
+                           int tokens, bool exact) {
+  const int blocks = m.packed().blocks, rows = m.packed().rows, cols = m.packed().cols;
   const size_t padded = (tokens + kTile - 1) / kTile * static_cast<size_t>(kTile);
   std::vector<int8_t> codes(padded * blocks * kBlock);
-  std::vector<float> scale(padded * blocks), sum(padded * blocks), out(size_t(tokens) * rows);
+  std::vector<float> scale(padded * blocks), sum(padded * blocks), halves(padded * blocks * 2);
+  std::vector<float> out(size_t(tokens) * rows);
   for (int t = 0; t < tokens; t++)
-    k.quantise(&x[size_t(t) * cols], cols, t, 0, blocks, codes.data(), scale.data(), sum.data());
-  const Activations a{x.data(), cols, exact ? nullptr : codes.data(), scale.data(), sum.data(),
-                      blocks};
+    k.quantise(&x[size_t(t) * cols], cols, t, 0, blocks, codes.data(), scale.data(), sum.data(),
+               halves.data());
+  const Activations a{x.data(),   cols,   exact ? nullptr : codes.data(), scale.data(),
+                      sum.data(), blocks, halves.data()};
   k.matmul(m.packed(), a, 0, tokens, 0, m.packed().groups(), out.data(), rows, false);
   return out;
 }
@@ -62,10 +67,15 @@ void check_products(const Kernels& k) {
     const int rows = 1 + random_bits() % 70, cols = 1 + random_bits() % 130;
     const int tokens = 1 + random_bits() % 40;
     const auto w = noise(size_t(rows) * cols), x = noise(size_t(tokens) * cols);
-    for (Format f : {Format::kQ4, Format::kQ4F, Format::kQ8, Format::kBF16, Format::kF32})
+    const auto place = in_order(rows);
+    for (Format f : {Format::kQ4, Format::kQ4F, Format::kQ8, Format::kBF16, Format::kF32}) {
+      Matrix own(f, rows, cols, k.lanes), other(f, rows, cols, plain.lanes);
+      own.put_floats(w.data(), rows, place.data());
+      other.put_floats(w.data(), rows, place.data());
       for (bool exact : {false, true})
-        expect_close("product", k.name, product(k, f, w, rows, cols, x, tokens, exact),
-                     product(plain, f, w, rows, cols, x, tokens, exact), 2e-5f);
+        expect_close("product", k.name, product(k, own, x, tokens, exact),
+                     product(plain, other, x, tokens, exact), 2e-5f);
+    }
   }
 }
 
@@ -77,47 +87,125 @@ float to_bf16_and_back(float f) {
   return f;
 }
 
-// Through the matrix units: what the exact product of both sides, rounded to bfloat16, gives.
-void check_wide_products(const Kernels& k) {
+// Through the matrix units, x being bfloat16 already: what the exact product with the weights
+// rounded to bfloat16 gives; on top of what is there, or not.
+void check_wide(const Kernels& k, const char* what, Matrix& m, const std::vector<float>& x,
+                int tokens, bool with_bias, bool add) {
   const Kernels& plain = find_kernels("portable");
+  const int rows = m.packed().rows, cols = m.packed().cols, blocks = m.packed().blocks;
+  const auto place = in_order(rows);
+  std::vector<float> dense(size_t(rows) * cols);
+  for (int n = 0; n < rows; n++) k.unpack_row(m.packed(), n, &dense[size_t(n) * cols]);
+  if (m.packed().format != Format::kF32)
+    for (float& v : dense) v = to_bf16_and_back(v);
+  Matrix exact(Format::kF32, rows, cols, plain.lanes);
+  exact.put_floats(dense.data(), rows, place.data());
+  if (with_bias) {
+    const auto bias = noise(rows);
+    m.put_bias(bias.data(), rows, place.data());
+    exact.put_bias(bias.data(), rows, place.data());
+  }
+  const size_t padded = (tokens + kWideRows - 1) / kWideRows * static_cast<size_t>(kWideRows);
+  std::vector<uint16_t> wide(padded * blocks * kBlock, 0x7FC0);  // what is not set is NaN
+  for (int t = 0; t < tokens; t++)
+    k.wide.to_bf16(&x[size_t(t) * cols], cols, &wide[wide_at(t, 0, blocks)]);
+  auto a = noise(size_t(tokens) * rows), b = a;
+  const Activations in{x.data(), cols, nullptr, nullptr, nullptr, blocks, nullptr, wide.data()};
+  const Activations plain_in{x.data(), cols, nullptr, nullptr, nullptr, blocks, nullptr};
+  const int groups = m.packed().groups(), half = groups / 2;  // as tasks have it: some each
+  k.matmul(m.packed(), in, 0, tokens, 0, half, a.data(), rows, add);
+  k.matmul(m.packed(), in, 0, tokens, half, groups, &a[half * k.lanes], rows, add);
+  plain.matmul(exact.packed(), plain_in, 0, tokens, 0, exact.packed().groups(), b.data(), rows,
+               add);
+  expect_close(what, k.name, a, b, 1e-4f);
+}
+
+void check_wide_products(const Kernels& k) {
   for (int round = 0; round < 60; round++) {
     const int rows = 1 + random_bits() % 150, cols = 1 + random_bits() % (round < 50 ? 130 : 2500);
     const int tokens = 1 + random_bits() % (round < 55 ? 100 : 1100);
-    const bool add = round % 2 == 1;
     const auto w = noise(size_t(rows) * cols);
     auto x = noise(size_t(tokens) * cols);
     for (float& v : x) v = to_bf16_and_back(v);
-    const auto before = noise(size_t(tokens) * rows), bias = noise(rows);
-    std::vector<int32_t> place(rows);
-    for (int n = 0; n < rows; n++) place[n] = n;
     for (Format f : {Format::kQ4, Format::kQ4F, Format::kQ8, Format::kBF16, Format::kF32}) {
-      Matrix packed(f, rows, cols, k.lanes), exact(Format::kF32, rows, cols, plain.lanes);
-      packed.put_floats(w.data(), rows, place.data());
-      std::vector<float> dense(size_t(rows) * cols);
-      for (int n = 0; n < rows; n++) k.unpack_row(packed.packed(), n, &dense[size_t(n) * cols]);
-      if (f != Format::kF32)
-        for (float& v : dense) v = to_bf16_and_back(v);
-      exact.put_floats(dense.data(), rows, place.data());
-      if (round % 3 == 0) {
-        packed.put_bias(bias.data(), rows, place.data());
-        exact.put_bias(bias.data(), rows, place.data());
-      }
-      const int blocks = packed.packed().blocks;
-      const size_t padded = (tokens + kWideRows - 1) / kWideRows * static_cast<size_t>(kWideRows);
-      std::vector<uint16_t> wide(padded * blocks * kBlock, 0x7FC0);  // what is not set is NaN
-      for (int t = 0; t < tokens; t++)
-        k.wide.to_bf16(&x[size_t(t) * cols], cols, &wide[wide_at(t, 0, blocks)]);
-      auto a = before, b = before;
-      const Activations in{x.data(), cols, nullptr, nullptr, nullptr, blocks, wide.data()};
-      const Activations plain_in{x.data(), cols, nullptr, nullptr, nullptr, blocks};
-      const int half = packed.packed().groups() / 2;  // as tasks have it: some groups each
-      k.matmul(packed.packed(), in, 0, tokens, 0, half, a.data(), rows, add);
-      k.matmul(packed.packed(), in, 0, tokens, half, packed.packed().groups(), &a[half * k.lanes],
-               rows, add);
-      plain.matmul(exact.packed(), plain_in, 0, tokens, 0, exact.packed().groups(), b.data(), rows,
-                   add);
-      expect_close("wide product", k.name, a, b, 1e-4f);
+      Matrix m(f, rows, cols, k.lanes);
+      m.put_floats(w.data(), rows, in_order(rows).data());
+      check_wide(k, "wide product", m, x, tokens, round % 3 == 0, round % 2 == 1);
     }
+  }
+}
+
+// Activations that are their own codes, so that all kernels round them alike.
+std::vector<float> whole_numbers(size_t n) {
+  std::vector<float> x(n);
+  for (float& v : x) v = static_cast<float>(static_cast<int>(random_bits() % 255) - 127);
+  for (size_t at = 0; at < n; at += kBlock) x[at] = 127;
+  return x;
+}
+
+// Any codes, but scales (whose places are given) that are numbers.
+std::vector<uint8_t> blocks_of(const BlockType& type, size_t count, std::vector<int> scales_at) {
+  std::vector<uint8_t> raw(count * type.bytes);
+  for (uint8_t& byte : raw) byte = static_cast<uint8_t>(random_bits());
+  for (size_t n = 0; n < count; n++)
+    for (int at : scales_at) {
+      const uint16_t half = float_to_half(noise(1, 0.05f)[0]);
+      std::memcpy(&raw[n * type.bytes + at], &half, 2);
+    }
+  return raw;
+}
+
+void check_blocks(const Kernels& k) {
+  const Kernels& plain = find_kernels("portable");
+  const struct {
+    const char* name;
+    std::vector<int> scales_at;
+  } types[] = {{"Q4_0", {0}},     {"Q4_1", {0, 2}}, {"Q5_0", {0}},    {"Q5_1", {0, 2}},
+               {"Q8_0", {0}},     {"Q2_K", {80, 82}}, {"Q3_K", {108}}, {"Q4_K", {0, 2}},
+               {"Q5_K", {0, 2}}, {"Q6_K", {208}}};
+  for (const auto& [name, scales_at] : types) {
+    const BlockType& type = find_block_type(name);
+    for (Format f : {Format::kQ4, Format::kQ4F, Format::kQ8, Format::kQ8F, Format::kQ8S,
+                     Format::kQ8M}) {
+      if (!holds(f, type)) continue;
+      for (int tokens : {1, 2, 5, 8, 17, 40}) {
+        const int rows = 1 + random_bits() % 70, cols = 256 * (1 + random_bits() % 3);
+        const auto raw = blocks_of(type, size_t(rows) * cols / type.cols, scales_at);
+        const auto x = whole_numbers(size_t(tokens) * cols);
+        const auto place = in_order(rows);
+        Matrix own(f, rows, cols, k.lanes), other(f, rows, cols, plain.lanes);
+        own.put_blocks(name, raw.data(), raw.size() / rows, rows, place.data());
+        other.put_blocks(name, raw.data(), raw.size() / rows, rows, place.data());
+        std::vector<float> a(cols), b(cols);
+        for (int row = 0; row < rows; row++) {
+          k.unpack_row(own.packed(), row, a.data());
+          plain.unpack_row(other.packed(), row, b.data());
+          if (a != b) std::printf("%s %s: another row\n", k.name, name), failures++;
+        }
+        for (bool exact : {false, true})
+          expect_close(name, k.name, product(k, own, x, tokens, exact),
+                       product(plain, other, x, tokens, exact), 2e-6f);
+        const auto all = product(k, own, x, tokens, false);
+        const std::vector<float> last(x.end() - cols, x.end());
+        if (product(k, own, last, 1, false) != std::vector<float>(all.end() - rows, all.end()))
+          std::printf("%s %s: a token alone is another\n", k.name, name), failures++;
+        if (k.wide.from > 0) check_wide(k, name, own, x, tokens, false, false);
+      }
+    }
+  }
+}
+
+// −8 times this scale is more than a half holds: Q4F has it, Q4 must not take it for infinity.
+void check_large_scale() {
+  std::vector<uint8_t> raw(18);
+  const uint16_t half = float_to_half(9000);
+  std::memcpy(raw.data(), &half, 2);
+  const int32_t place = 0;
+  Matrix(Format::kQ4F, 1, kBlock, 4).put_blocks("Q4_0", raw.data(), raw.size(), 1, &place);
+  try {
+    Matrix(Format::kQ4, 1, kBlock, 4).put_blocks("Q4_0", raw.data(), raw.size(), 1, &place);
+    std::printf("a scale that no half holds is taken\n"), failures++;
+  } catch (const std::invalid_argument&) {
   }
 }
 
@@ -191,10 +279,12 @@ void check_attention(const Kernels& k) {
 }  // namespace
 
 int main() {
+  check_large_scale();
   for (const std::string& name : available_isas()) {
     const Kernels& k = find_kernels(name);
     check_products(k);
     if (k.wide.from > 0) check_wide_products(k);
+    check_blocks(k);
     check_small(k);
     check_attention(k);
     std::printf("%s checked\n", name.c_str());

@@ -54,16 +54,18 @@ void time_products(const Kernels& k, Format format, const char* name, int rows, 
     const size_t padded = (tokens + kWideRows - 1) / kWideRows * static_cast<size_t>(kWideRows);
     std::vector<int8_t> codes(padded * blocks * kBlock);
     std::vector<uint16_t> wide(padded * blocks * kBlock);
-    std::vector<float> scale(padded * blocks), sum(padded * blocks), out(padded * rows);
+    std::vector<float> scale(padded * blocks), sum(padded * blocks), halves(2 * padded * blocks);
+    std::vector<float> out(padded * rows);
     for (int t = 0; t < tokens; t++) {
-      k.quantise(&x[size_t(t) * cols], cols, t, 0, blocks, codes.data(), scale.data(), sum.data());
+      k.quantise(&x[size_t(t) * cols], cols, t, 0, blocks, codes.data(), scale.data(), sum.data(),
+                 halves.data());
       if (k.wide.from > 0)
         k.wide.to_bf16(&x[size_t(t) * cols], cols, &wide[wide_at(t, 0, blocks)]);
     }
     for (const bool use_wide : {false, true}) {
       if (use_wide && (k.wide.from == 0 || tokens < 8)) continue;
       const Activations a{x.data(), cols, codes.data(), scale.data(), sum.data(), blocks,
-                          use_wide ? wide.data() : nullptr};
+                          halves.data(), use_wide ? wide.data() : nullptr};
       const double s = seconds([&] {
         k.matmul(m.packed(), a, 0, tokens, 0, m.packed().groups(), out.data(), rows, false);
       });
@@ -112,13 +114,13 @@ void time_small(const Kernels& k) {
   const int n = 576, blocks = n / kBlock;
   auto x = noise(n), w = noise(n), out = noise(n);
   std::vector<int8_t> codes(size_t(blocks) * kTile * kBlock);
-  std::vector<float> scale(blocks * kTile), sum(blocks * kTile);
+  std::vector<float> scale(blocks * kTile), sum(blocks * kTile), both(2 * blocks * kTile);
   std::vector<uint16_t> halves(16 * n);
   auto tell = [&](const char* name, int count, const std::function<void()>& work) {
     std::printf("%-9s %s of %d: %6.0f ns\n", k.name, name, count, seconds(work) * 1e9);
   };
   tell("quantise", n, [&] {
-    k.quantise(x.data(), n, 0, 0, blocks, codes.data(), scale.data(), sum.data());
+    k.quantise(x.data(), n, 0, 0, blocks, codes.data(), scale.data(), sum.data(), both.data());
   });
   if (k.wide.from > 0) tell("to_bf16", n, [&] { k.wide.to_bf16(x.data(), n, halves.data()); });
   tell("rms_norm", n, [&] { k.rms_norm(x.data(), w.data(), 1e-5f, n, out.data()); });

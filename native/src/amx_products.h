@@ -48,15 +48,17 @@ static void to_bf16(const float* x, int n, uint16_t* out) {
 template <Format F>
 static inline void unpack_tile(const uint8_t* p, uint16_t* tile) {
   i8v codes[8];
-  f32v scale, least;
+  f32v scales[parts_of<F>], least[parts_of<F>];
   unpack_codes<F>(p, codes);
-  load_scales<F>(p, scale, least);
+  load_scales<F>(p, scales, least);
   // A code is set into the significand of a float: 128 + code, or 256 + (code + 128).
   constexpr int shift = is_q4(F) ? 16 : 15;
   const __m512i mask = _mm512_set1_epi32(0xFF << shift);
   const __m512i base = _mm512_set1_epi32(is_q4(F) ? 0x43000000 : 0x43800000);
-  const f32v offset = least - scale * (is_q4(F) ? 128.0f : 384.0f);
   for (int j = 0; j < 8; j++) {
+    const int part = in_halves(F) ? j / 4 : 0;
+    const f32v scale = scales[part];
+    const f32v offset = least[part] - scale * (is_q4(F) ? 128.0f : 384.0f);
     __m512i c = (__m512i)codes[j];
     if constexpr (!is_q4(F)) c = _mm512_xor_si512(c, _mm512_set1_epi8(static_cast<char>(0x80)));
     auto value = [&](__m512i moved) {
@@ -194,6 +196,9 @@ static void wide_matmul(const Packed& w, const Activations& a, int t0, int t1, i
       case Format::kQ4: return wide_matmul_of<Format::kQ4>(w, a, t0, t1, g0, g1, out, stride, add);
       case Format::kQ4F: return wide_matmul_of<Format::kQ4F>(w, a, t0, t1, g0, g1, out, stride, add);
       case Format::kQ8: return wide_matmul_of<Format::kQ8>(w, a, t0, t1, g0, g1, out, stride, add);
+      case Format::kQ8F: return wide_matmul_of<Format::kQ8F>(w, a, t0, t1, g0, g1, out, stride, add);
+      case Format::kQ8S: return wide_matmul_of<Format::kQ8S>(w, a, t0, t1, g0, g1, out, stride, add);
+      case Format::kQ8M: return wide_matmul_of<Format::kQ8M>(w, a, t0, t1, g0, g1, out, stride, add);
       case Format::kBF16: return wide_matmul_of<Format::kBF16>(w, a, t0, t1, g0, g1, out, stride, add);
       default: break;
     }

@@ -7,26 +7,34 @@
 namespace twostroke {
 
 constexpr int kBlock = 32;  // weights and activations that share a scale
+constexpr int kHalf = kBlock / 2;
 constexpr int kTile = 8;    // tokens that one pass over a block of weights serves
 
-enum class Format : int { kQ4, kQ4F, kQ8, kBF16, kF32 };
+// Those with codes come in the order of their size.
+enum class Format : int { kQ4, kQ4F, kQ8, kQ8F, kQ8S, kQ8M, kBF16, kF32 };
 
-constexpr bool has_codes(Format f) {
-  return f == Format::kQ4 || f == Format::kQ4F || f == Format::kQ8;
-}
 constexpr bool is_q4(Format f) { return f == Format::kQ4 || f == Format::kQ4F; }
+constexpr bool in_halves(Format f) { return f == Format::kQ8S || f == Format::kQ8M; }
+constexpr bool has_codes(Format f) { return f != Format::kBF16 && f != Format::kF32; }
+constexpr bool has_minima(Format f) {
+  return is_q4(f) || f == Format::kQ8F || f == Format::kQ8M;
+}
+constexpr bool has_float_scales(Format f) { return f != Format::kQ4 && f != Format::kQ8; }
 
 // A matrix [rows, cols] packed for few and for many rows of activations alike. `lanes` rows stand
 // side by side in a group, so that a vector holds one column of each:
 //
-//   Q4, Q4F, Q8  a group is its blocks one after another; a block is codes, then `lanes` scales,
-//                then (not Q8) `lanes` minima, as halves or (Q4F) as floats. Codes are 8 vectors of
-//                four columns of each row; of 4-bit codes, vector j is in the low and vector j + 4
-//                in the high half of a byte.
-//   BF16, F32    a group is its columns one after another.
+//   Q4, Q8      a group is its blocks one after another; a block is codes, then `lanes` scales,
+//               then (Q4) `lanes` minima, in half precision. Codes are 8 vectors of four columns of
+//               each row; of 4-bit codes, vector j is in the low and vector j + 4 in the high half
+//               of a byte.
+//   Q4F, Q8F    have scales and minima in single precision: for what no half can hold, and (Q4F)
+//               where halves are slow to read.
+//   Q8S, Q8M    have, in single precision, a scale for each 16 columns: `lanes` scales of the first
+//               16, those of the last; then (Q8M) the minima likewise.
+//   BF16, F32   a group is its columns one after another.
 //
-// A row's value is scale · code + minimum. Rows past the last are zero. Q4F is Q4 where halves are
-// slow to read: a fifth more memory, and scales that no half can hold.
+// A row's value is scale · code + minimum. Rows past the last are zero.
 struct Packed {
   Format format;
   int rows, cols, lanes;
@@ -43,12 +51,13 @@ constexpr size_t code_bytes(Format f, int lanes) {
   return static_cast<size_t>(is_q4(f) ? kBlock / 2 : kBlock) * lanes;
 }
 constexpr size_t block_bytes(Format f, int lanes) {
-  const size_t tail = f == Format::kQ4F ? 8 : f == Format::kQ4 ? 4 : 2;
-  return code_bytes(f, lanes) + tail * lanes;
+  const size_t numbers = (in_halves(f) ? 2 : 1) * (has_minima(f) ? 2 : 1);
+  return code_bytes(f, lanes) + numbers * (has_float_scales(f) ? 4 : 2) * lanes;
 }
 
 // Activations of T tokens: as they are, and as blocks of 8 bits, `kTile` tokens side by side.
-// value ≈ scale · code; `sum` is scale times the sum of a block's codes.
+// value ≈ scale · code; `sum` is scale times the sum of a block's codes, `halves` are
+// the plain sums of its first 16 and of its last.
 struct Activations {
   const float* values;  // [T, stride]
   int stride;
@@ -56,6 +65,7 @@ struct Activations {
   const float* scale;   // [T / kTile, blocks, kTile]
   const float* sum;     // as scale
   int blocks;
+  const float* halves;  // [T / kTile, blocks, 2, kTile]
   const uint16_t* wide = nullptr;  // or instead of codes: bfloat16, see `wide_at`
 };
 
@@ -104,7 +114,7 @@ struct Kernels {
                  int stride, bool add);
   // n floats as 8-bit blocks of token `t` of `Activations`, from its block `first` on.
   void (*quantise)(const float* x, int n, int t, int first, int blocks, int8_t* codes,
-                   float* scale, float* sum);
+                   float* scale, float* sum, float* halves);
   void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);
   // Rotate `heads` heads of `dim` channels; `half` cosines and sines.
   void (*rope)(float* x, int heads, int dim, const float* cos, const float* sin, int half);

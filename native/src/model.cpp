@@ -85,6 +85,7 @@ void Model::resize(Quantised& a, int tokens, int width) const {
   a.codes.resize(padded * blocks * kBlock);
   a.scale.resize(padded * blocks);
   a.sum.resize(padded * blocks);
+  a.halves.resize(padded * blocks * 2);
 }
 
 // Whether a step of so many tokens goes through the machine's matrix units.
@@ -95,7 +96,7 @@ bool Model::is_wide(int tokens) const {
 Activations Model::view(const Quantised& a, int width) const {
   return {a.values.data(), width,        exact_ ? nullptr : a.codes.data(),
           a.scale.data(),  a.sum.data(), ceil_div(width, kBlock),
-          a.is_wide ? a.wide.data() : nullptr};
+          a.halves.data(), a.is_wide ? a.wide.data() : nullptr};
 }
 
 // Channels [from, from + n) of token t, from a block's beginning on.
@@ -105,7 +106,7 @@ void Model::quantise(Quantised& a, int t, int from, int n, int width) const {
   if (a.is_wide)
     return k_.wide.to_bf16(x, n, &a.wide[wide_at(t, from / kBlock, ceil_div(width, kBlock))]);
   k_.quantise(x, n, t, from / kBlock, ceil_div(width, kBlock), a.codes.data(), a.scale.data(),
-              a.sum.data());
+              a.sum.data(), a.halves.data());
 }
 
 void Model::norm(const float* x, const std::vector<float>& weight, Quantised& a, int t) const {

@@ -76,7 +76,7 @@ class Model {
 
  private:
   struct Quantised {  // activations of a step: floats, and 8-bit blocks or (`is_wide`) bfloat16
-    std::vector<float> values, scale, sum;
+    std::vector<float> values, scale, sum, halves;
     std::vector<int8_t> codes;
     std::vector<uint16_t> wide;
     bool is_wide = false;

@@ -32,10 +32,28 @@ namespace {
 
 Format format_of(const std::string& name, const Kernels& kernels) {
   if (name == "q4") return kernels.slow_halves ? Format::kQ4F : Format::kQ4;
+  if (name == "q4f") return Format::kQ4F;
   if (name == "q8") return Format::kQ8;
+  if (name == "q8f") return Format::kQ8F;
+  if (name == "q8s") return Format::kQ8S;
+  if (name == "q8m") return Format::kQ8M;
   if (name == "bf16") return Format::kBF16;
   if (name == "f32") return Format::kF32;
   throw std::invalid_argument("no format is called '" + name + "'");
+}
+
+const char* name_of(Format format) {
+  switch (format) {
+    case Format::kQ4: return "q4";
+    case Format::kQ4F: return "q4f";
+    case Format::kQ8: return "q8";
+    case Format::kQ8F: return "q8f";
+    case Format::kQ8S: return "q8s";
+    case Format::kQ8M: return "q8m";
+    case Format::kBF16: return "bf16";
+    case Format::kF32: return "f32";
+  }
+  return "";
 }
 
 std::vector<float> floats(const Floats1& a) { return {a.data(), a.data() + a.size()}; }
@@ -149,6 +167,9 @@ NB_MODULE(_native, m) {
         "`wishes`: temperature, top_k, top_p, min_p, repetition, frequency, presence.");
 
   m.def("isas", &available_isas, "The instruction sets there are kernels for, the best first.");
+  m.def("common_format",
+        [](const std::vector<std::string>& types) { return name_of(common_format(types)); },
+        "types"_a, "The smallest format that has every value of these block types exactly.");
   m.def("lanes", [](const std::string& isa) { return find_kernels(isa).lanes; }, "isa"_a);
 
   nb::class_<Matrix>(m, "Matrix")
@@ -208,11 +229,12 @@ NB_MODULE(_native, m) {
              const size_t padded = (tokens + kTile - 1) / kTile * static_cast<size_t>(kTile);
              std::vector<int8_t> codes(padded * blocks * kBlock);
              std::vector<float> scale(padded * blocks), sum(padded * blocks);
+             std::vector<float> halves(padded * blocks * 2);
              for (int t = 0; t < tokens; t++)
                k.quantise(x.data() + static_cast<size_t>(t) * w.cols, w.cols, t, 0, blocks,
-                          codes.data(), scale.data(), sum.data());
+                          codes.data(), scale.data(), sum.data(), halves.data());
              const Activations a{x.data(),     w.cols,     exact ? nullptr : codes.data(),
-                                 scale.data(), sum.data(), blocks};
+                                 scale.data(), sum.data(), blocks,     halves.data()};
              k.matmul(w, a, 0, tokens, 0, w.groups(), out.data(), w.rows, false);
            },
            "x"_a, "out"_a.noconvert(), "isa"_a = "auto", "exact"_a = false, "out = x · selfᵀ + bias.");

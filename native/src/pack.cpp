@@ -28,13 +28,14 @@ uint8_t* allocate(size_t bytes) {
   return static_cast<uint8_t*>(p);
 }
 
-float half_at(const uint8_t* p) {
-  uint16_t h;
-  std::memcpy(&h, p, 2);
-  return half_to_float(h);
-}
-
 float to_half_and_back(float f) { return half_to_float(float_to_half(f)); }
+
+uint16_t checked_half(float f) {
+  if (std::isfinite(f) && std::fabs(f) >= 65520.0f)
+    throw std::invalid_argument("a scale or minimum of " + std::to_string(f) +
+                                " is more than half precision holds");
+  return float_to_half(f);
+}
 
 uint16_t to_bf16(float f) {  // to nearest, ties to even
   uint32_t bits;
@@ -57,51 +58,54 @@ Matrix::Matrix(Format format, int rows, int cols, int lanes) : data_(nullptr, st
   packed_.data = data_.get();
 }
 
-void Matrix::set_code(int row, int col, int code) {
-  const int lanes = packed_.lanes, lane = row % lanes, block = col / kBlock, k = col % kBlock;
-  uint8_t* p = data_.get() + row / lanes * packed_.group_bytes +
-               block * block_bytes(packed_.format, lanes);
-  const int vector = k / 4, byte = 4 * lane + k % 4;
-  if (is_q4(packed_.format)) {
-    p[vector % 4 * 4 * lanes + byte] |= static_cast<uint8_t>(vector < 4 ? code : code << 4);
-  } else {
-    p[vector * 4 * lanes + byte] = static_cast<uint8_t>(code);
-  }
-}
-
-void Matrix::set_scale(int row, int block, float scale, float least) {
+void Matrix::put_run(int row, int block, const Run& run) {
+  const Format format = packed_.format;
   const int lanes = packed_.lanes, lane = row % lanes;
-  uint8_t* p = data_.get() + row / lanes * packed_.group_bytes +
-               block * block_bytes(packed_.format, lanes) + code_bytes(packed_.format, lanes);
-  if (packed_.format == Format::kQ4F) {
-    reinterpret_cast<float*>(p)[lane] = scale;
-    reinterpret_cast<float*>(p)[lanes + lane] = least;
-  } else {
-    reinterpret_cast<uint16_t*>(p)[lane] = float_to_half(scale);
-    if (is_q4(packed_.format)) reinterpret_cast<uint16_t*>(p)[lanes + lane] = float_to_half(least);
+  uint8_t* p = data_.get() + row / lanes * packed_.group_bytes + block * block_bytes(format, lanes);
+  uint32_t four[8];  // codes of each vector
+  std::memcpy(four, run.code, kBlock);
+  const bool q4 = is_q4(format);
+  for (int j = 0; j < (q4 ? 4 : 8); j++) {
+    const uint32_t word = q4 ? four[j] | four[j + 4] << 4 : four[j];
+    std::memcpy(p + 4 * (j * lanes + lane), &word, 4);
+  }
+  p += code_bytes(format, lanes);
+  const int parts = in_halves(format) ? 2 : 1;
+  auto put = [&](int n, float number) {
+    if (has_float_scales(format)) {
+      reinterpret_cast<float*>(p)[n * lanes + lane] = number;
+    } else {
+      reinterpret_cast<uint16_t*>(p)[n * lanes + lane] = checked_half(number);
+    }
+  };
+  for (int n = 0; n < parts; n++) {
+    put(n, run.scale[n]);
+    if (has_minima(format)) put(parts + n, run.least[n]);
   }
 }
 
-void Matrix::put_blocks(const std::string& type, const uint8_t* data, size_t row_bytes, int count,
+void Matrix::put_blocks(const std::string& name, const uint8_t* data, size_t row_bytes, int count,
                         const int32_t* place) {
-  const bool q8 = type == "Q8_0", with_min = type == "Q4_1";
-  if ((packed_.format == Format::kQ8) != q8 || (!q8 && !with_min && type != "Q4_0"))
-    throw std::invalid_argument("blocks of type " + type + " do not fit this matrix");
-  const int head = with_min ? 4 : 2, size = head + (q8 ? kBlock : kBlock / 2);
-  if (packed_.cols % kBlock != 0 || row_bytes != static_cast<size_t>(packed_.blocks) * size)
+  const BlockType& type = find_block_type(name);
+  if (!holds(packed_.format, type))
+    throw std::invalid_argument("blocks of type " + name + " do not fit this matrix");
+  if (packed_.cols % type.cols != 0 ||
+      row_bytes != static_cast<size_t>(packed_.cols / type.cols) * type.bytes)
     throw std::invalid_argument("rows of " + std::to_string(row_bytes) + " bytes do not hold " +
-                                std::to_string(packed_.cols) + " columns of " + type);
+                                std::to_string(packed_.cols) + " columns of " + name);
+  const int runs = type.cols / kBlock;
+  const bool from_zero = is_q4(packed_.format) && !type.minima;  // −8 … 7 → 0 … 15
+  Run run;
   for (int n = 0; n < count; n++, data += row_bytes) {
-    const int row = place[n];
-    if (row < 0 || row >= packed_.rows) throw std::out_of_range("a row's place is outside");
+    if (place[n] < 0 || place[n] >= packed_.rows)
+      throw std::out_of_range("a row's place is outside");
     for (int b = 0; b < packed_.blocks; b++) {
-      const uint8_t* p = data + static_cast<size_t>(b) * size;
-      const float scale = half_at(p);
-      set_scale(row, b, scale, with_min ? half_at(p + 2) : -8.0f * scale);
-      for (int k = 0; k < kBlock; k++) {
-        const int code = q8 ? p[head + k] : k < 16 ? p[head + k] & 15 : p[head + k - 16] >> 4;
-        set_code(row, b * kBlock + k, code);
+      type.read(data + static_cast<size_t>(b / runs) * type.bytes, b % runs, run);
+      if (from_zero) {
+        for (int8_t& code : run.code) code = static_cast<int8_t>(code + 8);
+        run.least[0] = -8.0f * run.scale[0];
       }
+      put_run(place[n], b, run);
     }
   }
 }
@@ -119,6 +123,7 @@ void Matrix::put_float_row(const float* x, int row) {
     return;
   }
   const bool q4 = is_q4(packed_.format);
+  const float first = q4 ? 0 : -127, last = q4 ? 15 : 127;
   for (int b = 0; b < packed_.blocks; b++) {
     const int from = b * kBlock, to = from + kBlock < cols ? from + kBlock : cols;
     float least = 0, most = 0;
@@ -126,27 +131,23 @@ void Matrix::put_float_row(const float* x, int row) {
       least = x[k] < least ? x[k] : least;
       most = x[k] > most ? x[k] : most;
     }
-    if (!q4) {
-      least = most > -least ? -most : least;  // symmetric
-      const float scale = to_half_and_back(-least / 127.0f);
-      set_scale(row, b, scale, 0);
-      for (int k = from; k < to && scale > 0; k++) {
-        const float code = std::nearbyint(x[k] / scale);
-        set_code(row, k, static_cast<int>(code > 127 ? 127 : code < -127 ? -127 : code));
-      }
-      continue;
-    }
-    const float scale = to_half_and_back((most - least) / 15.0f);
-    const float minimum = to_half_and_back(least);
-    set_scale(row, b, scale, minimum);
+    Run run = {};
+    const float largest = most > -least ? most : -least;
+    const float scale = to_half_and_back(q4 ? (most - least) / 15.0f : largest / 127.0f);
+    const float minimum = q4 ? to_half_and_back(least) : 0;
+    run.scale[0] = scale;
+    run.least[0] = minimum;
     for (int k = from; k < to && scale > 0; k++) {
       const float code = std::nearbyint((x[k] - minimum) / scale);
-      set_code(row, k, static_cast<int>(code > 15 ? 15 : code < 0 ? 0 : code));
+      run.code[k - from] = static_cast<int8_t>(code > last ? last : code < first ? first : code);
     }
+    put_run(row, b, run);
   }
 }
 
 void Matrix::put_floats(const float* data, int count, const int32_t* place) {
+  if (has_codes(packed_.format) && !is_q4(packed_.format) && packed_.format != Format::kQ8)
+    throw std::invalid_argument("floats are not rounded to this format");
   for (int n = 0; n < count; n++) {
     if (place[n] < 0 || place[n] >= packed_.rows)
       throw std::out_of_range("a row's place is outside");

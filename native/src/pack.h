@@ -4,7 +4,7 @@
 #include <memory>
 #include <string>
 
-#include "kernels.h"
+#include "blocks.h"
 
 namespace twostroke {
 
@@ -17,16 +17,15 @@ class Matrix {
   const Packed& packed() const { return packed_; }
   size_t num_bytes() const { return bytes_; }
 
-  // `count` rows of GGUF blocks of type "Q4_0", "Q4_1" or "Q8_0"; row n goes to place[n].
+  // `count` rows of GGUF blocks, of a type that the format holds; row n goes to place[n].
   void put_blocks(const std::string& type, const uint8_t* data, size_t row_bytes, int count,
                   const int32_t* place);
-  // Rows of floats: as they are (F32), cut to bfloat16, or quantised here (Q8, Q4).
+  // Rows of floats: as they are (F32), rounded to bfloat16, or quantised here (Q8, Q4).
   void put_floats(const float* data, int count, const int32_t* place);
   void put_bias(const float* data, int count, const int32_t* place);
 
  private:
-  void set_code(int row, int col, int code);
-  void set_scale(int row, int block, float scale, float least);
+  void put_run(int row, int block, const Run& run);
   void put_float_row(const float* x, int row);
 
   Packed packed_;

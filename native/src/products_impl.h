@@ -15,18 +15,24 @@ static inline __attribute__((always_inline)) void unpack_codes(const uint8_t* p,
   }
 }
 
+// Scales and minima of a block: one of each, or one for each half.
 template <Format F>
-static inline __attribute__((always_inline)) void load_scales(const uint8_t* block, f32v& scale,
-                                                              f32v& least) {
+constexpr int parts_of = in_halves(F) ? 2 : 1;
+
+template <Format F>
+static inline __attribute__((always_inline)) void load_scales(const uint8_t* block, f32v* scale,
+                                                              f32v* least) {
   const uint8_t* p = block + code_bytes(F, W);
-  if constexpr (F == Format::kQ4F) {
-    scale = load(reinterpret_cast<const float*>(p));
-    least = load(reinterpret_cast<const float*>(p) + W);
-  } else {
-    scale = load_half(reinterpret_cast<const uint16_t*>(p));
-    least = f32v{};
-    if constexpr (is_q4(F)) least = load_half(reinterpret_cast<const uint16_t*>(p) + W);
-  }
+  auto number = [&](int n) {
+    if constexpr (has_float_scales(F)) return load(reinterpret_cast<const float*>(p) + n * W);
+    return load_half(reinterpret_cast<const uint16_t*>(p) + n * W);
+  };
+  constexpr int parts = parts_of<F>;
+  unrolled<parts>([&](auto n) {
+    scale[n] = number(n);
+    least[n] = f32v{};
+    if constexpr (has_minima(F)) least[n] = number(parts + n);
+  });
 }
 
 // Ask for what comes a little later: the machine's own guesses end at every page.
@@ -38,16 +44,18 @@ static inline void prefetch(const uint8_t* p) {
 }
 
 // A block as many tiles of tokens want it: unpacked once, kept in the first cache.
+template <Format F>
 struct Unpacked {
   i8v codes[8];
-  f32v scale, least;
+  f32v scale[parts_of<F>], least[parts_of<F>];
 };
 
 template <Format F>
-static inline __attribute__((always_inline)) void unpack_block(const uint8_t* p, Unpacked& block) {
+static inline __attribute__((always_inline)) void unpack_block(const uint8_t* p,
+                                                               Unpacked<F>& block) {
   unpack_codes<F>(p, block.codes);
   load_scales<F>(p, block.scale, block.least);
-  if constexpr (!is_q4(F) && signed_bias != 0) block.least = block.scale * -signed_bias;
+  if constexpr (F == Format::kQ8 && signed_bias != 0) block.least[0] = block.scale[0] * -signed_bias;
 }
 
 // M tokens' products with one group, block by block: from its packed bytes, or unpacked already.
@@ -55,31 +63,52 @@ template <Format F, int M, bool Ready>
 static inline __attribute__((always_inline)) void quantised_tile(const void* group,
                                                                  const Activations& a, int t,
                                                                  f32v* acc) {
-  constexpr bool has_least = is_q4(F) || signed_bias != 0;
+  constexpr bool has_least = has_minima(F) || (F == Format::kQ8 && signed_bias != 0);
+  // Small codes would lose digits beside the bias: there it is taken off the whole numbers.
+  constexpr bool is_biased = has_float_scales(F) && !is_q4(F) && signed_bias != 0;
   const size_t at = static_cast<size_t>(t / kTile) * a.blocks * kTile;
   const int8_t* codes = a.codes + at * kBlock;
-  const float *scale = a.scale + at, *sum = a.sum + at;
+  const float *scale = a.scale + at, *sum = a.sum + at, *halves = a.halves + 2 * at;
   auto* packed = static_cast<const uint8_t*>(group);
-  auto* ready = static_cast<const Unpacked*>(group);
+  auto* ready = static_cast<const Unpacked<F>*>(group);
   unrolled<M>([&](auto m) { acc[m] = f32v{}; });
   for (int b = 0; b < a.blocks; b++) {
-    Unpacked here;
+    Unpacked<F> here;
     if constexpr (Ready) {
       unrolled<8>([&](auto j) { here.codes[j] = ready[b].codes[j]; });
-      here.scale = ready[b].scale;
-      here.least = ready[b].least;
+      unrolled<parts_of<F>>([&](auto n) {
+        here.scale[n] = ready[b].scale[n];
+        here.least[n] = ready[b].least[n];
+      });
     } else {
       if constexpr (M <= 2) prefetch<block_bytes(F, W)>(packed + b * block_bytes(F, W));
       unpack_block<F>(packed + b * block_bytes(F, W), here);
     }
     unrolled<M>([&](auto m) {
-      f32v dots = dot_block<F == Format::kQ8>(here.codes, codes + m * kBlock);
-      acc[m] += dots * (here.scale * scale[m]);
-      if constexpr (has_least) acc[m] += here.least * sum[m];
+      if constexpr (in_halves(F)) {
+        f32v one = dot_block<true, 4>(here.codes, codes + m * kBlock);
+        f32v other = dot_block<true, 4>(here.codes + 4, codes + m * kBlock + kHalf);
+        if constexpr (is_biased) {
+          one -= signed_bias * halves[m];
+          other -= signed_bias * halves[kTile + m];
+        }
+        f32v both = mul_add(other, here.scale[1], one * here.scale[0]);
+        if constexpr (has_least) {
+          both = mul_add(here.least[0], splat(halves[m]), both);
+          both = mul_add(here.least[1], splat(halves[kTile + m]), both);
+        }
+        acc[m] += both * scale[m];
+      } else {
+        f32v dots = dot_block<!is_q4(F)>(here.codes, codes + m * kBlock);
+        if constexpr (is_biased) dots -= signed_bias * (halves[m] + halves[kTile + m]);
+        acc[m] += dots * (here.scale[0] * scale[m]);
+        if constexpr (has_least) acc[m] += here.least[0] * sum[m];
+      }
     });
     codes += kTile * kBlock;
     scale += kTile;
     sum += kTile;
+    halves += 2 * kTile;
   }
 }
 
@@ -94,15 +123,16 @@ static inline __attribute__((always_inline)) void exact_tile(const uint8_t* p,
   if constexpr (has_codes(F)) {
     for (int b = 0; b < a.blocks; b++, p += block_bytes(F, W)) {
       i8v w[8];
-      f32v d, least;
+      f32v d[2], least[2];
       unpack_codes<F>(p, w);
       load_scales<F>(p, d, least);
       for (int j = 0; j < 8; j++) {
+        const int part = in_halves(F) ? j / 4 : 0;
         for (int n = 0; n < 4; n++) {
           int k = b * kBlock + 4 * j + n;
           if (k >= cols) break;
           i32v code = (i32v)((u32v)w[j] << (24 - 8 * n)) >> 24;
-          f32v value = __builtin_convertvector(code, f32v) * d + least;
+          f32v value = __builtin_convertvector(code, f32v) * d[part] + least[part];
           unrolled<M>([&](auto m) { acc[m] += value * x[m * stride + k]; });
         }
       }
@@ -146,7 +176,7 @@ static inline __attribute__((always_inline)) void finish_tile(const Packed& w, i
 }
 
 template <Format F, int M>
-static void one_tile(const Packed& w, const Activations& a, int g, const Unpacked* ready, int t,
+static void one_tile(const Packed& w, const Activations& a, int g, const Unpacked<F>* ready, int t,
                      float* out, int stride, bool add) {
   f32v acc[M];
   if constexpr (has_codes(F)) {
@@ -166,13 +196,13 @@ static void one_tile(const Packed& w, const Activations& a, int g, const Unpacke
 template <Format F>
 static void matmul_of(const Packed& w, const Activations& a, int t0, int t1, int g0, int g1,
                       float* out, int stride, bool add) {
-  constexpr int kMostBlocks = 512;  // of a group that is kept unpacked: 80 bytes a lane each
+  constexpr int kMostBlocks = 512;  // of a group that is kept unpacked: 40 to 48 bytes a lane each
   const bool unpack = has_codes(F) && a.codes != nullptr && t1 - t0 > 2 * kTile &&
                       w.blocks <= kMostBlocks;
   // Tokens in panels whose codes stay in the second cache while all groups pass over them.
   const int panel = 262144 / (a.blocks * kBlock) / kTile * kTile;
   const int step = panel < kTile ? kTile : panel;
-  Unpacked ready[kMostBlocks];
+  Unpacked<F> ready[kMostBlocks];
   for (int from = t0; from < t1; from += step) {
     const int to = from + step < t1 ? from + step : t1;
     for (int g = g0; g < g1; g++) {
@@ -181,7 +211,7 @@ static void matmul_of(const Packed& w, const Activations& a, int t0, int t1, int
           for (int b = 0; b < w.blocks; b++)
             unpack_block<F>(w.group(g) + b * block_bytes(F, W), ready[b]);
       }
-      const Unpacked* group = unpack ? ready : nullptr;
+      const Unpacked<F>* group = unpack ? ready : nullptr;
       for (int t = from; t < to; t += kTile) {
         float* at = out + static_cast<size_t>(t - t0) * stride + (g - g0) * W;
         switch (to - t) {
@@ -205,6 +235,9 @@ static void matmul(const Packed& w, const Activations& a, int t0, int t1, int g0
     case Format::kQ4: return matmul_of<Format::kQ4>(w, a, t0, t1, g0, g1, out, stride, add);
     case Format::kQ4F: return matmul_of<Format::kQ4F>(w, a, t0, t1, g0, g1, out, stride, add);
     case Format::kQ8: return matmul_of<Format::kQ8>(w, a, t0, t1, g0, g1, out, stride, add);
+    case Format::kQ8F: return matmul_of<Format::kQ8F>(w, a, t0, t1, g0, g1, out, stride, add);
+    case Format::kQ8S: return matmul_of<Format::kQ8S>(w, a, t0, t1, g0, g1, out, stride, add);
+    case Format::kQ8M: return matmul_of<Format::kQ8M>(w, a, t0, t1, g0, g1, out, stride, add);
     case Format::kBF16: return matmul_of<Format::kBF16>(w, a, t0, t1, g0, g1, out, stride, add);
     case Format::kF32: return matmul_of<Format::kF32>(w, a, t0, t1, g0, g1, out, stride, add);
   }
@@ -217,11 +250,13 @@ static void unpack_row_of(const Packed& w, int row, float* out) {
   if constexpr (has_codes(F)) {
     for (int b = 0; b < w.blocks; b++, p += block_bytes(F, W)) {
       i8v c[8];
-      f32v d, least;
+      f32v d[2], least[2];
       unpack_codes<F>(p, c);
       load_scales<F>(p, d, least);
-      for (int k = b * kBlock, n = 0; n < kBlock && k < w.cols; n++, k++)
-        out[k] = d[lane] * c[n / 4][4 * lane + n % 4] + least[lane];
+      for (int k = b * kBlock, n = 0; n < kBlock && k < w.cols; n++, k++) {
+        const int part = in_halves(F) ? n / kHalf : 0;
+        out[k] = d[part][lane] * c[n / 4][4 * lane + n % 4] + least[part][lane];
+      }
     }
   } else if constexpr (F == Format::kBF16) {
     auto* q = reinterpret_cast<const uint16_t*>(p);
@@ -240,17 +275,22 @@ static void unpack_row(const Packed& w, int row, float* out) {
     case Format::kQ4: return unpack_row_of<Format::kQ4>(w, row, out);
     case Format::kQ4F: return unpack_row_of<Format::kQ4F>(w, row, out);
     case Format::kQ8: return unpack_row_of<Format::kQ8>(w, row, out);
+    case Format::kQ8F: return unpack_row_of<Format::kQ8F>(w, row, out);
+    case Format::kQ8S: return unpack_row_of<Format::kQ8S>(w, row, out);
+    case Format::kQ8M: return unpack_row_of<Format::kQ8M>(w, row, out);
     case Format::kBF16: return unpack_row_of<Format::kBF16>(w, row, out);
     case Format::kF32: return unpack_row_of<Format::kF32>(w, row, out);
   }
 }
 
 static void quantise(const float* x, int n, int t, int first, int blocks, int8_t* codes,
-                     float* scale, float* sum) {
-  const size_t place = (static_cast<size_t>(t / kTile) * blocks + first) * kTile + t % kTile;
+                     float* scale, float* sum, float* halves) {
+  const size_t tile = (static_cast<size_t>(t / kTile) * blocks + first) * kTile;
+  const size_t place = tile + t % kTile;
   codes += place * kBlock;
   scale += place;
   sum += place;
+  halves += tile + place;
   for (int at = 0; at < n; at += kBlock) {
     float padded[kBlock] = {};
     const float* p = x + at;
@@ -263,11 +303,15 @@ static void quantise(const float* x, int n, int t, int first, int blocks, int8_t
     float d = max_lanes(most) / 127.0f;
     if (!(d > 1e-37f)) d = 0;  // nothing, or so little that its inverse is no number
     const float inverse = d > 0 ? 1.0f / d : 0.0f;
-    const int all = round_block(p, inverse, codes);
+    const int one = round_half(p, inverse, codes);
+    const int other = round_half(p + kHalf, inverse, codes + kHalf);
     *scale = d;
-    *sum = d * static_cast<float>(all);
+    *sum = d * static_cast<float>(one + other);
+    halves[0] = static_cast<float>(one);
+    halves[kTile] = static_cast<float>(other);
     codes += kTile * kBlock;
     scale += kTile;
     sum += kTile;
+    halves += 2 * kTile;
   }
 }

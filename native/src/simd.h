@@ -39,6 +39,19 @@ static inline void store(float* p, f32v v) { *reinterpret_cast<f32u*>(p) = v; }
 static inline f32v splat(float x) { return f32v{} + x; }
 static inline i8v load_codes(const uint8_t* p) { return *reinterpret_cast<const i8u*>(p); }
 
+// a · b + c, where a plain expression would leave open which of two products is rounded first.
+static inline f32v mul_add(f32v a, f32v b, f32v c) {
+#if defined(TS_NEON)
+  return vfmaq_f32(c, a, b);
+#elif defined(TS_AVX2)
+  return (f32v)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(TS_AVX512)
+  return (f32v)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+  return a * b + c;
+#endif
+}
+
 // W halves → floats.
 static inline f32v load_half(const uint16_t* p) {
 #if defined(TS_NEON)
@@ -84,9 +97,9 @@ static inline f32v load_bf16(const uint16_t* p) {
 #endif
 }
 
-// The product of one block: 8 vectors of codes, each four codes of W rows, with the 32 activations
-// that all rows share. Lane i is the sum over row i: a whole number, as a float. `Signed` codes are
-// −128 … 127, others 0 … 15. Where the machine multiplies only unsigned by signed bytes, signed
+// The product of one block, or of half of one: N (8 or 4) vectors of codes, each four codes of W
+// rows, with the 4 · N activations that all rows share. Lane i is the sum over row i: a whole number,
+// as a float. `Signed` codes are −128 … 127, others 0 … 15. Where the machine multiplies only unsigned by signed bytes, signed
 // codes are taken with `signed_bias` added: the caller takes it off again.
 #if defined(TS_AVX512)
 constexpr float signed_bias = 128;
@@ -94,26 +107,29 @@ constexpr float signed_bias = 128;
 constexpr float signed_bias = 0;
 #endif
 
-template <bool Signed>
+template <bool Signed, int N = 8>
 static inline f32v dot_block(const i8v* w, const int8_t* a) {
 #if defined(TS_NEON)
   // The sums are counted in the significand of 1.5 · 2^23, which saves the slow conversion: a
   // block's sum is below 2^22.
   const float32x4_t shift = vdupq_n_f32(12582912.0f);
-  int8x16_t lo = vld1q_s8(a), hi = vld1q_s8(a + 16);
+  int8x16_t lo = vld1q_s8(a);
   int32x4_t x = vreinterpretq_s32_f32(shift);
   x = vdotq_laneq_s32(x, (int8x16_t)w[0], lo, 0);
   x = vdotq_laneq_s32(x, (int8x16_t)w[1], lo, 1);
   x = vdotq_laneq_s32(x, (int8x16_t)w[2], lo, 2);
   x = vdotq_laneq_s32(x, (int8x16_t)w[3], lo, 3);
-  x = vdotq_laneq_s32(x, (int8x16_t)w[4], hi, 0);
-  x = vdotq_laneq_s32(x, (int8x16_t)w[5], hi, 1);
-  x = vdotq_laneq_s32(x, (int8x16_t)w[6], hi, 2);
-  x = vdotq_laneq_s32(x, (int8x16_t)w[7], hi, 3);
+  if constexpr (N == 8) {
+    int8x16_t hi = vld1q_s8(a + 16);
+    x = vdotq_laneq_s32(x, (int8x16_t)w[4], hi, 0);
+    x = vdotq_laneq_s32(x, (int8x16_t)w[5], hi, 1);
+    x = vdotq_laneq_s32(x, (int8x16_t)w[6], hi, 2);
+    x = vdotq_laneq_s32(x, (int8x16_t)w[7], hi, 3);
+  }
   return vsubq_f32(vreinterpretq_f32_s32(x), shift);
 #elif defined(TS_AVX2)
   __m256i ones = _mm256_set1_epi16(1), sum = _mm256_setzero_si256();
-  for (int j = 0; j < 8; j++) {
+  for (int j = 0; j < N; j++) {
     int32_t four;
     __builtin_memcpy(&four, a + 4 * j, 4);
     __m256i x = _mm256_set1_epi32(four), c = (__m256i)w[j];
@@ -127,7 +143,7 @@ static inline f32v dot_block(const i8v* w, const int8_t* a) {
   return __builtin_convertvector((i32v)(Signed ? sum : _mm256_madd_epi16(sum, ones)), f32v);
 #elif defined(TS_AVX512)
   __m512i sum = _mm512_setzero_si512();
-  for (int j = 0; j < 8; j++) {
+  for (int j = 0; j < N; j++) {
     int32_t four;
     __builtin_memcpy(&four, a + 4 * j, 4);
     __m512i c = (__m512i)w[j];
@@ -137,7 +153,7 @@ static inline f32v dot_block(const i8v* w, const int8_t* a) {
   return __builtin_convertvector((i32v)sum, f32v);
 #else
   i32v sum = {};
-  for (int j = 0; j < 8; j++)
+  for (int j = 0; j < N; j++)
     for (int i = 0; i < W; i++)
       for (int n = 0; n < 4; n++) sum[i] += w[j][4 * i + n] * a[4 * j + n];
   return __builtin_convertvector(sum, f32v);
@@ -215,46 +231,38 @@ static inline f32v max_of(f32v a, f32v b) {
 
 static inline f32v abs_of(f32v a) { return (f32v)((u32v)a & 0x7FFFFFFFu); }
 
-// x · inverse, rounded to whole numbers of at most 127, as 32 bytes; their sum.
-static inline int round_block(const float* x, float inverse, int8_t* codes) {
+// x · inverse, rounded to whole numbers of at most 127, as 16 bytes; their sum.
+static inline int round_half(const float* x, float inverse, int8_t* codes) {
   // The addition's own rounding leaves the number in the sum's last bits.
   const float shift = 12582912.0f;  // 1.5 · 2^23
 #if defined(TS_NEON)
-  int32x4_t y[8], total = vdupq_n_s32(0);
-  for (int i = 0; i < 8; i++) {
-    f32v z = load(x + 4 * i) * inverse + shift;
-    y[i] = vreinterpretq_s32_f32(z);
-    total = vaddq_s32(total, vsubq_s32(y[i], vdupq_n_s32(0x4B400000)));
-  }
-  for (int i = 0; i < 8; i += 4) {
-    int16x8_t a = vuzp1q_s16(vreinterpretq_s16_s32(y[i]), vreinterpretq_s16_s32(y[i + 1]));
-    int16x8_t b = vuzp1q_s16(vreinterpretq_s16_s32(y[i + 2]), vreinterpretq_s16_s32(y[i + 3]));
-    vst1q_s8(codes + 4 * i, vuzp1q_s8(vreinterpretq_s8_s16(a), vreinterpretq_s8_s16(b)));
-  }
-  return vaddvq_s32(total);
+  int32x4_t y[4];
+  for (int i = 0; i < 4; i++) y[i] = vreinterpretq_s32_f32(load(x + 4 * i) * inverse + shift);
+  int16x8_t a = vuzp1q_s16(vreinterpretq_s16_s32(y[0]), vreinterpretq_s16_s32(y[1]));
+  int16x8_t b = vuzp1q_s16(vreinterpretq_s16_s32(y[2]), vreinterpretq_s16_s32(y[3]));
+  vst1q_s8(codes, vuzp1q_s8(vreinterpretq_s8_s16(a), vreinterpretq_s8_s16(b)));
+  return vaddvq_s16(vaddq_s16(a, b));
 #elif defined(TS_AVX512)
   (void)shift;
-  const __m512i low = _mm512_cvtps_epi32((__m512)(load(x) * inverse));
-  const __m512i high = _mm512_cvtps_epi32((__m512)(load(x + 16) * inverse));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(codes), _mm512_cvtepi32_epi8(low));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + 16), _mm512_cvtepi32_epi8(high));
-  return _mm512_reduce_add_epi32(_mm512_add_epi32(low, high));
+  const __m512i y = _mm512_cvtps_epi32((__m512)(load(x) * inverse));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(codes), _mm512_cvtepi32_epi8(y));
+  return _mm512_reduce_add_epi32(y);
 #elif defined(TS_AVX2)
   (void)shift;
-  __m256i y[4];
-  for (int i = 0; i < 4; i++) y[i] = _mm256_cvtps_epi32((__m256)(load(x + 8 * i) * inverse));
-  const __m256i low = _mm256_packs_epi32(y[0], y[1]), high = _mm256_packs_epi32(y[2], y[3]);
+  const __m256i low = _mm256_cvtps_epi32((__m256)(load(x) * inverse));
+  const __m256i high = _mm256_cvtps_epi32((__m256)(load(x + 8) * inverse));
   // Packing goes by halves of the registers: put the words back in order.
-  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-  const __m256i all = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), all);
-  const __m256i both = _mm256_add_epi32(_mm256_add_epi32(y[0], y[1]), _mm256_add_epi32(y[2], y[3]));
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xD8);
+  const __m128i bytes =
+      _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(codes), bytes);
+  const __m256i both = _mm256_add_epi32(low, high);
   __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
   sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4E));
   return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xB1)));
 #else
   int total = 0;
-  for (int i = 0; i < 32; i += W) {
+  for (int i = 0; i < kHalf; i += W) {
     i32v y = (i32v)(load(x + i) * inverse + shift) - 0x4B400000;
     for (int j = 0; j < W; j++) {
       codes[i + j] = static_cast<int8_t>(y[j]);

@@ -181,7 +181,7 @@ def test_quantised_weights_take_the_memory_they_should(bfloat16: Path) -> None:
 
 
 @pytest.mark.parametrize("asked", ["int8", "int4"])
-@pytest.mark.parametrize("type", ["Q8_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("type", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_weights_that_are_quantised_already_are_left_as_they_are(
     type: str, asked: str, tmp_path: Path
 ) -> None:

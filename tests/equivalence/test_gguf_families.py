@@ -8,9 +8,10 @@ reader, our dequantisation or our row order is on both sides of a comparison.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -62,10 +63,12 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**SIZES | {"head_dim": 128}),
 }
 BLOCK_TYPES = [Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1]
-BLOCK_TYPES += [Type.Q8_0, Type.Q4_K, Type.Q5_K, Type.Q6_K]
+BLOCK_TYPES += [Type.Q8_0, Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K]
 # Where a block of 256 has its half-precision scales, and how large each is in proportion: the
 # second one shifts the values, and this much of it centres them.
 K_SCALES = {
+    Type.Q2_K: {80: 1.0, 82: 1.5},
+    Type.Q3_K: {108: 1.0},
     Type.Q4_K: {0: 1.0, 2: 7.5},
     Type.Q5_K: {0: 1.0, 2: 15.5},
     Type.Q6_K: {208: 1.0},
@@ -78,7 +81,14 @@ def nothing(writer: gguf.GGUFWriter) -> None:
     """A plain file."""
 
 
-def write_gguf(path: Path, model: PreTrainedModel, type: Type, edit: Edit = nothing) -> None:
+def write_gguf(
+    path: Path,
+    model: PreTrainedModel,
+    type: Type,
+    edit: Edit = nothing,
+    others: Mapping[str, Type] = MappingProxyType({}),
+) -> None:
+    """Matrices are of that type, but for `others` by their name in the file."""
     config = model.config
     arch = config.model_type
     writer = gguf.GGUFWriter(path, arch)
@@ -99,10 +109,12 @@ def write_gguf(path: Path, model: PreTrainedModel, type: Type, edit: Edit = noth
         heads = heads_reordered(name, config)
         if heads:
             values = neighbours_from_halves(values, heads)
+        own = gguf_name(name, config)
         if values.ndim == 1:
-            writer.add_tensor(gguf_name(name, config), values)
+            writer.add_tensor(own, values)
         else:
-            writer.add_tensor(gguf_name(name, config), packed(values, type), raw_dtype=type)
+            of_this = others.get(own, type)
+            writer.add_tensor(own, packed(values, of_this), raw_dtype=of_this)
     edit(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

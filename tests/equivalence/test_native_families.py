@@ -15,6 +15,8 @@ from gguf import GGMLQuantizationType as Type
 from tests.equivalence import test_families as families
 from tests.equivalence import test_gguf_families as gguf_families
 from tests.equivalence.rows import Written, random_model, random_prompts, write_with_ours
+from twostroke import LLM
+from twostroke.exec.native import NativeExecutor
 from twostroke.kernels import cpu
 
 pytestmark = pytest.mark.skipif(
@@ -26,6 +28,9 @@ pytestmark = pytest.mark.skipif(
 TOLERANCE = 6e-3
 # What a variant is about changes some log-probability by this, or its test would show nothing.
 VISIBLE = 0.2
+
+# The same with activations of 8 bits, on the prompt: twice the largest found.
+ROUNDED = 0.8
 
 NATIVE = {"kernels": "native", "exact": True, "threads": 2}
 REFERENCE = {"kernels": "reference", "kv_cache_dtype": "float16"}
@@ -42,6 +47,14 @@ def largest_difference(ours: list[Written], reference: list[Written]) -> float:
         compared += same
     assert compared >= 0.9 * sum(len(one.rows) for one in ours)
     return largest
+
+
+def largest_prompt_difference(ours: list[Written], reference: list[Written]) -> float:
+    pairs = zip(ours, reference, strict=True)
+    return max(
+        (one.rows[: len(one.prompt) - 1] - other.rows[: len(one.prompt) - 1]).abs().max().item()
+        for one, other in pairs
+    )
 
 
 def write(path: Path, module: Any, **settings: Any) -> list[Written]:
@@ -76,6 +89,100 @@ def test_every_block_type_gives_the_log_probabilities_of_the_reference(
     expected = write(path, gguf_families, **REFERENCE, **steps)
     got = write(path, gguf_families, **NATIVE, **steps)
     assert largest_difference(got, expected) <= TOLERANCE
+
+
+# As llama.cpp makes them: values, some of what leads out of the MLP, and the head in finer types.
+Q4_K_M = {
+    "blk.0.attn_v.weight": Type.Q6_K,
+    "blk.0.ffn_down.weight": Type.Q6_K,
+    "output.weight": Type.Q6_K,
+}
+MIXTURES = {
+    "q4_k_m": (Type.Q4_K, Q4_K_M),
+    "q5_k_m": (Type.Q5_K, Q4_K_M),
+    "q3_k_m": (
+        Type.Q3_K,
+        {
+            "blk.0.attn_v.weight": Type.Q5_K,
+            "blk.1.attn_v.weight": Type.Q4_K,
+            "blk.0.attn_output.weight": Type.Q4_K,
+            "blk.1.ffn_down.weight": Type.Q5_K,
+            "output.weight": Type.Q6_K,
+        },
+    ),
+    "q2_k": (Type.Q2_K, {f"blk.{n}.attn_v.weight": Type.Q3_K for n in range(2)}),
+    "plain": (
+        Type.Q4_0,
+        {
+            "blk.0.attn_k.weight": Type.Q8_0,
+            "blk.0.ffn_up.weight": Type.Q5_1,
+            "blk.1.attn_v.weight": Type.Q6_K,
+            "blk.1.ffn_gate.weight": Type.Q4_1,
+        },
+    ),
+    "one_matrix_in_floats": (Type.Q4_K, {"blk.0.attn_v.weight": Type.F16}),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_parts_of_different_types_give_the_log_probabilities_of_the_reference(
+    name: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    type, others = MIXTURES[name]
+    gguf_families.write_gguf(
+        path, random_model(gguf_families.FAMILIES["llama"]), type, others=others
+    )
+    steps = gguf_families.CHUNKS
+    expected = write(path, gguf_families, **REFERENCE, **steps)
+    got = write(path, gguf_families, **NATIVE, **steps)
+    assert largest_difference(got, expected) <= TOLERANCE
+    rounded = write(path, gguf_families, **NATIVE | {"exact": False}, **steps)
+    assert TOLERANCE < largest_prompt_difference(rounded, expected) <= ROUNDED
+
+
+# Bytes of 32 weights. (Where halves are slow to read, 4-bit types have floats: 24.)
+PACKED_BYTES = {Type.Q4_0: 20, Type.Q4_1: 20, Type.Q4_K: 24, Type.Q5_0: 34, Type.Q8_0: 34}
+PACKED_BYTES |= {Type.Q5_1: 40, Type.Q5_K: 40, Type.Q3_K: 40, Type.Q6_K: 40, Type.Q2_K: 48}
+
+
+@pytest.mark.parametrize("type", PACKED_BYTES, ids=lambda type: type.name)
+def test_every_packed_type_stays_packed_in_memory(type: Type, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    gguf_families.write_gguf(path, random_model(gguf_families.FAMILIES["llama"]), type)
+    planned, held, weights = memory_of(path)
+    expected = PACKED_BYTES[type] / 32 * weights
+    floats_for_halves = 24 / 32 * weights if type in (Type.Q4_0, Type.Q4_1) else expected
+    assert held in (expected, floats_for_halves)
+    assert planned == pytest.approx(held, abs=1)
+
+
+def test_a_mixture_takes_the_memory_of_the_smallest_format_that_holds_its_parts(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "model.gguf"
+    type, others = MIXTURES["q4_k_m"]
+    gguf_families.write_gguf(
+        path, random_model(gguf_families.FAMILIES["llama"]), type, others=others
+    )
+    planned, held, weights = memory_of(path)
+    vocab, hidden, inner = gguf_families.VOCAB, 256, 512
+    merged, down = 2 * hidden * hidden, hidden * inner  # q, k and v of the first layer
+    in_q6_k = down + vocab * hidden
+    expected = (24 * (weights - merged - in_q6_k) + 48 * merged + 40 * in_q6_k) / 32
+    assert held == expected
+    assert planned == pytest.approx(held, abs=1)
+
+
+def memory_of(path: Path) -> tuple[int, int, int]:
+    """Bytes of the matrices as planned and as held, and how many weights they have."""
+    llm = LLM(str(path), skip_tokenizer_init=True, device="cpu", num_gpu_blocks_override=8)
+    executor = llm.engine.core._executor
+    assert isinstance(executor, NativeExecutor)
+    spec = executor._decoder.spec
+    shapes = spec.weight_shapes().values()
+    weights = sum(shape[0] * shape[1] for shape in shapes if len(shape) == 2)
+    return executor._decoder._packing.num_bytes(), executor._decoder.model.num_bytes, weights
 
 
 @pytest.mark.parametrize("variant", gguf_families.VARIANTS, ids=lambda variant: variant.name)

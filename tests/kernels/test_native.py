@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from tests.model.gguf_files import SCALES_AT as K_SCALES_AT
 from twostroke.kernels import cpu
 from twostroke.model.dequant import LAYOUTS, BlockType, dequantize
 
@@ -21,16 +22,29 @@ pytestmark = pytest.mark.skipif(
 )
 
 ISAS = cpu.module().isas() if cpu.available() else []
-BLOCK_TYPES = [BlockType.Q4_0, BlockType.Q4_1, BlockType.Q8_0]  # packed as the file has them
+FORMAT_OF = {  # block types are packed as the file has them
+    BlockType.Q4_0: "q4",
+    BlockType.Q4_1: "q4",
+    BlockType.Q5_0: "q8",
+    BlockType.Q5_1: "q8f",
+    BlockType.Q8_0: "q8",
+    BlockType.Q2_K: "q8m",
+    BlockType.Q3_K: "q8s",
+    BlockType.Q4_K: "q4f",
+    BlockType.Q5_K: "q8f",
+    BlockType.Q6_K: "q8s",
+}
+BLOCK_TYPES = list(FORMAT_OF)
+SCALES_AT = {type: (0, 2) if type.endswith("_1") else (0,) for type in BLOCK_TYPES} | K_SCALES_AT
 FLOAT_FORMATS = ["q8", "q4", "bf16", "f32"]  # packed from floats
 KINDS = [*BLOCK_TYPES, *FLOAT_FORMATS]
-FORMAT_OF = {BlockType.Q4_0: "q4", BlockType.Q4_1: "q4", BlockType.Q8_0: "q8"}
 TOKENS = [*range(1, 10), 16, 17, 33, 70]
 RESIDUES = range(1, 34)  # every remainder of 16 and of 32, and one beyond
 
 # Errors in parts of a sum's reach, Σ |x| · (the largest |w| its block could hold): twice the
 # largest found over everything here. Floats are added one by one, codes first in blocks.
 BOUND = {"f32": 5e-7, "bf16": 5e-7, "q8": 1.2e-7, "q4": 1.2e-7}
+BOUND |= {"q4f": 1.2e-7, "q8f": 1.2e-7, "q8s": 1.2e-7, "q8m": 1.2e-7}
 
 Floats = npt.NDArray[np.float32]
 
@@ -58,11 +72,19 @@ class Weights:
 
 
 def weights(
-    kind: str, isa: str, rows: int, cols: int, biased: bool = False, seed: int = 0
+    kind: str,
+    isa: str,
+    rows: int,
+    cols: int,
+    biased: bool = False,
+    seed: int = 0,
+    format: str | None = None,
 ) -> Weights:
+    """At least so many columns: block types have whole blocks."""
     random = np.random.default_rng([seed, rows, cols, KINDS.index(kind)])
     places = random.permutation(rows).astype(np.int32)
-    format = FORMAT_OF.get(kind, kind)  # type: ignore[call-overload]
+    format = format or FORMAT_OF.get(kind, kind)  # type: ignore[call-overload]
+    cols = whole_blocks(kind, cols)
     matrix = cpu.module().Matrix(format, rows, cols, isa)
     if kind in BLOCK_TYPES:
         raw = blocks(BlockType(kind), rows, cols, random)
@@ -79,13 +101,18 @@ def weights(
     return Weights(matrix, isa, format, values, reach_of(format, values), bias)
 
 
+def whole_blocks(kind: str, cols: int) -> int:
+    size = LAYOUTS[BlockType(kind)].elements if kind in BLOCK_TYPES else 1
+    return -(-cols // size) * size
+
+
 def blocks(
     type: BlockType, rows: int, cols: int, random: np.random.Generator
 ) -> npt.NDArray[np.uint8]:
     """Any codes; scales of either sign, of which some are 0 or too small for a normal half."""
-    size = LAYOUTS[type].num_bytes
-    raw = random.integers(0, 256, (rows, cols // 32, size), np.uint8)
-    for at in (0, 2) if type == BlockType.Q4_1 else (0,):
+    elements, size = LAYOUTS[type]
+    raw = random.integers(0, 256, (rows, cols // elements, size), np.uint8)
+    for at in SCALES_AT[type]:
         scales = random.normal(0, 0.05, raw.shape[:2]).astype(np.float16)
         odd = random.random(scales.shape)
         scales[odd < 0.05] = 0
@@ -225,7 +252,7 @@ def test_a_row_of_zeros_stays_zero_in_every_format(isa: str) -> None:
 @each_isa
 @each_kind
 def test_products_equal_float64_for_every_number_of_rows(kind: str, isa: str) -> None:
-    x = activations(3, 96)
+    x = activations(3, whole_blocks(kind, 96))
     for rows in RESIDUES:
         assert_product(weights(kind, isa, rows, 96), x)
 
@@ -245,23 +272,22 @@ def test_products_equal_float64_for_every_number_of_tokens(
 ) -> None:
     w = weights(kind, isa, 37, 96, biased)
     for tokens in TOKENS:
-        assert_product(w, activations(tokens, 96))
+        assert_product(w, activations(tokens, w.values.shape[1]))
 
 
 @each_isa
 def test_products_of_random_shapes_equal_float64(isa: str) -> None:
     random = np.random.default_rng(5)
-    for seed in range(40):
+    for seed in range(4 * len(KINDS)):
         kind = KINDS[seed % len(KINDS)]
-        rows, cols = int(random.integers(1, 200)), int(random.integers(1, 1200))
-        cols = (cols + 31) // 32 * 32 if kind in BLOCK_TYPES else cols
+        rows, cols = int(random.integers(1, 200)), whole_blocks(kind, int(random.integers(1, 1200)))
         w = weights(kind, isa, rows, cols, bool(random.integers(2)), seed)
         assert_product(w, activations(int(random.choice(TOKENS)), cols, seed))
 
 
 @each_isa
-@pytest.mark.parametrize("kind", [BlockType.Q4_1, BlockType.Q8_0], ids=str)
-@pytest.mark.parametrize("cols", [512 * 32, 513 * 32])
+@pytest.mark.parametrize("kind", [BlockType.Q4_1, BlockType.Q8_0, BlockType.Q2_K], ids=str)
+@pytest.mark.parametrize("cols", [512 * 32, 520 * 32])
 def test_rows_too_long_for_one_panel_or_to_be_kept_unpacked_are_multiplied_the_same(
     cols: int, kind: str, isa: str
 ) -> None:
@@ -276,9 +302,8 @@ def test_rows_too_long_for_one_panel_or_to_be_kept_unpacked_are_multiplied_the_s
 def test_a_token_has_the_same_product_to_the_bit_whoever_is_with_it(
     kind: str, exact: bool, isa: str
 ) -> None:
-    assert_tokens_do_not_see_each_other(
-        weights(kind, isa, 45, 160, biased=True), activations(70, 160), exact
-    )
+    w = weights(kind, isa, 45, 160, biased=True)
+    assert_tokens_do_not_see_each_other(w, activations(70, w.values.shape[1]), exact)
 
 
 def assert_tokens_do_not_see_each_other(w: Weights, x: Floats, exact: bool) -> None:
@@ -314,19 +339,20 @@ def test_the_largest_codes_and_activations_overflow_nothing(kind: str, isa: str)
     """All weights and all activations at one end of their range: the largest sums there are."""
     for sign in (1, -1):
         for fill in (0x00, 0x7F, 0x80, 0x81, 0xFF):
-            matrix = cpu.module().Matrix(FORMAT_OF.get(kind, kind), 4, 64, isa)  # type: ignore[call-overload]
+            matrix = cpu.module().Matrix(FORMAT_OF.get(kind, kind), 4, 256, isa)  # type: ignore[call-overload]
             places = np.arange(4, dtype=np.int32)
             if kind in BLOCK_TYPES:
-                raw = np.full((4, 2, LAYOUTS[BlockType(kind)].num_bytes), fill, np.uint8)
-                raw[:, :, :2] = np.full((4, 2, 1), 0.5, np.float16).view(np.uint8)
-                if kind == BlockType.Q4_1:
-                    raw[:, :, 2:4] = np.full((4, 2, 1), 0.25, np.float16).view(np.uint8)
-                values = dequantize(raw.reshape(4, -1), BlockType(kind), (4, 64))
+                type = BlockType(kind)
+                elements, size = LAYOUTS[type]
+                raw = np.full((4, 256 // elements, size), fill, np.uint8)
+                for at, scale in zip(SCALES_AT[type], (0.5, 0.25), strict=False):
+                    raw[:, :, at : at + 2] = np.full((1, 1, 1), scale, np.float16).view(np.uint8)
+                values = dequantize(raw.reshape(4, -1), type, (4, 256))
                 matrix.put_blocks(str(kind), raw.reshape(4, -1), places)
             else:
-                values = np.full((4, 64), fill - 128, np.float32)
+                values = np.full((4, 256), fill - 128, np.float32)
                 matrix.put_floats(values, places)
-            x = np.full((9, 64), sign * 127, np.float32)
+            x = np.full((9, 256), sign * 127, np.float32)
             out = np.empty((9, 4), np.float32)
             for exact in (True, False):
                 matrix.multiply(x, out, isa, exact)
@@ -339,7 +365,7 @@ def test_activations_of_zero_and_of_hardly_anything_give_nothing(isa: str) -> No
     for kind in KINDS:
         w = weights(kind, isa, 8, 64)
         for value in (0.0, 1e-44, 1e-39, 1e-37):
-            got = w.multiply(np.full((9, 64), value, np.float32), exact=False)
+            got = w.multiply(np.full((9, w.values.shape[1]), value, np.float32), exact=False)
             assert np.abs(got).max() < 1e-28, (kind, value)
 
 
@@ -350,7 +376,8 @@ def test_activations_of_zero_and_of_hardly_anything_give_nothing(isa: str) -> No
 @each_kind
 def test_one_code_that_differs_is_told_apart(kind: str, isa: str) -> None:
     """Negative control: the bounds are far below the least change that a file can have."""
-    w, x = weights(kind, isa, 20, 96), activations(5, 96)
+    w = weights(kind, isa, 20, 96)
+    x = activations(5, w.values.shape[1])
     assert_product(w, x)
     row, col = np.argwhere(np.abs(w.values) > 0.05)[7]
     w.values[row, col] *= np.float32(0.9)
@@ -370,7 +397,8 @@ def test_a_matrix_refuses_what_does_not_fit_it(isa: str) -> None:
         (lambda: native.Matrix("q5", 4, 64, isa), "no format is called 'q5'"),
         (lambda: native.Matrix("q8", 0, 64, isa), "rows and columns"),
         (lambda: native.Matrix("q8", 4, 64, "mmx"), "no kernels for 'mmx'"),
-        (lambda: q8.put_blocks("Q4_0", np.zeros((4, 36), np.uint8), places), "do not fit"),
+        (lambda: q8.put_blocks("Q4_1", np.zeros((4, 40), np.uint8), places), "do not fit"),
+        (lambda: q8.put_blocks("Q4_2", blocks_of_q8, places), "no block type is called 'Q4_2'"),
         (lambda: q8.put_blocks("Q8_0", blocks_of_q8[:, :34].copy(), places), "do not hold"),
         (lambda: q8.put_blocks("Q8_0", blocks_of_q8, places[:3]), "a place for every row"),
         (lambda: q8.put_blocks("Q8_0", blocks_of_q8, places + 1), "place is outside"),

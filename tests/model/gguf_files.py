@@ -29,6 +29,15 @@ SPEC = ModelSpec(
 )
 Edit = Callable[[gguf.GGUFWriter], None]
 
+# Where the types that the package cannot write have their scales, in half precision.
+SCALES_AT = {
+    BlockType.Q2_K: (80, 82),
+    BlockType.Q3_K: (108,),
+    BlockType.Q4_K: (0, 2),
+    BlockType.Q5_K: (0, 2),
+    BlockType.Q6_K: (208,),
+}
+
 
 def write_model(path: Path, spec: ModelSpec = SPEC, edit: Edit = lambda writer: None) -> GGUFFile:
     """A model of that spec with random float32 weights; `edit` adds what a test is about."""
@@ -78,15 +87,14 @@ def random_blocks(block_type: BlockType, num_blocks: int) -> np.ndarray:
     """Blocks as a quantiser would leave them: any bits, but finite scales."""
     random = np.random.default_rng(1)
     blocks = random.integers(0, 256, (num_blocks, LAYOUTS[block_type].num_bytes), np.uint8)
-    scales_at = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}[block_type]
-    for at in scales_at:
+    for at in SCALES_AT[block_type]:
         scales = random.standard_normal(num_blocks).astype("<f2")
         blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
     return blocks
 
 
 def packed_rows(block_type: BlockType, num_rows: int, row_length: int) -> np.ndarray:
-    if block_type in (BlockType.Q4_K, BlockType.Q5_K, BlockType.Q6_K):
+    if block_type in SCALES_AT:
         num_blocks = num_rows * row_length // 256
         return random_blocks(block_type, num_blocks).reshape(num_rows, -1)
     values = np.random.default_rng(2).standard_normal((num_rows, row_length)).astype(np.float32)

@@ -31,6 +31,8 @@ class BlockType(StrEnum):
     Q5_0 = "Q5_0"
     Q5_1 = "Q5_1"
     Q8_0 = "Q8_0"
+    Q2_K = "Q2_K"
+    Q3_K = "Q3_K"
     Q4_K = "Q4_K"
     Q5_K = "Q5_K"
     Q6_K = "Q6_K"
@@ -50,6 +52,8 @@ LAYOUTS: dict[BlockType, BlockLayout] = {
     BlockType.Q5_0: BlockLayout(32, 22),
     BlockType.Q5_1: BlockLayout(32, 24),
     BlockType.Q8_0: BlockLayout(32, 34),
+    BlockType.Q2_K: BlockLayout(256, 84),
+    BlockType.Q3_K: BlockLayout(256, 110),
     BlockType.Q4_K: BlockLayout(256, 144),
     BlockType.Q5_K: BlockLayout(256, 176),
     BlockType.Q6_K: BlockLayout(256, 210),
@@ -122,6 +126,32 @@ def _q8_0(blocks: Bytes) -> Floats:
     return _f16(blocks[:, :2]) * _contiguous(blocks[:, 2:]).view(np.int8)
 
 
+def _q2_k(blocks: Bytes) -> Floats:
+    """16 bytes of a scale (low) and an offset (high) · 64 bytes of bit pairs · f16 scale of the
+    scales and of the offsets."""
+    scales = (_f16(blocks[:, 80:82]) * (blocks[:, :16] & 0xF))[:, :, None]
+    offsets = (_f16(blocks[:, 82:84]) * (blocks[:, :16] >> 4))[:, :, None]
+    q = _bit_pairs(blocks[:, 16:80]).reshape(-1, 16, 16).astype(np.float32)
+    return (scales * q - offsets).reshape(-1, 256)
+
+
+def _q3_k(blocks: Bytes) -> Floats:
+    """32 bytes of third bits · 64 bytes of bit pairs · 12 bytes of scales · f16 scale of those.
+
+    Bit s of the third bits belongs to values 32 · s and on; the whole is centred on 4. Of the 16
+    scales of 6 bits, centred on 32, the first 8 bytes hold the low nibbles and the last 4 the upper
+    bit pairs.
+    """
+    run = np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
+    third = (blocks[:, :32].reshape(-1, 1, 32) >> run) & np.uint8(1)
+    q = (_bit_pairs(blocks[:, 32:96]) | third << np.uint8(2)).reshape(-1, 16, 16) - np.float32(4)
+    pair = np.arange(0, 8, 2, dtype=np.uint8).reshape(1, 4, 1)
+    upper = ((blocks[:, 104:108].reshape(-1, 1, 4) >> pair) & 3).reshape(-1, 16)
+    low = np.concatenate([blocks[:, 96:104] & 0xF, blocks[:, 96:104] >> 4], axis=1)
+    scales = _f16(blocks[:, 108:110]) * ((low | (upper << 4)) - np.float32(32))
+    return (scales[:, :, None] * q).reshape(-1, 256)
+
+
 def _q4_k(blocks: Bytes) -> Floats:
     """f16 scale of the scales and of the offsets · 12 bytes of both · 128 bytes of nibbles."""
     return _scale_eights(blocks, _eights_of_nibbles(blocks[:, 16:]))
@@ -172,6 +202,12 @@ def _eights_of_nibbles(packed: Bytes) -> Bytes:
     return np.concatenate([quarters & 0xF, quarters >> 4], axis=2).reshape(-1, 8, 32)
 
 
+def _bit_pairs(packed: Bytes) -> Bytes:
+    """8 runs of 32 from 64 bytes: each 32 bytes hold four runs, the first in their lowest bits."""
+    pair = np.arange(0, 8, 2, dtype=np.uint8).reshape(1, 1, 4, 1)
+    return ((packed.reshape(-1, 2, 1, 32) >> pair) & np.uint8(3)).reshape(-1, 8, 32)
+
+
 def _scale_eights(blocks: Bytes, q: Bytes) -> Floats:
     """Values of Q4_K and Q5_K from their whole numbers `q`, (n, 8, 32).
 
@@ -196,6 +232,8 @@ _UNPACK: dict[BlockType, Callable[[Bytes], Floats]] = {
     BlockType.Q5_0: _q5_0,
     BlockType.Q5_1: _q5_1,
     BlockType.Q8_0: _q8_0,
+    BlockType.Q2_K: _q2_k,
+    BlockType.Q3_K: _q3_k,
     BlockType.Q4_K: _q4_k,
     BlockType.Q5_K: _q5_k,
     BlockType.Q6_K: _q6_k,

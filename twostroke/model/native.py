@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from twostroke.errors import ModelError
 from twostroke.kernels import cpu
 from twostroke.model.dequant import BlockType
 from twostroke.model.rope import rope_tables
@@ -23,7 +24,7 @@ from twostroke.model.weights import WeightSource
 from twostroke.model.weights.gguf import GGUFWeights
 
 BLOCK = 32  # weights that share a scale
-PACKED = {BlockType.Q4_0: "q4", BlockType.Q4_1: "q4", BlockType.Q8_0: "q8"}
+DENSE = {BlockType.F32, BlockType.F16, BlockType.BF16}
 QUANTIZATION = {"int4": "q4", "int8": "q8"}
 ROWS_AT_ONCE = 4096  # of a large matrix while it is read
 
@@ -47,18 +48,17 @@ class Packing:
         self._quantised = None if quantization is None else QUANTIZATION[quantization]
 
     def format(self, names: Sequence[str]) -> str:
-        """One for all of them: the file's, if they agree."""
+        """One for all of them: the smallest that loses nothing of what the file has."""
         if not isinstance(self.source, GGUFWeights):
             return self._quantised or self._dense
-        formats = {self._of_file(self.source.type(name)) for name in names}
+        types = {self.source.type(name) for name in names}
+        dense, packed = types & DENSE, types - DENSE
+        formats = set()
+        if packed:
+            formats.add(str(cpu.module().common_format([str(type) for type in packed])))
+        if dense:
+            formats.add(self._quantised or ("bf16" if dense == {BlockType.BF16} else "f32"))
         return formats.pop() if len(formats) == 1 else "f32"
-
-    def _of_file(self, type: BlockType) -> str:
-        if type == BlockType.BF16:
-            return self._quantised or "bf16"
-        if type in (BlockType.F16, BlockType.F32):
-            return self._quantised or "f32"
-        return PACKED.get(type, "f32")
 
     def matrices(self) -> list[list[str]]:
         layers = range(self.spec.num_layers)
@@ -182,9 +182,12 @@ class NativeDecoder:
 
     def _put(self, matrix: Any, format: str, name: str, places: Places) -> None:
         source = self._packing.source
-        if isinstance(source, GGUFWeights) and PACKED.get(source.type(name)) == format:
+        if format != "f32" and isinstance(source, GGUFWeights) and source.type(name) not in DENSE:
             packed = source.packed(name)
-            matrix.put_blocks(str(packed.type), np.ascontiguousarray(packed.rows), places)
+            try:
+                matrix.put_blocks(str(packed.type), np.ascontiguousarray(packed.rows), places)
+            except ValueError as error:
+                raise ModelError(f"the weights {name!r} cannot be packed: {error}") from error
             return
         # One matrix at a time is dense, and only while it is packed.
         dense = source.read(name, torch.float32).numpy()
