@@ -9,8 +9,10 @@ from time import perf_counter
 import torch
 
 from twostroke.config import EngineConfig
+from twostroke.kernels import cpu
 from twostroke.model.gguf import GGUFFile
 from twostroke.model.load import find_model, open_model
+from twostroke.model.native import default_threads
 
 KV_ELEMENT_BYTES = 2  # of the floor: half precision, whatever an engine keeps
 
@@ -86,11 +88,11 @@ def has_bf16() -> bool:
 
 
 def int8_rate() -> float | None:
-    """Operations a second of an int8 product; None while nothing here can tell.
-
-    torch has no such product worth its name on every CPU. The native extension is to offer one.
-    """
-    return None
+    """Operations a second of the CPU's own int8 products, on registers: no product is faster,
+    but for matrix units (AMX), whose rate is the bf16 product's."""
+    if not cpu.available():
+        return None
+    return cpu.module().dot_rate("auto", default_threads()) or None
 
 
 def _flag(*names: str) -> bool:
@@ -118,20 +120,20 @@ def floor_tokens_per_s(
 ) -> float:
     """Tokens a second if nothing cost but arithmetic at the best rate, or reading if that is more.
 
-    `output` of 1: prefill of the prompts. Otherwise decode in the middle of the output.
+    Products with weights may be in 8 bits; attention is in floating point. `output` of 1: prefill of
+    the prompts. Otherwise decode in the middle of the output.
     """
+    floating = max(ceilings.fp32_per_s, ceilings.bf16_per_s or 0.0)
     if output == 1:
-        attended = prompt * (prompt + 1) / 2
         flops = prompt * work.flops_per_token + work.flops_per_sample
-        flops += attended * work.flops_per_kv_token
-        return prompt / max(
-            flops / ceilings.best_per_s, work.weight_bytes / ceilings.read_bytes_per_s
-        )
+        attended = prompt * (prompt + 1) / 2 * work.flops_per_kv_token
+        computed = flops / ceilings.best_per_s + attended / floating
+        return prompt / max(computed, work.weight_bytes / ceilings.read_bytes_per_s)
     context = streams * (prompt + output / 2)
     flops = streams * (work.flops_per_token + work.flops_per_sample)
-    flops += context * work.flops_per_kv_token
+    computed = flops / ceilings.best_per_s + context * work.flops_per_kv_token / floating
     read = work.weight_bytes + context * work.kv_bytes_per_token
-    return streams / max(flops / ceilings.best_per_s, read / ceilings.read_bytes_per_s)
+    return streams / max(computed, read / ceilings.read_bytes_per_s)
 
 
 def describe(ceilings: Ceilings) -> str:

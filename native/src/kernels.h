@@ -138,6 +138,8 @@ struct Kernels {
   int (*argmax)(const float* x, int n);
   // Index of the largest of n scores with their Gumbel noise.
   int (*draw)(const float* x, int n, uint32_t key0, uint32_t key1);
+  // Busy for some rounds with the fastest products of bytes; how many operations those were.
+  double (*dot_bytes)(int rounds);
   Wide wide = {};
 };
 

@@ -35,6 +35,7 @@ const Kernels kAmx = {
     amx::prefetch_keys,
     amx::argmax,
     amx::draw,
+    amx::dot_bytes,
     {amx::kWideFrom, amx::kWideQueries, amx::to_bf16, amx::wide_attend_prefill,
      amx::wide_scratch_floats},
 };

@@ -31,5 +31,6 @@ const Kernels kAvx2 = {
     avx2::prefetch_keys,
     avx2::argmax,
     avx2::draw,
+    avx2::dot_bytes,
 };
 }  // namespace twostroke

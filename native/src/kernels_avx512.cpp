@@ -31,5 +31,6 @@ const Kernels kAvx512 = {
     avx512::prefetch_keys,
     avx512::argmax,
     avx512::draw,
+    avx512::dot_bytes,
 };
 }  // namespace twostroke

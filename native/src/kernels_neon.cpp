@@ -31,5 +31,6 @@ const Kernels kNeon = {
     neon::prefetch_keys,
     neon::argmax,
     neon::draw,
+    neon::dot_bytes,
 };
 }  // namespace twostroke

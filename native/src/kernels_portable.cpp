@@ -30,5 +30,6 @@ const Kernels kPortable = {
     portable::prefetch_keys,
     portable::argmax,
     portable::draw,
+    portable::dot_bytes,
 };
 }  // namespace twostroke

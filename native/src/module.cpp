@@ -6,6 +6,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <stdexcept>
 
 #include "isa.h"
@@ -254,6 +257,27 @@ NB_MODULE(_native, m) {
            },
            "qkv"_a, "o"_a, "gate_up"_a, "down"_a, "attn_norm"_a, "mlp_norm"_a, "q_norm"_a,
            "k_norm"_a, "window"_a);
+
+  m.def("dot_rate", [](const std::string& isa, int threads) {
+    nb::gil_scoped_release free;
+    const Kernels& k = find_kernels(isa);
+    Team team(std::max(1, threads));
+    constexpr int kRounds = 2000000;
+    double best = 0;
+    for (int run = 0; run < 5; run++) {
+      const auto start = std::chrono::steady_clock::now();
+      std::atomic<double> done{0};
+      team.run(team.size(), [&](int) {
+        const double own = k.dot_bytes(kRounds);
+        double seen = done.load();
+        while (!done.compare_exchange_weak(seen, seen + own)) {
+        }
+      });
+      const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+      best = std::max(best, done.load() / took.count());
+    }
+    return best;
+  }, "isa"_a, "threads"_a, "Operations a second of integer products on registers; 0 if unknown.");
 
   nb::class_<Model>(m, "Model")
       .def("__init__",

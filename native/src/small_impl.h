@@ -107,3 +107,40 @@ static int draw(const float* x, int n, uint32_t key0, uint32_t key1) {
   }
   return best;
 }
+
+// Rounds of the machine's products of bytes on registers alone, which no kernel can beat; how many
+// multiplications and additions that was.
+static double dot_bytes(int rounds) {
+  constexpr int kChains = 12;  // enough to hide how long one takes
+#if defined(TS_NEON)
+  int32x4_t sum[kChains], a = vdupq_n_s32(1), b = vdupq_n_s32(2);
+  unrolled<kChains>([&](auto i) { sum[i] = vdupq_n_s32(i); });
+  for (int n = 0; n < rounds; n++)
+    unrolled<kChains>([&](auto i) {
+      sum[i] = vdotq_s32(sum[i], vreinterpretq_s8_s32(a), vreinterpretq_s8_s32(b));
+      asm volatile("" : "+w"(sum[i]));
+    });
+  return 2.0 * 16 * kChains * rounds;
+#elif defined(TS_AVX512)
+  __m512i sum[kChains], a = _mm512_set1_epi8(1), b = _mm512_set1_epi8(2);
+  unrolled<kChains>([&](auto i) { sum[i] = _mm512_set1_epi32(i); });
+  for (int n = 0; n < rounds; n++)
+    unrolled<kChains>([&](auto i) {
+      sum[i] = _mm512_dpbusd_epi32(sum[i], a, b);
+      asm volatile("" : "+v"(sum[i]));
+    });
+  return 2.0 * 64 * kChains * rounds;
+#elif defined(TS_AVX2)
+  __m256i sum[kChains], a = _mm256_set1_epi8(1), b = _mm256_set1_epi8(2);
+  unrolled<kChains>([&](auto i) { sum[i] = _mm256_set1_epi32(i); });
+  for (int n = 0; n < rounds; n++)
+    unrolled<kChains>([&](auto i) {
+      sum[i] = _mm256_add_epi16(sum[i], _mm256_maddubs_epi16(a, b));
+      asm volatile("" : "+x"(sum[i]));
+    });
+  return 2.0 * 32 * kChains * rounds;
+#else
+  (void)rounds;
+  return 0;
+#endif
+}
