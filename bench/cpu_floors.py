@@ -120,8 +120,8 @@ def floor_tokens_per_s(
 ) -> float:
     """Tokens a second if nothing cost but arithmetic at the best rate, or reading if that is more.
 
-    Products with weights may be in 8 bits; attention is in floating point. `output` of 1: prefill of
-    the prompts. Otherwise decode in the middle of the output.
+    Products with weights may be in 8 bits; attention is in floating point. `output` of 1: prefill
+    of the prompts. Otherwise decode in the middle of the output.
     """
     floating = max(ceilings.fp32_per_s, ceilings.bf16_per_s or 0.0)
     if output == 1:

@@ -162,7 +162,8 @@ class Llama:
         return {"first_s": perf_counter() - start, "decode_s": 0.0, "decode_tokens": 0}
 
     def _call(self, binary: str, flags: list[Any]) -> str:
-        command = [self._bin / binary, "-m", self._model, "-t", os.cpu_count(), *flags]
+        cores = len(os.sched_getaffinity(0))
+        command = [self._bin / binary, "-m", self._model, "-t", cores, *flags]
         return subprocess.run(
             [str(part) for part in command], check=True, capture_output=True, text=True
         ).stdout

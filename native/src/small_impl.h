@@ -111,7 +111,7 @@ static int draw(const float* x, int n, uint32_t key0, uint32_t key1) {
 // Rounds of the machine's products of bytes on registers alone, which no kernel can beat; how many
 // multiplications and additions that was.
 static double dot_bytes(int rounds) {
-  constexpr int kChains = 12;  // enough to hide how long one takes
+  [[maybe_unused]] constexpr int kChains = 12;  // enough to hide how long one takes
 #if defined(TS_NEON)
   int32x4_t sum[kChains], a = vdupq_n_s32(1), b = vdupq_n_s32(2);
   unrolled<kChains>([&](auto i) { sum[i] = vdupq_n_s32(i); });
