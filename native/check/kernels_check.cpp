@@ -90,7 +90,7 @@ float to_bf16_and_back(float f) {
 // Through the matrix units, x being bfloat16 already: what the exact product with the weights
 // rounded to bfloat16 gives; on top of what is there, or not.
 void check_wide(const Kernels& k, const char* what, Matrix& m, const std::vector<float>& x,
-                int tokens, bool with_bias, bool add) {
+                int tokens, bool with_bias, bool add, float bound) {
   const Kernels& plain = find_kernels("portable");
   const int rows = m.packed().rows, cols = m.packed().cols, blocks = m.packed().blocks;
   const auto place = in_order(rows);
@@ -117,7 +117,7 @@ void check_wide(const Kernels& k, const char* what, Matrix& m, const std::vector
   k.matmul(m.packed(), in, 0, tokens, half, groups, &a[half * k.lanes], rows, add);
   plain.matmul(exact.packed(), plain_in, 0, tokens, 0, exact.packed().groups(), b.data(), rows,
                add);
-  expect_close(what, k.name, a, b, 1e-4f);
+  expect_close(what, k.name, a, b, bound);
 }
 
 void check_wide_products(const Kernels& k) {
@@ -130,7 +130,7 @@ void check_wide_products(const Kernels& k) {
     for (Format f : {Format::kQ4, Format::kQ4F, Format::kQ8, Format::kBF16, Format::kF32}) {
       Matrix m(f, rows, cols, k.lanes);
       m.put_floats(w.data(), rows, in_order(rows).data());
-      check_wide(k, "wide product", m, x, tokens, round % 3 == 0, round % 2 == 1);
+      check_wide(k, "wide product", m, x, tokens, round % 3 == 0, round % 2 == 1, 1e-4f);
     }
   }
 }
@@ -189,7 +189,8 @@ void check_blocks(const Kernels& k) {
         const std::vector<float> last(x.end() - cols, x.end());
         if (product(k, own, last, 1, false) != std::vector<float>(all.end() - rows, all.end()))
           std::printf("%s %s: a token alone is another\n", k.name, name), failures++;
-        if (k.wide.from > 0) check_wide(k, name, own, x, tokens, false, false);
+        // Scales in single precision leave a last bit: now and then a weight is rounded the other way.
+        if (k.wide.from > 0) check_wide(k, name, own, x, tokens, false, false, 2e-3f);
       }
     }
   }
