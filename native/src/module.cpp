@@ -258,6 +258,8 @@ NB_MODULE(_native, m) {
            "qkv"_a, "o"_a, "gate_up"_a, "down"_a, "attn_norm"_a, "mlp_norm"_a, "q_norm"_a,
            "k_norm"_a, "window"_a);
 
+  m.def("wide_from", [](const std::string& isa) { return find_kernels(isa).wide.from; }, "isa"_a,
+        "Tokens from which a step goes through matrix units, in bfloat16; 0 if there are none.");
   m.def("dot_rate", [](const std::string& isa, int threads) {
     nb::gil_scoped_release free;
     const Kernels& k = find_kernels(isa);

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from tests.equivalence.harness import Loud, small_spec
+from tests.equivalence.harness import Loud, narrow_isa, small_spec
 from twostroke.exec.inputs import build_inputs
 from twostroke.exec.state import RowState
 from twostroke.kernels import cpu, reference
@@ -206,7 +206,7 @@ def test_the_ways_to_compute_a_text_give_the_same_logits() -> None:
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "rounded"])
 @pytest.mark.parametrize("name", ["plain", "biases", "inner_50", "groups_of_5", "head_dim_20"])
 def test_a_prompt_has_the_same_logits_to_the_bit_whoever_is_with_it(name: str, exact: bool) -> None:
-    pair = Pair(small_spec(**SPECS[name]), exact=exact)
+    pair = Pair(small_spec(**SPECS[name]), narrow_isa(), exact=exact)
     alone = [pair.step((), [(0, 0, 40)]), pair.step((), [(1, 0, 7)]), pair.step((), [(2, 0, 90)])]
     together = pair.step((), [(0, 0, 40), (1, 0, 7), (2, 0, 90)])
     assert np.array_equal(np.concatenate(alone), together)
