@@ -259,7 +259,7 @@ class Bench:
     def profile(self) -> dict[str, Any]:
         """Which kernels a decode step and a prefill are made of."""
         found: dict[str, Any] = {}
-        for batch in (1, 128):
+        for batch in (1, 8, 32, 128):
             for n in range(batch):
                 self.add(f"s{n}", self.prompt(1024), 500)
             for _ in range(40):
