@@ -101,6 +101,7 @@ def test_graphs_can_be_fewer_or_none() -> None:
     config = EngineConfig(max_num_seqs=16)
     assert graph_sizes(config) == [1, 2, 4, 8, 16]
     assert graph_sizes(replace(config, max_cudagraph_capture_size=4)) == [1, 2, 4]
+    assert graph_sizes(replace(config, cudagraph_capture_sizes=(32, 3, 1))) == [1, 3, 16]
     assert graph_sizes(replace(config, enforce_eager=True)) == []
 
 

@@ -77,7 +77,10 @@ def start_executor(
 def graph_sizes(config: EngineConfig) -> list[int]:
     if config.enforce_eager:
         return []
-    return ladder(config.max_num_seqs, config.max_cudagraph_capture_size)
+    most, sizes = config.max_num_seqs, config.cudagraph_capture_sizes
+    if sizes is not None:
+        return sorted({min(size, most) for size in sizes})
+    return ladder(most, config.max_cudagraph_capture_size)
 
 
 # ── measuring ───────────────────────────────────────────────────────────────────────────────
