@@ -125,7 +125,7 @@ def _add(
         if default is not None:
             text += f" (default: {'yes' if default else 'no'})"
     elif kind == "tuple[int, ...]":
-        options |= {"type": int, "nargs": "+", "metavar": "N"}
+        options |= {"type": int, "nargs": "+", "action": "extend", "metavar": "N"}
     elif field.name == "stop":
         options |= {"action": "append", "metavar": "TEXT"}
     else:
