@@ -2,7 +2,8 @@
 
     python -m bench.gpu [--quick] [--parts check,nano,…] [--shapes qwen3-0.6b,…] [--json FILE]
     python -m bench.gpu --final --json FILE     the ledger's figures in under four minutes
-    python -m bench.gpu --table FILE …          a result as the ledger's tables (`gpu_report.py`)
+    python -m bench.gpu --table FILE … [--into docs/PERFORMANCE.md]
+                                                a result as the ledger's tables (`gpu_report.py`)
     python -m bench.gpu --picture FILE SVG      the interference curve (`gpu_picture.py`)
 
 Correctness first, then the floors, then the workloads, each beside its floor and vLLM's figure.
@@ -19,12 +20,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter, time
 from typing import Any
 
 from bench.gpu_picture import draw
-from bench.gpu_report import VLLM, floors_of, read, tables
+from bench.gpu_report import VLLM, floors_of, put_into, read, tables
 
 SHAPES = tuple(VLLM)
 LONG = {"max_model_len": 40960, "max_num_batched_tokens": 8192}
@@ -45,10 +47,15 @@ def main() -> None:
     parser.add_argument("--deadline", type=float, help=f"seconds in all ({FINAL_S:.0f} if --final)")
     parser.add_argument("--json", help="also write the result here")
     parser.add_argument("--table", nargs="+", metavar="FILE", help="show results, measure nothing")
+    parser.add_argument("--into", metavar="FILE", help="put the tables into this page")
     parser.add_argument("--picture", nargs=2, metavar=("FILE", "SVG"), help="draw, measure nothing")
     args = parser.parse_args()
     if args.table:
-        print(tables(read(args.table)))
+        shown = tables(read(args.table))
+        if args.into:
+            put_into(Path(args.into), shown)
+        else:
+            print(shown)
         return
     if args.picture:
         found, svg = args.picture
@@ -95,7 +102,8 @@ class Run:
         budgets: str,
         settings: dict[str, Any],
     ) -> None:
-        self.results: dict[str, Any] = {"bench": "gpu", "quick": quick}
+        today = datetime.now(UTC).date().isoformat()
+        self.results: dict[str, Any] = {"bench": "gpu", "quick": quick, "date": today}
         self._quick, self._timeout_s, self._file = quick, timeout_s, file
         self._end = None if deadline_s is None else perf_counter() + deadline_s
         self._budgets, self._settings = budgets, settings

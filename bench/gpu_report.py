@@ -1,6 +1,6 @@
 """What `gpu.py` measured, beside the floors and vLLM's figures, as tables for the ledger.
 
-    python -m bench.gpu --table FILE [FILE …]        later files go over earlier ones
+    python -m bench.gpu --table FILE [FILE …] [--into PAGE]     later files go over earlier ones
 
 Floors are what a step's FLOPs or bytes need at the card's measured ceilings.
 """
@@ -40,6 +40,7 @@ VLLM: dict[str, dict[str, float]] = {
         "start": 61,
     },
 }
+BEGIN, END = "<!-- tables of bench.gpu -->", "<!-- end of the tables -->"
 # Kernels by what they do: the first group with a part of the kernel's name. cuBLAS is the rest.
 GROUPS = {
     "attention": ("_decode", "_prefill", "_merge", "flash", "fmha"),
@@ -71,6 +72,16 @@ def floors_of(shape: str) -> dict[str, float]:
 def _floor_ms(cost: CostModel, work: PhaseWork, samples: int) -> float:
     moved = cost.weight_bytes(samples) + cost.kv_bytes(work)
     return 1e3 * max(moved / READ_BYTES_S, cost.flops(work, samples) / FLOPS_S)
+
+
+# ── pages ───────────────────────────────────────────────────────────────────────────────────
+
+
+def put_into(page: Path, shown: str) -> None:
+    """Between the two marks of the page, instead of what is there."""
+    before, rest = page.read_text().split(BEGIN)
+    _, after = rest.split(END)
+    page.write_text(f"{before}{BEGIN}\n{shown}\n{END}{after}")
 
 
 # ── tables ──────────────────────────────────────────────────────────────────────────────────

@@ -13,7 +13,7 @@ import pytest
 from bench import gpu
 from bench.gpu_parts import busy_and_span
 from bench.gpu_picture import draw
-from bench.gpu_report import group_of, read, tables
+from bench.gpu_report import BEGIN, END, group_of, put_into, read, tables
 
 LARGE = "llama-3.1-8b"
 CURVE = [
@@ -106,6 +106,19 @@ def test_tables_set_each_figure_beside_its_floor_and_its_peer() -> None:
     assert "| llama-3.1-8b, decode 1 | 3.50 | 1.00 | 0.00 |" in shown
     assert "budget 2,048 | 6.0 ms | 55.5 ms | 9.2× | 1.90 s |" in shown
     assert group_of("void at::native::_scatter_gather_elementwise_kernel") == "row state, copies"
+
+
+def test_the_ledger_has_the_tables_of_the_results() -> None:
+    shown = tables(read(["bench/results/gpu_h200.json"]))
+    page = Path("docs/PERFORMANCE.md").read_text()
+    assert page.split(BEGIN)[1].split(END)[0].strip() == shown.strip()
+
+
+def test_tables_take_the_place_of_older_ones(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    put_into(page, "| new |")
+    assert page.read_text() == f"before\n{BEGIN}\n| new |\n{END}\nafter\n"
 
 
 def test_the_picture_is_an_image_that_says_the_numbers() -> None:

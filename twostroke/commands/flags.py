@@ -40,7 +40,7 @@ ENGINE_HELP = {
     "enforce_eager": "no graphs and no compilation; the tokens stay the same",
     "max_cudagraph_capture_size": "largest decode batch that runs as a graph (default: all)",
     "cudagraph_capture_sizes": "decode batches that run as graphs, others padded up to them "
-    "(default: some 40, more of the small ones)",
+    "(default: 1, 2, 4, then by eights)",
     "nvtx": "name each step for a profiler of a GPU",
     "tensor_parallel_size": "GPUs that share the model",
     "quantization": "int8 or int4: round weights that are not quantised yet, on a CPU",
