@@ -124,11 +124,12 @@ class Run:
         self._budgets = self._budgets or "16384,4096"
         with tempfile.TemporaryDirectory() as folder:
             caches = {"TRITON_CACHE_DIR": folder}
-            self._timed_start(large, "cold", ("decode", "prefill", "nano", "profile"), caches)
+            first = ["start", "decode", "prefill", "nano", "profile"]
+            self._parts(large, first, {}, caches, "cold")
             self._budgets = self._budgets.split(",")[0]
             self._parts(small, ["nano", "mixed", "decode", "prefill", "profile"], {}, caches)
             self._parts(large, ["interference"], LONG, caches)
-            self._timed_start(large, "warm", (), caches)
+            self._parts(large, ["start"], {}, caches, "warm")
 
     def check(self) -> None:
         for name in ("kernels_check", "cuda_check"):
@@ -151,27 +152,10 @@ class Run:
             self._parts(shape, ["interference"], LONG)
 
     def start(self, shape: str) -> None:
-        """With empty caches and with full ones."""
+        """Process start to first token, with empty caches and with full ones."""
         with tempfile.TemporaryDirectory() as folder:
             for name in ("cold", "warm"):
-                self._timed_start(shape, name, (), {"TRITON_CACHE_DIR": folder})
-
-    def _timed_start(
-        self, shape: str, name: str, parts: Sequence[str], env: dict[str, str]
-    ) -> None:
-        """Process start to first token; and parts in the same process."""
-        kept = self.results.get(shape, {}).get("start", {})
-        begun = time()
-        self._parts(shape, ["start", *parts], {}, env)
-        found = self.results.get(shape, {}).get("start", {})
-        if "first_token_at" in found:
-            kept = kept | {
-                f"{name}_s": found["first_token_at"] - begun,
-                f"{name}_imports_s": found["imported_at"] - begun,
-                f"{name}_ready_s": found["ready_s"],
-            }
-        self.results.setdefault(shape, {})["start"] = kept
-        self.save()
+                self._parts(shape, ["start"], {}, {"TRITON_CACHE_DIR": folder}, name)
 
     # ── how it runs ─────────────────────────────────────────────────────────────────────────
 
@@ -181,16 +165,27 @@ class Run:
         parts: Sequence[str],
         settings: dict[str, Any],
         env: dict[str, str] | None = None,
+        start: str = "start",
     ) -> None:
+        """`start`: what this process's own start is called."""
         command = ["-m", "bench.gpu_parts", shape, ",".join(parts)]
         command += ["--settings", json.dumps(self._settings | settings)]
         command += ["--quick"] if self._quick else []
         command += ["--budgets", self._budgets] if self._budgets else []
+        begun, into = time(), self.results.setdefault(shape, {})
         for line in self._start(command, env):
-            if line.startswith("RESULT "):
-                found = json.loads(line.removeprefix("RESULT "))
-                self.results.setdefault(shape, {})[found["part"]] = found["result"]
-                self.save()
+            if not line.startswith("RESULT "):
+                continue
+            found = json.loads(line.removeprefix("RESULT "))
+            part, result = found["part"], found["result"]
+            if part == "start":
+                result = into.get(part, {}) | {
+                    f"{start}_s": result["first_token_at"] - begun,
+                    f"{start}_imports_s": result["imported_at"] - begun,
+                    f"{start}_ready_s": result["ready_s"],
+                }
+            into[part] = result
+            self.save()
 
     def _start(
         self, command: list[str], env: dict[str, str] | None = None, show: bool = True
