@@ -124,8 +124,10 @@ class Run:
         self._budgets = self._budgets or "16384,4096"
         with tempfile.TemporaryDirectory() as folder:
             caches = {"TRITON_CACHE_DIR": folder}
+            self._timeout_s = 140  # about twice what it should take, so that one that hangs …
             first = ["start", "decode", "prefill", "nano", "profile"]
             self._parts(large, first, {}, caches, "cold")
+            self._timeout_s = 70  # … leaves time for the others
             self._budgets = self._budgets.split(",")[0]
             self._parts(small, ["nano", "mixed", "decode", "prefill", "profile"], {}, caches)
             self._parts(large, ["interference"], LONG, caches)

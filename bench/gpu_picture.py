@@ -39,8 +39,8 @@ def draw(rows: Sequence[dict[str, Any]]) -> str:
         f"<title>{title}</title>",
         f"<style>{STYLE}</style>",
         f'<rect class="page" width="{WIDTH}" height="{HEIGHT}" rx="6"/>',
-        _text(LEFT, 26, title, "text title"),
-        _text(LEFT, 46, "worst gap, as a multiple of the steady one", "faint"),
+        _text(LEFT, 26, title, "text title", "start"),
+        _text(LEFT, 46, "worst gap, as a multiple of the steady one", "faint", "start"),
         _text(WIDTH - RIGHT, 46, "its time to first token", "ttft", "end"),
         _text(WIDTH / 2, HEIGHT - 12, "tokens in a step (max_num_batched_tokens)", "faint"),
     ]
@@ -77,7 +77,6 @@ def _y(share: float) -> float:
 
 
 def _text(x: float, y: float, text: str, kind: str, anchor: str = "middle") -> str:
-    anchor = "start" if "title" in kind or (x == LEFT and kind == "faint") else anchor
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{text}</text>'
 
 

@@ -40,6 +40,7 @@ VLLM: dict[str, dict[str, float]] = {
         "start": 61,
     },
 }
+PICTURE = "interference_h200.svg"  # beside the page; `bench.gpu --picture`
 BEGIN, END = "<!-- tables of bench.gpu -->", "<!-- end of the tables -->"
 # Kernels by what they do: the first group with a part of the kernel's name. cuBLAS is the rest.
 GROUPS = {
@@ -210,6 +211,8 @@ def _interference(results: dict[str, Any]) -> Iterator[str]:
             f"{row['steady_ms']:.1f} ms | {row['worst_ms']:.1f} ms | "
             f"{row['worst_over_steady']:.1f}× | {row['long_ttft_s']:.2f} s |"
         )
+    if rows:
+        yield f"\n![The worst gap and the time to first token, by budget]({PICTURE})"
 
 
 def _others(results: dict[str, Any]) -> Iterator[str]:

@@ -13,7 +13,7 @@ import pytest
 from bench import gpu
 from bench.gpu_parts import busy_and_span
 from bench.gpu_picture import draw
-from bench.gpu_report import BEGIN, END, group_of, put_into, read, tables
+from bench.gpu_report import BEGIN, END, PICTURE, group_of, put_into, read, tables
 
 LARGE = "llama-3.1-8b"
 CURVE = [
@@ -112,6 +112,7 @@ def test_the_ledger_has_the_tables_of_the_results() -> None:
     shown = tables(read(["bench/results/gpu_h200.json"]))
     page = Path("docs/PERFORMANCE.md").read_text()
     assert page.split(BEGIN)[1].split(END)[0].strip() == shown.strip()
+    assert PICTURE not in page or Path("docs", PICTURE).exists()
 
 
 def test_tables_take_the_place_of_older_ones(tmp_path: Path) -> None:
