@@ -112,7 +112,7 @@ def test_the_ledger_has_the_tables_of_the_results() -> None:
     shown = tables(read(["bench/results/gpu_h200.json"]))
     page = Path("docs/PERFORMANCE.md").read_text()
     assert page.split(BEGIN)[1].split(END)[0].strip() == shown.strip()
-    assert PICTURE not in page or Path("docs", PICTURE).exists()
+    assert f"]({PICTURE})" not in page or Path("docs", PICTURE).exists()
 
 
 def test_tables_take_the_place_of_older_ones(tmp_path: Path) -> None:
