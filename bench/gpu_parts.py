@@ -1,6 +1,6 @@
 """The workloads of `gpu.py`, each in a function, run in a process of its own.
 
-    python -m bench.gpu_parts SHAPE PART[,PART…] [--quick] [--settings JSON]
+    python -m bench.gpu_parts SHAPE PART[,PART…] [--quick] [--settings JSON] [--budgets N,…]
 
 Prints `RESULT {"part": …}` after each part, so that a part that dies does not take others with it.
 The definitions are those that vLLM was measured by: dummy weights in bf16, prefix caching off,
@@ -32,16 +32,22 @@ NANO_IN, NANO_OUT = 142_827, 133_966
 class Bench:
     """One engine and the parts that run on it."""
 
-    def __init__(self, shape: str, quick: bool, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, shape: str, quick: bool, settings: dict[str, Any], budgets: Sequence[int] = ()
+    ) -> None:
         self.quick = quick
+        self.budgets = budgets or ((8192,) if quick else (512, 1024, 2048, 4096, 8192, 16384))
         start = perf_counter()
-        given: dict[str, Any] = {"max_model_len": 8192, "max_num_batched_tokens": 16384}
+        # 16 prompts of 1,024 and a slot for each request that writes already: without the latter
+        # the end of a prompt is left over for one more step.
+        given: dict[str, Any] = {"max_model_len": 8192, "max_num_batched_tokens": 16384 + 256}
         given |= {"load_format": "dummy", "device": "cuda", "enable_prefix_caching": False}
         path = shape if shape.endswith(".json") else f"{SHAPES}/{shape}.json"
         self.llm = LLM(path, **(given | settings))
         wait()
         self.ready_s = perf_counter() - start
         self.core = self.llm.engine.core
+        self.own_budget = self.core.scheduler.config.max_num_batched_tokens
         self._prompt_seed = 0
         print(f"{shape}: ready in {self.ready_s:.1f} s; {self.llm.engine.memory.waterfall()}")
         self.write([self.prompt(40)] * 2, 4)
@@ -110,7 +116,7 @@ class Bench:
         outputs = [chosen.randint(100, 1024) for _ in range(256)]
         assert (sum(map(len, prompts)), sum(outputs)) == (NANO_IN, NANO_OUT)
         found = []
-        for budget in (8192,) if self.quick else (512, 1024, 2048, 4096, 8192, 16384):
+        for budget in self.budgets:
             self.set_budget(budget)
             if not found:
                 self.write([self.prompt(100)] * 256, 8)
@@ -137,62 +143,88 @@ class Bench:
         return found
 
     def prefill(self) -> list[dict[str, Any]]:
+        """Wall clock of one token, and of the same runs what the device was at work for."""
         found = []
         for size in (1024, 4096):
-            times = [self.write([self.prompt(size)], 1) for _ in range(3 if self.quick else 7)]
-            device = self.core.records.steps[-1].device_s
-            row = {"tokens": size, "ms": 1e3 * statistics.median(times), "device_ms": 1e3 * device}
-            print(f"  prefill {size}: {row['ms']:.2f} ms, on the device {row['device_ms']:.2f}")
+            walls, devices = [], []
+            self.write([self.prompt(size)], 1)
+            for _ in range(3 if self.quick else 9):
+                self.core.records.steps.clear()
+                walls.append(1e3 * self.write([self.prompt(size)], 1))
+                devices.append(1e3 * sum(step.device_s for step in self.core.records.steps))
+            rest = [wall - device for wall, device in zip(walls, devices, strict=True)]
+            row = {
+                "tokens": size,
+                "ms": statistics.median(walls),
+                "device_ms": statistics.median(devices),
+                "host_ms": statistics.median(rest),
+                "walls_ms": walls,
+            }
+            print(
+                f"  prefill {size}: {row['ms']:.2f} ms, on the device {row['device_ms']:.2f}, "
+                f"beside it {row['host_ms']:.2f}; {min(walls):.2f} to {max(walls):.2f}"
+            )
             found.append(row)
         return found
 
     def interference(self) -> list[dict[str, Any]]:
-        """32 streams decode, a prompt of 32k tokens arrives."""
+        """32 streams decode, a prompt of 32k tokens arrives. Of two times the second counts: the
+        first is where libraries choose their kernels for these shapes."""
         found, length = [], 4096 if self.quick else 32_000
         for budget in (512, 2048, 8192):
             self.set_budget(budget)
-            for n in range(32):
-                self.add(f"s{n}", self.prompt(256), 7000)
-            for _ in range(200):  # the streams' own prompts are done long before
-                self.core.step()
-            times: list[float] = []
-            arrived = first = 0.0
-            step = 0
-            while step < 100 or not first:
-                if step == 50:
-                    self.add("long", self.prompt(length), 4)
-                    arrived = perf_counter()
-                updates = self.core.step()
-                now = perf_counter()
-                if any(update.request_id == "s0" for update in updates):
-                    times.append(now)
-                if not first and any(u.request_id == "long" and u.tokens for u in updates):
-                    first = now
-                step += 1
-            gaps = [b - a for a, b in pairwise(times)]
-            steady = statistics.median(gaps[:45])
-            row = {
-                "budget": budget,
-                "steady_ms": 1e3 * steady,
-                "worst_ms": 1e3 * max(gaps),
-                "worst_over_steady": max(gaps) / steady,
-                "long_ttft_s": first - arrived,
-                "prompt": length,
-            }
+            times = [self._interfere(self.prompt(length)) for _ in range(2)]
+            row = {"budget": budget, "prompt": length} | times[-1]
+            row["first_worst_ms"] = times[0]["worst_ms"]
             print("  interference", row)
             found.append(row)
-            self.drain()
         return found
+
+    def _interfere(self, long: list[int]) -> dict[str, Any]:
+        for n in range(32):
+            self.add(f"s{n}", self.prompt(256), 7000)
+        for _ in range(60):  # the streams' own prompts are done long before
+            self.core.step()
+        times: list[float] = []
+        arrived = first = 0.0
+        step = after = 0
+        while after < 20:
+            if step == 50:
+                arrived = perf_counter()
+                self.add("long", long, 4)
+            updates = self.core.step()
+            now = perf_counter()
+            if any(update.request_id == "s0" for update in updates):
+                times.append(now)
+            if not first and any(u.request_id == "long" and u.tokens for u in updates):
+                first = now
+            step += 1
+            after += first > 0
+        self.drain()
+        gaps = [end - start for start, end in pairwise(times)]
+        steady = statistics.median(gaps[:45])
+        slowed = [gap for gap, at in zip(gaps, times[1:], strict=True) if arrived <= at <= first]
+        return {
+            "steady_ms": 1e3 * steady,
+            "worst_ms": 1e3 * max(slowed),
+            "median_ms": 1e3 * statistics.median(slowed),
+            "worst_over_steady": max(slowed) / steady,
+            "long_ttft_s": first - arrived,
+            "gaps_ms": [round(1e3 * gap, 3) for gap in slowed],
+        }
 
     def mixed(self) -> dict[str, Any]:
         """64 streams decode beside a steady flow of 512-token chunks: how idle is the GPU?
 
-        Kernel time by the profiler over some steps; wall clock over others, without it.
+        Twice: by events between steps, while nobody watches; and by the profiler, as the share of
+        the time from the first kernel to the last in which none runs. That also sees gaps inside a
+        step, but launching is slower under it, so it is the upper bound.
         """
         self.set_budget(64 + 512)
         for n in range(64):
             self.add(f"s{n}", self.prompt(256), 7000)
         count = [0]
+        prompts = [self.prompt(4096) for _ in range(64)]
 
         def turn(steps: int) -> float:
             start = perf_counter()
@@ -204,18 +236,25 @@ class Bench:
             wait()
             return (perf_counter() - start) / steps
 
-        prompts = [self.prompt(4096) for _ in range(64)]
         turn(150)
         self.steps()
         wall = turn(50 if self.quick else 300)
         by_events = self.steps()
-        busy = kernel_seconds(lambda: turn(50)) / 50
+        watched = [0.0]
+
+        def turn_watched() -> None:
+            watched[0] = turn(50)
+
+        events = device_events(turn_watched)
         self.drain()
+        busy, span = busy_and_span(events)
         row = {
             "step_ms": 1e3 * wall,
-            "kernels_ms": 1e3 * busy,
-            "idle_share": 1 - busy / wall if busy else None,
             "between_steps": by_events.get("idle_share"),
+            "watched_step_ms": 1e3 * watched[0],
+            "busy_ms": 1e3 * busy / 50,
+            "span_ms": 1e3 * span / 50,
+            "idle_share": 1 - busy / span if span else None,
         }
         print("  mixed", row)
         return row
@@ -223,7 +262,7 @@ class Bench:
     def profile(self) -> dict[str, Any]:
         """Which kernels a decode step and a prefill are made of."""
         found: dict[str, Any] = {}
-        for batch in (1, 128):
+        for batch in (1, 8, 32, 128):
             for n in range(batch):
                 self.add(f"s{n}", self.prompt(1024), 500)
             for _ in range(40):
@@ -244,12 +283,17 @@ class Bench:
                 self.core.step()
             wait()
 
+        events = device_events(turn)
         totals: dict[str, float] = {}
-        kernel_seconds(turn, totals)
+        for name, start, end in events:
+            totals[name] = totals.get(name, 0.0) + end - start
         best = sorted(totals.items(), key=lambda item: -item[1])[:14]
         for name, seconds in best:
             print(f"    {1e3 * seconds / steps:8.3f} ms a step  {name[:90]}")
-        return {name[:90]: 1e3 * seconds / steps for name, seconds in best}
+        busy, span = busy_and_span(events)
+        print(f"    {1e3 * busy / steps:8.3f} ms a step busy, {1e3 * span / steps:.3f} in all")
+        found = {name[:90]: 1e3 * seconds / steps for name, seconds in best}
+        return found | {"busy": 1e3 * busy / steps, "span": 1e3 * span / steps}
 
 
 def wait() -> None:
@@ -257,23 +301,37 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def kernel_seconds(run: Callable[[], object], totals: dict[str, float] | None = None) -> float:
-    """Time of all kernels and copies on the device while `run` runs; 0 if it cannot be told."""
+Event = tuple[str, float, float]  # name, start, end in seconds
+
+
+def device_events(run: Callable[[], object]) -> list[Event]:
+    """All kernels and copies on the device while `run` runs; none if there is no device."""
     from torch.profiler import ProfilerActivity, profile
 
     if not torch.cuda.is_available():
         run()
-        return 0.0
+        return []
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         run()
-    total = 0.0
-    for event in found.events() or ():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            seconds = 1e-6 * event.time_range.elapsed_us()
-            total += seconds
-            if totals is not None:
-                totals[event.name] = totals.get(event.name, 0.0) + seconds
-    return total
+    return [
+        (event.name, 1e-6 * event.time_range.start, 1e-6 * event.time_range.end)
+        for event in found.events() or ()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+        and not getattr(event, "is_user_annotation", False)
+    ]
+
+
+def busy_and_span(events: Sequence[Event]) -> tuple[float, float]:
+    """Seconds in which anything ran, and from the first start to the last end. What overlaps
+    counts once."""
+    if not events:
+        return 0.0, 0.0
+    ordered = sorted((start, end) for _, start, end in events)
+    busy, until = 0.0, ordered[0][0]
+    for start, end in ordered:
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return busy, until - ordered[0][0]
 
 
 PARTS = ("nano", "decode", "prefill", "interference", "mixed", "profile", "start")
@@ -285,13 +343,17 @@ def main() -> None:
     parser.add_argument("parts")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--settings", default="{}", help="of the engine, as JSON")
+    parser.add_argument("--budgets", default="", help="of nano: tokens in a step")
     args = parser.parse_args()
-    bench = Bench(args.shape, args.quick, json.loads(args.settings))
+    imported_at = time()
+    budgets = [int(budget) for budget in args.budgets.split(",") if budget]
+    bench = Bench(args.shape, args.quick, json.loads(args.settings), budgets)
     first_token_at = time()  # `Bench` has written a few
     for part in args.parts.split(","):
         try:
             if part == "start":
-                result: Any = {"first_token_at": first_token_at, "ready_s": bench.ready_s}
+                result: Any = {"imported_at": imported_at, "first_token_at": first_token_at}
+                result["ready_s"] = bench.ready_s
             else:
                 result = getattr(bench, part)()
         except Exception as error:
@@ -299,7 +361,7 @@ def main() -> None:
             result = {"error": f"{type(error).__name__}: {error}"[:500]}
             wait()  # if this raises, the device is lost, and so is this process
             bench.drain()
-        bench.set_budget(8192)
+        bench.set_budget(bench.own_budget)
         bench.core.records.steps.clear()
         line = {"part": part, "shape": args.shape, "result": result}
         print("RESULT " + json.dumps(line), flush=True)

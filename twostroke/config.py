@@ -42,6 +42,7 @@ class EngineConfig(Strict):
     max_logprobs: int = 20
     enforce_eager: bool = False  # no graphs, no compilation; the tokens stay the same
     max_cudagraph_capture_size: int | None = None  # largest decode batch run as a graph
+    cudagraph_capture_sizes: tuple[int, ...] | None = None  # all of them, instead of our choice
     nvtx: bool = False  # name steps for a profiler of a GPU
     tensor_parallel_size: int = 1
     quantization: str | None = None  # int8, int4: of weights that are not, on a CPU
@@ -79,6 +80,7 @@ class EngineConfig(Strict):
         self._check_int("num_gpu_blocks_override", 1, optional=True)
         self._check_int("max_logprobs", 0)
         self._check_int("max_cudagraph_capture_size", 0, optional=True)
+        self._check_capture_sizes()
         self._check_number("gpu_memory_utilization", 0.01, 1.0, "a number above 0 and at most 1")
         self._check_bools(
             "skip_tokenizer_init",
@@ -95,6 +97,20 @@ class EngineConfig(Strict):
                 "model on one device; set it to 1"
             )
         self._check_contradictions()
+
+    def _check_capture_sizes(self) -> None:
+        sizes = self.cudagraph_capture_sizes
+        if sizes is None:
+            return
+        given = isinstance(sizes, list | tuple) and len(sizes) > 0
+        if not given or any(type(size) is not int or size < 1 for size in sizes):
+            self._refuse("cudagraph_capture_sizes", "a list of whole numbers of at least 1")
+        object.__setattr__(self, "cudagraph_capture_sizes", tuple(sorted(set(sizes))))
+        if self.max_cudagraph_capture_size is not None:
+            raise ConfigError(
+                "cudagraph_capture_sizes and max_cudagraph_capture_size both say which batches run "
+                "as graphs; give one of them"
+            )
 
     def _check_contradictions(self) -> None:
         if self.num_gpu_blocks_override is not None and self.kv_cache_memory_bytes is not None:

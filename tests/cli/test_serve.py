@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,28 @@ def test_flags_reach_engine_and_server() -> None:
         max_body_bytes=1024**2,
         open_health=False,
     )
+
+
+def test_vllm_flags_of_a_gpu_reach_the_engine(tmp_path: Path) -> None:
+    line = "--enforce-eager --num-gpu-blocks-override 100 --nvtx --cudagraph-capture-sizes 8 1 4"
+    expected = EngineConfig(
+        enforce_eager=True,
+        num_gpu_blocks_override=100,
+        nvtx=True,
+        cudagraph_capture_sizes=(1, 4, 8),
+    )
+    assert engine_config(parsed(*line.split())) == expected
+    largest = engine_config(parsed("--max-cudagraph-capture-size", "64"))
+    assert largest.max_cudagraph_capture_size == 64
+    file = tmp_path / "serve.yaml"
+    file.write_text("cudagraph-capture-sizes: [1, 4, 8]\n")
+    assert engine_config(parsed("--config", str(file))).cudagraph_capture_sizes == (1, 4, 8)
+    again = json.loads(json.dumps(asdict(expected)))  # how it reaches the engine's process
+    assert EngineConfig(**again) == expected
+    with pytest.raises(ConfigError, match="give one of them"):
+        engine_config(parsed(*line.split(), "--max-cudagraph-capture-size", "8"))
+    with pytest.raises(ConfigError, match="a list of whole numbers of at least 1"):
+        engine_config(parsed("--cudagraph-capture-sizes", "0"))
 
 
 def test_more_than_one_gpu_is_refused_with_the_reason() -> None:

@@ -101,13 +101,13 @@ def test_graphs_can_be_fewer_or_none() -> None:
     config = EngineConfig(max_num_seqs=16)
     assert graph_sizes(config) == [1, 2, 4, 8, 16]
     assert graph_sizes(replace(config, max_cudagraph_capture_size=4)) == [1, 2, 4]
+    assert graph_sizes(replace(config, cudagraph_capture_sizes=(32, 3, 1))) == [1, 3, 16]
     assert graph_sizes(replace(config, enforce_eager=True)) == []
 
 
-def test_an_executor_started_that_way_writes_the_tokens_of_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """All of it but the GPU: what it says of its memory is made up, a replay runs again."""
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
+    """All but the GPU: what it says of its memory is made up, a replay runs again."""
     answers: dict[str, object] = {
         "set_device": None,
         "synchronize": None,
@@ -120,7 +120,7 @@ def test_an_executor_started_that_way_writes_the_tokens_of_another(
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     monkeypatch.setattr(start.gc, "freeze", lambda: None)
-    recorded = []
+    recorded: list[Run] = []
 
     def recorder(device: torch.device) -> Record:
         def record(run: Run) -> Run:
@@ -131,11 +131,21 @@ def test_an_executor_started_that_way_writes_the_tokens_of_another(
         return record
 
     monkeypatch.setattr(start, "CudaRecorder", recorder)
+    return recorded
+
+
+def started(**settings: object) -> tuple[CudaExecutor, MemoryPlan]:
     spec = small_spec()
-    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=96, num_gpu_blocks_override=64)
+    given = {"max_num_seqs": 4, "max_num_batched_tokens": 96, "num_gpu_blocks_override": 64}
+    config = EngineConfig(**(given | settings))  # type: ignore[arg-type]
     decoder = FusedDecoder(spec, Loud(spec), torch.float32, CPU, 512, fused)  # type: ignore[arg-type]
     estimate = replace(ESTIMATE, block_bytes=16 * 1024, max_model_len=512)
-    executor, plan = start_executor(config, decoder, torch.float32, estimate)
+    return start_executor(config, decoder, torch.float32, estimate)
+
+
+def test_an_executor_started_that_way_writes_the_tokens_of_another(recorded: list[Run]) -> None:
+    spec = small_spec()
+    executor, plan = started()
     assert (plan.num_blocks, plan.activation_bytes) == (64, GIB)
     # On trial two of each, then [1, 2, 4] rows and [64, 128] tokens, those in four pieces.
     assert len(recorded) == (2 + 2 * 4) + (3 + 2 * 4)
@@ -143,3 +153,42 @@ def test_an_executor_started_that_way_writes_the_tokens_of_another(
     core = EngineCore(Scheduler(limits), executor, cost_model(spec, 4, 4))
     plain = Decoder(spec, Loud(spec), torch.float32, CPU, 1024, reference)
     assert_same(run(make_core(plain), PROMPTS, 8), run(core, PROMPTS, 8))
+
+
+def out_of_memory(*_: object, **__: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.usefixtures("recorded")
+def test_a_step_that_does_not_fit_is_refused_with_smaller_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(FusedDecoder, "forward", out_of_memory)
+    with pytest.raises(ConfigError, match="max_num_batched_tokens to at most 48 or max_num_seqs"):
+        started()
+
+
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({}, "num_gpu_blocks_override to 57"),
+        ({"num_gpu_blocks_override": None}, "gpu_memory_utilization from 0.9 to 0.85"),
+    ],
+)
+def test_a_plan_that_did_not_hold_is_told_with_what_to_lower(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, object], named: str
+) -> None:
+    """Memory was there when it was measured, and is not when the pool is made."""
+    make = KVPool.__init__
+
+    def make_small(pool: KVPool, spec: object, num_blocks: int, *rest: object) -> None:
+        if num_blocks:
+            out_of_memory()
+        make(pool, spec, num_blocks, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(KVPool, "__init__", make_small)
+    with pytest.raises(ConfigError) as refused:
+        started(**settings)
+    assert named in str(refused.value)
+    assert "60.00 GiB are free now" in str(refused.value)

@@ -39,6 +39,8 @@ ENGINE_HELP = {
     "max_logprobs": "most log-probabilities a request may ask for",
     "enforce_eager": "no graphs and no compilation; the tokens stay the same",
     "max_cudagraph_capture_size": "largest decode batch that runs as a graph (default: all)",
+    "cudagraph_capture_sizes": "decode batches that run as graphs, others padded up to them "
+    "(default: 1, 2, 4, then by eights)",
     "nvtx": "name each step for a profiler of a GPU",
     "tensor_parallel_size": "GPUs that share the model",
     "quantization": "int8 or int4: round weights that are not quantised yet, on a CPU",
@@ -122,6 +124,8 @@ def _add(
         options["action"] = argparse.BooleanOptionalAction
         if default is not None:
             text += f" (default: {'yes' if default else 'no'})"
+    elif kind == "tuple[int, ...]":
+        options |= {"type": int, "nargs": "+", "action": "extend", "metavar": "N"}
     elif field.name == "stop":
         options |= {"action": "append", "metavar": "TEXT"}
     else:

@@ -48,11 +48,12 @@ _BY_REASON: dict[str, str] = {
     "code of others is not loaded into the server": "--middleware --tool-parser-plugin "
     "--reasoning-parser-plugin --logits-processors --logits-processor-pattern "
     "--io-processor-plugin --scheduler-cls --tool-server --additional-config",
-    "nothing is compiled, and graphs are of decode batches alone; --max-cudagraph-capture-size "
-    "and --enforce-eager are all there is to choose": "--compilation-config -cc "
-    "--compilation-level -O --optimization-level --cuda-graph-sizes --max-seq-len-to-capture "
-    "--cudagraph-capture-sizes --cudagraph-metrics --kernel-config "
-    "--enable-flashinfer-autotune --ir-op-priority --performance-mode",
+    "nothing is compiled, and graphs are of decode batches; --cudagraph-capture-sizes, "
+    "--max-cudagraph-capture-size and --enforce-eager are all there is to choose": (
+        "--compilation-config -cc --compilation-level -O --optimization-level --cuda-graph-sizes "
+        "--max-seq-len-to-capture --cudagraph-metrics --kernel-config "
+        "--enable-flashinfer-autotune --ir-op-priority --performance-mode"
+    ),
     "there is one attention backend": "--attention-backend --attention-config "
     "--gdn-prefill-backend --disable-sliding-window --kv-sharing-fast-prefill",
     "state-space models are not supported": "--mamba-config --mamba-backend --mamba-cache-dtype "

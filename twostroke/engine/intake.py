@@ -133,13 +133,14 @@ class Intake:
             raise RequestError(
                 f"a prompt is a text or a list of token ids, not {type(prompt).__name__}"
             )
-        for n, token in enumerate(prompt):
-            if type(token) is not int:
-                raise RequestError(
-                    f"a prompt is a text or a list of token ids, but entry {n} of this list is "
-                    f"{token!r} ({type(token).__name__}), not an int"
-                )
-        return None, tuple(prompt), salt
+        ids = tuple(prompt)
+        if not set(map(type, ids)) <= {int}:
+            n, token = next((n, token) for n, token in enumerate(ids) if type(token) is not int)
+            raise RequestError(
+                f"a prompt is a text or a list of token ids, but entry {n} of this list is "
+                f"{token!r} ({type(token).__name__}), not an int"
+            )
+        return None, ids, salt
 
     def _validate(self, ids: Sequence[int], params: SamplingParams) -> None:
         limits = self.limits

@@ -3,9 +3,11 @@
     weights ─▶ rows ─▶ largest steps, for their memory ─▶ a graph or two, for theirs
                                   │
                 KV pool: the rest ▼ under gpu_memory_utilization ─▶ all graphs, on that pool
+                                                                 ─▶ the largest step once more
 
 The steps that measure are plans like any other, run by the executor itself on a pool of one block;
-they also compile the kernels, so that nothing compiles while streams run.
+they also compile the kernels, so that nothing compiles while streams run. The largest, run once
+more at the end, leaves the allocator with the memory that it will need: no stream waits for that.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import torch
 
@@ -53,21 +55,32 @@ def start_executor(
         free = _free_bytes(device)
         plan = fit_pool(config, estimate, free, activations, graphs_bytes)
         plan = fit_length(plan, config, spec)
-        program = StepProgram(decoder, KVPool(spec, plan.num_blocks, size, kv_dtype, device), rows)
-        graphs = pieces = None
-        if sizes:
-            record = CudaRecorder(device)
-            graphs = DecodeGraphs(program, sizes, record)
-            pieces = PieceGraphs(program, piece_ladder(budget), record)
-        _free_bytes(device)
+        try:
+            pool = KVPool(spec, plan.num_blocks, size, kv_dtype, device)
+            program = StepProgram(decoder, pool, rows)
+            graphs = pieces = None
+            if sizes:
+                record = CudaRecorder(device)
+                graphs = DecodeGraphs(program, sizes, record)
+                pieces = PieceGraphs(program, piece_ladder(budget), record)
+            _free_bytes(device)
+            executor = CudaExecutor(program, graphs, pieces, nvtx=config.nvtx)
+            for step in islice(warm_plans(rows.max_rows, budget, max_len), 1):
+                executor.sample(executor.forward(step)).wait()
+                executor.reset()
+        except torch.OutOfMemoryError:
+            raise ConfigError(_no_room(config, plan, device)) from None
     gc.freeze()  # what is here stays; the collector need not look at it while streams run
-    return CudaExecutor(program, graphs, pieces, nvtx=config.nvtx), plan
+    return executor, plan
 
 
 def graph_sizes(config: EngineConfig) -> list[int]:
     if config.enforce_eager:
         return []
-    return ladder(config.max_num_seqs, config.max_cudagraph_capture_size)
+    most, sizes = config.max_num_seqs, config.cudagraph_capture_sizes
+    if sizes is not None:
+        return sorted({min(size, most) for size in sizes})
+    return ladder(most, config.max_cudagraph_capture_size)
 
 
 # ── measuring ───────────────────────────────────────────────────────────────────────────────
@@ -152,6 +165,22 @@ def _free_bytes(device: torch.device) -> int:
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
+
+
+def _no_room(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> str:
+    """What was measured did not hold: somebody else has taken memory since, or steps differ."""
+    share = config.gpu_memory_utilization
+    lower = max(0.01, share - 0.05)
+    setting = f"gpu_memory_utilization from {share} to {lower:.2f}"
+    if config.num_gpu_blocks_override is not None:
+        setting = f"num_gpu_blocks_override to {plan.num_blocks * 9 // 10}"
+    elif config.kv_cache_memory_bytes is not None:
+        setting = f"kv_cache_memory_bytes to {config.kv_cache_memory_bytes * 9 // 10}"
+    return (
+        f"the GPU ran out of memory while the KV cache and the graphs were made as planned "
+        f"({plan.waterfall()}); {gib(torch.cuda.mem_get_info(device)[0])} are free now. If another "
+        f"process has taken it, end that one; else lower {setting}"
+    )
 
 
 # ── sizing ──────────────────────────────────────────────────────────────────────────────────

@@ -44,15 +44,15 @@ class BlockPool:
 
     def take(self, count: int) -> list[int]:
         """`count` blocks with one owner each; the caller has checked `num_available`."""
-        blocks = []
-        for _ in range(count):
-            if self._free:
-                block = self._free.pop()
-            else:
-                block, _ = self._cached.popitem(last=False)
-                self.prefix.forget(block)
-            self.refs[block] = 1
+        free, refs = self._free, self.refs
+        blocks = free[: -count - 1 : -1]  # from the end, as by `pop`
+        del free[max(0, len(free) - count) :]
+        while len(blocks) < count:
+            block, _ = self._cached.popitem(last=False)
+            self.prefix.forget(block)
             blocks.append(block)
+        for block in blocks:
+            refs[block] = 1
         return blocks
 
     def share(self, block: int) -> None:
@@ -63,16 +63,17 @@ class BlockPool:
 
     def release(self, blocks: Iterable[int]) -> None:
         """One owner less for each. What is released first is evicted first."""
+        refs, free, prefix = self.refs, self._free, self.prefix
         for block in blocks:
-            self.refs[block] -= 1
-            if self.refs[block]:
+            left = refs[block] = refs[block] - 1
+            if left:
                 continue
-            if block in self.prefix:
+            if block in prefix:
                 if self._keep_cached:
                     self._cached[block] = None
                     continue
-                self.prefix.forget(block)
-            self._free.append(block)
+                prefix.forget(block)
+            free.append(block)
 
     def forget_all(self) -> None:
         """Drop every registered prefix: nothing computed so far is found again."""

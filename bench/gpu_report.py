@@ -1,0 +1,226 @@
+"""What `gpu.py` measured, beside the floors and vLLM's figures, as tables for the ledger.
+
+    python -m bench.gpu --table FILE [FILE …] [--into PAGE]     later files go over earlier ones
+
+Floors are what a step's FLOPs or bytes need at the card's measured ceilings.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from twostroke.model.cost import CostModel, cost_model
+from twostroke.model.hf_config import load_hf_config
+from twostroke.plan import PhaseWork
+
+# The card's measured ceilings, and vLLM 0.26.0 on it: same shapes, same workloads (docs).
+READ_BYTES_S, FLOPS_S = 3.99e12, 783e12
+VLLM: dict[str, dict[str, float]] = {
+    "qwen3-0.6b": {
+        "prefill 1024": 29.0,
+        "prefill 4096": 26.2,
+        "decode 1": 2.29,
+        "decode 8": 1.68,
+        "decode 32": 2.69,
+        "decode 128": 5.99,
+        "nano": 23_022,
+        "start": 143,
+    },
+    "llama-3.1-8b": {
+        "prefill 1024": 27.2,
+        "prefill 4096": 100.8,
+        "decode 1": 4.98,
+        "decode 8": 5.36,
+        "decode 32": 6.22,
+        "decode 128": 10.87,
+        "nano": 9_536,
+        "start": 61,
+    },
+}
+PICTURE = "interference_h200.svg"  # beside the page; `bench.gpu --picture`
+BEGIN, END = "<!-- tables of bench.gpu -->", "<!-- end of the tables -->"
+# Kernels by what they do: the first group with a part of the kernel's name. cuBLAS is the rest.
+GROUPS = {
+    "attention": ("_decode", "_prefill", "_merge", "flash", "fmha"),
+    "norms": ("_rms_norm",),
+    "rope, KV store": ("_rope_store",),
+    "silu": ("_silu_and_mul",),
+    "sampling": ("_survey", "_settle", "_sample"),
+    "row state, copies": ("scatter", "index", "gather", "Mem", "copy", "elementwise"),
+}
+
+
+# ── floors ──────────────────────────────────────────────────────────────────────────────────
+
+
+def floors_of(shape: str) -> dict[str, float]:
+    """Milliseconds below which no step can be, from the spec and the card's ceilings."""
+    spec, _ = load_hf_config(Path(f"bench/shapes/{shape}.json"))
+    cost = cost_model(spec, 2, 2)
+    found = {}
+    for size in (1024, 4096):
+        work = PhaseWork(1, size, size * (size + 1) // 2, size)
+        found[f"prefill {size}"] = _floor_ms(cost, work, 1)
+    for batch in (1, 8, 32, 128):
+        context = batch * (1024 + 64)
+        found[f"decode {batch}"] = _floor_ms(cost, PhaseWork(batch, batch, context, context), batch)
+    return found
+
+
+def _floor_ms(cost: CostModel, work: PhaseWork, samples: int) -> float:
+    moved = cost.weight_bytes(samples) + cost.kv_bytes(work)
+    return 1e3 * max(moved / READ_BYTES_S, cost.flops(work, samples) / FLOPS_S)
+
+
+# ── pages ───────────────────────────────────────────────────────────────────────────────────
+
+
+def put_into(page: Path, shown: str) -> None:
+    """Between the two marks of the page, instead of what is there."""
+    before, rest = page.read_text().split(BEGIN)
+    _, after = rest.split(END)
+    page.write_text(f"{before}{BEGIN}\n{shown}\n{END}{after}")
+
+
+# ── tables ──────────────────────────────────────────────────────────────────────────────────
+
+
+def read(files: Sequence[str]) -> dict[str, Any]:
+    """Results of several runs as one; a part that failed does not go over one that did not."""
+    results: dict[str, Any] = {}
+    for file in files:
+        given = json.loads(Path(file).read_text())
+        for shape in VLLM:
+            into = results.setdefault(shape, {})
+            for part, result in given.get(shape, {}).items():
+                if part not in into or not (isinstance(result, dict) and "error" in result):
+                    into[part] = result
+    return results
+
+
+def tables(results: dict[str, Any]) -> str:
+    """Markdown: the figures, the mixed-step budgets, what the time goes into, the rest."""
+    return "\n".join(
+        [
+            *_figures(results),
+            *_budgets(results),
+            *_profiles(results),
+            *_interference(results),
+            *_others(results),
+        ]
+    )
+
+
+def _rows(results: dict[str, Any], part: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for shape in VLLM:
+        found = results.get(shape, {}).get(part)
+        for row in found if isinstance(found, list) else ():
+            yield shape, row
+
+
+def _figures(results: dict[str, Any]) -> Iterator[str]:
+    yield "| work | floor | measured | of the floor | vLLM | to vLLM |"
+    yield "|---|---|---|---|---|---|"
+    for part, size, value, unit in (
+        ("prefill", "tokens", "ms", "tokens"),
+        ("decode", "batch", "tpot_ms", "at a time"),
+    ):
+        for shape, row in _rows(results, part):
+            name, taken = f"{part} {row[size]}", row[value]
+            floor, peer = floors_of(shape)[name], VLLM[shape][name]
+            yield (
+                f"| {shape}, {part}, {row[size]:,} {unit} | {floor:.2f} ms | **{taken:.2f} ms** | "
+                f"{floor / taken:.0%} | {peer:.2f} ms | {peer / taken:.2f}× |"
+            )
+    best = {s: max(r["tok_s"] for t, r in _rows(results, "nano") if t == s) for s in _nano(results)}
+    for shape, rate in best.items():
+        peer = VLLM[shape]["nano"]
+        yield (
+            f"| {shape}, nano-vLLM's workload | | **{rate:,.0f} tok/s** | | {peer:,.0f} tok/s | "
+            f"{rate / peer:.2f}× |"
+        )
+    for shape, name, seconds in _starts(results):
+        peer = VLLM[shape]["start"]
+        against = f"{peer:.0f} s (imports apart)" if name == "cold" else ""
+        ratio = f"{peer / seconds:.1f}×" if name == "cold" else ""
+        work = f"{shape}, start to first token, {name}"
+        yield f"| {work} | | {seconds:.1f} s | | {against} | {ratio} |"
+
+
+def _nano(results: dict[str, Any]) -> list[str]:
+    return list(dict.fromkeys(shape for shape, _ in _rows(results, "nano")))
+
+
+def _starts(results: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
+    for shape in VLLM:
+        found = results.get(shape, {}).get("start", {})
+        for name in ("cold", "warm"):
+            if f"{name}_s" in found:
+                yield shape, name, found[f"{name}_s"]
+
+
+def _budgets(results: dict[str, Any]) -> Iterator[str]:
+    if not _nano(results):
+        return
+    yield "\n| nano-vLLM's workload, tokens in a step | tok/s | steps | decode step | device idle |"
+    yield "|---|---|---|---|---|"
+    for shape, row in _rows(results, "nano"):
+        yield (
+            f"| {shape}, {row['budget']:,} | {row['tok_s']:,.0f} | {row['steps']:,} | "
+            f"{row['decode_step_ms']:.2f} ms | {row['idle_share']:.1%} |"
+        )
+
+
+def group_of(kernel: str) -> str:
+    for group, parts in GROUPS.items():
+        if any(part in kernel for part in parts):
+            return group
+    return "products"
+
+
+def _profiles(results: dict[str, Any]) -> Iterator[str]:
+    columns = ["products", *GROUPS]
+    rows = []
+    for shape in VLLM:
+        found = results.get(shape, {}).get("profile", {})
+        for step, kernels in found.items() if "error" not in found else ():
+            totals = dict.fromkeys(columns, 0.0)
+            for name, taken in kernels.items():
+                if name not in ("busy", "span"):
+                    totals[group_of(name)] += taken
+            cells = " | ".join(f"{totals[column]:.2f}" for column in columns)
+            idle = f"{kernels['span'] - kernels['busy']:.2f}" if "span" in kernels else ""
+            rows.append(f"| {shape}, {step} | {cells} | {idle} |")
+    if rows:
+        yield f"\n| ms a step, by the profiler | {' | '.join(columns)} | nothing runs |"
+        yield "|---" * (len(columns) + 2) + "|"
+        yield from rows
+
+
+def _interference(results: dict[str, Any]) -> Iterator[str]:
+    rows = list(_rows(results, "interference"))
+    if rows:
+        yield "\n| 32 streams, a long prompt arrives | steady gap | worst gap | | its TTFT |"
+        yield "|---|---|---|---|---|"
+    for shape, row in rows:
+        yield (
+            f"| {shape}, {row['prompt']:,} tokens, budget {row['budget']:,} | "
+            f"{row['steady_ms']:.1f} ms | {row['worst_ms']:.1f} ms | "
+            f"{row['worst_over_steady']:.1f}× | {row['long_ttft_s']:.2f} s |"
+        )
+    if rows:
+        yield f"\n![The worst gap and the time to first token, by budget]({PICTURE})"
+
+
+def _others(results: dict[str, Any]) -> Iterator[str]:
+    for shape in VLLM:
+        mixed = results.get(shape, {}).get("mixed", {})
+        if mixed.get("idle_share") is not None and "span_ms" in mixed:
+            yield (
+                f"\nMixed steps ({shape}, 64 streams and chunks of 512): {mixed['step_ms']:.2f} ms "
+                f"a step; the device idles {mixed['between_steps']:.1%} of the time between steps, "
+                f"{mixed['idle_share']:.1%} in all under the profiler."
+            )
