@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <new>
 #include <stdexcept>
 
@@ -13,19 +14,36 @@
 namespace twostroke {
 
 namespace {
-// Large matrices begin at a large page, where the system has them: a step passes over all weights,
-// and finding the small pages one by one would take a good part of its time.
-constexpr size_t kAlign = 64, kLargePage = 2 << 20;
+// Matrices lie one after another in large pages, where the system has them: a step passes over all
+// weights, and finding small pages one by one would take a good part of its time.
+constexpr size_t kAlign = 64, kLargePage = 2 << 20, kChunk = 16 * kLargePage;
 
-uint8_t* allocate(size_t bytes) {
-  const size_t align = bytes >= kLargePage / 4 ? kLargePage : kAlign;
-  const size_t size = (bytes + align - 1) / align * align;
-  void* p = std::aligned_alloc(align, size);
+std::shared_ptr<uint8_t> allocate_pages(size_t bytes) {
+  const size_t size = (bytes + kLargePage - 1) / kLargePage * kLargePage;
+  void* p = std::aligned_alloc(kLargePage, size);
   if (p == nullptr) throw std::bad_alloc();
 #if defined(__linux__)
-  if (align == kLargePage) madvise(p, size, MADV_HUGEPAGE);
+  madvise(p, size, MADV_HUGEPAGE);
 #endif
-  return static_cast<uint8_t*>(p);
+  return {static_cast<uint8_t*>(p), std::free};
+}
+
+// A chunk is freed with the last matrix in it.
+std::shared_ptr<uint8_t> allocate(size_t bytes) {
+  static std::mutex mutex;
+  static std::weak_ptr<uint8_t> open;  // the chunk that has room left
+  static size_t used = 0;
+  if (bytes > kChunk / 4) return allocate_pages(bytes);
+  std::lock_guard<std::mutex> lock(mutex);
+  std::shared_ptr<uint8_t> chunk = open.lock();
+  if (chunk == nullptr || used + bytes > kChunk) {
+    chunk = allocate_pages(kChunk);
+    open = chunk;
+    used = 0;
+  }
+  uint8_t* here = chunk.get() + used;
+  used += (bytes + kAlign - 1) / kAlign * kAlign;
+  return {chunk, here};
 }
 
 float to_half_and_back(float f) { return half_to_float(float_to_half(f)); }
@@ -45,7 +63,7 @@ uint16_t to_bf16(float f) {  // to nearest, ties to even
 }
 }  // namespace
 
-Matrix::Matrix(Format format, int rows, int cols, int lanes) : data_(nullptr, std::free) {
+Matrix::Matrix(Format format, int rows, int cols, int lanes) {
   packed_ = {format, rows, cols, lanes, (cols + kBlock - 1) / kBlock, 0, nullptr, nullptr};
   if (has_codes(format)) {
     packed_.group_bytes = packed_.blocks * block_bytes(format, lanes);
@@ -53,7 +71,7 @@ Matrix::Matrix(Format format, int rows, int cols, int lanes) : data_(nullptr, st
     packed_.group_bytes = static_cast<size_t>(cols) * lanes * (format == Format::kBF16 ? 2 : 4);
   }
   bytes_ = packed_.groups() * packed_.group_bytes;
-  data_.reset(allocate(bytes_));
+  data_ = allocate(bytes_);
   std::memset(data_.get(), 0, bytes_);
   packed_.data = data_.get();
 }

@@ -30,7 +30,7 @@ class Matrix {
 
   Packed packed_;
   size_t bytes_;
-  std::unique_ptr<uint8_t, void (*)(void*)> data_;
+  std::shared_ptr<uint8_t> data_;
   std::unique_ptr<float[]> bias_;
 };
 

@@ -7,6 +7,7 @@ that are left before it is believed.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import struct
@@ -73,24 +74,34 @@ class GGUFFile:
         path: Path,
         metadata: dict[str, Any],
         tensors: dict[str, TensorInfo],
-        data: Bytes,
+        buffer: mmap.mmap,
     ) -> None:
         self.path = path
         self.metadata = metadata
         self.tensors = tensors
-        self._data = data
+        self._buffer = buffer
+        self._data: Bytes = np.frombuffer(buffer, np.uint8)
 
     @classmethod
     def open(cls, path: Path) -> GGUFFile:
         buffer = _map(path)
         header = _Header(path, buffer)
         metadata, tensors = header.read()
-        return cls(path, metadata, tensors, np.frombuffer(buffer, np.uint8))
+        return cls(path, metadata, tensors, buffer)
 
     def raw(self, name: str) -> Bytes:
         """The bytes of a tensor: a read-only view of the mapped file, nothing is copied."""
         info = self.tensors[name]
         return self._data[info.offset : info.offset + info.num_bytes]
+
+    def forget(self, name: str) -> None:
+        """The tensor has been read: its pages need no memory until someone reads it again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            info = self.tensors[name]
+            first = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
+            with contextlib.suppress(OSError):
+                end = info.offset + info.num_bytes
+                self._buffer.madvise(mmap.MADV_DONTNEED, first, end - first)
 
 
 def _map(path: Path) -> mmap.mmap:

@@ -188,6 +188,7 @@ class NativeDecoder:
                 matrix.put_blocks(str(packed.type), np.ascontiguousarray(packed.rows), places)
             except ValueError as error:
                 raise ModelError(f"the weights {name!r} cannot be packed: {error}") from error
+            source.forget(name)
             return
         # One matrix at a time is dense, and only while it is packed.
         dense = source.read(name, torch.float32).numpy()

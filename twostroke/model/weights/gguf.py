@@ -72,6 +72,9 @@ class GGUFWeights:
             info.type, (num_rows, row_length), rows if order is None else rows[order]
         )
 
+    def forget(self, name: str) -> None:
+        self._file.forget(self._info(name).name)
+
     def _info(self, name: str) -> TensorInfo:
         info = self._file.tensors.get(tensor_name(name))
         if info is None:
