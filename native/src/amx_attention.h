@@ -149,10 +149,10 @@ static inline f32v exp2_of(f32v value) {
   const __m512 n = _mm512_roundscale_ps(x, 0);
   const f32v r = (f32v)_mm512_sub_ps(x, n);
   f32v p = splat(0.0095700966f);
-  p = p * r + 0.0559178628f;
-  p = p * r + 0.2402474433f;
-  p = p * r + 0.6931217909f;
-  p = p * r + 0.9999992847f;
+  p = mul_add(p, r, splat(0.0559178628f));
+  p = mul_add(p, r, splat(0.2402474433f));
+  p = mul_add(p, r, splat(0.6931217909f));
+  p = mul_add(p, r, splat(0.9999992847f));
   return (f32v)_mm512_scalef_ps((__m512)p, n);
 }
 

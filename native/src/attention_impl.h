@@ -67,8 +67,8 @@ static inline void score(const float* k, int keys, const float* q, int rows, int
         for (; d < dim; d++)
           unrolled<V>([&](auto v) {
             f32v x = load(q + d * rows + r + v * W);
-            a[0][v] += x * k0[d], a[1][v] += x * k1[d];
-            a[2][v] += x * k2[d], a[3][v] += x * k3[d];
+            a[0][v] = mul_add(x, splat(k0[d]), a[0][v]), a[1][v] = mul_add(x, splat(k1[d]), a[1][v]);
+            a[2][v] = mul_add(x, splat(k2[d]), a[2][v]), a[3][v] = mul_add(x, splat(k3[d]), a[3][v]);
           });
         unrolled<4>([&](auto j) {
           unrolled<V>([&](auto v) { store(s + (n + j) * rows + r + v * W, a[j][v]); });
@@ -207,7 +207,7 @@ static void decode_heads(const Cache& cache, const int32_t* table, const float* 
         unrolled<4>([&](auto j) { k[j] = load_half(p[n + j] + d); });
         unrolled<G>([&](auto g) {
           f32v query = load(q + g * dim + d);
-          unrolled<4>([&](auto j) { x[g][j] += k[j] * query; });
+          unrolled<4>([&](auto j) { x[g][j] = mul_add(k[j], query, x[g][j]); });
         });
       }
       unrolled<G>([&](auto g) { sum_four(x[g][0], x[g][1], x[g][2], x[g][3], s[g] + n); });

@@ -97,12 +97,12 @@ static inline __attribute__((always_inline)) void quantised_tile(const void* gro
           both = mul_add(here.least[0], splat(halves[m]), both);
           both = mul_add(here.least[1], splat(halves[kTile + m]), both);
         }
-        acc[m] += both * scale[m];
+        acc[m] = mul_add(both, splat(scale[m]), acc[m]);
       } else {
         f32v dots = dot_block<!is_q4(F)>(here.codes, codes + m * kBlock);
         if constexpr (is_biased) dots -= signed_bias * (halves[m] + halves[kTile + m]);
-        acc[m] += dots * (here.scale[0] * scale[m]);
-        if constexpr (has_least) acc[m] += here.least[0] * sum[m];
+        acc[m] = mul_add(dots, here.scale[0] * scale[m], acc[m]);
+        if constexpr (has_least) acc[m] = mul_add(here.least[0], splat(sum[m]), acc[m]);
       }
     });
     codes += kTile * kBlock;
@@ -132,8 +132,8 @@ static inline __attribute__((always_inline)) void exact_tile(const uint8_t* p,
           int k = b * kBlock + 4 * j + n;
           if (k >= cols) break;
           i32v code = (i32v)((u32v)w[j] << (24 - 8 * n)) >> 24;
-          f32v value = __builtin_convertvector(code, f32v) * d[part] + least[part];
-          unrolled<M>([&](auto m) { acc[m] += value * x[m * stride + k]; });
+          f32v value = mul_add(__builtin_convertvector(code, f32v), d[part], least[part]);
+          unrolled<M>([&](auto m) { acc[m] = mul_add(value, splat(x[m * stride + k]), acc[m]); });
         }
       }
     }
@@ -153,7 +153,7 @@ static inline __attribute__((always_inline)) void exact_tile(const uint8_t* p,
     }
     for (; k < cols; k++) {
       const f32v value = column(k);
-      unrolled<M>([&](auto m) { acc[m] += value * x[m * stride + k]; });
+      unrolled<M>([&](auto m) { acc[m] = mul_add(value, splat(x[m * stride + k]), acc[m]); });
     }
   }
 }

@@ -39,7 +39,8 @@ static inline void store(float* p, f32v v) { *reinterpret_cast<f32u*>(p) = v; }
 static inline f32v splat(float x) { return f32v{} + x; }
 static inline i8v load_codes(const uint8_t* p) { return *reinterpret_cast<const i8u*>(p); }
 
-// a · b + c, where a plain expression would leave open which of two products is rounded first.
+// a · b + c, rounded once where the machine can: what a compiler makes of the plain expression differs
+// from one place to another (GCC 13 takes chains of them apart), and with it the last bit.
 static inline f32v mul_add(f32v a, f32v b, f32v c) {
 #if defined(TS_NEON)
   return vfmaq_f32(c, a, b);
@@ -289,6 +290,6 @@ static inline __attribute__((always_inline)) f32v add_times(f32v acc, f32v x, co
 #if defined(TS_NEON)
   return vfmaq_laneq_f32(acc, x, s.v, I);
 #else
-  return acc + x * s.p[I];
+  return mul_add(x, splat(s.p[I]), acc);
 #endif
 }

@@ -4,7 +4,7 @@
 static void rms_norm(const float* x, const float* weight, float eps, int n, float* out) {
   f32v squares = {};
   int i = 0;
-  for (; i + W <= n; i += W) squares += load(x + i) * load(x + i);
+  for (; i + W <= n; i += W) squares = mul_add(load(x + i), load(x + i), squares);
   float total = sum_lanes(squares);
   for (; i < n; i++) total += x[i] * x[i];
   float r = 1.0f / __builtin_sqrtf(total / static_cast<float>(n) + eps);
@@ -32,16 +32,16 @@ static void rope(float* x, int heads, int dim, const float* cos, const float* si
 static inline f32v exp_of(f32v x) {
   const float shift = 12582912.0f;  // 1.5 · 2^23: the sum's last bits are the whole number
   x = max_of(x, splat(-87.0f));
-  f32v y = x * 1.44269504f + shift, n = y - shift;
-  f32v r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  f32v y = mul_add(x, splat(1.44269504f), splat(shift)), n = y - shift;
+  f32v r = mul_add(n, splat(2.12194440e-4f), mul_add(n, splat(-0.693359375f), x));
   f32v p = splat(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
+  p = mul_add(p, r, splat(1.3981999507e-3f));
+  p = mul_add(p, r, splat(8.3334519073e-3f));
+  p = mul_add(p, r, splat(4.1665795894e-2f));
+  p = mul_add(p, r, splat(1.6666665459e-1f));
+  p = mul_add(p, r, splat(5.0000001201e-1f));
   u32v power = ((u32v)y + 127u) << 23;
-  return (p * r * r + r + 1.0f) * (f32v)power;
+  return (mul_add(p * r, r, r) + 1.0f) * (f32v)power;
 }
 
 static void silu_mul(const float* gate, const float* up, int n, float* out) {
