@@ -1,6 +1,7 @@
 """What the steps of the native decoder are made of, stage by stage, on this CPU.
 
-    python -m bench.cpu_profile [--model M] [--isa NAME] [--threads N] [--repeat N] [--json FILE]
+    python -m bench.cpu_profile [--model M] [--quantization int8|int4] [--isa NAME] [--threads N]
+        [--repeat N] [--json FILE]
 
 Runs the decoder alone, without engine or server: a prompt of 512 and of 2,048 tokens, and steps of
 1, 8 and 32 streams with 160 tokens behind them. The median step, and its stages' shares. Ends with
@@ -68,6 +69,7 @@ def main() -> None:
     about = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=about)
     parser.add_argument("--model")
+    parser.add_argument("--quantization", choices=("int8", "int4"))
     parser.add_argument("--isa", default="auto")
     parser.add_argument("--threads", type=int, default=default_threads())
     parser.add_argument("--repeat", type=int, default=20)
@@ -75,9 +77,10 @@ def main() -> None:
     args = parser.parse_args()
     config = EngineConfig(model=args.model, device="cpu", isa=args.isa)
     model = open_model(config, find_model(config), "cpu")
-    packing = Packing(model.spec, model.weights, model.dtype, None, args.isa)
+    packing = Packing(model.spec, model.weights, model.dtype, args.quantization, args.isa)
     decoder = NativeDecoder(packing, MAX_LEN, args.threads, args.threads, args.isa)
     out: dict[str, Any] = {"bench": "cpu_profile", "isa": args.isa, "threads": args.threads}
+    out |= {"quantization": args.quantization, "weight_bytes": decoder.model.num_bytes}
     for prompt in (512, 2048):
         out[f"prefill {prompt}"] = profile(
             decoder, 0, prompt, max(2, args.repeat * 512 // prompt // 4)
