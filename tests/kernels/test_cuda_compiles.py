@@ -92,19 +92,20 @@ def test_attention_compiles_and_fits_in_registers(
 
     q, (keys, values) = empty(2, num_heads, dim), pool(num_kv_heads, dim)
     tables, row = empty(2, 64, dtype=torch.int32), empty(2, dtype=torch.int32)
-    for splits in (1, 4):
+    many = empty(300, num_heads, dim)
+    for queries, splits in ((q, 1), (q, 4), (many, 1)):
         scratch = cuda.decode_scratch(2, num_heads, dim, splits, torch.device("cpu"))
         cuda.decode_attention(
-            q, keys, values, tables, row, row, 0.1, window, splits, scratch, softcap
+            queries, keys, values, tables, row, row, 0.1, window, splits, scratch, softcap
         )
     ends = empty(3, dtype=torch.int32)
     cuda.prefill_attention(q, keys, values, tables, row, row, ends, 2, 0.1, window, softcap)
-    assert len(compiled) == 3
+    assert len(compiled) == 4
     for kernel in compiled:
         assert kernel.metadata.shared <= 227 << 10
         assert "cp.async.cg.shared.global" in kernel.asm["ptx"]  # sixteen bytes a thread
         assert spilled_bytes(kernel, tmp_path) <= 64
-    assert "wgmma" in compiled[2].asm["ptx"]
+    assert "wgmma" in compiled[3].asm["ptx"]
 
 
 def test_small_kernels_compile_once_for_all_batches(compiled: list[Any], tmp_path: Path) -> None:
