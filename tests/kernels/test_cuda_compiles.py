@@ -108,6 +108,29 @@ def test_attention_compiles_and_fits_in_registers(
     assert "wgmma" in compiled[3].asm["ptx"]
 
 
+def test_a_few_rows_product_and_what_launches_do_for_their_neighbours(
+    compiled: list[Any], tmp_path: Path
+) -> None:
+    from twostroke.kernels import Ahead, cuda
+
+    scratch = cuda.decode_scratch(2, 32, 128, 4, torch.device("cpu"))
+    tables, row = empty(2, 64, dtype=torch.int32), empty(2, dtype=torch.int32)
+    where = (*pool(8, 128), tables, row, row)
+    for early in (False, True):
+        ahead = Ahead(early, empty(4096, 4096), 1 << 23)
+        cuda.add_rms_norm(empty(2, 4096), empty(2, 4096), empty(4096), 1e-5, ahead=ahead)
+        cuda.silu_and_mul(empty(2, 8192), ahead=ahead)
+        query = empty(2, 32, 128)
+        cuda.decode_attention(query, *where, 0.1, None, 4, scratch, ahead=ahead)
+        cuda.few_rows_product(empty(2, 4096), empty(4096, 4096), ahead=ahead)
+    for index, kernel in enumerate(compiled):
+        code, early = kernel.asm["ptx"], index >= 4
+        assert ("cp.async.bulk.prefetch.L2" in code) == (early or index != 3)
+        assert ("griddepcontrol.wait" in code) == early
+        assert bool(kernel.metadata.launch_pdl) == early
+        assert spilled_bytes(kernel, tmp_path) == 0
+
+
 def test_small_kernels_compile_once_for_all_batches(compiled: list[Any], tmp_path: Path) -> None:
     from twostroke.kernels import cuda
 

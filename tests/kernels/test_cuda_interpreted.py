@@ -105,6 +105,13 @@ if INTERPRETED:
         assert cases.check_silu(rows, width, CPU, dtype) < BOUNDS[dtype]
 
     @pytest.mark.parametrize("dtype", [HALF, SINGLE])
+    @pytest.mark.parametrize(("rows", "columns", "inner"), [(1, 64, 256), (16, 33, 128)])
+    def test_a_few_rows_product_equals_the_reference(
+        rows: int, columns: int, inner: int, dtype: torch.dtype
+    ) -> None:
+        assert cases.check_few_rows(rows, columns, inner, CPU, dtype) < BOUNDS[dtype]
+
+    @pytest.mark.parametrize("dtype", [HALF, SINGLE])
     @pytest.mark.parametrize("norm", [False, True])
     @pytest.mark.parametrize(
         ("heads", "half"),

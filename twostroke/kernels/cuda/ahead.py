@@ -10,22 +10,15 @@ Neither changes a result.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from twostroke.kernels import Ahead
+
 LINE = 128  # bytes of a line of the cache
 PROGRAMS = 132  # that only read ahead, where a launch has fewer of its own
-
-
-@dataclass(frozen=True, slots=True)
-class Ahead:
-    early: bool = False  # set up before the launch in front has ended
-    weight: torch.Tensor | None = None  # [N, K] of the product that follows
-    num_bytes: int = 0  # how much of it to read ahead
 
 
 def early(ahead: Ahead | None) -> dict[str, bool]:

@@ -16,7 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from twostroke.kernels.cuda.ahead import Ahead, await_last, lines_of, read_ahead
+from twostroke.kernels import Ahead
+from twostroke.kernels.cuda.ahead import await_last, lines_of, read_ahead
 from twostroke.kernels.cuda.scores import capped, unit_of
 from twostroke.kernels.cuda.sizes import power_of_two
 

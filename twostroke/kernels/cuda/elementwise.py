@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from twostroke.kernels.cuda.ahead import PROGRAMS, Ahead, await_last, lines_of, read_ahead
+from twostroke.kernels import Ahead
+from twostroke.kernels.cuda.ahead import PROGRAMS, await_last, lines_of, read_ahead
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 
 TILE = 2048  # elements of one program: two 16-byte loads of a thread in flight

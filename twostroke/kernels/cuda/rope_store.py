@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from twostroke.kernels.cuda.ahead import Ahead, await_last, early
+from twostroke.kernels import Ahead
+from twostroke.kernels.cuda.ahead import await_last, early
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 
 HEADS = 8  # heads of one program
