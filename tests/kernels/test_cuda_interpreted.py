@@ -131,6 +131,22 @@ if INTERPRETED:
     def test_sampling_draws_what_the_reference_draws(vocab: int, spread: float) -> None:
         assert cases.check_sample(12, vocab, spread, CPU, SINGLE) == []
 
+    def test_sampling_among_fewer_tokens_than_top_k() -> None:
+        assert cases.check_sample(12, 9, 1.0, CPU, SINGLE) == []
+
+    def test_of_equal_logits_the_first_are_kept() -> None:
+        """More of them than there is room for candidates."""
+        rows, k = 8, 20
+        column = torch.ones(rows)
+        keys = torch.arange(rows)
+        limits = torch.full((rows,), k, dtype=torch.int32)
+        logits = torch.zeros(rows, 3000)
+        tokens = cases.cuda.sample(logits, column, limits, column, column * 0, keys, keys)
+        assert int(tokens.max()) < k
+        assert len(set(tokens.tolist())) > 3
+        halved = cases.cuda.sample(logits, column, limits, column * 0.5, column * 0, keys, keys)
+        assert int(halved.max()) < k // 2
+
     def test_nothing_but_nan_still_gives_a_token() -> None:
         logits = torch.full((1, 3000), float("nan"))
         column = torch.ones(1)
