@@ -18,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from twostroke.kernels import Ahead
 
 LINE = 128  # bytes of a line of the cache
+PIECE = 512  # bytes that one thread asks for
 PROGRAMS = 132  # that only read ahead, where a launch has fewer of its own
 
 
@@ -34,8 +35,11 @@ def lines_of(ahead: Ahead | None) -> tuple[torch.Tensor | None, dict[str, int]]:
     weight = None if ahead is None else ahead.weight
     if ahead is not None and weight is not None:
         stride = weight.stride(0) * weight.itemsize
-        size = min(ahead.num_bytes // weight.shape[0], stride) // LINE * LINE
-        rows = weight.shape[0] if size else 0
+        size = min(ahead.num_bytes // weight.shape[0], stride)
+        whole = PIECE if size > PIECE else LINE
+        size = size // whole * whole
+        # Sixteen bytes are the least that the hardware takes.
+        rows = weight.shape[0] if size and stride % 16 == 0 == weight.data_ptr() % 16 else 0
     options = {"AHEAD_ROWS": rows, "AHEAD_STRIDE": stride, "AHEAD_BYTES": size}
     return (weight if rows else None), {**options, **early(ahead)}
 
@@ -52,16 +56,18 @@ def await_last(EARLY: tl.constexpr):
 def read_ahead(
     weight, program, programs, ROWS: tl.constexpr, STRIDE: tl.constexpr, BYTES: tl.constexpr
 ):
-    """The first BYTES of every row; `program` of `programs` takes its part of the rows."""
+    """The first BYTES of every row; `program` of `programs` takes its part of them."""
     if ROWS > 0:
         LANES: tl.constexpr = 32 * tl.extra.cuda.num_warps()
-        for start in range(program * LANES, ROWS, programs * LANES):
-            row = start + tl.arange(0, LANES)
-            at = weight.to(tl.int64) + tl.minimum(row, ROWS - 1).to(tl.int64) * STRIDE
+        PIECE: tl.constexpr = 512 if BYTES > 512 else BYTES
+        EACH: tl.constexpr = BYTES // PIECE  # of a row
+        for start in range(program * LANES, ROWS * EACH, programs * LANES):
+            piece = tl.minimum(start + tl.arange(0, LANES), ROWS * EACH - 1)
+            offset = (piece // EACH).to(tl.int64) * STRIDE + (piece % EACH) * PIECE
             tl.inline_asm_elementwise(
                 "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
                 "=r,l,r",
-                [at, tl.full([LANES], BYTES, tl.int32)],
+                [weight.to(tl.int64) + offset, tl.full([LANES], PIECE, tl.int32)],
                 dtype=tl.int32,
                 is_pure=False,
                 pack=1,
