@@ -108,6 +108,39 @@ def test_attention_compiles_and_fits_in_registers(
     assert "wgmma" in compiled[3].asm["ptx"]
 
 
+@pytest.mark.parametrize("dim", [128, 256])
+def test_attention_in_fp32_fits_in_shared_memory(compiled: list[Any], dim: int) -> None:
+    from twostroke.kernels import cuda
+
+    q, keys = (empty(*size, dtype=torch.float32) for size in ((2, 8, dim), (9, 16, 4, dim)))
+    tables, row = empty(2, 64, dtype=torch.int32), empty(2, dtype=torch.int32)
+    scratch = cuda.decode_scratch(2, 8, dim, 4, torch.device("cpu"))
+    cuda.decode_attention(q, keys, keys, tables, row, row, 0.1, None, 4, scratch)
+    ends = empty(3, dtype=torch.int32)
+    cuda.prefill_attention(q, keys, keys, tables, row, row, ends, 2, 0.1, None)
+    assert all(kernel.metadata.shared <= 227 << 10 for kernel in compiled)
+
+
+@pytest.mark.parametrize(
+    ("batch", "kv_heads", "max_len", "splits"),
+    [
+        (1, 8, 131072, 33),
+        (8, 8, 8192, 4),
+        (32, 8, 8192, 1),
+        (256, 8, 131072, 1),
+        (1, 8, 100, 1),
+        (1, 8, 1024, 8),
+        (1, 1, 131072, 64),
+    ],
+)
+def test_splits_fill_the_card_and_are_no_shorter_than_they_need(
+    batch: int, kv_heads: int, max_len: int, splits: int
+) -> None:
+    from twostroke.kernels import cuda
+
+    assert cuda.decode_splits(batch, kv_heads, max_len) == splits
+
+
 def test_a_few_rows_product_and_what_launches_do_for_their_neighbours(
     compiled: list[Any], tmp_path: Path
 ) -> None:

@@ -47,9 +47,10 @@ class Tuning:
 def tuning(dim: int, dtype: torch.dtype, programs: int) -> Tuning:
     """Of few programs each has three tiles under way; many share a multiprocessor, where one
     computes and the others load, and the smallest do best."""
-    wide = dim * dtype.itemsize > 256
+    width = dim * dtype.itemsize
+    wide = width > 256
     if programs <= PROGRAMS:
-        return Tuning(32, 4, 4, 4) if wide else Tuning(64, 4, 4, 2)
+        return Tuning(32, 4, 4 if width <= 512 else 3, 4) if wide else Tuning(64, 4, 4, 2)
     return Tuning(32, 4, 2, 4) if wide else Tuning(64, 2, 2, 2)
 
 
