@@ -16,16 +16,19 @@ from twostroke.kernels import reference
 NEVER = float("-inf")
 
 
-def rms_norm(x, weight, eps, out=None):  # type: ignore[no-untyped-def]
+def rms_norm(x, weight, eps, out=None, ahead=None):  # type: ignore[no-untyped-def]
+    _takes(ahead, x.shape[-1])
     return _into(out, reference.rms_norm(x, weight, eps))
 
 
-def add_rms_norm(x, residual, weight, eps):  # type: ignore[no-untyped-def]
+def add_rms_norm(x, residual, weight, eps, ahead=None):  # type: ignore[no-untyped-def]
+    _takes(ahead, x.shape[1])
     residual += x
     return reference.rms_norm(residual, weight, eps)
 
 
-def silu_and_mul(gate_up, out=None):  # type: ignore[no-untyped-def]
+def silu_and_mul(gate_up, out=None, ahead=None):  # type: ignore[no-untyped-def]
+    _takes(ahead, gate_up.shape[1] // 2)
     return _into(out, reference.silu_and_mul(gate_up))
 
 
@@ -42,6 +45,8 @@ def rope_store(  # type: ignore[no-untyped-def]
     values,
     num_heads,
     num_kv_heads,
+    out=None,
+    ahead=None,
 ):
     heads = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, -1))
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -53,7 +58,17 @@ def rope_store(  # type: ignore[no-untyped-def]
     k = reference.rope(k, cos[positions], sin[positions])
     real = slots >= 0
     reference.store_kv(k[real], v[real], keys, values, slots[real])
-    return q
+    return _into(out, q)
+
+
+def few_rows_product(x, weight, ahead=None):  # type: ignore[no-untyped-def]
+    assert x.shape[0] <= 16
+    return x @ weight.T
+
+
+def _takes(ahead, width):  # type: ignore[no-untyped-def]
+    """The weight to read ahead is that of the product which takes this kernel's result."""
+    assert ahead is None or ahead.weight is None or ahead.weight.shape[1] == width
 
 
 def prefill_attention(  # type: ignore[no-untyped-def]
@@ -96,7 +111,9 @@ def decode_attention(  # type: ignore[no-untyped-def]
     scratch,
     softcap=0.0,
     out=None,
+    ahead=None,
 ):
+    _takes(ahead, q.shape[1] * q.shape[2])
     assert softcap == 0.0
     assert scratch == (q.shape[0], splits)
     out = torch.empty_like(q) if out is None else out

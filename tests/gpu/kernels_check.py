@@ -2,139 +2,29 @@
 
     python -m tests.gpu.kernels_check [--sweep] [--limit-s 140]
 
-Each item stands alone: one that fails is reported, and the rest still runs. Calls are timed as
-replays of a CUDA graph that walks over more memory than the L2 holds, as the layers of a model do.
-Ends with one JSON line.
+Each item stands alone: one that fails is reported, and the rest still runs. `--sweep` times the
+choices between kernels instead of all kernels. Ends with one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
-from statistics import median
 from time import perf_counter
-from typing import Any
 
 import torch
 import triton
 
+from tests.gpu.kernels_time import CUDA, SHAPES, check_overlaps, decode_call, sweep, time_all
+from tests.gpu.report import Report, round_to
 from tests.kernels import cuda_cases as cases
 from tests.kernels.cuda_cases import BOUNDS, Heads
 from twostroke.kernels import cuda
-from twostroke.kernels.cuda import decode, prefill
 
-CUDA = torch.device("cuda")
-READ, COPY, FLOPS = 3.99e12, 4.16e12, 783e12  # the card's ceilings, from the ledger
-SPREAD_BYTES = 256 << 20  # what one round of calls walks over: several times the L2
-CONTEXT = 1088
 # On a GPU fp32 products are three of tf32, and exponentials are approximate.
 ALLOWED = BOUNDS | {torch.float32: 1e-5}
 PLAIN = (Heads(32, 8, 128), Heads(9, 3, 64))  # for every dtype; other shapes in bf16
-
-
-@dataclass(frozen=True)
-class Shape:
-    name: str
-    num_heads: int
-    num_kv_heads: int
-    hidden: int
-    intermediate: int
-    qk_norm: bool
-    dim: int = 128
-
-
-SHAPES = [
-    Shape("8B", 32, 8, 4096, 14336, False),
-    Shape("0.6B", 16, 8, 1024, 3072, True),
-]
-
-
-@dataclass
-class Report:
-    limit_s: float
-    begun: float = field(default_factory=perf_counter)
-    passed: dict[str, float] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-    timings: dict[str, list[float]] = field(default_factory=dict)  # µs, of the floor, T a second
-    first_calls_s: float = 0.0  # compiling, mostly
-
-    def item(self, name: str, work: Callable[[], None]) -> None:
-        if perf_counter() - self.begun > self.limit_s:
-            self.failed[name] = "no time left"
-            return
-        try:
-            work()
-            torch.cuda.synchronize()
-        except Exception as error:
-            self.failed[name] = f"{type(error).__name__}: {error}"[:600]
-            print(f"FAILED {name}\n{traceback.format_exc()[-1500:]}", flush=True)
-
-    def check(self, name: str, bound: float, case: Callable[[], float]) -> None:
-        def work() -> None:
-            torch.manual_seed(len(name))
-            error = case()
-            if not error < bound:
-                raise AssertionError(f"error {error:.2e}, allowed {bound:.0e}")
-            self.passed[name] = error
-
-        self.item(name, work)
-
-    def time(
-        self, name: str, calls: Sequence[Callable[[], object]], amount: float, rate: float
-    ) -> None:
-        """One call, where `calls` are one round over different memory, against the time that
-        `amount` bytes or operations need at `rate` a second."""
-
-        def work() -> None:
-            begun = perf_counter()
-            calls[0]()
-            torch.cuda.synchronize()
-            first = perf_counter() - begun
-            self.first_calls_s += first
-            each = replayed(calls)
-            share, reached = amount / rate / each, amount / each / 1e12
-            self.timings[name] = [round_to(n) for n in (each * 1e6, share, reached)]
-            unit = "TFLOP/s" if rate == FLOPS else "TB/s"
-            figures = f"{each * 1e6:9.2f} µs {share:6.1%} {reached:7.2f} {unit}"
-            print(f"{name:52} {figures}  ({first:.1f} s)", flush=True)
-
-        self.item(name, work)
-
-
-def round_to(value: float) -> float:
-    return float(f"{value:.4g}")
-
-
-def replayed(calls: Sequence[Callable[[], object]]) -> float:
-    for call in calls[:3]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    torch.cuda.synchronize()
-
-    def measure(rounds: int) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(rounds):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3 / rounds
-
-    rounds = max(1, min(50, int(0.01 / measure(1))))
-    return median(measure(rounds) for _ in range(5)) / len(calls)
-
-
-# ── right ───────────────────────────────────────────────────────────────────────────────────
 
 
 def check_all(report: Report) -> None:
@@ -179,6 +69,12 @@ def check_all(report: Report) -> None:
                 bound,
                 lambda r=rows, w=width, d=dtype: cases.check_silu(r, w, CUDA, d),
             )
+        for rows, width in ((1, 4096), (16, 4100)):
+            report.check(
+                f"few_rows {kind} {rows}×{width}",
+                bound,
+                lambda r=rows, w=width, d=dtype: cases.check_few_rows(r, w, 1024, CUDA, d),
+            )
         for heads, half, norm in (
             (Heads(32, 8, 128), 64, False),
             (Heads(16, 8, 128), 64, True),
@@ -200,6 +96,7 @@ def check_all(report: Report) -> None:
         )
     report.check("decode again and again", 1e-9, check_repeats)
     report.check("decode, graph, lengths changed", ALLOWED[torch.bfloat16], check_graph)
+    report.check("overlaps, graph, all of them", ALLOWED[torch.bfloat16], check_overlaps)
 
 
 def check_repeats() -> float:
@@ -240,213 +137,6 @@ def check_graph() -> float:
     return error
 
 
-# ── fast ────────────────────────────────────────────────────────────────────────────────────
-
-
-def random_pool(shape: Shape, layers: int, blocks: int, page: int) -> torch.Tensor:
-    size = (layers, 2, blocks, page, shape.num_kv_heads, shape.dim)
-    return torch.randn(size, device=CUDA, dtype=torch.bfloat16)
-
-
-def shuffled_tables(rows: int, blocks: int) -> torch.Tensor:
-    return torch.randperm(rows * blocks, device=CUDA).int().view(rows, blocks)
-
-
-def decode_call(
-    shape: Shape,
-    batch: int,
-    layers: int,
-    splits: int | None = None,
-    tuned: decode.Tuning | None = None,
-    page: int = 16,
-    lengths: Sequence[int] = (),
-) -> tuple[Callable[[], torch.Tensor], int]:
-    """A call that takes the next layer each time, and the splits it uses."""
-    contexts = cases.ints(lengths or [CONTEXT] * batch, CUDA)
-    blocks = -(-int(contexts.max()) // page)
-    pool = random_pool(shape, layers, batch * blocks, page)
-    tables = shuffled_tables(batch, blocks)
-    q = torch.randn(batch, shape.num_heads, shape.dim, device=CUDA, dtype=torch.bfloat16)
-    splits = splits or cuda.decode_splits(batch, shape.num_kv_heads, 8192)
-    scratch = cuda.decode_scratch(batch, shape.num_heads, shape.dim, splits, CUDA)
-    rows = torch.arange(batch, device=CUDA, dtype=torch.int32)
-    out = torch.empty_like(q)
-    turn = count()
-
-    def call() -> torch.Tensor:
-        keys, values = pool[next(turn) % layers]
-        where = (keys, values, tables, rows, contexts)
-        return cuda.decode_attention(
-            q, *where, shape.dim**-0.5, None, splits, scratch, out=out, tuned=tuned
-        )
-
-    return call, splits
-
-
-def time_decode(report: Report, shape: Shape, batch: int, ragged: bool = False, **how: Any) -> None:
-    """All of one context, or as long as those of nano-vLLM's workload are on the way."""
-    lengths = [CONTEXT] * batch
-    if ragged:
-        lengths = [100 + 7919 * row % 1600 for row in range(batch)]
-    kv_bytes = sum(lengths) * 2 * shape.num_kv_heads * shape.dim * 2
-    layers = max(1, min(64, -(-SPREAD_BYTES // kv_bytes)))
-    call, splits = decode_call(shape, batch, layers, lengths=lengths, **how)
-    name = f"decode {shape.name} batch {batch}{' ragged' * ragged} splits {splits}"
-    name += "".join(f" {key} {value}" for key, value in how.items() if key != "splits")
-    report.time(name, [call] * layers, kv_bytes, READ)
-
-
-def time_prefill(
-    report: Report,
-    shape: Shape,
-    size: int,
-    start: int = 0,
-    tuned: prefill.Tuning | None = None,
-    page: int = 16,
-) -> None:
-    blocks = -(-(start + size) // page)
-    pool = random_pool(shape, 1, blocks, page)
-    tables = shuffled_tables(1, blocks)
-    q = torch.randn(size, shape.num_heads, shape.dim, device=CUDA, dtype=torch.bfloat16)
-    out = torch.empty_like(q)
-    where = [cases.ints(values, CUDA) for values in ([0], [start], [0, size])]
-
-    def call() -> None:
-        keys, values = pool[0]
-        cuda.prefill_attention(
-            q, keys, values, tables, *where, size, shape.dim**-0.5, None, out=out, tuned=tuned
-        )
-
-    flops = 4 * shape.num_heads * shape.dim * (start * size + size * size / 2)
-    name = f"prefill {shape.name} {size} after {start}" + (f" {tuned}" if tuned else "")
-    report.time(name, [call] * 2, flops, FLOPS)
-
-
-def time_small(report: Report, shape: Shape, tokens: int) -> None:
-    heads, kv, dim, bf16 = shape.num_heads, shape.num_kv_heads, shape.dim, torch.bfloat16
-    wide = (heads + 2 * kv) * dim
-    sets = max(1, min(64, SPREAD_BYTES // (tokens * shape.hidden * 2)))
-
-    def random(*size: int) -> torch.Tensor:
-        return torch.randn(size, device=CUDA, dtype=bf16)
-
-    def each(make: Callable[[], Callable[[], object]], used: int) -> list[Callable[[], object]]:
-        return [make() for _ in range(max(1, min(sets, SPREAD_BYTES // used)))]
-
-    weight, head_weight = random(shape.hidden), random(dim)
-    row = tokens * shape.hidden * 2
-
-    def add_norm() -> Callable[[], object]:
-        x, residual = random(tokens, shape.hidden), random(tokens, shape.hidden)
-        return lambda: cuda.add_rms_norm(x, residual, weight, 1e-5)
-
-    name = f"{shape.name} {tokens} tokens"
-    report.time(f"add_rms_norm {name}", each(add_norm, 4 * row), 4 * row, COPY)
-
-    def norm() -> Callable[[], object]:
-        x = random(tokens, shape.hidden)
-        return lambda: cuda.rms_norm(x, weight, 1e-5)
-
-    report.time(f"rms_norm {name}", each(norm, 2 * row), 2 * row, COPY)
-
-    def silu() -> Callable[[], object]:
-        x = random(tokens, 2 * shape.intermediate)
-        return lambda: cuda.silu_and_mul(x)
-
-    used = tokens * shape.intermediate * 6
-    report.time(f"silu_and_mul {name}", each(silu, used), used, COPY)
-    pool = random_pool(shape, 1, -(-tokens // 16), 16)
-    angles = torch.rand(8192, dim // 2, device=CUDA)
-    positions = torch.arange(tokens, device=CUDA)
-    norms = (head_weight, head_weight) if shape.qk_norm else (None, None)
-
-    def rope() -> Callable[[], object]:
-        qkv = random(tokens, wide)
-        keys, values = pool[0]
-        where = (angles, angles, positions, positions, keys, values, heads, kv)
-        return lambda: cuda.rope_store(qkv, *norms, 1e-6, *where)
-
-    used = tokens * wide * 4
-    report.time(f"rope_store {name}", each(rope, used), used, COPY)
-
-
-def time_sample(report: Report, batch: int, vocab: int) -> None:
-    logits = [torch.randn(batch, vocab, device=CUDA, dtype=torch.bfloat16) for _ in range(4)]
-    keys = torch.randint(0, 2**32, (2, batch), device=CUDA)
-    for spread in (1.0, 4.0):
-        for each in logits:
-            each *= spread
-        for temperature, top_k, top_p in ((0.0, 0, 1), (0.6, 0, 1), (0.6, 0, 0.9), (0.6, 20, 0.95)):
-            if spread > 1 and top_k == 0 and top_p == 1:
-                continue
-            columns = (
-                torch.full((batch,), temperature, device=CUDA),
-                torch.full((batch,), top_k, device=CUDA, dtype=torch.int32),
-                torch.full((batch,), float(top_p), device=CUDA),
-                torch.zeros(batch, device=CUDA),
-            )
-            calls = [lambda x=x, c=columns: cuda.sample(x, *c, *keys) for x in logits]
-            name = f"sample {batch}×{vocab} t {temperature} k {top_k} p {top_p} spread {spread}"
-            report.time(name, calls, batch * vocab * 2, READ)
-
-
-def time_all(report: Report) -> None:
-    for shape in SHAPES:
-        for batch in (1, 8, 32, 128, 256):
-            time_decode(report, shape, batch)
-        time_decode(report, shape, 128, ragged=True)
-        for size in (1024, 4096, 8192, 32768):
-            time_prefill(report, shape, size)
-        time_prefill(report, shape, 512, 4096)
-        for tokens in (1, 128, 4096):
-            time_small(report, shape, tokens)
-    for batch in (1, 256):
-        time_sample(report, batch, 151936)
-
-
-def sweep(report: Report) -> None:
-    """Which tiles, pipelines and splits are best here: what `tuning` should say."""
-    large, small = SHAPES
-    for batch, choices in (
-        (1, (8, 16, 32, 64)),
-        (8, (4, 8, 16)),
-        (32, (1, 2, 4, 8)),
-        (128, (1, 4)),
-    ):
-        for splits in choices:
-            time_decode(report, large, batch, splits=splits)
-    for tile, warps, stages in (
-        (32, 4, 4),
-        (32, 2, 4),
-        (64, 4, 5),
-        (64, 2, 4),
-        (64, 8, 4),
-        (128, 4, 4),
-        (128, 8, 4),
-        (128, 8, 5),
-    ):
-        tuned = decode.Tuning(tile, warps, stages)
-        time_decode(report, large, 128, splits=1, tuned=tuned)
-        time_decode(report, small, 128, splits=1, tuned=tuned)
-    for batch in (128, 256):
-        for splits in (1, 2, 4, 8):
-            time_decode(report, large, batch, ragged=True, splits=splits)
-    for page in (32, 64):
-        time_decode(report, large, 128, splits=1, page=page)
-    for queries, keys, warps, stages in (
-        (128, 64, 8, 3),
-        (128, 64, 4, 3),
-        (128, 128, 8, 3),
-        (128, 128, 8, 5),
-        (64, 64, 4, 3),
-        (64, 64, 4, 5),
-        (128, 32, 8, 5),
-    ):
-        choice = prefill.Tuning(queries, keys, warps, stages)
-        for size in (1024, 4096, 32768):
-            time_prefill(report, large, size, tuned=choice)
-
-
 def worst_by_kind(passed: dict[str, float]) -> dict[str, float]:
     """Kernel and dtype → the largest error of its checks."""
     found: dict[str, float] = {}
@@ -458,7 +148,7 @@ def worst_by_kind(passed: dict[str, float]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sweep", action="store_true", help="time other tiles and splits too")
+    parser.add_argument("--sweep", action="store_true", help="time the choices instead")
     parser.add_argument("--no-checks", action="store_true")
     parser.add_argument("--limit-s", type=float, default=140.0)
     parser.add_argument("--out", type=Path, help="a file for the JSON too")
@@ -469,8 +159,8 @@ def main() -> None:
     if not args.no_checks:
         check_all(report)
         print(f"{len(report.passed)} checks passed, {perf_counter() - report.begun:.0f} s")
-    for part in (time_all, sweep) if args.sweep else (time_all,):
-        report.item(part.__name__, lambda part=part: part(report))
+    part = sweep if args.sweep else time_all
+    report.item(part.__name__, lambda: part(report))
     for name, why in report.failed.items():
         print(f"FAILED {name}: {why}")
     result = {

@@ -218,6 +218,15 @@ def check_norms(rows: int, width: int, device: torch.device, dtype: torch.dtype)
     return largest(error, worst(out, reference.rms_norm(heads, weight, 1e-6)))
 
 
+def check_few_rows(
+    rows: int, columns: int, inner: int, device: torch.device, dtype: torch.dtype
+) -> float:
+    x, weight = torch.randn(rows, inner), torch.randn(columns, inner) * inner**-0.5
+    x, weight = x.to(device, dtype), weight.to(device, dtype)
+    out = cuda.few_rows_product(x, weight, out=poisoned(rows, columns, like=x))
+    return worst(out, x.double() @ weight.double().T)
+
+
 def check_silu(rows: int, width: int, device: torch.device, dtype: torch.dtype) -> float:
     gate_up = (3 * torch.randn(rows, 2 * width)).to(device, dtype)
     out = cuda.silu_and_mul(gate_up, out=poisoned(rows, width, like=gate_up))
@@ -241,9 +250,10 @@ def check_rope_store(
     qkv = torch.randn(tokens, (num + 2 * kv) * dim).to(device, dtype)
     weights = [torch.randn(dim).to(device, dtype) if norm else None for _ in range(2)]
     q_norm, k_norm = weights
-    out = cuda.rope_store(
-        qkv, q_norm, k_norm, 1e-6, cos, sin, positions, slots, cache.keys, cache.values, num, kv
-    )
+    where = (positions, slots, cache.keys, cache.values, num, kv)
+    into = poisoned(tokens, num, dim, like=qkv)
+    out = cuda.rope_store(qkv, q_norm, k_norm, 1e-6, cos, sin, *where, out=into)
+    assert out is into
     q, k, v = (
         part.reshape(tokens, -1, dim)
         for part in torch.split(qkv, [num * dim, kv * dim, kv * dim], dim=-1)

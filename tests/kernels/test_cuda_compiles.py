@@ -92,19 +92,76 @@ def test_attention_compiles_and_fits_in_registers(
 
     q, (keys, values) = empty(2, num_heads, dim), pool(num_kv_heads, dim)
     tables, row = empty(2, 64, dtype=torch.int32), empty(2, dtype=torch.int32)
-    for splits in (1, 4):
+    many = empty(300, num_heads, dim)
+    for queries, splits in ((q, 1), (q, 4), (many, 1)):
         scratch = cuda.decode_scratch(2, num_heads, dim, splits, torch.device("cpu"))
         cuda.decode_attention(
-            q, keys, values, tables, row, row, 0.1, window, splits, scratch, softcap
+            queries, keys, values, tables, row, row, 0.1, window, splits, scratch, softcap
         )
     ends = empty(3, dtype=torch.int32)
     cuda.prefill_attention(q, keys, values, tables, row, row, ends, 2, 0.1, window, softcap)
-    assert len(compiled) == 3
+    assert len(compiled) == 4
     for kernel in compiled:
         assert kernel.metadata.shared <= 227 << 10
         assert "cp.async.cg.shared.global" in kernel.asm["ptx"]  # sixteen bytes a thread
         assert spilled_bytes(kernel, tmp_path) <= 64
-    assert "wgmma" in compiled[2].asm["ptx"]
+    assert "wgmma" in compiled[3].asm["ptx"]
+
+
+@pytest.mark.parametrize("dim", [128, 256])
+def test_attention_in_fp32_fits_in_shared_memory(compiled: list[Any], dim: int) -> None:
+    from twostroke.kernels import cuda
+
+    q, keys = (empty(*size, dtype=torch.float32) for size in ((2, 8, dim), (9, 16, 4, dim)))
+    tables, row = empty(2, 64, dtype=torch.int32), empty(2, dtype=torch.int32)
+    scratch = cuda.decode_scratch(2, 8, dim, 4, torch.device("cpu"))
+    cuda.decode_attention(q, keys, keys, tables, row, row, 0.1, None, 4, scratch)
+    ends = empty(3, dtype=torch.int32)
+    cuda.prefill_attention(q, keys, keys, tables, row, row, ends, 2, 0.1, None)
+    assert all(kernel.metadata.shared <= 227 << 10 for kernel in compiled)
+
+
+@pytest.mark.parametrize(
+    ("batch", "kv_heads", "max_len", "splits"),
+    [
+        (1, 8, 131072, 33),
+        (8, 8, 8192, 4),
+        (32, 8, 8192, 1),
+        (256, 8, 131072, 1),
+        (1, 8, 100, 1),
+        (1, 8, 1024, 8),
+        (1, 1, 131072, 64),
+    ],
+)
+def test_splits_fill_the_card_and_are_no_shorter_than_they_need(
+    batch: int, kv_heads: int, max_len: int, splits: int
+) -> None:
+    from twostroke.kernels import cuda
+
+    assert cuda.decode_splits(batch, kv_heads, max_len) == splits
+
+
+def test_a_few_rows_product_and_what_launches_do_for_their_neighbours(
+    compiled: list[Any], tmp_path: Path
+) -> None:
+    from twostroke.kernels import Ahead, cuda
+
+    scratch = cuda.decode_scratch(2, 32, 128, 4, torch.device("cpu"))
+    tables, row = empty(2, 64, dtype=torch.int32), empty(2, dtype=torch.int32)
+    where = (*pool(8, 128), tables, row, row)
+    for early in (False, True):
+        ahead = Ahead(early, empty(4096, 4096), 1 << 23)
+        cuda.add_rms_norm(empty(2, 4096), empty(2, 4096), empty(4096), 1e-5, ahead=ahead)
+        cuda.silu_and_mul(empty(2, 8192), ahead=ahead)
+        query = empty(2, 32, 128)
+        cuda.decode_attention(query, *where, 0.1, None, 4, scratch, ahead=ahead)
+        cuda.few_rows_product(empty(2, 4096), empty(4096, 4096), ahead=ahead)
+    for index, kernel in enumerate(compiled):
+        code, early = kernel.asm["ptx"], index >= 4
+        assert ("cp.async.bulk.prefetch.L2" in code) == (early or index != 3)
+        assert ("griddepcontrol.wait" in code) == early
+        assert bool(kernel.metadata.launch_pdl) == early
+        assert spilled_bytes(kernel, tmp_path) == 0
 
 
 def test_small_kernels_compile_once_for_all_batches(compiled: list[Any], tmp_path: Path) -> None:

@@ -105,6 +105,13 @@ if INTERPRETED:
         assert cases.check_silu(rows, width, CPU, dtype) < BOUNDS[dtype]
 
     @pytest.mark.parametrize("dtype", [HALF, SINGLE])
+    @pytest.mark.parametrize(("rows", "columns", "inner"), [(1, 64, 256), (16, 33, 128)])
+    def test_a_few_rows_product_equals_the_reference(
+        rows: int, columns: int, inner: int, dtype: torch.dtype
+    ) -> None:
+        assert cases.check_few_rows(rows, columns, inner, CPU, dtype) < BOUNDS[dtype]
+
+    @pytest.mark.parametrize("dtype", [HALF, SINGLE])
     @pytest.mark.parametrize("norm", [False, True])
     @pytest.mark.parametrize(
         ("heads", "half"),
@@ -123,6 +130,22 @@ if INTERPRETED:
     @pytest.mark.parametrize(("vocab", "spread"), [(300, 1.0), (2048, 4.0), (9001, 0.05)])
     def test_sampling_draws_what_the_reference_draws(vocab: int, spread: float) -> None:
         assert cases.check_sample(12, vocab, spread, CPU, SINGLE) == []
+
+    def test_sampling_among_fewer_tokens_than_top_k() -> None:
+        assert cases.check_sample(12, 9, 1.0, CPU, SINGLE) == []
+
+    def test_of_equal_logits_the_first_are_kept() -> None:
+        """More of them than there is room for candidates."""
+        rows, k = 8, 20
+        column = torch.ones(rows)
+        keys = torch.arange(rows)
+        limits = torch.full((rows,), k, dtype=torch.int32)
+        logits = torch.zeros(rows, 3000)
+        tokens = cases.cuda.sample(logits, column, limits, column, column * 0, keys, keys)
+        assert int(tokens.max()) < k
+        assert len(set(tokens.tolist())) > 3
+        halved = cases.cuda.sample(logits, column, limits, column * 0.5, column * 0, keys, keys)
+        assert int(halved.max()) < k // 2
 
     def test_nothing_but_nan_still_gives_a_token() -> None:
         logits = torch.full((1, 3000), float("nan"))

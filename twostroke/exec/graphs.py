@@ -129,7 +129,7 @@ class PieceGraphs:
         else:
             normed = decoder.finish(index - 1, self._attended[:size], residual)
         if index < len(program.kv):
-            self._q[:size].copy_(decoder.project(index, normed, inputs, program.kv[index]))
+            decoder.project(index, normed, inputs, program.kv[index], out=self._q[:size])
         else:
             self._hidden[:size].copy_(normed)
 

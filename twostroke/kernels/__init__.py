@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -45,18 +46,40 @@ class Kernels(Protocol):
     ) -> Tensor: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """What a fused kernel may do for its neighbours; no result depends on it."""
+
+    early: bool = False  # be set up before the launch in front has ended
+    weight: Tensor | None = None  # [N, K] of the product that follows
+    num_bytes: int = 0  # how much of it to read ahead
+
+
 class FusedKernels(Protocol):
     """A backend of fewer, larger kernels, for a device that should never wait for its host: each
     is a whole stage over everything in a step, and may be recorded in a graph. A row of length 0
     and a slot below 0 are padding."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, *, ahead: Ahead | None = None
+    ) -> Tensor: ...
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        ahead: Ahead | None = None,
+    ) -> Tensor:
         """`residual += x` in place, then its norm."""
         ...
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor: ...
+    def silu_and_mul(self, gate_up: Tensor, *, ahead: Ahead | None = None) -> Tensor: ...
+
+    def few_rows_product(self, x: Tensor, weight: Tensor, *, ahead: Ahead | None = None) -> Tensor:
+        """x @ weight.T, for at most sixteen rows."""
+        ...
 
     def rope_store(
         self,
@@ -72,6 +95,8 @@ class FusedKernels(Protocol):
         values: Tensor,
         num_heads: int,
         num_kv_heads: int,
+        out: Tensor | None = None,
+        ahead: Ahead | None = None,
     ) -> Tensor:
         """Norm and rotate [T, (H + 2K) · D], put keys and values in the cache; q as [T, H, D]."""
         ...
@@ -109,6 +134,8 @@ class FusedKernels(Protocol):
         scratch: Any,
         softcap: float = 0.0,
         out: Tensor | None = None,
+        *,
+        ahead: Ahead | None = None,
     ) -> Tensor: ...
 
     def decode_splits(self, batch: int, num_kv_heads: int, max_len: int) -> int: ...

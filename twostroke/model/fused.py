@@ -9,20 +9,34 @@ on the device or copies one to it, so that a graph can hold all of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from twostroke.kernels import FusedKernels
+from twostroke.kernels import Ahead, FusedKernels
 from twostroke.model.batch import FusedInputs
 from twostroke.model.decoder import Loader, load_layers
+from twostroke.model.linear import DenseLinear, Linear
 from twostroke.model.rope import rope_tables
 from twostroke.model.spec import ModelSpec
 from twostroke.model.weights import WeightSource
 
 KV = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer
 KVLayers = Sequence[KV]
+
+
+FEW_TOKENS = 64  # where the launches between the products leave the memory idle
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """What is tried against the gaps of a step with few tokens; the ledger says what it wins."""
+
+    early: bool = False  # launches are set up before the one in front has ended
+    ahead_bytes: int = 0  # of a product's weight: read during the launch before it
+    few_rows: int = 0  # products of up to so many rows by a kernel of our own, if ≤ 16
 
 
 class Lists(NamedTuple):
@@ -50,8 +64,10 @@ class FusedDecoder:
         device: torch.device,
         max_len: int,
         kernels: FusedKernels,
+        overlap: Overlap | None = None,
     ) -> None:
         self.spec, self.dtype, self.device, self.kernels = spec, dtype, device, kernels
+        self.overlap = overlap or Overlap()
         self._cos, self._sin = rope_tables(spec.rope, max_len, device)
         self._scale = spec.head_dim**-0.5
         load = Loader(source, dtype, device)
@@ -76,15 +92,22 @@ class FusedDecoder:
         return F.embedding(token_ids, self._embed)
 
     def first_norm(self, residual: torch.Tensor) -> torch.Tensor:
-        return self.kernels.rms_norm(residual, self._layers[0].attn_norm, self.spec.norm_eps)
+        first = self._layers[0]
+        ahead = self._ahead(residual.shape[0], first.qkv)
+        return self.kernels.rms_norm(residual, first.attn_norm, self.spec.norm_eps, ahead=ahead)
 
     def project(
-        self, index: int, normed: torch.Tensor, inputs: FusedInputs, cache: KV
+        self,
+        index: int,
+        normed: torch.Tensor,
+        inputs: FusedInputs,
+        cache: KV,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Queries, [T, H, D]; keys and values go to the cache."""
         layer, spec, group = self._layers[index], self.spec, 0
         return self.kernels.rope_store(
-            layer.qkv(normed),
+            self._product(layer.qkv, normed),
             layer.q_norm,
             layer.k_norm,
             spec.norm_eps,
@@ -95,6 +118,8 @@ class FusedDecoder:
             *cache,
             spec.num_heads,
             spec.num_kv_heads,
+            out=out,
+            ahead=self._ahead(normed.shape[0]),
         )
 
     def attend(self, index: int, lists: Lists, inputs: FusedInputs, cache: KV) -> None:
@@ -113,6 +138,7 @@ class FusedDecoder:
                 decode.splits,
                 decode.scratch,
                 out=lists.decode_out,
+                ahead=None if prefill else self._ahead(len(lists.decode_q), self._layers[index].o),
             )
         if prefill is not None:
             kernels.prefill_attention(
@@ -131,10 +157,29 @@ class FusedDecoder:
     def finish(self, index: int, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """The rest of a layer, and the norm that the next begins with."""
         layer, eps, kernels = self._layers[index], self.spec.norm_eps, self.kernels
-        out = layer.o(attended.flatten(1))
-        normed = kernels.add_rms_norm(out, residual, layer.mlp_norm, eps)
-        out = layer.down(kernels.silu_and_mul(layer.gate_up(normed)))
-        return kernels.add_rms_norm(out, residual, self._next_norms[index], eps)
+        product, ahead, tokens = self._product, self._ahead, residual.shape[0]
+        following = self._layers[index + 1].qkv if index + 1 < len(self._layers) else None
+        out = product(layer.o, attended.flatten(1))
+        mlp = ahead(tokens, layer.gate_up)
+        normed = kernels.add_rms_norm(out, residual, layer.mlp_norm, eps, ahead=mlp)
+        gated = kernels.silu_and_mul(layer.gate_up(normed), ahead=ahead(tokens, layer.down))
+        out, norm = product(layer.down, gated), self._next_norms[index]
+        return kernels.add_rms_norm(out, residual, norm, eps, ahead=ahead(tokens, following))
+
+    def _product(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        few = x.shape[0] <= self.overlap.few_rows
+        if few and isinstance(linear, DenseLinear) and linear.bias is None:
+            ahead = self._ahead(x.shape[0])
+            return self.kernels.few_rows_product(x, linear.weight, ahead=ahead)
+        return linear(x)
+
+    def _ahead(self, tokens: int, following: Linear | None = None) -> Ahead | None:
+        """For a launch that stands before the product `following`."""
+        overlap = self.overlap
+        weight = following.weight if isinstance(following, DenseLinear) else None
+        if tokens > FEW_TOKENS or not (overlap.early or overlap.ahead_bytes):
+            return None
+        return Ahead(overlap.early, weight, overlap.ahead_bytes)
 
     def head(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Logits in the model's dtype, [rows, vocab]."""

@@ -16,12 +16,15 @@ import torch
 import triton
 import triton.language as tl
 
+from twostroke.kernels import Ahead
+from twostroke.kernels.cuda.ahead import await_last, lines_of, read_ahead
 from twostroke.kernels.cuda.scores import capped, unit_of
 from twostroke.kernels.cuda.sizes import power_of_two
 
-# Three waves of four programs a multiprocessor: sequences differ in length, and the last wave
-# should not wait long for the longest.
-PROGRAMS = 132 * 12
+# Two programs a multiprocessor keep enough of the context under way; what more of them would even
+# out between sequences of different lengths, they lose by meeting at the end.
+PROGRAMS = 132 * 2
+MOST_SPLITS = 64
 MERGE = 16  # splits that are merged at one time
 
 
@@ -38,17 +41,24 @@ class Tuning:
     tile: int  # cached positions of one step of the loop
     num_warps: int
     num_stages: int
+    least: int = 2  # tiles of a split, where the context has as many
 
 
-def tuning(dim: int, dtype: torch.dtype) -> Tuning:
-    """Tiles such that several programs fit in a multiprocessor: one computes, the others load."""
-    return Tuning(64, 4, 4) if dim * dtype.itemsize <= 256 else Tuning(32, 4, 4)
+def tuning(dim: int, dtype: torch.dtype, programs: int) -> Tuning:
+    """Of few programs each has three tiles under way; many share a multiprocessor, where one
+    computes and the others load, and the smallest do best."""
+    width = dim * dtype.itemsize
+    wide = width > 256
+    if programs <= PROGRAMS:
+        return Tuning(32, 4, 4 if width <= 512 else 3, 4) if wide else Tuning(64, 4, 4, 2)
+    return Tuning(32, 4, 2, 4) if wide else Tuning(64, 2, 2, 2)
 
 
 def decode_splits(batch: int, num_kv_heads: int, max_len: int) -> int:
-    """Programs enough to fill the card, but none with less than a tile of the longest context."""
-    wanted = -(-PROGRAMS // (batch * num_kv_heads))
-    return max(1, min(wanted, -(-max_len // 64)))
+    """Programs enough to fill the card, but none with less than 128 positions of the longest
+    context. Shorter ones use fewer of the splits, see `Tuning.least`."""
+    wanted = min(PROGRAMS // (batch * num_kv_heads), MOST_SPLITS)
+    return max(1, min(wanted, -(-max_len // 128)))
 
 
 def decode_scratch(
@@ -75,6 +85,7 @@ def decode_attention(
     softcap: float = 0.0,
     out: torch.Tensor | None = None,
     tuned: Tuning | None = None,
+    ahead: Ahead | None = None,
 ) -> torch.Tensor:
     """[B, H, D] against the first `lengths` positions of table rows `rows`; zeros where it is 0.
 
@@ -84,9 +95,11 @@ def decode_attention(
     num_kv_heads = keys.shape[2]
     assert keys.stride() == values.stride()
     assert keys.stride(-1) == q.stride(-1) == tables.stride(-1) == 1
+    assert splits <= MOST_SPLITS
     if out is None:
         out = torch.empty(batch, num_heads, dim, dtype=q.dtype, device=q.device)
-    tuned = tuned or tuning(dim, q.dtype)
+    tuned = tuned or tuning(dim, q.dtype, batch * num_kv_heads * splits)
+    weight, lines = lines_of(ahead)
     group = num_heads // num_kv_heads
     _decode[(num_kv_heads, splits, batch)](
         q,
@@ -97,6 +110,7 @@ def decode_attention(
         lengths,
         out,
         *scratch,
+        weight,
         float(scale),
         float(softcap),
         window or 0,
@@ -115,6 +129,8 @@ def decode_attention(
         BLOCK_DIM=max(16, power_of_two(dim)),
         PAGE=keys.shape[1],
         TILE=tuned.tile,
+        LEAST=tuned.least,
+        MOST_SPLITS=MOST_SPLITS,
         MERGE=MERGE,
         GROUP_BLOCK=power_of_two(group),
         SPLIT=splits > 1,
@@ -122,6 +138,7 @@ def decode_attention(
         SOFTCAP=softcap > 0,
         num_warps=tuned.num_warps,
         num_stages=tuned.num_stages,
+        **lines,
     )
     return out
 
@@ -141,6 +158,7 @@ def _decode(
     partial,
     weight,
     arrived,
+    ahead,
     scale,
     softcap,
     window,
@@ -159,12 +177,19 @@ def _decode(
     BLOCK_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
+    LEAST: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
     MERGE: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    EARLY: tl.constexpr,
+    AHEAD_ROWS: tl.constexpr,
+    AHEAD_STRIDE: tl.constexpr,
+    AHEAD_BYTES: tl.constexpr,
 ):
+    await_last(EARLY)
     kv_head, split, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + sequence).to(tl.int32)
     table = tables + tl.load(rows + sequence).to(tl.int64) * table_stride
@@ -175,7 +200,7 @@ def _decode(
     # Tiles [first_tile, last_tile) of the context, an equal share to each split.
     first_tile = first // TILE
     last_tile = tl.cdiv(length, TILE)
-    share = tl.maximum(tl.cdiv(last_tile - first_tile, splits), 1)
+    share = tl.maximum(tl.cdiv(last_tile - first_tile, splits), LEAST)
     active = tl.cdiv(last_tile - first_tile, share)  # splits that have any
     begin = first_tile + split * share
     end = tl.minimum(begin + share, last_tile)
@@ -194,14 +219,19 @@ def _decode(
         total = tl.zeros([QUERIES], tl.float32)
         sums = tl.zeros([QUERIES, BLOCK_DIM], tl.float32)
         unit = unit_of(scale, SOFTCAP)
+        # A tile's pages are asked for a tile ahead: the compiler then has all its stages for keys
+        # and values.
+        position = begin * TILE + tl.arange(0, TILE)
+        page = tl.load(table + position // PAGE, mask=position < length, other=0)
         for tile in tl.range(begin, end):
             position = tile * TILE + tl.arange(0, TILE)
             inside = position < length
-            page = tl.load(table + position // PAGE, mask=inside, other=0).to(tl.int64)
             if WINDOW:
                 inside = inside & (position >= first)
-            at = page * block_stride + (position % PAGE) * slot_stride + kv_head * head_stride
-            at = at[:, None] + channel[None, :]
+            at = (position % PAGE) * slot_stride + kv_head * head_stride
+            at = (page.to(tl.int64) * block_stride + at)[:, None] + channel[None, :]
+            position += TILE
+            page = tl.load(table + position // PAGE, mask=position < length, other=0)
             mask = inside[:, None] & (channel < DIM)[None, :]
             key = tl.load(keys + at, mask=mask, other=0.0)
             value = tl.load(values + at, mask=mask, other=0.0)
@@ -216,6 +246,10 @@ def _decode(
             sums = sums * fade[:, None]
             sums = tl.dot(share_of.to(value.dtype), value, sums, input_precision="tf32x3")
             best = above
+        # Now that nothing of the context is left to read. Each sequence has its part of it.
+        of_all = (sequence * tl.num_programs(0) + kv_head) * active + split
+        programs = tl.num_programs(0) * tl.num_programs(2) * active
+        read_ahead(ahead, of_all, programs, AHEAD_ROWS, AHEAD_STRIDE, AHEAD_BYTES)
         sums = sums / total[:, None]
         if SPLIT:
             lines = sequence.to(tl.int64) * tl.num_programs(0) + kv_head
@@ -239,6 +273,7 @@ def _decode(
                     GROUP_BLOCK,
                     DIM,
                     BLOCK_DIM,
+                    MOST_SPLITS,
                     MERGE,
                 )
         else:
@@ -258,31 +293,57 @@ def _merge(
     GROUP_BLOCK: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
     MERGE: tl.constexpr,
 ):
-    """The splits' results, each by its share of the whole softmax. Read past the first-level
-    cache, which may hold what an earlier launch left there."""
+    """The splits' results, each by its share of the whole softmax. The shares come first, of all
+    splits, so that the results need not wait for one another. Read past the first-level cache,
+    which may hold what an earlier launch left there."""
     member = tl.arange(0, GROUP_BLOCK)
     channel = tl.arange(0, BLOCK_DIM)
     valid = member < GROUP
-    best = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
-    total = tl.zeros([GROUP_BLOCK], tl.float32)
-    sums = tl.zeros([GROUP_BLOCK, BLOCK_DIM], tl.float32)
-    for start in range(0, active, MERGE):
-        split = start + tl.arange(0, MERGE)
-        at = line + member[None, :] * splits + split[:, None]
-        there = valid[None, :] & (split < active)[:, None]
-        size = tl.load(weight + at, mask=there, other=float("-inf"), cache_modifier=".cg")
-        mask = there[:, :, None] & (channel < DIM)[None, None, :]
-        from_ = partial + at[:, :, None] * DIM + channel[None, None, :]
-        part = tl.load(from_, mask=mask, other=0.0, cache_modifier=".cg")
-        above = tl.maximum(best, tl.max(size, axis=0))
-        above = tl.where(valid, above, 0.0)
-        fade = tl.exp2(best - above)
-        each = tl.exp2(size - above[None, :])
-        total = total * fade + tl.sum(each, axis=0)
-        sums = sums * fade[:, None] + tl.sum(part * each[:, :, None], axis=0)
-        best = above
+    split = tl.arange(0, MOST_SPLITS)
+    at = line + member[None, :] * splits + split[:, None]
+    there = valid[None, :] & (split < active)[:, None]
+    sizes = tl.load(weight + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+    # The first results are asked for before the shares are there; most often they are all.
+    size, part = _parts(
+        partial, weight, line, 0, splits, active, GROUP, GROUP_BLOCK, DIM, BLOCK_DIM, MERGE
+    )
+    best = tl.where(valid, tl.max(sizes, axis=0), 0.0)
+    total = tl.sum(tl.exp2(sizes - best[None, :]), axis=0)
+    sums = tl.sum(part * tl.exp2(size - best[None, :])[:, :, None], axis=0)
+    for start in range(MERGE, active, MERGE):
+        size, part = _parts(
+            partial, weight, line, start, splits, active, GROUP, GROUP_BLOCK, DIM, BLOCK_DIM, MERGE
+        )
+        sums += tl.sum(part * tl.exp2(size - best[None, :])[:, :, None], axis=0)
     real = valid[:, None] & (channel < DIM)[None, :]
     to = to + member[:, None] * to_stride + channel[None, :]
     tl.store(to, (sums / total[:, None]).to(to.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _parts(
+    partial,
+    weight,
+    line,
+    start,
+    splits,
+    active,
+    GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    MERGE: tl.constexpr,
+):
+    """MERGE splits from `start` on: their weights [MERGE, group] and results [.., .., D]."""
+    member = tl.arange(0, GROUP_BLOCK)
+    channel = tl.arange(0, BLOCK_DIM)
+    split = start + tl.arange(0, MERGE)
+    at = line + member[None, :] * splits + split[:, None]
+    there = (member < GROUP)[None, :] & (split < active)[:, None]
+    size = tl.load(weight + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+    mask = there[:, :, None] & (channel < DIM)[None, None, :]
+    from_ = partial + at[:, :, None] * DIM + channel[None, None, :]
+    return size, tl.load(from_, mask=mask, other=0.0, cache_modifier=".cg")

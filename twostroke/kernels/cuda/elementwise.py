@@ -6,78 +6,99 @@ import torch
 import triton
 import triton.language as tl
 
+from twostroke.kernels import Ahead
+from twostroke.kernels.cuda.ahead import PROGRAMS, await_last, lines_of, read_ahead
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 
 TILE = 2048  # elements of one program: two 16-byte loads of a thread in flight
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor | None = None,
+    ahead: Ahead | None = None,
 ) -> torch.Tensor:
     """Over the last dimension of [..., N]."""
     width = x.shape[-1]
     rows = x.reshape(-1, width)
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    target = out.view(-1, width)
-    block = power_of_two(width)
-    together = max(1, TILE // 2 // block)
-    grid = (ceil_div(rows.shape[0], together),)
-    _rms_norm[grid](
-        rows,
-        rows,
-        weight,
-        target,
-        rows.shape[0],
-        eps,
-        rows.stride(0),
-        rows.stride(0),
-        target.stride(0),
-        WIDTH=width,
-        BLOCK=block,
-        ROWS=together,
-        ADD=False,
-        num_warps=_warps(block),
-    )
+    _norm(rows, None, weight, eps, out.view(-1, width), ahead)
     return out
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    ahead: Ahead | None = None,
 ) -> torch.Tensor:
     """`residual += x`, in place and rounded; then the norm of the sum."""
-    rows, width = x.shape
     out = torch.empty_like(residual)
+    assert x.stride(1) == residual.stride(1) == 1
+    _norm(x, residual, weight, eps, out, ahead)
+    return out
+
+
+def _norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    ahead: Ahead | None,
+) -> None:
+    rows, width = x.shape
     block = power_of_two(width)
     together = max(1, TILE // 2 // block)
-    assert x.stride(1) == residual.stride(1) == 1
-    _rms_norm[(ceil_div(rows, together),)](
+    following, options = lines_of(ahead)
+    others = 0 if following is None else PROGRAMS
+    _rms_norm[(ceil_div(rows, together) + others,)](
         x,
         residual,
         weight,
         out,
+        following,
         rows,
         eps,
         x.stride(0),
-        residual.stride(0),
+        x.stride(0) if residual is None else residual.stride(0),
         out.stride(0),
         WIDTH=width,
         BLOCK=block,
         ROWS=together,
-        ADD=True,
+        ADD=residual is not None,
+        OTHERS=others,
         num_warps=_warps(block),
+        **options,
     )
-    return out
 
 
-def silu_and_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def silu_and_mul(
+    gate_up: torch.Tensor, out: torch.Tensor | None = None, ahead: Ahead | None = None
+) -> torch.Tensor:
     """[T, 2N] → [T, N]: silu of the first half, times the second."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     if out is None:
         out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
+    following, options = lines_of(ahead)
+    tiles = ceil_div(width, TILE)
+    others = 0 if following is None else ceil_div(PROGRAMS, tiles)
     # Tokens along the grid's x: its y ends at 65,535.
-    _silu_and_mul[(rows, ceil_div(width, TILE))](
-        gate_up, out, gate_up.stride(0), out.stride(0), WIDTH=width, BLOCK=TILE, num_warps=4
+    _silu_and_mul[(rows + others, tiles)](
+        gate_up,
+        out,
+        following,
+        gate_up.stride(0),
+        out.stride(0),
+        WIDTH=width,
+        BLOCK=TILE,
+        OTHERS=others,
+        num_warps=4,
+        **options,
     )
     return out
 
@@ -93,6 +114,7 @@ def _rms_norm(
     residual,
     weight,
     out,
+    ahead,
     num_rows,
     eps,
     stride,
@@ -102,7 +124,17 @@ def _rms_norm(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     ADD: tl.constexpr,
+    OTHERS: tl.constexpr,
+    EARLY: tl.constexpr,
+    AHEAD_ROWS: tl.constexpr,
+    AHEAD_STRIDE: tl.constexpr,
+    AHEAD_BYTES: tl.constexpr,
 ):
+    # The last programs have no rows: they read ahead, and wait for nothing before they do.
+    other = tl.program_id(0) - (tl.num_programs(0) - OTHERS)
+    if OTHERS > 0 and other >= 0:
+        read_ahead(ahead, other, OTHERS, AHEAD_ROWS, AHEAD_STRIDE, AHEAD_BYTES)
+    await_last(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < num_rows) & (column < WIDTH)
@@ -120,10 +152,29 @@ def _rms_norm(
 
 
 @triton.jit
-def _silu_and_mul(gate_up, out, stride, out_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_and_mul(
+    gate_up,
+    out,
+    ahead,
+    stride,
+    out_stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OTHERS: tl.constexpr,
+    EARLY: tl.constexpr,
+    AHEAD_ROWS: tl.constexpr,
+    AHEAD_STRIDE: tl.constexpr,
+    AHEAD_BYTES: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
+    other = tl.program_id(0) - (tl.num_programs(0) - OTHERS)
+    if OTHERS > 0 and other >= 0:
+        tiles = tl.num_programs(1)
+        program = other * tiles + tl.program_id(1)
+        read_ahead(ahead, program, OTHERS * tiles, AHEAD_ROWS, AHEAD_STRIDE, AHEAD_BYTES)
+    await_last(EARLY)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < WIDTH
+    mask = (column < WIDTH) & (other < 0)
     at = gate_up + row * stride + column
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)

@@ -31,13 +31,14 @@ class Tuning:
 
 
 def tuning(dim: int, dtype: torch.dtype) -> Tuning:
-    """The keys and values of two more steps are under way while one is worked on, if they fit."""
+    """The keys and values of `num_stages` − 1 steps are in shared memory: those that are worked
+    on, and what is under way."""
     if dtype == torch.float32:
-        return Tuning(64, 32, 4, 3) if dim <= 128 else Tuning(32, 16, 4, 3)
+        return Tuning(64, 32, 4, 2) if dim <= 128 else Tuning(32, 16, 4, 2)
     if dim <= 64:
         return Tuning(128, 128, 8, 3)
     if dim <= 128:
-        return Tuning(128, 64, 8, 5)
+        return Tuning(128, 128, 8, 2)
     return Tuning(64, 32, 4, 3)
 
 
@@ -236,6 +237,10 @@ def _visit(
     """The online softmax over cached positions [begin, stop), a multiple of KEYS at its start."""
     channel = tl.arange(0, BLOCK_DIM)
     unit = unit_of(scale, SOFTCAP)
+    # A tile's pages are asked for a tile ahead: the compiler then has all its stages for keys and
+    # values.
+    cached = begin + tl.arange(0, KEYS)
+    page = tl.load(table + cached // PAGE, mask=cached < end, other=0)
     for at in tl.range(begin, stop, KEYS):
         cached = at + tl.arange(0, KEYS)
         inside = (channel < DIM)[None, :]
@@ -243,12 +248,11 @@ def _visit(
             there = cached < end
             if WINDOW:
                 there = there & (cached >= first_key)
-            page = tl.load(table + cached // PAGE, mask=cached < end, other=0).to(tl.int64)
             inside = inside & there[:, None]
-        else:
-            page = tl.load(table + cached // PAGE).to(tl.int64)
-        line = page * block_stride + (cached % PAGE) * slot_stride
+        line = page.to(tl.int64) * block_stride + (cached % PAGE) * slot_stride
         line = line[:, None] + channel[None, :]
+        following = cached + KEYS
+        page = tl.load(table + following // PAGE, mask=following < end, other=0)
         if MASKED or DIM != BLOCK_DIM:
             key = tl.load(keys + line, mask=inside, other=0.0)
             value = tl.load(values + line, mask=inside, other=0.0)

@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from twostroke.kernels import Ahead
+from twostroke.kernels.cuda.ahead import await_last, early
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 
 HEADS = 8  # heads of one program
@@ -29,6 +31,8 @@ def rope_store(
     values: torch.Tensor,
     num_heads: int,
     num_kv_heads: int,
+    out: torch.Tensor | None = None,
+    ahead: Ahead | None = None,
 ) -> torch.Tensor:
     """[T, (H + 2K) · D] → q [T, H, D]; keys and values go to their slots, none where it is < 0.
 
@@ -38,7 +42,9 @@ def rope_store(
     tokens, dim, half = qkv.shape[0], keys.shape[-1], cos.shape[-1]
     assert keys.stride() == values.stride()
     assert keys.stride(-1) == 1
-    q = torch.empty(tokens, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
+    if out is None:
+        out = torch.empty(tokens, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
+    assert out.is_contiguous()
     q_tiles, kv_tiles = ceil_div(num_heads, HEADS), ceil_div(num_kv_heads, HEADS)
     rest = dim - 2 * half
     _rope_store[(tokens, q_tiles + kv_tiles)](
@@ -49,7 +55,7 @@ def rope_store(
         sin,
         positions,
         slots,
-        q,
+        out,
         keys,
         values,
         eps,
@@ -70,8 +76,9 @@ def rope_store(
         Q_TILES=q_tiles,
         NORM=q_norm is not None,
         num_warps=2,
+        **early(ahead),
     )
-    return q
+    return out
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
@@ -103,7 +110,9 @@ def _rope_store(
     HEADS: tl.constexpr,
     Q_TILES: tl.constexpr,
     NORM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    await_last(EARLY)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     line = qkv + token * qkv_stride

@@ -7,7 +7,7 @@
 The largest of logit + Gumbel noise over the kept tokens is the draw. Kept tokens are a prefix of
 the order by logit, so a winner that is not kept rules out everything below it: the next can only
 be above. With top-p 0.9 nine draws in ten need no second look. Among equal logits the lower id
-stands above.
+stands above. Where few can be kept, as with most top-k, `few_kept.py` looks at those alone.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from twostroke.kernels.cuda.draws import exponential, read, uniform_of
+from twostroke.kernels.cuda.few_kept import CANDIDATES, PART, best_of_few
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 
 TILE = 2048  # tokens of one program of the survey
@@ -48,9 +50,13 @@ def sample(
     found = torch.empty(3, batch, tiles, dtype=torch.float32, device=device)
     tokens = torch.empty(batch, tiles, dtype=torch.int32, device=device)
     score, largest, mass = found.unbind(0)
+    parts = torch.empty(batch, tiles * (TILE // PART), dtype=torch.float32, device=device)
+    kept = torch.empty(batch, CANDIDATES, dtype=torch.float32, device=device)
+    which = torch.empty(2, batch, CANDIDATES, dtype=torch.int32, device=device)
     _survey[(tiles, batch)](
         logits,
         temperature,
+        top_k,
         top_p,
         key0,
         key1,
@@ -58,10 +64,12 @@ def sample(
         largest,
         mass,
         tokens,
+        parts,
         logits.stride(0),
         VOCAB=vocab,
         TILES=tiles,
         TILE=TILE,
+        PART=PART,
         num_warps=4,
     )
     _settle[(batch,)](
@@ -76,6 +84,9 @@ def sample(
         largest,
         mass,
         tokens,
+        parts,
+        kept,
+        *which.unbind(0),
         out,
         logits.stride(0),
         VOCAB=vocab,
@@ -83,19 +94,22 @@ def sample(
         BLOCK=power_of_two(tiles),
         TILE=TILE,
         STEP=STEP,
+        PART=PART,
+        CANDIDATES=CANDIDATES,
         num_warps=16,
     )
     return out
 
 
 SMALL = ["temperature", "top_k", "top_p", "min_p", "key0", "key1", "out"]  # a number a row
-FOUND = ["score", "largest", "mass", "tokens"]  # a number a tile
+FOUND = ["score", "largest", "mass", "tokens", "parts"]  # a number a tile, or a part of one
 
 
 @triton.jit(do_not_specialize_on_alignment=SMALL + FOUND)
 def _survey(
     logits,
     temperature,
+    top_k,
     top_p,
     key0,
     key1,
@@ -103,15 +117,17 @@ def _survey(
     largest,
     mass,
     tokens,
+    parts,
     stride,
     VOCAB: tl.constexpr,
     TILES: tl.constexpr,
     TILE: tl.constexpr,
+    PART: tl.constexpr,
 ):
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     token = tile * TILE + tl.arange(0, TILE)
-    logit = _read(logits + row * stride, token, VOCAB)
+    logit = read(logits + row * stride, token, VOCAB)
     heat = tl.load(temperature + row)
     at = row * TILES + tile
     if heat == 0:
@@ -122,19 +138,22 @@ def _survey(
         scaled = logit * (1.0 / heat)
         top = tl.max(scaled, axis=0)
         tl.store(largest + at, top)
+        if tl.load(top_k + row) > 0:
+            tops = tl.max(tl.reshape(scaled, [TILE // PART, PART]), axis=1)
+            tl.store(parts + at * (TILE // PART) + tl.arange(0, TILE // PART), tops)
         # The largest of s − log(e) is the smallest of e · exp(−s), where e = −log1p(−u) ≥ u: the
         # smallest of u · exp(−s) wins without a logarithm, unless another is below its e · exp(−s).
         top = tl.maximum(top, LOWEST)
         first, second = tl.load(key0 + row), tl.load(key1 + row)
-        uniform = _uniform(first, second, token)
+        uniform = uniform_of(first, second, token)
         fade = tl.exp(top - scaled)
         bound = uniform * fade
         least = tl.min(bound, axis=0)
         winner = tl.min(tl.where(bound == least, token, VOCAB), axis=0)
-        chance = _uniform(first, second, winner)
-        least = least * (_exponential(chance) / chance)
+        chance = uniform_of(first, second, winner)
+        least = least * (exponential(chance) / chance)
         if tl.sum((bound <= least).to(tl.int32), axis=0) > 1:
-            wait = _exponential(uniform) * fade
+            wait = exponential(uniform) * fade
             least = tl.min(wait, axis=0)
             winner = tl.min(tl.where(wait == least, token, VOCAB), axis=0)
         tl.store(score + at, top - tl.log(least))
@@ -156,6 +175,10 @@ def _settle(
     largest,
     mass,
     tokens,
+    parts,
+    kept,
+    ids,
+    hits,
     out,
     stride,
     VOCAB: tl.constexpr,
@@ -163,6 +186,8 @@ def _settle(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     STEP: tl.constexpr,
+    PART: tl.constexpr,
+    CANDIDATES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     at = row * TILES + tl.arange(0, BLOCK)
@@ -185,35 +210,61 @@ def _settle(
             peak = tl.max(top, axis=0)
             fraction = tl.log(tl.where(least > 0, least, 1.0))
             floor = tl.where(least > 0, peak + fraction, float("-inf"))
-            total = 0.0
-            if p < 1:
-                if k < VOCAB:
-                    total = _mass_of_top(line, tops, cool, peak, floor, k, VOCAB, TILES, TILE, STEP)
-                elif least > 0:
-                    on_floor = _above(
-                        line, tops, cool, peak, floor, VOCAB, VOCAB, TILES, TILE, STEP
-                    )
-                    total = on_floor[1]
-                else:
-                    each = tl.load(mass + at, mask=real, other=0.0)
-                    total = tl.sum(each * tl.exp(top - peak), axis=0)
-            token = _first_kept(
-                line,
-                tops,
-                cool,
-                peak,
-                floor,
-                k,
-                p,
-                total,
-                token,
-                tl.load(key0 + row),
-                tl.load(key1 + row),
-                VOCAB,
-                TILES,
-                TILE,
-                STEP,
-            )
+            few = -1
+            if k * 2 <= CANDIDATES:
+                few = best_of_few(
+                    line,
+                    parts + row * TILES * (TILE // PART),
+                    kept + row * CANDIDATES,
+                    ids + row * CANDIDATES,
+                    hits + row * CANDIDATES,
+                    cool,
+                    peak,
+                    floor,
+                    k,
+                    p,
+                    tl.load(key0 + row),
+                    tl.load(key1 + row),
+                    VOCAB,
+                    TILES * (TILE // PART),
+                    BLOCK * (TILE // PART),
+                    PART,
+                    CANDIDATES,
+                )
+            if few >= 0:
+                token = few
+            else:
+                total = 0.0
+                if p < 1:
+                    if k < VOCAB:
+                        total = _mass_of_top(
+                            line, tops, cool, peak, floor, k, VOCAB, TILES, TILE, STEP
+                        )
+                    elif least > 0:
+                        on_floor = _above(
+                            line, tops, cool, peak, floor, VOCAB, VOCAB, TILES, TILE, STEP
+                        )
+                        total = on_floor[1]
+                    else:
+                        each = tl.load(mass + at, mask=real, other=0.0)
+                        total = tl.sum(each * tl.exp(top - peak), axis=0)
+                token = _first_kept(
+                    line,
+                    tops,
+                    cool,
+                    peak,
+                    floor,
+                    k,
+                    p,
+                    total,
+                    token,
+                    tl.load(key0 + row),
+                    tl.load(key1 + row),
+                    VOCAB,
+                    TILES,
+                    TILE,
+                    STEP,
+                )
     tl.store(out + row, token.to(out.dtype.element_ty))
 
 
@@ -274,7 +325,7 @@ def _above(
     for tile in range(0, TILES, STEP):
         if _top(tops, tile, TILES, STEP) >= value:
             ids = tile * TILE + tl.arange(0, TILE * STEP)
-            scaled = _read(line, ids, VOCAB) * cool
+            scaled = read(line, ids, VOCAB) * cool
             above = (scaled > value) | ((scaled == value) & (ids < token))
             count += above.to(tl.int32)
             mass += tl.where(above, tl.exp(scaled - peak), 0.0)
@@ -301,10 +352,10 @@ def _best_above(
     for tile in range(0, TILES, STEP):
         if _top(tops, tile, TILES, STEP) >= value:
             ids = tile * TILE + tl.arange(0, TILE * STEP)
-            scaled = _read(line, ids, VOCAB) * cool
+            scaled = read(line, ids, VOCAB) * cool
             above = (scaled > value) | ((scaled == value) & (ids < token))
             noisy = tl.where(
-                above, scaled - tl.log(_exponential(_uniform(key0, key1, ids))), float("-inf")
+                above, scaled - tl.log(exponential(uniform_of(key0, key1, ids))), float("-inf")
             )
             where = tl.where(noisy > best, ids, where)
             best = tl.maximum(best, noisy)
@@ -347,7 +398,7 @@ def _mass_of_top(
             top = _top(tops, tile, TILES, STEP)
             if top >= pivot:
                 ids = tile * TILE + tl.arange(0, TILE * STEP)
-                scaled = _read(line, ids, VOCAB) * cool
+                scaled = read(line, ids, VOCAB) * cool
                 above = scaled > pivot
                 greater += above.to(tl.int32)
                 equal += (scaled == pivot).to(tl.int32)
@@ -376,33 +427,3 @@ def _mass_of_top(
 def _top(tops, tile, TILES: tl.constexpr, STEP: tl.constexpr):
     at = tile + tl.arange(0, STEP)
     return tl.max(tl.load(tops + at, mask=at < TILES, other=float("-inf")), axis=0)
-
-
-@triton.jit
-def _read(line, token, VOCAB: tl.constexpr):
-    return tl.load(line + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
-
-
-@triton.jit
-def _uniform(key0, key1, token):
-    """The number in (0, 1) that `exec/rng.py` has for the keys and the token."""
-    bits = _mix(token.to(tl.uint32) ^ key0.to(tl.uint32))
-    bits = _mix(bits + key1.to(tl.uint32))
-    uniform = (bits.to(tl.float32) + 0.5) * 2.0**-32
-    return tl.minimum(uniform, 1.0 - 2.0**-24)
-
-
-@triton.jit
-def _exponential(uniform):
-    """−log1p(−u): what `exec/rng.py` takes −log of."""
-    # log1p(−u) = log(w) · u / (1 − w) with w = 1 − u as rounded: the rounding's error cancels.
-    rest = 1.0 - uniform
-    lost = 1.0 - rest
-    return tl.where(lost == 0, uniform, -tl.log(rest) * (uniform / lost))
-
-
-@triton.jit
-def _mix(x):
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = (x ^ (x >> 15)) * 0x846CA68B
-    return x ^ (x >> 16)

@@ -1,0 +1,363 @@
+"""How fast the CUDA kernels are, against what the card can do; and the choices between them.
+
+Calls are timed as replays of a CUDA graph that walks over more memory than the L2 holds, as the
+layers of a model do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tests.gpu.report import COPY, FLOPS, READ, Report
+from tests.kernels import cuda_cases as cases
+from twostroke.kernels import cuda
+from twostroke.kernels.cuda import decode, few_rows, prefill
+from twostroke.model.batch import FusedDecode, FusedInputs
+from twostroke.model.fused import FusedDecoder, Overlap
+from twostroke.model.spec import LayerSpec, ModelSpec, RopeSpec
+from twostroke.model.weights.dummy import DummyWeights
+
+CUDA = torch.device("cuda")
+SPREAD_BYTES = 256 << 20  # what one round of calls walks over: several times the L2
+CONTEXT = 1088
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    hidden: int
+    intermediate: int
+    qk_norm: bool
+    dim: int = 128
+
+
+SHAPES = [
+    Shape("8B", 32, 8, 4096, 14336, False),
+    Shape("0.6B", 16, 8, 1024, 3072, True),
+]
+
+
+def random_pool(shape: Shape, layers: int, blocks: int, page: int) -> torch.Tensor:
+    size = (layers, 2, blocks, page, shape.num_kv_heads, shape.dim)
+    return torch.randn(size, device=CUDA, dtype=torch.bfloat16)
+
+
+def shuffled_tables(rows: int, blocks: int) -> torch.Tensor:
+    return torch.randperm(rows * blocks, device=CUDA).int().view(rows, blocks)
+
+
+def decode_call(
+    shape: Shape,
+    batch: int,
+    layers: int,
+    splits: int | None = None,
+    tuned: decode.Tuning | None = None,
+    page: int = 16,
+    lengths: Sequence[int] = (),
+) -> tuple[Callable[[], torch.Tensor], int]:
+    """A call that takes the next layer each time, and the splits it uses."""
+    contexts = cases.ints(lengths or [CONTEXT] * batch, CUDA)
+    blocks = -(-int(contexts.max()) // page)
+    pool = random_pool(shape, layers, batch * blocks, page)
+    tables = shuffled_tables(batch, blocks)
+    q = torch.randn(batch, shape.num_heads, shape.dim, device=CUDA, dtype=torch.bfloat16)
+    splits = splits or cuda.decode_splits(batch, shape.num_kv_heads, 8192)
+    scratch = cuda.decode_scratch(batch, shape.num_heads, shape.dim, splits, CUDA)
+    rows = torch.arange(batch, device=CUDA, dtype=torch.int32)
+    out = torch.empty_like(q)
+    turn = count()
+
+    def call() -> torch.Tensor:
+        keys, values = pool[next(turn) % layers]
+        where = (keys, values, tables, rows, contexts)
+        return cuda.decode_attention(
+            q, *where, shape.dim**-0.5, None, splits, scratch, out=out, tuned=tuned
+        )
+
+    return call, splits
+
+
+def time_decode(report: Report, shape: Shape, batch: int, ragged: bool = False, **how: Any) -> None:
+    """All of one context, or as long as those of nano-vLLM's workload are on the way."""
+    lengths = [CONTEXT] * batch
+    if ragged:
+        lengths = [100 + 7919 * row % 1600 for row in range(batch)]
+    kv_bytes = sum(lengths) * 2 * shape.num_kv_heads * shape.dim * 2
+    layers = max(1, min(64, -(-SPREAD_BYTES // kv_bytes)))
+    call, splits = decode_call(shape, batch, layers, lengths=lengths, **how)
+    name = f"decode {shape.name} batch {batch}{' ragged' * ragged} splits {splits}"
+    name += "".join(f" {key} {value}" for key, value in how.items() if key != "splits")
+    report.time(name, [call] * layers, kv_bytes, READ)
+
+
+def time_prefill(
+    report: Report,
+    shape: Shape,
+    size: int,
+    start: int = 0,
+    tuned: prefill.Tuning | None = None,
+    page: int = 16,
+) -> None:
+    blocks = -(-(start + size) // page)
+    pool = random_pool(shape, 1, blocks, page)
+    tables = shuffled_tables(1, blocks)
+    q = torch.randn(size, shape.num_heads, shape.dim, device=CUDA, dtype=torch.bfloat16)
+    out = torch.empty_like(q)
+    where = [cases.ints(values, CUDA) for values in ([0], [start], [0, size])]
+
+    def call() -> None:
+        keys, values = pool[0]
+        cuda.prefill_attention(
+            q, keys, values, tables, *where, size, shape.dim**-0.5, None, out=out, tuned=tuned
+        )
+
+    flops = 4 * shape.num_heads * shape.dim * (start * size + size * size / 2)
+    name = f"prefill {shape.name} {size} after {start}" + (f" {tuned}" if tuned else "")
+    report.time(name, [call] * 2, flops, FLOPS)
+
+
+def time_small(report: Report, shape: Shape, tokens: int) -> None:
+    heads, kv, dim, bf16 = shape.num_heads, shape.num_kv_heads, shape.dim, torch.bfloat16
+    wide = (heads + 2 * kv) * dim
+    sets = max(1, min(64, SPREAD_BYTES // (tokens * shape.hidden * 2)))
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(size, device=CUDA, dtype=bf16)
+
+    def each(make: Callable[[], Callable[[], object]], used: int) -> list[Callable[[], object]]:
+        return [make() for _ in range(max(1, min(sets, SPREAD_BYTES // used)))]
+
+    weight, head_weight = random(shape.hidden), random(dim)
+    row = tokens * shape.hidden * 2
+
+    def add_norm() -> Callable[[], object]:
+        x, residual = random(tokens, shape.hidden), random(tokens, shape.hidden)
+        return lambda: cuda.add_rms_norm(x, residual, weight, 1e-5)
+
+    name = f"{shape.name} {tokens} tokens"
+    report.time(f"add_rms_norm {name}", each(add_norm, 4 * row), 4 * row, COPY)
+
+    def norm() -> Callable[[], object]:
+        x = random(tokens, shape.hidden)
+        return lambda: cuda.rms_norm(x, weight, 1e-5)
+
+    report.time(f"rms_norm {name}", each(norm, 2 * row), 2 * row, COPY)
+
+    def silu() -> Callable[[], object]:
+        x = random(tokens, 2 * shape.intermediate)
+        return lambda: cuda.silu_and_mul(x)
+
+    used = tokens * shape.intermediate * 6
+    report.time(f"silu_and_mul {name}", each(silu, used), used, COPY)
+    pool = random_pool(shape, 1, -(-tokens // 16), 16)
+    angles = torch.rand(8192, dim // 2, device=CUDA)
+    positions = torch.arange(tokens, device=CUDA)
+    norms = (head_weight, head_weight) if shape.qk_norm else (None, None)
+
+    def rope() -> Callable[[], object]:
+        qkv = random(tokens, wide)
+        keys, values = pool[0]
+        where = (angles, angles, positions, positions, keys, values, heads, kv)
+        return lambda: cuda.rope_store(qkv, *norms, 1e-6, *where)
+
+    used = tokens * wide * 4
+    report.time(f"rope_store {name}", each(rope, used), used, COPY)
+
+
+def time_sample(report: Report, batch: int, vocab: int) -> None:
+    logits = [torch.randn(batch, vocab, device=CUDA, dtype=torch.bfloat16) for _ in range(4)]
+    keys = torch.randint(0, 2**32, (2, batch), device=CUDA)
+    for spread in (1.0, 4.0):
+        for each in logits:
+            each *= spread
+        for temperature, top_k, top_p in ((0.0, 0, 1), (0.6, 0, 1), (0.6, 0, 0.9), (0.6, 20, 0.95)):
+            if spread > 1 and top_k == 0 and top_p == 1:
+                continue
+            columns = (
+                torch.full((batch,), temperature, device=CUDA),
+                torch.full((batch,), top_k, device=CUDA, dtype=torch.int32),
+                torch.full((batch,), float(top_p), device=CUDA),
+                torch.zeros(batch, device=CUDA),
+            )
+            calls = [lambda x=x, c=columns: cuda.sample(x, *c, *keys) for x in logits]
+            name = f"sample {batch}×{vocab} t {temperature} k {top_k} p {top_p} spread {spread}"
+            report.time(name, calls, batch * vocab * 2, READ)
+
+
+def time_all(report: Report) -> None:
+    for shape in SHAPES:
+        for batch in (1, 8, 32, 128, 256):
+            time_decode(report, shape, batch)
+        time_decode(report, shape, 128, ragged=True)
+        for size in (1024, 4096, 8192, 32768):
+            time_prefill(report, shape, size)
+        time_prefill(report, shape, 512, 4096)
+        for tokens in (1, 128, 4096):
+            time_small(report, shape, tokens)
+    for batch in (1, 256):
+        time_sample(report, batch, 151936)
+
+
+# ── choices ─────────────────────────────────────────────────────────────────────────────────
+
+OVERLAPS = {
+    "plain": Overlap(),
+    "early": Overlap(early=True),
+    "ahead 8M": Overlap(ahead_bytes=8 << 20),
+    "ahead 16M": Overlap(ahead_bytes=16 << 20),
+    "few rows": Overlap(few_rows=16),
+    "early, ahead 8M": Overlap(True, 8 << 20),
+    "early, few rows": Overlap(True, 0, 16),
+    "early, ahead 8M, few rows": Overlap(True, 8 << 20, 16),
+}
+
+
+class Layers:
+    """Some layers of a model, decoding."""
+
+    def __init__(self, shape: Shape, num: int, largest: int) -> None:
+        spec = ModelSpec(
+            family="test",
+            vocab_size=512,
+            hidden_size=shape.hidden,
+            intermediate_size=shape.intermediate,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.dim,
+            layers=(LayerSpec(),) * num,
+            rope=RopeSpec(1e4, shape.dim),
+            norm_eps=1e-5,
+            max_context=8192,
+            qk_norm=shape.qk_norm,
+        )
+        source = DummyWeights(spec, device=CUDA)
+        bf16: Any = torch.bfloat16
+        self.decoder = FusedDecoder(spec, source, bf16, CUDA, 8192, cuda)
+        self.blocks = -(-CONTEXT // 16)
+        pool = random_pool(shape, num, largest * self.blocks, 16)
+        self.cache = [(layer[0], layer[1]) for layer in pool]
+        self.tables = shuffled_tables(largest, self.blocks)
+        self.shape, self.num = shape, num
+
+    def step(self, batch: int, overlap: Overlap) -> Callable[[], torch.Tensor]:
+        """Each token's last position is where its keys and values go: any call gives the same."""
+        heads, kv, dim = self.shape.num_heads, self.shape.num_kv_heads, self.shape.dim
+        splits = cuda.decode_splits(batch, kv, 8192)
+        scratch = cuda.decode_scratch(batch, heads, dim, splits, CUDA)
+        rows = torch.arange(batch, device=CUDA, dtype=torch.int32)
+        lengths = torch.full_like(rows, CONTEXT)
+        slots = self.tables[:batch, -1].long() * 16 + (CONTEXT - 1) % 16
+        inputs = FusedInputs(
+            rows + 7,
+            lengths.long() - 1,
+            [slots],
+            [self.tables],
+            FusedDecode(rows, lengths, splits, scratch),
+            None,
+        )
+
+        def call() -> torch.Tensor:
+            self.decoder.overlap = overlap
+            return self.decoder.forward(inputs, self.cache)
+
+        return call
+
+
+def check_overlaps() -> float:
+    """In a graph, where the launches overlap, against launches that do not."""
+    layers, error = Layers(SHAPES[1], 4, 8), 0.0
+    for batch in (1, 8):
+        plain = layers.step(batch, Overlap())().clone()
+        for overlap in OVERLAPS.values():
+            call = layers.step(batch, overlap)
+            call()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = call()
+            for _ in range(20):
+                out.fill_(cases.NAN)
+                graph.replay()
+                error = cases.largest(error, cases.worst(out, plain))
+    return error
+
+
+def time_overlaps(report: Report) -> None:
+    shape = SHAPES[0]
+    layers = Layers(shape, 4, 32)
+    wide = (shape.num_heads + 2 * shape.num_kv_heads) * shape.dim
+    rows = wide + shape.num_heads * shape.dim + 3 * shape.intermediate
+    for batch in (1, 8, 32):
+        kv = CONTEXT * batch * 2 * shape.num_kv_heads * shape.dim
+        for name, overlap in OVERLAPS.items():
+            if batch > 16 and overlap.few_rows:
+                continue
+            used = 2 * layers.num * (rows * shape.hidden + kv)
+            call = layers.step(batch, overlap)
+            report.time(f"{layers.num} layers, batch {batch}, {name}", [call], used, READ)
+
+
+def time_products(report: Report, rows: int) -> None:
+    for name, columns, inner in (("o", 4096, 4096), ("qkv", 6144, 4096), ("down", 4096, 14336)):
+        used = columns * inner * 2
+        sets = max(2, -(-SPREAD_BYTES // used))
+        weights = [torch.randn(columns, inner, device=CUDA).bfloat16() for _ in range(sets)]
+        x = torch.randn(rows, inner, device=CUDA).bfloat16()
+        library = [lambda x=x, w=w: F.linear(x, w) for w in weights]
+        report.time(f"product {name}, {rows} rows, library", library, used, READ)
+        for size in ((32, 128, 4, 6), (32, 256, 4, 5), (16, 256, 2, 5), (64, 128, 4, 5)):
+            tuned = few_rows.Tuning(*size)
+            own = [lambda x=x, w=w, t=tuned: cuda.few_rows_product(x, w, tuned=t) for w in weights]
+            report.time(f"product {name}, {rows} rows, {size}", own, used, READ)
+
+
+def time_library_prefill(report: Report, shape: Shape, size: int) -> None:
+    """cuDNN's attention over a first chunk, keys and values taken out of their pages first."""
+    blocks = size // 16
+    keys, values = random_pool(shape, 1, blocks, 16)[0]
+    table = torch.randperm(blocks, device=CUDA)
+    q = torch.randn(size, shape.num_heads, shape.dim, device=CUDA, dtype=torch.bfloat16)
+    out = torch.empty_like(q)
+
+    def call() -> None:
+        found = [cache.index_select(0, table).flatten(0, 1) for cache in (keys, values)]
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
+            heads = [each.transpose(0, 1).unsqueeze(0) for each in (q, *found)]
+            made = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+        out.copy_(made[0].transpose(0, 1))
+
+    flops = 2 * shape.num_heads * shape.dim * size * size
+    report.time(f"prefill {shape.name} {size}, cuDNN with its copies", [call] * 2, flops, FLOPS)
+
+
+def sweep(report: Report) -> None:
+    """What `tuning`, `Overlap` and the choice of a library should be."""
+    report.item("overlaps", lambda: time_overlaps(report))
+    for rows in (1, 8):
+        report.item(f"products of {rows}", lambda rows=rows: time_products(report, rows))
+    large = SHAPES[0]
+    deep, flat = (64, 4, 4, 2), (64, 2, 2, 2)
+    for batch, splits, sizes in (
+        (1, 33, (deep, (64, 4, 4, 1), (64, 4, 4, 3), (32, 4, 4, 2), (32, 4, 5, 4))),
+        (8, 4, (deep, (64, 4, 3, 2), (64, 2, 4, 2), (32, 4, 5, 2))),
+        (8, 8, (deep, (64, 4, 3, 2))),
+        (32, 1, (deep, (64, 4, 3, 2), (64, 2, 3, 2), flat)),
+        (32, 2, (deep, (64, 4, 3, 2))),
+        (128, 1, (flat, (64, 2, 3, 2), (64, 4, 2, 2), (64, 4, 3, 2), (32, 2, 3, 2))),
+    ):
+        for size in sizes:
+            tuned = decode.Tuning(*size)
+            time_decode(report, large, batch, splits=splits, tuned=tuned)
+    for chosen in ((128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 4)):
+        for tokens in (1024, 4096, 32768):
+            time_prefill(report, large, tokens, tuned=prefill.Tuning(*chosen))
+    for tokens in (2048, 4096, 8192):
+        time_library_prefill(report, large, tokens)
+    time_prefill(report, large, 16, 32768)

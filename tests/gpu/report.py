@@ -1,0 +1,93 @@
+"""What is right and what is fast on a GPU, item by item."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter
+
+import torch
+
+READ, COPY, FLOPS = 3.99e12, 4.16e12, 783e12  # the card's ceilings, from the ledger
+
+
+@dataclass
+class Report:
+    limit_s: float
+    begun: float = field(default_factory=perf_counter)
+    passed: dict[str, float] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    timings: dict[str, list[float]] = field(default_factory=dict)  # µs, of the floor, T a second
+    first_calls_s: float = 0.0  # compiling, mostly
+
+    def item(self, name: str, work: Callable[[], None]) -> None:
+        if perf_counter() - self.begun > self.limit_s:
+            self.failed[name] = "no time left"
+            return
+        try:
+            work()
+            torch.cuda.synchronize()
+        except Exception as error:
+            self.failed[name] = f"{type(error).__name__}: {error}"[:600]
+            print(f"FAILED {name}\n{traceback.format_exc()[-1500:]}", flush=True)
+
+    def check(self, name: str, bound: float, case: Callable[[], float]) -> None:
+        def work() -> None:
+            torch.manual_seed(len(name))
+            error = case()
+            if not error < bound:
+                raise AssertionError(f"error {error:.2e}, allowed {bound:.0e}")
+            self.passed[name] = error
+
+        self.item(name, work)
+
+    def time(
+        self, name: str, calls: Sequence[Callable[[], object]], amount: float, rate: float
+    ) -> None:
+        """One call, where `calls` are one round over different memory, against the time that
+        `amount` bytes or operations need at `rate` a second."""
+
+        def work() -> None:
+            begun = perf_counter()
+            calls[0]()
+            torch.cuda.synchronize()
+            first = perf_counter() - begun
+            self.first_calls_s += first
+            each = replayed(calls)
+            share, reached = amount / rate / each, amount / each / 1e12
+            self.timings[name] = [round_to(n) for n in (each * 1e6, share, reached)]
+            unit = "TFLOP/s" if rate == FLOPS else "TB/s"
+            figures = f"{each * 1e6:9.2f} µs {share:6.1%} {reached:7.2f} {unit}"
+            print(f"{name:52} {figures}  ({first:.1f} s)", flush=True)
+
+        self.item(name, work)
+
+
+def round_to(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def replayed(calls: Sequence[Callable[[], object]]) -> float:
+    for call in calls[:3]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    torch.cuda.synchronize()
+
+    def measure(rounds: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(rounds):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / rounds
+
+    rounds = max(1, min(50, int(0.01 / measure(1))))
+    return median(measure(rounds) for _ in range(5)) / len(calls)

@@ -1,0 +1,36 @@
+"""A row's logits, and the noise that `exec/rng.py` has for a token."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def read(line, token, VOCAB: tl.constexpr):
+    return tl.load(line + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def uniform_of(key0, key1, token):
+    """The number in (0, 1) that `exec/rng.py` has for the keys and the token."""
+    bits = _mix(token.to(tl.uint32) ^ key0.to(tl.uint32))
+    bits = _mix(bits + key1.to(tl.uint32))
+    uniform = (bits.to(tl.float32) + 0.5) * 2.0**-32
+    return tl.minimum(uniform, 1.0 - 2.0**-24)
+
+
+@triton.jit
+def exponential(uniform):
+    """−log1p(−u): what `exec/rng.py` takes −log of."""
+    # log1p(−u) = log(w) · u / (1 − w) with w = 1 − u as rounded: the rounding's error cancels.
+    rest = 1.0 - uniform
+    lost = 1.0 - rest
+    return tl.where(lost == 0, uniform, -tl.log(rest) * (uniform / lost))
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
