@@ -29,6 +29,10 @@ def early(ahead: Ahead | None) -> dict[str, bool]:
     return {"EARLY": True, "launch_pdl": True}
 
 
+def launch_options(early: bool) -> dict[str, bool]:
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+
+
 def lines_of(ahead: Ahead | None) -> tuple[torch.Tensor | None, dict[str, int]]:
     """The weight, None where nothing of it is read; and the options of a launch."""
     rows = stride = size = 0

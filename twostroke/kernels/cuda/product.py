@@ -1,0 +1,215 @@
+"""Products with a weight, [M, K] × [N, K]ᵀ, and the gated pair of an MLP.
+
+    one row     a program has a column or two of the result, and all of K: the weight goes past it
+                once, sixteen bytes a thread a load, and is added up in registers
+    few rows    of the gated pair: tiles of both halves by the matrix units, the activation at the
+                end, so that neither half is ever written
+    the rest    the library's
+
+A program of one row asks for its first part of the weight before it waits for the launch in front.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from twostroke.kernels.cuda.ahead import await_last, launch_options
+from twostroke.kernels.cuda.elementwise import silu_and_mul
+from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
+
+MOST_STREAMED = 4  # rows: of a weight that stays in the L2, which then has to give it to each
+SMALL_WEIGHT = 16 << 20
+MOST_TILED = 64  # rows of a gated pair that the matrix units have
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    columns: int  # of a program
+    inner: int  # of K, at one time
+    num_warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    columns: int
+    inner: int
+    num_warps: int
+    num_stages: int
+
+
+def streaming(rows: int, weight: torch.Tensor) -> Streaming | None:
+    """None where the library is faster, or nothing here divides K."""
+    small, inner = weight.numel() * weight.itemsize <= SMALL_WEIGHT, weight.shape[1]
+    if rows > (MOST_STREAMED if small else 1):
+        return None
+    if inner > 8192 and inner % 1024 == 0:
+        return Streaming(2, 1024, 4)
+    if inner % 2048 == 0:
+        return Streaming(1, 2048, 4)
+    if inner % 512 == 0:
+        return Streaming(2, 1024 if inner % 1024 == 0 else 512, 4)
+    return None
+
+
+def tiling(rows: int, weight: torch.Tensor) -> Tiling | None:
+    columns, inner = weight.shape
+    if rows > MOST_TILED or inner % 256:
+        return None
+    if columns * inner * weight.itemsize <= SMALL_WEIGHT:
+        return Tiling(32, 128, 4, 4)
+    return Tiling(32, 256, 4, 3) if rows <= 16 else Tiling(64, 128, 4, 3)
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, early: bool = False) -> torch.Tensor:
+    """x @ weight.T, added up in fp32 and rounded once."""
+    tuned = streaming(x.shape[0], weight) if _is_plain(x, weight) else None
+    return F.linear(x, weight) if tuned is None else stream(x, weight, tuned, False, early)
+
+
+def gated_product(x: torch.Tensor, weight: torch.Tensor, early: bool = False) -> torch.Tensor:
+    """silu(x @ first half of the weight) · (x @ second half), rounded as `silu_and_mul` has it."""
+    if _is_plain(x, weight):
+        streamed = streaming(x.shape[0], weight)
+        if streamed is not None:
+            return stream(x, weight, streamed, True, early)
+        tiles = tiling(x.shape[0], weight)
+        if tiles is not None:
+            return tiled(x, weight, tiles, early)
+    return silu_and_mul(F.linear(x, weight))
+
+
+def _is_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    return x.is_contiguous() and weight.is_contiguous() and x.dtype.itemsize == 2
+
+
+def stream(
+    x: torch.Tensor, weight: torch.Tensor, tuned: Streaming, gated: bool, early: bool
+) -> torch.Tensor:
+    rows, inner = x.shape
+    columns = weight.shape[0] // 2 if gated else weight.shape[0]
+    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    # The rows of a column are neighbours: the second finds the weight in the L2.
+    _stream[(rows, ceil_div(columns, tuned.columns))](
+        x,
+        weight,
+        out,
+        N=columns,
+        K=inner,
+        COLUMNS=tuned.columns,
+        INNER=tuned.inner,
+        GATED=gated,
+        num_warps=tuned.num_warps,
+        num_stages=1,
+        **launch_options(early),
+    )
+    return out
+
+
+def tiled(x: torch.Tensor, weight: torch.Tensor, tuned: Tiling, early: bool) -> torch.Tensor:
+    rows, inner = x.shape
+    columns = weight.shape[0] // 2
+    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    _tiled[(ceil_div(columns, tuned.columns),)](
+        x,
+        weight,
+        out,
+        rows,
+        N=columns,
+        K=inner,
+        ROWS=max(16, power_of_two(rows)),
+        COLUMNS=tuned.columns,
+        INNER=tuned.inner,
+        num_warps=tuned.num_warps,
+        num_stages=tuned.num_stages,
+        **launch_options(early),
+    )
+    return out
+
+
+@triton.jit
+def _stream(
+    x,
+    weight,
+    out,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    GATED: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inner = tl.arange(0, INNER)
+    # Columns past the end read the last row of the weight again, and are dropped.
+    line = tl.minimum(column, N - 1).to(tl.int64) * K
+    at = weight + line[:, None] + inner[None, :]
+    HALF: tl.constexpr = N * K
+    part = tl.load(at, eviction_policy="evict_first")
+    if GATED:
+        second = tl.load(at + HALF, eviction_policy="evict_first")
+    await_last(EARLY)
+    x_at = x + row * K + inner
+    of_x = tl.load(x_at).to(tl.float32)[None, :]
+    sums = of_x * part.to(tl.float32)
+    if GATED:
+        others = of_x * second.to(tl.float32)
+    for start in tl.range(INNER, K, INNER):
+        of_x = tl.load(x_at + start).to(tl.float32)[None, :]
+        part = tl.load(at + start, eviction_policy="evict_first")
+        if GATED:
+            second = tl.load(at + HALF + start, eviction_policy="evict_first")
+            others += of_x * second.to(tl.float32)
+        sums += of_x * part.to(tl.float32)
+    result = tl.sum(sums, axis=1)
+    if GATED:
+        result = _gated(result, tl.sum(others, axis=1), out.dtype.element_ty)
+    tl.store(out + row * N + column, result.to(out.dtype.element_ty), mask=column < N)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _tiled(
+    x,
+    weight,
+    out,
+    num_rows,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    await_last(EARLY)
+    row = tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inner = tl.arange(0, INNER)
+    line = tl.minimum(column, N - 1).to(tl.int64) * K
+    at = weight + line[:, None] + inner[None, :]
+    x_at = x + row[:, None] * K + inner[None, :]
+    there = (row < num_rows)[:, None]
+    HALF: tl.constexpr = N * K
+    first = tl.zeros([ROWS, COLUMNS], tl.float32)
+    second = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in tl.range(0, K, INNER):
+        part = tl.load(x_at + start, mask=there, other=0.0)
+        gate = tl.load(at + start, eviction_policy="evict_first")
+        up = tl.load(at + HALF + start, eviction_policy="evict_first")
+        first = tl.dot(part, tl.trans(gate), first)
+        second = tl.dot(part, tl.trans(up), second)
+    result = _gated(first, second, out.dtype.element_ty)
+    to = out + row[:, None] * N + column[None, :]
+    tl.store(to, result.to(out.dtype.element_ty), mask=there & (column < N)[None, :])
+
+
+@triton.jit
+def _gated(gate, up, kind: tl.constexpr):
+    """Rounded where the products and `silu_and_mul` would, one after another."""
+    gate = gate.to(kind).to(tl.float32)
+    activated = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
+    return activated * up.to(kind).to(tl.float32)
