@@ -130,25 +130,35 @@ def check_prefill(
     drop_passed(cache, [start for start, _ in chunks])
     ends = torch.tensor([0] + [size for _, size in chunks]).cumsum(0).tolist()
     q = torch.randn(ends[-1], heads.num_heads, heads.dim).to(device, dtype)
-    out = cuda.prefill_attention(
-        q,
-        cache.keys,
-        cache.values,
-        cache.tables,
-        ints(cache.rows, device),
-        ints([start for start, _ in chunks], device),
-        ints(ends, device),
-        max(size for _, size in chunks),
-        heads.scale,
-        heads.window,
-        softcap=heads.softcap,
-        out=poisoned(*q.shape, like=q),
-    )
-    error = 0.0
+    own = poisoned(ends[-1], heads.num_heads + 2 * heads.num_kv_heads, heads.dim, like=q)
+    own = own[:, heads.num_heads :]  # only of chunks that start at 0: others must not look there
     for index, (start, size) in enumerate(chunks):
-        part = slice(ends[index], ends[index + 1])
-        right = expected_attention(q[part], cache, index, start, start + size)
-        error = largest(error, worst(out[part], right))
+        if start == 0 and size:
+            table, to = cache.table(index), own[ends[index] : ends[index + 1]]
+            found = reference.gather(cache.keys, cache.values, table, 0, size, dtype)
+            to[:] = torch.cat(found, dim=1)
+    fresh, later = ([size for start, size in chunks if (start == 0) == kind] for kind in (1, 0))
+    largest_of = {"max_fresh": max(fresh, default=0), "max_chunk": max(later, default=0)}
+    error = 0.0
+    for given in ({"max_chunk": max(size for _, size in chunks)}, {"own": own, **largest_of}):
+        out = cuda.prefill_attention(
+            q,
+            cache.keys,
+            cache.values,
+            cache.tables,
+            ints(cache.rows, device),
+            ints([start for start, _ in chunks], device),
+            ints(ends, device),
+            scale=heads.scale,
+            window=heads.window,
+            softcap=heads.softcap,
+            out=poisoned(*q.shape, like=q),
+            **given,
+        )
+        for index, (start, size) in enumerate(chunks):
+            part = slice(ends[index], ends[index + 1])
+            right = expected_attention(q[part], cache, index, start, start + size)
+            error = largest(error, worst(out[part], right))
     return error
 
 

@@ -8,6 +8,10 @@
 
 A tile holds some tokens with all the query heads that share the KV head, so that keys and values
 are read once for the group and little of a tile lies beyond the causal edge.
+
+A chunk that begins its sequence finds all it may see among the step's own keys and values, which
+lie side by side: the hardware fetches whole tiles of them. The others walk the pages. A step that
+has both kinds is two launches, each of which leaves the other's chunks alone.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from twostroke.kernels.cuda.scores import capped, unit_of
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
@@ -30,16 +35,20 @@ class Tuning:
     num_stages: int
 
 
-def tuning(dim: int, dtype: torch.dtype) -> Tuning:
+def tuning(dim: int, dtype: torch.dtype, fresh: bool) -> Tuning:
     """The keys and values of `num_stages` − 1 steps are in shared memory: those that are worked
-    on, and what is under way."""
+    on, and what is under way. Two small tiles a multiprocessor, one of which computes while the
+    other is at its exponentials, do better than one large one where the loads cost no thread."""
     if dtype == torch.float32:
         return Tuning(64, 32, 4, 2) if dim <= 128 else Tuning(32, 16, 4, 2)
     if dim <= 64:
         return Tuning(128, 128, 8, 3)
     if dim <= 128:
-        return Tuning(128, 128, 8, 2)
+        return Tuning(64, 64, 4, 3) if fresh else Tuning(128, 64, 8, 4)
     return Tuning(64, 32, 4, 3)
+
+
+ALL, FRESH, LATER = 0, 1, 2  # the chunks of a launch
 
 
 def prefill_attention(
@@ -56,23 +65,69 @@ def prefill_attention(
     softcap: float = 0.0,
     out: torch.Tensor | None = None,
     tuned: Tuning | None = None,
+    own: torch.Tensor | None = None,
+    max_fresh: int = 0,
 ) -> torch.Tensor:
     """Chunk c is tokens [cu_tokens[c], cu_tokens[c + 1]) of q [T, H, D], at most `max_chunk`;
     they stand from position chunk_starts[c] on in the sequence of table row chunk_rows[c], and
-    see all of it that is cached up to themselves."""
-    tokens, num_heads, dim = q.shape
-    num_kv_heads = keys.shape[2]
+    see all of it that is cached up to themselves.
+
+    `own`: the keys and values of those tokens, [T, 2K, D]. If it is given, `max_chunk` is of the
+    chunks that start later than 0 and `max_fresh` of those that start there.
+    """
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    where = (keys, values, tables, chunk_rows, chunk_starts, cu_tokens)
+    how = (scale, window, softcap, out, tuned)
+    if own is None or not _can_fetch(own, keys):
+        _launch(ALL, q, *where, max(max_chunk, max_fresh), *how, None)
+        return out
+    if max_fresh:
+        _launch(FRESH, q, *where, max_fresh, *how, own)
+    if max_chunk:
+        _launch(LATER, q, *where, max_chunk, *how, None)
+    return out
+
+
+def _can_fetch(own: torch.Tensor, keys: torch.Tensor) -> bool:
+    """Whether what is computed equals what is cached, in tiles that the hardware knows."""
+    dim, width = own.shape[2], own.itemsize
+    aligned = own.data_ptr() % 16 == 0 == own.stride(0) * width % 16
+    return own.dtype == keys.dtype and width == 2 and dim == power_of_two(dim) >= 16 and aligned
+
+
+def _launch(
+    which: int,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    chunk_rows: torch.Tensor,
+    chunk_starts: torch.Tensor,
+    cu_tokens: torch.Tensor,
+    largest: int,
+    scale: float,
+    window: int | None,
+    softcap: float,
+    out: torch.Tensor,
+    tuned: Tuning | None,
+    own: torch.Tensor | None,
+) -> None:
+    num_heads, dim, num_kv_heads = q.shape[1], q.shape[2], keys.shape[2]
     assert keys.stride() == values.stride()
     assert keys.stride(-1) == q.stride(-1) == tables.stride(-1) == 1
-    if out is None:
-        out = torch.empty(tokens, num_heads, dim, dtype=q.dtype, device=q.device)
-    tuned = tuned or tuning(dim, q.dtype)
+    tuned = tuned or tuning(dim, q.dtype, which == FRESH)
     group = num_heads // num_kv_heads
-    grid = (ceil_div(max_chunk, tuned.queries // group), num_kv_heads, chunk_rows.shape[0])
+    fetched = None
+    if own is not None:
+        size, strides = [own.shape[0], 2 * num_kv_heads * dim], [own.stride(0), 1]
+        fetched = TensorDescriptor(own, size, strides, [tuned.keys, dim])
+    grid = (ceil_div(largest, tuned.queries // group), num_kv_heads, chunk_rows.shape[0])
     _prefill[grid](
         q,
         keys,
         values,
+        fetched,
         tables,
         chunk_rows,
         chunk_starts,
@@ -90,6 +145,7 @@ def prefill_attention(
         keys.stride(1),
         keys.stride(2),
         GROUP=group,
+        NUM_KV_HEADS=num_kv_heads,
         DIM=dim,
         BLOCK_DIM=max(16, power_of_two(dim)),
         PAGE=keys.shape[1],
@@ -97,10 +153,10 @@ def prefill_attention(
         KEYS=tuned.keys,
         WINDOW=window is not None,
         SOFTCAP=softcap > 0,
+        CHUNKS=which,
         num_warps=tuned.num_warps,
         num_stages=tuned.num_stages,
     )
-    return out
 
 
 @triton.jit(
@@ -111,6 +167,7 @@ def _prefill(
     q,
     keys,
     values,
+    own,
     tables,
     chunk_rows,
     chunk_starts,
@@ -128,6 +185,7 @@ def _prefill(
     slot_stride,
     head_stride,
     GROUP: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     PAGE: tl.constexpr,
@@ -135,6 +193,7 @@ def _prefill(
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):
     TOKENS: tl.constexpr = QUERIES // GROUP
     # The last tiles see the most keys: they start first, and the short ones fill the gaps.
@@ -142,8 +201,9 @@ def _prefill(
     kv_head, chunk = tl.program_id(1), tl.program_id(2)
     first_token = tl.load(cu_tokens + chunk).to(tl.int32)
     size = tl.load(cu_tokens + chunk + 1).to(tl.int32) - first_token
-    if tile * TOKENS < size:
-        start = tl.load(chunk_starts + chunk).to(tl.int32)
+    start = tl.load(chunk_starts + chunk).to(tl.int32)
+    mine = CHUNKS == 0 or (start == 0) == (CHUNKS == 1)
+    if mine and tile * TOKENS < size:
         table = tables + tl.load(chunk_rows + chunk).to(tl.int64) * table_stride
         keys += kv_head * head_stride
         values += kv_head * head_stride
@@ -189,15 +249,20 @@ def _prefill(
                 window,
                 keys,
                 values,
+                own,
+                first_token,
+                kv_head * DIM,
                 table,
                 scale,
                 softcap,
                 block_stride,
                 slot_stride,
+                NUM_KV_HEADS * DIM,
                 DIM,
                 BLOCK_DIM,
                 PAGE,
                 KEYS,
+                CHUNKS == 1,
                 part != 1,
                 WINDOW,
                 SOFTCAP,
@@ -221,15 +286,20 @@ def _visit(
     window,
     keys,
     values,
+    own,
+    first_token,
+    column,
     table,
     scale,
     softcap,
     block_stride,
     slot_stride,
+    ALL_KEYS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     KEYS: tl.constexpr,
+    FRESH: tl.constexpr,
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -239,26 +309,36 @@ def _visit(
     unit = unit_of(scale, SOFTCAP)
     # A tile's pages are asked for a tile ahead: the compiler then has all its stages for keys and
     # values.
-    cached = begin + tl.arange(0, KEYS)
-    page = tl.load(table + cached // PAGE, mask=cached < end, other=0)
+    if not FRESH:
+        cached = begin + tl.arange(0, KEYS)
+        page = tl.load(table + cached // PAGE, mask=cached < end, other=0)
     for at in tl.range(begin, stop, KEYS):
         cached = at + tl.arange(0, KEYS)
-        inside = (channel < DIM)[None, :]
         if MASKED:
             there = cached < end
             if WINDOW:
                 there = there & (cached >= first_key)
-            inside = inside & there[:, None]
-        line = page.to(tl.int64) * block_stride + (cached % PAGE) * slot_stride
-        line = line[:, None] + channel[None, :]
-        following = cached + KEYS
-        page = tl.load(table + following // PAGE, mask=following < end, other=0)
-        if MASKED or DIM != BLOCK_DIM:
-            key = tl.load(keys + line, mask=inside, other=0.0)
-            value = tl.load(values + line, mask=inside, other=0.0)
+        if FRESH:
+            key = own.load([first_token + at, column])
+            value = own.load([first_token + at, ALL_KEYS + column])
+            if (
+                MASKED
+            ):  # another chunk's: nothing of it may come through, not even by way of 0 · NaN
+                value = tl.where(there[:, None], value, 0.0)
         else:
-            key = tl.load(keys + line)
-            value = tl.load(values + line)
+            line = page.to(tl.int64) * block_stride + (cached % PAGE) * slot_stride
+            line = line[:, None] + channel[None, :]
+            following = cached + KEYS
+            page = tl.load(table + following // PAGE, mask=following < end, other=0)
+            if MASKED or DIM != BLOCK_DIM:
+                inside = (channel < DIM)[None, :]
+                if MASKED:
+                    inside = inside & there[:, None]
+                key = tl.load(keys + line, mask=inside, other=0.0)
+                value = tl.load(values + line, mask=inside, other=0.0)
+            else:
+                key = tl.load(keys + line)
+                value = tl.load(values + line)
         score = tl.dot(query, tl.trans(key), input_precision="tf32x3")
         score = capped(score, scale, softcap, SOFTCAP)
         if MASKED:
