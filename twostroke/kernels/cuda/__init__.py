@@ -14,8 +14,8 @@ from twostroke.kernels.cuda.decode import (
     decode_splits,
 )
 from twostroke.kernels.cuda.elementwise import add_rms_norm, rms_norm, silu_and_mul
-from twostroke.kernels.cuda.few_rows import few_rows_product
 from twostroke.kernels.cuda.prefill import prefill_attention
+from twostroke.kernels.cuda.product import gated_product, product
 from twostroke.kernels.cuda.rope_store import rope_store
 from twostroke.kernels.cuda.sampling import sample
 
@@ -25,8 +25,9 @@ __all__ = [
     "decode_attention",
     "decode_scratch",
     "decode_splits",
-    "few_rows_product",
+    "gated_product",
     "prefill_attention",
+    "product",
     "rms_norm",
     "rope_store",
     "sample",

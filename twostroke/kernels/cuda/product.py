@@ -22,8 +22,8 @@ from twostroke.kernels.cuda.ahead import await_last, launch_options
 from twostroke.kernels.cuda.elementwise import silu_and_mul
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 
-MOST_STREAMED = 4  # rows: of a weight that stays in the L2, which then has to give it to each
-SMALL_WEIGHT = 16 << 20
+MOST_STREAMED = 8192  # elements of a result of several rows: each row reads the weight again
+SMALL_WEIGHT = 16 << 20  # that the L2 has for it
 MOST_TILED = 64  # rows of a gated pair that the matrix units have
 
 
@@ -44,16 +44,11 @@ class Tiling:
 
 def streaming(rows: int, weight: torch.Tensor) -> Streaming | None:
     """None where the library is faster, or nothing here divides K."""
-    small, inner = weight.numel() * weight.itemsize <= SMALL_WEIGHT, weight.shape[1]
-    if rows > (MOST_STREAMED if small else 1):
+    columns, inner = weight.shape
+    small = weight.numel() * weight.itemsize <= SMALL_WEIGHT
+    if inner % 512 or (rows > 1 and not (small and rows * columns <= MOST_STREAMED)):
         return None
-    if inner > 8192 and inner % 1024 == 0:
-        return Streaming(2, 1024, 4)
-    if inner % 2048 == 0:
-        return Streaming(1, 2048, 4)
-    if inner % 512 == 0:
-        return Streaming(2, 1024 if inner % 1024 == 0 else 512, 4)
-    return None
+    return Streaming(2 if rows == 1 else 4, 1024 if inner % 1024 == 0 else 512, 4)
 
 
 def tiling(rows: int, weight: torch.Tensor) -> Tiling | None:
