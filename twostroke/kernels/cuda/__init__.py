@@ -7,7 +7,7 @@ to step, so that what was compiled at start serves every step.
 
 from __future__ import annotations
 
-from twostroke.kernels.cuda.decode import decode_attention
+from twostroke.kernels.cuda.decode import decode_attention, rope_decode_attention
 from twostroke.kernels.cuda.elementwise import add_rms_norm, rms_norm, silu_and_mul
 from twostroke.kernels.cuda.few_rows import few_rows_product
 from twostroke.kernels.cuda.prefill import prefill_attention
@@ -24,6 +24,7 @@ __all__ = [
     "few_rows_product",
     "prefill_attention",
     "rms_norm",
+    "rope_decode_attention",
     "rope_store",
     "sample",
     "silu_and_mul",

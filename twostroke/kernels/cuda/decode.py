@@ -5,6 +5,9 @@
 
 The query heads of a KV head share one tile, so that keys and values are read once. Each program
 reads its sequence's length on the device: one captured launch serves every context.
+
+`rope_decode_attention` begins one launch earlier, with what the QKV product has left: see
+`new_token.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import triton.language as tl
 
 from twostroke.kernels import Ahead
 from twostroke.kernels.cuda.ahead import await_last, lines_of, read_ahead
+from twostroke.kernels.cuda.new_token import NewToken, queries_of_new
 from twostroke.kernels.cuda.scores import capped, unit_of
 from twostroke.kernels.cuda.sizes import power_of_two
 from twostroke.kernels.cuda.splits import MERGE, MOST_SPLITS, PROGRAMS, DecodeScratch, merge
@@ -31,13 +35,14 @@ class Tuning:
 
 
 def tuning(dim: int, dtype: torch.dtype, programs: int) -> Tuning:
-    """Of few programs each has three tiles under way; many share a multiprocessor, where one
-    computes and the others load, and the smallest do best."""
+    """Of wide heads few programs have more tiles under way each; many share a multiprocessor,
+    where one computes and the others load."""
     width = dim * dtype.itemsize
-    wide = width > 256
+    if width <= 256:
+        return Tuning(64, 4, 3, 2)
     if programs <= PROGRAMS:
-        return Tuning(32, 4, 4 if width <= 512 else 3, 4) if wide else Tuning(64, 4, 4, 2)
-    return Tuning(32, 4, 2, 4) if wide else Tuning(64, 2, 2, 2)
+        return Tuning(32, 4, 4 if width <= 512 else 3, 4)
+    return Tuning(32, 4, 2, 4)
 
 
 def decode_attention(
@@ -60,6 +65,63 @@ def decode_attention(
 
     `scratch` is of this batch or a larger one, of these splits or more.
     """
+    where = (keys, values, tables, rows, lengths)
+    how = (scale, window, splits, scratch, softcap, out, tuned, ahead)
+    return _launch(q, None, *where, *how)
+
+
+def rope_decode_attention(
+    qkv: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    window: int | None,
+    splits: int,
+    scratch: DecodeScratch,
+    softcap: float = 0.0,
+    out: torch.Tensor | None = None,
+    tuned: Tuning | None = None,
+    ahead: Ahead | None = None,
+) -> torch.Tensor:
+    """`rope_store` and `decode_attention` of [B, (H + 2K) · D]: each token is the last of its
+    `lengths` positions, and goes to its slot, nowhere where that is < 0."""
+    assert cos.is_contiguous()
+    assert sin.is_contiguous()
+    heads = qkv.unflatten(1, (-1, keys.shape[-1]))
+    q = heads[:, : heads.shape[1] - 2 * keys.shape[2]]
+    new = NewToken(q_norm, k_norm, cos, sin, slots, eps)
+    where = (keys, values, tables, rows, lengths)
+    how = (scale, window, splits, scratch, softcap, out, tuned, ahead)
+    return _launch(q, new, *where, *how)
+
+
+def _launch(
+    q: torch.Tensor,
+    new: NewToken | None,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    window: int | None,
+    splits: int,
+    scratch: DecodeScratch,
+    softcap: float,
+    out: torch.Tensor | None,
+    tuned: Tuning | None,
+    ahead: Ahead | None,
+) -> torch.Tensor:
+    """`q`: as they are, or where the heads of a QKV product begin if there is something new."""
     batch, num_heads, dim = q.shape
     num_kv_heads = keys.shape[2]
     assert keys.stride() == values.stride()
@@ -80,6 +142,7 @@ def decode_attention(
         out,
         *scratch,
         weight,
+        *(new or (None, None, None, None, None, 0.0)),
         float(scale),
         float(softcap),
         window or 0,
@@ -93,9 +156,10 @@ def decode_attention(
         keys.stride(1),
         keys.stride(2),
         GROUP=group,
-        QUERIES=max(16, power_of_two(group)),
+        QUERIES=max(16, power_of_two(group if new is None else group + 1)),
         DIM=dim,
         BLOCK_DIM=max(16, power_of_two(dim)),
+        HALF=0 if new is None else new.cos.shape[-1],
         PAGE=keys.shape[1],
         TILE=tuned.tile,
         LEAST=tuned.least,
@@ -105,6 +169,8 @@ def decode_attention(
         SPLIT=splits > 1,
         WINDOW=window is not None,
         SOFTCAP=softcap > 0,
+        NEW=new is not None,
+        NORM=new is not None and new.q_norm is not None,
         num_warps=tuned.num_warps,
         num_stages=tuned.num_stages,
         **lines,
@@ -114,7 +180,7 @@ def decode_attention(
 
 @triton.jit(
     do_not_specialize=["splits", "window"],
-    do_not_specialize_on_alignment=["rows", "lengths", "arrived"],
+    do_not_specialize_on_alignment=["rows", "lengths", "arrived", "slots"],
 )
 def _decode(
     q,
@@ -128,6 +194,12 @@ def _decode(
     weight,
     arrived,
     ahead,
+    q_norm,
+    k_norm,
+    cos,
+    sin,
+    slots,
+    eps,
     scale,
     softcap,
     window,
@@ -144,6 +216,7 @@ def _decode(
     QUERIES: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    HALF: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     LEAST: tl.constexpr,
@@ -153,6 +226,8 @@ def _decode(
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    NEW: tl.constexpr,
+    NORM: tl.constexpr,
     EARLY: tl.constexpr,
     AHEAD_ROWS: tl.constexpr,
     AHEAD_STRIDE: tl.constexpr,
@@ -182,16 +257,44 @@ def _decode(
     if split == 0 and length == 0:
         tl.store(out_at, tl.zeros([QUERIES, BLOCK_DIM], out.dtype.element_ty), mask=real)
     if begin < end:
-        q_at = q + sequence * q_stride + head[:, None] * q_head_stride + channel[None, :]
-        query_tile = tl.load(q_at, mask=real, other=0.0)
-        best = tl.full([QUERIES], float("-inf"), tl.float32)
-        total = tl.zeros([QUERIES], tl.float32)
-        sums = tl.zeros([QUERIES, BLOCK_DIM], tl.float32)
-        unit = unit_of(scale, SOFTCAP)
         # A tile's pages are asked for a tile ahead: the compiler then has all its stages for keys
         # and values.
         position = begin * TILE + tl.arange(0, TILE)
         page = tl.load(table + position // PAGE, mask=position < length, other=0)
+        row = q + sequence * q_stride
+        if NEW:
+            query_tile = queries_of_new(
+                row,
+                kv_head,
+                tl.num_programs(0),
+                length - 1,
+                tl.load(slots + sequence).to(tl.int64),
+                end == last_tile,
+                q_norm,
+                k_norm,
+                cos,
+                sin,
+                eps,
+                keys,
+                values,
+                block_stride,
+                slot_stride,
+                head_stride,
+                GROUP,
+                QUERIES,
+                DIM,
+                BLOCK_DIM,
+                HALF,
+                PAGE,
+                NORM,
+            )
+        else:
+            q_at = row + head[:, None] * q_head_stride + channel[None, :]
+            query_tile = tl.load(q_at, mask=real, other=0.0)
+        best = tl.full([QUERIES], float("-inf"), tl.float32)
+        total = tl.zeros([QUERIES], tl.float32)
+        sums = tl.zeros([QUERIES, BLOCK_DIM], tl.float32)
+        unit = unit_of(scale, SOFTCAP)
         for tile in tl.range(begin, end):
             position = tile * TILE + tl.arange(0, TILE)
             inside = position < length
