@@ -60,68 +60,13 @@ def decode_attention(
     out: torch.Tensor | None = None,
     tuned: Tuning | None = None,
     ahead: Ahead | None = None,
+    new: NewToken | None = None,
 ) -> torch.Tensor:
     """[B, H, D] against the first `lengths` positions of table rows `rows`; zeros where it is 0.
 
-    `scratch` is of this batch or a larger one, of these splits or more.
+    `scratch` is of this batch or a larger one, of these splits or more. `new`: the queries are
+    not made yet, and lie where the QKV product has left them.
     """
-    where = (keys, values, tables, rows, lengths)
-    how = (scale, window, splits, scratch, softcap, out, tuned, ahead)
-    return _launch(q, None, *where, *how)
-
-
-def rope_decode_attention(
-    qkv: torch.Tensor,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    slots: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    tables: torch.Tensor,
-    rows: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-    window: int | None,
-    splits: int,
-    scratch: DecodeScratch,
-    softcap: float = 0.0,
-    out: torch.Tensor | None = None,
-    tuned: Tuning | None = None,
-    ahead: Ahead | None = None,
-) -> torch.Tensor:
-    """`rope_store` and `decode_attention` of [B, (H + 2K) · D]: each token is the last of its
-    `lengths` positions, and goes to its slot, nowhere where that is < 0."""
-    assert cos.is_contiguous()
-    assert sin.is_contiguous()
-    heads = qkv.unflatten(1, (-1, keys.shape[-1]))
-    q = heads[:, : heads.shape[1] - 2 * keys.shape[2]]
-    new = NewToken(q_norm, k_norm, cos, sin, slots, eps)
-    where = (keys, values, tables, rows, lengths)
-    how = (scale, window, splits, scratch, softcap, out, tuned, ahead)
-    return _launch(q, new, *where, *how)
-
-
-def _launch(
-    q: torch.Tensor,
-    new: NewToken | None,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    tables: torch.Tensor,
-    rows: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-    window: int | None,
-    splits: int,
-    scratch: DecodeScratch,
-    softcap: float,
-    out: torch.Tensor | None,
-    tuned: Tuning | None,
-    ahead: Ahead | None,
-) -> torch.Tensor:
-    """`q`: as they are, or where the heads of a QKV product begin if there is something new."""
     batch, num_heads, dim = q.shape
     num_kv_heads = keys.shape[2]
     assert keys.stride() == values.stride()
@@ -176,6 +121,54 @@ def _launch(
         **lines,
     )
     return out
+
+
+def rope_decode_attention(
+    qkv: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    window: int | None,
+    splits: int,
+    scratch: DecodeScratch,
+    softcap: float = 0.0,
+    out: torch.Tensor | None = None,
+    tuned: Tuning | None = None,
+    ahead: Ahead | None = None,
+) -> torch.Tensor:
+    """`rope_store` and `decode_attention` of [B, (H + 2K) · D]: each token is the last of its
+    `lengths` positions, and goes to its slot, nowhere where that is < 0."""
+    assert cos.is_contiguous()
+    assert sin.is_contiguous()
+    heads = qkv.unflatten(1, (-1, keys.shape[-1]))
+    q = heads[:, : heads.shape[1] - 2 * keys.shape[2]]
+    new = NewToken(q_norm, k_norm, cos, sin, slots, eps)
+    return decode_attention(
+        q,
+        keys,
+        values,
+        tables,
+        rows,
+        lengths,
+        scale,
+        window,
+        splits,
+        scratch,
+        softcap,
+        out,
+        tuned,
+        ahead,
+        new,
+    )
 
 
 @triton.jit(
