@@ -127,6 +127,36 @@ def decode_attention(  # type: ignore[no-untyped-def]
     return out
 
 
+def rope_decode_attention(  # type: ignore[no-untyped-def]
+    qkv,
+    q_norm,
+    k_norm,
+    eps,
+    cos,
+    sin,
+    slots,
+    keys,
+    values,
+    tables,
+    rows,
+    lengths,
+    scale,
+    window,
+    splits,
+    scratch,
+    softcap=0.0,
+    out=None,
+    ahead=None,
+):
+    num_kv_heads, dim = keys.shape[2:]
+    num_heads = qkv.shape[1] // dim - 2 * num_kv_heads
+    positions = (lengths - 1).clamp(min=0)
+    where = (positions, slots, keys, values, num_heads, num_kv_heads)
+    q = rope_store(qkv, q_norm, k_norm, eps, cos, sin, *where)
+    how = (scale, window, splits, scratch, softcap, out, ahead)
+    return decode_attention(q, keys, values, tables, rows, lengths, *how)
+
+
 def decode_splits(batch, num_kv_heads, max_len):  # type: ignore[no-untyped-def]
     return max(1, min(64 // (batch * num_kv_heads), max_len // 256))
 

@@ -98,6 +98,27 @@ def test_without_graphs_the_tokens_are_the_same() -> None:
     assert_same(alone("qwen3"), run(fused_core(graphs=False), PROMPTS, OUTPUT))
 
 
+def test_rope_and_store_are_part_of_a_decode_steps_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called: list[str] = []
+
+    def counted(name: str) -> Callable[..., object]:
+        plain = getattr(fused, name)
+        return lambda *args, **more: (called.append(name), plain(*args, **more))[1]
+
+    core, layers = fused_core(graphs=False), decoders("qwen3")[1].spec.num_layers
+    for name in ("prefill_attention", "decode_attention", "rope_store", "rope_decode_attention"):
+        monkeypatch.setattr(fused, name, counted(name))
+    write(core, [PROMPTS[1]], max_tokens=1)
+    assert called == ["rope_store", "prefill_attention"] * layers
+    called.clear()
+    write(core, [PROMPTS[1]], max_tokens=2)
+    # the stand-in is made of the two
+    decode = ["rope_decode_attention", "rope_store", "decode_attention"]
+    assert called[2 * layers :] == decode * layers
+
+
 def test_steps_are_launched_before_the_last_one_was_taken_in() -> None:
     core, most = fused_core(), 0
     for n, prompt in enumerate(PROMPTS):

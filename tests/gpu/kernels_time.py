@@ -62,8 +62,10 @@ def decode_call(
     tuned: decode.Tuning | None = None,
     page: int = 16,
     lengths: Sequence[int] = (),
+    rope: bool = False,
 ) -> tuple[Callable[[], torch.Tensor], int]:
-    """A call that takes the next layer each time, and the splits it uses."""
+    """A call that takes the next layer each time, and the splits it uses. `rope`: it begins with
+    the QKV product, and stores each last position."""
     contexts = cases.ints(lengths or [CONTEXT] * batch, CUDA)
     blocks = -(-int(contexts.max()) // page)
     pool = random_pool(shape, layers, batch * blocks, page)
@@ -73,27 +75,36 @@ def decode_call(
     scratch = cuda.decode_scratch(batch, shape.num_heads, shape.dim, splits, CUDA)
     rows = torch.arange(batch, device=CUDA, dtype=torch.int32)
     out = torch.empty_like(q)
+    wide = (shape.num_heads + 2 * shape.num_kv_heads) * shape.dim
+    qkv = torch.randn(batch, wide, device=CUDA, dtype=torch.bfloat16)
+    weight = qkv[0, : shape.dim].clone() if shape.qk_norm else None
+    angles = torch.rand(8192, shape.dim // 2, device=CUDA)
+    ends = contexts.long() - 1
+    slots = tables[rows.long(), ends // page].long() * page + ends % page
     turn = count()
 
     def call() -> torch.Tensor:
         keys, values = pool[next(turn) % layers]
-        where = (keys, values, tables, rows, contexts)
-        return cuda.decode_attention(
-            q, *where, shape.dim**-0.5, None, splits, scratch, out=out, tuned=tuned
-        )
+        where = (keys, values, tables, rows, contexts, shape.dim**-0.5, None, splits, scratch)
+        if rope:
+            make = (weight, weight, 1e-6, angles, angles, slots)
+            return cuda.rope_decode_attention(qkv, *make, *where, out=out, tuned=tuned)
+        return cuda.decode_attention(q, *where, out=out, tuned=tuned)
 
     return call, splits
 
 
-def time_decode(report: Report, shape: Shape, batch: int, ragged: bool = False, **how: Any) -> None:
+def time_decode(
+    report: Report, shape: Shape, batch: int, ragged: bool = False, rope: bool = False, **how: Any
+) -> None:
     """All of one context, or as long as those of nano-vLLM's workload are on the way."""
     lengths = [CONTEXT] * batch
     if ragged:
         lengths = [100 + 7919 * row % 1600 for row in range(batch)]
     kv_bytes = sum(lengths) * 2 * shape.num_kv_heads * shape.dim * 2
     layers = max(1, min(64, -(-SPREAD_BYTES // kv_bytes)))
-    call, splits = decode_call(shape, batch, layers, lengths=lengths, **how)
-    name = f"decode {shape.name} batch {batch}{' ragged' * ragged} splits {splits}"
+    call, splits = decode_call(shape, batch, layers, lengths=lengths, rope=rope, **how)
+    name = f"decode{'+rope' * rope} {shape.name} batch {batch}{' ragged' * ragged} splits {splits}"
     name += "".join(f" {key} {value}" for key, value in how.items() if key != "splits")
     report.time(name, [call] * layers, kv_bytes, READ)
 
@@ -196,6 +207,8 @@ def time_all(report: Report) -> None:
     for shape in SHAPES:
         for batch in (1, 8, 32, 128, 256):
             time_decode(report, shape, batch)
+            if batch <= 128:
+                time_decode(report, shape, batch, rope=True)
         time_decode(report, shape, 128, ragged=True)
         for size in (1024, 4096, 8192, 32768):
             time_prefill(report, shape, size)

@@ -196,6 +196,78 @@ def check_decode(
     return error
 
 
+def check_rope_decode(
+    heads: Heads,
+    half: int,
+    norm: bool,
+    lengths: Sequence[int],
+    splits: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> float:
+    """Each sequence's last position is NaN in the cache, as are all inputs of a padding row. The
+    second of two runs stores nothing for the last sequence, which then reads what is there."""
+    num, kv, dim, batch = heads.num_heads, heads.num_kv_heads, heads.dim, len(lengths)
+    cache = Cache(heads, lengths, device, dtype)
+    drop_passed(cache, [length - 1 for length in lengths])
+    ends = torch.tensor([max(length - 1, 0) for length in lengths], device=device)
+    rows, real = ints(cache.rows, device), ints(lengths, device) > 0
+    blocks = cache.tables[rows.long(), ends // heads.page].long()
+    slots = torch.where(real, blocks * heads.page + ends % heads.page, -1)
+    qkv = torch.randn(batch, (num + 2 * kv) * dim).to(device, dtype)
+    angles = torch.rand(max(lengths), half) * 6
+    cos, sin = angles.cos().to(device), angles.sin().to(device)
+    weights = [torch.randn(dim).to(device, dtype) if norm else None for _ in range(2)]
+    made = normed_and_turned(heads, qkv, *weights, cos[ends], sin[ends])
+    qkv[~real] = NAN
+    caches, page = (cache.keys, cache.values), heads.page
+    for cached in caches:
+        cached[blocks[real], ends[real] % page] = NAN
+    scratch = cuda.decode_scratch(batch, num, dim, splits, device)
+    error = 0.0
+    for stored in (slots, torch.cat([slots[:-1], torch.full_like(slots[-1:], -1)])):
+        before = [cached.clone() for cached in caches]
+        scratch.partial.fill_(NAN)
+        scratch.weight.fill_(NAN)
+        out = cuda.rope_decode_attention(
+            qkv,
+            *weights,
+            1e-6,
+            cos,
+            sin,
+            stored,
+            cache.keys,
+            cache.values,
+            cache.tables,
+            rows,
+            ints(lengths, device),
+            heads.scale,
+            heads.window,
+            splits,
+            scratch,
+            softcap=heads.softcap,
+            out=poisoned(batch, num, dim, like=qkv),
+        )
+        there = stored >= 0
+        at = (stored[there] // page, stored[there] % page)
+        for cached, old, right in zip(caches, before, made[1:], strict=True):
+            error = largest(error, worst(cached[at], right[there]))
+            kept = cached.clone()
+            kept[at] = old[at]
+            assert (kept.isnan() == old.isnan()).all()
+            assert torch.equal(kept.nan_to_num(), old.nan_to_num())
+        for index, length in enumerate(lengths):
+            right = torch.zeros(1, num, dim, device=device)
+            if length:
+                part = made[0][index : index + 1]
+                right = expected_attention(part, cache, index, length - 1, length)
+            error = largest(error, worst(out[index : index + 1], right))
+        for cached in caches:  # for the second run: NaN again, and for the last one something else
+            cached[at] = NAN
+            cached[blocks[-1], ends[-1] % page] = torch.randn(kv, dim).to(cached)
+    return error
+
+
 def drop_passed(cache: Cache, positions: Sequence[int]) -> None:
     """Blocks that the window of `positions` has passed are given up, and hold NaN."""
     window, page = cache.heads.window, cache.heads.page
@@ -264,15 +336,7 @@ def check_rope_store(
     into = poisoned(tokens, num, dim, like=qkv)
     out = cuda.rope_store(qkv, q_norm, k_norm, 1e-6, cos, sin, *where, out=into)
     assert out is into
-    q, k, v = (
-        part.reshape(tokens, -1, dim)
-        for part in torch.split(qkv, [num * dim, kv * dim, kv * dim], dim=-1)
-    )
-    if q_norm is not None and k_norm is not None:
-        q = reference.rms_norm(q, q_norm, 1e-6)
-        k = reference.rms_norm(k, k_norm, 1e-6)
-    cos, sin = cos[positions], sin[positions]
-    q, k = reference.rope(q, cos, sin), reference.rope(k, cos, sin)
+    q, k, v = normed_and_turned(heads, qkv, q_norm, k_norm, cos[positions], sin[positions])
     error = worst(out, q)
     stored = slots >= 0
     for cached, right in ((cache.keys, k), (cache.values, v)):
@@ -282,6 +346,23 @@ def check_rope_store(
         untouched[slots[stored]] = False
         assert flat[untouched].isnan().all()
     return error
+
+
+def normed_and_turned(
+    heads: Heads,
+    qkv: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v of a QKV product, each [T, heads, D]."""
+    num, kv = heads.num_heads, heads.num_kv_heads
+    q, k, v = qkv.unflatten(1, (-1, heads.dim)).split([num, kv, kv], dim=1)
+    if q_norm is not None and k_norm is not None:
+        q = reference.rms_norm(q, q_norm, 1e-6)
+        k = reference.rms_norm(k, k_norm, 1e-6)
+    return reference.rope(q, cos, sin), reference.rope(k, cos, sin), v
 
 
 # ── sampling ────────────────────────────────────────────────────────────────────────────────

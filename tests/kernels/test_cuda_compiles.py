@@ -88,24 +88,47 @@ def test_attention_compiles_and_fits_in_registers(
     window: int | None,
     softcap: float,
 ) -> None:
+    """Decode attention of queries and of QKV products, then prefill attention."""
     from twostroke.kernels import cuda
 
     q, (keys, values) = empty(2, num_heads, dim), pool(num_kv_heads, dim)
     tables, row = empty(2, 64, dtype=torch.int32), empty(2, dtype=torch.int32)
-    many = empty(300, num_heads, dim)
-    for queries, splits in ((q, 1), (q, 4), (many, 1)):
+    where, wide = (keys, values, tables, row, row), (num_heads + 2 * num_kv_heads) * dim
+    norm, angles = empty(dim), empty(99, dim // 2, dtype=torch.float32)
+    slots = empty(2, dtype=torch.int64)
+    for batch, splits in ((2, 1), (2, 4), (300, 1)):
         scratch = cuda.decode_scratch(2, num_heads, dim, splits, torch.device("cpu"))
-        cuda.decode_attention(
-            queries, keys, values, tables, row, row, 0.1, window, splits, scratch, softcap
-        )
+        how = (0.1, window, splits, scratch, softcap)
+        cuda.decode_attention(empty(batch, num_heads, dim), *where, *how)
+        for weight in (None, norm):
+            make = (weight, weight, 1e-6, angles, angles, slots)
+            cuda.rope_decode_attention(empty(batch, wide), *make, *where, *how)
     ends = empty(3, dtype=torch.int32)
     cuda.prefill_attention(q, keys, values, tables, row, row, ends, 2, 0.1, window, softcap)
-    assert len(compiled) == 4
+    assert len(compiled) == 10
     for kernel in compiled:
         assert kernel.metadata.shared <= 227 << 10
         assert "cp.async.cg.shared.global" in kernel.asm["ptx"]  # sixteen bytes a thread
         assert spilled_bytes(kernel, tmp_path) <= 64
-    assert "wgmma" in compiled[3].asm["ptx"]
+    assert "wgmma" in compiled[-1].asm["ptx"]
+
+
+def test_nothing_waits_between_the_loads_of_a_new_token(compiled: list[Any]) -> None:
+    """Tiles of one layout: a single exchange between threads before the context is read, which
+    the key needs anyway; with a norm, whose sums stay within a warp, as well."""
+    from twostroke.kernels import cuda
+
+    keys, values = pool(8, 128)
+    tables, row = empty(2, 64, dtype=torch.int32), empty(2, dtype=torch.int32)
+    scratch = cuda.decode_scratch(2, 32, 128, 4, torch.device("cpu"))
+    angles, slots = empty(99, 64, dtype=torch.float32), empty(2, dtype=torch.int64)
+    where = (slots, keys, values, tables, row, row, 0.1, None, 4, scratch)
+    for weight in (None, empty(128)):
+        cuda.rope_decode_attention(empty(2, 6144), weight, weight, 1e-6, angles, angles, *where)
+    for kernel in compiled:
+        before, _ = kernel.asm["ptx"].split("cp.async.cg.shared.global", 1)
+        assert before.count("bar.sync") == 1
+        assert before.count("ld.global.v4.b32") >= 12
 
 
 @pytest.mark.parametrize("dim", [128, 256])
@@ -115,7 +138,13 @@ def test_attention_in_fp32_fits_in_shared_memory(compiled: list[Any], dim: int) 
     q, keys = (empty(*size, dtype=torch.float32) for size in ((2, 8, dim), (9, 16, 4, dim)))
     tables, row = empty(2, 64, dtype=torch.int32), empty(2, dtype=torch.int32)
     scratch = cuda.decode_scratch(2, 8, dim, 4, torch.device("cpu"))
-    cuda.decode_attention(q, keys, keys, tables, row, row, 0.1, None, 4, scratch)
+    where = (keys, keys, tables, row, row, 0.1, None, 4, scratch)
+    cuda.decode_attention(q, *where)
+    qkv, angles, weight = (
+        empty(*size, dtype=torch.float32) for size in ((2, 16 * dim), (99, dim // 2), (dim,))
+    )
+    slots = empty(2, dtype=torch.int64)
+    cuda.rope_decode_attention(qkv, weight, weight, 1e-6, angles, angles, slots, *where)
     ends = empty(3, dtype=torch.int32)
     cuda.prefill_attention(q, keys, keys, tables, row, row, ends, 2, 0.1, None)
     assert all(kernel.metadata.shared <= 227 << 10 for kernel in compiled)
@@ -164,7 +193,7 @@ def test_a_few_rows_product_and_what_launches_do_for_their_neighbours(
         assert spilled_bytes(kernel, tmp_path) == 0
 
 
-def test_small_kernels_compile_once_for_all_batches(compiled: list[Any], tmp_path: Path) -> None:
+def test_kernels_compile_once_for_all_batches(compiled: list[Any], tmp_path: Path) -> None:
     from twostroke.kernels import cuda
 
     keys, values = pool(8, 128)
@@ -189,6 +218,12 @@ def test_small_kernels_compile_once_for_all_batches(compiled: list[Any], tmp_pat
         column = empty(tokens, dtype=torch.float32)
         whole = empty(tokens, dtype=torch.int32)
         cuda.sample(empty(tokens, 151936), column, whole, column, column, whole, whole)
+        rows = torch.zeros(tokens + 1, dtype=torch.int32)[1:]
+        scratch = cuda.decode_scratch(tokens, 16, 128, 4, torch.device("cpu"))
+        tables = empty(2, 64, dtype=torch.int32)
+        make = (weight, weight, 1e-6, angles, angles, where[1])
+        how = (keys, values, tables, rows, rows, 0.1, None, 4, scratch)
+        cuda.rope_decode_attention(empty(tokens, 32 * 128), *make, *how)
     assert len({kernel.hash for kernel in compiled}) == len(compiled) // 3
     for kernel in compiled[:3]:
         assert spilled_bytes(kernel, tmp_path) == 0

@@ -97,6 +97,38 @@ if INTERPRETED:
         assert cases.check_decode(heads, lengths, splits, CPU, SINGLE) < BOUNDS[SINGLE]
 
     @pytest.mark.parametrize("dtype", [HALF, SINGLE])
+    @pytest.mark.parametrize("norm", [False, True])
+    @pytest.mark.parametrize(
+        ("heads", "half", "lengths", "splits"),
+        [
+            (Heads(4, 1, 64), 32, [1, 2, 0, 15, 16, 17, 63, 64, 65, 66], 1),
+            (Heads(4, 1, 64), 32, [0, 1, 128, 129, 130, 257, 258], 3),  # a split begins with it
+            (Heads(3, 1, 80, 32), 40, [129, 0, 16, 17, 193], 2),
+            (Heads(2, 2, 96), 24, [127, 128, 1], 2),  # half of the channels turn
+            (Heads(8, 1, 128, 32, interleaved=True), 64, [200, 33, 32], 1),
+            (Heads(8, 1, 128), 16, [1300, 5], 30),
+            (Heads(7, 1, 256), 128, [31, 32, 33, 34, 129], 2),
+        ],
+    )
+    def test_rope_store_and_decode_attention_in_one_equal_the_reference(
+        heads: Heads, half: int, lengths: list[int], splits: int, norm: bool, dtype: torch.dtype
+    ) -> None:
+        error = cases.check_rope_decode(heads, half, norm, lengths, splits, CPU, dtype)
+        assert error < BOUNDS[dtype]
+
+    @pytest.mark.parametrize("splits", [1, 4])
+    @pytest.mark.parametrize(
+        ("window", "softcap"), [(1, 0.0), (2, 0.0), (20, 0.0), (64, 0.0), (None, 2.0), (40, 2.0)]
+    )
+    def test_rope_store_and_decode_attention_with_a_window_and_a_cap(
+        window: int | None, softcap: float, splits: int
+    ) -> None:
+        heads = Heads(4, 2, 64, window=window, softcap=softcap)
+        lengths = [1, 21, 0, 64, 65, 66, 130, 193]
+        error = cases.check_rope_decode(heads, 32, True, lengths, splits, CPU, SINGLE)
+        assert error < BOUNDS[SINGLE]
+
+    @pytest.mark.parametrize("dtype", [HALF, SINGLE])
     @pytest.mark.parametrize(("rows", "width"), [(1, 4096), (5, 576), (3, 33)])
     def test_norms_and_activation_equal_the_reference(
         rows: int, width: int, dtype: torch.dtype
@@ -167,6 +199,8 @@ if INTERPRETED:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cases, "expected_attention", short)
             assert cases.check_decode(Heads(4, 1, 64), [50], 2, CPU, SINGLE) > 0.01
+            error = cases.check_rope_decode(Heads(4, 1, 64), 32, True, [50, 9], 2, CPU, SINGLE)
+            assert error > 0.01
         nan = torch.tensor([[1.0, float("nan")]])
         assert not cases.worst(nan, torch.ones(1, 2)) < 1
 

@@ -94,19 +94,21 @@ def warm_plans(max_rows: int, budget: int, max_len: int) -> Iterator[StepPlan]:
     yield warm_plan(slots, [size] * chunks, max_len)
     yield warm_plan(0, [min(budget // chunks, max_len - 1)] * chunks, max_len)
     yield warm_plan(min(max_rows, budget), [], max_len, COSTLY)
-    for few_slots, few in ((0, [1]), (1, [min(17, max_len - 1)]), (2, [1, 16])):
+    small = [(0, [1], max_len), (1, [17], max_len), (2, [1, 16], max_len)]
+    small += [(1, [], max_len), (1, [], 17), (1, [1], 17)]  # contexts split, and too short for it
+    for few_slots, few, longest in small:
         if few_slots + len(few) <= max_rows and few_slots + sum(few) <= budget and max_len > 17:
-            yield warm_plan(few_slots, few, max_len)
+            yield warm_plan(few_slots, few, longest)
 
 
 def warm_plan(
-    slots: int, chunks: list[int], max_len: int, params: SamplingParams = DRAWN
+    slots: int, chunks: list[int], longest: int, params: SamplingParams = DRAWN
 ) -> StepPlan:
-    """Rows without blocks: they read the null block and store nowhere. One slot is the longest
-    there can be, since that decides how attention is split."""
+    """Rows without blocks: they read the null block and store nowhere. One slot is of the longest
+    context, since that decides how attention is split."""
     rows = slots + len(chunks)
     new = [NewRow(row, "", (0,), 1, params, row, frozenset(), ()) for row in range(rows)]
-    decode = [Slot(row, 1 if row else max_len - 2) for row in range(slots)]
+    decode = [Slot(row, 1 if row else longest - 2) for row in range(slots)]
     prefill = [Chunk(slots + n, 0, size, True) for n, size in enumerate(chunks)]
     return StepPlan(
         step=0,

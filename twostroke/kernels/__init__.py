@@ -138,6 +138,33 @@ class FusedKernels(Protocol):
         ahead: Ahead | None = None,
     ) -> Tensor: ...
 
+    def rope_decode_attention(
+        self,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        tables: Tensor,
+        rows: Tensor,
+        lengths: Tensor,
+        scale: float,
+        window: int | None,
+        splits: int,
+        scratch: Any,
+        softcap: float = 0.0,
+        out: Tensor | None = None,
+        *,
+        ahead: Ahead | None = None,
+    ) -> Tensor:
+        """`rope_store`, then `decode_attention`, where each token is the last of its sequence: at
+        position `lengths` − 1, in a block that is in no other table."""
+        ...
+
     def decode_splits(self, batch: int, num_kv_heads: int, max_len: int) -> int: ...
 
     def decode_scratch(

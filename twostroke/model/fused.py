@@ -1,6 +1,7 @@
-"""The decoder for fused kernels: what `decoder.py` defines, in nine launches a layer.
+"""The decoder for fused kernels: what `decoder.py` defines, in eight launches a layer.
 
-    embed · norm ─▶ [ qkv · rope+store · attend · o · +norm · gate+up · act · down · +norm ] × n
+    embed · norm ─▶ [ qkv · rope+store+attend · o · +norm · gate+up · act · down · +norm ] × n
+    with chunks:    [ qkv · rope+store · attend, a launch a list · o · … ]
 
 The residual stays in one tensor that every `add_rms_norm` adds to. Nothing here looks at a value
 on the device or copies one to it, so that a graph can hold all of it.
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from twostroke.kernels import Ahead, FusedKernels
-from twostroke.model.batch import FusedInputs
+from twostroke.model.batch import FusedDecode, FusedInputs
 from twostroke.model.decoder import Loader, load_layers
 from twostroke.model.linear import DenseLinear, Linear
 from twostroke.model.rope import rope_tables
@@ -82,9 +83,12 @@ class FusedDecoder:
         residual = self.embed(inputs.token_ids)
         normed = self.first_norm(residual)
         for index, cache in enumerate(kv):
-            q = self.project(index, normed, inputs, cache)
-            attended = torch.empty_like(q)
-            self.attend(index, lists_of(inputs, q, attended), inputs, cache)
+            if inputs.decode is not None and inputs.prefill is None:
+                attended = self.decode(index, normed, inputs, inputs.decode, cache)
+            else:
+                q = self.project(index, normed, inputs, cache)
+                attended = torch.empty_like(q)
+                self.attend(index, lists_of(inputs, q, attended), inputs, cache)
             normed = self.finish(index, attended, residual)
         return normed
 
@@ -95,6 +99,39 @@ class FusedDecoder:
         first = self._layers[0]
         ahead = self._ahead(residual.shape[0], first.qkv)
         return self.kernels.rms_norm(residual, first.attn_norm, self.spec.norm_eps, ahead=ahead)
+
+    def decode(
+        self,
+        index: int,
+        normed: torch.Tensor,
+        inputs: FusedInputs,
+        decode: FusedDecode,
+        cache: KV,
+    ) -> torch.Tensor:
+        """`project` and `attend` where there are slots alone: [T, H, D]."""
+        layer, spec, group = self._layers[index], self.spec, 0
+        attended = normed.new_empty(normed.shape[0], spec.num_heads, spec.head_dim)
+        slots = decode.rows.shape[0]  # what comes after is padding
+        self.kernels.rope_decode_attention(
+            self._product(layer.qkv, normed)[:slots],
+            layer.q_norm,
+            layer.k_norm,
+            spec.norm_eps,
+            self._cos,
+            self._sin,
+            inputs.slots[group][:slots],
+            *cache,
+            inputs.tables[group],
+            decode.rows,
+            decode.lengths,
+            self._scale,
+            layer.window,
+            decode.splits,
+            decode.scratch,
+            out=attended[:slots],
+            ahead=self._ahead(slots, layer.o),
+        )
+        return attended
 
     def project(
         self,

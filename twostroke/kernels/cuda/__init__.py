@@ -7,17 +7,13 @@ to step, so that what was compiled at start serves every step.
 
 from __future__ import annotations
 
-from twostroke.kernels.cuda.decode import (
-    DecodeScratch,
-    decode_attention,
-    decode_scratch,
-    decode_splits,
-)
+from twostroke.kernels.cuda.decode import decode_attention, rope_decode_attention
 from twostroke.kernels.cuda.elementwise import add_rms_norm, rms_norm, silu_and_mul
 from twostroke.kernels.cuda.prefill import prefill_attention
 from twostroke.kernels.cuda.product import gated_product, product
 from twostroke.kernels.cuda.rope_store import rope_store
 from twostroke.kernels.cuda.sampling import sample
+from twostroke.kernels.cuda.splits import DecodeScratch, decode_scratch, decode_splits
 
 __all__ = [
     "DecodeScratch",
@@ -29,6 +25,7 @@ __all__ = [
     "prefill_attention",
     "product",
     "rms_norm",
+    "rope_decode_attention",
     "rope_store",
     "sample",
     "silu_and_mul",

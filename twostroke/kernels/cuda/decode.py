@@ -5,12 +5,14 @@
 
 The query heads of a KV head share one tile, so that keys and values are read once. Each program
 reads its sequence's length on the device: one captured launch serves every context.
+
+`rope_decode_attention` begins one launch earlier, with what the QKV product has left: see
+`new_token.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
@@ -18,22 +20,10 @@ import triton.language as tl
 
 from twostroke.kernels import Ahead
 from twostroke.kernels.cuda.ahead import await_last, lines_of, read_ahead
+from twostroke.kernels.cuda.new_token import NewToken, queries_of_new
 from twostroke.kernels.cuda.scores import capped, unit_of
 from twostroke.kernels.cuda.sizes import power_of_two
-
-# Two programs a multiprocessor keep enough of the context under way; what more of them would even
-# out between sequences of different lengths, they lose by meeting at the end.
-PROGRAMS = 132 * 2
-MOST_SPLITS = 64
-MERGE = 16  # splits that are merged at one time
-
-
-class DecodeScratch(NamedTuple):
-    """Where the splits of one launch meet; launches of one stream may share it."""
-
-    partial: torch.Tensor  # [B, H, splits, D] fp32
-    weight: torch.Tensor  # [B, H, splits]: log2 of the softmax's sum
-    arrived: torch.Tensor  # [B, K] at least: zero between launches
+from twostroke.kernels.cuda.splits import MERGE, MOST_SPLITS, PROGRAMS, DecodeScratch, merge
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,30 +35,14 @@ class Tuning:
 
 
 def tuning(dim: int, dtype: torch.dtype, programs: int) -> Tuning:
-    """Of few programs each has three tiles under way; many share a multiprocessor, where one
-    computes and the others load, and the smallest do best."""
+    """Of wide heads few programs have more tiles under way each; many share a multiprocessor,
+    where one computes and the others load."""
     width = dim * dtype.itemsize
-    wide = width > 256
+    if width <= 256:
+        return Tuning(64, 4, 3, 2)
     if programs <= PROGRAMS:
-        return Tuning(32, 4, 4 if width <= 512 else 3, 4) if wide else Tuning(64, 4, 4, 2)
-    return Tuning(32, 4, 2, 4) if wide else Tuning(64, 2, 2, 2)
-
-
-def decode_splits(batch: int, num_kv_heads: int, max_len: int) -> int:
-    """Programs enough to fill the card, but none with less than 128 positions of the longest
-    context. Shorter ones use fewer of the splits, see `Tuning.least`."""
-    wanted = min(PROGRAMS // (batch * num_kv_heads), MOST_SPLITS)
-    return max(1, min(wanted, -(-max_len // 128)))
-
-
-def decode_scratch(
-    batch: int, num_heads: int, head_dim: int, splits: int, device: torch.device
-) -> DecodeScratch:
-    return DecodeScratch(
-        torch.empty(batch, num_heads, splits, head_dim, dtype=torch.float32, device=device),
-        torch.empty(batch, num_heads, splits, dtype=torch.float32, device=device),
-        torch.zeros(batch, num_heads, dtype=torch.int32, device=device),
-    )
+        return Tuning(32, 4, 4 if width <= 512 else 3, 4)
+    return Tuning(32, 4, 2, 4)
 
 
 def decode_attention(
@@ -86,10 +60,12 @@ def decode_attention(
     out: torch.Tensor | None = None,
     tuned: Tuning | None = None,
     ahead: Ahead | None = None,
+    new: NewToken | None = None,
 ) -> torch.Tensor:
     """[B, H, D] against the first `lengths` positions of table rows `rows`; zeros where it is 0.
 
-    `scratch` is of this batch or a larger one, of these splits or more.
+    `scratch` is of this batch or a larger one, of these splits or more. `new`: the queries are
+    not made yet, and lie where the QKV product has left them.
     """
     batch, num_heads, dim = q.shape
     num_kv_heads = keys.shape[2]
@@ -111,6 +87,7 @@ def decode_attention(
         out,
         *scratch,
         weight,
+        *(new or (None, None, None, None, None, 0.0)),
         float(scale),
         float(softcap),
         window or 0,
@@ -124,9 +101,10 @@ def decode_attention(
         keys.stride(1),
         keys.stride(2),
         GROUP=group,
-        QUERIES=max(16, power_of_two(group)),
+        QUERIES=max(16, power_of_two(group if new is None else group + 1)),
         DIM=dim,
         BLOCK_DIM=max(16, power_of_two(dim)),
+        HALF=0 if new is None else new.cos.shape[-1],
         PAGE=keys.shape[1],
         TILE=tuned.tile,
         LEAST=tuned.least,
@@ -136,6 +114,8 @@ def decode_attention(
         SPLIT=splits > 1,
         WINDOW=window is not None,
         SOFTCAP=softcap > 0,
+        NEW=new is not None,
+        NORM=new is not None and new.q_norm is not None,
         num_warps=tuned.num_warps,
         num_stages=tuned.num_stages,
         **lines,
@@ -143,9 +123,57 @@ def decode_attention(
     return out
 
 
+def rope_decode_attention(
+    qkv: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    window: int | None,
+    splits: int,
+    scratch: DecodeScratch,
+    softcap: float = 0.0,
+    out: torch.Tensor | None = None,
+    tuned: Tuning | None = None,
+    ahead: Ahead | None = None,
+) -> torch.Tensor:
+    """`rope_store` and `decode_attention` of [B, (H + 2K) · D]: each token is the last of its
+    `lengths` positions, and goes to its slot, nowhere where that is < 0."""
+    assert cos.is_contiguous()
+    assert sin.is_contiguous()
+    heads = qkv.unflatten(1, (-1, keys.shape[-1]))
+    q = heads[:, : heads.shape[1] - 2 * keys.shape[2]]
+    new = NewToken(q_norm, k_norm, cos, sin, slots, eps)
+    return decode_attention(
+        q,
+        keys,
+        values,
+        tables,
+        rows,
+        lengths,
+        scale,
+        window,
+        splits,
+        scratch,
+        softcap,
+        out,
+        tuned,
+        ahead,
+        new,
+    )
+
+
 @triton.jit(
     do_not_specialize=["splits", "window"],
-    do_not_specialize_on_alignment=["rows", "lengths", "arrived"],
+    do_not_specialize_on_alignment=["rows", "lengths", "arrived", "slots"],
 )
 def _decode(
     q,
@@ -159,6 +187,12 @@ def _decode(
     weight,
     arrived,
     ahead,
+    q_norm,
+    k_norm,
+    cos,
+    sin,
+    slots,
+    eps,
     scale,
     softcap,
     window,
@@ -175,6 +209,7 @@ def _decode(
     QUERIES: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    HALF: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     LEAST: tl.constexpr,
@@ -184,6 +219,8 @@ def _decode(
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    NEW: tl.constexpr,
+    NORM: tl.constexpr,
     EARLY: tl.constexpr,
     AHEAD_ROWS: tl.constexpr,
     AHEAD_STRIDE: tl.constexpr,
@@ -213,16 +250,44 @@ def _decode(
     if split == 0 and length == 0:
         tl.store(out_at, tl.zeros([QUERIES, BLOCK_DIM], out.dtype.element_ty), mask=real)
     if begin < end:
-        q_at = q + sequence * q_stride + head[:, None] * q_head_stride + channel[None, :]
-        query_tile = tl.load(q_at, mask=real, other=0.0)
-        best = tl.full([QUERIES], float("-inf"), tl.float32)
-        total = tl.zeros([QUERIES], tl.float32)
-        sums = tl.zeros([QUERIES, BLOCK_DIM], tl.float32)
-        unit = unit_of(scale, SOFTCAP)
         # A tile's pages are asked for a tile ahead: the compiler then has all its stages for keys
         # and values.
         position = begin * TILE + tl.arange(0, TILE)
         page = tl.load(table + position // PAGE, mask=position < length, other=0)
+        row = q + sequence * q_stride
+        if NEW:
+            query_tile = queries_of_new(
+                row,
+                kv_head,
+                tl.num_programs(0),
+                length - 1,
+                tl.load(slots + sequence).to(tl.int64),
+                end == last_tile,
+                q_norm,
+                k_norm,
+                cos,
+                sin,
+                eps,
+                keys,
+                values,
+                block_stride,
+                slot_stride,
+                head_stride,
+                GROUP,
+                QUERIES,
+                DIM,
+                BLOCK_DIM,
+                HALF,
+                PAGE,
+                NORM,
+            )
+        else:
+            q_at = row + head[:, None] * q_head_stride + channel[None, :]
+            query_tile = tl.load(q_at, mask=real, other=0.0)
+        best = tl.full([QUERIES], float("-inf"), tl.float32)
+        total = tl.zeros([QUERIES], tl.float32)
+        sums = tl.zeros([QUERIES, BLOCK_DIM], tl.float32)
+        unit = unit_of(scale, SOFTCAP)
         for tile in tl.range(begin, end):
             position = tile * TILE + tl.arange(0, TILE)
             inside = position < length
@@ -261,7 +326,7 @@ def _decode(
             if tl.atomic_add(arrived + lines, 1, sem="acq_rel") == active - 1:
                 tl.store(arrived + lines, 0)
                 to = out + sequence * out_stride + kv_head * GROUP * out_head_stride
-                _merge(
+                merge(
                     partial,
                     weight,
                     lines * GROUP * splits,
@@ -278,72 +343,3 @@ def _decode(
                 )
         else:
             tl.store(out_at, sums.to(out.dtype.element_ty), mask=real)
-
-
-@triton.jit
-def _merge(
-    partial,
-    weight,
-    line,
-    splits,
-    active,
-    to,
-    to_stride,
-    GROUP: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    MOST_SPLITS: tl.constexpr,
-    MERGE: tl.constexpr,
-):
-    """The splits' results, each by its share of the whole softmax. The shares come first, of all
-    splits, so that the results need not wait for one another. Read past the first-level cache,
-    which may hold what an earlier launch left there."""
-    member = tl.arange(0, GROUP_BLOCK)
-    channel = tl.arange(0, BLOCK_DIM)
-    valid = member < GROUP
-    split = tl.arange(0, MOST_SPLITS)
-    at = line + member[None, :] * splits + split[:, None]
-    there = valid[None, :] & (split < active)[:, None]
-    sizes = tl.load(weight + at, mask=there, other=float("-inf"), cache_modifier=".cg")
-    # The first results are asked for before the shares are there; most often they are all.
-    size, part = _parts(
-        partial, weight, line, 0, splits, active, GROUP, GROUP_BLOCK, DIM, BLOCK_DIM, MERGE
-    )
-    best = tl.where(valid, tl.max(sizes, axis=0), 0.0)
-    total = tl.sum(tl.exp2(sizes - best[None, :]), axis=0)
-    sums = tl.sum(part * tl.exp2(size - best[None, :])[:, :, None], axis=0)
-    for start in range(MERGE, active, MERGE):
-        size, part = _parts(
-            partial, weight, line, start, splits, active, GROUP, GROUP_BLOCK, DIM, BLOCK_DIM, MERGE
-        )
-        sums += tl.sum(part * tl.exp2(size - best[None, :])[:, :, None], axis=0)
-    real = valid[:, None] & (channel < DIM)[None, :]
-    to = to + member[:, None] * to_stride + channel[None, :]
-    tl.store(to, (sums / total[:, None]).to(to.dtype.element_ty), mask=real)
-
-
-@triton.jit
-def _parts(
-    partial,
-    weight,
-    line,
-    start,
-    splits,
-    active,
-    GROUP: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    MERGE: tl.constexpr,
-):
-    """MERGE splits from `start` on: their weights [MERGE, group] and results [.., .., D]."""
-    member = tl.arange(0, GROUP_BLOCK)
-    channel = tl.arange(0, BLOCK_DIM)
-    split = start + tl.arange(0, MERGE)
-    at = line + member[None, :] * splits + split[:, None]
-    there = (member < GROUP)[None, :] & (split < active)[:, None]
-    size = tl.load(weight + at, mask=there, other=float("-inf"), cache_modifier=".cg")
-    mask = there[:, :, None] & (channel < DIM)[None, None, :]
-    from_ = partial + at[:, :, None] * DIM + channel[None, None, :]
-    return size, tl.load(from_, mask=mask, other=0.0, cache_modifier=".cg")

@@ -120,7 +120,7 @@ def _rope_store(
     head = tl.arange(0, HEADS)[:, None]
     if tile < Q_TILES:
         head += tile * HEADS
-        _norm_rope(
+        _norm_rope_store(
             line + head * DIM,
             q + (token * NUM_HEADS + head) * DIM,
             head < NUM_HEADS,
@@ -140,7 +140,7 @@ def _rope_store(
             head += (tile - Q_TILES) * HEADS
             valid = head < NUM_KV_HEADS
             at = (slot // PAGE) * block_stride + (slot % PAGE) * slot_stride + head * head_stride
-            _norm_rope(
+            _norm_rope_store(
                 line + (NUM_HEADS + head) * DIM,
                 keys + at,
                 valid,
@@ -162,7 +162,7 @@ def _rope_store(
 
 
 @triton.jit
-def _norm_rope(
+def _norm_rope_store(
     source,
     target,
     valid,
@@ -194,10 +194,10 @@ def _norm_rope(
         if REST_BLOCK > 0:
             square += tl.sum(rest * rest, axis=1, keep_dims=True)
         inverse = tl.rsqrt(square / DIM + eps)
-        first = _scaled(first * inverse, weight + pair, inside, kind)
-        second = _scaled(second * inverse, weight + HALF + pair, inside, kind)
+        first = scaled(first * inverse, weight + pair, inside, kind)
+        second = scaled(second * inverse, weight + HALF + pair, inside, kind)
         if REST_BLOCK > 0:
-            rest = _scaled(rest * inverse, weight + channel, channel < DIM, kind)
+            rest = scaled(rest * inverse, weight + channel, channel < DIM, kind)
     to = target.dtype.element_ty
     tl.store(target + pair, (first * cosine - second * sine).to(kind).to(to), mask=mask)
     tl.store(target + HALF + pair, (second * cosine + first * sine).to(kind).to(to), mask=mask)
@@ -206,6 +206,6 @@ def _norm_rope(
 
 
 @triton.jit
-def _scaled(x, weight, inside, kind: tl.constexpr):
+def scaled(x, weight, inside, kind: tl.constexpr):
     scale = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
     return (x.to(kind).to(tl.float32) * scale).to(kind).to(tl.float32)

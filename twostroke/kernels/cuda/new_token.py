@@ -1,0 +1,91 @@
+"""The new token of a decode step: what an attention does that begins with the QKV product.
+
+qkv row ─┬─ queries ─▶ norm · rope ─▶ the tile that attends
+         ├─ key     ─▶ norm · rope ─▶ keys[slot]     by the program that has the context's end,
+         └─ value ──────────────────▶ values[slot]   and the only one that reads them again
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from twostroke.kernels.cuda.rope_store import scaled
+
+
+class NewToken(NamedTuple):
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    cos: torch.Tensor  # [max_len, dim / 2], as `sin`
+    sin: torch.Tensor
+    slots: torch.Tensor  # [B]: where key and value go; nowhere if it is < 0
+    eps: float
+
+
+@triton.jit
+def queries_of_new(
+    row,
+    kv_head,
+    num_kv_heads,
+    position,
+    slot,
+    last,
+    q_norm,
+    k_norm,
+    cos,
+    sin,
+    eps,
+    keys,
+    values,
+    block_stride,
+    slot_stride,
+    head_stride,
+    GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    PAGE: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """[QUERIES, BLOCK_DIM]: the group's queries, and after them its key, which nobody asks about.
+    Rounded after each step, as `rope_store` does. Where the program is the `last` of its context,
+    key and value are in the cache when this returns, for itself to read.
+
+    Everything is loaded as a tile of that size, at once: tiles of one layout need no exchange
+    between threads, and nothing waits for two loads.
+    """
+    member = tl.arange(0, QUERIES)[:, None]
+    channel = tl.arange(0, BLOCK_DIM)[None, :]
+    is_query = member < GROUP
+    inside = (member <= GROUP) & (channel < DIM)
+    turns = (member <= GROUP) & (channel < 2 * HALF)
+    first = channel < HALF
+    # A channel turns with its partner; those past the rotated ones turn by nothing.
+    partner = tl.where(first, channel + HALF, channel - HALF)
+    angle = position * HALF + tl.where(first, channel, channel - HALF) + member * 0
+    head = tl.where(is_query, kv_head * GROUP + member, num_kv_heads * GROUP + kv_head)
+    kind = row.dtype.element_ty
+    x = tl.load(row + head * DIM + channel, mask=inside, other=0.0).to(tl.float32)
+    beside = tl.load(row + head * DIM + partner, mask=turns, other=0.0).to(tl.float32)
+    cosine = tl.load(cos + angle, mask=turns, other=1.0)
+    sine = tl.load(sin + angle, mask=turns, other=0.0)
+    value_at = row + (num_kv_heads * (GROUP + 1) + kv_head) * DIM + channel
+    value = tl.load(value_at, mask=last & (channel < DIM))
+    if NORM:
+        weight = tl.where(is_query, q_norm, k_norm)
+        inverse = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / DIM + eps)
+        x = scaled(x * inverse, weight + channel, inside, kind)
+        beside = scaled(beside * inverse, weight + partner, turns, kind)
+    tile = (x * cosine + beside * tl.where(first, -sine, sine)).to(kind)
+    at = (slot // PAGE) * block_stride + (slot % PAGE) * slot_stride + kv_head * head_stride
+    stored = last & (slot >= 0) & (channel < DIM)
+    is_key = stored & (member == GROUP)
+    tl.store(keys + at + channel + member * 0, tile.to(keys.dtype.element_ty), mask=is_key)
+    tl.store(values + at + channel, value.to(values.dtype.element_ty), mask=stored)
+    # All threads' stores before any of them reads that position.
+    tl.debug_barrier()
+    return tile
