@@ -16,19 +16,16 @@ from twostroke.kernels import reference
 NEVER = float("-inf")
 
 
-def rms_norm(x, weight, eps, out=None, ahead=None):  # type: ignore[no-untyped-def]
-    _takes(ahead, x.shape[-1])
+def rms_norm(x, weight, eps, out=None, early=False):  # type: ignore[no-untyped-def]
     return _into(out, reference.rms_norm(x, weight, eps))
 
 
-def add_rms_norm(x, residual, weight, eps, ahead=None):  # type: ignore[no-untyped-def]
-    _takes(ahead, x.shape[1])
+def add_rms_norm(x, residual, weight, eps, early=False):  # type: ignore[no-untyped-def]
     residual += x
     return reference.rms_norm(residual, weight, eps)
 
 
-def silu_and_mul(gate_up, out=None, ahead=None):  # type: ignore[no-untyped-def]
-    _takes(ahead, gate_up.shape[1] // 2)
+def silu_and_mul(gate_up, out=None, early=False):  # type: ignore[no-untyped-def]
     return _into(out, reference.silu_and_mul(gate_up))
 
 
@@ -46,7 +43,7 @@ def rope_store(  # type: ignore[no-untyped-def]
     num_heads,
     num_kv_heads,
     out=None,
-    ahead=None,
+    early=False,
 ):
     heads = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, -1))
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -58,17 +55,15 @@ def rope_store(  # type: ignore[no-untyped-def]
     k = reference.rope(k, cos[positions], sin[positions])
     real = slots >= 0
     reference.store_kv(k[real], v[real], keys, values, slots[real])
-    return _into(out, q)
+    return _into(heads if out is None else out, torch.cat([q, k, v], dim=1))
 
 
-def few_rows_product(x, weight, ahead=None):  # type: ignore[no-untyped-def]
-    assert x.shape[0] <= 16
+def product(x, weight, early=False):  # type: ignore[no-untyped-def]
     return x @ weight.T
 
 
-def _takes(ahead, width):  # type: ignore[no-untyped-def]
-    """The weight to read ahead is that of the product which takes this kernel's result."""
-    assert ahead is None or ahead.weight is None or ahead.weight.shape[1] == width
+def gated_product(x, weight, early=False):  # type: ignore[no-untyped-def]
+    return reference.silu_and_mul(x @ weight.T)
 
 
 def prefill_attention(  # type: ignore[no-untyped-def]
@@ -84,14 +79,24 @@ def prefill_attention(  # type: ignore[no-untyped-def]
     window,
     softcap=0.0,
     out=None,
+    own=None,
+    max_fresh=0,
 ):
     assert softcap == 0.0
-    ends = cu_tokens.tolist()
+    ends, starts = cu_tokens.tolist(), chunk_starts.tolist()
     assert ends[-1] == q.shape[0]
-    assert max_chunk == max(end - first for first, end in pairwise(ends))
+    sizes = [end - first for first, end in pairwise(ends)]
+    fresh, later = (
+        [n for n, at in zip(sizes, starts, strict=True) if (at == 0) == k] for k in (1, 0)
+    )
+    assert own is not None
+    assert (max_fresh, max_chunk) == (max(fresh, default=0), max(later, default=0))
     out = torch.empty_like(q) if out is None else out
     for n, (row, start) in enumerate(zip(chunk_rows.tolist(), chunk_starts.tolist(), strict=True)):
         part = slice(ends[n], ends[n + 1])
+        if start == 0:  # those who read them there must find what is cached
+            cached = reference.gather(keys, values, tables[row].long(), 0, sizes[n], q.dtype)
+            assert torch.equal(own[part].to(keys.dtype).to(q.dtype), torch.cat(cached, dim=1))
         out[part] = reference.prefill_attention(
             q[part], keys, values, tables[row], start, scale, window
         )
@@ -111,9 +116,8 @@ def decode_attention(  # type: ignore[no-untyped-def]
     scratch,
     softcap=0.0,
     out=None,
-    ahead=None,
+    early=False,
 ):
-    _takes(ahead, q.shape[1] * q.shape[2])
     assert softcap == 0.0
     assert scratch == (q.shape[0], splits)
     out = torch.empty_like(q) if out is None else out
@@ -146,14 +150,14 @@ def rope_decode_attention(  # type: ignore[no-untyped-def]
     scratch,
     softcap=0.0,
     out=None,
-    ahead=None,
+    early=False,
 ):
     num_kv_heads, dim = keys.shape[2:]
     num_heads = qkv.shape[1] // dim - 2 * num_kv_heads
     positions = (lengths - 1).clamp(min=0)
     where = (positions, slots, keys, values, num_heads, num_kv_heads)
-    q = rope_store(qkv, q_norm, k_norm, eps, cos, sin, *where)
-    how = (scale, window, splits, scratch, softcap, out, ahead)
+    q = rope_store(qkv, q_norm, k_norm, eps, cos, sin, *where)[:, :num_heads]
+    how = (scale, window, splits, scratch, softcap, out, early)
     return decode_attention(q, keys, values, tables, rows, lengths, *how)
 
 

@@ -43,9 +43,6 @@ class EngineConfig(Strict):
     enforce_eager: bool = False  # no graphs, no compilation; the tokens stay the same
     max_cudagraph_capture_size: int | None = None  # largest decode batch run as a graph
     cudagraph_capture_sizes: tuple[int, ...] | None = None  # all of them, instead of our choice
-    early_launch: bool = False  # set up a GPU's launches before the one in front has ended
-    read_ahead_bytes: int = 0  # of a weight that a GPU's next product reads, in a small step
-    few_rows_kernel: int = 0  # rows up to which a GPU's products are our own
     nvtx: bool = False  # name steps for a profiler of a GPU
     tensor_parallel_size: int = 1
     quantization: str | None = None  # int8, int4: of weights that are not, on a CPU
@@ -84,15 +81,12 @@ class EngineConfig(Strict):
         self._check_int("max_logprobs", 0)
         self._check_int("max_cudagraph_capture_size", 0, optional=True)
         self._check_capture_sizes()
-        self._check_int("read_ahead_bytes", 0, 1 << 30)
-        self._check_int("few_rows_kernel", 0, 16)
         self._check_number("gpu_memory_utilization", 0.01, 1.0, "a number above 0 and at most 1")
         self._check_bools(
             "skip_tokenizer_init",
             "enable_prefix_caching",
             "enable_chunked_prefill",
             "enforce_eager",
-            "early_launch",
             "nvtx",
             "exact",
         )

@@ -20,7 +20,7 @@ from twostroke.exec.rng import stream_key, stream_keys
 from twostroke.exec.rows import NOTHING, DeviceRows
 from twostroke.kernels import reference
 from twostroke.model.decoder import Decoder
-from twostroke.model.fused import FusedDecoder, Overlap
+from twostroke.model.fused import FusedDecoder
 from twostroke.plan import BlockAppend, BlockDrop, NewRow, PhaseWork, Slot, StepPlan
 from twostroke.request import EngineRequest, SamplingParams
 from twostroke.sched.step import SchedulerConfig
@@ -38,9 +38,8 @@ WAYS: dict[str, dict[str, object]] = {
 def decoders(name: str) -> tuple[Decoder, FusedDecoder]:
     spec = small_spec(**SPECS[name])
     plain = Decoder(spec, Loud(spec), torch.float32, CPU, 1024, reference)
-    overlap = Overlap(early=True, ahead_bytes=1 << 20, few_rows=3)
     source = Loud(spec)
-    return plain, FusedDecoder(spec, source, torch.float32, CPU, 1024, fused, overlap)  # type: ignore[arg-type]
+    return plain, FusedDecoder(spec, source, torch.float32, CPU, 1024, fused, True)  # type: ignore[arg-type]
 
 
 @cache

@@ -17,7 +17,7 @@ from time import perf_counter
 import torch
 import triton
 
-from tests.gpu.kernels_time import CUDA, SHAPES, check_overlaps, decode_call, sweep, time_all
+from tests.gpu.kernels_time import CUDA, SHAPES, check_early, decode_call, sweep, time_all
 from tests.gpu.report import Report, round_to
 from tests.kernels import cuda_cases as cases
 from tests.kernels.cuda_cases import BOUNDS, Heads
@@ -79,12 +79,25 @@ def check_all(report: Report) -> None:
                 bound,
                 lambda r=rows, w=width, d=dtype: cases.check_silu(r, w, CUDA, d),
             )
-        for rows, width in ((1, 4096), (16, 4100)):
-            report.check(
-                f"few_rows {kind} {rows}×{width}",
-                bound,
-                lambda r=rows, w=width, d=dtype: cases.check_few_rows(r, w, 1024, CUDA, d),
-            )
+        for rows, width, inner in (
+            (1, 14336, 4096),
+            (1, 1023, 14336),
+            (1, 33, 1536),
+            (2, 3072, 1024),
+            (4, 1024, 2048),
+            (16, 4100, 4096),
+            (33, 3072, 1024),
+            (64, 4096, 4096),
+            (65, 512, 80),
+        ):
+            for early in (False, True):
+                report.check(
+                    f"products {kind} {rows}×{width}×{inner}{' early' * early}",
+                    bound,
+                    lambda r=rows, w=width, i=inner, d=dtype, e=early: cases.check_products(
+                        r, w, i, CUDA, d, e
+                    ),
+                )
         for heads, half, norm in (
             (Heads(32, 8, 128), 64, False),
             (Heads(16, 8, 128), 64, True),
@@ -106,7 +119,7 @@ def check_all(report: Report) -> None:
         )
     report.check("decode again and again", 1e-9, check_repeats)
     report.check("decode, graph, lengths changed", ALLOWED[torch.bfloat16], check_graph)
-    report.check("overlaps, graph, all of them", ALLOWED[torch.bfloat16], check_overlaps)
+    report.check("early launches in a graph", ALLOWED[torch.bfloat16], check_early)
 
 
 def check_repeats() -> float:

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from tests.gpu.report import COPY, FLOPS, READ, Report
 from tests.kernels import cuda_cases as cases
 from twostroke.kernels import cuda
-from twostroke.kernels.cuda import decode, few_rows, prefill
+from twostroke.kernels.cuda import decode, prefill, product
 from twostroke.model.batch import FusedDecode, FusedInputs
-from twostroke.model.fused import FusedDecoder, Overlap
+from twostroke.model.fused import FusedDecoder
 from twostroke.model.spec import LayerSpec, ModelSpec, RopeSpec
 from twostroke.model.weights.dummy import DummyWeights
 
@@ -120,14 +120,27 @@ def time_prefill(
     blocks = -(-(start + size) // page)
     pool = random_pool(shape, 1, blocks, page)
     tables = shuffled_tables(1, blocks)
-    q = torch.randn(size, shape.num_heads, shape.dim, device=CUDA, dtype=torch.bfloat16)
-    out = torch.empty_like(q)
+    num, wide = shape.num_heads, shape.num_heads + 2 * shape.num_kv_heads
+    qkv = torch.randn(size, wide, shape.dim, device=CUDA, dtype=torch.bfloat16)
+    out = torch.empty_like(qkv[:, :num])
     where = [cases.ints(values, CUDA) for values in ([0], [start], [0, size])]
+    later, fresh = (size, 0) if start else (0, size)
 
     def call() -> None:
         keys, values = pool[0]
         cuda.prefill_attention(
-            q, keys, values, tables, *where, size, shape.dim**-0.5, None, out=out, tuned=tuned
+            qkv[:, :num],
+            keys,
+            values,
+            tables,
+            *where,
+            later,
+            shape.dim**-0.5,
+            None,
+            out=out,
+            tuned=tuned,
+            own=qkv[:, num:],
+            max_fresh=fresh,
         )
 
     flops = 4 * shape.num_heads * shape.dim * (start * size + size * size / 2)
@@ -221,17 +234,6 @@ def time_all(report: Report) -> None:
 
 # ── choices ─────────────────────────────────────────────────────────────────────────────────
 
-OVERLAPS = {
-    "plain": Overlap(),
-    "early": Overlap(early=True),
-    "ahead 8M": Overlap(ahead_bytes=8 << 20),
-    "ahead 16M": Overlap(ahead_bytes=16 << 20),
-    "few rows": Overlap(few_rows=16),
-    "early, ahead 8M": Overlap(True, 8 << 20),
-    "early, few rows": Overlap(True, 0, 16),
-    "early, ahead 8M, few rows": Overlap(True, 8 << 20, 16),
-}
-
 
 class Layers:
     """Some layers of a model, decoding."""
@@ -260,7 +262,7 @@ class Layers:
         self.tables = shuffled_tables(largest, self.blocks)
         self.shape, self.num = shape, num
 
-    def step(self, batch: int, overlap: Overlap) -> Callable[[], torch.Tensor]:
+    def step(self, batch: int, early: bool) -> Callable[[], torch.Tensor]:
         """Each token's last position is where its keys and values go: any call gives the same."""
         heads, kv, dim = self.shape.num_heads, self.shape.num_kv_heads, self.shape.dim
         splits = cuda.decode_splits(batch, kv, 8192)
@@ -278,57 +280,76 @@ class Layers:
         )
 
         def call() -> torch.Tensor:
-            self.decoder.overlap = overlap
+            self.decoder.early = early
             return self.decoder.forward(inputs, self.cache)
 
         return call
 
 
-def check_overlaps() -> float:
+def check_early() -> float:
     """In a graph, where the launches overlap, against launches that do not."""
     layers, error = Layers(SHAPES[1], 4, 8), 0.0
-    for batch in (1, 8):
-        plain = layers.step(batch, Overlap())().clone()
-        for overlap in OVERLAPS.values():
-            call = layers.step(batch, overlap)
-            call()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                out = call()
-            for _ in range(20):
-                out.fill_(cases.NAN)
-                graph.replay()
-                error = cases.largest(error, cases.worst(out, plain))
+    for batch in (1, 2, 8):
+        plain = layers.step(batch, False)().clone()
+        call = layers.step(batch, True)
+        call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = call()
+        for _ in range(20):
+            out.fill_(cases.NAN)
+            graph.replay()
+            error = cases.largest(error, cases.worst(out, plain))
     return error
 
 
-def time_overlaps(report: Report) -> None:
+def time_early(report: Report) -> None:
     shape = SHAPES[0]
     layers = Layers(shape, 4, 32)
     wide = (shape.num_heads + 2 * shape.num_kv_heads) * shape.dim
     rows = wide + shape.num_heads * shape.dim + 3 * shape.intermediate
     for batch in (1, 8, 32):
         kv = CONTEXT * batch * 2 * shape.num_kv_heads * shape.dim
-        for name, overlap in OVERLAPS.items():
-            if batch > 16 and overlap.few_rows:
-                continue
-            used = 2 * layers.num * (rows * shape.hidden + kv)
-            call = layers.step(batch, overlap)
-            report.time(f"{layers.num} layers, batch {batch}, {name}", [call], used, READ)
+        used = 2 * layers.num * (rows * shape.hidden + kv)
+        for early in (False, True):
+            name = f"{layers.num} layers, batch {batch}{', early' * early}"
+            report.time(name, [layers.step(batch, early)], used, READ)
 
 
-def time_products(report: Report, rows: int) -> None:
-    for name, columns, inner in (("o", 4096, 4096), ("qkv", 6144, 4096), ("down", 4096, 14336)):
-        used = columns * inner * 2
-        sets = max(2, -(-SPREAD_BYTES // used))
+def time_products(report: Report, shape: Shape, rows: int) -> None:
+    """The library's, and ours in some sizes."""
+    wide = (shape.num_heads + 2 * shape.num_kv_heads) * shape.dim
+    attended = shape.num_heads * shape.dim
+    for name, columns, inner in (
+        ("qkv", wide, shape.hidden),
+        ("o", shape.hidden, attended),
+        ("gate_up", 2 * shape.intermediate, shape.hidden),
+        ("down", shape.hidden, shape.intermediate),
+    ):
+        gated, used = name == "gate_up", columns * inner * 2
+        sets = min(64, max(2, -(-SPREAD_BYTES // used)))
         weights = [torch.randn(columns, inner, device=CUDA).bfloat16() for _ in range(sets)]
         x = torch.randn(rows, inner, device=CUDA).bfloat16()
-        library = [lambda x=x, w=w: F.linear(x, w) for w in weights]
-        report.time(f"product {name}, {rows} rows, library", library, used, READ)
-        for size in ((32, 128, 4, 6), (32, 256, 4, 5), (16, 256, 2, 5), (64, 128, 4, 5)):
-            tuned = few_rows.Tuning(*size)
-            own = [lambda x=x, w=w, t=tuned: cuda.few_rows_product(x, w, tuned=t) for w in weights]
-            report.time(f"product {name}, {rows} rows, {size}", own, used, READ)
+
+        def library(weight: torch.Tensor, x: torch.Tensor = x, gated: bool = gated) -> object:
+            made = F.linear(x, weight)
+            return cuda.silu_and_mul(made) if gated else made
+
+        ways: dict[str, Callable[[torch.Tensor], object]] = {"library": library}
+        if rows <= 4:
+            for size in ((2, 1024, 4), (4, 1024, 4), (1, 2048, 4)):
+                if inner % size[1] == 0:
+                    streamed = product.Streaming(*size)
+                    ways[f"streamed {size}"] = lambda w, x=x, t=streamed, g=gated: product.stream(
+                        x, w, t, g, True
+                    )
+        if gated:
+            for tile in ((32, 256, 4, 3), (32, 128, 4, 4), (64, 128, 4, 3)):
+                tiles = product.Tiling(*tile)
+                ways[f"tiled {tile}"] = lambda w, x=x, t=tiles: product.tiled(x, w, t, True)
+        for how, way in ways.items():
+            calls = [lambda w=w, way=way: way(w) for w in weights]
+            report.time(f"{name} {shape.name}, {rows} rows, {how}", calls, used, READ)
 
 
 def time_library_prefill(report: Report, shape: Shape, size: int) -> None:
@@ -351,26 +372,22 @@ def time_library_prefill(report: Report, shape: Shape, size: int) -> None:
 
 
 def sweep(report: Report) -> None:
-    """What `tuning`, `Overlap` and the choice of a library should be."""
-    report.item("overlaps", lambda: time_overlaps(report))
-    for rows in (1, 8):
-        report.item(f"products of {rows}", lambda rows=rows: time_products(report, rows))
+    """What the tunings and the choice of a library should be."""
+    report.item("early", lambda: time_early(report))
     large = SHAPES[0]
-    deep, flat = (64, 4, 4, 2), (64, 2, 2, 2)
-    for batch, splits, sizes in (
-        (1, 33, (deep, (64, 4, 4, 1), (64, 4, 4, 3), (32, 4, 4, 2), (32, 4, 5, 4))),
-        (8, 4, (deep, (64, 4, 3, 2), (64, 2, 4, 2), (32, 4, 5, 2))),
-        (8, 8, (deep, (64, 4, 3, 2))),
-        (32, 1, (deep, (64, 4, 3, 2), (64, 2, 3, 2), flat)),
-        (32, 2, (deep, (64, 4, 3, 2))),
-        (128, 1, (flat, (64, 2, 3, 2), (64, 4, 2, 2), (64, 4, 3, 2), (32, 2, 3, 2))),
-    ):
-        for size in sizes:
-            tuned = decode.Tuning(*size)
-            time_decode(report, large, batch, splits=splits, tuned=tuned)
-    for chosen in ((128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 4)):
-        for tokens in (1024, 4096, 32768):
-            time_prefill(report, large, tokens, tuned=prefill.Tuning(*chosen))
+    for shape in SHAPES:
+        for rows in (1, 4, 16, 64):
+            report.item("products", lambda s=shape, r=rows: time_products(report, s, r))
+    for batch, splits in ((1, 33), (8, 4), (32, 1), (64, 1), (128, 1), (256, 1)):
+        for size in ((64, 4, 3, 2), (64, 4, 4, 2), (64, 2, 2, 2), (32, 4, 4, 4)):
+            for rope in (False, True):
+                tuned = decode.Tuning(*size)
+                time_decode(report, large, batch, splits=splits, tuned=tuned, rope=rope)
+    for tokens in (1024, 4096, 32768):
+        for chosen in ((64, 64, 4, 3), (128, 64, 8, 4), (128, 128, 8, 3)):
+            for start in (0, 512):
+                tuning = prefill.Tuning(*chosen)
+                time_prefill(report, large, tokens, start, tuned=tuning)
     for tokens in (2048, 4096, 8192):
         time_library_prefill(report, large, tokens)
     time_prefill(report, large, 16, 32768)

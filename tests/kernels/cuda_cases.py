@@ -300,13 +300,16 @@ def check_norms(rows: int, width: int, device: torch.device, dtype: torch.dtype)
     return largest(error, worst(out, reference.rms_norm(heads, weight, 1e-6)))
 
 
-def check_few_rows(
-    rows: int, columns: int, inner: int, device: torch.device, dtype: torch.dtype
+def check_products(
+    rows: int, columns: int, inner: int, device: torch.device, dtype: torch.dtype, early: bool
 ) -> float:
-    x, weight = torch.randn(rows, inner), torch.randn(columns, inner) * inner**-0.5
+    """The plain one, and the gated pair, which is rounded after each of its steps."""
+    x, weight = torch.randn(rows, inner), torch.randn(2 * columns, inner) * inner**-0.5
     x, weight = x.to(device, dtype), weight.to(device, dtype)
-    out = cuda.few_rows_product(x, weight, out=poisoned(rows, columns, like=x))
-    return worst(out, x.double() @ weight.double().T)
+    right = x.double() @ weight.double().T
+    error = worst(cuda.product(x, weight[:columns], early=early), right[:, :columns])
+    gated = cuda.gated_product(x, weight, early=early)
+    return largest(error, worst(gated, reference.silu_and_mul(right.to(dtype))))
 
 
 def check_silu(rows: int, width: int, device: torch.device, dtype: torch.dtype) -> float:
@@ -333,11 +336,14 @@ def check_rope_store(
     weights = [torch.randn(dim).to(device, dtype) if norm else None for _ in range(2)]
     q_norm, k_norm = weights
     where = (positions, slots, cache.keys, cache.values, num, kv)
-    into = poisoned(tokens, num, dim, like=qkv)
+    q, k, v = normed_and_turned(heads, qkv, q_norm, k_norm, cos[positions], sin[positions])
+    into = poisoned(tokens, num + 2 * kv, dim, like=qkv)
     out = cuda.rope_store(qkv, q_norm, k_norm, 1e-6, cos, sin, *where, out=into)
     assert out is into
-    q, k, v = normed_and_turned(heads, qkv, q_norm, k_norm, cos[positions], sin[positions])
-    error = worst(out, q)
+    error = worst(out, torch.cat([q, k, v], dim=1))
+    out = cuda.rope_store(qkv, q_norm, k_norm, 1e-6, cos, sin, *where)
+    assert torch.equal(out, into)
+    assert out.data_ptr() == qkv.data_ptr()
     stored = slots >= 0
     for cached, right in ((cache.keys, k), (cache.values, v)):
         flat = cached.flatten(0, 1)

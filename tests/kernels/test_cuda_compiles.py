@@ -170,27 +170,46 @@ def test_splits_fill_the_card_and_are_no_shorter_than_they_need(
     assert cuda.decode_splits(batch, kv_heads, max_len) == splits
 
 
-def test_a_few_rows_product_and_what_launches_do_for_their_neighbours(
-    compiled: list[Any], tmp_path: Path
-) -> None:
-    from twostroke.kernels import Ahead, cuda
+def test_products_and_launches_that_are_set_up_early(compiled: list[Any], tmp_path: Path) -> None:
+    from twostroke.kernels import cuda
 
     scratch = cuda.decode_scratch(2, 32, 128, 4, torch.device("cpu"))
     tables, row = empty(2, 64, dtype=torch.int32), empty(2, dtype=torch.int32)
     where = (*pool(8, 128), tables, row, row)
     for early in (False, True):
-        ahead = Ahead(early, empty(4096, 4096), 1 << 23)
-        cuda.add_rms_norm(empty(2, 4096), empty(2, 4096), empty(4096), 1e-5, ahead=ahead)
-        cuda.silu_and_mul(empty(2, 8192), ahead=ahead)
+        cuda.add_rms_norm(empty(2, 4096), empty(2, 4096), empty(4096), 1e-5, early=early)
+        cuda.silu_and_mul(empty(2, 8192), early=early)
         query = empty(2, 32, 128)
-        cuda.decode_attention(query, *where, 0.1, None, 4, scratch, ahead=ahead)
-        cuda.few_rows_product(empty(2, 4096), empty(4096, 4096), ahead=ahead)
+        cuda.decode_attention(query, *where, 0.1, None, 4, scratch, early=early)
+        cuda.product(empty(1, 4096), empty(4096, 4096), early=early)
+        cuda.gated_product(empty(1, 4096), empty(8192, 4096), early=early)
+        cuda.gated_product(empty(16, 4096), empty(8192, 4096), early=early)
+    assert len(compiled) == 12
     for index, kernel in enumerate(compiled):
-        code, early = kernel.asm["ptx"], index >= 4
-        assert ("cp.async.bulk.prefetch.L2" in code) == (early or index != 3)
+        code, early = kernel.asm["ptx"], index >= 6
         assert ("griddepcontrol.wait" in code) == early
         assert bool(kernel.metadata.launch_pdl) == early
         assert spilled_bytes(kernel, tmp_path) == 0
+    # A product of one row has asked for its weight before it waits.
+    for kernel in compiled[9:11]:
+        before, _ = kernel.asm["ptx"].split("griddepcontrol.wait")
+        assert "ld.global.L1::evict_first.L2::cache_hint.v4" in before or "evict_first" in before
+
+
+def test_a_first_chunk_is_fetched_by_the_hardware(compiled: list[Any], tmp_path: Path) -> None:
+    from twostroke.kernels import cuda
+
+    tables, row = empty(2, 64, dtype=torch.int32), empty(2, dtype=torch.int32)
+    ends, qkv = empty(3, dtype=torch.int32), empty(64, 48, 128)
+    how = (tables, row, row, ends, 32, 0.1, None)
+    cuda.prefill_attention(qkv[:, :32], *pool(8, 128), *how, own=qkv[:, 32:], max_fresh=32)
+    fresh, later = compiled
+    assert "cp.async.bulk.tensor" in fresh.asm["ptx"]
+    assert "cp.async.bulk.tensor" not in later.asm["ptx"]
+    for kernel in compiled:
+        assert "wgmma" in kernel.asm["ptx"]
+        assert spilled_bytes(kernel, tmp_path) <= 64
+    assert 2 * fresh.metadata.shared <= 227 << 10  # two on a multiprocessor
 
 
 def test_kernels_compile_once_for_all_batches(compiled: list[Any], tmp_path: Path) -> None:

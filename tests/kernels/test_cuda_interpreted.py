@@ -137,11 +137,15 @@ if INTERPRETED:
         assert cases.check_silu(rows, width, CPU, dtype) < BOUNDS[dtype]
 
     @pytest.mark.parametrize("dtype", [HALF, SINGLE])
-    @pytest.mark.parametrize(("rows", "columns", "inner"), [(1, 64, 256), (16, 33, 128)])
-    def test_a_few_rows_product_equals_the_reference(
+    @pytest.mark.parametrize(
+        ("rows", "columns", "inner"),
+        [(1, 65, 1024), (1, 7, 1536), (2, 9, 2048), (4, 33, 512), (5, 34, 256), (3, 20, 80)],
+    )
+    def test_products_equal_the_reference(
         rows: int, columns: int, inner: int, dtype: torch.dtype
     ) -> None:
-        assert cases.check_few_rows(rows, columns, inner, CPU, dtype) < BOUNDS[dtype]
+        error = cases.check_products(rows, columns, inner, CPU, dtype, False)
+        assert error < BOUNDS[dtype]
 
     @pytest.mark.parametrize("dtype", [HALF, SINGLE])
     @pytest.mark.parametrize("norm", [False, True])

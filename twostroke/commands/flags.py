@@ -41,9 +41,6 @@ ENGINE_HELP = {
     "max_cudagraph_capture_size": "largest decode batch that runs as a graph (default: all)",
     "cudagraph_capture_sizes": "decode batches that run as graphs, others padded up to them "
     "(default: 1, 2, 4, then by eights)",
-    "early_launch": "set up a GPU's launches before the one in front has ended",
-    "read_ahead_bytes": "of a weight that a GPU's next product reads, in a step of few tokens",
-    "few_rows_kernel": "rows up to which a GPU's products are the engine's own, at most 16",
     "nvtx": "name each step for a profiler of a GPU",
     "tensor_parallel_size": "GPUs that share the model",
     "quantization": "int8 or int4: round weights that are not quantised yet, on a CPU",

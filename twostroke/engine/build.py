@@ -31,7 +31,7 @@ from twostroke.kernels import FusedKernels, cpu, reference
 from twostroke.kv.pool import KVPool
 from twostroke.model.cost import cost_model
 from twostroke.model.decoder import Decoder
-from twostroke.model.fused import FusedDecoder, Overlap
+from twostroke.model.fused import FusedDecoder
 from twostroke.model.load import (
     OpenedModel,
     chat_template_source,
@@ -205,9 +205,9 @@ def _start_fused(
     """The Triton kernels, on a GPU whose memory is measured before the rest goes to the cache."""
     spec, length = model.spec, estimate.max_model_len
     estimate = replace(estimate, device_bytes=torch.cuda.mem_get_info(device)[1])
-    overlap = Overlap(config.early_launch, config.read_ahead_bytes, config.few_rows_kernel)
+    early = torch.cuda.get_device_capability(device) >= (9, 0)  # Hopper is the first that can
     kernels = _triton_kernels()
-    decoder = FusedDecoder(spec, model.weights, dtype, device, length, kernels, overlap)
+    decoder = FusedDecoder(spec, model.weights, dtype, device, length, kernels, early)
     executor, memory = start_executor(config, decoder, kv_dtype, estimate)
     log.info("memory: %s", memory.waterfall())
     limits = _scheduler_config(config, spec, memory, on_gpu=True)

@@ -148,7 +148,7 @@ class CudaExecutor:
         if pieces is not None and in_pieces and pieces.fits(packed):
             return program.run(pieces.send(packed), pieces.forward)
         buffer = packed.buffer.to(self._device, non_blocking=True)
-        step = program.prepare(packed.layout, buffer, packed.max_chunk, packed.longest)
+        step = program.prepare(packed.layout, buffer, packed.largest, packed.longest)
         return program.run(step)
 
     @torch.inference_mode()

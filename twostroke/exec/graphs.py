@@ -55,7 +55,7 @@ class DecodeGraphs:
         for size in reversed(self.sizes):
             padding = pack_decode((), NOTHING, rows, size)
             self._buffer[: padding.layout.num_bytes].copy_(padding.buffer)
-            step = program.prepare(padding.layout, self._buffer, 0, rows.max_len)
+            step = program.prepare(padding.layout, self._buffer, (0, 0), rows.max_len)
             self._replays[size] = record(partial(program.run, step))
 
     def size_for(self, batch: int) -> int | None:
@@ -84,15 +84,16 @@ class PieceGraphs:
         spec, dtype, device = decoder.spec, decoder.dtype, decoder.device
         largest = self.sizes[-1]
         self._buffer = torch.empty(PIECE_BUFFER_BYTES, dtype=torch.uint8, device=device)
-        self._q = torch.zeros(largest, spec.num_heads, spec.head_dim, dtype=dtype, device=device)
-        self._attended = torch.zeros_like(self._q)
+        heads = spec.num_heads + 2 * spec.num_kv_heads
+        self._qkv = torch.zeros(largest, heads, spec.head_dim, dtype=dtype, device=device)
+        self._attended = torch.zeros_like(self._qkv[:, : spec.num_heads])
         self._residual = torch.zeros(largest, spec.hidden_size, dtype=dtype, device=device)
         self._hidden = torch.zeros_like(self._residual)
         self._replays: dict[int, list[Run]] = {}
         for size in reversed(self.sizes):
             padding = pack_step(EMPTY_PLAN, NOTHING, rows, size)
             self._buffer[: padding.layout.num_bytes].copy_(padding.buffer)
-            step = program.prepare(padding.layout, self._buffer, 0, 0)
+            step = program.prepare(padding.layout, self._buffer, (0, 0), 0)
             pieces = range(spec.num_layers + 1)
             self._replays[size] = [record(partial(self._piece, n, size, step)) for n in pieces]
 
@@ -105,13 +106,13 @@ class PieceGraphs:
     def send(self, packed: Packed) -> DeviceStep:
         layout = packed.layout
         self._buffer[: layout.num_bytes].copy_(packed.buffer, non_blocking=True)
-        return self._program.prepare(layout, self._buffer, packed.max_chunk, packed.longest)
+        return self._program.prepare(layout, self._buffer, packed.largest, packed.longest)
 
     def forward(self, step: DeviceStep) -> torch.Tensor:
         """What the decoder's `forward` does, on inputs that `send` has put in place."""
         program, size = self._program, step.shape.tokens
         inputs = program.inputs(step, step.fields["read_at"])
-        lists, attend = lists_of(inputs, self._q, self._attended), program.decoder.attend
+        lists, attend = lists_of(inputs, self._qkv, self._attended), program.decoder.attend
         first, *rest = self._replays[size]
         first()
         for index, (replay, cache) in enumerate(zip(rest, program.kv, strict=True)):
@@ -129,7 +130,7 @@ class PieceGraphs:
         else:
             normed = decoder.finish(index - 1, self._attended[:size], residual)
         if index < len(program.kv):
-            decoder.project(index, normed, inputs, program.kv[index], out=self._q[:size])
+            decoder.project(index, normed, inputs, program.kv[index], out=self._qkv[:size])
         else:
             self._hidden[:size].copy_(normed)
 

@@ -81,7 +81,7 @@ class Packed(NamedTuple):
     buffer: torch.Tensor  # bytes on the host, pinned where there is a GPU
     rows: Ints  # [S]: rows that are sampled
     positions: Ints  # [S]: where each sampled token will stand
-    max_chunk: int
+    largest: tuple[int, int]  # chunks: of those that begin their sequence, and of the others
     longest: int  # cached positions of the longest decode slot
 
 
@@ -104,7 +104,7 @@ def pack_decode(slots: Sequence[Slot], writes: Writes, rows: DeviceRows, batch: 
     _put_samples(to, rows, which, positions + 1)
     _put_writes(to, rows, writes)
     longest = int(positions.max()) + 1 if count else 0
-    return Packed(layout, buffer, which, positions + 1, 0, longest)
+    return Packed(layout, buffer, which, positions + 1, (0, 0), longest)
 
 
 def pack_step(plan: StepPlan, writes: Writes, rows: DeviceRows, padded: int = 0) -> Packed:
@@ -151,8 +151,9 @@ def pack_step(plan: StepPlan, writes: Writes, rows: DeviceRows, padded: int = 0)
     to["sampled"][count:] = (count + ends - 1)[last]
     _put_samples(to, rows, sampled_rows, targets)
     _put_writes(to, rows, writes)
-    max_chunk = int(sizes.max()) if chunks else 0
-    return Packed(layout, buffer, sampled_rows, targets, max_chunk, longest)
+    fresh = starts == 0
+    largest = int(sizes[fresh].max(initial=0)), int(sizes[~fresh].max(initial=0))
+    return Packed(layout, buffer, sampled_rows, targets, largest, longest)
 
 
 def _columns(slots: Sequence[Slot]) -> tuple[Ints, Ints]:

@@ -27,7 +27,7 @@ from twostroke.model.fused import FusedDecoder
 class DeviceStep:
     shape: Shape
     fields: dict[str, torch.Tensor]  # views of the packed inputs
-    max_chunk: int
+    largest: tuple[int, int]  # chunks
     splits: int  # of decode attention
 
 
@@ -46,7 +46,7 @@ class StepProgram:
         self.tokens = torch.zeros(rows.max_rows, dtype=torch.int32, device=device)
 
     def prepare(
-        self, layout: Layout, buffer: torch.Tensor, max_chunk: int, longest: int
+        self, layout: Layout, buffer: torch.Tensor, largest: tuple[int, int], longest: int
     ) -> DeviceStep:
         """A step over packed inputs that lie in `buffer` on the device."""
         splits, slots = 1, layout.shape.slots
@@ -55,7 +55,7 @@ class StepProgram:
             length = min(1 << (longest - 1).bit_length(), self.rows.max_len)
             heads = self.decoder.spec.num_kv_heads
             splits = self.decoder.kernels.decode_splits(slots, heads, length)
-        return DeviceStep(layout.shape, layout.device(buffer), max_chunk, splits)
+        return DeviceStep(layout.shape, layout.device(buffer), largest, splits)
 
     def run(self, step: DeviceStep, forward: Forward | None = None) -> torch.Tensor:
         """The last hidden states; logits and tokens are in their places. `forward`: instead of the
@@ -85,7 +85,7 @@ class StepProgram:
                 fields["chunk_starts"],
                 fields["cu_tokens"],
                 shape.chunk_tokens,
-                step.max_chunk,
+                *step.largest,
             )
         slots = [fields[f"slots{group}"] for group in range(shape.groups)]
         tables, positions = self.rows.tables, fields["positions"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -46,23 +45,13 @@ class Kernels(Protocol):
     ) -> Tensor: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Ahead:
-    """What a fused kernel may do for its neighbours; no result depends on it."""
-
-    early: bool = False  # be set up before the launch in front has ended
-    weight: Tensor | None = None  # [N, K] of the product that follows
-    num_bytes: int = 0  # how much of it to read ahead
-
-
 class FusedKernels(Protocol):
     """A backend of fewer, larger kernels, for a device that should never wait for its host: each
     is a whole stage over everything in a step, and may be recorded in a graph. A row of length 0
-    and a slot below 0 are padding."""
+    and a slot below 0 are padding. `early`: the launch may be set up before the one in front has
+    ended."""
 
-    def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, *, ahead: Ahead | None = None
-    ) -> Tensor: ...
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, early: bool = False) -> Tensor: ...
 
     def add_rms_norm(
         self,
@@ -70,15 +59,19 @@ class FusedKernels(Protocol):
         residual: Tensor,
         weight: Tensor,
         eps: float,
-        ahead: Ahead | None = None,
+        early: bool = False,
     ) -> Tensor:
         """`residual += x` in place, then its norm."""
         ...
 
-    def silu_and_mul(self, gate_up: Tensor, *, ahead: Ahead | None = None) -> Tensor: ...
+    def silu_and_mul(self, gate_up: Tensor, *, early: bool = False) -> Tensor: ...
 
-    def few_rows_product(self, x: Tensor, weight: Tensor, *, ahead: Ahead | None = None) -> Tensor:
-        """x @ weight.T, for at most sixteen rows."""
+    def product(self, x: Tensor, weight: Tensor, early: bool = False) -> Tensor:
+        """x @ weight.T"""
+        ...
+
+    def gated_product(self, x: Tensor, weight: Tensor, early: bool = False) -> Tensor:
+        """`silu_and_mul` of the product."""
         ...
 
     def rope_store(
@@ -96,9 +89,10 @@ class FusedKernels(Protocol):
         num_heads: int,
         num_kv_heads: int,
         out: Tensor | None = None,
-        ahead: Ahead | None = None,
+        early: bool = False,
     ) -> Tensor:
-        """Norm and rotate [T, (H + 2K) · D], put keys and values in the cache; q as [T, H, D]."""
+        """Norm and rotate [T, (H + 2K) · D], put keys and values in the cache: [T, H + 2K, D], in
+        place if no `out` is given."""
         ...
 
     def prefill_attention(
@@ -115,9 +109,13 @@ class FusedKernels(Protocol):
         window: int | None,
         softcap: float = 0.0,
         out: Tensor | None = None,
+        *,
+        own: Tensor | None = None,
+        max_fresh: int = 0,
     ) -> Tensor:
         """All chunks: tokens [cu_tokens[c], cu_tokens[c + 1]) are positions from chunk_starts[c]
-        of the sequence in tables[chunk_rows[c]]."""
+        of the sequence in tables[chunk_rows[c]]. `own`: their keys and values, [T, 2K, D]; then
+        `max_chunk` is of chunks that start later than 0, `max_fresh` of those that start there."""
         ...
 
     def decode_attention(
@@ -135,7 +133,7 @@ class FusedKernels(Protocol):
         softcap: float = 0.0,
         out: Tensor | None = None,
         *,
-        ahead: Ahead | None = None,
+        early: bool = False,
     ) -> Tensor: ...
 
     def rope_decode_attention(
@@ -159,7 +157,7 @@ class FusedKernels(Protocol):
         softcap: float = 0.0,
         out: Tensor | None = None,
         *,
-        ahead: Ahead | None = None,
+        early: bool = False,
     ) -> Tensor:
         """`rope_store`, then `decode_attention`, where each token is the last of its sequence: at
         position `lengths` − 1, in a block that is in no other table."""

@@ -62,7 +62,8 @@ class FusedPrefill:
     starts: torch.Tensor  # [C] int32
     cu_tokens: torch.Tensor  # [C + 1] int32
     tokens: int
-    max_chunk: int
+    max_fresh: int  # tokens of the largest chunk that begins its sequence, 0 if there is none
+    max_later: int  # of the largest other one
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,12 @@ on the device or copies one to it, so that a graph can hold all of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from twostroke.kernels import Ahead, FusedKernels
+from twostroke.kernels import FusedKernels
 from twostroke.model.batch import FusedDecode, FusedInputs
 from twostroke.model.decoder import Loader, load_layers
 from twostroke.model.linear import DenseLinear, Linear
@@ -28,32 +27,23 @@ KV = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer
 KVLayers = Sequence[KV]
 
 
-FEW_TOKENS = 64  # where the launches between the products leave the memory idle
-
-
-@dataclass(frozen=True, slots=True)
-class Overlap:
-    """What is tried against the gaps of a step with few tokens; the ledger says what it wins."""
-
-    early: bool = False  # launches are set up before the one in front has ended
-    ahead_bytes: int = 0  # of a product's weight: read during the launch before it
-    few_rows: int = 0  # products of up to so many rows by a kernel of our own, if ≤ 16
+FEW_TOKENS = 64  # where the time between two launches shows
 
 
 class Lists(NamedTuple):
-    """Queries and results of the two phases: views of the step's."""
+    """What the two phases attend with, and where to: views of the step's."""
 
-    decode_q: torch.Tensor
+    decode: torch.Tensor  # queries, keys and values, [slots, H + 2K, D]
     decode_out: torch.Tensor
-    prefill_q: torch.Tensor
+    prefill: torch.Tensor
     prefill_out: torch.Tensor
 
 
-def lists_of(inputs: FusedInputs, q: torch.Tensor, out: torch.Tensor) -> Lists:
+def lists_of(inputs: FusedInputs, qkv: torch.Tensor, out: torch.Tensor) -> Lists:
     """Decode slots first, then the chunks; what comes after is padding."""
     slots = 0 if inputs.decode is None else inputs.decode.rows.shape[0]
     end = slots if inputs.prefill is None else slots + inputs.prefill.tokens
-    return Lists(q[:slots], out[:slots], q[slots:end], out[slots:end])
+    return Lists(qkv[:slots], out[:slots], qkv[slots:end], out[slots:end])
 
 
 class FusedDecoder:
@@ -65,10 +55,11 @@ class FusedDecoder:
         device: torch.device,
         max_len: int,
         kernels: FusedKernels,
-        overlap: Overlap | None = None,
+        early: bool = False,
     ) -> None:
+        """`early`: the launches of a small step are set up before the one in front has ended."""
         self.spec, self.dtype, self.device, self.kernels = spec, dtype, device, kernels
-        self.overlap = overlap or Overlap()
+        self.early = early
         self._cos, self._sin = rope_tables(spec.rope, max_len, device)
         self._scale = spec.head_dim**-0.5
         load = Loader(source, dtype, device)
@@ -86,9 +77,9 @@ class FusedDecoder:
             if inputs.decode is not None and inputs.prefill is None:
                 attended = self.decode(index, normed, inputs, inputs.decode, cache)
             else:
-                q = self.project(index, normed, inputs, cache)
-                attended = torch.empty_like(q)
-                self.attend(index, lists_of(inputs, q, attended), inputs, cache)
+                qkv = self.project(index, normed, inputs, cache)
+                attended = qkv.new_empty(qkv.shape[0], self.spec.num_heads, self.spec.head_dim)
+                self.attend(index, lists_of(inputs, qkv, attended), inputs, cache)
             normed = self.finish(index, attended, residual)
         return normed
 
@@ -96,9 +87,8 @@ class FusedDecoder:
         return F.embedding(token_ids, self._embed)
 
     def first_norm(self, residual: torch.Tensor) -> torch.Tensor:
-        first = self._layers[0]
-        ahead = self._ahead(residual.shape[0], first.qkv)
-        return self.kernels.rms_norm(residual, first.attn_norm, self.spec.norm_eps, ahead=ahead)
+        first, early = self._layers[0].attn_norm, self._is_early(residual.shape[0])
+        return self.kernels.rms_norm(residual, first, self.spec.norm_eps, early=early)
 
     def decode(
         self,
@@ -129,7 +119,7 @@ class FusedDecoder:
             decode.splits,
             decode.scratch,
             out=attended[:slots],
-            ahead=self._ahead(slots, layer.o),
+            early=self._is_early(slots),
         )
         return attended
 
@@ -141,7 +131,7 @@ class FusedDecoder:
         cache: KV,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Queries, [T, H, D]; keys and values go to the cache."""
+        """Queries, keys and values, [T, H + 2K, D]; the latter also go to the cache."""
         layer, spec, group = self._layers[index], self.spec, 0
         return self.kernels.rope_store(
             self._product(layer.qkv, normed),
@@ -156,16 +146,16 @@ class FusedDecoder:
             spec.num_heads,
             spec.num_kv_heads,
             out=out,
-            ahead=self._ahead(normed.shape[0]),
+            early=self._is_early(normed.shape[0]),
         )
 
     def attend(self, index: int, lists: Lists, inputs: FusedInputs, cache: KV) -> None:
-        """The two lists: a launch each."""
+        """The two lists: a launch each, or two where some chunks begin their sequence."""
         kernels, window, table = self.kernels, self._layers[index].window, inputs.tables[0]
-        decode, prefill = inputs.decode, inputs.prefill
+        decode, prefill, heads = inputs.decode, inputs.prefill, self.spec.num_heads
         if decode is not None:
             kernels.decode_attention(
-                lists.decode_q,
+                lists.decode[:, :heads],
                 *cache,
                 table,
                 decode.rows,
@@ -175,48 +165,45 @@ class FusedDecoder:
                 decode.splits,
                 decode.scratch,
                 out=lists.decode_out,
-                ahead=None if prefill else self._ahead(len(lists.decode_q), self._layers[index].o),
             )
         if prefill is not None:
             kernels.prefill_attention(
-                lists.prefill_q,
+                lists.prefill[:, :heads],
                 *cache,
                 table,
                 prefill.rows,
                 prefill.starts,
                 prefill.cu_tokens,
-                prefill.max_chunk,
+                prefill.max_later,
                 self._scale,
                 window,
                 out=lists.prefill_out,
+                own=lists.prefill[:, heads:],
+                max_fresh=prefill.max_fresh,
             )
 
     def finish(self, index: int, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """The rest of a layer, and the norm that the next begins with."""
         layer, eps, kernels = self._layers[index], self.spec.norm_eps, self.kernels
-        product, ahead, tokens = self._product, self._ahead, residual.shape[0]
-        following = self._layers[index + 1].qkv if index + 1 < len(self._layers) else None
-        out = product(layer.o, attended.flatten(1))
-        mlp = ahead(tokens, layer.gate_up)
-        normed = kernels.add_rms_norm(out, residual, layer.mlp_norm, eps, ahead=mlp)
-        gated = kernels.silu_and_mul(layer.gate_up(normed), ahead=ahead(tokens, layer.down))
-        out, norm = product(layer.down, gated), self._next_norms[index]
-        return kernels.add_rms_norm(out, residual, norm, eps, ahead=ahead(tokens, following))
+        early = self._is_early(residual.shape[0])
+        out = self._product(layer.o, attended.flatten(1))
+        normed = kernels.add_rms_norm(out, residual, layer.mlp_norm, eps, early=early)
+        out = self._product(layer.down, self._gated(layer.gate_up, normed))
+        return kernels.add_rms_norm(out, residual, self._next_norms[index], eps, early=early)
 
     def _product(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
-        few = x.shape[0] <= self.overlap.few_rows
-        if few and isinstance(linear, DenseLinear) and linear.bias is None:
-            ahead = self._ahead(x.shape[0])
-            return self.kernels.few_rows_product(x, linear.weight, ahead=ahead)
+        if isinstance(linear, DenseLinear) and linear.bias is None:
+            return self.kernels.product(x, linear.weight, early=self._is_early(x.shape[0]))
         return linear(x)
 
-    def _ahead(self, tokens: int, following: Linear | None = None) -> Ahead | None:
-        """For a launch that stands before the product `following`."""
-        overlap = self.overlap
-        weight = following.weight if isinstance(following, DenseLinear) else None
-        if tokens > FEW_TOKENS or not (overlap.early or overlap.ahead_bytes):
-            return None
-        return Ahead(overlap.early, weight, overlap.ahead_bytes)
+    def _gated(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        early = self._is_early(x.shape[0])
+        if isinstance(linear, DenseLinear) and linear.bias is None:
+            return self.kernels.gated_product(x, linear.weight, early=early)
+        return self.kernels.silu_and_mul(linear(x), early=early)
+
+    def _is_early(self, tokens: int) -> bool:
+        return self.early and tokens <= FEW_TOKENS
 
     def head(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Logits in the model's dtype, [rows, vocab]."""

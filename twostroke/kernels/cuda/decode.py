@@ -18,8 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from twostroke.kernels import Ahead
-from twostroke.kernels.cuda.ahead import await_last, lines_of, read_ahead
+from twostroke.kernels.cuda.early import await_last, launch_options
 from twostroke.kernels.cuda.new_token import NewToken, queries_of_new
 from twostroke.kernels.cuda.scores import capped, unit_of
 from twostroke.kernels.cuda.sizes import power_of_two
@@ -59,7 +58,7 @@ def decode_attention(
     softcap: float = 0.0,
     out: torch.Tensor | None = None,
     tuned: Tuning | None = None,
-    ahead: Ahead | None = None,
+    early: bool = False,
     new: NewToken | None = None,
 ) -> torch.Tensor:
     """[B, H, D] against the first `lengths` positions of table rows `rows`; zeros where it is 0.
@@ -75,7 +74,6 @@ def decode_attention(
     if out is None:
         out = torch.empty(batch, num_heads, dim, dtype=q.dtype, device=q.device)
     tuned = tuned or tuning(dim, q.dtype, batch * num_kv_heads * splits)
-    weight, lines = lines_of(ahead)
     group = num_heads // num_kv_heads
     _decode[(num_kv_heads, splits, batch)](
         q,
@@ -86,7 +84,6 @@ def decode_attention(
         lengths,
         out,
         *scratch,
-        weight,
         *(new or (None, None, None, None, None, 0.0)),
         float(scale),
         float(softcap),
@@ -118,7 +115,7 @@ def decode_attention(
         NORM=new is not None and new.q_norm is not None,
         num_warps=tuned.num_warps,
         num_stages=tuned.num_stages,
-        **lines,
+        **launch_options(early),
     )
     return out
 
@@ -143,7 +140,7 @@ def rope_decode_attention(
     softcap: float = 0.0,
     out: torch.Tensor | None = None,
     tuned: Tuning | None = None,
-    ahead: Ahead | None = None,
+    early: bool = False,
 ) -> torch.Tensor:
     """`rope_store` and `decode_attention` of [B, (H + 2K) · D]: each token is the last of its
     `lengths` positions, and goes to its slot, nowhere where that is < 0."""
@@ -166,7 +163,7 @@ def rope_decode_attention(
         softcap,
         out,
         tuned,
-        ahead,
+        early,
         new,
     )
 
@@ -186,7 +183,6 @@ def _decode(
     partial,
     weight,
     arrived,
-    ahead,
     q_norm,
     k_norm,
     cos,
@@ -222,9 +218,6 @@ def _decode(
     NEW: tl.constexpr,
     NORM: tl.constexpr,
     EARLY: tl.constexpr,
-    AHEAD_ROWS: tl.constexpr,
-    AHEAD_STRIDE: tl.constexpr,
-    AHEAD_BYTES: tl.constexpr,
 ):
     await_last(EARLY)
     kv_head, split, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -311,10 +304,6 @@ def _decode(
             sums = sums * fade[:, None]
             sums = tl.dot(share_of.to(value.dtype), value, sums, input_precision="tf32x3")
             best = above
-        # Now that nothing of the context is left to read. Each sequence has its part of it.
-        of_all = (sequence * tl.num_programs(0) + kv_head) * active + split
-        programs = tl.num_programs(0) * tl.num_programs(2) * active
-        read_ahead(ahead, of_all, programs, AHEAD_ROWS, AHEAD_STRIDE, AHEAD_BYTES)
         sums = sums / total[:, None]
         if SPLIT:
             lines = sequence.to(tl.int64) * tl.num_programs(0) + kv_head

@@ -6,8 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from twostroke.kernels import Ahead
-from twostroke.kernels.cuda.ahead import PROGRAMS, await_last, lines_of, read_ahead
+from twostroke.kernels.cuda.early import await_last, launch_options
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 
 TILE = 2048  # elements of one program: two 16-byte loads of a thread in flight
@@ -18,14 +17,14 @@ def rms_norm(
     weight: torch.Tensor,
     eps: float,
     out: torch.Tensor | None = None,
-    ahead: Ahead | None = None,
+    early: bool = False,
 ) -> torch.Tensor:
     """Over the last dimension of [..., N]."""
     width = x.shape[-1]
     rows = x.reshape(-1, width)
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _norm(rows, None, weight, eps, out.view(-1, width), ahead)
+    _norm(rows, None, weight, eps, out.view(-1, width), early)
     return out
 
 
@@ -34,12 +33,12 @@ def add_rms_norm(
     residual: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
-    ahead: Ahead | None = None,
+    early: bool = False,
 ) -> torch.Tensor:
     """`residual += x`, in place and rounded; then the norm of the sum."""
     out = torch.empty_like(residual)
     assert x.stride(1) == residual.stride(1) == 1
-    _norm(x, residual, weight, eps, out, ahead)
+    _norm(x, residual, weight, eps, out, early)
     return out
 
 
@@ -49,19 +48,16 @@ def _norm(
     weight: torch.Tensor,
     eps: float,
     out: torch.Tensor,
-    ahead: Ahead | None,
+    early: bool,
 ) -> None:
     rows, width = x.shape
     block = power_of_two(width)
     together = max(1, TILE // 2 // block)
-    following, options = lines_of(ahead)
-    others = 0 if following is None else PROGRAMS
-    _rms_norm[(ceil_div(rows, together) + others,)](
+    _rms_norm[(ceil_div(rows, together),)](
         x,
         residual,
         weight,
         out,
-        following,
         rows,
         eps,
         x.stride(0),
@@ -71,34 +67,28 @@ def _norm(
         BLOCK=block,
         ROWS=together,
         ADD=residual is not None,
-        OTHERS=others,
         num_warps=_warps(block),
-        **options,
+        **launch_options(early),
     )
 
 
 def silu_and_mul(
-    gate_up: torch.Tensor, out: torch.Tensor | None = None, ahead: Ahead | None = None
+    gate_up: torch.Tensor, out: torch.Tensor | None = None, early: bool = False
 ) -> torch.Tensor:
     """[T, 2N] → [T, N]: silu of the first half, times the second."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     if out is None:
         out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
-    following, options = lines_of(ahead)
-    tiles = ceil_div(width, TILE)
-    others = 0 if following is None else ceil_div(PROGRAMS, tiles)
     # Tokens along the grid's x: its y ends at 65,535.
-    _silu_and_mul[(rows + others, tiles)](
+    _silu_and_mul[(rows, ceil_div(width, TILE))](
         gate_up,
         out,
-        following,
         gate_up.stride(0),
         out.stride(0),
         WIDTH=width,
         BLOCK=TILE,
-        OTHERS=others,
         num_warps=4,
-        **options,
+        **launch_options(early),
     )
     return out
 
@@ -114,7 +104,6 @@ def _rms_norm(
     residual,
     weight,
     out,
-    ahead,
     num_rows,
     eps,
     stride,
@@ -124,16 +113,8 @@ def _rms_norm(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     ADD: tl.constexpr,
-    OTHERS: tl.constexpr,
     EARLY: tl.constexpr,
-    AHEAD_ROWS: tl.constexpr,
-    AHEAD_STRIDE: tl.constexpr,
-    AHEAD_BYTES: tl.constexpr,
 ):
-    # The last programs have no rows: they read ahead, and wait for nothing before they do.
-    other = tl.program_id(0) - (tl.num_programs(0) - OTHERS)
-    if OTHERS > 0 and other >= 0:
-        read_ahead(ahead, other, OTHERS, AHEAD_ROWS, AHEAD_STRIDE, AHEAD_BYTES)
     await_last(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -155,26 +136,16 @@ def _rms_norm(
 def _silu_and_mul(
     gate_up,
     out,
-    ahead,
     stride,
     out_stride,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    OTHERS: tl.constexpr,
     EARLY: tl.constexpr,
-    AHEAD_ROWS: tl.constexpr,
-    AHEAD_STRIDE: tl.constexpr,
-    AHEAD_BYTES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    other = tl.program_id(0) - (tl.num_programs(0) - OTHERS)
-    if OTHERS > 0 and other >= 0:
-        tiles = tl.num_programs(1)
-        program = other * tiles + tl.program_id(1)
-        read_ahead(ahead, program, OTHERS * tiles, AHEAD_ROWS, AHEAD_STRIDE, AHEAD_BYTES)
     await_last(EARLY)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = (column < WIDTH) & (other < 0)
+    mask = column < WIDTH
     at = gate_up + row * stride + column
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)

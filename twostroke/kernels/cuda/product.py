@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from twostroke.kernels.cuda.ahead import await_last, launch_options
+from twostroke.kernels.cuda.early import await_last, launch_options
 from twostroke.kernels.cuda.elementwise import silu_and_mul
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 

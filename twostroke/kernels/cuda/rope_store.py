@@ -1,8 +1,10 @@
 """What stands between the QKV product and attention, in one launch.
 
-qkv row ─┬─ query heads ─▶ norm · rope ─▶ q
-         ├─ key heads   ─▶ norm · rope ─▶ keys[slot]
-         └─ value heads ────────────────▶ values[slot]
+qkv row ─┬─ query heads ─▶ norm · rope ─▶ out
+         ├─ key heads   ─▶ norm · rope ─▶ out, keys[slot]
+         └─ value heads ────────────────▶ out, values[slot]
+
+`out` may be the row itself. What lies there in turn is what a chunk that begins its sequence sees.
 """
 
 from __future__ import annotations
@@ -11,8 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from twostroke.kernels import Ahead
-from twostroke.kernels.cuda.ahead import await_last, early
+from twostroke.kernels.cuda.early import await_last, launch_options
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 
 HEADS = 8  # heads of one program
@@ -32,9 +33,10 @@ def rope_store(
     num_heads: int,
     num_kv_heads: int,
     out: torch.Tensor | None = None,
-    ahead: Ahead | None = None,
+    early: bool = False,
 ) -> torch.Tensor:
-    """[T, (H + 2K) · D] → q [T, H, D]; keys and values go to their slots, none where it is < 0.
+    """[T, (H + 2K) · D] → [T, H + 2K, D], in place if no `out` is given; keys and values also go
+    to their slots, none where it is < 0.
 
     `cos` and `sin` are [max_len, dim / 2] and are read at `positions`; channels past dim pass
     through.
@@ -43,8 +45,9 @@ def rope_store(
     assert keys.stride() == values.stride()
     assert keys.stride(-1) == 1
     if out is None:
-        out = torch.empty(tokens, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
+        out = qkv.unflatten(1, (-1, dim))
     assert out.is_contiguous()
+    assert qkv.is_contiguous()
     q_tiles, kv_tiles = ceil_div(num_heads, HEADS), ceil_div(num_kv_heads, HEADS)
     rest = dim - 2 * half
     _rope_store[(tokens, q_tiles + kv_tiles)](
@@ -75,8 +78,9 @@ def rope_store(
         HEADS=HEADS,
         Q_TILES=q_tiles,
         NORM=q_norm is not None,
+        IN_PLACE=out.data_ptr() == qkv.data_ptr(),
         num_warps=2,
-        **early(ahead),
+        **launch_options(early),
     )
     return out
 
@@ -90,7 +94,7 @@ def _rope_store(
     sin,
     positions,
     slots,
-    q,
+    out,
     keys,
     values,
     eps,
@@ -110,20 +114,24 @@ def _rope_store(
     HEADS: tl.constexpr,
     Q_TILES: tl.constexpr,
     NORM: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     await_last(EARLY)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     line = qkv + token * qkv_stride
+    to = out + token * (NUM_HEADS + 2 * NUM_KV_HEADS) * DIM
     angle = tl.load(positions + token) * angle_stride
     head = tl.arange(0, HEADS)[:, None]
     if tile < Q_TILES:
         head += tile * HEADS
         _norm_rope_store(
             line + head * DIM,
-            q + (token * NUM_HEADS + head) * DIM,
+            to + head * DIM,
+            to,
             head < NUM_HEADS,
+            False,
             q_norm,
             cos + angle,
             sin + angle,
@@ -133,39 +141,47 @@ def _rope_store(
             PAIRS,
             REST_BLOCK,
             NORM,
+            False,
         )
     else:
         slot = tl.load(slots + token).to(tl.int64)
-        if slot >= 0:
-            head += (tile - Q_TILES) * HEADS
-            valid = head < NUM_KV_HEADS
-            at = (slot // PAGE) * block_stride + (slot % PAGE) * slot_stride + head * head_stride
-            _norm_rope_store(
-                line + (NUM_HEADS + head) * DIM,
-                keys + at,
-                valid,
-                k_norm,
-                cos + angle,
-                sin + angle,
-                eps,
-                DIM,
-                HALF,
-                PAIRS,
-                REST_BLOCK,
-                NORM,
-            )
-            channel = tl.arange(0, BLOCK_DIM)[None, :]
-            mask = valid & (channel < DIM)
-            source = line + (NUM_HEADS + NUM_KV_HEADS + head) * DIM
-            value = tl.load(source + channel, mask=mask)
-            tl.store(values + at + channel, value.to(values.dtype.element_ty), mask=mask)
+        head += (tile - Q_TILES) * HEADS
+        valid = head < NUM_KV_HEADS
+        at = (slot // PAGE) * block_stride + (slot % PAGE) * slot_stride + head * head_stride
+        _norm_rope_store(
+            line + (NUM_HEADS + head) * DIM,
+            to + (NUM_HEADS + head) * DIM,
+            keys + at,
+            valid,
+            slot >= 0,
+            k_norm,
+            cos + angle,
+            sin + angle,
+            eps,
+            DIM,
+            HALF,
+            PAIRS,
+            REST_BLOCK,
+            NORM,
+            True,
+        )
+        channel = tl.arange(0, BLOCK_DIM)[None, :]
+        mask = valid & (channel < DIM)
+        place = (NUM_HEADS + NUM_KV_HEADS + head) * DIM + channel
+        value = tl.load(line + place, mask=mask)
+        if not IN_PLACE:
+            tl.store(to + place, value, mask=mask)
+        kept = value.to(values.dtype.element_ty)
+        tl.store(values + at + channel, kept, mask=mask & (slot >= 0))
 
 
 @triton.jit
 def _norm_rope_store(
     source,
     target,
+    cache,
     valid,
+    cached,
     weight,
     cos,
     sin,
@@ -175,8 +191,10 @@ def _norm_rope_store(
     PAIRS: tl.constexpr,
     REST_BLOCK: tl.constexpr,
     NORM: tl.constexpr,
+    CACHE: tl.constexpr,
 ):
-    """Heads at `source` [heads, 1] to `target`; rounded after each step, as `reference` does."""
+    """Heads at `source` [heads, 1] to `target`, and to `cache` if `cached`; rounded after each
+    step, as `reference` does."""
     pair = tl.arange(0, PAIRS)[None, :]
     inside = pair < HALF
     mask = valid & inside
@@ -198,11 +216,18 @@ def _norm_rope_store(
         second = scaled(second * inverse, weight + HALF + pair, inside, kind)
         if REST_BLOCK > 0:
             rest = scaled(rest * inverse, weight + channel, channel < DIM, kind)
-    to = target.dtype.element_ty
-    tl.store(target + pair, (first * cosine - second * sine).to(kind).to(to), mask=mask)
-    tl.store(target + HALF + pair, (second * cosine + first * sine).to(kind).to(to), mask=mask)
+    first, second = first * cosine - second * sine, second * cosine + first * sine
+    tl.store(target + pair, first.to(kind), mask=mask)
+    tl.store(target + HALF + pair, second.to(kind), mask=mask)
     if REST_BLOCK > 0:
-        tl.store(target + channel, rest.to(to), mask=valid & (channel < DIM))
+        tl.store(target + channel, rest.to(kind), mask=valid & (channel < DIM))
+    if CACHE:
+        to = cache.dtype.element_ty
+        tl.store(cache + pair, first.to(kind).to(to), mask=mask & cached)
+        tl.store(cache + HALF + pair, second.to(kind).to(to), mask=mask & cached)
+        if REST_BLOCK > 0:
+            there = valid & (channel < DIM) & cached
+            tl.store(cache + channel, rest.to(kind).to(to), mask=there)
 
 
 @triton.jit
