@@ -209,7 +209,7 @@ def test_a_first_chunk_is_fetched_by_the_hardware(compiled: list[Any], tmp_path:
     for kernel in compiled:
         assert "wgmma" in kernel.asm["ptx"]
         assert spilled_bytes(kernel, tmp_path) <= 64
-    assert 2 * fresh.metadata.shared <= 227 << 10  # two on a multiprocessor
+    assert 2 * (fresh.metadata.shared + 1024) <= 228 << 10  # two on a multiprocessor
 
 
 def test_kernels_compile_once_for_all_batches(compiled: list[Any], tmp_path: Path) -> None:

@@ -113,15 +113,17 @@ def _launch(
     tuned: Tuning | None,
     own: torch.Tensor | None,
 ) -> None:
-    num_heads, dim, num_kv_heads = q.shape[1], q.shape[2], keys.shape[2]
+    (_, num_heads, dim), (_, page, num_kv_heads, _) = q.shape, keys.shape
     assert keys.stride() == values.stride()
     assert keys.stride(-1) == q.stride(-1) == tables.stride(-1) == 1
     tuned = tuned or tuning(dim, q.dtype, which == FRESH)
     group = num_heads // num_kv_heads
-    fetched = None
+    fetched, strides = None, keys.stride()
     if own is not None:
-        size, strides = [own.shape[0], 2 * num_kv_heads * dim], [own.stride(0), 1]
-        fetched = TensorDescriptor(own, size, strides, [tuned.keys, dim])
+        size = [own.shape[0], 2 * num_kv_heads * dim]
+        fetched = TensorDescriptor(own, size, [own.stride(0), 1], [tuned.keys, dim])
+        keys, values = own[:, :num_kv_heads], own[:, num_kv_heads:]  # for tiles at the edge
+        strides = (0, *own.stride())
     grid = (ceil_div(largest, tuned.queries // group), num_kv_heads, chunk_rows.shape[0])
     _prefill[grid](
         q,
@@ -141,14 +143,12 @@ def _launch(
         out.stride(0),
         out.stride(1),
         tables.stride(0),
-        keys.stride(0),
-        keys.stride(1),
-        keys.stride(2),
+        *strides[:3],
         GROUP=group,
         NUM_KV_HEADS=num_kv_heads,
         DIM=dim,
         BLOCK_DIM=max(16, power_of_two(dim)),
-        PAGE=keys.shape[1],
+        PAGE=page,
         QUERIES=tuned.queries,
         KEYS=tuned.keys,
         WINDOW=window is not None,
@@ -167,7 +167,7 @@ def _prefill(
     q,
     keys,
     values,
-    own,
+    fetched,
     tables,
     chunk_rows,
     chunk_starts,
@@ -249,7 +249,7 @@ def _prefill(
                 window,
                 keys,
                 values,
-                own,
+                fetched,
                 first_token,
                 kv_head * DIM,
                 table,
@@ -286,7 +286,7 @@ def _visit(
     window,
     keys,
     values,
-    own,
+    fetched,
     first_token,
     column,
     table,
@@ -318,18 +318,17 @@ def _visit(
             there = cached < end
             if WINDOW:
                 there = there & (cached >= first_key)
-        if FRESH:
-            key = own.load([first_token + at, column])
-            value = own.load([first_token + at, ALL_KEYS + column])
-            if (
-                MASKED
-            ):  # another chunk's: nothing of it may come through, not even by way of 0 · NaN
-                value = tl.where(there[:, None], value, 0.0)
+        if FRESH and not MASKED:
+            key = fetched.load([first_token + at, column])
+            value = fetched.load([first_token + at, ALL_KEYS + column])
         else:
-            line = page.to(tl.int64) * block_stride + (cached % PAGE) * slot_stride
+            if FRESH:  # nothing of another chunk may come through, not even by 0 · NaN
+                line = (first_token + cached).to(tl.int64) * slot_stride
+            else:
+                line = page.to(tl.int64) * block_stride + (cached % PAGE) * slot_stride
+                following = cached + KEYS
+                page = tl.load(table + following // PAGE, mask=following < end, other=0)
             line = line[:, None] + channel[None, :]
-            following = cached + KEYS
-            page = tl.load(table + following // PAGE, mask=following < end, other=0)
             if MASKED or DIM != BLOCK_DIM:
                 inside = (channel < DIM)[None, :]
                 if MASKED:
