@@ -78,9 +78,11 @@ def queries_of_new(
     value = tl.load(value_at, mask=last & (line < DIM))
     if NORM:
         weight = tl.where(is_query, q_norm, k_norm)
+        scale = tl.load(weight + channel, mask=inside, other=0.0)
+        scale_beside = tl.load(weight + partner, mask=turns, other=0.0)
         inverse = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / DIM + eps)
-        x = scaled(x * inverse, weight + channel, inside, kind)
-        beside = scaled(beside * inverse, weight + partner, turns, kind)
+        x = scaled(x * inverse, scale, kind)
+        beside = scaled(beside * inverse, scale_beside, kind)
     tile = (x * cosine + beside * tl.where(first, -sine, sine)).to(kind)
     at = (slot // PAGE) * block_stride + (slot % PAGE) * slot_stride + kv_head * head_stride
     stored = last & (slot >= 0)
