@@ -43,6 +43,7 @@ VLLM: dict[str, dict[str, float]] = {
 PICTURE = "interference_h200.svg"  # beside the page; `bench.gpu --picture`
 BEGIN, END = "<!-- tables of bench.gpu -->", "<!-- end of the tables -->"
 # Kernels by what they do: the first group with a part of the kernel's name. cuBLAS is the rest.
+# A decode step's attention does rope and KV store too.
 GROUPS = {
     "attention": ("_decode", "_prefill", "_merge", "flash", "fmha"),
     "norms": ("_rms_norm",),

@@ -59,33 +59,37 @@ def queries_of_new(
     between threads, and nothing waits for two loads.
     """
     member = tl.arange(0, QUERIES)[:, None]
-    channel = tl.arange(0, BLOCK_DIM)[None, :]
+    line = tl.arange(0, BLOCK_DIM)[None, :]
+    channel = tl.broadcast_to(line, [QUERIES, BLOCK_DIM])
     is_query = member < GROUP
     inside = (member <= GROUP) & (channel < DIM)
     turns = (member <= GROUP) & (channel < 2 * HALF)
     first = channel < HALF
     # A channel turns with its partner; those past the rotated ones turn by nothing.
     partner = tl.where(first, channel + HALF, channel - HALF)
-    angle = position * HALF + tl.where(first, channel, channel - HALF) + member * 0
+    angle = position * HALF + tl.where(first, channel, channel - HALF)
     head = tl.where(is_query, kv_head * GROUP + member, num_kv_heads * GROUP + kv_head)
     kind = row.dtype.element_ty
     x = tl.load(row + head * DIM + channel, mask=inside, other=0.0).to(tl.float32)
     beside = tl.load(row + head * DIM + partner, mask=turns, other=0.0).to(tl.float32)
     cosine = tl.load(cos + angle, mask=turns, other=1.0)
     sine = tl.load(sin + angle, mask=turns, other=0.0)
-    value_at = row + (num_kv_heads * (GROUP + 1) + kv_head) * DIM + channel
-    value = tl.load(value_at, mask=last & (channel < DIM))
+    value_at = row + (num_kv_heads * (GROUP + 1) + kv_head) * DIM + line
+    value = tl.load(value_at, mask=last & (line < DIM))
     if NORM:
         weight = tl.where(is_query, q_norm, k_norm)
+        scale = tl.load(weight + channel, mask=inside, other=0.0)
+        scale_beside = tl.load(weight + partner, mask=turns, other=0.0)
         inverse = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / DIM + eps)
-        x = scaled(x * inverse, weight + channel, inside, kind)
-        beside = scaled(beside * inverse, weight + partner, turns, kind)
+        x = scaled(x * inverse, scale, kind)
+        beside = scaled(beside * inverse, scale_beside, kind)
     tile = (x * cosine + beside * tl.where(first, -sine, sine)).to(kind)
     at = (slot // PAGE) * block_stride + (slot % PAGE) * slot_stride + kv_head * head_stride
-    stored = last & (slot >= 0) & (channel < DIM)
-    is_key = stored & (member == GROUP)
-    tl.store(keys + at + channel + member * 0, tile.to(keys.dtype.element_ty), mask=is_key)
-    tl.store(values + at + channel, value.to(values.dtype.element_ty), mask=stored)
+    stored = last & (slot >= 0)
+    is_key = stored & (member == GROUP) & (channel < DIM)
+    tl.store(keys + at + channel, tile.to(keys.dtype.element_ty), mask=is_key)
+    to = values.dtype.element_ty
+    tl.store(values + at + line, value.to(to), mask=stored & (line < DIM))
     # All threads' stores before any of them reads that position.
     tl.debug_barrier()
     return tile

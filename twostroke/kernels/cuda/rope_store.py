@@ -212,10 +212,13 @@ def _norm_rope_store(
         if REST_BLOCK > 0:
             square += tl.sum(rest * rest, axis=1, keep_dims=True)
         inverse = tl.rsqrt(square / DIM + eps)
-        first = scaled(first * inverse, weight + pair, inside, kind)
-        second = scaled(second * inverse, weight + HALF + pair, inside, kind)
+        scale = tl.load(weight + pair, mask=inside, other=0.0)
+        first = scaled(first * inverse, scale, kind)
+        scale = tl.load(weight + HALF + pair, mask=inside, other=0.0)
+        second = scaled(second * inverse, scale, kind)
         if REST_BLOCK > 0:
-            rest = scaled(rest * inverse, weight + channel, channel < DIM, kind)
+            scale_rest = tl.load(weight + channel, mask=channel < DIM, other=0.0)
+            rest = scaled(rest * inverse, scale_rest, kind)
     first, second = first * cosine - second * sine, second * cosine + first * sine
     tl.store(target + pair, first.to(kind), mask=mask)
     tl.store(target + HALF + pair, second.to(kind), mask=mask)
@@ -231,6 +234,5 @@ def _norm_rope_store(
 
 
 @triton.jit
-def scaled(x, weight, inside, kind: tl.constexpr):
-    scale = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
-    return (x.to(kind).to(tl.float32) * scale).to(kind).to(tl.float32)
+def scaled(x, scale, kind: tl.constexpr):
+    return (x.to(kind).to(tl.float32) * scale.to(tl.float32)).to(kind).to(tl.float32)
