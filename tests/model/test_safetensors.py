@@ -16,6 +16,7 @@ from twostroke.model.hf_config import load_hf_config
 from twostroke.model.spec import LayerSpec, ModelSpec, RopeSpec
 from twostroke.model.weights import check_weights
 from twostroke.model.weights.safetensors import INDEX, SafetensorsWeights, hf_name
+from twostroke.model.weights.tensors import read_tensor
 
 SPEC = ModelSpec(
     family="llama",
@@ -53,7 +54,7 @@ def write_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 def assert_reads(source: SafetensorsWeights, tensors: dict[str, torch.Tensor]) -> None:
     check_weights(SPEC, source, "here")
     for name in SPEC.weight_shapes():
-        assert torch.equal(source.read(name, torch.float32), tensors[hf_name(name)])
+        assert torch.equal(read_tensor(source, name, torch.float32), tensors[hf_name(name)])
 
 
 def test_a_single_file_is_read(tmp_path: Path) -> None:
@@ -97,7 +98,7 @@ def test_a_folder_saved_by_transformers_is_read(tmp_path: Path, family: str) -> 
     parameters = dict(model.named_parameters())
     assert len(parameters) == len(spec.weight_shapes())
     for name in spec.weight_shapes():
-        assert torch.equal(source.read(name, torch.float32), parameters[hf_name(name)])
+        assert torch.equal(read_tensor(source, name, torch.float32), parameters[hf_name(name)])
 
 
 def test_weights_come_in_the_dtype_asked_for_and_own_their_memory(tmp_path: Path) -> None:
@@ -105,9 +106,11 @@ def test_weights_come_in_the_dtype_asked_for_and_own_their_memory(tmp_path: Path
     save_file(tensors, tmp_path / "model.safetensors")
     source = SafetensorsWeights(tmp_path, SPEC)
     expected = tensors["model.norm.weight"]
-    assert torch.equal(source.read("final_norm", torch.bfloat16), expected.to(torch.bfloat16))
-    source.read("final_norm", torch.float32).zero_()
-    assert torch.equal(source.read("final_norm", torch.float32), expected)
+    assert torch.equal(
+        read_tensor(source, "final_norm", torch.bfloat16), expected.to(torch.bfloat16)
+    )
+    read_tensor(source, "final_norm", torch.float32).zero_()
+    assert torch.equal(read_tensor(source, "final_norm", torch.float32), expected)
 
 
 def test_a_stored_head_is_left_alone_where_the_spec_ties_it(tmp_path: Path) -> None:
@@ -124,7 +127,7 @@ def test_a_weight_the_file_lacks_has_no_shape_and_cannot_be_read(tmp_path: Path)
     assert source.shape("layers.1.up") is None
     message = r"index\.json: lists no tensor 'model\.layers\.1\.mlp\.up_proj\.weight'"
     with pytest.raises(ModelError, match=message):
-        source.read("layers.1.up", torch.float32)
+        read_tensor(source, "layers.1.up", torch.float32)
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
@@ -196,7 +199,7 @@ def test_whole_numbers_instead_of_floats_are_refused(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     source = SafetensorsWeights(tmp_path, SPEC)
     with pytest.raises(ModelError, match=r"q_proj\.weight' is of type I32, expected one of F64"):
-        source.read("layers.0.q", torch.float32)
+        read_tensor(source, "layers.0.q", torch.float32)
 
 
 def test_a_tensor_the_description_does_not_know_is_refused(tmp_path: Path) -> None:

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 
 from twostroke.kernels import FusedKernels
 from twostroke.model.batch import FusedInputs
-from twostroke.model.decoder import Loader, load_layers
-from twostroke.model.rope import rope_tables
+from twostroke.model.decoder import Loader, load_layers, rope_tensors
 from twostroke.model.spec import ModelSpec
 from twostroke.model.weights import WeightSource
 
@@ -52,7 +51,7 @@ class FusedDecoder:
         kernels: FusedKernels,
     ) -> None:
         self.spec, self.dtype, self.device, self.kernels = spec, dtype, device, kernels
-        self._cos, self._sin = rope_tables(spec.rope, max_len, device)
+        self._cos, self._sin = rope_tensors(spec.rope, max_len, device)
         self._scale = spec.head_dim**-0.5
         load = Loader(source, dtype, device)
         self._layers, self._embed = load_layers(spec, load)

@@ -7,7 +7,6 @@ that are left before it is believed.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import mmap
 import struct
@@ -19,6 +18,7 @@ import numpy as np
 
 from twostroke.errors import ModelError
 from twostroke.model.dequant import LAYOUTS, BlockType, Bytes, num_bytes
+from twostroke.model.on_disk import forget_pages
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -96,12 +96,8 @@ class GGUFFile:
 
     def forget(self, name: str) -> None:
         """The tensor has been read: its pages need no memory until someone reads it again."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            info = self.tensors[name]
-            first = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
-            with contextlib.suppress(OSError):
-                end = info.offset + info.num_bytes
-                self._buffer.madvise(mmap.MADV_DONTNEED, first, end - first)
+        info = self.tensors[name]
+        forget_pages(self._buffer, info.offset, info.offset + info.num_bytes)
 
 
 def _map(path: Path) -> mmap.mmap:

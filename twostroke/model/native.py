@@ -6,6 +6,7 @@ are rounded to blocks of 8 bits before each product with a packed matrix, unless
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from twostroke.errors import ModelError
 from twostroke.kernels import cpu
@@ -26,7 +26,7 @@ from twostroke.model.weights.gguf import GGUFWeights
 BLOCK = 32  # weights that share a scale
 DENSE = {BlockType.F32, BlockType.F16, BlockType.BF16}
 QUANTIZATION = {"int4": "q4", "int8": "q8"}
-ROWS_AT_ONCE = 4096  # of a large matrix while it is read
+ELEMENTS_AT_ONCE = 1 << 22  # of a matrix that is read as floats
 
 Places = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
@@ -95,7 +95,6 @@ class NativeDecoder:
         exact: bool = False,
     ) -> None:
         self.spec = spec = packing.spec
-        self.device = torch.device("cpu")
         self.isa = isa
         self._packing, self._native = packing, cpu.module()
         self._logits = np.empty((0, spec.vocab_size), np.float32)
@@ -103,7 +102,7 @@ class NativeDecoder:
             embed = pool.submit(self._matrix, ["embed"])
             layers = list(pool.map(self._layer, range(spec.num_layers)))
             head = embed if spec.tie_embeddings else pool.submit(self._matrix, ["head"])
-        cos, sin = rope_tables(spec.rope, max_len, self.device)
+        cos, sin = rope_tables(spec.rope, max_len)
         self.model = self._native.Model(
             isa,
             spec.vocab_size,
@@ -117,8 +116,8 @@ class NativeDecoder:
             embed.result(),
             head.result(),
             self._vector("final_norm"),
-            np.ascontiguousarray(cos.numpy()),
-            np.ascontiguousarray(sin.numpy()),
+            cos,
+            sin,
             threads,
             threads_prefill,
             exact,
@@ -166,7 +165,7 @@ class NativeDecoder:
         )
 
     def _vector(self, name: str) -> Floats:
-        return np.ascontiguousarray(self._packing.source.read(name, torch.float32).numpy())
+        return np.ascontiguousarray(self._packing.source.floats(name))
 
     def _matrix(self, names: list[str], biased: bool = False) -> Any:
         shapes = self.spec.weight_shapes()
@@ -188,13 +187,12 @@ class NativeDecoder:
                 matrix.put_blocks(str(packed.type), np.ascontiguousarray(packed.rows), places)
             except ValueError as error:
                 raise ModelError(f"the weights {name!r} cannot be packed: {error}") from error
-            source.forget(name)
-            return
-        # One matrix at a time is dense, and only while it is packed.
-        dense = source.read(name, torch.float32).numpy()
-        for first in range(0, len(places), ROWS_AT_ONCE):
-            part = slice(first, first + ROWS_AT_ONCE)
-            matrix.put_floats(np.ascontiguousarray(dense[part]), places[part])
+        else:
+            rows = max(1, ELEMENTS_AT_ONCE * len(places) // math.prod(source.shape(name) or ()))
+            for first in range(0, len(places), rows):
+                part = slice(first, first + rows)
+                matrix.put_floats(np.ascontiguousarray(source.floats(name, part)), places[part])
+        source.forget(name)
 
 
 def _places(
