@@ -25,7 +25,7 @@ from twostroke.model.native import NativeDecoder, Packing
 from twostroke.model.spec import LayerSpec, ModelSpec, RopeSpec
 from twostroke.model.tokenizer import Tokenizer
 from twostroke.model.weights import ALL_ROWS, Floats
-from twostroke.model.weights.dummy import DummyWeights
+from twostroke.model.weights.dummy import STD, DummyWeights, mean_of
 from twostroke.model.weights.gguf import GGUFWeights
 from twostroke.plan import TokenLogprobs
 from twostroke.request import EngineRequest, SamplingParams
@@ -61,6 +61,11 @@ class Loud(DummyWeights):
     def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats:
         weight = super().floats(name, rows)
         return weight * np.float32(10) if weight.ndim == 2 else weight
+
+    def draw(self, name: str, count: int) -> Floats:
+        """By torch: what moves by how much was found on these."""
+        generator = torch.Generator().manual_seed(self.seed_of(name))
+        return torch.empty(count).normal_(mean_of(name), STD, generator=generator).numpy()
 
 
 def small_spec(**differences: object) -> ModelSpec:

@@ -35,7 +35,7 @@ class DummyWeights:
         shape = self.known_shape(name)
         width = math.prod(shape[1:])
         first, last, _ = rows.indices(shape[0])
-        tile = self._draw(name, min(TILE, shape[0] * width))
+        tile = self.draw(name, min(TILE, shape[0] * width))
         flat = np.empty((last - first) * width, np.float32)
         at, filled = first * width % len(tile), 0
         while filled < len(flat):
@@ -44,7 +44,7 @@ class DummyWeights:
             at, filled = 0, filled + len(piece)
         return flat.reshape(-1, *shape[1:])
 
-    def _draw(self, name: str, count: int) -> Floats:
+    def draw(self, name: str, count: int) -> Floats:
         tile = np.random.default_rng(self.seed_of(name)).standard_normal(count, dtype=np.float32)
         tile *= np.float32(STD)
         tile += np.float32(mean_of(name))
