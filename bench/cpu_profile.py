@@ -20,8 +20,9 @@ import numpy as np
 
 from twostroke.config import EngineConfig
 from twostroke.kv.halves import HalfPool
-from twostroke.model.load import find_model, open_model
+from twostroke.model.load import find_model
 from twostroke.model.native import NativeDecoder, Packing, default_threads
+from twostroke.model.opened import open_model
 
 BLOCK_SIZE = 16
 CONTEXT = 160

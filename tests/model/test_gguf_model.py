@@ -21,7 +21,8 @@ from tests.model.gguf_files import (
     write_model,
 )
 from twostroke.errors import ModelError
-from twostroke.model.dequant import BlockType, dequantize
+from twostroke.model.block_types import BlockType
+from twostroke.model.dequant import dequantize
 from twostroke.model.gguf import GGUFFile
 from twostroke.model.gguf_config import spec_from_gguf, tensor_name
 from twostroke.model.spec import LayerSpec, ModelSpec, RopeSpec, yarn_attention_factor

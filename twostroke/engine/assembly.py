@@ -8,7 +8,7 @@ from twostroke.config import EngineConfig
 from twostroke.engine.core import EngineCore
 from twostroke.exec.grammar import Grammars
 from twostroke.exec.memory import MemoryPlan
-from twostroke.model.load import OpenedModel
+from twostroke.model.opened import OpenedModel
 from twostroke.model.spec import ModelSpec
 from twostroke.sched.step import SchedulerConfig
 

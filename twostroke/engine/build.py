@@ -26,10 +26,10 @@ from twostroke.kernels import cpu
 from twostroke.model.load import (
     chat_template_source,
     find_model,
-    open_model,
     open_tokenizer,
     recommended_sampling,
 )
+from twostroke.model.opened import open_model
 from twostroke.model.spec import ModelSpec
 from twostroke.request import SamplingParams
 

@@ -11,8 +11,8 @@ from twostroke.exec.native import NativeExecutor
 from twostroke.exec.state import HostRows
 from twostroke.kv.halves import HalfPool
 from twostroke.model.cost import cost_model
-from twostroke.model.load import OpenedModel
 from twostroke.model.native import NativeDecoder, Packing, default_threads
+from twostroke.model.opened import OpenedModel
 from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig
 

@@ -28,7 +28,7 @@ from twostroke.kv.pool import KVPool
 from twostroke.model.cost import cost_model
 from twostroke.model.decoder import Decoder
 from twostroke.model.fused import FusedDecoder
-from twostroke.model.load import OpenedModel
+from twostroke.model.opened import OpenedModel
 from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig
 

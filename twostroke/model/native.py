@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from twostroke.errors import ModelError
 from twostroke.kernels import cpu
-from twostroke.model.dequant import BlockType
+from twostroke.model.block_types import BlockType
 from twostroke.model.rope import rope_tables
 from twostroke.model.spec import ModelSpec
 from twostroke.model.weights import WeightSource
@@ -96,14 +96,14 @@ class NativeDecoder:
     ) -> None:
         self.spec = spec = packing.spec
         self.isa = isa
-        self._packing, self._native = packing, cpu.module()
         self._logits = np.empty((0, spec.vocab_size), np.float32)
+        load = _Loader(packing, isa)
         with ThreadPoolExecutor(max(threads, threads_prefill)) as pool:
-            embed = pool.submit(self._matrix, ["embed"])
-            layers = list(pool.map(self._layer, range(spec.num_layers)))
-            head = embed if spec.tie_embeddings else pool.submit(self._matrix, ["head"])
+            embed = pool.submit(load.matrix, ["embed"])
+            layers = list(pool.map(load.layer, range(spec.num_layers)))
+            head = embed if spec.tie_embeddings else pool.submit(load.matrix, ["head"])
         cos, sin = rope_tables(spec.rope, max_len)
-        self.model = self._native.Model(
+        self.model = cpu.module().Model(
             isa,
             spec.vocab_size,
             spec.hidden_size,
@@ -115,7 +115,7 @@ class NativeDecoder:
             layers,
             embed.result(),
             head.result(),
-            self._vector("final_norm"),
+            load.vector("final_norm"),
             cos,
             sin,
             threads,
@@ -149,34 +149,41 @@ class NativeDecoder:
             self._logits = np.empty((count, self.spec.vocab_size), np.float32)
         return self._logits[:count]
 
-    def _layer(self, index: int) -> Any:
-        spec, at = self.spec, f"layers.{index}."
+
+class _Loader:
+    """Reads weights and packs them; nothing of it is needed afterwards."""
+
+    def __init__(self, packing: Packing, isa: str) -> None:
+        self._packing, self._isa, self._native = packing, isa, cpu.module()
+
+    def layer(self, index: int) -> Any:
+        spec, at = self._packing.spec, f"layers.{index}."
         none = np.empty(0, np.float32)
         return self._native.Layer(
-            self._matrix([at + "q", at + "k", at + "v"], spec.qkv_bias),
-            self._matrix([at + "o"], spec.output_bias),
-            self._matrix([at + "gate", at + "up"], spec.mlp_bias),
-            self._matrix([at + "down"], spec.mlp_bias),
-            self._vector(at + "attn_norm"),
-            self._vector(at + "mlp_norm"),
-            self._vector(at + "q_norm") if spec.qk_norm else none,
-            self._vector(at + "k_norm") if spec.qk_norm else none,
+            self.matrix([at + "q", at + "k", at + "v"], spec.qkv_bias),
+            self.matrix([at + "o"], spec.output_bias),
+            self.matrix([at + "gate", at + "up"], spec.mlp_bias),
+            self.matrix([at + "down"], spec.mlp_bias),
+            self.vector(at + "attn_norm"),
+            self.vector(at + "mlp_norm"),
+            self.vector(at + "q_norm") if spec.qk_norm else none,
+            self.vector(at + "k_norm") if spec.qk_norm else none,
             spec.layers[index].window or 0,
         )
 
-    def _vector(self, name: str) -> Floats:
+    def vector(self, name: str) -> Floats:
         return np.ascontiguousarray(self._packing.source.floats(name))
 
-    def _matrix(self, names: list[str], biased: bool = False) -> Any:
-        shapes = self.spec.weight_shapes()
+    def matrix(self, names: list[str], biased: bool = False) -> Any:
+        shapes = self._packing.spec.weight_shapes()
         rows, cols = sum(shapes[name][0] for name in names), shapes[names[0]][1]
         format = self._packing.format(names)
-        matrix = self._native.Matrix(format, rows, cols, self.isa)
+        matrix = self._native.Matrix(format, rows, cols, self._isa)
         in_turn = names[0].endswith(".gate")
         for name, places in _places(names, shapes, in_turn):
             self._put(matrix, format, name, places)
             if biased:
-                matrix.put_bias(self._vector(name + "_bias"), places)
+                matrix.put_bias(self.vector(name + "_bias"), places)
         return matrix
 
     def _put(self, matrix: Any, format: str, name: str, places: Places) -> None:

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from twostroke.errors import ModelError
-from twostroke.model.dequant import BlockType, Bytes, dequantize
+from twostroke.model.block_types import BlockType
+from twostroke.model.dequant import Bytes, dequantize
 from twostroke.model.gguf import GGUFFile, TensorInfo
 from twostroke.model.gguf_config import tensor_name
 from twostroke.model.spec import ModelSpec
@@ -55,7 +56,7 @@ class GGUFWeights:
                 f"{self._file.path}: the tensor {info.name!r} has shape {info.shape}, "
                 "expected a matrix. The file is damaged or belongs to another model."
             )
-        stored = self._file.raw(info.name).reshape(info.shape[0], -1)
+        stored = np.frombuffer(self._file.raw(info.name), np.uint8).reshape(info.shape[0], -1)
         order = self._row_order(name)
         found = stored[rows] if order is None else stored[order[rows]]
         return PackedMatrix(info.type, (len(found), info.shape[1]), found)

@@ -12,7 +12,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from twostroke.errors import ModelError
-from twostroke.model.dequant import BlockType, Bytes, dequantize
+from twostroke.model.block_types import BlockType
+from twostroke.model.dequant import Bytes, dequantize
 from twostroke.model.on_disk import forget_pages
 from twostroke.model.spec import ModelSpec
 from twostroke.model.weights import ALL_ROWS, Floats
