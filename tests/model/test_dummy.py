@@ -92,3 +92,12 @@ def test_an_unknown_weight_is_refused_with_the_nearest_name() -> None:
     assert source.shape("final_nrm") is None
     with pytest.raises(ModelError, match="no weight 'final_nrm'; did you mean 'final_norm'"):
         read_tensor(source, "final_nrm", torch.float32)
+
+
+def test_some_rows_are_the_rows_of_the_whole() -> None:
+    source = DummyWeights(SPEC, seed=0)
+    whole = source.floats("embed")
+    assert whole.size > TILE
+    for rows in (slice(0, 7), slice(2000, 2100), slice(4090, None)):
+        assert (source.floats("embed", rows) == whole[rows]).all()
+    assert torch.equal(read_tensor(source, "embed", torch.float32), torch.from_numpy(whole))

@@ -222,3 +222,17 @@ def test_a_weight_the_file_lacks_has_no_shape_and_cannot_be_read(tmp_path: Path)
     assert source.shape("layers.0.q_bias") is None
     with pytest.raises(ModelError, match=r"the tensor 'blk\.0\.attn_q\.bias' is missing"):
         read_tensor(source, "layers.0.q_bias", torch.float32)
+
+
+def test_some_rows_are_the_rows_of_the_whole(tmp_path: Path) -> None:
+    writer_spec = replace(SPEC, qkv_bias=True)
+    original = random_weights(writer_spec)
+    writer = gguf.GGUFWriter(tmp_path / "llama.gguf", "llama")
+    for name, values in original.items():
+        writer.add_tensor(tensor_name(name), as_converted(writer_spec, name, values))
+    save(writer)
+    source = GGUFWeights(GGUFFile.open(tmp_path / "llama.gguf"), writer_spec)
+    for name, values in original.items():
+        np.testing.assert_array_equal(source.floats(name), values)
+        for rows in (slice(0, 1), slice(3, 7), slice(5, None)):
+            np.testing.assert_array_equal(source.floats(name, rows), values[rows])

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -212,3 +213,34 @@ def test_a_tensor_the_description_does_not_know_is_refused(tmp_path: Path) -> No
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"q_proj\.bias' has no place in the model"):
         SafetensorsWeights(tmp_path, SPEC)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_floats_are_what_torch_reads(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {name: tensor.to(dtype) for name, tensor in random_tensors().items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    source = SafetensorsWeights(tmp_path, SPEC)
+    for name in SPEC.weight_shapes():
+        expected = tensors[hf_name(name)].float().numpy()
+        np.testing.assert_array_equal(source.floats(name), expected)
+        np.testing.assert_array_equal(source.floats(name, slice(2, 5)), expected[2:5])
+        np.testing.assert_array_equal(source.floats(name, slice(5, 999)), expected[5:])
+        assert torch.equal(read_tensor(source, name, dtype), tensors[hf_name(name)])
+        source.forget(name)  # and can be read again
+        np.testing.assert_array_equal(source.floats(name), expected)
+
+
+@pytest.mark.parametrize("padding", range(8))
+def test_tensors_may_begin_at_any_byte(tmp_path: Path, padding: int) -> None:
+    """A header of any length is sound, even one that leaves no tensor where a CPU likes it."""
+    tensors = random_tensors()
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path)
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    length = (end - 8 + padding).to_bytes(8, "little")
+    path.write_bytes(length + content[8:end] + b" " * padding + content[end:])
+    source = SafetensorsWeights(tmp_path, SPEC)
+    expected = tensors["model.embed_tokens.weight"]
+    np.testing.assert_array_equal(source.floats("embed"), expected.numpy())
+    assert torch.equal(read_tensor(source, "embed", torch.float32), expected)
