@@ -6,7 +6,7 @@ the next step can read them without the scheduler having seen them.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
@@ -20,7 +20,7 @@ Array = TypeVar("Array", bound=Any)
 Ints = npt.NDArray[np.int32]
 
 
-class RowState(Generic[Array]):
+class RowState(ABC, Generic[Array]):
     def __init__(self, max_rows: int, max_len: int, block_size: int, num_groups: int) -> None:
         blocks = -(-max_len // block_size)
         self.block_size = block_size
