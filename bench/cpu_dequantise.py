@@ -16,8 +16,10 @@ import torch
 from safetensors.torch import save_file
 
 from twostroke.config import EngineConfig
-from twostroke.model.load import find_model, open_model, open_tokenizer
+from twostroke.model.load import find_model, open_tokenizer
+from twostroke.model.opened import open_model
 from twostroke.model.spec import ModelSpec
+from twostroke.model.weights.tensors import read_tensor
 
 # Ours → Hugging Face's, within a layer.
 LAYER_NAMES = {
@@ -81,7 +83,7 @@ def main() -> None:
     config = config_of(opened.spec, args.dtype, tokenizer.bos_id, tokenizer.eos_id)
     dtype = getattr(torch, args.dtype)
     weights = {
-        their_name(name): opened.weights.read(name, dtype).contiguous()
+        their_name(name): read_tensor(opened.weights, name, dtype).contiguous()
         for name in opened.spec.weight_shapes()
     }
     save_file(weights, args.folder / "model.safetensors", {"format": "pt"})

@@ -17,12 +17,12 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-import torch
 
 from twostroke.config import EngineConfig
-from twostroke.kv.pool import KVPool
-from twostroke.model.load import find_model, open_model
+from twostroke.kv.halves import HalfPool
+from twostroke.model.load import find_model
 from twostroke.model.native import NativeDecoder, Packing, default_threads
+from twostroke.model.opened import open_model
 
 BLOCK_SIZE = 16
 CONTEXT = 160
@@ -34,8 +34,7 @@ def profile(decoder: NativeDecoder, streams: int, prompt: int, repeat: int) -> d
     blocks = -(-MAX_LEN // BLOCK_SIZE)
     rows = 1 if prompt else streams
     tables = (1 + np.arange(rows * blocks, dtype=np.int32)).reshape(rows, blocks)
-    device = torch.device("cpu")
-    cache = KVPool(decoder.spec, rows * blocks, BLOCK_SIZE, torch.float16, device).halves()
+    cache = HalfPool(decoder.spec, rows * blocks, BLOCK_SIZE).data
     ids = np.random.default_rng(0).integers(100, decoder.spec.vocab_size, (rows, MAX_LEN + 1))
     tokens = ids.astype(np.int32)
     if prompt:

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import torch
 
-from twostroke.exec.rng import gumbel
+from twostroke.exec.sampling import gumbel
 from twostroke.kernels import reference
 
 NEVER = float("-inf")

@@ -20,7 +20,8 @@ from twostroke.config import EngineConfig
 from twostroke.engine.api import EngineInfo
 from twostroke.engine.core import EngineCore
 from twostroke.model.cost import cost_model
-from twostroke.model.load import find_model, open_model, open_tokenizer
+from twostroke.model.load import find_model, open_tokenizer
+from twostroke.model.opened import open_model
 from twostroke.plan import NewRow, StepPlan, StepResult, TokenLogprobs
 from twostroke.request import SamplingParams
 from twostroke.sched.scheduler import Scheduler

@@ -7,6 +7,7 @@ and, for the cache folder, in `model/hub.py`.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from os import PathLike, fspath
@@ -142,3 +143,8 @@ class EngineConfig(Strict):
                 "second, or set enable_chunked_prefill=True"
             )
         return budget
+
+
+def hides_gpus() -> bool:
+    """The environment lets this process see no GPU, even if there is one."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")

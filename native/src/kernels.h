@@ -164,7 +164,7 @@ extern const Kernels kAvx512;
 extern const Kernels kAmx;
 #endif
 
-// Random bits and Gumbel noise of a token, as `exec/rng.py` has them.
+// Random bits and Gumbel noise of a token, as `exec/sampling.py` has them.
 inline uint32_t scatter(uint32_t x) {
   x = (x ^ x >> 16) * 0x7FEB352Du;
   x = (x ^ x >> 15) * 0x846CA68Bu;

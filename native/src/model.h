@@ -31,7 +31,7 @@ struct Chunk {  // prefill: feed positions [start, start + size) of `row`
   int32_t row, start, size;
 };
 
-// The rows of the requests, as `exec/state.py` keeps them, and the pool of `kv/pool.py`.
+// The rows of the requests, as `exec/state.py` keeps them, and the pool of `kv/halves.py`.
 struct Rows {
   const int32_t* tokens;
   int64_t tokens_stride;

@@ -1,4 +1,4 @@
-// Logits → tokens: `twostroke/exec/sampling.py` defines it, and does what is rare.
+// Logits → tokens: `twostroke/exec/sampling.py` defines it; `exec/logits.py` does what is rare.
 #pragma once
 
 #include "kernels.h"

@@ -15,7 +15,7 @@ from tests.tiny import CONFIG, tiny_folder, tiny_llm, tiny_weights
 from twostroke import LLM, SamplingParams
 from twostroke.engine import build
 from twostroke.errors import ConfigError
-from twostroke.exec.executor import LocalExecutor
+from twostroke.exec.local import LocalExecutor
 from twostroke.exec.native import NativeExecutor
 from twostroke.kernels import cpu
 from twostroke.model.gguf_config import tensor_name

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import torch
 
 from tests.support import default_model_path
-from twostroke.engine.build import assemble, assemble_native
+from twostroke.engine.build_native import assemble_native
+from twostroke.engine.build_torch import assemble
 from twostroke.engine.core import EngineCore
 from twostroke.kernels import cpu, reference
 from twostroke.model.decoder import Decoder
@@ -22,7 +24,8 @@ from twostroke.model.gguf_config import spec_from_gguf
 from twostroke.model.native import NativeDecoder, Packing
 from twostroke.model.spec import LayerSpec, ModelSpec, RopeSpec
 from twostroke.model.tokenizer import Tokenizer
-from twostroke.model.weights.dummy import DummyWeights
+from twostroke.model.weights import ALL_ROWS, Floats
+from twostroke.model.weights.dummy import STD, DummyWeights, mean_of
 from twostroke.model.weights.gguf import GGUFWeights
 from twostroke.plan import TokenLogprobs
 from twostroke.request import EngineRequest, SamplingParams
@@ -55,9 +58,14 @@ class Written:
 class Loud(DummyWeights):
     """Matrices ten times as large, so that what a query sees matters to what it writes."""
 
-    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        weight = super().read(name, dtype)
-        return weight * 10 if weight.dim() == 2 else weight
+    def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats:
+        weight = super().floats(name, rows)
+        return weight * np.float32(10) if weight.ndim == 2 else weight
+
+    def draw(self, name: str, count: int) -> Floats:
+        """By torch: what moves by how much was found on these."""
+        generator = torch.Generator().manual_seed(self.seed_of(name))
+        return torch.empty(count).normal_(mean_of(name), STD, generator=generator).numpy()
 
 
 def small_spec(**differences: object) -> ModelSpec:

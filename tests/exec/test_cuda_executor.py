@@ -12,7 +12,7 @@ import torch
 from tests import fused
 from tests.equivalence.harness import Loud, Written, assert_same, make_core, run, small_spec
 from tests.gpu.reference_check import OUTPUT, PROMPTS, SPECS
-from twostroke.engine.build import assemble_fused
+from twostroke.engine.build_torch import assemble_fused
 from twostroke.engine.core import EngineCore
 from twostroke.exec.graphs import ladder
 from twostroke.exec.packed import Shape, pack_decode

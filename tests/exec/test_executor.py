@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 
 import msgspec
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from tests.tiny import tiny_folder
 from twostroke import LLM, SamplingParams
-from twostroke.exec import executor as executor_module
+from twostroke.exec import local, native
 from twostroke.plan import StepPlan
 
 
@@ -41,11 +42,14 @@ def test_the_head_runs_only_on_positions_that_are_sampled(
     assert sum(rows) == 2 * 4
 
 
-def test_prompt_logprobs_are_made_in_slices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM(str(folder), max_num_batched_tokens=64, max_num_seqs=4)
+@pytest.mark.parametrize(("kernels", "module"), [("auto", native), ("reference", local)])
+def test_prompt_logprobs_are_made_in_slices(
+    kernels: str, module: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(str(folder), max_num_batched_tokens=64, max_num_seqs=4, kernels=kernels)
     prompt = list(range(5, 65))
     whole = llm.generate(prompt, greedy(1, prompt_logprobs=1))[0].prompt_logprobs
-    monkeypatch.setattr(executor_module, "LOGIT_SLICE", 7)
+    monkeypatch.setattr(module, "LOGIT_SLICE", 7)
     sliced = llm.generate(prompt, greedy(1, prompt_logprobs=1))[0].prompt_logprobs
     assert whole is not None
     assert sliced is not None

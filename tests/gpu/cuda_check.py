@@ -22,7 +22,7 @@ import torch
 from tests import fused
 from tests.equivalence.harness import Loud, Written, assert_same, make_core, run, small_spec
 from tests.gpu.reference_check import OUTPUT, PROMPTS, SPECS
-from twostroke.engine.build import assemble_fused
+from twostroke.engine.build_torch import assemble_fused
 from twostroke.engine.core import EngineCore
 from twostroke.exec.graphs import CudaRecorder, ladder
 from twostroke.kernels import reference
@@ -81,7 +81,7 @@ def compare(
     kernels: Any = fused if device.type == "cpu" else import_module("twostroke.kernels.cuda")
     # Weights are made on the CPU when small, so that a GPU has those of the tests.
     small = spec.hidden_size < 512
-    source = Loud(spec) if small else DummyWeights(spec, device=device)
+    source = Loud(spec) if small else DummyWeights(spec, device=str(device))
     expected = alone(Decoder(spec, source, dtype, device, 1024, reference))
     decoder = FusedDecoder(spec, source, dtype, device, 1024, kernels)
     ways = [*WAYS.items(), ("without graphs", {})]

@@ -253,7 +253,7 @@ class Layers:
             max_context=8192,
             qk_norm=shape.qk_norm,
         )
-        source = DummyWeights(spec, device=CUDA)
+        source = DummyWeights(spec, device="cuda")
         bf16: Any = torch.bfloat16
         self.decoder = FusedDecoder(spec, source, bf16, CUDA, 8192, cuda)
         self.blocks = -(-CONTEXT // 16)

@@ -14,7 +14,7 @@ import torch
 
 from twostroke.exec import sampling
 from twostroke.exec.rng import stream_key
-from twostroke.exec.state import RowState
+from twostroke.exec.tensor_rows import TensorRows
 from twostroke.kernels import cuda, reference
 from twostroke.plan import NewRow
 from twostroke.request import SamplingParams
@@ -397,7 +397,7 @@ def check_sample(
     logits[:, 5 : vocab // 7] = float("-inf")
     params = [SETTINGS[row % len(SETTINGS)] for row in range(rows)]
     positions = [3 + row for row in range(rows)]
-    state = RowState(rows, rows + 8, 16, 1, torch.device("cpu"))
+    state = TensorRows(rows, rows + 8, 16, 1, torch.device("cpu"))
     for row, setting in enumerate(params):
         asked = SamplingParams(**setting)  # type: ignore[arg-type]
         state.rows[row] = NewRow(row, "r", (1, 2, 3), 3, asked, 7919 * row, frozenset(), ())

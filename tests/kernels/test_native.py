@@ -15,7 +15,8 @@ import torch
 
 from tests.model.gguf_files import SCALES_AT as K_SCALES_AT
 from twostroke.kernels import cpu
-from twostroke.model.dequant import LAYOUTS, BlockType, dequantize
+from twostroke.model.block_types import LAYOUTS, BlockType
+from twostroke.model.dequant import dequantize
 
 pytestmark = pytest.mark.skipif(
     not cpu.available(), reason="this installation was built without the native kernels"

@@ -20,7 +20,8 @@ from tests.kernels.test_native import (
     weights,
 )
 from twostroke.kernels import cpu
-from twostroke.model.dequant import LAYOUTS, BlockType, dequantize
+from twostroke.model.block_types import LAYOUTS, BlockType
+from twostroke.model.dequant import dequantize
 
 pytestmark = pytest.mark.skipif(
     not cpu.available(), reason="this installation was built without the native kernels"

@@ -20,8 +20,9 @@ import torch
 
 from tests.equivalence.harness import Loud, narrow_isa, small_spec
 from twostroke.exec.inputs import build_inputs
-from twostroke.exec.state import RowState
+from twostroke.exec.tensor_rows import TensorRows
 from twostroke.kernels import cpu, reference
+from twostroke.kv.halves import HalfPool
 from twostroke.kv.pool import KVPool
 from twostroke.model.decoder import Decoder
 from twostroke.model.native import NativeDecoder, Packing
@@ -65,10 +66,9 @@ class Pair:
         self.reference = Decoder(spec, source, torch.float32, CPU, MAX_LEN, reference)
         per_row = -(-MAX_LEN // block_size)
         self.num_blocks = NUM_ROWS * per_row
-        self.pools = [
-            KVPool(spec, self.num_blocks, block_size, torch.float16, CPU) for _ in range(2)
-        ]
-        self.state = RowState(NUM_ROWS, MAX_LEN, block_size, 1, CPU)
+        self.cache = HalfPool(spec, self.num_blocks, block_size).data
+        self.pool = KVPool(spec, self.num_blocks, block_size, torch.float16, CPU)
+        self.state = TensorRows(NUM_ROWS, MAX_LEN, block_size, 1, CPU)
         random = np.random.default_rng(seed)
         self.tokens, self.tables = self.state.tokens.numpy(), self.state.tables[0].numpy()
         self.tokens[:] = random.integers(0, spec.vocab_size, self.tokens.shape)
@@ -81,7 +81,7 @@ class Pair:
         logits = self.native.forward(
             self.tokens,
             self.tables,
-            self.pools[0].halves(),
+            self.cache,
             np.array(slots, np.int32).reshape(-1, 2),
             np.array(chunks, np.int32).reshape(-1, 3),
             np.arange(count, dtype=np.int32),
@@ -95,7 +95,7 @@ class Pair:
         decode = tuple(Slot(*slot) for slot in slots)
         plan = StepPlan(0, (), (), (), (), prefill, decode, work, work)
         inputs = build_inputs(plan, self.state)
-        return self.reference.head(self.reference.forward(inputs, self.pools[1])).numpy()
+        return self.reference.head(self.reference.forward(inputs, self.pool)).numpy()
 
     def difference(self, slots: Any = (), chunks: Any = ()) -> float:
         got, expected = self.step(slots, chunks), self.expected(slots, chunks)
@@ -343,7 +343,7 @@ HUGE = 2**31 - 1
 def wrong_steps(pair: Pair, random: np.random.Generator) -> list[tuple[str, dict[str, Any]]]:
     """What forward is given, and how its refusal should read."""
     spec, tokens, tables = pair.spec, pair.tokens, pair.tables
-    cache = pair.pools[0].halves()
+    cache = pair.cache
     layers, _, blocks, size, kv, dim = cache.shape
     row, at = int(random.integers(NUM_ROWS)), int(random.integers(1, 200))
 
@@ -416,10 +416,10 @@ def test_a_wrong_step_is_refused_and_the_next_right_one_is_right(isa: str) -> No
     refused = 0
     for _ in range(12):
         for words, given in wrong_steps(pair, random):
-            before = pair.pools[0].halves().copy()
+            before = pair.cache.copy()
             with pytest.raises(ValueError, match=words):
                 forward(pair, **given)
-            assert np.array_equal(pair.pools[0].halves(), before)
+            assert np.array_equal(pair.cache, before)
             refused += 1
             if refused % 6 == 0:
                 assert pair.difference(*life.step()) <= TOLERANCE
@@ -429,14 +429,14 @@ def test_a_wrong_step_is_refused_and_the_next_right_one_is_right(isa: str) -> No
 def forward(pair: Pair, **given: Any) -> None:
     none = {"slots": np.zeros((0, 2), np.int32), "chunks": np.zeros((0, 3), np.int32)}
     none["which"], none["out"] = np.zeros(0, np.int32), np.zeros((0, pair.spec.vocab_size), "f4")
-    own = {"tokens": pair.tokens, "tables": pair.tables, "cache": pair.pools[0].halves()}
+    own = {"tokens": pair.tokens, "tables": pair.tables, "cache": pair.cache}
     pair.native.model.forward(**own | none | given)
 
 
 def test_a_cache_of_blocks_without_positions_is_refused() -> None:
     """A block size of 0 must not be divided by."""
     pair = Pair(FUZZ_SPECS[0])
-    layers, _, blocks, _, kv, dim = pair.pools[0].halves().shape
+    layers, _, blocks, _, kv, dim = pair.cache.shape
     empty = np.zeros((layers, 2, blocks, 0, kv, dim), np.uint16)
     with pytest.raises(ValueError, match="not this model's"):
         forward(pair, cache=empty, slots=np.zeros((1, 2), np.int32))
@@ -465,7 +465,7 @@ def test_what_is_no_array_of_the_right_kind_is_refused(wrong: dict[str, Any]) ->
 @pytest.mark.parametrize("way", ["float16", "int16", "transposed"])
 def test_keys_and_values_are_never_stored_in_a_copy_that_nobody_sees(way: str) -> None:
     pair = Pair(FUZZ_SPECS[0])
-    cache = pair.pools[0].halves()
+    cache = pair.cache
     other = {
         "float16": cache.view(np.float16),
         "int16": cache.view(np.int16),
@@ -499,9 +499,9 @@ def test_logits_are_given_of_tokens_of_the_last_step_alone() -> None:
 
 def test_a_step_without_tokens_does_nothing() -> None:
     pair = Pair(FUZZ_SPECS[0], threads=(2, 2))
-    before = pair.pools[0].halves().copy()
+    before = pair.cache.copy()
     assert pair.step().shape == (0, pair.spec.vocab_size)
-    assert np.array_equal(pair.pools[0].halves(), before)
+    assert np.array_equal(pair.cache, before)
     assert pair.difference((), [(0, 0, 9)]) <= TOLERANCE
 
 

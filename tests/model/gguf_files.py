@@ -9,7 +9,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from twostroke.model.dequant import LAYOUTS, BlockType
+from twostroke.model.block_types import LAYOUTS, BlockType
 from twostroke.model.gguf import GGUFFile
 from twostroke.model.gguf_config import tensor_name
 from twostroke.model.spec import LayerSpec, ModelSpec, RopeSpec

@@ -9,6 +9,7 @@ from twostroke.errors import ModelError
 from twostroke.model.spec import LayerSpec, ModelSpec, RopeSpec
 from twostroke.model.weights import check_weights
 from twostroke.model.weights.dummy import TILE, DummyWeights
+from twostroke.model.weights.tensors import read_tensor
 
 SPEC = ModelSpec(
     family="qwen2",
@@ -31,7 +32,7 @@ def test_every_weight_of_the_spec_is_there_in_its_shape() -> None:
     source = DummyWeights(SPEC, seed=0)
     check_weights(SPEC, source, "dummy")
     for name, shape in SPEC.weight_shapes().items():
-        weight = source.read(name, torch.bfloat16)
+        weight = read_tensor(source, name, torch.bfloat16)
         assert tuple(weight.shape) == shape
         assert weight.dtype == torch.bfloat16
 
@@ -39,43 +40,50 @@ def test_every_weight_of_the_spec_is_there_in_its_shape() -> None:
 def test_values_do_not_depend_on_the_order_of_reading() -> None:
     names = list(SPEC.weight_shapes())
     forward, backward = DummyWeights(SPEC, seed=3), DummyWeights(SPEC, seed=3)
-    first = {name: forward.read(name, torch.float32) for name in names}
-    second = {name: backward.read(name, torch.float32) for name in reversed(names)}
+    first = {name: read_tensor(forward, name, torch.float32) for name in names}
+    second = {name: read_tensor(backward, name, torch.float32) for name in reversed(names)}
     assert all(torch.equal(first[name], second[name]) for name in names)
 
 
 def test_values_depend_on_the_seed_and_on_the_name() -> None:
-    weight = DummyWeights(SPEC, seed=0).read("layers.0.q", torch.float32)
-    assert not torch.equal(weight, DummyWeights(SPEC, seed=1).read("layers.0.q", torch.float32))
-    assert not torch.equal(weight, DummyWeights(SPEC, seed=0).read("layers.1.q", torch.float32))
+    weight = read_tensor(DummyWeights(SPEC, seed=0), "layers.0.q", torch.float32)
+    assert not torch.equal(
+        weight, read_tensor(DummyWeights(SPEC, seed=1), "layers.0.q", torch.float32)
+    )
+    assert not torch.equal(
+        weight, read_tensor(DummyWeights(SPEC, seed=0), "layers.1.q", torch.float32)
+    )
 
 
 def test_a_narrower_dtype_holds_the_same_weights_rounded() -> None:
     source = DummyWeights(SPEC, seed=0)
-    wide, narrow = (source.read("layers.0.up", dtype) for dtype in (torch.float32, torch.bfloat16))
+    wide, narrow = (
+        read_tensor(source, "layers.0.up", dtype) for dtype in (torch.float32, torch.bfloat16)
+    )
     assert torch.equal(wide.to(torch.bfloat16), narrow)
 
 
 def test_weights_are_spread_like_those_of_a_model() -> None:
     source = DummyWeights(SPEC, seed=0)
-    matrix = source.read("layers.0.gate", torch.float32)
+    matrix = read_tensor(source, "layers.0.gate", torch.float32)
     assert matrix.mean().item() == pytest.approx(0, abs=1e-3)
     assert matrix.std().item() == pytest.approx(0.02, rel=0.01)
     for name in ("attn_norm", "mlp_norm", "q_norm", "k_norm"):
-        norm = source.read(f"layers.1.{name}", torch.float32)
+        norm = read_tensor(source, f"layers.1.{name}", torch.float32)
         assert (norm - 1).abs().max() < 0.1
-    assert source.read("final_norm", torch.float32).mean().item() == pytest.approx(1, abs=0.01)
-    assert source.read("layers.0.q_bias", torch.float32).abs().max() < 0.1
+    norm = read_tensor(source, "final_norm", torch.float32)
+    assert norm.mean().item() == pytest.approx(1, abs=0.01)
+    assert read_tensor(source, "layers.0.q_bias", torch.float32).abs().max() < 0.1
 
 
 def test_no_two_rows_are_the_same_in_a_matrix_larger_than_what_is_drawn() -> None:
-    weight = DummyWeights(SPEC, seed=0).read("embed", torch.float32)
+    weight = read_tensor(DummyWeights(SPEC, seed=0), "embed", torch.float32)
     assert weight.numel() > TILE
     assert len(torch.unique(weight[:, :8], dim=0)) == SPEC.vocab_size
 
 
 def test_weights_are_made_on_the_device_asked_for() -> None:
-    weight = DummyWeights(SPEC, seed=0, device=torch.device("cpu")).read("embed", torch.float16)
+    weight = read_tensor(DummyWeights(SPEC, seed=0, device="cpu"), "embed", torch.float16)
     assert weight.device.type == "cpu"
 
 
@@ -83,4 +91,13 @@ def test_an_unknown_weight_is_refused_with_the_nearest_name() -> None:
     source = DummyWeights(SPEC, seed=0)
     assert source.shape("final_nrm") is None
     with pytest.raises(ModelError, match="no weight 'final_nrm'; did you mean 'final_norm'"):
-        source.read("final_nrm", torch.float32)
+        read_tensor(source, "final_nrm", torch.float32)
+
+
+def test_some_rows_are_the_rows_of_the_whole() -> None:
+    source = DummyWeights(SPEC, seed=0)
+    whole = source.floats("embed")
+    assert whole.size > TILE
+    for rows in (slice(0, 7), slice(2000, 2100), slice(4090, None)):
+        assert (source.floats("embed", rows) == whole[rows]).all()
+    assert torch.equal(read_tensor(source, "embed", torch.float32), torch.from_numpy(whole))

@@ -21,12 +21,14 @@ from tests.model.gguf_files import (
     write_model,
 )
 from twostroke.errors import ModelError
-from twostroke.model.dequant import BlockType, dequantize
+from twostroke.model.block_types import BlockType
+from twostroke.model.dequant import dequantize
 from twostroke.model.gguf import GGUFFile
 from twostroke.model.gguf_config import spec_from_gguf, tensor_name
 from twostroke.model.spec import LayerSpec, ModelSpec, RopeSpec, yarn_attention_factor
 from twostroke.model.weights import check_weights
 from twostroke.model.weights.gguf import GGUFWeights, halves_from_neighbours
+from twostroke.model.weights.tensors import read_tensor
 
 # Metadata → ModelSpec
 
@@ -182,7 +184,7 @@ def test_the_reordering_of_q_and_k_is_undone_for_llama_only(tmp_path: Path) -> N
     qwen = GGUFWeights(write_model(tmp_path / "qwen.gguf", replace(spec, family="qwen2")), spec)
     for name, values in original.items():
         for source in (llama, qwen):
-            np.testing.assert_array_equal(source.read(name, torch.float32).numpy(), values)
+            np.testing.assert_array_equal(read_tensor(source, name, torch.float32).numpy(), values)
 
 
 def test_channels_beyond_the_rotated_ones_stay_where_they_are() -> None:
@@ -199,7 +201,7 @@ def test_packed_rows_are_reordered_as_the_dense_ones_are(tmp_path: Path) -> None
     source = GGUFWeights(GGUFFile.open(tmp_path / "m.gguf"), spec)
 
     matrix = source.packed("layers.0.q")
-    dense = source.read("layers.0.q", torch.float32).numpy()
+    dense = read_tensor(source, "layers.0.q", torch.float32).numpy()
 
     assert (matrix.type, matrix.shape) == (BlockType.Q4_K, (256, 256))
     np.testing.assert_array_equal(dequantize(matrix.rows, matrix.type, matrix.shape), dense)
@@ -209,14 +211,28 @@ def test_packed_rows_are_reordered_as_the_dense_ones_are(tmp_path: Path) -> None
 def test_weights_come_in_the_dtype_asked_for_and_own_their_memory(tmp_path: Path) -> None:
     source = GGUFWeights(write_model(tmp_path / "m.gguf"), SPEC)
     expected = torch.from_numpy(random_weights(SPEC)["layers.1.down"])
-    weight = source.read("layers.1.down", torch.bfloat16)
+    weight = read_tensor(source, "layers.1.down", torch.bfloat16)
     assert torch.equal(weight, expected.to(torch.bfloat16))
     weight.zero_()
-    assert torch.equal(source.read("layers.1.down", torch.float32), expected)
+    assert torch.equal(read_tensor(source, "layers.1.down", torch.float32), expected)
 
 
 def test_a_weight_the_file_lacks_has_no_shape_and_cannot_be_read(tmp_path: Path) -> None:
     source = GGUFWeights(write_model(tmp_path / "m.gguf"), SPEC)
     assert source.shape("layers.0.q_bias") is None
     with pytest.raises(ModelError, match=r"the tensor 'blk\.0\.attn_q\.bias' is missing"):
-        source.read("layers.0.q_bias", torch.float32)
+        read_tensor(source, "layers.0.q_bias", torch.float32)
+
+
+def test_some_rows_are_the_rows_of_the_whole(tmp_path: Path) -> None:
+    writer_spec = replace(SPEC, qkv_bias=True)
+    original = random_weights(writer_spec)
+    writer = gguf.GGUFWriter(tmp_path / "llama.gguf", "llama")
+    for name, values in original.items():
+        writer.add_tensor(tensor_name(name), as_converted(writer_spec, name, values))
+    save(writer)
+    source = GGUFWeights(GGUFFile.open(tmp_path / "llama.gguf"), writer_spec)
+    for name, values in original.items():
+        np.testing.assert_array_equal(source.floats(name), values)
+        for rows in (slice(0, 1), slice(3, 7), slice(5, None)):
+            np.testing.assert_array_equal(source.floats(name, rows), values[rows])

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -16,6 +17,7 @@ from twostroke.model.hf_config import load_hf_config
 from twostroke.model.spec import LayerSpec, ModelSpec, RopeSpec
 from twostroke.model.weights import check_weights
 from twostroke.model.weights.safetensors import INDEX, SafetensorsWeights, hf_name
+from twostroke.model.weights.tensors import read_tensor
 
 SPEC = ModelSpec(
     family="llama",
@@ -53,7 +55,7 @@ def write_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 def assert_reads(source: SafetensorsWeights, tensors: dict[str, torch.Tensor]) -> None:
     check_weights(SPEC, source, "here")
     for name in SPEC.weight_shapes():
-        assert torch.equal(source.read(name, torch.float32), tensors[hf_name(name)])
+        assert torch.equal(read_tensor(source, name, torch.float32), tensors[hf_name(name)])
 
 
 def test_a_single_file_is_read(tmp_path: Path) -> None:
@@ -97,7 +99,7 @@ def test_a_folder_saved_by_transformers_is_read(tmp_path: Path, family: str) -> 
     parameters = dict(model.named_parameters())
     assert len(parameters) == len(spec.weight_shapes())
     for name in spec.weight_shapes():
-        assert torch.equal(source.read(name, torch.float32), parameters[hf_name(name)])
+        assert torch.equal(read_tensor(source, name, torch.float32), parameters[hf_name(name)])
 
 
 def test_weights_come_in_the_dtype_asked_for_and_own_their_memory(tmp_path: Path) -> None:
@@ -105,9 +107,11 @@ def test_weights_come_in_the_dtype_asked_for_and_own_their_memory(tmp_path: Path
     save_file(tensors, tmp_path / "model.safetensors")
     source = SafetensorsWeights(tmp_path, SPEC)
     expected = tensors["model.norm.weight"]
-    assert torch.equal(source.read("final_norm", torch.bfloat16), expected.to(torch.bfloat16))
-    source.read("final_norm", torch.float32).zero_()
-    assert torch.equal(source.read("final_norm", torch.float32), expected)
+    assert torch.equal(
+        read_tensor(source, "final_norm", torch.bfloat16), expected.to(torch.bfloat16)
+    )
+    read_tensor(source, "final_norm", torch.float32).zero_()
+    assert torch.equal(read_tensor(source, "final_norm", torch.float32), expected)
 
 
 def test_a_stored_head_is_left_alone_where_the_spec_ties_it(tmp_path: Path) -> None:
@@ -124,7 +128,7 @@ def test_a_weight_the_file_lacks_has_no_shape_and_cannot_be_read(tmp_path: Path)
     assert source.shape("layers.1.up") is None
     message = r"index\.json: lists no tensor 'model\.layers\.1\.mlp\.up_proj\.weight'"
     with pytest.raises(ModelError, match=message):
-        source.read("layers.1.up", torch.float32)
+        read_tensor(source, "layers.1.up", torch.float32)
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
@@ -196,7 +200,7 @@ def test_whole_numbers_instead_of_floats_are_refused(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     source = SafetensorsWeights(tmp_path, SPEC)
     with pytest.raises(ModelError, match=r"q_proj\.weight' is of type I32, expected one of F64"):
-        source.read("layers.0.q", torch.float32)
+        read_tensor(source, "layers.0.q", torch.float32)
 
 
 def test_a_tensor_the_description_does_not_know_is_refused(tmp_path: Path) -> None:
@@ -209,3 +213,34 @@ def test_a_tensor_the_description_does_not_know_is_refused(tmp_path: Path) -> No
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"q_proj\.bias' has no place in the model"):
         SafetensorsWeights(tmp_path, SPEC)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_floats_are_what_torch_reads(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {name: tensor.to(dtype) for name, tensor in random_tensors().items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    source = SafetensorsWeights(tmp_path, SPEC)
+    for name in SPEC.weight_shapes():
+        expected = tensors[hf_name(name)].float().numpy()
+        np.testing.assert_array_equal(source.floats(name), expected)
+        np.testing.assert_array_equal(source.floats(name, slice(2, 5)), expected[2:5])
+        np.testing.assert_array_equal(source.floats(name, slice(5, 999)), expected[5:])
+        assert torch.equal(read_tensor(source, name, dtype), tensors[hf_name(name)])
+        source.forget(name)  # and can be read again
+        np.testing.assert_array_equal(source.floats(name), expected)
+
+
+@pytest.mark.parametrize("padding", range(8))
+def test_tensors_may_begin_at_any_byte(tmp_path: Path, padding: int) -> None:
+    """A header of any length is sound, even one that leaves no tensor where a CPU likes it."""
+    tensors = random_tensors()
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path)
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    length = (end - 8 + padding).to_bytes(8, "little")
+    path.write_bytes(length + content[8:end] + b" " * padding + content[end:])
+    source = SafetensorsWeights(tmp_path, SPEC)
+    expected = tensors["model.embed_tokens.weight"]
+    np.testing.assert_array_equal(source.floats("embed"), expected.numpy())
+    assert torch.equal(read_tensor(source, "embed", torch.float32), expected)

@@ -23,7 +23,7 @@ from twostroke.exec.graphs import DecodeGraphs, PieceGraphs
 from twostroke.exec.packed import Packed, pack_decode, pack_step
 from twostroke.exec.program import StepProgram
 from twostroke.exec.rows import NOTHING, Ints, Writes
-from twostroke.exec.sampling import sample, to_token_logprobs, top_logprobs_each
+from twostroke.exec.sampling import as_tensors, sample, to_token_logprobs, top_logprobs_each
 from twostroke.plan import StepPlan, StepResult, TokenLogprobs
 
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -186,7 +186,8 @@ class CudaExecutor:
         positions = packed.positions[which]
         logits = program.logits.index_select(0, places).float()
         own = {n: masks[index] for n, index in enumerate(which) if index in masks}
-        drawn = sample(logits, rows, positions.tolist(), self._rows, own)
+        allowed = as_tensors(own, self._device)
+        drawn = sample(logits, rows, positions.tolist(), self._rows, allowed)
         tokens = drawn.tokens.int()
         program.tokens.index_copy_(0, places, tokens)
         at = torch.from_numpy(self._rows.token_cells(packed.rows[which], positions))

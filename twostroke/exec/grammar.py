@@ -17,9 +17,9 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
-import torch
 
 from twostroke.errors import RequestError
+from twostroke.exec.executor import Mask
 from twostroke.plan import StepPlan
 from twostroke.request import EngineRequest, StructuredOutputs
 
@@ -50,13 +50,10 @@ class _Follower:
 
 
 class Grammars:
-    def __init__(
-        self, tokenizer: Callable[[], Tokenizer | None], vocab_size: int, device: torch.device
-    ) -> None:
+    def __init__(self, tokenizer: Callable[[], Tokenizer | None], vocab_size: int) -> None:
         """`tokenizer` is asked for when the first grammar comes."""
         self._source = tokenizer
         self._vocab_size = vocab_size  # the model's, which may differ from the tokenizer's
-        self._device = device
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
         self._followers: dict[str, _Follower] = {}
@@ -103,7 +100,7 @@ class Grammars:
     def drop(self, request_id: str) -> None:
         self._followers.pop(request_id, None)
 
-    def masks(self, plan: StepPlan) -> dict[int, torch.Tensor]:
+    def masks(self, plan: StepPlan) -> dict[int, Mask]:
         """What may be written in this step, by index into its samples. To be called for every
         plan while there is a request that has a grammar."""
         rows, followers = self._rows, self._followers
@@ -119,7 +116,7 @@ class Grammars:
         wanted = ((index, rows.get(row, "")) for index, row in enumerate(sampled))
         return {i: self._mask(followers[name]) for i, name in wanted if name in followers}
 
-    def _mask(self, follower: _Follower) -> torch.Tensor:
+    def _mask(self, follower: _Follower) -> Mask:
         started, matcher = perf_counter(), follower.matcher
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         allowed = np.zeros(self._vocab_size, dtype=np.bool_)
@@ -132,7 +129,7 @@ class Grammars:
                 if not allowed.any():  # the empty text and no other
                     allowed[follower.never] = True
         follower.slow |= perf_counter() - started > SLOW_S
-        return torch.from_numpy(allowed).to(self._device)
+        return allowed
 
     def advance(self, request_id: str, tokens: Sequence[int], ended: bool) -> End | None:
         """Tokens were committed. `ended`: the request ended with them. The end, if that is one."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from twostroke.exec.state import RowState
+from twostroke.exec.tensor_rows import TensorRows
 from twostroke.model.batch import ChunkInputs, DecodeInputs, StepInputs
 from twostroke.plan import StepPlan
 
 
-def build_inputs(plan: StepPlan, state: RowState) -> StepInputs:
+def build_inputs(plan: StepPlan, state: TensorRows) -> StepInputs:
     decode, prefill, size = plan.decode, plan.prefill, state.block_size
     num_decode = len(decode)
     rows = np.array([slot.row for slot in decode], dtype=np.int64)

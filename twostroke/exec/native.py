@@ -1,4 +1,4 @@
-"""The executor of the native decoder: plans in, tokens out, two or three calls a step."""
+"""The executor of the native decoder: plans in, tokens out, two or three calls a step. No torch."""
 
 from __future__ import annotations
 
@@ -7,19 +7,16 @@ from time import monotonic
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from twostroke.exec.executor import LOGIT_SLICE, Computed, Masks
+from twostroke.exec.executor import LOGIT_SLICE, Masks
+from twostroke.exec.logits import Line, apply_bans, is_plain, log_softmax, top_logprobs
 from twostroke.exec.rng import stream_key
-from twostroke.exec.sampling import Sampled, sample, to_token_logprobs, top_logprobs
-from twostroke.exec.state import RowState
+from twostroke.exec.state import HostRows
 from twostroke.kernels import cpu
-from twostroke.kv.pool import KVPool
+from twostroke.kv.halves import HalfPool
 from twostroke.model.native import NativeDecoder
-from twostroke.plan import NewRow, StepPlan, TokenLogprobs
+from twostroke.plan import NewRow, StepPlan, StepResult, TokenLogprobs
 from twostroke.request import SamplingParams
-
-NO_TOKENS = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +28,23 @@ class Forwarded:
     started_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Computed:
+    result: StepResult
+
+    def wait(self) -> StepResult:
+        return self.result
+
+
 class NativeExecutor:
     """Steps run when they are given; the decoder keeps the last one's hidden states."""
 
     max_in_flight = 1
 
-    def __init__(self, decoder: NativeDecoder, pool: KVPool, state: RowState) -> None:
+    def __init__(self, decoder: NativeDecoder, pool: HalfPool, state: HostRows) -> None:
         self._decoder, self._state, self._native = decoder, state, cpu.module()
-        self._tokens, (self._table,) = state.tokens.numpy(), [t.numpy() for t in state.tables]
-        self._cache = pool.halves()
+        self._tokens, (self._table,) = state.tokens, state.tables
+        self._cache = pool.data
 
     def forward(self, plan: StepPlan) -> Forwarded:
         started = monotonic()
@@ -64,28 +69,49 @@ class NativeExecutor:
         return Forwarded(plan, rows, positions, logits, started)
 
     def sample(self, handle: Forwarded, masks: Masks | None = None) -> Computed:
-        rows, positions = handle.rows, handle.positions
-        sampled = Sampled(NO_TOKENS, {})
-        if rows:
-            sampled = self._choose(handle.logits, rows, positions, masks)
-            self._tokens[rows, positions] = sampled.tokens.numpy()
+        logits, rows, positions = handle.logits, handle.rows, handle.positions
+        requests = [self._state.rows[row] for row in rows]
+        lines = self._asked_for(logits, requests)
+        self._forbid(logits, rows, requests, positions, masks or {})
+        tokens = self._draw(logits, rows, requests, positions) if rows else []
+        logprobs = {
+            n: top_logprobs(line, tokens[n], requests[n].params.logprobs or 0)
+            for n, line in lines.items()
+        }
         prompts = self._prompt_logprobs(handle.plan)
-        return Computed(sampled, prompts, monotonic() - handle.started_s)
+        device_s = monotonic() - handle.started_s
+        return Computed(StepResult(tokens, logprobs, prompts, device_s))
 
     def reset(self) -> None:
         self._state.reset()
 
-    def _choose(
+    def _asked_for(
+        self, logits: npt.NDArray[np.float32], requests: list[NewRow]
+    ) -> dict[int, Line]:
+        """Log-probabilities by index into the samples, of the logits as they are."""
+        asked = [n for n, request in enumerate(requests) if request.params.logprobs is not None]
+        return {n: log_softmax(logits[n]) for n in asked}
+
+    def _forbid(
         self,
         logits: npt.NDArray[np.float32],
         rows: list[int],
+        requests: list[NewRow],
         positions: list[int],
-        masks: Masks | None,
-    ) -> Sampled:
-        requests = [self._state.rows[row] for row in rows]
-        if masks or any(map(_is_special, requests, positions)):
-            with torch.inference_mode():
-                return sample(torch.from_numpy(logits), rows, positions, self._state, masks)
+        masks: Masks,
+    ) -> None:
+        for n, (row, request, at) in enumerate(zip(rows, requests, positions, strict=True)):
+            if n in masks or not is_plain(request, at):
+                apply_bans(logits[n], request, at, self._tokens[row], masks.get(n))
+
+    def _draw(
+        self,
+        logits: npt.NDArray[np.float32],
+        rows: list[int],
+        requests: list[NewRow],
+        positions: list[int],
+    ) -> list[int]:
+        """The tokens, which are also written to the rows. The logits are overwritten."""
         where = [
             (row, r.num_prompt, at) for row, r, at in zip(rows, requests, positions, strict=True)
         ]
@@ -101,7 +127,9 @@ class NativeExecutor:
             chosen,
             self._decoder.isa,
         )
-        return Sampled(torch.from_numpy(chosen), {})
+        self._tokens[rows, positions] = chosen
+        tokens: list[int] = chosen.tolist()
+        return tokens
 
     def _prompt_logprobs(self, plan: StepPlan) -> dict[int, list[TokenLogprobs]]:
         """For each prompt token after the first: how likely the model found it."""
@@ -126,23 +154,10 @@ class NativeExecutor:
         self, row: int, shift: int, start: int, stop: int, count: int
     ) -> list[TokenLogprobs]:
         """Of positions [start, stop) of a row, which are tokens `shift` further in the step."""
-        which = np.arange(start + shift, stop + shift, dtype=np.int32)
-        lines = torch.log_softmax(torch.from_numpy(self._decoder.logits(which)), dim=-1)
-        targets = self._state.tokens[row, start + 1 : stop + 1].long()
+        lines = self._decoder.logits(np.arange(start + shift, stop + shift, dtype=np.int32))
+        targets = self._tokens[row, start + 1 : stop + 1].tolist()
         pairs = zip(lines, targets, strict=True)
-        return [to_token_logprobs(top_logprobs(line, token, count)) for line, token in pairs]
-
-
-def _is_special(request: NewRow, position: int) -> bool:
-    """What only `sampling.py` does: it is rare, or looks at all the logits for it."""
-    params = request.params
-    return (
-        params.logprobs is not None
-        or bool(params.logit_bias)
-        or params.allowed_token_ids is not None
-        or bool(request.bad_words_ids)
-        or (position - request.num_prompt < params.min_tokens and bool(request.stop_ids))
-    )
+        return [top_logprobs(log_softmax(line), token, count) for line, token in pairs]
 
 
 def _wishes(params: SamplingParams) -> tuple[float, ...]:

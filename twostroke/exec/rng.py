@@ -1,14 +1,14 @@
 """Random numbers without state: a function of (seed, position, token id).
 
 The same request draws the same numbers whatever else is in the batch, in whichever step, after
-any preemption. Everything is 32-bit integer arithmetic, so that other backends can do the same.
+any preemption. Everything is 32-bit integer arithmetic, so that every backend can do the same; the
+noise made of it is `gumbel` of `sampling.py`.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 MASK = 0xFFFFFFFF
 
@@ -39,24 +39,6 @@ def stream_keys(
     first += high
     first = _mix_each(first)
     return first, _mix_each(first ^ np.uint32(0x85EBCA6B) ^ high)
-
-
-def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Gumbel noise for [rows, 2] keys and token ids that broadcast to [rows, n], in fp32.
-
-    The largest of logit + noise is a draw from softmax(logits), for any subset of tokens.
-    """
-    bits = _mix(token_ids.long() ^ keys[:, :1])
-    bits = _mix((bits + keys[:, 1:]) & MASK)
-    uniform = (bits.float() + 0.5) * 2.0**-32
-    # −log1p(−u) keeps its precision where u is small, which is where the winners come from.
-    return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2.0**-24)))
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK
-    return x ^ (x >> 16)
 
 
 def _mix_each(x: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:

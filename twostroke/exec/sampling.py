@@ -17,7 +17,8 @@ from typing import Protocol
 
 import torch
 
-from twostroke.exec.rng import gumbel, stream_key
+from twostroke.exec.executor import Masks
+from twostroke.exec.rng import MASK, stream_key
 from twostroke.plan import NewRow, TokenLogprobs
 
 CANDIDATES = 1024
@@ -69,6 +70,11 @@ def sample(
         count = requests[index].params.logprobs
         logprobs[index] = top_logprobs(raw[n], tokens[index], count or 0)
     return Sampled(tokens, logprobs)
+
+
+def as_tensors(masks: Masks | None, device: torch.device) -> dict[int, torch.Tensor]:
+    """What grammars allow, where `sample` can use it."""
+    return {n: torch.from_numpy(mask).to(device) for n, mask in (masks or {}).items()}
 
 
 def top_logprobs(
@@ -231,3 +237,22 @@ def _draw_bounded(
 def _largest(scores: torch.Tensor, ids: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     best = (scores + gumbel(keys, ids)).argmax(dim=1, keepdim=True)
     return ids.expand_as(scores).gather(1, best).squeeze(1)
+
+
+def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Gumbel noise for [rows, 2] keys and token ids that broadcast to [rows, n], in fp32.
+
+    The largest of logit + noise is a draw from softmax(logits), for any subset of tokens.
+    """
+    bits = _mix(token_ids.long() ^ keys[:, :1])
+    bits = _mix((bits + keys[:, 1:]) & MASK)
+    uniform = (bits.float() + 0.5) * 2.0**-32
+    # −log1p(−u) keeps its precision where u is small, which is where the winners come from.
+    return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2.0**-24)))
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """`rng.mix` of many at once."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK
+    return x ^ (x >> 16)

@@ -1,38 +1,42 @@
 """What persists from step to step, one row a request: tokens, block tables, sampling settings.
 
-A plan says only what changes (`apply`). Sampled tokens are written here by the device, so the
-next step can read them without the host having seen them.
+A plan says only what changes (`apply`). Sampled tokens are written here by the executor, so that
+the next step can read them without the scheduler having seen them.
 """
 
 from __future__ import annotations
 
-import torch
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from twostroke.plan import NewRow, StepPlan
 
+# Arrays or tensors of int32: what is asked of them here, both do.
+Array = TypeVar("Array", bound=Any)
+Ints = npt.NDArray[np.int32]
 
-class RowState:
-    def __init__(
-        self,
-        max_rows: int,
-        max_len: int,
-        block_size: int,
-        num_groups: int,
-        device: torch.device,
-    ) -> None:
+
+class RowState(ABC, Generic[Array]):
+    def __init__(self, max_rows: int, max_len: int, block_size: int, num_groups: int) -> None:
         blocks = -(-max_len // block_size)
-        self.device = device
         self.block_size = block_size
-        self.tokens = torch.zeros(max_rows, max_len + 1, dtype=torch.int32, device=device)
-        self.tables = [
-            torch.zeros(max_rows, blocks, dtype=torch.int32, device=device)
-            for _ in range(num_groups)
-        ]
+        self.tokens = self._zeros(max_rows, max_len + 1)
+        self.tables = [self._zeros(max_rows, blocks) for _ in range(num_groups)]
         self.rows: dict[int, NewRow] = {}  # what each row was taken with
         self._table_len = [[0] * max_rows for _ in range(num_groups)]
 
+    @abstractmethod
+    def _zeros(self, rows: int, columns: int) -> Array: ...
+
+    @abstractmethod
+    def _ints(self, values: Sequence[int]) -> Array: ...
+
     def reset(self) -> None:
-        """No row is taken. What the tensors hold is written anew with each new row."""
+        """No row is taken. What the arrays hold is written anew with each new row."""
         self.rows.clear()
         for lengths in self._table_len:
             lengths[:] = [0] * len(lengths)
@@ -47,8 +51,7 @@ class RowState:
                 lengths[row] = 0
         for new in plan.new:
             self.rows[new.row] = new
-            ids = torch.tensor(new.tokens, dtype=torch.int32)
-            self.tokens[new.row, : len(new.tokens)] = ids.to(self.device)
+            self.tokens[new.row, : len(new.tokens)] = self._ints(new.tokens)
         if plan.appended:
             self._append_blocks(plan)
 
@@ -65,5 +68,14 @@ class RowState:
                     columns += range(start, start + added)
                     blocks += append.blocks
                     lengths[append.row] = start + added
-            where = torch.tensor([rows, columns], dtype=torch.int64, device=self.device)
-            table[where[0], where[1]] = torch.tensor(blocks, dtype=torch.int32, device=self.device)
+            table[rows, columns] = self._ints(blocks)
+
+
+class HostRows(RowState[Ints]):
+    """In the host's memory, without torch. Pages are taken when a row first reaches them."""
+
+    def _zeros(self, rows: int, columns: int) -> Ints:
+        return np.zeros((rows, columns), np.int32)
+
+    def _ints(self, values: Sequence[int]) -> Ints:
+        return np.array(values, np.int32)

@@ -19,9 +19,10 @@ from twostroke.kernels import Kernels
 from twostroke.kv.pool import KVPool
 from twostroke.model.batch import StepInputs
 from twostroke.model.linear import DenseLinear, Linear
-from twostroke.model.rope import rope_tables
-from twostroke.model.spec import ModelSpec
+from twostroke.model.rope import inverse_frequencies
+from twostroke.model.spec import ModelSpec, RopeSpec
 from twostroke.model.weights import WeightSource
+from twostroke.model.weights.tensors import read_tensor
 
 
 @dataclass(slots=True)
@@ -51,7 +52,7 @@ class Decoder:
         self._kernels = kernels
         self.dtype = dtype
         self.device = device
-        self._cos, self._sin = rope_tables(spec.rope, max_len, device)
+        self._cos, self._sin = rope_tensors(spec.rope, max_len, device)
         self._scale = spec.head_dim**-0.5
         load = Loader(source, dtype, device)
         self._layers, self._embed = load_layers(spec, load)
@@ -116,6 +117,15 @@ class Decoder:
         return out.flatten(1)
 
 
+def rope_tensors(
+    rope: RopeSpec, max_len: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rope_tables`, worked out on the device."""
+    frequencies = torch.from_numpy(inverse_frequencies(rope, max_len)).to(device)
+    angles = torch.outer(torch.arange(max_len, device=device, dtype=torch.float32), frequencies)
+    return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+
+
 class Loader:
     """Reads weights into place, matrices that are used together side by side."""
 
@@ -123,7 +133,7 @@ class Loader:
         self._source, self._dtype, self._device = source, dtype, device
 
     def tensor(self, name: str) -> torch.Tensor:
-        return self._source.read(name, self._dtype).to(self._device)
+        return read_tensor(self._source, name, self._dtype).to(self._device)
 
     def linear(self, names: list[str], biased: bool) -> DenseLinear:
         weight = self.merged(names)
@@ -139,7 +149,7 @@ class Loader:
         whole = torch.empty(rows, *shapes[0][1:], dtype=self._dtype, device=self._device)
         places = torch.split(whole, [shape[0] for shape in shapes])
         for name, place in zip(names, places, strict=True):
-            place.copy_(self._source.read(name, self._dtype))
+            place.copy_(read_tensor(self._source, name, self._dtype))
         return whole
 
 

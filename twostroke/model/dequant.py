@@ -1,4 +1,4 @@
-"""GGUF block types: how many bytes a block takes, and its values as float32. Numpy only.
+"""The values of GGUF blocks as float32. Numpy only.
 
 A tensor is a run of blocks. A quantised block holds 32 or 256 neighbours of a row as small whole
 numbers `q` with the scales (and, for some types, offsets) that give the values back:
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from enum import StrEnum
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from twostroke.model.block_types import LAYOUTS, BlockType, num_bytes
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -22,55 +22,10 @@ Floats = npt.NDArray[np.float32]
 ELEMENTS_PER_SLICE = 1 << 18
 
 
-class BlockType(StrEnum):
-    F32 = "F32"
-    F16 = "F16"
-    BF16 = "BF16"
-    Q4_0 = "Q4_0"
-    Q4_1 = "Q4_1"
-    Q5_0 = "Q5_0"
-    Q5_1 = "Q5_1"
-    Q8_0 = "Q8_0"
-    Q2_K = "Q2_K"
-    Q3_K = "Q3_K"
-    Q4_K = "Q4_K"
-    Q5_K = "Q5_K"
-    Q6_K = "Q6_K"
-
-
-class BlockLayout(NamedTuple):
-    elements: int
-    num_bytes: int
-
-
-LAYOUTS: dict[BlockType, BlockLayout] = {
-    BlockType.F32: BlockLayout(1, 4),
-    BlockType.F16: BlockLayout(1, 2),
-    BlockType.BF16: BlockLayout(1, 2),
-    BlockType.Q4_0: BlockLayout(32, 18),
-    BlockType.Q4_1: BlockLayout(32, 20),
-    BlockType.Q5_0: BlockLayout(32, 22),
-    BlockType.Q5_1: BlockLayout(32, 24),
-    BlockType.Q8_0: BlockLayout(32, 34),
-    BlockType.Q2_K: BlockLayout(256, 84),
-    BlockType.Q3_K: BlockLayout(256, 110),
-    BlockType.Q4_K: BlockLayout(256, 144),
-    BlockType.Q5_K: BlockLayout(256, 176),
-    BlockType.Q6_K: BlockLayout(256, 210),
-}
-
-
-def num_bytes(block_type: BlockType, num_elements: int) -> int:
-    """Bytes of `num_elements` values, which must fill whole blocks."""
-    layout = LAYOUTS[block_type]
-    if num_elements % layout.elements:
-        raise ValueError(f"{num_elements} elements do not fill blocks of {layout.elements}")
-    return num_elements // layout.elements * layout.num_bytes
-
-
-def dequantize(raw: Bytes, block_type: BlockType, shape: tuple[int, ...]) -> Floats:
+def dequantize(raw: Bytes | memoryview, block_type: BlockType, shape: tuple[int, ...]) -> Floats:
     """The values of a tensor, or of any rows of it, from its bytes."""
     layout = LAYOUTS[block_type]
+    raw = np.frombuffer(raw, np.uint8)
     if raw.size != num_bytes(block_type, math.prod(shape)):
         raise ValueError(f"{raw.size} bytes are not {shape} values of {block_type}")
     blocks = raw.reshape(-1, layout.num_bytes)

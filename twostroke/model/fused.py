@@ -17,9 +17,8 @@ import torch.nn.functional as F
 
 from twostroke.kernels import FusedKernels
 from twostroke.model.batch import FusedDecode, FusedInputs
-from twostroke.model.decoder import Loader, load_layers
+from twostroke.model.decoder import Loader, load_layers, rope_tensors
 from twostroke.model.linear import DenseLinear, Linear
-from twostroke.model.rope import rope_tables
 from twostroke.model.spec import ModelSpec
 from twostroke.model.weights import WeightSource
 
@@ -60,7 +59,7 @@ class FusedDecoder:
         """`early`: the launches of a small step are set up before the one in front has ended."""
         self.spec, self.dtype, self.device, self.kernels = spec, dtype, device, kernels
         self.early = early
-        self._cos, self._sin = rope_tables(spec.rope, max_len, device)
+        self._cos, self._sin = rope_tensors(spec.rope, max_len, device)
         self._scale = spec.head_dim**-0.5
         load = Loader(source, dtype, device)
         self._layers, self._embed = load_layers(spec, load)

@@ -1,4 +1,5 @@
-"""Reads GGUF files: metadata, the list of tensors, and their bytes. Numpy only, no torch.
+"""Reads GGUF files: metadata, the list of tensors, and their bytes. No numpy, no torch: a process
+that only speaks reads its vocabulary with this.
 
 A file is a header (magic, version, counts), key–value metadata, one entry per tensor, padding,
 and the tensors' bytes. All lengths come from the file, so every one is checked against the bytes
@@ -7,7 +8,6 @@ that are left before it is believed.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import mmap
 import struct
@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
-
 from twostroke.errors import ModelError
-from twostroke.model.dequant import LAYOUTS, BlockType, Bytes, num_bytes
+from twostroke.model.block_types import LAYOUTS, BlockType, num_bytes
+from twostroke.model.on_disk import forget_pages
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -80,7 +79,7 @@ class GGUFFile:
         self.metadata = metadata
         self.tensors = tensors
         self._buffer = buffer
-        self._data: Bytes = np.frombuffer(buffer, np.uint8)
+        self._data = memoryview(buffer)
 
     @classmethod
     def open(cls, path: Path) -> GGUFFile:
@@ -89,19 +88,15 @@ class GGUFFile:
         metadata, tensors = header.read()
         return cls(path, metadata, tensors, buffer)
 
-    def raw(self, name: str) -> Bytes:
+    def raw(self, name: str) -> memoryview:
         """The bytes of a tensor: a read-only view of the mapped file, nothing is copied."""
         info = self.tensors[name]
         return self._data[info.offset : info.offset + info.num_bytes]
 
     def forget(self, name: str) -> None:
         """The tensor has been read: its pages need no memory until someone reads it again."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            info = self.tensors[name]
-            first = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
-            with contextlib.suppress(OSError):
-                end = info.offset + info.num_bytes
-                self._buffer.madvise(mmap.MADV_DONTNEED, first, end - first)
+        info = self.tensors[name]
+        forget_pages(self._buffer, info.offset, info.offset + info.num_bytes)
 
 
 def _map(path: Path) -> mmap.mmap:

@@ -140,13 +140,14 @@ def _byte_level_bpe(header: _Header) -> tokenizers.Tokenizer:
 
 
 def _merges(header: _Header) -> list[tuple[str, str]]:
-    halves = [str(merge).partition(" ") for merge in header.get("merges", ())]
-    if not halves or not all(right for _, _, right in halves):
+    cut = (str(merge).partition(" ") for merge in header.get("merges", ()))
+    pairs = [(left, right) for left, _, right in cut]
+    if not pairs or not all(right for _, right in pairs):
         raise ModelError(
             "the GGUF header should list in tokenizer.ggml.merges pairs of tokens with a space "
             f"between, one pair for each merge of its byte-level vocabulary. {WAY_OUT}"
         )
-    return [(left, right) for left, _, right in halves]
+    return pairs
 
 
 def _pre_tokenizer(kind: str) -> pre_tokenizers.PreTokenizer:

@@ -1,37 +1,22 @@
-"""From a user's word for a model to its parts: spec, weights (not yet read), tokenizer.
+"""From a user's word for a model to its files, its tokenizer and what its makers recommend.
 
-The tokenizer side needs no torch, so that a process that only talks to users can have it.
+All that a process needs which only talks to users; `opened.py` has spec and weights.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError, ModelError
 from twostroke.model.gguf import GGUFFile
-from twostroke.model.gguf_config import spec_from_gguf
-from twostroke.model.hf_config import load_hf_config
 from twostroke.model.hub import ModelFiles, resolve
 from twostroke.model.packaged import DEFAULT_MODEL
-from twostroke.model.spec import ModelSpec
-from twostroke.model.weights import WeightSource, check_weights
 
 if TYPE_CHECKING:
     from twostroke.model.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class OpenedModel:
-    """A model whose headers have been read and found good; no weights in memory yet."""
-
-    files: ModelFiles
-    spec: ModelSpec
-    weights: WeightSource
-    dtype: str  # the weights' own
 
 
 def find_model(config: EngineConfig) -> ModelFiles:
@@ -45,38 +30,6 @@ def find_model(config: EngineConfig) -> ModelFiles:
             "use load_format='auto'"
         )
     return files
-
-
-def open_model(config: EngineConfig, files: ModelFiles, device: str) -> OpenedModel:
-    if files.kind == "gguf":
-        return _open_gguf(config, files, device)
-    spec, settings = load_hf_config(files.path)
-    dtype = str(settings.get("dtype") or settings.get("torch_dtype") or "bfloat16")
-    if config.load_format == "dummy":
-        return OpenedModel(files, spec, _dummy(spec, config, device), dtype)
-    from twostroke.model.weights.safetensors import SafetensorsWeights
-
-    weights = SafetensorsWeights(files.path, spec)
-    check_weights(spec, weights, str(files.path))
-    return OpenedModel(files, spec, weights, dtype)
-
-
-def _open_gguf(config: EngineConfig, files: ModelFiles, device: str) -> OpenedModel:
-    from twostroke.model.weights.gguf import GGUFWeights
-
-    file = GGUFFile.open(files.path)
-    spec = spec_from_gguf(file)
-    if config.load_format == "dummy":
-        return OpenedModel(files, spec, _dummy(spec, config, device), "bfloat16")
-    weights = GGUFWeights(file, spec)
-    check_weights(spec, weights, str(files.path))
-    return OpenedModel(files, spec, weights, "bfloat16")
-
-
-def _dummy(spec: ModelSpec, config: EngineConfig, device: str) -> WeightSource:
-    from twostroke.model.weights.dummy import DummyWeights
-
-    return DummyWeights(spec, config.seed, device)
 
 
 def open_tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer | None:

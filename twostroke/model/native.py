@@ -6,6 +6,7 @@ are rounded to blocks of 8 bits before each product with a packed matrix, unless
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +14,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from twostroke.errors import ModelError
 from twostroke.kernels import cpu
-from twostroke.model.dequant import BlockType
+from twostroke.model.block_types import BlockType
 from twostroke.model.rope import rope_tables
 from twostroke.model.spec import ModelSpec
 from twostroke.model.weights import WeightSource
@@ -26,7 +26,7 @@ from twostroke.model.weights.gguf import GGUFWeights
 BLOCK = 32  # weights that share a scale
 DENSE = {BlockType.F32, BlockType.F16, BlockType.BF16}
 QUANTIZATION = {"int4": "q4", "int8": "q8"}
-ROWS_AT_ONCE = 4096  # of a large matrix while it is read
+ELEMENTS_AT_ONCE = 1 << 22  # of a matrix that is read as floats
 
 Places = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
@@ -95,16 +95,15 @@ class NativeDecoder:
         exact: bool = False,
     ) -> None:
         self.spec = spec = packing.spec
-        self.device = torch.device("cpu")
         self.isa = isa
-        self._packing, self._native = packing, cpu.module()
         self._logits = np.empty((0, spec.vocab_size), np.float32)
+        load = _Loader(packing, isa)
         with ThreadPoolExecutor(max(threads, threads_prefill)) as pool:
-            embed = pool.submit(self._matrix, ["embed"])
-            layers = list(pool.map(self._layer, range(spec.num_layers)))
-            head = embed if spec.tie_embeddings else pool.submit(self._matrix, ["head"])
-        cos, sin = rope_tables(spec.rope, max_len, self.device)
-        self.model = self._native.Model(
+            embed = pool.submit(load.matrix, ["embed"])
+            layers = list(pool.map(load.layer, range(spec.num_layers)))
+            head = embed if spec.tie_embeddings else pool.submit(load.matrix, ["head"])
+        cos, sin = rope_tables(spec.rope, max_len)
+        self.model = cpu.module().Model(
             isa,
             spec.vocab_size,
             spec.hidden_size,
@@ -116,9 +115,9 @@ class NativeDecoder:
             layers,
             embed.result(),
             head.result(),
-            self._vector("final_norm"),
-            np.ascontiguousarray(cos.numpy()),
-            np.ascontiguousarray(sin.numpy()),
+            load.vector("final_norm"),
+            cos,
+            sin,
             threads,
             threads_prefill,
             exact,
@@ -150,34 +149,41 @@ class NativeDecoder:
             self._logits = np.empty((count, self.spec.vocab_size), np.float32)
         return self._logits[:count]
 
-    def _layer(self, index: int) -> Any:
-        spec, at = self.spec, f"layers.{index}."
+
+class _Loader:
+    """Reads weights and packs them; nothing of it is needed afterwards."""
+
+    def __init__(self, packing: Packing, isa: str) -> None:
+        self._packing, self._isa, self._native = packing, isa, cpu.module()
+
+    def layer(self, index: int) -> Any:
+        spec, at = self._packing.spec, f"layers.{index}."
         none = np.empty(0, np.float32)
         return self._native.Layer(
-            self._matrix([at + "q", at + "k", at + "v"], spec.qkv_bias),
-            self._matrix([at + "o"], spec.output_bias),
-            self._matrix([at + "gate", at + "up"], spec.mlp_bias),
-            self._matrix([at + "down"], spec.mlp_bias),
-            self._vector(at + "attn_norm"),
-            self._vector(at + "mlp_norm"),
-            self._vector(at + "q_norm") if spec.qk_norm else none,
-            self._vector(at + "k_norm") if spec.qk_norm else none,
+            self.matrix([at + "q", at + "k", at + "v"], spec.qkv_bias),
+            self.matrix([at + "o"], spec.output_bias),
+            self.matrix([at + "gate", at + "up"], spec.mlp_bias),
+            self.matrix([at + "down"], spec.mlp_bias),
+            self.vector(at + "attn_norm"),
+            self.vector(at + "mlp_norm"),
+            self.vector(at + "q_norm") if spec.qk_norm else none,
+            self.vector(at + "k_norm") if spec.qk_norm else none,
             spec.layers[index].window or 0,
         )
 
-    def _vector(self, name: str) -> Floats:
-        return np.ascontiguousarray(self._packing.source.read(name, torch.float32).numpy())
+    def vector(self, name: str) -> Floats:
+        return np.ascontiguousarray(self._packing.source.floats(name))
 
-    def _matrix(self, names: list[str], biased: bool = False) -> Any:
-        shapes = self.spec.weight_shapes()
+    def matrix(self, names: list[str], biased: bool = False) -> Any:
+        shapes = self._packing.spec.weight_shapes()
         rows, cols = sum(shapes[name][0] for name in names), shapes[names[0]][1]
         format = self._packing.format(names)
-        matrix = self._native.Matrix(format, rows, cols, self.isa)
+        matrix = self._native.Matrix(format, rows, cols, self._isa)
         in_turn = names[0].endswith(".gate")
         for name, places in _places(names, shapes, in_turn):
             self._put(matrix, format, name, places)
             if biased:
-                matrix.put_bias(self._vector(name + "_bias"), places)
+                matrix.put_bias(self.vector(name + "_bias"), places)
         return matrix
 
     def _put(self, matrix: Any, format: str, name: str, places: Places) -> None:
@@ -188,13 +194,12 @@ class NativeDecoder:
                 matrix.put_blocks(str(packed.type), np.ascontiguousarray(packed.rows), places)
             except ValueError as error:
                 raise ModelError(f"the weights {name!r} cannot be packed: {error}") from error
-            source.forget(name)
-            return
-        # One matrix at a time is dense, and only while it is packed.
-        dense = source.read(name, torch.float32).numpy()
-        for first in range(0, len(places), ROWS_AT_ONCE):
-            part = slice(first, first + ROWS_AT_ONCE)
-            matrix.put_floats(np.ascontiguousarray(dense[part]), places[part])
+        else:
+            rows = max(1, ELEMENTS_AT_ONCE * len(places) // math.prod(source.shape(name) or ()))
+            for first in range(0, len(places), rows):
+                part = slice(first, first + rows)
+                matrix.put_floats(np.ascontiguousarray(source.floats(name, part)), places[part])
+        source.forget(name)
 
 
 def _places(

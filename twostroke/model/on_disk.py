@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import mmap
 import os
 from pathlib import Path
 
@@ -23,3 +25,11 @@ def nearest_on_disk(path: Path) -> str:
 def listed(files: list[str], at_most: int = 5) -> str:
     more = f" and {len(files) - at_most} more" if len(files) > at_most else ""
     return ", ".join(files[:at_most]) + more
+
+
+def forget_pages(mapped: mmap.mmap, first: int, end: int) -> None:
+    """These bytes of a mapped file need no memory until someone reads them again."""
+    if hasattr(mmap, "MADV_DONTNEED"):
+        first = first // mmap.PAGESIZE * mmap.PAGESIZE
+        with contextlib.suppress(OSError):
+            mapped.madvise(mmap.MADV_DONTNEED, first, end - first)

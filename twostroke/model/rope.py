@@ -1,25 +1,29 @@
-"""Rotary position embedding: the tables of cos and sin for a spec, scaling included."""
+"""Rotary position embedding: the tables of cos and sin for a spec, scaling included.
+
+In numpy, for every backend. `decoder.py` works out cos and sin on its own device.
+"""
 
 from __future__ import annotations
 
 import math
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from twostroke.model.spec import RopeSpec
 
+Floats = npt.NDArray[np.float32]
 
-def rope_tables(
-    rope: RopeSpec, max_len: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+
+def rope_tables(rope: RopeSpec, max_len: int) -> tuple[Floats, Floats]:
     """cos and sin, each [max_len, dim / 2] in fp32."""
-    frequencies = inverse_frequencies(rope, max_len).to(device)
-    angles = torch.outer(torch.arange(max_len, device=device, dtype=torch.float32), frequencies)
-    return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+    factor = np.float32(rope.attention_factor)
+    angles = np.outer(np.arange(max_len, dtype=np.float32), inverse_frequencies(rope, max_len))
+    return np.cos(angles) * factor, np.sin(angles) * factor
 
 
-def inverse_frequencies(rope: RopeSpec, max_len: int) -> torch.Tensor:
-    """One angle per position and channel pair.
+def inverse_frequencies(rope: RopeSpec, max_len: int) -> Floats:
+    """One angle per position and channel pair, in fp32 throughout.
 
     "dynamic" stretches the base once the context outgrows the original one. Cached keys keep the
     angle they were stored with, so the base may not change while a sequence grows: it is the one
@@ -29,29 +33,31 @@ def inverse_frequencies(rope: RopeSpec, max_len: int) -> torch.Tensor:
     if rope.kind == "dynamic" and max_len > rope.original_context:
         stretch = rope.factor * max_len / rope.original_context - (rope.factor - 1)
         theta *= stretch ** (rope.dim / (rope.dim - 2))
-    exponents = torch.arange(0, rope.dim, 2, dtype=torch.int64).float() / rope.dim
-    base = 1.0 / theta**exponents
+    exponents = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
+    base: Floats = np.float32(1) / np.power(np.float32(theta), exponents)
     if rope.kind == "linear":
-        return base / rope.factor
+        return base / np.float32(rope.factor)
     if rope.kind == "llama3":
         return _llama3(rope, base)
     if rope.kind == "yarn":
         return _yarn(rope, base)
     if rope.kind == "factors":
-        return base / torch.tensor(rope.freq_factors, dtype=torch.float32)
+        factors: Floats = np.array(rope.freq_factors, np.float32)
+        return base / factors
     return base
 
 
-def _llama3(rope: RopeSpec, base: torch.Tensor) -> torch.Tensor:
+def _llama3(rope: RopeSpec, base: Floats) -> Floats:
     """Long wavelengths are slowed by the factor, short ones kept, those between blended."""
-    wavelength = 2 * math.pi / base
-    rotations = rope.original_context / wavelength
+    wavelength = np.float32(2 * math.pi) / base
+    rotations = np.float32(rope.original_context) / wavelength
     low, high = rope.low_freq_factor, rope.high_freq_factor
-    blend = ((rotations - low) / (high - low)).clamp(0, 1)
-    return (1 - blend) * base / rope.factor + blend * base
+    blend: Floats = ((rotations - np.float32(low)) / np.float32(high - low)).clip(0, 1)
+    slowed: Floats = (np.float32(1) - blend) * base / np.float32(rope.factor)
+    return slowed + blend * base
 
 
-def _yarn(rope: RopeSpec, base: torch.Tensor) -> torch.Tensor:
+def _yarn(rope: RopeSpec, base: Floats) -> Floats:
     """As llama3, but the blend runs over channels, between two numbers of rotations."""
 
     def channel(rotations: float) -> float:
@@ -64,5 +70,6 @@ def _yarn(rope: RopeSpec, base: torch.Tensor) -> torch.Tensor:
     low, high = max(low, 0), min(high, rope.dim - 1)
     if low == high:
         high += 0.001  # a step, not a division by zero
-    ramp = ((torch.arange(rope.dim // 2).float() - low) / (high - low)).clamp(0, 1)
-    return base / rope.factor * ramp + base * (1 - ramp)
+    channels = np.arange(rope.dim // 2, dtype=np.float32)
+    ramp = ((channels - np.float32(low)) / np.float32(high - low)).clip(0, 1)
+    return base / np.float32(rope.factor) * ramp + base * (np.float32(1) - ramp)

@@ -13,7 +13,7 @@ def read(line, token, VOCAB: tl.constexpr):
 
 @triton.jit
 def uniform_of(key0, key1, token):
-    """The number in (0, 1) that `exec/rng.py` has for the keys and the token."""
+    """The number in (0, 1) that `exec/sampling.py` has for the keys and the token."""
     bits = _mix(token.to(tl.uint32) ^ key0.to(tl.uint32))
     bits = _mix(bits + key1.to(tl.uint32))
     uniform = (bits.to(tl.float32) + 0.5) * 2.0**-32

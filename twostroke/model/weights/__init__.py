@@ -1,29 +1,39 @@
-"""Where weights come from: one small interface, three sources (safetensors, gguf, dummy)."""
+"""Where weights come from: one small interface, three sources (safetensors, gguf, dummy).
+
+The sources know no torch; `tensors.py` makes tensors of what they hold.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from twostroke.errors import ModelError
 from twostroke.model.spec import ModelSpec
 
-if TYPE_CHECKING:
-    import torch
+Floats = npt.NDArray[np.float32]
+ALL_ROWS = slice(None)
 
 
 class WeightSource(Protocol):
     """Weights under the canonical names of `ModelSpec.weight_shapes`.
 
     `shape` reads headers only, so that a file can be checked before any memory is taken.
-    `read` gives a dense tensor of its own memory, matrices as (out, in), q and k in the row order
-    that pairs rope's halves (i, i + dim/2).
+    `floats` gives some rows of a weight in memory of its own, matrices as (out, in), q and k in
+    the row order that pairs rope's halves (i, i + dim/2).
     """
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """The shape stored for a canonical name, or None if the source has no such weight."""
         ...
 
-    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor: ...
+    def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats: ...
+
+    def forget(self, name: str) -> None:
+        """The weight has been read: what is kept of it in memory may go."""
+        ...
 
 
 def check_weights(spec: ModelSpec, source: WeightSource, where: str) -> None:

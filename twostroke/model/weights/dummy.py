@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import math
 
-import torch
+import numpy as np
 
 from twostroke.errors import ModelError, nearest
 from twostroke.model.spec import ModelSpec
+from twostroke.model.weights import ALL_ROWS, Floats
 
 STD = 0.02
 
@@ -20,35 +22,50 @@ TILE = 1_048_573
 class DummyWeights:
     """Values depend on seed, name and kind of device only: not on the order of reading."""
 
-    def __init__(self, spec: ModelSpec, seed: int = 0, device: str | torch.device = "cpu") -> None:
+    def __init__(self, spec: ModelSpec, seed: int = 0, device: str = "cpu") -> None:
+        """`device`: where `tensors.py` is to draw them."""
+        self.device = device
         self._shapes = spec.weight_shapes()
         self._seed = seed
-        self._device = torch.device(device)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         return self._shapes.get(name)
 
-    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Made on the device, in its dtype, with a tile as the only other memory."""
+    def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats:
+        shape = self.known_shape(name)
+        width = math.prod(shape[1:])
+        first, last, _ = rows.indices(shape[0])
+        tile = self.draw(name, min(TILE, shape[0] * width))
+        flat = np.empty((last - first) * width, np.float32)
+        at, filled = first * width % len(tile), 0
+        while filled < len(flat):
+            piece = tile[at : at + len(flat) - filled]
+            flat[filled : filled + len(piece)] = piece
+            at, filled = 0, filled + len(piece)
+        return flat.reshape(-1, *shape[1:])
+
+    def draw(self, name: str, count: int) -> Floats:
+        tile = np.random.default_rng(self.seed_of(name)).standard_normal(count, dtype=np.float32)
+        tile *= np.float32(STD)
+        tile += np.float32(mean_of(name))
+        return tile
+
+    def forget(self, name: str) -> None:
+        """Nothing is kept."""
+
+    def known_shape(self, name: str) -> tuple[int, ...]:
         shape = self.shape(name)
         if shape is None:
             raise ModelError(
                 f"the model has no weight {name!r}{nearest(name, self._shapes)}. "
                 "Expected a name from its description."
             )
-        weight = torch.empty(shape, dtype=dtype, device=self._device)
-        flat = weight.view(-1)
-        tile = self._draw(name, min(TILE, flat.numel())).to(dtype)
-        for first in range(0, flat.numel(), TILE):
-            part = flat[first : first + TILE]
-            part.copy_(tile[: part.numel()])
-        return weight
+        return shape
 
-    def _draw(self, name: str, count: int) -> torch.Tensor:
-        """Drawn in float32, so that a narrower dtype holds the same weights rounded."""
+    def seed_of(self, name: str) -> int:
         digest = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=8).digest()
-        generator = torch.Generator(self._device)
-        generator.manual_seed(int.from_bytes(digest, "little") >> 1)
-        mean = 1.0 if name.endswith("norm") else 0.0
-        tile = torch.empty(count, device=self._device)
-        return tile.normal_(mean, STD, generator=generator)
+        return int.from_bytes(digest, "little") >> 1
+
+
+def mean_of(name: str) -> float:
+    return 1.0 if name.endswith("norm") else 0.0

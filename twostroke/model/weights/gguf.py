@@ -1,4 +1,4 @@
-"""Weights from a GGUF file, dense or as the packed rows the file holds."""
+"""Weights from a GGUF file, as floats or as the packed rows the file holds."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from twostroke.errors import ModelError
-from twostroke.model.dequant import BlockType, Bytes, dequantize
+from twostroke.model.block_types import BlockType
+from twostroke.model.dequant import Bytes, dequantize
 from twostroke.model.gguf import GGUFFile, TensorInfo
 from twostroke.model.gguf_config import tensor_name
 from twostroke.model.spec import ModelSpec
-
-# Rows are turned into the target type in parts, so that a large matrix never exists in float32.
-ELEMENTS_PER_PART = 1 << 22
+from twostroke.model.weights import ALL_ROWS, Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +39,16 @@ class GGUFWeights:
     def type(self, name: str) -> BlockType:
         return self._info(name).type
 
-    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+    def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats:
         info = self._info(name)
         if len(info.shape) == 1:
             values = dequantize(self._file.raw(info.name), info.type, info.shape)
             order = self._row_order(name)
-            return torch.from_numpy(values if order is None else values[order]).to(dtype)
-        matrix = self.packed(name)
-        num_rows, row_length = matrix.shape
-        dense = torch.empty(matrix.shape, dtype=dtype)
-        rows_per_part = max(1, ELEMENTS_PER_PART // row_length)
-        for first in range(0, num_rows, rows_per_part):
-            rows = matrix.rows[first : first + rows_per_part]
-            values = dequantize(rows, matrix.type, (len(rows), row_length))
-            dense[first : first + len(rows)].copy_(torch.from_numpy(values))
-        return dense
+            return (values if order is None else values[order])[rows]
+        matrix = self.packed(name, rows)
+        return dequantize(matrix.rows, matrix.type, matrix.shape)
 
-    def packed(self, name: str) -> PackedMatrix:
+    def packed(self, name: str, rows: slice = ALL_ROWS) -> PackedMatrix:
         """A matrix in its blocks: a read-only view of the file, or a copy if rows had to move."""
         info = self._info(name)
         if len(info.shape) != 2:
@@ -65,12 +56,10 @@ class GGUFWeights:
                 f"{self._file.path}: the tensor {info.name!r} has shape {info.shape}, "
                 "expected a matrix. The file is damaged or belongs to another model."
             )
-        num_rows, row_length = info.shape
-        rows = self._file.raw(info.name).reshape(num_rows, -1)
+        stored = np.frombuffer(self._file.raw(info.name), np.uint8).reshape(info.shape[0], -1)
         order = self._row_order(name)
-        return PackedMatrix(
-            info.type, (num_rows, row_length), rows if order is None else rows[order]
-        )
+        found = stored[rows] if order is None else stored[order[rows]]
+        return PackedMatrix(info.type, (len(found), info.shape[1]), found)
 
     def forget(self, name: str) -> None:
         self._file.forget(self._info(name).name)

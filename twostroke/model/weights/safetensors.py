@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import mmap
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from twostroke.errors import ModelError
+from twostroke.model.block_types import BlockType
+from twostroke.model.dequant import Bytes, dequantize
+from twostroke.model.on_disk import forget_pages
 from twostroke.model.spec import ModelSpec
+from twostroke.model.weights import ALL_ROWS, Floats
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -41,36 +46,82 @@ def hf_name(canonical: str) -> str:
     return f"model.layers.{layer}.{LAYER_NAMES[name]}"
 
 
+class Stored(NamedTuple):
+    """A tensor as its file has it."""
+
+    type: str  # one of FLOATS
+    shape: tuple[int, ...]
+    data: Bytes
+
+
+class _File:
+    """A file in memory, page by page as it is read; the library has found it to be sound."""
+
+    def __init__(self, path: Path) -> None:
+        with safe_open(path, framework="np"), path.open("rb") as file:
+            self._buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._data: Bytes = np.frombuffer(self._buffer, np.uint8)
+        self._start = 8 + int.from_bytes(self._buffer[:8], "little")
+        self.entries: dict[str, Any] = json.loads(self._buffer[8 : self._start])
+        self.entries.pop("__metadata__", None)
+
+    def stored(self, name: str) -> Stored:
+        entry = self.entries[name]
+        first, end = self._place(name)
+        return Stored(entry["dtype"], tuple(entry["shape"]), self._data[first:end])
+
+    def forget(self, name: str) -> None:
+        forget_pages(self._buffer, *self._place(name))
+
+    def _place(self, name: str) -> tuple[int, int]:
+        first, end = self.entries[name]["data_offsets"]
+        return self._start + first, self._start + end
+
+
 class SafetensorsWeights:
     """Opens each file once; the tied head is never asked for, even if a file stores it."""
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self._folder = folder
         self._spec = spec
-        self._open_files: dict[Path, Any] = {}
+        self._open_files: dict[Path, _File] = {}
         self._source, self._files = self._find_files()
         self._refuse_unknown_tensors()
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         stored = self._stored_name(name)
-        return None if stored is None else tuple(self._header(stored).get_shape())
+        return None if stored is None else self._look(stored).shape
 
-    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+    def stored(self, name: str) -> Stored:
+        """The mapped file itself: read it, do not write to it."""
         stored = self._stored_name(name)
         if stored is None:
             raise ModelError(
                 f"{self._source}: lists no tensor {hf_name(name)!r}. The model is incomplete or "
                 "its config.json belongs to another one; download the folder again."
             )
-        path = self._files[stored]
-        found = self._header(stored).get_dtype()
-        if found not in FLOATS:
+        found = self._look(stored)
+        if found.type not in FLOATS:
             raise ModelError(
-                f"{path}: the tensor {stored!r} is of type {found}, expected one of "
-                f"{', '.join(FLOATS)}. Use the unquantised model, or a GGUF of it."
+                f"{self._files[stored]}: the tensor {stored!r} is of type {found.type}, expected "
+                f"one of {', '.join(FLOATS)}. Use the unquantised model, or a GGUF of it."
             )
-        tensor: torch.Tensor = self._open(path).get_tensor(stored)
-        return tensor.to(dtype, copy=True)  # what the library gives may be the mapped file itself
+        return found
+
+    def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats:
+        type, shape, data = self.stored(name)
+        first, last, _ = rows.indices(shape[0])
+        part = (last - first, *shape[1:])
+        row_bytes = data.size // shape[0]
+        data = data[first * row_bytes : last * row_bytes]
+        if type == "F64":
+            return np.frombuffer(data, "<f8").astype(np.float32).reshape(part)
+        return dequantize(data, BlockType(type), part)
+
+    def forget(self, name: str) -> None:
+        stored = self._stored_name(name)
+        if stored is not None:
+            self._open(self._files[stored]).forget(stored)
 
     def _find_files(self) -> tuple[Path, dict[str, Path]]:
         """What lists the tensors, and the file that holds each of them."""
@@ -79,7 +130,7 @@ class SafetensorsWeights:
             return index, self._read_index(index)
         if not single.exists():
             single = self._only_file()
-        return single, dict.fromkeys(self._open(single).keys(), single)
+        return single, dict.fromkeys(self._open(single).entries, single)
 
     def _only_file(self) -> Path:
         found = sorted(self._folder.glob("*.safetensors"))
@@ -117,10 +168,10 @@ class SafetensorsWeights:
                 )
         return {name: self._folder / shard for name, shard in shards.items()}
 
-    def _open(self, path: Path) -> Any:
+    def _open(self, path: Path) -> _File:
         if path not in self._open_files:
             try:
-                self._open_files[path] = safe_open(path, framework="pt", device="cpu")
+                self._open_files[path] = _File(path)
             except (SafetensorError, OSError) as error:
                 raise ModelError(
                     f"{path}: cannot be read as safetensors ({error}). The file is truncated or "
@@ -128,12 +179,12 @@ class SafetensorsWeights:
                 ) from None
         return self._open_files[path]
 
-    def _header(self, stored: str) -> Any:
-        """Shape and type of a tensor; nothing of its data is read."""
+    def _look(self, stored: str) -> Stored:
+        """What a tensor is; nothing of its data is read."""
         path = self._files[stored]
         try:
-            return self._open(path).get_slice(stored)
-        except SafetensorError:
+            return self._open(path).stored(stored)
+        except KeyError:
             raise ModelError(
                 f"{path}: does not hold the tensor {stored!r}, though {self._source.name} says "
                 "so. Index and shards are not of one model; download the folder again."

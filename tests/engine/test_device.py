@@ -1,0 +1,81 @@
+"""Which device is chosen, and when torch is asked for it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+import pytest
+
+from twostroke.config import EngineConfig
+from twostroke.engine import device
+from twostroke.errors import ConfigError
+
+
+class Machine:
+    """What there is of drivers and GPUs, and whether torch was asked."""
+
+    def __init__(self, driver: bool, amd: bool, gpu: bool) -> None:
+        self.driver, self.amd, self.gpu, self.asked = driver, amd, gpu, False
+
+    def load(self, name: str) -> object:
+        if not self.driver:
+            raise OSError(f"{name}: cannot open shared object file")
+        return object()
+
+    def finds_gpu(self) -> bool:
+        self.asked = True
+        return self.gpu
+
+    def put_in_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(device.sys, "platform", "linux")
+        monkeypatch.setattr(ctypes, "CDLL", self.load)
+        monkeypatch.setattr(os.path, "exists", lambda path: path == device.AMD and self.amd)
+        monkeypatch.setattr(device, "_finds_gpu", self.finds_gpu)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("driver", "amd", "gpu", "asked", "found", "torch_is_asked"),
+    [
+        (False, False, False, "auto", "cpu", False),
+        (True, False, True, "auto", "cuda:0", True),
+        (True, False, False, "auto", "cpu", True),  # a driver without a device
+        (False, True, True, "auto", "cuda:0", True),
+        (True, False, True, "cpu", "cpu", False),
+        (True, False, True, "cuda", "cuda:0", True),
+        (True, False, True, "cuda:1", "cuda:1", True),
+    ],
+)
+def test_torch_is_asked_only_where_there_may_be_a_gpu(
+    driver: bool,
+    amd: bool,
+    gpu: bool,
+    asked: str,
+    found: str,
+    torch_is_asked: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = Machine(driver, amd, gpu)
+    machine.put_in_place(monkeypatch)
+    assert device.find_device(EngineConfig(device=asked)) == found
+    assert machine.asked is torch_is_asked
+
+
+@pytest.mark.parametrize("hidden", ["", " ", "-1"])
+def test_gpus_that_are_hidden_are_not_looked_for(
+    hidden: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(driver=True, amd=False, gpu=True)
+    machine.put_in_place(monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    assert device.find_device(EngineConfig()) == "cpu"
+    assert not machine.asked
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert device.find_device(EngineConfig()) == "cuda:0"
+
+
+def test_a_gpu_that_is_asked_for_and_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(driver=False, amd=False, gpu=False).put_in_place(monkeypatch)
+    with pytest.raises(ConfigError, match="torch finds no GPU; use device='cpu' or 'auto'"):
+        device.find_device(EngineConfig(device="cuda"))

@@ -1,0 +1,214 @@
+"""On the native kernels nothing imports torch, whatever is asked; on the others it is there.
+
+Real processes, in which torch cannot be imported: whatever tries fails aloud.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.model.gguf_files import write_model
+from tests.tiny import tiny_folder
+from twostroke.kernels import cpu
+
+needs_native = pytest.mark.skipif(
+    not cpu.available(), reason="this installation was built without the native kernels"
+)
+HERE = Path(__file__).parents[2]
+MESSAGE = "torch was imported"
+
+# Everything that a request can ask for beside temperature and its companions.
+ASK_FOR_ALL = """
+import json, sys
+from twostroke import LLM, SamplingParams
+from twostroke.request import StructuredOutputs
+
+llm = LLM(sys.argv[1], num_gpu_blocks_override=256, **json.loads(sys.argv[2]))
+common = {"max_tokens": 4, "ignore_eos": True}
+schema = {"enum": ["yes", "no"]}
+asked = {
+    "greedy": {"temperature": 0},
+    "sampled": {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 1},
+    "penalised": {"repetition_penalty": 1.2, "presence_penalty": 0.5},
+    "logprobs": {"temperature": 0, "logprobs": 3},
+    "prompt_logprobs": {"temperature": 0, "prompt_logprobs": 2},
+    "logit_bias": {"temperature": 0, "logit_bias": {9: 100.0}},
+    "allowed": {"temperature": 0, "allowed_token_ids": [11, 12]},
+    "min_tokens": {"min_tokens": 3, "stop_token_ids": [7]},
+}
+if llm.get_tokenizer() is not None:
+    asked["bad_words"] = {"bad_words": ["the"]}
+    asked["grammar"] = {"structured_outputs": StructuredOutputs(json=schema), "max_tokens": 40}
+params = [SamplingParams(**(common | one)) for one in asked.values()]
+outputs = llm.generate([[5, 6, 7, 8]] * len(params), params, use_tqdm=False)
+written = dict(zip(asked, outputs, strict=True))
+assert written["logit_bias"].outputs[0].token_ids == [9] * 4
+assert set(written["allowed"].outputs[0].token_ids) <= {11, 12}
+assert [len(entry) >= 3 for entry in written["logprobs"].outputs[0].logprobs] == [True] * 4
+assert len(written["prompt_logprobs"].prompt_logprobs) == 4
+if "grammar" in written:
+    assert json.loads(written["grammar"].outputs[0].text) in ("yes", "no")
+print(json.dumps(["torch" in sys.modules, written["greedy"].outputs[0].token_ids]))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_folder(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def torchless(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment where importing torch fails."""
+    path = tmp_path_factory.mktemp("torchless")
+    (path / "torch.py").write_text(f"raise AssertionError({MESSAGE!r})\n")
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(path), str(HERE)])}
+
+
+def run(code: str, *words: str, env: dict[str, str] | None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=env,
+        cwd=HERE,
+    )
+
+
+def ask_for_all(path: Path, env: dict[str, str] | None, **settings: Any) -> tuple[bool, list[int]]:
+    done = run(ASK_FOR_ALL, str(path), json.dumps({"device": "cpu"} | settings), env=env)
+    assert done.returncode == 0, done.stderr
+    imported, tokens = json.loads(done.stdout)
+    return imported, tokens
+
+
+@needs_native
+def test_no_request_imports_torch(folder: Path, torchless: dict[str, str]) -> None:
+    assert ask_for_all(folder, torchless)[0] is False
+
+
+@needs_native
+def test_the_device_is_chosen_without_torch_where_there_can_be_no_gpu(
+    folder: Path, torchless: dict[str, str]
+) -> None:
+    hidden = torchless | {"CUDA_VISIBLE_DEVICES": ""}
+    assert ask_for_all(folder, hidden, device="auto")[0] is False
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "settings", [{"load_format": "dummy"}, {"quantization": "int8"}, {"exact": True}], ids=str
+)
+def test_no_setting_of_the_native_kernels_imports_torch(
+    settings: dict[str, Any], folder: Path, torchless: dict[str, str]
+) -> None:
+    assert ask_for_all(folder, torchless, **settings)[0] is False
+
+
+@needs_native
+def test_a_gguf_file_is_read_without_torch(tmp_path: Path, torchless: dict[str, str]) -> None:
+    write_model(tmp_path / "m.gguf")
+    settings = {"skip_tokenizer_init": True, "max_num_seqs": 16}
+    assert ask_for_all(tmp_path / "m.gguf", torchless, **settings)[0] is False
+
+
+@needs_native
+def test_run_answers_without_torch(folder: Path, torchless: dict[str, str]) -> None:
+    words = ["run", "--model", str(folder), "--device", "cpu", "--json", "--max-tokens", "5", "hi"]
+    words += ["--num-gpu-blocks-override", "64", "--ignore-eos"]
+    code = f"import sys\nfrom twostroke.cli import main\nsys.exit(main({words!r}))"
+    done = run(code, env=torchless)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["token_ids"]) == 5
+
+
+def test_without_native_kernels_torch_computes(folder: Path) -> None:
+    imported, expected = ask_for_all(folder, None, kernels="reference")
+    assert imported
+    none = "from twostroke.kernels import cpu\ncpu.native = None\n" + ASK_FOR_ALL
+    done = run(none, str(folder), '{"device": "cpu"}', env=None)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [True, expected]
+    assert "no native kernels" in done.stderr
+
+
+@pytest.mark.parametrize("settings", [{"kernels": "reference"}, {"dtype": "bfloat16"}], ids=str)
+def test_the_check_can_fail(
+    settings: dict[str, str], folder: Path, torchless: dict[str, str]
+) -> None:
+    """Negative control: what runs on torch cannot run here."""
+    done = run(ASK_FOR_ALL, str(folder), json.dumps({"device": "cpu"} | settings), env=torchless)
+    assert done.returncode != 0
+    assert MESSAGE in done.stderr
+
+
+# The server: both of its processes
+
+
+@contextlib.contextmanager
+def served(folder: Path, env: dict[str, str]) -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    line = [sys.executable, "-m", "twostroke", "serve", str(folder), "--port", str(port)]
+    line += ["--device", "cpu", "--num-gpu-blocks-override", "256", "--served-model-name", "m"]
+    process = subprocess.Popen(line, env=env, cwd=HERE, stderr=subprocess.PIPE, text=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        until = time.monotonic() + 60
+        while True:
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < until, "the server did not come up"
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"{url}/health", timeout=10).close()
+                break
+            time.sleep(0.05)
+        yield url
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=30)[1]
+        assert process.returncode == 0
+        assert "Traceback" not in said
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def post(url: str, **body: Any) -> Any:
+    data = json.dumps({"model": "m", "max_tokens": 4} | body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+@needs_native
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_the_server_answers_without_torch(folder: Path, torchless: dict[str, str]) -> None:
+    with served(folder, torchless) as url:
+        (choice,) = post(f"{url}/v1/completions", prompt=[5, 6, 7], logprobs=2, echo=True)[
+            "choices"
+        ]
+        assert len(choice["logprobs"]["token_logprobs"]) == 7
+        post(f"{url}/v1/completions", prompt="a", temperature=0.7, logit_bias={"9": 5})
+        schema = {"enum": ["yes", "no"]}
+        wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+        answer = post(
+            f"{url}/v1/chat/completions",
+            messages=[{"role": "user", "content": "hi"}],
+            response_format=wanted,
+            max_tokens=40,
+        )
+        assert json.loads(answer["choices"][0]["message"]["content"]) in ("yes", "no")

@@ -1,0 +1,195 @@
+"""Sampling without torch equals its definition in torch, whatever a request asks for."""
+
+from __future__ import annotations
+
+from time import monotonic
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from twostroke.exec import logits as numpy_way
+from twostroke.exec.executor import Mask
+from twostroke.exec.native import Forwarded, NativeExecutor
+from twostroke.exec.sampling import as_tensors, sample, to_token_logprobs, top_logprobs
+from twostroke.exec.state import HostRows
+from twostroke.exec.tensor_rows import TensorRows
+from twostroke.kernels import cpu
+from twostroke.plan import BlockAppend, BlockDrop, NewRow, PhaseWork, StepPlan, StepResult
+from twostroke.request import SamplingParams
+
+VOCAB = 300
+MAX_LEN = 64
+NOTHING = StepPlan(0, (), (), (), (), (), (), PhaseWork(), PhaseWork())
+
+needs_native = pytest.mark.skipif(
+    not cpu.available(), reason="this installation was built without the native kernels"
+)
+Floats = npt.NDArray[np.float32]
+
+
+class Draws:
+    """Some requests in the midst of writing, by both ways."""
+
+    def __init__(self, requests: list[NewRow], positions: list[int], lines: Floats) -> None:
+        self.requests, self.positions, self.lines = requests, positions, lines
+        self.rows = [request.row for request in requests]
+        self.host = HostRows(len(requests), MAX_LEN, 16, 1)
+        self.tensors = TensorRows(len(requests), MAX_LEN, 16, 1, torch.device("cpu"))
+        plan = NOTHING._replace(new=tuple(requests))
+        self.host.apply(plan)
+        self.tensors.apply(plan)
+
+    def native(self, masks: dict[int, Mask]) -> StepResult:
+        decoder: Any = SimpleNamespace(isa="auto")
+        executor = NativeExecutor(decoder, SimpleNamespace(data=None), self.host)  # type: ignore[arg-type]
+        given = Forwarded(NOTHING, self.rows, self.positions, self.lines.copy(), monotonic())
+        return executor.sample(given, masks).wait()
+
+    def torch(self, masks: dict[int, Mask]) -> StepResult:
+        lines = torch.from_numpy(self.lines.copy())
+        allowed = as_tensors(masks, torch.device("cpu"))
+        drawn = sample(lines, self.rows, self.positions, self.tensors, allowed)
+        logprobs = {n: to_token_logprobs(found) for n, found in drawn.logprobs.items()}
+        return StepResult(drawn.tokens.tolist(), logprobs, {}, 0.0)
+
+
+def random_request(random: np.random.Generator, row: int) -> NewRow:
+    """Anything that can be asked for, alone and together."""
+
+    def sometimes(value: Any, otherwise: Any) -> Any:
+        return value if random.random() < 0.3 else otherwise
+
+    def tokens(most: int) -> list[int]:
+        return random.choice(VOCAB, random.integers(1, most), replace=False).tolist()
+
+    num_prompt = int(random.integers(1, 20))
+    history = random.integers(0, VOCAB, num_prompt + int(random.integers(0, 20))).tolist()
+    ending = [history[-2:] + tokens(2)] if len(history) - num_prompt >= 2 else []
+    words = [[int(t)] for t in tokens(3)] + [tokens(5)] + ending
+    params = SamplingParams(
+        temperature=sometimes(0.0, float(random.uniform(0.2, 2))),
+        top_k=sometimes(int(random.integers(1, 60)), 0),
+        top_p=sometimes(float(random.uniform(0.3, 1)), 1.0),
+        min_p=sometimes(float(random.uniform(0, 0.1)), 0.0),
+        repetition_penalty=sometimes(1.3, 1.0),
+        frequency_penalty=sometimes(0.4, 0.0),
+        presence_penalty=sometimes(0.7, 0.0),
+        logprobs=sometimes(int(random.integers(0, 8)), None),
+        logit_bias=sometimes({t: float(random.normal(0, 5)) for t in tokens(6)}, None),
+        allowed_token_ids=sometimes(tokens(40), None),
+        min_tokens=sometimes(12, 0),
+        max_tokens=40,
+    )
+    stop_ids = frozenset(sometimes(tokens(4), []))
+    bad = tuple(tuple(word) for word in sometimes(words, []))
+    seed = int(random.integers(0, 2**62))
+    return NewRow(row, str(row), tuple(history), num_prompt, params, seed, stop_ids, bad)
+
+
+def random_draws(seed: int, count: int = 40) -> tuple[Draws, dict[int, Mask]]:
+    random = np.random.default_rng(seed)
+    requests = [random_request(random, row) for row in range(count)]
+    lines = random.normal(0, 3, (count, VOCAB)).astype(np.float32)
+    masks = {}
+    for n in range(count):
+        if random.random() < 0.2:
+            masks[n] = random.random(VOCAB) < 0.5
+            masks[n][list(requests[n].params.allowed_token_ids or ())] = True
+    return Draws(requests, [len(r.tokens) for r in requests], lines), masks
+
+
+@needs_native
+@pytest.mark.parametrize("seed", range(12))
+def test_both_ways_draw_the_same_tokens_with_the_same_logprobs(seed: int) -> None:
+    draws, masks = random_draws(seed)
+    expected, got = draws.torch(masks), draws.native(masks)
+    assert got.tokens == expected.tokens
+    assert got.logprobs.keys() == expected.logprobs.keys()
+    assert got.logprobs
+    for n, entry in got.logprobs.items():
+        assert entry.token_ids == expected.logprobs[n].token_ids
+        assert entry.rank == expected.logprobs[n].rank
+        assert entry.logprobs == pytest.approx(expected.logprobs[n].logprobs, abs=2e-6)
+    assert draws.host.tokens[draws.rows, draws.positions].tolist() == got.tokens
+
+
+@needs_native
+def test_the_comparison_notices_a_bias_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control."""
+    draws, masks = random_draws(0)
+    expected = draws.torch(masks)
+    monkeypatch.setattr("twostroke.exec.native.is_plain", lambda *_: True)
+    assert draws.native(masks).tokens != expected.tokens
+
+
+@needs_native
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_where_nothing_is_allowed_both_write_the_first_token(temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, allowed_token_ids=[7], logprobs=1)
+    request = NewRow(0, "r", (1, 2), 2, params, 5, frozenset(), ((7,),))
+    lines = np.random.default_rng(0).normal(0, 1, (1, VOCAB)).astype(np.float32)
+    draws = Draws([request], [2], lines)
+    assert draws.torch({}).tokens == draws.native({}).tokens == [0]
+
+
+def test_of_tokens_that_are_equally_likely_the_lowest_come_first() -> None:
+    line = numpy_way.log_softmax(np.array([1, 3, 2, 3, 3, 2, 0], np.float32))
+    found = numpy_way.top_logprobs(line, 5, 4)
+    assert found.token_ids == (5, 1, 3, 4, 2)
+    assert found.rank == 4
+    assert numpy_way.top_logprobs(line, 3, 0).token_ids == (3,)
+    assert numpy_way.top_logprobs(line, 6, 7).token_ids == (6, 1, 3, 4, 2, 5, 0, 6)
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 30.0])
+def test_log_softmax_is_as_near_as_torchs(scale: float) -> None:
+    lines = np.random.default_rng(1).normal(0, scale, (20, 5000)).astype(np.float32)
+    lines[3, :2000] = -np.inf
+    for line in lines:
+        exact = torch.log_softmax(torch.from_numpy(line).double(), -1).numpy()
+        own, theirs = numpy_way.log_softmax(line), torch.log_softmax(torch.from_numpy(line), -1)
+        finite = np.isfinite(exact)
+        assert own.dtype == np.float32
+        assert np.array_equal(np.isfinite(own), finite)
+        np.testing.assert_allclose(own[finite], exact[finite], atol=2e-6 * max(1, scale), rtol=3e-7)
+        token = torch.tensor(int(line.argmax()))
+        expected = to_token_logprobs(top_logprobs(theirs, token, 5))
+        assert numpy_way.top_logprobs(own, int(token), 5).token_ids == expected.token_ids
+
+
+def test_rows_on_the_host_and_as_tensors_follow_plans_alike() -> None:
+    """Rows taken, lengthened, passed by a window, retired and taken anew."""
+    host = HostRows(4, MAX_LEN, 4, 2)
+    tensors = TensorRows(4, MAX_LEN, 4, 2, torch.device("cpu"))
+    params = SamplingParams()
+
+    def new(row: int, *tokens: int) -> NewRow:
+        return NewRow(row, str(tokens), tokens, len(tokens), params, 0, frozenset(), ())
+
+    plans = [
+        NOTHING._replace(
+            new=(new(0, 5, 6, 7), new(3, 9)),
+            appended=(
+                BlockAppend(0, 0, (4, 2)),
+                BlockAppend(0, 1, (7,)),
+                BlockAppend(3, 0, (1,)),
+            ),
+        ),
+        NOTHING._replace(appended=(BlockAppend(0, 0, (8, 9)), BlockAppend(3, 1, (3, 5)))),
+        NOTHING._replace(dropped=(BlockDrop(0, 0, 2),), retired=(3,), new=(new(3, 1, 2, 3, 4),)),
+        NOTHING._replace(appended=(BlockAppend(3, 0, (6,)),), retired=(0,)),
+    ]
+    for plan in plans:
+        host.apply(plan)
+        tensors.apply(plan)
+        assert np.array_equal(host.tokens, tensors.tokens.numpy())
+        for ours, theirs in zip(host.tables, tensors.tables, strict=True):
+            assert np.array_equal(ours, theirs.numpy())
+        assert host.rows == tensors.rows
+    assert host.tables[0][0, :5].tolist() == [0, 0, 8, 9, 0]
+    assert host.tables[0][3, :2].tolist() == [6, 0]
+    assert host.tokens[3, :5].tolist() == [1, 2, 3, 4, 0]

@@ -1,0 +1,61 @@
+"""Angles: one definition for every backend, as near to the exact ones as single precision gets."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from twostroke.model.decoder import rope_tensors
+from twostroke.model.rope import inverse_frequencies, rope_tables
+from twostroke.model.spec import RopeSpec
+
+MAX_LEN = 4096
+ROPES = {
+    "none": RopeSpec(1e5, 64),
+    "linear": RopeSpec(1e4, 96, kind="linear", factor=2.0),
+    "dynamic": RopeSpec(1e4, 96, kind="dynamic", factor=2.0, original_context=2048),
+    "llama3": RopeSpec(
+        5e5,
+        128,
+        kind="llama3",
+        factor=32.0,
+        original_context=8192,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+    ),
+    "yarn": RopeSpec(
+        1e6, 128, kind="yarn", factor=4.0, original_context=32768, attention_factor=1.1386
+    ),
+    "factors": RopeSpec(1e4, 96, kind="factors", freq_factors=tuple(1 + n / 9 for n in range(48))),
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_tables_without_torch_are_those_with_it(name: str) -> None:
+    ours = rope_tables(ROPES[name], MAX_LEN)
+    theirs = rope_tensors(ROPES[name], MAX_LEN, torch.device("cpu"))
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.dtype == np.float32
+        assert one.shape == (MAX_LEN, ROPES[name].dim // 2)
+        np.testing.assert_allclose(one, other.numpy(), atol=2e-7, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["none", "linear"])
+def test_frequencies_are_the_powers_of_theta(name: str) -> None:
+    rope = ROPES[name]
+    exact = rope.theta ** -(np.arange(0, rope.dim, 2, dtype=np.float64) / rope.dim)
+    exact /= rope.factor if name == "linear" else 1.0
+    found = inverse_frequencies(rope, MAX_LEN)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, exact, rtol=1e-6)
+
+
+def test_scaling_slows_long_wavelengths_and_leaves_short_ones() -> None:
+    for name in ("llama3", "yarn"):
+        rope = ROPES[name]
+        plain = inverse_frequencies(RopeSpec(rope.theta, rope.dim), MAX_LEN)
+        ratio = plain / inverse_frequencies(rope, MAX_LEN)
+        assert ratio[0] == 1.0
+        assert ratio[-1] == pytest.approx(rope.factor, rel=1e-6)
+        assert (np.diff(ratio) >= -1e-5).all()

@@ -1,0 +1,70 @@
+"""What few requests ask of their logits, one line at a time, in numpy: for `native.py`.
+
+`sampling.py` defines the same in torch, and says in which order: bans and biases here, then the
+rest, which the native sampler does. A test holds the two equal.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from twostroke.exec.executor import Mask
+from twostroke.exec.state import Ints
+from twostroke.plan import NewRow, TokenLogprobs
+
+Line = npt.NDArray[np.float32]  # [vocabulary]
+NEVER = np.float32("-inf")
+
+
+def is_plain(request: NewRow, position: int) -> bool:
+    """Nothing is to be forbidden or favoured at this position."""
+    params = request.params
+    return not (
+        params.logit_bias
+        or params.allowed_token_ids is not None
+        or request.bad_words_ids
+        or (position - request.num_prompt < params.min_tokens and request.stop_ids)
+    )
+
+
+def apply_bans(
+    line: Line, request: NewRow, position: int, tokens: Ints, allowed: Mask | None
+) -> None:
+    """Forbid and favour, in place. `tokens` are the request's, known up to `position`."""
+    params = request.params
+    if allowed is not None:
+        line[~allowed] = NEVER
+    if params.logit_bias:
+        line[list(params.logit_bias)] += np.array(list(params.logit_bias.values()), np.float32)
+    if params.allowed_token_ids is not None:
+        kept = list(params.allowed_token_ids)
+        values = line[kept]
+        line[:] = NEVER
+        line[kept] = values
+    written = position - request.num_prompt
+    if written < params.min_tokens and request.stop_ids:
+        line[list(request.stop_ids)] = NEVER
+    for *start, last in request.bad_words_ids:
+        before = len(start)
+        if before <= written and tokens[position - before : position].tolist() == start:
+            line[last] = NEVER
+
+
+def log_softmax(line: Line) -> Line:
+    largest = line.max()
+    total = np.exp(line - largest).sum(dtype=np.float64)
+    return line - (largest + np.float32(np.log(total)))
+
+
+def top_logprobs(logprobs: Line, token: int, count: int) -> TokenLogprobs:
+    """The token's own log-probability, then the `count` best; of equals the lowest token first."""
+    own = logprobs[token]
+    rank = int(np.count_nonzero(logprobs > own)) + 1
+    best: npt.NDArray[np.intp] = np.empty(0, np.intp)
+    if count:
+        least = np.partition(logprobs, -count)[-count]
+        best = np.flatnonzero(logprobs >= least)
+        best = best[np.argsort(-logprobs[best], kind="stable")[:count]]
+    ids = (int(token), *best.tolist())
+    return TokenLogprobs(ids, (float(own), *logprobs[best].tolist()), rank)
