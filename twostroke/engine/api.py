@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from twostroke.kv.cache import KVUsage
+from twostroke.observe.record import Records
 from twostroke.outputs import RequestOutput
 from twostroke.request import SamplingParams
 
@@ -50,6 +51,8 @@ class EngineLoad:
 class EngineClient(Protocol):
     info: EngineInfo
     intake: Intake
+    records: Records  # outlive the engine, if another is started in its place
+    num_restarts: int
 
     @property
     def healthy(self) -> bool:

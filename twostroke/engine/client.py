@@ -66,8 +66,17 @@ def _take(engine: Engine, updates: list[Update]) -> list[RequestOutput]:
     """The outputs that changed. What a stop string has hit ends in the engine, too."""
     outputs, hits = engine.frontend.take(updates)
     ends = [engine.core.abort(name) for name in hits]
-    engine.frontend.take([end for end in ends if end is not None])
+    hit = [end for end in ends if end is not None]
+    engine.frontend.take(hit)
+    _tell_ends(engine, (*updates, *hit))
     return outputs
+
+
+def _tell_ends(engine: Engine, updates: Iterable[Update]) -> None:
+    """After the front end's last word on them."""
+    for update in updates:
+        if update.record is not None:
+            engine.core.records.tell_request(update.record)
 
 
 class AsyncEngine(StreamingEngine):
@@ -85,6 +94,8 @@ class AsyncEngine(StreamingEngine):
         self.info = engine.info()
         self.intake = engine.frontend.intake
         engine.frontend.warm()
+        self.records = engine.core.records
+        self.num_restarts = 0
         self._inbox: queue.SimpleQueue[tuple[Stream, list[EngineRequest]] | str | None]
         self._inbox = queue.SimpleQueue()
         self._streams = Streams(engine.frontend)
@@ -182,7 +193,9 @@ class AsyncEngine(StreamingEngine):
             return
         with self._lock:
             ends = [self.engine.core.abort(name) for name in self._streams.take(updates)]
-            self._streams.take([end for end in ends if end is not None])
+            hit = [end for end in ends if end is not None]
+            self._streams.take(hit)
+        _tell_ends(self.engine, (*updates, *hit))
 
     def _end(self, stream: Stream, reason: Exception) -> None:
         for name in self._streams.close(stream, reason):
