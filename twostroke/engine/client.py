@@ -46,8 +46,9 @@ class SyncClient:
 
     def abort(self, request_id: str) -> None:
         self._kept.pop(request_id, None)
-        for name in self._engine.frontend.forget(request_id):
-            self._engine.core.abort(name)
+        names = self._engine.frontend.forget(request_id)
+        ends = [self._engine.core.abort(name) for name in names]
+        _tell_ends(self._engine, [end for end in ends if end is not None])
 
     def run(self, request_ids: Iterable[str]) -> Iterator[list[RequestOutput]]:
         """Turn the loop until these requests have ended; after each step, which of their outputs
@@ -191,11 +192,12 @@ class AsyncEngine(StreamingEngine):
     def _deliver(self, updates: list[Update]) -> None:
         if not updates:
             return
+        _tell_ends(self.engine, updates)  # whoever hears of an end finds it counted
         with self._lock:
             ends = [self.engine.core.abort(name) for name in self._streams.take(updates)]
             hit = [end for end in ends if end is not None]
             self._streams.take(hit)
-        _tell_ends(self.engine, (*updates, *hit))
+        _tell_ends(self.engine, hit)
 
     def _end(self, stream: Stream, reason: Exception) -> None:
         for name in self._streams.close(stream, reason):

@@ -295,6 +295,7 @@ class RemoteEngine(StreamingEngine):
         for name in self._streams.close(stream, EngineError(reason)):
             record = RequestRecord(name, len(asked.ids), asked.received_s, finished_s=now)
             record.finish_reason = FinishReason.ERROR
+            record.n, record.family = len(stream.children), stream.request_id
             self._note_ends([record])
 
     def _forget_engine(self) -> None:
