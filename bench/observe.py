@@ -103,6 +103,7 @@ def measure_end(tokens: int) -> float:
 
 def measure_page() -> float:
     info = SimpleNamespace(max_model_len=8192, block_size=16, kv_tokens=65536, device="cpu")
+    info.read_bytes_per_s = info.ops_per_s = 1.0
     kv = scheduler_with(8, 0, 5000).kv.usage()
     client = SimpleNamespace(
         info=info,
