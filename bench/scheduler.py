@@ -104,9 +104,9 @@ def time_records(running: int) -> float:
     core = EngineCore(scheduler_with(running, 0, 5000), Instant(), cost)
     record, times = core._record, []
 
-    def timed(flight: Flight, result: StepResult) -> None:
+    def timed(flight: Flight, result: StepResult, now: float) -> None:
         start = perf_counter()
-        record(flight, result)
+        record(flight, result, now)
         times.append(perf_counter() - start)
 
     core._record = timed  # type: ignore[method-assign]

@@ -18,12 +18,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import index
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from twostroke.errors import RequestError
 from twostroke.kv.cache import KVSequence
-from twostroke.observe.record import RequestRecord
 from twostroke.strict import Strict
+
+if TYPE_CHECKING:  # which knows of plans, and those of what is asked for
+    from twostroke.observe.record import RequestRecord
 
 MAX_SEED = 2**63 - 1
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy: the division would overflow

@@ -107,7 +107,7 @@ def test_records_count_what_was_done(folder: Path) -> None:
     (record,) = output.metrics
     assert [(start, size) for _, _, start, size in record.chunks] == [(0, 16), (16, 16), (32, 8)]
     assert list(record.token_step) == [2, 3, 4, 5, 6]
-    assert len(record.gaps()) == 4
+    assert len(record.gap_steps()) == 4
     assert record.received_s <= record.queued_s <= record.scheduled_s <= record.first_token_s
     total = record.queue_s + record.prefill_s + record.decode_s
     assert total == pytest.approx(record.token_s[-1] - record.received_s)

@@ -29,9 +29,9 @@ from twostroke.engine.remote import RemoteEngine
 from twostroke.engine.wire import Step, decode_from_engine, encode, pack_step, unpack_step
 from twostroke.errors import ConfigError, EngineError, ModelError, RequestError
 from twostroke.kv.cache import KVUsage
-from twostroke.observe.record import RequestRecord
+from twostroke.observe.record import Causes, FirstToken, PhaseRecord, RequestRecord, StepRecord
 from twostroke.outputs import RequestOutput
-from twostroke.plan import TokenLogprobs
+from twostroke.plan import Chunk, Slot, TokenLogprobs
 from twostroke.request import FinishReason
 from twostroke.sched.scheduler import Update
 
@@ -144,7 +144,9 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def test_a_step_crosses_the_wire_unchanged() -> None:
+    gap = Causes(0.5, 0.25, 0.125, 0.125)
     record = RequestRecord("c", 3, 0.5, chunks=[(1.0, 2, 0, 3)], finish_reason="stop")
+    record.gaps, record.worst_gap_s, record.worst_gap = gap, gap.total_s, gap
     record.token_s.extend([1.5, 2.5])
     record.token_step.extend([2, 2**40])
     logprobs = (TokenLogprobs((5, 6), (-0.5, float("-inf")), 1),)
@@ -157,9 +159,17 @@ def test_a_step_crosses_the_wire_unchanged() -> None:
     handles = {"a": 0, "b": 70_000, "c": 2**33, "gone": 4}
     names = {handle: name for name, handle in handles.items() if name != "gone"}
     load = EngineLoad(1, 2, KVUsage(15, 1, 2, 4, 8))
-    step = decode_from_engine(encode(pack_step(updates, handles, load)))
+    work = PhaseRecord(1, 2, 3, 4e9, 5e6)
+    chunks, slots = (Chunk(3, 0, 16, False),), (Slot(0, 7), Slot(1, 9))
+    ran = StepRecord(
+        5, 0.1, 0.2, 0.3, 0.1, 0.0, 0.0, work, work, chunks, slots, 1, 2, 0, load.kv,
+        4, gap, 1, (gap,), (FirstToken(0.5, 3, 0),), 0.125,
+    )  # fmt: skip
+    step = decode_from_engine(encode(pack_step(updates, handles, load, [ran])))
     assert isinstance(step, Step)
     assert step.load == load
+    assert step.steps == [ran]
+    assert isinstance(step.steps[0].slots[1], Slot)
     got = {update.request_id: update for update in unpack_step(step, names)}
     assert got.keys() == {"a", "b", "c"}
     assert [got[name]._replace(record=None) for name in "abc"] == [

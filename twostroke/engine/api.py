@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from twostroke.kv.cache import KVUsage
+from twostroke.observe.record import Records
 from twostroke.outputs import RequestOutput
 from twostroke.request import SamplingParams
 
@@ -36,6 +37,8 @@ class EngineInfo:
     state_bytes: int = 0  # measured on a GPU, as are the next two
     activation_bytes: int = 0
     graph_bytes: int = 0
+    read_bytes_per_s: float = 0.0  # the machine's ceilings, where they were measured
+    ops_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,8 @@ class EngineLoad:
 class EngineClient(Protocol):
     info: EngineInfo
     intake: Intake
+    records: Records  # outlive the engine, if another is started in its place
+    num_restarts: int
 
     @property
     def healthy(self) -> bool:

@@ -29,8 +29,10 @@ from twostroke.model.load import (
     open_tokenizer,
     recommended_sampling,
 )
+from twostroke.model.native import default_threads
 from twostroke.model.opened import open_model
 from twostroke.model.spec import ModelSpec
+from twostroke.observe.ceilings import Ceilings, measure_ceilings
 from twostroke.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -88,7 +90,13 @@ class Engine:
             state_bytes=memory.state_bytes,
             activation_bytes=memory.activation_bytes,
             graph_bytes=memory.graph_bytes,
+            **self._ceilings()._asdict(),
         )
+
+    def _ceilings(self) -> Ceilings:
+        if not self.config.measure_ceilings or self.device != "cpu":
+            return Ceilings()
+        return measure_ceilings(self.config.threads or default_threads())
 
 
 def build_engine(config: EngineConfig) -> Engine:

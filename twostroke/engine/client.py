@@ -46,8 +46,9 @@ class SyncClient:
 
     def abort(self, request_id: str) -> None:
         self._kept.pop(request_id, None)
-        for name in self._engine.frontend.forget(request_id):
-            self._engine.core.abort(name)
+        names = self._engine.frontend.forget(request_id)
+        ends = [self._engine.core.abort(name) for name in names]
+        _tell_ends(self._engine, [end for end in ends if end is not None])
 
     def run(self, request_ids: Iterable[str]) -> Iterator[list[RequestOutput]]:
         """Turn the loop until these requests have ended; after each step, which of their outputs
@@ -66,8 +67,17 @@ def _take(engine: Engine, updates: list[Update]) -> list[RequestOutput]:
     """The outputs that changed. What a stop string has hit ends in the engine, too."""
     outputs, hits = engine.frontend.take(updates)
     ends = [engine.core.abort(name) for name in hits]
-    engine.frontend.take([end for end in ends if end is not None])
+    hit = [end for end in ends if end is not None]
+    engine.frontend.take(hit)
+    _tell_ends(engine, (*updates, *hit))
     return outputs
+
+
+def _tell_ends(engine: Engine, updates: Iterable[Update]) -> None:
+    """After the front end's last word on them."""
+    for update in updates:
+        if update.record is not None:
+            engine.core.records.tell_request(update.record)
 
 
 class AsyncEngine(StreamingEngine):
@@ -85,6 +95,8 @@ class AsyncEngine(StreamingEngine):
         self.info = engine.info()
         self.intake = engine.frontend.intake
         engine.frontend.warm()
+        self.records = engine.core.records
+        self.num_restarts = 0
         self._inbox: queue.SimpleQueue[tuple[Stream, list[EngineRequest]] | str | None]
         self._inbox = queue.SimpleQueue()
         self._streams = Streams(engine.frontend)
@@ -180,9 +192,12 @@ class AsyncEngine(StreamingEngine):
     def _deliver(self, updates: list[Update]) -> None:
         if not updates:
             return
+        _tell_ends(self.engine, updates)  # whoever hears of an end finds it counted
         with self._lock:
             ends = [self.engine.core.abort(name) for name in self._streams.take(updates)]
-            self._streams.take([end for end in ends if end is not None])
+            hit = [end for end in ends if end is not None]
+            self._streams.take(hit)
+        _tell_ends(self.engine, hit)
 
     def _end(self, stream: Stream, reason: Exception) -> None:
         for name in self._streams.close(stream, reason):

@@ -18,10 +18,12 @@ from twostroke.exec.executor import Executor, Pending
 from twostroke.exec.grammar import Grammars
 from twostroke.kv.cache import KVUsage
 from twostroke.model.cost import CostModel
-from twostroke.observe.record import PhaseRecord, Records, StepRecord
+from twostroke.observe.blame import Ledger
+from twostroke.observe.record import FirstToken, PhaseRecord, Records, StepRecord
 from twostroke.plan import StepPlan, StepResult
 from twostroke.request import EngineRequest, FinishReason
 from twostroke.sched.scheduler import Scheduler, Update
+from twostroke.sched.steptime import StepTimes
 
 
 @dataclass(slots=True)
@@ -34,6 +36,7 @@ class Flight:
     running: int
     preempted: int
     kv: KVUsage  # with this step's blocks taken and filled
+    recomputed: int
 
 
 class EngineCore:
@@ -46,6 +49,7 @@ class EngineCore:
     ) -> None:
         self.scheduler = scheduler
         self.records = Records()
+        self.ledger = Ledger(StepTimes())
         self._executor = executor
         self._cost = cost
         self._grammars = grammars
@@ -113,6 +117,7 @@ class EngineCore:
             scheduler.num_running,
             scheduler.last_preempted,
             scheduler.kv.usage(),
+            scheduler.last_recomputed,
         )
         self._flights.append(flight)
 
@@ -125,8 +130,9 @@ class EngineCore:
     def _land(self) -> list[Update]:
         flight = self._flights.popleft()
         result = flight.pending.wait()
-        updates = self.scheduler.commit(result)
-        self._record(flight, result)
+        now = monotonic()
+        updates = self.scheduler.commit(result, now)
+        self._record(flight, result, now)
         if self._grammars is not None and self._grammars.active:
             updates = self._follow(self._grammars, updates)
         self._note_ends(updates)
@@ -157,6 +163,7 @@ class EngineCore:
     def _note_ends(self, updates: list[Update]) -> None:
         for update in updates:
             if update.record is not None:
+                self.ledger.close(update.record)
                 self.records.requests.append(update.record)
                 if self._grammars is not None:
                     self._grammars.drop(update.request_id)
@@ -172,8 +179,8 @@ class EngineCore:
         self._note_ends(updates)
         return updates
 
-    def _record(self, flight: Flight, result: StepResult) -> None:
-        plan, cost, now = flight.plan, self._cost, monotonic()
+    def _record(self, flight: Flight, result: StepResult, now: float) -> None:
+        plan, cost = flight.plan, self._cost
         chunks, slots = plan.prefill, plan.decode
         samples = len(result.tokens) - len(slots)
         prefill, decode = plan.prefill_work, plan.decode_work
@@ -187,7 +194,24 @@ class EngineCore:
         gap = started - self._device_free_s if self._device_free_s else 0.0
         gap = gap if result.idle_s is None else result.idle_s
         self._device_free_s = now
-        self.records.steps.append(
+        prefill_flops = cost.flops(prefill, samples)
+        decode_flops = cost.flops(decode, len(slots))
+        ledger, times = self.ledger, self.ledger.times
+        predicted = times.predict(prefill, decode)
+        since = ledger.add_step(
+            plan.step,
+            flight.planned_s,
+            now,
+            result.device_s,
+            prefill,
+            decode,
+            decode_flops / (prefill_flops + decode_flops),
+        )
+        times.add(prefill, decode, result.device_s)
+        written = self.scheduler.last_written
+        for record in written.first:
+            ledger.open(record)
+        self.records.add_step(
             StepRecord(
                 plan.step,
                 flight.planned_s,
@@ -197,18 +221,10 @@ class EngineCore:
                 0.0,
                 gap,
                 PhaseRecord(
-                    prefill.rows,
-                    prefill.tokens,
-                    prefill.kv_tokens,
-                    cost.flops(prefill, samples),
-                    prefill_bytes,
+                    prefill.rows, prefill.tokens, prefill.kv_tokens, prefill_flops, prefill_bytes
                 ),
                 PhaseRecord(
-                    decode.rows,
-                    decode.tokens,
-                    decode.kv_tokens,
-                    cost.flops(decode, len(slots)),
-                    decode_bytes,
+                    decode.rows, decode.tokens, decode.kv_tokens, decode_flops, decode_bytes
                 ),
                 chunks,
                 slots,
@@ -216,5 +232,11 @@ class EngineCore:
                 flight.running,
                 flight.preempted,
                 flight.kv,
+                flight.recomputed,
+                since,
+                written.regular,
+                tuple([ledger.late(*late) for late in written.late]),
+                tuple([FirstToken(r.ttft_s, r.num_prompt, r.num_cached) for r in written.first]),
+                predicted,
             )
         )

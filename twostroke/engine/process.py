@@ -38,6 +38,7 @@ from twostroke.engine.wire import (
     pack_error,
     pack_step,
 )
+from twostroke.observe.record import StepRecord
 from twostroke.sched.scheduler import Update
 
 if TYPE_CHECKING:  # the builder decides what is imported
@@ -59,6 +60,7 @@ class EngineServer:
         self._names: dict[int, str] = {}
         self._parent = os.getppid()
         self._told = self.load()
+        self._told_step = -1
 
     def load(self) -> EngineLoad:
         scheduler = self._core.scheduler
@@ -119,14 +121,27 @@ class EngineServer:
         self._send(Audited(problem))
 
     def _tell(self, updates: list[Update]) -> None:
-        load = self.load()
-        if not updates and load == self._told:
+        load, steps = self.load(), self._new_steps()
+        if not updates and not steps and load == self._told:
             return
         self._told = load
-        self._send(pack_step(updates, self._handles, load))
+        self._send(pack_step(updates, self._handles, load, steps))
         for update in updates:
             if update.finish_reason is not None:
                 del self._names[self._handles.pop(update.request_id)]
+
+    def _new_steps(self) -> list[StepRecord]:
+        """The records of steps that have committed since the last word, without their slots: of
+        all that is in a record these alone grow with the batch, and rows mean nothing there."""
+        new: list[StepRecord] = []
+        for record in reversed(self._core.records.steps):
+            if record.step <= self._told_step:
+                break
+            new.append(record._replace(slots=()))
+        if new:
+            self._told_step = new[0].step
+            new.reverse()
+        return new
 
     def _send(self, message: FromEngine) -> None:
         self._outbox.send(encode(message))  # waits if `STEPS_AHEAD` have not been read yet

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Iterable
 from time import monotonic
 
 import msgspec
@@ -40,7 +41,8 @@ from twostroke.errors import EngineError, RequestError
 from twostroke.kv.cache import KVUsage
 from twostroke.model.load import chat_template_source, find_model, open_tokenizer
 from twostroke.model.tokenizer import Tokenizer
-from twostroke.request import EngineRequest
+from twostroke.observe.record import Records, RequestRecord
+from twostroke.request import EngineRequest, FinishReason
 
 MAX_ATTEMPTS = 4  # engines that one request may be sent to: it may be what kills them
 MAX_QUICK_DEATHS = 6  # in a row, each within STEADY_S of its start
@@ -70,6 +72,8 @@ class RemoteEngine(StreamingEngine):
         self._child = child
         self._streams = Streams(frontend)
         self._load = load
+        self.records = Records()  # as the engine keeps them; they outlive it
+        self.num_restarts = 0
         self._up = True
         self._lost: str = ""  # why there will be no engine any more
         self._next = 0  # handle
@@ -221,11 +225,19 @@ class RemoteEngine(StreamingEngine):
         for full in step.full:
             if full.finish_reason is not None and full.handle in self._names:
                 del self._handles[self._names.pop(full.handle)]
+        for record in step.steps:
+            self.records.add_step(record)
         aborts = self._streams.take(updates)
         if aborts:
             self._abort(aborts)
         if step.full:
+            self._note_ends(update.record for update in updates if update.record is not None)
             self._shorter.set()
+
+    def _note_ends(self, ended: Iterable[RequestRecord]) -> None:
+        for record in ended:
+            self.records.requests.append(record)
+            self.records.tell_request(record)
 
     def _refused(self, message: Refused) -> None:
         stream = self._streams.of(self._names[message.first])
@@ -271,11 +283,20 @@ class RemoteEngine(StreamingEngine):
                 continue
             if stream.started:
                 text = "the engine died while this was being written"
-                self._streams.close(stream, EngineError(f"{text} ({reason}); ask again"))
+                self._lose(stream, f"{text} ({reason}); ask again")
             elif stream.attempts >= MAX_ATTEMPTS:
                 text = f"the engine died {stream.attempts} times while this request was in it"
-                self._streams.close(stream, EngineError(f"{text} ({reason})"))
+                self._lose(stream, f"{text} ({reason})")
         self._shorter.set()
+
+    def _lose(self, stream: Stream, reason: str) -> None:
+        """End a stream whose record went with the engine."""
+        asked, now = stream.prepared, monotonic()
+        for name in self._streams.close(stream, EngineError(reason)):
+            record = RequestRecord(name, len(asked.ids), asked.received_s, finished_s=now)
+            record.finish_reason = FinishReason.ERROR
+            record.n, record.family = len(stream.children), stream.request_id
+            self._note_ends([record])
 
     def _forget_engine(self) -> None:
         self._up = False
@@ -296,6 +317,7 @@ class RemoteEngine(StreamingEngine):
         self._child.on_message = self._on_message
         ready = await self._child.start()
         self.info, self._load, self._up = ready.info, ready.load, True
+        self.num_restarts += 1
         self.intake.limits = _limits(ready.info)
         for stream in self._streams:
             self._send(stream, self._streams.reopen(stream))

@@ -17,7 +17,7 @@ import msgspec
 from twostroke import errors
 from twostroke.engine.api import EngineInfo, EngineLoad
 from twostroke.errors import EngineError, TwostrokeError
-from twostroke.observe.record import RequestRecord
+from twostroke.observe.record import Causes, RequestRecord, StepRecord
 from twostroke.plan import TokenLogprobs
 from twostroke.request import EngineRequest, FinishReason
 from twostroke.sched.scheduler import Update
@@ -80,6 +80,12 @@ class Record(msgspec.Struct, array_like=True, frozen=True):
     token_s: bytes
     token_step: bytes
     finish_reason: str
+    max_tokens: int
+    n: int
+    family: str
+    gaps: Causes
+    worst_gap_s: float
+    worst_gap: Causes | None
 
 
 class FullUpdate(msgspec.Struct, array_like=True, frozen=True):
@@ -102,6 +108,7 @@ class Step(msgspec.Struct, tag=3, array_like=True, frozen=True):
     tokens: list[int]  # one for each of `handles`
     full: list[FullUpdate]
     load: EngineLoad
+    steps: list[StepRecord]  # that have committed since the last message, without their slots
 
 
 class Refused(msgspec.Struct, tag=4, array_like=True, frozen=True):
@@ -129,7 +136,12 @@ decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
 # ── updates ⇄ columns ───────────────────────────────────────────────────────────────────────────
 
 
-def pack_step(updates: Sequence[Update], handles: Mapping[str, int], load: EngineLoad) -> Step:
+def pack_step(
+    updates: Sequence[Update],
+    handles: Mapping[str, int],
+    load: EngineLoad,
+    steps: list[StepRecord],
+) -> Step:
     named: list[int] = []
     plain: list[int] = []
     full: list[FullUpdate] = []
@@ -156,7 +168,7 @@ def pack_step(updates: Sequence[Update], handles: Mapping[str, int], load: Engin
                     bad,
                 )
             )
-    return Step(named, plain, full, load)
+    return Step(named, plain, full, load, steps)
 
 
 def unpack_step(step: Step, names: Mapping[int, str]) -> list[Update]:

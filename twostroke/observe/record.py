@@ -10,12 +10,38 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from twostroke.kv.cache import KVUsage
+from twostroke.plan import Chunk, Slot
 
-if TYPE_CHECKING:
-    from twostroke.plan import Chunk, Slot
+
+class Causes(NamedTuple):
+    """Where the time between two tokens of a stream went, in seconds. `blame.py` makes them.
+
+    In a step with both phases, decode is what the same slots take alone, prefill is the rest:
+    attributed, not measured.
+    """
+
+    decode: float = 0.0  # the stream's own work, and that of those it decodes with
+    prefill: float = 0.0  # prompts that shared its steps
+    preemption: float = 0.0  # steps in which it had no slot: sent back, recomputed, no block free
+    host: float = 0.0  # the executor had nothing to do: planning, committing, stalls
+
+    @property
+    def total_s(self) -> float:
+        return self.decode + self.prefill + self.preemption + self.host
+
+
+NO_TIME = Causes()
+
+
+class FirstToken(NamedTuple):
+    """A stream that began with a step."""
+
+    ttft_s: float
+    num_prompt: int
+    num_cached: int
 
 
 class PhaseRecord(NamedTuple):
@@ -32,7 +58,7 @@ class StepRecord(NamedTuple):
     step: int
     planned_s: float  # when planning began
     launched_s: float  # when the executor was handed the plan
-    committed_s: float  # when its tokens were known to the host
+    committed_s: float  # when its tokens were known to the host, which is when they are dated
     device_s: float  # how long the executor's work took
     comm_s: float  # of that, waiting for other ranks
     host_gap_s: float  # how long the executor had nothing to do before this step
@@ -42,8 +68,18 @@ class StepRecord(NamedTuple):
     slots: tuple[Slot, ...]
     waiting: int
     running: int
-    preempted: int  # requests preempted while planning this step
+    preempted: int  # requests preempted since the step before was planned
     kv: KVUsage
+    recomputed: int = 0  # tokens of requests let in again that are now computed a second time
+    since_s: Causes = NO_TIME  # since the step before committed: each regular gap (idleness too)
+    regular: int = 0  # tokens whose stream's last one came with the step before
+    late: tuple[Causes, ...] = ()  # the gaps of the other tokens that are not their stream's first
+    first: tuple[FirstToken, ...] = ()
+    predicted_s: float | None = None  # what the step-time model expected of `device_s`
+
+    @property
+    def num_written(self) -> int:
+        return self.regular + len(self.late) + len(self.first)
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +99,12 @@ class RequestRecord:
     token_s: array[float] = field(default_factory=lambda: array("d"))
     token_step: array[int] = field(default_factory=lambda: array("q"))
     finish_reason: str = ""
+    max_tokens: int = 0  # as asked for; 0: as many as there is room for
+    n: int = 1  # continuations asked for, of which this is one
+    family: str = ""  # what they have in common
+    gaps: Causes = NO_TIME  # all gaps between its tokens together, once it has ended
+    worst_gap_s: float = 0.0
+    worst_gap: Causes | None = None  # None: there was no gap, or it is too long ago to tell
 
     @property
     def queue_s(self) -> float:
@@ -85,15 +127,37 @@ class RequestRecord:
     def tpot_s(self) -> float:
         return self.decode_s / (len(self.token_s) - 1) if len(self.token_s) > 1 else 0.0
 
-    def gaps(self) -> list[tuple[float, int, int]]:
+    def gap_steps(self) -> list[tuple[float, int, int]]:
         """Each gap between two tokens: how long, and the steps [first, last] it spans."""
         times, steps = self.token_s, self.token_step
         return [(times[n] - times[n - 1], steps[n - 1] + 1, steps[n]) for n in range(1, len(times))]
 
 
+class Listener(Protocol):
+    """Whoever is told of every record, such as `totals.Totals`."""
+
+    def add_step(self, record: StepRecord) -> None: ...
+
+    def add_request(self, record: RequestRecord) -> None: ...
+
+
 class Records:
-    """The ring buffers. `requests` holds finished ones; running ones are with the scheduler."""
+    """The ring buffers. `requests` holds finished ones; running ones are with the scheduler.
+
+    Listeners hear of a step when it has committed, and of a request when the front end has had
+    its last word on it: a stop string may have been found.
+    """
 
     def __init__(self, steps: int = 2048, requests: int = 1024) -> None:
         self.steps: deque[StepRecord] = deque(maxlen=steps)
         self.requests: deque[RequestRecord] = deque(maxlen=requests)
+        self.listeners: list[Listener] = []
+
+    def add_step(self, record: StepRecord) -> None:
+        self.steps.append(record)
+        for listener in self.listeners:
+            listener.add_step(record)
+
+    def tell_request(self, record: RequestRecord) -> None:
+        for listener in self.listeners:
+            listener.add_request(record)

@@ -150,6 +150,8 @@ class PrefillQueue:
         if not record.scheduled_s:
             record.scheduled_s = step.now
             record.num_cached = num_cached
+        elif record.preempted:
+            step.recomputed += max(0, record.preempted[-1][1] - num_cached)
 
     def _add_chunk(self, step: StepBuilder, request: Request, count: int) -> None:
         seq = request.kv

@@ -39,6 +39,14 @@ class Update(NamedTuple):
     impossible: bool = False  # the error is the request's own: it asks what cannot be
 
 
+class Written(NamedTuple):
+    """Whose tokens a commit brought, by what came before them."""
+
+    regular: int  # streams that the commit before brought a token, too
+    late: list[tuple[RequestRecord, bool]]  # others that go on; whether they had a slot
+    first: list[RequestRecord]
+
+
 class InFlight(NamedTuple):
     plan: StepPlan
     sampled: list[Request]  # in the result's order
@@ -55,7 +63,9 @@ class Scheduler:
             keep_cached=config.prefix_caching,
             max_chunk=config.max_num_batched_tokens,
         )
-        self.last_preempted = 0  # while planning the newest step
+        self.last_preempted = 0  # since the step before the newest was planned
+        self.last_recomputed = 0  # tokens that the newest step begins to compute again
+        self.last_written = Written(0, [], [])  # by the newest commit
         self._requests: dict[str, Request] = {}
         self._rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._retired: list[int] = []
@@ -64,6 +74,8 @@ class Scheduler:
         self._in_flight: deque[InFlight] = deque()
         self._step = 0
         self._arrivals = 0
+        self._preempted = 0  # by plans that came to nothing
+        self._committed = -1  # the newest step that has
 
     # ── what is there ───────────────────────────────────────────────────────────────────────
 
@@ -113,7 +125,15 @@ class Scheduler:
                 "(kv_cache_memory_bytes)"
             )
         now = monotonic()
-        record = RequestRecord(given.request_id, len(prompt), given.received_s or now, queued_s=now)
+        record = RequestRecord(
+            given.request_id,
+            len(prompt),
+            given.received_s or now,
+            queued_s=now,
+            max_tokens=given.params.max_tokens or 0,
+            n=given.params.n,
+            family=given.family,
+        )
         priority = given.priority if config.policy == "priority" else 0
         request = Request(
             given,
@@ -164,9 +184,11 @@ class Scheduler:
 
         self._decode.plan(step, preempt_for)
         self._prefill.plan(step, self._decode.requests, preempt, self._decode.add)
-        self.last_preempted = len(preempted)
+        self._preempted += len(preempted)
         if step.empty:
             return None
+        self.last_preempted, self._preempted = self._preempted, 0
+        self.last_recomputed = step.recomputed
         plan = step.build(tuple(self._retired))
         self._retired.clear()
         self._step += 1
@@ -189,10 +211,14 @@ class Scheduler:
 
     # ── committing ──────────────────────────────────────────────────────────────────────────
 
-    def commit(self, result: StepResult) -> list[Update]:
-        """The oldest step in flight has run: append its tokens, end what has ended."""
+    def commit(self, result: StepResult, now: float | None = None) -> list[Update]:
+        """The oldest step in flight has run: append its tokens, end what has ended. `now`: when
+        the tokens were known."""
         plan, sampled, chunked = self._in_flight.popleft()
-        now, step = monotonic(), plan.step
+        now, step = monotonic() if now is None else now, plan.step
+        before, num_slots, num_gone = self._committed, len(plan.decode), 0
+        first: list[RequestRecord] = []
+        late: list[tuple[RequestRecord, bool]] = []
         updates, any_finished = [], False
         for request, chunk in zip(chunked, plan.prefill, strict=True):
             if chunk.row in result.prompt_logprobs:
@@ -208,12 +234,18 @@ class Scheduler:
         for index, (request, token) in enumerate(zip(sampled, result.tokens, strict=True)):
             phase = request.phase
             if phase is Phase.FINISHED:  # aborted, or stopped by an earlier step
+                num_gone += 1
                 continue
             tokens, seq, record = request.tokens, request.kv, request.record
             tokens.append(token)
             request.pending -= 1
+            steps = record.token_step
+            if not steps:
+                first.append(record)
+            elif steps[-1] != before or index >= num_slots:
+                late.append((record, index < num_slots))
+            steps.append(step)
             record.token_s.append(now)
-            record.token_step.append(step)
             if seq.num_computed >= seq.register_at and phase is Phase.DECODE:
                 register(seq, tokens)
             length = len(tokens)
@@ -232,6 +264,9 @@ class Scheduler:
         if any_finished:
             self._remove_gone()
         self.kv.commit(step)
+        self._committed = step
+        regular = len(sampled) - num_gone - len(first) - len(late)
+        self.last_written = Written(regular, late, first)
         return updates
 
     def _check_stop(self, request: Request, token: int) -> bool:

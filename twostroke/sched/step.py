@@ -39,7 +39,7 @@ class StepBuilder:
         self.sampled: list[Request] = []  # slots first, then last chunks: the result's order
         self.last_chunks: list[Request] = []
         self.chunk_requests: list[Request] = []
-        self.preempted = 0
+        self.recomputed = 0  # tokens that were computed before and are not cached any more
         self._window = window
         self._decode_kv = 0
         self._prefill_kv = 0

@@ -49,6 +49,7 @@ class App:
         self._by_path: dict[str, dict[str, Route]] = {}
         for route in self.routes:
             self._by_path.setdefault(route.path, {})[route.method] = route
+        self.service.metrics.expect(self._by_path)
         self._keys = Keys(settings.api_keys)
         self._max_head_bytes = settings.max_header_bytes
         self._description = msgspec.json.encode(openapi(self.routes, bool(settings.api_keys)))

@@ -50,7 +50,6 @@ class Chat:
                 return
             outputs = await feed.final()
         counts = count(outputs)
-        service.count(counts, outputs)
         await exchange.answer_json(shape.whole(outputs[0], counts))
 
     def _prepare(self, request: ChatRequest, tools: ToolCalls | None) -> Prepared:
@@ -229,7 +228,6 @@ class ChatEvents:
         if self._last is not None:
             self._counts.prompt = len(self._last.prompt_token_ids)
             self._counts.cached = cached_tokens(self._last)
-            self._service.count(self._counts, [self._last])
             if self._usage_at_end:
                 times = timings([self._last])
                 usage = event(self._shape.chunk([], usage=self._counts.usage(), timings=times))

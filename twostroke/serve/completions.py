@@ -52,7 +52,6 @@ class Completions:
         counts = count(outputs)
         if shape.nothing_written:
             counts.completion = 0
-        service.count(counts, outputs)
         await exchange.answer_json(shape.whole(outputs, counts))
 
     def _prepare(
@@ -254,7 +253,6 @@ class CompletionEvents:
 
     def end(self) -> bytes:
         self._counts.cached = sum(map(cached_tokens, self._ends))
-        self._service.count(self._counts, self._ends)
         if not self._usage_at_end:
             return DONE
         times = timings(self._ends)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from twostroke.model.tokenizer import Tokenizer
+from twostroke.observe.record import Causes
 from twostroke.outputs import Logprob, RequestOutput
 
 Json = dict[str, Any]
@@ -51,6 +52,9 @@ def timings(outputs: Sequence[RequestOutput]) -> Json | None:
 
     A token's time is the gap between tokens, so that the first one, which prefill brought, is not
     counted as decoded in no time. Of several continuations: the slowest's times, all's tokens.
+    Then the request's own ledger: what it waited for, what the gaps between its tokens are to be
+    blamed on (all continuations' together; they add up to `decode_ms` if there is one), and the
+    worst of them.
     """
     records = [record for output in outputs for record in output.metrics]
     if not records:
@@ -61,6 +65,7 @@ def timings(outputs: Sequence[RequestOutput]) -> Json | None:
     predicted_n = sum(len(record.token_s) for record in records)
     predicted_ms = max(record.decode_s for record in records) * 1e3
     gaps = predicted_n - len(records)
+    worst = max(records, key=lambda record: record.worst_gap_s)
     return {
         "cache_n": cached,
         "prompt_n": prompt_n,
@@ -71,7 +76,18 @@ def timings(outputs: Sequence[RequestOutput]) -> Json | None:
         "predicted_ms": predicted_ms,
         "predicted_per_token_ms": _ratio(predicted_ms, gaps),
         "predicted_per_second": _ratio(gaps * 1e3, predicted_ms),
+        "queue_ms": max(record.queue_s for record in records) * 1e3,
+        "prefill_ms": prompt_ms,
+        "decode_ms": predicted_ms,
+        "gaps_ms": _in_ms(Causes(*map(sum, zip(*[r.gaps for r in records], strict=True)))),
+        "worst_gap_ms": worst.worst_gap_s * 1e3,
+        "worst_gap_causes_ms": None if worst.worst_gap is None else _in_ms(worst.worst_gap),
+        "preemptions": sum(len(record.preempted) for record in records),
     }
+
+
+def _in_ms(causes: Causes) -> Json:
+    return {cause: seconds * 1e3 for cause, seconds in causes._asdict().items()}
 
 
 def _ratio(amount: float, per: float) -> float:

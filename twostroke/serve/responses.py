@@ -40,7 +40,6 @@ class Responses:
                 return
             outputs = await feed.final()
         counts = count(outputs)
-        service.count(counts, outputs)
         await exchange.answer_json(shape.whole(outputs[0], counts))
 
     def _prepare(self, request: ResponsesRequest) -> Prepared:
@@ -253,7 +252,6 @@ class ResponseEvents:
         text, logprobs = "".join(self._texts), self._logprobs
         counts = count([last])
         counts.completion = self._num_tokens
-        self._service.count(counts, [last])
         item = shape.item(text, logprobs, reason)
         done = "response.incomplete" if reason == "length" else "response.completed"
         response = shape.ended(item, reason, counts, last)

@@ -16,12 +16,11 @@ from twostroke import __version__
 from twostroke.engine.api import EngineClient
 from twostroke.engine.intake import Prepared
 from twostroke.model.tokenizer import Tokenizer
-from twostroke.outputs import RequestOutput
 from twostroke.serve.errors import ApiError, unavailable
 from twostroke.serve.exchange import Exchange
 from twostroke.serve.feed import Feed
 from twostroke.serve.metrics import Metrics
-from twostroke.serve.parts import Counts, Json
+from twostroke.serve.parts import Json
 from twostroke.serve.prompts import Prompts
 from twostroke.serve.security import Admission, BodyBudget
 from twostroke.serve.settings import ServeSettings
@@ -100,11 +99,6 @@ class Service:
                     yield feed
             finally:
                 self._feeds.discard(feed)
-
-    def count(self, counts: Counts, outputs: Sequence[RequestOutput]) -> None:
-        """Note a finished answer."""
-        records = [record for output in outputs for record in output.metrics]
-        self.metrics.finished(counts, [str(record.finish_reason) for record in records])
 
     @property
     def num_feeds(self) -> int:

@@ -1,0 +1,257 @@
+"""Every gap between two tokens is split by cause: the parts add up, and each cause is found."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.fakes import FakeExecutor, fake_request, random_prompt
+from tests.tiny import tiny_llm
+from twostroke import LLM
+from twostroke.engine.core import EngineCore
+from twostroke.model.cost import CostModel
+from twostroke.observe.record import Causes, RequestRecord, StepRecord
+from twostroke.observe.totals import CAUSES, Totals
+from twostroke.plan import StepPlan, StepResult
+from twostroke.request import EngineRequest, SamplingParams
+from twostroke.sched.scheduler import Scheduler
+from twostroke.sched.step import SchedulerConfig
+
+STALL_S = 0.05
+
+
+def request(name: str, prompt: int, output: int, offset: int = 0) -> EngineRequest:
+    tokens = [4 + (offset * 31 + n * 7) % 290 for n in range(prompt)]
+    return EngineRequest(name, tokens, SamplingParams(max_tokens=output, temperature=0.0), seed=1)
+
+
+def run(core: EngineCore, stall_at: int = -1) -> dict[str, RequestRecord]:
+    """Until nothing is left; `stall_at`: after so many steps the host sleeps."""
+    records: dict[str, RequestRecord] = {}
+    count = 0
+    while core.has_work:
+        for update in core.step():
+            if update.record is not None:
+                records[update.request_id] = update.record
+                core.records.tell_request(update.record)
+        count += 1
+        if count == stall_at:
+            time.sleep(STALL_S)
+    core.scheduler.audit()
+    return records
+
+
+def total(gaps: list[Causes]) -> Causes:
+    return Causes(*map(sum, zip(*gaps, strict=True)))
+
+
+def gaps_of(steps: Iterator[StepRecord] | list[StepRecord]) -> list[Causes]:
+    return [gap for s in steps for gap in [*[s.since_s] * s.regular, *s.late]]
+
+
+def assert_adds_up(core: EngineCore, records: dict[str, RequestRecord]) -> None:
+    """Steps and requests tell of the same gaps, and the parts of each are the whole of it."""
+    told = gaps_of(list(core.records.steps))
+    measured = [gap for r in records.values() for gap, _, _ in r.gap_steps()]
+    assert len(told) == len(measured)
+    assert sorted(g.total_s for g in told) == pytest.approx(sorted(measured), rel=1e-6, abs=1e-9)
+    assert all(min(gap) >= 0 for gap in told)
+    by_step, by_request = total(told), total([r.gaps for r in records.values()])
+    assert by_request == pytest.approx(by_step, rel=1e-6, abs=1e-9)
+    for record in records.values():
+        assert record.gaps.total_s == pytest.approx(record.decode_s, rel=1e-6, abs=1e-9)
+        if len(record.token_s) > 1:
+            assert record.worst_gap_s == max(gap for gap, _, _ in record.gap_steps())
+            assert record.worst_gap is not None
+            assert record.worst_gap.total_s == pytest.approx(record.worst_gap_s, rel=1e-6)
+
+
+@pytest.fixture
+def llm(tmp_path: Path) -> LLM:
+    return tiny_llm(tmp_path / "model", max_num_batched_tokens=64, max_num_seqs=8)
+
+
+def test_a_stream_alone_blames_its_own_work_and_the_host(llm: LLM) -> None:
+    core = llm.engine.core
+    core.add(request("a", 8, 12))
+    records = run(core)
+    assert_adds_up(core, records)
+    gaps = records["a"].gaps
+    assert gaps.prefill == gaps.preemption == 0
+    assert gaps.decode > 0
+    assert gaps.host > 0
+
+
+def test_a_prompt_that_shares_steps_is_blamed_for_the_rest_of_them(llm: LLM) -> None:
+    core = llm.engine.core
+    core.add(request("writes", 8, 40))
+    for _ in range(8):  # alone for a while: what its steps take is known
+        core.step()
+    core.add(request("long", 200, 2, offset=3))
+    records = run(core)
+    assert_adds_up(core, records)
+    mixed = [step for step in core.records.steps if step.prefill.rows and step.decode.rows]
+    assert len(mixed) >= 3
+    assert records["writes"].gaps.prefill == pytest.approx(
+        sum(s.since_s.prefill for s in mixed if s.regular)
+    )
+    assert records["writes"].gaps.prefill > 0
+    assert records["long"].gaps.prefill == 0
+    assert records["writes"].gaps.preemption == 0
+
+
+def test_a_stall_of_the_host_is_the_hosts(llm: LLM) -> None:
+    core = llm.engine.core
+    for name in "ab":
+        core.add(request(name, 8, 20))
+    records = run(core, stall_at=10)
+    assert_adds_up(core, records)
+    for record in records.values():
+        assert record.worst_gap is not None
+        assert record.gaps.host >= STALL_S
+        assert record.worst_gap.host >= STALL_S
+
+
+def test_a_preempted_stream_blames_preemption(tmp_path: Path) -> None:
+    llm = tiny_llm(
+        tmp_path / "model",
+        max_num_batched_tokens=64,
+        max_num_seqs=8,
+        block_size=4,
+        num_gpu_blocks_override=30,
+        max_model_len=100,
+        enable_prefix_caching=False,
+    )
+    core = llm.engine.core
+    totals = Totals(100)
+    core.records.listeners.append(totals)
+    core.scheduler._prefill._has_room = lambda *_: True  # type: ignore[method-assign]
+    for n in range(4):
+        core.add(request(f"r{n}", 10, 60, offset=n))
+    records = run(core, stall_at=40)
+    assert_adds_up(core, records)
+    preempted = {name for name, record in records.items() if record.preempted}
+    assert preempted
+    assert len(preempted) < 4, "the first in order is never sent back"
+    for name, record in records.items():
+        assert (record.gaps.preemption > 0) == (name in preempted)
+    assert totals.preemptions == sum(len(record.preempted) for record in records.values())
+    lost = sum(tokens for record in records.values() for _, tokens in record.preempted)
+    assert totals.recomputed_tokens == lost  # without a prefix cache all of it
+    worst = max(records.values(), key=lambda record: record.worst_gap_s)
+    assert worst.worst_gap is not None
+    assert worst.worst_gap.preemption > 0
+    late = [gap for step in core.records.steps for gap in step.late]
+    assert sum(gap.host for gap in late) >= STALL_S, "a stall while it was out is the host's"
+
+
+def test_the_whole_mixture_adds_up_in_the_totals(tmp_path: Path) -> None:
+    llm = tiny_llm(
+        tmp_path / "model",
+        max_num_batched_tokens=48,
+        max_num_seqs=6,
+        block_size=4,
+        num_gpu_blocks_override=60,
+        max_model_len=150,
+    )
+    core = llm.engine.core
+    totals = Totals(150)
+    core.records.listeners.append(totals)
+    core.scheduler._prefill._has_room = lambda *_: True  # type: ignore[method-assign]
+    for n in range(12):
+        core.add(request(f"r{n}", 10 + 9 * n, 30 + 2 * n, offset=n))
+    for _ in range(6):
+        core.step()
+    core.abort("r1")
+    records = run(core, stall_at=30) | {r.request_id: r for r in core.records.requests}
+    assert_adds_up(core, records)
+    measured = sum(gap for record in records.values() for gap, _, _ in record.gap_steps())
+    assert sum(totals.cause_s.values()) == pytest.approx(measured, rel=1e-6)
+    assert totals.gap_s.sum == pytest.approx(measured, rel=1e-6)
+    for cause in CAUSES:
+        assert totals.part_s[cause].sum == pytest.approx(totals.cause_s[cause], rel=1e-6)
+        assert totals.cause_s[cause] > 0
+    written = sum(len(record.token_s) for record in records.values())
+    assert totals.generation_tokens == written
+    begun = sum(bool(record.token_s) for record in records.values())
+    assert totals.ttft_s.count == begun
+    assert totals.gap_s.count == written - begun
+    busy = sum(step.device_s for step in core.records.steps)
+    assert totals.prefill.device_s + totals.decode.device_s == pytest.approx(busy)
+
+
+def test_a_failed_step_costs_its_streams_no_second_of_the_ledger(llm: LLM) -> None:
+    core = llm.engine.core
+    for n in range(3):
+        core.add(request(f"r{n}", 8, 20, offset=n))
+    for _ in range(5):
+        core.step()
+    sample, broken = core._executor.sample, [True]
+
+    def fails_once(handle: StepPlan, masks: object = None) -> StepResult:
+        if broken and broken.pop():
+            raise RuntimeError("as ordered")
+        return sample(handle, masks)
+
+    core._executor.sample = fails_once  # type: ignore[method-assign]
+    records = run(core)
+    assert_adds_up(core, records)
+    assert all(record.gaps.preemption > 0 for record in records.values())
+
+
+class TwoInFlight:
+    """The model of hashes as a device that takes a second step while the first one runs."""
+
+    max_in_flight = 2
+
+    def __init__(self, block_size: int) -> None:
+        self._model = FakeExecutor(block_size)
+
+    def forward(self, plan: StepPlan) -> StepResult:
+        return self._model.run(plan)._replace(device_s=1e-5)
+
+    def sample(self, result: StepResult, masks: object = None) -> Landing:
+        return Landing(result, self._model)
+
+
+class Landing(NamedTuple):
+    result: StepResult
+    model: FakeExecutor
+
+    def wait(self) -> StepResult:
+        self.model.committed()
+        return self.result
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_gaps_add_up_with_two_steps_in_flight_and_too_few_blocks(seed: int) -> None:
+    rng = random.Random(seed)
+    limits = SchedulerConfig(
+        max_num_seqs=6,
+        max_num_batched_tokens=16,
+        max_model_len=48,
+        block_size=4,
+        num_blocks=rng.randint(14, 24),
+        prefix_caching=seed % 2 == 0,
+        lookahead=4,
+    )
+    cost = CostModel(1e9, 1e8, 1e5, 1e9, 1e8, 1e5)
+    core = EngineCore(Scheduler(limits), TwoInFlight(4), cost)
+    for n in range(12):
+        core.add(fake_request(f"r{n}", random_prompt(rng, 20), rng.randint(1, 25), stop=True))
+    for _ in range(rng.randint(0, 10)):
+        core.step()
+    core.abort(f"r{rng.randrange(12)}")
+    records = run(core) | {record.request_id: record for record in core.records.requests}
+    assert_adds_up(core, records)
+    steps = list(core.records.steps)
+    written = sum(len(record.token_s) for record in records.values())
+    assert sum(step.num_written for step in steps) == written
+    sent_back = {name for name, record in records.items() if record.preempted}
+    if not any(step.late for step in steps):
+        assert not any(len(records[name].token_s) > 1 for name in sent_back)

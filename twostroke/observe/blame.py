@@ -1,0 +1,143 @@
+"""`Ledger`: which cause each gap between two tokens of a stream is to be blamed on.
+
+    committed    n-1                                       n
+                  │   host   │     prefill     │  decode   │
+                  │          └──────── device_s ───────────┘
+                  └── planning, committing, stalls
+
+Nearly every stream that writes in step n wrote in step n-1 too, so one split of the time between
+the two commits is the gap of all of them. The others (sent back and computed again, or without a
+free block for a while) are looked at one by one: the executor's time in steps that had no slot
+for them is the preemption's. The parts of a gap are cut from the gap, so they add up to it.
+
+Sums since the engine's start are kept for the last `KEPT` steps, so that a stream's total is one
+subtraction, whatever its length. No torch here.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import sub
+
+from twostroke.observe.record import Causes, RequestRecord
+from twostroke.plan import PhaseWork
+from twostroke.sched.steptime import StepTimes
+
+KEPT = 1 << 16  # steps; what happened before is told with the oldest of them
+
+
+@dataclass(slots=True)
+class Account:
+    """A stream that writes: the sums at its first token, and what was preemption since."""
+
+    decode: float
+    prefill: float
+    host: float
+    lost_decode: float = 0.0
+    lost_prefill: float = 0.0
+    late: dict[int, Causes] = field(default_factory=dict)  # its gaps that were its own, by step
+
+
+class Ledger:
+    def __init__(self, times: StepTimes) -> None:
+        self.times = times
+        self._accounts: dict[str, Account] = {}
+        self._decode, self._prefill, self._host = (array("d", bytes(8 * KEPT)) for _ in range(3))
+        self._step = -1  # the newest that has committed
+        self._committed_s = 0.0
+
+    def add_step(
+        self,
+        step: int,
+        planned_s: float,
+        committed_s: float,
+        device_s: float,
+        prefill: PhaseWork,
+        decode: PhaseWork,
+        decode_share: float,
+    ) -> Causes:
+        """The time since the step before committed, by cause. `decode_share` is what to take for
+        decode's part of a mixed step as long as no step has decoded alone."""
+        gap = committed_s - (self._committed_s or planned_s)
+        busy = min(device_s, gap)
+        own = busy
+        if prefill.tokens:
+            own = 0.0
+            if decode.rows:
+                alone = self.times.decode_only(decode)
+                own = busy * decode_share if alone is None else min(alone, busy)
+        causes = Causes(own, busy - own, 0.0, gap - busy)
+        self._keep(step, causes)
+        self._committed_s = committed_s
+        return causes
+
+    def _keep(self, step: int, causes: Causes) -> None:
+        last = self._step
+        at, before = step % KEPT, last % KEPT
+        for skipped in range(max(last + 1, step - KEPT), step):  # they failed, and never committed
+            for sums in (self._decode, self._prefill, self._host):
+                sums[skipped % KEPT] = sums[before] if last >= 0 else 0.0
+        self._decode[at] = self._decode[before] + causes.decode
+        self._prefill[at] = self._prefill[before] + causes.prefill
+        self._host[at] = self._host[before] + causes.host
+        self._step = step
+
+    def open(self, record: RequestRecord) -> None:
+        """The newest step wrote its first token."""
+        at = self._step % KEPT
+        account = Account(self._decode[at], self._prefill[at], self._host[at])
+        self._accounts[record.request_id] = account
+
+    def late(self, record: RequestRecord, has_slot: bool) -> Causes:
+        """The newest step wrote a token of a stream that had none in the step before, or that was
+        computed again; `has_slot`: it decoded in the newest step."""
+        before, step = record.token_step[-2:]
+        gap = record.token_s[-1] - record.token_s[-2]
+        first, last = self._index(before), self._index(step - 1 if has_slot else step)
+        lost_decode = self._decode[last] - self._decode[first]
+        lost_prefill = self._prefill[last] - self._prefill[first]
+        account = self._accounts[record.request_id]
+        account.lost_decode += lost_decode
+        account.lost_prefill += lost_prefill
+        at = step % KEPT
+        own = (self._decode[at] - self._decode[last], self._prefill[at] - self._prefill[last])
+        host = self._host[at] - self._host[first]
+        # What is not known any more counts as preemption, which is why the gap is so long.
+        causes = Causes(*own, max(0.0, gap - sum(own) - host), host)
+        account.late[step] = causes
+        return causes
+
+    def close(self, record: RequestRecord) -> None:
+        """The request has ended: write down its sums and its worst gap."""
+        account = self._accounts.pop(record.request_id, None)
+        if account is None:
+            return
+        at = self._index(record.token_step[-1])
+        record.gaps = Causes(
+            self._decode[at] - account.decode - account.lost_decode,
+            self._prefill[at] - account.prefill - account.lost_prefill,
+            account.lost_decode + account.lost_prefill,
+            self._host[at] - account.host,
+        )
+        gaps = _differences(record.token_s)
+        if gaps:
+            record.worst_gap_s = max(gaps)
+            step = record.token_step[gaps.index(record.worst_gap_s) + 1]
+            record.worst_gap = account.late.get(step) or self._causes(step)
+
+    def _causes(self, step: int) -> Causes | None:
+        if step <= max(self._step - KEPT + 1, 0):
+            return None
+        at, before = step % KEPT, (step - 1) % KEPT
+        sums = (self._decode, self._prefill, self._host)
+        decode, prefill, host = (one[at] - one[before] for one in sums)
+        return Causes(decode, prefill, 0.0, host)
+
+    def _index(self, step: int) -> int:
+        return max(step, self._step - KEPT + 1) % KEPT
+
+
+def _differences(times: Sequence[float]) -> list[float]:
+    return list(map(sub, times[1:], times))

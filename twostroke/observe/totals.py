@@ -1,0 +1,185 @@
+"""`Totals`: what the records add up to since the start. Plain numbers: no torch, no Prometheus.
+
+    Records ──▶ add_step, add_request ──▶ counters, histograms ──▶ serve/metrics.py
+
+A server keeps it beside the records it mirrors, so that it outlives the engine's process. A
+program with an `LLM` has the same:
+
+    totals = Totals(max_model_len)
+    llm.engine.core.records.listeners.append(totals)
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from twostroke.observe.record import Causes, RequestRecord, StepRecord
+
+PHASES = ("prefill", "decode")
+MIXES = ("prefill", "decode", "mixed")
+CAUSES = Causes._fields
+REASONS = ("stop", "length", "abort", "error")
+FINISHED = ("stop", "length")  # whose latencies are somebody's answer
+
+GAP_BUCKETS = (
+    0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075,
+    0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+FIRST_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5,
+    5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+REQUEST_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0,
+    10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+N_BUCKETS = (1, 2, 5, 10, 20)
+
+
+class Histogram:
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)  # the last: above all bounds
+        self.sum = 0.0
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    def add(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+
+def token_buckets(most: int) -> tuple[int, ...]:
+    """1, 2, 5, 10, 20, 50, … up to `most`."""
+    buckets, unit = [], 1
+    while unit <= most:
+        buckets += [unit * m for m in (1, 2, 5) if unit * m <= most]
+        unit *= 10
+    return tuple(buckets)
+
+
+class PhaseTotals:
+    """One phase's work. In mixed steps its device time is attributed (`record.Causes`)."""
+
+    __slots__ = ("device_s", "flops", "num_bytes", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.flops = self.num_bytes = self.device_s = 0.0
+
+
+class Totals:
+    """Written by one thread; others may read at any time."""
+
+    def __init__(self, max_model_len: int) -> None:
+        tokens = token_buckets(max_model_len)
+        # Steps
+        self.prefill, self.decode = PhaseTotals(), PhaseTotals()
+        self.step_s = {mix: Histogram(GAP_BUCKETS) for mix in MIXES}
+        self.step_tokens = Histogram(STEP_TOKEN_BUCKETS)
+        self.gap_s = Histogram(GAP_BUCKETS)
+        self.cause_s = dict.fromkeys(CAUSES, 0.0)
+        self.part_s = {cause: Histogram(GAP_BUCKETS) for cause in CAUSES}
+        self.ttft_s = Histogram(FIRST_BUCKETS)
+        self.preemptions = self.recomputed_tokens = 0
+        self.prompt_tokens = self.cached_tokens = self.generation_tokens = 0
+        self.predicted_s = self.predicted_actual_s = self.prediction_error_s = 0.0
+        # Requests
+        self.ended = dict.fromkeys(REASONS, 0)
+        self.e2e_s, self.queue_s, self.inference_s, self.prefill_s, self.decode_s = (
+            Histogram(REQUEST_BUCKETS) for _ in range(5)
+        )
+        self.tpot_s = Histogram(GAP_BUCKETS)
+        self.request_prompt, self.request_computed, self.request_generated = (
+            Histogram(tokens) for _ in range(3)
+        )
+        self.most_generated, self.max_tokens = Histogram(tokens), Histogram(tokens)
+        self.n = Histogram(N_BUCKETS)
+        self._families: dict[str, tuple[int, int]] = {}  # members that ended, longest of them
+
+    # ── steps ───────────────────────────────────────────────────────────────────────────────
+
+    def add_step(self, record: StepRecord) -> None:
+        prefill, decode, since = record.prefill, record.decode, record.since_s
+        device_s, own_s = record.device_s, 0.0
+        if decode.rows:
+            own_s = since.decode if prefill.rows else device_s
+            total = self.decode
+            total.tokens += decode.tokens
+            total.flops += decode.flops
+            total.num_bytes += decode.num_bytes
+            total.device_s += own_s
+        if prefill.rows:
+            total = self.prefill
+            total.tokens += prefill.tokens
+            total.flops += prefill.flops
+            total.num_bytes += prefill.num_bytes
+            total.device_s += device_s - own_s
+        self.step_s[mix_of(record)].add(device_s)
+        self.step_tokens.add(prefill.tokens + decode.tokens)
+        self.preemptions += record.preempted
+        self.recomputed_tokens += record.recomputed
+        self.generation_tokens += record.num_written
+        if record.regular:
+            self._add_gap(since, record.regular)
+        for gap in record.late:
+            self._add_gap(gap, 1)
+        for first in record.first:
+            self.ttft_s.add(first.ttft_s)
+            self.prompt_tokens += first.num_prompt
+            self.cached_tokens += first.num_cached
+        if record.predicted_s is not None:
+            self.predicted_s += record.predicted_s
+            self.predicted_actual_s += device_s
+            self.prediction_error_s += abs(record.predicted_s - device_s)
+
+    def _add_gap(self, gap: Causes, streams: int) -> None:
+        self.gap_s.add(gap.total_s, streams)
+        for cause, seconds in zip(CAUSES, gap, strict=True):
+            if seconds > 0.0:
+                self.cause_s[cause] += seconds * streams
+                self.part_s[cause].add(seconds, streams)
+
+    # ── requests ────────────────────────────────────────────────────────────────────────────
+
+    def add_request(self, record: RequestRecord) -> None:
+        reason = str(record.finish_reason)
+        self.ended[reason] += 1
+        written = len(record.token_s)
+        self._add_family(record, written)
+        if record.max_tokens:
+            self.max_tokens.add(record.max_tokens)
+        if reason not in FINISHED or not written:
+            return
+        self.e2e_s.add(record.finished_s - record.received_s)
+        self.queue_s.add(record.queue_s)
+        self.prefill_s.add(record.prefill_s)
+        self.decode_s.add(record.decode_s)
+        self.inference_s.add(record.prefill_s + record.decode_s)
+        if written > 1:
+            self.tpot_s.add(record.tpot_s)
+        self.request_prompt.add(record.num_prompt)
+        self.request_computed.add(record.num_prompt - record.num_cached)
+        self.request_generated.add(written)
+
+    def _add_family(self, record: RequestRecord, written: int) -> None:
+        """What is counted once for all continuations of a request, when the last has ended."""
+        ended, longest = self._families.pop(record.family, (0, 0)) if record.n > 1 else (0, 0)
+        ended, longest = ended + 1, max(longest, written)
+        if ended < record.n:
+            self._families[record.family] = ended, longest
+        else:
+            self.n.add(record.n)
+            self.most_generated.add(longest)
+
+
+def mix_of(record: StepRecord) -> str:
+    if not record.decode.rows:
+        return "prefill"
+    return "mixed" if record.prefill.rows else "decode"

@@ -1,0 +1,190 @@
+"""Totals as Prometheus families. What vLLM exports and what has a meaning here has vLLM's name,
+type and labels (`vllm:`); what only this engine knows is under `twostroke:`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+from twostroke.engine.api import EngineClient, EngineInfo, EngineLoad
+from twostroke.observe.totals import Histogram, Totals
+
+ENGINE = "0"  # there is one
+Values = Mapping[str, float]
+
+VLLM_HISTOGRAMS = {
+    "iteration_tokens_total": ("step_tokens", "Tokens computed in a step, of both phases."),
+    "time_to_first_token_seconds": ("ttft_s", "Received → first token."),
+    "inter_token_latency_seconds": ("gap_s", "Each gap between two tokens of one stream."),
+    "request_time_per_output_token_seconds": ("tpot_s", "Decode time / (tokens - 1), a request."),
+    "e2e_request_latency_seconds": ("e2e_s", "Received → finished."),
+    "request_queue_time_seconds": ("queue_s", "Received → first token of it scheduled."),
+    "request_prefill_time_seconds": ("prefill_s", "First scheduled → first output token."),
+    "request_decode_time_seconds": ("decode_s", "First output token → last."),
+    "request_inference_time_seconds": ("inference_s", "Prefill time + decode time."),
+    "request_prompt_tokens": ("request_prompt", "Prompt tokens of a request."),
+    "request_prefill_kv_computed_tokens": ("request_computed", "Prompt tokens not cached."),
+    "request_generation_tokens": ("request_generated", "Tokens written for a request."),
+    "request_max_num_generation_tokens": ("most_generated", "Tokens of the longest of n."),
+    "request_params_n": ("n", "The parameter n."),
+    "request_params_max_tokens": ("max_tokens", "The parameter max_tokens, where given."),
+}
+
+
+class Families:
+    """Every series carries the model's name and vLLM's number of the engine."""
+
+    def __init__(self, model_name: str) -> None:
+        self._names = ["model_name", "engine"]
+        self._values = [model_name, ENGINE]
+
+    def all(self, client: EngineClient, totals: Totals) -> Iterator[Metric]:
+        load = client.load()
+        yield from self._vllm_now(load)
+        yield self._cache_config(client.info)
+        yield from self._vllm_counters(totals)
+        for name, (field, text) in VLLM_HISTOGRAMS.items():
+            yield self._histogram(f"vllm:{name}", text, {"": getattr(totals, field)})
+        # Under the name it had before vLLM 0.11 as well: dashboards still ask for it.
+        old = "vllm:time_per_output_token_seconds"
+        text = "As vllm:inter_token_latency_seconds, which replaces it."
+        yield self._histogram(old, text, {"": totals.gap_s})
+        yield from self._own_now(client, load)
+        yield from self._own_steps(totals)
+        yield from self._own_gaps(totals)
+
+    # ── vLLM's ──────────────────────────────────────────────────────────────────────────────
+
+    def _vllm_now(self, load: EngineLoad) -> Iterator[Metric]:
+        kv = load.kv
+        taken = (kv.used + kv.fragmented) / kv.reserved if kv.reserved else 0.0
+        yield self._gauge("vllm:num_requests_running", "Running requests.", load.running)
+        yield self._gauge("vllm:num_requests_waiting", "Waiting requests.", load.waiting)
+        reasons = {"capacity": float(load.waiting), "deferred": 0.0}
+        name, text = "vllm:num_requests_waiting_by_reason", "Waiting requests, by reason."
+        yield self._gauges(name, text, reasons, "reason")
+        text = "Share of the KV cache that running requests have taken, 0 to 1."
+        yield self._gauge("vllm:kv_cache_usage_perc", text, taken)
+        states = {"awake": 1.0, "weights_offloaded": 0.0, "discard_all": 0.0}
+        text = "This engine never sleeps: awake is 1."
+        yield self._gauges("vllm:engine_sleep_state", text, states, "sleep_state")
+
+    def _cache_config(self, info: EngineInfo) -> Metric:
+        labels = {
+            "block_size": str(info.block_size),
+            "num_gpu_blocks": str(info.kv_tokens // info.block_size),
+            "engine": ENGINE,
+        }
+        text = "The KV cache's settings, as labels; always 1."
+        family = GaugeMetricFamily("vllm:cache_config_info", text, labels=list(labels))
+        family.add_metric(list(labels.values()), 1.0)
+        return family
+
+    def _vllm_counters(self, totals: Totals) -> Iterator[Metric]:
+        prompt, cached = totals.prompt_tokens, totals.cached_tokens
+        flops = totals.prefill.flops + totals.decode.flops
+        for name, text, value in (
+            ("num_preemptions", "Requests sent back for want of KV blocks.", totals.preemptions),
+            ("prompt_tokens", "Prompt tokens of the streams that began.", prompt),
+            ("generation_tokens", "Tokens written.", totals.generation_tokens),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", prompt),
+            ("prefix_cache_hits", "Prompt tokens found there, and not computed.", cached),
+            ("prompt_tokens_cached", "As vllm:prefix_cache_hits.", cached),
+            ("estimated_flops_per_gpu", "FLOPs that all steps needed at the least.", flops),
+        ):
+            yield self._counters(f"vllm:{name}", text, {"": value})
+        sources = {"local_compute": prompt - cached, "local_cache_hit": cached}
+        sources["external_kv_transfer"] = 0
+        name, text = "vllm:prompt_tokens_by_source", "Prompt tokens, by where they came from."
+        yield self._counters(name, text, sources, "source")
+        text = "Requests that ended, by how."
+        yield self._counters("vllm:request_success", text, totals.ended, "finished_reason")
+
+    # ── ours ────────────────────────────────────────────────────────────────────────────────
+
+    def _own_now(self, client: EngineClient, load: EngineLoad) -> Iterator[Metric]:
+        text = "1 while requests are worked on, 0 while an engine is being started."
+        yield self._gauge("twostroke:engine_up", text, float(client.healthy))
+        text = "Engines that were started because the one before had died."
+        yield self._counters("twostroke:engine_restarts", text, {"": client.num_restarts})
+        info = client.info
+        if info.read_bytes_per_s:
+            text = "Bytes a second that the machine reads, measured (--measure-ceilings)."
+            yield self._gauge("twostroke:ceiling_bytes_per_second", text, info.read_bytes_per_s)
+        if info.ops_per_s:
+            text = "Operations a second of its integer products, measured (--measure-ceilings)."
+            yield self._gauge("twostroke:ceiling_ops_per_second", text, info.ops_per_s)
+        states = load.kv._asdict()
+        reserved = states.pop("reserved")
+        name = "twostroke:kv_cache_reserved_tokens"
+        yield self._gauge(name, "The KV cache's size: the sum of the four states.", reserved)
+        text = "KV cache by state; fragmented: in a request's block, not filled yet."
+        yield self._gauges("twostroke:kv_cache_tokens", text, states, "state")
+
+    def _own_steps(self, totals: Totals) -> Iterator[Metric]:
+        phases = {"prefill": totals.prefill, "decode": totals.decode}
+        text = "Executor's time of a step, by what was in it."
+        yield self._histogram("twostroke:step_seconds", text, totals.step_s, "mix")
+        for name, field, text in (
+            ("tokens", "tokens", "Tokens computed."),
+            ("flops", "flops", "FLOPs needed at the least."),
+            ("bytes", "num_bytes", "Bytes read and written at the least; weights once a step."),
+            ("device_seconds", "device_s", "Executor's time; attributed in mixed steps."),
+        ):
+            values = {phase: getattr(total, field) for phase, total in phases.items()}
+            yield self._counters(f"twostroke:phase_{name}", text, values, "phase")
+        for name, text, value in (
+            ("recomputed_tokens", "Lost to preemption.", totals.recomputed_tokens),
+            ("step_predicted_seconds", "As the step-time model foresaw.", totals.predicted_s),
+            ("step_foreseen_seconds", "Those steps, as they ran.", totals.predicted_actual_s),
+            ("step_error_seconds", "|foreseen - ran|, summed.", totals.prediction_error_s),
+        ):
+            yield self._counters(f"twostroke:{name}", text, {"": value})
+
+    def _own_gaps(self, totals: Totals) -> Iterator[Metric]:
+        text = "Time between tokens, over all streams, by cause; attributed in mixed steps."
+        yield self._counters("twostroke:gap_seconds", text, totals.cause_s, "cause")
+        text = "A cause's part of a gap between tokens, of the gaps that it has a part in."
+        yield self._histogram("twostroke:gap_part_seconds", text, totals.part_s, "cause")
+
+    # ── shapes ──────────────────────────────────────────────────────────────────────────────
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        return self._gauges(name, text, {"": value})
+
+    def _gauges(self, name: str, text: str, values: Values, label: str = "") -> Metric:
+        family = GaugeMetricFamily(name, text, labels=self._labels(label))
+        for of, value in values.items():
+            family.add_metric(self._of(label, of), value)
+        return family
+
+    def _counters(self, name: str, text: str, values: Values, label: str = "") -> Metric:
+        family = CounterMetricFamily(name, text, labels=self._labels(label))
+        for of, value in values.items():
+            family.add_metric(self._of(label, of), value)
+        return family
+
+    def _histogram(
+        self, name: str, text: str, values: Mapping[str, Histogram], label: str = ""
+    ) -> Metric:
+        family = HistogramMetricFamily(name, text, labels=self._labels(label))
+        for of, histogram in values.items():
+            buckets, total = [], 0
+            bounds = [*map(float, histogram.bounds), float("inf")]
+            for bound, count in zip(bounds, histogram.counts, strict=True):
+                total += count
+                buckets.append(("+Inf" if bound == float("inf") else str(bound), float(total)))
+            family.add_metric(self._of(label, of), buckets, histogram.sum)
+        return family
+
+    def _labels(self, label: str) -> list[str]:
+        return [*self._names, label] if label else self._names
+
+    def _of(self, label: str, value: str) -> list[str]:
+        return [*self._values, value] if label else self._values
