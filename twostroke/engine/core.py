@@ -34,6 +34,7 @@ class Flight:
     running: int
     preempted: int
     kv: KVUsage  # with this step's blocks taken and filled
+    predicted_s: float  # on the device
 
 
 class EngineCore:
@@ -113,6 +114,7 @@ class EngineCore:
             scheduler.num_running,
             scheduler.last_preempted,
             scheduler.kv.usage(),
+            scheduler.last_predicted_s,
         )
         self._flights.append(flight)
 
@@ -216,5 +218,6 @@ class EngineCore:
                 flight.running,
                 flight.preempted,
                 flight.kv,
+                flight.predicted_s,
             )
         )

@@ -44,6 +44,7 @@ class StepRecord(NamedTuple):
     running: int
     preempted: int  # requests preempted while planning this step
     kv: KVUsage
+    predicted_s: float = 0.0  # what device_s was expected to be; 0 if it could not be told
 
 
 @dataclass(slots=True, eq=False)
