@@ -33,14 +33,12 @@ if TYPE_CHECKING:
 
 FLOOR_SHARE = 0.25
 FLOOR = 64
-LEAST = 4
-WITHIN = 1024
+LEAST = 2
+WITHIN = 2048
 UNKNOWN = 32  # tokens of a chunk before anything is known; later at most twice the largest seen
 SLIVER = 8  # a second chunk that time cuts below this is left for the next step
-MARGIN = (
-    0.03,
-    0.5,
-)  # least and most, as a share of what the model expects; twice its error between
+MARGIN = (0.03, 0.5)  # least and most, as a share of what the model expects
+ERRORS = 4.0  # of the model, on average, that the margin between these covers
 SMOOTH = 0.1  # of the host's share of a step
 MOST_STRETCH = 5.0
 
@@ -125,7 +123,7 @@ class Pacer:
         )
         left = oldest + self._itl_s - begin - self.host_s
         least, most = MARGIN
-        margin = min(max(least, 2 * self.times.mixed_error), most)
+        margin = min(max(least, ERRORS * self.times.mixed_error), most)
         limit_s = max(0.0, left / (1 + margin))
         decode = step.decode_work
         alone = self.times.decode_only(decode)
@@ -147,11 +145,8 @@ class Pacer:
         plan = flight.plan
         began = max(self._committed_s, flight.planned_s)
         host_s = max(0.0, now - began - device_s)
-        if self.host_s:  # one stall is not what a step takes
-            host_s = min(host_s, 4 * self.host_s)
-            self.host_s += SMOOTH * (host_s - self.host_s)
-        else:
-            self.host_s = host_s
+        host_s = min(host_s, 4 * self.host_s + 1e-3)  # one stall is not what a step takes
+        self.host_s += SMOOTH * (host_s - self.host_s)
         self._committed_s = now
         self.times.add(plan.prefill_work, plan.decode_work, device_s)
 
