@@ -11,11 +11,30 @@ import os
 import re
 from dataclasses import dataclass
 from os import PathLike, fspath
+from typing import NamedTuple, cast
 
 from twostroke.errors import ConfigError
 from twostroke.strict import Strict
 
 GIB = 1024**3
+
+
+class Mode(NamedTuple):
+    """What a performance mode sets where nothing is given."""
+
+    max_num_seqs: int
+    budget_gpu: int
+    budget_cpu: int
+    # Goals in milliseconds, on a GPU and on a CPU; None: none.
+    ttft_ms: tuple[float, float] | None = None
+    itl_ms: tuple[float, float] | None = None
+
+
+MODES = {
+    "interactivity": Mode(128, 8192, 512, ttft_ms=(1000.0, 4000.0), itl_ms=(50.0, 100.0)),
+    "balanced": Mode(256, 8192, 512),
+    "throughput": Mode(512, 16384, 1024),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +50,11 @@ class EngineConfig(Strict):
     device: str = "auto"  # auto: cuda if there is one
     seed: int = 0
     max_model_len: int | None = None  # None: as long as model and cache allow
-    max_num_seqs: int = 256
+    max_num_seqs: int = cast(int, None)  # None: 256, or by performance_mode; then never None
     max_num_batched_tokens: int | None = None  # tokens in a step
+    ttft_slo_ms: float | None = None  # goal for the time to the first token
+    itl_slo_ms: float | None = None  # goal for the time between two tokens of a stream
+    performance_mode: str = "balanced"  # interactivity, balanced, throughput
     block_size: int = 16  # tokens in a KV block
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
@@ -65,6 +87,7 @@ class EngineConfig(Strict):
         self._check_choice("dtype", ("auto", "float32", "float16", "bfloat16"))
         self._check_choice("kv_cache_dtype", ("auto", "float32", "float16", "bfloat16"))
         self._check_choice("scheduling_policy", ("fcfs", "priority"))
+        self._check_choice("performance_mode", tuple(MODES))
         if self.quantization is not None:
             self._check_choice("quantization", ("int8", "int4"))
         self._check_choice("kernels", ("auto", "reference", "native"))
@@ -75,8 +98,15 @@ class EngineConfig(Strict):
             self._refuse("device", "auto, cpu, cuda, or one GPU of several such as cuda:1")
         self._check_int("seed", 0, 2**63 - 1)
         self._check_int("max_model_len", 2, optional=True)
-        self._check_int("max_num_seqs", 1, 65536)
         self._check_int("max_num_batched_tokens", 1, optional=True)
+        if self.max_num_seqs is None:
+            most = MODES[self.performance_mode].max_num_seqs
+            most = min(most, self.max_num_batched_tokens or most)
+            object.__setattr__(self, "max_num_seqs", most)
+        self._check_int("max_num_seqs", 1, 65536)
+        for name in ("ttft_slo_ms", "itl_slo_ms"):
+            if getattr(self, name) is not None:
+                self._check_number(name, 0.1, 1e7, "milliseconds from 0.1 to 10000000, or None")
         self._check_int("block_size", 1, 1024)
         self._check_int("kv_cache_memory_bytes", 1, optional=True)
         self._check_int("num_gpu_blocks_override", 1, optional=True)
@@ -128,14 +158,30 @@ class EngineConfig(Strict):
                 "step must have a token for every running request; raise the first or lower "
                 "the second"
             )
+        if self.itl_slo_ms is not None and not self.enable_chunked_prefill:
+            raise ConfigError(
+                "itl_slo_ms is kept by cutting prompts in chunks, but enable_chunked_prefill is "
+                "False; leave out one of them"
+            )
         if self.skip_tokenizer_init and self.tokenizer is not None:
             raise ConfigError("skip_tokenizer_init and tokenizer contradict each other; give one")
+
+    def goals(self, on_gpu: bool) -> tuple[float | None, float | None]:
+        """Seconds to the first token and between two; None: no goal."""
+        mode, device = MODES[self.performance_mode], 0 if on_gpu else 1
+        ttft, itl = self.ttft_slo_ms, self.itl_slo_ms
+        if ttft is None and mode.ttft_ms is not None:
+            ttft = mode.ttft_ms[device]
+        if itl is None and mode.itl_ms is not None and self.enable_chunked_prefill:
+            itl = mode.itl_ms[device]
+        return None if ttft is None else ttft / 1e3, None if itl is None else itl / 1e3
 
     def token_budget(self, on_gpu: bool, max_model_len: int) -> int:
         """Tokens in a step: enough to fill the device, few enough that streams keep flowing."""
         budget = self.max_num_batched_tokens
         if budget is None:
-            budget = max(8192 if on_gpu else 512, self.max_num_seqs)
+            mode = MODES[self.performance_mode]
+            budget = max(mode.budget_gpu if on_gpu else mode.budget_cpu, self.max_num_seqs)
             if not self.enable_chunked_prefill:
                 budget = max(budget, max_model_len)
         if not self.enable_chunked_prefill and budget < max_model_len:

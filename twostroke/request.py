@@ -254,6 +254,7 @@ class Request:
     num_prompt: int = 0
     max_length: int = 0  # prompt and output together
     stop_ids: frozenset[int] = frozenset()
+    start_by_s: float = 0.0  # when its prefill must begin to meet ttft_slo_s, where that is set
 
     def __post_init__(self) -> None:
         self.request_id = self.given.request_id

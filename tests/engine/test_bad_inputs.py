@@ -188,6 +188,9 @@ def test_without_network_and_cached_model_two_ways_out_are_given(
         ({"seed": -1}, "seed must be a whole number from 0"),
         ({"max_model_len": 1}, "max_model_len must be a whole number of at least 2 or None, not 1"),
         ({"max_num_seqs": 0}, "max_num_seqs must be a whole number from 1 to 65536, not 0"),
+        ({"ttft_slo_ms": 0}, "ttft_slo_ms must be milliseconds from 0.1 to 10000000, or None"),
+        ({"itl_slo_ms": "fast"}, "itl_slo_ms must be milliseconds from 0.1 to 10000000, or None"),
+        ({"performance_mode": "latency"}, "one of interactivity, balanced, throughput, not"),
         ({"block_size": 2.5}, "block_size must be a whole number from 1 to 1024, not 2.5"),
         ({"gpu_memory_utilization": 1.5}, "must be a number above 0 and at most 1, not 1.5"),
         ({"gpu_memory_utilization": float("nan")}, "at most 1, not nan"),
@@ -213,6 +216,11 @@ def test_a_setting_that_is_none_is_refused(llm: LLM, settings: dict[str, Any], s
             {"max_num_batched_tokens": 5, "max_num_seqs": 6},
             "max_num_batched_tokens 5 is below max_num_seqs 6: a step must have a token for every "
             "running request; raise the first or lower the second",
+        ),
+        (
+            {"itl_slo_ms": 50, "enable_chunked_prefill": False},
+            "itl_slo_ms is kept by cutting prompts in chunks, but enable_chunked_prefill is False; "
+            "leave out one of them",
         ),
         (
             {"skip_tokenizer_init": True, "tokenizer": "elsewhere"},

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from dataclasses import replace
 
 import pytest
 
 from tests.fakes import FakeExecutor, expected_tokens, fake_request, random_prompt
 from twostroke.errors import RequestError
-from twostroke.plan import StepResult
+from twostroke.plan import StepPlan, StepResult
 from twostroke.request import EngineRequest, FinishReason
 from twostroke.sched.scheduler import Scheduler, Update
 from twostroke.sched.step import SchedulerConfig
@@ -20,7 +21,7 @@ SCENARIOS = 400
 class Life:
     """Drives one scenario and keeps what each request was seen to do."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, goals: bool = False) -> None:
         rng = self.rng = random.Random(seed)
         block_size = rng.choice([1, 2, 4, 8])
         window = rng.choice([None, None, None, rng.randint(1, 20)])
@@ -43,7 +44,10 @@ class Life:
         )
         self.depth = rng.choice([1, 1, 2, 3])
         self.failing = rng.choice([0, 0, 0, 0.03])  # how many of the steps cannot run
-        self.scheduler = Scheduler(self.config)
+        if goals:
+            self.config = with_goals(self.config, random.Random(-1 - seed))
+        self.now = 0.0
+        self.scheduler = Scheduler(self.config, clock=lambda: self.now)
         self.executor = FakeExecutor(block_size, (window,))
         self.flights: deque[StepResult] = deque()
         self.given: dict[str, EngineRequest] = {}
@@ -105,7 +109,7 @@ class Life:
             if self.rng.random() < self.failing:
                 self.fail()
                 return
-            self.flights.append(self.executor.run(plan))
+            self.flights.append(self.executor.run(plan)._replace(device_s=self.take_time(plan)))
         elif not self.flights:
             assert not self.scheduler.has_requests, "requests are there and nothing is planned"
         if self.flights and (plan is None or len(self.flights) >= self.depth):
@@ -113,6 +117,12 @@ class Life:
                 self.take(update)
             self.executor.committed()
         self.scheduler.audit()
+
+    def take_time(self, plan: StepPlan) -> float:
+        took = 0.005 + 0.001 * plan.num_tokens + 1e-5 * plan.prefill_work.kv_tokens
+        took *= 1.0 + 0.2 * (plan.step % 5) + 20.0 * (plan.step % 37 == 0)
+        self.now += took
+        return took
 
     def fail(self) -> None:
         """A step breaks: nothing of what was in flight counts, and the executor starts anew."""
@@ -131,10 +141,20 @@ class Life:
             assert self.steps < limit, "a wait without bound"
 
 
+def with_goals(config: SchedulerConfig, rng: random.Random) -> SchedulerConfig:
+    """From those that cannot be met to those that do not matter."""
+    itl = rng.choice([None, 1e-6, 0.01, 0.02, 0.05, 10.0]) if config.chunked_prefill else None
+    ttft = rng.choice([*([] if itl is None else [None]), 1e-6, 0.05, 0.2, 1.0, 100.0])
+    return replace(config, ttft_slo_s=ttft, itl_slo_s=itl)
+
+
+@pytest.mark.parametrize("goals", [False, True])
 @pytest.mark.parametrize("block", range(SCENARIOS // 20))
-def test_every_random_life_ends_once_with_the_right_tokens_and_leaks_nothing(block: int) -> None:
+def test_every_random_life_ends_once_with_the_right_tokens_and_leaks_nothing(
+    block: int, goals: bool
+) -> None:
     for seed in range(block * 20, block * 20 + 20):
-        life = Life(seed)
+        life = Life(seed, goals)
         for _ in range(life.rng.randint(10, 60)):
             chance = life.rng.random()
             if chance < 0.35:

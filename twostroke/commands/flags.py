@@ -27,8 +27,12 @@ ENGINE_HELP = {
     "device": "auto, cpu or cuda",
     "seed": "what random sampling starts from",
     "max_model_len": "longest sequence, prompt and answer (default: as model and cache allow)",
-    "max_num_seqs": "requests that run at one time",
+    "max_num_seqs": "requests that run at one time (default: 256, or by performance_mode)",
     "max_num_batched_tokens": "tokens in a step (default: by device)",
+    "ttft_slo_ms": "goal for the time to the first token: prompts go by what is left of it",
+    "itl_slo_ms": "goal for the time between two tokens: prefill takes what it leaves",
+    "performance_mode": "interactivity (goals), balanced or throughput (larger steps): what is "
+    "not given otherwise",
     "block_size": "tokens in a KV block",
     "gpu_memory_utilization": "share of the GPU's memory to use",
     "kv_cache_memory_bytes": "size of the KV cache, such as 512M or 4GiB (default: by device)",

@@ -52,7 +52,7 @@ _BY_REASON: dict[str, str] = {
     "--max-cudagraph-capture-size and --enforce-eager are all there is to choose": (
         "--compilation-config -cc --compilation-level -O --optimization-level --cuda-graph-sizes "
         "--max-seq-len-to-capture --cudagraph-metrics --kernel-config "
-        "--enable-flashinfer-autotune --ir-op-priority --performance-mode"
+        "--enable-flashinfer-autotune --ir-op-priority"
     ),
     "there is one attention backend": "--attention-backend --attention-config "
     "--gdn-prefill-backend --disable-sliding-window --kv-sharing-fast-prefill",

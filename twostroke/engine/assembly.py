@@ -32,6 +32,7 @@ class Start(Protocol):
 def scheduler_config(
     config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, on_gpu: bool
 ) -> SchedulerConfig:
+    ttft_slo_s, itl_slo_s = config.goals(on_gpu)
     return SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.token_budget(on_gpu, memory.max_model_len),
@@ -42,4 +43,6 @@ def scheduler_config(
         policy=config.scheduling_policy,
         chunked_prefill=config.enable_chunked_prefill,
         prefix_caching=config.enable_prefix_caching,
+        ttft_slo_s=ttft_slo_s,
+        itl_slo_s=itl_slo_s,
     )

@@ -23,7 +23,6 @@ from twostroke.observe.record import FirstToken, PhaseRecord, Records, StepRecor
 from twostroke.plan import StepPlan, StepResult
 from twostroke.request import EngineRequest, FinishReason
 from twostroke.sched.scheduler import Scheduler, Update
-from twostroke.sched.steptime import StepTimes
 
 
 @dataclass(slots=True)
@@ -37,6 +36,7 @@ class Flight:
     preempted: int
     kv: KVUsage  # with this step's blocks taken and filled
     recomputed: int
+    predicted_s: float  # on the device
 
 
 class EngineCore:
@@ -49,7 +49,7 @@ class EngineCore:
     ) -> None:
         self.scheduler = scheduler
         self.records = Records()
-        self.ledger = Ledger(StepTimes())
+        self.ledger = Ledger(scheduler.pacer.times)
         self._executor = executor
         self._cost = cost
         self._grammars = grammars
@@ -118,6 +118,7 @@ class EngineCore:
             scheduler.last_preempted,
             scheduler.kv.usage(),
             scheduler.last_recomputed,
+            scheduler.last_predicted_s,
         )
         self._flights.append(flight)
 
@@ -196,8 +197,7 @@ class EngineCore:
         self._device_free_s = now
         prefill_flops = cost.flops(prefill, samples)
         decode_flops = cost.flops(decode, len(slots))
-        ledger, times = self.ledger, self.ledger.times
-        predicted = times.predict(prefill, decode)
+        ledger = self.ledger
         since = ledger.add_step(
             plan.step,
             flight.planned_s,
@@ -207,7 +207,6 @@ class EngineCore:
             decode,
             decode_flops / (prefill_flops + decode_flops),
         )
-        times.add(prefill, decode, result.device_s)
         written = self.scheduler.last_written
         for record in written.first:
             ledger.open(record)
@@ -237,6 +236,6 @@ class EngineCore:
                 written.regular,
                 tuple([ledger.late(*late) for late in written.late]),
                 tuple([FirstToken(r.ttft_s, r.num_prompt, r.num_cached) for r in written.first]),
-                predicted,
+                flight.predicted_s or None,
             )
         )

@@ -10,8 +10,10 @@ from twostroke.kv.blocks import NULL_BLOCK
 from twostroke.kv.cache import KVCache
 from twostroke.plan import NewRow
 from twostroke.request import Phase, Request
+from twostroke.sched.deadlines import DeadlineQueue, Rank
 from twostroke.sched.decode import by_order
 from twostroke.sched.quarantine import Quarantine
+from twostroke.sched.slo import Pacer
 from twostroke.sched.step import SchedulerConfig, StepBuilder
 
 
@@ -28,7 +30,7 @@ class WaitingQueue:
     def push(self, request: Request) -> None:
         heapq.heappush(self._heap, (request.order, request))
 
-    def peek(self) -> Request | None:
+    def peek(self, now: float) -> Request | None:
         while self._heap and self._heap[0][1].phase is not Phase.WAITING:
             heapq.heappop(self._heap)
             self._gone -= 1
@@ -47,13 +49,16 @@ class WaitingQueue:
 
 
 class PrefillQueue:
-    def __init__(self, config: SchedulerConfig, kv: KVCache, rows: list[int]) -> None:
-        self.waiting = WaitingQueue()
+    def __init__(self, config: SchedulerConfig, kv: KVCache, rows: list[int], pacer: Pacer) -> None:
+        self.waiting: WaitingQueue | DeadlineQueue = WaitingQueue()
+        if config.ttft_slo_s is not None:
+            self.waiting = DeadlineQueue(config.ttft_slo_s, self._left_s)
         self.quarantine = Quarantine()
         self.requests: list[Request] = []  # admitted, prompt not yet computed; sorted by order
         self._config = config
         self._kv = kv
         self._rows = rows  # free rows, shared with the scheduler
+        self._pacer = pacer
 
     def remove_gone(self) -> None:
         self.requests = [r for r in self.requests if r.phase is Phase.PREFILL]
@@ -65,11 +70,16 @@ class PrefillQueue:
         preempt: Callable[[Request], None],
         to_decode: Callable[[Request], None],
     ) -> None:
-        """Chunks for the prompts under way, then new prompts, while the budget lasts."""
-        for request in list(self.requests):
-            if step.budget <= 0:
-                break
-            if request.phase is Phase.PREFILL:
+        """Chunks for the prompts under way, then new prompts, while the budget lasts. With a goal
+        for the first token, whoever is more urgent comes before."""
+        queue, now = self.waiting, step.now
+        if isinstance(queue, DeadlineQueue):
+            for rank, request in sorted((queue.rank(r, now), r) for r in self.requests):
+                self._admit(step, decoding, before=rank)
+                if request not in step.chunk_requests:  # else preempted and let in again
+                    self._continue(step, request, preempt)
+        else:
+            for request in list(self.requests):
                 self._continue(step, request, preempt)
         self._admit(step, decoding)
         for request in step.last_chunks:
@@ -81,11 +91,13 @@ class PrefillQueue:
     def _continue(
         self, step: StepBuilder, request: Request, preempt: Callable[[Request], None]
     ) -> None:
-        """The next chunk, as long as budget and blocks allow.
+        """The next chunk, as long as budget, time and blocks allow.
 
         Requests that decode have their slots by now and keep them. Without a single free block
         the last of the prompts under way gives way, so that the first can always go on.
         """
+        if step.full or request.phase is not Phase.PREFILL:
+            return
         kv, seq = self._kv, request.kv
         step.add_drops(request, kv.drop_passed(seq))
         while True:
@@ -94,16 +106,23 @@ class PrefillQueue:
             if count > 0:
                 break
             last = self.requests[-1]
-            if last is request or kv.returning:
+            if last is request or kv.returning or last in step.chunk_requests:
                 return
             preempt(last)
             self.requests.pop()
-        self._add_chunk(step, request, count)
+        count = step.fit(request, seq.num_computed, count)
+        if count:
+            self._add_chunk(step, request, count)
 
-    def _admit(self, step: StepBuilder, decoding: list[Request]) -> None:
-        while step.budget > 0 and self._rows:
-            request = self._next()
+    def _admit(
+        self, step: StepBuilder, decoding: list[Request], before: Rank | None = None
+    ) -> None:
+        """Let in who waits; only those more urgent than `before`, if given."""
+        while not step.full and self._rows:
+            request = self._next(step.now)
             if request is None or request.pending:  # tokens of it are still in flight
+                return
+            if before is not None and not self._is_before(request, before, step.now):
                 return
             tables = self._match(request)
             num_cached = len(tables[0]) * self._kv.block_size
@@ -112,20 +131,30 @@ class PrefillQueue:
                 return
             if not self._has_room(request, tables, decoding):
                 return
+            count = step.fit(request, num_cached, min(step.budget, uncached))
+            if not count:
+                return
             if request not in self.quarantine:
                 self.waiting.pop()
             self._start(step, request, tables)
-            count = min(step.budget, uncached, self._tokens_available())
+            count = min(count, self._tokens_available())
             if count <= 0:
                 return
             self._add_chunk(step, request, count)
 
-    def _next(self) -> Request | None:
+    def _next(self, now: float) -> Request | None:
         """Who is to be let in next. While somebody is on trial, nobody else is."""
         suspect = self.quarantine.next()
         if suspect is None:
-            return self.waiting.peek()
+            return self.waiting.peek(now)
         return suspect if suspect.phase is Phase.WAITING else None
+
+    def _is_before(self, request: Request, rank: Rank, now: float) -> bool:
+        queue = self.waiting
+        return isinstance(queue, DeadlineQueue) and queue.rank(request, now) < rank
+
+    def _left_s(self, request: Request) -> float:
+        return self._pacer.prefill_s(request.kv.num_computed, request.num_to_prefill)
 
     def _start(self, step: StepBuilder, request: Request, tables: list[list[int]]) -> None:
         request.become(Phase.PREFILL)

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from twostroke.plan import StepPlan, StepResult, TokenLogprobs
 from twostroke.request import EngineRequest, FinishReason, Phase, Request
 from twostroke.sched.decode import DecodeSet
 from twostroke.sched.prefill import PrefillQueue
+from twostroke.sched.slo import Pacer
 from twostroke.sched.step import SchedulerConfig, StepBuilder
 
 
@@ -51,11 +52,14 @@ class InFlight(NamedTuple):
     plan: StepPlan
     sampled: list[Request]  # in the result's order
     chunked: list[Request]  # in the order of plan.prefill
+    planned_s: float
+    predicted_s: float  # on the device; 0 if it could not be told
 
 
 class Scheduler:
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = monotonic) -> None:
         self.config = config
+        self.pacer = Pacer(config)
         self.kv = KVCache(
             config.num_blocks,
             config.block_size,
@@ -65,11 +69,13 @@ class Scheduler:
         )
         self.last_preempted = 0  # since the step before the newest was planned
         self.last_recomputed = 0  # tokens that the newest step begins to compute again
+        self.last_predicted_s = 0.0  # what the newest step is expected to take on the device
         self.last_written = Written(0, [], [])  # by the newest commit
+        self._clock = clock
         self._requests: dict[str, Request] = {}
         self._rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._retired: list[int] = []
-        self._prefill = PrefillQueue(config, self.kv, self._rows)
+        self._prefill = PrefillQueue(config, self.kv, self._rows, self.pacer)
         self._decode = DecodeSet(self.kv)
         self._in_flight: deque[InFlight] = deque()
         self._step = 0
@@ -124,7 +130,7 @@ class Scheduler:
                 "lower max_tokens, shorten the prompt, or enlarge the cache "
                 "(kv_cache_memory_bytes)"
             )
-        now = monotonic()
+        now = self._clock()
         record = RequestRecord(
             given.request_id,
             len(prompt),
@@ -169,7 +175,7 @@ class Scheduler:
         """The next step, or None if nothing can run before a step in flight commits."""
         config = self.config
         window = config.windows[0] if len(config.windows) == 1 else None
-        step = StepBuilder(self._step, config.max_num_batched_tokens, window, monotonic())
+        step = StepBuilder(self._step, config.max_num_batched_tokens, window, self._clock())
         preempted: list[Request] = []
 
         def preempt(victim: Request) -> None:
@@ -183,6 +189,7 @@ class Scheduler:
             return victim is not request
 
         self._decode.plan(step, preempt_for)
+        step.allowance = self.pacer.allowance(step, self._in_flight)
         self._prefill.plan(step, self._decode.requests, preempt, self._decode.add)
         self._preempted += len(preempted)
         if step.empty:
@@ -192,7 +199,9 @@ class Scheduler:
         plan = step.build(tuple(self._retired))
         self._retired.clear()
         self._step += 1
-        self._in_flight.append(InFlight(plan, step.sampled, step.chunk_requests))
+        expected = self.last_predicted_s = self.pacer.expected_s(plan)
+        flight = InFlight(plan, step.sampled, step.chunk_requests, step.now, expected)
+        self._in_flight.append(flight)
         return plan
 
     def _last_in_order(self) -> Request:
@@ -214,8 +223,10 @@ class Scheduler:
     def commit(self, result: StepResult, now: float | None = None) -> list[Update]:
         """The oldest step in flight has run: append its tokens, end what has ended. `now`: when
         the tokens were known."""
-        plan, sampled, chunked = self._in_flight.popleft()
-        now, step = monotonic() if now is None else now, plan.step
+        flight = self._in_flight.popleft()
+        plan, sampled, chunked = flight.plan, flight.sampled, flight.chunked
+        now, step = self._clock() if now is None else now, plan.step
+        self.pacer.commit(flight, result.device_s, now)
         before, num_slots, num_gone = self._committed, len(plan.decode), 0
         first: list[RequestRecord] = []
         late: list[tuple[RequestRecord, bool]] = []
@@ -290,7 +301,7 @@ class Scheduler:
         for flight in self._in_flight:
             involved |= dict.fromkeys([*flight.sampled, *flight.chunked])
         involved = {r: None for r in involved if r.phase is not Phase.FINISHED}
-        queue, quarantine, now = self._prefill.waiting, self._prefill.quarantine, monotonic()
+        queue, quarantine, now = self._prefill.waiting, self._prefill.quarantine, self._clock()
         for request in (*self._prefill.requests, *self._decode.requests):
             on_trial = request in quarantine
             self._send_back(request, now)
@@ -324,7 +335,7 @@ class Scheduler:
             self._prefill.waiting.note_gone()
         request.finish_reason = reason
         request.record.finish_reason = reason
-        request.record.finished_s = monotonic()
+        request.record.finished_s = self._clock()
         del self._requests[request.request_id]
 
     def _release(self, request: Request) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from twostroke.plan import BlockAppend, BlockDrop, Chunk, NewRow, PhaseWork, Slot, StepPlan
 from twostroke.request import Request
+
+if TYPE_CHECKING:
+    from twostroke.sched.slo import Allowance
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +26,8 @@ class SchedulerConfig:
     chunked_prefill: bool = True
     prefix_caching: bool = True
     lookahead: int = 128  # tokens of growth that admission keeps free for each running request
+    ttft_slo_s: float | None = None  # goals; None: none
+    itl_slo_s: float | None = None
 
 
 class StepBuilder:
@@ -40,6 +46,7 @@ class StepBuilder:
         self.last_chunks: list[Request] = []
         self.chunk_requests: list[Request] = []
         self.recomputed = 0  # tokens that were computed before and are not cached any more
+        self.allowance: Allowance | None = None  # of time, where streams have a goal
         self._window = window
         self._decode_kv = 0
         self._prefill_kv = 0
@@ -49,6 +56,28 @@ class StepBuilder:
     @property
     def empty(self) -> bool:
         return not self.slots and not self.chunks
+
+    @property
+    def full(self) -> bool:
+        """Whether no prefill fits any more."""
+        return self.budget <= 0 or (self.allowance is not None and self.allowance.spent)
+
+    @property
+    def prefill_work(self) -> PhaseWork:
+        return PhaseWork(
+            len(self.chunks), self._prefill_tokens, self._prefill_kv, self._prefill_reads
+        )
+
+    @property
+    def decode_work(self) -> PhaseWork:
+        slots = len(self.slots)
+        return PhaseWork(slots, slots, self._decode_kv, self._decode_kv)
+
+    def fit(self, request: Request, start: int, most: int) -> int:
+        """How many tokens of a prompt, from `start` on, the step has time for; at most `most`."""
+        if self.allowance is None:
+            return most
+        return self.allowance.fit(self.prefill_work, start, most, len(request.tokens))
 
     def add_slots(self, requests: list[Request]) -> None:
         """A slot each, for what has been computed of them so far."""
@@ -93,10 +122,8 @@ class StepBuilder:
             dropped=tuple(self.dropped),
             prefill=tuple(chunks),
             decode=tuple(slots),
-            prefill_work=PhaseWork(
-                len(chunks), self._prefill_tokens, self._prefill_kv, self._prefill_reads
-            ),
-            decode_work=PhaseWork(len(slots), len(slots), self._decode_kv, self._decode_kv),
+            prefill_work=self.prefill_work,
+            decode_work=self.decode_work,
         )
 
 

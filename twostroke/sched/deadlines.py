@@ -1,0 +1,101 @@
+"""Who is let in next under a goal for the time to the first token (`ttft_slo_s`).
+
+Priorities come first, as ever. Within one, in this order:
+
+    0  streams that were preempted: they have readers waiting
+    1  prompts that have waited for `PATIENCE` times the goal, by arrival
+    2  prompts that can still make it, by slack: whoever must start soonest
+    3  prompts that cannot, by arrival
+
+A prompt must start by `received + goal − what its prefill will take`. One whose moment has passed
+makes room for those that can still be served in time, but only until its patience ends: from then
+on nobody who came later is put before it. The prompts under way are ranked along with those that
+wait, so that a short one need not wait for the whole of a long one.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+from twostroke.request import Phase, Request
+
+PATIENCE = 4.0
+Rank = tuple[int, int, float, int]  # priority, class of the table above, seconds, arrival
+Heap = list[tuple[tuple[float, ...], Request]]
+
+
+class DeadlineQueue:
+    """Takes the place of `WaitingQueue`. Who has ended is skipped when it comes up."""
+
+    def __init__(self, ttft_s: float, left_s: Callable[[Request], float]) -> None:
+        """`left_s`: how long the rest of a request's prefill will take."""
+        self._ttft_s = ttft_s
+        self._left_s = left_s
+        self._resumed: Heap = []  # by order
+        self._on_time: Heap = []  # by priority, then the moment to start
+        self._late: Heap = []  # by order
+        self._peeked: Heap = []  # whose first was found to be next
+        self._waiting = 0
+        self._gone = 0
+
+    def __len__(self) -> int:
+        return self._waiting
+
+    def push(self, request: Request) -> None:
+        self._waiting += 1
+        if request.num_outputs:
+            heapq.heappush(self._resumed, (request.order, request))
+            return
+        # Fixed from here on: by a slack that grows with each chunk two prompts would take turns,
+        # and both end late.
+        request.start_by_s = self._start_by(request)
+        priority, arrival = request.order
+        heapq.heappush(self._on_time, ((priority, request.start_by_s, arrival), request))
+
+    def peek(self, now: float) -> Request | None:
+        while (head := self._head(self._on_time)) is not None and head.start_by_s < now:
+            heapq.heappop(self._on_time)
+            heapq.heappush(self._late, (head.order, head))
+        best: Rank | None = None
+        for heap in (self._resumed, self._late, self._on_time):
+            head = self._head(heap)
+            if head is not None and (best is None or self.rank(head, now) < best):
+                best, self._peeked = self.rank(head, now), heap
+        return None if best is None else self._peeked[0][1]
+
+    def pop(self) -> Request:
+        """What `peek` has found."""
+        self._waiting -= 1
+        return heapq.heappop(self._peeked)[1]
+
+    def note_gone(self) -> None:
+        """A waiting request has finished. Sweep when most of what is kept is of that kind."""
+        self._waiting -= 1
+        self._gone += 1
+        if self._gone > 64 and self._gone > self._waiting:
+            for heap in (self._resumed, self._late, self._on_time):
+                heap[:] = [entry for entry in heap if entry[1].phase is Phase.WAITING]
+                heapq.heapify(heap)
+            self._gone = 0
+
+    def rank(self, request: Request, now: float) -> Rank:
+        """Where it stands, waiting or under way: the smaller goes first."""
+        priority, arrival = request.order
+        if request.num_outputs:
+            return (priority, 0, 0.0, arrival)
+        if now > request.record.received_s + PATIENCE * self._ttft_s:
+            return (priority, 1, 0.0, arrival)
+        waiting = request.phase is Phase.WAITING
+        if now <= (request.start_by_s if waiting else self._start_by(request)):
+            return (priority, 2, request.start_by_s, arrival)
+        return (priority, 3, 0.0, arrival)
+
+    def _start_by(self, request: Request) -> float:
+        return request.record.received_s + self._ttft_s - self._left_s(request)
+
+    def _head(self, heap: Heap) -> Request | None:
+        while heap and heap[0][1].phase is not Phase.WAITING:
+            heapq.heappop(heap)
+            self._gone -= 1
+        return heap[0][1] if heap else None

@@ -1,0 +1,158 @@
+"""Chunks by the clock: how much prefill a step may take while streams write.
+
+With a goal for the time between two tokens (`itl_slo_s`) a step's prefill is as large as leaves
+the stream that is closest to its deadline on time:
+
+    last token ──────────────── itl_slo_s ───────────────▶ deadline
+               delivery │ steps in flight │ host │ this step │ margin
+                       now              begin
+
+Not less than a floor, though, so that no goal stops a prompt (`Allowance.fit` has it):
+
+  - a quarter more than what the step takes with a single token of the prompt, up to `FLOOR` tokens;
+  - `LEAST` tokens, and at least a `WITHIN`th of the prompt.
+
+So the first prompt in order is computed within `WITHIN` steps whatever the goal, and a gap is at
+most the longest of the goal, a quarter more than a step with one token of prefill, and a step with
+a `WITHIN`th of a prompt; beyond that only by what the model did not foresee. Times come in as
+arguments: same events at the same times, same plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from twostroke.plan import PhaseWork, StepPlan
+from twostroke.sched.step import SchedulerConfig, visible_positions
+from twostroke.sched.steptime import StepTimes
+
+if TYPE_CHECKING:
+    from twostroke.sched.scheduler import InFlight
+    from twostroke.sched.step import StepBuilder
+
+FLOOR_SHARE = 0.25
+FLOOR = 64
+LEAST = 2
+WITHIN = 2048
+UNKNOWN = 32  # tokens of a chunk before anything is known; later at most twice the largest seen
+SLIVER = 8  # a second chunk that time cuts below this is left for the next step
+MARGIN = (0.03, 0.5)  # least and most, as a share of what the model expects
+ERRORS = 4.0  # of the model, on average, that the margin between these covers
+SMOOTH = 0.1  # of the host's share of a step
+MOST_STRETCH = 5.0
+
+
+class Allowance:
+    """What is left of one step's time for prefill."""
+
+    def __init__(
+        self, times: StepTimes, decode: PhaseWork, window: int | None, limit_s: float
+    ) -> None:
+        self.limit_s = limit_s  # for the whole step on the device, as the model counts it
+        self.spent = False  # a chunk was cut: nothing more fits
+        self._times = times
+        self._decode = decode
+        self._window = window
+
+    def fit(self, before: PhaseWork, start: int, most: int, length: int) -> int:
+        """How many tokens from `start` on, of a prompt of `length`, fit beside what the step has
+        by now; at most `most`."""
+        first = not before.tokens
+        known = max(UNKNOWN, 2 * self._times.largest) - before.tokens
+        count = min(most, known)
+        one = self._seconds(before, start, 1)
+        if one is None:
+            count = min(count, UNKNOWN) if first else 0
+        else:
+            count = self._largest(self.limit_s, before, start, count)
+            if first and count < FLOOR:
+                floor = max(LEAST, -(-length // WITHIN))
+                by_share = self._largest(
+                    (1 + FLOOR_SHARE) * one, before, start, min(most, known, FLOOR)
+                )
+                count = min(most, max(count, by_share, floor))
+        self.spent = count < most
+        return 0 if self.spent and not first and count < SLIVER else count
+
+    def _largest(self, limit_s: float, before: PhaseWork, start: int, most: int) -> int:
+        if most <= 0 or (self._seconds(before, start, most) or 0.0) <= limit_s:
+            return max(0, most)
+        fits, too_many = 0, most
+        while too_many - fits > 1 + fits // 64:
+            middle = (fits + too_many) // 2
+            if (self._seconds(before, start, middle) or 0.0) <= limit_s:
+                fits = middle
+            else:
+                too_many = middle
+        return fits
+
+    def _seconds(self, before: PhaseWork, start: int, count: int) -> float | None:
+        work = PhaseWork(
+            before.rows + 1,
+            before.tokens + count,
+            before.kv_tokens + visible_positions(start, count, self._window),
+            before.kv_reads + start + count,
+        )
+        return self._times.predict(work, self._decode)
+
+
+class Pacer:
+    """Learns what steps take, and says what the next one may take."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.times = StepTimes()
+        self.host_s = 0.0  # what a step takes beyond its time on the device
+        self.stretch = 1.0  # how much longer a prompt takes beside the streams than alone
+        self._itl_s = config.itl_slo_s
+        self._window = config.windows[0] if len(config.windows) == 1 else None
+        self._committed_s = 0.0
+
+    def allowance(self, step: StepBuilder, flights: Iterable[InFlight]) -> Allowance | None:
+        """For a step that has its slots. None: only the token budget bounds it."""
+        streams = step.sampled
+        if self._itl_s is None or not streams:
+            self.stretch += SMOOTH * (1.0 - self.stretch)
+            return None
+        begin = self._free_s(step.now, flights)
+        # A stream's newest token is one that has come, or is in the last step in flight; the slot
+        # it has just been given is pending, too.
+        oldest = min(
+            request.record.token_s[-1] if request.pending == 1 and request.record.token_s else begin
+            for request in streams
+        )
+        left = oldest + self._itl_s - begin - self.host_s
+        least, most = MARGIN
+        margin = min(max(least, ERRORS * self.times.mixed_error), most)
+        limit_s = max(0.0, left / (1 + margin))
+        decode = step.decode_work
+        alone = self.times.decode_only(decode)
+        if alone is not None:
+            for_prefill = max(self._itl_s - alone, self._itl_s / MOST_STRETCH)
+            self.stretch += SMOOTH * (self._itl_s / for_prefill - self.stretch)
+        return Allowance(self.times, decode, self._window, limit_s)
+
+    def prefill_s(self, start: int, count: int) -> float:
+        """How long `count` tokens from `start` on will take beside the streams; 0 if unknown."""
+        work = PhaseWork(1, count, visible_positions(start, count, self._window), start + count)
+        return self.stretch * (self.times.predict(work, PhaseWork()) or 0.0)
+
+    def expected_s(self, plan: StepPlan) -> float:
+        """The step's time on the device; 0 if it cannot be told yet."""
+        return self.times.predict(plan.prefill_work, plan.decode_work) or 0.0
+
+    def commit(self, flight: InFlight, device_s: float, now: float) -> None:
+        plan = flight.plan
+        began = max(self._committed_s, flight.planned_s)
+        host_s = max(0.0, now - began - device_s)
+        host_s = min(host_s, 4 * self.host_s + 1e-3)  # one stall is not what a step takes
+        self.host_s += SMOOTH * (host_s - self.host_s)
+        self._committed_s = now
+        self.times.add(plan.prefill_work, plan.decode_work, device_s)
+
+    def _free_s(self, now: float, flights: Iterable[InFlight]) -> float:
+        """When the last step in flight will have committed."""
+        end = self._committed_s
+        for flight in flights:
+            end = max(end, flight.planned_s) + flight.predicted_s + self.host_s
+        return max(end, now)
