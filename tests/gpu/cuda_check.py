@@ -83,7 +83,7 @@ def compare(
     small = spec.hidden_size < 512
     source = Loud(spec) if small else DummyWeights(spec, device=str(device))
     expected = alone(Decoder(spec, source, dtype, device, 1024, reference))
-    decoder = FusedDecoder(spec, source, dtype, device, 1024, kernels)
+    decoder = FusedDecoder(spec, source, dtype, device, 1024, kernels, early=device.type == "cuda")
     ways = [*WAYS.items(), ("without graphs", {})]
     for way, settings in ways[1:3] if quick else ways:
         core = core_of(decoder, way != "without graphs", **settings)
