@@ -16,8 +16,8 @@ from tests.equivalence.harness import (
     make_core,
     run,
 )
-from twostroke.exec import executor as executor_module
 from twostroke.exec import inputs as inputs_module
+from twostroke.exec import local as local_module
 from twostroke.model.batch import StepInputs
 from twostroke.request import EngineRequest, SamplingParams
 
@@ -169,7 +169,7 @@ def test_a_wrong_position_makes_the_comparison_fail(
             built.positions[: built.decode.rows] += 1
         return built
 
-    monkeypatch.setattr(executor_module, "build_inputs", shifted)
+    monkeypatch.setattr(local_module, "build_inputs", shifted)
     core = make_core(default_decoder())
     got = [run(core, [prompt])[0] for prompt in prompts]
     with pytest.raises(AssertionError, match=r"differs at step|moved by"):

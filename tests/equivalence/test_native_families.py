@@ -18,6 +18,9 @@ from tests.equivalence.rows import Written, random_model, random_prompts, write_
 from twostroke import LLM
 from twostroke.exec.native import NativeExecutor
 from twostroke.kernels import cpu
+from twostroke.model.load import find_model
+from twostroke.model.native import Packing
+from twostroke.model.opened import open_model
 
 pytestmark = pytest.mark.skipif(
     not cpu.available(), reason="this installation was built without the native kernels"
@@ -179,10 +182,12 @@ def memory_of(path: Path) -> tuple[int, int, int]:
     llm = LLM(str(path), skip_tokenizer_init=True, device="cpu", num_gpu_blocks_override=8)
     executor = llm.engine.core._executor
     assert isinstance(executor, NativeExecutor)
-    spec = executor._decoder.spec
-    shapes = spec.weight_shapes().values()
+    config = llm.engine.config
+    opened = open_model(config, find_model(config), "cpu")
+    packing = Packing(opened.spec, opened.weights, opened.dtype, None)
+    shapes = opened.spec.weight_shapes().values()
     weights = sum(shape[0] * shape[1] for shape in shapes if len(shape) == 2)
-    return executor._decoder._packing.num_bytes(), executor._decoder.model.num_bytes, weights
+    return packing.num_bytes(), executor._decoder.model.num_bytes, weights
 
 
 @pytest.mark.parametrize("variant", gguf_families.VARIANTS, ids=lambda variant: variant.name)

@@ -32,13 +32,22 @@ ROPES = {
 
 
 @pytest.mark.parametrize("name", ROPES)
-def test_tables_without_torch_are_those_with_it(name: str) -> None:
-    ours = rope_tables(ROPES[name], MAX_LEN)
-    theirs = rope_tensors(ROPES[name], MAX_LEN, torch.device("cpu"))
-    for one, other in zip(ours, theirs, strict=True):
+def test_tables_are_what_torch_makes_of_the_same_frequencies(name: str) -> None:
+    rope = ROPES[name]
+    frequencies = torch.from_numpy(inverse_frequencies(rope, MAX_LEN))
+    angles = torch.outer(torch.arange(MAX_LEN, dtype=torch.float32), frequencies)
+    expected = [angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor]
+    for one, other in zip(rope_tables(rope, MAX_LEN), expected, strict=True):
         assert one.dtype == np.float32
-        assert one.shape == (MAX_LEN, ROPES[name].dim // 2)
-        np.testing.assert_allclose(one, other.numpy(), atol=2e-7, rtol=0)
+        assert one.shape == (MAX_LEN, rope.dim // 2)
+        np.testing.assert_allclose(one, other.numpy(), atol=4e-7, rtol=0)
+
+
+def test_every_backend_turns_by_the_same_angles() -> None:
+    ours = rope_tables(ROPES["yarn"], MAX_LEN)
+    theirs = rope_tensors(ROPES["yarn"], MAX_LEN, torch.device("cpu"))
+    for one, other in zip(ours, theirs, strict=True):
+        assert np.array_equal(one, other.numpy())
 
 
 @pytest.mark.parametrize("name", ["none", "linear"])

@@ -19,7 +19,7 @@ from twostroke.kernels import Kernels
 from twostroke.kv.pool import KVPool
 from twostroke.model.batch import StepInputs
 from twostroke.model.linear import DenseLinear, Linear
-from twostroke.model.rope import inverse_frequencies
+from twostroke.model.rope import rope_tables
 from twostroke.model.spec import ModelSpec, RopeSpec
 from twostroke.model.weights import WeightSource
 from twostroke.model.weights.tensors import read_tensor
@@ -120,10 +120,8 @@ class Decoder:
 def rope_tensors(
     rope: RopeSpec, max_len: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rope_tables`, worked out on the device."""
-    frequencies = torch.from_numpy(inverse_frequencies(rope, max_len)).to(device)
-    angles = torch.outer(torch.arange(max_len, device=device, dtype=torch.float32), frequencies)
-    return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+    cos, sin = rope_tables(rope, max_len)
+    return torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device)
 
 
 class Loader:

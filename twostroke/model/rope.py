@@ -1,6 +1,6 @@
 """Rotary position embedding: the tables of cos and sin for a spec, scaling included.
 
-In numpy, for every backend. `decoder.py` works out cos and sin on its own device.
+In numpy, for every backend, so that all of them turn by the same angles to the bit.
 """
 
 from __future__ import annotations
