@@ -25,6 +25,7 @@ class ServeSettings(Strict):
     api_keys: tuple[str, ...] = ()  # none: everybody may ask
     open_health: bool = True  # /health and /ping answer without a key
     open_metrics: bool | None = None  # /metrics does; None: only if there are no keys
+    dash: bool = True  # /dash is there
     cors_origins: tuple[str, ...] = ()  # none: other sites' pages may not ask
 
     served_model_names: tuple[str, ...] = ()  # the first is told in answers; none: the engine's
@@ -44,6 +45,9 @@ class ServeSettings(Strict):
     keep_alive_s: float = 60.0
     drain_s: float = 30.0  # for running requests, once the server is asked to stop
 
+    roof_tflops: float | None = None  # what the device computes at most; None: not known
+    roof_gb_s: float | None = None  # what its memory reads at most
+
     def __post_init__(self) -> None:
         self._check_int("port", 0, 65535)
         self._check_int("max_body_bytes", 1024)
@@ -54,8 +58,15 @@ class ServeSettings(Strict):
         for name in ("head_timeout_s", "body_timeout_s", "keep_alive_s", "drain_s"):
             self._check_number(name, 0.0, 1e6, "a number of seconds")
         self._check_bools(
-            "access_log", "open_health", "trust_request_chat_template", "enable_auto_tool_choice"
+            "access_log",
+            "open_health",
+            "dash",
+            "trust_request_chat_template",
+            "enable_auto_tool_choice",
         )
+        for name in ("roof_tflops", "roof_gb_s"):
+            if getattr(self, name) is not None:
+                self._check_number(name, 1e-6, 1e9, "a number above 0")
         levels = ("critical", "error", "warning", "info", "debug", "trace")
         self._check_choice("uvicorn_log_level", levels)
         for name in ("api_keys", "cors_origins", "served_model_names"):
