@@ -54,6 +54,7 @@ class EngineConfig(Strict):
     exact: bool = False  # native kernels: no rounding of activations to 8 bits; slower
     threads: int | None = None  # of a decode step on a CPU; None: one a core
     threads_batch: int | None = None  # of a step with prefill; None: as threads
+    measure_ceilings: bool = False  # a CPU's, at the start, for the metrics
 
     def __post_init__(self) -> None:
         for name in ("model", "tokenizer", "chat_template"):
@@ -95,6 +96,7 @@ class EngineConfig(Strict):
             "early_launch",
             "nvtx",
             "exact",
+            "measure_ceilings",
         )
         self._check_int("tensor_parallel_size", 1)
         if self.tensor_parallel_size > 1:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from tests.fakes import FakeExecutor, fake_request, random_prompt
 from tests.tiny import tiny_llm
 from twostroke import LLM
 from twostroke.engine.core import EngineCore
+from twostroke.model.cost import CostModel
 from twostroke.observe.record import Causes, RequestRecord, StepRecord
 from twostroke.observe.totals import CAUSES, Totals
 from twostroke.plan import StepPlan, StepResult
 from twostroke.request import EngineRequest, SamplingParams
+from twostroke.sched.scheduler import Scheduler
+from twostroke.sched.step import SchedulerConfig
 
 STALL_S = 0.05
 
@@ -196,3 +202,56 @@ def test_a_failed_step_costs_its_streams_no_second_of_the_ledger(llm: LLM) -> No
     records = run(core)
     assert_adds_up(core, records)
     assert all(record.gaps.preemption > 0 for record in records.values())
+
+
+class TwoInFlight:
+    """The model of hashes as a device that takes a second step while the first one runs."""
+
+    max_in_flight = 2
+
+    def __init__(self, block_size: int) -> None:
+        self._model = FakeExecutor(block_size)
+
+    def forward(self, plan: StepPlan) -> StepResult:
+        return self._model.run(plan)._replace(device_s=1e-5)
+
+    def sample(self, result: StepResult, masks: object = None) -> Landing:
+        return Landing(result, self._model)
+
+
+class Landing(NamedTuple):
+    result: StepResult
+    model: FakeExecutor
+
+    def wait(self) -> StepResult:
+        self.model.committed()
+        return self.result
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_gaps_add_up_with_two_steps_in_flight_and_too_few_blocks(seed: int) -> None:
+    rng = random.Random(seed)
+    limits = SchedulerConfig(
+        max_num_seqs=6,
+        max_num_batched_tokens=16,
+        max_model_len=48,
+        block_size=4,
+        num_blocks=rng.randint(14, 24),
+        prefix_caching=seed % 2 == 0,
+        lookahead=4,
+    )
+    cost = CostModel(1e9, 1e8, 1e5, 1e9, 1e8, 1e5)
+    core = EngineCore(Scheduler(limits), TwoInFlight(4), cost)
+    for n in range(12):
+        core.add(fake_request(f"r{n}", random_prompt(rng, 20), rng.randint(1, 25), stop=True))
+    for _ in range(rng.randint(0, 10)):
+        core.step()
+    core.abort(f"r{rng.randrange(12)}")
+    records = run(core) | {record.request_id: record for record in core.records.requests}
+    assert_adds_up(core, records)
+    steps = list(core.records.steps)
+    written = sum(len(record.token_s) for record in records.values())
+    assert sum(step.num_written for step in steps) == written
+    sent_back = {name for name, record in records.items() if record.preempted}
+    if not any(step.late for step in steps):
+        assert not any(len(records[name].token_s) > 1 for name in sent_back)

@@ -37,6 +37,8 @@ class EngineInfo:
     state_bytes: int = 0  # measured on a GPU, as are the next two
     activation_bytes: int = 0
     graph_bytes: int = 0
+    read_bytes_per_s: float = 0.0  # the machine's ceilings, where they were measured
+    ops_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

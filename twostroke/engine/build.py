@@ -42,6 +42,7 @@ from twostroke.model.load import (
 )
 from twostroke.model.native import NativeDecoder, Packing, default_threads
 from twostroke.model.spec import ModelSpec
+from twostroke.observe.ceilings import Ceilings, measure_ceilings
 from twostroke.request import SamplingParams
 from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig
@@ -101,7 +102,13 @@ class Engine:
             state_bytes=memory.state_bytes,
             activation_bytes=memory.activation_bytes,
             graph_bytes=memory.graph_bytes,
+            **self._ceilings()._asdict(),
         )
+
+    def _ceilings(self) -> Ceilings:
+        if not self.config.measure_ceilings or self.device != "cpu":
+            return Ceilings()
+        return measure_ceilings(self.config.threads or default_threads())
 
 
 def build_engine(config: EngineConfig) -> Engine:

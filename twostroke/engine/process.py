@@ -131,12 +131,13 @@ class EngineServer:
                 del self._names[self._handles.pop(update.request_id)]
 
     def _new_steps(self) -> list[StepRecord]:
-        """The records of steps that have committed since the last word."""
+        """The records of steps that have committed since the last word, without their slots: of
+        all that is in a record these alone grow with the batch, and rows mean nothing there."""
         new: list[StepRecord] = []
         for record in reversed(self._core.records.steps):
             if record.step <= self._told_step:
                 break
-            new.append(record)
+            new.append(record._replace(slots=()))
         if new:
             self._told_step = new[0].step
             new.reverse()

@@ -108,7 +108,7 @@ class Step(msgspec.Struct, tag=3, array_like=True, frozen=True):
     tokens: list[int]  # one for each of `handles`
     full: list[FullUpdate]
     load: EngineLoad
-    steps: list[StepRecord]  # those that have committed since the last message
+    steps: list[StepRecord]  # that have committed since the last message, without their slots
 
 
 class Refused(msgspec.Struct, tag=4, array_like=True, frozen=True):

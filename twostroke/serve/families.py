@@ -113,6 +113,13 @@ class Families:
         yield self._gauge("twostroke:engine_up", text, float(client.healthy))
         text = "Engines that were started because the one before had died."
         yield self._counters("twostroke:engine_restarts", text, {"": client.num_restarts})
+        info = client.info
+        if info.read_bytes_per_s:
+            text = "Bytes a second that the machine reads, measured (--measure-ceilings)."
+            yield self._gauge("twostroke:ceiling_bytes_per_second", text, info.read_bytes_per_s)
+        if info.ops_per_s:
+            text = "Operations a second of its integer products, measured (--measure-ceilings)."
+            yield self._gauge("twostroke:ceiling_ops_per_second", text, info.ops_per_s)
         states = load.kv._asdict()
         reserved = states.pop("reserved")
         name = "twostroke:kv_cache_reserved_tokens"

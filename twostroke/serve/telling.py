@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -32,7 +33,8 @@ class Telling:
 
     async def metrics(self, exchange: Exchange) -> None:
         kind = ((b"content-type", CONTENT_TYPE_LATEST.encode()),)
-        await exchange.answer(200, self._service.metrics.text(), kind)
+        text = await asyncio.to_thread(self._service.metrics.text)  # streams need not wait for it
+        await exchange.answer(200, text, kind)
 
     async def models(self, exchange: Exchange) -> None:
         service = self._service

@@ -1,0 +1,155 @@
+"""What watching costs: records, blame, the way to the HTTP process, totals. No model.
+
+    python bench/observe.py [--json FILE]
+
+Turns an engine's loop over an executor that computes nothing and times, for each step, what is
+there only to explain it: the step's record with its gaps by cause (`EngineCore._record`), packing
+the record for the HTTP process, reading it there, and adding it to the totals; then once a request
+its end, and once a scrape the page. In `commit` each token costs one comparison more, timed apart.
+Prints a table, ends with one JSON line.
+"""
+
+from __future__ import annotations
+
+import sys
+
+sys.path[0] = __file__.rpartition("/bench/")[0] or "."  # `bench` is found there
+
+import argparse  # noqa: E402
+import json  # noqa: E402
+import platform  # noqa: E402
+import statistics  # noqa: E402
+from array import array  # noqa: E402
+from time import perf_counter  # noqa: E402
+from timeit import repeat  # noqa: E402
+from types import SimpleNamespace  # noqa: E402
+
+import msgspec  # noqa: E402
+
+from bench.scheduler import Instant, scheduler_with  # noqa: E402
+from twostroke.engine.api import EngineLoad  # noqa: E402
+from twostroke.engine.core import EngineCore, Flight  # noqa: E402
+from twostroke.model.cost import CostModel  # noqa: E402
+from twostroke.observe.record import Records, StepRecord  # noqa: E402
+from twostroke.observe.totals import Totals  # noqa: E402
+from twostroke.plan import StepResult  # noqa: E402
+from twostroke.serve.metrics import Metrics  # noqa: E402
+
+STEPS = 400
+BUDGET_US = 50.0  # at 32 streams
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(list[StepRecord]).decode
+
+
+def microseconds(times: list[float]) -> float:
+    return 1e6 * statistics.median(times)
+
+
+def measure(running: int) -> dict[str, float]:
+    cost = CostModel(1e9, 1e8, 1e5, 1e9, 1e8, 1e5)
+    core = EngineCore(scheduler_with(running, 0, 5000), Instant(), cost)
+    record, record_s = core._record, []
+
+    def timed(flight: Flight, result: StepResult, now: float) -> None:
+        start = perf_counter()
+        record(flight, result, now)
+        record_s.append(perf_counter() - start)
+
+    core._record = timed  # type: ignore[method-assign]
+    totals, times = Totals(8192), {"pack": [], "unpack": [], "totals": []}
+    for _ in range(STEPS):
+        core.step()
+        start = perf_counter()
+        packed = encode([core.records.steps[-1]._replace(slots=())])
+        times["pack"].append(perf_counter() - start)
+        start = perf_counter()
+        (back,) = decode(packed)
+        times["unpack"].append(perf_counter() - start)
+        start = perf_counter()
+        totals.add_step(back)
+        times["totals"].append(perf_counter() - start)
+    row = {"record_us": microseconds(record_s), "commit_us": per_token_us() * running}
+    row |= {f"{name}_us": microseconds(taken) for name, taken in times.items()}
+    return {"streams": running, **row, "step_us": sum(row.values())}
+
+
+def per_token_us() -> float:
+    """What `Scheduler.commit` does more for a token: was the last one's step the one before?"""
+    steps, slots = array("q", range(100)), 64
+    code = "steps[-1] != 99 or 3 >= slots"
+    return 1e6 * min(repeat(code, globals={"steps": steps, "slots": slots}, number=100_000)) / 1e5
+
+
+def measure_end(tokens: int) -> float:
+    """Closing a request of so many tokens: its sums, its worst gap."""
+    scheduler = scheduler_with(8, 0, 5000)
+    core = EngineCore(scheduler, Instant(), CostModel(1e9, 1e8, 1e5, 1e9, 1e8, 1e5))
+    for _ in range(tokens):
+        core.step()
+    request = next(iter(scheduler._requests.values()))
+    account = core.ledger._accounts.get(request.request_id)
+    if account is None:  # its first token came before the ledger was there
+        core.ledger.open(request.record)
+        account = core.ledger._accounts[request.request_id]
+    times = []
+    for _ in range(50):
+        core.ledger._accounts[request.request_id] = account
+        start = perf_counter()
+        core.ledger.close(request.record)
+        times.append(perf_counter() - start)
+    return microseconds(times)
+
+
+def measure_page() -> float:
+    info = SimpleNamespace(max_model_len=8192, block_size=16, kv_tokens=65536, device="cpu")
+    info.read_bytes_per_s = info.ops_per_s = 1.0
+    kv = scheduler_with(8, 0, 5000).kv.usage()
+    client = SimpleNamespace(
+        info=info,
+        records=Records(),
+        healthy=True,
+        num_restarts=0,
+        load=lambda: EngineLoad(0, 0, kv),
+    )
+    metrics = Metrics(client, "model")  # type: ignore[arg-type]
+    times = []
+    for _ in range(30):
+        start = perf_counter()
+        metrics.text()
+        times.append(perf_counter() - start)
+    return microseconds(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", help="also write the result here")
+    args = parser.parse_args()
+    rows = [measure(running) for running in (8, 32, 256)]
+    parts = ("record", "commit", "pack", "unpack", "totals", "step")
+    print("µs a step   streams  " + "  ".join(f"{part:>7}" for part in parts))
+    for row in rows:
+        print(f"{row['streams']:19}  " + "  ".join(f"{row[f'{part}_us']:7.1f}" for part in parts))
+    at_32 = rows[1]["step_us"]
+    end_us, page_us = measure_end(500), measure_page()
+    print(f"a request's end (500 tokens) {end_us:.0f} µs; a scrape {page_us / 1e3:.1f} ms")
+    line = json.dumps(
+        {
+            "bench": "observe",
+            "machine": platform.machine(),
+            "python": platform.python_version(),
+            "rows": rows,
+            "request_end_us": end_us,
+            "scrape_us": page_us,
+            "budget_us": BUDGET_US,
+            "within_budget": at_32 < BUDGET_US,
+        }
+    )
+    print(line)
+    if args.json:
+        with open(args.json, "w") as file:
+            file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""What a CPU can do at the most, measured: the rates that the work of a step is compared with."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+
+from twostroke.kernels import cpu
+
+BUFFER_BYTES = 256 << 20  # more than any cache holds
+TRIES = 5
+
+
+class Ceilings(NamedTuple):
+    """0: not known."""
+
+    read_bytes_per_s: float = 0.0
+    ops_per_s: float = 0.0  # of integer products on registers; no product of weights is faster
+
+
+def measure_ceilings(threads: int) -> Ceilings:
+    """Takes about a second, and all of the CPU."""
+    rate = float(cpu.module().dot_rate("auto", threads)) if cpu.available() else 0.0
+    return Ceilings(_read_rate(threads), rate)
+
+
+def _read_rate(threads: int) -> float:
+    parts = np.array_split(np.ones(BUFFER_BYTES // 8), threads)
+    best = 0.0
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(TRIES):
+            start = perf_counter()
+            list(pool.map(np.sum, parts))
+            best = max(best, BUFFER_BYTES / (perf_counter() - start))
+    return best
