@@ -43,8 +43,6 @@ LIMITS = {
     "open_health": "/health and /ping answer without a key",
     "open_metrics": "/metrics answers without a key (default: only if there are no keys)",
     "dash": "there is a page at /dash",
-    "roof_tflops": "TFLOP/s the device reaches at most, for /dash to compare with",
-    "roof_gb_s": "GB/s its memory reads at most, likewise",
 }
 # Flags whose settings have other names.
 SETTINGS = {

@@ -36,7 +36,7 @@ class Spread:
         self.counts: Counter[int] = Counter()
 
     def add(self, seconds: float, times: int = 1) -> None:
-        self.counts[int(log2(max(seconds, LEAST_S)) * BINS - 0.5)] += times
+        self.counts[round(log2(max(seconds, LEAST_S)) * BINS)] += times
 
     def quantiles(self, shares: Sequence[float]) -> list[float | None]:
         """None where nothing was added. `shares` must grow."""

@@ -14,7 +14,6 @@ from twostroke.observe.recent import Recent, Spread, Window
 from twostroke.observe.record import Causes, RequestRecord, StepRecord
 from twostroke.observe.totals import Totals
 from twostroke.serve.parts import Json
-from twostroke.serve.settings import ServeSettings
 
 STEPS = 400  # on the timeline
 SLOWEST = 8
@@ -53,15 +52,10 @@ SLOW_BY = {"total": _total_s, "first": _ttft_s, "gap": _worst_s}
 
 
 class Board:
-    def __init__(self, client: EngineClient, totals: Totals, settings: ServeSettings) -> None:
+    def __init__(self, client: EngineClient, totals: Totals) -> None:
         self._client = client
         self._records = client.records
         self._totals = totals
-        flops, num_bytes = settings.roof_tflops, settings.roof_gb_s
-        self._roof = {
-            "flops": None if flops is None else flops * 1e12,
-            "bytes": None if num_bytes is None else num_bytes * 1e9,
-        }
         self._id = uuid4().hex[:8]  # another after the server was started again
         self._recent = Recent(totals, monotonic())
         listeners = client.records.listeners
@@ -98,7 +92,7 @@ class Board:
                 "generation_tokens": self._totals.generation_tokens,
                 "requests": self._totals.ended,
             },
-            "roof": self._roof,
+            "roof": {"flops": info.ops_per_s or None, "bytes": info.read_bytes_per_s or None},
             "series": [[round(value, 2) for value in point] for point in recent.series(now)],
             "num_steps": recent.num_steps,
             "step_fields": STEP_FIELDS,

@@ -26,7 +26,7 @@ NEVER_KEPT = (b"cache-control", b"no-store")
 class Dash:
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._board = Board(service.client, service.metrics.totals, service.settings)
+        self._board = Board(service.client, service.metrics.totals)
         self._page = files("twostroke.serve").joinpath("dash.html").read_bytes()
         self._headers = page_headers(self._page.decode())
         self._answers, self._told_s = MOST_A_SECOND, 0.0  # left to give, and when that was known

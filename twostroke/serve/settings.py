@@ -45,9 +45,6 @@ class ServeSettings(Strict):
     keep_alive_s: float = 60.0
     drain_s: float = 30.0  # for running requests, once the server is asked to stop
 
-    roof_tflops: float | None = None  # what the device computes at most; None: not known
-    roof_gb_s: float | None = None  # what its memory reads at most
-
     def __post_init__(self) -> None:
         self._check_int("port", 0, 65535)
         self._check_int("max_body_bytes", 1024)
@@ -64,9 +61,6 @@ class ServeSettings(Strict):
             "trust_request_chat_template",
             "enable_auto_tool_choice",
         )
-        for name in ("roof_tflops", "roof_gb_s"):
-            if getattr(self, name) is not None:
-                self._check_number(name, 1e-6, 1e9, "a number above 0")
         levels = ("critical", "error", "warning", "info", "debug", "trace")
         self._check_choice("uvicorn_log_level", levels)
         for name in ("api_keys", "cors_origins", "served_model_names"):
