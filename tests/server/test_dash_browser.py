@@ -27,6 +27,7 @@ SPILT = """[...document.querySelectorAll('h1,h2,dt,dd,th,td,button,label,#step s
     .filter(one => one.offsetParent && !one.classList.contains('id'))
     .filter(one => one.scrollWidth > one.clientWidth + 1 && one.clientWidth > 0)
     .map(one => one.outerHTML)"""
+# As WCAG counts it: text against what it may stand on, and 1.5 times that of what is drawn.
 CONTRAST = """(() => {
   const light = colour => {
     const [r, g, b] = colour.match(/[\\d.]+/g).map(Number).map(n => n / 255)
@@ -160,7 +161,7 @@ def test_it_fits_any_width_in_light_and_dark(chrome: Browser, server: Running) -
                 assert page.value(SPILT) == [], (width, scheme)
             colours.add(page.value("getComputedStyle(document.body).backgroundColor"))
             poor = [(name, ratio) for name, ratio in page.value(CONTRAST) if ratio < 4.5]
-            assert not [one for one in poor if one[1] < 4.5], (scheme, poor)
+            assert not poor, scheme
         assert len(colours) == 2
         columns = "getComputedStyle(document.querySelector('main')).display"
         page.look(390, 844, "dark")

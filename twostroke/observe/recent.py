@@ -10,7 +10,7 @@ A second without steps costs nothing, since nothing changed in it. No torch here
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import log2
@@ -33,10 +33,11 @@ class Spread:
     __slots__ = ("counts",)
 
     def __init__(self) -> None:
-        self.counts: Counter[int] = Counter()
+        self.counts: dict[int, int] = {}
 
     def add(self, seconds: float, times: int = 1) -> None:
-        self.counts[round(log2(max(seconds, LEAST_S)) * BINS)] += times
+        at = round(log2(max(seconds, LEAST_S)) * BINS)
+        self.counts[at] = self.counts.get(at, 0) + times
 
     def quantiles(self, shares: Sequence[float]) -> list[float | None]:
         """None where nothing was added. `shares` must grow."""
@@ -60,8 +61,10 @@ class Spread:
 
 def merged(spreads: Iterable[Spread]) -> Spread:
     whole = Spread()
+    counts = whole.counts
     for spread in spreads:
-        whole.counts.update(spread.counts.copy())  # another thread may be adding to it
+        for at, count in list(spread.counts.items()):  # another thread may be adding to it
+            counts[at] = counts.get(at, 0) + count
     return whole
 
 
