@@ -116,6 +116,11 @@ class App:
             return ApiError(405, f"{exchange.path} takes {' and '.join(methods)}", headers=allow)
         return methods[method]
 
+    async def close(self) -> None:
+        """The server has ended."""
+        if self.service.tracing is not None:
+            await self.service.tracing.close()
+
     async def _describe(self, exchange: Exchange) -> None:
         await exchange.answer(200, self._description)
 

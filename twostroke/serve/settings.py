@@ -45,6 +45,8 @@ class ServeSettings(Strict):
     keep_alive_s: float = 60.0
     drain_s: float = 30.0  # for running requests, once the server is asked to stop
 
+    otlp_traces_endpoint: str | None = None  # "": as OTEL_EXPORTER_OTLP_* say; None: no traces
+
     def __post_init__(self) -> None:
         self._check_int("port", 0, 65535)
         self._check_int("max_body_bytes", 1024)
@@ -63,6 +65,8 @@ class ServeSettings(Strict):
         )
         levels = ("critical", "error", "warning", "info", "debug", "trace")
         self._check_choice("uvicorn_log_level", levels)
+        if not isinstance(self.otlp_traces_endpoint, str | None):
+            self._refuse("otlp_traces_endpoint", "an address such as http://localhost:4317")
         for name in ("api_keys", "cors_origins", "served_model_names"):
             given = getattr(self, name)
             if isinstance(given, str) or not all(isinstance(one, str) and one for one in given):
