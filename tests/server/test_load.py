@@ -47,7 +47,6 @@ given = json.loads(sys.argv[1])
 control = socket.socket(fileno=given["control"])
 control.setblocking(False)
 keep = []
-preempted = []
 
 @asynccontextmanager
 async def engine():
@@ -70,7 +69,7 @@ def seen(server, client):
         "kv": load.kv.used + load.kv.fragmented,
         "connections": len(server.server_state.connections),
         "tasks": len(asyncio.all_tasks()),
-        "preempted": len(preempted),
+        "preempted": service.metrics.totals.preemptions,
         "files": len(os.listdir("/proc/self/fd")),
     }
 
@@ -88,15 +87,6 @@ async def answer(server, client, url):
         await loop.sock_sendall(control, json.dumps(said).encode() + b"\\n")
 
 def started(server, client, url):
-    service = server._app.service
-    count = service.count
-
-    def note(counts, outputs):
-        records = [record for output in outputs for record in output.metrics]
-        preempted.extend(time for record in records for time in record.preempted)
-        count(counts, outputs)
-
-    service.count = note
     keep.append(asyncio.get_running_loop().create_task(answer(server, client, url)))
 
 serve(engine, ServeSettings(port=0, **given["settings"]), started)

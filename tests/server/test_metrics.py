@@ -9,6 +9,7 @@ import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.server.running import Running, running
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke.config import EngineConfig
 from twostroke.engine.remote import RemoteEngine
+from twostroke.kernels import cpu
 from twostroke.observe.totals import (
     CAUSES,
     FIRST_BUCKETS,
@@ -30,6 +32,7 @@ from twostroke.observe.totals import (
     token_buckets,
 )
 from twostroke.request import SamplingParams
+from twostroke.serve import gpu
 from twostroke.serve.metrics import Metrics
 
 MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
@@ -256,6 +259,32 @@ def test_what_dashboard_and_alerts_ask_for_is_there(server: Running) -> None:
     wanted = {series for expression in asked for series in series_in(expression)}
     assert len(wanted) > 15
     assert wanted <= names
+
+
+def test_ceilings_are_told_if_they_were_measured(folder: Path) -> None:
+    with running(tiny_llm(folder, measure_ceilings=True)) as server:
+        samples = scrape(server)
+    info = server.client.info
+    assert value(samples, "twostroke:ceiling_bytes_per_second") == info.read_bytes_per_s > 0
+    if cpu.available():
+        assert value(samples, "twostroke:ceiling_ops_per_second") == info.ops_per_s > 0
+
+
+def test_the_gpu_is_told_of_where_its_driver_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    nvml = SimpleNamespace(
+        NVMLError=OSError,
+        nvmlDeviceGetHandleByIndex=asked.append,
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=3, total=4),
+        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=75),
+    )
+    monkeypatch.setattr(gpu, "_nvml", lambda: nvml)
+    told = {f.name: f.samples[0] for f in gpu.gpu_families("cuda:2")}
+    assert asked == [2]
+    assert told["twostroke:gpu_utilisation"].value == 0.75
+    assert told["twostroke:gpu_memory_used_bytes"].labels == {"gpu": "2"}
+    monkeypatch.setattr(gpu, "_nvml", lambda: None)
+    assert not list(gpu.gpu_families("cuda:2"))
 
 
 def test_an_engine_started_again_goes_on_counting(folder: Path) -> None:

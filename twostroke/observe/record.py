@@ -71,7 +71,7 @@ class StepRecord(NamedTuple):
     preempted: int  # requests preempted since the step before was planned
     kv: KVUsage
     recomputed: int = 0  # tokens of requests let in again that are now computed a second time
-    since_s: Causes = NO_TIME  # the time since the step before committed: of each regular gap
+    since_s: Causes = NO_TIME  # since the step before committed: each regular gap (idleness too)
     regular: int = 0  # tokens whose stream's last one came with the step before
     late: tuple[Causes, ...] = ()  # the gaps of the other tokens that are not their stream's first
     first: tuple[FirstToken, ...] = ()

@@ -3,7 +3,7 @@ type and labels (`vllm:`); what only this engine knows is under `twostroke:`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -188,8 +188,3 @@ class Families:
 
     def _of(self, label: str, value: str) -> list[str]:
         return [*self._values, value] if label else self._values
-
-
-def names_of(families: Iterable[Metric]) -> set[str]:
-    """The names of all samples, as Prometheus keeps them."""
-    return {sample.name for family in families for sample in family.samples}
