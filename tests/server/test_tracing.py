@@ -211,7 +211,7 @@ def test_grpc_is_spoken_where_nothing_else_is_said(folder: Path) -> None:
     collector = Collector()
 
     class Servicer(stubs.TraceServiceServicer):  # type: ignore[misc]
-        def Export(self, request: Any, context: Any) -> Any:
+        def Export(self, request: Any, context: Any) -> Any:  # noqa: N802
             collector.take(request)
             return service.ExportTraceServiceResponse()
 

@@ -212,7 +212,8 @@ def execute(args: argparse.Namespace) -> int:
     def announce(server: HttpServer, client: RemoteEngine, url: str) -> None:
         exposed = settings.uds is None and not is_loopback(settings.host)
         ready_s = monotonic() - started_s
-        text = banner(client.info, url, len(settings.api_keys), exposed, ready_s)
+        where = f"{url}; /dash shows it at work" if settings.dash else url
+        text = banner(client.info, where, len(settings.api_keys), exposed, ready_s)
         with contextlib.suppress(OSError):  # a full disk for the log is no reason not to serve
             print(text, file=sys.stderr, flush=True)
 
