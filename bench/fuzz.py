@@ -179,7 +179,9 @@ def _wrong_shape(call: Call, answer: Answer) -> str:
     if kind.startswith("application/json"):
         _json(answer.body)
         return ""
-    return "" if b"/metrics" in call.data[:40] else f"an answer as {kind!r}"
+    texts = {b"/metrics": "text/plain", b"/dash": "text/html"}
+    fits = any(route in call.data[:40] and kind.startswith(text) for route, text in texts.items())
+    return "" if fits else f"an answer as {kind!r}"
 
 
 def _wrong_error(content: Any) -> str:

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import ipaddress
 import json
-import os
 import re
 import sys
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
@@ -17,6 +16,7 @@ from time import monotonic
 from typing import Any
 
 from twostroke.commands.banner import banner
+from twostroke.commands.environment import keys_of_environment, settle_traces
 from twostroke.commands.flags import TYPES, add_engine_arguments, engine_config, parse_bytes
 from twostroke.commands.vllm_flags import REFUSED, add_foreign_arguments
 from twostroke.errors import ConfigError, nearest
@@ -42,6 +42,7 @@ LIMITS = {
     "keep_alive_s": "seconds a connection may idle between requests",
     "open_health": "/health and /ping answer without a key",
     "open_metrics": "/metrics answers without a key (default: only if there are no keys)",
+    "dash": "there is a page at /dash",
 }
 # Flags whose settings have other names.
 SETTINGS = {
@@ -149,6 +150,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add(
         group,
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="send a span for each request there, by OpenTelemetry's protocol (default: where "
+        "OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT say)",
+    )
+    _add(
+        group,
         "--shutdown-timeout",
         type=float,
         metavar="SECONDS",
@@ -204,7 +212,8 @@ def execute(args: argparse.Namespace) -> int:
     def announce(server: HttpServer, client: RemoteEngine, url: str) -> None:
         exposed = settings.uds is None and not is_loopback(settings.host)
         ready_s = monotonic() - started_s
-        text = banner(client.info, url, len(settings.api_keys), exposed, ready_s)
+        where = f"{url}; /dash shows it at work" if settings.dash else url
+        text = banner(client.info, where, len(settings.api_keys), exposed, ready_s)
         with contextlib.suppress(OSError):  # a full disk for the log is no reason not to serve
             print(text, file=sys.stderr, flush=True)
 
@@ -265,8 +274,9 @@ def serve_settings(args: argparse.Namespace) -> ServeSettings:
     known = {field.name for field in dataclasses.fields(ServeSettings)}
     renamed = {SETTINGS.get(name, name): value for name, value in vars(args).items()}
     given = {name: value for name, value in renamed.items() if name in known}
-    given.setdefault("api_keys", _keys_of_environment())
+    given.setdefault("api_keys", keys_of_environment())
     given["cors_origins"] = [one for some in given.get("cors_origins", ()) for one in some]
+    settle_traces(given)
     given.setdefault("host", EVERYWHERE if given["api_keys"] else "127.0.0.1")
     return ServeSettings(**given)
 
@@ -345,10 +355,3 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
     return value
-
-
-def _keys_of_environment() -> list[str]:
-    for name in ("TWOSTROKE_API_KEY", "VLLM_API_KEY"):
-        if key := os.environ.get(name):
-            return [key]
-    return []

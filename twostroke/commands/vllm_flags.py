@@ -92,8 +92,9 @@ _BY_REASON: dict[str, str] = {
     "--multi-step-stream-outputs",
     "KV blocks are shared by what they say, compared token by token": "--prefix-caching-hash-algo",
     "there is one KV cache manager": "--disable-hybrid-kv-cache-manager",
-    "traces are not exported yet; /metrics has the counts": "--otlp-traces-endpoint "
-    "--collect-detailed-traces --enable-layerwise-nvtx-tracing --profiler-config",
+    "a request's span, which --otlp-traces-endpoint exports, is all there is": (
+        "--collect-detailed-traces --enable-layerwise-nvtx-tracing --profiler-config"
+    ),
     "/metrics has one set of names": "--show-hidden-metrics-for-version --kv-cache-metrics "
     "--kv-cache-metrics-sample --enable-mfu-metrics --enable-logging-iteration-details "
     "--enable-server-load-tracking",

@@ -13,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from twostroke.engine.api import EngineClient
 from twostroke.serve.chat import Chat
 from twostroke.serve.completions import Completions
+from twostroke.serve.dash import Dash
 from twostroke.serve.errors import ApiError, ClientGone, as_api_error
 from twostroke.serve.exchange import Exchange, Message, Receive, Send
 from twostroke.serve.openapi import openapi
@@ -59,7 +60,7 @@ class App:
         tell = Telling(service)
         chat, completions, responses = Chat(service), Completions(service), Responses(service)
         health = settings.open_health
-        return [
+        routes = [
             Route("POST", "/v1/chat/completions", chat, "Answer a conversation.", ChatRequest),
             Route("POST", "/v1/completions", completions, "Go on a text.", CompletionRequest),
             Route("POST", "/v1/responses", responses, "Answer an input.", ResponsesRequest),
@@ -73,6 +74,13 @@ class App:
             Route("GET", "/metrics", tell.metrics, "Prometheus.", open=settings.metrics_open),
             Route("GET", "/openapi.json", self._describe, "This description."),
         ]
+        if settings.dash:
+            dash = Dash(service)
+            routes += [
+                Route("GET", "/dash", dash.page, "A page that shows the engine live.", open=True),
+                Route("GET", "/dash/feed", dash.feed, "What the page shows, as JSON."),
+            ]
+        return routes
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -107,6 +115,11 @@ class App:
             allow = ((b"allow", ", ".join(methods).encode()),)
             return ApiError(405, f"{exchange.path} takes {' and '.join(methods)}", headers=allow)
         return methods[method]
+
+    async def close(self) -> None:
+        """The server has ended."""
+        if self.service.tracing is not None:
+            await self.service.tracing.close()
 
     async def _describe(self, exchange: Exchange) -> None:
         await exchange.answer(200, self._description)

@@ -120,8 +120,8 @@ class Exchange:
         await self._start(status, (*headers, length))
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
-    async def answer_json(self, content: Any) -> None:
-        await self.answer(200, msgspec.json.encode(content))
+    async def answer_json(self, content: Any, headers: Headers = JSON) -> None:
+        await self.answer(200, msgspec.json.encode(content), headers)
 
     async def refuse(self, error: ApiError) -> None:
         """A client that is still sending when the connection is closed loses the answer with it:

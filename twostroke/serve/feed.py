@@ -44,7 +44,9 @@ class Feed:
     def __init__(self, client: EngineClient, prepared: Sequence[Prepared], request_id: str) -> None:
         self._client = client
         self._prepared = prepared
-        self._name = request_id
+        several = len(prepared) > 1
+        # The engine's names for them.
+        self.names = [f"{request_id}.{n}" if several else request_id for n in range(len(prepared))]
         self._ready: Batch = []
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -55,8 +57,7 @@ class Feed:
     def __enter__(self) -> Feed:
         direct = hasattr(self._client, "submit")
         try:
-            for index, prepared in enumerate(self._prepared):
-                name = self._name if len(self._prepared) == 1 else f"{self._name}.{index}"
+            for index, (prepared, name) in enumerate(zip(self._prepared, self.names, strict=True)):
                 start = self._submit if direct else self._pump
                 self._running[index] = start(index, prepared, name)
         except BaseException:

@@ -58,6 +58,8 @@ def _operation(route: Route, schema_of: dict[Any, Any]) -> dict[str, Any]:
 def _answer(route: Route) -> dict[str, Any]:
     if route.path == "/metrics":
         return {"text/plain": {"schema": {"type": "string"}}}
+    if route.path == "/dash":
+        return {"text/html": {"schema": {"type": "string"}}}
     content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if route.body is not None and "stream" in route.body.__struct_fields__:
         content["text/event-stream"] = {"schema": {"type": "string"}}

@@ -102,11 +102,13 @@ async def serve_forever(
     listener = listener or bind(settings)
     try:
         async with client_factory() as client:
-            server = HttpServer(App(client, settings), settings)
+            app = App(client, settings)
+            server = HttpServer(app, settings)
             listener.listen(BACKLOG)  # whoever is told the address can connect
             if on_started is not None:
                 on_started(server, client, url_of(listener, settings))
             await server.serve(sockets=[listener])
+            await app.close()
     finally:
         unlink(listener, settings)
 

@@ -24,6 +24,7 @@ from twostroke.serve.parts import Json
 from twostroke.serve.prompts import Prompts
 from twostroke.serve.security import Admission, BodyBudget
 from twostroke.serve.settings import ServeSettings
+from twostroke.serve.tracing import Tracing
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -62,6 +63,10 @@ class Service:
         setup = f"{info.model_name} {info.dtype} {info.device}"
         self.fingerprint = f"twostroke-{__version__}-{sha256(setup.encode()).hexdigest()[:8]}"
         self._feeds: set[Feed] = set()
+        self.tracing: Tracing | None = None
+        if settings.otlp_traces_endpoint is not None:
+            self.tracing = Tracing(settings.otlp_traces_endpoint, self.models[0])
+            client.records.listeners.append(self.tracing)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -89,16 +94,20 @@ class Service:
         self, exchange: Exchange, prepared: Sequence[Prepared], name: str
     ) -> Iterator[Feed]:
         """The engine at work on an answer, for as long as there is somebody to have it."""
-        # A client may use an id again; the engine's name for a request is never another's.
-        name = f"{name}-{uuid4().hex[:8]}"
+        tracing = self.tracing
         with self.admission.enter(sum(one.params.n for one in prepared)):
-            feed = Feed(self.client, prepared, name)
+            # A client may use an id again; the engine's name for a request is never another's.
+            feed = Feed(self.client, prepared, f"{name}-{uuid4().hex[:8]}")
             self._feeds.add(feed)
+            if tracing is not None:
+                tracing.begin(feed.names, name, exchange, [one.params for one in prepared])
             try:
                 with feed, exchange.watched(feed.fail):
                     yield feed
             finally:
                 self._feeds.discard(feed)
+                if tracing is not None:
+                    tracing.end(feed.names)
 
     @property
     def num_feeds(self) -> int:

@@ -25,6 +25,7 @@ class ServeSettings(Strict):
     api_keys: tuple[str, ...] = ()  # none: everybody may ask
     open_health: bool = True  # /health and /ping answer without a key
     open_metrics: bool | None = None  # /metrics does; None: only if there are no keys
+    dash: bool = True  # /dash is there
     cors_origins: tuple[str, ...] = ()  # none: other sites' pages may not ask
 
     served_model_names: tuple[str, ...] = ()  # the first is told in answers; none: the engine's
@@ -44,6 +45,8 @@ class ServeSettings(Strict):
     keep_alive_s: float = 60.0
     drain_s: float = 30.0  # for running requests, once the server is asked to stop
 
+    otlp_traces_endpoint: str | None = None  # "": as OTEL_EXPORTER_OTLP_* say; None: no traces
+
     def __post_init__(self) -> None:
         self._check_int("port", 0, 65535)
         self._check_int("max_body_bytes", 1024)
@@ -54,10 +57,16 @@ class ServeSettings(Strict):
         for name in ("head_timeout_s", "body_timeout_s", "keep_alive_s", "drain_s"):
             self._check_number(name, 0.0, 1e6, "a number of seconds")
         self._check_bools(
-            "access_log", "open_health", "trust_request_chat_template", "enable_auto_tool_choice"
+            "access_log",
+            "open_health",
+            "dash",
+            "trust_request_chat_template",
+            "enable_auto_tool_choice",
         )
         levels = ("critical", "error", "warning", "info", "debug", "trace")
         self._check_choice("uvicorn_log_level", levels)
+        if not isinstance(self.otlp_traces_endpoint, str | None):
+            self._refuse("otlp_traces_endpoint", "an address such as http://localhost:4317")
         for name in ("api_keys", "cors_origins", "served_model_names"):
             given = getattr(self, name)
             if isinstance(given, str) or not all(isinstance(one, str) and one for one in given):

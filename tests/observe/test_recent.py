@@ -1,0 +1,106 @@
+"""`Recent`: windows are differences of the totals, and quantiles are within a bin of the truth."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from twostroke.kv.cache import KVUsage
+from twostroke.observe.recent import KEPT_SLICES, Recent, Spread, mark_of
+from twostroke.observe.record import Causes, FirstToken, PhaseRecord, StepRecord
+from twostroke.observe.totals import Totals
+
+EMPTY = PhaseRecord(0, 0, 0, 0.0, 0.0)
+
+
+def step(at: float, took: float, prefill: int = 0, streams: int = 0) -> StepRecord:
+    """One that ended at `at` and brought `streams` tokens, or the first token of a prompt."""
+    chunk = PhaseRecord(1, prefill, 0, 2.0 * prefill, 1.0) if prefill else EMPTY
+    slots = PhaseRecord(streams, streams, 0, 2.0 * streams, 5.0) if streams else EMPTY
+    since = Causes(took if streams else 0.0, 0.0 if streams else took)
+    first = (FirstToken(took * 3, prefill, 0),) if prefill else ()
+    kv = KVUsage(100, 0, 0, 0, 100)
+    return StepRecord(
+        *(0, at - took, at - took, at, took, 0.0, 0.0, chunk, slots, (), (), 0, 0, 0, kv),
+        since_s=since,
+        regular=streams,
+        first=first,
+    )
+
+
+def told(steps: Sequence[StepRecord], started_s: float = 0.0) -> Recent:
+    totals = Totals(1024)
+    recent = Recent(totals, started_s)
+    for one in steps:
+        recent.add_step(one)
+        totals.add_step(one)
+    return recent
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_quantile_is_within_one_bin_of_the_exact_one(seed: int) -> None:
+    chance = random.Random(seed)
+    values = sorted(chance.lognormvariate(-4.0, 1.5) for _ in range(2000))
+    spread = Spread()
+    for value in values:
+        spread.add(value)
+    shares = (0.01, 0.5, 0.95, 0.99, 1.0)
+    exact = [values[max(0, round(share * 2000) - 1)] for share in shares]
+    assert spread.quantiles(shares) == pytest.approx(exact, rel=0.012)
+    assert spread.count == 2000
+
+
+def test_of_nothing_there_is_no_quantile() -> None:
+    assert Spread().quantiles((0.5, 0.99)) == [None, None]
+
+
+def test_equal_values_have_one_quantile_whatever_the_share() -> None:
+    spread = Spread()
+    spread.add(0.006, 1000)
+    assert spread.quantiles((0.01, 0.5, 0.99)) == pytest.approx([0.006] * 3, rel=0.012)
+
+
+def test_a_window_holds_what_was_added_in_it_and_its_rate_is_that_of_the_work() -> None:
+    """Ten steps of eight streams a second, for five minutes: 80 tokens a second in any window."""
+    recent = told([step(0.1 * n, 0.1, streams=8) for n in range(1, 3001)])
+    whole = recent.window(300.0, None)
+    assert whole.work == mark_of(recent.totals)
+    assert (whole.seconds, whole.work.generated_tokens, whole.gaps.count) == (300.0, 24000, 24000)
+    for seconds in (10.0, 60.0):
+        window = recent.window(300.0, seconds)
+        assert seconds - 1.2 <= window.seconds <= seconds
+        assert window.work.generated_tokens / window.seconds == pytest.approx(80.0, rel=0.012)
+        assert window.work.generated_tokens == window.gaps.count
+        assert window.gaps.quantiles((0.5,)) == pytest.approx([0.1], rel=0.012)
+
+
+def test_after_a_pause_a_window_forgets_what_came_before_it() -> None:
+    early = [step(0.1 * n, 0.1, streams=4) for n in range(1, 21)]
+    recent = told([*early, step(100.0, 0.5, prefill=64)])
+    window = recent.window(101.0, 10.0)
+    assert window.seconds == 10.0
+    assert (window.work.prefill_tokens, window.work.generated_tokens) == (64, 1)
+    assert window.firsts.count == 1
+    assert window.gaps.count == 0
+    assert recent.window(200.0, 60.0).work.generated_tokens == 0
+    assert recent.window(200.0, None).work.generated_tokens == 81
+
+
+def test_the_first_seconds_are_not_spread_over_a_minute() -> None:
+    recent = told([step(50.0 + 0.1 * n, 0.1, streams=1) for n in range(1, 41)], started_s=50.0)
+    window = recent.window(54.0, 60.0)
+    assert window.seconds == pytest.approx(4.0)
+    assert window.work.generated_tokens == 40
+
+
+def test_only_a_minute_is_kept_and_a_long_step_is_drawn_as_long_as_it_took() -> None:
+    recent = told([step(1.1 * n, 0.1, streams=1) for n in range(1, 500)])
+    assert len(recent._slices) == KEPT_SLICES
+    series = recent.series(1.1 * 499)
+    assert 53 <= len(series) <= 56
+    assert all(0 <= ended < began < 62 for began, ended, _, _ in series)
+    ((began, ended, prefill, written),) = told([step(20.0, 8.0, prefill=400)]).series(21.0)
+    assert (began, ended) == pytest.approx((9.0, 1.0))
+    assert (prefill, written) == pytest.approx((50.0, 0.125))

@@ -1,0 +1,161 @@
+"""A real browser, driven over Chrome's DevTools protocol; nothing but a Chromium is needed.
+
+with browser() as one, one.page(url) as page:
+    page.value("document.title")
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+PATIENCE_S = 60
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
+KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, "End": 35, "Home": 36, "ArrowLeft": 37, "PageDown": 34}
+
+
+def chromium() -> str | None:
+    return next(filter(None, map(shutil.which, NAMES)), None)
+
+
+class Page:
+    """`asked` are the addresses that it has asked for, `errors` what went wrong in it."""
+
+    def __init__(self, port: int) -> None:
+        self.asked: list[str] = []
+        self.errors: list[str] = []
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._loop = asyncio.new_event_loop()
+        self._socket: aiohttp.ClientWebSocketResponse | None = None
+        self._done = asyncio.Event()
+        started = threading.Event()
+        self._thread = threading.Thread(
+            target=self._loop.run_until_complete, args=(self._run(port, started),), daemon=True
+        )
+        self._thread.start()
+        assert started.wait(PATIENCE_S)
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            self.call(f"{domain}.enable")
+
+    async def _run(self, port: int, started: threading.Event) -> None:
+        async with aiohttp.ClientSession() as session:
+            address = f"http://127.0.0.1:{port}/json/new?about:blank"
+            async with session.put(address) as answer:
+                target = await answer.json()
+            async with session.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=0) as socket:
+                self._socket = socket
+                reading = asyncio.create_task(self._read(socket))
+                started.set()
+                await self._done.wait()
+                reading.cancel()
+            await (await session.get(f"http://127.0.0.1:{port}/json/close/{target['id']}")).read()
+
+    async def _read(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        async for message in socket:
+            said = message.json()
+            if "id" in said:
+                self._answers.pop(said["id"]).set_result(said)
+                continue
+            told = said["params"]
+            match said["method"]:
+                case "Network.requestWillBeSent":
+                    self.asked.append(told["request"]["url"])
+                case "Runtime.exceptionThrown":
+                    self.errors.append(str(told["exceptionDetails"]))
+                case "Runtime.consoleAPICalled" if told["type"] in ("error", "warning"):
+                    self.errors.append(str(told["args"]))
+                case "Log.entryAdded" if told["entry"]["level"] in ("error", "warning"):
+                    self.errors.append(told["entry"]["text"])
+
+    def call(self, method: str, **params: Any) -> Any:
+        said = asyncio.run_coroutine_threadsafe(self._call(method, params), self._loop)
+        answer = said.result(PATIENCE_S)
+        assert "error" not in answer, answer
+        return answer["result"]
+
+    async def _call(self, method: str, params: dict[str, Any]) -> Any:
+        number = next(self._numbers)
+        self._answers[number] = self._loop.create_future()
+        assert self._socket is not None
+        await self._socket.send_json({"id": number, "method": method, "params": params})
+        return await self._answers[number]
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._done.set)
+        self._thread.join(PATIENCE_S)
+
+    def value(self, script: str) -> Any:
+        given = self.call("Runtime.evaluate", expression=script, returnByValue=True)
+        assert "exceptionDetails" not in given, given
+        return given["result"].get("value")
+
+    def wait_for(self, script: str) -> None:
+        until = time.monotonic() + PATIENCE_S
+        while not self.value(script):
+            assert time.monotonic() < until, f"still not: {script}"
+            time.sleep(0.05)
+
+    def press(self, key: str) -> None:
+        code = KEYS[key]
+        text = {"text": "\r"} if key == "Enter" else {}
+        for kind in ("keyDown", "keyUp"):
+            self.call(
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                code=key,
+                windowsVirtualKeyCode=code,
+                **(text if kind == "keyDown" else {}),
+            )
+
+    def look(self, width: int, height: int, scheme: str) -> None:
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        self.call("Emulation.setEmulatedMedia", features=[feature])
+
+
+class Browser:
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    @contextmanager
+    def page(self, url: str) -> Iterator[Page]:
+        page = Page(self._port)
+        try:
+            page.call("Page.navigate", url=url)
+            page.wait_for(f"location.href === {url!r} && document.readyState === 'complete'")
+            yield page
+        finally:
+            page.close()
+
+
+@contextmanager
+def browser() -> Iterator[Browser]:
+    found = chromium()
+    assert found is not None
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        command = [found, *FLAGS, "--remote-debugging-port=0", f"--user-data-dir={folder}"]
+        child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            listens_at, until = Path(folder) / "DevToolsActivePort", time.monotonic() + PATIENCE_S
+            while not listens_at.exists() or not listens_at.read_text():
+                assert time.monotonic() < until, "the browser did not start"
+                time.sleep(0.05)
+            yield Browser(int(listens_at.read_text().split()[0]))
+        finally:
+            child.terminate()
+            child.wait(PATIENCE_S)
