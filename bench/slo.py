@@ -1,6 +1,6 @@
 """What goals for latency do to the schedule, on this machine's CPU.
 
-    python -m bench.slo [--model M] [--json FILE] [--only interference|goodput] [--quick]
+    python -m bench.slo [--model M] [--json FILE] [--only interference|goodput]
 
 Interference: four streams write, a prompt of 4,000 tokens arrives; without a goal and with three
 goals for the gap between tokens. Worst gap and the share of gaps within the goal, both from the

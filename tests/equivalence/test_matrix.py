@@ -132,6 +132,18 @@ def test_planning_one_step_ahead_gives_the_same_tokens(
     assert_same(alone, run(core, prompts))
 
 
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_goals_for_latency_give_the_same_tokens(
+    in_flight: int, prompts: list[list[int]], alone: list[Written]
+) -> None:
+    """Goals that nothing can meet: chunks of a few tokens, and order by what is left of a goal."""
+    goals = {"ttft_slo_s": 1e-3, "itl_slo_s": 1e-3}
+    core = make_core(default_decoder(), in_flight, max_num_batched_tokens=64, **goals)
+    got = run(core, prompts)
+    assert max(one.num_chunks for one in got) > 2
+    assert_same(alone, got)
+
+
 def test_other_block_sizes_give_the_same_tokens(
     prompts: list[list[int]], alone: list[Written]
 ) -> None:

@@ -148,6 +148,14 @@ def other_block_size(decoder: NativeDecoder, prompts: Prompts) -> list[Written]:
     return run(core, prompts)
 
 
+def under_goals(decoder: NativeDecoder, prompts: Prompts) -> list[Written]:
+    """Goals that nothing can meet: chunks of a few tokens, most urgent first."""
+    goals = {"ttft_slo_s": 1e-3, "itl_slo_s": 1e-3}
+    got = run(make_core(decoder, max_num_batched_tokens=64, **goals), prompts)
+    assert max(one.num_chunks for one in got) > 2
+    return got
+
+
 WAYS: dict[str, Callable[[NativeDecoder, Prompts], list[Written]]] = {
     "chunked_5": partial(chunked, size=5),
     "chunked_16": partial(chunked, size=16),
@@ -158,6 +166,7 @@ WAYS: dict[str, Callable[[NativeDecoder, Prompts], list[Written]]] = {
     "preempted": preempted,
     "batched_with_26_others": batched_with_26_others,
     "other_block_size": other_block_size,
+    "under_goals": under_goals,
 }
 
 

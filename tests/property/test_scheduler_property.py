@@ -176,6 +176,35 @@ def test_every_random_life_ends_once_with_the_right_tokens_and_leaks_nothing(
         assert usage.used == usage.fragmented == 0, f"seed {seed}: {usage}"
 
 
+def test_prompts_ranked_by_slack_compete_for_the_last_blocks() -> None:
+    """Whoever gives way is the last by arrival, and may have a chunk of the same step by then."""
+    for seed in range(100):
+        life, rng = Life(seed), random.Random(seed)
+        life.config = SchedulerConfig(
+            max_num_seqs=8,
+            max_num_batched_tokens=rng.randint(10, 14),
+            max_model_len=48,
+            block_size=1,
+            num_blocks=rng.randint(50, 70),
+            prefix_caching=rng.random() < 0.5,
+            lookahead=0,
+            ttft_slo_s=rng.choice([0.1, 0.2, 0.5]),
+            itl_slo_s=rng.choice([None, 0.01, 0.02]),
+        )
+        life.scheduler = Scheduler(life.config, clock=lambda life=life: life.now)  # type: ignore[misc]
+        life.executor, life.failing = FakeExecutor(1), 0
+        for number in range(60):
+            if rng.random() < 0.5:
+                prompt = [rng.randrange(7) for _ in range(rng.choice([4, 30, 40]))]
+                given = fake_request(f"r{number}", prompt, rng.choice([4, 30]))
+                life.scheduler.add(given)
+                life.given[given.request_id], life.written[given.request_id] = given, []
+            life.turn()
+        life.finish()
+        for name, given in life.given.items():
+            assert life.written[name] == expected_tokens(given, 48), f"seed {seed}: {name}"
+
+
 def test_the_scenarios_reach_what_they_are_meant_to_reach() -> None:
     """Preemption, prefix hits, mixed steps and chunking all happen in these lives."""
     preempted = hits = mixed = chunked = in_flight = dropped = 0

@@ -3,11 +3,14 @@
 Two regimes, each a sum of what a step does times a cost that is never negative:
 
     decode only     a step  +  rows  +  cached positions read
-    with prefill    a step  +  tokens (three slopes)  +  positions attended to  +  rows  +  reads
+    with prefill    a step  +  tokens (three slopes)  +  positions attended to  +  rows
+                    +  cached positions read, at the cost they have without prefill
 
 Tokens are all of the step's, since the products see one flat run of them. Their slopes may only
 grow, at `KNEES`: a GPU has few tokens nearly for free, a CPU pays for each. A step with prefill is
-never expected to take less than its decode slots would alone.
+never expected to take less than its decode slots would alone. What its slots read is not learnt
+from such steps: while a prompt is computed its context and the streams' grow in step, and the one
+could be charged to the other.
 
 Costs are the non-negative least squares of the *relative* errors over a fading past: the sums of
 the normal equations, then a round of coordinate descent from the costs before. Nothing is
@@ -31,9 +34,11 @@ FADE = 0.998  # of the past, with each step of the regime
 HEAVY = 1e9  # weight of the newest step at which all are divided by it
 DAMPING = 0.01  # of a cost's change, so that what a step barely shows is learnt slowly
 QUICK = 0.1  # of the factor
+READS = 4096
 BELIEVED = 3  # surprises in a row that are news
 ERROR_OVER = 30  # steps over which errors are averaged
 SETTLED = 64  # steps of a regime after which one round of descent a step is enough
+LEAST_SHARE = 0.1  # of a step that is never for something else
 SLACK = 0.25  # what may be off without being a surprise, at least
 
 
@@ -54,11 +59,12 @@ class Costs:
     def expected(self, amounts: list[float]) -> float:
         return self.factor * sum(map(mul, self.costs, amounts))
 
-    def add(self, amounts: list[float], seconds: float) -> None:
+    def add(self, amounts: list[float], seconds: float, known_s: float = 0.0) -> None:
+        """`known_s` of the seconds are for something else."""
         base = sum(map(mul, self.costs, amounts))
         counted = seconds
         if self.steps >= ENOUGH and base > 0.0:
-            expected = self.factor * base
+            expected = self.factor * base + known_s
             off = min(abs(expected - seconds) / seconds, 1.0)
             share = 1.0 / min(self.steps - ENOUGH + 1, ERROR_OVER)
             limit = 1.0 + max(SLACK, 4.0 * self.error)
@@ -67,13 +73,15 @@ class Costs:
             # Relative to what is expected: relative to what came, slow steps would count less
             # and the costs end too low.
             scale = 1.0 / expected
-            self.factor += QUICK * (counted / base - self.factor)
+            rest = max(counted - known_s, LEAST_SHARE * counted)
+            self.factor += QUICK * (rest / base - self.factor)
         else:
             scale = 1.0 / seconds
             if not self.steps:
                 self.costs[0] = seconds / amounts[0]
+            rest = max(counted - known_s, LEAST_SHARE * counted)
         self.steps += 1
-        self._learn([scale * amount for amount in amounts], scale * counted)
+        self._learn([scale * amount for amount in amounts], scale * rest)
 
     def _within(self, seconds: float, expected: float, limit: float) -> float:
         """The time, or as much of a surprise as is believed."""
@@ -114,7 +122,7 @@ class StepTimes:
     def __init__(self) -> None:
         self.largest = 0  # prefill tokens in one step, of those seen
         self._decode = Costs(3, 0)
-        self._mixed = Costs(7, 6)
+        self._mixed = Costs(6, 5)
 
     def add(self, prefill: PhaseWork, decode: PhaseWork, seconds: float) -> None:
         """A step that did this took so long on the device."""
@@ -122,7 +130,7 @@ class StepTimes:
             return
         if prefill.tokens:
             self.largest = max(self.largest, prefill.tokens)
-            self._mixed.add(_mixed_amounts(prefill, decode), seconds)
+            self._mixed.add(_mixed_amounts(prefill, decode), seconds, self._reads_s(decode))
         elif decode.tokens:
             self._decode.add(_decode_amounts(decode), seconds)
 
@@ -139,7 +147,11 @@ class StepTimes:
             return alone
         if self._mixed.steps < ENOUGH:
             return None
-        return max(self._mixed.expected(_mixed_amounts(prefill, decode)), alone or 0.0)
+        mixed = self._mixed.expected(_mixed_amounts(prefill, decode)) + self._reads_s(decode)
+        return max(mixed, alone or 0.0)
+
+    def _reads_s(self, decode: PhaseWork) -> float:
+        return self._decode.factor * self._decode.costs[-1] * decode.kv_reads / READS
 
     @property
     def error(self) -> float:
@@ -158,7 +170,7 @@ class StepTimes:
 
 
 def _decode_amounts(decode: PhaseWork) -> list[float]:
-    return [1.0, decode.rows / 8, decode.kv_reads / 4096]
+    return [1.0, decode.rows / 8, decode.kv_reads / READS]
 
 
 def _mixed_amounts(prefill: PhaseWork, decode: PhaseWork) -> list[float]:
@@ -169,6 +181,5 @@ def _mixed_amounts(prefill: PhaseWork, decode: PhaseWork) -> list[float]:
         max(0, tokens - KNEES[0]) / 128,
         max(0, tokens - KNEES[1]) / 128,
         decode.rows / 8,
-        decode.kv_reads / 4096,
         1.0,
     ]
