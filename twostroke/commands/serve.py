@@ -140,6 +140,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="a line of log for each request: who, what route, which status; never the text",
     )
+    _add(
+        group,
+        "--disable-log-stats",
+        action="store_true",
+        help="no line about both phases and the KV cache every ten seconds while there is work",
+    )
     _add(group, "--max-log-len", type=int, help=argparse.SUPPRESS)  # no text is ever logged
     _add(
         group,
@@ -277,6 +283,7 @@ def serve_settings(args: argparse.Namespace) -> ServeSettings:
     given.setdefault("api_keys", keys_of_environment())
     given["cors_origins"] = [one for some in given.get("cors_origins", ()) for one in some]
     settle_traces(given)
+    given["log_stats"] = not renamed.get("disable_log_stats", False)
     given.setdefault("host", EVERYWHERE if given["api_keys"] else "127.0.0.1")
     return ServeSettings(**given)
 

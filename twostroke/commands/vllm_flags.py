@@ -160,7 +160,6 @@ REFUSED: dict[str, str] = {
 
 # Switches that ask for what happens anyway.
 ANYWAY: dict[str, str] = {
-    "--disable-log-stats": "no statistics are logged; /metrics has them",
     "--disable-log-requests": "requests are not logged unless --enable-log-requests asks for it",
     "--disable-uvicorn-access-log": "there is none unless --enable-log-requests asks for it",
     "--disable-fastapi-docs": "no pages of documentation are served",

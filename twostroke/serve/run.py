@@ -25,6 +25,7 @@ from twostroke.serve.app import App, asgi
 from twostroke.serve.bounds import bounded_protocol
 from twostroke.serve.listen import bind, unlink, url_of
 from twostroke.serve.settings import ServeSettings
+from twostroke.serve.stats_log import keep_saying
 
 Client = TypeVar("Client", bound=EngineClient)
 ClientFactory = Callable[[], AbstractAsyncContextManager[Client]]
@@ -107,7 +108,13 @@ async def serve_forever(
             listener.listen(BACKLOG)  # whoever is told the address can connect
             if on_started is not None:
                 on_started(server, client, url_of(listener, settings))
+            saying = None
+            if settings.log_stats:
+                words = keep_saying(client, app.service.metrics.totals)
+                saying = asyncio.get_running_loop().create_task(words)
             await server.serve(sockets=[listener])
+            if saying is not None:
+                saying.cancel()
             await app.close()
     finally:
         unlink(listener, settings)

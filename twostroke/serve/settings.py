@@ -26,6 +26,7 @@ class ServeSettings(Strict):
     open_health: bool = True  # /health and /ping answer without a key
     open_metrics: bool | None = None  # /metrics does; None: only if there are no keys
     dash: bool = True  # /dash is there
+    log_stats: bool = True  # a line of log about both phases while there is work
     cors_origins: tuple[str, ...] = ()  # none: other sites' pages may not ask
 
     served_model_names: tuple[str, ...] = ()  # the first is told in answers; none: the engine's
@@ -60,6 +61,7 @@ class ServeSettings(Strict):
             "access_log",
             "open_health",
             "dash",
+            "log_stats",
             "trust_request_chat_template",
             "enable_auto_tool_choice",
         )

@@ -1,0 +1,55 @@
+"""A line of log about both phases and the KV cache, every ten seconds in which something happened.
+
+From the same totals and the same word of the engine as `/metrics` and `/dash`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from time import monotonic
+
+from twostroke.engine.api import EngineClient
+from twostroke.observe.totals import Totals
+
+EVERY_S = 10.0
+
+
+class StatsLog:
+    def __init__(self, client: EngineClient, totals: Totals, now: float) -> None:
+        self._client, self._totals = client, totals
+        self._said_s = now
+        self._said = self._amounts()
+
+    def _amounts(self) -> tuple[int, int, int]:
+        totals = self._totals
+        return totals.prefill.tokens, totals.decode.tokens, sum(totals.ended.values())
+
+    def line(self, now: float) -> str | None:
+        """What happened since the last line; None: nothing, and nothing is under way."""
+        amounts, load = self._amounts(), self._client.load()
+        if amounts == self._said and not load.running and not load.waiting:
+            self._said_s = now
+            return None
+        seconds = max(now - self._said_s, 1e-3)
+        prefill, decode, ended = (new - old for new, old in zip(amounts, self._said, strict=True))
+        self._said, self._said_s = amounts, now
+        kv = load.kv
+        return (
+            f"prefill {prefill / seconds:,.1f} tok/s, decode {decode / seconds:,.1f} tok/s; "
+            f"{load.running} running, {load.waiting} waiting, {ended} ended; "
+            f"KV tokens: {kv.used:,} used + {kv.fragmented:,} fragmented + {kv.cached:,} cached + "
+            f"{kv.free:,} free = {kv.reserved:,} reserved"
+        )
+
+
+async def keep_saying(client: EngineClient, totals: Totals) -> None:
+    """Until it is cancelled."""
+    log = StatsLog(client, totals, monotonic())
+    while True:
+        await asyncio.sleep(EVERY_S)
+        line = log.line(monotonic())
+        if line is not None:
+            with contextlib.suppress(OSError):  # a full disk for the log is no reason not to serve
+                print(line, file=sys.stderr, flush=True)
