@@ -102,10 +102,10 @@ def interfere(machine: Machine, goal_ms: float | None) -> dict[str, Any]:
                 ended[update.request_id] = update.record
     end = ended[long].first_token_s
     for name in streams:
-        update = core.abort(name)
-        assert update is not None
-        assert update.record is not None
-        ended[name] = update.record
+        left = core.abort(name)
+        assert left is not None
+        assert left.record is not None
+        ended[name] = left.record
     while core.has_work:
         core.step()
     steady, gaps = [], []

@@ -14,7 +14,7 @@ from twostroke.observe.record import RequestRecord
 from twostroke.plan import PhaseWork, StepPlan, StepResult
 from twostroke.sched.deadlines import PATIENCE
 from twostroke.sched.scheduler import Scheduler
-from twostroke.sched.slo import FLOOR_SHARE, LEAST, WITHIN
+from twostroke.sched.slo import FLOOR_SHARE, LEAST, TRIES, WITHIN
 from twostroke.sched.step import SchedulerConfig
 
 HOST_S = 2e-4
@@ -157,6 +157,16 @@ def test_before_anything_is_known_chunks_are_small_and_then_grow_by_what_was_see
     for number, size in enumerate(sizes[2:], start=2):
         assert size <= 2 * max(sizes[:number])
     assert max(sizes) > 500
+
+
+def test_one_step_in_sixteen_takes_half_so_that_sizes_differ() -> None:
+    engine = Engine(a_cpu, itl_slo_s=0.1)
+    engine.warm_up()
+    _, long = engine.disturbed(4, 4000)
+    sizes = {step: size for _, step, _, size in long.chunks[:-1]}
+    halved = [step for step in sizes if sizes[step] < 0.7 * sizes.get(step - 1, 0)]
+    assert halved == [step for step in sizes if step % TRIES == 0 and step - 1 in sizes]
+    assert len(halved) > 5
 
 
 @pytest.mark.parametrize("machine", [a_cpu, a_gpu])

@@ -14,8 +14,10 @@ Not less than a floor, though, so that no goal stops a prompt (`Allowance.fit` h
 
 So the first prompt in order is computed within `WITHIN` steps whatever the goal, and a gap is at
 most the longest of the goal, a quarter more than a step with one token of prefill, and a step with
-a `WITHIN`th of a prompt; beyond that only by what the model did not foresee. Times come in as
-arguments: same events at the same times, same plans.
+a `WITHIN`th of a prompt; beyond that only by what the model did not foresee. One step in `TRIES`
+takes half: of chunks that are all alike nobody can tell what a token costs and what the step, and
+a wrong idea of the latter would keep them alike. Times come in as arguments: same events at the
+same times, same plans.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ FLOOR = 64
 LEAST = 2
 WITHIN = 2048
 UNKNOWN = 32  # tokens of a chunk before anything is known; later at most twice the largest seen
+TRIES = 16
 SLIVER = 8  # a second chunk that time cuts below this is left for the next step
 MARGIN = (0.03, 0.5)  # least and most, as a share of what the model expects
 ERRORS = 4.0  # of the model, on average, that the margin between these covers
@@ -47,10 +50,11 @@ class Allowance:
     """What is left of one step's time for prefill."""
 
     def __init__(
-        self, times: StepTimes, decode: PhaseWork, window: int | None, limit_s: float
+        self, times: StepTimes, decode: PhaseWork, window: int | None, limit_s: float, tries: bool
     ) -> None:
         self.limit_s = limit_s  # for the whole step on the device, as the model counts it
         self.spent = False  # a chunk was cut: nothing more fits
+        self._tries = tries
         self._times = times
         self._decode = decode
         self._window = window
@@ -67,11 +71,12 @@ class Allowance:
         else:
             count = self._largest(self.limit_s, before, start, count)
             if first and count < FLOOR:
-                floor = max(LEAST, -(-length // WITHIN))
-                by_share = self._largest(
-                    (1 + FLOOR_SHARE) * one, before, start, min(most, known, FLOOR)
-                )
-                count = min(most, max(count, by_share, floor))
+                limit_s = (1 + FLOOR_SHARE) * one
+                count = max(count, self._largest(limit_s, before, start, min(most, known, FLOOR)))
+            if self._tries and count < most:
+                count //= 2
+            if first:
+                count = min(most, max(count, LEAST, -(-length // WITHIN)))
         self.spent = count < most
         return 0 if self.spent and not first and count < SLIVER else count
 
@@ -130,7 +135,8 @@ class Pacer:
         if alone is not None:
             for_prefill = max(self._itl_s - alone, self._itl_s / MOST_STRETCH)
             self.stretch += SMOOTH * (self._itl_s / for_prefill - self.stretch)
-        return Allowance(self.times, decode, self._window, limit_s)
+        tries = step.step % TRIES == 0
+        return Allowance(self.times, decode, self._window, limit_s, tries)
 
     def prefill_s(self, start: int, count: int) -> float:
         """How long `count` tokens from `start` on will take beside the streams; 0 if unknown."""
