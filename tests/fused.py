@@ -94,7 +94,8 @@ def prefill_attention(  # type: ignore[no-untyped-def]
     out = torch.empty_like(q) if out is None else out
     for n, (row, start) in enumerate(zip(chunk_rows.tolist(), chunk_starts.tolist(), strict=True)):
         part = slice(ends[n], ends[n + 1])
-        if start == 0:  # those who read them there must find what is cached
+        # Those who read them there must find what is cached, if the row has any blocks.
+        if start == 0 and tables[row].any():
             cached = reference.gather(keys, values, tables[row].long(), 0, sizes[n], q.dtype)
             assert torch.equal(own[part].to(keys.dtype).to(q.dtype), torch.cat(cached, dim=1))
         out[part] = reference.prefill_attention(
