@@ -111,7 +111,7 @@ def interfere(machine: Machine, goal_ms: float | None) -> dict[str, Any]:
     steady, gaps = [], []
     for name in streams:
         times = ended[name].token_s
-        for (gap, _, _), after in zip(ended[name].gaps(), times[1:], strict=True):
+        for (gap, _, _), after in zip(ended[name].gap_steps(), times[1:], strict=True):
             if after <= sent:
                 steady.append(gap)
             elif after <= end:
@@ -197,7 +197,7 @@ def rate_for(machine: Machine, load: float, shrink: float) -> tuple[float, dict[
 def judge(records: list[RequestRecord], ttft_ms: float, itl_ms: float) -> dict[str, int]:
     first = [record for record in records if 1e3 * record.ttft_s <= ttft_ms]
     tpot = [record for record in first if 1e3 * record.tpot_s <= itl_ms]
-    gaps = [r for r in first if all(1e3 * gap <= itl_ms for gap, _, _ in r.gaps())]
+    gaps = [r for r in first if all(1e3 * gap <= itl_ms for gap, _, _ in r.gap_steps())]
     return {"requests": len(records), "first": len(first), "tpot": len(tpot), "gaps": len(gaps)}
 
 
@@ -223,7 +223,7 @@ def goodput(args: argparse.Namespace) -> dict[str, Any]:
             row: dict[str, Any] = {"half": half, "took_s": took}
             row |= judge(records, args.ttft_ms, args.itl_ms)
             row["ttft_ms"] = quantiles([1e3 * record.ttft_s for record in records])
-            row["gap_ms"] = quantiles([1e3 * gap for r in records for gap, _, _ in r.gaps()])
+            row["gap_ms"] = quantiles([1e3 * gap for r in records for gap, _, _ in r.gap_steps()])
             row["off"] = off(machines[name].steps_since(start))
             found[name].append(row)
             print(f"  half {half + 1}, {name:12} {words(row)}", flush=True)
@@ -271,7 +271,7 @@ def main() -> None:
         "bench": "slo",
         "machine": platform.machine(),
         "cores": os.cpu_count(),
-        "settings": {key: value for key, value in vars(args).items() if key != "json"},
+        "settings": {k: v for k, v in vars(args).items() if k not in ("json", "model")},
     }
     if args.only != "goodput":
         result["interference"] = interference(args)
