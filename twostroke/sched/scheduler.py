@@ -241,10 +241,13 @@ class Scheduler:
                 done = chunk.start + chunk.size
                 updates.append(Update(request.request_id, (), progress=done))
         logprobs, register = result.logprobs, self.kv.register
-        # The host's hottest loop: once for every token that is written.
+        # The host's hottest loop: once for every token that is written. Here a member of an enum,
+        # or a call of a tuple's class, is looked up and made as quickly as Python can.
+        finished, decodes, no_more = Phase.FINISHED, Phase.DECODE, Update("", ())[2:]
+        new_tuple: Callable[..., Update] = tuple.__new__
         for index, (request, token) in enumerate(zip(sampled, result.tokens, strict=True)):
             phase = request.phase
-            if phase is Phase.FINISHED:  # aborted, or stopped by an earlier step
+            if phase is finished:  # aborted, or stopped by an earlier step
                 num_gone += 1
                 continue
             tokens, seq, record = request.tokens, request.kv, request.record
@@ -257,7 +260,7 @@ class Scheduler:
                 late.append((record, index < num_slots))
             steps.append(step)
             record.token_s.append(now)
-            if seq.num_computed >= seq.register_at and phase is Phase.DECODE:
+            if seq.num_computed >= seq.register_at and phase is decodes:
                 register(seq, tokens)
             length = len(tokens)
             ends = token in request.stop_ids or length >= request.max_length
@@ -267,7 +270,7 @@ class Scheduler:
                 entry = logprobs.get(index)
                 updates.append(self._update(request, (token,), (entry,) if entry else ()))
             else:
-                updates.append(Update(request.request_id, (token,)))
+                updates.append(new_tuple(Update, (request.request_id, (token,), *no_more)))
         for request in sampled if self._prefill.quarantine.active else ():
             if self._prefill.quarantine.acquit(request) and request.phase is Phase.DECODE:
                 self._preempt(request, now)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from twostroke.plan import BlockAppend, BlockDrop, Chunk, NewRow, PhaseWork, Slot, StepPlan
@@ -10,6 +12,9 @@ from twostroke.request import Request
 
 if TYPE_CHECKING:
     from twostroke.sched.slo import Allowance
+
+# `Slot(*pair)`, without a call of Python's: one is made for every token that is written.
+NEW_SLOT: Callable[[tuple[int, int]], Slot] = partial(tuple.__new__, Slot)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +86,13 @@ class StepBuilder:
 
     def add_slots(self, requests: list[Request]) -> None:
         """A slot each, for what has been computed of them so far."""
-        self.slots = [Slot(request.row, request.kv.num_computed) for request in requests]
+        positions = [request.kv.num_computed for request in requests]
+        self.slots = list(map(NEW_SLOT, zip([r.row for r in requests], positions, strict=True)))
         self.sampled = requests
         self.budget -= len(requests)
-        lengths = [slot.position + 1 for slot in self.slots]
+        self._decode_kv = sum(positions) + len(positions)
         if self._window is not None:
-            lengths = [min(length, self._window) for length in lengths]
-        self._decode_kv = sum(lengths)
+            self._decode_kv = sum(min(position + 1, self._window) for position in positions)
 
     def add_chunk(self, request: Request, count: int) -> None:
         start = request.kv.num_computed
