@@ -13,8 +13,8 @@ from twostroke.request import Request
 if TYPE_CHECKING:
     from twostroke.sched.slo import Allowance
 
-# `Slot(*pair)`, without a call of Python's: one is made for every token that is written.
-NEW_SLOT: Callable[[tuple[int, int]], Slot] = partial(tuple.__new__, Slot)
+# `Slot(*fields)`, without a call of Python's: one is made for every token that is written.
+new_slot: Callable[[tuple[int, int, int]], Slot] = partial(tuple.__new__, Slot)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,8 @@ class StepBuilder:
     def add_slots(self, requests: list[Request]) -> None:
         """A slot each, for what has been computed of them so far."""
         positions = [request.kv.num_computed for request in requests]
-        self.slots = list(map(NEW_SLOT, zip([r.row for r in requests], positions, strict=True)))
+        rows = [request.row for request in requests]
+        self.slots = [new_slot((row, at, 0)) for row, at in zip(rows, positions, strict=True)]
         self.sampled = requests
         self.budget -= len(requests)
         self._decode_kv = sum(positions) + len(positions)
