@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -61,10 +62,11 @@ class Ceilings:
         return max(self.fp32_per_s, self.bf16_per_s or 0.0, self.int8_per_s or 0.0)
 
     def best_of(self, other: Ceilings) -> Ceilings:
-        pairs = {name: (value, getattr(other, name)) for name, value in vars(self).items()}
-        return Ceilings(
-            **{n: None if a is None or b is None else max(a, b) for n, (a, b) in pairs.items()}
-        )
+        best: dict[str, Any] = {}
+        for name, mine in vars(self).items():
+            theirs = getattr(other, name)
+            best[name] = None if mine is None or theirs is None else max(mine, theirs)
+        return Ceilings(**best)
 
 
 def measure_ceilings(weight_bytes: int) -> Ceilings:

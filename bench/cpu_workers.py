@@ -169,7 +169,7 @@ class Llama:
         ).stdout
 
 
-ENGINES = {
+ENGINES: dict[str, Any] = {
     "twostroke": Twostroke,
     "vllm": VLLM,
     "openvino": OpenVINO,

@@ -121,7 +121,8 @@ def parse(got: bytes, closed: bool, no_body: bool) -> Answer:
 
 
 def _unchunked(rest: bytes) -> tuple[bytes, bool]:
-    body, at = [], 0
+    body: list[bytes] = []
+    at = 0
     while (end := rest.find(b"\r\n", at)) >= 0:
         size = int(rest[at:end], 16)
         if not size:
@@ -306,7 +307,7 @@ def fuzz(server: Server, seed: int, indices: Iterable[int], show: bool = False) 
     statuses: dict[str, Counter[str]] = {}
     kinds: Counter[str] = Counter()
     failures: list[dict[str, Any]] = []
-    slowest = {"wall_s": 0.0, "index": -1}
+    slowest: dict[str, Any] = {"wall_s": 0.0, "index": -1}
     began = time.monotonic()
 
     def one(index: int) -> None:

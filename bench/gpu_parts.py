@@ -115,7 +115,7 @@ class Bench:
         ]
         outputs = [chosen.randint(100, 1024) for _ in range(256)]
         assert (sum(map(len, prompts)), sum(outputs)) == (NANO_IN, NANO_OUT)
-        found = []
+        found: list[dict[str, Any]] = []
         for budget in self.budgets:
             self.set_budget(budget)
             if not found:
@@ -316,8 +316,7 @@ def device_events(run: Callable[[], object]) -> list[Event]:
     return [
         (event.name, 1e-6 * event.time_range.start, 1e-6 * event.time_range.end)
         for event in found.events() or ()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-        and not getattr(event, "is_user_annotation", False)
+        if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)
     ]
 
 

@@ -16,7 +16,7 @@ BODY_BYTES = 1 << 20  # the server's limit, so that what is too large costs litt
 
 
 class Call(NamedTuple):
-    index: int
+    number: int
     kind: str
     route: str  # as the counts name it
     data: bytes

@@ -57,7 +57,8 @@ def measure(running: int) -> dict[str, float]:
         record_s.append(perf_counter() - start)
 
     core._record = timed  # type: ignore[method-assign]
-    totals, times = Totals(8192), {"pack": [], "unpack": [], "totals": []}
+    totals = Totals(8192)
+    times: dict[str, list[float]] = {"pack": [], "unpack": [], "totals": []}
     for _ in range(STEPS):
         core.step()
         start = perf_counter()
@@ -112,7 +113,7 @@ def measure_page() -> float:
         num_restarts=0,
         load=lambda: EngineLoad(0, 0, kv),
     )
-    metrics = Metrics(client, "model")  # type: ignore[arg-type]
+    metrics = Metrics(client, "model")
     times = []
     for _ in range(30):
         start = perf_counter()
