@@ -232,24 +232,26 @@ static inline f32v max_of(f32v a, f32v b) {
 
 static inline f32v abs_of(f32v a) { return (f32v)((u32v)a & 0x7FFFFFFFu); }
 
+#if !defined(TS_AVX512) && !defined(TS_AVX2)
+// Added to a small number, it leaves that number, rounded, in the sum's last bits.
+constexpr float kShift = 12582912.0f;  // 1.5 · 2^23
+constexpr int kShiftBits = 0x4B400000;
+#endif
+
 // x · inverse, rounded to whole numbers of at most 127, as 16 bytes; their sum.
 static inline int round_half(const float* x, float inverse, int8_t* codes) {
-  // The addition's own rounding leaves the number in the sum's last bits.
-  const float shift = 12582912.0f;  // 1.5 · 2^23
 #if defined(TS_NEON)
   int32x4_t y[4];
-  for (int i = 0; i < 4; i++) y[i] = vreinterpretq_s32_f32(load(x + 4 * i) * inverse + shift);
+  for (int i = 0; i < 4; i++) y[i] = vreinterpretq_s32_f32(load(x + 4 * i) * inverse + kShift);
   int16x8_t a = vuzp1q_s16(vreinterpretq_s16_s32(y[0]), vreinterpretq_s16_s32(y[1]));
   int16x8_t b = vuzp1q_s16(vreinterpretq_s16_s32(y[2]), vreinterpretq_s16_s32(y[3]));
   vst1q_s8(codes, vuzp1q_s8(vreinterpretq_s8_s16(a), vreinterpretq_s8_s16(b)));
   return vaddvq_s16(vaddq_s16(a, b));
 #elif defined(TS_AVX512)
-  (void)shift;
   const __m512i y = _mm512_cvtps_epi32((__m512)(load(x) * inverse));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(codes), _mm512_cvtepi32_epi8(y));
   return _mm512_reduce_add_epi32(y);
 #elif defined(TS_AVX2)
-  (void)shift;
   const __m256i low = _mm256_cvtps_epi32((__m256)(load(x) * inverse));
   const __m256i high = _mm256_cvtps_epi32((__m256)(load(x + 8) * inverse));
   // Packing goes by halves of the registers: put the words back in order.
@@ -264,7 +266,7 @@ static inline int round_half(const float* x, float inverse, int8_t* codes) {
 #else
   int total = 0;
   for (int i = 0; i < kHalf; i += W) {
-    i32v y = (i32v)(load(x + i) * inverse + shift) - 0x4B400000;
+    i32v y = (i32v)(load(x + i) * inverse + kShift) - kShiftBits;
     for (int j = 0; j < W; j++) {
       codes[i + j] = static_cast<int8_t>(y[j]);
       total += y[j];

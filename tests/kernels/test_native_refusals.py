@@ -1,0 +1,278 @@
+"""Steps and models that ask the native decoder for what is not there: each is refused with words,
+nothing is written, and the next right step is right."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from tests.kernels.native_pair import (
+    FUZZ_SPECS,
+    ISAS,
+    MAX_LEN,
+    NUM_ROWS,
+    TOLERANCE,
+    Life,
+    Pair,
+)
+from twostroke.kernels import cpu
+
+pytestmark = pytest.mark.skipif(
+    not cpu.available(), reason="this installation was built without the native kernels"
+)
+
+HUGE = 2**31 - 1
+
+
+def wrong_steps(pair: Pair, random: np.random.Generator) -> list[tuple[str, dict[str, Any]]]:
+    """What forward is given, and how its refusal should read."""
+    spec, tokens, tables = pair.spec, pair.tokens, pair.tables
+    cache = pair.cache
+    layers, _, blocks, size, kv, dim = cache.shape
+    row, at = int(random.integers(NUM_ROWS)), int(random.integers(1, 200))
+
+    def changed(array: npt.NDArray[np.int32], where: Any, value: int) -> npt.NDArray[np.int32]:
+        array = array.copy()
+        array[where] = value
+        return array
+
+    def slots(*given: tuple[int, ...]) -> dict[str, Any]:
+        return {"slots": np.array(given, np.int32)}
+
+    def chunks(*given: tuple[int, ...]) -> dict[str, Any]:
+        return {"chunks": np.array(given, np.int32)}
+
+    def caches(*shape: int) -> dict[str, Any]:
+        return {"cache": np.zeros(shape, np.uint16)} | slots((row, 0))
+
+    def logits_of(*which: int) -> dict[str, Any]:
+        out = np.zeros((len(which), spec.vocab_size), np.float32)
+        return {"which": np.array(which, np.int32), "out": out}
+
+    far = int(random.integers(NUM_ROWS, HUGE))
+    beyond = int(random.integers(MAX_LEN, HUGE))
+    block, offset = at // size, {"tokens": changed(tokens, (row, at), spec.vocab_size)}
+    return [
+        ("no such row", slots((far, at))),
+        ("no such row", slots((row, at), (-1, at))),
+        ("no such row", slots((-HUGE - 1, at))),
+        ("no such row", chunks((row, 0, at), (NUM_ROWS, 0, at))),
+        ("no such row", {"tables": tables[: NUM_ROWS - 1].copy()} | slots((NUM_ROWS - 1, at))),
+        ("no such row", {"tokens": tokens[:0].copy()} | slots((row, at))),
+        ("no such position", slots((row, beyond))),
+        ("no such position", slots((row, -1))),
+        ("no such position", slots((row, HUGE))),
+        ("no such position", chunks((row, at, MAX_LEN - at + 1))),
+        ("no such position", chunks((row, -1, 2))),
+        ("no such position", chunks((row, at, HUGE))),
+        ("no such position", chunks((row, HUGE, HUGE))),
+        ("no such position", {"tokens": tokens[:, :at].copy()} | slots((row, at))),
+        ("an empty chunk", chunks((row, at, 0))),
+        ("an empty chunk", chunks((row, at, 1), (row, at, -HUGE))),
+        ("too short", {"tables": tables[:, :block].copy()} | slots((row, at))),
+        ("too short", {"tables": tables[:, :0].copy()} | chunks((row, 0, at))),
+        ("not there", {"tables": changed(tables, (row, block), blocks)} | slots((row, at))),
+        ("not there", {"tables": changed(tables, (row, 0), -1)} | slots((row, at))),
+        ("not there", {"tables": changed(tables, (row, 0), HUGE)} | chunks((row, at, 3))),
+        ("outside the vocabulary", offset | slots((row, at))),
+        ("outside the vocabulary", offset | chunks((row, 0, at + 1))),
+        ("outside the vocabulary", {"tokens": changed(tokens, (row, at), -1)} | slots((row, at))),
+        ("rows and positions", {"slots": np.zeros((2, 3), np.int32)}),
+        ("rows, starts and sizes", {"chunks": np.zeros((2, 2), np.int32)}),
+        ("not this model's", caches(layers + 1, 2, blocks, size, kv, dim)),
+        ("not this model's", caches(layers, 1, blocks, size, kv, dim)),
+        ("not this model's", caches(layers, 2, blocks, size, kv + 1, dim)),
+        ("not this model's", caches(layers, 2, blocks, size, kv, dim - 1)),
+        ("not there", caches(layers, 2, 0, size, kv, dim)),
+        ("no such token", slots((row, at)) | logits_of(1)),
+        ("no such token", slots((row, at)) | logits_of(-1)),
+        ("no such token", chunks((row, 0, at)) | logits_of(0, at)),
+        ("another shape", slots((row, at)) | logits_of(0) | {"out": np.zeros((1, 3), "f4")}),
+        ("another shape", slots((row, at)) | logits_of(0, 0) | {"out": logits_of(0)["out"]}),
+    ]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_wrong_step_is_refused_and_the_next_right_one_is_right(isa: str) -> None:
+    pair = Pair(FUZZ_SPECS[1], isa, block_size=5, threads=(2, 2))
+    random = np.random.default_rng(9)
+    life = Life(pair, random)
+    refused = 0
+    for _ in range(12):
+        for words, given in wrong_steps(pair, random):
+            before = pair.cache.copy()
+            with pytest.raises(ValueError, match=words):
+                forward(pair, **given)
+            assert np.array_equal(pair.cache, before)
+            refused += 1
+            if refused % 6 == 0:
+                assert pair.difference(*life.step()) <= TOLERANCE
+    assert refused > 300
+
+
+def forward(pair: Pair, **given: Any) -> None:
+    none = {"slots": np.zeros((0, 2), np.int32), "chunks": np.zeros((0, 3), np.int32)}
+    none["which"], none["out"] = np.zeros(0, np.int32), np.zeros((0, pair.spec.vocab_size), "f4")
+    own = {"tokens": pair.tokens, "tables": pair.tables, "cache": pair.cache}
+    pair.native.model.forward(**own | none | given)
+
+
+def test_a_cache_of_blocks_without_positions_is_refused() -> None:
+    """A block size of 0 must not be divided by."""
+    pair = Pair(FUZZ_SPECS[0])
+    layers, _, blocks, _, kv, dim = pair.cache.shape
+    empty = np.zeros((layers, 2, blocks, 0, kv, dim), np.uint16)
+    with pytest.raises(ValueError, match="not this model's"):
+        forward(pair, cache=empty, slots=np.zeros((1, 2), np.int32))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"slots": np.zeros(2, np.int32)},
+        {"slots": None},
+        {"chunks": [[0, 0, 1]]},
+        {"tokens": np.zeros(4, np.int32)},
+        {"tables": np.zeros((1, 1, 1), np.int32)},
+        {"cache": np.zeros((3, 2), np.uint16)},
+        {"cache": None},
+    ],
+    ids=str,
+)
+def test_what_is_no_array_of_the_right_kind_is_refused(wrong: dict[str, Any]) -> None:
+    pair = Pair(FUZZ_SPECS[0])
+    with pytest.raises(TypeError):
+        forward(pair, **wrong)
+    assert pair.difference((), [(0, 0, 9)]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("way", ["float16", "int16", "transposed"])
+def test_keys_and_values_are_never_stored_in_a_copy_that_nobody_sees(way: str) -> None:
+    pair = Pair(FUZZ_SPECS[0])
+    cache = pair.cache
+    other = {
+        "float16": cache.view(np.float16),
+        "int16": cache.view(np.int16),
+        "transposed": cache.transpose(1, 0, 2, 3, 4, 5).copy().transpose(1, 0, 2, 3, 4, 5),
+    }[way]
+    with pytest.raises(TypeError):
+        forward(pair, cache=other, chunks=np.array([[0, 0, 5]], np.int32))
+
+
+def test_logits_are_given_of_tokens_of_the_last_step_alone() -> None:
+    pair = Pair(FUZZ_SPECS[0])
+    vocab = pair.spec.vocab_size
+    with pytest.raises(ValueError, match="no such token"):
+        pair.native.logits(np.array([0], np.int32))
+    whole = pair.step((), [(0, 0, 20)])
+    for wrong in ([20], [-1], [3, HUGE]):
+        with pytest.raises(ValueError, match="no such token"):
+            pair.native.logits(np.array(wrong, np.int32))
+    for shape in ((1, vocab), (2, vocab - 1)):
+        out = np.zeros(shape, np.float32)
+        with pytest.raises(ValueError, match="another shape"):
+            pair.native.model.logits(np.array([0, 1], np.int32), out)
+    some = np.array([7, 7, 0, 19], np.int32)
+    assert np.array_equal(pair.native.logits(some), whole[some])
+    assert np.array_equal(pair.native.logits(some[:1]), whole[some[:1]])
+    assert pair.native.logits(np.array([], np.int32)).shape == (0, vocab)
+    pair.step([(0, 20)])
+    with pytest.raises(ValueError, match="no such token"):
+        pair.native.logits(np.array([1], np.int32))
+
+
+def test_a_step_without_tokens_does_nothing() -> None:
+    pair = Pair(FUZZ_SPECS[0], threads=(2, 2))
+    before = pair.cache.copy()
+    assert pair.step().shape == (0, pair.spec.vocab_size)
+    assert np.array_equal(pair.cache, before)
+    assert pair.difference((), [(0, 0, 9)]) <= TOLERANCE
+
+
+def test_parts_that_do_not_fit_each_other_make_no_model() -> None:
+    native = cpu.module()
+    matrix = lambda rows, cols: native.Matrix("f32", rows, cols)  # noqa: E731
+    ones = lambda n: np.ones(n, np.float32)  # noqa: E731
+    none = np.empty(0, np.float32)
+
+    def build(**changes: Any) -> Any:
+        parts = {"qkv": (24, 8), "o": (8, 8), "gate_up": (24, 8), "down": (8, 12)}
+        parts = {name: matrix(*changes.get(name, shape)) for name, shape in parts.items()}
+        norms = {"attn_norm": 8, "mlp_norm": 8}
+        vectors = {name: ones(changes.get(name, size)) for name, size in norms.items()}
+        heads_normed = {name: changes.get(name, none) for name in ("q_norm", "k_norm")}
+        layer = native.Layer(**parts, **vectors, **heads_normed, window=changes.get("window", 0))
+        angles = changes.get("angles", (16, 2))
+        return native.Model(
+            isa="auto",
+            vocab=10,
+            hidden=8,
+            inner=12,
+            heads=changes.get("heads", 2),
+            kv_heads=changes.get("kv_heads", 2),
+            dim=4,
+            eps=1e-5,
+            layers=changes.get("layers", [layer]),
+            embed=matrix(*changes.get("embed", (10, 8))),
+            head=matrix(*changes.get("head", (10, 8))),
+            final_norm=ones(changes.get("final_norm", 8)),
+            cos=np.ones(angles, np.float32),
+            sin=np.ones(changes.get("sin", angles), np.float32),
+            threads=changes.get("threads", 1),
+            threads_prefill=changes.get("threads_prefill", 1),
+            exact=True,
+        )
+
+    assert build().num_bytes > 0
+    wrong: list[dict[str, Any]] = [
+        {"qkv": (23, 8)},
+        {"o": (8, 9)},
+        {"gate_up": (12, 8)},
+        {"down": (8, 13)},
+        {"attn_norm": 7},
+        {"mlp_norm": 9},
+        {"q_norm": ones(4)},
+        {"q_norm": ones(3), "k_norm": ones(3)},
+        {"embed": (11, 8)},
+        {"head": (10, 7)},
+        {"final_norm": 7},
+        {"window": -1},
+        {"heads": 3},
+        {"kv_heads": 0},
+        {"angles": (16, 3)},
+        {"sin": (15, 2)},
+        {"threads": 0},
+        {"threads_prefill": -1},
+    ]
+    for changes in wrong:
+        with pytest.raises(ValueError, match=r"fit|groups|angles|at least one"):
+            build(**changes)
+    with pytest.raises(TypeError):
+        build(layers=[object()])
+
+
+def test_a_model_of_no_layer_at_all_is_refused_not_followed(tmp_path: Path) -> None:
+    """In a process of its own, which must not die of it.
+
+    It starts in an empty folder: `python -c` looks in the current one first, and a checkout has
+    the package's sources but not what the install built.
+    """
+    code = """
+import numpy as np
+from twostroke import _native as n
+ones, angles, matrix = np.ones(8, np.float32), np.ones((16, 2), np.float32), n.Matrix("f32", 10, 8)
+try:
+    parts = ([None], matrix, matrix, ones, angles, angles)
+    n.Model("auto", 10, 8, 12, 2, 2, 4, 1e-5, *parts, 1, 1, True)
+except (TypeError, ValueError):
+    print("refused")
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "refused\n"), done.stderr
