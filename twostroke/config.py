@@ -11,12 +11,16 @@ import os
 import re
 from dataclasses import dataclass
 from os import PathLike, fspath
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
-from twostroke.errors import ConfigError
+from twostroke.errors import ConfigError, RequestError
+from twostroke.request import SamplingParams
 from twostroke.strict import Strict
 
 GIB = 1024**3
+# What a model's makers, or `override_generation_config`, may recommend.
+RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+OVERRIDDEN = (*RECOMMENDED, "presence_penalty", "frequency_penalty")
 
 
 class Mode(NamedTuple):
@@ -63,6 +67,7 @@ class EngineConfig(Strict):
     enable_chunked_prefill: bool = True
     scheduling_policy: str = "fcfs"  # fcfs, priority
     max_logprobs: int = 20
+    override_generation_config: dict[str, Any] | None = None  # over the makers' recommendation
     enforce_eager: bool = False  # no graphs, no compilation; the tokens stay the same
     max_cudagraph_capture_size: int | None = None  # largest decode batch run as a graph
     cudagraph_capture_sizes: tuple[int, ...] | None = None  # all of them, instead of our choice
@@ -113,6 +118,7 @@ class EngineConfig(Strict):
         self._check_int("max_logprobs", 0)
         self._check_int("max_cudagraph_capture_size", 0, optional=True)
         self._check_capture_sizes()
+        self._check_override()
         self._check_number("gpu_memory_utilization", 0.01, 1.0, "a number above 0 and at most 1")
         self._check_bools(
             "skip_tokenizer_init",
@@ -144,6 +150,17 @@ class EngineConfig(Strict):
                 "cudagraph_capture_sizes and max_cudagraph_capture_size both say which batches run "
                 "as graphs; give one of them"
             )
+
+    def _check_override(self) -> None:
+        given = self.override_generation_config
+        if given is None:
+            return
+        if not isinstance(given, dict) or not given.keys() <= set(OVERRIDDEN):
+            self._refuse("override_generation_config", f"a dict of {', '.join(OVERRIDDEN)}")
+        try:
+            SamplingParams(**given)
+        except RequestError as error:
+            raise ConfigError(f"override_generation_config: {error}") from None
 
     def _check_contradictions(self) -> None:
         if self.num_gpu_blocks_override is not None and self.kv_cache_memory_bytes is not None:

@@ -22,6 +22,7 @@ from tests.support import default_model_path
 from twostroke.cli import make_parser
 from twostroke.commands.banner import banner, concurrent_requests
 from twostroke.commands.flags import engine_config
+from twostroke.commands.llama_flags import NO_CACHE, SAMPLING, TAKEN
 from twostroke.commands.serve import parse_count, serve_settings, spelt, with_file
 from twostroke.commands.vllm_flags import ANYWAY, ONLY, REFUSED
 from twostroke.config import GIB, EngineConfig
@@ -76,7 +77,15 @@ def test_every_refused_flag_is_refused_by_its_name_with_a_reason(
         (["--enable_lora"], "--enable-lora is vLLM's and not supported: LoRA adapters are not"),
         (["--compilation-config.level", "3"], "--compilation-config is vLLM's"),
         (["-O3"], "-O is vLLM's and not supported: nothing is compiled"),
-        (["--ctx-size", "4096"], "--ctx-size is llama-server's name; here it is --max-model-len"),
+        (["-ub", "512"], "-ub is llama-server's and not supported: a step is computed whole; -b"),
+        (["-c", "lots"], "-c takes a whole number, not 'lots'"),
+        (["-ngl", "20"], "-ngl 20: a model runs on one device; give 0 for the CPU, or 99 (all)"),
+        (["-ctk", "q8_0"], "-ctk q8_0: only f32, f16 and bf16 are supported"),
+        (["-ctk", "f16", "-ctv", "f32"], "keys and values of the cache have one type"),
+        (["--temp", "hot"], "--temp takes a number, not 'hot'"),
+        (["--api-key-file", "/nowhere"], "--api-key-file /nowhere: it cannot be read"),
+        (["-fa", "off"], "-fa off is not supported, only on or auto: attention never holds"),
+        (["-n", "128"], "-n 128 is not supported, only 1: a model runs on one device in this "),
         (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size 2 is not supported, only 1"),
         (["-dp", "2"], "-dp 2 is not supported, only 1"),
         (["--generation-config", "vllm"], "--generation-config vllm is not supported, only auto"),
@@ -100,7 +109,7 @@ def test_what_happens_anyway_is_taken_and_changes_nothing() -> None:
 
 
 def test_no_flag_is_both_taken_and_refused() -> None:
-    names = [*REFUSED, *ANYWAY, *ONLY]
+    names = [*REFUSED, *ANYWAY, *ONLY, *TAKEN, *SAMPLING, NO_CACHE]
     assert len(names) == len(set(names))
     serve = parsed().parser
     shown = {
@@ -110,6 +119,65 @@ def test_no_flag_is_both_taken_and_refused() -> None:
         for option in action.option_strings
     }
     assert not shown & set(names)
+
+
+def test_a_line_of_llama_servers_means_the_same_here(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# of the office\nsesame\n\n  open \n")
+    line = (
+        "-m m.gguf -c 4096 -np 8 -b 1024 -t 4 -tb 6 --n-predict 256 -s 7 -a small,tiny -ngl 0 "
+        f"-ctk f16 -ctv f16 --chat-template-file t.jinja --api-key word --api-key-file {keys} "
+        "--ssl-key-file k --ssl-cert-file c --cors-origins https://a,https://b --no-cache-prompt "
+        "-fa on --jinja -cb --metrics --no-webui --temp 0.7 --top-k 40 --top-p 0.9 --min-p 0.05 "
+        "--repeat-penalty 1.1 --presence-penalty 0.5 --frequency-penalty 0.25"
+    )
+    args = parsed(*line.split(), "--chat-template-kwargs", '{"thinking": false}', "-fa")
+    assert engine_config(args) == EngineConfig(
+        model="m.gguf",
+        max_model_len=4096,
+        max_num_seqs=8,
+        max_num_batched_tokens=1024,
+        threads=4,
+        threads_batch=6,
+        seed=7,
+        device="cpu",
+        kv_cache_dtype="float16",
+        chat_template="t.jinja",
+        enable_prefix_caching=False,
+        override_generation_config={
+            "temperature": 0.7,
+            "top_k": 40,
+            "top_p": 0.9,
+            "min_p": 0.05,
+            "repetition_penalty": 1.1,
+            "presence_penalty": 0.5,
+            "frequency_penalty": 0.25,
+        },
+    )
+    assert serve_settings(args) == ServeSettings(
+        api_keys=("word", "sesame", "open"),
+        host="0.0.0.0",
+        served_model_names=("small", "tiny"),
+        max_output_tokens=256,
+        ssl_keyfile="k",
+        ssl_certfile="c",
+        cors_origins=("https://a", "https://b"),
+        chat_template_kwargs={"thinking": False},
+    )
+
+
+@pytest.mark.parametrize(
+    "line", ["-c 0 -np -1 -t -1 -tb -1 --predict -1 -s -1", "-ngl 99", "-ngl all", "-ngl auto"]
+)
+def test_what_llama_server_leaves_open_is_left_open(line: str) -> None:
+    args = parsed(*line.split())
+    assert engine_config(args) == EngineConfig()
+    assert serve_settings(args) == ServeSettings()
+
+
+def test_a_repository_of_gguf_files_is_named_as_llama_server_names_it() -> None:
+    assert engine_config(parsed("-hf", "org/name")).model == "org/name:Q4_K_M"
+    assert engine_config(parsed("-hf", "org/name:Q8_0")).model == "org/name:Q8_0"
 
 
 def test_flags_reach_engine_and_server() -> None:
@@ -445,3 +513,22 @@ def test_the_launch_line_of_others_works_with_the_modules_name_changed() -> None
         assert status == 200
         assert json.loads(content)["usage"]["completion_tokens"] == 3
         assert server.terminate()[0] == 0
+
+
+def test_a_launch_line_of_llama_servers_serves_with_what_it_says() -> None:
+    line = f"serve -m {default_model_path()} -c 512 -np 2 -t 1 -ngl 0 -fa on -a tiny --temp 0"
+    with started("twostroke", *line.split()) as server:
+        body = {"model": "tiny", "prompt": "The capital of France is", "max_tokens": 8}
+        texts = {json.loads(server.ask("/v1/completions", body)[1])["choices"][0]["text"]}
+        for temperature in (None, 0):
+            status, answer = server.ask("/v1/completions", {**body, "temperature": temperature})
+            assert status == 200
+            texts.add(json.loads(answer)["choices"][0]["text"])
+        assert len(texts) == 1, "--temp is for requests that do not say"
+        status, answer = server.ask("/v1/completions", {**body, "prompt": "word " * 600})
+        assert status == 400
+        assert b"512" in answer
+        returncode, said = server.terminate()
+    assert returncode == 0
+    assert "of 512 tokens" in said
+    assert "(at most 2)" in said

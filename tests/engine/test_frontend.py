@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -539,3 +540,6 @@ def test_the_makers_recommendation_is_used_where_no_parameters_are_given(tmp_pat
     likeliest = llm.generate([5, 6, 7], SamplingParams(temperature=0))[0]
     default = llm.generate([5, 6, 7])[0]
     assert default.outputs[0].token_ids == likeliest.outputs[0].token_ids
+    override = {"temperature": 0.3, "presence_penalty": 1.0}
+    over = tiny_llm(folder, override_generation_config=override).get_default_sampling_params()
+    assert over == replace(recommended, **override)

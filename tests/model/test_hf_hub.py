@@ -57,6 +57,41 @@ def test_one_gguf_file_of_a_hub_model_can_be_named(model: str, hub_cache: Path) 
     assert resolve(model) == expected
 
 
+SPLIT = "big-Q6_K-00001-of-00002.gguf"
+QUANTISED = ["m-F16.gguf", "m-Q4_K_M.gguf", "m.Q8_0.gguf", "IQ4_XS.gguf", SPLIT]
+
+
+@pytest.mark.parametrize(
+    ("quant", "file"),
+    [("Q4_K_M", "m-Q4_K_M.gguf"), ("q8_0", "m.Q8_0.gguf"), ("iq4_xs", "IQ4_XS.gguf")],
+)
+def test_a_gguf_file_of_a_hub_model_can_be_named_by_its_quant(
+    quant: str, file: str, hub_cache: Path
+) -> None:
+    snapshot = put_in_hub_cache(hub_cache, "org/repo-GGUF", dict.fromkeys(QUANTISED, GGUF))
+    expected = ModelFiles("gguf", snapshot / file, f"org/repo-GGUF:{file}")
+    assert resolve(f"org/repo-GGUF:{quant}") == expected
+
+
+def test_a_quant_that_is_not_cached_is_looked_up_and_one_that_is_not_there_is_told(
+    hub_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_in_hub_cache(hub_cache, "org/repo-GGUF", {"m-F16.gguf": GGUF})
+    (hub_cache / "fetched.gguf").write_bytes(GGUF)
+    assert "the Hugging Face Hub" in refusal("org/repo-GGUF:Q8_0"), "it cannot be reached"
+    files = [*QUANTISED, "README.md"]
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda repo, revision: files)
+    calls = stand_in_for_the_hub(monkeypatch, lambda: str(hub_cache / "fetched.gguf"))
+    assert resolve("org/repo-GGUF:Q8_0").path == hub_cache / "fetched.gguf"
+    assert [call["file"] for call in calls] == ["m.Q8_0.gguf"]
+    message = refusal("org/repo-GGUF:Q5_0")
+    assert "holds no GGUF file quantised to Q5_0; name one of those it holds: " in message
+    assert "m-Q4_K_M.gguf" in message
+    assert "split GGUF" in refusal("org/repo-GGUF:Q6_K")
+    files[:] = ["model.safetensors"]
+    assert "it holds none at all" in refusal("org/repo-GGUF:Q4_0")
+
+
 def test_a_snapshot_that_lacks_shards_is_not_taken_for_the_model(hub_cache: Path) -> None:
     weight_map = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
     index = json.dumps({"weight_map": weight_map}).encode()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 
 from twostroke.config import EngineConfig
+from twostroke.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -56,10 +58,26 @@ def test_requests_at_one_time_are_no_more_than_a_step_has_tokens_for() -> None:
     assert EngineConfig(max_num_batched_tokens=32).max_num_seqs == 32
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"temperature": -1}, "override_generation_config: temperature"),
+        ({"top_k": "many"}, "override_generation_config: top_k"),
+        ({"max_tokens": 5}, "a dict of temperature, top_p, top_k, min_p, repetition_penalty, "),
+        ([0.5], "override_generation_config must be a dict of temperature"),
+    ],
+)
+def test_sampling_that_cannot_be_is_refused_at_the_start(given: Any, says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        EngineConfig(override_generation_config=given)
+    assert says in str(refused.value)
+
+
 def test_settings_sent_to_another_process_stay_the_same() -> None:
     for config in (
         EngineConfig(),
         EngineConfig(performance_mode="throughput"),
+        EngineConfig(override_generation_config={"temperature": 0.5, "top_k": 7}),
         EngineConfig(performance_mode="interactivity", ttft_slo_ms=1.5),
     ):
         sent = json.dumps(dataclasses.asdict(config))

@@ -19,6 +19,7 @@ from twostroke.commands.answer import (
     print_text,
 )
 from twostroke.commands.flags import (
+    OF_A_SERVER,
     add_engine_arguments,
     add_sampling_arguments,
     engine_config,
@@ -54,7 +55,7 @@ HELP = "\n".join(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="a system message to start with")
     add_sampling_arguments(parser)
-    add_engine_arguments(parser, leave_out={"skip_tokenizer_init"})
+    add_engine_arguments(parser, leave_out=OF_A_SERVER)
 
 
 def execute(args: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import re
 from typing import Any
 
@@ -40,6 +41,8 @@ ENGINE_HELP = {
     "enable_prefix_caching": "reuse the KV blocks of a prompt's known beginning",
     "enable_chunked_prefill": "let a long prompt take several steps",
     "scheduling_policy": "fcfs or priority",
+    "override_generation_config": "sampling for requests that do not say, as JSON, such as "
+    '{"temperature": 0.5}; over what the model\'s makers recommend',
     "max_logprobs": "most log-probabilities a request may ask for",
     "enforce_eager": "no graphs and no compilation; the tokens stay the same",
     "max_cudagraph_capture_size": "largest decode batch that runs as a graph (default: all)",
@@ -68,6 +71,8 @@ SAMPLING_HELP = {
     "ignore_eos": "write on when the model wants to stop",
     "min_tokens": "fewest tokens to write",
 }
+# What `run` and `chat` need not have: they read and write text, and have options of sampling.
+OF_A_SERVER = {"skip_tokenizer_init", "override_generation_config"}
 MAX_TOKENS = 512
 TYPES = {"str": str, "int": int, "float": float}
 UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -113,6 +118,16 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * base ** UNITS[match[2]])
 
 
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return value
+
+
 def _given(args: argparse.Namespace, settings: type[Any]) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(settings)]
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
@@ -129,6 +144,8 @@ def _add(
         options["action"] = argparse.BooleanOptionalAction
         if default is not None:
             text += f" (default: {'yes' if default else 'no'})"
+    elif kind == "dict[str, Any]":
+        options |= {"type": json_object, "metavar": "JSON"}
     elif kind == "tuple[int, ...]":
         options |= {"type": int, "nargs": "+", "action": "extend", "metavar": "N"}
     elif field.name == "stop":

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from twostroke.commands.answer import ask, has_chat_template, load, noticing_interrupts, print_text
 from twostroke.commands.flags import (
+    OF_A_SERVER,
     add_engine_arguments,
     add_sampling_arguments,
     engine_config,
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", action="store_true", help="print one JSON object instead, once it is done"
     )
     add_sampling_arguments(parser)
-    add_engine_arguments(parser, leave_out={"skip_tokenizer_init"})
+    add_engine_arguments(parser, leave_out=OF_A_SERVER)
 
 
 def execute(args: argparse.Namespace) -> int:

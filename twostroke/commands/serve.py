@@ -17,7 +17,13 @@ from typing import Any
 
 from twostroke.commands.banner import banner
 from twostroke.commands.environment import keys_of_environment, settle_traces
-from twostroke.commands.flags import TYPES, add_engine_arguments, engine_config, parse_bytes
+from twostroke.commands.flags import (
+    TYPES,
+    add_engine_arguments,
+    engine_config,
+    json_object,
+    parse_bytes,
+)
 from twostroke.commands.vllm_flags import REFUSED, add_foreign_arguments
 from twostroke.errors import ConfigError, nearest
 from twostroke.serve.settings import ServeSettings
@@ -124,7 +130,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add(
         group,
         "--default-chat-template-kwargs",
-        type=_json_object,
+        type=json_object,
         metavar="JSON",
         help="variables of the chat template that a request may change",
     )
@@ -352,13 +358,3 @@ def _origins(text: str) -> list[str]:
     if not isinstance(origins, list) or not all(isinstance(origin, str) for origin in origins):
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON list of origins")
     return origins
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
-    return value

@@ -1,7 +1,7 @@
-"""Flags of other servers that `serve` does not have, so that none is ever silently ignored.
+"""Flags of vLLM's that `serve` does not have, so that none is ever silently ignored.
 
 A flag here is refused by name with the reason; or it asks for what happens anyway (`ANYWAY`,
-`ONLY`) and is taken. What is in none of these tables is a misspelling.
+`ONLY`) and is taken. llama-server's are in `llama_flags.py`. What is in no table is a misspelling.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from twostroke.commands import llama_flags
+
 _BY_REASON: dict[str, str] = {
-    "weights run in --dtype; a quantised GGUF file is expanded to it when it is loaded": (
+    "weights are taken as their files have them, or as --quantization makes them on a CPU": (
         "--quantization-config --allow-deprecated-quantization "
         "--quantization-param-path --calculate-kv-scales --kv-cache-dtype-skip-layers "
         "--override-attention-dtype"
@@ -26,7 +28,7 @@ _BY_REASON: dict[str, str] = {
     "--disable-nccl-for-dp-synchronization --numa-bind --numa-bind-nodes --numa-bind-cpus",
     "mixtures of experts are not supported yet": "--enable-expert-parallel -ep --enable-eplb "
     "--eplb-config --enable-ep-weight-filter --all2all-backend --enable-elastic-ep "
-    "--expert-placement-strategy --enable-return-routed-experts --enable-dbo --ubatch-size "
+    "--expert-placement-strategy --enable-return-routed-experts --enable-dbo "
     "--dbo-decode-token-threshold --dbo-prefill-token-threshold --moe-backend",
     "speculative decoding is not there yet": "--speculative-config --speculative-model "
     "--num-speculative-tokens --num-lookahead-slots --speculative-draft-tensor-parallel-size "
@@ -76,9 +78,6 @@ _BY_REASON: dict[str, str] = {
     "config.json is read as it stands; change a copy of it and give its folder as the model": (
         "--hf-overrides --hf-config-path --rope-scaling --rope-theta"
     ),
-    "a request's own fields go over the model's recommendation; give them there": (
-        "--override-generation-config"
-    ),
     "the token is read from HF_TOKEN or `hf auth login`, where others cannot see it": "--hf-token",
     "models are kept under TWOSTROKE_CACHE": "--download-dir",
     "--revision holds for the tokenizer too": "--tokenizer-revision",
@@ -121,36 +120,8 @@ _BY_REASON: dict[str, str] = {
     "HTTP is the only protocol": "--grpc",
 }
 
-# Ours for what llama-server has under another name.
-_LLAMA_SERVER: dict[str, str] = {
-    "-c": "--max-model-len",
-    "--ctx-size": "--max-model-len",
-    "-np": "--max-num-seqs",
-    "--parallel": "--max-num-seqs",
-    "-b": "--max-num-batched-tokens",
-    "--batch-size": "--max-num-batched-tokens",
-    "-ub": "--max-num-batched-tokens",
-    "-a": "--served-model-name",
-    "--alias": "--served-model-name",
-    "-hf": "MODEL as org/name:FILE.gguf",
-    "--hf-repo": "MODEL as org/name:FILE.gguf",
-    "-ngl": "--device",
-    "--n-gpu-layers": "--device",
-    "--gpu-layers": "--device",
-    "-ctk": "--kv-cache-dtype",
-    "--cache-type-k": "--kv-cache-dtype",
-    "-ctv": "--kv-cache-dtype",
-    "--cache-type-v": "--kv-cache-dtype",
-    "--chat-template-file": "--chat-template",
-    "--ssl-key-file": "--ssl-keyfile",
-    "--ssl-cert-file": "--ssl-certfile",
-}
-
 REFUSED: dict[str, str] = {
-    **{
-        flag: f"{flag} is llama-server's name; here it is {ours}"
-        for flag, ours in _LLAMA_SERVER.items()
-    },
+    **llama_flags.REFUSED,
     **{
         flag: f"{flag} is vLLM's and not supported: {reason}"
         for reason, flags in _BY_REASON.items()
@@ -160,6 +131,7 @@ REFUSED: dict[str, str] = {
 
 # Switches that ask for what happens anyway.
 ANYWAY: dict[str, str] = {
+    **llama_flags.ANYWAY,
     "--disable-log-requests": "requests are not logged unless --enable-log-requests asks for it",
     "--disable-uvicorn-access-log": "there is none unless --enable-log-requests asks for it",
     "--disable-fastapi-docs": "no pages of documentation are served",
@@ -176,11 +148,11 @@ ANYWAY: dict[str, str] = {
     "--no-enable-lora": "there are no adapters",
     "--no-enable-expert-parallel": "there are no experts",
     "--no-enable-sleep-mode": "there is none",
-    "--jinja": "chat templates are always Jinja's",
 }
 
 # Flags with a value: which values ask for what happens anyway, and why others are refused.
 ONLY: dict[str, tuple[tuple[str, ...], str]] = {
+    **llama_flags.ONLY,
     "--generation-config": (
         ("auto",),
         "the model's own generation_config.json is what a request's fields go over",
@@ -205,7 +177,10 @@ ONLY: dict[str, tuple[tuple[str, ...], str]] = {
     "--data-parallel-size": (("1",), "a server runs one engine; start several behind a proxy"),
     "--decode-context-parallel-size": (("1",), "a model runs on one device in this version"),
     "--prefill-context-parallel-size": (("1",), "a model runs on one device in this version"),
-    "--nnodes": (("1",), "a model runs on one device in this version"),
+    "--nnodes": (
+        ("1",),
+        "a model runs on one device in this version; llama-server's -n is --predict here",
+    ),
     "--api-server-count": (("1",), "one HTTP process serves; start several behind a proxy"),
     "--stream-interval": (("1",), "every token is sent as it is written"),
     "--num-scheduler-steps": (("1",), "every step is planned"),
@@ -267,4 +242,7 @@ def add_foreign_arguments(parser: argparse.ArgumentParser) -> None:
     for flag in ANYWAY:
         parser.add_argument(flag, action=_Nothing, nargs=0, dest="anyway", **hidden)
     for flag in (*ONLY, *_SHORT):
-        parser.add_argument(flag, action=_Only, dest="only", **hidden)
+        optional: dict[str, Any] = {"nargs": "?", "const": "on"}
+        more = optional if flag in llama_flags.OR_NOTHING else {}
+        parser.add_argument(flag, action=_Only, dest="only", **more, **hidden)
+    llama_flags.add_llama_arguments(parser)

@@ -126,7 +126,7 @@ def _build(config: EngineConfig, speaks: bool) -> Engine:
         memory,
         core,
         tokenizer,
-        SamplingParams(**recommended_sampling(files)),
+        SamplingParams(**recommended_sampling(config, files)),
         device,
         dtype,
         monotonic() - started,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,6 +82,28 @@ def fetch_file(repo: str, file: str, revision: str | None) -> Path:
             return Path(hf_hub_download(repo, file, revision=revision, local_files_only=True))
         except LocalEntryNotFoundError:
             return Path(hf_hub_download(repo, file, revision=revision))
+
+
+def file_of_quant(repo: str, quant: str, revision: str | None) -> str:
+    """The GGUF file of a model whose name says that it is quantised to that."""
+    with _hub_errors(repo, None, revision):
+        from huggingface_hub import list_repo_files, snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        ending = re.compile(rf"(^|.*[-._/]){re.escape(quant)}(-\d+-of-\d+)?\.gguf", re.IGNORECASE)
+        with contextlib.suppress(LocalEntryNotFoundError):
+            folder = Path(snapshot_download(repo, revision=revision, local_files_only=True))
+            cached = [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]
+            if found := sorted(filter(ending.fullmatch, cached)):
+                return found[0]
+        files = list_repo_files(repo, revision=revision)
+    ggufs = [file for file in files if file.lower().endswith(".gguf")]
+    if found := sorted(filter(ending.fullmatch, ggufs)):
+        return found[0]
+    raise ModelError(
+        f"{repo} holds no GGUF file quantised to {quant}; "
+        + (f"name one of those it holds: {listed(ggufs)}" if ggufs else "it holds none at all")
+    )
 
 
 @contextlib.contextmanager

@@ -21,9 +21,12 @@ from twostroke.model.packaged import DEFAULT_MODEL, PackagedModel, packaged_file
 GIT_LFS_MAGIC = b"version https://git-lfs"
 SPLIT_GGUF = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 
-# `org/name`, or one GGUF file of it as `org/name:FILE.gguf` or `org/name/FILE.gguf`.
+# `org/name`, or one GGUF file of it as `org/name:FILE.gguf`, `org/name/FILE.gguf`, or by what it
+# is quantised to, `org/name:Q4_K_M`.
 _HUB_WORD = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}"
-HUB_ID = re.compile(rf"(?P<repo>{_HUB_WORD}/{_HUB_WORD})(?:[:/](?P<file>[^:]+\.gguf))?")
+HUB_ID = re.compile(
+    rf"(?P<repo>{_HUB_WORD}/{_HUB_WORD})(?:[:/](?P<file>[^:]+\.gguf)|:(?P<quant>\w+))?"
+)
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,11 @@ def resolve(
         repo, file = hub_id["repo"], hub_id["file"]
         _refuse_split_gguf(file)
         return _gguf(hf_hub.fetch_file(repo, file, revision), f"{repo}:{file}")
+    if hub_id and hub_id["quant"]:
+        repo = hub_id["repo"]
+        file = hf_hub.file_of_quant(repo, hub_id["quant"], revision)
+        _refuse_split_gguf(file)
+        return _gguf(hf_hub.fetch_file(repo, file, revision), f"{repo}:{file}")
     if _looks_like_path(model):
         raise ModelError(_no_such_file(path))
     if hub_id:
@@ -73,7 +81,7 @@ def resolve(
     raise ModelError(
         f"unknown model {model!r}{nearest(model.lower(), ['default', packaged.name.lower()])}. "
         "Expected 'default', the path of a .gguf file or of a model folder, or a Hugging Face id "
-        "such as org/name or org/name:FILE.gguf"
+        "such as org/name, org/name:FILE.gguf or org/name:Q4_K_M"
     )
 
 

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twostroke.config import EngineConfig
+from twostroke.config import RECOMMENDED, EngineConfig
 from twostroke.errors import ConfigError, ModelError
 from twostroke.model.gguf import GGUFFile
 from twostroke.model.hub import ModelFiles, resolve
@@ -48,8 +48,13 @@ def open_tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer | None:
     return Tokenizer.from_folder(folder)
 
 
-def recommended_sampling(files: ModelFiles) -> dict[str, Any]:
-    """The sampling that the model's makers recommend; empty if they say nothing."""
+def recommended_sampling(config: EngineConfig, files: ModelFiles) -> dict[str, Any]:
+    """The sampling that the model's makers recommend, under what the user gave for it."""
+    return _of_its_makers(files) | (config.override_generation_config or {})
+
+
+def _of_its_makers(files: ModelFiles) -> dict[str, Any]:
+    """Empty if they say nothing."""
     if files.kind == "gguf":
         return dict(DEFAULT_MODEL.sampling) if files.name == DEFAULT_MODEL.name else {}
     path = files.path / "generation_config.json"
@@ -59,8 +64,7 @@ def recommended_sampling(files: ModelFiles) -> dict[str, Any]:
         return {}
     if not isinstance(settings, dict) or settings.get("do_sample") is False:
         return {}
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    return {name: settings[name] for name in names if settings.get(name) is not None}
+    return {name: settings[name] for name in RECOMMENDED if settings.get(name) is not None}
 
 
 def chat_template_source(config: EngineConfig, tokenizer: Tokenizer) -> str | None:
