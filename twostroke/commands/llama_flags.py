@@ -7,11 +7,12 @@ twostroke serve -m model.gguf -c 4096 -np 8 -t 4 --temp 0.7     … with another
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from twostroke.commands.flags import json_object
+from twostroke.commands.foreign import Foreign, Parser, add_hidden
 
 ALL_LAYERS = 99  # -ngl: so many, or more, are written for "all"
 USUAL_QUANT = "Q4_K_M"  # of a repository of GGUF files, if none is named
@@ -189,55 +190,43 @@ REFUSED = {
 }
 
 
-class _Take(argparse.Action):
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        flag = str(option_string)
+class _Take(Foreign):
+    def meet(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
         name, read = TAKEN[flag]
         try:
-            value = read(str(values))
+            setting = read(value)
         except argparse.ArgumentTypeError as error:
-            parser.error(f"{flag} {values}: {error}")
+            parser.error(f"{flag} {value}: {error}")
         except ValueError:
-            parser.error(f"{flag} takes a whole number, not {values!r}")
-        if value is None:
+            parser.error(f"{flag} takes a whole number, not {value!r}")
+        if setting is None:
             return
-        before = getattr(namespace, name, None)
-        if isinstance(value, list):
-            value = [*(before or ()), *value]
-        elif name == "kv_cache_dtype" and before not in (None, value):
+        before = getattr(given, name, None)
+        if isinstance(setting, list):
+            setting = [*(before or ()), *setting]
+        elif name == "kv_cache_dtype" and before not in (None, setting):
             parser.error("keys and values of the cache have one type; give -ctk and -ctv the same")
-        setattr(namespace, name, value)
+        setattr(given, name, setting)
 
 
-class _Sample(argparse.Action):
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        flag, text = str(option_string), str(values)
+class _Sample(Foreign):
+    def meet(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
         name = SAMPLING[flag]
         try:
-            value: float = int(text) if name == "top_k" else float(text)
+            setting: float = int(value) if name == "top_k" else float(value)
         except ValueError:
-            parser.error(f"{flag} takes a number, not {text!r}")
-        given = getattr(namespace, "override_generation_config", {})
-        namespace.override_generation_config = {**given, name: value}
+            parser.error(f"{flag} takes a number, not {value!r}")
+        before = getattr(given, "override_generation_config", {})
+        given.override_generation_config = {**before, name: setting}
 
 
-def add_llama_arguments(parser: argparse.ArgumentParser) -> None:
-    """Known to the parser, absent from its help: there they have vLLM's names."""
-    hidden: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
-    for flag in TAKEN:
-        parser.add_argument(flag, action=_Take, dest="taken", **hidden)
-    for flag in SAMPLING:
-        parser.add_argument(flag, action=_Sample, dest="taken", **hidden)
-    parser.add_argument(NO_CACHE, action="store_false", dest="enable_prefix_caching", **hidden)
+class _NoCache(Foreign):
+    def meet(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
+        given.enable_prefix_caching = False
+
+
+def add_llama_arguments(parser: Parser) -> None:
+    """In the help they have vLLM's names."""
+    add_hidden(parser, TAKEN, _Take)
+    add_hidden(parser, SAMPLING, _Sample)
+    add_hidden(parser, [NO_CACHE], _NoCache, nargs=0)

@@ -6,11 +6,10 @@ A flag here is refused by name with the reason; or it asks for what happens anyw
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
-from typing import Any
+from argparse import Namespace
 
 from twostroke.commands import llama_flags
+from twostroke.commands.foreign import Foreign, Parser, add_hidden
 
 _BY_REASON: dict[str, str] = {
     "weights are taken as their files have them, or as --quantization makes them on a CPU": (
@@ -197,52 +196,24 @@ _SHORT = {
 }
 
 
-class _Refuse(argparse.Action):
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        parser.error(REFUSED[str(option_string)])
+class _Refuse(Foreign):
+    def meet(self, parser: Parser, given: Namespace, flag: str, value: str) -> None:
+        parser.error(REFUSED[flag])
 
 
-class _Only(argparse.Action):
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        flag = str(option_string)
+class _Only(Foreign):
+    def meet(self, parser: Parser, given: Namespace, flag: str, value: str) -> None:
         allowed, reason = ONLY[_SHORT.get(flag, flag)]
-        if values not in allowed:
-            parser.error(f"{flag} {values} is not supported, only {' or '.join(allowed)}: {reason}")
+        if value not in allowed:
+            parser.error(f"{flag} {value} is not supported, only {' or '.join(allowed)}: {reason}")
 
 
-class _Nothing(argparse.Action):
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        pass
-
-
-def add_foreign_arguments(parser: argparse.ArgumentParser) -> None:
-    """What other servers have: known to the parser, absent from its help."""
-    hidden: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
-    for flag in REFUSED:
-        # Perhaps with a value: whatever follows, the flag is what the message must be about.
-        parser.add_argument(flag, action=_Refuse, nargs="?", dest="refused", **hidden)
-    for flag in ANYWAY:
-        parser.add_argument(flag, action=_Nothing, nargs=0, dest="anyway", **hidden)
-    for flag in (*ONLY, *_SHORT):
-        optional: dict[str, Any] = {"nargs": "?", "const": "on"}
-        more = optional if flag in llama_flags.OR_NOTHING else {}
-        parser.add_argument(flag, action=_Only, dest="only", **more, **hidden)
+def add_foreign_arguments(parser: Parser) -> None:
+    """What other servers have."""
+    # Perhaps with a value: whatever follows, the flag is what the message must be about.
+    add_hidden(parser, REFUSED, _Refuse, nargs="?")
+    add_hidden(parser, ANYWAY, Foreign, nargs=0)
+    with_value = [flag for flag in (*ONLY, *_SHORT) if flag not in llama_flags.OR_NOTHING]
+    add_hidden(parser, with_value, _Only)
+    add_hidden(parser, llama_flags.OR_NOTHING, _Only, nargs="?", const="on")
     llama_flags.add_llama_arguments(parser)
