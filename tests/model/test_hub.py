@@ -122,7 +122,7 @@ def test_a_config_is_enough_where_weights_are_made_up(models: Path) -> None:
         ("~/nowhere/at/all", "no such file or folder"),
         ("defualt", "unknown model 'defualt'; did you mean 'default'?"),
         ("", "unknown model ''"),
-        ("org/name:Q4", "or a Hugging Face id such as org/name or org/name:FILE.gguf"),
+        ("org/name:Q4 K", "such as org/name, org/name:FILE.gguf or org/name:Q4_K_M"),
     ],
 )
 def test_what_is_no_model_is_refused(model: str, says: str, models: Path) -> None:
