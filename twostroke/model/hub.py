@@ -64,13 +64,10 @@ def resolve(
         return _from_path(path, allow_config_only)
 
     hub_id = HUB_ID.fullmatch(model)
-    if hub_id and hub_id["file"] and (":" in model or not os.path.isdir(path.parts[0])):
-        repo, file = hub_id["repo"], hub_id["file"]
-        _refuse_split_gguf(file)
-        return _gguf(hf_hub.fetch_file(repo, file, revision), f"{repo}:{file}")
-    if hub_id and hub_id["quant"]:
+    is_file = hub_id and hub_id["file"] and (":" in model or not os.path.isdir(path.parts[0]))
+    if hub_id and (is_file or hub_id["quant"]):
         repo = hub_id["repo"]
-        file = hf_hub.file_of_quant(repo, hub_id["quant"], revision)
+        file = hub_id["file"] or hf_hub.file_of_quant(repo, hub_id["quant"], revision)
         _refuse_split_gguf(file)
         return _gguf(hf_hub.fetch_file(repo, file, revision), f"{repo}:{file}")
     if _looks_like_path(model):

@@ -241,8 +241,8 @@ class Scheduler:
                 done = chunk.start + chunk.size
                 updates.append(Update(request.request_id, (), progress=done))
         logprobs, register = result.logprobs, self.kv.register
-        # The host's hottest loop: once for every token that is written. Here a member of an enum,
-        # or a call of a tuple's class, is looked up and made as quickly as Python can.
+        # The host's hottest loop: once for every token that is written. Python takes long to look
+        # up a member of an enum and to call a tuple's class, so neither is done in it.
         finished, decodes, no_more = Phase.FINISHED, Phase.DECODE, Update("", ())[2:]
         new_tuple: Callable[..., Update] = tuple.__new__
         for index, (request, token) in enumerate(zip(sampled, result.tokens, strict=True)):
