@@ -1,0 +1,46 @@
+"""A driver for a machine without a GPU: Triton compiles for an H200, and launches go nowhere.
+
+All of Triton's own way to a launch is there, up to the C function that would call the driver:
+`launched` is called instead of that one, with what it would be given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime import driver
+
+Launched = Callable[..., object]
+
+
+class NoGPU:
+    def __init__(self) -> None:
+        self.utils = SimpleNamespace(
+            load_binary=lambda name, *_: (name, abs(hash(name)), 0, 0, 1024),
+            get_device_properties=lambda _: {"max_shared_mem": 227 << 10},
+            fill_tma_descriptor=lambda *given: ("descriptor", *map(str, given)),
+        )
+
+    def get_current_target(self) -> Any:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        return nvidia.CudaLauncher(source, metadata)
+
+
+def install(launched: Launched, setattr: Callable[..., None] = setattr) -> None:
+    """`setattr`: one that can be undone, if it is to be."""
+    module = SimpleNamespace(launch=launched)
+    setattr(nvidia, "compile_module_from_src", lambda **_: module)
+    setattr(nvidia, "library_dirs", list)
+    setattr(driver, "_active", NoGPU())
