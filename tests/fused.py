@@ -132,6 +132,14 @@ def decode_attention(  # type: ignore[no-untyped-def]
     return out
 
 
+def bind_decode_attention(q, keys, values, *where, out):  # type: ignore[no-untyped-def]
+    return lambda keys, values: decode_attention(q, keys, values, *where, out=out)
+
+
+def bind_prefill_attention(q, keys, values, *where, **how):  # type: ignore[no-untyped-def]
+    return lambda keys, values: prefill_attention(q, keys, values, *where, **how)
+
+
 def rope_decode_attention(  # type: ignore[no-untyped-def]
     qkv,
     q_norm,

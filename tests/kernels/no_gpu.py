@@ -18,7 +18,8 @@ Launched = Callable[..., object]
 
 
 class NoGPU:
-    def __init__(self) -> None:
+    def __init__(self, launched: Launched) -> None:
+        self.launched = launched
         self.utils = SimpleNamespace(
             load_binary=lambda name, *_: (name, abs(hash(name)), 0, 0, 1024),
             get_device_properties=lambda _: {"max_shared_mem": 227 << 10},
@@ -40,7 +41,8 @@ class NoGPU:
 
 def install(launched: Launched, setattr: Callable[..., None] = setattr) -> None:
     """`setattr`: one that can be undone, if it is to be."""
-    module = SimpleNamespace(launch=launched)
+    # What Triton compiles it keeps for as long as the process runs: it asks who is there now.
+    module = SimpleNamespace(launch=lambda *args: driver.active.launched(*args))
     setattr(nvidia, "compile_module_from_src", lambda **_: module)
     setattr(nvidia, "library_dirs", list)
-    setattr(driver, "_active", NoGPU())
+    setattr(driver, "_active", NoGPU(launched))

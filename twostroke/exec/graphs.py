@@ -112,11 +112,12 @@ class PieceGraphs:
         """What the decoder's `forward` does, on inputs that `send` has put in place."""
         program, size = self._program, step.shape.tokens
         inputs = program.inputs(step, step.fields["read_at"])
-        lists, attend = lists_of(inputs, self._qkv, self._attended), program.decoder.attend
+        lists = lists_of(inputs, self._qkv, self._attended)
+        attend = program.decoder.attention(lists, inputs)
         first, *rest = self._replays[size]
         first()
         for index, (replay, cache) in enumerate(zip(rest, program.kv, strict=True)):
-            attend(index, lists, inputs, cache)
+            attend(index, cache)
             replay()
         return self._hidden[:size]
 

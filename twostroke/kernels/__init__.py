@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Attend = Callable[["Tensor", "Tensor"], object]  # over the keys and values of a layer
 
 
 class Kernels(Protocol):
@@ -118,6 +121,26 @@ class FusedKernels(Protocol):
         `max_chunk` is of chunks that start later than 0, `max_fresh` of those that start there."""
         ...
 
+    def bind_prefill_attention(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        tables: Tensor,
+        chunk_rows: Tensor,
+        chunk_starts: Tensor,
+        cu_tokens: Tensor,
+        max_chunk: int,
+        scale: float,
+        window: int | None,
+        out: Tensor,
+        own: Tensor,
+        max_fresh: int,
+    ) -> Attend:
+        """`prefill_attention` for every layer of a step: what is not a layer's own is looked at
+        once. Keys and values here are those of any layer, of a cache like all the others'."""
+        ...
+
     def decode_attention(
         self,
         q: Tensor,
@@ -135,6 +158,23 @@ class FusedKernels(Protocol):
         *,
         early: bool = False,
     ) -> Tensor: ...
+
+    def bind_decode_attention(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        tables: Tensor,
+        rows: Tensor,
+        lengths: Tensor,
+        scale: float,
+        window: int | None,
+        splits: int,
+        scratch: Any,
+        out: Tensor,
+    ) -> Attend:
+        """`decode_attention`, in the same way."""
+        ...
 
     def rope_decode_attention(
         self,

@@ -9,13 +9,13 @@ on the device or copies one to it, so that a graph can hold all of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from twostroke.kernels import FusedKernels
+from twostroke.kernels import Attend, FusedKernels
 from twostroke.model.batch import FusedDecode, FusedInputs
 from twostroke.model.decoder import Loader, load_layers, rope_tensors
 from twostroke.model.linear import DenseLinear, Linear
@@ -24,7 +24,7 @@ from twostroke.model.weights import WeightSource
 
 KV = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer
 KVLayers = Sequence[KV]
-
+AttendLayer = Callable[[int, KV], None]
 
 FEW_TOKENS = 64  # where the time between two launches shows
 
@@ -78,7 +78,7 @@ class FusedDecoder:
             else:
                 qkv = self.project(index, normed, inputs, cache)
                 attended = qkv.new_empty(qkv.shape[0], self.spec.num_heads, self.spec.head_dim)
-                self.attend(index, lists_of(inputs, qkv, attended), inputs, cache)
+                self.attention(lists_of(inputs, qkv, attended), inputs)(index, cache)
             normed = self.finish(index, attended, residual)
         return normed
 
@@ -148,12 +148,28 @@ class FusedDecoder:
             early=self._is_early(normed.shape[0]),
         )
 
-    def attend(self, index: int, lists: Lists, inputs: FusedInputs, cache: KV) -> None:
+    def attention(self, lists: Lists, inputs: FusedInputs) -> AttendLayer:
+        """`attend(index, cache)` of one step: launches are bound at the first layer that has its
+        window, and differ from then on in the cache alone."""
+        bound: dict[int | None, list[Attend]] = {}
+
+        def attend(index: int, cache: KV) -> None:
+            window = self._layers[index].window
+            if window not in bound:
+                bound[window] = list(self._bind(window, lists, inputs, cache))
+            for launch in bound[window]:
+                launch(*cache)
+
+        return attend
+
+    def _bind(
+        self, window: int | None, lists: Lists, inputs: FusedInputs, cache: KV
+    ) -> Iterator[Attend]:
         """The two lists: a launch each, or two where some chunks begin their sequence."""
-        kernels, window, table = self.kernels, self._layers[index].window, inputs.tables[0]
-        decode, prefill, heads = inputs.decode, inputs.prefill, self.spec.num_heads
+        kernels, heads, table = self.kernels, self.spec.num_heads, inputs.tables[0]
+        decode, prefill = inputs.decode, inputs.prefill
         if decode is not None:
-            kernels.decode_attention(
+            yield kernels.bind_decode_attention(
                 lists.decode[:, :heads],
                 *cache,
                 table,
@@ -166,7 +182,7 @@ class FusedDecoder:
                 out=lists.decode_out,
             )
         if prefill is not None:
-            kernels.prefill_attention(
+            yield kernels.bind_prefill_attention(
                 lists.prefill[:, :heads],
                 *cache,
                 table,

@@ -7,9 +7,13 @@ to step, so that what was compiled at start serves every step.
 
 from __future__ import annotations
 
-from twostroke.kernels.cuda.decode import decode_attention, rope_decode_attention
+from twostroke.kernels.cuda.decode import (
+    bind_decode_attention,
+    decode_attention,
+    rope_decode_attention,
+)
 from twostroke.kernels.cuda.elementwise import add_rms_norm, rms_norm, silu_and_mul
-from twostroke.kernels.cuda.prefill import prefill_attention
+from twostroke.kernels.cuda.prefill import bind_prefill_attention, prefill_attention
 from twostroke.kernels.cuda.product import gated_product, product
 from twostroke.kernels.cuda.rope_store import rope_store
 from twostroke.kernels.cuda.sampling import sample
@@ -18,6 +22,8 @@ from twostroke.kernels.cuda.splits import DecodeScratch, decode_scratch, decode_
 __all__ = [
     "DecodeScratch",
     "add_rms_norm",
+    "bind_decode_attention",
+    "bind_prefill_attention",
     "decode_attention",
     "decode_scratch",
     "decode_splits",

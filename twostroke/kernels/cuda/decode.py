@@ -13,12 +13,15 @@ reads its sequence's length on the device: one captured launch serves every cont
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
+from twostroke.kernels import Attend
 from twostroke.kernels.cuda.early import await_last, launch_options
+from twostroke.kernels.cuda.launch import Launch, Variant
 from twostroke.kernels.cuda.new_token import NewToken, queries_of_new
 from twostroke.kernels.cuda.scores import capped, unit_of
 from twostroke.kernels.cuda.sizes import power_of_two
@@ -66,58 +69,120 @@ def decode_attention(
     `scratch` is of this batch or a larger one, of these splits or more. `new`: the queries are
     not made yet, and lie where the QKV product has left them.
     """
-    batch, num_heads, dim = q.shape
-    num_kv_heads = keys.shape[2]
-    assert keys.stride() == values.stride()
-    assert keys.stride(-1) == q.stride(-1) == tables.stride(-1) == 1
-    assert splits <= MOST_SPLITS
     if out is None:
-        out = torch.empty(batch, num_heads, dim, dtype=q.dtype, device=q.device)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    where = (q, keys, values, tables, rows, lengths)
+    _launch(*where, scale, window, splits, scratch, softcap, out, tuned, early, new)()
+    return out
+
+
+def bind_decode_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    window: int | None,
+    splits: int,
+    scratch: DecodeScratch,
+    out: torch.Tensor,
+) -> Attend:
+    where = (q, keys, values, tables, rows, lengths)
+    return _launch(*where, scale, window, splits, scratch, 0.0, out, None, False, None).over
+
+
+def _launch(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    window: int | None,
+    splits: int,
+    scratch: DecodeScratch,
+    softcap: float,
+    out: torch.Tensor,
+    tuned: Tuning | None,
+    early: bool,
+    new: NewToken | None,
+) -> Launch:
+    (batch, num_heads, dim), (_, page, num_kv_heads, _) = q.shape, keys.shape
+    q_strides, out_strides, strides = q.stride(), out.stride(), keys.stride()
+    assert strides == values.stride()
+    assert strides[3] == q_strides[2] == tables.stride(1) == 1
+    assert splits <= MOST_SPLITS
     tuned = tuned or tuning(dim, q.dtype, batch * num_kv_heads * splits)
-    group = num_heads // num_kv_heads
-    _decode[(num_kv_heads, splits, batch)](
-        q,
-        keys,
-        values,
-        tables,
-        rows,
-        lengths,
-        out,
-        *scratch,
-        *(new or (None, None, None, None, None, 0.0)),
-        float(scale),
-        float(softcap),
-        window or 0,
-        splits,
-        q.stride(0),
-        q.stride(1),
-        out.stride(0),
-        out.stride(1),
-        tables.stride(0),
-        keys.stride(0),
-        keys.stride(1),
-        keys.stride(2),
+    *made, eps = new or (None, None, None, None, None, 0.0)
+    variant = _variant(
+        num_heads // num_kv_heads,
+        dim,
+        page,
+        0 if new is None else new.cos.shape[-1],
+        tuned,
+        splits > 1,
+        window is not None,
+        softcap > 0,
+        new is not None,
+        new is not None and new.q_norm is not None,
+        early,
+    )
+    return Launch(
+        variant,
+        (num_kv_heads, splits, batch),
+        (q, keys, values, tables, rows, lengths, out, *scratch, *made),
+        (window or 0, splits),
+        (
+            eps,
+            float(scale),
+            float(softcap),
+            *q_strides[:2],
+            *out_strides[:2],
+            tables.stride(0),
+            *strides[:3],
+        ),
+    )
+
+
+@cache
+def _variant(
+    group: int,
+    dim: int,
+    page: int,
+    half: int,
+    tuned: Tuning,
+    split: bool,
+    has_window: bool,
+    has_softcap: bool,
+    is_new: bool,
+    normed: bool,
+    early: bool,
+) -> Variant:
+    return Variant(
+        _decode,
         GROUP=group,
-        QUERIES=max(16, power_of_two(group if new is None else group + 1)),
+        QUERIES=max(16, power_of_two(group + 1 if is_new else group)),
         DIM=dim,
         BLOCK_DIM=max(16, power_of_two(dim)),
-        HALF=0 if new is None else new.cos.shape[-1],
-        PAGE=keys.shape[1],
+        HALF=half,
+        PAGE=page,
         TILE=tuned.tile,
         LEAST=tuned.least,
         MOST_SPLITS=MOST_SPLITS,
         MERGE=MERGE,
         GROUP_BLOCK=power_of_two(group),
-        SPLIT=splits > 1,
-        WINDOW=window is not None,
-        SOFTCAP=softcap > 0,
-        NEW=new is not None,
-        NORM=new is not None and new.q_norm is not None,
+        SPLIT=split,
+        WINDOW=has_window,
+        SOFTCAP=has_softcap,
+        NEW=is_new,
+        NORM=normed,
         num_warps=tuned.num_warps,
         num_stages=tuned.num_stages,
         **launch_options(early),
     )
-    return out
 
 
 def rope_decode_attention(
@@ -188,11 +253,11 @@ def _decode(
     cos,
     sin,
     slots,
+    window,
+    splits,
     eps,
     scale,
     softcap,
-    window,
-    splits,
     q_stride,
     q_head_stride,
     out_stride,

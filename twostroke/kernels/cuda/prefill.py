@@ -17,12 +17,16 @@ has both kinds is two launches, each of which leaves the other's chunks alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from twostroke.kernels import Attend
+from twostroke.kernels.cuda.launch import Launch, Variant
 from twostroke.kernels.cuda.scores import capped, unit_of
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 
@@ -51,6 +55,13 @@ def tuning(dim: int, dtype: torch.dtype, fresh: bool) -> Tuning:
 ALL, FRESH, LATER = 0, 1, 2  # the chunks of a launch
 
 
+class Chunks(NamedTuple):
+    tables: torch.Tensor
+    rows: torch.Tensor
+    starts: torch.Tensor
+    cu_tokens: torch.Tensor
+
+
 def prefill_attention(
     q: torch.Tensor,
     keys: torch.Tensor,
@@ -77,16 +88,64 @@ def prefill_attention(
     """
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    where = (keys, values, tables, chunk_rows, chunk_starts, cu_tokens)
+    chunks, largest = Chunks(tables, chunk_rows, chunk_starts, cu_tokens), (max_fresh, max_chunk)
+    how = (scale, window, softcap, out, tuned, own)
+    for launch in _launches(q, keys, values, chunks, largest, *how):
+        if launch is not None:
+            launch()
+    return out
+
+
+def bind_prefill_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    chunk_rows: torch.Tensor,
+    chunk_starts: torch.Tensor,
+    cu_tokens: torch.Tensor,
+    max_chunk: int,
+    scale: float,
+    window: int | None,
+    out: torch.Tensor,
+    own: torch.Tensor,
+    max_fresh: int,
+) -> Attend:
+    chunks, largest = Chunks(tables, chunk_rows, chunk_starts, cu_tokens), (max_fresh, max_chunk)
+    how = (scale, window, 0.0, out, None, own)
+    of_own, of_cache = _launches(q, keys, values, chunks, largest, *how)
+
+    def attend(keys: torch.Tensor, values: torch.Tensor) -> None:
+        if of_own is not None:
+            of_own()
+        if of_cache is not None:
+            of_cache.over(keys, values)
+
+    return attend
+
+
+def _launches(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    chunks: Chunks,
+    largest: tuple[int, int],
+    scale: float,
+    window: int | None,
+    softcap: float,
+    out: torch.Tensor,
+    tuned: Tuning | None,
+    own: torch.Tensor | None,
+) -> tuple[Launch | None, Launch | None]:
+    """Over the step's own keys and values, and over the cache."""
     how = (scale, window, softcap, out, tuned)
     if own is None or not _can_fetch(own, keys):
-        _launch(ALL, q, *where, max(max_chunk, max_fresh), *how, None)
-        return out
-    if max_fresh:
-        _launch(FRESH, q, *where, max_fresh, *how, own)
-    if max_chunk:
-        _launch(LATER, q, *where, max_chunk, *how, None)
-    return out
+        return None, _launch(ALL, q, keys, values, chunks, max(largest), *how, None)
+    fresh, later = largest
+    return (
+        _launch(FRESH, q, keys, values, chunks, fresh, *how, own) if fresh else None,
+        _launch(LATER, q, keys, values, chunks, later, *how, None) if later else None,
+    )
 
 
 def _can_fetch(own: torch.Tensor, keys: torch.Tensor) -> bool:
@@ -101,10 +160,7 @@ def _launch(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    tables: torch.Tensor,
-    chunk_rows: torch.Tensor,
-    chunk_starts: torch.Tensor,
-    cu_tokens: torch.Tensor,
+    chunks: Chunks,
     largest: int,
     scale: float,
     window: int | None,
@@ -112,38 +168,48 @@ def _launch(
     out: torch.Tensor,
     tuned: Tuning | None,
     own: torch.Tensor | None,
-) -> None:
+) -> Launch:
     (_, num_heads, dim), (_, page, num_kv_heads, _) = q.shape, keys.shape
-    assert keys.stride() == values.stride()
-    assert keys.stride(-1) == q.stride(-1) == tables.stride(-1) == 1
+    q_strides, out_strides, strides = q.stride(), out.stride(), keys.stride()
+    assert strides == values.stride()
+    assert strides[3] == q_strides[2] == chunks.tables.stride(1) == 1
     tuned = tuned or tuning(dim, q.dtype, which == FRESH)
     group = num_heads // num_kv_heads
-    fetched, strides = None, keys.stride()
+    fetched = None
     if own is not None:
         size = [own.shape[0], 2 * num_kv_heads * dim]
         fetched = TensorDescriptor(own, size, [own.stride(0), 1], [tuned.keys, dim])
         keys, values = own[:, :num_kv_heads], own[:, num_kv_heads:]  # for tiles at the edge
         strides = (0, *own.stride())
-    grid = (ceil_div(largest, tuned.queries // group), num_kv_heads, chunk_rows.shape[0])
-    _prefill[grid](
-        q,
-        keys,
-        values,
-        fetched,
-        tables,
-        chunk_rows,
-        chunk_starts,
-        cu_tokens,
-        out,
-        float(scale),
-        float(softcap),
-        window or 0,
-        q.stride(0),
-        q.stride(1),
-        out.stride(0),
-        out.stride(1),
-        tables.stride(0),
-        *strides[:3],
+    return Launch(
+        _variant(which, group, num_kv_heads, dim, page, tuned, window is not None, softcap > 0),
+        (ceil_div(largest, tuned.queries // group), num_kv_heads, chunks.rows.shape[0]),
+        (q, keys, values, *chunks, out),
+        (fetched, window or 0),
+        (
+            float(scale),
+            float(softcap),
+            *q_strides[:2],
+            *out_strides[:2],
+            chunks.tables.stride(0),
+            *strides[:3],
+        ),
+    )
+
+
+@cache
+def _variant(
+    which: int,
+    group: int,
+    num_kv_heads: int,
+    dim: int,
+    page: int,
+    tuned: Tuning,
+    has_window: bool,
+    has_softcap: bool,
+) -> Variant:
+    return Variant(
+        _prefill,
         GROUP=group,
         NUM_KV_HEADS=num_kv_heads,
         DIM=dim,
@@ -151,8 +217,8 @@ def _launch(
         PAGE=page,
         QUERIES=tuned.queries,
         KEYS=tuned.keys,
-        WINDOW=window is not None,
-        SOFTCAP=softcap > 0,
+        WINDOW=has_window,
+        SOFTCAP=has_softcap,
         CHUNKS=which,
         num_warps=tuned.num_warps,
         num_stages=tuned.num_stages,
@@ -167,15 +233,15 @@ def _prefill(
     q,
     keys,
     values,
-    fetched,
     tables,
     chunk_rows,
     chunk_starts,
     cu_tokens,
     out,
+    fetched,
+    window,
     scale,
     softcap,
-    window,
     q_stride,
     q_head_stride,
     out_stride,

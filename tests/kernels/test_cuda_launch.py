@@ -1,0 +1,158 @@
+"""Launches that skip Triton's dispatch give the driver what it would be given by that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from tests.kernels import no_gpu  # noqa: E402
+from tests.kernels.test_cuda_compiles import empty, pool  # noqa: E402
+
+HOOKS = slice(10, 13)  # and what they are given
+
+
+class Seen:
+    """What reached the driver, and how often Triton dispatched."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+        self.dispatched = 0
+
+    def launched(self, *args: Any) -> None:
+        pointers = (a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args)
+        self.launches.append(tuple(pointers))
+
+    def of(self, run: Callable[[], object]) -> tuple[list[tuple[Any, ...]], int]:
+        self.launches, self.dispatched = [], 0
+        run()
+        found = [each[: HOOKS.start] + each[HOOKS.stop :] for each in self.launches]
+        return found, self.dispatched
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Seen:
+    from twostroke.kernels.cuda import launch
+
+    found, run = Seen(), JITFunction.run
+
+    def counted(self: Any, *args: Any, **options: Any) -> Any:
+        found.dispatched += 1
+        return run(self, *args, **options)
+
+    monkeypatch.setattr(JITFunction, "run", counted)
+    monkeypatch.setattr(launch, "_compiled", {})
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    no_gpu.install(found.launched, monkeypatch.setattr)
+    return found
+
+
+class Step:
+    """64 tokens: 32 slots, then two chunks."""
+
+    def __init__(self) -> None:
+        self.qkv, self.out = empty(64, 48, 128), empty(64, 32, 128)
+        self.tables, self.ints = empty(40, 64, dtype=torch.int32), empty(33, dtype=torch.int32)
+        self.rows = self.ints[1:]  # of no alignment that a kernel may count on
+        self.ends = empty(3, dtype=torch.int32)
+
+    def bind(self, keys: torch.Tensor, values: torch.Tensor) -> list[Callable[..., object]]:
+        from twostroke.kernels import cuda
+
+        where, two = (keys, values, self.tables), self.rows[:2]
+        scratch = cuda.decode_scratch(32, 32, 128, 2, torch.device("cpu"))
+        q, prefill, prefill_out = self.qkv[:32, :32], self.qkv[32:], self.out[32:]
+        slots = cuda.bind_decode_attention(
+            q, *where, self.rows, self.rows, 0.1, None, 2, scratch, self.out[:32]
+        )
+        chunks = cuda.bind_prefill_attention(
+            prefill[:, :32],
+            *where,
+            two,
+            two,
+            self.ends,
+            16,
+            0.1,
+            None,
+            prefill_out,
+            prefill[:, 32:],
+            16,
+        )
+        return [slots, chunks]
+
+
+def test_layers_after_the_first_are_launched_as_triton_would(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from twostroke.kernels.cuda import launch
+
+    step, first, second = Step(), pool(8, 128), pool(8, 128)
+    bound = step.bind(*first)
+
+    def attend(cache: tuple[torch.Tensor, torch.Tensor]) -> Callable[[], object]:
+        return lambda: [attend(*cache) for attend in bound]
+
+    _, dispatched = seen.of(attend(first))
+    assert dispatched == 3  # slots, chunks that begin, others
+    repeated, dispatched = seen.of(attend(second))
+    assert dispatched == 0
+    monkeypatch.setattr(launch, "_compiled", {})
+    bound = step.bind(*second)
+    wanted, dispatched = seen.of(attend(second))
+    assert dispatched == 3
+    # All but the scratch, which is the step's own.
+    assert [_without_scratch(each) for each in repeated] == [_without_scratch(e) for e in wanted]
+    bound = step.bind(*first)  # another step, of the same kind
+    again, dispatched = seen.of(attend(second))
+    assert dispatched == 0
+    assert [_without_scratch(each) for each in again] == [_without_scratch(e) for e in wanted]
+
+
+def _without_scratch(launch: tuple[Any, ...]) -> tuple[Any, ...]:
+    slots_only = HOOKS.start + 7
+    is_slots = launch[2] == 32
+    return launch[:slots_only] + launch[slots_only + 3 :] if is_slots else launch
+
+
+def test_a_cache_that_is_not_aligned_goes_by_triton(seen: Seen) -> None:
+    step, first, second = Step(), pool(8, 128), pool(8, 128)
+    odd = empty(2 * first[0].numel() + 1)[1:].view(2, *first[0].shape)
+    decode = step.bind(*first)[0]
+    # Not even where it comes first, and nothing else was compiled.
+    (other,), dispatched = seen.of(lambda: decode(*odd))
+    assert dispatched == 1
+    (plain,), dispatched = seen.of(lambda: decode(*first))
+    assert dispatched == 1
+    (repeated,), dispatched = seen.of(lambda: decode(*second))
+    assert dispatched == 0
+    (also_other,), dispatched = seen.of(lambda: decode(*odd))
+    assert dispatched == 1
+    assert other == also_other
+    cache = slice(HOOKS.start + 1, HOOKS.start + 3)
+    assert other[cache] == tuple(part.data_ptr() for part in odd)
+    assert repeated[cache] == tuple(part.data_ptr() for part in second)
+    assert plain[: cache.start] == repeated[: cache.start]
+    assert plain[cache.stop :] == repeated[cache.stop :]
+    bound = step.bind(*odd)[0]
+    for each in (odd, first, odd):
+        assert seen.of(partial(bound, *each))[1] == 1
+
+
+def test_other_versions_of_triton_go_their_own_way(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from twostroke.kernels.cuda import launch
+    from twostroke.kernels.cuda.decode import _decode
+
+    monkeypatch.setattr(triton, "__version__", "4.0.0")
+    assert not launch.Variant(_decode).can_repeat
+    monkeypatch.setattr(triton, "__version__", "3.7.1+git")
+    assert launch.Variant(_decode).can_repeat
