@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton")
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from tests.kernels import no_gpu  # noqa: E402
-from tests.kernels.test_cuda_compiles import empty, pool  # noqa: E402
+from tests.kernels.test_cuda_compiles import BF16, empty, pool  # noqa: E402
 
 HOOKS = slice(10, 13)  # and what they are given
 
@@ -144,6 +144,31 @@ def test_a_cache_that_is_not_aligned_goes_by_triton(seen: Seen) -> None:
     bound = step.bind(*odd)[0]
     for each in (odd, first, odd):
         assert seen.of(partial(bound, *each))[1] == 1
+
+
+def test_what_a_kernel_is_specialised_on_is_not_mixed_up(seen: Seen) -> None:
+    """Other strides and types are other kernels; numbers that are not specialised are not."""
+    from twostroke.kernels import cuda
+
+    weight = empty(256)
+
+    def norm(x: torch.Tensor) -> Callable[[], object]:
+        return lambda: cuda.rms_norm(x, weight, 1e-5)
+
+    wide = empty(8, 512)
+    for x, dispatched in (
+        (empty(8, 256), 1),
+        (empty(9, 256), 0),
+        (wide[:, :256], 1),
+        (wide[:, 8:264], 0),
+        (wide[:, 1:257], 1),
+        (wide[:, 1:257], 1),
+        (empty(8, 256, dtype=torch.float32), 1),
+        (empty(1, 256, dtype=BF16), 0),
+    ):
+        launches, found = seen.of(norm(x))
+        assert found == dispatched
+        assert launches[0][HOOKS.start] == x.data_ptr()
 
 
 def test_other_versions_of_triton_go_their_own_way(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
 from twostroke.kernels.cuda.early import await_last, launch_options
+from twostroke.kernels.cuda.launch import Variant
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 
 TILE = 2048  # elements of one program: two 16-byte loads of a thread in flight
@@ -51,22 +54,29 @@ def _norm(
     early: bool,
 ) -> None:
     rows, width = x.shape
+    stride = x.stride(0)
+    together = _rows_of_a_program(width)
+    _norm_variant(width, residual is not None, early)(
+        (ceil_div(rows, together),),
+        (x, residual, weight, out),
+        (rows,),
+        (eps, stride, stride if residual is None else residual.stride(0), out.stride(0)),
+    )
+
+
+def _rows_of_a_program(width: int) -> int:
+    return max(1, TILE // 2 // power_of_two(width))
+
+
+@cache
+def _norm_variant(width: int, add: bool, early: bool) -> Variant:
     block = power_of_two(width)
-    together = max(1, TILE // 2 // block)
-    _rms_norm[(ceil_div(rows, together),)](
-        x,
-        residual,
-        weight,
-        out,
-        rows,
-        eps,
-        x.stride(0),
-        x.stride(0) if residual is None else residual.stride(0),
-        out.stride(0),
+    return Variant(
+        _rms_norm,
         WIDTH=width,
         BLOCK=block,
-        ROWS=together,
-        ADD=residual is not None,
+        ROWS=_rows_of_a_program(width),
+        ADD=add,
         num_warps=_warps(block),
         **launch_options(early),
     )
@@ -80,17 +90,14 @@ def silu_and_mul(
     if out is None:
         out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     # Tokens along the grid's x: its y ends at 65,535.
-    _silu_and_mul[(rows, ceil_div(width, TILE))](
-        gate_up,
-        out,
-        gate_up.stride(0),
-        out.stride(0),
-        WIDTH=width,
-        BLOCK=TILE,
-        num_warps=4,
-        **launch_options(early),
-    )
+    grid, strides = (rows, ceil_div(width, TILE)), (gate_up.stride(0), out.stride(0))
+    _silu_variant(width, early)(grid, (gate_up, out), (), strides)
     return out
+
+
+@cache
+def _silu_variant(width: int, early: bool) -> Variant:
+    return Variant(_silu_and_mul, WIDTH=width, BLOCK=TILE, num_warps=4, **launch_options(early))
 
 
 def _warps(block: int) -> int:

@@ -17,7 +17,7 @@ import triton
 from triton.runtime import driver
 
 ALIGNED = 16  # bytes: what Triton specialises on
-CACHE = slice(1, 3)  # keys and values among the tensors of a kernel that attends
+FIRST = 9  # of the arguments of `run`: where the kernel's own begin
 
 Tensors = tuple[torch.Tensor | None, ...]
 Numbers = tuple[int | float, ...]
@@ -55,7 +55,7 @@ class Variant:
 class Launch:
     """One launch of a variant, on the stream that is the current one when this is made."""
 
-    __slots__ = ("_args", "_first", "_grid", "_key", "_numbers", "_run", "_tensors", "_variant")
+    __slots__ = ("_args", "_grid", "_key", "_numbers", "_run", "_tensors", "_variant")
 
     def __init__(
         self,
@@ -67,9 +67,10 @@ class Launch:
     ) -> None:
         self._variant, self._grid, self._tensors = variant, grid, tensors
         self._numbers = varying + fixed
-        self._key = self._key_of(fixed) if variant.can_repeat else None
-        self._run: Any = None  # what is called with `_args`
-        self._prepare()
+        self._key: tuple[object, ...] | None = None  # of what is compiled; None: ask Triton
+        self._run: Any = None  # is called with `_args`, once something is compiled
+        if variant.can_repeat:
+            self._prepare(fixed)
 
     def __call__(self) -> None:
         if self._run is not None:
@@ -82,35 +83,40 @@ class Launch:
         first, second = keys.data_ptr(), values.data_ptr()
         is_aligned = (first | second) % ALIGNED == 0
         if self._run is not None and is_aligned:
-            self._args[self._first] = first
-            self._args[self._first + 1] = second
+            self._args[FIRST + 1], self._args[FIRST + 2] = first, second
             self._run(*self._args)
         else:
-            tensors = (*self._tensors[: CACHE.start], keys, values, *self._tensors[CACHE.stop :])
-            self._dispatch(tensors, self._key if is_aligned else None)
+            query, _, _, *others = self._tensors
+            self._dispatch((query, keys, values, *others), self._key if is_aligned else None)
 
-    def _key_of(self, fixed: Numbers) -> tuple[object, ...] | None:
-        """None where a pointer is not aligned."""
-        kinds, bits = [], 0
-        for tensor, aligned in zip(self._tensors, self._variant.aligned, strict=False):
-            kinds.append(None if tensor is None else tensor.dtype)
-            if aligned and tensor is not None:
-                bits |= tensor.data_ptr()
+    def _prepare(self, fixed: Numbers) -> None:
+        pointers: list[int | None] = []
+        kinds: list[torch.dtype | None] = []
+        bits, variant = 0, self._variant
+        for tensor, aligned in zip(self._tensors, variant.aligned, strict=False):
+            if tensor is None:
+                pointers.append(None)
+                kinds.append(None)
+                continue
+            pointer = tensor.data_ptr()
+            pointers.append(pointer)
+            kinds.append(tensor.dtype)
+            if aligned:
+                bits |= pointer
         if bits % ALIGNED:
-            return None
-        return self._variant, driver.active.get_current_device(), fixed, *kinds
-
-    def _prepare(self) -> None:
-        compiled = None if self._key is None else _compiled.get(self._key)
-        if compiled is None:
             return
         device = driver.active.get_current_device()
         stream = driver.active.get_current_stream(device)
-        head = [*(*self._grid, 1, 1)[:3], stream, compiled.function, compiled.packed_metadata]
-        head += [None] * 3  # no hooks: those are for profilers of Triton's own
-        pointers = [None if tensor is None else tensor.data_ptr() for tensor in self._tensors]
-        self._args = [*head, *pointers, *self._numbers, *self._variant.constants]
-        self._first = len(head) + CACHE.start
+        own = (*pointers, *self._numbers, *variant.constants)
+        self._args = [*(*self._grid, 1, 1)[:3], stream, None, None, None, None, None, *own]
+        self._key = (variant, device, fixed, *kinds)
+        compiled = _compiled.get(self._key)
+        if compiled is not None:
+            self._repeat(compiled)
+
+    def _repeat(self, compiled: Any) -> None:
+        # After these two come hooks, which are for profilers of Triton's own: there are none.
+        self._args[4:6] = compiled.function, compiled.packed_metadata
         self._run = compiled.run
 
     def _dispatch(self, tensors: Tensors, key: tuple[object, ...] | None) -> None:
@@ -118,4 +124,4 @@ class Launch:
         compiled = variant.kernel[self._grid](*tensors, *self._numbers, **variant.given)
         if key is not None and compiled is not None:
             _compiled[key] = compiled
-            self._prepare()
+            self._repeat(compiled)

@@ -12,6 +12,7 @@ A program of one row asks for its first part of the weight before it waits for t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ import triton.language as tl
 
 from twostroke.kernels.cuda.early import await_last, launch_options
 from twostroke.kernels.cuda.elementwise import silu_and_mul
+from twostroke.kernels.cuda.launch import Variant
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 
 MOST_STREAMED = 8192  # elements of a result of several rows: each row reads the weight again
@@ -89,10 +91,17 @@ def stream(
     columns = weight.shape[0] // 2 if gated else weight.shape[0]
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     # The rows of a column are neighbours: the second finds the weight in the L2.
-    _stream[(rows, ceil_div(columns, tuned.columns))](
-        x,
-        weight,
-        out,
+    grid = (rows, ceil_div(columns, tuned.columns))
+    _stream_variant(columns, inner, tuned, gated, early)(grid, (x, weight, out), (), ())
+    return out
+
+
+@cache
+def _stream_variant(
+    columns: int, inner: int, tuned: Streaming, gated: bool, early: bool
+) -> Variant:
+    return Variant(
+        _stream,
         N=columns,
         K=inner,
         COLUMNS=tuned.columns,
@@ -102,28 +111,31 @@ def stream(
         num_stages=1,
         **launch_options(early),
     )
-    return out
 
 
 def tiled(x: torch.Tensor, weight: torch.Tensor, tuned: Tiling, early: bool) -> torch.Tensor:
     rows, inner = x.shape
     columns = weight.shape[0] // 2
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
-    _tiled[(ceil_div(columns, tuned.columns),)](
-        x,
-        weight,
-        out,
-        rows,
+    grid, block = (ceil_div(columns, tuned.columns),), max(16, power_of_two(rows))
+    variant = _tiled_variant(columns, inner, block, tuned, early)
+    variant(grid, (x, weight, out), (rows,), ())
+    return out
+
+
+@cache
+def _tiled_variant(columns: int, inner: int, block: int, tuned: Tiling, early: bool) -> Variant:
+    return Variant(
+        _tiled,
         N=columns,
         K=inner,
-        ROWS=max(16, power_of_two(rows)),
+        ROWS=block,
         COLUMNS=tuned.columns,
         INNER=tuned.inner,
         num_warps=tuned.num_warps,
         num_stages=tuned.num_stages,
         **launch_options(early),
     )
-    return out
 
 
 @triton.jit

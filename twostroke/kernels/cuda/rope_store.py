@@ -9,11 +9,14 @@ qkv row ─┬─ query heads ─▶ norm · rope ─▶ out
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
 from twostroke.kernels.cuda.early import await_last, launch_options
+from twostroke.kernels.cuda.launch import Variant
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 
 HEADS = 8  # heads of one program
@@ -41,32 +44,38 @@ def rope_store(
     `cos` and `sin` are [max_len, dim / 2] and are read at `positions`; channels past dim pass
     through.
     """
-    tokens, dim, half = qkv.shape[0], keys.shape[-1], cos.shape[-1]
-    assert keys.stride() == values.stride()
-    assert keys.stride(-1) == 1
+    (_, page, _, dim), strides = keys.shape, keys.stride()
+    assert strides == values.stride()
+    assert strides[3] == 1
     if out is None:
-        out = qkv.unflatten(1, (-1, dim))
+        out = qkv.view(-1, num_heads + 2 * num_kv_heads, dim)
     assert out.is_contiguous()
     assert qkv.is_contiguous()
-    q_tiles, kv_tiles = ceil_div(num_heads, HEADS), ceil_div(num_kv_heads, HEADS)
+    in_place, half = out.data_ptr() == qkv.data_ptr(), cos.shape[1]
+    sizes = (num_heads, num_kv_heads, dim, half, page)
+    _variant(*sizes, q_norm is not None, in_place, early)(
+        (qkv.shape[0], ceil_div(num_heads, HEADS) + ceil_div(num_kv_heads, HEADS)),
+        (qkv, q_norm, k_norm, cos, sin, positions, slots, out, keys, values),
+        (),
+        (eps, qkv.stride(0), cos.stride(0), *strides[:3]),
+    )
+    return out
+
+
+@cache
+def _variant(
+    num_heads: int,
+    num_kv_heads: int,
+    dim: int,
+    half: int,
+    page: int,
+    normed: bool,
+    in_place: bool,
+    early: bool,
+) -> Variant:
     rest = dim - 2 * half
-    _rope_store[(tokens, q_tiles + kv_tiles)](
-        qkv,
-        q_norm,
-        k_norm,
-        cos,
-        sin,
-        positions,
-        slots,
-        out,
-        keys,
-        values,
-        eps,
-        qkv.stride(0),
-        cos.stride(0),
-        keys.stride(0),
-        keys.stride(1),
-        keys.stride(2),
+    return Variant(
+        _rope_store,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         DIM=dim,
@@ -74,15 +83,14 @@ def rope_store(
         PAIRS=power_of_two(half),
         REST_BLOCK=power_of_two(rest) if rest else 0,
         BLOCK_DIM=power_of_two(dim),
-        PAGE=keys.shape[1],
+        PAGE=page,
         HEADS=HEADS,
-        Q_TILES=q_tiles,
-        NORM=q_norm is not None,
-        IN_PLACE=out.data_ptr() == qkv.data_ptr(),
+        Q_TILES=ceil_div(num_heads, HEADS),
+        NORM=normed,
+        IN_PLACE=in_place,
         num_warps=2,
         **launch_options(early),
     )
-    return out
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])

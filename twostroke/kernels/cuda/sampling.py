@@ -12,12 +12,15 @@ stands above. Where few can be kept, as with most top-k, `few_kept.py` looks at 
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
 from twostroke.kernels.cuda.draws import exponential, read, uniform_of
 from twostroke.kernels.cuda.few_kept import CANDIDATES, PART, best_of_few
+from twostroke.kernels.cuda.launch import Variant
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 
 TILE = 2048  # tokens of one program of the survey
@@ -53,42 +56,24 @@ def sample(
     parts = torch.empty(batch, tiles * (TILE // PART), dtype=torch.float32, device=device)
     kept = torch.empty(batch, CANDIDATES, dtype=torch.float32, device=device)
     which = torch.empty(2, batch, CANDIDATES, dtype=torch.int32, device=device)
-    _survey[(tiles, batch)](
-        logits,
-        temperature,
-        top_k,
-        top_p,
-        key0,
-        key1,
-        score,
-        largest,
-        mass,
-        tokens,
-        parts,
-        logits.stride(0),
-        VOCAB=vocab,
-        TILES=tiles,
-        TILE=TILE,
-        PART=PART,
-        num_warps=4,
+    survey, settle = _variants(vocab)
+    seen, limits = (score, largest, mass, tokens, parts), (temperature, top_k, top_p)
+    survey((tiles, batch), (logits, *limits, key0, key1, *seen), (), (logits.stride(0),))
+    settle(
+        (batch,),
+        (logits, *limits, min_p, key0, key1, *seen, kept, *which.unbind(0), out),
+        (),
+        (logits.stride(0),),
     )
-    _settle[(batch,)](
-        logits,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        key0,
-        key1,
-        score,
-        largest,
-        mass,
-        tokens,
-        parts,
-        kept,
-        *which.unbind(0),
-        out,
-        logits.stride(0),
+    return out
+
+
+@cache
+def _variants(vocab: int) -> tuple[Variant, Variant]:
+    tiles = ceil_div(vocab, TILE)
+    survey = Variant(_survey, VOCAB=vocab, TILES=tiles, TILE=TILE, PART=PART, num_warps=4)
+    settle = Variant(
+        _settle,
         VOCAB=vocab,
         TILES=tiles,
         BLOCK=power_of_two(tiles),
@@ -98,7 +83,7 @@ def sample(
         CANDIDATES=CANDIDATES,
         num_warps=16,
     )
-    return out
+    return survey, settle
 
 
 SMALL = ["temperature", "top_k", "top_p", "min_p", "key0", "key1", "out"]  # a number a row
