@@ -59,6 +59,10 @@ def only_made(x: torch.Tensor, weight: torch.Tensor | None = None, **_: object) 
     return torch.empty(shape, dtype=x.dtype, device=NOWHERE)
 
 
+def only_there(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    return out
+
+
 class Bench:
     def __init__(self, shape: str) -> None:
         from twostroke.kernels import cuda
@@ -68,6 +72,7 @@ class Bench:
         loading.read_tensor = cast(Any, no_weights)
         torch.nn.functional.linear = cast(Any, only_made)
         torch.empty_like = cast(Any, only_made)
+        torch.mm = cast(Any, only_there)
         spec = spec_from_hf(json.loads(Path(f"bench/shapes/{shape}.json").read_text()))
         kernels = cast(FusedKernels, cuda)
         decoder = FusedDecoder(spec, DummyWeights(spec), BF16, NOWHERE, MAX_LEN, kernels, True)

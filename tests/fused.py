@@ -58,8 +58,8 @@ def rope_store(  # type: ignore[no-untyped-def]
     return _into(heads if out is None else out, torch.cat([q, k, v], dim=1))
 
 
-def product(x, weight, early=False):  # type: ignore[no-untyped-def]
-    return x @ weight.T
+def product(x, weight, early=False, out=None):  # type: ignore[no-untyped-def]
+    return _into(out, x @ weight.T)
 
 
 def gated_product(x, weight, early=False):  # type: ignore[no-untyped-def]

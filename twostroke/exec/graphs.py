@@ -131,7 +131,7 @@ class PieceGraphs:
         else:
             normed = decoder.finish(index - 1, self._attended[:size], residual)
         if index < len(program.kv):
-            decoder.project(index, normed, inputs, program.kv[index], out=self._qkv[:size])
+            decoder.project(index, normed, inputs, program.kv[index], self._qkv[:size])
         else:
             self._hidden[:size].copy_(normed)
 

@@ -69,7 +69,9 @@ class FusedKernels(Protocol):
 
     def silu_and_mul(self, gate_up: Tensor, *, early: bool = False) -> Tensor: ...
 
-    def product(self, x: Tensor, weight: Tensor, early: bool = False) -> Tensor:
+    def product(
+        self, x: Tensor, weight: Tensor, early: bool = False, out: Tensor | None = None
+    ) -> Tensor:
         """x @ weight.T"""
         ...
 

@@ -72,13 +72,19 @@ class FusedDecoder:
         """The last hidden state of every token of the step, normed: [T, hidden]."""
         residual = self.embed(inputs.token_ids)
         normed = self.first_norm(residual)
-        for index, cache in enumerate(kv):
-            if inputs.decode is not None and inputs.prefill is None:
+        if inputs.decode is not None and inputs.prefill is None:
+            for index, cache in enumerate(kv):
                 attended = self.decode(index, normed, inputs, inputs.decode, cache)
-            else:
-                qkv = self.project(index, normed, inputs, cache)
-                attended = qkv.new_empty(qkv.shape[0], self.spec.num_heads, self.spec.head_dim)
-                self.attention(lists_of(inputs, qkv, attended), inputs)(index, cache)
+                normed = self.finish(index, attended, residual)
+            return normed
+        # One place for all layers, so that their attention differs in the cache alone.
+        tokens, heads, spec = residual.shape[0], self.spec.num_heads, self.spec
+        qkv = residual.new_empty(tokens, heads + 2 * spec.num_kv_heads, spec.head_dim)
+        attended = residual.new_empty(tokens, heads, spec.head_dim)
+        attend = self.attention(lists_of(inputs, qkv, attended), inputs)
+        for index, cache in enumerate(kv):
+            self.project(index, normed, inputs, cache, qkv)
+            attend(index, cache)
             normed = self.finish(index, attended, residual)
         return normed
 
@@ -128,12 +134,12 @@ class FusedDecoder:
         normed: torch.Tensor,
         inputs: FusedInputs,
         cache: KV,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        out: torch.Tensor,
+    ) -> None:
         """Queries, keys and values, [T, H + 2K, D]; the latter also go to the cache."""
         layer, spec, group = self._layers[index], self.spec, 0
-        return self.kernels.rope_store(
-            self._product(layer.qkv, normed),
+        self.kernels.rope_store(
+            self._product(layer.qkv, normed, out.flatten(1)),
             layer.q_norm,
             layer.k_norm,
             spec.norm_eps,
@@ -144,7 +150,6 @@ class FusedDecoder:
             *cache,
             spec.num_heads,
             spec.num_kv_heads,
-            out=out,
             early=self._is_early(normed.shape[0]),
         )
 
@@ -206,10 +211,13 @@ class FusedDecoder:
         out = self._product(layer.down, self._gated(layer.gate_up, normed))
         return kernels.add_rms_norm(out, residual, self._next_norms[index], eps, early=early)
 
-    def _product(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+    def _product(
+        self, linear: Linear, x: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if isinstance(linear, DenseLinear) and linear.bias is None:
-            return self.kernels.product(x, linear.weight, early=self._is_early(x.shape[0]))
-        return linear(x)
+            early = self._is_early(x.shape[0])
+            return self.kernels.product(x, linear.weight, early=early, out=out)
+        return linear(x, out)
 
     def _gated(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         early = self._is_early(x.shape[0])

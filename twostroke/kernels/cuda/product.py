@@ -62,10 +62,14 @@ def tiling(rows: int, weight: torch.Tensor) -> Tiling | None:
     return Tiling(32, 256, 4, 3) if rows <= 16 else Tiling(64, 128, 4, 3)
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, early: bool = False) -> torch.Tensor:
-    """x @ weight.T, added up in fp32 and rounded once."""
+def product(
+    x: torch.Tensor, weight: torch.Tensor, early: bool = False, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x @ weight.T, added up in fp32 and rounded once; to `out`, contiguous, if it is given."""
     tuned = streaming(x.shape[0], weight) if _is_plain(x, weight) else None
-    return F.linear(x, weight) if tuned is None else stream(x, weight, tuned, False, early)
+    if tuned is not None:
+        return stream(x, weight, tuned, False, early, out)
+    return F.linear(x, weight) if out is None else torch.mm(x, weight.t(), out=out)
 
 
 def gated_product(x: torch.Tensor, weight: torch.Tensor, early: bool = False) -> torch.Tensor:
@@ -85,11 +89,17 @@ def _is_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def stream(
-    x: torch.Tensor, weight: torch.Tensor, tuned: Streaming, gated: bool, early: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    tuned: Streaming,
+    gated: bool,
+    early: bool,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     rows, inner = x.shape
     columns = weight.shape[0] // 2 if gated else weight.shape[0]
-    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     # The rows of a column are neighbours: the second finds the weight in the L2.
     grid = (rows, ceil_div(columns, tuned.columns))
     _stream_variant(columns, inner, tuned, gated, early)(grid, (x, weight, out), (), ())
