@@ -14,8 +14,18 @@ triton = pytest.importorskip("triton")
 
 from triton.runtime.jit import JITFunction  # noqa: E402
 
+from tests.equivalence.harness import small_spec  # noqa: E402
 from tests.kernels import no_gpu  # noqa: E402
 from tests.kernels.test_cuda_compiles import BF16, empty, pool  # noqa: E402
+from twostroke.exec import start  # noqa: E402
+from twostroke.exec.cuda import CudaExecutor  # noqa: E402
+from twostroke.exec.graphs import DecodeGraphs, PieceGraphs, Run, piece_ladder  # noqa: E402
+from twostroke.exec.program import StepProgram  # noqa: E402
+from twostroke.exec.rows import DeviceRows  # noqa: E402
+from twostroke.kv.pool import KVPool  # noqa: E402
+from twostroke.model.fused import FusedDecoder  # noqa: E402
+from twostroke.model.spec import LayerSpec  # noqa: E402
+from twostroke.model.weights.dummy import DummyWeights  # noqa: E402
 
 HOOKS = slice(10, 13)  # and what they are given
 
@@ -181,3 +191,42 @@ def test_other_versions_of_triton_go_their_own_way(
     assert not launch.Variant(_decode).can_repeat
     monkeypatch.setattr(triton, "__version__", "3.7.1+git")
     assert launch.Variant(_decode).can_repeat
+
+
+def test_what_is_compiled_ahead_is_all_that_a_start_launches(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from twostroke.kernels import cuda
+    from twostroke.kernels.cuda import launch
+
+    cpu, spec = torch.device("cpu"), small_spec(head_dim=128, layers=(LayerSpec(),) * 2)
+    kernels: Any = cuda
+    decoder = FusedDecoder(spec, DummyWeights(spec), torch.float16, cpu, 64, kernels, True)
+    rows, sizes = DeviceRows(2, 64, 16, 1, cpu), [1, 2]
+    compiled, compile_one = [0], JITFunction._do_compile
+
+    def counted(*args: Any) -> Any:
+        compiled[0] += 1
+        return compile_one(*args)
+
+    monkeypatch.setattr(JITFunction, "_do_compile", counted)
+    launches, _ = seen.of(lambda: start.compile_kernels(decoder, torch.float16, rows, 64, sizes))
+    assert not launches
+    assert not launch._compiled
+    ahead, compiled[0] = compiled[0], 0
+    assert ahead > 10
+
+    program = StepProgram(decoder, KVPool(spec, 0, 16, torch.float16, cpu), rows)
+
+    def record(run: Run) -> Run:
+        run()
+        rows.cells.zero_()  # what a kernel that does not run has left there is no token
+        return run
+
+    for plan in start.warm_plans(2, 64, 64):
+        CudaExecutor(program, None).forward(plan)
+        rows.reset()
+        rows.cells.zero_()
+    DecodeGraphs(program, sizes, record)
+    PieceGraphs(program, piece_ladder(64), record)
+    assert compiled[0] == 0

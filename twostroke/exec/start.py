@@ -1,6 +1,6 @@
 """From a loaded decoder to a running CUDA executor: measure, size the KV pool, record the graphs.
 
-    weights ─▶ rows ─▶ largest steps, for their memory ─▶ a graph or two, for theirs
+    weights ─▶ rows ─▶ kernels ─▶ largest steps, for their memory ─▶ a graph or two, for theirs
                                   │
                 KV pool: the rest ▼ under gpu_memory_utilization ─▶ all graphs, on that pool
                                                                  ─▶ the largest step once more
@@ -23,7 +23,14 @@ import torch
 from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
 from twostroke.exec.cuda import CudaExecutor
-from twostroke.exec.graphs import CudaRecorder, DecodeGraphs, PieceGraphs, ladder, piece_ladder
+from twostroke.exec.graphs import (
+    CudaRecorder,
+    DecodeGraphs,
+    PieceGraphs,
+    Run,
+    ladder,
+    piece_ladder,
+)
 from twostroke.exec.memory import MemoryPlan, fit_length, gib
 from twostroke.exec.program import StepProgram
 from twostroke.exec.rows import DeviceRows
@@ -47,6 +54,7 @@ def start_executor(
     torch.cuda.set_device(device)
     with torch.inference_mode():
         rows = DeviceRows(config.max_num_seqs, max_len, size, groups, device)
+        compile_kernels(decoder, kv_dtype, rows, budget, graph_sizes(config))
         trial = StepProgram(decoder, KVPool(spec, 0, size, kv_dtype, device), rows)
         activations = _measure_steps(CudaExecutor(trial, None), budget, rows)
         sizes = graph_sizes(config)
@@ -81,6 +89,35 @@ def graph_sizes(config: EngineConfig) -> list[int]:
     if sizes is not None:
         return sorted({min(size, most) for size in sizes})
     return ladder(most, config.max_cudagraph_capture_size)
+
+
+# ── compiling ───────────────────────────────────────────────────────────────────────────────
+
+
+def compile_kernels(
+    decoder: FusedDecoder, kv_dtype: torch.dtype, rows: DeviceRows, budget: int, sizes: list[int]
+) -> None:
+    """What the steps and graphs below launch, all at once, by the same steps without memory."""
+    hollow, size = decoder.hollow(), rows.block_size
+    device, groups = hollow.device, rows.num_groups
+    spare = DeviceRows(rows.max_rows, rows.max_len, size, groups, device)
+    program = StepProgram(hollow, KVPool(hollow.spec, 0, size, kv_dtype, device), spare)
+    executor = CudaExecutor(program, None)
+
+    def run() -> None:
+        for plan in warm_plans(spare.max_rows, budget, spare.max_len):
+            executor.forward(plan)
+            executor.reset()
+        if sizes:
+            DecodeGraphs(program, sizes, _run_once)
+            PieceGraphs(program, piece_ladder(budget), _run_once)
+
+    decoder.kernels.compile_ahead(run)
+
+
+def _run_once(run: Run) -> Run:
+    run()
+    return run
 
 
 # ── measuring ───────────────────────────────────────────────────────────────────────────────

@@ -223,3 +223,7 @@ class FusedKernels(Protocol):
     ) -> Tensor:
         """A token a row; temperature 0 is greedy, top_k 0 is all. The logits stay as they are."""
         ...
+
+    def compile_ahead(self, run: Callable[[], object]) -> None:
+        """Make ready what `run` calls, on tensors without memory; it may be run or not."""
+        ...

@@ -10,7 +10,9 @@ on the device or copies one to it, so that a graph can hold all of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from copy import copy
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +21,7 @@ from twostroke.kernels import Attend, FusedKernels
 from twostroke.model.batch import FusedDecode, FusedInputs
 from twostroke.model.decoder import Loader, load_layers, rope_tensors
 from twostroke.model.linear import DenseLinear, Linear
-from twostroke.model.spec import ModelSpec
+from twostroke.model.spec import LayerSpec, ModelSpec
 from twostroke.model.weights import WeightSource
 
 KV = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer
@@ -45,6 +47,14 @@ def lists_of(inputs: FusedInputs, qkv: torch.Tensor, out: torch.Tensor) -> Lists
     return Lists(qkv[:slots], out[:slots], qkv[slots:end], out[slots:end])
 
 
+def _hollow(part: Any) -> Any:
+    if isinstance(part, torch.Tensor):
+        return part.to("meta")
+    if isinstance(part, DenseLinear):
+        return DenseLinear(_hollow(part.weight), _hollow(part.bias))
+    return part
+
+
 class FusedDecoder:
     def __init__(
         self,
@@ -67,6 +77,22 @@ class FusedDecoder:
         self._head = self._embed if spec.tie_embeddings else load.tensor("head")
         # The norm after each layer: that of the next one.
         self._next_norms = [layer.attn_norm for layer in self._layers[1:]] + [self._final_norm]
+
+    def hollow(self) -> FusedDecoder:
+        """One layer of each kind, of tensors that have no memory: what it launches is the same."""
+        other, kinds = copy(self), {layer.window: layer for layer in self._layers}
+        other.device = torch.device("meta")
+        other.spec = replace(self.spec, layers=tuple(map(LayerSpec, kinds)))
+        other._layers = [
+            replace(
+                layer, **{part.name: _hollow(getattr(layer, part.name)) for part in fields(layer)}
+            )
+            for layer in kinds.values()
+        ]
+        for name in ("_cos", "_sin", "_embed", "_final_norm", "_head"):
+            setattr(other, name, _hollow(getattr(self, name)))
+        other._next_norms = [other._final_norm] * len(kinds)
+        return other
 
     def forward(self, inputs: FusedInputs, kv: KVLayers) -> torch.Tensor:
         """The last hidden state of every token of the step, normed: [T, hidden]."""

@@ -13,6 +13,7 @@ from twostroke.kernels.cuda.decode import (
     rope_decode_attention,
 )
 from twostroke.kernels.cuda.elementwise import add_rms_norm, rms_norm, silu_and_mul
+from twostroke.kernels.cuda.launch import compile_ahead
 from twostroke.kernels.cuda.prefill import bind_prefill_attention, prefill_attention
 from twostroke.kernels.cuda.product import gated_product, product
 from twostroke.kernels.cuda.rope_store import rope_store
@@ -24,6 +25,7 @@ __all__ = [
     "add_rms_norm",
     "bind_decode_attention",
     "bind_prefill_attention",
+    "compile_ahead",
     "decode_attention",
     "decode_scratch",
     "decode_splits",

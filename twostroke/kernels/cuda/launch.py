@@ -10,6 +10,9 @@ not aligned, the interpreter, and a Triton that launches in another way, go Trit
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +27,27 @@ Numbers = tuple[int | float, ...]
 
 # By variant, device and all else that decides what Triton compiles.
 _compiled: dict[tuple[object, ...], Any] = {}
+_ahead: set[object] | None = None  # inside `compile_ahead`: what was asked for
+
+
+def compile_ahead(run: Callable[[], object]) -> None:
+    """Compile the kernels that `run` would launch, many at a time; none of them is launched, so its
+    tensors need no memory. A launch that differs from them after all compiles on its own."""
+    global _ahead
+    with ThreadPoolExecutor() as threads, _together(threads):
+        _ahead = set()
+        try:
+            run()
+        finally:
+            _ahead = None
+
+
+def _together(threads: ThreadPoolExecutor) -> AbstractContextManager[object]:
+    try:
+        from triton.runtime._async_compile import AsyncCompileMode
+    except ImportError:  # one after another then
+        return nullcontext()
+    return AsyncCompileMode(threads)
 
 
 def _is_known() -> bool:
@@ -111,7 +135,7 @@ class Launch:
         self._args = [*(*self._grid, 1, 1)[:3], stream, None, None, None, None, None, *own]
         self._key = (variant, device, fixed, *kinds)
         compiled = _compiled.get(self._key)
-        if compiled is not None:
+        if compiled is not None and _ahead is None:
             self._repeat(compiled)
 
     def _repeat(self, compiled: Any) -> None:
@@ -120,8 +144,13 @@ class Launch:
         self._run = compiled.run
 
     def _dispatch(self, tensors: Tensors, key: tuple[object, ...] | None) -> None:
-        variant = self._variant
-        compiled = variant.kernel[self._grid](*tensors, *self._numbers, **variant.given)
+        variant, given = self._variant, (*tensors, *self._numbers)
+        if _ahead is not None:
+            if key is None or key not in _ahead:
+                _ahead.add(key)
+                variant.kernel.run(*given, grid=self._grid, warmup=True, **variant.given)
+            return
+        compiled = variant.kernel[self._grid](*given, **variant.given)
         if key is not None and compiled is not None:
             _compiled[key] = compiled
             self._repeat(compiled)
