@@ -1,13 +1,14 @@
 """From a loaded decoder to a running CUDA executor: measure, size the KV pool, record the graphs.
 
     weights ─▶ rows ─▶ kernels ─▶ largest steps, for their memory ─▶ a graph or two, for theirs
-                                  │
-                KV pool: the rest ▼ under gpu_memory_utilization ─▶ all graphs, on that pool
-                                                                 ─▶ the largest step once more
+                                             │
+                           KV pool: the rest ▼ under gpu_memory_utilization ─▶ all graphs
+                                                                   ─▶ the largest step once more
 
-The steps that measure are plans like any other, run by the executor itself on a pool of one block;
-they also compile the kernels, so that nothing compiles while streams run. The largest, run once
-more at the end, leaves the allocator with the memory that it will need: no stream waits for that.
+The steps that measure are plans like any other, run by the executor itself on a pool of one block.
+Before, they and the graphs run on tensors without memory, which compiles their kernels, so that
+nothing compiles while streams run. The largest, run once more at the end, leaves the allocator with
+the memory that it will need: no stream waits for that.
 """
 
 from __future__ import annotations
