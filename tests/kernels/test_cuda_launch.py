@@ -12,6 +12,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+from triton.backends.nvidia import driver as nvidia  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from tests.equivalence.harness import small_spec  # noqa: E402
@@ -209,12 +210,22 @@ def test_what_is_compiled_ahead_is_all_that_a_start_launches(
         compiled[0] += 1
         return compile_one(*args)
 
+    built: list[str] = []
+    build = nvidia.compile_module_from_src
+
+    def noted(**given: Any) -> Any:
+        built.append(given["src"])
+        return build(**given)
+
+    monkeypatch.setattr(nvidia, "compile_module_from_src", noted)
     monkeypatch.setattr(JITFunction, "_do_compile", counted)
     launches, _ = seen.of(lambda: start.compile_kernels(decoder, torch.float16, rows, 64, sizes))
     assert not launches
     assert not launch._compiled
     ahead, compiled[0] = compiled[0], 0
     assert ahead > 10
+    launchers = set(built)
+    built.clear()
 
     program = StepProgram(decoder, KVPool(spec, 0, 16, torch.float16, cpu), rows)
 
@@ -230,3 +241,5 @@ def test_what_is_compiled_ahead_is_all_that_a_start_launches(
     DecodeGraphs(program, sizes, record)
     PieceGraphs(program, piece_ladder(64), record)
     assert compiled[0] == 0
+    assert built
+    assert launchers.issuperset(built)

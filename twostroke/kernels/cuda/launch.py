@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -27,19 +27,22 @@ Numbers = tuple[int | float, ...]
 
 # By variant, device and all else that decides what Triton compiles.
 _compiled: dict[tuple[object, ...], Any] = {}
-_ahead: set[object] | None = None  # inside `compile_ahead`: what was asked for
+_ahead: dict[object, Any] | None = None  # inside `compile_ahead`: what was asked for
 
 
 def compile_ahead(run: Callable[[], object]) -> None:
     """Compile the kernels that `run` would launch, many at a time; none of them is launched, so its
     tensors need no memory. A launch that differs from them after all compiles on its own."""
     global _ahead
-    with ThreadPoolExecutor() as threads, _together(threads):
-        _ahead = set()
-        try:
-            run()
-        finally:
-            _ahead = None
+    asked: dict[object, Any] = {}
+    with ThreadPoolExecutor() as threads:
+        with _together(threads):
+            _ahead = asked
+            try:
+                run()
+            finally:
+                _ahead = None
+        list(threads.map(_build_launcher, asked.values()))
 
 
 def _together(threads: ThreadPoolExecutor) -> AbstractContextManager[object]:
@@ -48,6 +51,14 @@ def _together(threads: ThreadPoolExecutor) -> AbstractContextManager[object]:
     except ImportError:  # one after another then
         return nullcontext()
     return AsyncCompileMode(threads)
+
+
+def _build_launcher(asked: Any) -> None:
+    """Triton has a C compiler build a function for each signature, which takes as long as a kernel,
+    and finds it on disk at the first launch. What goes wrong here goes wrong there, and is told."""
+    with suppress(Exception):
+        compiled = asked.result() if hasattr(asked, "result") else asked
+        driver.active.launcher_cls(compiled.src, compiled.metadata)
 
 
 def _is_known() -> bool:
@@ -147,8 +158,8 @@ class Launch:
         variant, given = self._variant, (*tensors, *self._numbers)
         if _ahead is not None:
             if key is None or key not in _ahead:
-                _ahead.add(key)
-                variant.kernel.run(*given, grid=self._grid, warmup=True, **variant.given)
+                compiled = variant.kernel.run(*given, grid=self._grid, warmup=True, **variant.given)
+                _ahead[key] = compiled
             return
         compiled = variant.kernel[self._grid](*given, **variant.given)
         if key is not None and compiled is not None:
