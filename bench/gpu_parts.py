@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import random
 import statistics
 import traceback
@@ -344,6 +345,8 @@ def main() -> None:
     parser.add_argument("--settings", default="{}", help="of the engine, as JSON")
     parser.add_argument("--budgets", default="", help="of nano: tokens in a step")
     args = parser.parse_args()
+    logging.basicConfig(format="  %(message)s")  # what the start was made of, and the memory
+    logging.getLogger("twostroke").setLevel(logging.INFO)
     imported_at = time()
     budgets = [int(budget) for budget in args.budgets.split(",") if budget]
     bench = Bench(args.shape, args.quick, json.loads(args.settings), budgets)

@@ -29,6 +29,7 @@ from twostroke.model.cost import cost_model
 from twostroke.model.decoder import Decoder
 from twostroke.model.fused import FusedDecoder
 from twostroke.model.opened import OpenedModel
+from twostroke.observe.laps import Laps
 from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig
 
@@ -87,9 +88,12 @@ def _start_fused(
     spec, length = model.spec, estimate.max_model_len
     estimate = replace(estimate, device_bytes=torch.cuda.mem_get_info(device)[1])
     early = torch.cuda.get_device_capability(device) >= (9, 0)  # Hopper is the first that can
-    kernels = _triton_kernels()
+    laps, kernels = Laps(), _triton_kernels()
+    laps.end("imports")
     decoder = FusedDecoder(spec, model.weights, dtype, device, length, kernels, early)
-    executor, memory = start_executor(config, decoder, kv_dtype, estimate)
+    laps.end("weights")
+    executor, memory = start_executor(config, decoder, kv_dtype, estimate, laps)
+    log.info("start: %s", laps)
     log.info("memory: %s", memory.waterfall())
     limits = scheduler_config(config, spec, memory, on_gpu=True)
     cost = cost_model(spec, dtype.itemsize, kv_dtype.itemsize)

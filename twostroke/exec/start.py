@@ -37,6 +37,7 @@ from twostroke.exec.program import StepProgram
 from twostroke.exec.rows import DeviceRows
 from twostroke.kv.pool import KVPool
 from twostroke.model.fused import FusedDecoder
+from twostroke.observe.laps import Laps
 from twostroke.plan import Chunk, NewRow, PhaseWork, Slot, StepPlan
 from twostroke.request import SamplingParams
 
@@ -46,9 +47,14 @@ COSTLY = SamplingParams(temperature=0.6, top_p=0.9, repetition_penalty=1.1)
 
 
 def start_executor(
-    config: EngineConfig, decoder: FusedDecoder, kv_dtype: torch.dtype, estimate: MemoryPlan
+    config: EngineConfig,
+    decoder: FusedDecoder,
+    kv_dtype: torch.dtype,
+    estimate: MemoryPlan,
+    laps: Laps | None = None,
 ) -> tuple[CudaExecutor, MemoryPlan]:
     """`estimate`: the plan made before loading, on what the device had free then."""
+    laps = laps or Laps()
     spec, device, size = decoder.spec, decoder.device, config.block_size
     groups, max_len = len(spec.kv_groups()), estimate.max_model_len
     budget = config.token_budget(True, max_len)
@@ -56,12 +62,14 @@ def start_executor(
     with torch.inference_mode():
         rows = DeviceRows(config.max_num_seqs, max_len, size, groups, device)
         compile_kernels(decoder, kv_dtype, rows, budget, graph_sizes(config))
+        laps.end("kernels")
         trial = StepProgram(decoder, KVPool(spec, 0, size, kv_dtype, device), rows)
         activations = _measure_steps(CudaExecutor(trial, None), budget, rows)
         sizes = graph_sizes(config)
         graphs_bytes = _measure_graphs(trial, sizes, piece_ladder(budget)) if sizes else 0
         del trial
         free = _free_bytes(device)
+        laps.end("measuring")
         plan = fit_pool(config, estimate, free, activations, graphs_bytes)
         plan = fit_length(plan, config, spec)
         try:
@@ -73,10 +81,12 @@ def start_executor(
                 graphs = DecodeGraphs(program, sizes, record)
                 pieces = PieceGraphs(program, piece_ladder(budget), record)
             _free_bytes(device)
+            laps.end("graphs")
             executor = CudaExecutor(program, graphs, pieces, nvtx=config.nvtx)
             for step in islice(warm_plans(rows.max_rows, budget, max_len), 1):
                 executor.sample(executor.forward(step)).wait()
                 executor.reset()
+            laps.end("largest step")
         except torch.OutOfMemoryError:
             raise ConfigError(_no_room(config, plan, device)) from None
     gc.freeze()  # what is here stays; the collector need not look at it while streams run
