@@ -79,7 +79,7 @@ class EngineConfig(Strict):
     exact: bool = False  # native kernels: no rounding of activations to 8 bits; slower
     threads: int | None = None  # of a decode step on a CPU; None: one a core
     threads_batch: int | None = None  # of a step with prefill; None: as threads
-    measure_ceilings: bool = False  # a CPU's, at the start, for the metrics
+    measure_ceilings: bool = False  # the device's, at the start, for the metrics
 
     def __post_init__(self) -> None:
         for name in ("model", "tokenizer", "chat_template"):

@@ -56,7 +56,7 @@ ENGINE_HELP = {
     "exact": "native kernels without the rounding of activations to 8 bits; slower",
     "threads": "threads of a decode step on a CPU (default: one a core)",
     "threads_batch": "threads of a step with prefill in it (default: as --threads)",
-    "measure_ceilings": "measure what the CPU can do at the most, for /metrics and /dash: a second",
+    "measure_ceilings": "measure at the start what the device can do, for /metrics and /dash",
 }
 SAMPLING_HELP = {
     "max_tokens": "most tokens to write; the model may stop before",

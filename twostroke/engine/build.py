@@ -94,8 +94,14 @@ class Engine:
         )
 
     def _ceilings(self) -> Ceilings:
-        if not self.config.measure_ceilings or self.device != "cpu":
+        if not self.config.measure_ceilings:
             return Ceilings()
+        if self.device != "cpu":
+            import torch
+
+            from twostroke.observe.gpu_ceilings import measure_gpu_ceilings
+
+            return measure_gpu_ceilings(torch.device(self.device), getattr(torch, self.dtype))
         return measure_ceilings(self.config.threads or default_threads())
 
 
