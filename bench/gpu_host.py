@@ -69,7 +69,7 @@ class Bench:
 
         self.launches = 0
         no_gpu.install(self._launched)
-        loading.read_tensor = cast(Any, no_weights)
+        setattr(loading, "read_tensor", no_weights)  # noqa: B010 - it is an import of theirs
         torch.nn.functional.linear = cast(Any, only_made)
         torch.empty_like = cast(Any, only_made)
         torch.mm = cast(Any, only_there)
