@@ -110,7 +110,9 @@ def test_rope_and_store_are_part_of_a_decode_steps_attention(
     for name in ("prefill_attention", "decode_attention", "rope_store", "rope_decode_attention"):
         monkeypatch.setattr(fused, name, counted(name))
     write(core, [PROMPTS[1]], max_tokens=1)
-    assert called == ["rope_store", "prefill_attention"] * layers
+    # in the last layer one token is left, which attends as a slot does
+    prefill = ["rope_store", "prefill_attention"] * (layers - 1)
+    assert called == [*prefill, "rope_store", "decode_attention"]
     called.clear()
     write(core, [PROMPTS[1]], max_tokens=2)
     # the stand-in is made of the two
@@ -194,6 +196,31 @@ def test_prompt_logprobs_are_those_of_the_local_executor() -> None:
     got = prompt_logprobs(fused_core(max_num_batched_tokens=33, max_num_seqs=4))
     assert len(got) == len(PROMPTS[2]) - 1
     np.testing.assert_allclose(got, expected, atol=1e-4)
+
+
+def test_the_last_layer_works_for_the_tokens_that_are_sampled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoder = decoders("qwen3")[1]
+    tokens: list[tuple[int, int]] = []
+    finish = decoder.finish
+
+    def counted(index: int, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        tokens.append((index, len(residual)))
+        return finish(index, attended, residual)
+
+    monkeypatch.setattr(decoder, "finish", counted)
+    core = fused_core(graphs=False, max_num_batched_tokens=16, max_num_seqs=4)
+    last, prompt = decoder.spec.num_layers - 1, list(range(40))
+    write(core, [prompt], max_tokens=1)  # as 16, 16 and 8
+    assert [size for index, size in tokens if index == 0] == [16, 16, 8]
+    assert [size for index, size in tokens if index == last] == [1]
+    tokens.clear()
+    params = SamplingParams(temperature=0, prompt_logprobs=0, max_tokens=1)
+    core.add(EngineRequest("all", tuple(prompt), params, seed=0))
+    while core.has_work:
+        core.step()
+    assert [size for index, size in tokens if index == last] == [16, 16, 8]
 
 
 def test_a_step_that_failed_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,8 +150,8 @@ def test_an_executor_started_that_way_writes_the_tokens_of_another(recorded: lis
     executor, plan = started(laps)
     assert str(laps) == "kernels 1.5 s, measuring 0.5 s, graphs 2.0 s, largest step 0.2 s"
     assert (plan.num_blocks, plan.activation_bytes) == (64, GIB)
-    # On trial two of each, then [1, 2, 4] rows and [64, 128] tokens, those in four pieces.
-    assert len(recorded) == (2 + 2 * 4) + (3 + 2 * 4)
+    # On trial two of each, then [1, 2, 4] rows and [64, 128] tokens, those in three pieces.
+    assert len(recorded) == (2 + 2 * 3) + (3 + 2 * 3)
     limits = SchedulerConfig(4, 96, plan.max_model_len, 16, plan.num_blocks)
     core = EngineCore(Scheduler(limits), executor, cost_model(spec, 4, 4))
     plain = Decoder(spec, Loud(spec), torch.float32, CPU, 1024, reference)

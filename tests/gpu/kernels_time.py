@@ -277,6 +277,7 @@ class Layers:
             [self.tables],
             FusedDecode(rows, lengths, splits, scratch),
             None,
+            None,
         )
 
         def call() -> torch.Tensor:

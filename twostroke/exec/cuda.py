@@ -132,7 +132,7 @@ class CudaExecutor:
             size = self._pieces.size_for(plan.num_tokens) if self._pieces else None
             packed = pack_step(plan, writes, self._rows, size or 0)
             start.record()
-            hidden = self._launch(packed, size is not None)
+            hidden = self._launch(packed, size is not None, self._wants_prompts(plan))
         return Forwarded(plan, packed, hidden, start, before)
 
     def _fit(self, writes: Writes, size: int) -> Writes:
@@ -143,13 +143,18 @@ class CudaExecutor:
         self._rows.cells.scatter_(0, self._send(at), self._send(values))
         return NOTHING
 
-    def _launch(self, packed: Packed, in_pieces: bool) -> torch.Tensor:
+    def _launch(self, packed: Packed, in_pieces: bool, keeps_all: bool) -> torch.Tensor:
         program, pieces = self._program, self._pieces
         if pieces is not None and in_pieces and pieces.fits(packed):
-            return program.run(pieces.send(packed), pieces.forward)
+            return program.run(pieces.send(packed, keeps_all), pieces.forward)
         buffer = packed.buffer.to(self._device, non_blocking=True)
-        step = program.prepare(packed.layout, buffer, packed.largest, packed.longest)
-        return program.run(step)
+        layout, largest, longest = packed.layout, packed.largest, packed.longest
+        return program.run(program.prepare(layout, buffer, largest, longest, keeps_all))
+
+    def _wants_prompts(self, plan: StepPlan) -> bool:
+        """Whether anybody asks for what the model thinks of a prompt's tokens."""
+        rows = (self._rows.rows[chunk.row] for chunk in plan.prefill)
+        return any(row.params.prompt_logprobs is not None for row in rows)
 
     @torch.inference_mode()
     def sample(self, handle: Forwarded, masks: Masks | None = None) -> Flying:

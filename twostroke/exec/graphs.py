@@ -55,7 +55,8 @@ class DecodeGraphs:
         for size in reversed(self.sizes):
             padding = pack_decode((), NOTHING, rows, size)
             self._buffer[: padding.layout.num_bytes].copy_(padding.buffer)
-            step = program.prepare(padding.layout, self._buffer, (0, 0), rows.max_len)
+            longest = rows.max_len, rows.max_len
+            step = program.prepare(padding.layout, self._buffer, longest=longest)
             self._replays[size] = record(partial(program.run, step))
 
     def size_for(self, batch: int) -> int | None:
@@ -71,10 +72,11 @@ class DecodeGraphs:
 class PieceGraphs:
     """Steps with prefill: a graph for all that lies between the attention of two layers.
 
-        [ embed … q₀ ] attend [ o₀ … q₁ ] attend … [ oₙ … norm ]          [ ]: a graph
+        [ embed … q₀ ] attend [ o₀ … q₁ ] attend … [ … qₙ ] rest of layer n       [ ]: a graph
 
-    What attention launches depends on the chunks; the rest only on the number of tokens, which is
-    padded up to a rung. So the device is not kept waiting for a launch per operation.
+    What attention launches depends on the chunks, the rest of the last layer on how many tokens are
+    sampled, everything else only on the number of tokens, which is padded up to a rung. So the
+    device is not kept waiting for a launch per operation.
     """
 
     def __init__(self, program: StepProgram, sizes: Iterable[int], record: Record) -> None:
@@ -88,14 +90,13 @@ class PieceGraphs:
         self._qkv = torch.zeros(largest, heads, spec.head_dim, dtype=dtype, device=device)
         self._attended = torch.zeros_like(self._qkv[:, : spec.num_heads])
         self._residual = torch.zeros(largest, spec.hidden_size, dtype=dtype, device=device)
-        self._hidden = torch.zeros_like(self._residual)
         self._replays: dict[int, list[Run]] = {}
         for size in reversed(self.sizes):
             padding = pack_step(EMPTY_PLAN, NOTHING, rows, size)
             self._buffer[: padding.layout.num_bytes].copy_(padding.buffer)
-            step = program.prepare(padding.layout, self._buffer, (0, 0), 0)
-            pieces = range(spec.num_layers + 1)
-            self._replays[size] = [record(partial(self._piece, n, size, step)) for n in pieces]
+            step = program.prepare(padding.layout, self._buffer)
+            pieces = [partial(self._piece, n, size, step) for n in range(spec.num_layers)]
+            self._replays[size] = [record(piece) for piece in pieces]
 
     def size_for(self, tokens: int) -> int | None:
         return _rung(self.sizes, tokens)
@@ -103,23 +104,28 @@ class PieceGraphs:
     def fits(self, packed: Packed) -> bool:
         return packed.layout.num_bytes <= PIECE_BUFFER_BYTES
 
-    def send(self, packed: Packed) -> DeviceStep:
+    def send(self, packed: Packed, keeps_all: bool = False) -> DeviceStep:
         layout = packed.layout
         self._buffer[: layout.num_bytes].copy_(packed.buffer, non_blocking=True)
-        return self._program.prepare(layout, self._buffer, packed.largest, packed.longest)
+        return self._program.prepare(
+            layout, self._buffer, packed.largest, packed.longest, keeps_all
+        )
 
     def forward(self, step: DeviceStep) -> torch.Tensor:
         """What the decoder's `forward` does, on inputs that `send` has put in place."""
         program, size = self._program, step.shape.tokens
+        decoder, kv = program.decoder, program.kv
         inputs = program.inputs(step, step.fields["read_at"])
-        lists = lists_of(inputs, self._qkv, self._attended)
-        attend = program.decoder.attention(lists, inputs)
-        first, *rest = self._replays[size]
-        first()
-        for index, (replay, cache) in enumerate(zip(rest, program.kv, strict=True)):
-            attend(index, cache)
+        qkv, attended, residual = (
+            part[:size] for part in (self._qkv, self._attended, self._residual)
+        )
+        attend = decoder.attention(lists_of(inputs, qkv, attended), inputs)
+        *replays, last = self._replays[size]
+        for index, replay in enumerate(replays):
             replay()
-        return self._hidden[:size]
+            attend(index, kv[index])
+        last()
+        return decoder.last_layer(qkv, attended, residual, inputs, attend, kv[-1])
 
     def _piece(self, index: int, size: int, step: DeviceStep) -> None:
         program, decoder, residual = self._program, self._program.decoder, self._residual[:size]
@@ -130,10 +136,7 @@ class PieceGraphs:
             normed = decoder.first_norm(residual)
         else:
             normed = decoder.finish(index - 1, self._attended[:size], residual)
-        if index < len(program.kv):
-            decoder.project(index, normed, inputs, program.kv[index], self._qkv[:size])
-        else:
-            self._hidden[:size].copy_(normed)
+        decoder.project(index, normed, inputs, program.kv[index], self._qkv[:size])
 
 
 class CudaRecorder:

@@ -41,13 +41,13 @@ class Shape(NamedTuple):
 class Layout:
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
-        tokens, slots, chunks, _, samples, writes, groups = shape
+        tokens, _, chunks, _, samples, writes, groups = shape
         # Those of the tokens first: where they lie depends on how many there are, and no more.
         fields = [("positions", "q", tokens), ("read_at", "q", tokens)]
         fields += [(f"slots{group}", "q", tokens) for group in range(groups)]
         fields += [(name, "q", samples) for name in ("write_at", "sampled", "key0", "key1")]
         fields += [("writes_at", "q", writes), ("writes", "i", writes)]
-        fields += [("rows", "i", slots), ("lengths", "i", slots)]
+        fields += [("rows", "i", samples), ("lengths", "i", samples)]  # decode slots are first
         fields += [("chunk_rows", "i", chunks), ("chunk_starts", "i", chunks)]
         fields += [("cu_tokens", "i", chunks + 1), ("top_k", "i", samples)]
         fields += [(name, "f", samples) for name in ("temperature", "top_p", "min_p")]
@@ -82,7 +82,7 @@ class Packed(NamedTuple):
     rows: Ints  # [S]: rows that are sampled
     positions: Ints  # [S]: where each sampled token will stand
     largest: tuple[int, int]  # chunks: of those that begin their sequence, and of the others
-    longest: int  # cached positions of the longest decode slot
+    longest: tuple[int, int]  # cached positions of a decode slot, and of all that is sampled
 
 
 def pack_decode(slots: Sequence[Slot], writes: Writes, rows: DeviceRows, batch: int) -> Packed:
@@ -103,8 +103,8 @@ def pack_decode(slots: Sequence[Slot], writes: Writes, rows: DeviceRows, batch: 
     to["cu_tokens"][:] = 0
     _put_samples(to, rows, which, positions + 1)
     _put_writes(to, rows, writes)
-    longest = int(positions.max()) + 1 if count else 0
-    return Packed(layout, buffer, which, positions + 1, (0, 0), longest)
+    longest = int(positions.max(initial=-1)) + 1
+    return Packed(layout, buffer, which, positions + 1, (0, 0), (longest, longest))
 
 
 def pack_step(plan: StepPlan, writes: Writes, rows: DeviceRows, padded: int = 0) -> Packed:
@@ -112,7 +112,6 @@ def pack_step(plan: StepPlan, writes: Writes, rows: DeviceRows, padded: int = 0)
     given."""
     count, chunks = len(plan.decode), plan.prefill
     which, positions = _columns(plan.decode)
-    longest = int(positions.max()) + 1 if count else 0
     table = np.array([chunk[:3] for chunk in chunks], np.int64).reshape(-1, 3)
     chunk_rows, starts, sizes = table.T
     ends = np.cumsum(sizes)
@@ -144,7 +143,7 @@ def pack_step(plan: StepPlan, writes: Writes, rows: DeviceRows, padded: int = 0)
     for group in range(rows.num_groups):
         place = to[f"slots{group}"]
         place[:tokens], place[tokens:] = rows.slots(group, token_rows, token_positions), -1
-    to["rows"][:], to["lengths"][:] = which, positions + 1
+    to["rows"][:], to["lengths"][:] = sampled_rows, targets
     to["chunk_rows"][:], to["chunk_starts"][:] = chunk_rows, starts
     to["cu_tokens"][0], to["cu_tokens"][1:] = 0, ends
     to["sampled"][:count] = np.arange(count)
@@ -153,6 +152,7 @@ def pack_step(plan: StepPlan, writes: Writes, rows: DeviceRows, padded: int = 0)
     _put_writes(to, rows, writes)
     fresh = starts == 0
     largest = int(sizes[fresh].max(initial=0)), int(sizes[~fresh].max(initial=0))
+    longest = int(positions.max(initial=-1)) + 1, int(targets.max(initial=0))
     return Packed(layout, buffer, sampled_rows, targets, largest, longest)
 
 

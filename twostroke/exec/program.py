@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from twostroke.exec.packed import Layout, Shape
 from twostroke.exec.rows import DeviceRows
 from twostroke.kv.pool import KVPool
-from twostroke.model.batch import FusedDecode, FusedInputs, FusedPrefill
+from twostroke.model.batch import FusedDecode, FusedInputs, FusedPrefill, FusedWanted
 from twostroke.model.fused import FusedDecoder
 
 
@@ -28,7 +27,8 @@ class DeviceStep:
     shape: Shape
     fields: dict[str, torch.Tensor]  # views of the packed inputs
     largest: tuple[int, int]  # chunks
-    splits: int  # of decode attention
+    splits: tuple[int, int]  # of decode attention: of the slots, of all that is sampled
+    keeps_all: bool  # hidden states, not only those that are sampled
 
 
 Forward = Callable[[DeviceStep], torch.Tensor]
@@ -46,20 +46,28 @@ class StepProgram:
         self.tokens = torch.zeros(rows.max_rows, dtype=torch.int32, device=device)
 
     def prepare(
-        self, layout: Layout, buffer: torch.Tensor, largest: tuple[int, int], longest: int
+        self,
+        layout: Layout,
+        buffer: torch.Tensor,
+        largest: tuple[int, int] = (0, 0),
+        longest: tuple[int, int] = (0, 0),
+        keeps_all: bool = False,
     ) -> DeviceStep:
         """A step over packed inputs that lie in `buffer` on the device."""
-        splits, slots = 1, layout.shape.slots
-        if slots:
-            # By powers of two, so that few different launches ever occur.
-            length = min(1 << (longest - 1).bit_length(), self.rows.max_len)
-            heads = self.decoder.spec.num_kv_heads
-            splits = self.decoder.kernels.decode_splits(slots, heads, length)
-        return DeviceStep(layout.shape, layout.device(buffer), largest, splits)
+        shape = layout.shape
+        splits = self._splits(shape.slots, longest[0]), self._splits(shape.samples, longest[1])
+        return DeviceStep(shape, layout.device(buffer), largest, splits, keeps_all)
+
+    def _splits(self, slots: int, longest: int) -> int:
+        if not slots:
+            return 1
+        # By powers of two, so that few different launches ever occur.
+        length = min(1 << (longest - 1).bit_length(), self.rows.max_len)
+        return self.decoder.kernels.decode_splits(slots, self.decoder.spec.num_kv_heads, length)
 
     def run(self, step: DeviceStep, forward: Forward | None = None) -> torch.Tensor:
-        """The last hidden states; logits and tokens are in their places. `forward`: instead of the
-        decoder's own."""
+        """The last hidden states that are kept; logits and tokens are in their places. `forward`:
+        instead of the decoder's own."""
         fields, cells = step.fields, self.rows.cells
         if step.shape.writes:
             cells.scatter_(0, fields["writes_at"], fields["writes"])
@@ -74,11 +82,13 @@ class StepProgram:
 
     def inputs(self, step: DeviceStep, token_ids: torch.Tensor) -> FusedInputs:
         shape, fields = step.shape, step.fields
-        decode = prefill = None
+        decode = prefill = wanted = None
         if shape.slots:
-            # Made here, so that the graphs of a pool all use the same memory for it.
-            scratch = self._scratch(shape.slots, step.splits)
-            decode = FusedDecode(fields["rows"], fields["lengths"], step.splits, scratch)
+            decode = self._slots(step, shape.slots, step.splits[0])
+        if shape.chunks and not step.keeps_all:
+            wanted = FusedWanted(
+                fields["sampled"], self._slots(step, shape.samples, step.splits[1])
+            )
         if shape.chunks:
             prefill = FusedPrefill(
                 fields["chunk_rows"],
@@ -89,17 +99,20 @@ class StepProgram:
             )
         slots = [fields[f"slots{group}"] for group in range(shape.groups)]
         tables, positions = self.rows.tables, fields["positions"]
-        return FusedInputs(token_ids, positions, slots, tables, decode, prefill)
+        return FusedInputs(token_ids, positions, slots, tables, decode, prefill, wanted)
 
-    def _scratch(self, batch: int, splits: int) -> Any:
-        spec, decoder = self.decoder.spec, self.decoder
-        return decoder.kernels.decode_scratch(
-            batch, spec.num_heads, spec.head_dim, splits, decoder.device
+    def _slots(self, step: DeviceStep, count: int, splits: int) -> FusedDecode:
+        """The first of what is sampled, as slots of decode attention."""
+        spec, decoder, fields = self.decoder.spec, self.decoder, step.fields
+        # Made here, so that the graphs of a pool all use the same memory for it.
+        scratch = decoder.kernels.decode_scratch(
+            count, spec.num_heads, spec.head_dim, splits, decoder.device
         )
+        return FusedDecode(fields["rows"][:count], fields["lengths"][:count], splits, scratch)
 
     def _sample(self, hidden: torch.Tensor, step: DeviceStep, count: int) -> None:
         fields = step.fields
-        if step.shape.tokens != count:  # else all of them, in order
+        if len(hidden) != count:  # all, not only those that are sampled
             hidden = hidden.index_select(0, fields["sampled"])
         logits = self.decoder.head(hidden, out=self.logits[:count])
         tokens = self.tokens[:count]

@@ -67,6 +67,15 @@ class FusedPrefill:
 
 
 @dataclass(frozen=True, slots=True)
+class FusedWanted:
+    """The tokens whose last hidden state somebody wants. The last layer attends with them as with
+    decode slots: their keys and values are in the cache by then."""
+
+    tokens: torch.Tensor  # [S] int64
+    slots: FusedDecode
+
+
+@dataclass(frozen=True, slots=True)
 class FusedInputs:
     token_ids: torch.Tensor  # [T]
     positions: torch.Tensor  # [T] int64
@@ -74,3 +83,4 @@ class FusedInputs:
     tables: Sequence[torch.Tensor]  # per KV group: [rows, blocks] int32
     decode: FusedDecode | None
     prefill: FusedPrefill | None
+    wanted: FusedWanted | None  # None: all tokens

@@ -3,6 +3,8 @@
     embed · norm ─▶ [ qkv · rope+store+attend · o · +norm · gate+up · act · down · +norm ] × n
     with chunks:    [ qkv · rope+store · attend, a launch a list · o · … ]
 
+Of a chunk only the last token is sampled, if that: after its keys and values the last layer works
+for the tokens that somebody wants, and not for the others.
 The residual stays in one tensor that every `add_rms_norm` adds to. Nothing here looks at a value
 on the device or copies one to it, so that a graph can hold all of it.
 """
@@ -79,23 +81,26 @@ class FusedDecoder:
         self._next_norms = [layer.attn_norm for layer in self._layers[1:]] + [self._final_norm]
 
     def hollow(self) -> FusedDecoder:
-        """One layer of each kind, of tensors that have no memory: what it launches is the same."""
+        """One layer of each kind and the last, of tensors that have no memory: what it launches is
+        the same."""
         other, kinds = copy(self), {layer.window: layer for layer in self._layers}
+        layers = [*kinds.values(), self._layers[-1]]
         other.device = torch.device("meta")
-        other.spec = replace(self.spec, layers=tuple(map(LayerSpec, kinds)))
+        other.spec = replace(self.spec, layers=tuple(LayerSpec(layer.window) for layer in layers))
         other._layers = [
             replace(
                 layer, **{part.name: _hollow(getattr(layer, part.name)) for part in fields(layer)}
             )
-            for layer in kinds.values()
+            for layer in layers
         ]
         for name in ("_cos", "_sin", "_embed", "_final_norm", "_head"):
             setattr(other, name, _hollow(getattr(self, name)))
-        other._next_norms = [other._final_norm] * len(kinds)
+        other._next_norms = [other._final_norm] * len(layers)
         return other
 
     def forward(self, inputs: FusedInputs, kv: KVLayers) -> torch.Tensor:
-        """The last hidden state of every token of the step, normed: [T, hidden]."""
+        """The last hidden states that are wanted, normed: [S, hidden]; of all tokens if the inputs
+        name none."""
         residual = self.embed(inputs.token_ids)
         normed = self.first_norm(residual)
         if inputs.decode is not None and inputs.prefill is None:
@@ -108,11 +113,12 @@ class FusedDecoder:
         qkv = residual.new_empty(tokens, heads + 2 * spec.num_kv_heads, spec.head_dim)
         attended = residual.new_empty(tokens, heads, spec.head_dim)
         attend = self.attention(lists_of(inputs, qkv, attended), inputs)
-        for index, cache in enumerate(kv):
+        for index, cache in enumerate(kv[:-1]):
             self.project(index, normed, inputs, cache, qkv)
             attend(index, cache)
             normed = self.finish(index, attended, residual)
-        return normed
+        self.project(len(kv) - 1, normed, inputs, kv[-1], qkv)
+        return self.last_layer(qkv, attended, residual, inputs, attend, kv[-1])
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(token_ids, self._embed)
@@ -200,18 +206,8 @@ class FusedDecoder:
         kernels, heads, table = self.kernels, self.spec.num_heads, inputs.tables[0]
         decode, prefill = inputs.decode, inputs.prefill
         if decode is not None:
-            yield kernels.bind_decode_attention(
-                lists.decode[:, :heads],
-                *cache,
-                table,
-                decode.rows,
-                decode.lengths,
-                self._scale,
-                window,
-                decode.splits,
-                decode.scratch,
-                out=lists.decode_out,
-            )
+            queries = lists.decode[:, :heads]
+            yield self._bind_slots(window, queries, lists.decode_out, table, decode, cache)
         if prefill is not None:
             yield kernels.bind_prefill_attention(
                 lists.prefill[:, :heads],
@@ -228,6 +224,28 @@ class FusedDecoder:
                 max_fresh=prefill.max_fresh,
             )
 
+    def _bind_slots(
+        self,
+        window: int | None,
+        queries: torch.Tensor,
+        out: torch.Tensor,
+        table: torch.Tensor,
+        slots: FusedDecode,
+        cache: KV,
+    ) -> Attend:
+        return self.kernels.bind_decode_attention(
+            queries,
+            *cache,
+            table,
+            slots.rows,
+            slots.lengths,
+            self._scale,
+            window,
+            slots.splits,
+            slots.scratch,
+            out=out,
+        )
+
     def finish(self, index: int, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """The rest of a layer, and the norm that the next begins with."""
         layer, eps, kernels = self._layers[index], self.spec.norm_eps, self.kernels
@@ -236,6 +254,29 @@ class FusedDecoder:
         normed = kernels.add_rms_norm(out, residual, layer.mlp_norm, eps, early=early)
         out = self._product(layer.down, self._gated(layer.gate_up, normed))
         return kernels.add_rms_norm(out, residual, self._next_norms[index], eps, early=early)
+
+    def last_layer(
+        self,
+        qkv: torch.Tensor,
+        attended: torch.Tensor,
+        residual: torch.Tensor,
+        inputs: FusedInputs,
+        attend: AttendLayer,
+        cache: KV,
+    ) -> torch.Tensor:
+        """What comes after its `project`, for the tokens that are wanted."""
+        wanted, index = inputs.wanted, len(self._layers) - 1
+        if wanted is None:
+            attend(index, cache)
+            return self.finish(index, attended, residual)
+        residual = residual.index_select(0, wanted.tokens)
+        if not len(residual):
+            return residual
+        queries = qkv[:, : self.spec.num_heads].index_select(0, wanted.tokens)
+        attended = torch.empty_like(queries)
+        window = self._layers[index].window
+        self._bind_slots(window, queries, attended, inputs.tables[0], wanted.slots, cache)(*cache)
+        return self.finish(index, attended, residual)
 
     def _product(
         self, linear: Linear, x: torch.Tensor, out: torch.Tensor | None = None
