@@ -170,7 +170,7 @@ def rope_decode_attention(  # type: ignore[no-untyped-def]
     return decode_attention(q, keys, values, tables, rows, lengths, *how)
 
 
-def compile_ahead(run):  # type: ignore[no-untyped-def]
+def compile_ahead(run, of):  # type: ignore[no-untyped-def]
     """Nothing to compile; and what is here needs the values."""
 
 

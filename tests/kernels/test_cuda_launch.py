@@ -243,3 +243,23 @@ def test_what_is_compiled_ahead_is_all_that_a_start_launches(
     assert compiled[0] == 0
     assert built
     assert launchers.issuperset(built)
+
+
+def test_what_was_compiled_ahead_once_is_not_looked_at_again(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from twostroke.kernels import cuda
+
+    ran: list[str] = []
+    cuda.compile_ahead(lambda: ran.append("one"), ("a model", [1, 2]))
+    cuda.compile_ahead(lambda: ran.append("again"), ("a model", [1, 2]))
+    cuda.compile_ahead(lambda: ran.append("other"), ("a model", [1, 2, 4]))
+    assert ran == ["one", "other"]
+    with pytest.raises(ZeroDivisionError):
+        cuda.compile_ahead(lambda: 1 // 0, "a failure")
+    cuda.compile_ahead(lambda: ran.append("after a failure"), "a failure")
+    monkeypatch.setattr(triton, "__version__", "3.99.0")
+    cuda.compile_ahead(lambda: ran.append("other version"), ("a model", [1, 2]))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "elsewhere"))
+    cuda.compile_ahead(lambda: ran.append("other place"), ("a model", [1, 2]))
+    assert ran[2:] == ["after a failure", "other version", "other place"]

@@ -123,7 +123,8 @@ def compile_kernels(
             DecodeGraphs(program, sizes, _run_once)
             PieceGraphs(program, piece_ladder(budget), _run_once)
 
-    decoder.kernels.compile_ahead(run)
+    of = (decoder.spec, decoder.dtype, kv_dtype, decoder.early, size, groups)
+    decoder.kernels.compile_ahead(run, (*of, rows.max_rows, rows.max_len, budget, sizes))
 
 
 def _run_once(run: Run) -> Run:

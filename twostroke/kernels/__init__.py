@@ -224,6 +224,7 @@ class FusedKernels(Protocol):
         """A token a row; temperature 0 is greedy, top_k 0 is all. The logits stay as they are."""
         ...
 
-    def compile_ahead(self, run: Callable[[], object]) -> None:
-        """Make ready what `run` calls, on tensors without memory; it may be run or not."""
+    def compile_ahead(self, run: Callable[[], object], of: object) -> None:
+        """Make ready what `run` calls, on tensors without memory; it may be run or not. `of`: all
+        that decides what it calls, of which the `repr` is the same in another process."""
         ...
