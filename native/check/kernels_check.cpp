@@ -46,17 +46,24 @@ std::vector<int32_t> in_order(int rows) {
 }
 
 std::vector<float> product(const Kernels& k, const Matrix& m, const std::vector<float>& x,
-                           int tokens, bool exact) {
+                           int tokens, bool exact, bool again = false) {
   const int blocks = m.packed().blocks, rows = m.packed().rows, cols = m.packed().cols;
+  const int places = again ? blocks + 1 : blocks;
   const size_t padded = (tokens + kTile - 1) / kTile * static_cast<size_t>(kTile);
-  std::vector<int8_t> codes(padded * blocks * kBlock);
-  std::vector<float> scale(padded * blocks), sum(padded * blocks), halves(padded * blocks * 2);
+  std::vector<int8_t> codes(padded * places * kBlock);
+  std::vector<float> scale(padded * places), sum(padded * places), halves(padded * places * 2);
+  std::vector<int32_t> coarsest(padded);
   std::vector<float> out(size_t(tokens) * rows);
-  for (int t = 0; t < tokens; t++)
-    k.quantise(&x[size_t(t) * cols], cols, t, 0, blocks, codes.data(), scale.data(), sum.data(),
-               halves.data());
+  for (int t = 0; t < tokens; t++) {
+    const float* line = &x[size_t(t) * cols];
+    k.quantise(line, cols, t, 0, places, codes.data(), scale.data(), sum.data(), halves.data());
+    if (again)
+      coarsest[t] = k.quantise_rest(line, cols, t, places, codes.data(), scale.data(), sum.data(),
+                                    halves.data());
+  }
   const Activations a{x.data(),   cols,   exact ? nullptr : codes.data(), scale.data(),
-                      sum.data(), blocks, halves.data()};
+                      sum.data(), blocks, halves.data(), nullptr,
+                      again ? coarsest.data() : nullptr};
   k.matmul(m.packed(), a, 0, tokens, 0, m.packed().groups(), out.data(), rows, false);
   return out;
 }
@@ -75,6 +82,8 @@ void check_products(const Kernels& k) {
       for (bool exact : {false, true})
         expect_close("product", k.name, product(k, own, x, tokens, exact),
                      product(plain, other, x, tokens, exact), 2e-5f);
+      expect_close("product, a block again", k.name, product(k, own, x, tokens, false, true),
+                   product(plain, other, x, tokens, false, true), 2e-5f);
     }
   }
 }
@@ -185,6 +194,8 @@ void check_blocks(const Kernels& k) {
         for (bool exact : {false, true})
           expect_close(name, k.name, product(k, own, x, tokens, exact),
                        product(plain, other, x, tokens, exact), 2e-6f);
+        expect_close(name, k.name, product(k, own, x, tokens, false, true),
+                     product(plain, other, x, tokens, false, true), 2e-6f);
         const auto all = product(k, own, x, tokens, false);
         const std::vector<float> last(x.end() - cols, x.end());
         if (product(k, own, last, 1, false) != std::vector<float>(all.end() - rows, all.end()))

@@ -61,12 +61,17 @@ constexpr size_t block_bytes(Format f, int lanes) {
 struct Activations {
   const float* values;  // [T, stride]
   int stride;
-  const int8_t* codes;  // [T / kTile, blocks, kTile, kBlock], or null: the exact products
-  const float* scale;   // [T / kTile, blocks, kTile]
+  const int8_t* codes;  // [T / kTile, places, kTile, kBlock], or null: the exact products
+  const float* scale;   // [T / kTile, places, kTile]
   const float* sum;     // as scale
   int blocks;
-  const float* halves;  // [T / kTile, blocks, 2, kTile]
+  const float* halves;  // [T / kTile, places, 2, kTile]
   const uint16_t* wide = nullptr;  // or instead of codes: bfloat16, see `wide_at`
+  // [T]: a block that comes once more, after the others, with what its codes have left over; or
+  // null: none does.
+  const int32_t* again = nullptr;
+
+  int places() const { return again == nullptr ? blocks : blocks + 1; }
 };
 
 // Where block `b` of token `t` is among wide activations: tiles of 16 tokens by a block, a token's
@@ -113,8 +118,11 @@ struct Kernels {
   void (*matmul)(const Packed& w, const Activations& a, int t0, int t1, int g0, int g1, float* out,
                  int stride, bool add);
   // n floats as 8-bit blocks of token `t` of `Activations`, from its block `first` on.
-  void (*quantise)(const float* x, int n, int t, int first, int blocks, int8_t* codes,
+  void (*quantise)(const float* x, int n, int t, int first, int places, int8_t* codes,
                    float* scale, float* sum, float* halves);
+  // What the codes of the coarsest of its blocks have left over, as one block more. Which that is.
+  int (*quantise_rest)(const float* x, int n, int t, int places, int8_t* codes, float* scale,
+                       float* sum, float* halves);
   void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);
   // Rotate `heads` heads of `dim` channels; `half` cosines and sines.
   void (*rope)(float* x, int heads, int dim, const float* cos, const float* sin, int half);

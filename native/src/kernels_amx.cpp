@@ -25,6 +25,7 @@ const Kernels kAmx = {
     false,
     amx::wide_matmul,
     amx::quantise,
+    amx::quantise_rest,
     amx::rms_norm,
     amx::rope,
     amx::silu_mul,

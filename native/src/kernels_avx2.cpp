@@ -21,6 +21,7 @@ const Kernels kAvx2 = {
     false,
     avx2::matmul,
     avx2::quantise,
+    avx2::quantise_rest,
     avx2::rms_norm,
     avx2::rope,
     avx2::silu_mul,

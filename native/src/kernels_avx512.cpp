@@ -21,6 +21,7 @@ const Kernels kAvx512 = {
     false,
     avx512::matmul,
     avx512::quantise,
+    avx512::quantise_rest,
     avx512::rms_norm,
     avx512::rope,
     avx512::silu_mul,

@@ -21,6 +21,7 @@ const Kernels kNeon = {
     true,
     neon::matmul,
     neon::quantise,
+    neon::quantise_rest,
     neon::rms_norm,
     neon::rope,
     neon::silu_mul,

@@ -20,6 +20,7 @@ const Kernels kPortable = {
     true,
     portable::matmul,
     portable::quantise,
+    portable::quantise_rest,
     portable::rms_norm,
     portable::rope,
     portable::silu_mul,

@@ -81,11 +81,13 @@ void Model::resize(Quantised& a, int tokens, int width) const {
     if (a.wide.size() < needed) a.wide.resize(needed);
   }
   if (a.values.size() >= padded * width) return;
+  const size_t places = padded * (blocks + 1);
   a.values.resize(padded * width);
-  a.codes.resize(padded * blocks * kBlock);
-  a.scale.resize(padded * blocks);
-  a.sum.resize(padded * blocks);
-  a.halves.resize(padded * blocks * 2);
+  a.codes.resize(places * kBlock);
+  a.scale.resize(places);
+  a.sum.resize(places);
+  a.halves.resize(places * 2);
+  a.again.resize(padded);
 }
 
 // Whether a step of so many tokens goes through the machine's matrix units.
@@ -93,26 +95,32 @@ bool Model::is_wide(int tokens) const {
   return !exact_ && k_.wide.from > 0 && tokens >= k_.wide.from;
 }
 
-Activations Model::view(const Quantised& a, int width) const {
+Activations Model::view(const Quantised& a, int width, bool again) const {
   return {a.values.data(), width,        exact_ ? nullptr : a.codes.data(),
           a.scale.data(),  a.sum.data(), ceil_div(width, kBlock),
-          a.halves.data(), a.is_wide ? a.wide.data() : nullptr};
+          a.halves.data(), a.is_wide ? a.wide.data() : nullptr,
+          again ? a.again.data() : nullptr};
 }
 
-// Channels [from, from + n) of token t, from a block's beginning on.
-void Model::quantise(Quantised& a, int t, int from, int n, int width) const {
+// Channels [from, from + n) of token t, from a block's beginning on. `again`: all of them, and the
+// coarsest block once more.
+void Model::quantise(Quantised& a, int t, int from, int n, int width, bool again) const {
   if (exact_) return;
+  const int blocks = ceil_div(width, kBlock), places = again ? blocks + 1 : blocks;
   const float* x = a.values.data() + static_cast<size_t>(t) * width + from;
-  if (a.is_wide)
-    return k_.wide.to_bf16(x, n, &a.wide[wide_at(t, from / kBlock, ceil_div(width, kBlock))]);
-  k_.quantise(x, n, t, from / kBlock, ceil_div(width, kBlock), a.codes.data(), a.scale.data(),
-              a.sum.data(), a.halves.data());
+  if (a.is_wide) return k_.wide.to_bf16(x, n, &a.wide[wide_at(t, from / kBlock, blocks)]);
+  k_.quantise(x, n, t, from / kBlock, places, a.codes.data(), a.scale.data(), a.sum.data(),
+              a.halves.data());
+  if (again)
+    a.again[t] = k_.quantise_rest(x, n, t, places, a.codes.data(), a.scale.data(), a.sum.data(),
+                                  a.halves.data());
 }
 
-void Model::norm(const float* x, const std::vector<float>& weight, Quantised& a, int t) const {
+void Model::norm(const float* x, const std::vector<float>& weight, Quantised& a, int t,
+                 bool again) const {
   const int n = shape_.hidden;
   k_.rms_norm(x, weight.data(), shape_.eps, n, a.values.data() + static_cast<size_t>(t) * n);
-  quantise(a, t, 0, n, n);
+  quantise(a, t, 0, n, n, again);
 }
 
 void Model::reserve(int tokens) {
@@ -188,23 +196,24 @@ void Model::run_layer(const Step& step, int index, int member) {
   const Cache cache{step.pool.data + 2 * index * plane, step.pool.data + (2 * index + 1) * plane,
                     step.pool.block_size, s.kv_heads, s.dim};
   Quantised& normed = step.small ? own_[member] : normed_;
-  auto norm_all = [&](const std::vector<float>& weight) {
+  auto norm_all = [&](const std::vector<float>& weight, bool again) {
+    auto one = [&](int t) {
+      norm(&x_[static_cast<size_t>(t) * hidden], weight, normed, t, again);
+    };
     if (step.small) {
-      for (int t = 0; t < tokens; t++) norm(&x_[static_cast<size_t>(t) * hidden], weight, normed, t);
+      for (int t = 0; t < tokens; t++) one(t);
     } else {
-      share_tokens(0, tokens, [&](int t) {
-        norm(&x_[static_cast<size_t>(t) * hidden], weight, normed, t);
-      });
+      share_tokens(0, tokens, one);
     }
   };
-  norm_all(layer.attn_norm);
+  norm_all(layer.attn_norm, true);
   lap(kNorm, member);
-  multiply(*layer.qkv, view(normed, hidden), tokens, qkv_.data(), wide, false);
+  multiply(*layer.qkv, view(normed, hidden, true), tokens, qkv_.data(), wide, false);
   lap(kQkv, member);
   attend(step, layer, cache, member);
   multiply(*layer.o, view(attended_, q), tokens, x_.data(), hidden, true);
   lap(kOutput, member);
-  norm_all(layer.mlp_norm);
+  norm_all(layer.mlp_norm, false);
   lap(kNorm, member);
   gate_and_up(layer, view(normed, hidden), tokens, member);
   lap(kGateUp, member);
@@ -265,13 +274,13 @@ void Model::logits(const int32_t* which, int count, float* out) {
 void Model::head(const int32_t* which, int count, float* out) {
   const int hidden = shape_.hidden;
   share_tokens(0, count, [&](int n) {
-    norm(&x_[static_cast<size_t>(which[n]) * hidden], final_norm_, last_, n);
+    norm(&x_[static_cast<size_t>(which[n]) * hidden], final_norm_, last_, n, true);
   });
   const Packed& w = head_->packed();
   const int groups = w.groups(), per_task = std::max(1, ceil_div(groups, 64));
   team_.share(ceil_div(groups, per_task), [&](int task) {
     const int from = task * per_task;
-    k_.matmul(w, view(last_, hidden), 0, count, from, std::min(groups, from + per_task),
+    k_.matmul(w, view(last_, hidden, true), 0, count, from, std::min(groups, from + per_task),
               out + from * w.lanes, shape_.vocab, false);
   });
 }

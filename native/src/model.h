@@ -79,6 +79,7 @@ class Model {
     std::vector<float> values, scale, sum, halves;
     std::vector<int8_t> codes;
     std::vector<uint16_t> wide;
+    std::vector<int32_t> again;  // of each token: its coarsest block, which has a second place
     bool is_wide = false;
   };
   struct Step;
@@ -89,9 +90,10 @@ class Model {
   void reserve(int tokens);
   void resize(Quantised& a, int tokens, int width) const;
   bool is_wide(int tokens) const;
-  Activations view(const Quantised& a, int width) const;
-  void quantise(Quantised& a, int t, int from, int n, int width) const;
-  void norm(const float* x, const std::vector<float>& weight, Quantised& a, int t) const;
+  Activations view(const Quantised& a, int width, bool again = false) const;
+  void quantise(Quantised& a, int t, int from, int n, int width, bool again = false) const;
+  void norm(const float* x, const std::vector<float>& weight, Quantised& a, int t,
+            bool again = false) const;
   void run_layer(const Step& step, int index, int member);
   void gate_and_up(const Layer& layer, const Activations& a, int tokens, int member);
   void multiply(const Matrix& w, const Activations& a, int tokens, float* out, int stride,

@@ -221,26 +221,34 @@ NB_MODULE(_native, m) {
            "out"_a.noconvert(), "isa"_a = "auto", "Unpack every row.")
       .def("multiply",
            [](const Matrix& self, const Floats2& x, const OutFloats2& out, const std::string& isa,
-              bool exact) {
+              bool exact, bool again) {
              const Packed& w = self.packed();
              const Kernels& k = find_kernels(isa);
              check(k.lanes == w.lanes, "packed for other kernels");
              check(x.shape(1) == static_cast<size_t>(w.cols) && out.shape(0) == x.shape(0) &&
                        out.shape(1) == static_cast<size_t>(w.rows),
                    "another shape");
-             const int tokens = static_cast<int>(x.shape(0)), blocks = w.blocks;
+             const int tokens = static_cast<int>(x.shape(0)), places = w.blocks + (again ? 1 : 0);
              const size_t padded = (tokens + kTile - 1) / kTile * static_cast<size_t>(kTile);
-             std::vector<int8_t> codes(padded * blocks * kBlock);
-             std::vector<float> scale(padded * blocks), sum(padded * blocks);
-             std::vector<float> halves(padded * blocks * 2);
-             for (int t = 0; t < tokens; t++)
-               k.quantise(x.data() + static_cast<size_t>(t) * w.cols, w.cols, t, 0, blocks,
-                          codes.data(), scale.data(), sum.data(), halves.data());
-             const Activations a{x.data(),     w.cols,     exact ? nullptr : codes.data(),
-                                 scale.data(), sum.data(), blocks,     halves.data()};
+             std::vector<int8_t> codes(padded * places * kBlock);
+             std::vector<float> scale(padded * places), sum(padded * places);
+             std::vector<float> halves(padded * places * 2);
+             std::vector<int32_t> coarsest(padded);
+             for (int t = 0; t < tokens; t++) {
+               const float* line = x.data() + static_cast<size_t>(t) * w.cols;
+               k.quantise(line, w.cols, t, 0, places, codes.data(), scale.data(), sum.data(),
+                          halves.data());
+               if (again)
+                 coarsest[t] = k.quantise_rest(line, w.cols, t, places, codes.data(), scale.data(),
+                                               sum.data(), halves.data());
+             }
+             const Activations a{x.data(),     w.cols,        exact ? nullptr : codes.data(),
+                                 scale.data(), sum.data(),    w.blocks,
+                                 halves.data(), nullptr,      again ? coarsest.data() : nullptr};
              k.matmul(w, a, 0, tokens, 0, w.groups(), out.data(), w.rows, false);
            },
-           "x"_a, "out"_a.noconvert(), "isa"_a = "auto", "exact"_a = false, "out = x · selfᵀ + bias.");
+           "x"_a, "out"_a.noconvert(), "isa"_a = "auto", "exact"_a = false,
+           "again"_a = false, "out = x · selfᵀ + bias.");
 
   nb::class_<Layer>(m, "Layer")
       .def("__init__",

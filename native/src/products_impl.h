@@ -66,13 +66,12 @@ static inline __attribute__((always_inline)) void quantised_tile(const void* gro
   constexpr bool has_least = has_minima(F) || (F == Format::kQ8 && signed_bias != 0);
   // Small codes would lose digits beside the bias: there it is taken off the whole numbers.
   constexpr bool is_biased = has_float_scales(F) && !is_q4(F) && signed_bias != 0;
-  const size_t at = static_cast<size_t>(t / kTile) * a.blocks * kTile;
+  const size_t at = static_cast<size_t>(t / kTile) * a.places() * kTile;
   const int8_t* codes = a.codes + at * kBlock;
   const float *scale = a.scale + at, *sum = a.sum + at, *halves = a.halves + 2 * at;
   auto* packed = static_cast<const uint8_t*>(group);
   auto* ready = static_cast<const Unpacked<F>*>(group);
-  unrolled<M>([&](auto m) { acc[m] = f32v{}; });
-  for (int b = 0; b < a.blocks; b++) {
+  auto block = [&](int b) __attribute__((always_inline)) {
     Unpacked<F> here;
     if constexpr (Ready) {
       unrolled<8>([&](auto j) { here.codes[j] = ready[b].codes[j]; });
@@ -84,32 +83,39 @@ static inline __attribute__((always_inline)) void quantised_tile(const void* gro
       if constexpr (M <= 2) prefetch<block_bytes(F, W)>(packed + b * block_bytes(F, W));
       unpack_block<F>(packed + b * block_bytes(F, W), here);
     }
-    unrolled<M>([&](auto m) {
-      if constexpr (in_halves(F)) {
-        f32v one = dot_block<true, 4>(here.codes, codes + m * kBlock);
-        f32v other = dot_block<true, 4>(here.codes + 4, codes + m * kBlock + kHalf);
-        if constexpr (is_biased) {
-          one -= signed_bias * halves[m];
-          other -= signed_bias * halves[kTile + m];
-        }
-        f32v both = mul_add(other, here.scale[1], one * here.scale[0]);
-        if constexpr (has_least) {
-          both = mul_add(here.least[0], splat(halves[m]), both);
-          both = mul_add(here.least[1], splat(halves[kTile + m]), both);
-        }
-        acc[m] = mul_add(both, splat(scale[m]), acc[m]);
-      } else {
-        f32v dots = dot_block<!is_q4(F)>(here.codes, codes + m * kBlock);
-        if constexpr (is_biased) dots -= signed_bias * (halves[m] + halves[kTile + m]);
-        acc[m] = mul_add(dots, here.scale[0] * scale[m], acc[m]);
-        if constexpr (has_least) acc[m] = mul_add(here.least[0], splat(sum[m]), acc[m]);
+    return here;
+  };
+  auto add = [&](const Unpacked<F>& here, auto m) __attribute__((always_inline)) {
+    if constexpr (in_halves(F)) {
+      f32v one = dot_block<true, 4>(here.codes, codes + m * kBlock);
+      f32v other = dot_block<true, 4>(here.codes + 4, codes + m * kBlock + kHalf);
+      if constexpr (is_biased) {
+        one -= signed_bias * halves[m];
+        other -= signed_bias * halves[kTile + m];
       }
-    });
+      f32v both = mul_add(other, here.scale[1], one * here.scale[0]);
+      if constexpr (has_least) {
+        both = mul_add(here.least[0], splat(halves[m]), both);
+        both = mul_add(here.least[1], splat(halves[kTile + m]), both);
+      }
+      acc[m] = mul_add(both, splat(scale[m]), acc[m]);
+    } else {
+      f32v dots = dot_block<!is_q4(F)>(here.codes, codes + m * kBlock);
+      if constexpr (is_biased) dots -= signed_bias * (halves[m] + halves[kTile + m]);
+      acc[m] = mul_add(dots, here.scale[0] * scale[m], acc[m]);
+      if constexpr (has_least) acc[m] = mul_add(here.least[0], splat(sum[m]), acc[m]);
+    }
+  };
+  unrolled<M>([&](auto m) { acc[m] = f32v{}; });
+  for (int b = 0; b < a.blocks; b++) {
+    const Unpacked<F> here = block(b);
+    unrolled<M>([&](auto m) { add(here, m); });
     codes += kTile * kBlock;
     scale += kTile;
     sum += kTile;
     halves += 2 * kTile;
   }
+  if (a.again != nullptr) unrolled<M>([&](auto m) { add(block(a.again[t + m]), m); });
 }
 
 // The exact product: codes unpacked to floats, activations as they are.
@@ -283,9 +289,9 @@ static void unpack_row(const Packed& w, int row, float* out) {
   }
 }
 
-static void quantise(const float* x, int n, int t, int first, int blocks, int8_t* codes,
+static void quantise(const float* x, int n, int t, int first, int places, int8_t* codes,
                      float* scale, float* sum, float* halves) {
-  const size_t tile = (static_cast<size_t>(t / kTile) * blocks + first) * kTile;
+  const size_t tile = (static_cast<size_t>(t / kTile) * places + first) * kTile;
   const size_t place = tile + t % kTile;
   codes += place * kBlock;
   scale += place;
@@ -314,4 +320,21 @@ static void quantise(const float* x, int n, int t, int first, int blocks, int8_t
     sum += kTile;
     halves += 2 * kTile;
   }
+}
+
+// One channel far above the others makes the steps of its whole block coarse, and in the inputs of
+// many layers there is such a one: that block has more than half of all that rounding costs.
+static int quantise_rest(const float* x, int n, int t, int places, int8_t* codes, float* scale,
+                         float* sum, float* halves) {
+  const size_t first = static_cast<size_t>(t / kTile) * places * kTile + t % kTile;
+  int coarsest = 0;
+  for (int b = 1; b < places - 1; b++)
+    if (scale[first + b * kTile] > scale[first + coarsest * kTile]) coarsest = b;
+  const size_t place = first + coarsest * kTile;
+  float rest[kBlock] = {};
+  const double step = scale[place];  // so that its products with codes are exact
+  for (int i = 0; i < kBlock && coarsest * kBlock + i < n; i++)
+    rest[i] = static_cast<float>(x[coarsest * kBlock + i] - step * codes[place * kBlock + i]);
+  quantise(rest, kBlock, t, places - 1, places, codes, scale, sum, halves);
+  return coarsest;
 }
