@@ -28,6 +28,13 @@ void Model::rotate_and_store(const Step& step, const Layer& layer, const Cache& 
   k_.to_half(value, dim, cache.values + at);
 }
 
+void Model::store_all(const Step& step, const Layer& layer, const Cache& cache, int member) {
+  share_tokens(0, step.tokens, [&](int t) {
+    for (int kv = 0; kv < shape_.kv_heads; kv++) rotate_and_store(step, layer, cache, t, kv);
+  });
+  lap(kStore, member);
+}
+
 void Model::attend(const Step& step, const Layer& layer, const Cache& cache, int member) {
   const Shape& s = shape_;
   const int group = s.heads / s.kv_heads, dim = s.dim, q = s.heads * dim;
@@ -39,7 +46,7 @@ void Model::attend(const Step& step, const Layer& layer, const Cache& cache, int
       for (int kv = 0; kv < s.kv_heads; kv++) rotate_and_store(step, layer, cache, t, kv);
     });
   }
-  if (!step.whole) {
+  if (!step.whole && !step.stored) {
     team_.share(decoding * s.kv_heads, [&](int n) {
       rotate_and_store(step, layer, cache, n / s.kv_heads, n % s.kv_heads);
     });
@@ -91,7 +98,8 @@ void Model::attend(const Step& step, const Layer& layer, const Cache& cache, int
 void Model::attend_slot(const Step& step, const Layer& layer, const Cache& cache, int task) {
   if (!step.whole) return attend_part(step, layer, cache, task);
   const int parts = step.splits * shape_.kv_heads, first = task * parts;
-  for (int kv = 0; kv < shape_.kv_heads; kv++) rotate_and_store(step, layer, cache, task, kv);
+  if (!step.stored)
+    for (int kv = 0; kv < shape_.kv_heads; kv++) rotate_and_store(step, layer, cache, task, kv);
   prefetch_part(step, layer, cache, first);
   for (int n = first; n < first + parts; n++) {
     if (n + 1 < first + parts) prefetch_part(step, layer, cache, n + 1);

@@ -139,14 +139,13 @@ void Model::reserve(int tokens) {
 // ── a step ──────────────────────────────────────────────────────────────────────────────────────
 
 void Model::forward(const Rows& rows, const Pool& pool, const std::vector<Slot>& decode,
-                    const std::vector<Chunk>& prefill, const int32_t* which, int count,
-                    float* out) {
-  Step step{rows, pool, decode, prefill, {}, {}, 0, 0, 1, true};
-  int longest = 0;
+                    const std::vector<Chunk>& prefill, const int32_t* which, int count, float* out,
+                    bool keep_all) {
+  const int members = prefill.empty() ? threads_ : threads_prefill_;
+  Step step{rows, pool, decode, prefill, {}, {}};
   for (const Slot& slot : decode) {
     step.row.push_back(slot.row);
     step.position.push_back(slot.position);
-    longest = std::max(longest, slot.position + 1);
   }
   for (const Chunk& chunk : prefill) {
     for (int n = 0; n < chunk.size; n++) {
@@ -154,17 +153,25 @@ void Model::forward(const Rows& rows, const Pool& pool, const std::vector<Slot>&
       step.position.push_back(chunk.start + n);
     }
   }
-  step.tokens = tokens_ = static_cast<int>(step.row.size());
-  step.small = step.tokens <= kSmall;
-  const int members = prefill.empty() ? threads_ : threads_prefill_;
-  const int tasks = static_cast<int>(decode.size()) * shape_.kv_heads;
-  // Always the same parts, whoever else is in the step: so a stream's sums never depend on others.
-  step.splits = std::max(1, ceil_div(longest, kSplit));
-  step.whole = static_cast<int>(decode.size()) >= 4 * members;
+  // Few tokens of a chunk are wanted: once all keys and values are stored, the last layer goes on
+  // with those alone, as with decode slots.
+  std::vector<Slot> slots;
+  std::vector<int32_t> order;
+  const std::vector<Chunk> no_chunks;
+  Step wanted{rows, pool, slots, no_chunks, {}, {}};
+  wanted.stored = true;
+  for (int n = 0; n < count; n++) {
+    slots.push_back({step.row[which[n]], step.position[which[n]]});
+    wanted.row.push_back(slots.back().row);
+    wanted.position.push_back(slots.back().position);
+    order.push_back(n);
+  }
+  const bool all = keep_all || prefill.empty();
+  plan(step, members);
+  if (!all) plan(wanted, members);
+  kept_ = all ? step.tokens : 0;
   reserve(step.tokens);
   resize(last_, std::max(count, 1), shape_.hidden);
-  const size_t group = shape_.heads / shape_.kv_heads;
-  partial_.resize(std::max(partial_.size(), tasks * step.splits * group * (shape_.dim + 2)));
   since_ = std::chrono::steady_clock::now();
   team_.run(members, [&](int member) {
     share_tokens(0, step.tokens, [&](int t) {
@@ -172,10 +179,49 @@ void Model::forward(const Rows& rows, const Pool& pool, const std::vector<Slot>&
       k_.unpack_row(embed_->packed(), token, &x_[static_cast<size_t>(t) * shape_.hidden]);
     });
     lap(kEmbed, member);
-    for (size_t n = 0; n < layers_.size(); n++) run_layer(step, static_cast<int>(n), member);
-    if (count > 0) head(which, count, out);
+    for (size_t n = 0; n < layers_.size(); n++) {
+      const Layer& layer = layers_[n];
+      const Cache cache = cache_of(step, n);
+      project(step, layer, member);
+      if (all || n + 1 < layers_.size()) {
+        attend(step, layer, cache, member);
+        finish(step, layer, member);
+        continue;
+      }
+      store_all(step, layer, cache, member);
+      if (count == 0) break;
+      team_.share(1, [&](int) { pick(wanted, which); });
+      attend(wanted, layer, cache, member);
+      finish(wanted, layer, member);
+    }
+    if (count > 0) head(all ? which : order.data(), count, out);
     lap(kHead, member);
   });
+}
+
+// What follows from a step's tokens.
+void Model::plan(Step& step, int members) {
+  const int decoding = static_cast<int>(step.decode.size());
+  int longest = 0;
+  for (const Slot& slot : step.decode) longest = std::max(longest, slot.position + 1);
+  step.tokens = static_cast<int>(step.row.size());
+  step.small = step.tokens <= kSmall;
+  // Always the same parts, whoever else is in the step: so a stream's sums never depend on others.
+  step.splits = std::max(1, ceil_div(longest, kSplit));
+  step.whole = decoding >= 4 * members;
+  const size_t parts = static_cast<size_t>(decoding) * shape_.kv_heads * step.splits;
+  const size_t group = shape_.heads / shape_.kv_heads;
+  partial_.resize(std::max(partial_.size(), parts * group * (shape_.dim + 2)));
+}
+
+// The wanted tokens to the front: what is left of the step is theirs.
+void Model::pick(const Step& wanted, const int32_t* which) {
+  const size_t hidden = shape_.hidden, line = (shape_.heads + 2 * shape_.kv_heads) * shape_.dim;
+  for (int n = 0; n < wanted.tokens; n++) {
+    std::memmove(&x_[n * hidden], &x_[which[n] * hidden], hidden * sizeof(float));
+    std::memmove(&qkv_[n * line], &qkv_[which[n] * line], line * sizeof(float));
+  }
+  reserve(wanted.tokens);
 }
 
 // The time since the last lap was this stage's.
@@ -186,38 +232,46 @@ void Model::lap(Stage stage, int member) {
   since_ = now;
 }
 
-void Model::run_layer(const Step& step, int index, int member) {
-  const Shape& s = shape_;
-  const Layer& layer = layers_[index];
-  const int tokens = step.tokens, hidden = s.hidden, q = s.heads * s.dim;
-  const int wide = q + 2 * s.kv_heads * s.dim;
-  const size_t plane = static_cast<size_t>(step.pool.blocks) * step.pool.block_size * s.kv_heads *
-                       s.dim;
-  const Cache cache{step.pool.data + 2 * index * plane, step.pool.data + (2 * index + 1) * plane,
-                    step.pool.block_size, s.kv_heads, s.dim};
+Cache Model::cache_of(const Step& step, size_t index) const {
+  const Pool& pool = step.pool;
+  const size_t plane =
+      static_cast<size_t>(pool.blocks) * pool.block_size * shape_.kv_heads * shape_.dim;
+  return {pool.data + 2 * index * plane, pool.data + (2 * index + 1) * plane, pool.block_size,
+          shape_.kv_heads, shape_.dim};
+}
+
+void Model::norm_all(const Step& step, const std::vector<float>& weight, bool again, int member) {
   Quantised& normed = step.small ? own_[member] : normed_;
-  auto norm_all = [&](const std::vector<float>& weight, bool again) {
-    auto one = [&](int t) {
-      norm(&x_[static_cast<size_t>(t) * hidden], weight, normed, t, again);
-    };
-    if (step.small) {
-      for (int t = 0; t < tokens; t++) one(t);
-    } else {
-      share_tokens(0, tokens, one);
-    }
+  auto one = [&](int t) {
+    norm(&x_[static_cast<size_t>(t) * shape_.hidden], weight, normed, t, again);
   };
-  norm_all(layer.attn_norm, true);
+  if (step.small) {
+    for (int t = 0; t < step.tokens; t++) one(t);
+  } else {
+    share_tokens(0, step.tokens, one);
+  }
   lap(kNorm, member);
-  multiply(*layer.qkv, view(normed, hidden, true), tokens, qkv_.data(), wide, false);
+}
+
+// Queries, keys and values of every token.
+void Model::project(const Step& step, const Layer& layer, int member) {
+  const int wide = (shape_.heads + 2 * shape_.kv_heads) * shape_.dim;
+  norm_all(step, layer.attn_norm, true, member);
+  const Quantised& normed = step.small ? own_[member] : normed_;
+  multiply(*layer.qkv, view(normed, shape_.hidden, true), step.tokens, qkv_.data(), wide, false);
   lap(kQkv, member);
-  attend(step, layer, cache, member);
-  multiply(*layer.o, view(attended_, q), tokens, x_.data(), hidden, true);
+}
+
+// What comes after attention.
+void Model::finish(const Step& step, const Layer& layer, int member) {
+  const int tokens = step.tokens, hidden = shape_.hidden, inner = shape_.inner;
+  multiply(*layer.o, view(attended_, shape_.heads * shape_.dim), tokens, x_.data(), hidden, true);
   lap(kOutput, member);
-  norm_all(layer.mlp_norm, false);
-  lap(kNorm, member);
+  norm_all(step, layer.mlp_norm, false, member);
+  const Quantised& normed = step.small ? own_[member] : normed_;
   gate_and_up(layer, view(normed, hidden), tokens, member);
   lap(kGateUp, member);
-  multiply(*layer.down, view(inner_, s.inner), tokens, x_.data(), hidden, true);
+  multiply(*layer.down, view(inner_, inner), tokens, x_.data(), hidden, true);
   lap(kDown, member);
 }
 

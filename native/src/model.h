@@ -60,14 +60,15 @@ class Model {
         std::vector<float> cos, std::vector<float> sin, int threads, int threads_prefill,
         bool exact);
 
-  // The last hidden state of every token, kept until the next step: decode slots, then chunks.
-  // And the logits [count, vocab] of the tokens `which` of them.
+  // Decode slots, then chunks, and the logits [count, vocab] of the tokens `which` of them, which
+  // come in their order. `keep_all`: the last hidden state of every token stays until the next step.
   void forward(const Rows& rows, const Pool& pool, const std::vector<Slot>& decode,
-               const std::vector<Chunk>& prefill, const int32_t* which, int count, float* out);
-  // Logits of more tokens of that step.
+               const std::vector<Chunk>& prefill, const int32_t* which, int count, float* out,
+               bool keep_all);
+  // Logits of more tokens of a step that was kept.
   void logits(const int32_t* which, int count, float* out);
 
-  int num_tokens() const { return tokens_; }
+  int num_kept() const { return kept_; }
   // Seconds of each stage since the model was made, as its first member saw them.
   const std::array<double, kStages>& spent() const { return spent_; }
   size_t num_layers() const { return layers_.size(); }
@@ -94,11 +95,17 @@ class Model {
   void quantise(Quantised& a, int t, int from, int n, int width, bool again = false) const;
   void norm(const float* x, const std::vector<float>& weight, Quantised& a, int t,
             bool again = false) const;
-  void run_layer(const Step& step, int index, int member);
+  void plan(Step& step, int members);
+  Cache cache_of(const Step& step, size_t index) const;
+  void norm_all(const Step& step, const std::vector<float>& weight, bool again, int member);
+  void project(const Step& step, const Layer& layer, int member);
+  void finish(const Step& step, const Layer& layer, int member);
+  void pick(const Step& wanted, const int32_t* which);
   void gate_and_up(const Layer& layer, const Activations& a, int tokens, int member);
   void multiply(const Matrix& w, const Activations& a, int tokens, float* out, int stride,
                 bool add);
   void rotate_and_store(const Step& step, const Layer& layer, const Cache& cache, int t, int kv);
+  void store_all(const Step& step, const Layer& layer, const Cache& cache, int member);
   void attend(const Step& step, const Layer& layer, const Cache& cache, int member);
   void attend_slot(const Step& step, const Layer& layer, const Cache& cache, int task);
   Part part(const Step& step, const Layer& layer, int n) const;
@@ -119,7 +126,7 @@ class Model {
   bool exact_;
   int threads_, threads_prefill_;
   Team team_;
-  int tokens_ = 0;
+  int kept_ = 0;
   std::vector<float> x_, qkv_;
   Quantised normed_, attended_, inner_, last_;
   std::vector<Quantised> own_;  // of each member: what it norms for itself in a small step

@@ -329,24 +329,28 @@ NB_MODULE(_native, m) {
                    "Seconds of each stage of all steps so far.")
       .def("forward",
            [](Model& self, const Ints2& tokens, const Ints2& tables, const Halves& cache,
-              const Ints2& slots, const Ints2& chunks, const Ints1& which, const OutFloats2& out) {
+              const Ints2& slots, const Ints2& chunks, const Ints1& which, const OutFloats2& out,
+              bool keep_all) {
              nb::gil_scoped_release free;
              const CheckedStep step(self, tokens, tables, cache, slots, chunks);
              check_logits(self, step.num_tokens, which, out);
+             for (size_t n = 1; n < which.size(); n++)
+               check(which.data()[n - 1] < which.data()[n], "tokens out of their order");
              self.forward(step.rows, step.pool, step.decode, step.prefill, which.data(),
-                          static_cast<int>(which.size()), out.data());
+                          static_cast<int>(which.size()), out.data(), keep_all);
            },
            "tokens"_a.noconvert(), "tables"_a.noconvert(), "cache"_a.noconvert(), "slots"_a, "chunks"_a, "which"_a, "out"_a.noconvert(),
+           "keep_all"_a = false,
            "Compute slots [n, (row, position)] and chunks [n, (row, start, size)], and the logits "
            "of some of their tokens.")
       .def("logits",
            [](Model& self, const Ints1& which, const OutFloats2& out) {
-             check_logits(self, self.num_tokens(), which, out);
+             check_logits(self, self.num_kept(), which, out);
              nb::gil_scoped_release free;
              if (which.size() > 0)
                self.logits(which.data(), static_cast<int>(which.size()), out.data());
            },
-           "which"_a, "out"_a.noconvert(), "Logits of some tokens of the last step.");
+           "which"_a, "out"_a.noconvert(), "Logits of some tokens of the last step, if it was kept or had slots alone.");
 }
 
 }  // namespace twostroke

@@ -18,8 +18,10 @@ struct Model::Step {
   const std::vector<Slot>& decode;
   const std::vector<Chunk>& prefill;
   std::vector<int32_t> row, position;  // of every token
-  int tokens, small, splits;
-  bool whole;  // a decode slot's parts are one task
+  int tokens = 0, splits = 1;
+  bool small = false;   // every member norms all tokens for itself
+  bool whole = true;    // a decode slot's parts are one task
+  bool stored = false;  // keys and values are in the cache, queries are rotated
 
   const int32_t* table(int t) const { return rows.tables + row[t] * rows.tables_stride; }
 };

@@ -62,16 +62,18 @@ class Pair:
         # Every row has blocks of its own, in no order.
         self.tables[:] = 1 + random.permutation(self.num_blocks).reshape(self.tables.shape)
 
-    def step(self, slots: Any = (), chunks: Any = ()) -> Logits:
-        """Logits of every token of the step, by the native decoder."""
+    def step(self, slots: Any = (), chunks: Any = (), which: Any = None) -> Logits:
+        """Logits of every token of the step, or of some, by the native decoder."""
         count = len(slots) + sum(size for _, _, size in chunks)
+        wanted = range(count) if which is None else which
         logits = self.native.forward(
             self.tokens,
             self.tables,
             self.cache,
             np.array(slots, np.int32).reshape(-1, 2),
             np.array(chunks, np.int32).reshape(-1, 3),
-            np.arange(count, dtype=np.int32),
+            np.array(wanted, np.int32),
+            keep_all=which is None,
         )
         return logits.copy()
 

@@ -122,6 +122,38 @@ def test_the_ways_to_compute_a_text_give_the_same_logits() -> None:
     assert np.abs(np.concatenate(one_by_one) - whole).max() <= TOLERANCE
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("threads", [(1, 1), (2, 3)])
+@pytest.mark.parametrize("name", SPECS)
+def test_tokens_that_are_wanted_alone_have_the_logits_of_the_reference(
+    name: str, threads: tuple[int, int], isa: str
+) -> None:
+    """Their last layer is worked out without the others; what those store there is for later."""
+    pair = Pair(small_spec(**SPECS[name]), isa, threads=threads)
+    steps: list[tuple[Any, Any, list[int]]] = [
+        ((), [(0, 0, 40), (1, 0, 7), (2, 0, 90)], [39, 46]),
+        ([(0, 40), (1, 7)], [(2, 90, 100), (3, 0, 1)], [0, 1, 102]),
+        ([(0, 41)], [(1, 8, 5)], []),
+        ([(0, 42), (3, 1)], [(1, 13, 3), (2, 190, 10)], [0, 1, 14]),
+        ((), [(4, 0, 33)], [0, 5, 6, 7, 20, 21, 32]),
+        ([(0, 43), (1, 16), (2, 200), (3, 2), (4, 33)], (), [0, 1, 2, 3, 4]),
+    ]
+    for slots, chunks, which in steps:
+        got, expected = pair.step(slots, chunks, which), pair.expected(slots, chunks)[which]
+        assert got.shape == expected.shape
+        assert np.abs(got - expected).max(initial=0) <= TOLERANCE
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "rounded"])
+def test_a_token_that_is_wanted_has_the_same_bits_whoever_is_with_it(exact: bool) -> None:
+    pair = Pair(small_spec(**SPECS["some_windows"]), narrow_isa(), exact=exact)
+    pair.step((), [(3, 0, 100)])
+    alone = [pair.step((), [(0, 0, 40)], [39]), pair.step([(3, 100)])]
+    together = pair.step([(3, 100)], [(0, 0, 40), (1, 0, 7), (2, 0, 90)], [0, 40, 47])
+    assert np.array_equal(together[0], alone[1][0])
+    assert np.array_equal(together[1], alone[0][0])
+
+
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "rounded"])
 @pytest.mark.parametrize("name", ["plain", "biases", "inner_50", "groups_of_5", "head_dim_20"])
 def test_a_prompt_has_the_same_logits_to_the_bit_whoever_is_with_it(name: str, exact: bool) -> None:

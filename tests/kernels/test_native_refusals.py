@@ -185,6 +185,12 @@ def test_logits_are_given_of_tokens_of_the_last_step_alone() -> None:
     pair.step([(0, 20)])
     with pytest.raises(ValueError, match="no such token"):
         pair.native.logits(np.array([1], np.int32))
+    pair.step((), [(1, 0, 20)], [19])  # nothing is kept
+    with pytest.raises(ValueError, match="no such token"):
+        pair.native.logits(np.array([0], np.int32))
+    for wrong in ([3, 2], [4, 4]):
+        with pytest.raises(ValueError, match="out of their order"):
+            pair.step((), [(2, 0, 20)], wrong)
 
 
 def test_a_step_without_tokens_does_nothing() -> None:

@@ -65,8 +65,12 @@ class NativeExecutor:
             np.array([slot[:2] for slot in plan.decode], np.int32).reshape(-1, 2),
             np.array([chunk[:3] for chunk in plan.prefill], np.int32).reshape(-1, 3),
             np.array(which, np.int32),
+            keep_all=any(self._wants_prompt(chunk.row) for chunk in plan.prefill),
         )
         return Forwarded(plan, rows, positions, logits, started)
+
+    def _wants_prompt(self, row: int) -> bool:
+        return self._state.rows[row].params.prompt_logprobs is not None
 
     def sample(self, handle: Forwarded, masks: Masks | None = None) -> Computed:
         logits, rows, positions = handle.logits, handle.rows, handle.positions

@@ -131,15 +131,17 @@ class NativeDecoder:
         slots: Places,
         chunks: Places,
         which: Places,
+        keep_all: bool = False,
     ) -> Floats:
         """A step: slots [n, (row, position)], chunks [n, (row, start, size)]; the logits of its
-        tokens `which`, in memory that the next step takes again."""
+        tokens `which`, in memory that the next step takes again. `keep_all`: `logits` of others
+        may be asked for, so the last layer works for all of them."""
         out = self._rows(len(which))
-        self.model.forward(tokens, table, cache, slots, chunks, which, out)
+        self.model.forward(tokens, table, cache, slots, chunks, which, out, keep_all)
         return out
 
     def logits(self, which: Places) -> Floats:
-        """Of more tokens of the last step."""
+        """Of more tokens of the last step, which was kept."""
         out = self._rows(len(which))
         self.model.logits(which, out)
         return out
