@@ -280,7 +280,7 @@ def test_the_file_holds_what_the_command_line_does_not_say(tmp_path: Path) -> No
     path.write_text(
         "model: from/file\nport: 1234\nmax_model_len: 2048\nenable-prefix-caching: false\n"
         "enforce-eager: true\ntrust-request-chat-template: false\nserved-model-name: [a, b]\n"
-        "enable-lora: false\n"
+        "enable-lora: false\nflash-attn: on\n"
         'default-chat-template-kwargs: {thinking: true}\nallowed-origins: ["https://a"]\nuds:\n'
     )
     args = parsed("--config", str(path), "--port", "99", "--served-model-name", "c")
@@ -322,6 +322,8 @@ def test_the_file_may_not_name_refused_flags_either(
     path = tmp_path / "serve.yaml"
     path.write_text("speculative_config: {method: ngram}\n")
     assert "--speculative-config is vLLM's" in refusal(capsys, "--config", str(path))
+    path.write_text("flash-attn: off\n")  # to YAML a false
+    assert "--flash-attn off is not supported" in refusal(capsys, "--config", str(path))
 
 
 # The banner

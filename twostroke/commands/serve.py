@@ -24,7 +24,7 @@ from twostroke.commands.flags import (
     json_object,
     parse_bytes,
 )
-from twostroke.commands.vllm_flags import REFUSED, add_foreign_arguments
+from twostroke.commands.vllm_flags import ONLY, REFUSED, add_foreign_arguments
 from twostroke.errors import ConfigError, nearest
 from twostroke.serve.settings import ServeSettings
 
@@ -277,6 +277,8 @@ def file_words(path: Path, parser: argparse.ArgumentParser) -> Iterator[str]:
             yield from _switch(path, flag, value, negative=f"--no-{flag[2:]}" in options)
         elif isinstance(value, list):
             yield from (f"{flag}={_word(item)}" for item in value)
+        elif isinstance(value, bool) and flag in ONLY:
+            yield f"{flag}={'on' if value else 'off'}"  # as YAML reads those
         elif value is not None:
             yield f"{flag}={_word(value)}"
 
