@@ -58,64 +58,102 @@ static inline __attribute__((always_inline)) void unpack_block(const uint8_t* p,
   if constexpr (F == Format::kQ8 && signed_bias != 0) block.least[0] = block.scale[0] * -signed_bias;
 }
 
-// M tokens' products with one group, block by block: from its packed bytes, or unpacked already.
-template <Format F, int M, bool Ready>
-static inline __attribute__((always_inline)) void quantised_tile(const void* group,
-                                                                 const Activations& a, int t,
-                                                                 f32v* acc) {
-  constexpr bool has_least = has_minima(F) || (F == Format::kQ8 && signed_bias != 0);
-  // Small codes would lose digits beside the bias: there it is taken off the whole numbers.
-  constexpr bool is_biased = has_float_scales(F) && !is_q4(F) && signed_bias != 0;
-  const size_t at = static_cast<size_t>(t / kTile) * a.places() * kTile;
-  const int8_t* codes = a.codes + at * kBlock;
-  const float *scale = a.scale + at, *sum = a.sum + at, *halves = a.halves + 2 * at;
-  auto* packed = static_cast<const uint8_t*>(group);
-  auto* ready = static_cast<const Unpacked<F>*>(group);
-  auto block = [&](int b) __attribute__((always_inline)) {
-    Unpacked<F> here;
-    if constexpr (Ready) {
-      unrolled<8>([&](auto j) { here.codes[j] = ready[b].codes[j]; });
-      unrolled<parts_of<F>>([&](auto n) {
-        here.scale[n] = ready[b].scale[n];
-        here.least[n] = ready[b].least[n];
-      });
-    } else {
-      if constexpr (M <= 2) prefetch<block_bytes(F, W)>(packed + b * block_bytes(F, W));
-      unpack_block<F>(packed + b * block_bytes(F, W), here);
-    }
-    return here;
-  };
-  auto add = [&](const Unpacked<F>& here, auto m) __attribute__((always_inline)) {
-    if constexpr (in_halves(F)) {
-      f32v one = dot_block<true, 4>(here.codes, codes + m * kBlock);
-      f32v other = dot_block<true, 4>(here.codes + 4, codes + m * kBlock + kHalf);
-      if constexpr (is_biased) {
-        one -= signed_bias * halves[m];
-        other -= signed_bias * halves[kTile + m];
-      }
-      f32v both = mul_add(other, here.scale[1], one * here.scale[0]);
-      if constexpr (has_least) {
-        both = mul_add(here.least[0], splat(halves[m]), both);
-        both = mul_add(here.least[1], splat(halves[kTile + m]), both);
-      }
-      acc[m] = mul_add(both, splat(scale[m]), acc[m]);
-    } else {
-      f32v dots = dot_block<!is_q4(F)>(here.codes, codes + m * kBlock);
-      if constexpr (is_biased) dots -= signed_bias * (halves[m] + halves[kTile + m]);
-      acc[m] = mul_add(dots, here.scale[0] * scale[m], acc[m]);
-      if constexpr (has_least) acc[m] = mul_add(here.least[0], splat(sum[m]), acc[m]);
-    }
-  };
-  unrolled<M>([&](auto m) { acc[m] = f32v{}; });
-  for (int b = 0; b < a.blocks; b++) {
-    const Unpacked<F> here = block(b);
-    unrolled<M>([&](auto m) { add(here, m); });
+// The codes of a tile's tokens in one of their places.
+struct Place {
+  const int8_t* codes;
+  const float *scale, *sum, *halves;
+
+  Place(const Activations& a, int t, int place) {
+    const size_t at = (static_cast<size_t>(t / kTile) * a.places() + place) * kTile;
+    codes = a.codes + at * kBlock;
+    scale = a.scale + at, sum = a.sum + at, halves = a.halves + 2 * at;
+  }
+  void next() {
     codes += kTile * kBlock;
     scale += kTile;
     sum += kTile;
     halves += 2 * kTile;
   }
-  if (a.again != nullptr) unrolled<M>([&](auto m) { add(block(a.again[t + m]), m); });
+};
+
+// Token m's products with a block, added to `acc`.
+template <Format F>
+static inline __attribute__((always_inline)) void add_block(const Unpacked<F>& here,
+                                                            const Place& at, int m, f32v& acc) {
+  constexpr bool has_least = has_minima(F) || (F == Format::kQ8 && signed_bias != 0);
+  // Small codes would lose digits beside the bias: there it is taken off the whole numbers.
+  constexpr bool is_biased = has_float_scales(F) && !is_q4(F) && signed_bias != 0;
+  const float *scale = at.scale, *halves = at.halves;
+  if constexpr (in_halves(F)) {
+    f32v one = dot_block<true, 4>(here.codes, at.codes + m * kBlock);
+    f32v other = dot_block<true, 4>(here.codes + 4, at.codes + m * kBlock + kHalf);
+    if constexpr (is_biased) {
+      one -= signed_bias * halves[m];
+      other -= signed_bias * halves[kTile + m];
+    }
+    f32v both = mul_add(other, here.scale[1], one * here.scale[0]);
+    if constexpr (has_least) {
+      both = mul_add(here.least[0], splat(halves[m]), both);
+      both = mul_add(here.least[1], splat(halves[kTile + m]), both);
+    }
+    acc = mul_add(both, splat(scale[m]), acc);
+  } else {
+    f32v dots = dot_block<!is_q4(F)>(here.codes, at.codes + m * kBlock);
+    if constexpr (is_biased) dots -= signed_bias * (halves[m] + halves[kTile + m]);
+    acc = mul_add(dots, here.scale[0] * scale[m], acc);
+    if constexpr (has_least) acc = mul_add(here.least[0], splat(at.sum[m]), acc);
+  }
+}
+
+// A block of a group: from its packed bytes, or unpacked already.
+template <Format F, bool Ready>
+static inline __attribute__((always_inline)) void load_block(const void* group, int b,
+                                                             Unpacked<F>& here) {
+  if constexpr (Ready) {
+    const Unpacked<F>& ready = static_cast<const Unpacked<F>*>(group)[b];
+    unrolled<8>([&](auto j) { here.codes[j] = ready.codes[j]; });
+    unrolled<parts_of<F>>([&](auto n) {
+      here.scale[n] = ready.scale[n];
+      here.least[n] = ready.least[n];
+    });
+  } else {
+    unpack_block<F>(static_cast<const uint8_t*>(group) + b * block_bytes(F, W), here);
+  }
+}
+
+// What the tokens' coarsest blocks have left over. Not inlined: the loop below wants its registers.
+template <Format F, int M, bool Ready>
+static __attribute__((noinline)) void again_tile(const void* group, const Activations& a, int t,
+                                                 f32v* acc) {
+  const Place at(a, t, a.blocks);
+  const int32_t* again = a.again + t;
+  Unpacked<F> here;
+  load_block<F, Ready>(group, again[0], here);
+  for (int m = 0; m < M; m++) {
+    // Mostly the same block for all tokens: an outlier has its channel.
+    if (m > 0 && again[m] != again[m - 1]) load_block<F, Ready>(group, again[m], here);
+    add_block<F>(here, at, m, acc[m]);
+  }
+}
+
+// M tokens' products with one group, block by block.
+template <Format F, int M, bool Ready>
+static inline __attribute__((always_inline)) void quantised_tile(const void* group,
+                                                                 const Activations& a, int t,
+                                                                 f32v* acc) {
+  Place at(a, t, 0);
+  f32v sums[M];
+  unrolled<M>([&](auto m) { sums[m] = f32v{}; });
+  for (int b = 0; b < a.blocks; b++) {
+    if constexpr (M <= 2 && !Ready)
+      prefetch<block_bytes(F, W)>(static_cast<const uint8_t*>(group) + b * block_bytes(F, W));
+    Unpacked<F> here;
+    load_block<F, Ready>(group, b, here);
+    unrolled<M>([&](auto m) { add_block<F>(here, at, m, sums[m]); });
+    at.next();
+  }
+  unrolled<M>([&](auto m) { acc[m] = sums[m]; });
+  if (a.again != nullptr) again_tile<F, M, Ready>(group, a, t, acc);
 }
 
 // The exact product: codes unpacked to floats, activations as they are.
