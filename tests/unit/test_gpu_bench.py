@@ -63,7 +63,7 @@ def test_the_final_run_keeps_every_part_as_soon_as_it_is_known(
     run = make_run(file)
     run.final()
     assert all(seen)
-    assert commands[0] == [LARGE, "start,decode,prefill,nano,profile"]
+    assert commands[0] == [LARGE, "start,prefill,decode,nano,profile"]
     assert commands[-1] == [LARGE, "start"]
     kept = json.loads(file.read_text())
     assert kept[LARGE]["decode"] == DECODE
