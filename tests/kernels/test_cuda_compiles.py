@@ -15,25 +15,13 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
+from tests.kernels.no_gpu import NoGPU  # noqa: E402
+
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 BF16 = torch.bfloat16
-
-
-class NoGPU:
-    """As much of a driver as compiling asks for."""
-
-    def get_current_target(self) -> Any:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, _: int) -> int:
-        return 0
 
 
 @pytest.fixture
@@ -49,7 +37,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
 
     monkeypatch.setattr(JITFunction, "__getitem__", compile_only)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(driver, "_active", NoGPU())
+    monkeypatch.setattr(driver, "_active", NoGPU(pytest.fail))
     return found
 
 

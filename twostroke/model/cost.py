@@ -1,10 +1,13 @@
-"""FLOPs and bytes that work needs at the least, from the spec alone. No torch here.
+"""FLOPs and bytes of work, from the spec alone: every token in every layer. No torch here.
 
 Floors, rooflines, the memory plan and the step-time model all count with this file:
 
     linear      2 FLOPs per weight of the layers and token; the head only where it is sampled
     attention   4 FLOPs per query channel and visible position (QKᵀ and PV)
     bytes       the weights once a step, the keys and values read, those written
+
+This is how everyone counts. Our decoders do a little less: what comes after the keys and values of
+the last layer they do for the tokens that are sampled alone.
 """
 
 from __future__ import annotations
