@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import pytest
-import torch
 
 from tests.equivalence.harness import (
     Written,
@@ -46,6 +46,7 @@ class Rounding:
 
     exact: bool
     moves: float
+    usually: float  # root of the mean square, between prefill and decode
     least_compared: float
     wide: bool = False  # through matrix units
 
@@ -55,14 +56,15 @@ class Rounding:
 
 
 # Twice the most that was found over the matrix, 9.1e-4: all 120 steps are compared.
-EXACT = Rounding(exact=True, moves=2e-3, least_compared=0.9)
-# 0.067 was found over the matrix (of what preemption computes anew) and 0.220 between prefill and
-# decode: a flipped code changes as much as rounding itself does. Too few steps have a gap of more
-# than twice that to stop at the first that has not: tokens are compared until they really differ,
-# which they may at a small gap alone. All 120 steps were compared.
-EIGHT_BITS = Rounding(exact=False, moves=0.4, least_compared=0.9)
+EXACT = Rounding(exact=True, moves=2e-3, usually=1e-3, least_compared=0.9)
+# 0.014 was found over the matrix (of what preemption computes anew), between prefill and decode
+# 0.053 in the mean: a flipped code changes as much as rounding itself does (each is 0.046 from the
+# exact ones), and once it was 0.42, to either side of the exact one. Too few steps have a gap of
+# more than twice that to stop at the first that has not: tokens are compared until they really
+# differ, which they may at a small gap alone. All 120 steps were compared.
+EIGHT_BITS = Rounding(exact=False, moves=0.4, usually=0.11, least_compared=0.9)
 # With matrix units it is also the number of tokens in a step that decides how they are rounded.
-WIDE = Rounding(exact=False, moves=0.5, least_compared=0.8, wide=True)
+WIDE = Rounding(exact=False, moves=0.5, usually=0.25, least_compared=0.8, wide=True)
 ROUNDINGS = [
     pytest.param(EXACT, id="exact", marks=pytest.mark.slow),
     pytest.param(EIGHT_BITS, id="eight_bits"),
@@ -204,7 +206,7 @@ def test_every_way_to_compute_a_request_gives_the_same_tokens(
 def test_logprobs_at_decode_equal_those_of_the_same_text_at_prefill(
     decoder: NativeDecoder, rounding: Rounding, prompts: Prompts, alone: list[Written]
 ) -> None:
-    core = make_core(decoder)
+    core, moved = make_core(decoder), []
     for prompt, one in zip(prompts, alone, strict=True):
         params = SamplingParams(temperature=0, prompt_logprobs=2, max_tokens=1)
         text = [*prompt, *one.tokens]
@@ -215,9 +217,10 @@ def test_logprobs_at_decode_equal_those_of_the_same_text_at_prefill(
                 entries = update.prompt_logprobs
         assert entries is not None
         assert len(entries) == len(text) - 1
-        at_prefill = torch.tensor([e.logprobs[0] for e in entries[len(prompt) - 1 :]])
-        at_decode = torch.tensor([e.logprobs[0] for e in one.logprobs])
-        torch.testing.assert_close(at_prefill, at_decode, atol=rounding.moves, rtol=0)
+        at_prefill = np.array([e.logprobs[0] for e in entries[len(prompt) - 1 :]])
+        moved.append(at_prefill - [e.logprobs[0] for e in one.logprobs])
+    assert np.abs(np.concatenate(moved)).max() < rounding.tau
+    assert np.sqrt(np.square(np.concatenate(moved)).mean()) < rounding.usually
 
 
 def test_a_token_fed_twice_makes_the_comparison_fail(
