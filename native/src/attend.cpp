@@ -28,11 +28,11 @@ void Model::rotate_and_store(const Step& step, const Layer& layer, const Cache& 
   k_.to_half(value, dim, cache.values + at);
 }
 
-void Model::store_all(const Step& step, const Layer& layer, const Cache& cache, int member) {
-  share_tokens(0, step.tokens, [&](int t) {
+// All tokens of a step from one on.
+void Model::store(const Step& step, const Layer& layer, const Cache& cache, int from) {
+  share_tokens(from, step.tokens, [&](int t) {
     for (int kv = 0; kv < shape_.kv_heads; kv++) rotate_and_store(step, layer, cache, t, kv);
   });
-  lap(kStore, member);
 }
 
 void Model::attend(const Step& step, const Layer& layer, const Cache& cache, int member) {
@@ -41,11 +41,7 @@ void Model::attend(const Step& step, const Layer& layer, const Cache& cache, int
   const int decoding = static_cast<int>(step.decode.size());
   const int chunk_tokens = step.tokens - decoding;
   // A chunk's queries see keys that other tasks make; a decode slot needs only its own.
-  if (chunk_tokens > 0) {
-    share_tokens(decoding, step.tokens, [&](int t) {
-      for (int kv = 0; kv < s.kv_heads; kv++) rotate_and_store(step, layer, cache, t, kv);
-    });
-  }
+  if (chunk_tokens > 0) store(step, layer, cache, decoding);
   if (!step.whole && !step.stored) {
     team_.share(decoding * s.kv_heads, [&](int n) {
       rotate_and_store(step, layer, cache, n / s.kv_heads, n % s.kv_heads);

@@ -160,13 +160,13 @@ void Model::forward(const Rows& rows, const Pool& pool, const std::vector<Slot>&
   const std::vector<Chunk> no_chunks;
   Step wanted{rows, pool, slots, no_chunks, {}, {}};
   wanted.stored = true;
-  for (int n = 0; n < count; n++) {
+  const bool all = keep_all || prefill.empty();
+  for (int n = 0; n < count && !all; n++) {
     slots.push_back({step.row[which[n]], step.position[which[n]]});
     wanted.row.push_back(slots.back().row);
     wanted.position.push_back(slots.back().position);
     order.push_back(n);
   }
-  const bool all = keep_all || prefill.empty();
   plan(step, members);
   if (!all) plan(wanted, members);
   kept_ = all ? step.tokens : 0;
@@ -188,7 +188,8 @@ void Model::forward(const Rows& rows, const Pool& pool, const std::vector<Slot>&
         finish(step, layer, member);
         continue;
       }
-      store_all(step, layer, cache, member);
+      store(step, layer, cache, 0);
+      lap(kStore, member);
       if (count == 0) break;
       team_.share(1, [&](int) { pick(wanted, which); });
       attend(wanted, layer, cache, member);

@@ -105,7 +105,7 @@ class Model {
   void multiply(const Matrix& w, const Activations& a, int tokens, float* out, int stride,
                 bool add);
   void rotate_and_store(const Step& step, const Layer& layer, const Cache& cache, int t, int kv);
-  void store_all(const Step& step, const Layer& layer, const Cache& cache, int member);
+  void store(const Step& step, const Layer& layer, const Cache& cache, int from);
   void attend(const Step& step, const Layer& layer, const Cache& cache, int member);
   void attend_slot(const Step& step, const Layer& layer, const Cache& cache, int task);
   Part part(const Step& step, const Layer& layer, int n) const;
