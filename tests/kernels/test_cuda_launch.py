@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from threading import current_thread, main_thread
+from time import sleep
 from typing import Any
 
 import pytest
@@ -263,3 +265,60 @@ def test_what_was_compiled_ahead_once_is_not_looked_at_again(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "elsewhere"))
     cuda.compile_ahead(lambda: ran.append("other place"), ("a model", [1, 2]))
     assert ran[2:] == ["after a failure", "other version", "other place"]
+
+
+def test_sources_are_parsed_one_at_a_time(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else Python fails now and then: `AST constructor recursion depth mismatch`."""
+    now, most, parse = [0], [0], JITFunction.parse
+
+    def counted(self: Any) -> Any:
+        now[0] += 1
+        most[0] = max(most[0], now[0])
+        sleep(0.01)  # where two are in here at all, they meet
+        tree = parse(self)
+        now[0] -= 1
+        return tree
+
+    monkeypatch.setattr(JITFunction, "parse", counted)
+    assert _compile_norms("norms", 256, 512, 1024) == 3
+    assert most == [1]
+    assert JITFunction.parse is counted
+    assert _compile_norms("norms", 256, 512, 1024) == 0
+
+
+def test_what_fails_ahead_is_compiled_where_it_is_launched(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(self: Any) -> Any:
+        if current_thread() is not main_thread():
+            raise SystemError("no luck")
+        return parse(self)
+
+    parse = JITFunction.parse
+    with monkeypatch.context() as patched:
+        patched.setattr(JITFunction, "parse", failing)
+        assert _compile_norms("failing", 2048, 4096) == 2
+    assert _norm(2048)().shape == (8, 2048)
+    assert _compile_norms("failing", 2048, 4096) == 2  # that it failed was not noted as done
+    assert _compile_norms("failing", 2048, 4096) == 0
+
+
+def _norm(width: int) -> Callable[[], torch.Tensor]:
+    from twostroke.kernels import cuda
+
+    return lambda: cuda.rms_norm(empty(8, width), empty(width), 1e-5)
+
+
+def _compile_norms(name: str, *widths: int) -> int:
+    """How many kernels were asked for. None may be one that this process has compiled before."""
+    from twostroke.kernels import cuda
+
+    asked: list[int] = []
+
+    def run() -> None:
+        for width in widths:
+            _norm(width)()
+            asked.append(width)
+
+    cuda.compile_ahead(run, name)
+    return len(asked)

@@ -10,16 +10,18 @@ not aligned, the interpreter, and a Triton that launches in another way, go Trit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
 import triton
 from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 ALIGNED = 16  # bytes: what Triton specialises on
 FIRST = 9  # of the arguments of `run`: where the kernel's own begin
@@ -50,7 +52,9 @@ def compile_ahead(run: Callable[[], object], of: object) -> None:
                 run()
             finally:
                 _ahead = None
-        list(threads.map(_build_launcher, asked.values()))
+        done = list(threads.map(_build_launcher, asked.values()))
+    if not all(done):
+        return
     with suppress(OSError):
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()
@@ -63,20 +67,40 @@ def _mark(of: object) -> Path:
     return Path(triton.knobs.cache.dir) / f"twostroke-{digest.hexdigest()}"
 
 
-def _together(threads: ThreadPoolExecutor) -> AbstractContextManager[object]:
+@contextmanager
+def _together(threads: ThreadPoolExecutor) -> Iterator[None]:
+    """What Triton is asked to compile in here, `threads` compile; what goes wrong there goes wrong
+    again where it is launched, and is told there.
+
+    Sources are parsed one at a time: before Python 3.13 a parser that another thread interrupts
+    with its own may fail, as they count their depth in one place."""
     try:
         from triton.runtime._async_compile import AsyncCompileMode
     except ImportError:  # one after another then
-        return nullcontext()
-    return AsyncCompileMode(threads)
+        yield
+        return
+    parse, one = JITFunction.parse, Lock()
+
+    def parse_alone(kernel: Any) -> Any:
+        with one:
+            return parse(kernel)
+
+    JITFunction.parse = parse_alone
+    try:
+        with AsyncCompileMode(threads, ignore_errors=True):
+            yield
+    finally:
+        JITFunction.parse = parse
 
 
-def _build_launcher(asked: Any) -> None:
+def _build_launcher(asked: Any) -> bool:
     """Triton has a C compiler build a function for each signature, which takes as long as a kernel,
-    and finds it on disk at the first launch. What goes wrong here goes wrong there, and is told."""
+    and finds it on disk at the first launch. Whether that and the kernel are there now."""
     with suppress(Exception):
         compiled = asked.result() if hasattr(asked, "result") else asked
         driver.active.launcher_cls(compiled.src, compiled.metadata)
+        return True
+    return False
 
 
 def _is_known() -> bool:
