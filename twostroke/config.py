@@ -76,7 +76,7 @@ class EngineConfig(Strict):
     quantization: str | None = None  # int8, int4: of weights that are not, on a CPU
     kernels: str = "auto"  # auto: the native ones on a CPU that has them; reference, native
     isa: str = "auto"  # of the native kernels: auto, amx, avx512, avx2, neon, portable
-    exact: bool = False  # native kernels: no rounding of activations to 8 bits; slower
+    exact: bool = False  # native kernels: products and attention in floats; slower
     threads: int | None = None  # of a decode step on a CPU; None: one a core
     threads_batch: int | None = None  # of a step with prefill; None: as threads
     measure_ceilings: bool = False  # the device's, at the start, for the metrics

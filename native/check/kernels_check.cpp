@@ -243,10 +243,50 @@ void check_small(const Kernels& k) {
   }
 }
 
+// One tile of prefill attention, or the same in tiles of the plain kernels.
+std::vector<float> attended(const PrefillAttention& tile, const Cache& cache,
+                            const std::vector<int32_t>& table, const std::vector<float>& q,
+                            int group, int length, int count, int kv, int window) {
+  const int width = cache.heads * group * cache.dim;
+  std::vector<float> out(q.size()), scratch(tile.scratch_floats(group, cache.dim));
+  for (int n = 0; n < count; n += tile.queries)
+    tile.attend(cache, table.data(), &q[size_t(n) * width], width, length - count + n,
+                std::min(tile.queries, count - n), kv, group, 0.125f, window, scratch.data(),
+                &out[size_t(n) * width], width);
+  return out;
+}
+
+// Attention in halves: as the floats have it, also where queries or values are large.
+void check_halves(const Kernels& k, const Cache& cache, const std::vector<int32_t>& table,
+                  int group, int length, int kv, int window) {
+  const Kernels& plain = find_kernels("portable");
+  const int dim = cache.dim, width = cache.heads * group * dim;
+  std::vector<uint16_t> many(table.size() * cache.block_size * cache.heads * dim);
+  const auto large_values = noise(many.size(), 9000);
+  plain.to_half(large_values.data(), static_cast<int>(many.size()), many.data());
+  for (const float size : {1e-12f, 1.0f, 30.0f}) {
+    for (uint16_t* values : {cache.values, many.data()}) {
+      const Cache used{cache.keys, values, cache.block_size, cache.heads, dim};
+      const int count = std::min(length, 1 + static_cast<int>(random_bits() % k.halves.prefill.queries));
+      const auto q = noise(size_t(count) * width, size);
+      const float bound = size > 1 ? 0.1f : 8e-3f;  // a half's rounding of scores of 100, of 3
+      expect_close("prefill in halves", k.name,
+                   attended(k.halves.prefill, used, table, q, group, length, count, kv, window),
+                   attended(plain.prefill, used, table, q, group, length, count, kv, window), bound);
+      std::vector<float> a(group * (dim + 2)), b(a.size());
+      k.halves.decode(used, table.data(), q.data(), 0, length, kv, group, 0.125f, a.data(),
+                      &a[group * dim], &a[group * (dim + 1)]);
+      plain.decode(used, table.data(), q.data(), 0, length, kv, group, 0.125f, b.data(),
+                   &b[group * dim], &b[group * (dim + 1)]);
+      expect_close("decode in halves", k.name, a, b, bound);
+    }
+  }
+}
+
 void check_attention(const Kernels& k) {
   const Kernels& plain = find_kernels("portable");
   for (int round = 0; round < 30; round++) {
-    const int dims[] = {32, 64, 80, 96, 128}, dim = dims[random_bits() % 5];
+    const int dims[] = {32, 40, 44, 64, 80, 96, 128}, dim = dims[random_bits() % 7];
     const int heads = 1 + random_bits() % 3, group = 1 + random_bits() % 5;
     const int size = 1 + random_bits() % 17, length = 1 + random_bits() % 400;
     const int blocks = (length + size - 1) / size + 1, window = random_bits() % 2 * 20;
@@ -260,31 +300,24 @@ void check_attention(const Kernels& k) {
     const int count = std::min(length, 1 + static_cast<int>(random_bits() % kQueries));
     const int width = heads * group * dim, kv = random_bits() % heads;
     const auto q = noise(size_t(count) * width);
-    std::vector<float> a(q.size()), b(q.size());
-    std::vector<float> scratch(prefill_scratch_floats(group, dim));
-    k.attend_prefill(cache, table.data(), q.data(), width, length - count, count, kv, group, 0.125f,
-                     window, scratch.data(), a.data(), width);
-    plain.attend_prefill(cache, table.data(), q.data(), width, length - count, count, kv, group,
-                         0.125f, window, scratch.data(), b.data(), width);
-    expect_close("attend_prefill", k.name, a, b, 1e-5f);
+    auto both = [&](const PrefillAttention& tile, const std::vector<float>& x) {
+      return attended(tile, cache, table, x, group, length, static_cast<int>(x.size()) / width, kv,
+                      window);
+    };
+    expect_close("attend_prefill", k.name, both(k.prefill, q), both(plain.prefill, q), 1e-5f);
     if (k.wide.from > 0) {
-      const int more = std::min(length, 1 + static_cast<int>(random_bits() % k.wide.queries));
+      const int more = std::min(length, 1 + static_cast<int>(random_bits() % k.wide.prefill.queries));
       const auto many = noise(size_t(more) * width);
-      std::vector<float> wide_scratch(k.wide.scratch_floats(group, dim)), e(many.size()), f(e);
-      k.wide.attend(cache, table.data(), many.data(), width, length - more, more, kv, group, 0.125f,
-                    window, wide_scratch.data(), e.data(), width);
-      for (int n = 0; n < more; n += kQueries)
-        plain.attend_prefill(cache, table.data(), &many[size_t(n) * width], width,
-                             length - more + n, std::min(kQueries, more - n), kv, group, 0.125f,
-                             window, scratch.data(), &f[size_t(n) * width], width);
-      expect_close("wide attention", k.name, e, f, 1e-2f);
+      expect_close("wide attention", k.name, both(k.wide.prefill, many), both(plain.prefill, many),
+                   1e-2f);
     }
     std::vector<float> c(group * (dim + 2)), d(c.size());
-    k.attend_decode(cache, table.data(), q.data(), 0, length, kv, group, 0.125f, c.data(),
+    k.decode(cache, table.data(), q.data(), 0, length, kv, group, 0.125f, c.data(),
                     &c[group * dim], &c[group * (dim + 1)]);
-    plain.attend_decode(cache, table.data(), q.data(), 0, length, kv, group, 0.125f, d.data(),
+    plain.decode(cache, table.data(), q.data(), 0, length, kv, group, 0.125f, d.data(),
                         &d[group * dim], &d[group * (dim + 1)]);
     expect_close("attend_decode", k.name, c, d, 1e-5f);
+    if (k.halves.take(dim)) check_halves(k, cache, table, group, length, kv, window);
   }
 }
 

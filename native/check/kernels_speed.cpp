@@ -89,25 +89,30 @@ void time_attention(const Kernels& k) {
   const int width = heads * group * dim;
   const auto q = noise(size_t(64) * width);
   std::vector<float> out(q.size()), partial(group * (dim + 2));
-  double s = seconds([&] {
-    for (int from = 0; from < length; from += 64)
-      k.attend_decode(cache, table.data(), q.data(), from, from + 64, 1, group, 0.125f,
-                      partial.data(), &partial[group * dim], &partial[group * (dim + 1)]);
-  });
-  std::printf("%-9s decode attention: %5.2f ns a key and head\n", k.name, s * 1e9 / length / group);
-  auto prefill = [&](const char* name, int queries, size_t floats, auto attend) {
-    std::vector<float> scratch(floats);
-    s = seconds([&] {
-      for (int n = 0; n < 64; n += queries)
-        attend(cache, table.data(), &q[size_t(n) * width], width, length - 64 + n, queries, 1,
-               group, 0.125f, 0, scratch.data(), &out[size_t(n) * width], width);
+  auto decode = [&](const char* name, DecodeAttention attend) {
+    const double s = seconds([&] {
+      for (int from = 0; from < length; from += 64)
+        attend(cache, table.data(), q.data(), from, from + 64, 1, group, 0.125f, partial.data(),
+               &partial[group * dim], &partial[group * (dim + 1)]);
     });
-    std::printf("%-9s %s attention: %5.3f ns a query and key, %5.1f GFLOP/s\n", k.name, name,
+    std::printf("%-9s decode attention%s: %5.2f ns a key and head\n", k.name, name,
+                s * 1e9 / length / group);
+  };
+  auto prefill = [&](const char* name, const PrefillAttention& tile) {
+    std::vector<float> scratch(tile.scratch_floats(group, dim));
+    const double s = seconds([&] {
+      for (int n = 0; n < 64; n += tile.queries)
+        tile.attend(cache, table.data(), &q[size_t(n) * width], width, length - 64 + n,
+                    tile.queries, 1, group, 0.125f, 0, scratch.data(), &out[size_t(n) * width],
+                    width);
+    });
+    std::printf("%-9s prefill attention%s: %5.3f ns a query and key, %5.1f GFLOP/s\n", k.name, name,
                 s * 1e9 / (64.0 * group * length), 4.0 * dim * 64 * group * length / s * 1e-9);
   };
-  prefill("prefill", kQueries, prefill_scratch_floats(group, dim), k.attend_prefill);
-  if (k.wide.from > 0)
-    prefill("wide", k.wide.queries, k.wide.scratch_floats(group, dim), k.wide.attend);
+  decode("", k.decode);
+  prefill("", k.prefill);
+  if (k.wide.from > 0) prefill(" (wide)", k.wide.prefill);
+  if (k.halves.take(dim)) decode(" (halves)", k.halves.decode), prefill(" (halves)", k.halves.prefill);
 }
 
 void time_small(const Kernels& k) {

@@ -48,13 +48,11 @@ void Model::attend(const Step& step, const Layer& layer, const Cache& cache, int
     });
   }
   lap(kStore, member);
-  const bool wide = is_wide(step.tokens);
-  const auto attend_tile = wide ? k_.wide.attend : k_.attend_prefill;
-  const int queries_each = wide ? k_.wide.queries : kQueries;
+  const PrefillAttention& tile = is_wide(step.tokens) ? k_.wide.prefill : prefill_attention();
   std::vector<int> tiles;  // of each chunk
   int tasks = 0;
   for (const Chunk& chunk : step.prefill) {
-    tiles.push_back(ceil_div(chunk.size, queries_each));
+    tiles.push_back(ceil_div(chunk.size, tile.queries));
     tasks += tiles.back() * s.kv_heads;
   }
   const int decode_tasks = decoding * (step.whole ? 1 : s.kv_heads * step.splits);
@@ -68,12 +66,12 @@ void Model::attend(const Step& step, const Layer& layer, const Cache& cache, int
       first += step.prefill[c].size;
     }
     const Chunk& chunk = step.prefill[c];
-    const int kv = at % s.kv_heads, from = at / s.kv_heads * queries_each;
-    const int count = std::min(queries_each, chunk.size - from);
+    const int kv = at % s.kv_heads, from = at / s.kv_heads * tile.queries;
+    const int count = std::min(tile.queries, chunk.size - from);
     const int stride = (s.heads + 2 * s.kv_heads) * dim;
     const float* queries = &qkv_[static_cast<size_t>(first + from) * stride];
     float* out = &attended_.values[static_cast<size_t>(first + from) * q];
-    attend_tile(cache, step.table(first), queries, stride, chunk.start + from, count, kv, group,
+    tile.attend(cache, step.table(first), queries, stride, chunk.start + from, count, kv, group,
                 1.0f / std::sqrt(static_cast<float>(dim)), layer.window, scratch_[member].data(),
                 out, q);
     if (whole_blocks)
@@ -126,8 +124,9 @@ void Model::attend_part(const Step& step, const Layer& layer, const Cache& cache
   float *largest = acc + group * dim, *sum = largest + group;
   const float* queries = &qkv_[static_cast<size_t>(p.t) * (s.heads + 2 * s.kv_heads) * dim];
   if (!step.whole) k_.prefetch_keys(cache, step.table(p.t), p.from, p.to, p.kv);
-  k_.attend_decode(cache, step.table(p.t), queries, p.from, p.to, p.kv, group,
-                   1.0f / std::sqrt(static_cast<float>(dim)), acc, largest, sum);
+  const DecodeAttention attend_one = in_halves() ? k_.halves.decode : k_.decode;
+  attend_one(cache, step.table(p.t), queries, p.from, p.to, p.kv, group,
+             1.0f / std::sqrt(static_cast<float>(dim)), acc, largest, sum);
 }
 
 void Model::merge(const Step& step, int t, int kv) {

@@ -16,10 +16,11 @@ namespace twostroke {
 namespace {
 
 #if defined(TS_HAVE_NEON)
-bool has_dot_products() {
+bool has_dot_products_and_halves() {
 #if defined(__linux__)
-  constexpr unsigned long kAsimdDp = 1ul << 20;  // HWCAP_ASIMDDP
-  return (getauxval(AT_HWCAP) & kAsimdDp) != 0;
+  constexpr unsigned long kAsimdHp = 1ul << 10, kAsimdDp = 1ul << 20;  // HWCAP_…
+  const unsigned long both = kAsimdHp | kAsimdDp;
+  return (getauxval(AT_HWCAP) & both) == both;
 #else
   return true;  // every 64-bit Arm machine of Apple's since the M1
 #endif
@@ -56,7 +57,7 @@ std::vector<const Kernels*> find_available() {
     found.push_back(&kAvx2);
 #endif
 #if defined(TS_HAVE_NEON)
-  if (has_dot_products()) found.push_back(&kNeon);
+  if (has_dot_products_and_halves()) found.push_back(&kNeon);
 #endif
   found.push_back(&kPortable);
   return found;

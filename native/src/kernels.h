@@ -95,17 +95,38 @@ struct Cache {
   }
 };
 
-// What matrix units add, for steps of at least `from` tokens; nothing where `from` is 0.
-struct Wide {
-  int from = 0;
-  int queries = 0;  // of one sequence that one call attends for
-  // n floats of a token, each block of them 16 blocks after the last: `wide_at`.
-  void (*to_bf16)(const float* x, int n, uint16_t* out) = nullptr;
-  // As `Kernels::attend_prefill`, to the precision of bfloat16.
+// Queries [first, first + count ≤ `queries`) of one sequence, all heads of KV head `kv`, against
+// what of it is cached. Row 0 of q and out is the query at `first`.
+struct PrefillAttention {
+  int queries = 0;
+  size_t (*scratch_floats)(int group, int dim) = nullptr;
   void (*attend)(const Cache& cache, const int32_t* table, const float* q, int q_stride, int first,
                  int count, int kv, int group, float scale, int window, float* scratch, float* out,
                  int out_stride) = nullptr;
-  size_t (*scratch_floats)(int group, int dim) = nullptr;
+};
+
+// One query, all heads of KV head `kv`, against positions [from, to). Unnormalised: `acc`
+// [group, dim] with each head's largest score and sum, for `merge`.
+using DecodeAttention = void (*)(const Cache& cache, const int32_t* table, const float* q, int from,
+                                 int to, int kv, int group, float scale, float* acc, float* largest,
+                                 float* sum);
+
+// What matrix units add, for steps of at least `from` tokens; nothing where `from` is 0.
+struct Wide {
+  int from = 0;
+  // n floats of a token, each block of them 16 blocks after the last: `wide_at`.
+  void (*to_bf16)(const float* x, int n, uint16_t* out) = nullptr;
+  PrefillAttention prefill = {};  // to the precision of bfloat16
+};
+
+// Attention in half-precision arithmetic, for heads of up to `most_dim` channels, a multiple of 8;
+// nothing where that is 0.
+struct HalfAttention {
+  int most_dim = 0;
+  PrefillAttention prefill = {};
+  DecodeAttention decode = nullptr;
+
+  bool take(int dim) const { return dim % 8 == 0 && dim <= most_dim; }
 };
 
 struct Kernels {
@@ -131,16 +152,9 @@ struct Kernels {
   // One row of a packed matrix, as floats.
   void (*unpack_row)(const Packed& w, int row, float* out);
 
-  // Queries [first, first + count ≤ kQueries) of one sequence, all heads of KV head `kv`, against
-  // what of it is cached. Row 0 of q and out is the query at `first`.
-  void (*attend_prefill)(const Cache& cache, const int32_t* table, const float* q, int q_stride,
-                         int first, int count, int kv, int group, float scale, int window,
-                         float* scratch, float* out, int out_stride);
-  // One query, all heads of KV head `kv`, against positions [from, to). Unnormalised: `acc`
-  // [group, dim] with each head's largest score and sum, for `merge`.
-  void (*attend_decode)(const Cache& cache, const int32_t* table, const float* q, int from, int to,
-                        int kv, int group, float scale, float* acc, float* largest, float* sum);
-  // Bring what `attend_decode` is going to read closer.
+  PrefillAttention prefill;
+  DecodeAttention decode;
+  // Bring what `decode` is going to read closer.
   void (*prefetch_keys)(const Cache& cache, const int32_t* table, int from, int to, int kv);
   // Index of the largest of n scores.
   int (*argmax)(const float* x, int n);
@@ -149,6 +163,7 @@ struct Kernels {
   // Busy for some rounds with the fastest products of bytes; how many operations those were.
   double (*dot_bytes)(int rounds);
   Wide wide = {};
+  HalfAttention halves = {};
 };
 
 // Tiles of prefill attention: at most so many queries (each with its heads a row of scores) by keys.

@@ -31,13 +31,14 @@ const Kernels kAmx = {
     amx::silu_mul,
     amx::to_half,
     amx::unpack_row,
-    amx::attend_prefill,
+    {kQueries, prefill_scratch_floats, amx::attend_prefill},
     amx::attend_decode,
     amx::prefetch_keys,
     amx::argmax,
     amx::draw,
     amx::dot_bytes,
-    {amx::kWideFrom, amx::kWideQueries, amx::to_bf16, amx::wide_attend_prefill,
-     amx::wide_scratch_floats},
+    {amx::kWideFrom,
+     amx::to_bf16,
+     {amx::kWideQueries, amx::wide_scratch_floats, amx::wide_attend_prefill}},
 };
 }  // namespace twostroke

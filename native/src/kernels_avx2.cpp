@@ -27,7 +27,7 @@ const Kernels kAvx2 = {
     avx2::silu_mul,
     avx2::to_half,
     avx2::unpack_row,
-    avx2::attend_prefill,
+    {kQueries, prefill_scratch_floats, avx2::attend_prefill},
     avx2::attend_decode,
     avx2::prefetch_keys,
     avx2::argmax,

@@ -27,7 +27,7 @@ const Kernels kAvx512 = {
     avx512::silu_mul,
     avx512::to_half,
     avx512::unpack_row,
-    avx512::attend_prefill,
+    {kQueries, prefill_scratch_floats, avx512::attend_prefill},
     avx512::attend_decode,
     avx512::prefetch_keys,
     avx512::argmax,

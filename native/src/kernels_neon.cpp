@@ -13,6 +13,8 @@ namespace neon {
 #include "products_impl.h"
 #include "small_impl.h"
 #include "attention_impl.h"
+
+#include "half_attention.h"
 }  // namespace neon
 
 const Kernels kNeon = {
@@ -27,11 +29,15 @@ const Kernels kNeon = {
     neon::silu_mul,
     neon::to_half,
     neon::unpack_row,
-    neon::attend_prefill,
+    {kQueries, prefill_scratch_floats, neon::attend_prefill},
     neon::attend_decode,
     neon::prefetch_keys,
     neon::argmax,
     neon::draw,
     neon::dot_bytes,
+    {},
+    {neon::kMostDim,
+     {kQueries, neon::half_scratch_floats, neon::attend_prefill_halves},
+     neon::attend_decode_halves},
 };
 }  // namespace twostroke

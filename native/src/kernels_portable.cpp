@@ -26,7 +26,7 @@ const Kernels kPortable = {
     portable::silu_mul,
     portable::to_half,
     portable::unpack_row,
-    portable::attend_prefill,
+    {kQueries, prefill_scratch_floats, portable::attend_prefill},
     portable::attend_decode,
     portable::prefetch_keys,
     portable::argmax,

@@ -56,8 +56,9 @@ Model::Model(const Kernels& kernels, const Shape& shape, std::vector<Layer> laye
   both_.resize(team_.size());
   for (Quantised& own : own_) resize(own, kTile, shape_.hidden);
   const int group = shape_.heads / shape_.kv_heads;
-  size_t floats = prefill_scratch_floats(group, shape_.dim);
-  if (k_.wide.from > 0) floats = std::max(floats, k_.wide.scratch_floats(group, shape_.dim));
+  size_t floats = prefill_attention().scratch_floats(group, shape_.dim);
+  if (k_.wide.from > 0)
+    floats = std::max(floats, k_.wide.prefill.scratch_floats(group, shape_.dim));
   scratch_.assign(team_.size(), std::vector<float>(floats));
 }
 

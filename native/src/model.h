@@ -91,6 +91,10 @@ class Model {
   void reserve(int tokens);
   void resize(Quantised& a, int tokens, int width) const;
   bool is_wide(int tokens) const;
+  bool in_halves() const { return !exact_ && k_.halves.take(shape_.dim); }
+  const PrefillAttention& prefill_attention() const {
+    return in_halves() ? k_.halves.prefill : k_.prefill;
+  }
   Activations view(const Quantised& a, int width, bool again = false) const;
   void quantise(Quantised& a, int t, int from, int n, int width, bool again = false) const;
   void norm(const float* x, const std::vector<float>& weight, Quantised& a, int t,

@@ -18,6 +18,7 @@ from twostroke.kv.pool import KVPool
 from twostroke.model.decoder import Decoder
 from twostroke.model.native import NativeDecoder, Packing
 from twostroke.model.spec import LayerSpec, ModelSpec, RopeSpec
+from twostroke.model.weights.dummy import DummyWeights
 from twostroke.plan import Chunk, PhaseWork, Slot, StepPlan
 
 ISAS = cpu.module().isas() if cpu.available() else []
@@ -46,8 +47,9 @@ class Pair:
         threads: tuple[int, int] = (1, 1),
         exact: bool = True,
         seed: int = 0,
+        source: DummyWeights | None = None,
     ) -> None:
-        self.spec, source = spec, Loud(spec)
+        self.spec, source = spec, source or Loud(spec)
         packing = Packing(spec, source, "float32", None)
         self.native = NativeDecoder(packing, MAX_LEN, *threads, isa, exact)
         self.reference = Decoder(spec, source, torch.float32, CPU, MAX_LEN, reference)

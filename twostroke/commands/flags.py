@@ -53,7 +53,7 @@ ENGINE_HELP = {
     "quantization": "int8 or int4: round weights that are not quantised yet, on a CPU",
     "kernels": "auto, reference (plain torch) or native (a CPU's own)",
     "isa": "instruction set of the native kernels: auto, amx, avx512, avx2, neon or portable",
-    "exact": "native kernels without the rounding of activations to 8 bits; slower",
+    "exact": "native kernels: products and attention in floats, nothing rounded; slower",
     "threads": "threads of a decode step on a CPU (default: one a core)",
     "threads_batch": "threads of a step with prefill in it (default: as --threads)",
     "measure_ceilings": "measure at the start what the device can do, for /metrics and /dash",

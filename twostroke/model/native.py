@@ -1,7 +1,8 @@
 """`NativeDecoder`: the decoder of `decoder.py` in C++ (`native/`), for CPUs.
 
 Weights stay as the file packs them, in an order that the CPU likes: nothing is lost. Activations
-are rounded to blocks of 8 bits before each product with a packed matrix, unless `exact`.
+are rounded to blocks of 8 bits before each product with a packed matrix, and attention is computed
+in halves or bfloat16 where the machine does that, unless `exact`.
 """
 
 from __future__ import annotations
