@@ -43,7 +43,7 @@ double seconds(const std::function<void()>& work) {
 
 void time_products(const Kernels& k, Format format, const char* name, int rows, int cols,
                    std::initializer_list<int> counts) {
-  Matrix m(format, rows, cols, k.lanes);
+  Matrix m(format, rows, cols, k.lanes_of(format));
   const auto w = noise(size_t(rows) * cols);
   std::vector<int32_t> place(rows);
   for (int n = 0; n < rows; n++) place[n] = n;
@@ -55,17 +55,21 @@ void time_products(const Kernels& k, Format format, const char* name, int rows, 
     std::vector<int8_t> codes(padded * blocks * kBlock);
     std::vector<uint16_t> wide(padded * blocks * kBlock);
     std::vector<float> scale(padded * blocks), sum(padded * blocks), halves(2 * padded * blocks);
-    std::vector<float> out(padded * rows);
+    std::vector<float> out(padded * rows), half_scale(padded * blocks);
+    std::vector<uint16_t> half(padded * blocks * kBlock);
     for (int t = 0; t < tokens; t++) {
       k.quantise(&x[size_t(t) * cols], cols, t, 0, blocks, codes.data(), scale.data(), sum.data(),
                  halves.data());
+      if (k.halves.to_halves != nullptr)
+        k.halves.to_halves(&x[size_t(t) * cols], cols, t, 0, blocks, half.data(), half_scale.data());
       if (k.wide.from > 0)
         k.wide.to_bf16(&x[size_t(t) * cols], cols, &wide[wide_at(t, 0, blocks)]);
     }
     for (const bool use_wide : {false, true}) {
       if (use_wide && (k.wide.from == 0 || tokens < 8)) continue;
       const Activations a{x.data(), cols, codes.data(), scale.data(), sum.data(), blocks,
-                          halves.data(), use_wide ? wide.data() : nullptr};
+                          halves.data(), use_wide ? wide.data() : nullptr, nullptr, half.data(),
+                          half_scale.data()};
       const double s = seconds([&] {
         k.matmul(m.packed(), a, 0, tokens, 0, m.packed().groups(), out.data(), rows, false);
       });
@@ -148,6 +152,8 @@ int main() {
     time_products(k, Format::kQ4, "Q4", 576, 1536, {1, 8, 512});
     time_products(k, Format::kQ8, "Q8", 49152, 576, {1, 8, 32});
     time_products(k, Format::kBF16, "BF16", 3072, 576, {1, 8, 512});
+    if (k.lanes_of(Format::kF16) > 0)
+      time_products(k, Format::kF16, "F16", 3072, 576, {1, 2, 4, 5, 8, 16, 32, 64, 512});
     time_attention(k);
     time_small(k);
   }

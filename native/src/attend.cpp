@@ -76,15 +76,15 @@ void Model::attend(const Step& step, const Layer& layer, const Cache& cache, int
                 out, q);
     if (whole_blocks)
       for (int t = first + from; t < first + from + count; t++)
-        quantise(attended_, t, kv * group * dim, group * dim, q);
+        quantise(attended_, t, kv * group * dim, group * dim, *layer.o);
   });
   lap(kAttend, member);
   if (!step.whole) {
     team_.share(decoding * s.kv_heads,
-                [&](int n) { merge(step, n / s.kv_heads, n % s.kv_heads); });
+                [&](int n) { merge(step, layer, n / s.kv_heads, n % s.kv_heads); });
   }
   if (!whole_blocks)
-    share_tokens(0, step.tokens, [&](int t) { quantise(attended_, t, 0, q, q); });
+    share_tokens(0, step.tokens, [&](int t) { quantise(attended_, t, 0, q, *layer.o); });
   lap(kMerge, member);
 }
 
@@ -99,7 +99,7 @@ void Model::attend_slot(const Step& step, const Layer& layer, const Cache& cache
     if (n + 1 < first + parts) prefetch_part(step, layer, cache, n + 1);
     attend_part(step, layer, cache, n);
   }
-  for (int kv = 0; kv < shape_.kv_heads; kv++) merge(step, task, kv);
+  for (int kv = 0; kv < shape_.kv_heads; kv++) merge(step, layer, task, kv);
 }
 
 // Part n of all decode slots' contexts: by slot, KV head, and place.
@@ -129,7 +129,7 @@ void Model::attend_part(const Step& step, const Layer& layer, const Cache& cache
              1.0f / std::sqrt(static_cast<float>(dim)), acc, largest, sum);
 }
 
-void Model::merge(const Step& step, int t, int kv) {
+void Model::merge(const Step& step, const Layer& layer, int t, int kv) {
   const Shape& s = shape_;
   const int group = s.heads / s.kv_heads, dim = s.dim, q = s.heads * dim;
   const size_t size = static_cast<size_t>(group) * (dim + 2);
@@ -148,7 +148,7 @@ void Model::merge(const Step& step, int t, int kv) {
     }
     for (int d = 0; d < dim; d++) out[d] /= total;
   }
-  if ((group * dim) % kBlock == 0) quantise(attended_, t, kv * group * dim, group * dim, q);
+  if ((group * dim) % kBlock == 0) quantise(attended_, t, kv * group * dim, group * dim, *layer.o);
 }
 
 }  // namespace twostroke

@@ -45,17 +45,17 @@ static inline float power_of_two(int e) {
   return x;
 }
 
-// What makes a query's halves: below 2^-5, so that `kRun` products with any halves stay below the
-// largest. `factor` makes of their sum a score, as a power of two.
-static inline float to_query(const float* x, int dim, float scale, float* factor) {
+// What makes n floats halves below 2^-5, so that `kRun` products of them with any halves stay below
+// the largest. It is a power of two; `back` is its inverse.
+static inline float to_small(const float* x, int n, float* back) {
   f32v most = {};
-  for (int i = 0; i < dim; i += W) most = max_of(most, abs_of(load(x + i)));
+  for (int i = 0; i < n; i += W) most = max_of(most, abs_of(load(x + i)));
   const float largest = max_lanes(most);
   int32_t bits;
   __builtin_memcpy(&bits, &largest, 4);
   int e = (bits >> 23) - 126;  // 2^e is above all of them
   e = e < -100 ? -100 : e > 100 ? 100 : e;
-  *factor = scale * kLog2e * power_of_two(e + 5);
+  *back = power_of_two(e + 5);
   return power_of_two(-e - 5);
 }
 
@@ -228,7 +228,8 @@ static void attend_prefill_halves(const Cache& cache, const int32_t* table, cons
   for (int r = 0; r < rows; r++) {
     const int query = r / group < count ? r / group : count - 1;  // rows past the last: any
     const float* p = q + query * q_stride + (kv * group + r % group) * dim;
-    const float up = to_query(p, dim, scale, factor + r);
+    const float up = to_small(p, dim, factor + r);
+    factor[r] *= scale * kLog2e;  // scores are powers of two
     for (int d = 0; d < dim; d += W) {
       uint16_t halves[W];
       store_half(halves, load(p + d) * up);
@@ -275,7 +276,8 @@ static void decode_heads_halves(const Cache& cache, const int32_t* table, const 
   float s[G][kKeys + 8], factor[G];
   uint16_t w[G][kKeys + 8], qh[G * kMostDim];
   for (int g = 0; g < G; g++) {
-    const float up = to_query(q + g * dim, dim, scale, factor + g);
+    const float up = to_small(q + g * dim, dim, factor + g);
+    factor[g] *= scale * kLog2e;
     for (int d = 0; d < dim; d += W) store_half(qh + g * dim + d, load(q + g * dim + d) * up);
     largest[g] = -1e30f, sum[g] = 0;
   }

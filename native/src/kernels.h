@@ -11,11 +11,11 @@ constexpr int kHalf = kBlock / 2;
 constexpr int kTile = 8;    // tokens that one pass over a block of weights serves
 
 // Those with codes come in the order of their size.
-enum class Format : int { kQ4, kQ4F, kQ8, kQ8F, kQ8S, kQ8M, kBF16, kF32 };
+enum class Format : int { kQ4, kQ4F, kQ8, kQ8F, kQ8S, kQ8M, kBF16, kF16, kF32 };
 
 constexpr bool is_q4(Format f) { return f == Format::kQ4 || f == Format::kQ4F; }
 constexpr bool in_halves(Format f) { return f == Format::kQ8S || f == Format::kQ8M; }
-constexpr bool has_codes(Format f) { return f != Format::kBF16 && f != Format::kF32; }
+constexpr bool has_codes(Format f) { return f < Format::kBF16; }
 constexpr bool has_minima(Format f) {
   return is_q4(f) || f == Format::kQ8F || f == Format::kQ8M;
 }
@@ -33,8 +33,12 @@ constexpr bool has_float_scales(Format f) { return f != Format::kQ4 && f != Form
 //   Q8S, Q8M    have, in single precision, a scale for each 16 columns: `lanes` scales of the first
 //               16, those of the last; then (Q8M) the minima likewise.
 //   BF16, F32   a group is its columns one after another.
+//   F16         likewise, of twice as many rows, for machines that multiply halves: in units of
+//               2^-8, so that small weights are normal numbers.
 //
 // A row's value is scale · code + minimum. Rows past the last are zero.
+constexpr float kF16Unit = 1.0f / 256;
+
 struct Packed {
   Format format;
   int rows, cols, lanes;
@@ -70,6 +74,10 @@ struct Activations {
   // [T]: a block that comes once more, after the others, with what its codes have left over; or
   // null: none does.
   const int32_t* again = nullptr;
+  // For products with F16: halves [T / kTile, blocks, kBlock, kTile], scaled as `half_scale`
+  // [T / kTile, blocks, kTile] takes back; or null: the exact products.
+  const uint16_t* half = nullptr;
+  const float* half_scale = nullptr;
 
   int places() const { return again == nullptr ? blocks : blocks + 1; }
 };
@@ -119,12 +127,14 @@ struct Wide {
   PrefillAttention prefill = {};  // to the precision of bfloat16
 };
 
-// Attention in half-precision arithmetic, for heads of up to `most_dim` channels, a multiple of 8;
-// nothing where that is 0.
-struct HalfAttention {
-  int most_dim = 0;
+// What arithmetic in half precision adds; nothing where `most_dim` is 0.
+struct HalfPrecision {
+  int most_dim = 0;  // of the heads that attention takes, in eights
   PrefillAttention prefill = {};
   DecodeAttention decode = nullptr;
+  // n floats as halves of token `t` of `Activations`, from its block `first` on.
+  void (*to_halves)(const float* x, int n, int t, int first, int blocks, uint16_t* half,
+                    float* scale) = nullptr;
 
   bool take(int dim) const { return dim % 8 == 0 && dim <= most_dim; }
 };
@@ -163,7 +173,13 @@ struct Kernels {
   // Busy for some rounds with the fastest products of bytes; how many operations those were.
   double (*dot_bytes)(int rounds);
   Wide wide = {};
-  HalfAttention halves = {};
+  HalfPrecision halves = {};
+
+  // Rows side by side in a packed matrix; 0: there are no products with this format.
+  int lanes_of(Format f) const {
+    if (f == Format::kF16) return halves.to_halves == nullptr ? 0 : 2 * lanes;
+    return lanes;
+  }
 };
 
 // Tiles of prefill attention: at most so many queries (each with its heads a row of scores) by keys.

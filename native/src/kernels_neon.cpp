@@ -15,20 +15,21 @@ namespace neon {
 #include "attention_impl.h"
 
 #include "half_attention.h"
+#include "half_products.h"
 }  // namespace neon
 
 const Kernels kNeon = {
     "neon",
     neon::W,
     true,
-    neon::matmul,
+    neon::matmul_any,
     neon::quantise,
     neon::quantise_rest,
     neon::rms_norm,
     neon::rope,
     neon::silu_mul,
     neon::to_half,
-    neon::unpack_row,
+    neon::unpack_row_any,
     {kQueries, prefill_scratch_floats, neon::attend_prefill},
     neon::attend_decode,
     neon::prefetch_keys,
@@ -38,6 +39,7 @@ const Kernels kNeon = {
     {},
     {neon::kMostDim,
      {kQueries, neon::half_scratch_floats, neon::attend_prefill_halves},
-     neon::attend_decode_halves},
+     neon::attend_decode_halves,
+     neon::to_halves},
 };
 }  // namespace twostroke

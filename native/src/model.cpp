@@ -18,11 +18,11 @@ constexpr int kTasks = 16;
 }  // namespace
 
 void check_model(const Shape& s, const std::vector<Layer>& layers, const Matrix& embed,
-                 const Matrix& head, size_t final_norm, int lanes) {
+                 const Matrix& head, size_t final_norm, const Kernels& kernels) {
   const int q = s.heads * s.dim, kv = s.kv_heads * s.dim;
   const size_t hidden = s.hidden, dim = s.dim;
   auto fits = [&](const Matrix& m, int rows, int cols) {
-    return m.packed().rows == rows && m.packed().cols == cols && m.packed().lanes == lanes;
+    return m.packed().rows == rows && m.packed().cols == cols && m.packed().lanes == kernels.lanes_of(m.packed().format);
   };
   bool fine = fits(embed, s.vocab, s.hidden) && fits(head, s.vocab, s.hidden);
   fine = fine && final_norm == hidden;
@@ -52,6 +52,11 @@ Model::Model(const Kernels& kernels, const Shape& shape, std::vector<Layer> laye
       threads_(threads),
       threads_prefill_(threads_prefill),
       team_(std::max(threads, threads_prefill)) {
+  auto is_f16 = [](const std::shared_ptr<Matrix>& m) { return m->packed().format == Format::kF16; };
+  any_halves_ = is_f16(head_);
+  for (const Layer& layer : layers_)
+    for (const auto& m : {layer.qkv, layer.o, layer.gate_up, layer.down})
+      any_halves_ = any_halves_ || is_f16(m);
   own_.resize(team_.size());
   both_.resize(team_.size());
   for (Quantised& own : own_) resize(own, kTile, shape_.hidden);
@@ -89,6 +94,10 @@ void Model::resize(Quantised& a, int tokens, int width) const {
   a.sum.resize(places);
   a.halves.resize(places * 2);
   a.again.resize(padded);
+  if (any_halves_) {
+    a.half.resize(padded * blocks * kBlock);
+    a.half_scale.resize(padded * blocks);
+  }
 }
 
 // Whether a step of so many tokens goes through the machine's matrix units.
@@ -100,15 +109,19 @@ Activations Model::view(const Quantised& a, int width, bool again) const {
   return {a.values.data(), width,        exact_ ? nullptr : a.codes.data(),
           a.scale.data(),  a.sum.data(), ceil_div(width, kBlock),
           a.halves.data(), a.is_wide ? a.wide.data() : nullptr,
-          again ? a.again.data() : nullptr};
+          again ? a.again.data() : nullptr,
+          exact_ || a.half.empty() ? nullptr : a.half.data(), a.half_scale.data()};
 }
 
-// Channels [from, from + n) of token t, from a block's beginning on. `again`: all of them, and the
-// coarsest block once more.
-void Model::quantise(Quantised& a, int t, int from, int n, int width, bool again) const {
+// Channels [from, from + n) of token t, from a block's beginning on, as the product with `next`
+// wants them. `again`: all of them, and the coarsest block once more.
+void Model::quantise(Quantised& a, int t, int from, int n, const Matrix& next, bool again) const {
   if (exact_) return;
-  const int blocks = ceil_div(width, kBlock), places = again ? blocks + 1 : blocks;
-  const float* x = a.values.data() + static_cast<size_t>(t) * width + from;
+  const Packed& w = next.packed();
+  const int blocks = w.blocks, places = again ? blocks + 1 : blocks;
+  const float* x = a.values.data() + static_cast<size_t>(t) * w.cols + from;
+  if (w.format == Format::kF16)
+    return k_.halves.to_halves(x, n, t, from / kBlock, blocks, a.half.data(), a.half_scale.data());
   if (a.is_wide) return k_.wide.to_bf16(x, n, &a.wide[wide_at(t, from / kBlock, blocks)]);
   k_.quantise(x, n, t, from / kBlock, places, a.codes.data(), a.scale.data(), a.sum.data(),
               a.halves.data());
@@ -118,10 +131,10 @@ void Model::quantise(Quantised& a, int t, int from, int n, int width, bool again
 }
 
 void Model::norm(const float* x, const std::vector<float>& weight, Quantised& a, int t,
-                 bool again) const {
+                 const Matrix& next, bool again) const {
   const int n = shape_.hidden;
   k_.rms_norm(x, weight.data(), shape_.eps, n, a.values.data() + static_cast<size_t>(t) * n);
-  quantise(a, t, 0, n, n, again);
+  quantise(a, t, 0, n, next, again);
 }
 
 void Model::reserve(int tokens) {
@@ -242,10 +255,11 @@ Cache Model::cache_of(const Step& step, size_t index) const {
           shape_.kv_heads, shape_.dim};
 }
 
-void Model::norm_all(const Step& step, const std::vector<float>& weight, bool again, int member) {
+void Model::norm_all(const Step& step, const std::vector<float>& weight, const Matrix& next,
+                     bool again, int member) {
   Quantised& normed = step.small ? own_[member] : normed_;
   auto one = [&](int t) {
-    norm(&x_[static_cast<size_t>(t) * shape_.hidden], weight, normed, t, again);
+    norm(&x_[static_cast<size_t>(t) * shape_.hidden], weight, normed, t, next, again);
   };
   if (step.small) {
     for (int t = 0; t < step.tokens; t++) one(t);
@@ -258,7 +272,7 @@ void Model::norm_all(const Step& step, const std::vector<float>& weight, bool ag
 // Queries, keys and values of every token.
 void Model::project(const Step& step, const Layer& layer, int member) {
   const int wide = (shape_.heads + 2 * shape_.kv_heads) * shape_.dim;
-  norm_all(step, layer.attn_norm, true, member);
+  norm_all(step, layer.attn_norm, *layer.qkv, true, member);
   const Quantised& normed = step.small ? own_[member] : normed_;
   multiply(*layer.qkv, view(normed, shape_.hidden, true), step.tokens, qkv_.data(), wide, false);
   lap(kQkv, member);
@@ -269,7 +283,7 @@ void Model::finish(const Step& step, const Layer& layer, int member) {
   const int tokens = step.tokens, hidden = shape_.hidden, inner = shape_.inner;
   multiply(*layer.o, view(attended_, shape_.heads * shape_.dim), tokens, x_.data(), hidden, true);
   lap(kOutput, member);
-  norm_all(step, layer.mlp_norm, false, member);
+  norm_all(step, layer.mlp_norm, *layer.gate_up, false, member);
   const Quantised& normed = step.small ? own_[member] : normed_;
   gate_and_up(layer, view(normed, hidden), tokens, member);
   lap(kGateUp, member);
@@ -298,7 +312,7 @@ void Model::gate_and_up(const Layer& layer, const Activations& a, int tokens, in
         const float* pair = &both[(unit - from) * kUnit];
         for (int t = t0; t < t1; t++, pair += stride) {
           k_.silu_mul(pair, pair + n, n, &inner_.values[static_cast<size_t>(t) * inner + first]);
-          quantise(inner_, t, first, n, inner);
+          quantise(inner_, t, first, n, *layer.down);
         }
       }
     }
@@ -330,7 +344,7 @@ void Model::logits(const int32_t* which, int count, float* out) {
 void Model::head(const int32_t* which, int count, float* out) {
   const int hidden = shape_.hidden;
   share_tokens(0, count, [&](int n) {
-    norm(&x_[static_cast<size_t>(which[n]) * hidden], final_norm_, last_, n, true);
+    norm(&x_[static_cast<size_t>(which[n]) * hidden], final_norm_, last_, n, *head_, true);
   });
   const Packed& w = head_->packed();
   const int groups = w.groups(), per_task = std::max(1, ceil_div(groups, 64));

@@ -51,7 +51,7 @@ constexpr const char* kStageNames[kStages] = {"embed", "norm",   "qkv",     "sto
 
 // Throws unless the parts of a model fit each other.
 void check_model(const Shape& shape, const std::vector<Layer>& layers, const Matrix& embed,
-                 const Matrix& head, size_t final_norm, int lanes);
+                 const Matrix& head, size_t final_norm, const Kernels& kernels);
 
 class Model {
  public:
@@ -80,6 +80,8 @@ class Model {
     std::vector<float> values, scale, sum, halves;
     std::vector<int8_t> codes;
     std::vector<uint16_t> wide;
+    std::vector<uint16_t> half;  // for products with F16
+    std::vector<float> half_scale;
     std::vector<int32_t> again;  // of each token: its coarsest block, which has a second place
     bool is_wide = false;
   };
@@ -96,12 +98,13 @@ class Model {
     return in_halves() ? k_.halves.prefill : k_.prefill;
   }
   Activations view(const Quantised& a, int width, bool again = false) const;
-  void quantise(Quantised& a, int t, int from, int n, int width, bool again = false) const;
+  void quantise(Quantised& a, int t, int from, int n, const Matrix& next, bool again = false) const;
   void norm(const float* x, const std::vector<float>& weight, Quantised& a, int t,
-            bool again = false) const;
+            const Matrix& next, bool again) const;
   void plan(Step& step, int members);
   Cache cache_of(const Step& step, size_t index) const;
-  void norm_all(const Step& step, const std::vector<float>& weight, bool again, int member);
+  void norm_all(const Step& step, const std::vector<float>& weight, const Matrix& next, bool again,
+                int member);
   void project(const Step& step, const Layer& layer, int member);
   void finish(const Step& step, const Layer& layer, int member);
   void pick(const Step& wanted, const int32_t* which);
@@ -115,7 +118,7 @@ class Model {
   Part part(const Step& step, const Layer& layer, int n) const;
   void prefetch_part(const Step& step, const Layer& layer, const Cache& cache, int n) const;
   void attend_part(const Step& step, const Layer& layer, const Cache& cache, int n);
-  void merge(const Step& step, int t, int kv);
+  void merge(const Step& step, const Layer& layer, int t, int kv);
   void head(const int32_t* which, int count, float* out);
   int num_tasks(int tokens) const;
   void lap(Stage stage, int member);
@@ -127,7 +130,7 @@ class Model {
   std::vector<Layer> layers_;
   std::shared_ptr<Matrix> embed_, head_;
   std::vector<float> final_norm_, cos_, sin_;
-  bool exact_;
+  bool exact_, any_halves_ = false;
   int threads_, threads_prefill_;
   Team team_;
   int kept_ = 0;

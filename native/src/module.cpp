@@ -41,6 +41,7 @@ Format format_of(const std::string& name, const Kernels& kernels) {
   if (name == "q8s") return Format::kQ8S;
   if (name == "q8m") return Format::kQ8M;
   if (name == "bf16") return Format::kBF16;
+  if (name == "f16") return Format::kF16;
   if (name == "f32") return Format::kF32;
   throw std::invalid_argument("no format is called '" + name + "'");
 }
@@ -54,6 +55,7 @@ const char* name_of(Format format) {
     case Format::kQ8S: return "q8s";
     case Format::kQ8M: return "q8m";
     case Format::kBF16: return "bf16";
+    case Format::kF16: return "f16";
     case Format::kF32: return "f32";
   }
   return "";
@@ -174,13 +176,18 @@ NB_MODULE(_native, m) {
         [](const std::vector<std::string>& types) { return name_of(common_format(types)); },
         "types"_a, "The smallest format that has every value of these block types exactly.");
   m.def("lanes", [](const std::string& isa) { return find_kernels(isa).lanes; }, "isa"_a);
+  m.def("has_half_products",
+        [](const std::string& isa) { return find_kernels(isa).lanes_of(Format::kF16) > 0; },
+        "isa"_a, "Whether there are products with matrices of halves, the format f16.");
 
   nb::class_<Matrix>(m, "Matrix")
       .def("__init__",
            [](Matrix* self, const std::string& format, int rows, int cols, const std::string& isa) {
              check(rows > 0 && cols > 0, "a matrix has rows and columns");
              const Kernels& kernels = find_kernels(isa);
-             new (self) Matrix(format_of(format, kernels), rows, cols, kernels.lanes);
+             const Format own = format_of(format, kernels);
+             check(kernels.lanes_of(own) > 0, "this instruction set has no such products");
+             new (self) Matrix(own, rows, cols, kernels.lanes_of(own));
            },
            "format"_a, "rows"_a, "cols"_a, "isa"_a = "auto")
       .def_prop_ro("num_bytes", &Matrix::num_bytes)
@@ -214,7 +221,7 @@ NB_MODULE(_native, m) {
                        out.shape(1) == static_cast<size_t>(w.cols),
                    "another shape");
              const Kernels& k = find_kernels(isa);
-             check(k.lanes == w.lanes, "packed for other kernels");
+             check(k.lanes_of(w.format) == w.lanes, "packed for other kernels");
              for (int row = 0; row < w.rows; row++)
                k.unpack_row(w, row, out.data() + static_cast<size_t>(row) * w.cols);
            },
@@ -224,7 +231,7 @@ NB_MODULE(_native, m) {
               bool exact, bool again) {
              const Packed& w = self.packed();
              const Kernels& k = find_kernels(isa);
-             check(k.lanes == w.lanes, "packed for other kernels");
+             check(k.lanes_of(w.format) == w.lanes, "packed for other kernels");
              check(x.shape(1) == static_cast<size_t>(w.cols) && out.shape(0) == x.shape(0) &&
                        out.shape(1) == static_cast<size_t>(w.rows),
                    "another shape");
@@ -234,6 +241,9 @@ NB_MODULE(_native, m) {
              std::vector<float> scale(padded * places), sum(padded * places);
              std::vector<float> halves(padded * places * 2);
              std::vector<int32_t> coarsest(padded);
+             const bool in_halves = w.format == Format::kF16;
+             std::vector<uint16_t> half(in_halves ? padded * w.blocks * kBlock : 0);
+             std::vector<float> half_scale(padded * w.blocks);
              for (int t = 0; t < tokens; t++) {
                const float* line = x.data() + static_cast<size_t>(t) * w.cols;
                k.quantise(line, w.cols, t, 0, places, codes.data(), scale.data(), sum.data(),
@@ -242,9 +252,13 @@ NB_MODULE(_native, m) {
                  coarsest[t] = k.quantise_rest(line, w.cols, t, places, codes.data(), scale.data(),
                                                sum.data(), halves.data());
              }
+             for (int t = 0; t < tokens && in_halves; t++)
+               k.halves.to_halves(x.data() + static_cast<size_t>(t) * w.cols, w.cols, t, 0, w.blocks,
+                                  half.data(), half_scale.data());
              const Activations a{x.data(),     w.cols,        exact ? nullptr : codes.data(),
                                  scale.data(), sum.data(),    w.blocks,
-                                 halves.data(), nullptr,      again ? coarsest.data() : nullptr};
+                                 halves.data(), nullptr,      again ? coarsest.data() : nullptr,
+                                 exact || !in_halves ? nullptr : half.data(), half_scale.data()};
              k.matmul(w, a, 0, tokens, 0, w.groups(), out.data(), w.rows, false);
            },
            "x"_a, "out"_a.noconvert(), "isa"_a = "auto", "exact"_a = false,
@@ -312,7 +326,7 @@ NB_MODULE(_native, m) {
              std::vector<float> c(cos.data(), cos.data() + cos.size());
              std::vector<float> s(sin.data(), sin.data() + sin.size());
              const Kernels& kernels = find_kernels(isa);
-             check_model(shape, own, *embed, *head, final_norm.size(), kernels.lanes);
+             check_model(shape, own, *embed, *head, final_norm.size(), kernels);
              new (self) Model(kernels, shape, std::move(own), embed, head, floats(final_norm),
                               std::move(c), std::move(s), threads, threads_prefill, exact);
            },

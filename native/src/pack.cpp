@@ -50,7 +50,7 @@ float to_half_and_back(float f) { return half_to_float(float_to_half(f)); }
 
 uint16_t checked_half(float f) {
   if (std::isfinite(f) && std::fabs(f) >= 65520.0f)
-    throw std::invalid_argument("a scale or minimum of " + std::to_string(f) +
+    throw std::invalid_argument("a number of " + std::to_string(f) +
                                 " is more than half precision holds");
   return float_to_half(f);
 }
@@ -68,7 +68,9 @@ Matrix::Matrix(Format format, int rows, int cols, int lanes) {
   if (has_codes(format)) {
     packed_.group_bytes = packed_.blocks * block_bytes(format, lanes);
   } else {
-    packed_.group_bytes = static_cast<size_t>(cols) * lanes * (format == Format::kBF16 ? 2 : 4);
+    // Halves are multiplied a block at a time, to its end.
+    const size_t columns = format == Format::kF16 ? packed_.blocks * kBlock : cols;
+    packed_.group_bytes = columns * lanes * (format == Format::kF32 ? 4 : 2);
   }
   bytes_ = packed_.groups() * packed_.group_bytes;
   data_ = allocate(bytes_);
@@ -138,6 +140,11 @@ void Matrix::put_float_row(const float* x, int row) {
   if (packed_.format == Format::kBF16) {
     auto* to = reinterpret_cast<uint16_t*>(group);
     for (int k = 0; k < cols; k++) to[k * lanes + row % lanes] = to_bf16(x[k]);
+    return;
+  }
+  if (packed_.format == Format::kF16) {
+    auto* to = reinterpret_cast<uint16_t*>(group);
+    for (int k = 0; k < cols; k++) to[k * lanes + row % lanes] = checked_half(x[k] / kF16Unit);
     return;
   }
   const bool q4 = is_q4(packed_.format);

@@ -20,7 +20,7 @@ class Matrix {
   // `count` rows of GGUF blocks, of a type that the format holds; row n goes to place[n].
   void put_blocks(const std::string& type, const uint8_t* data, size_t row_bytes, int count,
                   const int32_t* place);
-  // Rows of floats: as they are (F32), rounded to bfloat16, or quantised here (Q8, Q4).
+  // Rows of floats: as they are (F32), rounded to bfloat16 or halves, or quantised here (Q8, Q4).
   void put_floats(const float* data, int count, const int32_t* place);
   void put_bias(const float* data, int count, const int32_t* place);
 

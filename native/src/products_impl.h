@@ -284,6 +284,7 @@ static void matmul(const Packed& w, const Activations& a, int t0, int t1, int g0
     case Format::kQ8M: return matmul_of<Format::kQ8M>(w, a, t0, t1, g0, g1, out, stride, add);
     case Format::kBF16: return matmul_of<Format::kBF16>(w, a, t0, t1, g0, g1, out, stride, add);
     case Format::kF32: return matmul_of<Format::kF32>(w, a, t0, t1, g0, g1, out, stride, add);
+    case Format::kF16: break;  // `half_products.h`, where there are any
   }
 }
 
@@ -324,6 +325,7 @@ static void unpack_row(const Packed& w, int row, float* out) {
     case Format::kQ8M: return unpack_row_of<Format::kQ8M>(w, row, out);
     case Format::kBF16: return unpack_row_of<Format::kBF16>(w, row, out);
     case Format::kF32: return unpack_row_of<Format::kF32>(w, row, out);
+    case Format::kF16: break;
   }
 }
 

@@ -48,9 +48,10 @@ class Pair:
         exact: bool = True,
         seed: int = 0,
         source: DummyWeights | None = None,
+        dtype: str = "float32",
     ) -> None:
         self.spec, source = spec, source or Loud(spec)
-        packing = Packing(spec, source, "float32", None)
+        packing = Packing(spec, source, dtype, None, isa)
         self.native = NativeDecoder(packing, MAX_LEN, *threads, isa, exact)
         self.reference = Decoder(spec, source, torch.float32, CPU, MAX_LEN, reference)
         per_row = -(-MAX_LEN // block_size)

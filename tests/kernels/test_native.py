@@ -220,7 +220,7 @@ def rounded(x: Floats, again: bool = False) -> npt.NDArray[np.float64]:
 def error_of(w: Weights, x: Floats, way: str) -> float:
     """The largest error of a product, in parts of its reach."""
     seen = x.astype(np.float64)
-    if way != "exact" and w.format not in ("bf16", "f32"):
+    if way != "exact" and w.format not in ("bf16", "f16", "f32"):
         seen = rounded(x, way == "again")
     expected = seen @ w.values.astype(np.float64).T + w.bias
     reach = np.abs(seen) @ w.reach.T + np.abs(w.bias) + 1e-30

@@ -45,7 +45,7 @@ class Packing:
         isa: str = "auto",
     ) -> None:
         self.spec, self.source, self._isa = spec, source, isa
-        self._dense = "bf16" if dtype == "bfloat16" else "f32"
+        self._dense = self._format_of({"bfloat16": "bf16", "float16": "f16"}.get(dtype, "f32"))
         self._quantised = None if quantization is None else QUANTIZATION[quantization]
 
     def format(self, names: Sequence[str]) -> str:
@@ -58,8 +58,16 @@ class Packing:
         if packed:
             formats.add(str(cpu.module().common_format([str(type) for type in packed])))
         if dense:
-            formats.add(self._quantised or ("bf16" if dense == {BlockType.BF16} else "f32"))
+            one = str(*dense).lower() if len(dense) == 1 else "f32"
+            formats.add(self._quantised or self._format_of(one))
         return formats.pop() if len(formats) == 1 else "f32"
+
+    def _format_of(self, dense: str) -> str:
+        """Of a file's floats. In halves, which some machines multiply, bfloat16 loses nothing but
+        the last bits of weights below 10^-7."""
+        if dense != "f32" and cpu.module().has_half_products(self._isa):
+            return "f16"
+        return "bf16" if dense == "bf16" else "f32"
 
     def matrices(self) -> list[list[str]]:
         layers = range(self.spec.num_layers)
@@ -77,9 +85,9 @@ class Packing:
 
     def _bytes_of(self, format: str) -> float:
         """A weight's, which the instruction set has a say in."""
-        native = cpu.module()
-        rows = native.lanes(self._isa)
-        return native.Matrix(format, rows, BLOCK, self._isa).num_bytes / (rows * BLOCK)
+        rows = 64  # whole groups of every instruction set
+        matrix = cpu.module().Matrix(format, rows, BLOCK, self._isa)
+        return float(matrix.num_bytes / (rows * BLOCK))
 
     def bytes_each(self) -> float:
         return self.num_bytes() / self.spec.num_parameters()
@@ -178,9 +186,17 @@ class _Loader:
         return np.ascontiguousarray(self._packing.source.floats(name))
 
     def matrix(self, names: list[str], biased: bool = False) -> Any:
+        format = self._packing.format(names)
+        try:
+            return self._packed(format, names, biased)
+        except ValueError:
+            if format != "f16":
+                raise
+            return self._packed("f32", names, biased)  # a weight above 255
+
+    def _packed(self, format: str, names: list[str], biased: bool) -> Any:
         shapes = self._packing.spec.weight_shapes()
         rows, cols = sum(shapes[name][0] for name in names), shapes[names[0]][1]
-        format = self._packing.format(names)
         matrix = self._native.Matrix(format, rows, cols, self._isa)
         in_turn = names[0].endswith(".gate")
         for name, places in _places(names, shapes, in_turn):

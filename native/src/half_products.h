@@ -1,0 +1,202 @@
+// Products with matrices of halves (F16), in half precision (Arm). `kernels_neon.cpp` includes this
+// after `half_attention.h`.
+//
+// A block of 32 activations is scaled by a power of two, as queries are: below 2^-5, so that its sum
+// of products with any halves stays below the largest. Those sums are added up in floats. Whichever
+// way below computes it, a token's result has the same bits.
+
+constexpr int kF16Lanes = 8;
+
+// Eight rows of weights, which stand side by side, with 8 · V tokens; `total` [8, 8 · V].
+template <int V>
+static inline void multiply_tile(const uint16_t* w, const Activations& a, int t, float* total) {
+  const uint16_t* x[V];
+  const float* scale[V];
+  unrolled<V>([&](auto v) {
+    const size_t tile = static_cast<size_t>(t / kTile + v) * a.blocks * kTile;
+    x[v] = a.half + tile * kBlock;
+    scale[v] = a.half_scale + tile;
+  });
+  __builtin_memset(total, 0, sizeof(float) * kF16Lanes * V * kTile);
+  for (int b = 0; b < a.blocks; b++) {
+    float16x8_t sum[8][V];
+    unrolled<8>([&](auto i) { unrolled<V>([&](auto v) { sum[i][v] = vdupq_n_f16(0); }); });
+    for (int k = 0; k < kBlock; k++) {
+      const float16x8_t weights = load_halves(w);
+      unrolled<V>([&](auto v) {
+        const float16x8_t tokens = load_halves(x[v]);
+        unrolled<8>([&](auto i) { sum[i][v] = add_lane<i>(sum[i][v], tokens, weights); });
+        x[v] += kTile;
+      });
+      w += kF16Lanes;
+    }
+    unrolled<V>([&](auto v) {
+      const f32v s0 = load(scale[v]), s1 = load(scale[v] + 4);
+      scale[v] += kTile;
+      unrolled<8>([&](auto i) {
+        float* to = total + (i * V + v) * kTile;
+        store(to, mul_add(low(sum[i][v]), s0, load(to)));
+        store(to + 4, mul_add(high(sum[i][v]), s1, load(to + 4)));
+      });
+    });
+  }
+}
+
+// G times eight rows with M tokens, lanes of one tile; `total` [G, M, 8].
+template <int G, int M>
+static inline void multiply_few(const uint16_t* const* rows, const Activations& a, int t,
+                                f32v (*total)[M][2]) {
+  const size_t tile = static_cast<size_t>(t / kTile) * a.blocks * kTile;
+  const uint16_t* x = a.half + tile * kBlock;
+  const float* scale = a.half_scale + tile;
+  const uint16_t* w[G];
+  unrolled<G>([&](auto g) {
+    w[g] = rows[g];
+    unrolled<M>([&](auto m) { total[g][m][0] = total[g][m][1] = f32v{}; });
+  });
+  for (int b = 0; b < a.blocks; b++) {
+    float16x8_t sum[G][M];
+    unrolled<G>([&](auto g) { unrolled<M>([&](auto m) { sum[g][m] = vdupq_n_f16(0); }); });
+    unrolled<G>([&](auto g) {
+      prefetch<kBlock * kF16Lanes * 2>(reinterpret_cast<const uint8_t*>(w[g]));
+    });
+    for (int k = 0; k < kBlock; k++) {
+      const float16x8_t tokens = load_halves(x);
+      unrolled<G>([&](auto g) {
+        const float16x8_t weights = load_halves(w[g] + k * kF16Lanes);
+        unrolled<M>([&](auto m) { sum[g][m] = add_lane<m>(sum[g][m], weights, tokens); });
+      });
+      x += kTile;
+    }
+    unrolled<G>([&](auto g) {
+      w[g] += kBlock * kF16Lanes;
+      unrolled<M>([&](auto m) {
+        const f32v s = splat(scale[m]);
+        total[g][m][0] = mul_add(low(sum[g][m]), s, total[g][m][0]);
+        total[g][m][1] = mul_add(high(sum[g][m]), s, total[g][m][1]);
+      });
+    });
+    scale += kTile;
+  }
+}
+
+// The exact product of eight rows with one token.
+static inline void multiply_exact(const Packed& w, int g, const float* x, float* total) {
+  auto* p = reinterpret_cast<const uint16_t*>(w.group(g));
+  f32v a = {}, b = {};
+  for (int k = 0; k < w.cols; k++) {
+    const float16x8_t weights = load_halves(p + k * kF16Lanes);
+    a = mul_add(low(weights), splat(x[k]), a);
+    b = mul_add(high(weights), splat(x[k]), b);
+  }
+  store(total, a), store(total + 4, b);
+}
+
+// One token's products with a group's rows, which lie `step` apart in `total`.
+static inline void finish_rows(const Packed& w, int g, const float* total, int step, float* out,
+                               bool add) {
+  const int first = g * kF16Lanes, left = w.rows - first;
+  for (int i = 0; i < kF16Lanes && i < left; i++) {
+    float value = total[i * step] * kF16Unit + (w.bias == nullptr ? 0.0f : w.bias[first + i]);
+    out[i] = add ? out[i] + value : value;
+  }
+}
+
+template <int V>
+static void multiply_tokens(const Packed& w, const Activations& a, int g, int t, int count,
+                            float* out, int stride, bool add) {
+  float total[kF16Lanes * V * kTile];
+  multiply_tile<V>(reinterpret_cast<const uint16_t*>(w.group(g)), a, t, total);
+  for (int m = 0; m < count; m++)
+    finish_rows(w, g, total + m, V * kTile, out + static_cast<size_t>(m) * stride, add);
+}
+
+template <int M>
+static void multiply_rows(const Packed& w, const Activations& a, int t, int g0, int g1, float* out,
+                          int stride, bool add) {
+  constexpr int G = 4;
+  for (int g = g0; g < g1; g += G, out += G * kF16Lanes) {
+    const uint16_t* rows[G];
+    for (int n = 0; n < G; n++)  // past the last: again the last
+      rows[n] = reinterpret_cast<const uint16_t*>(w.group(g + n < g1 ? g + n : g1 - 1));
+    f32v total[G][M][2];
+    multiply_few<G, M>(rows, a, t, total);
+    for (int n = 0; n < G && g + n < g1; n++)
+      for (int m = 0; m < M; m++) {
+        float line[kF16Lanes];
+        store(line, total[n][m][0]), store(line + 4, total[n][m][1]);
+        finish_rows(w, g + n, line, 1, out + static_cast<size_t>(m) * stride + n * kF16Lanes, add);
+      }
+  }
+}
+
+static void matmul_f16(const Packed& w, const Activations& a, int t0, int t1, int g0, int g1,
+                       float* out, int stride, bool add) {
+  auto at = [&](int t, int g) {
+    return out + static_cast<size_t>(t - t0) * stride + (g - g0) * kF16Lanes;
+  };
+  if (a.half == nullptr) {
+    for (int g = g0; g < g1; g++)
+      for (int t = t0; t < t1; t++) {
+        float total[kF16Lanes];
+        multiply_exact(w, g, a.values + static_cast<size_t>(t) * a.stride, total);
+        finish_rows(w, g, total, 1, at(t, g), add);
+      }
+    return;
+  }
+  switch (t1 - t0) {
+    case 1: return multiply_rows<1>(w, a, t0, g0, g1, out, stride, add);
+    case 2: return multiply_rows<2>(w, a, t0, g0, g1, out, stride, add);
+    case 3: return multiply_rows<3>(w, a, t0, g0, g1, out, stride, add);
+    case 4: return multiply_rows<4>(w, a, t0, g0, g1, out, stride, add);
+    default: break;
+  }
+  // Tokens in panels that stay in the second cache while all groups pass over them.
+  const int panel = 131072 / (a.blocks * kBlock) / (2 * kTile) * (2 * kTile);
+  const int step = panel < 2 * kTile ? 2 * kTile : panel;
+  for (int from = t0; from < t1; from += step) {
+    const int to = from + step < t1 ? from + step : t1;
+    for (int g = g0; g < g1; g++)
+      for (int t = from; t < to; t += 2 * kTile) {
+        const int count = to - t < 2 * kTile ? to - t : 2 * kTile;
+        if (count > kTile) {
+          multiply_tokens<2>(w, a, g, t, count, at(t, g), stride, add);
+        } else {
+          multiply_tokens<1>(w, a, g, t, count, at(t, g), stride, add);
+        }
+      }
+  }
+}
+
+static void unpack_row_f16(const Packed& w, int row, float* out) {
+  auto* p = reinterpret_cast<const uint16_t*>(w.group(row / kF16Lanes)) + row % kF16Lanes;
+  for (int k = 0; k < w.cols; k++) out[k] = half_to_float(p[k * kF16Lanes]) * kF16Unit;
+}
+
+// The two tables of all formats.
+static void matmul_any(const Packed& w, const Activations& a, int t0, int t1, int g0, int g1,
+                       float* out, int stride, bool add) {
+  (w.format == Format::kF16 ? matmul_f16 : matmul)(w, a, t0, t1, g0, g1, out, stride, add);
+}
+static void unpack_row_any(const Packed& w, int row, float* out) {
+  (w.format == Format::kF16 ? unpack_row_f16 : unpack_row)(w, row, out);
+}
+
+static void to_halves(const float* x, int n, int t, int first, int blocks, uint16_t* half,
+                      float* scale) {
+  const size_t tile = (static_cast<size_t>(t / kTile) * blocks + first) * kTile;
+  half += tile * kBlock + t % kTile;
+  scale += tile + t % kTile;
+  for (int at = 0; at < n; at += kBlock, half += kTile * kBlock, scale += kTile) {
+    float padded[kBlock] = {};
+    const float* p = x + at;
+    if (at + kBlock > n) {
+      __builtin_memcpy(padded, p, sizeof(float) * (n - at));
+      p = padded;
+    }
+    const float up = to_small(p, kBlock, scale);
+    uint16_t line[kBlock];
+    for (int i = 0; i < kBlock; i += 8) store_halves(line + i, load(p + i) * up, load(p + i + 4) * up);
+    for (int i = 0; i < kBlock; i++) half[i * kTile] = line[i];
+  }
+}
