@@ -55,6 +55,7 @@ class Ceilings:
     read_bytes_per_s: float
     fp32_per_s: float
     bf16_per_s: float | None  # where the CPU has it
+    fp16_per_s: float | None
     int8_per_s: float | None
 
     @property
@@ -72,7 +73,7 @@ class Ceilings:
 def measure_ceilings(weight_bytes: int) -> Ceilings:
     bf16 = matrix_rate(torch.bfloat16) if has_bf16() else None
     fp32 = matrix_rate(torch.float32)
-    return Ceilings(read_rate(weight_bytes), fp32, bf16, int8_rate())
+    return Ceilings(read_rate(weight_bytes), fp32, bf16, fp16_rate(), int8_rate())
 
 
 def read_rate(num_bytes: int) -> float:
@@ -96,6 +97,13 @@ def int8_rate() -> float | None:
     if not cpu.available():
         return None
     return cpu.module().dot_rate("auto", default_threads()) or None
+
+
+def fp16_rate() -> float | None:
+    """The same of halves, which attention is computed in on Arm."""
+    if not cpu.available():
+        return None
+    return cpu.module().half_rate("auto", default_threads()) or None
 
 
 def _flag(*names: str) -> bool:
@@ -126,7 +134,7 @@ def floor_tokens_per_s(
     Products with weights may be in 8 bits; attention is in floating point. `output` of 1: prefill
     of the prompts. Otherwise decode in the middle of the output.
     """
-    floating = max(ceilings.fp32_per_s, ceilings.bf16_per_s or 0.0)
+    floating = max(ceilings.fp32_per_s, ceilings.bf16_per_s or 0.0, ceilings.fp16_per_s or 0.0)
     if output == 1:
         flops = prompt * work.flops_per_token + work.flops_per_sample
         attended = prompt * (prompt + 1) / 2 * work.flops_per_kv_token
@@ -146,5 +154,6 @@ def describe(ceilings: Ceilings) -> str:
     return (
         f"ceilings, {torch.get_num_threads()} threads: reading the weights' size "
         f"{ceilings.read_bytes_per_s / 1e9:.1f} GB/s; products fp32 {rate(ceilings.fp32_per_s)}, "
-        f"bf16 {rate(ceilings.bf16_per_s)}, int8 {rate(ceilings.int8_per_s)}"
+        f"bf16 {rate(ceilings.bf16_per_s)}, fp16 {rate(ceilings.fp16_per_s)}, "
+        f"int8 {rate(ceilings.int8_per_s)}"
     )

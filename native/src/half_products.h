@@ -80,16 +80,26 @@ static inline void multiply_few(const uint16_t* const* rows, const Activations& 
   }
 }
 
-// The exact product of eight rows with one token.
-static inline void multiply_exact(const Packed& w, int g, const float* x, float* total) {
+// The exact products of eight rows with M tokens; `total` [M, 8].
+template <int M>
+static inline void multiply_exact(const Packed& w, const Activations& a, int g, int t,
+                                  float* total) {
   auto* p = reinterpret_cast<const uint16_t*>(w.group(g));
-  f32v a = {}, b = {};
+  const float* x = a.values + static_cast<size_t>(t) * a.stride;
+  f32v sum[M][2];
+  unrolled<M>([&](auto m) { sum[m][0] = sum[m][1] = f32v{}; });
   for (int k = 0; k < w.cols; k++) {
     const float16x8_t weights = load_halves(p + k * kF16Lanes);
-    a = mul_add(low(weights), splat(x[k]), a);
-    b = mul_add(high(weights), splat(x[k]), b);
+    const f32v first = low(weights), last = high(weights);
+    unrolled<M>([&](auto m) {
+      const f32v token = splat(x[static_cast<size_t>(m) * a.stride + k]);
+      sum[m][0] = mul_add(first, token, sum[m][0]);
+      sum[m][1] = mul_add(last, token, sum[m][1]);
+    });
   }
-  store(total, a), store(total + 4, b);
+  unrolled<M>([&](auto m) {
+    store(total + m * kF16Lanes, sum[m][0]), store(total + m * kF16Lanes + 4, sum[m][1]);
+  });
 }
 
 // One token's products with a group's rows, which lie `step` apart in `total`.
@@ -137,10 +147,12 @@ static void matmul_f16(const Packed& w, const Activations& a, int t0, int t1, in
   };
   if (a.half == nullptr) {
     for (int g = g0; g < g1; g++)
-      for (int t = t0; t < t1; t++) {
-        float total[kF16Lanes];
-        multiply_exact(w, g, a.values + static_cast<size_t>(t) * a.stride, total);
-        finish_rows(w, g, total, 1, at(t, g), add);
+      for (int t = t0, count; t < t1; t += count) {
+        float total[kTile * kF16Lanes];
+        count = t1 - t < kTile ? 1 : kTile;
+        (count == 1 ? multiply_exact<1> : multiply_exact<kTile>)(w, a, g, t, total);
+        for (int m = 0; m < count; m++)
+          finish_rows(w, g, total + m * kF16Lanes, 1, at(t + m, g), add);
       }
     return;
   }
@@ -180,6 +192,17 @@ static void matmul_any(const Packed& w, const Activations& a, int t0, int t1, in
 }
 static void unpack_row_any(const Packed& w, int row, float* out) {
   (w.format == Format::kF16 ? unpack_row_f16 : unpack_row)(w, row, out);
+}
+
+// As `dot_bytes`, of halves.
+static double multiply_halves(int rounds) {
+  constexpr int kChains = 12;
+  const float16x8_t a = vdupq_n_f16(0.5f), b = vdupq_n_f16(0.25f);
+  float16x8_t sum[kChains];
+  unrolled<kChains>([&](auto i) { sum[i] = vdupq_n_f16(0); });
+  for (int n = 0; n < rounds; n++)
+    unrolled<kChains>([&](auto i) { sum[i] = add_lane<i % 8>(sum[i], a, b); });
+  return 2.0 * 8 * kChains * rounds;
 }
 
 static void to_halves(const float* x, int n, int t, int first, int blocks, uint16_t* half,

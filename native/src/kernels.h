@@ -135,6 +135,7 @@ struct HalfPrecision {
   // n floats as halves of token `t` of `Activations`, from its block `first` on.
   void (*to_halves)(const float* x, int n, int t, int first, int blocks, uint16_t* half,
                     float* scale) = nullptr;
+  double (*multiply)(int rounds) = nullptr;  // as `Kernels::dot_bytes`
 
   bool take(int dim) const { return dim % 8 == 0 && dim <= most_dim; }
 };

@@ -40,6 +40,7 @@ const Kernels kNeon = {
     {neon::kMostDim,
      {kQueries, neon::half_scratch_floats, neon::attend_prefill_halves},
      neon::attend_decode_halves,
-     neon::to_halves},
+     neon::to_halves,
+     neon::multiply_halves},
 };
 }  // namespace twostroke

@@ -63,6 +63,28 @@ const char* name_of(Format format) {
 
 std::vector<float> floats(const Floats1& a) { return {a.data(), a.data() + a.size()}; }
 
+// Operations a second of a team that is busy with `work`, the best of some runs.
+double rate_of(double (*work)(int rounds), int threads) {
+  if (work == nullptr) return 0;
+  nb::gil_scoped_release free;
+  Team team(std::max(1, threads));
+  constexpr int kRounds = 2000000;
+  double best = 0;
+  for (int run = 0; run < 5; run++) {
+    const auto start = std::chrono::steady_clock::now();
+    std::atomic<double> done{0};
+    team.run(team.size(), [&](int) {
+      const double own = work(kRounds);
+      double seen = done.load();
+      while (!done.compare_exchange_weak(seen, seen + own)) {
+      }
+    });
+    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+    best = std::max(best, done.load() / took.count());
+  }
+  return best;
+}
+
 void check(bool fine, const char* what) {
   if (!fine) throw std::invalid_argument(what);
 }
@@ -282,26 +304,16 @@ NB_MODULE(_native, m) {
 
   m.def("wide_from", [](const std::string& isa) { return find_kernels(isa).wide.from; }, "isa"_a,
         "Tokens from which a step goes through matrix units, in bfloat16; 0 if there are none.");
-  m.def("dot_rate", [](const std::string& isa, int threads) {
-    nb::gil_scoped_release free;
-    const Kernels& k = find_kernels(isa);
-    Team team(std::max(1, threads));
-    constexpr int kRounds = 2000000;
-    double best = 0;
-    for (int run = 0; run < 5; run++) {
-      const auto start = std::chrono::steady_clock::now();
-      std::atomic<double> done{0};
-      team.run(team.size(), [&](int) {
-        const double own = k.dot_bytes(kRounds);
-        double seen = done.load();
-        while (!done.compare_exchange_weak(seen, seen + own)) {
-        }
-      });
-      const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
-      best = std::max(best, done.load() / took.count());
-    }
-    return best;
-  }, "isa"_a, "threads"_a, "Operations a second of integer products on registers; 0 if unknown.");
+  m.def("dot_rate",
+        [](const std::string& isa, int threads) {
+          return rate_of(find_kernels(isa).dot_bytes, threads);
+        },
+        "isa"_a, "threads"_a, "Operations a second of integer products on registers; 0 if unknown.");
+  m.def("half_rate",
+        [](const std::string& isa, int threads) {
+          return rate_of(find_kernels(isa).halves.multiply, threads);
+        },
+        "isa"_a, "threads"_a, "The same of halves; 0 if the instruction set has none.");
 
   nb::class_<Model>(m, "Model")
       .def("__init__",
