@@ -265,19 +265,26 @@ static void decode_heads(const Cache& cache, const int32_t* table, const float* 
   }
 }
 
+// f(how many, which is the first) for up to four of a group's heads at a time.
+template <typename F>
+static inline __attribute__((always_inline)) void each_four(int group, F&& f) {
+  for (int g = 0; g < group; g += 4) {
+    switch (group - g) {
+      case 1: f(std::integral_constant<int, 1>{}, g); break;
+      case 2: f(std::integral_constant<int, 2>{}, g); break;
+      case 3: f(std::integral_constant<int, 3>{}, g); break;
+      default: f(std::integral_constant<int, 4>{}, g); break;
+    }
+  }
+}
+
 static void attend_decode(const Cache& cache, const int32_t* table, const float* q, int from,
                           int to, int kv, int group, float scale, float* acc, float* largest,
                           float* sum) {
   const int dim = cache.dim;
   q += static_cast<size_t>(kv) * group * dim;
-  for (int g = 0; g < group;) {
-    const float* p = q + g * dim;
-    float *a = acc + g * dim, *l = largest + g, *t = sum + g;
-    switch (group - g) {
-      case 1: decode_heads<1>(cache, table, p, from, to, kv, scale, a, l, t), g += 1; break;
-      case 2: decode_heads<2>(cache, table, p, from, to, kv, scale, a, l, t), g += 2; break;
-      case 3: decode_heads<3>(cache, table, p, from, to, kv, scale, a, l, t), g += 3; break;
-      default: decode_heads<4>(cache, table, p, from, to, kv, scale, a, l, t), g += 4; break;
-    }
-  }
+  each_four(group, [&](auto count, int g) {
+    decode_heads<decltype(count)::value>(cache, table, q + g * dim, from, to, kv, scale,
+                                         acc + g * dim, largest + g, sum + g);
+  });
 }

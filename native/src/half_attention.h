@@ -355,16 +355,10 @@ static void attend_decode_halves(const Cache& cache, const int32_t* table, const
                                  float* largest, float* sum) {
   const int dim = cache.dim;
   const float* first = q + static_cast<size_t>(kv) * group * dim;
-  for (int g = 0; g < group;) {
-    const float* p = first + g * dim;
-    float *a = acc + g * dim, *l = largest + g, *t = sum + g;
-    switch (group - g) {
-      case 1: decode_heads_halves<1>(cache, table, p, from, to, kv, scale, a, l, t), g += 1; break;
-      case 2: decode_heads_halves<2>(cache, table, p, from, to, kv, scale, a, l, t), g += 2; break;
-      case 3: decode_heads_halves<3>(cache, table, p, from, to, kv, scale, a, l, t), g += 3; break;
-      default: decode_heads_halves<4>(cache, table, p, from, to, kv, scale, a, l, t), g += 4; break;
-    }
-  }
+  each_four(group, [&](auto count, int g) {
+    decode_heads_halves<decltype(count)::value>(cache, table, first + g * dim, from, to, kv, scale,
+                                                acc + g * dim, largest + g, sum + g);
+  });
   if (!all_finite(acc, group * dim))
     attend_decode(cache, table, q, from, to, kv, group, scale, acc, largest, sum);
 }

@@ -19,7 +19,6 @@ from tests.kernels.test_native import (
 )
 from tests.kernels.test_native_model import STEPS, assert_near_the_reference, largest_difference
 from twostroke.kernels import cpu
-from twostroke.model.native import NativeDecoder, Packing
 from twostroke.model.weights import ALL_ROWS
 
 HALF_ISAS = [isa for isa in ISAS if cpu.module().has_half_products(isa)]
@@ -143,7 +142,5 @@ def test_a_model_with_a_weight_that_no_half_holds_runs_all_the_same(isa: str) ->
             return weight
 
     spec = small_spec()
-    packing = Packing(spec, Outlier(spec), "bfloat16", None, isa)
-    NativeDecoder(packing, 32, 1, 1, isa)
     pair = Pair(spec, isa, source=Outlier(spec), dtype="bfloat16")
     assert max(pair.difference(*step) for step in STEPS["mixed"]) <= 10 * TOLERANCE
