@@ -118,6 +118,7 @@ class App:
 
     async def close(self) -> None:
         """The server has ended."""
+        self.service.prompts.close()
         if self.service.tracing is not None:
             await self.service.tracing.close()
 
