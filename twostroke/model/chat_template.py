@@ -28,22 +28,20 @@ COMPILED: Final = 8  # templates that a renderer keeps
 
 class ChatTemplate:
     def __init__(
-        self, source: str, bos_token: str, eos_token: str, whose: str = "the model's"
+        self, source: str, bos_token: str, eos_token: str, of_request: bool = False
     ) -> None:
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
-        self._name = f"{whose} chat template"
+        self._name = template_name(of_request)
+        advice = "Correct it." if of_request else "Give another one with --chat-template FILE."
+        self._advice = advice
         try:
             self._template = _Environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(
-                f"{self._name} has an error in line {error.lineno}: {error.message}. "
-                "Give a corrected one with --chat-template FILE."
+                f"{self._name} has an error in line {error.lineno}: {error.message}. {advice}"
             ) from None
         except RecursionError:
-            raise ModelError(
-                f"{self._name} is nested too deeply to be read. "
-                "Give another one with --chat-template FILE."
-            ) from None
+            raise ModelError(f"{self._name} is nested too deeply to be read. {advice}") from None
 
     def render(
         self,
@@ -73,8 +71,7 @@ class ChatTemplate:
             raise RequestError(f"{self._name} refuses these messages: {error}") from None
         except SecurityError as error:
             raise RequestError(
-                f"{self._name} does what templates may not ({error}). "
-                "Give another one with --chat-template FILE."
+                f"{self._name} does what templates may not ({error}). {self._advice}"
             ) from None
         except MemoryError:
             raise
@@ -86,6 +83,10 @@ class ChatTemplate:
             ) from None
 
 
+def template_name(of_request: bool) -> str:
+    return "the request's chat template" if of_request else "the model's chat template"
+
+
 def renderer(hello: bytes) -> Callable[[bytes], bytes]:
     """In a limited process: answers the arguments of `ChatTemplate.render` with a text's length
     and, unless it is too long to be wanted, the text."""
@@ -94,9 +95,8 @@ def renderer(hello: bytes) -> Callable[[bytes], bytes]:
     @functools.lru_cache(maxsize=COMPILED)
     def compiled(own: str | None) -> ChatTemplate:
         try:
-            if own is None:
-                return ChatTemplate(source, bos_token, eos_token)
-            return ChatTemplate(own, bos_token, eos_token, "this request's")
+            given = source if own is None else own
+            return ChatTemplate(given, bos_token, eos_token, of_request=own is not None)
         except ModelError as error:
             raise RequestError(str(error)) from None
 

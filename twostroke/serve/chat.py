@@ -35,11 +35,11 @@ class Chat:
         service = self._service
         service.admission.check()
         with service.bodies.hold(exchange):
-            request, _ = await service.read(exchange, ChatRequest)
+            request, num_bytes = await service.read(exchange, ChatRequest)
             service.check_model(request.model)
             tools = calling(request, service.settings, service.prompts.template_source)
             work = partial(self._prepare, request, tools)
-            prepared = await service.prompts.prepared(request, work)
+            prepared = await service.prompts.prepared(request, num_bytes, work)
         head = service.head("chatcmpl", request.request_id, request.model)
         shape = ChatShape(service, request, head, tools)
         with service.running(exchange, prepared, head.id) as feed:

@@ -35,12 +35,12 @@ class Completions:
         service = self._service
         service.admission.check()
         with service.bodies.hold(exchange):
-            request, _ = await service.read(exchange, CompletionRequest)
+            request, num_bytes = await service.read(exchange, CompletionRequest)
             service.check_model(request.model)
             prompts = each_prompt(request.prompt)
             service.admission.check(len(prompts))
             work = partial(self._prepare, request, prompts)
-            prepared = await service.prompts.prepared(request, work)
+            prepared = await service.prompts.prepared(request, num_bytes, work)
         head = service.head("cmpl", request.request_id, request.model)
         shape = CompletionShape(service, request, head)
         with service.running(exchange, prepared, head.id) as feed:

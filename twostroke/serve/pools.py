@@ -24,7 +24,7 @@ class Pool:
         self._what = what
         self._num_threads = threads
         self._max_waiting = max_waiting
-        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._num_open = 0
         self._started = False
 
@@ -52,9 +52,14 @@ class Pool:
         finally:
             self._num_open -= 1
 
+    def close(self) -> None:
+        """End the threads that have nothing to do, and the others when they have done it."""
+        for _ in range(self._num_threads):
+            self._jobs.put(None)
+
     def _work(self) -> None:
-        while True:
-            work, loop, result = self._jobs.get()
+        while (job := self._jobs.get()) is not None:
+            work, loop, result = job
             if result.cancelled():
                 continue
             value, error = None, None
@@ -64,7 +69,7 @@ class Pool:
                 error = raised
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(_settle, result, value, error)
-            del work, loop, result, value, error  # not kept until the next one comes
+            del job, work, loop, result, value, error  # not kept until the next one comes
 
 
 def _settle(result: asyncio.Future[T], value: T, error: BaseException | None) -> None:

@@ -1,7 +1,8 @@
 """A request's prompt → `Prepared`. All of it happens off the event loop, so that streams go on.
 
     text (2 threads): render the model's template (in a process), tokenise, validate
-    templates (1 thread): the same with a template that the request brings
+    long (1 thread): the same for large bodies, which take memory, one after the other
+    foreign (1 thread): the same with a template that the request brings
     grammars (2 threads): compile a grammar that is not known yet (in a process)
 
 A kind of work waits for its own kind only, and what would wait too long is refused with 429.
@@ -18,8 +19,9 @@ import msgspec
 
 from twostroke.engine.grammar_check import WORKERS as GRAMMAR_WORKERS
 from twostroke.engine.intake import Intake, Prepared
+from twostroke.errors import RequestError
 from twostroke.limited import LimitedPool, Limits, OverLimit
-from twostroke.model.chat_template import check_messages
+from twostroke.model.chat_template import check_messages, template_name
 from twostroke.request import SamplingParams
 from twostroke.serve.errors import ApiError
 from twostroke.serve.pools import Pool
@@ -29,9 +31,13 @@ from twostroke.serve.settings import ServeSettings
 # What `ChatTemplate.render` is called with: no request may give these names to its variables.
 TAKEN = ("self", "messages", "add_generation_prompt", "tools")
 TEXT_THREADS: Final = 2
-MAX_WAITING: Final = 16  # requests with a grammar that is not known; with a template of their own
+MAX_GRAMMARS_WAITING: Final = 16  # requests with a grammar that is not known yet
+MAX_FOREIGN_WAITING: Final = 4  # requests with a chat template of their own
 RENDERING: Final = Limits(cpu_s=1.0, wall_s=10.0, memory_bytes=64 * 1024**2)
-FOREIGN_RENDERING: Final = Limits(cpu_s=1.0, wall_s=10.0, memory_bytes=64 * 1024**2, nice=5)
+FOREIGN_RENDERING: Final = Limits(cpu_s=0.5, wall_s=5.0, memory_bytes=32 * 1024**2, nice=5)
+CHARS_PER_TOKEN: Final = 8  # a text with more of them is unusual
+MAX_CHARS_PER_TOKEN: Final = 32  # no text is read that has more of them for each token it may have
+MIN_CHARS: Final = 64 * 1024
 PIECE_CHARS: Final = 16 * 1024
 T = TypeVar("T")
 
@@ -42,13 +48,18 @@ class Prompts:
         self._settings = settings
         limits = intake.limits
         self.max_tokens = min(settings.max_prompt_tokens or 2**62, limits.max_model_len - 1)
+        self._long_bytes = CHARS_PER_TOKEN * self.max_tokens
+        self.max_chars = max(MIN_CHARS, MAX_CHARS_PER_TOKEN * self.max_tokens)
         self._text = Pool("requests", TEXT_THREADS, settings.max_queue)
-        self._foreign = Pool("requests with a chat template of their own", 1, MAX_WAITING)
-        self._grammars = Pool("requests with new grammars", GRAMMAR_WORKERS, MAX_WAITING)
+        self._long = Pool("large requests", 1, settings.max_queue)
+        self._foreign = Pool("requests with a chat template of their own", 1, MAX_FOREIGN_WAITING)
+        self._grammars = Pool("requests with new grammars", GRAMMAR_WORKERS, MAX_GRAMMARS_WAITING)
         if intake.tokenizer is not None and self.template_source is not None:
             self._renderer.start()
 
     def close(self) -> None:
+        for pool in (self._text, self._long, self._foreign, self._grammars):
+            pool.close()
         for name in ("_renderer", "_foreign_renderer"):
             if name in self.__dict__:
                 getattr(self, name).close()
@@ -56,14 +67,15 @@ class Prompts:
 
     # ── where the work is done ──────────────────────────────────────────────────────────────
 
-    async def off_loop(self, request: Any, work: Callable[[], T]) -> T:
-        foreign = getattr(request, "chat_template", None) is not None
-        return await (self._foreign if foreign else self._text).run(work)
+    async def off_loop(self, request: Any, num_bytes: int, work: Callable[[], T]) -> T:
+        if getattr(request, "chat_template", None) is not None:
+            return await self._foreign.run(work)
+        return await (self._long if num_bytes > self._long_bytes else self._text).run(work)
 
     async def prepared(
-        self, request: Generating, work: Callable[[], list[Prepared]]
+        self, request: Generating, num_bytes: int, work: Callable[[], list[Prepared]]
     ) -> list[Prepared]:
-        """What `work` prepares, with its grammar checked."""
+        """What `work` prepares, with its grammar checked. `num_bytes`: of the request's body."""
 
         def prepare() -> tuple[list[Prepared], Callable[[], None] | None]:
             prepared = work()
@@ -72,7 +84,7 @@ class Prompts:
                 return prepared, None
             return prepared, partial(self._intake.grammars.check, asked)
 
-        prepared, check = await self.off_loop(request, prepare)
+        prepared, check = await self.off_loop(request, num_bytes, prepare)
         if check is not None:
             await self._grammars.run(check)
         return prepared
@@ -99,39 +111,36 @@ class Prompts:
         return self._tokenizer.encode(text, add_special_tokens)
 
     def refuse_long(self, prompt: str | Sequence[int]) -> None:
-        """Before a long text is tokenised as a whole, which takes 260 bytes of memory a token."""
+        """Before a long text is tokenised as a whole, which takes 100 bytes of memory a character
+        and 260 a token."""
         least = len(prompt)
         if isinstance(prompt, str):
-            least = len(prompt) // 8
-            if least > self.max_tokens:
+            if len(prompt) > self.max_chars:
+                raise self._too_long(f"{len(prompt)} characters")
+            least = 0
+            if len(prompt) > CHARS_PER_TOKEN * self.max_tokens:
                 least = self._least_tokens(prompt)
         if least > self.max_tokens:
             raise self._too_long(f"{'at least ' if isinstance(prompt, str) else ''}{least} tokens")
 
     def _least_tokens(self, text: str) -> int:
-        """No text of so many characters has fewer tokens. Where it is cut changes a few of them,
-        not half of them."""
+        """Counted in pieces until they are too many. Where a text is cut changes a few of its
+        tokens, not half of them."""
         count = 0
-        if len(text) <= self.max_chars:
-            for start in range(0, len(text), PIECE_CHARS):
-                count += len(self._tokenizer.encode(text[start : start + PIECE_CHARS], False))
-                if count > 2 * self.max_tokens:
-                    break
-        return max(len(text) // self._longest_token, count // 2)
+        for start in range(0, len(text), PIECE_CHARS):
+            count += len(self._tokenizer.encode(text[start : start + PIECE_CHARS], False))
+            if count > 2 * self.max_tokens:
+                break
+        return count // 2
 
     def _too_long(self, size: str) -> ApiError:
         return ApiError(
             400,
-            f"the prompt has {size}, and at most {self.max_tokens} are read "
+            f"the prompt has {size}, and at most {self.max_tokens} tokens are read "
             f"(max_model_len is {self._intake.limits.max_model_len}); shorten it",
             param="prompt",
             code="context_length_exceeded",
         )
-
-    @property
-    def max_chars(self) -> int:
-        """A longer text has more tokens than are read, whatever it says."""
-        return (self.max_tokens + 1) * self._longest_token
 
     # ── conversations ───────────────────────────────────────────────────────────────────────
 
@@ -178,15 +187,19 @@ class Prompts:
             payload = msgspec.json.encode(given)
         except UnicodeEncodeError:  # half a surrogate pair, which the tokenizer will name
             payload = json.dumps(given).encode()
-        if len(payload) > 8 * self.max_chars + 1024**2:
+        if len(payload) > 2 * self.max_chars + 1024**2:
             raise self._too_long(f"{len(payload)} bytes with its messages and tools")
+        of_request = given[0] is not None
+        name, param = template_name(of_request), "chat_template" if of_request else None
         try:
             num_chars, text = json.loads(renderer.ask(payload))
         except OverLimit as error:
-            whose = "the model's" if given[0] is None else "this request's"
-            raise ApiError(
-                400, f"{whose} chat template cannot be rendered for these messages: {error}"
-            ) from None
+            message = f"{name} cannot be rendered for these messages: {error}"
+            raise ApiError(400, message, param=param) from None
+        except RequestError as error:
+            if of_request and str(error).startswith(name):
+                raise ApiError(400, str(error), param=param) from None
+            raise
         if text is None:
             raise self._too_long(f"{num_chars} characters")
         return str(text)
@@ -215,7 +228,7 @@ class Prompts:
 
     @cached_property
     def _renderer(self) -> LimitedPool:
-        return self._render_pool(TEXT_THREADS, RENDERING)
+        return self._render_pool(TEXT_THREADS + 1, RENDERING)
 
     @cached_property
     def _foreign_renderer(self) -> LimitedPool:
@@ -234,12 +247,6 @@ class Prompts:
         if tokenizer is None:
             raise ApiError(400, "no tokenizer is loaded; send token ids to /v1/completions")
         return tokenizer
-
-    @cached_property
-    def _longest_token(self) -> int:
-        """In bytes, of which a character has at least one."""
-        sizes = map(len, map(self._tokenizer.token_bytes, range(self._tokenizer.vocab_size)))
-        return max(1, *sizes)
 
 
 def _without_none(value: Any) -> Any:

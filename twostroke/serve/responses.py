@@ -27,10 +27,11 @@ class Responses:
         service = self._service
         service.admission.check()
         with service.bodies.hold(exchange):
-            request, _ = await service.read(exchange, ResponsesRequest)
+            request, num_bytes = await service.read(exchange, ResponsesRequest)
             service.check_model(request.model)
             _refuse_unsupported(request)
-            prepared = await service.prompts.prepared(request, partial(self._prepare, request))
+            work = partial(self._prepare, request)
+            prepared = await service.prompts.prepared(request, num_bytes, work)
         head = service.head("resp", request.request_id, request.model)
         shape = ResponseShape(service, request, head, prepared[0])
         with service.running(exchange, prepared, head.id) as feed:

@@ -22,6 +22,9 @@ class Telling:
         self._metrics = Pool("scrapes", 1, 0)
         self._scrape: asyncio.Task[bytes] | None = None
 
+    def close(self) -> None:
+        self._metrics.close()
+
     async def health(self, exchange: Exchange) -> None:
         service = self._service
         if service.admission.draining:
@@ -65,9 +68,10 @@ class Telling:
     async def tokenize(self, exchange: Exchange) -> None:
         service = self._service
         with service.bodies.hold(exchange):
-            request, _ = await service.read(exchange, TokenizeRequest)
+            request, num_bytes = await service.read(exchange, TokenizeRequest)
             service.check_model(request.model)
-            answer = await service.prompts.off_loop(request, partial(self._tokenize, request))
+            work = partial(self._tokenize, request)
+            answer = await service.prompts.off_loop(request, num_bytes, work)
         await exchange.answer_json(answer)
 
     def _tokenize(self, request: TokenizeRequest) -> Json:
@@ -88,9 +92,10 @@ class Telling:
     async def detokenize(self, exchange: Exchange) -> None:
         service = self._service
         with service.bodies.hold(exchange):
-            request, _ = await service.read(exchange, DetokenizeRequest)
+            request, num_bytes = await service.read(exchange, DetokenizeRequest)
             service.check_model(request.model)
-            answer = await service.prompts.off_loop(request, partial(self._detokenize, request))
+            work = partial(self._detokenize, request)
+            answer = await service.prompts.off_loop(request, num_bytes, work)
         await exchange.answer_json(answer)
 
     def _detokenize(self, request: DetokenizeRequest) -> Json:
