@@ -16,7 +16,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from time import perf_counter
+from time import thread_time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from twostroke.model.tokenizer import Tokenizer
 
 COMPILED: Final = 32  # grammars kept for the next request that has the same
-# A token of an ordinary grammar takes some 0.05 ms, and everybody waits for it. An ambiguous one
-# takes longer with every token.
-SLOW_S: Final = 0.25
+# A token of an ordinary grammar takes some 0.05 ms of CPU time, and everybody waits for it. An
+# ambiguous one takes longer with every token.
+SLOW_S: Final = 0.05
 STACK_BYTES: Final = 8 * 1024**2
 
 
@@ -179,7 +179,7 @@ class Grammars:
         return {i: self._mask(followers[name]) for i, name in wanted if name in followers}
 
     def _mask(self, follower: _Follower) -> Mask:
-        started, matcher = perf_counter(), follower.matcher
+        started, matcher = thread_time(), follower.matcher
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         allowed = np.zeros(self._vocab_size, dtype=np.bool_)
         known = np.unpackbits(bits, bitorder="little")[: self._vocab_size]
@@ -190,7 +190,7 @@ class Grammars:
                 allowed[follower.never] = False
                 if not allowed.any():  # the empty text and no other
                     allowed[follower.never] = True
-        follower.slow |= perf_counter() - started > SLOW_S
+        follower.slow |= thread_time() - started > SLOW_S
         return allowed
 
     def advance(self, request_id: str, tokens: Sequence[int], ended: bool) -> End | None:
@@ -198,7 +198,7 @@ class Grammars:
         follower = self._followers.get(request_id)
         if follower is None:
             return None
-        started, matcher = perf_counter(), follower.matcher
+        started, matcher = thread_time(), follower.matcher
         taken = 0 if ended or matcher.is_error() else matcher.try_consume_tokens(list(tokens))
         if matcher.is_error():
             # Copies share what the lexer has learnt, and with it the limit on that.
@@ -213,8 +213,8 @@ class Grammars:
             )
         if matcher.is_stopped():
             return End()
-        if follower.slow or perf_counter() - started > SLOW_S:
-            return End(f"the grammar takes longer than {SLOW_S} s for one token")
+        if follower.slow or thread_time() - started > SLOW_S:
+            return End(f"the grammar takes longer than {SLOW_S} s of CPU time for one token")
         return None
 
 
