@@ -128,9 +128,9 @@ def test_a_requests_template_costs_its_own_request_only(
 
 
 def test_templates_of_requests_that_hang_do_not_delay_the_models_own(server: Running) -> None:
-    with ThreadPoolExecutor(10) as pool:
+    with ThreadPoolExecutor(14) as pool:
         body = chat(chat_template=FOREVER)
-        asked = [pool.submit(server.ask, "POST", CHAT, body) for _ in range(10)]
+        asked = [pool.submit(server.ask, "POST", CHAT, body) for _ in range(14)]
         assert server.ask("POST", CHAT, chat())[0] == 200
         assert sum(one.done() for one in asked) < len(asked)
         statuses = [one.result(PATIENCE_S)[0] for one in asked]
