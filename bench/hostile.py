@@ -7,7 +7,8 @@ flags, or with those the attack names. One victim stream writes all the time. Fo
 its gaps between tokens are measured; then the attack runs in a process of its own, until it has its
 answers and a second longer. A line says by how much the victim's worst gap exceeds its quiet one
 (the median; bound: 100 ms), how much the peak memory of the HTTP process, the engine's process and
-their helpers exceeds what they had before (bound: 64 MiB each), and what the attacker got.
+their helpers exceeds what they had before (bound: 64 MiB each), and what the attacker got. Blocks
+of the KV cache are reserved at the start, so pages of it that are touched are no growth.
 
 The body of an attack is made before its clock starts; sending it still takes processor time from
 the server, so on a small machine the gaps are upper bounds. Exit code 1 if a bound is broken.
@@ -152,6 +153,19 @@ class Memory(threading.Thread):
         return {**sizes, "engine": engine, "helpers": others}
 
 
+def _kv_bytes(pid: int) -> int:
+    """Resident pages of the engine's largest mapping, which is the KV cache."""
+    largest = resident = 0
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == "Size":
+                size = int(value.split()[0])
+            elif name == "Rss" and size > largest:
+                largest, resident = size, 1024 * int(value.split()[0])
+    return resident
+
+
 def _rss(pid: int) -> int:
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -263,6 +277,7 @@ def _measure(attack: Attack, target: Target) -> dict[str, Any]:
     begun = perf_counter()
     sleep(QUIET_S)
     before = memory.restart()
+    kv_before = _kv_bytes(engine_pid(target.pid))
     fired = perf_counter()
     ours.send("go")
     said = ours.recv() if ours.poll(ATTACK_S) else f"FAILED no end within {ATTACK_S:.0f} s"
@@ -271,6 +286,8 @@ def _measure(attack: Attack, target: Target) -> dict[str, Any]:
     end = perf_counter()
     memory.end()
     row: dict[str, Any] = {"attack": attack.name, "outcome": said, "took_s": round(took_s, 2)}
+    kv_growth = max(0, _kv_bytes(engine_pid(target.pid)) - kv_before)
+    memory.peak["engine"] -= kv_growth
     growth = {name: (memory.peak[name] - before[name]) / MIB for name in before}
     row["growth_mib"] = {name: round(value, 1) for name, value in growth.items()}
     broken = [f"{name} grew by {mib:.0f} MiB" for name, mib in growth.items()
