@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from tests.tiny import EOS_ID, tiny_folder, tiny_llm
 from twostroke import LLM, SamplingParams
 from twostroke.errors import EngineError, RequestError
 from twostroke.outputs import CompletionOutput
-from twostroke.request import EngineRequest, StructuredOutputs
+from twostroke.request import EngineRequest, FinishReason, StructuredOutputs
 
 PROMPT = "the quick brown fox"
 WORD = {"type": "string", "maxLength": 6}
@@ -356,6 +357,45 @@ def test_an_executor_that_runs_ahead_waits_for_each_token_of_a_grammar(folder: P
         flying.append(len(core._flights))
     assert write(llm, {"seed": 3}, regex="[a-z]{12}").text == alone.text
     assert max(flying) == 1  # of two: the newest is left in flight
+
+
+def test_others_write_while_a_grammar_is_compiled(folder: Path) -> None:
+    core = tiny_llm(folder).engine.core
+    grammars = core._grammars
+    assert grammars is not None
+    compiled, compile_grammar = threading.Event(), grammars._compile
+
+    def slow(asked: StructuredOutputs) -> Any:
+        assert compiled.wait(60)
+        if asked.regex == "bad":
+            raise RequestError("no such luck")
+        return compile_grammar(asked)
+
+    grammars._compile = slow  # type: ignore[method-assign]
+    asked, bad = structured({"max_tokens": 9}, regex="[a-z]{9}"), structured(regex="bad")
+    for name, params in (("one", asked), ("gone", asked), ("two", asked), ("bad", bad)):
+        core.add(EngineRequest(name, (5, 6, 7), params, 1))
+    with pytest.raises(RequestError, match="already running"):
+        core.add(EngineRequest("one", (5, 6, 7), asked, 1))
+    core.add(EngineRequest("free", (5, 6, 8), SamplingParams(max_tokens=20), 1))
+    assert core.num_waiting == 5
+    ends = [update for _ in range(40) for update in core.step() if update.finish_reason]
+    assert [end.request_id for end in ends] == ["free"]
+    gone = core.abort("gone")
+    assert gone is not None
+    assert (gone.finish_reason, core.num_waiting) == (FinishReason.ABORT, 3)
+    compiled.set()
+    while core.has_work:
+        ends += [update for update in core.step() if update.finish_reason]
+    assert {end.request_id: end.finish_reason for end in ends[1:]} == {
+        "one": FinishReason.STOP,
+        "two": FinishReason.STOP,
+        "bad": FinishReason.ERROR,
+    }
+    (failed,) = [end for end in ends if end.request_id == "bad"]
+    assert (failed.error, failed.impossible) == ("no such luck", True)
+    assert not grammars.active
+    core.scheduler.audit()
 
 
 def test_a_vocabulary_smaller_or_larger_than_the_models(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
@@ -11,6 +13,7 @@ from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
 from twostroke.errors import ModelError, RequestError
+from twostroke.limited import LimitedPool, Limits, OverLimit
 from twostroke.model.chat_template import ChatTemplate, check_messages, choose_template
 
 CHATML = """\
@@ -69,6 +72,15 @@ TOOL = {
 
 def render(source: str, messages: Any = (USER,), **kwargs: Any) -> str:
     return ChatTemplate(source, "<s>", "</s>").render(list(messages), **kwargs)
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Iterator[LimitedPool]:
+    limits = Limits(cpu_s=0.5, wall_s=20, memory_bytes=64 * 1024**2)
+    hello = json.dumps(["{{ 'x' * times }}", "<s>", "</s>"]).encode()
+    pool = LimitedPool("twostroke.model.chat_template:renderer", hello, 1, limits)
+    yield pool
+    pool.close()
 
 
 def reference(source: str, messages: list[dict[str, Any]], **kwargs: Any) -> str:
@@ -167,8 +179,6 @@ def test_variables_the_server_sets_cannot_be_given() -> None:
     assert render("{{ thinking }}", thinking="on") == "on"
     with pytest.raises(RequestError, match=r"bos_token: set by the server"):
         render("x", bos_token="<fake>")
-    with pytest.raises(RequestError, match="_loop_budget"):
-        render("x", _loop_budget=None)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +193,6 @@ def test_variables_the_server_sets_cannot_be_given() -> None:
         "{{ lipsum.__globals__ }}",
         "{{ self.__init__.__globals__ }}",
         "{{ cycler.__init__.__globals__.os }}",
-        "{{ _loop_budget._left.real }}",
         "{% import 'os' as os %}{{ os }}",
         "{% include '/etc/passwd' %}",
         "{% set x = messages.append(1) %}",
@@ -200,8 +209,6 @@ def test_a_template_cannot_leave_its_sandbox(source: str) -> None:
     [
         "{% for n in range(1000000000) %}{% endfor %}",
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "{% set _loop_budget = 1 %}"
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
         "{{ 'x' * 10000000000 }}",
         "{{ [0] * 10000000000 }}",
         "{{ 9 ** (9 ** 9) }}",
@@ -217,11 +224,30 @@ def test_a_template_cannot_leave_its_sandbox(source: str) -> None:
         "{{ 'x' | center(10000000000) }}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "{% for a in range(99999) %}{{ 'x' * 99999 }}{% endfor %}",
+        "{{ range(99999)|map('string')|join('x'*99999)|length }}",
+        "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{{ ('x' * 99999)|replace('x', 'y' * 99999)|length }}",
+        "{{ [1]|tojson(indent=10**9)|length }}",
+        "{{ ('\t' * 99999).expandtabs(99999)|length }}",
+        "{{ " + "(" * 50000 + "1" + ")" * 50000 + " }}",
     ],
 )
-def test_a_template_cannot_take_the_machine(source: str) -> None:
-    with pytest.raises(RequestError):  # without the limits: after hours, or for want of memory
-        render(source)
+def test_a_template_cannot_take_the_machine(renderer: LimitedPool, source: str) -> None:
+    def ask(source: str) -> Any:
+        return json.loads(renderer.ask(json.dumps([source, [USER], True, None, {}, 1000]).encode()))
+
+    with pytest.raises((OverLimit, RequestError)):  # without limits: after hours, or gigabytes
+        ask(source)
+    assert ask("{{ messages[0].role }}") == [4, "user"]
+
+
+def test_a_text_too_long_to_be_wanted_is_only_measured(renderer: LimitedPool) -> None:
+    def ask(max_chars: int) -> Any:
+        request = [None, [USER], True, None, {"times": 50}, max_chars]
+        return json.loads(renderer.ask(json.dumps(request).encode()))
+
+    assert ask(50) == [50, "x" * 50]
+    assert ask(49) == [50, None]
 
 
 def test_large_numbers_that_are_no_sizes_are_fine() -> None:

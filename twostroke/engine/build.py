@@ -120,7 +120,8 @@ def _build(config: EngineConfig, speaks: bool) -> Engine:
     device = find_device(config)
     files = find_model(config)
     model = open_model(config, files, device)
-    tokenizer = cache(partial(open_tokenizer, config, files))
+    opened = partial(open_tokenizer, config, files)
+    tokenizer = cache(opened) if speaks else opened
     if speaks:
         tokenizer()  # a bad one is refused before memory is taken
     grammars = Grammars(tokenizer, model.spec.vocab_size)

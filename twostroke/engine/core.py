@@ -15,7 +15,7 @@ from typing import Any
 
 from twostroke.errors import EngineError, RequestError
 from twostroke.exec.executor import Executor, Pending
-from twostroke.exec.grammar import Grammars
+from twostroke.exec.grammar import End, Grammars
 from twostroke.kv.cache import KVUsage
 from twostroke.model.cost import CostModel
 from twostroke.observe.blame import Ledger
@@ -23,6 +23,8 @@ from twostroke.observe.record import FirstToken, PhaseRecord, Records, StepRecor
 from twostroke.plan import StepPlan, StepResult
 from twostroke.request import EngineRequest, FinishReason
 from twostroke.sched.scheduler import Scheduler, Update
+
+COMPILE_POLL_S = 0.005  # how long a loop that only waits for a grammar is deaf to all else
 
 
 @dataclass(slots=True)
@@ -54,27 +56,57 @@ class EngineCore:
         self._cost = cost
         self._grammars = grammars
         self._flights: deque[Flight] = deque()
+        self._compiling: dict[str, EngineRequest] = {}  # by name; their grammars are not ready
         self._device_free_s = 0.0  # when the executor last had nothing left to do
+
+    def warm(self) -> None:
+        """Make ready what the first request of its kind would wait for."""
+        if self._grammars is not None:
+            self._grammars.warm()
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_requests or bool(self._flights)
+        return self.scheduler.has_requests or bool(self._flights) or bool(self._compiling)
+
+    @property
+    def num_waiting(self) -> int:
+        return self.scheduler.num_waiting + len(self._compiling)
 
     def add(self, given: EngineRequest) -> None:
-        self.scheduler.add(given)
-        if given.params.structured_outputs is not None:
-            try:
-                self._add_grammar(given)
-            except Exception:
-                self.scheduler.abort(given.request_id)
-                raise
-
-    def _add_grammar(self, given: EngineRequest) -> None:
+        if given.params.structured_outputs is None:
+            self.scheduler.add(given)
+            return
         if self._grammars is None:
             raise RequestError("structured_outputs needs a tokenizer, and none is loaded")
-        self._grammars.add(given)
+        self.scheduler.check(given)
+        if given.request_id in self._compiling:
+            raise RequestError(f"a request with the id {given.request_id!r} is already running")
+        if self._grammars.add(given):
+            self.scheduler.add(given)
+        else:
+            self._compiling[given.request_id] = given
+
+    def _take_compiled(self) -> list[Update]:
+        """Requests whose grammar is ready enter the schedule. Those whose grammar failed end."""
+        if self._grammars is None or not self._compiling:
+            return []
+        idle = not self.scheduler.has_requests and not self._flights
+        ends = []
+        for name, error in self._grammars.take_compiled(COMPILE_POLL_S if idle else 0.0):
+            given = self._compiling.pop(name, None)
+            if given is None:  # aborted meanwhile
+                self._grammars.drop(name)
+                continue
+            self.scheduler.add(given)
+            if error:
+                ends.append(self._end(name, End(error)))
+        self._note_ends(ends)
+        return ends
 
     def abort(self, request_id: str) -> Update | None:
+        compiling = self._compiling.pop(request_id, None)
+        if compiling is not None:  # it enters the schedule to leave it, with a record
+            self.scheduler.add(compiling)
         update = self.scheduler.abort(request_id)
         if update is not None:
             self._note_ends([update])
@@ -82,6 +114,9 @@ class EngineCore:
 
     def step(self) -> list[Update]:
         """Launch a step if there is one to launch; take in the oldest that must be waited for."""
+        return [*self._take_compiled(), *self._step()]
+
+    def _step(self) -> list[Update]:
         if len(self._flights) >= self._depth:  # a grammar has come
             return self._take_in()
         planned = monotonic()
@@ -151,15 +186,17 @@ class EngineCore:
             if end is None or not ended:
                 followed.append(update)
             if end is not None:
-                last = update if ended else self.scheduler.abort(update.request_id)
-                assert last is not None
-                assert last.record is not None
-                reason = FinishReason.ERROR if end.error else FinishReason.STOP
-                last.record.finish_reason = reason
-                impossible = bool(end.error)
-                last = last._replace(finish_reason=reason, error=end.error, impossible=impossible)
-                followed.append(last)
+                followed.append(self._end(update.request_id, end, update if ended else None))
         return followed
+
+    def _end(self, request_id: str, end: End, last: Update | None = None) -> Update:
+        """`last`: the update that ended it already, if one did."""
+        last = last or self.scheduler.abort(request_id)
+        assert last is not None
+        assert last.record is not None
+        reason = FinishReason.ERROR if end.error else FinishReason.STOP
+        last.record.finish_reason = reason
+        return last._replace(finish_reason=reason, error=end.error, impossible=bool(end.error))
 
     def _note_ends(self, updates: list[Update]) -> None:
         for update in updates:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from time import monotonic
 from typing import Any
 
@@ -15,7 +16,7 @@ from twostroke.engine.grammar_check import GrammarCheck
 from twostroke.errors import RequestError, nearest
 from twostroke.model.chat_template import ChatTemplate
 from twostroke.model.tokenizer import Tokenizer
-from twostroke.request import SamplingParams, StructuredOutputs
+from twostroke.request import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -54,7 +55,6 @@ class Intake:
         self.limits = limits
         self.template_source = chat_template
         self._template: ChatTemplate | None = None
-        self._grammars: GrammarCheck | None = None
 
     def render_chat(
         self,
@@ -76,9 +76,15 @@ class Intake:
         return tokenizer.encode(text, add_special_tokens=False)
 
     def prepare(
-        self, prompt: Prompt, params: SamplingParams, priority: int = 0, progress: bool = False
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        progress: bool = False,
+        check_grammar: bool = True,
     ) -> Prepared:
-        """`progress`: tell after each chunk how much of the prompt has been computed."""
+        """`progress`: tell after each chunk how much of the prompt has been computed.
+        `check_grammar`: or else the caller does it, in a place of its own."""
         received = monotonic()
         if not isinstance(params, SamplingParams):
             raise RequestError(
@@ -96,8 +102,8 @@ class Intake:
         self._validate(ids, params)
         stop_ids, bad_words = self._stop_ids(params), self._bad_words(params)
         self._refuse_nothing_left(params, stop_ids, bad_words)
-        if params.structured_outputs is not None:
-            self._check_grammar(params.structured_outputs)
+        if params.structured_outputs is not None and check_grammar:
+            self.grammars.check(params.structured_outputs)
         return Prepared(
             text,
             ids,
@@ -221,14 +227,18 @@ class Intake:
                 "allowed_token_ids; allow another token"
             )
 
-    def _check_grammar(self, asked: StructuredOutputs) -> None:
-        """Compile it where it can do no harm: new ones take milliseconds, the worst 0.25 s of CPU
-        time, the first of all the start of a process (0.5 s)."""
-        if self._grammars is None:
-            tokenizer = self._need_tokenizer("structured_outputs")
-            end_ids = sorted(n for n in tokenizer.stop_ids if n < self.limits.vocab_size)
-            self._grammars = GrammarCheck(tokenizer.to_json(), end_ids)
-        self._grammars.check(asked)
+    @cached_property
+    def grammars(self) -> GrammarCheck:
+        """Compiles grammars where they can do no harm: new ones take milliseconds, the worst 0.25 s
+        of CPU time, the first of all the start of a process (0.5 s)."""
+        tokenizer = self._need_tokenizer("structured_outputs")
+        end_ids = sorted(n for n in tokenizer.stop_ids if n < self.limits.vocab_size)
+        return GrammarCheck(tokenizer.to_json(), end_ids)
+
+    def close(self) -> None:
+        """End the processes that check grammars; the next grammar starts new ones."""
+        if "grammars" in self.__dict__:
+            self.grammars.close()
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:

@@ -64,7 +64,7 @@ class EngineServer:
 
     def load(self) -> EngineLoad:
         scheduler = self._core.scheduler
-        return EngineLoad(scheduler.num_waiting, scheduler.num_running, scheduler.kv.usage())
+        return EngineLoad(self._core.num_waiting, scheduler.num_running, scheduler.kv.usage())
 
     def run(self) -> None:
         while self._take_messages():
@@ -114,7 +114,7 @@ class EngineServer:
         problem = ""
         try:
             self._core.scheduler.audit()
-            if not self._core.scheduler.has_requests:
+            if not self._core.has_work:
                 assert not self._handles, "a handle outlived its request"
         except AssertionError as error:
             problem = str(error) or "an assertion failed"
@@ -167,6 +167,7 @@ def main(send_to: str, builder: str) -> int:
         assert isinstance(listens_at, bytes)
         endpoint = listens_at.rstrip(b"\0").decode()
         outbox.send(encode(Ready(engine.info(), server.load(), endpoint)))
+        engine.core.warm()
         server.run()
         code = 0
     except Exception as error:

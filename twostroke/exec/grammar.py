@@ -1,6 +1,7 @@
 """`Grammars`: which tokens each request with a grammar may write next. Owned by the engine's loop.
 
-    add ─▶ masks(plan) ─▶ (the step is sampled) ─▶ advance with the committed token ─▶ … ─▶ drop
+    add ─▶ (a thread compiles it) ─▶ take_compiled
+        ─▶ masks(plan) ─▶ (the step is sampled) ─▶ advance with the committed token ─▶ … ─▶ drop
 
 A matcher knows the committed tokens of its request and nothing else, so that it neither knows nor
 minds rows, preemption or a step that failed. Nothing is imported or built before the first request
@@ -9,11 +10,13 @@ that needs it.
 
 from __future__ import annotations
 
+import contextlib
+import queue
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from time import perf_counter
+from time import thread_time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -29,9 +32,10 @@ if TYPE_CHECKING:
     from twostroke.model.tokenizer import Tokenizer
 
 COMPILED: Final = 32  # grammars kept for the next request that has the same
-# A token of an ordinary grammar takes some 0.05 ms, and everybody waits for it. An ambiguous one
-# takes longer with every token.
-SLOW_S: Final = 0.25
+# A token of an ordinary grammar takes some 0.05 ms of CPU time, and everybody waits for it. An
+# ambiguous one takes longer with every token.
+SLOW_S: Final = 0.05
+STACK_BYTES: Final = 8 * 1024**2
 
 
 class End(NamedTuple):
@@ -54,48 +58,106 @@ class Grammars:
         """`tokenizer` is asked for when the first grammar comes."""
         self._source = tokenizer
         self._vocab_size = vocab_size  # the model's, which may differ from the tokenizer's
-        self._tokenizer: LLTokenizer | None = None
+        self._tokenizer: LLTokenizer | None = None  # the thread's, as is the next
+        self._end_ids: list[int] = []
         self._compiled: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
         self._followers: dict[str, _Follower] = {}
         self._rows: dict[int, str] = {}  # rows taken by requests that have a grammar
-
-    @cached_property
-    def _end_ids(self) -> list[int]:
-        return sorted(n for n in self._text.stop_ids if n < self._vocab_size)
-
-    @cached_property
-    def _text(self) -> Tokenizer:
-        tokenizer = self._source()
-        if tokenizer is None:
-            raise RequestError("structured outputs need a tokenizer, and none is loaded")
-        return tokenizer
+        self._waiting: dict[StructuredOutputs, list[EngineRequest]] = {}  # for it to be compiled
+        self._to_compile: queue.SimpleQueue[StructuredOutputs | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[StructuredOutputs, LLMatcher | str]]
+        self._done = queue.SimpleQueue()
+        self._compiler: threading.Thread | None = None
 
     @property
     def active(self) -> bool:
         return bool(self._followers)
 
-    def add(self, given: EngineRequest) -> None:
-        """A request has come. Raises `RequestError` if its grammar cannot be used."""
+    def add(self, given: EngineRequest) -> bool:
+        """A request with a grammar has come. Whether it is ready, or else to be had from
+        `take_compiled` when it is."""
         asked = given.params.structured_outputs
-        if asked is None:
-            return
+        assert asked is not None
+        if asked in self._compiled:
+            self._compiled.move_to_end(asked)
+            self._follow(given, self._compiled[asked])
+            return True
+        if asked in self._waiting:
+            self._waiting[asked].append(given)
+            return False
+        self._waiting[asked] = [given]
+        self._compile_later(asked)
+        return False
+
+    def warm(self) -> None:
+        """Have the tokenizer read now, in the thread: llguidance lets nobody else run meanwhile
+        (0.4 s), so that the first grammar would hold up whoever writes."""
+        self._compile_later(None)
+
+    def _compile_later(self, asked: StructuredOutputs | None) -> None:
+        if self._compiler is None:
+            self._compiler = _start_thread(self._compile_all)
+        self._to_compile.put(asked)
+
+    def take_compiled(self, timeout_s: float) -> list[tuple[str, str]]:
+        """The requests whose grammars are ready by now, with what was wrong with them."""
+        ready = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                asked, matcher = self._done.get(timeout_s > 0, timeout_s)
+                timeout_s = 0.0
+                problem = matcher if isinstance(matcher, str) else ""
+                if not isinstance(matcher, str):
+                    self._compiled[asked] = matcher
+                    if len(self._compiled) > COMPILED:
+                        self._compiled.popitem(last=False)
+                for given in self._waiting.pop(asked):
+                    if not isinstance(matcher, str):
+                        self._follow(given, matcher)
+                    ready.append((given.request_id, problem))
+        return ready
+
+    def _follow(self, given: EngineRequest, compiled: LLMatcher) -> None:
+        asked = given.params.structured_outputs
+        assert asked is not None
         if not self._followers:
             self._rows.clear()  # they may have changed hands while nobody looked
         never = set(self._end_ids) - given.stop_ids if given.params.ignore_eos else ()
-        follower = _Follower(asked, self._matcher(asked), sorted(given.stop_ids), sorted(never))
+        follower = _Follower(asked, compiled.deep_copy(), sorted(given.stop_ids), sorted(never))
         self._followers[given.request_id] = follower
 
-    def _matcher(self, asked: StructuredOutputs) -> LLMatcher:
-        from twostroke.structured import compile_grammar, make_tokenizer
+    def _compile_all(self) -> None:
+        """In a thread: llguidance takes up to 0.25 s for a grammar, and lets others run."""
+        while True:
+            asked = self._to_compile.get()
+            if asked is None:
+                with contextlib.suppress(Exception):  # the first grammar will tell
+                    self._load_tokenizer()
+                continue
+            try:
+                self._done.put((asked, self._compile(asked)))
+            except RequestError as error:
+                self._done.put((asked, str(error)))
+            except Exception as error:  # no request that waits for it may wait for ever
+                self._done.put((asked, f"the grammar could not be compiled ({error})"))
+
+    def _compile(self, asked: StructuredOutputs) -> LLMatcher:
+        from twostroke.structured import compile_grammar
+
+        matcher = compile_grammar(self._load_tokenizer(), asked)
+        matcher.deep_copy().compute_bitmask()  # what the lexer learns for the first token
+        return matcher
+
+    def _load_tokenizer(self) -> LLTokenizer:
+        from twostroke.structured import make_tokenizer
 
         if self._tokenizer is None:
-            self._tokenizer = make_tokenizer(self._text.to_json(), self._end_ids)
-        if asked not in self._compiled:
-            self._compiled[asked] = compile_grammar(self._tokenizer, asked)
-            if len(self._compiled) > COMPILED:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(asked)
-        return self._compiled[asked].deep_copy()
+            text = self._source()
+            if text is None:
+                raise RequestError("structured outputs need a tokenizer, and none is loaded")
+            self._end_ids = sorted(n for n in text.stop_ids if n < self._vocab_size)
+            self._tokenizer = make_tokenizer(text.to_json(), self._end_ids)
+        return self._tokenizer
 
     def drop(self, request_id: str) -> None:
         self._followers.pop(request_id, None)
@@ -117,7 +179,7 @@ class Grammars:
         return {i: self._mask(followers[name]) for i, name in wanted if name in followers}
 
     def _mask(self, follower: _Follower) -> Mask:
-        started, matcher = perf_counter(), follower.matcher
+        started, matcher = thread_time(), follower.matcher
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         allowed = np.zeros(self._vocab_size, dtype=np.bool_)
         known = np.unpackbits(bits, bitorder="little")[: self._vocab_size]
@@ -128,7 +190,7 @@ class Grammars:
                 allowed[follower.never] = False
                 if not allowed.any():  # the empty text and no other
                     allowed[follower.never] = True
-        follower.slow |= perf_counter() - started > SLOW_S
+        follower.slow |= thread_time() - started > SLOW_S
         return allowed
 
     def advance(self, request_id: str, tokens: Sequence[int], ended: bool) -> End | None:
@@ -136,7 +198,7 @@ class Grammars:
         follower = self._followers.get(request_id)
         if follower is None:
             return None
-        started, matcher = perf_counter(), follower.matcher
+        started, matcher = thread_time(), follower.matcher
         taken = 0 if ended or matcher.is_error() else matcher.try_consume_tokens(list(tokens))
         if matcher.is_error():
             # Copies share what the lexer has learnt, and with it the limit on that.
@@ -151,9 +213,20 @@ class Grammars:
             )
         if matcher.is_stopped():
             return End()
-        if follower.slow or perf_counter() - started > SLOW_S:
-            return End(f"the grammar takes longer than {SLOW_S} s for one token")
+        if follower.slow or thread_time() - started > SLOW_S:
+            return End(f"the grammar takes longer than {SLOW_S} s of CPU time for one token")
         return None
+
+
+def _start_thread(work: Callable[[], None]) -> threading.Thread:
+    """With twice the stack that grammars are checked with."""
+    before = threading.stack_size(STACK_BYTES)
+    try:
+        thread = threading.Thread(target=work, name="grammars", daemon=True)
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    return thread
 
 
 def _reason(matcher: LLMatcher) -> str:

@@ -1,17 +1,16 @@
 """Messages → the text a model was trained to answer, by the model's own Jinja template.
 
-A template is a program that came with somebody's weights. It runs in Jinja's immutable sandbox
-(no attributes with underscores, no imports, no changes to what it is given), its loops draw on a
-budget, and its numbers and its output have a bound.
+A template is a program that came with somebody's weights, or with a request. It runs in Jinja's
+immutable sandbox (no attributes with underscores, no imports, no changes to what it is given),
+which does not bound the time and the memory that it takes: the server renders in processes that
+are limited in both (`renderer`, run by `limited.py`).
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final, NoReturn
 
@@ -20,38 +19,29 @@ from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.visitor import NodeTransformer
 
 from twostroke.errors import ModelError, RequestError
 
-MAX_LOOP_ITEMS: Final = 1_000_000  # over all loops of one rendering
-MAX_REPEATS: Final = 100_000  # of a text or a list; also the largest width of a text
-MAX_CHARS: Final = 64 * 1024 * 1024  # of the output and of every text on the way to it
-MAX_NUMBER_BITS: Final = 1024
-SIZED_FILTERS: Final = ("batch", "center", "indent", "slice", "wordwrap")
-
-_BUDGET: Final = "_loop_budget"
+COMPILED: Final = 8  # templates that a renderer keeps
 
 
 class ChatTemplate:
-    def __init__(self, source: str, bos_token: str, eos_token: str) -> None:
+    def __init__(
+        self, source: str, bos_token: str, eos_token: str, of_request: bool = False
+    ) -> None:
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        self._name = template_name(of_request)
+        advice = "Correct it." if of_request else "Give another one with --chat-template FILE."
+        self._advice = advice
         try:
-            environment = _Environment()
-            program = environment.parse(source)
-            self._template = environment.from_string(_Guards().visit(program))
+            self._template = _Environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(
-                f"the model's chat template has an error in line {error.lineno}: {error.message}. "
-                "Give a corrected one with --chat-template FILE."
+                f"{self._name} has an error in line {error.lineno}: {error.message}. {advice}"
             ) from None
         except RecursionError:
-            raise ModelError(
-                "the model's chat template is nested too deeply to be read. "
-                "Give another one with --chat-template FILE."
-            ) from None
+            raise ModelError(f"{self._name} is nested too deeply to be read. {advice}") from None
 
     def render(
         self,
@@ -68,30 +58,56 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
             **self._tokens,
         }
-        taken = sorted((variables.keys() - {"documents"} | {_BUDGET}) & kwargs.keys())
+        taken = sorted((variables.keys() - {"documents"}) & kwargs.keys())
         if taken:
             raise RequestError(
                 f"{', '.join(taken)}: set by the server; a chat template's extra variables need "
                 "other names."
             )
-        variables |= {**kwargs, _BUDGET: _Budget()}
+        variables |= kwargs
         try:
-            return "".join(_bounded(self._template.generate(variables)))
+            return self._template.render(variables)
         except _RaisedByTemplate as error:
-            raise RequestError(
-                f"the model's chat template refuses these messages: {error}"
-            ) from None
+            raise RequestError(f"{self._name} refuses these messages: {error}") from None
         except SecurityError as error:
             raise RequestError(
-                f"the model's chat template does what templates may not ({error}). "
-                "Give another one with --chat-template FILE."
+                f"{self._name} does what templates may not ({error}). {self._advice}"
             ) from None
+        except MemoryError:
+            raise
         except Exception as error:  # the template's code is not ours: anything can come out of it
             raise RequestError(
-                f"the model's chat template fails on these messages ({type(error).__name__}: "
+                f"{self._name} fails on these messages ({type(error).__name__}: "
                 f"{error}). Check their roles and their order, and that the template knows tools "
                 "if there are any."
             ) from None
+
+
+def template_name(of_request: bool) -> str:
+    return "the request's chat template" if of_request else "the model's chat template"
+
+
+def renderer(hello: bytes) -> Callable[[bytes], bytes]:
+    """In a limited process: answers the arguments of `ChatTemplate.render` with a text's length
+    and, unless it is too long to be wanted, the text."""
+    source, bos_token, eos_token = json.loads(hello)
+
+    @functools.lru_cache(maxsize=COMPILED)
+    def compiled(own: str | None) -> ChatTemplate:
+        try:
+            given = source if own is None else own
+            return ChatTemplate(given, bos_token, eos_token, of_request=own is not None)
+        except ModelError as error:
+            raise RequestError(str(error)) from None
+
+    def render(request: bytes) -> bytes:
+        if not request:
+            return b""
+        own, messages, add_generation_prompt, tools, variables, max_chars = json.loads(request)
+        text = compiled(own).render(messages, add_generation_prompt, tools, **variables)
+        return json.dumps([len(text), text if len(text) <= max_chars else None]).encode()
+
+    return render
 
 
 def choose_template(named: Mapping[str, str]) -> str | None:
@@ -172,22 +188,6 @@ class _RaisedByTemplate(jinja2.TemplateError):
     """`raise_exception(message)` in a template: its way to refuse what it was given."""
 
 
-class _Budget:
-    """How many loop items one rendering may still visit."""
-
-    def __init__(self) -> None:
-        self._left = MAX_LOOP_ITEMS
-
-    def _charge(self, items: Any) -> Any:
-        if isinstance(items, Iterator):  # a filter's lazy result
-            items = list(itertools.islice(items, self._left + 1))
-        if isinstance(items, Sized):
-            self._left -= len(items)
-        if self._left < 0:
-            raise SecurityError(f"loops over more than {MAX_LOOP_ITEMS} items")
-        return items
-
-
 class _GenerationTag(Extension):
     """`{% generation %}` marks what a model wrote, for training; here it only shows its body."""
 
@@ -199,32 +199,7 @@ class _GenerationTag(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-class _Guards(NodeTransformer):
-    """Sends the items of every loop, and every `a ~ b`, through a filter of ours."""
-
-    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
-        self.generic_visit(node)
-        node.iter = self._filter(node.iter, "_charge")
-        return node
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
-        self.generic_visit(node)
-        return self._filter(nodes.List(node.nodes, lineno=node.lineno), "_concat")
-
-    def _filter(self, value: Any, name: str) -> nodes.Filter:
-        return nodes.Filter(value, name, [], [], None, None, lineno=value.lineno)
-
-
-def _join(texts: Iterable[str]) -> str:
-    texts = list(texts)
-    _refuse_length(sum(map(len, texts)))
-    return "".join(texts)
-
-
 class _Environment(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset(["+", "*", "**", "%"])
-    concat = staticmethod(_join)  # joins what a macro or a block wrote
-
     def __init__(self) -> None:
         super().__init__(
             trim_blocks=True,
@@ -233,85 +208,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         )
         del self.globals["lipsum"]
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-        self.filters |= {name: _small_numbers(self.filters[name]) for name in SIZED_FILTERS}
-        self.filters |= {"tojson": _to_json, "_charge": _charge, "_concat": _concat}
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "+" and isinstance(left, Sequence) and isinstance(right, Sequence):
-            _refuse_length(len(left) + len(right))
-        elif isinstance(left, int) and isinstance(right, int):
-            bits = left.bit_length() * right if operator == "**" else left.bit_length()
-            if bits + right.bit_length() > MAX_NUMBER_BITS:
-                raise SecurityError(f"a number of more than {MAX_NUMBER_BITS} bits")
-        elif operator == "%" and isinstance(left, str):
-            _refuse_wide_format(left, right if isinstance(right, tuple) else (right,))
-        elif operator == "*":
-            for times, what in ((left, right), (right, left)):
-                if isinstance(times, int) and isinstance(what, Sequence):
-                    _refuse_size(times * len(what))
-        return super().call_binop(context, operator, left, right)
-
-    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        run = super().wrap_str_format(value)
-        if run is None:
-            return None
-
-        def checked(*args: Any, **kwargs: Any) -> str:
-            _refuse_wide_format(value.__self__, (*args, *kwargs.values()))
-            return run(*args, **kwargs)
-
-        return checked
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        # (self, context, callee, ...): without names, so that a template's keywords may have them.
-        if isinstance(getattr(args[2], "__self__", None), str):  # such as 'x'.ljust
-            _refuse_large_numbers(args[3:], kwargs)
-        return ImmutableSandboxedEnvironment.call(*args, **kwargs)
-
-
-def _small_numbers(run: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter without huge widths; `wraps` keeps the marks that Jinja reads."""
-
-    @functools.wraps(run)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        _refuse_large_numbers(args[1:], kwargs)
-        return run(*args, **kwargs)
-
-    return checked
-
-
-def _refuse_large_numbers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, int):
-            _refuse_size(value)
-
-
-def _refuse_size(size: int) -> None:
-    if size > MAX_REPEATS:
-        raise SecurityError(f"a size of {size}, where {MAX_REPEATS} is allowed")
-
-
-def _refuse_wide_format(form: str, values: Sequence[Any]) -> None:
-    """A width may be written in the format, or be given as a value where the format takes one."""
-    widths = [int(digits) for digits in re.findall(r"\d+", form)]
-    if "*" in form or re.search(r"{[^{}]*{", form):
-        widths += [value for value in values if isinstance(value, int)]
-    _refuse_size(max(widths, default=0))
-
-
-def _refuse_length(num_chars: int) -> None:
-    if num_chars > MAX_CHARS:
-        raise SecurityError(f"writes more than {MAX_CHARS} characters")
-
-
-def _concat(values: Sequence[Any]) -> str:
-    return _join(map(str, values))
-
-
-@jinja2.pass_context
-def _charge(context: Context, items: Any) -> Any:
-    # The parent holds what we passed in; a template's own variables cannot take its place.
-    return context.parent[_BUDGET]._charge(items)
+        self.filters["tojson"] = _to_json
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -337,11 +234,3 @@ def _to_json(
         separators=separators,
         sort_keys=sort_keys,
     )
-
-
-def _bounded(parts: Iterable[str]) -> Iterable[str]:
-    num_chars = 0
-    for part in parts:
-        num_chars += len(part)
-        _refuse_length(num_chars)
-        yield part

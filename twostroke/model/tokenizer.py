@@ -84,7 +84,10 @@ class Tokenizer:
         `add_special_tokens=False`, or it begins twice.
         """
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # Of the backend's calls this one lets other threads run, and keeps no offsets.
+            (found,) = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
         except (TypeError, UnicodeEncodeError):
             if not isinstance(text, str):
                 raise
@@ -92,6 +95,7 @@ class Tokenizer:
                 "the text holds half of a surrogate pair (\\ud800 to \\udfff), which is no "
                 "character; send the whole character."
             ) from None
+        ids: list[int] = found.ids
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -106,7 +106,8 @@ class Scheduler:
 
     # ── requests come and go ────────────────────────────────────────────────────────────────
 
-    def add(self, given: EngineRequest) -> None:
+    def check(self, given: EngineRequest) -> int:
+        """Raises `RequestError` if `add` would; how many tokens the request may write."""
         config, prompt = self.config, given.prompt_token_ids
         if given.request_id in self._requests:
             raise RequestError(f"a request with the id {given.request_id!r} is already running")
@@ -130,6 +131,11 @@ class Scheduler:
                 "lower max_tokens, shorten the prompt, or enlarge the cache "
                 "(kv_cache_memory_bytes)"
             )
+        return max_outputs
+
+    def add(self, given: EngineRequest) -> None:
+        config, prompt = self.config, given.prompt_token_ids
+        max_outputs = self.check(given)
         now = self._clock()
         record = RequestRecord(
             given.request_id,

@@ -46,6 +46,7 @@ class Route:
 class App:
     def __init__(self, client: EngineClient, settings: ServeSettings) -> None:
         self.service = Service(client, settings)
+        self._telling = Telling(self.service)
         self.routes = self._make_routes()
         self._by_path: dict[str, dict[str, Route]] = {}
         for route in self.routes:
@@ -57,7 +58,7 @@ class App:
 
     def _make_routes(self) -> list[Route]:
         service, settings = self.service, self.service.settings
-        tell = Telling(service)
+        tell = self._telling
         chat, completions, responses = Chat(service), Completions(service), Responses(service)
         health = settings.open_health
         routes = [
@@ -118,6 +119,8 @@ class App:
 
     async def close(self) -> None:
         """The server has ended."""
+        self.service.prompts.close()
+        self._telling.close()
         if self.service.tracing is not None:
             await self.service.tracing.close()
 

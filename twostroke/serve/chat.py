@@ -21,7 +21,6 @@ from twostroke.serve.parts import (
     timings,
 )
 from twostroke.serve.parts import prompt_logprobs as shown_prompt_logprobs
-from twostroke.serve.prompts import off_loop, work_of
 from twostroke.serve.protocol import ChatRequest
 from twostroke.serve.service import Head, Service
 from twostroke.serve.stream import DONE, TextEvents, error_event, event, write_stream
@@ -39,12 +38,11 @@ class Chat:
             request, num_bytes = await service.read(exchange, ChatRequest)
             service.check_model(request.model)
             tools = calling(request, service.settings, service.prompts.template_source)
-            prepared = await off_loop(
-                work_of(request, num_bytes), partial(self._prepare, request, tools)
-            )
+            work = partial(self._prepare, request, tools)
+            prepared = await service.prompts.prepared(request, num_bytes, work)
         head = service.head("chatcmpl", request.request_id, request.model)
         shape = ChatShape(service, request, head, tools)
-        with service.running(exchange, [prepared], head.id) as feed:
+        with service.running(exchange, prepared, head.id) as feed:
             if request.stream:
                 await write_stream(exchange, feed, ChatEvents(service, shape))
                 return
@@ -52,7 +50,7 @@ class Chat:
         counts = count(outputs)
         await exchange.answer_json(shape.whole(outputs[0], counts))
 
-    def _prepare(self, request: ChatRequest, tools: ToolCalls | None) -> Prepared:
+    def _prepare(self, request: ChatRequest, tools: ToolCalls | None) -> list[Prepared]:
         service = self._service
         forced = None if tools is None else tools.structured_outputs()
         params = chat_params(request, service.client.info, service.settings, forced)
@@ -60,7 +58,7 @@ class Chat:
         if request.reasoning_effort is not None:
             variables["reasoning_effort"] = request.reasoning_effort
         ids = service.prompts.render(request.messages, request, **variables)
-        return service.prompts.prepare(ids, params, request)
+        return [service.prompts.prepare(ids, params, request)]
 
 
 class ChatShape:

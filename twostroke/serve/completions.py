@@ -21,7 +21,7 @@ from twostroke.serve.parts import (
     timings,
 )
 from twostroke.serve.parts import prompt_logprobs as shown_prompt_logprobs
-from twostroke.serve.prompts import each_prompt, off_loop, work_of
+from twostroke.serve.prompts import each_prompt
 from twostroke.serve.protocol import CompletionRequest
 from twostroke.serve.service import Head, Service
 from twostroke.serve.stream import DONE, TextEvents, error_event, event, write_stream
@@ -39,9 +39,8 @@ class Completions:
             service.check_model(request.model)
             prompts = each_prompt(request.prompt)
             service.admission.check(len(prompts))
-            prepared = await off_loop(
-                work_of(request, num_bytes), partial(self._prepare, request, prompts)
-            )
+            work = partial(self._prepare, request, prompts)
+            prepared = await service.prompts.prepared(request, num_bytes, work)
         head = service.head("cmpl", request.request_id, request.model)
         shape = CompletionShape(service, request, head)
         with service.running(exchange, prepared, head.id) as feed:

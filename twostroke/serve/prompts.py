@@ -1,39 +1,45 @@
-"""A request's prompt → `Prepared`. Long ones are read in a thread, so that streams go on."""
+"""A request's prompt → `Prepared`. All of it happens off the event loop, so that streams go on.
+
+    text (2 threads): render the model's template (in a process), tokenise, validate
+    long (1 thread): the same for large bodies, which take memory, one after the other
+    foreign (1 thread): the same with a template that the request brings
+    grammars (2 threads): compile a grammar that is not known yet (in a process)
+
+A kind of work waits for its own kind only, and what would wait too long is refused with 429.
+"""
 
 from __future__ import annotations
 
-import asyncio
+import json
 from collections.abc import Callable, Sequence
-from functools import cached_property
-from typing import Any, TypeVar
+from functools import cached_property, partial
+from typing import Any, Final, TypeVar
 
 import msgspec
 
+from twostroke.engine.grammar_check import WORKERS as GRAMMAR_WORKERS
 from twostroke.engine.intake import Intake, Prepared
-from twostroke.errors import ModelError
-from twostroke.model.chat_template import ChatTemplate, check_messages
+from twostroke.errors import RequestError
+from twostroke.limited import LimitedPool, Limits, OverLimit
+from twostroke.model.chat_template import check_messages, template_name
 from twostroke.request import SamplingParams
 from twostroke.serve.errors import ApiError
+from twostroke.serve.pools import Pool
 from twostroke.serve.protocol import Generating, Templated
 from twostroke.serve.settings import ServeSettings
 
 # What `ChatTemplate.render` is called with: no request may give these names to its variables.
 TAKEN = ("self", "messages", "add_generation_prompt", "tools")
-INLINE_BYTES = 8 * 1024  # a body of this size is tokenised within about a millisecond
+TEXT_THREADS: Final = 2
+MAX_GRAMMARS_WAITING: Final = 16  # requests with a grammar that is not known yet
+MAX_FOREIGN_WAITING: Final = 8  # requests with a chat template of their own
+RENDERING: Final = Limits(cpu_s=1.0, wall_s=10.0, memory_bytes=64 * 1024**2)
+FOREIGN_RENDERING: Final = Limits(cpu_s=0.5, wall_s=5.0, memory_bytes=32 * 1024**2, nice=5)
+CHARS_PER_TOKEN: Final = 8  # a text with more of them is unusual
+MAX_CHARS_PER_TOKEN: Final = 32  # no text is read that has more of them for each token it may have
+MIN_CHARS: Final = 64 * 1024
+PIECE_CHARS: Final = 16 * 1024
 T = TypeVar("T")
-
-
-def work_of(request: Generating, num_bytes: int) -> int:
-    """How much there is to read. A grammar is more work than its size tells."""
-    plain = request.structured_outputs is None and not any(
-        getattr(request, name, None) for name in ("response_format", "text", "tools")
-    )
-    return num_bytes if plain else num_bytes + INLINE_BYTES
-
-
-async def off_loop(num_bytes: int, work: Callable[[], T]) -> T:
-    """Run `work` here if the body it is about is short, in a thread otherwise."""
-    return work() if num_bytes <= INLINE_BYTES else await asyncio.to_thread(work)
 
 
 class Prompts:
@@ -42,6 +48,46 @@ class Prompts:
         self._settings = settings
         limits = intake.limits
         self.max_tokens = min(settings.max_prompt_tokens or 2**62, limits.max_model_len - 1)
+        self._long_bytes = CHARS_PER_TOKEN * self.max_tokens
+        self.max_chars = max(MIN_CHARS, MAX_CHARS_PER_TOKEN * self.max_tokens)
+        self._text = Pool("requests", TEXT_THREADS, settings.max_queue)
+        self._long = Pool("large requests", 1, settings.max_queue)
+        self._foreign = Pool("requests with a chat template of their own", 1, MAX_FOREIGN_WAITING)
+        self._grammars = Pool("requests with new grammars", GRAMMAR_WORKERS, MAX_GRAMMARS_WAITING)
+        if intake.tokenizer is not None and self.template_source is not None:
+            self._renderer.start()
+
+    def close(self) -> None:
+        for pool in (self._text, self._long, self._foreign, self._grammars):
+            pool.close()
+        for name in ("_renderer", "_foreign_renderer"):
+            if name in self.__dict__:
+                getattr(self, name).close()
+        self._intake.close()
+
+    # ── where the work is done ──────────────────────────────────────────────────────────────
+
+    async def off_loop(self, request: Any, num_bytes: int, work: Callable[[], T]) -> T:
+        if getattr(request, "chat_template", None) is not None:
+            return await self._foreign.run(work)
+        return await (self._long if num_bytes > self._long_bytes else self._text).run(work)
+
+    async def prepared(
+        self, request: Generating, num_bytes: int, work: Callable[[], list[Prepared]]
+    ) -> list[Prepared]:
+        """What `work` prepares, with its grammar checked. `num_bytes`: of the request's body."""
+
+        def prepare() -> tuple[list[Prepared], Callable[[], None] | None]:
+            prepared = work()
+            asked = prepared[0].params.structured_outputs
+            if asked is None or self._intake.grammars.known(asked):
+                return prepared, None
+            return prepared, partial(self._intake.grammars.check, asked)
+
+        prepared, check = await self.off_loop(request, num_bytes, prepare)
+        if check is not None:
+            await self._grammars.run(check)
+        return prepared
 
     # ── what may be asked ───────────────────────────────────────────────────────────────────
 
@@ -54,7 +100,9 @@ class Prompts:
             "cache_salt": request.cache_salt,
         }
         progress = bool(request.return_progress and request.stream)
-        prepared = self._intake.prepare(given, params, request.priority or 0, progress)
+        prepared = self._intake.prepare(
+            given, params, request.priority or 0, progress, check_grammar=False
+        )
         self.refuse_long(prepared.ids)
         return prepared
 
@@ -63,22 +111,36 @@ class Prompts:
         return self._tokenizer.encode(text, add_special_tokens)
 
     def refuse_long(self, prompt: str | Sequence[int]) -> None:
+        """Before a long text is tokenised as a whole, which takes 100 bytes of memory a character
+        and 260 a token."""
+        least = len(prompt)
         if isinstance(prompt, str):
-            # No tokenizer makes fewer tokens than this, so a huge text is not even tokenised.
-            least = len(prompt) // 8
-            if least > self.max_tokens:
-                least = len(prompt) // self._longest_token
-        else:
-            least = len(prompt)
+            if len(prompt) > self.max_chars:
+                raise self._too_long(f"{len(prompt)} characters")
+            least = 0
+            if len(prompt) > CHARS_PER_TOKEN * self.max_tokens:
+                least = self._least_tokens(prompt)
         if least > self.max_tokens:
-            at_least = "at least " if isinstance(prompt, str) else ""
-            raise ApiError(
-                400,
-                f"the prompt has {at_least}{least} tokens, and at most {self.max_tokens} are read "
-                f"(max_model_len is {self._intake.limits.max_model_len}); shorten it",
-                param="prompt",
-                code="context_length_exceeded",
-            )
+            raise self._too_long(f"{'at least ' if isinstance(prompt, str) else ''}{least} tokens")
+
+    def _least_tokens(self, text: str) -> int:
+        """Counted in pieces until they are too many. Where a text is cut changes a few of its
+        tokens, not half of them."""
+        count = 0
+        for start in range(0, len(text), PIECE_CHARS):
+            count += len(self._tokenizer.encode(text[start : start + PIECE_CHARS], False))
+            if count > 2 * self.max_tokens:
+                break
+        return count // 2
+
+    def _too_long(self, size: str) -> ApiError:
+        return ApiError(
+            400,
+            f"the prompt has {size}, and at most {self.max_tokens} tokens are read "
+            f"(max_model_len is {self._intake.limits.max_model_len}); shorten it",
+            param="prompt",
+            code="context_length_exceeded",
+        )
 
     # ── conversations ───────────────────────────────────────────────────────────────────────
 
@@ -86,7 +148,7 @@ class Prompts:
         self, messages: list[dict[str, Any]], request: Templated, **variables: Any
     ) -> list[int]:
         """A conversation → token ids, by the model's template or by one the request brings."""
-        template = self._template(request.chat_template)
+        renderer = self._renderer_for(request.chat_template)
         generate = request.add_generation_prompt
         continued = bool(request.continue_final_message)
         if continued and generate:
@@ -112,14 +174,45 @@ class Prompts:
                 param="chat_template_kwargs",
             )
         add_prompt = not continued and generate is not False
-        text = template.render(messages, add_prompt, tools, **variables)
+        given = (request.chat_template, messages, add_prompt, tools, variables, self.max_chars)
+        text = self._rendered(renderer, given)
         if continued:
             text = _cut_after(text, check_messages(messages)[-1]["content"])
         return self.encode(text, bool(request.add_special_tokens))
 
-    def _template(self, own: str | None) -> ChatTemplate:
+    def _rendered(self, renderer: LimitedPool, given: tuple[Any, ...]) -> str:
+        if len(given[1]) > self.max_tokens:  # none is shorter than a token
+            raise self._too_long(f"{len(given[1])} messages")
+        try:
+            payload = msgspec.json.encode(given)
+        except UnicodeEncodeError:  # half a surrogate pair, which the tokenizer will name
+            payload = json.dumps(given).encode()
+        if len(payload) > 2 * self.max_chars + 1024**2:
+            raise self._too_long(f"{len(payload)} bytes with its messages and tools")
+        of_request = given[0] is not None
+        name, param = template_name(of_request), "chat_template" if of_request else None
+        try:
+            num_chars, text = json.loads(renderer.ask(payload))
+        except OverLimit as error:
+            message = f"{name} cannot be rendered for these messages: {error}"
+            raise ApiError(400, message, param=param) from None
+        except RequestError as error:
+            if of_request and str(error).startswith(name):
+                raise ApiError(400, str(error), param=param) from None
+            raise
+        if text is None:
+            raise self._too_long(f"{num_chars} characters")
+        return str(text)
+
+    def _renderer_for(self, own: str | None) -> LimitedPool:
         if own is None:
-            return self._model_template
+            if self.template_source is None:
+                raise ApiError(
+                    400,
+                    "the model has no chat template; use /v1/completions",
+                    code="no_chat_template",
+                )
+            return self._renderer
         if not self._settings.trust_request_chat_template:
             raise ApiError(
                 400,
@@ -127,26 +220,26 @@ class Prompts:
                 "trust_request_chat_template to allow others",
                 param="chat_template",
             )
-        try:
-            return self._compile(own)
-        except ModelError as error:
-            raise ApiError(400, str(error), param="chat_template") from None
+        return self._foreign_renderer
 
     @property
     def template_source(self) -> str | None:
         return self._intake.template_source
 
     @cached_property
-    def _model_template(self) -> ChatTemplate:
-        source = self.template_source
-        if source is None:
-            raise ApiError(
-                400, "the model has no chat template; use /v1/completions", code="no_chat_template"
-            )
-        return self._compile(source)
+    def _renderer(self) -> LimitedPool:
+        return self._render_pool(TEXT_THREADS + 1, RENDERING)
 
-    def _compile(self, source: str) -> ChatTemplate:
-        return ChatTemplate(source, self._tokenizer.bos_token, self._tokenizer.eos_token)
+    @cached_property
+    def _foreign_renderer(self) -> LimitedPool:
+        return self._render_pool(1, FOREIGN_RENDERING)
+
+    def _render_pool(self, workers: int, limits: Limits) -> LimitedPool:
+        tokenizer = self._tokenizer
+        hello = json.dumps([self.template_source, tokenizer.bos_token, tokenizer.eos_token])
+        return LimitedPool(
+            "twostroke.model.chat_template:renderer", hello.encode(), workers, limits
+        )
 
     @property
     def _tokenizer(self) -> Any:
@@ -154,12 +247,6 @@ class Prompts:
         if tokenizer is None:
             raise ApiError(400, "no tokenizer is loaded; send token ids to /v1/completions")
         return tokenizer
-
-    @cached_property
-    def _longest_token(self) -> int:
-        """In bytes, of which a character has at least one."""
-        sizes = map(len, map(self._tokenizer.token_bytes, range(self._tokenizer.vocab_size)))
-        return max(1, *sizes)
 
 
 def _without_none(value: Any) -> Any:

@@ -12,7 +12,6 @@ from twostroke.serve.exchange import Exchange
 from twostroke.serve.params import responses_params
 from twostroke.serve.parts import Counts, Json, LogprobWriter, count
 from twostroke.serve.parts import timings as shown_timings
-from twostroke.serve.prompts import off_loop, work_of
 from twostroke.serve.protocol import ResponsesRequest, TokenizeRequest
 from twostroke.serve.service import Head, Service
 from twostroke.serve.stream import encode_json, event, write_stream
@@ -31,10 +30,11 @@ class Responses:
             request, num_bytes = await service.read(exchange, ResponsesRequest)
             service.check_model(request.model)
             _refuse_unsupported(request)
-            prepared = await off_loop(work_of(request, num_bytes), partial(self._prepare, request))
+            work = partial(self._prepare, request)
+            prepared = await service.prompts.prepared(request, num_bytes, work)
         head = service.head("resp", request.request_id, request.model)
-        shape = ResponseShape(service, request, head, prepared)
-        with service.running(exchange, [prepared], head.id) as feed:
+        shape = ResponseShape(service, request, head, prepared[0])
+        with service.running(exchange, prepared, head.id) as feed:
             if request.stream:
                 await write_stream(exchange, feed, ResponseEvents(service, shape))
                 return
@@ -42,7 +42,7 @@ class Responses:
         counts = count(outputs)
         await exchange.answer_json(shape.whole(outputs[0], counts))
 
-    def _prepare(self, request: ResponsesRequest) -> Prepared:
+    def _prepare(self, request: ResponsesRequest) -> list[Prepared]:
         service = self._service
         params = responses_params(request, service.client.info, service.settings)
         variables: Json = {}
@@ -50,7 +50,7 @@ class Responses:
             variables["reasoning_effort"] = request.reasoning["effort"]
         how = TokenizeRequest(chat_template_kwargs=request.chat_template_kwargs)
         ids = service.prompts.render(messages_of(request), how, **variables)
-        return service.prompts.prepare(ids, params, request)
+        return [service.prompts.prepare(ids, params, request)]
 
 
 def messages_of(request: ResponsesRequest) -> list[Json]:

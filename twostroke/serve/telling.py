@@ -11,7 +11,7 @@ from twostroke import __version__
 from twostroke.serve.errors import ApiError, unavailable
 from twostroke.serve.exchange import Exchange
 from twostroke.serve.parts import Json
-from twostroke.serve.prompts import off_loop
+from twostroke.serve.pools import Pool
 from twostroke.serve.protocol import DetokenizeRequest, TokenizeRequest
 from twostroke.serve.service import Service
 
@@ -19,6 +19,11 @@ from twostroke.serve.service import Service
 class Telling:
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._metrics = Pool("scrapes", 1, 0)
+        self._scrape: asyncio.Task[bytes] | None = None
+
+    def close(self) -> None:
+        self._metrics.close()
 
     async def health(self, exchange: Exchange) -> None:
         service = self._service
@@ -33,7 +38,10 @@ class Telling:
 
     async def metrics(self, exchange: Exchange) -> None:
         kind = ((b"content-type", CONTENT_TYPE_LATEST.encode()),)
-        text = await asyncio.to_thread(self._service.metrics.text)  # streams need not wait for it
+        if self._scrape is None or self._scrape.done():
+            work = self._metrics.run(self._service.metrics.text)
+            self._scrape = asyncio.get_running_loop().create_task(work)
+        text = await asyncio.shield(self._scrape)  # one for all who ask meanwhile
         await exchange.answer(200, text, kind)
 
     async def models(self, exchange: Exchange) -> None:
@@ -62,7 +70,8 @@ class Telling:
         with service.bodies.hold(exchange):
             request, num_bytes = await service.read(exchange, TokenizeRequest)
             service.check_model(request.model)
-            answer = await off_loop(num_bytes, partial(self._tokenize, request))
+            work = partial(self._tokenize, request)
+            answer = await service.prompts.off_loop(request, num_bytes, work)
         await exchange.answer_json(answer)
 
     def _tokenize(self, request: TokenizeRequest) -> Json:
@@ -85,13 +94,19 @@ class Telling:
         with service.bodies.hold(exchange):
             request, num_bytes = await service.read(exchange, DetokenizeRequest)
             service.check_model(request.model)
-            answer = await off_loop(num_bytes, partial(self._detokenize, request))
+            work = partial(self._detokenize, request)
+            answer = await service.prompts.off_loop(request, num_bytes, work)
         await exchange.answer_json(answer)
 
     def _detokenize(self, request: DetokenizeRequest) -> Json:
         tokenizer, size = self._service.tokenizer, self._service.client.info.vocab_size
         if tokenizer is None:
             raise ApiError(400, "no tokenizer is loaded")
+        most = self._service.client.info.max_model_len
+        if len(request.tokens) > most:
+            raise ApiError(
+                400, f"tokens: {len(request.tokens)} are more than the {most} read at once"
+            )
         if request.tokens and not 0 <= min(request.tokens) <= max(request.tokens) < size:
             raise ApiError(400, f"tokens: the model's ids go from 0 to {size - 1}", param="tokens")
         return {"prompt": tokenizer.decode(request.tokens, skip_special_tokens=False)}
