@@ -84,7 +84,9 @@ class Tokenizer:
         `add_special_tokens=False`, or it begins twice.
         """
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # Of a batch, because only that lets other threads run meanwhile.
+            batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids: list[int] = batch[0].ids
         except (TypeError, UnicodeEncodeError):
             if not isinstance(text, str):
                 raise
@@ -95,7 +97,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        text: str = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
         return text
 
     def to_json(self) -> str:

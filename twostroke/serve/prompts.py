@@ -68,17 +68,31 @@ class Prompts:
             least = len(prompt) // 8
             if least > self.max_tokens:
                 least = len(prompt) // self._longest_token
+            if least <= self.max_tokens:
+                least = self._least_by_start(prompt)
         else:
             least = len(prompt)
         if least > self.max_tokens:
-            at_least = "at least " if isinstance(prompt, str) else ""
-            raise ApiError(
-                400,
-                f"the prompt has {at_least}{least} tokens, and at most {self.max_tokens} are read "
-                f"(max_model_len is {self._intake.limits.max_model_len}); shorten it",
-                param="prompt",
-                code="context_length_exceeded",
-            )
+            raise self._too_long(f"at least {least}" if isinstance(prompt, str) else f"{least}")
+
+    def _too_long(self, count: str) -> ApiError:
+        return ApiError(
+            400,
+            f"the prompt has {count} tokens, and at most {self.max_tokens} are read "
+            f"(max_model_len is {self._intake.limits.max_model_len}); shorten it",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+
+    def _least_by_start(self, text: str) -> int:
+        """Tokens that a long text has at least: one far too long is not tokenised to its end."""
+        size = 8 * self.max_tokens
+        while size < len(text):
+            count = len(self._tokenizer.encode(text[:size], False))
+            if count > 2 * self.max_tokens:  # a margin for what the cut itself changes
+                return count // 2
+            size *= 2
+        return 0
 
     # ── conversations ───────────────────────────────────────────────────────────────────────
 
@@ -86,6 +100,7 @@ class Prompts:
         self, messages: list[dict[str, Any]], request: Templated, **variables: Any
     ) -> list[int]:
         """A conversation → token ids, by the model's template or by one the request brings."""
+        self._refuse_long_chat(messages)
         template = self._template(request.chat_template)
         generate = request.add_generation_prompt
         continued = bool(request.continue_final_message)
@@ -116,6 +131,17 @@ class Prompts:
         if continued:
             text = _cut_after(text, check_messages(messages)[-1]["content"])
         return self.encode(text, bool(request.add_special_tokens))
+
+    def _refuse_long_chat(self, messages: list[dict[str, Any]]) -> None:
+        """Before a template makes copies of it."""
+        num_chars = 0
+        for message in messages:
+            content = message.get("content")
+            parts = content if isinstance(content, list) else (content,)
+            texts = (part.get("text") if isinstance(part, dict) else part for part in parts)
+            num_chars += sum(len(text) for text in texts if isinstance(text, str))
+        if num_chars > 8 * self.max_tokens and num_chars > self._longest_token * self.max_tokens:
+            raise self._too_long(f"at least {num_chars // self._longest_token}")
 
     def _template(self, own: str | None) -> ChatTemplate:
         if own is None:
