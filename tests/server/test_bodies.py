@@ -285,6 +285,29 @@ def test_a_sender_that_is_too_slow_is_told_so(
         steady.close()
 
 
+# ── how many ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_connections_beyond_the_limit_are_told_so_and_streams_go_on(folder: Path) -> None:
+    with running(tiny_llm(folder), max_connections=8) as server, watched(server) as tokens:
+        idle = [socket.create_connection(("127.0.0.1", server.port), PATIENCE_S) for _ in range(7)]
+        until = time.monotonic() + PATIENCE_S
+        while len(server.server.server_state.connections) < 8:
+            assert time.monotonic() < until
+            time.sleep(0.005)
+        with socket.create_connection(("127.0.0.1", server.port), PATIENCE_S) as refused:
+            answer = refused.recv(4096)
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert b"retry-after: 1" in answer
+        assert b"8 connections are open already" in answer
+        before = tokens()
+        while tokens() < before + 5:
+            assert time.monotonic() < until
+            time.sleep(0.005)
+        for connection in idle:
+            connection.close()
+
+
 # ── the limits ──────────────────────────────────────────────────────────────────────────────
 
 

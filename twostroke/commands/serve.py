@@ -44,6 +44,7 @@ LIMITS = {
     "524288, or 8 a token of max_model_len)",
     "min_body_bytes_per_s": "bodies that arrive slower are answered 408",
     "max_choices": "texts that one request may ask for: its prompts, times n",
+    "max_connections": "more are answered 503 (default: what the limit of open files leaves)",
     "max_header_bytes": "longest head of a request",
     "max_prompt_tokens": "longest prompt (default: what the engine takes)",
     "max_output_tokens": "longest answer; a request that asks for more gets this many",

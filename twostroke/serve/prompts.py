@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
@@ -42,6 +43,12 @@ class Prompts:
         self._settings = settings
         limits = intake.limits
         self.max_tokens = min(settings.max_prompt_tokens or 2**62, limits.max_model_len - 1)
+
+    def warm(self) -> None:
+        """Compile the model's template now: a request need not wait for it, nor for files that it
+        imports. What is wrong with one is told to those who ask for a chat."""
+        with contextlib.suppress(ApiError, ModelError):
+            _ = self._model_template
 
     # ── what may be asked ───────────────────────────────────────────────────────────────────
 

@@ -59,6 +59,7 @@ class Service:
         self.admission = Admission(client, settings.max_queue, settings.max_choices)
         self.bodies = Bodies(settings, client.info.max_model_len)
         self.prompts = Prompts(client.intake, settings)
+        self.prompts.warm()
         self.models = settings.served_model_names or (client.info.model_name,)
         self.metrics = Metrics(client, self.models[0])
         self.started = int(time.time())

@@ -43,6 +43,7 @@ class ServeSettings(Strict):
     max_body_weight: int | None = None
     min_body_bytes_per_s: int = 1024  # slower senders are answered 408
     max_choices: int = 256  # texts that one request may ask for: its prompts, times n
+    max_connections: int | None = None  # None: what the limit of open files leaves
     max_header_bytes: int = 64 * 1024  # request line and headers together
     max_prompt_tokens: int | None = None  # None: what the engine takes
     max_output_tokens: int | None = None  # requests that ask for more get this many
@@ -60,6 +61,7 @@ class ServeSettings(Strict):
         self._check_int("max_body_weight", 1024, optional=True)
         self._check_int("min_body_bytes_per_s", 0)
         self._check_int("max_choices", 1)
+        self._check_int("max_connections", 1, optional=True)
         self._check_int("max_header_bytes", 1024)
         self._check_int("max_prompt_tokens", 1, optional=True)
         self._check_int("max_output_tokens", 1, optional=True)
