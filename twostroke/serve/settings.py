@@ -42,7 +42,7 @@ class ServeSettings(Strict):
     # Of its JSON: a comma weighs 1, a bracket 4, a colon 8. None: 524288, or 8 for each token.
     max_body_weight: int | None = None
     min_body_bytes_per_s: int = 1024  # slower senders are answered 408
-    max_choices: int = 256  # texts that one request may ask for: its prompts, times n
+    max_choices: int = 128  # texts that one request may ask for: its prompts, times n
     max_connections: int | None = None  # None: what the limit of open files leaves
     max_header_bytes: int = 64 * 1024  # request line and headers together
     max_prompt_tokens: int | None = None  # None: what the engine takes
