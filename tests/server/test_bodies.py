@@ -19,6 +19,7 @@ import pytest
 
 from tests.server.running import JSON, PATIENCE_S, Running, running
 from tests.tiny import tiny_folder, tiny_llm
+from twostroke.model.chat_template import ChatTemplate
 from twostroke.serve import bodies
 from twostroke.serve.bodies import Bodies
 from twostroke.serve.settings import ServeSettings
@@ -175,6 +176,15 @@ def test_a_text_far_too_long_is_not_tokenised_to_its_end(
     error = refusal(server.ask("POST", TEXT, {"prompt": "aZ" * 16 * most}), 400)
     assert error["code"] == "context_length_exceeded"
     assert sum(read) <= 16 * most
+
+
+@pytest.mark.parametrize("messages", [MESSAGES * 15_000, [{"role": "user", "content": "a" * MIB}]])
+def test_a_chat_far_too_long_is_refused_before_it_is_rendered(
+    server: Running, monkeypatch: pytest.MonkeyPatch, messages: Any
+) -> None:
+    monkeypatch.setattr(ChatTemplate, "render", None)
+    error = refusal(server.ask("POST", CHAT, {"messages": messages}), 400)
+    assert error["code"] == "context_length_exceeded"
 
 
 # ── what stays ──────────────────────────────────────────────────────────────────────────────

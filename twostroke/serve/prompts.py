@@ -140,7 +140,9 @@ class Prompts:
         return self.encode(text, bool(request.add_special_tokens))
 
     def _refuse_long_chat(self, messages: list[dict[str, Any]]) -> None:
-        """Before a template makes copies of it."""
+        """Before a template works on it. It writes at least a token about each message."""
+        if len(messages) > self.max_tokens:
+            raise self._too_long(f"at least {len(messages)}")
         num_chars = 0
         for message in messages:
             content = message.get("content")
