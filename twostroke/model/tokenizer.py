@@ -33,6 +33,7 @@ END_TOKENS: Final = (
     "<|eot|>",
     "<EOT>",
 )
+LONG: Final = 4096  # characters or ids; from here on as a batch, which lets other threads run
 NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 ADDED_TOKEN_FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
@@ -84,9 +85,13 @@ class Tokenizer:
         `add_special_tokens=False`, or it begins twice.
         """
         try:
-            # Of a batch, because only that lets other threads run meanwhile.
-            batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-            ids: list[int] = batch[0].ids
+            if len(text) <= LONG:
+                encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+            else:
+                (encoding,) = self._backend.encode_batch_fast(
+                    [text], add_special_tokens=add_special_tokens
+                )
+            ids: list[int] = encoding.ids
         except (TypeError, UnicodeEncodeError):
             if not isinstance(text, str):
                 raise
@@ -97,7 +102,10 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        text: str = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
+        if len(ids) <= LONG:
+            text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        else:
+            (text,) = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         return text
 
     def to_json(self) -> str:
