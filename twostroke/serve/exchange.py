@@ -32,6 +32,7 @@ CLOSE: Headers = ((b"connection", b"close"),)
 # Of a body that is not wanted:
 DISCARD_BYTES = 1024**2  # so much is read to keep the connection
 LINGER_BYTES, LINGER_S = 64 * 1024**2, 1.0  # and so much to have the answer read
+DISCARD_PAUSE_S = 0.01  # between pieces of some 100 KB: others need the processor more
 
 
 class Direct(Protocol):
@@ -120,6 +121,8 @@ class Exchange:
                     if message["type"] == "http.disconnect" or not message["more_body"]:
                         return True
                     num_bytes += len(message["body"])
+                    if num_bytes > DISCARD_BYTES:
+                        await asyncio.sleep(DISCARD_PAUSE_S)
         return False
 
     async def start_events(self) -> None:
