@@ -7,7 +7,7 @@ is a bug of ours.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 
 
 class TwostrokeError(Exception):
@@ -30,7 +30,33 @@ class EngineError(TwostrokeError, RuntimeError):
     """The engine failed while it was running a step."""
 
 
+MAX_SHOWN_CHARS = 100  # of what a user gave, in a message
+MAX_SHOWN_ENTRIES = 16
+
+
+def shortened(text: str, max_chars: int = MAX_SHOWN_CHARS) -> str:
+    """The text, without its middle if it is long."""
+    if len(text) <= max_chars:
+        return text
+    head = max_chars * 2 // 3
+    return f"{text[:head]} … {text[head - max_chars :]}"
+
+
+def shown(value: object) -> str:
+    """What a user gave, as a message may repeat it: short, and found quickly."""
+    if isinstance(value, str):
+        return repr(shortened(value))
+    if isinstance(value, Sized) and len(value) > MAX_SHOWN_ENTRIES:
+        return f"a {type(value).__name__} of {len(value)}"
+    try:
+        return shortened(repr(value))
+    except (ValueError, RecursionError):  # thousands of digits, or of brackets
+        return f"this {type(value).__name__}"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` for a misspelt name, or nothing if nothing is near."""
+    if len(name) > MAX_SHOWN_CHARS:
+        return ""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else ""

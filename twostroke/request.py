@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # which knows of plans, and those of what is asked for
     from twostroke.observe.record import RequestRecord
 
 MAX_SEED = 2**63 - 1
+MAX_PRIORITY = 1000  # either way
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy: the division would overflow
 
 
@@ -238,7 +239,8 @@ class Request:
     """
 
     given: EngineRequest
-    order: tuple[int, int]  # (priority, arrival): smaller goes first, larger is preempted first
+    # (priority, aged; arrival): the smaller goes first, the larger is preempted first
+    order: tuple[float, int]
     max_outputs: int  # the least of max_tokens and what max_model_len leaves
     tokens: list[int]
     kv: KVSequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from twostroke.errors import ConfigError, TwostrokeError, nearest
+from twostroke.errors import ConfigError, TwostrokeError, nearest, shown
 
 
 class Strict:
@@ -18,16 +18,16 @@ class Strict:
         if args:
             raise cls.error(
                 f"{cls.__name__} takes its settings by name: write {known[0]}=…, not a bare "
-                f"{args[0]!r}"
+                f"{shown(args[0])}"
             )
         for name in given:
             if name not in known:
                 hint = nearest(name, known) or f"; its settings are {', '.join(known)}"
-                raise cls.error(f"{cls.__name__} has no setting {name!r}{hint}")
+                raise cls.error(f"{cls.__name__} has no setting {shown(name)}{hint}")
         return super().__new__(cls)
 
     def _refuse(self, name: str, expected: str) -> None:
-        raise self.error(f"{name} must be {expected}, not {getattr(self, name)!r}")
+        raise self.error(f"{name} must be {expected}, not {shown(getattr(self, name))}")
 
     def _check_int(
         self, name: str, low: int, high: int | None = None, optional: bool = False
@@ -55,4 +55,5 @@ class Strict:
         value = getattr(self, name)
         if value not in choices:
             hint = nearest(value, choices) if isinstance(value, str) else ""
-            raise self.error(f"{name} must be one of {', '.join(choices)}, not {value!r}{hint}")
+            expected = f"one of {', '.join(choices)}"
+            raise self.error(f"{name} must be {expected}, not {shown(value)}{hint}")

@@ -167,7 +167,7 @@ NB_MODULE(_native, m) {
           const int vocab = static_cast<int>(logits.shape(1));
           check(where.shape(0) == count && where.shape(1) == 3 && wishes.shape(0) == count &&
                     wishes.shape(1) == 7 && keys.shape(0) == count && keys.shape(1) == 2 &&
-                    out.size() == count,
+                    out.size() == count && vocab > 0,
                 "another shape");
           for (size_t n = 0; n < count; n++) {
             const int32_t* p = where.data() + 3 * n;

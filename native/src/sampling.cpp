@@ -98,7 +98,7 @@ int choose(const Kernels& kernels, float* logits, int vocab, const Wishes& w,
     for (int n = 0; n < vocab; n++)
       if (logits[n] < least) logits[n] = -std::numeric_limits<float>::infinity();
   }
-  const bool has_k = w.top_k > 0 && w.top_k < static_cast<float>(vocab);
+  const bool has_k = w.top_k >= 1 && w.top_k < static_cast<float>(vocab);
   if (!has_k && w.top_p >= 1) return kernels.draw(logits, vocab, key0, key1);
   const int top_k = has_k ? static_cast<int>(w.top_k) : vocab;
   int best = -1;

@@ -418,7 +418,9 @@ def test_what_is_no_sampling_parameters_is_refused(llm: LLM) -> None:
     says = "sampling parameters are given as SamplingParams(…), not "
     assert says + "int" in request_refusal(llm, "a", 5)
     assert says + "dict" in request_refusal(llm, "a", {"temperature": 0})
-    assert "priority must be a whole number, not 'x'" in request_refusal(llm, "a", priority=["x"])
+    says = "priority must be a whole number from -1000 to 1000, not "
+    assert says + "'x'" in request_refusal(llm, "a", priority=["x"])
+    assert says + "1001" in request_refusal(llm, "a", priority=[1001])
 
 
 def test_lists_must_have_an_entry_for_each_prompt(llm: LLM) -> None:

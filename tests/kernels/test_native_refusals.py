@@ -282,3 +282,28 @@ except (TypeError, ValueError):
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "refused\n"), done.stderr
+
+
+HOSTILE_WISHES = """
+import itertools
+import numpy as np
+from twostroke import _native
+
+values = [0.0, -1.0, 0.5, 1e-30, 1.0, 3.7, 1e30, -1e30, np.inf, -np.inf, np.nan]
+vocab = 40
+for place, value, temperature in itertools.product(range(7), values, (0.0, 0.7)):
+    wishes = np.array([[temperature, 0, 0.9, 0, 1, 0, 0]], np.float32)
+    wishes[0, place] = value
+    out = np.full(1, -7, np.int32)
+    logits = np.random.default_rng(0).normal(size=(1, vocab)).astype(np.float32)
+    tokens, where = np.arange(8, dtype=np.int32)[None], np.array([[0, 4, 8]], np.int32)
+    _native.sample(logits, tokens, where, wishes, np.ones((1, 2), np.uint32), out)
+    assert 0 <= out[0] < vocab, (place, value, temperature, out)
+print("done")
+"""
+
+
+def test_no_sampling_value_breaks_the_sampler() -> None:
+    """In a process of its own: what is wrong there ends the process."""
+    run = subprocess.run([sys.executable, "-c", HOSTILE_WISHES], capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (0, "done\n"), run.stderr

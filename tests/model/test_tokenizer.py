@@ -20,9 +20,10 @@ from tests.model.vocabularies import (
     sentencepiece_model,
     train_byte_level,
 )
+from tests.tiny import tiny_folder
 from twostroke.errors import ModelError, RequestError
 from twostroke.model.chat_template import ChatTemplate
-from twostroke.model.tokenizer import Tokenizer
+from twostroke.model.tokenizer import LONG, Tokenizer
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
@@ -331,3 +332,16 @@ def test_nothing_here_imports_torch_or_transformers() -> None:
         "sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_long_texts_become_the_same_ids_and_back(tmp_path: Path) -> None:
+    """They go through the tokenizer as a batch, short ones do not."""
+    tokenizer = Tokenizer.from_folder(tiny_folder(tmp_path / "tiny"))
+    text = "a small model says größer 🙂 " * 1000
+    assert len(text) > LONG
+    ids = tokenizer.encode(text)
+    assert ids == tokenizer._backend.encode(text).ids
+    assert len(ids) > LONG
+    assert tokenizer.decode(ids) == tokenizer._backend.decode(ids)
+    with pytest.raises(RequestError, match="surrogate"):
+        tokenizer.encode(text + "\ud800")

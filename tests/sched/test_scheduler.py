@@ -107,6 +107,40 @@ def test_under_the_priority_policy_the_lower_number_goes_first() -> None:
     assert list(bench.ended) == ["soon", "also soon", "late"]
 
 
+def test_who_has_waited_long_goes_before_who_is_more_important() -> None:
+    now = 1000.0
+    bench = Bench(max_num_seqs=1, policy="priority")
+    bench.scheduler = Scheduler(bench.config, clock=lambda: now)
+    bench.add("first", 5, 2, priority=3)
+    now += 25.0  # two levels and a half
+    bench.add("more important by two", 5, 2, priority=1)
+    bench.add("more important by three", 5, 2, priority=0)
+    bench.add("as important", 5, 2, priority=3)
+    bench.run()
+    assert list(bench.ended) == [
+        "more important by three",
+        "first",
+        "more important by two",
+        "as important",
+    ]
+
+
+def test_a_flood_of_important_requests_does_not_starve_the_others() -> None:
+    now = 0.0
+    bench = Bench(max_num_seqs=1, policy="priority")
+    bench.scheduler = Scheduler(bench.config, clock=lambda: now)
+    bench.add("patient", 5, 2, priority=4)
+    for n in range(100):
+        bench.add(f"important {n}", 5, 2)
+        while f"important {n}" not in bench.ended and "patient" not in bench.ended:
+            bench.step()
+        now += 1.0
+        if "patient" in bench.ended:
+            break
+    assert 40 <= n <= 42  # four levels, ten seconds each
+    bench.run()
+
+
 def test_priority_preempts_the_least_important_first() -> None:
     bench = Bench(num_blocks=8, policy="priority", lookahead=0, prefix_caching=False)
     bench.add("unimportant", 8, 20, priority=9)

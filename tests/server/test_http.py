@@ -104,7 +104,7 @@ def test_a_wrong_request_is_told_what_is_wrong(
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"nothing", b"[]", b'{"prompt": "\\ud800"}', b"\xff\xfe", b"[" * 200_000],
+    [b"", b"{", b"nothing", b"[]", b'{"prompt": "\\ud800"}', b"\xff\xfe", b"[" * 100_000],
 )
 def test_a_body_that_is_not_json_is_refused(server: Running, body: bytes) -> None:
     refusal(server.ask("POST", TEXT, body), 400)
@@ -254,28 +254,6 @@ def test_a_full_queue_is_answered_429_and_those_in_it_are_served(folder: Path) -
             thread.join(PATIENCE_S)
         assert answers == [200, 200, 200]
         refusal(server.ask("POST", TEXT, {**LONG, "n": 4}), 400)  # it would never fit
-
-
-def test_bodies_that_are_being_read_have_a_bound_together(folder: Path) -> None:
-    with running(tiny_llm(folder), max_body_bytes=2048) as server:
-        head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        held = []
-        for _ in range(16):
-            sender = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S)
-            sender.sendall(f"{head}Content-Length: 2048\r\n\r\n{{".encode())
-            held.append(sender)
-        until = time.monotonic() + PATIENCE_S
-        while server.app.service.bodies._left:
-            assert time.monotonic() < until
-            time.sleep(0.005)
-        refused = refusal(server.ask("POST", TEXT, {"prompt": "a"}), 429)
-        assert refused["code"] == "too_many_bytes"
-        for sender in held:
-            sender.close()
-        while server.app.service.bodies._left != 16 * 2048:
-            assert time.monotonic() < until
-            time.sleep(0.005)
-        server.post(TEXT, {"prompt": "a"})
 
 
 # ── left alone ──────────────────────────────────────────────────────────────────────────────

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 
 from tests.server.running import JSON, Running, running
 from tests.tiny import tiny_folder, tiny_llm
+from twostroke.engine.core import EngineCore
+from twostroke.request import EngineRequest
 
 KEYS = ("first-key", "zweiter-schlüssel")
 OPEN = {"/health", "/ping", "/dash"}  # the page tells nothing: its feed does
@@ -80,3 +83,59 @@ def test_pages_of_other_sites_may_ask_only_where_they_are_named(folder: Path) ->
         assert (
             "access-control-allow-origin" not in server.ask("OPTIONS", "/v1/models", None, other)[1]
         )
+
+
+def cached(server: Running, key: str, **more: object) -> int:
+    """Of a prompt that was sent before, as its sender is told."""
+    headers = {**JSON, "X-Api-Key": key.encode()}
+    body = {"prompt": list(range(4, 104)), "max_tokens": 1, **more}
+    status, _, answer = server.ask("POST", "/v1/completions", body, headers)  # type: ignore[arg-type]
+    assert status == 200, answer
+    return int(json.loads(answer)["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_one_key_does_not_learn_what_another_has_sent(folder: Path) -> None:
+    with running(tiny_llm(folder), api_keys=KEYS) as server:
+        assert cached(server, KEYS[0]) == 0
+        assert cached(server, KEYS[0]) > 0
+        assert cached(server, KEYS[1]) == 0
+        assert cached(server, KEYS[1]) > 0
+        assert cached(server, KEYS[1], cache_salt="mine") == 0  # its own salt parts it further
+        assert cached(server, KEYS[0], cache_salt="mine") == 0
+        assert cached(server, KEYS[1], cache_salt="mine") > 0
+
+
+def test_keys_share_cached_prefixes_where_they_may(folder: Path) -> None:
+    with running(tiny_llm(folder), api_keys=KEYS, prefix_cache_sharing=True) as server:
+        assert cached(server, KEYS[0]) == 0
+        assert cached(server, KEYS[1]) > 0
+
+
+def test_a_key_in_the_query_is_not_logged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    access = logging.getLogger("uvicorn.access")
+    with running(tiny_llm(folder), access_log=True) as server:
+        access.addHandler(caplog.handler)
+        try:
+            server.ask("GET", "/v1/models?api_key=secret-key")
+        finally:
+            access.removeHandler(caplog.handler)
+    assert "/v1/models" in caplog.text
+    assert "secret-key" not in caplog.text
+    assert "?" not in caplog.text
+
+
+@pytest.mark.parametrize(("allowed", "priority"), [(True, 7), (False, 0)])
+def test_the_priorities_of_requests_can_be_ignored(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, allowed: bool, priority: int
+) -> None:
+    seen = []
+    add = EngineCore.add
+
+    def noting(core: EngineCore, request: EngineRequest) -> None:
+        seen.append(request.priority)
+        add(core, request)
+
+    monkeypatch.setattr(EngineCore, "add", noting)
+    with running(tiny_llm(folder), client_priority=allowed) as server:
+        server.post("/v1/completions", {"prompt": [4], "max_tokens": 1, "priority": 7})
+    assert seen == [priority]

@@ -38,7 +38,13 @@ EVERYWHERE = "0.0.0.0"
 DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other names
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 LIMITS = {
-    "max_body_bytes": "longest body of a request",
+    "max_body_bytes": "longest body of a request (default: 8 MiB, or 64 bytes a token of "
+    "max_model_len)",
+    "max_body_weight": "most JSON in a body: a comma weighs 1, a bracket 4, a colon 8 (default: "
+    "524288, or 8 a token of max_model_len)",
+    "min_body_bytes_per_s": "bodies that arrive slower are answered 408",
+    "max_choices": "texts that one request may ask for: its prompts, times n",
+    "max_connections": "more are answered 503 (default: what the limit of open files leaves)",
     "max_header_bytes": "longest head of a request",
     "max_prompt_tokens": "longest prompt (default: what the engine takes)",
     "max_output_tokens": "longest answer; a request that asks for more gets this many",
@@ -46,6 +52,8 @@ LIMITS = {
     "head_timeout_s": "seconds to send a request's head in",
     "body_timeout_s": "seconds to send a request's body in",
     "keep_alive_s": "seconds a connection may idle between requests",
+    "prefix_cache_sharing": "requests with different keys share cached prefixes",
+    "client_priority": "requests may set their own priority; if not, theirs is ignored",
     "open_health": "/health and /ping answer without a key",
     "open_metrics": "/metrics answers without a key (default: only if there are no keys)",
     "dash": "there is a page at /dash",

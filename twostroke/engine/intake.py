@@ -13,10 +13,10 @@ from time import monotonic
 from typing import Any
 
 from twostroke.engine.grammar_check import GrammarCheck
-from twostroke.errors import RequestError, nearest
+from twostroke.errors import RequestError, nearest, shown
 from twostroke.model.chat_template import ChatTemplate
 from twostroke.model.tokenizer import Tokenizer
-from twostroke.request import SamplingParams
+from twostroke.request import MAX_PRIORITY, SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -90,8 +90,9 @@ class Intake:
             raise RequestError(
                 f"sampling parameters are given as SamplingParams(…), not {type(params).__name__}"
             )
-        if type(priority) is not int:
-            raise RequestError(f"priority must be a whole number, not {priority!r}")
+        if type(priority) is not int or abs(priority) > MAX_PRIORITY:
+            bounds = f"from {-MAX_PRIORITY} to {MAX_PRIORITY}"
+            raise RequestError(f"priority must be a whole number {bounds}, not {shown(priority)}")
         text, ids, salt = self._read_prompt(prompt)
         if params.detokenize and self.tokenizer is None:
             if params.stop:
@@ -125,10 +126,11 @@ class Intake:
             known = ("prompt", "prompt_token_ids", "cache_salt")
             for key in prompt:
                 if key not in known:
-                    raise RequestError(f"a prompt has no field {key!r}{nearest(str(key), known)}")
+                    hint = nearest(str(key), known)
+                    raise RequestError(f"a prompt has no field {shown(key)}{hint}")
             salt = prompt.get("cache_salt") or ""
             if not isinstance(salt, str):
-                raise RequestError(f"cache_salt must be a string, not {salt!r}")
+                raise RequestError(f"cache_salt must be a string, not {shown(salt)}")
             ids = prompt.get("prompt_token_ids")
             prompt = prompt.get("prompt") if ids is None else ids
             if prompt is None:
@@ -144,7 +146,7 @@ class Intake:
             n, token = next((n, token) for n, token in enumerate(ids) if type(token) is not int)
             raise RequestError(
                 f"a prompt is a text or a list of token ids, but entry {n} of this list is "
-                f"{token!r} ({type(token).__name__}), not an int"
+                f"{shown(token)} ({type(token).__name__}), not an int"
             )
         return None, ids, salt
 
@@ -180,6 +182,11 @@ class Intake:
                     f"{name} is {asked}, but at most {limits.max_logprobs} are given; lower it "
                     "or raise max_logprobs"
                 )
+        if len(params.allowed_token_ids or ()) > limits.vocab_size:
+            raise RequestError(
+                f"allowed_token_ids has {len(params.allowed_token_ids or ())} ids, but the model "
+                f"has only {limits.vocab_size}; name each once"
+            )
         for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
             for token in getattr(params, name) or ():
                 if token >= limits.vocab_size:

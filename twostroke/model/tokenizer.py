@@ -33,6 +33,7 @@ END_TOKENS: Final = (
     "<|eot|>",
     "<EOT>",
 )
+LONG: Final = 4096  # ids; from here on as a batch, which lets other threads run
 NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 ADDED_TOKEN_FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
@@ -99,7 +100,10 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        if len(ids) <= LONG:
+            text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        else:
+            (text,) = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         return text
 
     def to_json(self) -> str:

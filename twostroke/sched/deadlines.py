@@ -1,6 +1,6 @@
 """Who is let in next under a goal for the time to the first token (`ttft_slo_s`).
 
-Priorities come first, as ever. Within one, in this order:
+Priorities come first, as ever, in whole levels. Within one, in this order:
 
     0  streams that were preempted: they have readers waiting
     1  prompts that have waited for `PATIENCE` times the goal, by arrival
@@ -16,6 +16,7 @@ wait, so that a short one need not wait for the whole of a long one.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 
 from twostroke.request import Phase, Request
@@ -50,7 +51,7 @@ class DeadlineQueue:
         # Fixed from here on: by a slack that grows with each chunk two prompts would take turns,
         # and both end late.
         request.start_by_s = self._start_by(request)
-        priority, arrival = request.order
+        priority, arrival = _level(request)
         heapq.heappush(self._on_time, ((priority, request.start_by_s, arrival), request))
 
     def peek(self, now: float) -> Request | None:
@@ -81,7 +82,7 @@ class DeadlineQueue:
 
     def rank(self, request: Request, now: float) -> Rank:
         """Where it stands, waiting or under way: the smaller goes first."""
-        priority, arrival = request.order
+        priority, arrival = _level(request)
         if request.num_outputs:
             return (priority, 0, 0.0, arrival)
         if now > request.record.received_s + PATIENCE * self._ttft_s:
@@ -99,3 +100,9 @@ class DeadlineQueue:
             heapq.heappop(heap)
             self._gone -= 1
         return heap[0][1] if heap else None
+
+
+def _level(request: Request) -> tuple[int, int]:
+    """Its priority, aged (`Scheduler.add`), in whole levels, and its arrival."""
+    aged, arrival = request.order
+    return math.floor(aged), arrival

@@ -10,7 +10,7 @@ from twostroke.request import Phase, Request
 from twostroke.sched.step import StepBuilder
 
 
-def by_order(request: Request) -> tuple[int, int]:
+def by_order(request: Request) -> tuple[float, int]:
     return request.order
 
 

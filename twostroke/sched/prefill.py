@@ -21,7 +21,7 @@ class WaitingQueue:
     """Requests by order. A request that ends while it waits is skipped when it comes up."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int], Request]] = []
+        self._heap: list[tuple[tuple[float, int], Request]] = []
         self._gone = 0
 
     def __len__(self) -> int:

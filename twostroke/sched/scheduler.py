@@ -24,6 +24,8 @@ from twostroke.sched.prefill import PrefillQueue
 from twostroke.sched.slo import Pacer
 from twostroke.sched.step import SchedulerConfig, StepBuilder
 
+PRIORITY_AGE_S = 10.0  # waited so long, a request goes before one of the next better priority
+
 
 class Update(NamedTuple):
     """What became known of a request: new tokens, or its end, or both."""
@@ -146,10 +148,12 @@ class Scheduler:
             n=given.params.n,
             family=given.family,
         )
-        priority = given.priority if config.policy == "priority" else 0
+        # Who waits gains a level every PRIORITY_AGE_S, so nobody starves. Whom a request then
+        # overtakes depends on when both came, not on the moment of asking: the order is fixed.
+        aged = given.priority + now / PRIORITY_AGE_S if config.policy == "priority" else 0
         request = Request(
             given,
-            order=(priority, self._arrivals),
+            order=(aged, self._arrivals),
             max_outputs=max_outputs,
             tokens=list(prompt),
             kv=KVSequence(self._seed(given)),

@@ -1,25 +1,35 @@
 """uvicorn's HTTP protocol with what an application cannot do from above it.
 
-A bound on the request's head, its size and the time it may take: the application sees a request
-only once its headers are complete. And a way to write more of a started answer at once, without
+A bound on the connections, so that files can still be opened for other things. One on the
+request's head, its size and the time it may take: the application sees a request only once its
+headers are complete. And a way to write more of a started answer at once, without
 the turn of the event loop that `await send(…)` costs a task: `scope[DIRECT]`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from twostroke.serve.errors import ApiError
+from twostroke.serve.errors import ApiError, unavailable
 from twostroke.serve.exchange import DIRECT
 from twostroke.serve.settings import ServeSettings
 
-_REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
+_REASONS = {
+    400: b"Bad Request",
+    408: b"Request Timeout",
+    431: b"Request Header Fields Too Large",
+    503: b"Service Unavailable",
+}
+MAX_CONNECTIONS = 65536  # where the system allows so many
+SPARE_FILES = 16  # of those a process may open, besides what it has open at its start
 
 
 class BoundedProtocol(HttpToolsProtocol):
+    max_connections: ClassVar[int]
     max_head_bytes: ClassVar[int]
     head_timeout_s: ClassVar[float]
 
@@ -28,6 +38,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._in_head = True
         self._patience = self.loop.call_later(self.head_timeout_s, self._head_timed_out)
+        if len(self.connections) > self.max_connections:
+            self._refuse(unavailable(f"{self.max_connections} connections are open already"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._patience.cancel()
@@ -65,6 +77,7 @@ class BoundedProtocol(HttpToolsProtocol):
         body = error.body()
         head = b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
         head %= error.status, _REASONS[error.status], len(body)
+        head += b"".join([b"%b: %b\r\n" % one for one in error.headers])
         self.transport.write(head + b"connection: close\r\n\r\n" + body)
         self.transport.close()
 
@@ -92,7 +105,20 @@ def head_too_large(max_bytes: int) -> ApiError:
 
 def bounded_protocol(settings: ServeSettings) -> type[BoundedProtocol]:
     limits: dict[str, Any] = {
+        "max_connections": settings.max_connections or _files_left(),
         "max_head_bytes": settings.max_header_bytes,
         "head_timeout_s": settings.head_timeout_s,
     }
     return type("BoundedProtocol", (BoundedProtocol,), limits)
+
+
+def _files_left() -> int:
+    """How many connections this process can hold open."""
+    try:
+        import resource  # which not every system has
+
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        left = most - len(os.listdir("/dev/fd")) - SPARE_FILES
+    except (ImportError, OSError):
+        return MAX_CONNECTIONS
+    return MAX_CONNECTIONS if most < 0 else min(MAX_CONNECTIONS, max(1, left))

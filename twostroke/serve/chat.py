@@ -34,14 +34,17 @@ class Chat:
     async def __call__(self, exchange: Exchange) -> None:
         service = self._service
         service.admission.check()
-        with service.bodies.hold(exchange):
-            request, num_bytes = await service.read(exchange, ChatRequest)
+        async with service.read(exchange, ChatRequest) as (request, num_bytes):
             service.check_model(request.model)
+            service.admission.check(request.n or 1)
             tools = calling(request, service.settings, service.prompts.template_source)
             work = partial(self._prepare, request, tools)
             prepared = await service.prompts.prepared(request, num_bytes, work)
+            role = service.settings.response_role
+            if request.add_generation_prompt is False:
+                role = str(request.messages[-1].get("role"))
         head = service.head("chatcmpl", request.request_id, request.model)
-        shape = ChatShape(service, request, head, tools)
+        shape = ChatShape(service, request, head, tools, role)
         with service.running(exchange, prepared, head.id) as feed:
             if request.stream:
                 await write_stream(exchange, feed, ChatEvents(service, shape))
@@ -52,7 +55,10 @@ class Chat:
 
     def _prepare(self, request: ChatRequest, tools: ToolCalls | None) -> list[Prepared]:
         service = self._service
-        forced = None if tools is None else tools.structured_outputs()
+        forced = None
+        if tools is not None:
+            forced = tools.structured_outputs()
+            tools.drop_schemas()
         params = chat_params(request, service.client.info, service.settings, forced)
         variables: Json = {}
         if request.reasoning_effort is not None:
@@ -65,16 +71,19 @@ class ChatShape:
     """How this request's answer is written, whole or in chunks."""
 
     def __init__(
-        self, service: Service, request: ChatRequest, head: Head, tools: ToolCalls | None
+        self,
+        service: Service,
+        request: ChatRequest,
+        head: Head,
+        tools: ToolCalls | None,
+        role: str,
     ) -> None:
         self.request = request
         self.head = head
         self.tools = tools
         as_ids = bool(request.return_tokens_as_token_ids)
         self._logprobs = LogprobWriter(service.tokenizer, request.top_logprobs or 0, as_ids)
-        self.role = service.settings.response_role
-        if request.add_generation_prompt is False:
-            self.role = str(request.messages[-1].get("role"))
+        self.role = role
 
     def whole(self, output: RequestOutput, counts: Counts) -> Json:
         answer = self.head.as_json("chat.completion")

@@ -34,11 +34,10 @@ class Completions:
     async def __call__(self, exchange: Exchange) -> None:
         service = self._service
         service.admission.check()
-        with service.bodies.hold(exchange):
-            request, num_bytes = await service.read(exchange, CompletionRequest)
+        async with service.read(exchange, CompletionRequest) as (request, num_bytes):
             service.check_model(request.model)
             prompts = each_prompt(request.prompt)
-            service.admission.check(len(prompts))
+            service.admission.check(len(prompts) * (request.n or 1))
             work = partial(self._prepare, request, prompts)
             prepared = await service.prompts.prepared(request, num_bytes, work)
         head = service.head("cmpl", request.request_id, request.model)

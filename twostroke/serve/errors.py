@@ -9,11 +9,12 @@ from typing import Any
 
 import msgspec
 
-from twostroke.errors import EngineError, RequestError, nearest
+from twostroke.errors import EngineError, RequestError, nearest, shortened, shown
 from twostroke.request import SamplingParams
 
 log = logging.getLogger("twostroke.serve")
 
+MAX_MESSAGE_CHARS = 1000
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -38,10 +39,10 @@ class ApiError(Exception):
         code: str | None = None,
         headers: tuple[tuple[bytes, bytes], ...] = (),
     ) -> None:
-        super().__init__(message)
+        self.message = shortened(message, MAX_MESSAGE_CHARS)
+        super().__init__(self.message)
         self.status = status
-        self.message = message
-        self.param = param
+        self.param = None if param is None else shortened(param)
         self.code = code
         self.headers = headers
 
@@ -96,7 +97,7 @@ def _first_name(message: str) -> str | None:
 
 def as_refusal(error: Exception, known: tuple[str, ...]) -> ApiError:
     """What msgspec found wrong with a body. `known` are the fields the request may have."""
-    text = str(error)
+    text = shortened(str(error), MAX_MESSAGE_CHARS)  # it may hold a name of megabytes
     if isinstance(error, RecursionError):
         return ApiError(400, "the JSON is nested too deeply", code="invalid_json")
     if not isinstance(error, msgspec.ValidationError):
@@ -105,7 +106,8 @@ def as_refusal(error: Exception, known: tuple[str, ...]) -> ApiError:
         name, where = unknown.groups()
         param = f"{where}.{name}" if where else name
         hint = "" if where else nearest(name, known)
-        return ApiError(400, f"unknown field {param!r}{hint}", param=param, code="unknown_field")
+        message = f"unknown field {shown(param)}{hint}"
+        return ApiError(400, message, param=param, code="unknown_field")
     at = _AT.search(text)
     param = at.group(1) or None if at else None
     message = text[: at.start()] if at else text

@@ -1,6 +1,6 @@
 """`Exchange`: one HTTP request and its answer, straight on ASGI.
 
-Reading is bounded while it happens; an answer goes out as one body or as a stream of writes.
+A body is read in pieces (`bodies.py`); an answer goes out as one body or as a stream of writes.
 """
 
 from __future__ import annotations
@@ -8,17 +8,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import msgspec
 
-from twostroke.serve.errors import ApiError, ClientGone, as_refusal
+from twostroke.serve.errors import ApiError, ClientGone
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = tuple[tuple[bytes, bytes], ...]
-T = TypeVar("T", bound=msgspec.Struct)
 
 DIRECT = "twostroke.direct"  # in the scope, where the server has it: `Direct`
 
@@ -33,6 +32,7 @@ CLOSE: Headers = ((b"connection", b"close"),)
 # Of a body that is not wanted:
 DISCARD_BYTES = 1024**2  # so much is read to keep the connection
 LINGER_BYTES, LINGER_S = 64 * 1024**2, 1.0  # and so much to have the answer read
+DISCARD_PAUSE_S = 0.01  # between pieces of some 100 KB: others need the processor more
 
 
 class Direct(Protocol):
@@ -49,6 +49,7 @@ class Exchange:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.status = 0  # what was answered; 0: nothing yet
+        self.key_number: int | None = None  # which of the server's keys was shown
         self._receive = receive
         self._send = send
         self._body_read = False
@@ -61,43 +62,13 @@ class Exchange:
 
     # ── reading ─────────────────────────────────────────────────────────────────────────────
 
-    async def read_json(self, kind: type[T], max_bytes: int, timeout_s: float) -> tuple[T, int]:
-        """The body as the type it has to be, and its size."""
-        media = (self.header(b"content-type") or b"").split(b";")[0].strip().lower()
-        if media != b"application/json":
-            raise ApiError(415, "send JSON, with the header 'Content-Type: application/json'")
-        if (self.header(b"content-encoding") or b"identity").lower() != b"identity":
-            raise ApiError(415, "compressed bodies are not read; send plain JSON")
-        body = await self.read_body(max_bytes, timeout_s)
-        try:
-            return msgspec.json.decode(body, type=kind), len(body)
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            raise as_refusal(error, kind.__struct_fields__) from None
-
-    async def read_body(self, max_bytes: int, timeout_s: float) -> bytes:
-        """Refused as soon as it is known to be too long, before the rest has arrived."""
-        length = self.header(b"content-length")
-        if length is not None and length.isdigit() and int(length) > max_bytes:
-            raise _too_large(max_bytes)
-        parts: list[bytes] = []
-        num_bytes = 0
-        try:
-            async with asyncio.timeout(timeout_s):
-                while True:
-                    message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientGone
-                    num_bytes += len(message["body"])
-                    if num_bytes > max_bytes:
-                        raise _too_large(max_bytes)
-                    parts.append(message["body"])
-                    if not message["more_body"]:
-                        break
-        except TimeoutError:
-            message_text = f"the body did not arrive within {timeout_s:g} s"
-            raise ApiError(408, message_text) from None
-        self._body_read = True
-        return b"".join(parts)
+    async def receive_body(self) -> tuple[bytes, bool]:
+        """The next piece of the body, and whether there is more."""
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        self._body_read = not message["more_body"]
+        return message["body"], message["more_body"]
 
     @contextlib.contextmanager
     def watched(self, on_gone: Callable[[Exception], None]) -> Iterator[None]:
@@ -150,6 +121,8 @@ class Exchange:
                     if message["type"] == "http.disconnect" or not message["more_body"]:
                         return True
                     num_bytes += len(message["body"])
+                    if num_bytes > DISCARD_BYTES:
+                        await asyncio.sleep(DISCARD_PAUSE_S)
         return False
 
     async def start_events(self) -> None:
@@ -170,8 +143,3 @@ class Exchange:
     async def _start(self, status: int, headers: Headers) -> None:
         self.status = status
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
-
-
-def _too_large(max_bytes: int) -> ApiError:
-    message = f"the body has more than {max_bytes} bytes; send less, or raise max_body_bytes"
-    return ApiError(413, message, code="body_too_large")

@@ -7,31 +7,47 @@ are checked where they are used (`SamplingParams`).
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Raw
 
-Stops = Annotated[list[str], Meta(max_length=64)]
+Name = Annotated[str, Meta(max_length=1024)]
+StopText = Annotated[str, Meta(max_length=4096)]
+Stops = Annotated[list[StopText], Meta(max_length=64)]
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
+    Meta(max_length=16),
+]
+BadWord = Annotated[str, Meta(max_length=256)]
 TokenIds = list[int]
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    pass
+    # Of no use once a prompt and `SamplingParams` are made: not kept while the answer is written.
+    INPUT: ClassVar[tuple[str, ...]] = ()
+
+    def drop_input(self) -> None:
+        for name in self.INPUT:
+            setattr(self, name, None)
 
 
 class Ignored(Body, kw_only=True):
     """OpenAI's fields about accounts, storage and billing: read, and without effect here."""
 
-    user: str | None = None
+    user: Name | None = None
     store: bool | None = None
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: Any = None
-    moderation: Any = None
+    metadata: Raw = None  # type: ignore[assignment]
+    service_tier: Name | None = None
+    safety_identifier: Name | None = None
+    prompt_cache_key: Name | None = None
+    prompt_cache_retention: Name | None = None
+    prompt_cache_options: Raw = None  # type: ignore[assignment]
+    moderation: Raw = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        # Each would keep the whole body; nothing has been made of them.
+        self.metadata = self.prompt_cache_options = self.moderation = None  # type: ignore[assignment]
 
 
 class StreamOptions(Body, kw_only=True):
@@ -77,7 +93,16 @@ class Tool(msgspec.Struct, kw_only=True):
 class Generating(Ignored, kw_only=True):
     """What every route that writes text may be told."""
 
-    model: str | None = None
+    INPUT: ClassVar[tuple[str, ...]] = (
+        "stop",
+        "stop_token_ids",
+        "logit_bias",
+        "allowed_token_ids",
+        "bad_words",
+        "structured_outputs",
+    )
+
+    model: Name | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -87,13 +112,13 @@ class Generating(Ignored, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
-    stop: str | Stops | None = None
+    stop: StopText | Stops | None = None
     stop_token_ids: Annotated[TokenIds, Meta(max_length=1024)] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     logit_bias: Annotated[dict[str, float], Meta(max_length=1024)] | None = None
     allowed_token_ids: TokenIds | None = None
-    bad_words: Annotated[list[str], Meta(max_length=1024)] | None = None
+    bad_words: Annotated[list[BadWord], Meta(max_length=1024)] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -101,13 +126,25 @@ class Generating(Ignored, kw_only=True):
     structured_outputs: StructuredFields | None = None
     priority: int | None = None
     request_id: Annotated[str, Meta(max_length=256)] | None = None
-    cache_salt: str | None = None
+    cache_salt: Name | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_progress: bool | None = None  # llama.cpp's: tell how far a long prompt has got
 
 
 class ChatRequest(Generating, kw_only=True):
+    INPUT: ClassVar[tuple[str, ...]] = (
+        *Generating.INPUT,
+        "messages",
+        "chat_template",
+        "chat_template_kwargs",
+        "documents",
+        "tools",
+        "tool_choice",
+        "response_format",
+        "verbosity",
+    )
+
     messages: list[dict[str, Any]]
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -125,8 +162,8 @@ class ChatRequest(Generating, kw_only=True):
     stream_options: StreamOptions | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None  # a model's calls are given as it writes them
-    reasoning_effort: str | None = None  # a variable of the chat template
-    verbosity: str | None = None  # has no effect
+    reasoning_effort: Name | None = None  # a variable of the chat template
+    verbosity: Name | None = None  # has no effect
     modalities: list[str] | None = None
     # Refused, with what to use instead:
     audio: Any = None
@@ -137,6 +174,8 @@ class ChatRequest(Generating, kw_only=True):
 
 
 class CompletionRequest(Generating, kw_only=True):
+    INPUT: ClassVar[tuple[str, ...]] = (*Generating.INPUT, "prompt", "response_format")
+
     prompt: str | list[str | int | TokenIds]  # a text, token ids, or a list of either
     n: int | None = None
     max_tokens: int | None = None
@@ -163,6 +202,16 @@ class TextOptions(msgspec.Struct, kw_only=True):
 
 
 class ResponsesRequest(Generating, kw_only=True):
+    INPUT: ClassVar[tuple[str, ...]] = (
+        *Generating.INPUT,
+        "input",
+        "chat_template_kwargs",
+        "include",
+        "reasoning",
+        "tools",
+        "tool_choice",
+    )
+
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -176,6 +225,8 @@ class ResponsesRequest(Generating, kw_only=True):
     tools: list[dict[str, Any]] | None = None  # only none
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    # Given back in the answer, so within OpenAI's limits.
+    metadata: Metadata | None = None  # type: ignore[assignment]
     # Refused: nothing is kept between requests.
     previous_response_id: str | None = None
     conversation: Any = None
@@ -184,11 +235,14 @@ class ResponsesRequest(Generating, kw_only=True):
     max_tool_calls: Any = None
     context_management: Any = None
 
+    def __post_init__(self) -> None:
+        self.prompt_cache_options = self.moderation = None  # type: ignore[assignment]
+
 
 class TokenizeRequest(Body, kw_only=True):
     """A text (`prompt`) or a conversation (`messages`)."""
 
-    model: str | None = None
+    model: Name | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
@@ -206,7 +260,7 @@ Templated = ChatRequest | TokenizeRequest  # what says how a conversation become
 
 class DetokenizeRequest(Body, kw_only=True):
     tokens: TokenIds
-    model: str | None = None
+    model: Name | None = None
 
 
 class ErrorContent(msgspec.Struct):

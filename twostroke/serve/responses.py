@@ -26,8 +26,7 @@ class Responses:
     async def __call__(self, exchange: Exchange) -> None:
         service = self._service
         service.admission.check()
-        with service.bodies.hold(exchange):
-            request, num_bytes = await service.read(exchange, ResponsesRequest)
+        async with service.read(exchange, ResponsesRequest) as (request, num_bytes):
             service.check_model(request.model)
             _refuse_unsupported(request)
             work = partial(self._prepare, request)

@@ -12,8 +12,6 @@ from twostroke.serve.bounds import head_too_large
 from twostroke.serve.errors import ApiError, retry_after, unavailable
 from twostroke.serve.exchange import Exchange
 
-BODIES_AT_ONCE = 16  # of the largest size allowed; of usual ones, thousands
-
 
 class Keys:
     """API keys, compared in a time that tells nothing: digests, all of them, every time."""
@@ -22,6 +20,7 @@ class Keys:
         self._digests = [sha256(key.encode()).digest() for key in keys]
 
     def check(self, exchange: Exchange) -> None:
+        """Notes which key it was (`exchange.key_number`)."""
         if not self._digests:
             return
         given = sha256(_given_key(exchange)).digest()
@@ -33,6 +32,7 @@ class Keys:
                 code="invalid_api_key",
                 headers=((b"www-authenticate", b"Bearer"),),
             )
+        exchange.key_number = matches.index(True)
 
 
 def _given_key(exchange: Exchange) -> bytes:
@@ -54,9 +54,10 @@ def check_head(exchange: Exchange, max_bytes: int) -> None:
 class Admission:
     """Counts the sequences this server has open, so that they cannot pile up without bound."""
 
-    def __init__(self, client: EngineClient, max_queue: int) -> None:
+    def __init__(self, client: EngineClient, max_queue: int, max_choices: int) -> None:
         self._client = client
         self._max_queue = max_queue
+        self._max_choices = max_choices
         self.num_open = 0
         self.draining = False
 
@@ -69,8 +70,14 @@ class Admission:
         # The engine's own word may be a moment old, and memory may hold fewer than
         # max_num_seqs: so both counts are looked at.
         limit = self._client.info.max_num_seqs + self._max_queue
-        if count > limit:
-            raise ApiError(400, f"{count} texts at once are more than the {limit} that may wait")
+        most = min(limit, self._max_choices)
+        if count > most:
+            raise ApiError(
+                400,
+                f"n: {count} texts are asked for at once (prompts times n), and at most {most} may "
+                "be; send several requests, or raise --max-choices",
+                param="n",
+            )
         waiting = self._client.load().waiting
         if self.num_open + count > limit or (waiting and waiting + count > self._max_queue):
             raise ApiError(
@@ -89,31 +96,3 @@ class Admission:
             yield
         finally:
             self.num_open -= count
-
-
-class BodyBudget:
-    """Bounds the bytes of all bodies that are being read at a time, by what they claim to have."""
-
-    def __init__(self, max_body_bytes: int) -> None:
-        self._max_body_bytes = max_body_bytes
-        self._left = BODIES_AT_ONCE * max_body_bytes
-
-    @contextmanager
-    def hold(self, exchange: Exchange) -> Iterator[None]:
-        length = exchange.header(b"content-length") or b""
-        claimed = int(length) if length.isdigit() else self._max_body_bytes
-        held = min(claimed, self._max_body_bytes)  # more is refused before it is read
-        if held <= self._max_body_bytes // 256:
-            held = 0  # slow senders of large bodies keep nobody from sending a usual one
-        if held > self._left:
-            raise ApiError(
-                429,
-                "too many large requests are being read; try again in a moment",
-                code="too_many_bytes",
-                headers=retry_after(1),
-            )
-        self._left -= held
-        try:
-            yield
-        finally:
-            self._left += held

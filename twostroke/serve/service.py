@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import TypeVar
@@ -15,14 +15,17 @@ import msgspec
 from twostroke import __version__
 from twostroke.engine.api import EngineClient
 from twostroke.engine.intake import Prepared
+from twostroke.errors import shown
 from twostroke.model.tokenizer import Tokenizer
+from twostroke.serve.bodies import Bodies
 from twostroke.serve.errors import ApiError, unavailable
 from twostroke.serve.exchange import Exchange
 from twostroke.serve.feed import Feed
 from twostroke.serve.metrics import Metrics
 from twostroke.serve.parts import Json
 from twostroke.serve.prompts import Prompts
-from twostroke.serve.security import Admission, BodyBudget
+from twostroke.serve.protocol import Generating
+from twostroke.serve.security import Admission
 from twostroke.serve.settings import ServeSettings
 from twostroke.serve.tracing import Tracing
 
@@ -53,8 +56,8 @@ class Service:
     def __init__(self, client: EngineClient, settings: ServeSettings) -> None:
         self.client = client
         self.settings = settings
-        self.admission = Admission(client, settings.max_queue)
-        self.bodies = BodyBudget(settings.max_body_bytes)
+        self.admission = Admission(client, settings.max_queue, settings.max_choices)
+        self.bodies = Bodies(settings, client.info.max_model_len)
         self.prompts = Prompts(client.intake, settings)
         self.models = settings.served_model_names or (client.info.model_name,)
         self.metrics = Metrics(client, self.models[0])
@@ -72,9 +75,24 @@ class Service:
     def tokenizer(self) -> Tokenizer | None:
         return self.client.intake.tokenizer
 
-    async def read(self, exchange: Exchange, kind: type[T]) -> tuple[T, int]:
-        limits = self.settings
-        return await exchange.read_json(kind, limits.max_body_bytes, limits.body_timeout_s)
+    @asynccontextmanager
+    async def read(self, exchange: Exchange, kind: type[T]) -> AsyncIterator[tuple[T, int]]:
+        """The request and its size. Leave once a prompt is made of it: its memory is counted."""
+        async with self.bodies.read(exchange, kind) as (request, num_bytes):
+            if isinstance(request, Generating):
+                self._settle(exchange, request)
+            yield request, num_bytes
+            if isinstance(request, Generating):
+                request.drop_input()
+
+    def _settle(self, exchange: Exchange, request: Generating) -> None:
+        """What the server says of a request, whatever the request says."""
+        settings = self.settings
+        if len(settings.api_keys) > 1 and not settings.prefix_cache_sharing:
+            # How long a prompt takes tells whether it is cached, so whether another has sent it.
+            request.cache_salt = f"{exchange.key_number}/{request.cache_salt or ''}"
+        if not settings.client_priority:
+            request.priority = None
 
     def head(self, prefix: str, request_id: str | None, model: str | None) -> Head:
         name = f"{prefix}-{request_id or uuid4().hex}"
@@ -84,7 +102,7 @@ class Service:
         if model is not None and model not in self.models:
             raise ApiError(
                 404,
-                f"the model {model!r} does not exist here; there is {', '.join(self.models)}",
+                f"the model {shown(model)} does not exist here; there is {', '.join(self.models)}",
                 param="model",
                 code="model_not_found",
             )

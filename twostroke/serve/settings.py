@@ -23,6 +23,8 @@ class ServeSettings(Strict):
     uvicorn_log_level: str = "warning"
 
     api_keys: tuple[str, ...] = ()  # none: everybody may ask
+    prefix_cache_sharing: bool = False  # between keys, where there are several
+    client_priority: bool = True  # requests may set their priority; else theirs is ignored
     open_health: bool = True  # /health and /ping answer without a key
     open_metrics: bool | None = None  # /metrics does; None: only if there are no keys
     dash: bool = True  # /dash is there
@@ -36,7 +38,12 @@ class ServeSettings(Strict):
     enable_auto_tool_choice: bool = True  # a model may call tools unless it is told not to
     tool_call_parser: str | None = None  # how its calls are read; None: by its chat template
 
-    max_body_bytes: int = 16 * MIB
+    max_body_bytes: int | None = None  # None: 8 MiB, or 64 for each token of max_model_len
+    # Of its JSON: a comma weighs 1, a bracket 4, a colon 8. None: 524288, or 8 for each token.
+    max_body_weight: int | None = None
+    min_body_bytes_per_s: int = 1024  # slower senders are answered 408
+    max_choices: int = 128  # texts that one request may ask for: its prompts, times n
+    max_connections: int | None = None  # None: what the limit of open files leaves
     max_header_bytes: int = 64 * 1024  # request line and headers together
     max_prompt_tokens: int | None = None  # None: what the engine takes
     max_output_tokens: int | None = None  # requests that ask for more get this many
@@ -50,7 +57,11 @@ class ServeSettings(Strict):
 
     def __post_init__(self) -> None:
         self._check_int("port", 0, 65535)
-        self._check_int("max_body_bytes", 1024)
+        self._check_int("max_body_bytes", 1024, optional=True)
+        self._check_int("max_body_weight", 1024, optional=True)
+        self._check_int("min_body_bytes_per_s", 0)
+        self._check_int("max_choices", 1)
+        self._check_int("max_connections", 1, optional=True)
         self._check_int("max_header_bytes", 1024)
         self._check_int("max_prompt_tokens", 1, optional=True)
         self._check_int("max_output_tokens", 1, optional=True)
@@ -59,6 +70,8 @@ class ServeSettings(Strict):
             self._check_number(name, 0.0, 1e6, "a number of seconds")
         self._check_bools(
             "access_log",
+            "prefix_cache_sharing",
+            "client_priority",
             "open_health",
             "dash",
             "log_stats",

@@ -67,8 +67,7 @@ class Telling:
 
     async def tokenize(self, exchange: Exchange) -> None:
         service = self._service
-        with service.bodies.hold(exchange):
-            request, num_bytes = await service.read(exchange, TokenizeRequest)
+        async with service.read(exchange, TokenizeRequest) as (request, num_bytes):
             service.check_model(request.model)
             work = partial(self._tokenize, request)
             answer = await service.prompts.off_loop(request, num_bytes, work)
@@ -91,8 +90,7 @@ class Telling:
 
     async def detokenize(self, exchange: Exchange) -> None:
         service = self._service
-        with service.bodies.hold(exchange):
-            request, num_bytes = await service.read(exchange, DetokenizeRequest)
+        async with service.read(exchange, DetokenizeRequest) as (request, num_bytes):
             service.check_model(request.model)
             work = partial(self._detokenize, request)
             answer = await service.prompts.off_loop(request, num_bytes, work)
@@ -102,10 +100,13 @@ class Telling:
         tokenizer, size = self._service.tokenizer, self._service.client.info.vocab_size
         if tokenizer is None:
             raise ApiError(400, "no tokenizer is loaded")
-        most = self._service.client.info.max_model_len
-        if len(request.tokens) > most:
+        longest = self._service.client.info.max_model_len
+        if len(request.tokens) > longest:
             raise ApiError(
-                400, f"tokens: {len(request.tokens)} are more than the {most} read at once"
+                400,
+                f"tokens: {len(request.tokens)} ids, and at most {longest} (max_model_len) are "
+                "read; send them in pieces",
+                param="tokens",
             )
         if request.tokens and not 0 <= min(request.tokens) <= max(request.tokens) < size:
             raise ApiError(400, f"tokens: the model's ids go from 0 to {size - 1}", param="tokens")

@@ -113,6 +113,10 @@ class ToolCalls:
             rules.append(f"arguments_{n}: %json {json.dumps(schema)}")
         return StructuredOutputs(grammar="\n".join(["start: " + " | ".join(calls), *rules]))
 
+    def drop_schemas(self) -> None:
+        """Keep the names, which is all that is needed to read calls."""
+        self._schemas = {name: {} for name in self._schemas}
+
     def stream(self, make_id: Callable[[], str] | None = None) -> ToolStream:
         return ToolStream(self.parser, self.names, make_id or _new_id)
 

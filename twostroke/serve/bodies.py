@@ -1,0 +1,195 @@
+"""`Bodies`: how requests' bodies are read, so that none of them costs the others time or memory.
+
+    arriving ──▶ `_arrived`: bytes that have come, of all bodies     too slow: 408, too large: 413
+    decoding ──▶ `_decoded`: what they become, until they are prompts     too much: wait, then 429
+
+Bytes count once they are there, not when they are announced, so that whoever announces much and
+sends little takes nothing from anybody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from time import monotonic
+from typing import TypeVar
+
+import msgspec
+
+from twostroke.serve.errors import ApiError, as_refusal, retry_after
+from twostroke.serve.exchange import Exchange
+from twostroke.serve.settings import MIB, ServeSettings
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+# What decoding costs, in tenths of a microsecond and in about as many tens of bytes. Characters
+# inside texts are counted too: telling them apart would take longer than decoding.
+WEIGHTS = ((b",", 1), (b"[", 4), (b"{", 4), (b":", 8))
+LEAST_BODY_BYTES, BODY_BYTES_PER_TOKEN = 8 * MIB, 64
+LEAST_WEIGHT, WEIGHT_PER_TOKEN = 512 * 1024, 8
+MEMORY_PER_BYTE = 5  # a text with one emoji has four bytes a character, after one while it is read
+MEMORY_PER_WEIGHT = 32
+FREE_BYTES = 8 * 1024  # bodies up to this are handled at once, and wait for nobody
+RATE_WINDOW_S = 5.0
+PATIENCE_S = 5.0  # of one body, for room that others hold
+MAX_WAITING = 32
+
+
+class Bodies:
+    def __init__(self, settings: ServeSettings, max_model_len: int) -> None:
+        self.max_bytes = settings.max_body_bytes or max(
+            LEAST_BODY_BYTES, BODY_BYTES_PER_TOKEN * max_model_len
+        )
+        self.max_weight = settings.max_body_weight or max(
+            LEAST_WEIGHT, WEIGHT_PER_TOKEN * max_model_len
+        )
+        self._timeout_s = settings.body_timeout_s
+        self._min_rate = settings.min_body_bytes_per_s
+        self._arrived = Room(self.max_bytes * 3 // 2)
+        self._decoded = Room(self.max_bytes * MEMORY_PER_BYTE)
+
+    @asynccontextmanager
+    async def read(self, exchange: Exchange, kind: type[T]) -> AsyncIterator[tuple[T, int]]:
+        """The body as the type it has to be, and its size. Leave once a prompt is made of it."""
+        _check_media(exchange)
+        arrived, decoded = Share(self._arrived), Share(self._decoded)
+        try:
+            body, weight = await self._receive(exchange, arrived)
+            num_bytes = len(body)
+            if num_bytes > FREE_BYTES:
+                await decoded.grow(MEMORY_PER_BYTE * num_bytes + MEMORY_PER_WEIGHT * weight)
+            try:
+                request = msgspec.json.decode(body, type=kind)
+            except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+                raise as_refusal(error, kind.__struct_fields__) from None
+            finally:
+                del body
+                arrived.give_back()
+            yield request, num_bytes
+        finally:
+            arrived.give_back()
+            decoded.give_back()
+
+    async def _receive(self, exchange: Exchange, held: Share) -> tuple[bytearray, int]:
+        """Refused as soon as it is known to be too much, before the rest has arrived."""
+        length = exchange.header(b"content-length")
+        if length is not None and length.isdigit() and int(length) > self.max_bytes:
+            raise self._too_large()
+        loop = asyncio.get_running_loop()
+        body, weight = bytearray(), 0
+        until = loop.time() + self._timeout_s
+        quota, window_end = 0.0, loop.time() + RATE_WINDOW_S
+        while True:
+            try:
+                async with asyncio.timeout_at(min(until, window_end)):
+                    piece, more = await exchange.receive_body()
+            except TimeoutError:
+                raise self._too_slow(loop.time() >= until) from None
+            if len(body) + len(piece) > self.max_bytes:
+                raise self._too_large()
+            weight += sum(piece.count(mark) * each for mark, each in WEIGHTS)
+            if weight > self.max_weight:
+                raise self._too_heavy()
+            if len(body) + len(piece) > FREE_BYTES:
+                waited = loop.time()
+                await held.grow(len(body) + len(piece))
+                waited = loop.time() - waited  # not the sender's fault
+                until, window_end = until + waited, window_end + waited
+            body += piece
+            if not more:
+                return body, weight
+            if len(body) >= quota:
+                quota = len(body) + self._min_rate * RATE_WINDOW_S
+                window_end = loop.time() + RATE_WINDOW_S
+
+    def _too_large(self) -> ApiError:
+        message = f"the body has more than {self.max_bytes} bytes; send less, or raise"
+        return ApiError(413, f"{message} --max-body-bytes", code="body_too_large")
+
+    def _too_heavy(self) -> ApiError:
+        return ApiError(
+            413,
+            f"the body's JSON weighs more than {self.max_weight} (a comma 1, a bracket 4, a colon "
+            "8, within texts too); send fewer values, or raise --max-body-weight",
+            code="body_too_large",
+        )
+
+    def _too_slow(self, late: bool) -> ApiError:
+        why = f"did not arrive within {self._timeout_s:g} s"
+        if not late:
+            why = f"arrives at less than {self._min_rate} bytes a second (--min-body-bytes-per-s)"
+        return ApiError(408, f"the body {why}")
+
+
+class Room:
+    """An amount that several share. Those who find too little left wait in turn, for a while."""
+
+    def __init__(self, total: int) -> None:
+        self.total = self.left = total
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def take(self, amount: int, patience_s: float) -> None:
+        if amount <= self.left and not self._waiting:
+            self.left -= amount
+            return
+        if len(self._waiting) >= MAX_WAITING:
+            raise _no_room()
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((amount, turn))
+        try:
+            async with asyncio.timeout(patience_s):
+                await turn
+        except BaseException as error:
+            if turn.done() and not turn.cancelled():  # it came at the last moment
+                self.give_back(amount)
+            turn.cancel()
+            self._grant()
+            if isinstance(error, TimeoutError):
+                raise _no_room() from None
+            raise
+
+    def give_back(self, amount: int) -> None:
+        self.left += amount
+        self._grant()
+
+    def _grant(self) -> None:
+        self._waiting = deque(one for one in self._waiting if not one[1].done())
+        while self._waiting and self._waiting[0][0] <= self.left:
+            amount, turn = self._waiting.popleft()
+            self.left -= amount
+            turn.set_result(None)
+
+
+class Share:
+    """What one body has of a room."""
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        self._held = 0
+        self._patience_s = PATIENCE_S
+
+    async def grow(self, to: int) -> None:
+        more = min(to, self._room.total) - self._held
+        started = monotonic()
+        await self._room.take(more, self._patience_s)
+        self._patience_s -= monotonic() - started
+        self._held += more
+
+    def give_back(self) -> None:
+        self._room.give_back(self._held)
+        self._held = 0
+
+
+def _no_room() -> ApiError:
+    message = "too many large requests are being read; try again in a moment"
+    return ApiError(429, message, code="too_many_bytes", headers=retry_after(1))
+
+
+def _check_media(exchange: Exchange) -> None:
+    media = (exchange.header(b"content-type") or b"").split(b";")[0].strip().lower()
+    if media != b"application/json":
+        raise ApiError(415, "send JSON, with the header 'Content-Type: application/json'")
+    if (exchange.header(b"content-encoding") or b"identity").lower() != b"identity":
+        raise ApiError(415, "compressed bodies are not read; send plain JSON")
