@@ -96,7 +96,7 @@ class TokenLogprobs(NamedTuple):
 class StepResult(NamedTuple):
     """What came out, in the plan's order: the decode slots, then the last chunks."""
 
-    tokens: list[int]
+    tokens: list[int]  # -1: the logits were NaN or infinite
     logprobs: dict[int, TokenLogprobs]  # by index into `tokens`; only where asked for
     prompt_logprobs: dict[int, list[TokenLogprobs]]  # by row: one per position, in order
     device_s: float

@@ -25,6 +25,12 @@ from twostroke.sched.slo import Pacer
 from twostroke.sched.step import SchedulerConfig, StepBuilder
 
 
+NO_NUMBERS = (
+    "the model computed NaN or infinite logits; its weights are damaged, or overflow in this dtype "
+    "(--dtype float32 shows which)"
+)
+
+
 class Update(NamedTuple):
     """What became known of a request: new tokens, or its end, or both."""
 
@@ -251,8 +257,13 @@ class Scheduler:
                 num_gone += 1
                 continue
             tokens, seq, record = request.tokens, request.kv, request.record
-            tokens.append(token)
             request.pending -= 1
+            if token < 0:
+                num_gone, any_finished = num_gone + 1, True
+                self._finish(request, FinishReason.ERROR)
+                updates.append(self._update(request)._replace(error=NO_NUMBERS))
+                continue
+            tokens.append(token)
             steps = record.token_step
             if not steps:
                 first.append(record)
