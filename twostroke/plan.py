@@ -93,6 +93,12 @@ class TokenLogprobs(NamedTuple):
     rank: int
 
 
+BROKEN_LOGITS = (
+    "the model computed NaN or infinite logits; its weights are damaged, or its numbers are too "
+    "large for the dtype (try --dtype float32)"
+)
+
+
 class StepResult(NamedTuple):
     """What came out, in the plan's order: the decode slots, then the last chunks."""
 

@@ -144,7 +144,10 @@ def test_where_nothing_is_allowed_both_write_the_first_token(temperature: float)
 
 
 def native_logprobs(lines: Floats, tokens: list[int], count: int) -> list[TokenLogprobs]:
-    ids, values = np.empty((len(lines), 1 + count), np.int32), np.empty((len(lines), 1 + count), "f")
+    ids, values = (
+        np.empty((len(lines), 1 + count), np.int32),
+        np.empty((len(lines), 1 + count), "f"),
+    )
     ranks = np.empty(len(lines), np.int32)
     cpu.module().top_logprobs(lines, np.array(tokens, np.int32), ids, values, ranks, "auto")
     each = zip(ids.tolist(), values.tolist(), ranks.tolist(), strict=True)

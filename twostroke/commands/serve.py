@@ -42,9 +42,13 @@ LIMITS = {
     "max_header_bytes": "longest head of a request",
     "max_prompt_tokens": "longest prompt (default: what the engine takes)",
     "max_output_tokens": "longest answer; a request that asks for more gets this many",
+    "max_n": "continuations (n) of one prompt",
+    "max_unread_bytes": "bytes of a stream that its client may leave unread; in total, 8 times "
+    "as many",
     "max_queue": "requests that may wait; more are answered 429",
     "head_timeout_s": "seconds to send a request's head in",
     "body_timeout_s": "seconds to send a request's body in",
+    "write_timeout_s": "seconds in which a client must read some of what is written to it",
     "keep_alive_s": "seconds a connection may idle between requests",
     "open_health": "/health and /ping answer without a key",
     "open_metrics": "/metrics answers without a key (default: only if there are no keys)",

@@ -17,18 +17,12 @@ from twostroke.errors import RequestError
 from twostroke.kv.cache import KVCache, KVSequence
 from twostroke.kv.prefix import seed_digest
 from twostroke.observe.record import RequestRecord
-from twostroke.plan import StepPlan, StepResult, TokenLogprobs
+from twostroke.plan import BROKEN_LOGITS, StepPlan, StepResult, TokenLogprobs
 from twostroke.request import EngineRequest, FinishReason, Phase, Request
 from twostroke.sched.decode import DecodeSet
 from twostroke.sched.prefill import PrefillQueue
 from twostroke.sched.slo import Pacer
 from twostroke.sched.step import SchedulerConfig, StepBuilder
-
-
-NO_NUMBERS = (
-    "the model computed NaN or infinite logits; its weights are damaged, or overflow in this dtype "
-    "(--dtype float32 shows which)"
-)
 
 
 class Update(NamedTuple):
@@ -171,8 +165,10 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None:
             return None
+        waited = request.phase is Phase.WAITING
         self._finish(request, FinishReason.ABORT)
-        self._remove_gone()
+        if not waited:
+            self._remove_gone()
         return self._update(request)
 
     # ── planning ────────────────────────────────────────────────────────────────────────────
@@ -261,7 +257,7 @@ class Scheduler:
             if token < 0:
                 num_gone, any_finished = num_gone + 1, True
                 self._finish(request, FinishReason.ERROR)
-                updates.append(self._update(request)._replace(error=NO_NUMBERS))
+                updates.append(self._update(request)._replace(error=BROKEN_LOGITS))
                 continue
             tokens.append(token)
             steps = record.token_step

@@ -10,6 +10,7 @@ from twostroke.engine.intake import Prepared
 from twostroke.outputs import CompletionOutput, RequestOutput
 from twostroke.serve.errors import ApiError
 from twostroke.serve.exchange import Exchange
+from twostroke.serve.feed import Written
 from twostroke.serve.params import completion_params
 from twostroke.serve.parts import (
     Counts,
@@ -24,7 +25,15 @@ from twostroke.serve.parts import prompt_logprobs as shown_prompt_logprobs
 from twostroke.serve.prompts import each_prompt, off_loop, work_of
 from twostroke.serve.protocol import CompletionRequest
 from twostroke.serve.service import Head, Service
-from twostroke.serve.stream import DONE, TextEvents, error_event, event, write_stream
+from twostroke.serve.stream import (
+    DONE,
+    TextEvents,
+    error_event,
+    event,
+    joined,
+    long_event,
+    write_stream,
+)
 
 
 class Completions:
@@ -44,9 +53,10 @@ class Completions:
             )
         head = service.head("cmpl", request.request_id, request.model)
         shape = CompletionShape(service, request, head)
-        with service.running(exchange, prepared, head.id) as feed:
-            if request.stream:
-                await write_stream(exchange, feed, CompletionEvents(service, shape))
+        writer = CompletionEvents(service, shape) if request.stream else None
+        async with service.running(exchange, prepared, head.id, writer) as feed:
+            if writer is not None:
+                await write_stream(exchange, feed, writer)
                 return
             outputs = await feed.final()
         counts = count(outputs)
@@ -84,11 +94,11 @@ class CompletionShape:
 
     def whole(self, outputs: Sequence[RequestOutput], counts: Counts) -> Json:
         answer = self.head.as_json("text_completion")
-        answer["choices"] = [
+        answer["choices"] = (
             self._choice(number, output, completion)
             for number, output in enumerate(outputs)
             for completion in output.outputs
-        ]
+        )
         answer["usage"] = counts.usage()
         answer["timings"] = timings(outputs)
         return answer
@@ -97,16 +107,14 @@ class CompletionShape:
         prompt = self.prompt_text(output) if self.echo else ""
         text = "" if self.nothing_written else completion.text
         ids = [] if self.nothing_written else completion.token_ids
-        entries: list[Any] = [] if self.nothing_written else list(completion.logprobs or ())
+        parts: list[Any] = [] if self.nothing_written else [completion.logprobs or ()]
         if self.echo and self.request.logprobs is not None:
             ids = [*output.prompt_token_ids, *ids]
-            entries = [*(output.prompt_logprobs or ()), *entries]
+            parts = [output.prompt_logprobs or (), *parts]
         choice = self.choice(
             self.index(number, completion),
             prompt + text,
-            None
-            if self.request.logprobs is None
-            else self._logprobs.completion(ids, entries, offset=0),
+            None if self.request.logprobs is None else self._logprobs.completion(ids, parts),
             completion.finish_reason,
             completion.stop_reason,
         )
@@ -125,13 +133,13 @@ class CompletionShape:
     def logprobs(self, completion: CompletionOutput, offset: int) -> Json | None:
         if completion.logprobs is None:
             return None
-        return self._logprobs.completion(completion.token_ids, completion.logprobs, offset)
+        return self._logprobs.completion(completion.token_ids, [completion.logprobs], offset)
 
     def prompt_logprobs(self, output: RequestOutput) -> Json | None:
         if self.request.logprobs is None:
             return None
         entries = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
-        return self._logprobs.completion(output.prompt_token_ids, entries)
+        return self._logprobs.completion(output.prompt_token_ids, [entries])
 
     def choice(
         self,
@@ -177,12 +185,12 @@ class CompletionEvents:
         )
         self._prompts_counted: set[int] = set()
 
-    def write(self, prompt_index: int, output: RequestOutput) -> bytes:
+    def write(self, prompt_index: int, output: RequestOutput) -> Written:
         if output.finished:
             self._ends.append(output)
         if not output.outputs:
             return self._progress(output)
-        parts = []
+        parts: list[Written] = []
         for completion in output.outputs:
             if not self._shape.nothing_written:
                 self._counts.completion += len(completion.token_ids)
@@ -192,13 +200,13 @@ class CompletionEvents:
                 parts.append(text.write(completion.text))
             else:
                 parts.append(self._write_plain(prompt_index, index, output, completion))
-        return b"".join(parts)
+        return joined(parts)
 
     def _write_plain(
         self, prompt_index: int, index: int, output: RequestOutput, completion: CompletionOutput
-    ) -> bytes:
+    ) -> Written:
         shape = self._shape
-        begin = b""
+        begin: Written = b""
         if index not in self._offsets:
             begin = self._begin(prompt_index, index, output)
         if shape.nothing_written:
@@ -216,9 +224,9 @@ class CompletionEvents:
         more = self._running_usage()
         if output.finished and completion.index == output.outputs[-1].index:
             more["timings"] = timings([output])
-        return begin + event(shape.chunk([choice], **more))
+        return joined([begin, event(shape.chunk([choice], **more))])
 
-    def _begin(self, prompt_index: int, index: int, output: RequestOutput) -> bytes:
+    def _begin(self, prompt_index: int, index: int, output: RequestOutput) -> Written:
         """A choice's echo, and what is told of its prompt once."""
         shape = self._shape
         self._offsets[index] = 0
@@ -241,7 +249,7 @@ class CompletionEvents:
         if request.return_token_ids:
             choice["prompt_token_ids"] = output.prompt_token_ids
             choice["token_ids"] = []
-        return event(shape.chunk([choice], **self._running_usage()))
+        return long_event(shape.chunk([choice], **self._running_usage()))
 
     def _progress(self, output: RequestOutput) -> bytes:
         if not self._shape.request.return_progress or not output.num_prefilled:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain, islice
 from typing import Any
 
 from twostroke.model.tokenizer import Tokenizer
 from twostroke.observe.record import Causes
 from twostroke.outputs import Logprob, RequestOutput
+from twostroke.serve.pieces import Each
 
 Json = dict[str, Any]
+Entry = dict[int, Logprob]  # of one position
 LEAST_LOGPROB = -9999.0  # JSON has no -inf
 
 
@@ -111,71 +114,59 @@ class LogprobWriter:
         self._top = top
         self._as_ids = as_ids
 
-    def chat(self, token_ids: Sequence[int], entries: Sequence[dict[int, Logprob]]) -> list[Json]:
-        return [
-            {
+    def chat(self, token_ids: Sequence[int], entries: Iterable[Entry]) -> Iterator[Json]:
+        for token, entry in zip(token_ids, entries, strict=True):
+            yield {
                 **self._token(token, entry[token]),
                 "top_logprobs": [self._token(t, one) for t, one in self._best(entry)],
             }
-            for token, entry in zip(token_ids, entries, strict=True)
-        ]
 
     def completion(
-        self,
-        token_ids: Sequence[int],
-        entries: Sequence[dict[int, Logprob] | None],
-        offset: int = 0,
+        self, token_ids: Sequence[int], parts: Sequence[Sequence[Entry | None]], offset: int = 0
     ) -> Json:
-        """`offset`: how many characters of the text came before. A prompt's first token has no
-        logprob."""
-        tokens: list[str] = []
-        values: list[float | None] = []
-        best: list[dict[str, float] | None] = []
-        offsets: list[int] = []
-        for token, entry in zip(token_ids, entries, strict=True):
-            text = self._text(token, None if entry is None else entry.get(token))
-            offsets.append(offset)
-            tokens.append(text)
-            offset += len(text)
-            if entry is None:
-                values.append(None)
-                best.append(None)
-            else:
-                values.append(_finite(entry[token].logprob))
-                shown = [*self._best(entry), (token, entry[token])]
-                best.append({self._text(t, one): _finite(one.logprob) for t, one in shown})
+        """`parts`: the positions, in order. `offset`: how many characters of the text came before.
+        A prompt's first token has no logprob."""
+        tokens = [self._text(token) for token in token_ids]
+        lengths = accumulate(map(len, tokens), initial=offset)
         return {
-            "text_offset": offsets,
-            "token_logprobs": values,
+            "text_offset": list(islice(lengths, len(tokens))),
+            "token_logprobs": Each(map(_own, token_ids, chain(*parts))),
             "tokens": tokens,
-            "top_logprobs": best,
+            "top_logprobs": Each(map(self._top_of, token_ids, chain(*parts))),
         }
 
-    def _best(self, entry: dict[int, Logprob]) -> list[tuple[int, Logprob]]:
+    def _top_of(self, token: int, entry: Entry | None) -> dict[str, float] | None:
+        if entry is None:
+            return None
+        shown = [*self._best(entry), (token, entry[token])]
+        return {self._text(t): _finite(one.logprob) for t, one in shown}
+
+    def _best(self, entry: Entry) -> list[tuple[int, Logprob]]:
         return [(t, one) for t, one in entry.items() if (one.rank or 0) <= self._top]
 
     def _token(self, token: int, one: Logprob) -> Json:
         raw = b"" if self._tokenizer is None else self._tokenizer.token_bytes(token)
         return {
-            "token": self._text(token, one),
+            "token": self._text(token),
             "logprob": _finite(one.logprob),
             "bytes": list(raw),
         }
 
-    def _text(self, token: int, one: Logprob | None) -> str:
-        if not self._as_ids:
-            if one is not None and one.decoded_token is not None:
-                return one.decoded_token
-            if self._tokenizer is not None:
-                return self._tokenizer.token_text(token)
-        return f"token_id:{token}"
+    def _text(self, token: int) -> str:
+        if self._as_ids or self._tokenizer is None:
+            return f"token_id:{token}"
+        return self._tokenizer.token_text(token)
 
 
-def prompt_logprobs(output: RequestOutput) -> list[Json | None] | None:
+def _own(token: int, entry: Entry | None) -> float | None:
+    return None if entry is None else _finite(entry[token].logprob)
+
+
+def prompt_logprobs(output: RequestOutput) -> Each | None:
     """vLLM's shape: by token id."""
     if output.prompt_logprobs is None:
         return None
-    return [
+    return Each(
         None
         if entry is None
         else {
@@ -187,7 +178,7 @@ def prompt_logprobs(output: RequestOutput) -> list[Json | None] | None:
             for token, one in entry.items()
         }
         for entry in output.prompt_logprobs
-    ]
+    )
 
 
 def _finite(value: float) -> float:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from twostroke.engine.intake import Prepared
-from twostroke.outputs import CompletionOutput, RequestOutput
+from twostroke.outputs import Logprobs, RequestOutput
 from twostroke.serve.errors import ApiError
 from twostroke.serve.exchange import Exchange
 from twostroke.serve.params import responses_params
 from twostroke.serve.parts import Counts, Json, LogprobWriter, count
 from twostroke.serve.parts import timings as shown_timings
+from twostroke.serve.pieces import Each, encode_json
 from twostroke.serve.prompts import off_loop, work_of
 from twostroke.serve.protocol import ResponsesRequest, TokenizeRequest
 from twostroke.serve.service import Head, Service
-from twostroke.serve.stream import encode_json, event, write_stream
+from twostroke.serve.stream import event, long_event, write_stream
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
@@ -34,13 +36,13 @@ class Responses:
             prepared = await off_loop(work_of(request, num_bytes), partial(self._prepare, request))
         head = service.head("resp", request.request_id, request.model)
         shape = ResponseShape(service, request, head, prepared)
-        with service.running(exchange, [prepared], head.id) as feed:
-            if request.stream:
-                await write_stream(exchange, feed, ResponseEvents(service, shape))
+        writer = ResponseEvents(service, shape) if request.stream else None
+        async with service.running(exchange, [prepared], head.id, writer) as feed:
+            if writer is not None:
+                await write_stream(exchange, feed, writer)
                 return
             outputs = await feed.final()
-        counts = count(outputs)
-        await exchange.answer_json(shape.whole(outputs[0], counts))
+        await exchange.answer_json(shape.whole(outputs[0], count(outputs)))
 
     def _prepare(self, request: ResponsesRequest) -> Prepared:
         service = self._service
@@ -148,7 +150,8 @@ class ResponseShape:
 
     def whole(self, output: RequestOutput, counts: Counts) -> Json:
         completion = output.outputs[0]
-        item = self.item(completion.text, self.logprobs(completion), completion.finish_reason)
+        logprobs = self.logprobs(completion.token_ids, completion.logprobs)
+        item = self.item(completion.text, logprobs, completion.finish_reason)
         return self.ended(item, completion.finish_reason, counts, output)
 
     def ended(
@@ -160,7 +163,7 @@ class ResponseShape:
         status = "incomplete" if reason == "length" else "completed"
         return self.response(status, [item], _usage(counts), **more)
 
-    def item(self, text: str, logprobs: list[Json], reason: str | None) -> Json:
+    def item(self, text: str, logprobs: Each, reason: str | None) -> Json:
         return {
             "id": self.item_id,
             "type": "message",
@@ -169,13 +172,11 @@ class ResponseShape:
             "content": [self.part(text, logprobs)],
         }
 
-    def part(self, text: str, logprobs: list[Json]) -> Json:
+    def part(self, text: str, logprobs: Each) -> Json:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
-    def logprobs(self, completion: CompletionOutput) -> list[Json]:
-        if completion.logprobs is None:
-            return []
-        return self._logprobs.chat(completion.token_ids, completion.logprobs)
+    def logprobs(self, token_ids: list[int], entries: Logprobs | None) -> Each:
+        return Each(() if entries is None else self._logprobs.chat(token_ids, entries))
 
 
 def _usage(counts: Counts) -> Json:
@@ -196,9 +197,9 @@ class ResponseEvents:
         self._shape = shape
         self._number = 0
         self._texts: list[str] = []
-        self._logprobs: list[Json] = []
+        self._told: list[int] = []  # tokens
+        self._logprobs: Logprobs | None = None  # of all of them
         self._last: RequestOutput | None = None
-        self._num_tokens = 0
         where = {"item_id": shape.item_id, "output_index": 0, "content_index": 0}
         self._where = where
         delta = {"type": "response.output_text.delta", **where}
@@ -210,18 +211,20 @@ class ResponseEvents:
         begin = b"" if self._number else self._begin()
         deltas = []
         for completion in output.outputs:
-            self._num_tokens += len(completion.token_ids)
             self._texts.append(completion.text)
-            logprobs = self._shape.logprobs(completion)
-            self._logprobs += logprobs
+            self._told += completion.token_ids
+            if completion.logprobs is not None:
+                self._logprobs = self._logprobs or Logprobs()
+                self._logprobs.extend(completion.logprobs)
+            logprobs = self._shape.logprobs(completion.token_ids, completion.logprobs)
             deltas.append(self._delta(completion.text, logprobs))
         return begin + b"".join(deltas)
 
-    def _delta(self, text: str, logprobs: list[Json]) -> bytes:
+    def _delta(self, text: str, logprobs: Each) -> bytes:
         """One event a token, so only what changes is encoded."""
         number = self._number
         self._number += 1
-        listed = encode_json(logprobs) if logprobs else b"[]"
+        listed = encode_json(logprobs)
         return b'%b,"logprobs":%b,"sequence_number":%d,"delta":%b}\n\n' % (
             self._delta_head,
             listed,
@@ -232,12 +235,14 @@ class ResponseEvents:
     def _begin(self) -> bytes:
         shape = self._shape
         started = shape.response("in_progress", [])
-        empty = {**shape.item("", [], None), "status": "in_progress", "content": []}
+        empty = {**shape.item("", Each(()), None), "status": "in_progress", "content": []}
         return (
             self._event("response.created", response=started)
             + self._event("response.in_progress", response=started)
             + self._event("response.output_item.added", output_index=0, item=empty)
-            + self._event("response.content_part.added", **self._where, part=shape.part("", []))
+            + self._event(
+                "response.content_part.added", **self._where, part=shape.part("", Each(()))
+            )
         )
 
     def _event(self, kind: str, **content: Any) -> bytes:
@@ -245,23 +250,29 @@ class ResponseEvents:
         self._number += 1
         return event({"type": kind, "sequence_number": number, **content}, kind)
 
-    def end(self) -> bytes:
+    def end(self) -> Iterator[bytes]:
         shape, last = self._shape, self._last
         assert last is not None
         reason = last.outputs[0].finish_reason
-        text, logprobs = "".join(self._texts), self._logprobs
+        text = "".join(self._texts)
         counts = count([last])
-        counts.completion = self._num_tokens
-        item = shape.item(text, logprobs, reason)
+        counts.completion = len(self._told)
+
+        def logprobs() -> Each:
+            return shape.logprobs(self._told, self._logprobs)
+
+        def item() -> Json:
+            return shape.item(text, logprobs(), reason)
+
         done = "response.incomplete" if reason == "length" else "response.completed"
-        response = shape.ended(item, reason, counts, last)
-        told = {**self._where, "logprobs": logprobs, "text": text}
-        return (
-            self._event("response.output_text.done", **told)
-            + self._event("response.content_part.done", **self._where, part=item["content"][0])
-            + self._event("response.output_item.done", output_index=0, item=item)
-            + self._event(done, response=response)
-        )
+        told: list[tuple[str, Json]] = [
+            ("response.output_text.done", {**self._where, "logprobs": logprobs(), "text": text}),
+            ("response.content_part.done", {**self._where, "part": shape.part(text, logprobs())}),
+            ("response.output_item.done", {"output_index": 0, "item": item()}),
+            (done, {"response": shape.ended(item(), reason, counts, last)}),
+        ]
+        for number, (kind, content) in enumerate(told, self._number):
+            yield from long_event({"type": kind, "sequence_number": number, **content}, kind)
 
     def fail(self, error: ApiError) -> bytes:
         reason = {"code": "server_error", "message": error.message}
