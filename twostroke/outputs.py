@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ class Logprobs(Sequence[Any]):
 
     __slots__ = ("_ends", "_ids", "_ranks", "_text", "_values")
 
-    def __init__(self, text: Callable[[int], str] | None = None) -> None:
+    def __init__(self, text: Callable[[int], str | None] | None = None) -> None:
         self._text = text
         self._ids, self._values = array("i"), array("f")  # of all positions, the chosen one first
         self._ends, self._ranks = array("q"), array("i")  # one a position
@@ -63,6 +63,14 @@ class Logprobs(Sequence[Any]):
         same._ends, same._ranks = self._ends[:], self._ranks[:]
         return same
 
+    def plain(self) -> Iterator[TokenLogprobs | None]:
+        """The positions as they were added, which takes less time than dicts."""
+        begin = 0
+        for end, rank in zip(self._ends, self._ranks, strict=True):
+            ids, values = self._ids[begin:end], self._values[begin:end]
+            yield TokenLogprobs(tuple(ids), tuple(values), rank) if ids else None
+            begin = end
+
     def __len__(self) -> int:
         return len(self._ends)
 
@@ -75,12 +83,11 @@ class Logprobs(Sequence[Any]):
         begin, end = self._ends[at - 1] if at else 0, self._ends[at]
         if begin == end:
             return None
-        chosen, text, values = self._ids[begin], self._text, self._values
-        entry = {
-            (token := self._ids[n]): Logprob(values[n], n - begin, text(token) if text else None)
-            for n in range(begin + 1, end)
-        }
-        entry[chosen] = Logprob(values[begin], self._ranks[at], text(chosen) if text else None)
+        (chosen, *best), (own, *values) = self._ids[begin:end], self._values[begin:end]
+        text = self._text or (lambda _: None)
+        ranked = enumerate(zip(best, values, strict=True), 1)
+        entry = {token: Logprob(value, rank, text(token)) for rank, (token, value) in ranked}
+        entry[chosen] = Logprob(own, self._ranks[at], text(chosen))
         return entry
 
     def __eq__(self, other: object) -> bool:

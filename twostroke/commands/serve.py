@@ -50,6 +50,10 @@ LIMITS = {
     "body_timeout_s": "seconds to send a request's body in",
     "write_timeout_s": "seconds in which a client must read some of what is written to it",
     "keep_alive_s": "seconds a connection may idle between requests",
+    "engine_hang_timeout_s": "seconds without a sign of life after which the engine's process is "
+    "killed and started again; 0: never",
+    "engine_restart_limit": "deaths of the engine in a row, each soon after its start, that end "
+    "the server",
     "open_health": "/health and /ping answer without a key",
     "open_metrics": "/metrics answers without a key (default: only if there are no keys)",
     "dash": "there is a page at /dash",
@@ -222,7 +226,13 @@ def execute(args: argparse.Namespace) -> int:
 
     @asynccontextmanager
     async def engine() -> AsyncIterator[RemoteEngine]:
-        async with await RemoteEngine.start(config, spawned=spawned) as started:
+        started = await RemoteEngine.start(
+            config,
+            spawned=spawned,
+            hang_timeout_s=settings.engine_hang_timeout_s,
+            restart_limit=settings.engine_restart_limit,
+        )
+        async with started:
             yield started
 
     def announce(server: HttpServer, client: RemoteEngine, url: str) -> None:

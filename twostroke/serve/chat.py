@@ -21,7 +21,6 @@ from twostroke.serve.parts import (
     progress,
     timings,
 )
-from twostroke.serve.parts import prompt_logprobs as shown_prompt_logprobs
 from twostroke.serve.pieces import Each
 from twostroke.serve.prompts import off_loop, work_of
 from twostroke.serve.protocol import ChatRequest
@@ -83,7 +82,7 @@ class ChatShape:
         self.head = head
         self.tools = tools
         as_ids = bool(request.return_tokens_as_token_ids)
-        self._logprobs = LogprobWriter(service.tokenizer, request.top_logprobs or 0, as_ids)
+        self._logprobs = LogprobWriter(service.names, request.top_logprobs or 0, as_ids)
         self.role = service.settings.response_role
         if request.add_generation_prompt is False:
             self.role = str(request.messages[-1].get("role"))
@@ -94,7 +93,7 @@ class ChatShape:
         answer["usage"] = counts.usage()
         answer["timings"] = timings([output])
         if self.request.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = shown_prompt_logprobs(output)
+            answer["prompt_logprobs"] = self._logprobs.prompt(output)
         if self.request.return_token_ids:
             answer["prompt_token_ids"] = output.prompt_token_ids
         return answer
@@ -140,11 +139,13 @@ class ChatShape:
             choice["token_ids"] = completion.token_ids
         return choice
 
+    def prompt_logprobs(self, output: RequestOutput) -> Each | None:
+        return self._logprobs.prompt(output)
+
     def _shown_logprobs(self, completion: CompletionOutput) -> Json | None:
         if completion.logprobs is None:
             return None
-        content = self._logprobs.chat(completion.token_ids, completion.logprobs)
-        return {"content": Each(content), "refusal": None}
+        return {"content": Each(self._logprobs.chat(completion.logprobs)), "refusal": None}
 
 
 class ChatEvents:
@@ -195,7 +196,7 @@ class ChatEvents:
             )
         more: Json = {}
         if shape.request.prompt_logprobs is not None and index == 0:
-            more["prompt_logprobs"] = shown_prompt_logprobs(output)
+            more["prompt_logprobs"] = shape.prompt_logprobs(output)
         if shape.request.return_token_ids and index == 0:
             more["prompt_token_ids"] = output.prompt_token_ids
         choice = shape.delta(bare, {"role": shape.role, "content": ""})

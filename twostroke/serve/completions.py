@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from twostroke.engine.intake import Prepared
-from twostroke.outputs import CompletionOutput, RequestOutput
+from twostroke.outputs import CompletionOutput, Logprobs, RequestOutput
 from twostroke.serve.errors import ApiError
 from twostroke.serve.exchange import Exchange
 from twostroke.serve.feed import Written
@@ -21,7 +21,7 @@ from twostroke.serve.parts import (
     progress,
     timings,
 )
-from twostroke.serve.parts import prompt_logprobs as shown_prompt_logprobs
+from twostroke.serve.pieces import Each
 from twostroke.serve.prompts import each_prompt, off_loop, work_of
 from twostroke.serve.protocol import CompletionRequest
 from twostroke.serve.service import Head, Service
@@ -87,7 +87,7 @@ class CompletionShape:
         self.nothing_written = self.echo and request.max_tokens == 0
         self._tokenizer = service.tokenizer
         as_ids = bool(request.return_tokens_as_token_ids)
-        self._logprobs = LogprobWriter(service.tokenizer, request.logprobs or 0, as_ids)
+        self._logprobs = LogprobWriter(service.names, request.logprobs or 0, as_ids)
 
     def index(self, prompt_index: int, completion: CompletionOutput) -> int:
         return prompt_index * (self.request.n or 1) + completion.index
@@ -107,10 +107,10 @@ class CompletionShape:
         prompt = self.prompt_text(output) if self.echo else ""
         text = "" if self.nothing_written else completion.text
         ids = [] if self.nothing_written else completion.token_ids
-        parts: list[Any] = [] if self.nothing_written else [completion.logprobs or ()]
+        parts = [] if self.nothing_written else [completion.logprobs]
         if self.echo and self.request.logprobs is not None:
             ids = [*output.prompt_token_ids, *ids]
-            parts = [output.prompt_logprobs or (), *parts]
+            parts = [output.prompt_logprobs, *parts]
         choice = self.choice(
             self.index(number, completion),
             prompt + text,
@@ -119,7 +119,7 @@ class CompletionShape:
             completion.stop_reason,
         )
         if self.request.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = shown_prompt_logprobs(output)
+            choice["prompt_logprobs"] = self._logprobs.prompt(output)
         if self.request.return_token_ids:
             choice["prompt_token_ids"] = output.prompt_token_ids
             choice["token_ids"] = completion.token_ids
@@ -135,10 +135,16 @@ class CompletionShape:
             return None
         return self._logprobs.completion(completion.token_ids, [completion.logprobs], offset)
 
+    def shown_prompt(self, output: RequestOutput) -> Each | None:
+        return self._logprobs.prompt(output)
+
     def prompt_logprobs(self, output: RequestOutput) -> Json | None:
         if self.request.logprobs is None:
             return None
-        entries = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
+        entries = output.prompt_logprobs
+        if entries is None:  # a prompt of one token
+            entries = Logprobs()
+            entries.add(None)
         return self._logprobs.completion(output.prompt_token_ids, [entries])
 
     def choice(
@@ -245,7 +251,7 @@ class CompletionEvents:
         self._offsets[index] = len(prompt)
         choice = shape.choice(index, prompt, logprobs)
         if request.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = shown_prompt_logprobs(output)
+            choice["prompt_logprobs"] = shape.shown_prompt(output)
         if request.return_token_ids:
             choice["prompt_token_ids"] = output.prompt_token_ids
             choice["token_ids"] = []

@@ -24,7 +24,7 @@ from twostroke.engine.intake import Prepared
 from twostroke.errors import EngineError, RequestError
 from twostroke.outputs import RequestOutput
 from twostroke.plan import BROKEN_LOGITS
-from twostroke.serve.errors import ApiError
+from twostroke.serve.errors import ApiError, ClientGone
 from twostroke.serve.exchange import Direct
 
 OPENED_AT_ONCE = 16  # prompts of one request that are sent before other requests get their turn
@@ -148,7 +148,7 @@ class Feed:
         self._handed = 0
         while not self._ready and self._error is None and self._running:
             await self._wait()
-        if self._error is not None:
+        if self._error is not None and not self._ready:
             raise self._error
         ready, self._ready = self._ready, []
         self._handed = sum(map(_size, ready))
@@ -170,8 +170,10 @@ class Feed:
             self._waiter = None
 
     def fail(self, error: Exception) -> None:
-        """End it for its reader, now; the first reason counts."""
+        """End it for its reader, after what is ready; the first reason counts."""
         self._error = self._error or error
+        if isinstance(error, ClientGone):
+            self._drop()
         self._wake()
 
     def give_up(self, error: Exception) -> None:

@@ -110,7 +110,7 @@ class ResponseShape:
         self.request = request
         self.item_id = head.id.replace("resp-", "msg-", 1)
         as_ids = bool(request.return_tokens_as_token_ids)
-        self._logprobs = LogprobWriter(service.tokenizer, request.top_logprobs or 0, as_ids)
+        self._logprobs = LogprobWriter(service.names, request.top_logprobs or 0, as_ids)
         params = prepared.params
         self._fixed: Json = {
             "id": head.id,
@@ -150,7 +150,7 @@ class ResponseShape:
 
     def whole(self, output: RequestOutput, counts: Counts) -> Json:
         completion = output.outputs[0]
-        logprobs = self.logprobs(completion.token_ids, completion.logprobs)
+        logprobs = self.logprobs(completion.logprobs)
         item = self.item(completion.text, logprobs, completion.finish_reason)
         return self.ended(item, completion.finish_reason, counts, output)
 
@@ -175,8 +175,8 @@ class ResponseShape:
     def part(self, text: str, logprobs: Each) -> Json:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
-    def logprobs(self, token_ids: list[int], entries: Logprobs | None) -> Each:
-        return Each(() if entries is None else self._logprobs.chat(token_ids, entries))
+    def logprobs(self, entries: Logprobs | None) -> Each:
+        return Each(() if entries is None else self._logprobs.chat(entries))
 
 
 def _usage(counts: Counts) -> Json:
@@ -197,7 +197,7 @@ class ResponseEvents:
         self._shape = shape
         self._number = 0
         self._texts: list[str] = []
-        self._told: list[int] = []  # tokens
+        self._num_tokens = 0
         self._logprobs: Logprobs | None = None  # of all of them
         self._last: RequestOutput | None = None
         where = {"item_id": shape.item_id, "output_index": 0, "content_index": 0}
@@ -212,11 +212,11 @@ class ResponseEvents:
         deltas = []
         for completion in output.outputs:
             self._texts.append(completion.text)
-            self._told += completion.token_ids
+            self._num_tokens += len(completion.token_ids)
             if completion.logprobs is not None:
                 self._logprobs = self._logprobs or Logprobs()
                 self._logprobs.extend(completion.logprobs)
-            logprobs = self._shape.logprobs(completion.token_ids, completion.logprobs)
+            logprobs = self._shape.logprobs(completion.logprobs)
             deltas.append(self._delta(completion.text, logprobs))
         return begin + b"".join(deltas)
 
@@ -256,10 +256,10 @@ class ResponseEvents:
         reason = last.outputs[0].finish_reason
         text = "".join(self._texts)
         counts = count([last])
-        counts.completion = len(self._told)
+        counts.completion = self._num_tokens
 
         def logprobs() -> Each:
-            return shape.logprobs(self._told, self._logprobs)
+            return shape.logprobs(self._logprobs)
 
         def item() -> Json:
             return shape.item(text, logprobs(), reason)

@@ -20,7 +20,7 @@ from twostroke.serve.errors import ApiError, unavailable
 from twostroke.serve.exchange import Exchange
 from twostroke.serve.feed import Feed, Unread
 from twostroke.serve.metrics import Metrics
-from twostroke.serve.parts import Json
+from twostroke.serve.parts import Json, TokenNames
 from twostroke.serve.prompts import Prompts
 from twostroke.serve.security import Admission, BodyBudget
 from twostroke.serve.settings import ServeSettings
@@ -56,6 +56,7 @@ class Service:
         self.client = client
         self.settings = settings
         self.admission = Admission(client, settings.max_queue)
+        self.names = TokenNames(client.intake.tokenizer)
         self.unread = Unread(settings.max_unread_bytes)
         self.bodies = BodyBudget(settings.max_body_bytes)
         self.prompts = Prompts(client.intake, settings)

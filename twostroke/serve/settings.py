@@ -47,6 +47,8 @@ class ServeSettings(Strict):
     body_timeout_s: float = 60.0  # to send its body
     write_timeout_s: float = 60.0  # for a client to read some of what is written to it
     keep_alive_s: float = 60.0
+    engine_hang_timeout_s: float = 30.0  # an engine that is silent for longer is killed; 0: never
+    engine_restart_limit: int = 6  # deaths soon after the start, in a row, that end the server
     drain_s: float = 30.0  # for running requests, once the server is asked to stop
 
     otlp_traces_endpoint: str | None = None  # "": as OTEL_EXPORTER_OTLP_* say; None: no traces
@@ -60,6 +62,10 @@ class ServeSettings(Strict):
         self._check_int("max_n", 1, 1024)
         self._check_int("max_unread_bytes", 1024)
         self._check_int("max_queue", 0)
+        self._check_int("engine_restart_limit", 1)
+        self._check_number("engine_hang_timeout_s", 0.0, 1e6, "a number of seconds, or 0")
+        if 0 < self.engine_hang_timeout_s < 2:
+            self._refuse("engine_hang_timeout_s", "at least 2 seconds, or 0 for never")
         times = ("head_timeout_s", "body_timeout_s", "write_timeout_s", "keep_alive_s", "drain_s")
         for name in times:
             self._check_number(name, 0.0, 1e6, "a number of seconds")
