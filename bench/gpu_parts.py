@@ -3,8 +3,8 @@
     python -m bench.gpu_parts SHAPE PART[,PART…] [--quick] [--settings JSON] [--budgets N,…]
 
 Prints `RESULT {"part": …}` after each part, so that a part that dies does not take others with it.
-The definitions are those that vLLM was measured by: dummy weights in bf16, prefix caching off,
-temperature 0.6, wall clock of `LLM.generate`.
+What prefill, TPOT and nano-vLLM's workload are is in `gpu_workloads.py`; vLLM is measured by the
+same definitions (`peers/vllm_gpu.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import random
 import statistics
 import traceback
 from collections.abc import Callable, Sequence
@@ -23,11 +22,23 @@ from typing import Any
 
 import torch
 
+from bench.gpu_workloads import (
+    BATCHES,
+    DECODE_PROMPT,
+    DECODE_RUNS,
+    DECODE_TOKENS,
+    MAX_MODEL_LEN,
+    NANO_OUT,
+    PREFILL_RUNS,
+    PREFILL_SIZES,
+    SHAPES,
+    TEMPERATURE,
+    Prompts,
+    nano_workload,
+)
 from twostroke import LLM, SamplingParams
 from twostroke.request import EngineRequest
-
-SHAPES = "bench/shapes"
-NANO_IN, NANO_OUT = 142_827, 133_966
+from twostroke.sched.slo import Pacer
 
 
 class Bench:
@@ -41,7 +52,10 @@ class Bench:
         start = perf_counter()
         # 16 prompts of 1,024 and a slot for each request that writes already: without the latter
         # the end of a prompt is left over for one more step.
-        given: dict[str, Any] = {"max_model_len": 8192, "max_num_batched_tokens": 16384 + 256}
+        given: dict[str, Any] = {
+            "max_model_len": MAX_MODEL_LEN,
+            "max_num_batched_tokens": 16384 + 256,
+        }
         given |= {"load_format": "dummy", "device": "cuda", "enable_prefix_caching": False}
         path = shape if shape.endswith(".json") else f"{SHAPES}/{shape}.json"
         self.llm = LLM(path, **(given | settings))
@@ -49,22 +63,17 @@ class Bench:
         self.ready_s = perf_counter() - start
         self.core = self.llm.engine.core
         self.own_budget = self.core.scheduler.config.max_num_batched_tokens
-        self._prompt_seed = 0
+        self.prompt = Prompts()
         print(f"{shape}: ready in {self.ready_s:.1f} s; {self.llm.engine.memory.waterfall()}")
         self.write([self.prompt(40)] * 2, 4)
 
     # ── help ────────────────────────────────────────────────────────────────────────────────
 
-    def prompt(self, size: int) -> list[int]:
-        self._prompt_seed += 1
-        chosen = random.Random(self._prompt_seed)
-        return [chosen.randint(0, 10000) for _ in range(size)]
-
     def write(self, prompts: Sequence[list[int]], outputs: int | Sequence[int]) -> float:
         """Seconds of one `generate`."""
         counts = [outputs] * len(prompts) if isinstance(outputs, int) else outputs
         params = [
-            SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n, detokenize=False)
+            SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=n, detokenize=False)
             for n in counts
         ]
         wait()
@@ -74,9 +83,12 @@ class Bench:
         assert [len(one.outputs[0].token_ids) for one in written] == list(counts)
         return taken
 
-    def set_budget(self, tokens: int) -> None:
+    def set_budget(self, tokens: int, stall: float | None = None) -> None:
         scheduler = self.core.scheduler
-        scheduler.config = replace(scheduler.config, max_num_batched_tokens=tokens)
+        scheduler.config = replace(
+            scheduler.config, max_num_batched_tokens=tokens, max_decode_stall=stall
+        )
+        scheduler.pacer = scheduler._prefill._pacer = Pacer(scheduler.config)
 
     def add(self, name: str, prompt: list[int], outputs: int) -> None:
         params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=outputs)
@@ -109,13 +121,8 @@ class Bench:
     # ── parts ───────────────────────────────────────────────────────────────────────────────
 
     def nano(self) -> list[dict[str, Any]]:
-        """nano-vLLM's workload, by tokens in a step. All prompts are drawn before all lengths."""
-        chosen = random.Random(0)
-        prompts = [
-            [chosen.randint(0, 10000) for _ in range(chosen.randint(100, 1024))] for _ in range(256)
-        ]
-        outputs = [chosen.randint(100, 1024) for _ in range(256)]
-        assert (sum(map(len, prompts)), sum(outputs)) == (NANO_IN, NANO_OUT)
+        """nano-vLLM's workload, by tokens in a step."""
+        prompts, outputs = nano_workload()
         found: list[dict[str, Any]] = []
         for budget in self.budgets:
             self.set_budget(budget)
@@ -129,15 +136,15 @@ class Bench:
         return found
 
     def decode(self) -> list[dict[str, Any]]:
-        """TPOT = (time for 129 tokens − time for 1) / 128, prompts of 1,024."""
         found = []
-        for batch in (1, 32) if self.quick else (1, 8, 32, 128):
+        for batch in (1, 32) if self.quick else BATCHES:
             times = []
-            for _ in range(1 if self.quick else 3):
-                prompts = [self.prompt(1024) for _ in range(batch)]
+            for _ in range(1 if self.quick else DECODE_RUNS):
+                prompts = [self.prompt(DECODE_PROMPT) for _ in range(batch)]
                 one = self.write(prompts, 1)
                 self.steps()
-                times.append((self.write(prompts, 129) - one) / 128)
+                taken = self.write(prompts, DECODE_TOKENS) - one
+                times.append(taken / (DECODE_TOKENS - 1))
             row = {"batch": batch, "tpot_ms": 1e3 * statistics.median(times)} | self.steps()
             print(f"  decode, batch {batch}: TPOT {row['tpot_ms']:.3f} ms", row)
             found.append(row)
@@ -146,10 +153,10 @@ class Bench:
     def prefill(self) -> list[dict[str, Any]]:
         """Wall clock of one token, and of the same runs what the device was at work for."""
         found = []
-        for size in (1024, 4096):
+        for size in PREFILL_SIZES:
             walls, devices = [], []
             self.write([self.prompt(size)], 1)
-            for _ in range(3 if self.quick else 9):
+            for _ in range(3 if self.quick else PREFILL_RUNS):
                 self.core.records.steps.clear()
                 walls.append(1e3 * self.write([self.prompt(size)], 1))
                 devices.append(1e3 * sum(step.device_s for step in self.core.records.steps))
@@ -169,13 +176,14 @@ class Bench:
         return found
 
     def interference(self) -> list[dict[str, Any]]:
-        """32 streams decode, a prompt of 32k tokens arrives. Of two times the second counts: the
-        first is where libraries choose their kernels for these shapes."""
+        """32 streams decode, a prompt of 32k tokens arrives; with three fixed budgets, and with the
+        bound on stalls that a server has by default. Of two times the second counts: the first is
+        where libraries choose their kernels for these shapes."""
         found, length = [], 4096 if self.quick else 32_000
-        for budget in (512, 2048, 8192):
-            self.set_budget(budget)
+        for budget, stall in ((8192, 8.0), (512, None), (2048, None), (8192, None)):
+            self.set_budget(budget, stall)
             times = [self._interfere(self.prompt(length)) for _ in range(2)]
-            row = {"budget": budget, "prompt": length} | times[-1]
+            row = {"budget": budget, "stall": stall, "prompt": length} | times[-1]
             row["first_worst_ms"] = times[0]["worst_ms"]
             print("  interference", row)
             found.append(row)

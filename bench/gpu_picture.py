@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from bench.gpu_report import bound_of
+
 WIDTH, HEIGHT = 640, 360
 LEFT, RIGHT, TOP, BOTTOM = 64, 64, 64, 56
 STYLE = """
@@ -29,7 +31,7 @@ STYLE = """
 
 def draw(rows: Sequence[dict[str, Any]]) -> str:
     """`rows`: the `interference` part of a result of `bench.gpu`, one a budget."""
-    ordered = sorted(rows, key=lambda row: row["budget"])
+    ordered = sorted(rows, key=lambda row: (not row.get("stall"), row["budget"]))
     most = _round_up(max(row["worst_over_steady"] for row in ordered))
     longest = _round_up(max(row["long_ttft_s"] for row in ordered))
     prompt, steady = ordered[0]["prompt"], ordered[0]["steady_ms"]
@@ -42,7 +44,9 @@ def draw(rows: Sequence[dict[str, Any]]) -> str:
         _text(LEFT, 26, title, "text title", "start"),
         _text(LEFT, 46, "worst gap, as a multiple of the steady one", "faint", "start"),
         _text(WIDTH - RIGHT, 46, "its time to first token", "ttft", "end"),
-        _text(WIDTH / 2, HEIGHT - 12, "tokens in a step (max_num_batched_tokens)", "faint"),
+        _text(
+            WIDTH / 2, HEIGHT - 12, "what bounds a step: the default, or so many tokens", "faint"
+        ),
     ]
     for n in range(5):
         y = _y(n / 4)
@@ -62,7 +66,7 @@ def draw(rows: Sequence[dict[str, Any]]) -> str:
         )
         label = f"{row['worst_over_steady']:.1f}× ({row['worst_ms']:.0f} ms)"
         parts.append(_text(x, y - 6, label, "text"))
-        parts.append(_text(x, HEIGHT - BOTTOM + 18, f"{row['budget']:,}", "text"))
+        parts.append(_text(x, HEIGHT - BOTTOM + 18, bound_of(row), "text"))
         points.append((x, _y(row["long_ttft_s"] / longest), row["long_ttft_s"]))
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)
     parts.append(f'<polyline class="line" points="{path}"/>')

@@ -16,30 +16,9 @@ from twostroke.model.cost import CostModel, cost_model
 from twostroke.model.hf_config import load_hf_config
 from twostroke.plan import PhaseWork
 
-# The card's measured ceilings, and vLLM 0.26.0 on it: same shapes, same workloads (docs).
-READ_BYTES_S, FLOPS_S = 3.99e12, 783e12
-VLLM: dict[str, dict[str, float]] = {
-    "qwen3-0.6b": {
-        "prefill 1024": 29.0,
-        "prefill 4096": 26.2,
-        "decode 1": 2.29,
-        "decode 8": 1.68,
-        "decode 32": 2.69,
-        "decode 128": 5.99,
-        "nano": 23_022,
-        "start": 143,
-    },
-    "llama-3.1-8b": {
-        "prefill 1024": 27.2,
-        "prefill 4096": 100.8,
-        "decode 1": 4.98,
-        "decode 8": 5.36,
-        "decode 32": 6.22,
-        "decode 128": 10.87,
-        "nano": 9_536,
-        "start": 61,
-    },
-}
+READ_BYTES_S, FLOPS_S = 3.99e12, 783e12  # the card's ceilings, measured
+SHAPES = ("qwen3-0.6b", "llama-3.1-8b")
+VLLM = "bench/results/vllm_h200.json"  # as `peers/vllm_gpu.py` wrote it, on a card of the same kind
 PICTURE = "interference_h200.svg"  # beside the page; `bench.gpu --picture`
 BEGIN, END = "<!-- tables of bench.gpu -->", "<!-- end of the tables -->"
 # Kernels by what they do: the first group with a part of the kernel's name. cuBLAS is the rest.
@@ -94,7 +73,7 @@ def read(files: Sequence[str]) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for file in files:
         given = json.loads(Path(file).read_text())
-        for shape in VLLM:
+        for shape in SHAPES:
             into = results.setdefault(shape, {})
             for part, result in given.get(shape, {}).items():
                 if part not in into or not (isinstance(result, dict) and "error" in result):
@@ -102,11 +81,11 @@ def read(files: Sequence[str]) -> dict[str, Any]:
     return results
 
 
-def tables(results: dict[str, Any]) -> str:
+def tables(results: dict[str, Any], vllm: str = VLLM) -> str:
     """Markdown: the figures, the mixed-step budgets, what the time goes into, the rest."""
     return "\n".join(
         [
-            *_figures(results),
+            *_figures(results, vllm_figures(vllm)),
             *_budgets(results),
             *_profiles(results),
             *_interference(results),
@@ -116,13 +95,27 @@ def tables(results: dict[str, Any]) -> str:
 
 
 def _rows(results: dict[str, Any], part: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    for shape in VLLM:
+    for shape in SHAPES:
         found = results.get(shape, {}).get(part)
         for row in found if isinstance(found, list) else ():
             yield shape, row
 
 
-def _figures(results: dict[str, Any]) -> Iterator[str]:
+def vllm_figures(file: str) -> dict[str, dict[str, float]]:
+    """What vLLM took for each piece of work, under the names of the floors."""
+    if not Path(file).exists():
+        return {shape: {} for shape in SHAPES}
+    given = read([file])
+    return {
+        shape: {f"prefill {row['tokens']}": row["ms"] for row in parts.get("prefill", ())}
+        | {f"decode {row['batch']}": row["tpot_ms"] for row in parts.get("decode", ())}
+        | ({"nano": parts["nano"][0]["tok_s"]} if "nano" in parts else {})
+        | ({"start": parts["start"]["ready_s"]} if "start" in parts else {})
+        for shape, parts in given.items()
+    }
+
+
+def _figures(results: dict[str, Any], vllm: dict[str, dict[str, float]]) -> Iterator[str]:
     yield "| work | floor | measured | of the floor | vLLM | to vLLM |"
     yield "|---|---|---|---|---|---|"
     for part, size, value, unit in (
@@ -131,22 +124,21 @@ def _figures(results: dict[str, Any]) -> Iterator[str]:
     ):
         for shape, row in _rows(results, part):
             name, taken = f"{part} {row[size]}", row[value]
-            floor, peer = floors_of(shape)[name], VLLM[shape][name]
+            floor, peer = floors_of(shape)[name], vllm[shape].get(name)
+            beside = f"{peer:.2f} ms | {peer / taken:.2f}×" if peer else " | "
             yield (
                 f"| {shape}, {part}, {row[size]:,} {unit} | {floor:.2f} ms | **{taken:.2f} ms** | "
-                f"{floor / taken:.0%} | {peer:.2f} ms | {peer / taken:.2f}× |"
+                f"{floor / taken:.0%} | {beside} |"
             )
     best = {s: max(r["tok_s"] for t, r in _rows(results, "nano") if t == s) for s in _nano(results)}
     for shape, rate in best.items():
-        peer = VLLM[shape]["nano"]
-        yield (
-            f"| {shape}, nano-vLLM's workload | | **{rate:,.0f} tok/s** | | {peer:,.0f} tok/s | "
-            f"{rate / peer:.2f}× |"
-        )
+        peer = vllm[shape].get("nano")
+        beside = f"{peer:,.0f} tok/s | {rate / peer:.2f}×" if peer else " | "
+        yield f"| {shape}, nano-vLLM's workload | | **{rate:,.0f} tok/s** | | {beside} |"
     for shape, name, seconds in _starts(results):
-        peer = VLLM[shape]["start"]
-        against = f"{peer:.0f} s (imports apart)" if name == "cold" else ""
-        ratio = f"{peer / seconds:.1f}×" if name == "cold" else ""
+        peer = vllm[shape].get("start") if name == "cold" else None
+        against = f"{peer:.0f} s (imports apart)" if peer else ""
+        ratio = f"{peer / seconds:.1f}×" if peer else ""
         work = f"{shape}, start to first token, {name}"
         yield f"| {work} | | {seconds:.1f} s | | {against} | {ratio} |"
 
@@ -156,7 +148,7 @@ def _nano(results: dict[str, Any]) -> list[str]:
 
 
 def _starts(results: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
-    for shape in VLLM:
+    for shape in SHAPES:
         found = results.get(shape, {}).get("start", {})
         for name in ("cold", "warm"):
             if f"{name}_s" in found:
@@ -185,7 +177,7 @@ def group_of(kernel: str) -> str:
 def _profiles(results: dict[str, Any]) -> Iterator[str]:
     columns = ["products", *GROUPS]
     rows = []
-    for shape in VLLM:
+    for shape in SHAPES:
         found = results.get(shape, {}).get("profile", {})
         for step, kernels in found.items() if "error" not in found else ():
             totals = dict.fromkeys(columns, 0.0)
@@ -208,7 +200,7 @@ def _interference(results: dict[str, Any]) -> Iterator[str]:
         yield "|---|---|---|---|---|"
     for shape, row in rows:
         yield (
-            f"| {shape}, {row['prompt']:,} tokens, budget {row['budget']:,} | "
+            f"| {shape}, {row['prompt']:,} tokens, {bound_of(row)} | "
             f"{row['steady_ms']:.1f} ms | {row['worst_ms']:.1f} ms | "
             f"{row['worst_over_steady']:.1f}× | {row['long_ttft_s']:.2f} s |"
         )
@@ -216,8 +208,13 @@ def _interference(results: dict[str, Any]) -> Iterator[str]:
         yield f"\n![The worst gap and the time to first token, by budget]({PICTURE})"
 
 
+def bound_of(row: dict[str, Any]) -> str:
+    """What an interference run left a step: the default bound on stalls, or so many tokens."""
+    return "default" if row.get("stall") else f"budget {row['budget']:,}"
+
+
 def _others(results: dict[str, Any]) -> Iterator[str]:
-    for shape in VLLM:
+    for shape in SHAPES:
         mixed = results.get(shape, {}).get("mixed", {})
         if mixed.get("idle_share") is not None and "span_ms" in mixed:
             yield (

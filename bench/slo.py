@@ -2,12 +2,13 @@
 
     python -m bench.slo [--model M] [--json FILE] [--only interference|goodput]
 
-Interference: four streams write, a prompt of 4,000 tokens arrives; without a goal and with three
-goals for the gap between tokens. Worst gap and the share of gaps within the goal, both from the
-prompt's arrival to its first token; the prompt's TTFT; how far the step-time model was off.
+Interference: four streams write, a prompt of 4,000 tokens arrives; in the modes `throughput` (no
+bound on gaps) and `balanced` (the default), and with three goals for the gap. Worst gap and the
+share of gaps within the goal, both from the prompt's arrival to its first token; the prompt's TTFT;
+how far the step-time model was off.
 
-Goodput: a bursty minute (`slo_load.py`) replayed against fixed budgets and against the goals, on
-one engine each, in alternation, the same arrivals. The lengths are those of the trace divided by
+Goodput: a bursty minute (`slo_load.py`) replayed against fixed budgets, those modes and the goals,
+on one engine each, in alternation, the same arrivals. The lengths are those of the trace divided by
 --shrink, and the rate such that prompts and tokens take --load of this machine's time, as measured
 first. A request counts if its first token came within --ttft-ms and its tokens within --itl-ms: on
 average ("tpot", as vLLM's benchmark has it), or every one of them ("gaps").
@@ -34,6 +35,7 @@ from twostroke.request import EngineRequest, SamplingParams
 
 STREAMS, PROMPT, LONG = 4, 128, 4000
 STEADY_S = 2.0
+MODES = ("throughput", "balanced")
 GOALS_MS = (40.0, 80.0, 160.0)
 BUDGETS = (256, 512, 2048)
 KV_BYTES = 1 << 29
@@ -83,7 +85,7 @@ def off(steps: list[StepRecord]) -> dict[str, float]:
 # ── interference ────────────────────────────────────────────────────────────────────────────
 
 
-def interfere(machine: Machine, goal_ms: float | None) -> dict[str, Any]:
+def interfere(machine: Machine, name: str, goal_ms: float | None) -> dict[str, Any]:
     core = machine.core
     streams = [machine.add(PROMPT, 4000) for _ in range(STREAMS)]
     writing: set[str] = set()
@@ -118,6 +120,7 @@ def interfere(machine: Machine, goal_ms: float | None) -> dict[str, Any]:
                 gaps.append(gap)
     steps = [step for step in machine.steps_since(sent) if step.committed_s <= end + 0.001]
     return {
+        "name": name,
         "goal_ms": goal_ms,
         "steady_gap_ms": 1e3 * statistics.median(steady),
         "worst_gap_ms": 1e3 * max(gaps),
@@ -130,18 +133,18 @@ def interfere(machine: Machine, goal_ms: float | None) -> dict[str, Any]:
 
 
 def interference(args: argparse.Namespace) -> list[dict[str, Any]]:
-    goals = [None, *args.goals]
-    machines = [Machine(args.model, itl_slo_ms=goal) for goal in goals]
+    cases = [(mode, None, {"performance_mode": mode}) for mode in MODES]
+    cases += [(f"goal {goal:.0f} ms", goal, {"itl_slo_ms": goal}) for goal in args.goals]
+    machines = [Machine(args.model, **given) for _, _, given in cases]
     print(f"{STREAMS} streams write, a prompt of {LONG:,} tokens arrives")
     done = []
     for _ in range(args.repeat):
-        for machine, goal in zip(machines, goals, strict=True):
-            row = interfere(machine, goal)
+        for machine, (name, goal, _) in zip(machines, cases, strict=True):
+            row = interfere(machine, name, goal)
             done.append(row)
-            name = f"goal {goal:.0f} ms" if goal else "no goal"
             kept = f", {row['within']:.1%} within" if goal else ""
             print(
-                f"  {name:12} gap {row['steady_gap_ms']:.0f} ms before, worst "
+                f"  {name:14} gap {row['steady_gap_ms']:.0f} ms before, worst "
                 f"{row['worst_gap_ms']:.0f}, p99 {row['p99_gap_ms']:.0f}{kept}; TTFT "
                 f"{row['ttft_s']:.1f} s; model off by {row['off']['median']:.1%} (p90 "
                 f"{row['off']['p90']:.1%})",
@@ -205,6 +208,7 @@ def goodput(args: argparse.Namespace) -> dict[str, Any]:
     settings: dict[str, dict[str, Any]] = {
         f"budget {budget}": {"max_num_batched_tokens": budget} for budget in BUDGETS
     }
+    settings |= {mode: {"performance_mode": mode} for mode in MODES}
     settings["goals"] = {"ttft_slo_ms": args.ttft_ms, "itl_slo_ms": args.itl_ms}
     machines = {name: Machine(args.model, **given) for name, given in settings.items()}
     rate, measured = rate_for(machines["budget 512"], args.load, args.shrink)
@@ -226,14 +230,14 @@ def goodput(args: argparse.Namespace) -> dict[str, Any]:
             row["gap_ms"] = quantiles([1e3 * gap for r in records for gap, _, _ in r.gap_steps()])
             row["off"] = off(machines[name].steps_since(start))
             found[name].append(row)
-            print(f"  half {half + 1}, {name:12} {words(row)}", flush=True)
+            print(f"  half {half + 1}, {name:14} {words(row)}", flush=True)
     seconds = args.halves * args.half_s
     totals = {
         name: {key: sum(row[key] for row in rows) / seconds for key in ("tpot", "gaps")}
         for name, rows in found.items()
     }
     for name, total in totals.items():
-        print(f"  {name:12} goodput {total['tpot']:.2f}/s by tpot, {total['gaps']:.2f}/s by gaps")
+        print(f"  {name:14} goodput {total['tpot']:.2f}/s by tpot, {total['gaps']:.2f}/s by gaps")
     return {"rate": rate, "measured": measured, "halves": found, "goodput": totals}
 
 
@@ -257,7 +261,7 @@ def main() -> None:
     parser.add_argument("--model", help="(default: the default model)")
     parser.add_argument("--json", help="also write the result here")
     parser.add_argument("--only", choices=("interference", "goodput"))
-    parser.add_argument("--goals", type=float, nargs="+", default=GOALS_MS, metavar="MS")
+    parser.add_argument("--goals", type=float, nargs="*", default=GOALS_MS, metavar="MS")
     parser.add_argument("--repeat", type=int, default=1, help="of the interference")
     parser.add_argument("--ttft-ms", type=float, default=2000.0)
     parser.add_argument("--itl-ms", type=float, default=100.0)

@@ -32,11 +32,12 @@ class Mode(NamedTuple):
     # Goals in milliseconds, on a GPU and on a CPU; None: none.
     ttft_ms: tuple[float, float] | None = None
     itl_ms: tuple[float, float] | None = None
+    decode_stall: float = 0.0  # see EngineConfig.max_decode_stall
 
 
 MODES = {
     "interactivity": Mode(128, 8192, 512, ttft_ms=(1000.0, 4000.0), itl_ms=(50.0, 100.0)),
-    "balanced": Mode(256, 8192, 512),
+    "balanced": Mode(256, 8192, 512, decode_stall=8.0),
     "throughput": Mode(512, 16384, 1024),
 }
 
@@ -58,6 +59,9 @@ class EngineConfig(Strict):
     max_num_batched_tokens: int | None = None  # tokens in a step
     ttft_slo_ms: float | None = None  # goal for the time to the first token
     itl_slo_ms: float | None = None  # goal for the time between two tokens of a stream
+    # How many times its steady gap a stream may wait for a token while prompts are prefilled, where
+    # there is no itl_slo_ms; 0: any number, None: by performance_mode.
+    max_decode_stall: float | None = None
     performance_mode: str = "balanced"  # interactivity, balanced, throughput
     block_size: int = 16  # tokens in a KV block
     gpu_memory_utilization: float = 0.9
@@ -112,6 +116,8 @@ class EngineConfig(Strict):
         for name in ("ttft_slo_ms", "itl_slo_ms"):
             if getattr(self, name) is not None:
                 self._check_number(name, 0.1, 1e7, "milliseconds from 0.1 to 10000000, or None")
+        if self.max_decode_stall is not None and self.max_decode_stall != 0:
+            self._check_number("max_decode_stall", 1.5, 1e4, "0, a number of at least 1.5, or None")
         self._check_int("block_size", 1, 1024)
         self._check_int("kv_cache_memory_bytes", 1, optional=True)
         self._check_int("num_gpu_blocks_override", 1, optional=True)
@@ -175,11 +181,12 @@ class EngineConfig(Strict):
                 "step must have a token for every running request; raise the first or lower "
                 "the second"
             )
-        if self.itl_slo_ms is not None and not self.enable_chunked_prefill:
-            raise ConfigError(
-                "itl_slo_ms is kept by cutting prompts in chunks, but enable_chunked_prefill is "
-                "False; leave out one of them"
-            )
+        for name in ("itl_slo_ms", "max_decode_stall"):
+            if getattr(self, name) and not self.enable_chunked_prefill:
+                raise ConfigError(
+                    f"{name} is kept by cutting prompts in chunks, but enable_chunked_prefill is "
+                    "False; leave out one of them"
+                )
         if self.skip_tokenizer_init and self.tokenizer is not None:
             raise ConfigError("skip_tokenizer_init and tokenizer contradict each other; give one")
 
@@ -192,6 +199,13 @@ class EngineConfig(Strict):
         if itl is None and mode.itl_ms is not None and self.enable_chunked_prefill:
             itl = mode.itl_ms[device]
         return None if ttft is None else ttft / 1e3, None if itl is None else itl / 1e3
+
+    def decode_stall(self) -> float | None:
+        """The longest wait for a token beside prefill, in steady gaps; None: no bound."""
+        stall = self.max_decode_stall
+        if stall is None and self.enable_chunked_prefill:
+            stall = MODES[self.performance_mode].decode_stall
+        return stall or None
 
     def token_budget(self, on_gpu: bool, max_model_len: int) -> int:
         """Tokens in a step: enough to fill the device, few enough that streams keep flowing."""

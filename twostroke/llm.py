@@ -22,6 +22,8 @@ class LLM:
     """A model, ready to write. Settings: see `EngineConfig`."""
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
+        if "performance_mode" not in settings:
+            settings.setdefault("max_decode_stall", 0)  # nobody reads along while `generate` runs
         self.engine = build_engine(EngineConfig(model=model, **settings))
         self._client = SyncClient(self.engine)
 

@@ -347,3 +347,66 @@ def test_what_is_expected_of_a_step_is_told_with_its_plan() -> None:
     assert max(off) < 0.15
     assert engine.scheduler.pacer.host_s == pytest.approx(HOST_S, rel=0.1)
     assert engine.scheduler.pacer.times.predict(PhaseWork(), slots(3, 100)) is not None
+
+
+# ── max_decode_stall: the default ───────────────────────────────────────────────────────────
+
+
+def steady_gap(machine: Machine, streams: int) -> float:
+    engine = Engine(machine)
+    for n in range(streams):
+        engine.add(f"stream{n}", 100, 5000)
+    engine.run_for(10.0)
+    times = engine.scheduler.abort("stream0").record.token_s  # type: ignore[union-attr]
+    return times[-1] - times[-2]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+@pytest.mark.parametrize(
+    ("machine", "depth", "streams"),
+    [(a_cpu, 1, 1), (a_cpu, 1, 4), (a_cpu, 2, 4), (a_cpu, 1, 32), (a_gpu, 2, 1), (a_gpu, 2, 32)],
+)
+def test_a_long_prompt_stalls_streams_for_eight_steady_gaps_and_costs_a_quarter_at_most(
+    machine: Machine, depth: int, streams: int, noise: float
+) -> None:
+    unbounded = Engine(machine, depth, noise)
+    unbounded.warm_up()
+    worst, alone = unbounded.disturbed(streams, 4000)
+    engine = Engine(machine, depth, noise, max_decode_stall=8.0)
+    engine.warm_up()
+    gaps, long = engine.disturbed(streams, 4000)
+    steady = steady_gap(machine, streams)
+    assert max(gaps) <= 8 * steady * (1.1 + 2 * noise)
+    assert max(gaps) < max(worst)
+    assert long.ttft_s <= 1.25 * (1 + noise) * alone.ttft_s
+
+
+def test_where_prompts_always_wait_a_step_now_and_then_has_no_prefill() -> None:
+    engine = Engine(a_cpu, max_decode_stall=8.0, max_num_batched_tokens=512)
+    engine.warm_up()
+    engine.add("first", 100, 5000)
+    engine.run_for(0.5)
+    for n in range(24):  # many more streams than the steps without prefill have had
+        engine.add(f"stream{n}", 100, 5000)
+    engine.add("long", 9000, 1)
+    engine.until("long")
+    decode_rows = [len(plan.decode) for plan in engine.plans if plan.decode and not plan.prefill]
+    assert sum(rows == 25 for rows in decode_rows) >= 3
+    # So the streams' own time is known, and prefill has the seven eighths that it leaves.
+    mixed = [plan for plan in engine.plans if plan.prefill and len(plan.decode) == 25]
+    times = [
+        a_cpu(plan.prefill_work, plan.decode_work) / a_cpu(PhaseWork(), plan.decode_work)
+        for plan in mixed[-16:]
+    ]
+    assert 6.0 < sorted(times)[8] <= 8.0
+
+
+def test_an_executor_that_tells_no_times_does_not_keep_prompts_waiting() -> None:
+    engine = Engine(lambda prefill, decode: 0.0, max_decode_stall=8.0)
+    engine.add("stream", 10, 5000)
+    for _ in range(3):
+        engine.step()
+    engine.add("long", 5000, 1)
+    for _ in range(16):
+        engine.step()
+    assert "long" in engine.ended

@@ -54,6 +54,22 @@ def test_a_mode_leaves_out_the_goal_that_needs_chunks_where_there_are_none() -> 
     assert config.goals(True) == (1.0, None)
 
 
+@pytest.mark.parametrize(
+    ("given", "stall"),
+    [
+        ({}, 8.0),
+        ({"performance_mode": "throughput"}, None),
+        ({"performance_mode": "throughput", "max_decode_stall": 3}, 3),
+        ({"max_decode_stall": 0}, None),
+        ({"enable_chunked_prefill": False}, None),
+    ],
+)
+def test_by_default_a_stream_waits_for_at_most_eight_steady_gaps(
+    given: dict[str, Any], stall: float | None
+) -> None:
+    assert EngineConfig(**given).decode_stall() == stall
+
+
 def test_requests_at_one_time_are_no_more_than_a_step_has_tokens_for() -> None:
     assert EngineConfig(max_num_batched_tokens=32).max_num_seqs == 32
 

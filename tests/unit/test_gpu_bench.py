@@ -82,7 +82,10 @@ def test_a_part_that_failed_does_not_hide_an_earlier_result(tmp_path: Path) -> N
     assert read([str(first), str(second)])[LARGE] == {"decode": DECODE, "nano": NANO}
 
 
-def test_tables_set_each_figure_beside_its_floor_and_its_peer() -> None:
+def test_tables_set_each_figure_beside_its_floor_and_its_peer(tmp_path: Path) -> None:
+    peer = {"decode": [{"batch": 1, "tpot_ms": 4.98}], "nano": [{"tok_s": 9536}]}
+    vllm = tmp_path / "vllm.json"
+    vllm.write_text(json.dumps({LARGE: peer | {"start": {"ready_s": 61}}}))
     profile = {
         "decode 1": {"nvjet_x": 3.0, "cublasLt::splitKreduce_kernel<x>": 0.5, "_decode": 1.0}
     }
@@ -95,7 +98,8 @@ def test_tables_set_each_figure_beside_its_floor_and_its_peer() -> None:
                 "profile": profile,
                 "start": {"cold_s": 30.5},
             }
-        }
+        },
+        str(vllm),
     )
     assert (
         "| llama-3.1-8b, decode, 1 at a time | 3.80 ms | **4.50 ms** | 84% | 4.98 ms | 1.11× |"

@@ -32,8 +32,10 @@ ENGINE_HELP = {
     "max_num_batched_tokens": "tokens in a step (default: by device)",
     "ttft_slo_ms": "goal for the time to the first token: prompts go by what is left of it",
     "itl_slo_ms": "goal for the time between two tokens: prefill takes what it leaves",
-    "performance_mode": "interactivity (goals), balanced or throughput (larger steps): what is "
-    "not given otherwise",
+    "max_decode_stall": "how many times its steady gap a stream may wait while prompts are "
+    "prefilled; 0 is no bound (default: 8, or by performance_mode)",
+    "performance_mode": "interactivity (goals), balanced (streams flow beside long prompts) or "
+    "throughput (larger steps): what is not given otherwise",
     "block_size": "tokens in a KV block",
     "gpu_memory_utilization": "share of the GPU's memory to use",
     "kv_cache_memory_bytes": "size of the KV cache, such as 512M or 4GiB (default: by device)",

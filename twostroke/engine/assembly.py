@@ -45,4 +45,5 @@ def scheduler_config(
         prefix_caching=config.enable_prefix_caching,
         ttft_slo_s=ttft_slo_s,
         itl_slo_s=itl_slo_s,
+        max_decode_stall=config.decode_stall(),
     )

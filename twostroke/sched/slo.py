@@ -7,6 +7,11 @@ the stream that is closest to its deadline on time:
                delivery │ steps in flight │ host │ this step │ margin
                        now              begin
 
+Without one, `max_decode_stall` makes the goal: so many times what a step with the running streams
+takes without prefill. That is learnt from steps without prefill, so where prompts always wait one
+is planned now and then: a probe. Every `PROBE_EVERY` steps; every `PROBE_SOON` while the last few
+had less than half of today's streams; and while nothing is known.
+
 Not less than a floor, though, so that no goal stops a prompt (`Allowance.fit` has it):
 
   - a quarter more than what the step takes with a single token of the prompt, up to `FLOOR` tokens;
@@ -22,12 +27,13 @@ same times, same plans.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from twostroke.plan import PhaseWork, StepPlan
 from twostroke.sched.step import SchedulerConfig, visible_positions
-from twostroke.sched.steptime import StepTimes
+from twostroke.sched.steptime import ENOUGH, StepTimes
 
 if TYPE_CHECKING:
     from twostroke.sched.scheduler import InFlight
@@ -43,6 +49,8 @@ SLIVER = 8  # a second chunk that time cuts below this is left for the next step
 MARGIN = (0.03, 0.5)  # least and most, as a share of what the model expects
 ERRORS = 4.0  # of the model, on average, that the margin between these covers
 SMOOTH = 0.1  # of the host's share of a step
+PROBE_EVERY, PROBE_SOON = 64, 4  # steps in a row with prefill before one goes without
+MOST_BLIND_PROBES = 8  # an executor that tells no times is not waited for
 MOST_STRETCH = 5.0
 
 
@@ -50,10 +58,16 @@ class Allowance:
     """What is left of one step's time for prefill."""
 
     def __init__(
-        self, times: StepTimes, decode: PhaseWork, window: int | None, limit_s: float, tries: bool
+        self,
+        times: StepTimes,
+        decode: PhaseWork,
+        window: int | None,
+        limit_s: float,
+        tries: bool = False,
+        spent: bool = False,
     ) -> None:
         self.limit_s = limit_s  # for the whole step on the device, as the model counts it
-        self.spent = False  # a chunk was cut: nothing more fits
+        self.spent = spent  # a chunk was cut: nothing more fits
         self._tries = tries
         self._times = times
         self._decode = decode
@@ -110,13 +124,23 @@ class Pacer:
         self.host_s = 0.0  # what a step takes beyond its time on the device
         self.stretch = 1.0  # how much longer a prompt takes beside the streams than alone
         self._itl_s = config.itl_slo_s
+        self._stall = config.max_decode_stall
+        self._mixed_in_a_row = 0
+        self._probed_rows = deque([0] * ENOUGH, ENOUGH)  # streams of the last steps without prefill
+        self._blind_probes = 0
         self._window = config.windows[0] if len(config.windows) == 1 else None
         self._committed_s = 0.0
 
     def allowance(self, step: StepBuilder, flights: Iterable[InFlight]) -> Allowance | None:
         """For a step that has its slots. None: only the token budget bounds it."""
-        streams = step.sampled
-        if self._itl_s is None or not streams:
+        streams, decode = step.sampled, step.decode_work
+        alone = self.times.decode_only(decode)
+        itl_s = self._itl_s
+        if itl_s is None and self._stall is not None and streams:
+            if self._probe_is_due(decode, alone):
+                return Allowance(self.times, decode, self._window, 0.0, spent=True)
+            itl_s = None if alone is None else self._stall * (alone + self.host_s)
+        if itl_s is None or not streams:
             self.stretch += SMOOTH * (1.0 - self.stretch)
             return None
         begin = self._free_s(step.now, flights)
@@ -126,17 +150,22 @@ class Pacer:
             request.record.token_s[-1] if request.pending == 1 and request.record.token_s else begin
             for request in streams
         )
-        left = oldest + self._itl_s - begin - self.host_s
+        left = oldest + itl_s - begin - self.host_s
         least, most = MARGIN
         margin = min(max(least, ERRORS * self.times.mixed_error), most)
         limit_s = max(0.0, left / (1 + margin))
-        decode = step.decode_work
-        alone = self.times.decode_only(decode)
         if alone is not None:
-            for_prefill = max(self._itl_s - alone, self._itl_s / MOST_STRETCH)
-            self.stretch += SMOOTH * (self._itl_s / for_prefill - self.stretch)
+            for_prefill = max(itl_s - alone, itl_s / MOST_STRETCH)
+            self.stretch += SMOOTH * (itl_s / for_prefill - self.stretch)
         tries = step.step % TRIES == 0
         return Allowance(self.times, decode, self._window, limit_s, tries)
+
+    def _probe_is_due(self, decode: PhaseWork, alone: float | None) -> bool:
+        if alone is None:
+            self._blind_probes += 1
+            return self._blind_probes <= MOST_BLIND_PROBES
+        soon = decode.rows > 2 * min(self._probed_rows)
+        return self._mixed_in_a_row >= (PROBE_SOON if soon else PROBE_EVERY)
 
     def prefill_s(self, start: int, count: int) -> float:
         """How long `count` tokens from `start` on will take beside the streams; 0 if unknown."""
@@ -155,6 +184,11 @@ class Pacer:
         self.host_s += SMOOTH * (host_s - self.host_s)
         self._committed_s = now
         self.times.add(plan.prefill_work, plan.decode_work, device_s)
+        if plan.decode and not plan.prefill:
+            self._mixed_in_a_row = 0
+            self._probed_rows.append(len(plan.decode))
+        else:
+            self._mixed_in_a_row += 1
 
     def _free_s(self, now: float, flights: Iterable[InFlight]) -> float:
         """When the last step in flight will have committed."""

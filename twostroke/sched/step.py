@@ -33,6 +33,7 @@ class SchedulerConfig:
     lookahead: int = 128  # tokens of growth that admission keeps free for each running request
     ttft_slo_s: float | None = None  # goals; None: none
     itl_slo_s: float | None = None
+    max_decode_stall: float | None = None  # steady gaps; where there is no itl_slo_s
 
 
 class StepBuilder:

@@ -1,0 +1,426 @@
+"""What `hostile.py` does to a server: every attack that once hurt somebody else's stream."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from time import perf_counter, sleep
+from typing import Any
+
+from bench.hostile import ATTACK_S, Attack, Fire, Target, engine_pid
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "hi"}]
+JSON = {"Content-Type": "application/json"}
+KEYS = ("first-key", "second-key")
+
+# ── asking ──────────────────────────────────────────────────────────────────────────────────
+
+
+def ask(
+    port: int, method: str, path: str, body: bytes | None = None, key: str | None = None
+) -> tuple[int, bytes]:
+    """Status and answer; a server that closes while it is sent a body has said what it wants."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=ATTACK_S)
+    headers = dict(JSON) if body is not None else {}
+    if key is not None:
+        headers["Authorization"] = f"Bearer {key}"
+    try:
+        connection.putrequest(method, path)
+        for name, value in headers.items():
+            connection.putheader(name, value)
+        if body is not None:
+            connection.putheader("Content-Length", str(len(body)))
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            connection.endheaders(body)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def post(port: int, path: str, body: Any, key: str | None = None) -> tuple[int, bytes]:
+    return ask(port, "POST", path, json.dumps(body).encode(), key)
+
+
+def warm_up(target: Target) -> None:
+    """One of each kind, so that what starts with the first has started."""
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        for key in (None, KEYS[0]):
+            schema = {"type": "json_object"}
+            post(target.port, CHAT, {"messages": HELLO, "max_tokens": 2}, key)
+            post(target.port, CHAT, {"messages": HELLO, "max_tokens": 4,
+                 "response_format": schema}, key)  # fmt: skip
+        ask(target.port, "GET", "/metrics")
+
+
+def told(answers: Iterable[tuple[int, bytes]]) -> str:
+    """How many of each status, and the first refusal's words."""
+    answers = list(answers)
+    counts = Counter(status for status, _ in answers)
+    text = ", ".join(f"{count}× {status}" for status, count in sorted(counts.items()))
+    for status, answer in answers:
+        if status >= 400:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                text += f": {json.loads(answer)['error']['message'][:160]}"
+            break
+    longest = max(len(answer) for status, answer in answers if status >= 400 or status == 200)
+    failed = any(status >= 500 and status not in (501, 503) for status in counts)
+    return f"{'FAILED ' if failed else ''}{text} ({longest:,} bytes at most)"
+
+
+def at_once(port: int, path: str, bodies: list[bytes]) -> list[tuple[int, bytes]]:
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        return list(pool.map(lambda body: ask(port, "POST", path, body), bodies))
+
+
+def sending(path: str, body: Callable[[], Any], times: int = 1) -> Callable[[Target], Fire]:
+    """An attack that is one body, sent once or several times at once."""
+
+    def prepare(target: Target) -> Fire:
+        made = body()
+        data = made if isinstance(made, bytes) else json.dumps(made).encode()
+        return lambda: told(at_once(target.port, path, [data] * times))
+
+    return prepare
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"messages": HELLO, "max_tokens": 4, **fields}
+
+
+# ── bodies ──────────────────────────────────────────────────────────────────────────────────
+
+
+def nested_metadata() -> bytes:
+    inner = b",".join([b"[[[]]]"] * 1_800_000)
+    return b'{"messages":[{"role":"user","content":"hi"}],"metadata":{"a":[%b]}}' % inner
+
+
+def long_name() -> bytes:
+    return b'{"messages":[{"role":"user","content":"hi"}],"%b":1}' % (b"temperatur" * 1_400_000)
+
+
+def many_parts() -> Any:
+    return chat(messages=[{"role": "user", "content": [{"type": "text", "text": "a"}] * 200_000}])
+
+
+def many_messages() -> Any:
+    pair = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    return chat(messages=pair * 10_000)
+
+
+def many_words() -> Any:
+    return chat(bad_words=[f"word{n}" for n in range(1_200_000)])
+
+
+def long_prompt(tokens: int) -> list[int]:
+    return [(n * 31) % 40_000 + 100 for n in range(tokens)]
+
+
+# ── grammars ────────────────────────────────────────────────────────────────────────────────
+
+
+def schema(seed: int, patterns: int = 400) -> dict[str, Any]:
+    """Some 60 KB that take long to compile, and differ so that none is remembered."""
+    properties = {}
+    for n in range(patterns):
+        words = "|".join(f"[a-z]{{{k},{k + n % 17 + 3}}}{seed}" for k in range(1, 6))
+        properties[f"field_{seed}_{n}"] = {"type": "string", "pattern": f"^({words})$"}
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def many_schemas(target: Target) -> Fire:
+    bodies = [
+        json.dumps(chat(response_format={"type": "json_schema",
+                   "json_schema": {"name": "x", "schema": schema(n)}})).encode()
+        for n in range(48)
+    ]  # fmt: skip
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+    def fire() -> str:
+        slowest: dict[str, float] = {}
+        with ThreadPoolExecutor(64) as pool:
+            jobs = [pool.submit(ask, target.port, "POST", CHAT, body) for body in bodies]
+            while not all(job.done() for job in jobs):
+                for name, call in (
+                    ("/metrics", partial(ask, target.port, "GET", "/metrics")),
+                    ("/health", partial(ask, target.port, "GET", "/health")),
+                    ("a tool", partial(post, target.port, CHAT, chat(tools=[tool]))),
+                    ("20 KB", partial(post, target.port, CHAT,
+                     chat(messages=[{"role": "user", "content": "hi " * 7_000}]))),
+                ):  # fmt: skip
+                    start = perf_counter()
+                    status, _ = call()
+                    took = perf_counter() - start
+                    slowest[name] = max(took, slowest.get(name, 0.0))
+                    if name.startswith("/") and status != 200:
+                        return f"FAILED {name} answered {status}"
+            answers = [job.result() for job in jobs]
+        times = ", ".join(f"{name} {took:.2f} s" for name, took in slowest.items())
+        slow = max(slowest.get("/metrics", 0), slowest.get("/health", 0)) > 1.0
+        return f"{'FAILED ' if slow else ''}slowest {times}; {told(answers)}"
+
+    return fire
+
+
+# ── connections ─────────────────────────────────────────────────────────────────────────────
+
+
+def never_read(target: Target) -> Fire:
+    body = json.dumps(
+        {"prompt": "Once", "max_tokens": 4000, "n": 128, "logprobs": 20, "stream": True,
+         "ignore_eos": True, "temperature": 1.0}).encode()  # fmt: skip
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+    def fire() -> str:
+        with socket.create_connection(("127.0.0.1", target.port)) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            sleep(25.0)
+            first = connection.recv(12)
+        return f"25 s unread, then closed; it began {first!r}"
+
+    return fire
+
+
+def slow_senders(target: Target) -> Fire:
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+    def fire() -> str:
+        open_ones = []
+        for _ in range(16):
+            connection = socket.create_connection(("127.0.0.1", target.port))
+            connection.sendall(head + b"Content-Length: %d\r\n\r\n{" % (16 * 1024**2))
+            open_ones.append(connection)
+        usual = chat(messages=[{"role": "user", "content": "hi " * 100_000}], max_tokens=1)
+        answers = [post(target.port, COMPLETIONS, {"prompt": "hi " * 4_000, "max_tokens": 1})]
+        answers.append(post(target.port, CHAT, usual))  # 300 KB; too long for the model, but read
+        closed, until = 0, perf_counter() + 90.0
+        for connection in open_ones:
+            connection.settimeout(max(0.1, until - perf_counter()))
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                closed += connection.recv(16) != b"x"
+            connection.close()
+        blocked = any(status == 429 for status, _ in answers)
+        failed = "FAILED " if blocked or closed < 16 else ""
+        return f"{failed}beside them {told(answers)}; {closed} of 16 were closed"
+
+    return fire
+
+
+def many_connections(target: Target) -> Fire:
+    """Against a server that may open 64 files."""
+
+    def fire() -> str:
+        held = []
+        for _ in range(100):
+            with contextlib.suppress(OSError):
+                held.append(socket.create_connection(("127.0.0.1", target.port), timeout=1))
+        sleep(1.0)
+        for connection in held:
+            connection.close()
+        sleep(0.5)
+        answers = [post(target.port, CHAT, chat(response_format={"type": "json_schema",
+                   "json_schema": {"name": "x", "schema": schema(1, 2)}}))
+                   for _ in range(3)]  # fmt: skip
+        answers.append(post(target.port, CHAT, chat(logprobs=True, top_logprobs=3)))
+        good = all(status == 200 for status, _ in answers)
+        return f"{'' if good else 'FAILED '}afterwards {told(answers)}"
+
+    return fire
+
+
+# ── templates ───────────────────────────────────────────────────────────────────────────────
+
+BOMBS = (
+    "{{ range(99999)|map('string')|join('x'*99999)|length }}",
+    "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{{ messages|tojson(indent=10**9) }}",
+    "{{ ('\\t'*99999).expandtabs(99999)|length }}",
+    "{{ ('x'*99999)|replace('x', 'y'*99999)|length }}",
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+)
+
+
+def foreign_templates(target: Target) -> Fire:
+    bodies = [json.dumps(chat(chat_template=bomb)).encode() for bomb in BOMBS]
+
+    def fire() -> str:
+        answers = at_once(target.port, CHAT, bodies)
+        usual, _ = post(target.port, CHAT, chat())
+        good = all(status == 400 for status, _ in answers) and usual == 200
+        return f"{'' if good else 'FAILED '}{told(answers)}; afterwards {usual}"
+
+    return fire
+
+
+def own_template(folder: Path) -> list[str]:
+    (folder / "bomb.jinja").write_text(BOMBS[1])
+    return ["--chat-template", str(folder / "bomb.jinja")]
+
+
+def hung_template(target: Target) -> Fire:
+    def fire() -> str:
+        with ThreadPoolExecutor(4) as pool:
+            jobs = [pool.submit(post, target.port, CHAT, chat()) for _ in range(4)]
+            sleep(0.5)
+            health, _ = ask(target.port, "GET", "/health")
+            answers = [job.result() for job in jobs]
+        good = health == 200 and all(400 <= status < 500 for status, _ in answers)
+        return f"{'' if good else 'FAILED '}/health {health}, {told(answers)}"
+
+    return fire
+
+
+# ── keys, logs, values ──────────────────────────────────────────────────────────────────────
+
+
+def keys(_: Path) -> list[str]:
+    return ["--api-key", *KEYS]
+
+
+def shared_prefix(target: Target) -> Fire:
+    asked = {"prompt": long_prompt(200), "max_tokens": 1}
+
+    def fire() -> str:
+        cached = []
+        for key in (KEYS[0], KEYS[0], KEYS[1]):
+            _, answer = post(target.port, COMPLETIONS, asked, key)
+            details = json.loads(answer)["usage"].get("prompt_tokens_details") or {}
+            cached.append(details.get("cached_tokens", 0))
+        failed = "FAILED " if cached[2] or not cached[1] else ""
+        return f"{failed}cached for the first key {cached[1]}, for the second {cached[2]}"
+
+    return fire
+
+
+def logged_key(target: Target) -> Fire:
+    def fire() -> str:
+        ask(target.port, "GET", "/health?api_key=sk-secret-value&x=1")
+        sleep(0.5)
+        text = target.log.read_text(errors="replace")
+        failed = "FAILED " if "sk-secret-value" in text or "/health" not in text else ""
+        return f"{failed}the log says {re.findall(r'.*/health.*', text)[-1:]}"
+
+    return fire
+
+
+def odd_values(target: Target) -> Fire:
+    bodies = [chat(top_k=0.5), chat(top_k=1e-9), chat(temperature=1e-300), chat(top_p=5e-324)]
+
+    def fire() -> str:
+        answers = [post(target.port, CHAT, body) for body in bodies]
+        usual, _ = post(target.port, CHAT, chat())
+        return f"{'' if usual == 200 else 'FAILED '}{told(answers)}; afterwards {usual}"
+
+    return fire
+
+
+# ── the engine ──────────────────────────────────────────────────────────────────────────────
+
+
+def deaths(target: Target) -> Fire:
+    """Whoever dies again and again is started again, or the server ends and says why."""
+
+    def fire() -> str:
+        killed = 0
+        until = perf_counter() + 150.0
+        while perf_counter() < until and killed < 10:
+            if not Path(f"/proc/{target.pid}/fd/0").exists():
+                break  # it has ended
+            if pid := engine_pid(target.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                    killed += 1
+            sleep(0.7)
+        until = perf_counter() + 60.0
+        while perf_counter() < until:
+            try:
+                status, _ = post(target.port, CHAT, chat())
+                if status == 200:
+                    return f"{killed} deaths, then it answers again"
+            except OSError:
+                lines = target.log.read_text(errors="replace").strip().splitlines()
+                return f"{killed} deaths, then it ended: {lines[-1][-200:] if lines else ''}"
+            sleep(0.5)
+        return f"FAILED {killed} deaths, then it neither answers nor ends"
+
+    return fire
+
+
+def hang(target: Target) -> Fire:
+    def fire() -> str:
+        pid = engine_pid(target.pid)
+        os.kill(pid, signal.SIGSTOP)
+        start = perf_counter()
+        noticed = 0.0
+        with ThreadPoolExecutor(1) as pool:
+            job = pool.submit(post, target.port, CHAT, chat())
+            while perf_counter() - start < 150.0:
+                if not noticed and ask(target.port, "GET", "/health")[0] != 200:
+                    noticed = perf_counter() - start
+                if engine_pid(target.pid) != pid and ask(target.port, "GET", "/health")[0] == 200:
+                    job.result()
+                    again = perf_counter() - start
+                    good = "" if noticed else "FAILED /health stayed at 200; "
+                    return f"{good}noticed after {noticed:.0f} s, another engine after {again:.0f}"
+                sleep(0.2)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        return "FAILED an engine that stood still for 150 s was not replaced"
+
+    return fire
+
+
+ATTACKS = [
+    Attack("nested metadata", sending(CHAT, nested_metadata)),
+    Attack("nested metadata × 14", sending(CHAT, nested_metadata, 14)),
+    Attack("48 schemas", many_schemas),
+    Attack("unknown name of 14 MB", sending(CHAT, long_name)),
+    Attack("3 M ids detokenized", sending("/detokenize", lambda: {"tokens": [7] * 3_000_000})),
+    Attack("200,000 content parts", sending(CHAT, many_parts)),
+    Attack("20,000 messages", sending(CHAT, many_messages)),
+    Attack(
+        "13 MB of allowed ids",
+        sending(CHAT, lambda: chat(allowed_token_ids=list(range(100, 40_000)) * 45)),
+    ),
+    Attack("14 MB of bad words", sending(CHAT, many_words)),
+    Attack(
+        "1,000 prompts",
+        sending(COMPLETIONS, lambda: {"prompt": [f"Text {n}" for n in range(1000)],
+                                      "max_tokens": 4}),
+    ),
+    Attack(
+        "n=256 with log-probabilities",
+        sending(COMPLETIONS, lambda: {"prompt": "Once", "n": 256, "logprobs": 20,
+                                      "max_tokens": 24, "ignore_eos": True, "temperature": 1.0}),
+    ),
+    Attack(
+        "prompt log-probabilities",
+        sending(COMPLETIONS, lambda: {"prompt": long_prompt(4000), "prompt_logprobs": 20,
+                                      "max_tokens": 1}),
+    ),
+    Attack("a reader that does not", never_read),
+    Attack("slow senders", slow_senders),
+    Attack("template of a request", foreign_templates,
+           flags=lambda _: ["--trust-request-chat-template"]),
+    Attack("template of a model", hung_template, flags=own_template),
+    Attack("64 open files", many_connections, open_files=64, victim=False),
+    Attack("prefix of another key", shared_prefix, flags=keys, victim=False),
+    Attack("key in the log", logged_key, victim=False,
+           flags=lambda _: ["--uvicorn-log-level", "info", "--enable-log-requests"]),
+    Attack("odd values", odd_values),
+    Attack("an engine that dies", deaths, victim=False, max_growth_mib=512),
+    Attack("an engine that hangs", hang, victim=False, max_growth_mib=512),
+]  # fmt: skip
