@@ -2,16 +2,99 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from twostroke.observe.record import RequestRecord
+from twostroke.plan import TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class Logprob:
+class Logprob(NamedTuple):
     logprob: float
     rank: int | None = None  # 1 is the most likely
     decoded_token: str | None = None
+
+
+class Logprobs(Sequence[Any]):
+    """Of many positions, each a `dict[int, Logprob]` that is made when it is looked at: the best
+    tokens in order of rank, and the chosen one, which may be further down. A prompt's first
+    position is None.
+
+    Kept packed, since an answer of many continuations may have a million of them: 8 bytes for each
+    token of a position instead of some 150.
+    """
+
+    __slots__ = ("_ends", "_ids", "_ranks", "_text", "_values")
+
+    def __init__(self, text: Callable[[int], str | None] | None = None) -> None:
+        self._text = text
+        self._ids, self._values = array("i"), array("f")  # of all positions, the chosen one first
+        self._ends, self._ranks = array("q"), array("i")  # one a position
+
+    def add(self, entry: TokenLogprobs | None) -> None:
+        if entry is not None:
+            self._ids.extend(entry.token_ids)
+            self._values.extend(entry.logprobs)
+        self._ends.append(len(self._ids))
+        self._ranks.append(0 if entry is None else entry.rank)
+
+    def extend(self, others: Logprobs) -> None:
+        before = len(self._ids)
+        self._ids.extend(others._ids)
+        self._values.extend(others._values)
+        self._ends.extend(before + end for end in others._ends)
+        self._ranks.extend(others._ranks)
+
+    def take(self) -> Logprobs:
+        """All there is, which is not here any more."""
+        taken = Logprobs(self._text)
+        for name in ("_ids", "_values", "_ends", "_ranks"):
+            full = getattr(self, name)
+            setattr(taken, name, full)
+            setattr(self, name, array(full.typecode))
+        return taken
+
+    def copy(self) -> Logprobs:
+        """One that no longer grows."""
+        same = Logprobs(self._text)
+        same._ids, same._values = self._ids[:], self._values[:]
+        same._ends, same._ranks = self._ends[:], self._ranks[:]
+        return same
+
+    def plain(self) -> Iterator[TokenLogprobs | None]:
+        """The positions as they were added, which takes less time than dicts."""
+        begin = 0
+        for end, rank in zip(self._ends, self._ranks, strict=True):
+            ids, values = self._ids[begin:end], self._values[begin:end]
+            yield TokenLogprobs(tuple(ids), tuple(values), rank) if ids else None
+            begin = end
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, which: Any) -> Any:
+        if isinstance(which, slice):
+            return [self[n] for n in range(*which.indices(len(self)))]
+        at = which + len(self) if which < 0 else which
+        if not 0 <= at < len(self):
+            raise IndexError("there is no such position")
+        begin, end = self._ends[at - 1] if at else 0, self._ends[at]
+        if begin == end:
+            return None
+        (chosen, *best), (own, *values) = self._ids[begin:end], self._values[begin:end]
+        text = self._text or (lambda _: None)
+        ranked = enumerate(zip(best, values, strict=True), 1)
+        entry = {token: Logprob(value, rank, text(token)) for rank, (token, value) in ranked}
+        entry[chosen] = Logprob(own, self._ranks[at], text(chosen))
+        return entry
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == (list(other) if isinstance(other, Sequence) else other)
+
+    def __repr__(self) -> str:
+        return repr(list(self))
 
 
 @dataclass(slots=True)
@@ -22,7 +105,7 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: Logprobs | None = None
     finish_reason: str | None = None  # stop, length, abort, error
     stop_reason: int | str | None = None  # the stop string or stop token that ended it
 
@@ -38,7 +121,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool = False
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # the first entry is None
+    prompt_logprobs: Logprobs | None = None  # the first entry is None
     num_cached_tokens: int = 0
     metrics: list[RequestRecord] = field(default_factory=list)  # one per finished continuation
     num_prefilled: int = 0  # prompt tokens computed so far, where progress was asked for
@@ -47,7 +130,8 @@ class RequestOutput:
 
 
 class Deltas:
-    """Turns the growing output of one request into what is new since the last look."""
+    """Turns the growing output of one request into what is new since the last look. Of
+    log-probabilities the growing output keeps nothing."""
 
     def __init__(self) -> None:
         self._sent: dict[int, tuple[int, int]] = {}  # continuation → token ids, characters
@@ -68,7 +152,7 @@ class Deltas:
                         text,
                         token_ids,
                         completion.cumulative_logprob,
-                        None if logprobs is None else logprobs[ids:],
+                        None if logprobs is None else logprobs.take(),
                         completion.finish_reason,
                         completion.stop_reason,
                     )
@@ -101,7 +185,7 @@ def snapshot(output: RequestOutput) -> RequestOutput:
             replace(
                 completion,
                 token_ids=list(completion.token_ids),
-                logprobs=None if logprobs is None else list(logprobs),
+                logprobs=None if logprobs is None else logprobs.copy(),
             )
         )
     return replace(output, outputs=outputs, metrics=list(output.metrics))

@@ -93,10 +93,16 @@ class TokenLogprobs(NamedTuple):
     rank: int
 
 
+BROKEN_LOGITS = (
+    "the model computed NaN or infinite logits; its weights are damaged, or its numbers are too "
+    "large for the dtype (try --dtype float32)"
+)
+
+
 class StepResult(NamedTuple):
     """What came out, in the plan's order: the decode slots, then the last chunks."""
 
-    tokens: list[int]
+    tokens: list[int]  # -1: the logits were NaN or infinite
     logprobs: dict[int, TokenLogprobs]  # by index into `tokens`; only where asked for
     prompt_logprobs: dict[int, list[TokenLogprobs]]  # by row: one per position, in order
     device_s: float

@@ -169,6 +169,8 @@ struct Kernels {
   void (*prefetch_keys)(const Cache& cache, const int32_t* table, int from, int to, int kv);
   // Index of the largest of n scores.
   int (*argmax)(const float* x, int n);
+  // Logarithm of the sum of e^x.
+  float (*log_sum_exp)(const float* x, int n);
   // Index of the largest of n scores with their Gumbel noise.
   int (*draw)(const float* x, int n, uint32_t key0, uint32_t key1);
   // Busy for some rounds with the fastest products of bytes; how many operations those were.

@@ -35,6 +35,7 @@ const Kernels kAmx = {
     amx::attend_decode,
     amx::prefetch_keys,
     amx::argmax,
+    amx::log_sum_exp,
     amx::draw,
     amx::dot_bytes,
     {amx::kWideFrom,

@@ -31,6 +31,7 @@ const Kernels kAvx2 = {
     avx2::attend_decode,
     avx2::prefetch_keys,
     avx2::argmax,
+    avx2::log_sum_exp,
     avx2::draw,
     avx2::dot_bytes,
 };

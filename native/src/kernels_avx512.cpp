@@ -31,6 +31,7 @@ const Kernels kAvx512 = {
     avx512::attend_decode,
     avx512::prefetch_keys,
     avx512::argmax,
+    avx512::log_sum_exp,
     avx512::draw,
     avx512::dot_bytes,
 };

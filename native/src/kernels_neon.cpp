@@ -34,6 +34,7 @@ const Kernels kNeon = {
     neon::attend_decode,
     neon::prefetch_keys,
     neon::argmax,
+    neon::log_sum_exp,
     neon::draw,
     neon::dot_bytes,
     {},

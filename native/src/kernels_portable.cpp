@@ -30,6 +30,7 @@ const Kernels kPortable = {
     portable::attend_decode,
     portable::prefetch_keys,
     portable::argmax,
+    portable::log_sum_exp,
     portable::draw,
     portable::dot_bytes,
 };

@@ -27,6 +27,7 @@ using Floats2 = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::
 using Ints1 = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Ints2 = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using OutFloats2 = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using OutInts2 = nb::ndarray<int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using OutInts1 = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Keys = nb::ndarray<const uint32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Halves = nb::ndarray<uint16_t, nb::ndim<6>, nb::c_contig, nb::device::cpu>;
@@ -190,8 +191,32 @@ NB_MODULE(_native, m) {
           }
         },
         "logits"_a.noconvert(), "tokens"_a.noconvert(), "where"_a, "wishes"_a, "keys"_a, "out"_a.noconvert(), "isa"_a = "auto",
-        "A token for each row of logits (overwritten). `where`: row, length of its prompt, length; "
+        "A token for each row of logits (overwritten), or -1 if they are NaN or infinite. `where`: row, length of its prompt, length; "
         "`wishes`: temperature, top_k, top_p, min_p, repetition, frequency, presence.");
+
+  m.def("top_logprobs",
+        [](const Floats2& logits, const Ints1& tokens, const OutInts2& ids,
+           const OutFloats2& values, const OutInts1& ranks, const std::string& isa) {
+          const size_t count = logits.shape(0), width = ids.shape(1);
+          const int vocab = static_cast<int>(logits.shape(1));
+          check(tokens.size() == count && ids.shape(0) == count && values.shape(0) == count &&
+                    values.shape(1) == width && ranks.size() == count && width >= 1 &&
+                    width <= static_cast<size_t>(vocab) + 1,
+                "another shape");
+          for (size_t n = 0; n < count; n++)
+            check(tokens.data()[n] >= 0 && tokens.data()[n] < vocab,
+                  "a token is outside the vocabulary");
+          const Kernels& kernels = find_kernels(isa);
+          nb::gil_scoped_release free;
+          for (size_t n = 0; n < count; n++)
+            top_logprobs(kernels, logits.data() + n * vocab, vocab, tokens.data()[n],
+                         static_cast<int>(width) - 1, ids.data() + n * width,
+                         values.data() + n * width, ranks.data() + n);
+        },
+        "logits"_a.noconvert(), "tokens"_a, "ids"_a.noconvert(), "values"_a.noconvert(),
+        "ranks"_a.noconvert(), "isa"_a = "auto",
+        "For each row of logits the log-probability of its token, then the best ones in order: "
+        "as many as `ids` and `values` [rows, 1 + count] have room for; and the token's rank.");
 
   m.def("isas", &available_isas, "The instruction sets there are kernels for, the best first.");
   m.def("common_format",

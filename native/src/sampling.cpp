@@ -9,6 +9,8 @@ namespace twostroke {
 
 namespace {
 
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
 struct Candidate {
   float score;
   int token;
@@ -38,6 +40,13 @@ void penalise(float* logits, const Wishes& w, const int32_t* history, int num_pr
   }
 }
 
+// Whether no model can have meant these: the largest is infinite or NaN. Where everything is −∞ it may be
+// that every token is forbidden, so only then they are looked through for NaN.
+bool is_broken(const float* x, int vocab, float most) {
+  if (most > -kInfinity && most < kInfinity) return false;
+  return most != -kInfinity || std::any_of(x, x + vocab, [](float v) { return v != v; });
+}
+
 // The `count` best, in order.
 std::vector<Candidate> best_of(const float* x, int vocab, int count) {
   std::vector<Candidate> heap;  // the worst of them first
@@ -61,7 +70,7 @@ std::vector<Candidate> bounded(const float* x, int vocab, int top_k, float top_p
   constexpr int kMany = 1024;  // candidates that mostly suffice for a top-p alone
   const bool all = top_k >= vocab;
   double total = 0;
-  float most = -std::numeric_limits<float>::infinity();
+  float most = -kInfinity;
   for (int n = 0; n < vocab; n++) most = std::max(most, x[n]);
   if (all)
     for (int n = 0; n < vocab; n++) total += std::exp(x[n] - most);
@@ -87,16 +96,20 @@ std::vector<Candidate> bounded(const float* x, int vocab, int top_k, float top_p
 int choose(const Kernels& kernels, float* logits, int vocab, const Wishes& w,
            const int32_t* history, int num_prompt, int length, uint32_t key0, uint32_t key1) {
   penalise(logits, w, history, num_prompt, length, vocab);
-  if (w.temperature == 0) return kernels.argmax(logits, vocab);
-  float most = -std::numeric_limits<float>::infinity();
+  if (w.temperature == 0) {
+    const int best = kernels.argmax(logits, vocab);
+    return is_broken(logits, vocab, logits[best]) ? -1 : best;
+  }
+  float most = -kInfinity;
   for (int n = 0; n < vocab; n++) {
     logits[n] /= w.temperature;
     most = std::max(most, logits[n]);
   }
+  if (is_broken(logits, vocab, most)) return -1;
   if (w.min_p > 0) {
     const float least = most + std::log(w.min_p);
     for (int n = 0; n < vocab; n++)
-      if (logits[n] < least) logits[n] = -std::numeric_limits<float>::infinity();
+      if (logits[n] < least) logits[n] = -kInfinity;
   }
   const bool has_k = w.top_k >= 1 && w.top_k < static_cast<float>(vocab);
   if (!has_k && w.top_p >= 1) return kernels.draw(logits, vocab, key0, key1);
@@ -108,6 +121,16 @@ int choose(const Kernels& kernels, float* logits, int vocab, const Wishes& w,
     if (best < 0 || now > score) best = c.token, score = now;
   }
   return best;
+}
+
+void top_logprobs(const Kernels& kernels, const float* logits, int vocab, int token, int count,
+                  int32_t* ids, float* values, int32_t* rank) {
+  const float total = kernels.log_sum_exp(logits, vocab), own = logits[token];
+  *rank = 1;
+  for (int n = 0; n < vocab; n++) *rank += logits[n] > own;
+  ids[0] = token, values[0] = own - total;
+  if (count == 0) return;
+  for (const Candidate& c : best_of(logits, vocab, count)) *++ids = c.token, *++values = c.score - total;
 }
 
 }  // namespace twostroke

@@ -72,6 +72,21 @@ static int argmax(const float* x, int n) {
   return 0;  // nothing but NaN
 }
 
+static float log_sum_exp(const float* x, int n) {
+  constexpr int kRun = 256;  // vectors that are summed in floats before the sum is kept in a double
+  const float most = x[argmax(x, n)];
+  double total = 0;
+  int i = 0;
+  while (i + W <= n) {
+    f32v sum = {};
+    for (const int end = i + kRun * W; i + W <= n && i < end; i += W)
+      sum += exp_of(load(x + i) - most);
+    total += sum_lanes(sum);
+  }
+  for (; i < n; i++) total += __builtin_expf(x[i] - most);
+  return most + static_cast<float>(__builtin_log(total));
+}
+
 static int draw(const float* x, int n, uint32_t key0, uint32_t key1) {
   int best = argmax(x, n);
   float score = x[best] + gumbel(best, key0, key1);

@@ -11,14 +11,21 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from twostroke.exec import logits as numpy_way
 from twostroke.exec.executor import Mask
 from twostroke.exec.native import Forwarded, NativeExecutor
 from twostroke.exec.sampling import as_tensors, sample, to_token_logprobs, top_logprobs
 from twostroke.exec.state import HostRows
 from twostroke.exec.tensor_rows import TensorRows
 from twostroke.kernels import cpu
-from twostroke.plan import BlockAppend, BlockDrop, NewRow, PhaseWork, StepPlan, StepResult
+from twostroke.plan import (
+    BlockAppend,
+    BlockDrop,
+    NewRow,
+    PhaseWork,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from twostroke.request import SamplingParams
 
 VOCAB = 300
@@ -136,29 +143,59 @@ def test_where_nothing_is_allowed_both_write_the_first_token(temperature: float)
     assert draws.torch({}).tokens == draws.native({}).tokens == [0]
 
 
+def native_logprobs(lines: Floats, tokens: list[int], count: int) -> list[TokenLogprobs]:
+    ids, values = (
+        np.empty((len(lines), 1 + count), np.int32),
+        np.empty((len(lines), 1 + count), "f"),
+    )
+    ranks = np.empty(len(lines), np.int32)
+    cpu.module().top_logprobs(lines, np.array(tokens, np.int32), ids, values, ranks, "auto")
+    each = zip(ids.tolist(), values.tolist(), ranks.tolist(), strict=True)
+    return [TokenLogprobs(tuple(i), tuple(v), rank) for i, v, rank in each]
+
+
+@needs_native
 def test_of_tokens_that_are_equally_likely_the_lowest_come_first() -> None:
-    line = numpy_way.log_softmax(np.array([1, 3, 2, 3, 3, 2, 0], np.float32))
-    found = numpy_way.top_logprobs(line, 5, 4)
+    line = np.array([[1, 3, 2, 3, 3, 2, 0]], np.float32)
+    (found,) = native_logprobs(line, [5], 4)
     assert found.token_ids == (5, 1, 3, 4, 2)
     assert found.rank == 4
-    assert numpy_way.top_logprobs(line, 3, 0).token_ids == (3,)
-    assert numpy_way.top_logprobs(line, 6, 7).token_ids == (6, 1, 3, 4, 2, 5, 0, 6)
+    assert native_logprobs(line, [3], 0)[0].token_ids == (3,)
+    assert native_logprobs(line, [6], 7)[0].token_ids == (6, 1, 3, 4, 2, 5, 0, 6)
 
 
+@needs_native
 @pytest.mark.parametrize("scale", [0.01, 1.0, 30.0])
-def test_log_softmax_is_as_near_as_torchs(scale: float) -> None:
-    lines = np.random.default_rng(1).normal(0, scale, (20, 5000)).astype(np.float32)
+def test_logprobs_are_as_near_as_torchs(scale: float) -> None:
+    lines = np.random.default_rng(1).normal(0, scale, (20, 5003)).astype(np.float32)
     lines[3, :2000] = -np.inf
-    for line in lines:
+    tokens = [int(token) for token in lines.argmax(1)]
+    for line, token, found in zip(lines, tokens, native_logprobs(lines, tokens, 50), strict=True):
         exact = torch.log_softmax(torch.from_numpy(line).double(), -1).numpy()
-        own, theirs = numpy_way.log_softmax(line), torch.log_softmax(torch.from_numpy(line), -1)
-        finite = np.isfinite(exact)
-        assert own.dtype == np.float32
-        assert np.array_equal(np.isfinite(own), finite)
-        np.testing.assert_allclose(own[finite], exact[finite], atol=2e-6 * max(1, scale), rtol=3e-7)
-        token = torch.tensor(int(line.argmax()))
-        expected = to_token_logprobs(top_logprobs(theirs, token, 5))
-        assert numpy_way.top_logprobs(own, int(token), 5).token_ids == expected.token_ids
+        theirs = torch.log_softmax(torch.from_numpy(line), -1)
+        atol = 2e-6 * max(1, scale)
+        np.testing.assert_allclose(found.logprobs, exact[list(found.token_ids)], atol=atol)
+        expected = to_token_logprobs(top_logprobs(theirs, torch.tensor(token), 5))
+        assert (found.token_ids[:6], found.rank) == (expected.token_ids, expected.rank)
+
+
+@needs_native
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    "how", [{"temperature": 0}, {}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str
+)
+def test_logits_that_are_no_numbers_give_no_token(bad: float, how: dict[str, Any]) -> None:
+    """Its neighbours in the batch draw what they always do."""
+    requests = [
+        NewRow(row, str(row), (1, 2), 2, SamplingParams(logprobs=1, **how), 5, frozenset(), ())
+        for row in range(3)
+    ]
+    lines = np.random.default_rng(0).normal(0, 1, (3, VOCAB)).astype(np.float32)
+    healthy = Draws(requests, [2] * 3, lines.copy()).native({}).tokens
+    lines[1] = bad
+    draws = Draws(requests, [2] * 3, lines)
+    assert draws.native({}).tokens == draws.torch({}).tokens == [healthy[0], -1, healthy[2]]
+    assert draws.host.tokens[draws.rows, draws.positions].tolist() == [healthy[0], 0, healthy[2]]
 
 
 def test_rows_on_the_host_and_as_tensors_follow_plans_alike() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from tests.instant import (
+    Done,
     InstantEngine,
     InstantExecutor,
     build_instant,
@@ -26,6 +27,7 @@ from tests.instant import (
     printable_ids,
 )
 from tests.server.test_load import (
+    MIB,
     PATIENCE_S,
     REPOSITORY,
     Answer,
@@ -44,6 +46,8 @@ from twostroke import SamplingParams
 from twostroke.config import EngineConfig
 from twostroke.engine.spawn import DEFAULT_BUILDER
 from twostroke.plan import StepPlan
+from twostroke.serve.errors import ApiError
+from twostroke.serve.feed import Unread
 
 GATE = "TWOSTROKE_TEST_GATE"
 BAD_PROMPT, BAD_LATER = 240, 241  # first tokens of prompts on which the executor raises
@@ -89,6 +93,28 @@ class Raising(InstantExecutor):
             if new.tokens[0] == BAD_LATER and end >= new.num_prompt + BAD_AFTER:
                 raise RuntimeError("/opt/secret/kernel.py broke on a token")
         return plan
+
+
+class Numberless(InstantExecutor):
+    """Its logits are NaN where a prompt begins with `BAD_PROMPT`, from the third token on."""
+
+    def sample(self, plan: StepPlan, masks: object = None) -> Done:
+        done = super().sample(plan, masks)
+        places = [(slot.row, slot.position + 1) for slot in plan.decode]
+        places += [(c.row, c.start + c.size) for c in plan.prefill if c.last]
+        for n, (row, at) in enumerate(places):
+            new = self._rows[row].new
+            if new.tokens[0] == BAD_PROMPT and at >= new.num_prompt + 2:
+                done.result.tokens[n] = -1
+        return done
+
+
+def build_numberless(config: EngineConfig) -> InstantEngine:
+    engine = build_instant(config)
+    plain = engine.core._executor
+    assert isinstance(plain, InstantExecutor)
+    engine.core._executor = Numberless(plain._written, plain._delay_s)
+    return engine
 
 
 def build_raising(config: EngineConfig) -> InstantEngine:
@@ -146,6 +172,222 @@ def test_a_killed_engine_costs_only_the_streams_that_had_begun(
             assert_exact(await ask(server.port, stream_of([70], 50)), [70], 50, written)
 
         run(kill_it())
+        server.assert_nothing_left()
+
+
+def test_hundreds_wait_and_nobody_reads_when_the_engine_is_killed(
+    folder: Path, written: list[int]
+) -> None:
+    limits: dict[str, Any] = {**LIMITS, "max_num_seqs": 32}
+    settings = {"max_unread_bytes": 64 * 1024}
+    with served(folder, step_s=0.002, settings=settings, **limits) as server:
+
+        async def kill_it() -> None:
+            unread = [
+                Asking(server.port, stream_of([60, n], 4000, n=4, logprobs=5), receive_bytes=4096)
+                for n in range(8)
+            ]
+            for asking in unread:
+                await asking.send()
+                await asking.event()
+            with server.engine_held():
+                waiting = [Asking(server.port, stream_of(prompt_of(n), 5)) for n in range(300)]
+                for asking in waiting:
+                    await asking.send()
+                await asyncio.to_thread(server.until, lambda seen: seen["feeds"] >= 300)
+                os.kill(server.look()["pid"], signal.SIGKILL)
+            for n, asking in enumerate(waiting):
+                assert_exact(await asking.finish(), prompt_of(n), 5, written)
+            for asking in unread:
+                answer = await asking.finish()
+                assert answer.done
+                assert answer.error is not None
+
+        run(kill_it())
+        server.assert_nothing_left()
+
+
+def test_an_engine_that_is_stopped_turns_health_and_is_replaced(
+    folder: Path, written: list[int]
+) -> None:
+    settings = {"engine_hang_timeout_s": 2}
+    with served(folder, step_s=0.01, settings=settings, **LIMITS) as server:
+
+        async def stop_it() -> None:
+            begun = Asking(server.port, stream_of([60], 4000))
+            await begun.send()
+            await begun.event()
+            pid = server.look()["pid"]
+            os.kill(pid, signal.SIGSTOP)
+            answer = await begun.finish()
+            assert answer.error is not None
+            assert answer.error["type"] == "server_error"
+            end = time.monotonic() + PATIENCE_S
+            while get(server.port, "/health") != 200:
+                assert time.monotonic() < end
+                await asyncio.sleep(0.02)
+            assert server.look()["pid"] != pid
+            assert_exact(await ask(server.port, stream_of([70], 50)), [70], 50, written)
+
+        run(stop_it())
+        server.assert_nothing_left()
+
+
+def test_an_engine_that_cannot_live_ends_the_server_with_the_reason(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Nobody is left without an answer, and whoever started the server can tell."""
+    settings = {"engine_restart_limit": 2}
+    said = tmp_path / "stderr"
+    with (
+        open(said, "w") as output,
+        served(folder, step_s=0.2, settings=settings, output=output.fileno(), **LIMITS) as server,
+    ):
+
+        async def kill_it() -> None:
+            asking = Asking(server.port, stream_of([60], 4000, stream=False))
+            await asking.send()
+            await until(server, running=1)
+            os.kill(pid := server.look()["pid"], signal.SIGKILL)
+            await asyncio.to_thread(server.until, lambda seen: seen["pid"] not in (0, pid))
+            os.kill(server.look()["pid"], signal.SIGKILL)
+            assert (await asking.finish()).status == 503
+
+        run(kill_it())
+        assert server.process.wait(PATIENCE_S) == 1
+    assert "the engine has stopped (it died 2 times in a row" in said.read_text()
+
+
+# ── nobody reads ────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_stream_that_is_not_read_is_ended_in_bounded_memory(
+    folder: Path, written: list[int]
+) -> None:
+    settings = {"max_unread_bytes": MIB}
+    with served(folder, settings=settings, max_num_seqs=64, max_model_len=32768) as server:
+
+        async def leave_it() -> None:
+            await ask(server.port, stream_of([60], 100, n=8, logprobs=5))
+            before = server.memory()
+            body = stream_of([61], 30_000, n=32, logprobs=20)
+            unread = [Asking(server.port, body, receive_bytes=4096) for _ in range(1)]
+            for asking in unread:
+                await asking.send()
+                await asking.event()  # and no more
+            # The engine is told to stop though the connection is still there.
+            await until(server, running=0, streams=0, unread=0)
+            assert server.look()["feeds"] == 1
+            assert server.memory() - before < 64 * MIB
+            assert_exact(await ask(server.port, stream_of([70], 50)), [70], 50, written)
+            answer = await unread[0].finish()
+            assert answer.done
+            assert answer.error is not None
+            assert answer.error["code"] == "slow_reader"
+            assert "--max-unread-bytes" in answer.error["message"]
+            assert len(answer.ids) < 32 * 30_000
+
+        run(leave_it())
+        server.assert_nothing_left()
+
+
+def test_many_streams_that_are_not_read_end_and_those_that_read_go_on(
+    folder: Path, written: list[int]
+) -> None:
+    most_bytes = 128 * 1024
+    settings = {"max_unread_bytes": most_bytes}
+    with served(folder, settings=settings, max_num_seqs=64, max_model_len=32768) as server:
+
+        async def leave_them() -> None:
+            await ask(server.port, stream_of([60], 100, n=8, logprobs=5))
+            before = server.memory()
+            reading = asyncio.create_task(ask(server.port, stream_of([60], 3000)))
+            bodies = [stream_of([61, n], 30_000, n=4, logprobs=20) for n in range(12)]
+            unread = [Asking(server.port, body, receive_bytes=4096) for body in bodies]
+            for asking in unread:
+                await asking.send()
+                await asking.event()
+            most = 0
+            while (seen := server.look())["running"]:
+                most = max(most, seen["unread"])
+                await asyncio.sleep(0.005)
+            assert most <= 9 * most_bytes
+            assert server.memory() - before < 64 * MIB
+            assert_exact(await reading, [60], 3000, written)
+            for asking in unread:
+                answer = await asking.finish()
+                assert answer.error is not None
+                assert answer.error["code"] == "slow_reader"
+
+        run(leave_them())
+        server.assert_nothing_left()
+
+
+def test_of_many_whose_streams_wait_the_one_with_most_is_ended() -> None:
+    unread = Unread(100)
+    ended: list[int] = []
+
+    class Reader:
+        def __init__(self, n: int) -> None:
+            self.n = n
+
+        def give_up(self, error: ApiError) -> None:
+            ended.append(self.n)
+            unread.remove(self)  # type: ignore[arg-type]
+
+    readers: list[Any] = [Reader(n) for n in range(20)]
+    for n in range(9):
+        unread.add(readers[n], 85 + n % 2)
+    assert unread.num_bytes == 9 * 85 + 4
+    unread.add(readers[9], 50)
+    assert ended == [1]  # one of those with 86, of which there are four
+    unread.add(readers[0], 20)
+    assert ended == [1, 0]  # its own bound
+    unread.add(readers[10], 1_000)  # one output may have any size, if there is room for it
+    assert ended == [1, 0, 10]
+    assert unread.num_bytes == 7 * 85 + 3 + 50
+    for reader in readers:
+        unread.remove(reader)
+    assert unread.num_bytes == 0
+
+
+def test_a_connection_that_takes_nothing_is_closed(folder: Path) -> None:
+    settings = {"max_unread_bytes": 64 * 1024, "write_timeout_s": 0.5}
+    with served(folder, settings=settings, max_num_seqs=64, max_model_len=32768) as server:
+
+        async def leave_it() -> None:
+            asking = Asking(server.port, stream_of([61], 30_000, n=8), receive_bytes=4096)
+            await asking.send()
+            await asking.event()
+            await until(server, connections=0, feeds=0)
+            asking.leave(reset=True)
+
+        run(leave_it())
+        server.assert_nothing_left()
+
+
+# ── the model computes no numbers ───────────────────────────────────────────────────────────
+
+
+def test_logits_that_are_no_numbers_end_their_request_with_the_reason(
+    folder: Path, written: list[int]
+) -> None:
+    builder = "tests.server.test_faults:build_numberless"
+    with served(folder, builder, **LIMITS) as server:
+
+        async def beside_another() -> None:
+            other = asyncio.create_task(ask(server.port, stream_of([60], 200)))
+            whole = await ask(server.port, stream_of([BAD_PROMPT], 50, stream=False, logprobs=2))
+            assert whole.status == 500
+            error = json.loads(whole.content)["error"]
+            assert error["code"] == "broken_logits"
+            assert "NaN" in error["message"]
+            streamed = await ask(server.port, stream_of([BAD_PROMPT], 50))
+            assert streamed.ids == expected_tokens([BAD_PROMPT], 2, written)
+            assert streamed.error == error
+            assert_exact(await other, [60], 200, written)
+
+        run(beside_another())
         server.assert_nothing_left()
 
 

@@ -47,11 +47,13 @@ given = json.loads(sys.argv[1])
 control = socket.socket(fileno=given["control"])
 control.setblocking(False)
 keep = []
+settings = ServeSettings(port=0, **given["settings"])
 
 @asynccontextmanager
 async def engine():
     config = EngineConfig(**given["engine"])
-    async with await RemoteEngine.start(config, given["builder"]) as remote:
+    limits = settings.engine_hang_timeout_s, settings.engine_restart_limit
+    async with await RemoteEngine.start(config, given["builder"], None, *limits) as remote:
         yield remote
 
 def seen(server, client):
@@ -67,6 +69,7 @@ def seen(server, client):
         "waiting": load.waiting,
         "running": load.running,
         "kv": load.kv.used + load.kv.fragmented,
+        "unread": service.unread.num_bytes,
         "connections": len(server.server_state.connections),
         "tasks": len(asyncio.all_tasks()),
         "preempted": service.metrics.totals.preemptions,
@@ -89,7 +92,7 @@ async def answer(server, client, url):
 def started(server, client, url):
     keep.append(asyncio.get_running_loop().create_task(answer(server, client, url)))
 
-serve(engine, ServeSettings(port=0, **given["settings"]), started)
+serve(engine, settings, started)
 """
 
 
@@ -133,7 +136,8 @@ class Server:
         self.until(lambda seen: not (seen["feeds"] or seen["connections"] or seen["streams"]))
         seen = self.look(audit=True)
         assert seen["problem"] == ""
-        names = ("feeds", "open", "streams", "front", "handles", "waiting", "running", "kv")
+        names = ("feeds", "open", "unread", "streams", "front", "handles")
+        names += ("waiting", "running", "kv")
         assert {name: seen[name] for name in names} == dict.fromkeys(names, 0)
         return seen
 
@@ -366,8 +370,8 @@ def test_64_streams_on_the_default_model_lose_nothing() -> None:
 
 
 def test_slow_readers_hold_up_nobody_and_cost_little(folder: Path, written: list[int]) -> None:
-    tokens = 24_000
-    with served(folder, max_num_seqs=64, max_model_len=MAX_LEN) as server:
+    tokens, settings = 24_000, {"max_unread_bytes": 32 * MIB}
+    with served(folder, settings=settings, max_num_seqs=64, max_model_len=MAX_LEN) as server:
 
         async def beside_them() -> None:
             await ask(server.port, stream_of([60], 100))

@@ -482,11 +482,11 @@ def test_a_killed_engine_is_replaced_and_only_begun_streams_are_lost(
 def test_an_engine_that_dies_again_and_again_is_given_up(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "MAX_QUICK_DEATHS", 2)
     monkeypatch.setenv(STEP_DELAY, "0.01")
 
     async def test() -> None:
-        async with await RemoteEngine.start(instant_config(folder), BUILDER) as engine:
+        config = instant_config(folder)
+        async with await RemoteEngine.start(config, BUILDER, restart_limit=2) as engine:
             final = SamplingParams(max_tokens=4000, ignore_eos=True, output_kind="final_only")
             task = asyncio.create_task(last(engine, [60], final))
             await asyncio.sleep(0.05)
@@ -499,6 +499,92 @@ def test_an_engine_that_dies_again_and_again_is_given_up(
             with pytest.raises(EngineError, match="has stopped"):
                 await last(engine, [60])
             assert not engine.healthy
+            assert "died 2 times" in await engine.lost
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
+
+
+def test_an_engine_that_hangs_is_killed_and_replaced(
+    folder: Path, written: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(STEP_DELAY, "0.01")
+
+    async def test() -> None:
+        config = instant_config(folder, max_num_seqs=1)
+        async with await RemoteEngine.start(config, BUILDER, hang_timeout_s=2) as engine:
+            pid = engine.pid
+            os.kill(pid, signal.SIGSTOP)  # it has nothing to do
+            await until(lambda: not engine.healthy)
+            assert gone(pid)
+            await until(lambda: engine.healthy)
+            begun = engine.generate([60], LONG)
+            await anext(begun)
+            waiting = asyncio.create_task(last(engine, [61]))
+            await asyncio.sleep(0.05)
+            os.kill(engine.pid, signal.SIGSTOP)
+            with pytest.raises(EngineError, match=r"was silent for . s and was killed"):
+                async for _ in begun:
+                    pass
+            assert (await waiting).outputs[0].token_ids == expected_tokens([61], 12, written)
+            assert engine.num_restarts == 2
+            await assert_nothing_left(engine)
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
+
+
+def test_a_long_step_and_an_engine_that_is_not_watched_are_left_alone(
+    folder: Path, written: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def long_step() -> None:
+        monkeypatch.setenv(STEP_DELAY, "4")
+        async with await RemoteEngine.start(config, BUILDER, hang_timeout_s=3) as engine:
+            one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+            assert (await last(engine, [60], one)).outputs[0].token_ids
+            assert engine.num_restarts == 0
+
+    async def not_watched() -> None:
+        monkeypatch.setenv(STEP_DELAY, "0")
+        async with await RemoteEngine.start(config, BUILDER, hang_timeout_s=0) as engine:
+            engine._child.heard_s -= 1e6
+            os.kill(engine.pid, signal.SIGSTOP)
+            task = asyncio.create_task(last(engine, [60]))
+            await asyncio.sleep(1.5)
+            assert engine.healthy
+            os.kill(engine.pid, signal.SIGCONT)
+            assert (await task).outputs[0].token_ids == expected_tokens([60], 12, written)
+            assert engine.num_restarts == 0
+
+    config = instant_config(folder)
+    for test in (long_step, not_watched):
+        asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
+
+
+def test_a_step_that_does_not_end_is_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "HANGING_STEP", 1)
+    monkeypatch.setattr(remote, "MAX_ATTEMPTS", 1)
+    monkeypatch.setenv(STEP_DELAY, "1000")
+
+    async def test() -> None:
+        config = instant_config(folder)
+        async with await RemoteEngine.start(config, BUILDER, hang_timeout_s=2) as engine:
+            with pytest.raises(EngineError, match=r"a step took more than . s, so its process"):
+                await last(engine, [60])
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
+
+
+def test_who_was_stopped_himself_accuses_nobody(folder: Path) -> None:
+    """As when a laptop is shut: what was said meanwhile has not been heard."""
+
+    async def test() -> None:
+        config = instant_config(folder)
+        async with await RemoteEngine.start(config, BUILDER, hang_timeout_s=2) as engine:
+            for _ in range(2):
+                await asyncio.sleep(0.6)  # so that the watch sleeps
+                time.sleep(3)
+                engine._child.heard_s -= 3
+            assert (await last(engine, [60])).finished
+            assert engine.num_restarts == 0
 
     asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
 

@@ -48,12 +48,19 @@ LIMITS = {
     "max_header_bytes": "longest head of a request",
     "max_prompt_tokens": "longest prompt (default: what the engine takes)",
     "max_output_tokens": "longest answer; a request that asks for more gets this many",
+    "max_unread_bytes": "bytes of a stream that its client may leave unread; in total, 8 times "
+    "as many",
     "max_queue": "requests that may wait; more are answered 429",
     "head_timeout_s": "seconds to send a request's head in",
     "body_timeout_s": "seconds to send a request's body in",
+    "write_timeout_s": "seconds in which a client must read some of what is written to it",
     "keep_alive_s": "seconds a connection may idle between requests",
     "prefix_cache_sharing": "requests with different keys share cached prefixes",
     "client_priority": "requests may set their own priority; if not, theirs is ignored",
+    "engine_hang_timeout_s": "seconds without a sign of life after which the engine's process is "
+    "killed and started again; 0: never",
+    "engine_restart_limit": "deaths of the engine in a row, each soon after its start, that end "
+    "the server",
     "open_health": "/health and /ping answer without a key",
     "open_metrics": "/metrics answers without a key (default: only if there are no keys)",
     "dash": "there is a page at /dash",
@@ -226,7 +233,13 @@ def execute(args: argparse.Namespace) -> int:
 
     @asynccontextmanager
     async def engine() -> AsyncIterator[RemoteEngine]:
-        async with await RemoteEngine.start(config, spawned=spawned) as started:
+        started = await RemoteEngine.start(
+            config,
+            spawned=spawned,
+            hang_timeout_s=settings.engine_hang_timeout_s,
+            restart_limit=settings.engine_restart_limit,
+        )
+        async with started:
             yield started
 
     def announce(server: HttpServer, client: RemoteEngine, url: str) -> None:

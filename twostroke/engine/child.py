@@ -14,6 +14,7 @@ import zmq
 from twostroke.engine.spawn import Spawned
 from twostroke.engine.wire import (
     STEPS_AHEAD,
+    Beat,
     Failed,
     FromEngine,
     Ready,
@@ -36,8 +37,10 @@ class Child:
     """
 
     def __init__(self, spawned: Spawned) -> None:
-        self.failure = ""  # why it ended, in its own words
+        self.failure = ""  # why it ended: in its own words, or why it was ended
         self.ready_s = 0.0
+        self.heard_s = 0.0  # when it last said anything
+        self.step_s = 0.0  # how long the step that it ran then had taken so far
         self.on_message: Callable[[FromEngine], None] | None = None
         self._spawned, self._process = spawned, spawned.process
         self._loop = asyncio.get_running_loop()
@@ -77,7 +80,7 @@ class Child:
             await self.kill()
             raise
         self._outbox.connect(ready.endpoint)
-        self.ready_s = monotonic()
+        self.ready_s = self.heard_s = monotonic()
         return ready
 
     def send(self, message: ToEngine) -> None:
@@ -105,6 +108,10 @@ class Child:
         return True
 
     def _take(self, message: FromEngine) -> None:
+        self.heard_s = monotonic()
+        self.step_s = message.step_s if isinstance(message, Beat) else 0.0
+        if isinstance(message, Beat):
+            return
         if isinstance(message, Ready):
             if not self._ready.done():
                 self._ready.set_result(message)
@@ -139,6 +146,12 @@ class Child:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(self._ended), patience_s)
         await self.kill()
+
+    def end(self, reason: str) -> None:
+        """Make it end at once; `wait` returns when it has."""
+        self.failure = self.failure or reason
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
 
     async def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):

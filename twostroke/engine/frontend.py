@@ -9,15 +9,14 @@ and whoever owns both (`client.py`) carries them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from twostroke.engine.intake import Intake, Prepared
 from twostroke.engine.stops import StopStrings
 from twostroke.errors import RequestError
 from twostroke.model.detokenizer import Detokenizer
 from twostroke.observe.record import RequestRecord
-from twostroke.outputs import CompletionOutput, Logprob, RequestOutput
-from twostroke.plan import TokenLogprobs
+from twostroke.outputs import CompletionOutput, Logprobs, RequestOutput
 from twostroke.request import EngineRequest, FinishReason, SamplingParams
 from twostroke.sched.scheduler import Update
 
@@ -49,6 +48,7 @@ class Frontend:
     def __init__(self, intake: Intake, seed: int = 0) -> None:
         self.intake = intake
         self.tokenizer = intake.tokenizer
+        self._text = None if intake.tokenizer is None else intake.tokenizer.token_text
         self._seed = seed
         self._count = 0
         self._asked: dict[str, Asked] = {}  # by request id
@@ -70,12 +70,14 @@ class Frontend:
         request_id = self._free_id(request_id, params.n)
         output = RequestOutput(request_id, prepared.text, list(prepared.ids), [])
         asked = Asked(output, params, prepared.tokenised_s)
+        # What the model thinks of the prompt is the same for all: the first is asked.
+        others = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
         requests = []
         for index in range(params.n):
             request = EngineRequest(
                 child_id(request_id, index, params.n),
                 prepared.ids,
-                params,
+                others if index else params,
                 seed=self._request_seed(params, index),
                 stop_ids=prepared.stop_ids,
                 bad_words_ids=prepared.bad_words_ids,
@@ -97,7 +99,7 @@ class Frontend:
         params = prepared.params
         completion = CompletionOutput(index)
         if params.logprobs is not None:
-            completion.logprobs, completion.cumulative_logprob = [], 0.0
+            completion.logprobs, completion.cumulative_logprob = Logprobs(self._text), 0.0
         detokenizer = None
         if params.detokenize and self.tokenizer is not None:
             skip = params.skip_special_tokens
@@ -185,7 +187,9 @@ class Frontend:
         if update.logprobs:
             self._add_logprobs(output, update)
         if update.prompt_logprobs is not None:
-            asked.output.prompt_logprobs = [None, *map(self._logprobs, update.prompt_logprobs)]
+            of_prompt = asked.output.prompt_logprobs = Logprobs(self._text)
+            for entry in (None, *update.prompt_logprobs):
+                of_prompt.add(entry)
         stopped_by_token = update.finish_reason is FinishReason.STOP
         if writer.detokenizer is not None:
             spoken = update.tokens
@@ -210,13 +214,5 @@ class Frontend:
         assert output.logprobs is not None
         assert output.cumulative_logprob is not None
         for entry in update.logprobs:
-            output.logprobs.append(self._logprobs(entry))
+            output.logprobs.add(entry)
             output.cumulative_logprob += entry.logprobs[0]
-
-    def _logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
-        """The best ones in order of rank, and the chosen one, which may be further down."""
-        chosen, *best = entry.token_ids
-        ranked = {token: rank for rank, token in enumerate(best, 1)} | {chosen: entry.rank}
-        values = dict(zip(best, entry.logprobs[1:], strict=True)) | {chosen: entry.logprobs[0]}
-        text = self.tokenizer.token_text if self.tokenizer is not None else lambda token: None
-        return {t: Logprob(values[t], ranked[t], text(t)) for t in (*best, *{chosen} - set(best))}

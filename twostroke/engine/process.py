@@ -15,7 +15,9 @@ import signal
 import sys
 import threading
 import traceback
+from dataclasses import replace
 from importlib import import_module
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -23,11 +25,13 @@ import zmq
 from twostroke.config import EngineConfig
 from twostroke.engine.api import EngineLoad
 from twostroke.engine.wire import (
+    BEAT_S,
     STEPS_AHEAD,
     Abort,
     Add,
     Audit,
     Audited,
+    Beat,
     Failed,
     FromEngine,
     Ready,
@@ -46,6 +50,7 @@ if TYPE_CHECKING:  # the builder decides what is imported
 
 ORPHAN_CHECK_MS = 1000  # how often an idle engine looks whether it still has its parent
 LINGER_MS = 5000  # how long the last words may take to be read
+TURN_S = 0.005  # how long messages are taken in while there is a step to run
 
 
 class EngineServer:
@@ -61,6 +66,7 @@ class EngineServer:
         self._parent = os.getppid()
         self._told = self.load()
         self._told_step = -1
+        self._step_began_s = 0.0  # 0: none runs
 
     def load(self) -> EngineLoad:
         scheduler = self._core.scheduler
@@ -68,11 +74,27 @@ class EngineServer:
 
     def run(self) -> None:
         while self._take_messages():
-            self._tell(self._core.step())
+            self._step_began_s = monotonic()
+            updates = self._core.step()
+            self._step_began_s = 0.0
+            self._tell(updates)
+
+    def beat(self, outbox: zmq.Socket[bytes], ending: threading.Event) -> None:
+        """Say every now and then that the process is alive, in a thread with a socket of its own:
+        whoever listens can tell a long step from a process that is stopped."""
+        while not ending.wait(BEAT_S):
+            began_s = self._step_began_s
+            with contextlib.suppress(zmq.Again):  # nobody reads: it is not this side that hangs
+                beat = Beat(monotonic() - began_s if began_s else 0.0)
+                outbox.send(encode(beat), zmq.NOBLOCK)
+        outbox.close()
 
     def _take_messages(self) -> bool:
         """Take in what has arrived, and wait for it if there is no work; False: it is over."""
+        until = monotonic() + TURN_S
         while True:
+            if self._core.has_work and monotonic() > until:
+                return True
             if not self._core.has_work and not self._inbox.poll(ORPHAN_CHECK_MS):
                 if os.getppid() != self._parent:
                     return False
@@ -93,9 +115,10 @@ class EngineServer:
 
     def _add(self, message: Add) -> None:
         core, added = self._core, []
+        prompt = message.requests[0].prompt_token_ids
         try:
             for request in message.requests:
-                core.add(request)
+                core.add(replace(request, prompt_token_ids=prompt))
                 added.append(request.request_id)
         except Exception as error:
             for name in added:
@@ -155,10 +178,13 @@ def main(send_to: str, builder: str) -> int:
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     context = zmq.Context()
     outbox, inbox = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-    outbox.sndhwm, inbox.rcvhwm = STEPS_AHEAD, 0
-    for socket in (outbox, inbox):
-        socket.linger = LINGER_MS
+    beats, ending = context.socket(zmq.PUSH), threading.Event()
+    outbox.sndhwm, inbox.rcvhwm, beats.sndhwm = STEPS_AHEAD, 0, 1
+    outbox.linger = inbox.linger = LINGER_MS
+    beats.linger = 0
     outbox.connect(send_to)
+    beats.connect(send_to)
+    beating: threading.Thread | None = None
     try:
         engine = _build(config, builder)
         inbox.bind("tcp://127.0.0.1:*" if folder is None else f"ipc://{folder}/in")
@@ -168,6 +194,8 @@ def main(send_to: str, builder: str) -> int:
         endpoint = listens_at.rstrip(b"\0").decode()
         outbox.send(encode(Ready(engine.info(), server.load(), endpoint)))
         engine.core.warm()
+        beating = threading.Thread(target=server.beat, args=(beats, ending), daemon=True)
+        beating.start()
         server.run()
         code = 0
     except Exception as error:
@@ -177,6 +205,9 @@ def main(send_to: str, builder: str) -> int:
                 traceback.print_exc()
         outbox.send(encode(Failed(kind, message)))
         code = 1
+    ending.set()
+    if beating is not None:
+        beating.join()
     context.destroy()
     return code
 

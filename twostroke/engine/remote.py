@@ -4,8 +4,9 @@ to users ever wait for each other's Python. No torch on this side.
     Intake, Frontend, Streams    here
     EngineCore                   there (`process.py`), spoken to through a `Child`
 
-When that process dies another is started. A request of which nothing has been told is sent to the
-new one; one that has begun to speak ends with an `EngineError`.
+When that process dies, or hangs and is killed, another is started. A request of which nothing has
+been told is sent to the new one; one that has begun to speak ends with an `EngineError`. After
+several deaths in a row the engine has stopped for good: `lost` says why.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from time import monotonic
 
 import msgspec
@@ -47,6 +50,9 @@ from twostroke.request import EngineRequest, FinishReason
 MAX_ATTEMPTS = 4  # engines that one request may be sent to: it may be what kills them
 MAX_QUICK_DEATHS = 6  # in a row, each within STEADY_S of its start
 STEADY_S = 30.0
+HANG_TIMEOUT_S = 30.0  # of silence; a thread of the engine's speaks every `wire.BEAT_S`
+# A step hangs when it takes so many times as long: the time-out, or the longest of the last steps.
+HANGING_STEP, LONGEST_STEPS, RECENT_STEPS = 10, 20, 256
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 5.0
 STOP_PATIENCE_S = 10.0  # for a step that runs to be finished
 
@@ -65,6 +71,8 @@ class RemoteEngine(StreamingEngine):
         frontend: Frontend,
         info: EngineInfo,
         load: EngineLoad,
+        hang_timeout_s: float,
+        restart_limit: int,
     ) -> None:
         self.info = info
         self.intake = frontend.intake
@@ -76,12 +84,15 @@ class RemoteEngine(StreamingEngine):
         self.num_restarts = 0
         self._up = True
         self._lost: str = ""  # why there will be no engine any more
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # the same
+        self._hang_timeout_s, self._restart_limit = hang_timeout_s, restart_limit
+        self._step_s: deque[float] = deque([0.0], RECENT_STEPS)  # what the last steps took
         self._next = 0  # handle
         self._handles: dict[str, int] = {}  # engine request → handle, while the engine has it
         self._names: dict[int, str] = {}  # and back
         self._audits: list[asyncio.Future[str]] = []
         self._shorter = asyncio.Event()  # a stream may have ended
-        self._supervisor: asyncio.Task[None] | None = None
+        self._supervisors: list[asyncio.Task[None]] = []
 
     # ── life ────────────────────────────────────────────────────────────────────────────────
 
@@ -91,8 +102,12 @@ class RemoteEngine(StreamingEngine):
         config: EngineConfig,
         builder: str = DEFAULT_BUILDER,
         spawned: Spawned | None = None,
+        hang_timeout_s: float = HANG_TIMEOUT_S,
+        restart_limit: int = MAX_QUICK_DEATHS,
     ) -> RemoteEngine:
-        """`spawned`: the process, if it has been started already, with the same arguments."""
+        """`spawned`: the process, if it has been started already, with the same arguments.
+        `hang_timeout_s`: an engine that is silent for so long is killed; 0: never.
+        `restart_limit`: deaths in a row, soon after the start, that end it for good."""
         reading = asyncio.create_task(asyncio.to_thread(_open_text, config))
         child = Child(spawned or spawn(config, builder))
         starting = asyncio.create_task(child.start())
@@ -104,9 +119,12 @@ class RemoteEngine(StreamingEngine):
             await child.kill()
             raise
         frontend = Frontend(Intake(tokenizer, template, _limits(ready.info)), config.seed)
-        engine = cls(config, builder, child, frontend, ready.info, ready.load)
+        limits = hang_timeout_s, restart_limit
+        engine = cls(config, builder, child, frontend, ready.info, ready.load, *limits)
         child.on_message = engine._on_message
-        engine._supervisor = asyncio.create_task(engine._supervise())
+        engine._supervisors.append(asyncio.create_task(engine._supervise()))
+        if hang_timeout_s:
+            engine._supervisors.append(asyncio.create_task(engine._watch()))
         return engine
 
     async def __aenter__(self) -> RemoteEngine:
@@ -120,10 +138,10 @@ class RemoteEngine(StreamingEngine):
         `EngineError`."""
         if drain:
             await self.drain()
-        if self._supervisor is not None:
-            self._supervisor.cancel()
+        for task in self._supervisors:
+            task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._supervisor
+                await task
         self._give_up("the engine was closed")
         await self._child.stop(STOP_PATIENCE_S)
 
@@ -191,7 +209,8 @@ class RemoteEngine(StreamingEngine):
 
     def _send(self, stream: Stream, requests: list[EngineRequest]) -> None:
         first = self._next
-        message = encode(Add(first, requests))
+        others = [replace(request, prompt_token_ids=()) for request in requests[1:]]
+        message = encode(Add(first, [requests[0], *others]))
         if not self._up:
             return  # the next engine is sent it
         self._next += len(requests)
@@ -227,6 +246,7 @@ class RemoteEngine(StreamingEngine):
                 del self._handles[self._names.pop(full.handle)]
         for record in step.steps:
             self.records.add_step(record)
+            self._step_s.append(record.committed_s - record.planned_s)
         aborts = self._streams.take(updates)
         if aborts:
             self._abort(aborts)
@@ -255,13 +275,13 @@ class RemoteEngine(StreamingEngine):
     async def _supervise(self) -> None:
         try:
             deaths = 0
-            while deaths < MAX_QUICK_DEATHS:
+            while deaths < self._restart_limit:
                 await self._child.wait()
                 lived_s, reason = monotonic() - self._child.ready_s, self._child.how_it_ended()
                 log.warning("the engine died (%s); starting another", reason)
                 self._died(reason)
                 deaths = 1 if lived_s > STEADY_S else deaths + 1
-                while not self._up and deaths < MAX_QUICK_DEATHS:
+                while not self._up and deaths < self._restart_limit:
                     try:
                         await self._restart(deaths)
                     except Exception as error:
@@ -275,6 +295,22 @@ class RemoteEngine(StreamingEngine):
             log.exception("watching over the engine failed")
             reason = f"{type(error).__name__}: {error}"
         self._give_up(reason)
+
+    async def _watch(self) -> None:
+        """End an engine that hangs; what follows is what follows any death."""
+        timeout_s, slept_from = self._hang_timeout_s, monotonic()
+        while True:
+            await asyncio.sleep(min(1.0, timeout_s / 4))
+            now, child = monotonic(), self._child
+            overslept, slept_from = now - slept_from > timeout_s / 2, now
+            if not self._up or overslept:  # whoever was stopped himself has missed what was said
+                child.heard_s, child.step_s = now, 0.0
+                continue
+            longest_s = max(HANGING_STEP * timeout_s, LONGEST_STEPS * max(self._step_s))
+            if now - child.heard_s > timeout_s:
+                child.end(f"its process was silent for {now - child.heard_s:.0f} s and was killed")
+            elif child.step_s > longest_s:
+                child.end(f"a step took more than {child.step_s:.0f} s, so its process was killed")
 
     def _died(self, reason: str) -> None:
         self._forget_engine()
@@ -324,6 +360,8 @@ class RemoteEngine(StreamingEngine):
 
     def _give_up(self, reason: str) -> None:
         self._lost = self._lost or reason
+        if not self.lost.done():
+            self.lost.set_result(self._lost)
         self._forget_engine()
         for stream in self._streams:
             if not self._streams.lose(stream):

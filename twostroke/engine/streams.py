@@ -178,8 +178,12 @@ class Streams:
                 stream.held = output
                 return True
             return self._last(stream, output)
-        if not stream.started and stream.kind != "final_only":
-            stream.started = any(c.token_ids or c.finish_reason for c in output.outputs)
+        written = stream.started or any(c.token_ids or c.finish_reason for c in output.outputs)
+        asked = stream.prepared.params.prompt_logprobs is not None
+        if written and asked and output.prompt_logprobs is None:
+            return True  # one of several continuations computes them; nobody is told before
+        if written and stream.kind != "final_only":
+            stream.started = True
         if stream.kind == "delta":
             return self._call(stream, stream.deltas.take(output))
         if stream.kind == "cumulative":

@@ -1,6 +1,6 @@
 """What the engine's process and the process it serves say to each other, as msgpack. No torch.
 
-    Add, Abort, Audit, Shutdown ──▶ engine ──▶ Ready | Failed, then Step, Refused, Audited
+    Add, Abort, Audit, Shutdown ──▶ engine ──▶ Ready | Failed, then Step, Refused, Audited, Beat
 
 A request is spoken of by a number (its handle) that its sender gives it and never gives again, so
 that a late word about an old request cannot reach a new one of the same name. A step's tokens
@@ -26,7 +26,8 @@ from twostroke.sched.scheduler import Update
 
 
 class Add(msgspec.Struct, tag=1, array_like=True, frozen=True):
-    """The continuations of one request, all of them or none; `first`, `first` + 1, … name them."""
+    """The continuations of one request, all of them or none; `first`, `first` + 1, … name them.
+    Only the first brings the prompt, which is the same for all."""
 
     first: int
     requests: list[EngineRequest]
@@ -123,7 +124,14 @@ class Audited(msgspec.Struct, tag=5, array_like=True, frozen=True):
     problem: str  # "" if there is none
 
 
-FromEngine = Ready | Failed | Step | Refused | Audited
+class Beat(msgspec.Struct, tag=6, array_like=True, frozen=True):
+    """Said every `BEAT_S` by a thread that does nothing else: the process is alive."""
+
+    step_s: float  # how long the step that runs has taken so far; 0: none runs
+
+
+FromEngine = Ready | Failed | Step | Refused | Audited | Beat
+BEAT_S = 0.5
 
 # An engine that has told so many steps waits until they are read: what it writes faster than the
 # other side can tell it to users would only pile up, and new requests would wait behind it.

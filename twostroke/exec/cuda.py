@@ -196,7 +196,7 @@ class CudaExecutor:
         tokens = drawn.tokens.int()
         program.tokens.index_copy_(0, places, tokens)
         at = torch.from_numpy(self._rows.token_cells(packed.rows[which], positions))
-        self._rows.cells.scatter_(0, self._send(at), tokens)
+        self._rows.cells.scatter_(0, self._send(at), tokens.clamp(min=0))
         return {which[n]: self._fetch(found) for n, found in drawn.logprobs.items()}
 
     def _rank(self, packed: Packed, drawn: Ints) -> Ranked | None:

@@ -59,7 +59,7 @@ class LocalExecutor:
         if rows:
             logits = self._decoder.head(handle.hidden[inputs.sampled])
             sampled = sample(logits, rows, positions, state, as_tensors(masks, state.device))
-            state.tokens[rows, positions] = sampled.tokens.int()
+            state.tokens[rows, positions] = sampled.tokens.clamp(min=0).int()
         else:
             sampled = Sampled(torch.empty(0, dtype=torch.int64), {})
         prompts = self._prompt_logprobs(handle)

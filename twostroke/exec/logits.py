@@ -1,4 +1,4 @@
-"""What few requests ask of their logits, one line at a time, in numpy: for `native.py`.
+"""What few requests forbid or favour, one line of logits at a time, in numpy: for `native.py`.
 
 `sampling.py` defines the same in torch, and says in which order: bans and biases here, then the
 rest, which the native sampler does. A test holds the two equal.
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from twostroke.exec.executor import Mask
 from twostroke.exec.state import Ints
-from twostroke.plan import NewRow, TokenLogprobs
+from twostroke.plan import NewRow
 
 Line = npt.NDArray[np.float32]  # [vocabulary]
 NEVER = np.float32("-inf")
@@ -49,22 +49,3 @@ def apply_bans(
         before = len(start)
         if before <= written and tokens[position - before : position].tolist() == start:
             line[last] = NEVER
-
-
-def log_softmax(line: Line) -> Line:
-    largest = line.max()
-    total = np.exp(line - largest).sum(dtype=np.float64)
-    return line - (largest + np.float32(np.log(total)))
-
-
-def top_logprobs(logprobs: Line, token: int, count: int) -> TokenLogprobs:
-    """The token's own log-probability, then the `count` best; of equals the lowest token first."""
-    own = logprobs[token]
-    rank = int(np.count_nonzero(logprobs > own)) + 1
-    best: npt.NDArray[np.intp] = np.empty(0, np.intp)
-    if count:
-        least = np.partition(logprobs, -count)[-count]
-        best = np.flatnonzero(logprobs >= least)
-        best = best[np.argsort(-logprobs[best], kind="stable")[:count]]
-    ids = (int(token), *best.tolist())
-    return TokenLogprobs(ids, (float(own), *logprobs[best].tolist()), rank)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from twostroke.exec.executor import LOGIT_SLICE, Masks
-from twostroke.exec.logits import Line, apply_bans, is_plain, log_softmax, top_logprobs
+from twostroke.exec.logits import apply_bans, is_plain
 from twostroke.exec.rng import stream_key
 from twostroke.exec.state import HostRows
 from twostroke.kernels import cpu
@@ -75,13 +75,24 @@ class NativeExecutor:
     def sample(self, handle: Forwarded, masks: Masks | None = None) -> Computed:
         logits, rows, positions = handle.logits, handle.rows, handle.positions
         requests = [self._state.rows[row] for row in rows]
-        lines = self._asked_for(logits, requests)
-        self._forbid(logits, rows, requests, positions, masks or {})
-        tokens = self._draw(logits, rows, requests, positions) if rows else []
-        logprobs = {
-            n: top_logprobs(line, tokens[n], requests[n].params.logprobs or 0)
-            for n, line in lines.items()
-        }
+        asked = any(request.params.logprobs is not None for request in requests)
+        # Drawing overwrites the logits that log-probabilities are of: these are kept, some at a
+        # time, where they are asked for.
+        size = LOGIT_SLICE if asked else max(1, len(rows))
+        tokens: list[int] = []
+        logprobs: dict[int, TokenLogprobs] = {}
+        for start in range(0, len(rows), size):
+            part = slice(start, start + size)
+            some = requests[part]
+            asking = [n for n, one in enumerate(some) if one.params.logprobs is not None]
+            raw = logits[part][asking] if asking else None
+            self._forbid(logits[part], rows[part], some, positions[part], start, masks or {})
+            drawn = self._draw(logits[part], rows[part], some, positions[part])
+            tokens += drawn
+            if raw is not None:
+                counts = [some[n].params.logprobs or 0 for n in asking]
+                found = self._top_logprobs(raw, [max(0, drawn[n]) for n in asking], counts)
+                logprobs.update(zip([start + n for n in asking], found, strict=True))
         prompts = self._prompt_logprobs(handle.plan)
         device_s = monotonic() - handle.started_s
         return Computed(StepResult(tokens, logprobs, prompts, device_s))
@@ -89,12 +100,17 @@ class NativeExecutor:
     def reset(self) -> None:
         self._state.reset()
 
-    def _asked_for(
-        self, logits: npt.NDArray[np.float32], requests: list[NewRow]
-    ) -> dict[int, Line]:
-        """Log-probabilities by index into the samples, of the logits as they are."""
-        asked = [n for n, request in enumerate(requests) if request.params.logprobs is not None]
-        return {n: log_softmax(logits[n]) for n in asked}
+    def _top_logprobs(
+        self, logits: npt.NDArray[np.float32], tokens: list[int], counts: list[int]
+    ) -> list[TokenLogprobs]:
+        """For each row of logits its token's log-probability, then the best ones in order."""
+        rows, width = len(tokens), 1 + max(counts)
+        ids, ranks = np.empty((rows, width), np.int32), np.empty(rows, np.int32)
+        values = np.empty((rows, width), np.float32)
+        given = np.array(tokens, np.int32)
+        self._native.top_logprobs(logits, given, ids, values, ranks, self._decoder.isa)
+        each = zip(ids.tolist(), values.tolist(), ranks.tolist(), counts, strict=True)
+        return [TokenLogprobs(tuple(i[: 1 + n]), tuple(v[: 1 + n]), rank) for i, v, rank, n in each]
 
     def _forbid(
         self,
@@ -102,11 +118,13 @@ class NativeExecutor:
         rows: list[int],
         requests: list[NewRow],
         positions: list[int],
+        first: int,
         masks: Masks,
     ) -> None:
+        """`first`: which of the step's samples these begin with."""
         for n, (row, request, at) in enumerate(zip(rows, requests, positions, strict=True)):
-            if n in masks or not is_plain(request, at):
-                apply_bans(logits[n], request, at, self._tokens[row], masks.get(n))
+            if first + n in masks or not is_plain(request, at):
+                apply_bans(logits[n], request, at, self._tokens[row], masks.get(first + n))
 
     def _draw(
         self,
@@ -115,7 +133,8 @@ class NativeExecutor:
         requests: list[NewRow],
         positions: list[int],
     ) -> list[int]:
-        """The tokens, which are also written to the rows. The logits are overwritten."""
+        """The tokens, which are also written to the rows; -1 where the logits are NaN or infinite.
+        The logits are overwritten."""
         where = [
             (row, r.num_prompt, at) for row, r, at in zip(rows, requests, positions, strict=True)
         ]
@@ -131,7 +150,7 @@ class NativeExecutor:
             chosen,
             self._decoder.isa,
         )
-        self._tokens[rows, positions] = chosen
+        self._tokens[rows, positions] = np.maximum(chosen, 0)
         tokens: list[int] = chosen.tolist()
         return tokens
 
@@ -160,8 +179,7 @@ class NativeExecutor:
         """Of positions [start, stop) of a row, which are tokens `shift` further in the step."""
         lines = self._decoder.logits(np.arange(start + shift, stop + shift, dtype=np.int32))
         targets = self._tokens[row, start + 1 : stop + 1].tolist()
-        pairs = zip(lines, targets, strict=True)
-        return [top_logprobs(log_softmax(line), token, count) for line, token in pairs]
+        return self._top_logprobs(lines, targets, [count] * len(targets))
 
 
 def _wishes(params: SamplingParams) -> tuple[float, ...]:

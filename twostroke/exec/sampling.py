@@ -47,8 +47,9 @@ def sample(
     state: Rows,
     masks: Mapping[int, torch.Tensor] | None = None,
 ) -> Sampled:
-    """One token for each row of `logits` [S, V] fp32 (overwritten). `positions` are where the
-    tokens will stand; `masks` are the tokens a grammar allows, by index into the rows."""
+    """One token for each row of `logits` [S, V] fp32 (overwritten); -1 where they are NaN or
+    infinite. `positions` are where the tokens will stand; `masks` are the tokens a grammar allows,
+    by index into the rows."""
     requests = [state.rows[row] for row in rows]
     asked = [i for i, r in enumerate(requests) if r.params.logprobs is not None]
     raw = torch.log_softmax(logits[asked], dim=-1) if asked else None
@@ -64,6 +65,8 @@ def sample(
         if drawn:
             chosen = [requests[i] for i in drawn], [positions[i] for i in drawn]
             tokens[drawn] = _draw(logits[drawn], *chosen)
+    # NaN is larger than any number to torch, so that it is chosen where there is one.
+    tokens = torch.where(logits.gather(1, tokens.unsqueeze(1)).squeeze(1) < -NEVER, tokens, -1)
     logprobs = {}
     for n, index in enumerate(asked):
         assert raw is not None

@@ -102,7 +102,7 @@ class PrefillQueue:
         step.add_drops(request, kv.drop_passed(seq))
         while True:
             available = seq.capacity + self._tokens_available() - seq.num_computed
-            count = min(step.budget, request.num_to_prefill, available)
+            count = min(step.budget, request.num_to_prefill, available, self._longest(request))
             if count > 0:
                 break
             last = self.requests[-1]
@@ -131,7 +131,8 @@ class PrefillQueue:
                 return
             if not self._has_room(request, tables, decoding):
                 return
-            count = step.fit(request, num_cached, min(step.budget, uncached))
+            count = min(step.budget, uncached, self._longest(request))
+            count = step.fit(request, num_cached, count)
             if not count:
                 return
             if request not in self.quarantine:
@@ -197,6 +198,14 @@ class PrefillQueue:
         if asked and len(request.prompt_logprobs) < request.num_prompt - 1:
             return [[] for _ in self._kv.windows]  # every prompt position must be computed
         return self._kv.match(request.kv, request.tokens)
+
+    def _longest(self, request: Request) -> int:
+        """A chunk's longest: half a step's budget where the log-probabilities of all its positions
+        are asked for, so that with the head for each of them the step is no longer than others."""
+        most = self._config.max_num_batched_tokens
+        if request.given.params.prompt_logprobs is None or not self._config.chunked_prefill:
+            return most
+        return max(1, most // 2)
 
     def _tokens_available(self) -> int:
         blocks = self._kv.pool.num_available // len(self._kv.windows)

@@ -17,7 +17,7 @@ from twostroke.errors import RequestError
 from twostroke.kv.cache import KVCache, KVSequence
 from twostroke.kv.prefix import seed_digest
 from twostroke.observe.record import RequestRecord
-from twostroke.plan import StepPlan, StepResult, TokenLogprobs
+from twostroke.plan import BROKEN_LOGITS, StepPlan, StepResult, TokenLogprobs
 from twostroke.request import EngineRequest, FinishReason, Phase, Request
 from twostroke.sched.decode import DecodeSet
 from twostroke.sched.prefill import PrefillQueue
@@ -175,8 +175,10 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None:
             return None
+        waited = request.phase is Phase.WAITING
         self._finish(request, FinishReason.ABORT)
-        self._remove_gone()
+        if not waited:
+            self._remove_gone()
         return self._update(request)
 
     # ── planning ────────────────────────────────────────────────────────────────────────────
@@ -261,8 +263,13 @@ class Scheduler:
                 num_gone += 1
                 continue
             tokens, seq, record = request.tokens, request.kv, request.record
-            tokens.append(token)
             request.pending -= 1
+            if token < 0:
+                num_gone, any_finished = num_gone + 1, True
+                self._finish(request, FinishReason.ERROR)
+                updates.append(self._update(request)._replace(error=BROKEN_LOGITS))
+                continue
+            tokens.append(token)
             steps = record.token_step
             if not steps:
                 first.append(record)

@@ -86,7 +86,7 @@ class App:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"{scope['type']}: only HTTP is spoken here")
-        exchange = Exchange(scope, receive, send)
+        exchange = Exchange(scope, receive, send, self.service.settings.write_timeout_s)
         path = "unknown"  # a label of the metrics, so not the client's to choose
         try:
             check_head(exchange, self._max_head_bytes)

@@ -98,6 +98,9 @@ class DirectWriter:
     def write(self, body: bytes) -> None:
         self._write(b"%x\r\n%b\r\n" % (len(body), body))  # uvicorn has announced it as chunked
 
+    def close(self) -> None:
+        self._cycle.transport.abort()
+
 
 def head_too_large(max_bytes: int) -> ApiError:
     return ApiError(431, f"the request line and headers have more than {max_bytes} bytes")

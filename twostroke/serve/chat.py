@@ -10,6 +10,7 @@ from twostroke.outputs import CompletionOutput, RequestOutput
 from twostroke.serve.calling import Answer, calling
 from twostroke.serve.errors import ApiError
 from twostroke.serve.exchange import Exchange
+from twostroke.serve.feed import Written
 from twostroke.serve.params import chat_params
 from twostroke.serve.parts import (
     Counts,
@@ -20,10 +21,18 @@ from twostroke.serve.parts import (
     progress,
     timings,
 )
-from twostroke.serve.parts import prompt_logprobs as shown_prompt_logprobs
+from twostroke.serve.pieces import Each
 from twostroke.serve.protocol import ChatRequest
 from twostroke.serve.service import Head, Service
-from twostroke.serve.stream import DONE, TextEvents, error_event, event, write_stream
+from twostroke.serve.stream import (
+    DONE,
+    TextEvents,
+    error_event,
+    event,
+    joined,
+    long_event,
+    write_stream,
+)
 from twostroke.serve.tools import ToolCalls
 
 
@@ -45,13 +54,13 @@ class Chat:
                 role = str(request.messages[-1].get("role"))
         head = service.head("chatcmpl", request.request_id, request.model)
         shape = ChatShape(service, request, head, tools, role)
-        with service.running(exchange, prepared, head.id) as feed:
-            if request.stream:
-                await write_stream(exchange, feed, ChatEvents(service, shape))
+        writer = ChatEvents(service, shape) if request.stream else None
+        async with service.running(exchange, prepared, head.id, writer) as feed:
+            if writer is not None:
+                await write_stream(exchange, feed, writer)
                 return
             outputs = await feed.final()
-        counts = count(outputs)
-        await exchange.answer_json(shape.whole(outputs[0], counts))
+        await exchange.answer_json(shape.whole(outputs[0], count(outputs)))
 
     def _prepare(self, request: ChatRequest, tools: ToolCalls | None) -> list[Prepared]:
         service = self._service
@@ -82,16 +91,16 @@ class ChatShape:
         self.head = head
         self.tools = tools
         as_ids = bool(request.return_tokens_as_token_ids)
-        self._logprobs = LogprobWriter(service.tokenizer, request.top_logprobs or 0, as_ids)
+        self._logprobs = LogprobWriter(service.names, request.top_logprobs or 0, as_ids)
         self.role = role
 
     def whole(self, output: RequestOutput, counts: Counts) -> Json:
         answer = self.head.as_json("chat.completion")
-        answer["choices"] = [self._choice(completion) for completion in output.outputs]
+        answer["choices"] = (self._choice(completion) for completion in output.outputs)
         answer["usage"] = counts.usage()
         answer["timings"] = timings([output])
         if self.request.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = shown_prompt_logprobs(output)
+            answer["prompt_logprobs"] = self._logprobs.prompt(output)
         if self.request.return_token_ids:
             answer["prompt_token_ids"] = output.prompt_token_ids
         return answer
@@ -137,11 +146,13 @@ class ChatShape:
             choice["token_ids"] = completion.token_ids
         return choice
 
+    def prompt_logprobs(self, output: RequestOutput) -> Each | None:
+        return self._logprobs.prompt(output)
+
     def _shown_logprobs(self, completion: CompletionOutput) -> Json | None:
         if completion.logprobs is None:
             return None
-        content = self._logprobs.chat(completion.token_ids, completion.logprobs)
-        return {"content": content, "refusal": None}
+        return {"content": Each(self._logprobs.chat(completion.logprobs)), "refusal": None}
 
 
 class ChatEvents:
@@ -162,24 +173,25 @@ class ChatEvents:
             self._usage_always or shape.tools or request.return_token_ids or request.logprobs
         )
 
-    def write(self, _: int, output: RequestOutput) -> bytes:
+    def write(self, _: int, output: RequestOutput) -> Written:
         if output.finished:
             self._last = output
         if not output.outputs:
             return self._progress(output)
         if len(output.outputs) == 1:
             return self._write_one(output, output.outputs[0])
-        return b"".join([self._write_one(output, one) for one in output.outputs])
+        return joined([self._write_one(output, one) for one in output.outputs])
 
-    def _write_one(self, output: RequestOutput, completion: CompletionOutput) -> bytes:
+    def _write_one(self, output: RequestOutput, completion: CompletionOutput) -> Written:
         index = completion.index
         self._counts.completion += len(completion.token_ids)
         if completion.finish_reason is None and (text := self._texts.get(index)) is not None:
             return text.write(completion.text)
         begin = b"" if index in self._answers else self._begin(output, completion)
-        return begin + b"".join([event(chunk) for chunk in self._chunks(output, completion)])
+        events = b"".join([event(chunk) for chunk in self._chunks(output, completion)])
+        return joined([begin, events])
 
-    def _begin(self, output: RequestOutput, completion: CompletionOutput) -> bytes:
+    def _begin(self, output: RequestOutput, completion: CompletionOutput) -> Written:
         """The first event of a choice says who speaks."""
         shape, index = self._shape, completion.index
         self._answers[index] = shape.answer()
@@ -191,11 +203,12 @@ class ChatEvents:
             )
         more: Json = {}
         if shape.request.prompt_logprobs is not None and index == 0:
-            more["prompt_logprobs"] = shown_prompt_logprobs(output)
+            more["prompt_logprobs"] = shape.prompt_logprobs(output)
         if shape.request.return_token_ids and index == 0:
             more["prompt_token_ids"] = output.prompt_token_ids
         choice = shape.delta(bare, {"role": shape.role, "content": ""})
-        return event(shape.chunk([choice], **more, **self._running_usage()))
+        first = shape.chunk([choice], **more, **self._running_usage())
+        return long_event(first) if "prompt_logprobs" in more else event(first)
 
     def _chunks(self, output: RequestOutput, completion: CompletionOutput) -> list[Json]:
         """One chunk a token. A tool call may take several, or none yet; the end is the last's."""

@@ -7,9 +7,10 @@ from functools import partial
 from typing import Any
 
 from twostroke.engine.intake import Prepared
-from twostroke.outputs import CompletionOutput, RequestOutput
+from twostroke.outputs import CompletionOutput, Logprobs, RequestOutput
 from twostroke.serve.errors import ApiError
 from twostroke.serve.exchange import Exchange
+from twostroke.serve.feed import Written
 from twostroke.serve.params import completion_params
 from twostroke.serve.parts import (
     Counts,
@@ -20,11 +21,19 @@ from twostroke.serve.parts import (
     progress,
     timings,
 )
-from twostroke.serve.parts import prompt_logprobs as shown_prompt_logprobs
+from twostroke.serve.pieces import Each
 from twostroke.serve.prompts import each_prompt
 from twostroke.serve.protocol import CompletionRequest
 from twostroke.serve.service import Head, Service
-from twostroke.serve.stream import DONE, TextEvents, error_event, event, write_stream
+from twostroke.serve.stream import (
+    DONE,
+    TextEvents,
+    error_event,
+    event,
+    joined,
+    long_event,
+    write_stream,
+)
 
 
 class Completions:
@@ -42,9 +51,10 @@ class Completions:
             prepared = await service.prompts.prepared(request, num_bytes, work)
         head = service.head("cmpl", request.request_id, request.model)
         shape = CompletionShape(service, request, head)
-        with service.running(exchange, prepared, head.id) as feed:
-            if request.stream:
-                await write_stream(exchange, feed, CompletionEvents(service, shape))
+        writer = CompletionEvents(service, shape) if request.stream else None
+        async with service.running(exchange, prepared, head.id, writer) as feed:
+            if writer is not None:
+                await write_stream(exchange, feed, writer)
                 return
             outputs = await feed.final()
         counts = count(outputs)
@@ -75,18 +85,18 @@ class CompletionShape:
         self.nothing_written = self.echo and request.max_tokens == 0
         self._tokenizer = service.tokenizer
         as_ids = bool(request.return_tokens_as_token_ids)
-        self._logprobs = LogprobWriter(service.tokenizer, request.logprobs or 0, as_ids)
+        self._logprobs = LogprobWriter(service.names, request.logprobs or 0, as_ids)
 
     def index(self, prompt_index: int, completion: CompletionOutput) -> int:
         return prompt_index * (self.request.n or 1) + completion.index
 
     def whole(self, outputs: Sequence[RequestOutput], counts: Counts) -> Json:
         answer = self.head.as_json("text_completion")
-        answer["choices"] = [
+        answer["choices"] = (
             self._choice(number, output, completion)
             for number, output in enumerate(outputs)
             for completion in output.outputs
-        ]
+        )
         answer["usage"] = counts.usage()
         answer["timings"] = timings(outputs)
         return answer
@@ -95,21 +105,19 @@ class CompletionShape:
         prompt = self.prompt_text(output) if self.echo else ""
         text = "" if self.nothing_written else completion.text
         ids = [] if self.nothing_written else completion.token_ids
-        entries: list[Any] = [] if self.nothing_written else list(completion.logprobs or ())
+        parts = [] if self.nothing_written else [completion.logprobs]
         if self.echo and self.request.logprobs is not None:
             ids = [*output.prompt_token_ids, *ids]
-            entries = [*(output.prompt_logprobs or ()), *entries]
+            parts = [output.prompt_logprobs, *parts]
         choice = self.choice(
             self.index(number, completion),
             prompt + text,
-            None
-            if self.request.logprobs is None
-            else self._logprobs.completion(ids, entries, offset=0),
+            None if self.request.logprobs is None else self._logprobs.completion(ids, parts),
             completion.finish_reason,
             completion.stop_reason,
         )
         if self.request.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = shown_prompt_logprobs(output)
+            choice["prompt_logprobs"] = self._logprobs.prompt(output)
         if self.request.return_token_ids:
             choice["prompt_token_ids"] = output.prompt_token_ids
             choice["token_ids"] = completion.token_ids
@@ -123,13 +131,19 @@ class CompletionShape:
     def logprobs(self, completion: CompletionOutput, offset: int) -> Json | None:
         if completion.logprobs is None:
             return None
-        return self._logprobs.completion(completion.token_ids, completion.logprobs, offset)
+        return self._logprobs.completion(completion.token_ids, [completion.logprobs], offset)
+
+    def shown_prompt(self, output: RequestOutput) -> Each | None:
+        return self._logprobs.prompt(output)
 
     def prompt_logprobs(self, output: RequestOutput) -> Json | None:
         if self.request.logprobs is None:
             return None
-        entries = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
-        return self._logprobs.completion(output.prompt_token_ids, entries)
+        entries = output.prompt_logprobs
+        if entries is None:  # a prompt of one token
+            entries = Logprobs()
+            entries.add(None)
+        return self._logprobs.completion(output.prompt_token_ids, [entries])
 
     def choice(
         self,
@@ -175,12 +189,12 @@ class CompletionEvents:
         )
         self._prompts_counted: set[int] = set()
 
-    def write(self, prompt_index: int, output: RequestOutput) -> bytes:
+    def write(self, prompt_index: int, output: RequestOutput) -> Written:
         if output.finished:
             self._ends.append(output)
         if not output.outputs:
             return self._progress(output)
-        parts = []
+        parts: list[Written] = []
         for completion in output.outputs:
             if not self._shape.nothing_written:
                 self._counts.completion += len(completion.token_ids)
@@ -190,13 +204,13 @@ class CompletionEvents:
                 parts.append(text.write(completion.text))
             else:
                 parts.append(self._write_plain(prompt_index, index, output, completion))
-        return b"".join(parts)
+        return joined(parts)
 
     def _write_plain(
         self, prompt_index: int, index: int, output: RequestOutput, completion: CompletionOutput
-    ) -> bytes:
+    ) -> Written:
         shape = self._shape
-        begin = b""
+        begin: Written = b""
         if index not in self._offsets:
             begin = self._begin(prompt_index, index, output)
         if shape.nothing_written:
@@ -214,9 +228,9 @@ class CompletionEvents:
         more = self._running_usage()
         if output.finished and completion.index == output.outputs[-1].index:
             more["timings"] = timings([output])
-        return begin + event(shape.chunk([choice], **more))
+        return joined([begin, event(shape.chunk([choice], **more))])
 
-    def _begin(self, prompt_index: int, index: int, output: RequestOutput) -> bytes:
+    def _begin(self, prompt_index: int, index: int, output: RequestOutput) -> Written:
         """A choice's echo, and what is told of its prompt once."""
         shape = self._shape
         self._offsets[index] = 0
@@ -235,11 +249,11 @@ class CompletionEvents:
         self._offsets[index] = len(prompt)
         choice = shape.choice(index, prompt, logprobs)
         if request.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = shown_prompt_logprobs(output)
+            choice["prompt_logprobs"] = shape.shown_prompt(output)
         if request.return_token_ids:
             choice["prompt_token_ids"] = output.prompt_token_ids
             choice["token_ids"] = []
-        return event(shape.chunk([choice], **self._running_usage()))
+        return long_event(shape.chunk([choice], **self._running_usage()))
 
     def _progress(self, output: RequestOutput) -> bytes:
         if not self._shape.request.return_progress or not output.num_prefilled:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from itertools import chain
 from typing import Any, Protocol
 
-import msgspec
-
 from twostroke.serve.errors import ApiError, ClientGone
+from twostroke.serve.pieces import PIECE_BYTES, json_pieces
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -29,6 +29,9 @@ EVENTS: Headers = (
 )
 CLOSE: Headers = ((b"connection", b"close"),)
 
+WRITE_BYTES = 64 * 1024  # of an answer that are given to the connection at once
+WHOLE_BYTES = 1024**2  # a longer answer is sent while it is made, its length not announced
+
 # Of a body that is not wanted:
 DISCARD_BYTES = 1024**2  # so much is read to keep the connection
 LINGER_BYTES, LINGER_S = 64 * 1024**2, 1.0  # and so much to have the answer read
@@ -42,9 +45,16 @@ class Direct(Protocol):
 
     def write(self, body: bytes) -> None: ...
 
+    def close(self) -> None:
+        """End the connection; what has not been read is lost."""
+
 
 class Exchange:
-    def __init__(self, scope: Message, receive: Receive, send: Send) -> None:
+    """`write_timeout_s`: how long a client may leave what is written to it unread."""
+
+    def __init__(
+        self, scope: Message, receive: Receive, send: Send, write_timeout_s: float = 60.0
+    ) -> None:
         self.scope = scope
         self.method: str = scope["method"]
         self.path: str = scope["path"]
@@ -53,6 +63,7 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._body_read = False
+        self._write_timeout_s = write_timeout_s
 
     def header(self, name: bytes) -> bytes | None:
         for key, value in self.scope["headers"]:
@@ -89,10 +100,29 @@ class Exchange:
     async def answer(self, status: int, body: bytes, headers: Headers = JSON) -> None:
         length = (b"content-length", str(len(body)).encode())
         await self._start(status, (*headers, length))
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        last = max(0, len(body) - 1) // WRITE_BYTES * WRITE_BYTES
+        for at in range(0, last, WRITE_BYTES):
+            await self.write(body[at : at + WRITE_BYTES])
+        await self.end(body[last:])
 
     async def answer_json(self, content: Any, headers: Headers = JSON) -> None:
-        await self.answer(200, msgspec.json.encode(content), headers)
+        """Made in pieces, with the loop's other work in between."""
+        pieces, begin, size = json_pieces(content), [], 0
+        for piece in pieces:
+            begin.append(piece)
+            size += len(piece)
+            if size > WHOLE_BYTES:
+                break
+            if size > PIECE_BYTES:
+                await asyncio.sleep(0)
+        else:
+            await self.answer(200, b"".join(begin), headers)
+            return
+        await self._start(200, headers)
+        for piece in chain(begin, pieces):
+            await self.write(piece)
+            await asyncio.sleep(0)
+        await self.end()
 
     async def refuse(self, error: ApiError) -> None:
         """A client that is still sending when the connection is closed loses the answer with it:
@@ -130,7 +160,7 @@ class Exchange:
 
     async def write(self, body: bytes) -> None:
         """More of a started stream. Waits while the client reads too slowly."""
-        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+        await self._put(body, True)
 
     @property
     def direct(self) -> Direct | None:
@@ -138,7 +168,16 @@ class Exchange:
         return self.scope.get(DIRECT)
 
     async def end(self, body: bytes = b"") -> None:
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        await self._put(body, False)
+
+    async def _put(self, body: bytes, more: bool) -> None:
+        try:
+            async with asyncio.timeout(self._write_timeout_s):
+                await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        except TimeoutError:
+            if self.direct is not None:
+                self.direct.close()
+            raise ClientGone from None
 
     async def _start(self, status: int, headers: Headers) -> None:
         self.status = status

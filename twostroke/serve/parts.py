@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, chain, islice
 from typing import Any
+
+import msgspec
 
 from twostroke.model.tokenizer import Tokenizer
 from twostroke.observe.record import Causes
-from twostroke.outputs import Logprob, RequestOutput
+from twostroke.outputs import Logprobs, RequestOutput
+from twostroke.plan import TokenLogprobs
+from twostroke.serve.pieces import Each, encode_json
 
 Json = dict[str, Any]
 LEAST_LOGPROB = -9999.0  # JSON has no -inf
+TOKENS_KEPT = 16384
 
 
 @dataclass(slots=True)
@@ -103,91 +110,102 @@ def progress(output: RequestOutput) -> Json:
     }
 
 
+class TokenNames:
+    """How tokens are written beside their log-probabilities: twenty for every token of an answer
+    are many, so those that were asked for last are kept."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self.text = lru_cache(TOKENS_KEPT)(self._text)
+        self.halves = lru_cache(TOKENS_KEPT)(self._halves)
+
+    def _text(self, token: int, as_id: bool = False) -> str:
+        if as_id or self._tokenizer is None:
+            return f"token_id:{token}"
+        return self._tokenizer.token_text(token)
+
+    def _halves(self, token: int, as_id: bool) -> tuple[bytes, bytes]:
+        """What stands before and after the log-probability in a token's object."""
+        raw = b"" if self._tokenizer is None else self._tokenizer.token_bytes(token)
+        text = encode_json(self.text(token, as_id))
+        return b'{"token":%b,"logprob":' % text, b',"bytes":%b}' % encode_json(list(raw))
+
+
 class LogprobWriter:
     """Logprobs as OpenAI's two APIs write them."""
 
-    def __init__(self, tokenizer: Tokenizer | None, top: int, as_ids: bool) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, names: TokenNames, top: int, as_ids: bool) -> None:
+        self._names = names
         self._top = top
         self._as_ids = as_ids
 
-    def chat(self, token_ids: Sequence[int], entries: Sequence[dict[int, Logprob]]) -> list[Json]:
-        return [
-            {
-                **self._token(token, entry[token]),
-                "top_logprobs": [self._token(t, one) for t, one in self._best(entry)],
-            }
-            for token, entry in zip(token_ids, entries, strict=True)
-        ]
+    def chat(self, entries: Logprobs) -> Iterator[msgspec.Raw]:
+        """One object a token, ready to be sent: twenty best for every token are many."""
+        for entry in entries.plain():
+            assert entry is not None
+            best = b",".join([self._token(t, value) for t, value in self._best(entry)])
+            own = self._token(entry.token_ids[0], entry.logprobs[0])
+            yield msgspec.Raw(b'%b,"top_logprobs":[%b]}' % (own[:-1], best))
 
     def completion(
-        self,
-        token_ids: Sequence[int],
-        entries: Sequence[dict[int, Logprob] | None],
-        offset: int = 0,
+        self, token_ids: Sequence[int], parts: Sequence[Logprobs | None], offset: int = 0
     ) -> Json:
-        """`offset`: how many characters of the text came before. A prompt's first token has no
-        logprob."""
-        tokens: list[str] = []
-        values: list[float | None] = []
-        best: list[dict[str, float] | None] = []
-        offsets: list[int] = []
-        for token, entry in zip(token_ids, entries, strict=True):
-            text = self._text(token, None if entry is None else entry.get(token))
-            offsets.append(offset)
-            tokens.append(text)
-            offset += len(text)
-            if entry is None:
-                values.append(None)
-                best.append(None)
-            else:
-                values.append(_finite(entry[token].logprob))
-                shown = [*self._best(entry), (token, entry[token])]
-                best.append({self._text(t, one): _finite(one.logprob) for t, one in shown})
+        """`parts`: the positions, in order; of None there is nothing to tell. `offset`: how many
+        characters of the text came before. A prompt's first token has no logprob."""
+        tokens = [self._text(token) for token in token_ids]
+        lengths = accumulate(map(len, tokens), initial=offset)
+
+        def entries() -> Iterator[TokenLogprobs | None]:
+            return chain.from_iterable(part.plain() for part in parts if part is not None)
+
         return {
-            "text_offset": offsets,
-            "token_logprobs": values,
+            "text_offset": list(islice(lengths, len(tokens))),
+            "token_logprobs": Each(
+                None if e is None else _finite(e.logprobs[0]) for e in entries()
+            ),
             "tokens": tokens,
-            "top_logprobs": best,
+            "top_logprobs": Each(map(self._best_by_text, entries())),
         }
 
-    def _best(self, entry: dict[int, Logprob]) -> list[tuple[int, Logprob]]:
-        return [(t, one) for t, one in entry.items() if (one.rank or 0) <= self._top]
+    def _best_by_text(self, entry: TokenLogprobs | None) -> dict[str, float] | None:
+        if entry is None:
+            return None
+        shown = {self._text(token): _finite(value) for token, value in self._best(entry)}
+        shown[self._text(entry.token_ids[0])] = _finite(entry.logprobs[0])
+        return shown
 
-    def _token(self, token: int, one: Logprob) -> Json:
-        raw = b"" if self._tokenizer is None else self._tokenizer.token_bytes(token)
+    def _best(self, entry: TokenLogprobs) -> list[tuple[int, float]]:
+        (chosen, *ids), (own, *values) = entry.token_ids, entry.logprobs
+        best = list(zip(ids, values, strict=True))[: self._top]
+        if entry.rank <= self._top and chosen not in ids:  # as likely as the last of them
+            best.append((chosen, own))
+        return best
+
+    def _token(self, token: int, value: float) -> bytes:
+        before, after = self._names.halves(token, self._as_ids)
+        return b"%b%b%b" % (before, repr(_finite(value)).encode(), after)
+
+    def _text(self, token: int) -> str:
+        return self._names.text(token, self._as_ids)
+
+    def prompt(self, output: RequestOutput) -> Each | None:
+        """vLLM's shape: by token id."""
+        entries = output.prompt_logprobs
+        if entries is None:
+            return None
+        return Each(None if e is None else self._by_id(e) for e in entries.plain())
+
+    def _by_id(self, entry: TokenLogprobs) -> Json:
+        (chosen, *ids), (own, *values) = entry.token_ids, entry.logprobs
+        ranked = [*zip(ids, values, range(1, len(ids) + 1), strict=True), (chosen, own, entry.rank)]
         return {
-            "token": self._text(token, one),
-            "logprob": _finite(one.logprob),
-            "bytes": list(raw),
-        }
-
-    def _text(self, token: int, one: Logprob | None) -> str:
-        if not self._as_ids:
-            if one is not None and one.decoded_token is not None:
-                return one.decoded_token
-            if self._tokenizer is not None:
-                return self._tokenizer.token_text(token)
-        return f"token_id:{token}"
-
-
-def prompt_logprobs(output: RequestOutput) -> list[Json | None] | None:
-    """vLLM's shape: by token id."""
-    if output.prompt_logprobs is None:
-        return None
-    return [
-        None
-        if entry is None
-        else {
             str(token): {
-                "logprob": _finite(one.logprob),
-                "rank": one.rank,
-                "decoded_token": one.decoded_token,
+                "logprob": _finite(value),
+                "rank": rank,
+                "decoded_token": self._names.text(token),
             }
-            for token, one in entry.items()
+            for token, value, rank in ranked
         }
-        for entry in output.prompt_logprobs
-    ]
 
 
 def _finite(value: float) -> float:

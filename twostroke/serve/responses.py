@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from twostroke.engine.intake import Prepared
-from twostroke.outputs import CompletionOutput, RequestOutput
+from twostroke.outputs import Logprobs, RequestOutput
 from twostroke.serve.errors import ApiError
 from twostroke.serve.exchange import Exchange
 from twostroke.serve.params import responses_params
 from twostroke.serve.parts import Counts, Json, LogprobWriter, count
 from twostroke.serve.parts import timings as shown_timings
+from twostroke.serve.pieces import Each, encode_json
 from twostroke.serve.protocol import ResponsesRequest, TokenizeRequest
 from twostroke.serve.service import Head, Service
-from twostroke.serve.stream import encode_json, event, write_stream
+from twostroke.serve.stream import event, long_event, write_stream
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
@@ -33,13 +35,13 @@ class Responses:
             prepared = await service.prompts.prepared(request, num_bytes, work)
         head = service.head("resp", request.request_id, request.model)
         shape = ResponseShape(service, request, head, prepared[0])
-        with service.running(exchange, prepared, head.id) as feed:
-            if request.stream:
-                await write_stream(exchange, feed, ResponseEvents(service, shape))
+        writer = ResponseEvents(service, shape) if request.stream else None
+        async with service.running(exchange, prepared, head.id, writer) as feed:
+            if writer is not None:
+                await write_stream(exchange, feed, writer)
                 return
             outputs = await feed.final()
-        counts = count(outputs)
-        await exchange.answer_json(shape.whole(outputs[0], counts))
+        await exchange.answer_json(shape.whole(outputs[0], count(outputs)))
 
     def _prepare(self, request: ResponsesRequest) -> list[Prepared]:
         service = self._service
@@ -107,7 +109,7 @@ class ResponseShape:
         self.request = request
         self.item_id = head.id.replace("resp-", "msg-", 1)
         as_ids = bool(request.return_tokens_as_token_ids)
-        self._logprobs = LogprobWriter(service.tokenizer, request.top_logprobs or 0, as_ids)
+        self._logprobs = LogprobWriter(service.names, request.top_logprobs or 0, as_ids)
         params = prepared.params
         self._fixed: Json = {
             "id": head.id,
@@ -147,7 +149,8 @@ class ResponseShape:
 
     def whole(self, output: RequestOutput, counts: Counts) -> Json:
         completion = output.outputs[0]
-        item = self.item(completion.text, self.logprobs(completion), completion.finish_reason)
+        logprobs = self.logprobs(completion.logprobs)
+        item = self.item(completion.text, logprobs, completion.finish_reason)
         return self.ended(item, completion.finish_reason, counts, output)
 
     def ended(
@@ -159,7 +162,7 @@ class ResponseShape:
         status = "incomplete" if reason == "length" else "completed"
         return self.response(status, [item], _usage(counts), **more)
 
-    def item(self, text: str, logprobs: list[Json], reason: str | None) -> Json:
+    def item(self, text: str, logprobs: Each, reason: str | None) -> Json:
         return {
             "id": self.item_id,
             "type": "message",
@@ -168,13 +171,11 @@ class ResponseShape:
             "content": [self.part(text, logprobs)],
         }
 
-    def part(self, text: str, logprobs: list[Json]) -> Json:
+    def part(self, text: str, logprobs: Each) -> Json:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
-    def logprobs(self, completion: CompletionOutput) -> list[Json]:
-        if completion.logprobs is None:
-            return []
-        return self._logprobs.chat(completion.token_ids, completion.logprobs)
+    def logprobs(self, entries: Logprobs | None) -> Each:
+        return Each(() if entries is None else self._logprobs.chat(entries))
 
 
 def _usage(counts: Counts) -> Json:
@@ -195,9 +196,9 @@ class ResponseEvents:
         self._shape = shape
         self._number = 0
         self._texts: list[str] = []
-        self._logprobs: list[Json] = []
-        self._last: RequestOutput | None = None
         self._num_tokens = 0
+        self._logprobs: Logprobs | None = None  # of all of them
+        self._last: RequestOutput | None = None
         where = {"item_id": shape.item_id, "output_index": 0, "content_index": 0}
         self._where = where
         delta = {"type": "response.output_text.delta", **where}
@@ -209,18 +210,20 @@ class ResponseEvents:
         begin = b"" if self._number else self._begin()
         deltas = []
         for completion in output.outputs:
-            self._num_tokens += len(completion.token_ids)
             self._texts.append(completion.text)
-            logprobs = self._shape.logprobs(completion)
-            self._logprobs += logprobs
+            self._num_tokens += len(completion.token_ids)
+            if completion.logprobs is not None:
+                self._logprobs = self._logprobs or Logprobs()
+                self._logprobs.extend(completion.logprobs)
+            logprobs = self._shape.logprobs(completion.logprobs)
             deltas.append(self._delta(completion.text, logprobs))
         return begin + b"".join(deltas)
 
-    def _delta(self, text: str, logprobs: list[Json]) -> bytes:
+    def _delta(self, text: str, logprobs: Each) -> bytes:
         """One event a token, so only what changes is encoded."""
         number = self._number
         self._number += 1
-        listed = encode_json(logprobs) if logprobs else b"[]"
+        listed = encode_json(logprobs)
         return b'%b,"logprobs":%b,"sequence_number":%d,"delta":%b}\n\n' % (
             self._delta_head,
             listed,
@@ -231,12 +234,14 @@ class ResponseEvents:
     def _begin(self) -> bytes:
         shape = self._shape
         started = shape.response("in_progress", [])
-        empty = {**shape.item("", [], None), "status": "in_progress", "content": []}
+        empty = {**shape.item("", Each(()), None), "status": "in_progress", "content": []}
         return (
             self._event("response.created", response=started)
             + self._event("response.in_progress", response=started)
             + self._event("response.output_item.added", output_index=0, item=empty)
-            + self._event("response.content_part.added", **self._where, part=shape.part("", []))
+            + self._event(
+                "response.content_part.added", **self._where, part=shape.part("", Each(()))
+            )
         )
 
     def _event(self, kind: str, **content: Any) -> bytes:
@@ -244,23 +249,29 @@ class ResponseEvents:
         self._number += 1
         return event({"type": kind, "sequence_number": number, **content}, kind)
 
-    def end(self) -> bytes:
+    def end(self) -> Iterator[bytes]:
         shape, last = self._shape, self._last
         assert last is not None
         reason = last.outputs[0].finish_reason
-        text, logprobs = "".join(self._texts), self._logprobs
+        text = "".join(self._texts)
         counts = count([last])
         counts.completion = self._num_tokens
-        item = shape.item(text, logprobs, reason)
+
+        def logprobs() -> Each:
+            return shape.logprobs(self._logprobs)
+
+        def item() -> Json:
+            return shape.item(text, logprobs(), reason)
+
         done = "response.incomplete" if reason == "length" else "response.completed"
-        response = shape.ended(item, reason, counts, last)
-        told = {**self._where, "logprobs": logprobs, "text": text}
-        return (
-            self._event("response.output_text.done", **told)
-            + self._event("response.content_part.done", **self._where, part=item["content"][0])
-            + self._event("response.output_item.done", output_index=0, item=item)
-            + self._event(done, response=response)
-        )
+        told: list[tuple[str, Json]] = [
+            ("response.output_text.done", {**self._where, "logprobs": logprobs(), "text": text}),
+            ("response.content_part.done", {**self._where, "part": shape.part(text, logprobs())}),
+            ("response.output_item.done", {"output_index": 0, "item": item()}),
+            (done, {"response": shape.ended(item(), reason, counts, last)}),
+        ]
+        for number, (kind, content) in enumerate(told, self._number):
+            yield from long_event({"type": kind, "sequence_number": number, **content}, kind)
 
     def fail(self, error: ApiError) -> bytes:
         reason = {"code": "server_error", "message": error.message}

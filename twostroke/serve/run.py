@@ -3,7 +3,8 @@
     SIGTERM ──▶ /health 503, new requests 503 ──▶ running ones finish, up to drain_s
             ──▶ those that have not end with an error ──▶ the sockets close
 
-A second signal skips the waiting.
+A second signal skips the waiting. An engine that has stopped for good ends the server, too, with
+an error: whoever started it may start it again.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import TypeVar
 import uvicorn
 
 from twostroke.engine.api import EngineClient
+from twostroke.errors import EngineError
 from twostroke.serve.app import App, asgi
 from twostroke.serve.bounds import bounded_protocol
 from twostroke.serve.listen import bind, unlink, url_of
@@ -75,6 +77,7 @@ class HttpServer(uvicorn.Server):
         self._drain_s = settings.drain_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
+        self.lost = ""  # why the engine has stopped, if it has
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -100,6 +103,11 @@ class HttpServer(uvicorn.Server):
         self._app.service.admission.draining = True
         self._draining = asyncio.get_running_loop().create_task(self._drain())
 
+    def end_with_engine(self, lost: asyncio.Future[str]) -> None:
+        """All requests have been told; nothing can be answered any more."""
+        self.lost = lost.result()
+        self._app.service.admission.draining = self.should_exit = True
+
     async def _drain(self) -> None:
         service, started = self._app.service, monotonic()
         while service.num_feeds and monotonic() - started < self._drain_s:
@@ -114,7 +122,8 @@ async def serve_forever(
     on_started: Callable[[HttpServer, Client, str], None] | None = None,
     listener: socket.socket | None = None,
 ) -> None:
-    """Until it is stopped. The address is taken first: a port in use costs no model's loading."""
+    """Until it is stopped. The address is taken first: a port in use costs no model's loading.
+    Raises `EngineError` if the engine stops for good."""
     listener = listener or bind(settings)
     try:
         async with client_factory() as client:
@@ -127,10 +136,17 @@ async def serve_forever(
             if settings.log_stats:
                 words = keep_saying(client, app.service.metrics.totals)
                 saying = asyncio.get_running_loop().create_task(words)
+            lost: asyncio.Future[str] | None = getattr(client, "lost", None)
+            if lost is not None:
+                lost.add_done_callback(server.end_with_engine)
             await server.serve(sockets=[listener])
+            if lost is not None:
+                lost.remove_done_callback(server.end_with_engine)
             if saying is not None:
                 saying.cancel()
             await app.close()
+            if server.lost:
+                raise EngineError(f"the engine has stopped ({server.lost})")
     finally:
         unlink(listener, settings)
 

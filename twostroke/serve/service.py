@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import TypeVar
@@ -20,15 +20,17 @@ from twostroke.model.tokenizer import Tokenizer
 from twostroke.serve.bodies import Bodies
 from twostroke.serve.errors import ApiError, unavailable
 from twostroke.serve.exchange import Exchange
-from twostroke.serve.feed import Feed
+from twostroke.serve.feed import Feed, Unread
 from twostroke.serve.metrics import Metrics
-from twostroke.serve.parts import Json
+from twostroke.serve.parts import Json, TokenNames
 from twostroke.serve.prompts import Prompts
 from twostroke.serve.protocol import Generating
 from twostroke.serve.security import Admission
 from twostroke.serve.settings import ServeSettings
+from twostroke.serve.stream import EventWriter
 from twostroke.serve.tracing import Tracing
 
+LOGPROB_BYTES = 8  # of a token and its log-probability, as `Logprobs` keeps them
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -57,6 +59,8 @@ class Service:
         self.client = client
         self.settings = settings
         self.admission = Admission(client, settings.max_queue, settings.max_choices)
+        self.names = TokenNames(client.intake.tokenizer)
+        self.unread = Unread(settings.max_unread_bytes)
         self.bodies = Bodies(settings, client.info.max_model_len)
         self.prompts = Prompts(client.intake, settings)
         self.models = settings.served_model_names or (client.info.model_name,)
@@ -107,25 +111,50 @@ class Service:
                 code="model_not_found",
             )
 
-    @contextmanager
-    def running(
-        self, exchange: Exchange, prepared: Sequence[Prepared], name: str
-    ) -> Iterator[Feed]:
-        """The engine at work on an answer, for as long as there is somebody to have it."""
+    @asynccontextmanager
+    async def running(
+        self,
+        exchange: Exchange,
+        prepared: Sequence[Prepared],
+        name: str,
+        writer: EventWriter | None = None,
+    ) -> AsyncIterator[Feed]:
+        """The engine at work on an answer, for as long as there is somebody to have it. `writer`
+        makes the events of a streamed one."""
+        self._check_size(prepared, streamed=writer is not None)
         tracing = self.tracing
         with self.admission.enter(sum(one.params.n for one in prepared)):
             # A client may use an id again; the engine's name for a request is never another's.
-            feed = Feed(self.client, prepared, f"{name}-{uuid4().hex[:8]}")
+            write = None if writer is None else writer.write
+            feed = Feed(self.client, prepared, f"{name}-{uuid4().hex[:8]}", self.unread, write)
             self._feeds.add(feed)
             if tracing is not None:
                 tracing.begin(feed.names, name, exchange, [one.params for one in prepared])
             try:
-                with feed, exchange.watched(feed.fail):
-                    yield feed
+                with exchange.watched(feed.fail):
+                    async with feed:
+                        yield feed
             finally:
                 self._feeds.discard(feed)
                 if tracing is not None:
                     tracing.end(feed.names)
+
+    def _check_size(self, prepared: Sequence[Prepared], streamed: bool) -> None:
+        """Refuse an answer that would take too much memory before it could be sent."""
+        longest = self.client.info.max_model_len
+        num_bytes = 0
+        for one in prepared:
+            params = one.params
+            if params.logprobs is not None and not streamed:
+                tokens = min(params.max_tokens or longest, longest - len(one.ids))
+                num_bytes += params.n * tokens * (1 + params.logprobs) * LOGPROB_BYTES
+        if num_bytes > self.unread.max_total_bytes:
+            raise ApiError(
+                400,
+                f"the log-probabilities of this answer may take {num_bytes} bytes, and at most "
+                f"{self.unread.max_total_bytes} are kept for one that is sent whole; stream it, or "
+                "lower n, max_tokens or logprobs",
+            )
 
     @property
     def num_feeds(self) -> int:

@@ -47,10 +47,14 @@ class ServeSettings(Strict):
     max_header_bytes: int = 64 * 1024  # request line and headers together
     max_prompt_tokens: int | None = None  # None: what the engine takes
     max_output_tokens: int | None = None  # requests that ask for more get this many
+    max_unread_bytes: int = 4 * MIB  # of a stream that its client leaves unread; in total, 8 times
     max_queue: int = 4096  # sequences that may wait; more are answered 429
     head_timeout_s: float = 30.0  # to send a request's headers
     body_timeout_s: float = 60.0  # to send its body
+    write_timeout_s: float = 60.0  # for a client to read some of what is written to it
     keep_alive_s: float = 60.0
+    engine_hang_timeout_s: float = 30.0  # an engine that is silent for longer is killed; 0: never
+    engine_restart_limit: int = 6  # deaths soon after the start, in a row, that end the server
     drain_s: float = 30.0  # for running requests, once the server is asked to stop
 
     otlp_traces_endpoint: str | None = None  # "": as OTEL_EXPORTER_OTLP_* say; None: no traces
@@ -65,8 +69,14 @@ class ServeSettings(Strict):
         self._check_int("max_header_bytes", 1024)
         self._check_int("max_prompt_tokens", 1, optional=True)
         self._check_int("max_output_tokens", 1, optional=True)
+        self._check_int("max_unread_bytes", 1024)
         self._check_int("max_queue", 0)
-        for name in ("head_timeout_s", "body_timeout_s", "keep_alive_s", "drain_s"):
+        self._check_int("engine_restart_limit", 1)
+        self._check_number("engine_hang_timeout_s", 0.0, 1e6, "a number of seconds, or 0")
+        if 0 < self.engine_hang_timeout_s < 2:
+            self._refuse("engine_hang_timeout_s", "at least 2 seconds, or 0 for never")
+        times = ("head_timeout_s", "body_timeout_s", "write_timeout_s", "keep_alive_s", "drain_s")
+        for name in times:
             self._check_number(name, 0.0, 1e6, "a number of seconds")
         self._check_bools(
             "access_log",

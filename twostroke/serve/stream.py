@@ -6,18 +6,18 @@ the plain encoding of the same event; only the text is encoded per token.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import Callable
-from typing import Any, Protocol
-
-import msgspec
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any, Protocol, cast
 
 from twostroke.outputs import RequestOutput
 from twostroke.serve.errors import ApiError, ClientGone, as_api_error
 from twostroke.serve.exchange import Exchange
-from twostroke.serve.feed import Feed
+from twostroke.serve.feed import Feed, Written
+from twostroke.serve.pieces import encode_json, json_pieces
 
-encode_json = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 
 
@@ -26,8 +26,20 @@ def event(content: Any, name: str | None = None) -> bytes:
     return data if name is None else f"event: {name}\n".encode() + data
 
 
+def long_event(content: Any, name: str | None = None) -> Iterator[bytes]:
+    """`event`, in pieces."""
+    begin = b"" if name is None else f"event: {name}\n".encode()
+    return json_pieces(content, begin + b"data: ", b"\n\n")
+
+
 def error_event(error: ApiError) -> bytes:
     return event({"error": error.content()})
+
+
+def joined(parts: Sequence[Written]) -> Written:
+    if all(isinstance(part, bytes) for part in parts):
+        return b"".join(cast(Sequence[bytes], parts))
+    return chain.from_iterable((part,) if isinstance(part, bytes) else part for part in parts)
 
 
 class TextEvents:
@@ -46,36 +58,47 @@ class TextEvents:
 class EventWriter(Protocol):
     """One stream's state: outputs in, bytes of whole events out."""
 
-    def write(self, prompt_index: int, output: RequestOutput) -> bytes: ...
+    def write(self, prompt_index: int, output: RequestOutput) -> Written: ...
 
-    def end(self) -> bytes: ...
+    def end(self) -> Written: ...
 
     def fail(self, error: ApiError) -> bytes: ...
 
 
 async def write_stream(exchange: Exchange, feed: Feed, writer: EventWriter) -> None:
     """Until the last event is out. Before the first output a failure is still an HTTP status."""
-    write, direct = writer.write, exchange.direct
-
-    def tell_now(index: int, output: RequestOutput) -> bool:
-        assert direct is not None
-        if not direct.ready():
-            return False
-        if body := write(index, output):
-            direct.write(body)
-        return True
-
     try:
-        while batch := await feed.batch():
+        while ready := await feed.next():
             if not exchange.status:
                 await exchange.start_events()
-            if body := b"".join([write(index, output) for index, output in batch]):
-                await exchange.write(body)
-            feed.tell_now = None if direct is None else tell_now
-        await exchange.end(writer.end())
+            await _write(exchange, ready)
+            feed.direct = exchange.direct
+        last = writer.end()
+        if isinstance(last, bytes):
+            await exchange.end(last)
+        else:
+            await _write(exchange, [last])
+            await exchange.end()
     except ClientGone:
         raise
     except Exception as error:
         if not exchange.status:
             raise
         await exchange.end(writer.fail(as_api_error(error)))
+
+
+async def _write(exchange: Exchange, ready: list[Written]) -> None:
+    """Small ones together; long ones piece by piece, with the loop's other work in between."""
+    small: list[bytes] = []
+    for written in ready:
+        if isinstance(written, bytes):
+            small.append(written)
+            continue
+        if small:
+            await exchange.write(b"".join(small))
+            small.clear()
+        for piece in written:
+            await exchange.write(piece)
+            await asyncio.sleep(0)
+    if small:
+        await exchange.write(b"".join(small))
