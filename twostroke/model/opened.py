@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from twostroke.config import EngineConfig
+from twostroke.model import gguf_config, hf_config
 from twostroke.model.gguf import GGUFFile
 from twostroke.model.gguf_config import spec_from_gguf
-from twostroke.model.hf_config import load_hf_config
+from twostroke.model.hf_config import dtype_of, load_hf_config
 from twostroke.model.hub import ModelFiles
 from twostroke.model.spec import ModelSpec
 from twostroke.model.weights import WeightSource, check_weights
@@ -30,11 +31,11 @@ def open_model(config: EngineConfig, files: ModelFiles, device: str) -> OpenedMo
     if files.kind == "gguf":
         return _open_gguf(config, files, device)
     spec, settings = load_hf_config(files.path)
-    dtype = str(settings.get("dtype") or settings.get("torch_dtype") or "bfloat16")
+    dtype = dtype_of(settings, str(files.path))
     if config.load_format == "dummy":
         return OpenedModel(files, spec, _dummy(spec, config, device), dtype)
     weights = SafetensorsWeights(files.path, spec)
-    check_weights(spec, weights, str(files.path))
+    check_weights(spec, weights, str(files.path), hf_config.FIELDS)
     return OpenedModel(files, spec, weights, dtype)
 
 
@@ -44,7 +45,7 @@ def _open_gguf(config: EngineConfig, files: ModelFiles, device: str) -> OpenedMo
     if config.load_format == "dummy":
         return OpenedModel(files, spec, _dummy(spec, config, device), "bfloat16")
     weights = GGUFWeights(file, spec)
-    check_weights(spec, weights, str(files.path))
+    check_weights(spec, weights, str(files.path), gguf_config.FIELDS)
     return OpenedModel(files, spec, weights, "bfloat16")
 
 

@@ -5,6 +5,7 @@ The sources know no torch; `tensors.py` makes tensors of what they hold.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
@@ -31,22 +32,43 @@ class WeightSource(Protocol):
 
     def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats: ...
 
+    def label(self, name: str) -> str:
+        """The weight as a message calls it: the file, and its name there."""
+        ...
+
     def forget(self, name: str) -> None:
         """The weight has been read: what is kept of it in memory may go."""
         ...
 
 
-def check_weights(spec: ModelSpec, source: WeightSource, where: str) -> None:
-    """Refuse a model whose tensors contradict its description, before any memory is taken."""
+def check_weights(
+    spec: ModelSpec, source: WeightSource, where: str, fields: Mapping[str, str] = {}
+) -> None:
+    """Refuse a model whose tensors contradict its description, before any memory is taken.
+
+    `fields` has what the description calls the fields of a spec.
+    """
     for name, expected in spec.weight_shapes().items():
         found = source.shape(name)
+        if found == expected:
+            continue
+        decides = ", ".join(dict.fromkeys(fields.get(n, n) for n in spec.shaped_by(name)))
         if found is None:
             raise ModelError(
                 f"{where}: the weight {name!r} is missing. The model's description asks for it "
-                f"with shape {expected}; the file is incomplete or belongs to another model."
+                f"with shape {expected} ({decides}); the file is incomplete or belongs to another "
+                "model."
             )
-        if found != expected:
-            raise ModelError(
-                f"{where}: the weight {name!r} has shape {found}, but the model's description "
-                f"asks for {expected}. The description and the weights are not of one model."
-            )
+        raise ModelError(
+            f"{where}: the weight {name!r} has shape {found}, but the model's description "
+            f"asks for {expected}. The description and the weights are not of one model; see "
+            f"{decides}."
+        )
+
+
+def not_finite(source: WeightSource, name: str) -> ModelError:
+    """A NaN or an infinity in a weight makes every text of the model nonsense."""
+    return ModelError(
+        f"{source.label(name)} holds NaN or infinity. The file is damaged, or its conversion "
+        "failed; download it again, or use another one."
+    )

@@ -6,7 +6,8 @@ import math
 
 import torch
 
-from twostroke.model.weights import WeightSource
+from twostroke.errors import ModelError
+from twostroke.model.weights import WeightSource, not_finite
 from twostroke.model.weights.dummy import STD, TILE, DummyWeights, mean_of
 from twostroke.model.weights.safetensors import SafetensorsWeights
 
@@ -21,7 +22,23 @@ DTYPES = {
 
 
 def read_tensor(source: WeightSource, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """A weight as a dense tensor of its own memory."""
+    """A weight as a dense tensor of its own memory, every number of it finite."""
+    tensor = _read(source, name, dtype)
+    if not isinstance(source, DummyWeights) and not _is_finite(tensor):
+        if _is_finite(_read(source, name, torch.float64)):
+            raise ModelError(
+                f"{source.label(name)} holds a number that {dtype} does not; set dtype to another."
+            )
+        raise not_finite(source, name)
+    return tensor
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """In one pass: a NaN or an infinity stays in the sum. What is finite may also overflow it."""
+    return bool(tensor.sum(dtype=torch.float32).isfinite()) or bool(tensor.isfinite().all())
+
+
+def _read(source: WeightSource, name: str, dtype: torch.dtype) -> torch.Tensor:
     if isinstance(source, SafetensorsWeights):
         stored = source.stored(name)
         data = stored.data if stored.data.ctypes.data % 8 == 0 else stored.data.copy()
