@@ -138,9 +138,9 @@ def test_a_config_of_another_shape_than_its_tensors_is_refused(folder: Path) -> 
     write_json(folder / "config.json", config | {"intermediate_size": 96})
     says = model_refusal(folder)
     assert (
-        "the weight 'layers.0.gate' has shape (64, 32), but the model's description asks " in says
+        "the weight 'layers.0.gate' has shape (64, 32), but config.json asks for (96, 32)" in says
     )
-    assert "for (96, 32). The description and the weights are not of one model." in says
+    assert "(by num_hidden_layers, intermediate_size, hidden_size). The two are not of one" in says
 
 
 def test_a_config_that_asks_for_more_than_there_is_is_refused(folder: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from twostroke.errors import ModelError
 from twostroke.model.block_types import LAYOUTS, BlockType, num_bytes
+from twostroke.model.fields import shown
 from twostroke.model.on_disk import forget_pages
 
 MAGIC = b"GGUF"
@@ -237,8 +238,10 @@ class _Header:
 
     def _alignment(self, metadata: dict[str, Any]) -> int:
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            self._fail(f"general.alignment must be a power of two, not {alignment!r}")
+        if type(alignment) is not int or alignment < 8 or alignment & (alignment - 1):
+            self._fail(
+                f"general.alignment must be a power of two of at least 8, not {shown(alignment)}"
+            )
         return alignment
 
     def _place(self, entries: list[TensorInfo], alignment: int) -> dict[str, TensorInfo]:
@@ -250,7 +253,10 @@ class _Header:
             if entry.name in tensors:
                 self._fail(f"the tensor {entry.name!r} appears twice")
             if entry.offset % alignment:
-                self._fail(f"the tensor {entry.name!r} does not begin at a multiple of {alignment}")
+                self._fail(
+                    f"the tensor {entry.name!r} does not begin at a multiple of {alignment} "
+                    "(general.alignment)"
+                )
             offset = data_start + entry.offset
             needed_bytes = max(needed_bytes, offset + entry.num_bytes)
             tensors[entry.name] = TensorInfo(

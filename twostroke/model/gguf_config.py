@@ -91,9 +91,12 @@ def spec_from_gguf(file: GGUFFile) -> ModelSpec:
             f"{file.path}: attention.head_count {num_heads} is not a multiple of "
             f"attention.head_count_kv {num_kv_heads}."
         )
-    # Of fewer channels than heads there is none left for a head.
-    own = hidden // num_heads or REQUIRED
-    head_dim = settings.integer("attention.key_length", *HEAD_DIM, default=own)
+    if "attention.key_length" not in settings and hidden % num_heads:
+        raise ModelError(
+            f"{file.path}: {arch}.embedding_length {hidden} is not a multiple of "
+            f"{arch}.attention.head_count {num_heads} and no {arch}.attention.key_length is given."
+        )
+    head_dim = settings.integer("attention.key_length", *HEAD_DIM, default=hidden // num_heads)
     value_dim = settings.integer("attention.value_length", *HEAD_DIM, default=head_dim)
     if value_dim != head_dim:
         raise ModelError(
@@ -203,7 +206,7 @@ def _rope(settings: _Settings, head_dim: int) -> tuple[RopeSpec, int]:
     if dim > head_dim or dim % 2:
         raise ModelError(
             f"{settings.where}: {settings.prefix}rope.dimension_count must be even and at most the "
-            f"head size {head_dim}, not {dim}."
+            f"head size {head_dim} (attention.key_length), not {dim}."
         )
     positions = settings.integer("context_length", *CONTEXT)
     low, high = ROPE_FACTOR

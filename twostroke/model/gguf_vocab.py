@@ -103,8 +103,8 @@ class _Header(Fields):
         if len(values) != len(self.tokens):
             found = str(len(values)) if name in self else "none"
             raise ModelError(
-                f"{self.where}: has {len(self.tokens)} tokens and should have as many values in "
-                f"tokenizer.ggml.{name}; it has {found}. {WAY_OUT}"
+                f"{self.where}: has {len(self.tokens)} tokenizer.ggml.tokens and should have as "
+                f"many values in tokenizer.ggml.{name}; it has {found}. {WAY_OUT}"
             )
         return values
 

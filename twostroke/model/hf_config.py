@@ -139,7 +139,7 @@ def _layers(fields: Fields, family: str) -> tuple[LayerSpec, ...]:
     count = fields.integer("num_hidden_layers", *LAYERS)
     if family == "llama" or fields.given_as_null("sliding_window"):
         return (LayerSpec(),) * count
-    window = fields.integer("sliding_window", *CONTEXT, default=4096)
+    window = fields.integer("sliding_window", 1, CONTEXT[1], default=4096)
     if family == "mistral":
         return (LayerSpec(window),) * count
     slides = fields.boolean("use_sliding_window", False)

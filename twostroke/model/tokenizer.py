@@ -287,5 +287,6 @@ def _read_chat_template(folder: Path, settings: Fields) -> str | None:
     named = {}
     for entry in settings.items("chat_template", dict, "objects with a name and a template"):
         one = Fields(f"{settings.where}: chat_template", entry)
-        named[one.string("name", longest=1024)] = one.string("template", longest=MAX_TEMPLATE_CHARS)
+        name = one.string("name", longest=1024)
+        named[name] = one.string("template", longest=MAX_TEMPLATE_CHARS)
     return choose_template(named)

@@ -42,11 +42,15 @@ class WeightSource(Protocol):
 
 
 def check_weights(
-    spec: ModelSpec, source: WeightSource, where: str, fields: Mapping[str, str] = {}
+    spec: ModelSpec,
+    source: WeightSource,
+    where: str,
+    description: str = "its description",
+    fields: Mapping[str, str] = {},
 ) -> None:
     """Refuse a model whose tensors contradict its description, before any memory is taken.
 
-    `fields` has what the description calls the fields of a spec.
+    `description` is what has been read into the spec; `fields` has its names for the spec's fields.
     """
     for name, expected in spec.weight_shapes().items():
         found = source.shape(name)
@@ -55,14 +59,12 @@ def check_weights(
         decides = ", ".join(dict.fromkeys(fields.get(n, n) for n in spec.shaped_by(name)))
         if found is None:
             raise ModelError(
-                f"{where}: the weight {name!r} is missing. The model's description asks for it "
-                f"with shape {expected} ({decides}); the file is incomplete or belongs to another "
-                "model."
+                f"{where}: the weight {name!r} is missing. {description} asks for it with shape "
+                f"{expected} (by {decides}); the file is incomplete or belongs to another model."
             )
         raise ModelError(
-            f"{where}: the weight {name!r} has shape {found}, but the model's description "
-            f"asks for {expected}. The description and the weights are not of one model; see "
-            f"{decides}."
+            f"{where}: the weight {name!r} has shape {found}, but {description} asks for "
+            f"{expected} (by {decides}). The two are not of one model."
         )
 
 

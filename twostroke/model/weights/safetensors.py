@@ -85,13 +85,16 @@ class _File:
 
 
 class SafetensorsWeights:
-    """Opens each file once; the tied head is never asked for, even if a file stores it."""
+    """Opens each file once; the tied head is never asked for, even if a file stores it.
+
+    `path` is what lists the tensors: the only file, or the index of the shards.
+    """
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self._folder = folder
         self._spec = spec
         self._open_files: dict[Path, _File] = {}
-        self._source, self._files = self._find_files()
+        self.path, self._files = self._find_files()
         self._refuse_unknown_tensors()
 
     def shape(self, name: str) -> tuple[int, ...] | None:
@@ -103,7 +106,7 @@ class SafetensorsWeights:
         stored = self._stored_name(name)
         if stored is None:
             raise ModelError(
-                f"{self._source}: lists no tensor {hf_name(name)!r}. The model is incomplete or "
+                f"{self.path}: lists no tensor {hf_name(name)!r}. The model is incomplete or "
                 "its config.json belongs to another one; download the folder again."
             )
         found = self._look(stored)
@@ -126,7 +129,7 @@ class SafetensorsWeights:
 
     def label(self, name: str) -> str:
         stored = self._stored_name(name) or hf_name(name)
-        return f"{self._files.get(stored, self._source)}: the tensor {stored!r}"
+        return f"{self._files.get(stored, self.path)}: the tensor {stored!r}"
 
     def forget(self, name: str) -> None:
         stored = self._stored_name(name)
@@ -192,7 +195,7 @@ class SafetensorsWeights:
             return self._open(path).stored(stored)
         except KeyError:
             raise ModelError(
-                f"{path}: does not hold the tensor {stored!r}, though {self._source.name} says "
+                f"{path}: does not hold the tensor {stored!r}, though {self.path.name} says "
                 "so. Index and shards are not of one model; download the folder again."
             ) from None
 
@@ -227,10 +230,10 @@ class SafetensorsWeights:
         if num_layers:
             log.warning(
                 "%s: config.json says num_hidden_layers = %d, but there are tensors of %d layers",
-                self._source,
+                self.path,
                 self._spec.num_layers,
                 num_layers,
             )
         if unused:
             count, names = len(unused), listed_names(unused)
-            log.warning("%s: %d tensors are not used: %s", self._source, count, names)
+            log.warning("%s: %d tensors are not used: %s", self.path, count, names)
