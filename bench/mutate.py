@@ -85,6 +85,7 @@ def child(mutation: Mutation, folder: Path, answer: Path) -> None:
     path = mutation.write(folder)
     virtual = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (virtual + GROWTH_BYTES,) * 2)
+    signal.setitimer(signal.ITIMER_REAL, TIMEOUT_S)  # nobody handles it, so that it ends us
     answer.write_text(json.dumps(attempt(path)))
     os._exit(0)
 
@@ -99,7 +100,7 @@ def try_all(
     import twostroke.llm
     import twostroke.model.tokenizer  # noqa: F401
 
-    running: dict[int, tuple[int, Mutation, float]] = {}
+    running: dict[int, tuple[int, Mutation]] = {}
     pending = iter(mutations)
     while True:
         while len(running) < workers and (following := next(pending, None)) is not None:
@@ -110,23 +111,19 @@ def try_all(
                     child(mutation, work / f"{number}", work / f"{number}.json")
                 finally:
                     os._exit(1)
-            running[pid] = (number, mutation, time.monotonic())
+            running[pid] = (number, mutation)
         if not running:
             return
-        for pid, (number, mutation, started) in list(running.items()):
+        for pid, (number, mutation) in list(running.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
-            late = time.monotonic() - started > TIMEOUT_S
-            if not ended and late:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-            elif not ended:
+            if not ended:
                 continue
             del running[pid]
             path = work / f"{number}.json"
             if path.exists():
                 result = json.loads(path.read_text())
                 path.unlink()
-            elif late and not ended:
+            elif os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
                 result = {"end": "hang", "says": f"nothing within {TIMEOUT_S} s"}
             else:
                 result = {"end": "died", "says": f"wait status {status}"}

@@ -95,12 +95,14 @@ class GGUF:
 
     def data(self, infos: dict[str, bytes] | None = None) -> bytes:
         """`infos` stand in for the entries of some tensors."""
-        head = b"GGUF" + struct.pack("<IQQ", 3, len(self.tensors), len(self.pairs))
-        head += b"".join(text(key) + value for key, value in self.pairs.items())
+        parts = [b"GGUF", struct.pack("<IQQ", 3, len(self.tensors), len(self.pairs))]
+        for key, value in self.pairs.items():
+            parts += [text(key), value]
         body = b""
         for name, (dims, kind, data) in self.tensors.items():
-            head += (infos or {}).get(name) or info(name, dims, kind, len(body))
+            parts.append((infos or {}).get(name) or info(name, dims, kind, len(body)))
             body += data + bytes(-len(data) % 32)
+        head = b"".join(parts)
         return head + bytes(-len(head) % 32) + body
 
     def files(self, infos: dict[str, bytes] | None = None) -> Files:
@@ -465,9 +467,10 @@ def _index(files: Files) -> Iterator[Mutation]:
         "config.json": "config.json",
     }
     for label, value in odd.items():
-        # To name the shard is enough: what is missing from it is missing from the file.
+        # To name the index is enough, or the file that it names.
         mutation = _field(files, file, ("weight_map", "model.embed_tokens.weight"), label, value)
-        yield Mutation("index", mutation.what, "", mutation.names, mutation.files)
+        names = (file, "config.json: cannot be read as safetensors")
+        yield Mutation("index", mutation.what, "", names, mutation.files)
     for shard in ("a.safetensors", "b.safetensors"):
         yield Mutation("index", f"without {shard}", shard, (), _with(files, shard, None))
 
@@ -527,8 +530,8 @@ def _bombs(files: Files, ggufs: dict[str, GGUF]) -> Iterator[Mutation]:
     yield pair(llama, "llama.x", nested, "a million empty arrays")
     deep = struct.pack("<I", ARRAY) + struct.pack("<IQ", ARRAY, 1) * 10_000
     yield pair(llama, "llama.x", deep, "10,000 arrays in each other")
-    zeros = struct.pack("<IIQ", ARRAY, 0, 40_000_000) + bytes(40_000_000)
-    yield pair(llama, "llama.x", zeros, "40 million numbers in an array")
+    zeros = struct.pack("<IIQ", ARRAY, 0, 20_000_000) + bytes(20_000_000)
+    yield pair(llama, "llama.x", zeros, "20 million numbers in an array")
     yield pair(llama, "tokenizer.chat_template", typed(STRING, "{" * 10**7), "a huge template")
     announced = b"GGUF" + struct.pack("<IQQ", 3, 10**6, 0)
     padded = lambda: {GGUF_NAME: announced + bytes(10**8)}  # noqa: E731
@@ -576,9 +579,8 @@ def _bombs(files: Files, ggufs: dict[str, GGUF]) -> Iterator[Mutation]:
     for template in ("{{ 'x' * 10**9 }}", "{" * 10**6, "x" * 3 * 10**6):
         settings = json.loads(files["tokenizer_config.json"]) | {"chat_template": template}
         bombed = _with(files, "tokenizer_config.json", settings)
-        yield Mutation(
-            "bombs", "a chat template", "tokenizer_config.json", ("chat_template",), bombed
-        )
+        names = ("chat_template", "chat template")
+        yield Mutation("bombs", "a chat template", "", names, bombed)
     jinja = files | {"chat_template.jinja": b"\xff\xfe{{ x }}"}
     yield Mutation(
         "bombs", "a chat template of no text", "chat_template.jinja", (), lambda: jinja, True

@@ -467,7 +467,9 @@ def test_after_every_refusal_the_engine_answers_as_before(llm: LLM) -> None:
     assert not llm.engine.frontend._child
 
 
-def test_ids_a_tokenizer_knows_and_the_model_does_not_harm_nobody(tmp_path: Path) -> None:
+def test_ids_a_tokenizer_knows_and_the_model_does_not_harm_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = tiny_folder(tmp_path / "tiny", vocab_size=280)
     write_json(folder / "generation_config.json", {"eos_token_id": [EOS_ID, 290]})
     llm = tiny_llm(folder)
@@ -477,6 +479,11 @@ def test_ids_a_tokenizer_knows_and_the_model_does_not_harm_nobody(tmp_path: Path
     assert len(output.outputs[0].token_ids) == 4
     assert max(output.outputs[0].token_ids) < 280
     assert "is out of range: the model's ids go from 0 to 279" in request_refusal(llm, word)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "the tokenizer has 300 tokens and the model only 280: prompts that need one of the others "
+        "are refused"
+    )
 
 
 def test_the_checks_here_can_fail(llm: LLM) -> None:

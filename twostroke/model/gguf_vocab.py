@@ -261,9 +261,15 @@ def _add_bos_and_eos(tokenizer: tokenizers.Tokenizer, header: _Header) -> None:
         eos = "" if eos_id is None else header.tokens[eos_id]
         single = [part for part in (bos, "$A", eos) if part]
         pair = single + [part for part in (bos and f"{bos}:1", "$B:1", eos and f"{eos}:1") if part]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=single, pair=pair, special_tokens=sorted(set(around))
-        )
+        try:
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single=single, pair=pair, special_tokens=sorted(set(around))
+            )
+        except Exception as error:  # tokenizers raises nothing more particular
+            raise ModelError(
+                f"{header.where}: the tokens of tokenizer.ggml.bos_token_id and eos_token_id "
+                f"cannot be put around a prompt ({error}). {WAY_OUT}"
+            ) from None
 
 
 def _chat_template(metadata: Mapping[str, Any], where: str) -> str | None:

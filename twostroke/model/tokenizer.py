@@ -19,7 +19,7 @@ from twostroke.model.detokenizer import Detokenizer, TokenTable
 from twostroke.model.fields import Fields, read_json, shown
 from twostroke.model.gguf_vocab import MAX_TEMPLATE_CHARS, vocab_from_gguf
 from twostroke.model.spec import VOCABULARY
-from twostroke.model.tokenizer_json import read_backend
+from twostroke.model.tokenizer_json import library_error, read_backend
 
 # What ends a turn, a message or a text in the families we know. It counts only where the
 # vocabulary has it as a special token: written out of ordinary tokens it is just text.
@@ -95,9 +95,10 @@ class Tokenizer:
                 "the text holds half of a surrogate pair (\\ud800 to \\udfff), which is no "
                 "character; send the whole character."
             ) from None
-        except Exception as error:  # tokenizers raises nothing more particular
+        except BaseException as error:
+            problem = library_error(error)
             raise RequestError(
-                f"the model's tokenizer cannot read this text ({error}). Give another tokenizer "
+                f"the model's tokenizer cannot read this text ({problem}). Give another tokenizer "
                 "with --tokenizer FOLDER."
             ) from None
         return ids

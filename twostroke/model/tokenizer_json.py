@@ -18,16 +18,16 @@ from twostroke.model.fields import MAX_JSON_BYTES, Fields, shown
 from twostroke.model.spec import VOCABULARY
 
 WAY_OUT: Final = "Fetch the file again, or give another one with --tokenizer FOLDER."
-MAX_STEPS: Final = 64  # of a normalizer or a decoder
+MAX_STEPS: Final = 64  # of a normalizer, a decoder or a post-processor
 MAX_INSERTED_CHARS: Final = 64  # what one step may write for a match
 MAX_PATTERN_CHARS: Final = 1 << 14
 MAX_GROWTH: Final = 64  # of a text, through all steps
-MAX_SPECIAL_ADDED: Final = 1024  # tokens around a prompt
+MAX_SURROUNDING_TOKENS: Final = 1024  # that are put around a prompt
 MAX_GAPS: Final = 1 << 16  # ids without a token, beside as many again as there are tokens
 
-PARTS: Final = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor")
-PARTS_LATER: Final = ("decoder", "added_tokens", "model")
-_EMPTY: Final[dict[str, Any]] = dict.fromkeys((*PARTS, *PARTS_LATER)) | {
+PARTS: tuple[str, ...] = ("version", "truncation", "padding", "normalizer", "pre_tokenizer")
+PARTS += ("post_processor", "decoder", "added_tokens", "model")
+_EMPTY: Final[dict[str, Any]] = dict.fromkeys(PARTS) | {
     "version": "1.0",
     "added_tokens": [],
     "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"},
@@ -49,33 +49,39 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
     _check_ids(Fields(str(path), content))
     for part, steps_key in (("normalizer", "normalizers"), ("decoder", "decoders")):
         _check_growth(Fields(f"{path}: {part}", content), part, steps_key)
+    _check_surroundings(Fields(f"{path}: post_processor", content))
     backend, problem = _build(data)
     if backend is None:
         raise ModelError(
             f"{path}: cannot be read as a tokenizer: {_culprit(content)} ({problem}). {WAY_OUT}"
         )
-    added = backend.num_special_tokens_to_add(False)
-    if added > MAX_SPECIAL_ADDED:
-        raise ModelError(
-            f"{path}: post_processor would add {added} tokens to every prompt, where at most "
-            f"{MAX_SPECIAL_ADDED} are taken. {WAY_OUT}"
-        )
+    try:
+        backend.encode("")  # what is put around any text
+    except BaseException as error:
+        problem = library_error(error)
+        raise ModelError(f"{path}: post_processor fails ({problem}). {WAY_OUT}") from None
     return backend
+
+
+def library_error(error: BaseException) -> str:
+    """What `tokenizers` says, which raises nothing more particular than Exception; where it has not
+    checked something it panics, which is not even that. What is not its own goes on its way."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+    return str(error)[:300]
 
 
 def _build(data: bytes) -> tuple[tokenizers.Tokenizer | None, str]:
     """The tokenizer, or what the library says against it."""
     try:
         return tokenizers.Tokenizer.from_buffer(data), ""
-    except BaseException as error:  # where the library has not checked something, it panics
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        return None, str(error)
+    except BaseException as error:
+        return None, library_error(error)
 
 
 def _culprit(content: Mapping[str, Any]) -> str:
     """Which part the library cannot read; it only says in which column."""
-    for part in (*PARTS, *PARTS_LATER):
+    for part in PARTS:
         if part not in content:
             if part == "model":
                 return "it has no model"
@@ -146,12 +152,24 @@ def _check_growth(fields: Fields, part: str, steps_key: str) -> None:
                 grown = backend.normalizer.normalize_str(grown)
             else:
                 grown = backend.decoder.decode([grown])
-        except Exception as error:  # tokenizers raises nothing more particular
-            raise ModelError(f"{fields.where}: fails on a text ({error}). {WAY_OUT}") from None
+        except BaseException as error:
+            problem = library_error(error)
+            raise ModelError(f"{fields.where}: fails on a text ({problem}). {WAY_OUT}") from None
         if len(grown) > MAX_GROWTH * len(probe):
             raise ModelError(
                 f"{fields.where}: makes more than {MAX_GROWTH} times its length of a text of "
                 f"{len(probe)} characters. {WAY_OUT}"
+            )
+
+
+def _check_surroundings(fields: Fields) -> None:
+    for step in _steps(fields, "post_processor", "processors"):
+        tokens = Fields(fields.where, step).nested("special_tokens")
+        count = sum(len(tokens.nested(name).items("ids", int, "ids")) for name in tokens.names())
+        if count > MAX_SURROUNDING_TOKENS:
+            raise ModelError(
+                f"{fields.where}: special_tokens has {count} ids to put around a prompt, where at "
+                f"most {MAX_SURROUNDING_TOKENS} are taken. {WAY_OUT}"
             )
 
 

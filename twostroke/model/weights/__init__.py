@@ -68,6 +68,23 @@ def check_weights(
         )
 
 
+def all_finite(data: npt.NDArray[np.uint8], type: str) -> bool:
+    """Whether stored floats are numbers: NaN and infinity are those with the largest exponent.
+
+    Of the bits read as a signed number the positive ones are the greatest, and of the same bits
+    without a sign the negative ones: two maxima are all it takes, and no memory.
+    """
+    width, exponent = _EXPONENTS[type]
+    sign = 1 << (8 * width - 1)
+    signed, bits = data.view(f"<i{width}"), data.view(f"<u{width}")
+    return bool(signed.max() < exponent and bits.max() < exponent | sign)
+
+
+# Type → bytes of a number, and its bits with the largest exponent: infinity.
+_EXPONENTS = {"F64": (8, 0x7FF << 52), "F32": (4, 0xFF << 23)}
+_EXPONENTS |= {"F16": (2, 0x1F << 10), "BF16": (2, 0xFF << 7)}
+
+
 def not_finite(source: WeightSource, name: str) -> ModelError:
     """A NaN or an infinity in a weight makes every text of the model nonsense."""
     return ModelError(

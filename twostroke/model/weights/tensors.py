@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 
 from twostroke.errors import ModelError
-from twostroke.model.weights import WeightSource, not_finite
+from twostroke.model.weights import WeightSource, all_finite, not_finite
 from twostroke.model.weights.dummy import STD, TILE, DummyWeights, mean_of
 from twostroke.model.weights.safetensors import SafetensorsWeights
 
 # Rows are turned into the target type in parts, so that a large matrix never exists in float32.
 ELEMENTS_PER_PART = 1 << 22
+# A part is copied and looked at while it is in the cache.
+ELEMENTS_PER_COPY = 1 << 18
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -23,35 +26,46 @@ DTYPES = {
 
 def read_tensor(source: WeightSource, name: str, dtype: torch.dtype) -> torch.Tensor:
     """A weight as a dense tensor of its own memory, every number of it finite."""
-    tensor = _read(source, name, dtype)
-    if not isinstance(source, DummyWeights) and not _is_finite(tensor):
-        if _is_finite(_read(source, name, torch.float64)):
-            raise ModelError(
-                f"{source.label(name)} holds a number that {dtype} does not; set dtype to another."
-            )
-        raise not_finite(source, name)
+    if isinstance(source, DummyWeights):
+        if source.device != "cpu":
+            return _drawn_there(source, name, dtype)
+        return _converted(source, name, dtype)
+    if isinstance(source, SafetensorsWeights):
+        tensor, narrows = _copied(source, name, dtype)
+    else:
+        tensor, narrows = _converted(source, name, dtype), True
+    if narrows and dtype != torch.float32 and not bool(tensor.isfinite().all()):
+        raise ModelError(
+            f"{source.label(name)} holds a number that {dtype} does not; set dtype to another."
+        )
     return tensor
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
-    """In one pass: a NaN or an infinity stays in the sum. What is finite may also overflow it."""
-    return bool(tensor.sum(dtype=torch.float32).isfinite()) or bool(tensor.isfinite().all())
+def _copied(source: SafetensorsWeights, name: str, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
+    """The second: whether the file's type has larger numbers than this one."""
+    stored = source.stored(name)
+    data = stored.data if stored.data.ctypes.data % 8 == 0 else stored.data.copy()
+    there = torch.from_numpy(data).view(DTYPES[stored.type])
+    tensor = torch.empty(there.shape, dtype=dtype)
+    for first in range(0, len(there), ELEMENTS_PER_COPY):
+        part = slice(first, first + ELEMENTS_PER_COPY)
+        tensor[part].copy_(there[part])
+        width = there.element_size()
+        if not all_finite(data[part.start * width : part.stop * width], stored.type):
+            raise not_finite(source, name)
+    return tensor.view(stored.shape), torch.finfo(dtype).max < torch.finfo(there.dtype).max
 
 
-def _read(source: WeightSource, name: str, dtype: torch.dtype) -> torch.Tensor:
-    if isinstance(source, SafetensorsWeights):
-        stored = source.stored(name)
-        data = stored.data if stored.data.ctypes.data % 8 == 0 else stored.data.copy()
-        tensor = torch.from_numpy(data).view(DTYPES[stored.type]).view(stored.shape)
-        return tensor.to(dtype, copy=True)  # it may be the mapped file itself
-    if isinstance(source, DummyWeights) and source.device != "cpu":
-        return _drawn_there(source, name, dtype)
+def _converted(source: WeightSource, name: str, dtype: torch.dtype) -> torch.Tensor:
     shape = source.shape(name) or (1,)  # what is not there `floats` refuses
     dense = torch.empty(shape, dtype=dtype)
     rows_per_part = max(1, ELEMENTS_PER_PART * shape[0] // math.prod(shape))
     for first in range(0, shape[0], rows_per_part):
         rows = slice(first, first + rows_per_part)
-        dense[rows].copy_(torch.from_numpy(source.floats(name, rows)))
+        values = source.floats(name, rows)
+        if not all_finite(np.ascontiguousarray(values).view(np.uint8), "F32"):
+            raise not_finite(source, name)
+        dense[rows].copy_(torch.from_numpy(values))
     return dense
 
 
