@@ -13,8 +13,9 @@ Each is opened in a process of its own as `twostroke run` opens it, up to a gene
 log-probability, within 5 s and 1 GiB of further address space. What is a failure: a traceback, a
 process that dies, a hang, too much memory, a log-probability that is no number, and a message that
 does not say what is wrong. It does if it names the file and, where one field was spoilt, that field
-or the object it is in; of damaged bytes and weights, the file (or the tensor) is enough. Exit
-status 1 if there is any. Ends with one JSON line.
+or the object it is in; of damaged bytes the file is enough, of weights it is the tensor, and of a
+chat template's own mistakes that they are its. Exit status 1 if there is any. Ends with one JSON
+line.
 """
 
 from __future__ import annotations
@@ -139,6 +140,8 @@ def problem_of(mutation: Mutation, result: dict[str, str]) -> str:
     if result["end"] != "refused":
         return result["end"]
     says = result["says"]
+    if "chat template" in says:  # it came from the one place there is, or from --chat-template
+        return ""
     if mutation.file not in says:
         return f"the message does not name {mutation.file}"
     if mutation.names and not any(name in says for name in mutation.names):

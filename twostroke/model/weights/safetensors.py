@@ -161,7 +161,8 @@ class SafetensorsWeights:
 
     def _read_index(self, index: Path) -> dict[str, Path]:
         shards = read_json(index).get("weight_map")
-        if not isinstance(shards, dict) or not all(isinstance(v, str) for v in shards.values()):
+        named = isinstance(shards, dict) and all(isinstance(v, str) for v in shards.values())
+        if not shards or not named:
             raise ModelError(
                 f"{index}: has no 'weight_map' from tensors to files. Download it again."
             )

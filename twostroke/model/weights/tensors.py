@@ -14,8 +14,6 @@ from twostroke.model.weights.safetensors import SafetensorsWeights
 
 # Rows are turned into the target type in parts, so that a large matrix never exists in float32.
 ELEMENTS_PER_PART = 1 << 22
-# A part is copied and looked at while it is in the cache.
-ELEMENTS_PER_COPY = 1 << 18
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -46,14 +44,10 @@ def _copied(source: SafetensorsWeights, name: str, dtype: torch.dtype) -> tuple[
     stored = source.stored(name)
     data = stored.data if stored.data.ctypes.data % 8 == 0 else stored.data.copy()
     there = torch.from_numpy(data).view(DTYPES[stored.type])
-    tensor = torch.empty(there.shape, dtype=dtype)
-    for first in range(0, len(there), ELEMENTS_PER_COPY):
-        part = slice(first, first + ELEMENTS_PER_COPY)
-        tensor[part].copy_(there[part])
-        width = there.element_size()
-        if not all_finite(data[part.start * width : part.stop * width], stored.type):
-            raise not_finite(source, name)
-    return tensor.view(stored.shape), torch.finfo(dtype).max < torch.finfo(there.dtype).max
+    if not all_finite(data, stored.type):
+        raise not_finite(source, name)
+    tensor = there.view(stored.shape).to(dtype, copy=True)  # it may be the mapped file itself
+    return tensor, torch.finfo(dtype).max < torch.finfo(there.dtype).max
 
 
 def _converted(source: WeightSource, name: str, dtype: torch.dtype) -> torch.Tensor:
