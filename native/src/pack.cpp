@@ -48,11 +48,26 @@ std::shared_ptr<uint8_t> allocate(size_t bytes) {
 
 float to_half_and_back(float f) { return half_to_float(float_to_half(f)); }
 
+// What comes here is of finite weights, or is a scale as a file has it.
 uint16_t checked_half(float f) {
-  if (std::isfinite(f) && std::fabs(f) >= 65520.0f)
-    throw std::invalid_argument("a number of " + std::to_string(f) +
-                                " is more than half precision holds");
+  if (!(std::fabs(f) < 65520.0f))
+    throw std::overflow_error("a number of " + std::to_string(f) +
+                              " is more than half precision holds");
   return float_to_half(f);
+}
+
+void refuse_non_finite() { throw std::domain_error("NaN or infinity"); }
+
+// NaN and infinity have the largest exponent. Without a branch, so that it costs next to nothing.
+void check_finite(const float* x, int count) {
+  uint32_t largest = 0;
+  for (int k = 0; k < count; k++) {
+    uint32_t bits;
+    std::memcpy(&bits, x + k, 4);
+    bits &= 0x7FFFFFFFu;
+    largest = bits > largest ? bits : largest;
+  }
+  if (largest >= 0x7F800000u) refuse_non_finite();
 }
 
 uint16_t to_bf16(float f) {  // to nearest, ties to even
@@ -92,6 +107,7 @@ void Matrix::put_run(int row, int block, const Run& run) {
   p += code_bytes(format, lanes);
   const int parts = in_halves(format) ? 2 : 1;
   auto put = [&](int n, float number) {
+    if (!std::isfinite(number)) refuse_non_finite();
     if (has_float_scales(format)) {
       reinterpret_cast<float*>(p)[n * lanes + lane] = number;
     } else {
@@ -176,7 +192,9 @@ void Matrix::put_floats(const float* data, int count, const int32_t* place) {
   for (int n = 0; n < count; n++) {
     if (place[n] < 0 || place[n] >= packed_.rows)
       throw std::out_of_range("a row's place is outside");
-    put_float_row(data + static_cast<size_t>(n) * packed_.cols, place[n]);
+    const float* row = data + static_cast<size_t>(n) * packed_.cols;
+    check_finite(row, packed_.cols);
+    put_float_row(row, place[n]);
   }
 }
 
@@ -186,6 +204,7 @@ void Matrix::put_bias(const float* data, int count, const int32_t* place) {
     bias_.reset(new float[padded]());
     packed_.bias = bias_.get();
   }
+  check_finite(data, count);
   for (int n = 0; n < count; n++) {
     if (place[n] < 0 || place[n] >= packed_.rows)
       throw std::out_of_range("a row's place is outside");

@@ -9,7 +9,8 @@
 namespace twostroke {
 
 // Owns a packed matrix. Rows are put one by one at the places they are to have; different threads
-// may put different rows unless two share a group's byte, which they do not.
+// may put different rows unless two share a group's byte, which they do not. What is NaN or infinite
+// is refused (std::domain_error), as is what a format's halves cannot hold (std::overflow_error).
 class Matrix {
  public:
   Matrix(Format format, int rows, int cols, int lanes);

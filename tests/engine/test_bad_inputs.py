@@ -138,9 +138,9 @@ def test_a_config_of_another_shape_than_its_tensors_is_refused(folder: Path) -> 
     write_json(folder / "config.json", config | {"intermediate_size": 96})
     says = model_refusal(folder)
     assert (
-        "the weight 'layers.0.gate' has shape (64, 32), but the model's description asks " in says
+        "the weight 'layers.0.gate' has shape (64, 32), but config.json asks for (96, 32)" in says
     )
-    assert "for (96, 32). The description and the weights are not of one model." in says
+    assert "(by num_hidden_layers, intermediate_size, hidden_size). The two are not of one" in says
 
 
 def test_a_config_that_asks_for_more_than_there_is_is_refused(folder: Path) -> None:
@@ -469,7 +469,9 @@ def test_after_every_refusal_the_engine_answers_as_before(llm: LLM) -> None:
     assert not llm.engine.frontend._child
 
 
-def test_ids_a_tokenizer_knows_and_the_model_does_not_harm_nobody(tmp_path: Path) -> None:
+def test_ids_a_tokenizer_knows_and_the_model_does_not_harm_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = tiny_folder(tmp_path / "tiny", vocab_size=280)
     write_json(folder / "generation_config.json", {"eos_token_id": [EOS_ID, 290]})
     llm = tiny_llm(folder)
@@ -479,6 +481,11 @@ def test_ids_a_tokenizer_knows_and_the_model_does_not_harm_nobody(tmp_path: Path
     assert len(output.outputs[0].token_ids) == 4
     assert max(output.outputs[0].token_ids) < 280
     assert "is out of range: the model's ids go from 0 to 279" in request_refusal(llm, word)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "the tokenizer has 300 tokens and the model only 280: prompts that need one of the others "
+        "are refused"
+    )
 
 
 def test_the_checks_here_can_fail(llm: LLM) -> None:

@@ -154,7 +154,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     ("index", "message"),
     [
         ("{", "cannot be read as JSON"),
-        ("[]", "has no 'weight_map'"),
+        ("[]", "expected a JSON object"),
         ('{"weight_map": {"a": 1}}', "has no 'weight_map'"),
         ('{"weight_map": {"a": "../a.safetensors"}}', "is not the name of a file in its folder"),
     ],

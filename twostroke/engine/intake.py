@@ -6,6 +6,7 @@ No torch here.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,6 +18,8 @@ from twostroke.errors import RequestError, nearest, shown
 from twostroke.model.chat_template import ChatTemplate
 from twostroke.model.tokenizer import Tokenizer
 from twostroke.request import MAX_PRIORITY, SamplingParams
+
+log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -55,6 +58,13 @@ class Intake:
         self.limits = limits
         self.template_source = chat_template
         self._template: ChatTemplate | None = None
+        if tokenizer is not None and tokenizer.vocab_size > limits.vocab_size:
+            log.warning(
+                "the tokenizer has %d tokens and the model only %d: prompts that need one of the "
+                "others are refused",
+                tokenizer.vocab_size,
+                limits.vocab_size,
+            )
 
     def render_chat(
         self,

@@ -18,6 +18,7 @@ from twostroke.model.spec import ModelSpec
 
 CPU_KV_BYTES = 4 * GIB
 CPU_KV_SHARE = 4  # the pool takes at most this fraction of the memory: one in …
+POSITIONS_SHARE = 32  # … and what every position takes besides, at most one in …
 ACTIVATION_COPIES = 6  # tensors as wide as a layer that live at one time in a step
 
 
@@ -28,7 +29,7 @@ class MemoryPlan:
     block_bytes: int
     num_blocks: int
     max_model_len: int
-    shortened: bool  # the cache, not the model, limits max_model_len
+    shortened: bool  # memory, not the model, limits max_model_len
     device_bytes: int = 0  # of a GPU, what others use of it included
     state_bytes: int = 0  # rows, buffers, what the driver keeps for us; measured, as are these:
     activation_bytes: int = 0  # of the largest step
@@ -130,6 +131,7 @@ def _kv_bytes(
 
 def fit_length(plan: MemoryPlan, config: EngineConfig, spec: ModelSpec) -> MemoryPlan:
     """A sequence must fit the cache alone; shorten the context unless the user insists."""
+    plan = _bound_positions(plan, config, spec)
     if all(group.window is not None for group in spec.kv_groups()):
         return plan  # a window bounds what a sequence holds; `Scheduler.add` checks the rest
     tokens = plan.num_blocks * config.block_size
@@ -148,6 +150,21 @@ def fit_length(plan: MemoryPlan, config: EngineConfig, spec: ModelSpec) -> Memor
             f"or {_cache_setting(config, plan.block_bytes, 3 * plan.block_bytes)}"
         )
     return replace(plan, max_model_len=tokens, shortened=True)
+
+
+def _bound_positions(plan: MemoryPlan, config: EngineConfig, spec: ModelSpec) -> MemoryPlan:
+    """A config may promise any context: its tables must not take the memory before a request does.
+
+    Each position has its angles, and in every row a token and its part of a block table.
+    """
+    if config.max_model_len is not None:
+        return plan
+    groups = len(spec.kv_groups())
+    each = 4 * spec.rope.dim + config.max_num_seqs * (4 + 4 * groups / config.block_size)
+    most = int(plan.total_bytes / POSITIONS_SHARE / each)
+    if plan.max_model_len <= most:
+        return plan
+    return replace(plan, max_model_len=most, shortened=True)
 
 
 def _cache_setting(config: EngineConfig, block_bytes: int, kv_bytes: int, bound: str = "") -> str:

@@ -34,7 +34,8 @@ def dequantize(raw: Bytes | memoryview, block_type: BlockType, shape: tuple[int,
     blocks_per_slice = max(1, ELEMENTS_PER_SLICE // layout.elements)
     for first in range(0, len(blocks), blocks_per_slice):
         part = slice(first, first + blocks_per_slice)
-        values[part] = unpack(blocks[part])
+        with np.errstate(invalid="ignore"):  # an infinite scale: whoever loads weights refuses it
+            values[part] = unpack(blocks[part])
     return values.reshape(shape)
 
 

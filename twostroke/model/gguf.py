@@ -17,13 +17,20 @@ from typing import Any, NoReturn
 
 from twostroke.errors import ModelError
 from twostroke.model.block_types import LAYOUTS, BlockType, num_bytes
+from twostroke.model.fields import shown
 from twostroke.model.on_disk import forget_pages
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_DIMS = 4
+# What no model needs. Without these a file of some megabytes could be many millions of Python
+# objects; a large vocabulary has about 10⁶ values (tokens, types, scores and merges together).
+MAX_PAIRS = MAX_TENSORS = 1 << 16
+MAX_VALUES = 1 << 23  # in all arrays together
+MAX_NAME_BYTES = 1024  # of a metadata key or a tensor's name
 MAX_ARRAY_DEPTH = 4  # arrays of arrays are legal and unused; without a bound they could recurse
+MAX_NESTED = 1 << 12  # arrays inside arrays
 
 # The number of a type in the file → its name. The names we do not read are for the message.
 TYPE_NAMES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0"}
@@ -127,11 +134,13 @@ class _Header:
         self.buffer = buffer
         self.size = len(buffer)
         self.at = len(MAGIC)
+        self.values_left = MAX_VALUES
+        self.nested_left = MAX_NESTED
 
     def read(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
         self._check_version()
-        num_tensors = self._count("tensors", SMALLEST_TENSOR)
-        num_pairs = self._count("metadata entries", SMALLEST_PAIR)
+        num_tensors = self._count("tensors", SMALLEST_TENSOR, MAX_TENSORS)
+        num_pairs = self._count("metadata entries", SMALLEST_PAIR, MAX_PAIRS)
         metadata: dict[str, Any] = {}
         for _ in range(num_pairs):
             key = self._name("metadata key")
@@ -168,13 +177,14 @@ class _Header:
             self._fail(f"the metadata entry {key!r} nests arrays deeper than {MAX_ARRAY_DEPTH}")
         kind = self._number("I")
         if kind == STRING:
-            return self._strings(self._count(f"strings of {key!r}", SMALLEST_STRING))
+            return self._strings(self._values(f"strings of {key!r}", SMALLEST_STRING))
         if kind == ARRAY:
-            count = self._count(f"arrays of {key!r}", SMALLEST_ARRAY)
+            count = self._count(f"arrays of {key!r}", SMALLEST_ARRAY, self.nested_left)
+            self.nested_left -= count
             return [self._array(key, depth + 1) for _ in range(count)]
         code = self._scalar_code(kind, key)
         width = struct.calcsize(f"<{code}")
-        count = self._count(f"values of {key!r}", width)
+        count = self._values(f"values of {key!r}", width)
         start = self._advance(count * width)
         return list(struct.unpack_from(f"<{count}{code}", self.buffer, start))
 
@@ -228,8 +238,10 @@ class _Header:
 
     def _alignment(self, metadata: dict[str, Any]) -> int:
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            self._fail(f"general.alignment must be a power of two, not {alignment!r}")
+        if type(alignment) is not int or alignment < 8 or alignment & (alignment - 1):
+            self._fail(
+                f"general.alignment must be a power of two of at least 8, not {shown(alignment)}"
+            )
         return alignment
 
     def _place(self, entries: list[TensorInfo], alignment: int) -> dict[str, TensorInfo]:
@@ -241,7 +253,10 @@ class _Header:
             if entry.name in tensors:
                 self._fail(f"the tensor {entry.name!r} appears twice")
             if entry.offset % alignment:
-                self._fail(f"the tensor {entry.name!r} does not begin at a multiple of {alignment}")
+                self._fail(
+                    f"the tensor {entry.name!r} does not begin at a multiple of {alignment} "
+                    "(general.alignment)"
+                )
             offset = data_start + entry.offset
             needed_bytes = max(needed_bytes, offset + entry.num_bytes)
             tensors[entry.name] = TensorInfo(
@@ -278,15 +293,24 @@ class _Header:
 
     def _name(self, what: str) -> str:
         raw = self._bytes()
+        if len(raw) > MAX_NAME_BYTES:
+            self._fail(f"a {what} has {len(raw)} bytes, expected at most {MAX_NAME_BYTES}")
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError:
             self._fail(f"a {what} is not UTF-8: {raw[:40]!r}")
 
-    def _count(self, what: str, smallest_bytes: int) -> int:
+    def _count(self, what: str, smallest_bytes: int, most: int) -> int:
         count: int = self._number("Q")
         if count * smallest_bytes > self.size - self.at:
             self._fail(f"it announces {count} {what}, more than the rest of the file can hold")
+        if count > most:
+            self._fail(f"it announces {count} {what}, where at most {most} are read")
+        return count
+
+    def _values(self, what: str, smallest_bytes: int) -> int:
+        count = self._count(what, smallest_bytes, self.values_left)
+        self.values_left -= count
         return count
 
     def _scalar_code(self, kind: int, key: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -12,11 +13,18 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from twostroke.errors import ModelError, nearest
 from twostroke.model.chat_template import choose_template
 from twostroke.model.detokenizer import SPACE_MARK
+from twostroke.model.fields import Fields, shown
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # token_type; 5 is unused, 6 a byte
 WAY_OUT: Final = (
     "Give a tokenizer.json of the model instead: --tokenizer FOLDER, or use another GGUF."
 )
+
+# Vocabularies have tokens of up to some hundred characters (runs of spaces), 7 on average. Looking
+# for all ways to cut a SentencePiece token in two takes the square of its length.
+MAX_TOKEN_CHARS: Final = 1024
+MAX_PIECES_CHARS: Final = 1 << 23  # of all tokens together
+MAX_TEMPLATE_CHARS: Final = 1 << 20
 
 LLAMA3_PATTERN: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"  # contractions
@@ -48,18 +56,10 @@ class GGUFVocab:
     chat_template: str | None
 
 
-def vocab_from_gguf(metadata: Mapping[str, Any]) -> GGUFVocab:
-    header = _Header(metadata)
-    kind = header.get("model")
-    if kind == "gpt2":
-        tokenizer = _byte_level_bpe(header)
-    elif kind == "llama":
-        tokenizer = _sentencepiece_bpe(header)
-    else:
-        raise ModelError(
-            f"the GGUF header has a vocabulary of the kind {kind!r} (tokenizer.ggml.model), "
-            f"which is not supported. Supported: 'gpt2', 'llama'. {WAY_OUT}"
-        )
+def vocab_from_gguf(metadata: Mapping[str, Any], where: str = "the GGUF header") -> GGUFVocab:
+    """`where` is the file, for messages."""
+    header = _Header(metadata, where)
+    tokenizer = _sentencepiece_bpe(header) if header.is_sentencepiece else _byte_level_bpe(header)
     _add_tokens(tokenizer, header)
     _add_bos_and_eos(tokenizer, header)
     return GGUFVocab(
@@ -67,20 +67,27 @@ def vocab_from_gguf(metadata: Mapping[str, Any]) -> GGUFVocab:
         bos_id=header.bos_id,
         eos_id=header.eos_id,
         end_ids=header.end_ids,
-        chat_template=_chat_template(metadata),
+        chat_template=_chat_template(metadata, where),
     )
 
 
-class _Header:
+class _Header(Fields):
     """The `tokenizer.ggml.*` keys, checked."""
 
-    def __init__(self, metadata: Mapping[str, Any]) -> None:
-        self._metadata = metadata
-        self.is_sentencepiece = self.get("model") == "llama"
-        self.tokens = [str(token) for token in self.get("tokens", ())]
-        if self.get("model") is not None and not self.tokens:
-            raise ModelError(f"the GGUF header has no tokenizer.ggml.tokens. {WAY_OUT}")
-        self.types = [int(kind) for kind in self.array("token_type", [NORMAL] * len(self.tokens))]
+    def __init__(self, metadata: Mapping[str, Any], where: str) -> None:
+        super().__init__(where, metadata, prefix="tokenizer.ggml.")
+        kind = self.value("model")
+        if kind not in ("gpt2", "llama"):
+            raise ModelError(
+                f"{where}: holds a vocabulary of the kind {shown(kind)} (tokenizer.ggml.model), "
+                f"which is not supported. Supported: 'gpt2', 'llama'. {WAY_OUT}"
+            )
+        self.is_sentencepiece = kind == "llama"
+        self.tokens: list[str] = self.items("tokens", str, "texts")
+        if not self.tokens:
+            raise ModelError(f"{where}: has no tokenizer.ggml.tokens. {WAY_OUT}")
+        self._check_lengths()
+        self.types: list[int] = self.array("token_type", int, [NORMAL] * len(self.tokens))
         # SentencePiece models begin with <unk> <s> </s>, and their headers may leave that out.
         usual = (1, 2) if self.is_sentencepiece else (None, None)
         self.bos_id = self.token_id("bos_token_id", usual[0])
@@ -88,30 +95,38 @@ class _Header:
         ends = (self.eos_id, self.token_id("eot_token_id"), self.token_id("eom_token_id"))
         self.end_ids = frozenset(n for n in ends if n is not None)
 
-    def get(self, name: str, default: Any = None) -> Any:
-        return self._metadata.get(f"tokenizer.ggml.{name}", default)
-
-    def array(self, name: str, default: Sequence[Any] | None = None) -> Sequence[Any]:
+    def array(self, name: str, kind: type, default: list[Any] | None = None) -> list[Any]:
         """One value per token."""
-        values = self.get(name, default)
-        if values is None or len(values) != len(self.tokens):
-            found = "none" if values is None else str(len(values))
+        values = self.items(name, kind, f"{kind.__name__} values, one for each token")
+        if name not in self and default is not None:
+            return default
+        if len(values) != len(self.tokens):
+            found = str(len(values)) if name in self else "none"
             raise ModelError(
-                f"the GGUF header has {len(self.tokens)} tokens and should have as many values in "
-                f"tokenizer.ggml.{name}; it has {found}. {WAY_OUT}"
+                f"{self.where}: has {len(self.tokens)} tokenizer.ggml.tokens and should have as "
+                f"many values in tokenizer.ggml.{name}; it has {found}. {WAY_OUT}"
             )
-        return list(values)
+        return values
 
     def token_id(self, name: str, default: int | None = None) -> int | None:
-        value = self.get(name)
-        if value is None:
+        if name not in self:
             return default if default is not None and default < len(self.tokens) else None
-        if not 0 <= int(value) < len(self.tokens):
+        token_id: int = self.integer(name, 0, len(self.tokens) - 1)
+        return token_id
+
+    def _check_lengths(self) -> None:
+        lengths = [len(token) for token in self.tokens]
+        longest, total = max(lengths), sum(lengths)
+        if longest > MAX_TOKEN_CHARS:
             raise ModelError(
-                f"the GGUF header says tokenizer.ggml.{name} = {value}, but the vocabulary has "
-                f"only {len(self.tokens)} tokens. {WAY_OUT}"
+                f"{self.where}: token {lengths.index(longest)} of tokenizer.ggml.tokens has "
+                f"{longest} characters, where at most {MAX_TOKEN_CHARS} are read. {WAY_OUT}"
             )
-        return int(value)
+        if total > MAX_PIECES_CHARS:
+            raise ModelError(
+                f"{self.where}: tokenizer.ggml.tokens has {total} characters in all, where at most "
+                f"{MAX_PIECES_CHARS} are read. {WAY_OUT}"
+            )
 
     def vocab(self) -> dict[str, int]:
         """Token → id; of a token written twice the first id is the one that encodes."""
@@ -122,16 +137,16 @@ class _Header:
 
 
 def _byte_level_bpe(header: _Header) -> tokenizers.Tokenizer:
-    named = str(header.get("pre", "default"))
+    named = header.string("pre", "default", longest=64)
     kind = PRE_TOKENIZERS.get(named)
     if kind is None:
         known = ", ".join(sorted(PRE_TOKENIZERS))
         raise ModelError(
-            f"the GGUF header names the pre-tokenizer {named!r} (tokenizer.ggml.pre), which is "
+            f"{header.where}: names the pre-tokenizer {named!r} (tokenizer.ggml.pre), which is "
             f"not supported{nearest(named, PRE_TOKENIZERS) or '.'} Supported: {known}. {WAY_OUT}"
         )
     # Llama 3 takes a word that is a token whole, even where its merges lead elsewhere.
-    tokenizer = _bpe(header.vocab(), _merges(header), ignore_merges=kind == "llama-bpe")
+    tokenizer = _bpe(header, _merges(header), ignore_merges=kind == "llama-bpe")
     if kind == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _pre_tokenizer(kind)
@@ -140,11 +155,11 @@ def _byte_level_bpe(header: _Header) -> tokenizers.Tokenizer:
 
 
 def _merges(header: _Header) -> list[tuple[str, str]]:
-    cut = (str(merge).partition(" ") for merge in header.get("merges", ()))
+    cut = (merge.partition(" ") for merge in header.items("merges", str, "texts"))
     pairs = [(left, right) for left, _, right in cut]
     if not pairs or not all(right for _, right in pairs):
         raise ModelError(
-            "the GGUF header should list in tokenizer.ggml.merges pairs of tokens with a space "
+            f"{header.where}: should list in tokenizer.ggml.merges pairs of tokens with a space "
             f"between, one pair for each merge of its byte-level vocabulary. {WAY_OUT}"
         )
     return pairs
@@ -165,14 +180,17 @@ def _pre_tokenizer(kind: str) -> pre_tokenizers.PreTokenizer:
 
 def _sentencepiece_bpe(header: _Header) -> tokenizers.Tokenizer:
     unknown_id = header.token_id("unknown_token_id", 0)
+    scores = header.array("scores", float)
+    if not all(map(math.isfinite, scores)):
+        header.refuse("scores", "a list of finite numbers")
     tokenizer = _bpe(
-        header.vocab(),
-        merges_from_scores(header.tokens, header.types, header.array("scores")),
+        header,
+        merges_from_scores(header.tokens, header.types, scores),
         unk_token=None if unknown_id is None else header.tokens[unknown_id],
         fuse_unk=True,
         byte_fallback=True,
     )
-    add_space = bool(header.get("add_space_prefix", True))
+    add_space = header.boolean("add_space_prefix", True)
     # Each stretch of text between special tokens gets its own leading space.
     marks = [normalizers.Prepend(SPACE_MARK)] if add_space else []
     tokenizer.normalizer = normalizers.Sequence([*marks, normalizers.Replace(" ", SPACE_MARK)])
@@ -209,15 +227,13 @@ def _is_spaced(token: str, kind: int) -> bool:
     return kind == USER_DEFINED and SPACE_MARK in token
 
 
-def _bpe(
-    vocab: dict[str, int], merges: list[tuple[str, str]], **settings: Any
-) -> tokenizers.Tokenizer:
+def _bpe(header: _Header, merges: list[tuple[str, str]], **settings: Any) -> tokenizers.Tokenizer:
     try:
-        return tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, **settings))
+        return tokenizers.Tokenizer(models.BPE(vocab=header.vocab(), merges=merges, **settings))
     except Exception as error:  # tokenizers raises nothing more particular
         raise ModelError(
-            f"the vocabulary and the merges in the GGUF header do not fit together ({error}). "
-            f"{WAY_OUT}"
+            f"{header.where}: tokenizer.ggml.tokens and tokenizer.ggml.merges do not fit together "
+            f"({error}). {WAY_OUT}"
         ) from None
 
 
@@ -236,27 +252,33 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, header: _Header) -> None:
 
 
 def _add_bos_and_eos(tokenizer: tokenizers.Tokenizer, header: _Header) -> None:
-    begins = header.is_sentencepiece or PRE_TOKENIZERS.get(str(header.get("pre"))) == "llama-bpe"
-    bos_id = header.bos_id if header.get("add_bos_token", begins) else None
-    eos_id = header.eos_id if header.get("add_eos_token", False) else None
+    begins = header.is_sentencepiece or PRE_TOKENIZERS.get(header.string("pre", "")) == "llama-bpe"
+    bos_id = header.bos_id if header.boolean("add_bos_token", begins) else None
+    eos_id = header.eos_id if header.boolean("add_eos_token", False) else None
     around = [(header.tokens[n], n) for n in (bos_id, eos_id) if n is not None]
     if around:
         bos = "" if bos_id is None else header.tokens[bos_id]
         eos = "" if eos_id is None else header.tokens[eos_id]
         single = [part for part in (bos, "$A", eos) if part]
         pair = single + [part for part in (bos and f"{bos}:1", "$B:1", eos and f"{eos}:1") if part]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=single, pair=pair, special_tokens=sorted(set(around))
-        )
+        try:
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single=single, pair=pair, special_tokens=sorted(set(around))
+            )
+        except Exception as error:  # tokenizers raises nothing more particular
+            raise ModelError(
+                f"{header.where}: the tokens of tokenizer.ggml.bos_token_id and eos_token_id "
+                f"cannot be put around a prompt ({error}). {WAY_OUT}"
+            ) from None
 
 
-def _chat_template(metadata: Mapping[str, Any]) -> str | None:
-    prefix = "tokenizer.chat_template."
+def _chat_template(metadata: Mapping[str, Any], where: str) -> str | None:
+    fields, key = Fields(where, metadata), "tokenizer.chat_template"
     named = {
-        key.removeprefix(prefix): str(value)
-        for key, value in metadata.items()
-        if key.startswith(prefix)
+        name.removeprefix(f"{key}."): fields.string(name, longest=MAX_TEMPLATE_CHARS)
+        for name in metadata
+        if name.startswith(f"{key}.")
     }
-    if "tokenizer.chat_template" in metadata:
-        named["default"] = str(metadata["tokenizer.chat_template"])
+    if key in metadata:
+        named["default"] = fields.string(key, longest=MAX_TEMPLATE_CHARS)
     return choose_template(named)

@@ -5,15 +5,16 @@ All that a process needs which only talks to users; `opened.py` has spec and wei
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twostroke.config import RECOMMENDED, EngineConfig
-from twostroke.errors import ConfigError, ModelError
+from twostroke.errors import ConfigError, ModelError, RequestError
+from twostroke.model.fields import Fields, read_json
 from twostroke.model.gguf import GGUFFile
 from twostroke.model.hub import ModelFiles, resolve
 from twostroke.model.packaged import DEFAULT_MODEL
+from twostroke.request import SamplingParams
 
 if TYPE_CHECKING:
     from twostroke.model.tokenizer import Tokenizer
@@ -41,7 +42,7 @@ def open_tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer | None:
     if config.tokenizer is not None:
         files = resolve(config.tokenizer, allow_config_only=True)
     if files.kind == "gguf":
-        return Tokenizer.from_gguf(GGUFFile.open(files.path).metadata)
+        return Tokenizer.from_gguf(GGUFFile.open(files.path).metadata, str(files.path))
     folder = files.path if files.path.is_dir() else files.path.parent
     if config.load_format == "dummy" and not (folder / "tokenizer.json").exists():
         return None  # a shape without a tokenizer can still be measured, in token ids
@@ -58,13 +59,15 @@ def _of_its_makers(files: ModelFiles) -> dict[str, Any]:
     if files.kind == "gguf":
         return dict(DEFAULT_MODEL.sampling) if files.name == DEFAULT_MODEL.name else {}
     path = files.path / "generation_config.json"
+    fields = Fields(str(path), read_json(path, missing_ok=True) if files.path.is_dir() else {})
+    if not fields.boolean("do_sample", True):
+        return {}
+    settings = {name: fields.value(name) for name in RECOMMENDED if name in fields}
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(settings, dict) or settings.get("do_sample") is False:
-        return {}
-    return {name: settings[name] for name in RECOMMENDED if settings.get(name) is not None}
+        SamplingParams(**settings)
+    except RequestError as error:
+        raise ModelError(f"{path}: {error}. Correct it, or delete the file.") from None
+    return settings
 
 
 def chat_template_source(config: EngineConfig, tokenizer: Tokenizer) -> str | None:

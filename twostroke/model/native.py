@@ -21,7 +21,7 @@ from twostroke.kernels import cpu
 from twostroke.model.block_types import BlockType
 from twostroke.model.rope import rope_tables
 from twostroke.model.spec import ModelSpec
-from twostroke.model.weights import WeightSource
+from twostroke.model.weights import WeightSource, not_finite
 from twostroke.model.weights.gguf import GGUFWeights
 
 BLOCK = 32  # weights that share a scale
@@ -183,16 +183,22 @@ class _Loader:
         )
 
     def vector(self, name: str) -> Floats:
-        return np.ascontiguousarray(self._packing.source.floats(name))
+        values = np.ascontiguousarray(self._packing.source.floats(name))
+        if not np.isfinite(values).all():
+            raise not_finite(self._packing.source, name)
+        return values
 
     def matrix(self, names: list[str], biased: bool = False) -> Any:
         format = self._packing.format(names)
         try:
             return self._packed(format, names, biased)
-        except ValueError:
+        except OverflowError as error:  # a weight above 255
             if format != "f16":
-                raise
-            return self._packed("f32", names, biased)  # a weight above 255
+                raise ModelError(
+                    f"{self._packing.source.label(names[0])} cannot be packed: {error}. Use "
+                    "another conversion of the model."
+                ) from None
+            return self._packed("f32", names, biased)
 
     def _packed(self, format: str, names: list[str], biased: bool) -> Any:
         shapes = self._packing.spec.weight_shapes()
@@ -200,7 +206,12 @@ class _Loader:
         matrix = self._native.Matrix(format, rows, cols, self._isa)
         in_turn = names[0].endswith(".gate")
         for name, places in _places(names, shapes, in_turn):
-            self._put(matrix, format, name, places)
+            try:
+                self._put(matrix, format, name, places)
+            except ModelError:
+                raise
+            except ValueError:  # the shapes have been checked
+                raise not_finite(self._packing.source, name) from None
             if biased:
                 matrix.put_bias(self.vector(name + "_bias"), places)
         return matrix
@@ -209,10 +220,7 @@ class _Loader:
         source = self._packing.source
         if format != "f32" and isinstance(source, GGUFWeights) and source.type(name) not in DENSE:
             packed = source.packed(name)
-            try:
-                matrix.put_blocks(str(packed.type), np.ascontiguousarray(packed.rows), places)
-            except ValueError as error:
-                raise ModelError(f"the weights {name!r} cannot be packed: {error}") from error
+            matrix.put_blocks(str(packed.type), np.ascontiguousarray(packed.rows), places)
         else:
             rows = max(1, ELEMENTS_AT_ONCE * len(places) // math.prod(source.shape(name) or ()))
             for first in range(0, len(places), rows):

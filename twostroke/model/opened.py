@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from twostroke.config import EngineConfig
+from twostroke.model import gguf_config, hf_config
 from twostroke.model.gguf import GGUFFile
-from twostroke.model.gguf_config import spec_from_gguf
-from twostroke.model.hf_config import load_hf_config
 from twostroke.model.hub import ModelFiles
 from twostroke.model.spec import ModelSpec
 from twostroke.model.weights import WeightSource, check_weights
@@ -29,22 +28,22 @@ class OpenedModel:
 def open_model(config: EngineConfig, files: ModelFiles, device: str) -> OpenedModel:
     if files.kind == "gguf":
         return _open_gguf(config, files, device)
-    spec, settings = load_hf_config(files.path)
-    dtype = str(settings.get("dtype") or settings.get("torch_dtype") or "bfloat16")
+    spec, settings = hf_config.load_hf_config(files.path)
+    dtype = hf_config.dtype_of(settings, str(files.path / "config.json"))
     if config.load_format == "dummy":
         return OpenedModel(files, spec, _dummy(spec, config, device), dtype)
     weights = SafetensorsWeights(files.path, spec)
-    check_weights(spec, weights, str(files.path))
+    check_weights(spec, weights, str(weights.path), "config.json", hf_config.FIELDS)
     return OpenedModel(files, spec, weights, dtype)
 
 
 def _open_gguf(config: EngineConfig, files: ModelFiles, device: str) -> OpenedModel:
     file = GGUFFile.open(files.path)
-    spec = spec_from_gguf(file)
+    spec = gguf_config.spec_from_gguf(file)
     if config.load_format == "dummy":
         return OpenedModel(files, spec, _dummy(spec, config, device), "bfloat16")
     weights = GGUFWeights(file, spec)
-    check_weights(spec, weights, str(files.path))
+    check_weights(spec, weights, str(files.path), "the metadata", gguf_config.FIELDS)
     return OpenedModel(files, spec, weights, "bfloat16")
 
 

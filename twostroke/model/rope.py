@@ -13,13 +13,21 @@ import numpy.typing as npt
 from twostroke.model.spec import RopeSpec
 
 Floats = npt.NDArray[np.float32]
+POSITIONS_AT_ONCE = 1 << 16
 
 
 def rope_tables(rope: RopeSpec, max_len: int) -> tuple[Floats, Floats]:
     """cos and sin, each [max_len, dim / 2] in fp32."""
     factor = np.float32(rope.attention_factor)
-    angles = np.outer(np.arange(max_len, dtype=np.float32), inverse_frequencies(rope, max_len))
-    return np.cos(angles) * factor, np.sin(angles) * factor
+    frequencies = inverse_frequencies(rope, max_len)
+    cos = np.empty((max_len, len(frequencies)), np.float32)
+    sin = np.empty_like(cos)
+    for first in range(0, max_len, POSITIONS_AT_ONCE):  # angles only of some: tables can be large
+        part = slice(first, min(first + POSITIONS_AT_ONCE, max_len))
+        angles = np.outer(np.arange(part.start, part.stop, dtype=np.float32), frequencies)
+        np.multiply(np.cos(angles), factor, out=cos[part])
+        np.multiply(np.sin(angles), factor, out=sin[part])
+    return cos, sin
 
 
 def inverse_frequencies(rope: RopeSpec, max_len: int) -> Floats:

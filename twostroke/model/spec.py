@@ -9,9 +9,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 RopeKind = Literal["none", "linear", "dynamic", "llama3", "yarn", "factors"]
+
+# What every model is well within, lowest and highest: a wrong number is refused where it is read.
+LAYERS: Final = (1, 1024)
+VOCABULARY: Final = (1, 1 << 22)
+WIDTH: Final = (1, 1 << 20)  # of the hidden state, and of the layer between up and down
+HEADS: Final = (1, 1 << 12)
+HEAD_DIM: Final = (1, 1 << 12)
+CONTEXT: Final = (2, 1 << 24)  # tokens: one to read and one to write
+NORM_EPS: Final = (1e-20, 1.0)
+ROPE_THETA_MAX: Final = 1e15  # and above 1
+ROPE_FACTOR: Final = (1.0, 1e6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,5 +136,33 @@ class ModelSpec:
             shapes["head"] = (self.vocab_size, h)
         return shapes
 
+    def shaped_by(self, name: str) -> tuple[str, ...]:
+        """The fields of this spec that decide whether there is a weight, and its shape."""
+        part = name.rpartition(".")[2]
+        fields = ("num_layers",) if name.startswith("layers.") else ()
+        return (*fields, *_SHAPED_BY[part])
+
     def num_parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.weight_shapes().values())
+
+
+_SHAPED_BY: Final = {
+    "embed": ("vocab_size", "hidden_size"),
+    "head": ("vocab_size", "hidden_size", "tie_embeddings"),
+    "q": ("num_heads", "head_dim", "hidden_size"),
+    "k": ("num_kv_heads", "head_dim", "hidden_size"),
+    "v": ("num_kv_heads", "head_dim", "hidden_size"),
+    "o": ("hidden_size", "num_heads", "head_dim"),
+    "gate": ("intermediate_size", "hidden_size"),
+    "up": ("intermediate_size", "hidden_size"),
+    "down": ("hidden_size", "intermediate_size"),
+    "q_bias": ("family", "qkv_bias", "num_heads", "head_dim"),
+    "k_bias": ("family", "qkv_bias", "num_kv_heads", "head_dim"),
+    "v_bias": ("family", "qkv_bias", "num_kv_heads", "head_dim"),
+    "o_bias": ("family", "output_bias", "hidden_size"),
+    "gate_bias": ("mlp_bias", "intermediate_size"),
+    "up_bias": ("mlp_bias", "intermediate_size"),
+    "down_bias": ("mlp_bias", "hidden_size"),
+    "q_norm": ("family", "qk_norm", "head_dim"),
+    "k_norm": ("family", "qk_norm", "head_dim"),
+} | dict.fromkeys(("attn_norm", "mlp_norm", "final_norm"), ("hidden_size",))

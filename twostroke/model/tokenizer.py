@@ -5,9 +5,8 @@ Reads a model folder's tokenizer.json with the files around it, or the header of
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +16,10 @@ from tokenizers import AddedToken
 from twostroke.errors import ModelError, RequestError
 from twostroke.model.chat_template import choose_template
 from twostroke.model.detokenizer import Detokenizer, TokenTable
-from twostroke.model.gguf_vocab import vocab_from_gguf
+from twostroke.model.fields import Fields, read_json, shown
+from twostroke.model.gguf_vocab import MAX_TEMPLATE_CHARS, vocab_from_gguf
+from twostroke.model.spec import VOCABULARY
+from twostroke.model.tokenizer_json import library_error, read_backend
 
 # What ends a turn, a message or a text in the families we know. It counts only where the
 # vocabulary has it as a special token: written out of ordinary tokens it is just text.
@@ -65,8 +67,9 @@ class Tokenizer:
         return _from_folder(path)
 
     @classmethod
-    def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
-        vocab = vocab_from_gguf(metadata)
+    def from_gguf(cls, metadata: Mapping[str, Any], where: str = "the GGUF header") -> Tokenizer:
+        """`where` is the file, for messages."""
+        vocab = vocab_from_gguf(metadata, where)
         return cls(vocab.tokenizer, vocab.bos_id, vocab.eos_id, vocab.end_ids, vocab.chat_template)
 
     @property
@@ -95,6 +98,12 @@ class Tokenizer:
             raise RequestError(
                 "the text holds half of a surrogate pair (\\ud800 to \\udfff), which is no "
                 "character; send the whole character."
+            ) from None
+        except BaseException as error:
+            problem = library_error(error)
+            raise RequestError(
+                f"the model's tokenizer cannot read this text ({problem}). Give another tokenizer "
+                "with --tokenizer FOLDER."
             ) from None
         ids: list[int] = found.ids
         return ids
@@ -150,24 +159,6 @@ class Tokenizer:
 
 def _from_folder(folder: Path) -> Tokenizer:
     folder = Path(folder)
-    backend = _read_backend(folder)
-    settings = _read_json(folder / "tokenizer_config.json")
-    names = _read_json(folder / "special_tokens_map.json") | settings
-    _add_declared_tokens(backend, settings.get("added_tokens_decoder") or {})
-    _mark_special_tokens(backend, names)
-    configs = [_read_json(folder / name) for name in ("generation_config.json", "config.json")]
-    bos_ids = _declared_ids(backend, names, "bos", configs)
-    eos_ids = _declared_ids(backend, names, "eos", configs)
-    return Tokenizer(
-        backend,
-        bos_id=bos_ids[0] if bos_ids else None,
-        eos_id=eos_ids[0] if eos_ids else None,
-        end_ids=[n for config in configs for n in _ids(config.get("eos_token_id"))],
-        chat_template=_read_chat_template(folder, settings),
-    )
-
-
-def _read_backend(folder: Path) -> tokenizers.Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelError(
@@ -175,85 +166,136 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
             "a SentencePiece tokenizer.model) can be converted by saving it with transformers' "
             "AutoTokenizer; or give a folder that has one with --tokenizer FOLDER."
         )
-    try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises nothing more particular
-        raise ModelError(
-            f"{path}: cannot be read as a tokenizer ({error}). Fetch the file again, or give "
-            "another one with --tokenizer FOLDER."
-        ) from None
+    backend = read_backend(path)
+    settings = _read(folder / "tokenizer_config.json")
+    names = _Names(_read(folder / "special_tokens_map.json"), settings)
+    _add_declared_tokens(backend, settings.nested("added_tokens_decoder"))
+    _mark_special_tokens(backend, names)
+    configs = [_read(folder / name) for name in ("generation_config.json", "config.json")]
+    bos_ids = _declared_ids(backend, names, "bos", configs)
+    eos_ids = _declared_ids(backend, names, "eos", configs)
+    return Tokenizer(
+        backend,
+        bos_id=bos_ids[0] if bos_ids else None,
+        eos_id=eos_ids[0] if eos_ids else None,
+        end_ids=[n for config in configs for n in _ids(config, "eos_token_id")],
+        chat_template=_read_chat_template(folder, settings),
+    )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Fields:
     """The settings in a file, none if there is no such file."""
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (ValueError, OSError) as error:
-        raise ModelError(f"{path}: cannot be read as JSON ({error}). Fetch it again.") from None
-    if not isinstance(settings, dict):
-        raise ModelError(f"{path}: expected a JSON object. Fetch it again.")
-    return settings
+    return Fields(str(path), read_json(path, missing_ok=True))
 
 
-def _add_declared_tokens(backend: tokenizers.Tokenizer, declared: Mapping[str, Any]) -> None:
+class _Names:
+    """What special_tokens_map.json calls special, under what tokenizer_config.json does."""
+
+    def __init__(self, special_tokens_map: Fields, settings: Fields) -> None:
+        self._files = (settings, special_tokens_map)
+
+    def says(self, name: str) -> bool:
+        """Also if what it says is null."""
+        return any(name in file or file.given_as_null(name) for file in self._files)
+
+    def token(self, name: str) -> str | None:
+        for file in self._files:
+            if name in file or file.given_as_null(name):
+                return _content(file, name, file.value(name))
+        return None
+
+    def additional(self) -> list[str]:
+        name = "additional_special_tokens"
+        for file in self._files:
+            if name in file:
+                entries = file.items(name, (str, dict), "tokens")
+                return [text for entry in entries if (text := _content(file, name, entry))]
+        return []
+
+
+def _content(fields: Fields, name: str, entry: Any) -> str | None:
+    """A token is written as its text or as an object that holds the text."""
+    content = entry.get("content") if isinstance(entry, dict) else entry
+    if content is not None and not isinstance(content, str):
+        fields.refuse(name, "a token: a text, an object with a text as its 'content', or null")
+    return content
+
+
+def _add_declared_tokens(backend: tokenizers.Tokenizer, declared: Fields) -> None:
     """Tokens that tokenizer_config.json lists by id and tokenizer.json does not."""
     added = backend.get_added_tokens_decoder()
-    for token_id in sorted(map(int, declared)):
-        entry = declared[str(token_id)]
-        content = _content(entry)
+    for token_id in sorted(map(partial(_token_id, declared), declared.names())):
+        entry = declared.nested(str(token_id))
+        content = entry.string("content", "", longest=1 << 14)
         if not content or token_id in added:
             continue
         is_next = backend.token_to_id(content) is None and token_id == backend.get_vocab_size()
         if is_next or backend.token_to_id(content) == token_id:
-            flags = {name: bool(entry[name]) for name in ADDED_TOKEN_FLAGS if name in entry}
+            flags = {
+                name: entry.boolean(name, False) for name in ADDED_TOKEN_FLAGS if name in entry
+            }
             backend.add_tokens([AddedToken(content, **flags)])
 
 
-def _mark_special_tokens(backend: tokenizers.Tokenizer, names: Mapping[str, Any]) -> None:
+def _token_id(declared: Fields, name: str) -> int:
+    if not (name.isascii() and name.isdigit() and len(name) < 8 and int(name) < VOCABULARY[1]):
+        raise ModelError(
+            f"{declared.where}: {shown(name)} must be a token id, a whole number from 0 to "
+            f"{VOCABULARY[1] - 1}."
+        )
+    return int(name)
+
+
+def _mark_special_tokens(backend: tokenizers.Tokenizer, names: _Names) -> None:
     """What the settings call special is special, even where tokenizer.json does not say so.
 
     Tokens without an id are left out: the model has no row for them.
     """
     added = backend.get_added_tokens_decoder()
-    for entry in (*map(names.get, NAMED_TOKENS), *(names.get("additional_special_tokens") or ())):
-        content = _content(entry)
+    for content in (*map(names.token, NAMED_TOKENS), *names.additional()):
         token_id = backend.token_to_id(content) if content else None
         if content and token_id is not None and not (token_id in added and added[token_id].special):
             backend.add_tokens([AddedToken(content, normalized=False, special=True)])
 
 
-def _content(entry: Any) -> str | None:
-    """A token is written as its text or as an object that holds the text."""
-    content = entry.get("content") if isinstance(entry, dict) else entry
-    return content if isinstance(content, str) else None
-
-
 def _declared_ids(
-    backend: tokenizers.Tokenizer,
-    names: Mapping[str, Any],
-    kind: str,
-    configs: Sequence[Mapping[str, Any]],
+    backend: tokenizers.Tokenizer, names: _Names, kind: str, configs: Sequence[Fields]
 ) -> list[int]:
     """The tokenizer's own word, also if it is null; the model's settings if it says nothing."""
-    if f"{kind}_token" in names:
-        content = _content(names[f"{kind}_token"])
+    if names.says(f"{kind}_token"):
+        content = names.token(f"{kind}_token")
         token_id = backend.token_to_id(content) if content else None
         return [] if token_id is None else [token_id]
-    return [n for config in configs for n in _ids(config.get(f"{kind}_token_id"))]
+    return [n for config in configs for n in _ids(config, f"{kind}_token_id")]
 
 
-def _ids(value: Any) -> list[int]:
-    values = value if isinstance(value, list) else [value]
-    return [n for n in values if isinstance(n, int) and not isinstance(n, bool) and n >= 0]
+def _ids(config: Fields, name: str) -> list[int]:
+    """One id, a list of them, or none; a negative one stands for none."""
+    value = config.value(name)
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    if not set(map(type, values)) <= {int} or max(values, default=0) >= VOCABULARY[1]:
+        config.refuse(name, f"a token id from 0 to {VOCABULARY[1] - 1}, or a list of them")
+    return [n for n in values if n >= 0]
 
 
-def _read_chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+def _read_chat_template(folder: Path, settings: Fields) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        return choose_template({entry["name"]: entry["template"] for entry in template})
-    return template if isinstance(template, str) else None
+        try:
+            if path.stat().st_size > 4 * MAX_TEMPLATE_CHARS:
+                raise ModelError(
+                    f"{path}: the chat template has more than {MAX_TEMPLATE_CHARS} "
+                    "characters. Give another one with --chat-template FILE."
+                )
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"{path}: cannot be read as a text ({error}).") from None
+    if not isinstance(settings.value("chat_template"), list):
+        template: str | None = settings.string("chat_template", None, longest=MAX_TEMPLATE_CHARS)
+        return template
+    named = {}
+    for entry in settings.items("chat_template", dict, "objects with a name and a template"):
+        one = Fields(f"{settings.where}: chat_template", entry)
+        name = one.string("name", longest=1024)
+        named[name] = one.string("template", longest=MAX_TEMPLATE_CHARS)
+    return choose_template(named)

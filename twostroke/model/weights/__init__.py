@@ -5,6 +5,7 @@ The sources know no torch; `tensors.py` makes tensors of what they hold.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
@@ -31,22 +32,62 @@ class WeightSource(Protocol):
 
     def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats: ...
 
+    def label(self, name: str) -> str:
+        """The weight as a message calls it: the file, and its name there."""
+        ...
+
     def forget(self, name: str) -> None:
         """The weight has been read: what is kept of it in memory may go."""
         ...
 
 
-def check_weights(spec: ModelSpec, source: WeightSource, where: str) -> None:
-    """Refuse a model whose tensors contradict its description, before any memory is taken."""
+def check_weights(
+    spec: ModelSpec,
+    source: WeightSource,
+    where: str,
+    description: str = "its description",
+    fields: Mapping[str, str] = {},
+) -> None:
+    """Refuse a model whose tensors contradict its description, before any memory is taken.
+
+    `description` is what has been read into the spec; `fields` has its names for the spec's fields.
+    """
     for name, expected in spec.weight_shapes().items():
         found = source.shape(name)
+        if found == expected:
+            continue
+        decides = ", ".join(dict.fromkeys(fields.get(n, n) for n in spec.shaped_by(name)))
         if found is None:
             raise ModelError(
-                f"{where}: the weight {name!r} is missing. The model's description asks for it "
-                f"with shape {expected}; the file is incomplete or belongs to another model."
+                f"{where}: the weight {name!r} is missing. {description} asks for it with shape "
+                f"{expected} (by {decides}); the file is incomplete or belongs to another model."
             )
-        if found != expected:
-            raise ModelError(
-                f"{where}: the weight {name!r} has shape {found}, but the model's description "
-                f"asks for {expected}. The description and the weights are not of one model."
-            )
+        raise ModelError(
+            f"{where}: the weight {name!r} has shape {found}, but {description} asks for "
+            f"{expected} (by {decides}). The two are not of one model."
+        )
+
+
+def all_finite(data: npt.NDArray[np.uint8], type: str) -> bool:
+    """Whether stored floats are numbers: NaN and infinity are those with the largest exponent.
+
+    Of the bits read as a signed number the positive ones are the greatest, and of the same bits
+    without a sign the negative ones: two maxima are all it takes, and no memory.
+    """
+    width, exponent = _EXPONENTS[type]
+    sign = 1 << (8 * width - 1)
+    signed, bits = data.view(f"<i{width}"), data.view(f"<u{width}")
+    return bool(signed.max() < exponent and bits.max() < exponent | sign)
+
+
+# Type → bytes of a number, and its bits with the largest exponent: infinity.
+_EXPONENTS = {"F64": (8, 0x7FF << 52), "F32": (4, 0xFF << 23)}
+_EXPONENTS |= {"F16": (2, 0x1F << 10), "BF16": (2, 0xFF << 7)}
+
+
+def not_finite(source: WeightSource, name: str) -> ModelError:
+    """A NaN or an infinity in a weight makes every text of the model nonsense."""
+    return ModelError(
+        f"{source.label(name)} holds NaN or infinity. The file is damaged, or its conversion "
+        "failed; download it again, or use another one."
+    )

@@ -50,6 +50,9 @@ class DummyWeights:
         tile += np.float32(mean_of(name))
         return tile
 
+    def label(self, name: str) -> str:
+        return f"the dummy weight {name!r}"
+
     def forget(self, name: str) -> None:
         """Nothing is kept."""
 

@@ -61,6 +61,9 @@ class GGUFWeights:
         found = stored[rows] if order is None else stored[order[rows]]
         return PackedMatrix(info.type, (len(found), info.shape[1]), found)
 
+    def label(self, name: str) -> str:
+        return f"{self._file.path}: the tensor {tensor_name(name)!r}"
+
     def forget(self, name: str) -> None:
         self._file.forget(self._info(name).name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import mmap
 import re
 from pathlib import Path
@@ -14,12 +15,17 @@ from safetensors import SafetensorError, safe_open
 from twostroke.errors import ModelError
 from twostroke.model.block_types import BlockType
 from twostroke.model.dequant import Bytes, dequantize
+from twostroke.model.fields import listed_names, read_json, shown
 from twostroke.model.on_disk import forget_pages
 from twostroke.model.spec import ModelSpec
 from twostroke.model.weights import ALL_ROWS, Floats
 
+log = logging.getLogger(__name__)
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# Tensors that may be left out: they can be worked out from the config, or are a tied head's copy.
+HARMLESS = ("rotary_emb.inv_freq", "lm_head.weight")
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 GLOBAL_NAMES = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight"}
@@ -79,13 +85,16 @@ class _File:
 
 
 class SafetensorsWeights:
-    """Opens each file once; the tied head is never asked for, even if a file stores it."""
+    """Opens each file once; the tied head is never asked for, even if a file stores it.
+
+    `path` is what lists the tensors: the only file, or the index of the shards.
+    """
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self._folder = folder
         self._spec = spec
         self._open_files: dict[Path, _File] = {}
-        self._source, self._files = self._find_files()
+        self.path, self._files = self._find_files()
         self._refuse_unknown_tensors()
 
     def shape(self, name: str) -> tuple[int, ...] | None:
@@ -97,7 +106,7 @@ class SafetensorsWeights:
         stored = self._stored_name(name)
         if stored is None:
             raise ModelError(
-                f"{self._source}: lists no tensor {hf_name(name)!r}. The model is incomplete or "
+                f"{self.path}: lists no tensor {hf_name(name)!r}. The model is incomplete or "
                 "its config.json belongs to another one; download the folder again."
             )
         found = self._look(stored)
@@ -117,6 +126,10 @@ class SafetensorsWeights:
         if type == "F64":
             return np.frombuffer(data, "<f8").astype(np.float32).reshape(part)
         return dequantize(data, BlockType(type), part)
+
+    def label(self, name: str) -> str:
+        stored = self._stored_name(name) or hf_name(name)
+        return f"{self._files.get(stored, self.path)}: the tensor {stored!r}"
 
     def forget(self, name: str) -> None:
         stored = self._stored_name(name)
@@ -147,20 +160,17 @@ class SafetensorsWeights:
         return found[0]
 
     def _read_index(self, index: Path) -> dict[str, Path]:
-        try:
-            content = json.loads(index.read_text(encoding="utf-8"))
-        except (ValueError, OSError) as error:
-            raise ModelError(
-                f"{index}: cannot be read as JSON ({error}). Download it again."
-            ) from None
-        shards = content.get("weight_map") if isinstance(content, dict) else None
-        if not isinstance(shards, dict) or not all(isinstance(v, str) for v in shards.values()):
+        shards = read_json(index).get("weight_map")
+        named = isinstance(shards, dict) and all(isinstance(v, str) for v in shards.values())
+        if not shards or not named:
             raise ModelError(
                 f"{index}: has no 'weight_map' from tensors to files. Download it again."
             )
         for shard in sorted(set(shards.values())):
-            if Path(shard).name != shard:
-                raise ModelError(f"{index}: {shard!r} is not the name of a file in its folder.")
+            if Path(shard).name != shard or len(shard) > 255 or not shard.isprintable():
+                raise ModelError(
+                    f"{index}: weight_map: {shown(shard)} is not the name of a file in its folder."
+                )
             if not (self._folder / shard).is_file():
                 raise ModelError(
                     f"{self._folder / shard}: this shard is named in {INDEX} but is not there. "
@@ -172,7 +182,7 @@ class SafetensorsWeights:
         if path not in self._open_files:
             try:
                 self._open_files[path] = _File(path)
-            except (SafetensorError, OSError) as error:
+            except (SafetensorError, OSError, ValueError, RecursionError) as error:
                 raise ModelError(
                     f"{path}: cannot be read as safetensors ({error}). The file is truncated or "
                     "damaged; download it again."
@@ -186,7 +196,7 @@ class SafetensorsWeights:
             return self._open(path).stored(stored)
         except KeyError:
             raise ModelError(
-                f"{path}: does not hold the tensor {stored!r}, though {self._source.name} says "
+                f"{path}: does not hold the tensor {stored!r}, though {self.path.name} says "
                 "so. Index and shards are not of one model; download the folder again."
             ) from None
 
@@ -199,15 +209,32 @@ class SafetensorsWeights:
         return None
 
     def _refuse_unknown_tensors(self) -> None:
-        """A tensor of a layer we run that has no place in the spec would be left out silently."""
+        """A tensor of a layer we run that has no place in the spec would be left out silently.
+
+        What belongs to layers we do not run, or to nothing we know, is left out with a warning.
+        """
         known = {hf_name(name).removeprefix("model.") for name in self._spec.weight_shapes()}
+        unused, num_layers = [], 0
         for stored, path in self._files.items():
             name = stored.removeprefix("model.")
-            layer = re.match(r"layers\.(\d+)\.", name)
-            if layer is None or int(layer[1]) >= self._spec.num_layers:
+            layer = re.match(r"layers\.(\d{1,9})\.", name)
+            if name in known or name.endswith(HARMLESS):
                 continue
-            if name not in known and not name.endswith("rotary_emb.inv_freq"):
+            if layer is not None and int(layer[1]) < self._spec.num_layers:
                 raise ModelError(
-                    f"{path}: the tensor {stored!r} has no place in the model that config.json "
-                    "describes. Use the config.json and the unquantised weights of one model."
+                    f"{path}: the tensor {shown(stored)} has no place in the model that "
+                    "config.json describes (see model_type, attention_bias and mlp_bias). Use the "
+                    "config.json and the unquantised weights of one model."
                 )
+            unused.append(stored)
+            num_layers = max(num_layers, 1 + int(layer[1]) if layer else 0)
+        if num_layers:
+            log.warning(
+                "%s: config.json says num_hidden_layers = %d, but there are tensors of %d layers",
+                self.path,
+                self._spec.num_layers,
+                num_layers,
+            )
+        if unused:
+            count, names = len(unused), listed_names(unused)
+            log.warning("%s: %d tensors are not used: %s", self.path, count, names)

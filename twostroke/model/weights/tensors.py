@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 
-from twostroke.model.weights import WeightSource
+from twostroke.errors import ModelError
+from twostroke.model.weights import WeightSource, all_finite, not_finite
 from twostroke.model.weights.dummy import STD, TILE, DummyWeights, mean_of
 from twostroke.model.weights.safetensors import SafetensorsWeights
 
@@ -21,20 +23,43 @@ DTYPES = {
 
 
 def read_tensor(source: WeightSource, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """A weight as a dense tensor of its own memory."""
+    """A weight as a dense tensor of its own memory, every number of it finite."""
+    if isinstance(source, DummyWeights):
+        if source.device != "cpu":
+            return _drawn_there(source, name, dtype)
+        return _converted(source, name, dtype)
     if isinstance(source, SafetensorsWeights):
-        stored = source.stored(name)
-        data = stored.data if stored.data.ctypes.data % 8 == 0 else stored.data.copy()
-        tensor = torch.from_numpy(data).view(DTYPES[stored.type]).view(stored.shape)
-        return tensor.to(dtype, copy=True)  # it may be the mapped file itself
-    if isinstance(source, DummyWeights) and source.device != "cpu":
-        return _drawn_there(source, name, dtype)
+        tensor, narrows = _copied(source, name, dtype)
+    else:
+        tensor, narrows = _converted(source, name, dtype), True
+    if narrows and dtype != torch.float32 and not bool(tensor.isfinite().all()):
+        raise ModelError(
+            f"{source.label(name)} holds a number that {dtype} does not; set dtype to another."
+        )
+    return tensor
+
+
+def _copied(source: SafetensorsWeights, name: str, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
+    """The second: whether the file's type has larger numbers than this one."""
+    stored = source.stored(name)
+    data = stored.data if stored.data.ctypes.data % 8 == 0 else stored.data.copy()
+    there = torch.from_numpy(data).view(DTYPES[stored.type])
+    if not all_finite(data, stored.type):
+        raise not_finite(source, name)
+    tensor = there.view(stored.shape).to(dtype, copy=True)  # it may be the mapped file itself
+    return tensor, torch.finfo(dtype).max < torch.finfo(there.dtype).max
+
+
+def _converted(source: WeightSource, name: str, dtype: torch.dtype) -> torch.Tensor:
     shape = source.shape(name) or (1,)  # what is not there `floats` refuses
     dense = torch.empty(shape, dtype=dtype)
     rows_per_part = max(1, ELEMENTS_PER_PART * shape[0] // math.prod(shape))
     for first in range(0, shape[0], rows_per_part):
         rows = slice(first, first + rows_per_part)
-        dense[rows].copy_(torch.from_numpy(source.floats(name, rows)))
+        values = source.floats(name, rows)
+        if not all_finite(np.ascontiguousarray(values).view(np.uint8), "F32"):
+            raise not_finite(source, name)
+        dense[rows].copy_(torch.from_numpy(values))
     return dense
 
 

@@ -1,0 +1,635 @@
+"""What `bench/mutate.py` spoils: small sound models, and every way to spoil one thing in them."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Files = dict[str, bytes]  # of a model's folder; a GGUF model has one
+GGUF_NAME = "model.gguf"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    kind: str  # for the statistics
+    what: str  # for people
+    file: str  # the file that a refusal names
+    names: tuple[str, ...]  # one of which it names too
+    files: Callable[[], Files]
+    must_fail: bool = False
+
+    def write(self, folder: Path) -> Path:
+        """The model's files, in this folder; what `twostroke run MODEL` would be given."""
+        files = self.files()
+        for name, data in files.items():
+            (folder / name).write_bytes(data)
+        return folder / GGUF_NAME if GGUF_NAME in files else folder
+
+
+# ── the sound models ────────────────────────────────────────────────────────────────────────────
+
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}
+YARN |= {"beta_fast": 32, "beta_slow": 1, "attention_factor": 1.1, "mscale": 1, "truncate": True}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+WINDOW = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
+FOLDERS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-llama3": {"rope_scaling": LLAMA3},
+    "llama-yarn": {"rope_parameters": YARN},
+    "llama-linear": {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    "llama-dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+    "mistral": {"model_type": "mistral", "sliding_window": 64},
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True, **WINDOW},
+    "qwen3": {"model_type": "qwen3", "head_dim": 8, "attention_bias": False},
+}
+OPTIONAL: tuple[str, ...] = (
+    "head_dim",
+    "rope_scaling",
+    "rope_parameters",
+    "partial_rotary_factor",
+    "hidden_act",
+)
+OPTIONAL += ("attention_bias", "mlp_bias", "sliding_window", "layer_types", "quantization_config")
+OPTIONAL += ("num_experts", "final_logit_softcapping", "dtype", "use_sliding_window")
+OPTIONAL += ("original_max_position_embeddings", "max_window_layers")
+TOKENIZER_FIELDS: tuple[str, ...] = (
+    "bos_token",
+    "eos_token",
+    "pad_token",
+    "unk_token",
+    "chat_template",
+)
+TOKENIZER_FIELDS += ("additional_special_tokens", "added_tokens_decoder")
+GENERATION_FIELDS: tuple[str, ...] = (
+    "bos_token_id",
+    "eos_token_id",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+)
+GENERATION_FIELDS += ("repetition_penalty", "do_sample")
+
+U32, I32, F32, BOOL, STRING, ARRAY, U64, F64 = 4, 5, 6, 7, 8, 9, 10, 12
+CODES = {U32: "I", I32: "i", F32: "f", BOOL: "?", U64: "Q", F64: "d"}
+F32_BLOCKS, Q8_0_BLOCKS = 0, 8
+HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 64, 96, 4, 2, 2
+
+
+@dataclass
+class GGUF:
+    """What a GGUF file is made of, in order."""
+
+    pairs: dict[str, bytes]  # the value with its type, as the file has it
+    tensors: dict[str, tuple[list[int], int, bytes]]  # dimensions as the file has them, type, data
+
+    def data(self, infos: dict[str, bytes] | None = None) -> bytes:
+        """`infos` stand in for the entries of some tensors."""
+        parts = [b"GGUF", struct.pack("<IQQ", 3, len(self.tensors), len(self.pairs))]
+        for key, value in self.pairs.items():
+            parts += [text(key), value]
+        body = b""
+        for name, (dims, kind, data) in self.tensors.items():
+            parts.append((infos or {}).get(name) or info(name, dims, kind, len(body)))
+            body += data + bytes(-len(data) % 32)
+        head = b"".join(parts)
+        return head + bytes(-len(head) % 32) + body
+
+    def files(self, infos: dict[str, bytes] | None = None) -> Files:
+        return {GGUF_NAME: self.data(infos)}
+
+    def with_pair(self, key: str, value: bytes | None) -> GGUF:
+        pairs = {k: v for k, v in self.pairs.items() if k != key}
+        return GGUF(pairs if value is None else pairs | {key: value}, self.tensors)
+
+
+def text(value: str) -> bytes:
+    raw = value.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def info(name: str, dims: list[int], kind: int, offset: int) -> bytes:
+    return text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
+
+
+def typed(kind: int, value: Any) -> bytes:
+    if kind == STRING:
+        return struct.pack("<I", kind) + text(value)
+    return struct.pack(f"<I{CODES[kind]}", kind, value)
+
+
+def array(kind: int, values: list[Any]) -> bytes:
+    head = struct.pack("<IIQ", ARRAY, kind, len(values))
+    if kind == STRING:
+        return head + b"".join(map(text, values))
+    return head + struct.pack(f"<{len(values)}{CODES[kind]}", *values)
+
+
+def write_bases(root: Path) -> None:
+    from tests.model import vocabularies as made
+    from tests.tiny import tiny_folder
+    from twostroke.model.gguf_vocab import _pre_tokenizer
+
+    for name, config in FOLDERS.items():
+        tiny_folder(root / name, **config)
+    vocabularies = {
+        "llama": made.sentencepiece_metadata(),
+        "qwen2": made.byte_level_metadata(made.train_byte_level(_pre_tokenizer("qwen2")), "qwen2"),
+    }
+    vocabularies["qwen3"] = vocabularies["qwen2"]
+    for arch, vocabulary in vocabularies.items():
+        model = _gguf(arch, vocabulary, F32_BLOCKS if arch != "qwen2" else Q8_0_BLOCKS)
+        (root / f"{arch}.pickle").write_bytes(pickle.dumps(model))
+
+
+def _gguf(arch: str, vocabulary: dict[str, Any], kind: int) -> GGUF:
+    pairs = {"general.architecture": typed(STRING, arch)}
+    whole = {"block_count": LAYERS, "context_length": 128, "embedding_length": HIDDEN}
+    whole |= {"feed_forward_length": INNER, "attention.head_count": HEADS}
+    whole |= {"attention.head_count_kv": KV_HEADS, "rope.dimension_count": HIDDEN // HEADS}
+    pairs |= {f"{arch}.{key}": typed(U32, value) for key, value in whole.items()}
+    pairs[f"{arch}.attention.layer_norm_rms_epsilon"] = typed(F32, 1e-5)
+    pairs[f"{arch}.rope.freq_base"] = typed(F32, 10000.0)
+    kinds = {str: STRING, int: I32, float: F32}
+    for key, value in vocabulary.items():
+        if isinstance(value, list):
+            pairs[key] = array(kinds[type(value[0])], value)
+        else:
+            one = {bool: BOOL, int: U32, str: STRING}[type(value)]
+            pairs[key] = typed(one, value)
+    pairs["tokenizer.chat_template"] = typed(STRING, "{{ messages[0].content }}")
+    return GGUF(pairs, _tensors(arch, len(vocabulary["tokenizer.ggml.tokens"]), kind))
+
+
+def _tensors(arch: str, vocab: int, kind: int) -> dict[str, tuple[list[int], int, bytes]]:
+    kv = HIDDEN // HEADS * KV_HEADS
+    shapes: dict[str, list[int]] = {"token_embd.weight": [HIDDEN, vocab]}
+    shapes |= {"output_norm.weight": [HIDDEN], "output.weight": [HIDDEN, vocab]}
+    for n in range(LAYERS):
+        at = f"blk.{n}."
+        shapes |= {f"{at}attn_norm.weight": [HIDDEN], f"{at}ffn_norm.weight": [HIDDEN]}
+        shapes |= {f"{at}attn_q.weight": [HIDDEN, HIDDEN], f"{at}attn_k.weight": [HIDDEN, kv]}
+        shapes |= {f"{at}attn_v.weight": [HIDDEN, kv], f"{at}attn_output.weight": [HIDDEN, HIDDEN]}
+        shapes |= {f"{at}ffn_{part}.weight": [HIDDEN, INNER] for part in ("gate", "up")}
+        shapes[f"{at}ffn_down.weight"] = [INNER, HIDDEN]
+        if arch == "qwen3":
+            width = HIDDEN // HEADS
+            shapes |= {f"{at}attn_{part}_norm.weight": [width] for part in ("q", "k")}
+        if arch == "qwen2":
+            shapes |= {f"{at}attn_q.bias": [HIDDEN]}
+            shapes |= {f"{at}attn_{part}.bias": [kv] for part in ("k", "v")}
+    draw = np.random.default_rng(0)
+    tensors = {}
+    for name, dims in shapes.items():
+        values = 0.3 * draw.standard_normal(dims[::-1], np.float32)
+        if kind == Q8_0_BLOCKS and len(dims) == 2:
+            tensors[name] = (dims, kind, _q8_0(values))
+        else:
+            norm = values + 1 if "norm" in name else values
+            tensors[name] = (dims, F32_BLOCKS, norm.astype("<f4").tobytes())
+    return tensors
+
+
+def _q8_0(values: np.ndarray) -> bytes:
+    blocks = values.reshape(-1, 32)
+    scales = (np.abs(blocks).max(axis=1, keepdims=True) / 127).astype("<f2")
+    codes = np.round(blocks / scales.astype(np.float32)).astype(np.int8)
+    return np.concatenate([scales.view(np.uint8), codes.view(np.uint8)], axis=1).tobytes()
+
+
+# ── what is done to them ────────────────────────────────────────────────────────────────────────
+
+REMOVED = object()
+NASTY: dict[str, Any] = {"removed": REMOVED, "null": None, "true": True, "'x'": "x", "''": ""}
+NASTY |= {str(n): n for n in (-1, 0, 1, 3, 0.5, 2**31, 2**60, 10**30, 1e308, 1e-30)}
+NASTY |= {"NaN": float("nan"), "∞": float("inf"), "−∞": float("-inf"), "[]": [], "{}": {}}
+NASTY |= {"[1]": [1], "['x']": ["x"], "{'a': 1}": {"a": 1}, "100,000 x": "x" * 100_000}
+NASTY |= {"[[[…]]]": [[[[[[[[1]]]]]]]], "[null] × 1000": [None] * 1000}
+
+
+def all_mutations(bases: Path, seed: int) -> Iterator[Mutation]:
+    folders = {name: _read(bases / name) for name in FOLDERS}
+    ggufs = {path.stem: pickle.loads(path.read_bytes()) for path in sorted(bases.glob("*.pickle"))}
+    for name, files in folders.items():
+        yield Mutation("sound", f"{name} as it is", "", (), partial(dict, files))
+        yield from _config(name, files)
+    for name, model in ggufs.items():
+        yield Mutation("sound", f"{name} GGUF as it is", "", (), model.files)
+        yield from _metadata(name, model)
+        yield from _tensor_entries(name, model)
+    sound = folders["llama"]
+    yield from _json_fields(sound, "tokenizer_config.json", TOKENIZER_FIELDS)
+    yield from _json_fields(sound, "special_tokens_map.json", TOKENIZER_FIELDS[:4])
+    yield from _json_fields(sound, "generation_config.json", GENERATION_FIELDS)
+    yield from _tokenizer(sound)
+    yield from _index(_sharded(sound))
+    yield from _weights(folders, ggufs)
+    yield from _bombs(sound, ggufs)
+    yield from _damaged_bytes(folders, ggufs, random.Random(seed))
+
+
+def _read(folder: Path) -> Files:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def _dump(content: Any) -> bytes:
+    return json.dumps(content).encode()
+
+
+def _with(files: Files, name: str, content: Any) -> Callable[[], Files]:
+    """The files with another content in one: bytes, what becomes JSON, or None for no such file."""
+
+    def made() -> Files:
+        rest = {file: data for file, data in files.items() if file != name}
+        if content is None:
+            return rest
+        return rest | {name: content if isinstance(content, bytes) else _dump(content)}
+
+    return made
+
+
+def _changed(content: Any, path: tuple[str | int, ...], value: Any) -> Any:
+    """A copy of a JSON document with another value at a path."""
+    if not path:
+        return value
+    copy = list(content) if isinstance(content, list) else dict(content)
+    first, rest = path[0], path[1:]
+    if value is REMOVED and not rest:
+        if isinstance(copy, list):
+            del copy[first]  # type: ignore[arg-type]
+        else:
+            copy.pop(first, None)
+        return copy
+    copy[first] = _changed(copy[first] if rest else None, rest, value)  # type: ignore[index]
+    return copy
+
+
+def _field(
+    files: Files, file: str, path: tuple[str | int, ...], label: str, value: Any, name: str = ""
+) -> Mutation:
+    def made() -> Files:
+        content = json.loads(files.get(file, b"{}"))
+        return files | {file: _dump(_changed(content, path, value))}
+
+    names = tuple(part for part in path if isinstance(part, str))
+    what = f"{name} {file} {'.'.join(map(str, path))} = {label}"
+    return Mutation(file, what, file, names, made)
+
+
+def _json_fields(files: Files, file: str, fields: tuple[str, ...]) -> Iterator[Mutation]:
+    for field in fields:
+        for label, value in NASTY.items():
+            yield _field(files, file, (field,), label, value)
+    for label, value in NASTY.items():
+        if value is not REMOVED:
+            what = f"{file} is {label}"
+            yield Mutation(file, what, file, (), _with(files, file, _dump(value)))
+
+
+def _config(name: str, files: Files) -> Iterator[Mutation]:
+    """Every field of the first; of the others what they do not share with it."""
+    config = json.loads(files["config.json"])
+    own = list(FOLDERS[name]) if FOLDERS[name] else [*config, *OPTIONAL]
+    for field in dict.fromkeys(own):
+        if field == "architectures":
+            continue
+        for label, value in NASTY.items():
+            yield _field(files, "config.json", (field,), label, value, name)
+        if isinstance(config.get(field), dict):
+            for inner in config[field]:
+                for label, value in NASTY.items():
+                    yield _field(files, "config.json", (field, inner), label, value, name)
+    for family in ("llama", "mistral", "qwen2", "qwen3", "gemma"):
+        yield _field(files, "config.json", ("model_type",), family, family, name)
+
+
+GGUF_NASTY: dict[str, bytes | None] = {"removed": None}
+GGUF_NASTY |= {f"u32 {n}": typed(U32, n) for n in (0, 1, 3, 2**31)}
+GGUF_NASTY |= {"u64 2⁶⁰": typed(U64, 2**60), "i32 −1": typed(I32, -1), "true": typed(BOOL, True)}
+GGUF_NASTY |= {f"f32 {x}": typed(F32, x) for x in (float("nan"), float("inf"), -1.0, 0.0, 0.5)}
+GGUF_NASTY |= {"f64 1e300": typed(F64, 1e300), "'x'": typed(STRING, "x"), "''": typed(STRING, "")}
+GGUF_NASTY |= {"100,000 x": typed(STRING, "x" * 100_000), "[]": array(U32, [])}
+GGUF_NASTY |= {"[1, 2]": array(U32, [1, 2]), "['a']": array(STRING, ["a"])}
+GGUF_NASTY |= {"[[1]]": struct.pack("<IIQIQI", ARRAY, ARRAY, 1, U32, 1, 1)}
+GGUF_OPTIONAL: tuple[str, ...] = (
+    "attention.key_length",
+    "attention.value_length",
+    "attention.sliding_window",
+)
+GGUF_OPTIONAL += ("rope.scaling.type", "rope.scaling.factor", "rope.scale_linear", "vocab_size")
+GGUF_OPTIONAL += ("attention.sliding_window_pattern", "expert_count", "attention.causal")
+GGUF_GENERAL: tuple[str, ...] = (
+    "general.alignment",
+    "general.type",
+    "split.count",
+    "tokenizer.ggml.eot_token_id",
+)
+GGUF_GENERAL += ("tokenizer.ggml.unknown_token_id", "tokenizer.ggml.add_eos_token")
+
+
+def _metadata(arch: str, model: GGUF) -> Iterator[Mutation]:
+    yarn = {"type": typed(STRING, "yarn"), "factor": typed(F32, 2.0)}
+    yarn |= {"original_context_length": typed(U32, 64), "yarn_beta_fast": typed(F32, 32.0)}
+    stretched = GGUF(
+        model.pairs | {f"{arch}.rope.scaling.{k}": value for k, value in yarn.items()},
+        model.tensors,
+    )
+    optional = [f"{arch}.{key}" for key in GGUF_OPTIONAL]
+    for key in dict.fromkeys([*model.pairs, *optional, *GGUF_GENERAL]):
+        if arch == "qwen3" and not key.startswith(arch):
+            continue  # the rest is qwen2's
+        for label, value in GGUF_NASTY.items():
+            yield _pair(arch, model, key, label, value)
+    for key in (f"{arch}.rope.scaling.{k}" for k in yarn):
+        for label, value in GGUF_NASTY.items():
+            yield _pair(f"{arch} yarn", stretched, key, label, value)
+
+
+def _pair(name: str, model: GGUF, key: str, label: str, value: bytes | None) -> Mutation:
+    changed = model.with_pair(key, value)
+    short = key.partition(".")[2]
+    what = f"{name} GGUF {key} = {label}"
+    return Mutation("metadata", what, GGUF_NAME, (short,), changed.files)
+
+
+def _tensor_entries(arch: str, model: GGUF) -> Iterator[Mutation]:
+    for name in list(model.tensors)[:12]:
+        dims, kind, _ = model.tensors[name]
+        others = {"no such type": info(name, dims, 99, 0), "0 dimensions": info(name, [], kind, 0)}
+        others |= {"an empty dimension": info(name, [0, *dims[1:]], kind, 0)}
+        others |= {"2⁶⁰ rows": info(name, [dims[0], 2**60], kind, 0)}
+        others |= {"one row more": info(name, [*dims[:-1], dims[-1] + 32], kind, 0)}
+        others |= {"an odd offset": info(name, dims, kind, 5)}
+        others |= {"an offset of 2⁶²": info(name, dims, kind, 2**62)}
+        others |= {"another name": info(f"{name}x", dims, kind, 0)}
+        others |= {"the name of another": info("blk.0.ffn_norm.weight", dims, kind, 0)}
+        others |= {"a long name": info("x" * 100_000, dims, kind, 0)}
+        others |= {"Q4_K blocks": info(name, dims, 12, 0)}
+        for label, entry in others.items():
+            yield Mutation(
+                "tensor entries",
+                f"{arch} GGUF {name}: {label}",
+                GGUF_NAME,
+                (),
+                partial(model.files, {name: entry}),
+            )
+        less = GGUF(
+            model.pairs, {key: value for key, value in model.tensors.items() if key != name}
+        )
+        yield Mutation(
+            "tensor entries",
+            f"{arch} GGUF without {name}",
+            GGUF_NAME,
+            (),
+            less.files,
+        )
+
+
+def _tokenizer(files: Files) -> Iterator[Mutation]:
+    file = "tokenizer.json"
+    content = json.loads(files[file])
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    steps = {"type": "Sequence", "normalizers": [{"type": "NFC"}, replace]}
+    content["normalizer"] = steps
+    files = files | {file: _dump(content)}
+    labels = ("removed", "null", "'x'", "-1", str(2**31), "[]", "{}", "[1]", "100,000 x")
+    for path in _paths(content):
+        for label in labels:
+            yield _field(files, file, path, label, NASTY[label])
+    last = content["added_tokens"][-1]
+    for label, token in {
+        "with the id of another": last | {"id": 0, "content": "<new>"},
+        "with the text of another": last | {"id": 299, "content": "<s>"},
+        "with an id of 10⁹": last | {"id": 10**9, "content": "<new>"},
+        "with an id of 2⁶⁴": last | {"id": 2**64, "content": "<new>"},
+        "again": last,
+    }.items():
+        more = content | {"added_tokens": [*content["added_tokens"], token]}
+        yield Mutation(file, f"a token {label}", file, ("added_tokens",), _with(files, file, more))
+    for label, merges in {
+        "of tokens that are not there": [["zz", "qq"]],
+        "of three": [["a", "b", "c"]],
+        "of nothing": [["", ""]],
+        "in one text": ["ab"],
+    }.items():
+        broken = _changed(content, ("model", "merges"), merges)
+        yield Mutation(file, f"merges {label}", file, ("model",), _with(files, file, broken))
+
+
+def _paths(content: dict[str, Any]) -> Iterator[tuple[str | int, ...]]:
+    """Every place of a tokenizer.json but the entries of its vocabulary, merges and tokens."""
+
+    def walk(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
+        if path:
+            yield path
+        if path in (("model", "vocab"), ("model", "merges")) or len(path) > 4:
+            return
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                yield from walk(inner, (*path, key))
+        elif isinstance(value, list) and value:
+            yield from walk(value[0], (*path, 0))
+
+    return walk(content, ())
+
+
+def _sharded(files: Files) -> Files:
+    """The same model in two shards with an index."""
+    from safetensors.numpy import load, save
+
+    tensors = load(files["model.safetensors"])
+    names = sorted(tensors)
+    halves = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    shards = {file: save({name: tensors[name] for name in part}) for file, part in halves.items()}
+    index = {"weight_map": {name: file for file, part in halves.items() for name in part}}
+    rest = {name: data for name, data in files.items() if name != "model.safetensors"}
+    return rest | shards | {"model.safetensors.index.json": _dump(index)}
+
+
+def _index(files: Files) -> Iterator[Mutation]:
+    file = "model.safetensors.index.json"
+    yield from _json_fields(files, file, ("weight_map",))
+    odd = {f"{label}": value for label, value in NASTY.items()}
+    odd |= {"'..'": "..", "a path": "../b.safetensors", "NUL": "\x00", "a surrogate": "\ud800"}
+    odd |= {
+        "another shard": "b.safetensors",
+        "300 letters": "x" * 300,
+        "config.json": "config.json",
+    }
+    for label, value in odd.items():
+        # To name the index is enough, or the file that it names.
+        mutation = _field(files, file, ("weight_map", "model.embed_tokens.weight"), label, value)
+        names = (file, "config.json: cannot be read as safetensors")
+        yield Mutation("index", mutation.what, "", names, mutation.files)
+    for shard in ("a.safetensors", "b.safetensors"):
+        yield Mutation("index", f"without {shard}", shard, (), _with(files, shard, None))
+
+
+def _weights(folders: dict[str, Files], ggufs: dict[str, GGUF]) -> Iterator[Mutation]:
+    """NaN and infinity somewhere in a tensor: none of these may load."""
+    from safetensors.numpy import load, save
+
+    values = {"NaN": np.nan, "∞": np.inf, "−∞": -np.inf}
+    for family in ("llama", "qwen2"):
+        files = folders[family]
+        tensors = load(files["model.safetensors"])
+        for name, tensor in tensors.items():
+            for label, value in values.items():
+                if family == "qwen2" and label != "NaN":
+                    continue
+                spoilt = tensor.copy()
+                spoilt.flat[-1] = value
+                data = save(tensors | {name: spoilt})
+                what = f"{family} {name} holds {label}"
+                made = _with(files, "model.safetensors", data)
+                yield Mutation("weights", what, "model.safetensors", (name,), made, must_fail=True)
+    for arch, model in ggufs.items():
+        for name, (dims, kind, data) in model.tensors.items():
+            # The last number of float32, the scale of the last block of Q8_0.
+            at, number = (-4, b"\x00\x00\xc0\x7f") if kind == F32_BLOCKS else (-34, b"\x00\x7c")
+            end = at + len(number)
+            broken = data[:at] + number + (data[end:] if end else b"")
+            spoilt_model = GGUF(model.pairs, model.tensors | {name: (dims, kind, broken)})
+            yield Mutation(
+                "weights",
+                f"{arch} GGUF {name} is not finite",
+                GGUF_NAME,
+                (name,),
+                spoilt_model.files,
+                must_fail=True,
+            )
+
+
+def _bombs(files: Files, ggufs: dict[str, GGUF]) -> Iterator[Mutation]:
+    """Files that would take for ever, or all memory."""
+    llama, qwen = ggufs["llama"], ggufs["qwen2"]
+
+    def pair(model: GGUF, key: str, value: bytes, what: str, must_fail: bool = True) -> Mutation:
+        changed = model.with_pair(key, value)
+        short = key.rpartition(".")[2]
+        return Mutation("bombs", what, GGUF_NAME, (short,), changed.files, must_fail)
+
+    key = "tokenizer.ggml.tokens"
+    long = ["a" * 200_000, *(f"{n}" for n in range(599))]
+    yield pair(llama, key, array(STRING, long), "a SentencePiece token of 200,000 characters")
+    many = ["a" * 1000 + str(n) for n in range(20_000)]
+    yield pair(llama, key, array(STRING, many), "20,000 SentencePiece tokens of 1,000 characters")
+    yield pair(qwen, key, array(STRING, long), "a token of 200,000 characters")
+    empty = struct.pack("<IQ", U32, 0)
+    nested = struct.pack("<IIQ", ARRAY, ARRAY, 10**6) + empty * 10**6
+    yield pair(llama, "llama.x", nested, "a million empty arrays")
+    deep = struct.pack("<I", ARRAY) + struct.pack("<IQ", ARRAY, 1) * 10_000
+    yield pair(llama, "llama.x", deep, "10,000 arrays in each other")
+    zeros = struct.pack("<IIQ", ARRAY, 0, 20_000_000) + bytes(20_000_000)
+    yield pair(llama, "llama.x", zeros, "20 million numbers in an array")
+    yield pair(llama, "tokenizer.chat_template", typed(STRING, "{" * 10**7), "a huge template")
+    announced = b"GGUF" + struct.pack("<IQQ", 3, 10**6, 0)
+    padded = lambda: {GGUF_NAME: announced + bytes(10**8)}  # noqa: E731
+    yield Mutation("bombs", "a million tensors", GGUF_NAME, (), padded, must_fail=True)
+
+    file = "tokenizer.json"
+    content = json.loads(files[file])
+
+    def step(pattern: dict[str, str], text: str) -> dict[str, Any]:
+        return {"type": "Replace", "pattern": pattern, "content": text}
+
+    chains = {
+        "a letter that becomes a million": [step({"String": "a"}, "a" * 10**6)],
+        "letters that double 30 times": [step({"String": "a"}, "aa")] * 30,
+        "letters that become 50, five times": [step({"String": "a"}, "a" * 50)] * 5,
+        "an empty match, 40 times": [step({"Regex": ""}, "a")] * 40,
+        "two letters in turn": [step({"String": x}, y * 40) for x, y in ("ab", "ba") * 4],
+        "1,000 steps": [step({"String": "a"}, "a")] * 1000,
+    }
+    for part, steps_key in (("normalizer", "normalizers"), ("decoder", "decoders")):
+        for what, chain in chains.items():
+            bomb = content | {part: {"type": "Sequence", steps_key: chain}}
+            bombed = _with(files, file, bomb)
+            yield Mutation("bombs", f"{part}: {what}", file, (part,), bombed, must_fail=True)
+    within: dict[str, Any] = {"type": "NFC"}
+    for _ in range(60):
+        within = {"type": "Sequence", "normalizers": [within, within]}
+        if len(json.dumps(within)) > 10**6:
+            break
+    bombed = _with(files, file, content | {"normalizer": within})
+    yield Mutation("bombs", "a normalizer of many more", file, ("normalizer",), bombed, True)
+    around = {"id": "X", "ids": [5] * 10**6, "tokens": ["x"] * 10**6}
+    single = [{"SpecialToken": {"id": "X", "type_id": 0}}]
+    post: dict[str, Any] = {"type": "TemplateProcessing", "special_tokens": {"X": around}}
+    post |= {"single": single, "pair": []}
+    bombed = _with(files, file, content | {"post_processor": post})
+    yield Mutation("bombs", "a million tokens around", file, ("post_processor",), bombed, True)
+    vocab = content["model"]["vocab"] | {"zz": 10**9}
+    bombed = _with(files, file, _changed(content, ("model", "vocab"), vocab))
+    yield Mutation("bombs", "an id of 10⁹ in the vocabulary", file, ("vocab",), bombed, True)
+    for name in ("config.json", "tokenizer_config.json", "generation_config.json", file):
+        deep_json = b'{"a":' * 100_000 + b"1" + b"}" * 100_000
+        bombed = _with(files, name, deep_json)
+        yield Mutation("bombs", f"{name}: 100,000 objects in each other", name, (), bombed, True)
+    for template in ("{{ 'x' * 10**9 }}", "{" * 10**6, "x" * 3 * 10**6):
+        settings = json.loads(files["tokenizer_config.json"]) | {"chat_template": template}
+        bombed = _with(files, "tokenizer_config.json", settings)
+        names = ("chat_template", "chat template")
+        yield Mutation("bombs", "a chat template", "", names, bombed)
+    jinja = files | {"chat_template.jinja": b"\xff\xfe{{ x }}"}
+    yield Mutation(
+        "bombs", "a chat template of no text", "chat_template.jinja", (), lambda: jinja, True
+    )
+
+
+def _damaged_bytes(
+    folders: dict[str, Files], ggufs: dict[str, GGUF], draw: random.Random
+) -> Iterator[Mutation]:
+    whole = {arch: model.data() for arch, model in ggufs.items()}
+    for arch, data in whole.items():
+        head = data.index(b"blk.1.ffn_down.weight") + 64
+        for _ in range(120):
+            yield _flipped(f"{arch} GGUF", {}, GGUF_NAME, data, draw, head)
+        for _ in range(40):
+            yield _cut(f"{arch} GGUF", {}, GGUF_NAME, data, draw, len(data))
+    for name in ("llama", "qwen3"):
+        files = folders[name]
+        for file, times in {
+            "model.safetensors": 120,
+            "tokenizer.json": 60,
+            "config.json": 60,
+        }.items():
+            data = files[file]
+            head = 8 + int.from_bytes(data[:8], "little") if file.endswith("tensors") else len(data)
+            for _ in range(times):
+                yield _flipped(name, files, file, data, draw, head)
+            for _ in range(times // 3):
+                yield _cut(name, files, file, data, draw, len(data))
+
+
+def _flipped(
+    name: str, files: Files, file: str, data: bytes, draw: random.Random, head: int
+) -> Mutation:
+    count = draw.choice((1, 1, 2, 8))
+    bits = [(draw.randrange(head), draw.randrange(8)) for _ in range(count)]
+
+    def made() -> Files:
+        changed = bytearray(data)
+        for place, bit in bits:
+            changed[place] ^= 1 << bit
+        return files | {file: bytes(changed)}
+
+    return Mutation("bytes", f"{name} {file}: bits flipped at {bits}", file, (), made)
+
+
+def _cut(
+    name: str, files: Files, file: str, data: bytes, draw: random.Random, size: int
+) -> Mutation:
+    end = draw.choice((draw.randrange(64), draw.randrange(size), size - 1 - draw.randrange(64)))
+    what = f"{name} {file}: cut after {end} bytes"
+    return Mutation("bytes", what, file, (), lambda: files | {file: data[: max(0, end)]}, True)
