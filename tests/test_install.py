@@ -1,5 +1,5 @@
-"""The package installs with its native kernels, with a compiler that it fetches if there is none, and
-without them where that fails."""
+"""The package installs with its native kernels, fetching a compiler if there is none; where that
+fails, too, without them."""
 
 from __future__ import annotations
 
