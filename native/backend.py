@@ -139,10 +139,11 @@ def _compiling_with(zig: Path) -> Iterator[None]:
     libc = "gnu.2.17" if platform.libc_ver()[0] == "glibc" else "musl"
     target = f"{ZIG_PLATFORMS[sysconfig.get_platform()]}-linux-{libc}"
     arguments = {
-        "c++": f"c++ -target {target} -O2 -g0 -idirafter /usr/include",
+        "c++": f"c++ -target {target} -g0 -idirafter /usr/include",
         "ar": "ar",
         "ranlib": "ranlib",
     }
+    own = os.environ.get("CMAKE_ARGS", "")
     with tempfile.TemporaryDirectory(prefix="twostroke-zig-") as folder:
         for name, words in arguments.items():
             script = Path(folder, name)
@@ -150,6 +151,9 @@ def _compiling_with(zig: Path) -> Iterator[None]:
             script.chmod(0o755)
         changed = {
             "CXX": str(Path(folder, "c++")),
+            # CMake compiles without linking where it is told the target: zig would first build its
+            # C++ library for what is linked.
+            "CMAKE_ARGS": f"{own} -DCMAKE_CXX_COMPILER_TARGET={target}",
             "PATH": os.pathsep.join([folder, os.environ.get("PATH", os.defpath)]),
             "ZIG_GLOBAL_CACHE_DIR": str(Path(folder, "cache")),
             "ZIG_LOCAL_CACHE_DIR": str(Path(folder, "cache")),

@@ -29,7 +29,7 @@ class Builder(SimpleNamespace):
         return list(TOOLS)
 
     def build(self, folder: str, settings: dict[str, str]) -> str:
-        names = ("CXX", "PATH", "ZIG_GLOBAL_CACHE_DIR")
+        names = ("CMAKE_ARGS", "CXX", "PATH", "ZIG_GLOBAL_CACHE_DIR")
         environment = {name: os.environ.get(name) for name in names}
         scripts = {path.name: path.read_text() for path in self._scripts(environment["CXX"])}
         self.asked.append((dict(settings), environment, scripts))
@@ -134,8 +134,11 @@ def test_nothing_is_fetched_that_would_be_of_no_use(machine: Machine) -> None:
     assert ask() == []
 
 
-def test_zig_compiles_for_every_machine_of_the_architecture(machine: Machine) -> None:
+def test_zig_compiles_for_every_machine_of_the_architecture(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine.install_zig()
+    monkeypatch.setenv("CMAKE_ARGS", "-DOURS=1")
     before = dict(os.environ)
     assert machine.backend.build_wheel("dist") == "twostroke.whl"
     ((settings, environment, scripts),) = machine.builder.asked
@@ -143,8 +146,10 @@ def test_zig_compiles_for_every_machine_of_the_architecture(machine: Machine) ->
     folder = Path(environment["CXX"]).parent
     assert environment["PATH"] == f"{folder}{os.pathsep}{machine.path}"
     assert environment["ZIG_GLOBAL_CACHE_DIR"] == str(folder / "cache")
+    target = "x86_64-linux-gnu.2.17"
+    assert environment["CMAKE_ARGS"] == f"-DOURS=1 -DCMAKE_CXX_COMPILER_TARGET={target}"
     assert sorted(scripts) == ["ar", "c++", "ranlib"]
-    assert f"exec {machine.zig} c++ -target x86_64-linux-gnu.2.17 " in scripts["c++"]
+    assert f"exec {machine.zig} c++ -target {target} " in scripts["c++"]
     assert f'exec {machine.zig} ar "$@"' in scripts["ar"]
     assert not folder.exists()  # nor what zig kept there
     assert dict(os.environ) == before
