@@ -25,12 +25,13 @@ ISAS = "from twostroke import _native; print(*_native.isas())"
 BUILD = ["scikit-build-core", "nanobind", "cmake", "ninja", "ziglang"]
 # Configures and builds with the compiler that an installation would take.
 KERNELS_CHECK = """
-import contextlib, subprocess, sys
+import contextlib, os, shlex, subprocess, sys
 sys.path.insert(0, sys.argv[1])
 import backend
 zig = None if backend._finds_compiler() else backend._find_zig()
 with contextlib.nullcontext() if zig is None else backend._compiling_with(zig):
     configure = ["cmake", "-S", sys.argv[1], "-B", sys.argv[2], "-G", "Ninja"]
+    configure += shlex.split(os.environ.get("CMAKE_ARGS", ""))
     subprocess.run([*configure, f"-DPython_EXECUTABLE={sys.executable}"], check=True)
     subprocess.run(["cmake", "--build", sys.argv[2], "--target", "kernels_check"], check=True)
 """
@@ -66,7 +67,7 @@ def install(title: str, env: dict[str, str], wheels: Path, scratch: Path) -> Non
     used = [wheels / name for name in named]
     size = sum(wheel.stat().st_size for wheel in used)
     print(f"pip install .: {seconds:.0f} s, {len(used)} wheels of {size / 1e6:.1f} MB", flush=True)
-    print("".join(line for line in said.splitlines(True) if line.startswith("***")), end="")
+    print(*(line for line in said.splitlines() if "*** twostroke is" in line), sep="\n")
     print(run([python, "-m", "pip", "list"], env))
     print(run([python, "-c", NATIVE], env), end="", flush=True)
 
