@@ -1,17 +1,23 @@
-"""The build backend: scikit-build-core's, except that what cannot be built is left out.
+"""The build backend: scikit-build-core's, with a compiler for those who have none.
 
-Without a compiler (or CMake) the package installs without the native kernels, and CPUs compute with
-torch. `pip install -C wheel.cmake=true .` insists on the kernels, `=false` does without. pip shows
-what is printed here with `-v` alone, so the engine says it once more when it starts.
+Where no C++ compiler is found, the build requires the ziglang package and compiles with the clang
+in it. Where that cannot be had or fails, too, the package installs without the native kernels.
+`pip install -C wheel.cmake=true .` insists on the kernels, `=false` does without. pip shows what is
+printed here with `-v` alone, so the engine says it once more when it starts.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import os
+import platform
 import shlex
 import shutil
 import sysconfig
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from scikit_build_core import build as core
 from scikit_build_core.build import build_sdist, get_requires_for_build_sdist
@@ -29,9 +35,14 @@ __all__ = [
 ]
 
 CHOICE = "wheel.cmake"
+# The version that was tried: kernels as right as GCC's, and within 5% of their speed. zig changes
+# its command line between versions (there is no 1.0 yet), so the next one wants trying, too.
+ZIG = "ziglang==0.17.*"
+ZIG_PLATFORMS = {"linux-x86_64": "x86_64", "linux-aarch64": "aarch64"}
 WITHOUT = (
-    "\n*** twostroke is installed without its native kernels ({reason}): on a CPU it will be slow. "
-    "For the kernels install a C++ compiler, and then twostroke again.\n"
+    "\n*** twostroke is installed without its native kernels, which compute on a CPU: {reason}. "
+    "{advice}, and install twostroke again. Until then it computes with torch, slowly: "
+    "pip install 'twostroke[reference]'\n"
 )
 
 
@@ -60,8 +71,15 @@ def build_editable(
 
 
 def _requires(ask: Callable[[Settings | None], list[str]], settings: Settings | None) -> list[str]:
-    """CMake and Ninja, unless they would be of no use."""
-    return ask(settings) if CHOICE in (settings or {}) or _finds_compiler() else []
+    """CMake and Ninja, and zig where there is no compiler; nothing that would be of no use."""
+    choice = (settings or {}).get(CHOICE)
+    if choice is not None and str(choice).lower() in ("", "0", "false", "no", "off"):
+        return ask(settings)
+    if _finds_compiler():
+        return ask(settings)
+    if _has_headers() and sysconfig.get_platform() in ZIG_PLATFORMS:
+        return [*ask(settings), ZIG]
+    return [] if choice is None else ask(settings)
 
 
 def _finds_compiler() -> bool:
@@ -70,16 +88,83 @@ def _finds_compiler() -> bool:
     return any(shutil.which(shlex.split(name)[0]) for name in names if name)
 
 
+def _has_headers() -> bool:
+    return Path(sysconfig.get_path("include"), "Python.h").is_file()
+
+
 def _build(
     build: Callable[[str, Settings | None], str], folder: str, settings: Settings | None
 ) -> str:
-    if CHOICE in (settings or {}):
-        return build(folder, settings)
+    settings = settings or {}
+    zig = None if _finds_compiler() else _find_zig()
     try:
-        return build(folder, settings)
+        with contextlib.nullcontext() if zig is None else _compiling_with(zig):
+            return build(folder, settings)
     except (Exception, SystemExit) as error:  # it leaves with a status when CMake fails
-        name = build(folder, {**(settings or {}), CHOICE: "false"})
-        failed = "they could not be built" if isinstance(error, SystemExit) else error
-        reason = failed if _finds_compiler() else "no C++ compiler was found"
-        print(WITHOUT.format(reason=reason), flush=True)
+        if CHOICE in settings:
+            raise
+        name = build(folder, {**settings, CHOICE: "false"})
+        failed = "they could not be built" if isinstance(error, SystemExit) else str(error)
+        print(_without(failed, zig), flush=True)
         return name
+
+
+def _without(failed: str, zig: Path | None) -> str:
+    advice = "Install a C++ compiler (Debian, Ubuntu: apt install g++)"
+    if not _has_headers():
+        reason, advice = "Python's headers are missing", "Install them (Debian: python3-dev)"
+    elif zig is not None:
+        reason = f"there is no C++ compiler, and with zig {failed}"
+    elif _finds_compiler():
+        reason, advice = failed, "See above what the compiler said (pip install -v), mend it"
+    else:
+        reason = "no C++ compiler was found"
+    return WITHOUT.format(reason=reason, advice=advice)
+
+
+def _find_zig() -> Path | None:
+    """The program inside the ziglang package, if that is installed and we know its target."""
+    found = importlib.util.find_spec("ziglang")
+    if found is None or found.origin is None or sysconfig.get_platform() not in ZIG_PLATFORMS:
+        return None
+    return Path(found.origin).with_name("zig")
+
+
+@contextlib.contextmanager
+def _compiling_with(zig: Path) -> Iterator[None]:
+    """zig's `c++`, `ar` and `ranlib` come first on the PATH, and CXX names the first."""
+    # A target that is named has the architecture's baseline, not this very processor, and the
+    # libc of every machine that takes today's wheels. Debian's pyconfig.h includes another one,
+    # by its path under /usr/include.
+    libc = "gnu.2.17" if platform.libc_ver()[0] == "glibc" else "musl"
+    target = f"{ZIG_PLATFORMS[sysconfig.get_platform()]}-linux-{libc}"
+    arguments = {
+        "c++": f"c++ -target {target} -g0 -idirafter /usr/include",
+        "ar": "ar",
+        "ranlib": "ranlib",
+    }
+    own = os.environ.get("CMAKE_ARGS", "")
+    with tempfile.TemporaryDirectory(prefix="twostroke-zig-") as folder:
+        for name, words in arguments.items():
+            script = Path(folder, name)
+            script.write_text(f'#!/bin/sh\nexec {shlex.quote(str(zig))} {words} "$@"\n')
+            script.chmod(0o755)
+        changed = {
+            "CXX": str(Path(folder, "c++")),
+            # CMake compiles without linking where it is told the target: zig would first build its
+            # C++ library for what is linked.
+            "CMAKE_ARGS": f"{own} -DCMAKE_CXX_COMPILER_TARGET={target}",
+            "PATH": os.pathsep.join([folder, os.environ.get("PATH", os.defpath)]),
+            "ZIG_GLOBAL_CACHE_DIR": str(Path(folder, "cache")),
+            "ZIG_LOCAL_CACHE_DIR": str(Path(folder, "cache")),
+        }
+        before = {name: os.environ.get(name) for name in changed}
+        os.environ.update(changed)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value

@@ -1,8 +1,10 @@
-"""The package installs with its native kernels where there is a compiler, and without where not."""
+"""The package installs with its native kernels, fetching a compiler if there is none; where that
+fails, too, without them."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -39,32 +41,103 @@ def test_this_installation_has_the_kernels() -> None:
     assert "portable" in cpu.module().isas()
 
 
-@pytest.mark.network
-@pytest.mark.skipif(os.name != "posix", reason="has /bin/false")
-@pytest.mark.parametrize("compiler", ["fails", "absent"])
-def test_without_a_compiler_it_installs_and_says_so(compiler: str, tmp_path: Path) -> None:
-    source, venv = tmp_path / "source", tmp_path / "venv"
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """What is installed: a copy, as a build leaves things beside its sources."""
+    source = tmp_path / "source"
     for name in ("twostroke", "native"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE", ".gitignore"):
         shutil.copy(ROOT / name, source)
     # One that somebody built by hand is not of this installation.
+    for built in (source / "twostroke").glob("_native*"):
+        built.unlink()
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     (source / "twostroke" / f"_native{suffix}").write_bytes(b"")
-    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
-    python = venv / "bin" / "python"
+    return source
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Path:
+    """Of a fresh virtual environment."""
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    return tmp_path / "venv" / "bin" / "python"
+
+
+def own_environment(**changes: str) -> dict[str, str]:
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    if compiler == "fails":
-        own |= {"CXX": "/bin/false", "CC": "/bin/false"}
-    else:
-        own |= {"PATH": str(venv / "bin")}
-        own.pop("CXX", None)
+    own.pop("CXX", None)
+    return own | changes
 
-    pip = [python, "-m", "pip", "install", "--no-deps", "--verbose"]
-    assert "without its native kernels" in run([*pip, source], **own)
 
+def install(python: Path, source: Path, own: dict[str, str]) -> tuple[str, Path]:
+    """What pip says, and the folder of the installed package."""
+    said = run([python, "-m", "pip", "install", "--no-deps", "--verbose", source], **own)
     purelib = run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], **own)
-    installed = Path(purelib.strip()) / "twostroke"
+    return said, Path(purelib.strip()) / "twostroke"
+
+
+@pytest.mark.network
+@pytest.mark.skipif(os.name != "posix", reason="has /bin/false")
+def test_where_the_compiler_fails_it_installs_and_says_so(source: Path, python: Path) -> None:
+    own = own_environment(CXX="/bin/false", CC="/bin/false")
+    said, installed = install(python, source, own)
+    assert "without its native kernels" in said
     assert (installed / "llm.py").is_file()
     assert not list(installed.glob("_native*.so"))
     assert run([python, "-c", ASK], **own) == "False\n"
+
+
+@pytest.mark.slow
+@pytest.mark.network
+@pytest.mark.timeout(1800)  # libc++ is compiled, too: a minute of two cores that are free
+@pytest.mark.skipif(
+    sysconfig.get_platform() not in ("linux-x86_64", "linux-aarch64"), reason="zig is not used"
+)
+def test_without_a_compiler_the_kernels_are_built_with_zig(
+    source: Path, python: Path, tmp_path: Path
+) -> None:
+    """100 MB are fetched, once; the PATH has nothing but a shell and what CMake calls."""
+    path, wheels = tmp_path / "path", tmp_path / "wheels"
+    path.mkdir()
+    for name in ("sh", "uname"):
+        if found := shutil.which(name):
+            (path / name).symlink_to(found)
+    own = own_environment(PATH=str(path))
+    # Of the requirement in the backend, so that this test fetches what an installation does.
+    (requirement,) = re.findall(r'^ZIG = "(.*)"$', (ROOT / "native/backend.py").read_text(), re.M)
+    fetch = [python, "-m", "pip", "download", "--quiet", "--no-deps", "-d", wheels, requirement]
+    if subprocess.run(fetch, env=own, cwd="/", check=False, capture_output=True).returncode != 0:
+        pytest.skip("the ziglang package cannot be fetched")
+    own["PIP_FIND_LINKS"] = " ".join(filter(None, [own.get("PIP_FIND_LINKS"), str(wheels)]))
+
+    said, installed = install(python, source, own)
+    assert "without its native kernels" not in said
+    (module,) = installed.glob("_native*.so")
+    assert run([python, "-c", ASK], **own) == "True\n"
+    listed = run([python, "-m", "pip", "list"], **own)
+    assert "twostroke" in listed
+    assert "ziglang" not in listed
+
+    # They compute what those of this installation must compute.
+    shutil.copy(module, source / "twostroke")
+    shutil.copytree(ROOT / "tests", source / "tests")
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "tests/kernels/test_native.py",
+    ]
+    checked = subprocess.run(
+        words,
+        cwd=source,
+        env=own_environment(PYTHONPATH=str(source)),
+        check=False,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert checked.returncode == 0, checked.stdout
+    assert "skipped" not in checked.stdout.splitlines()[-1]

@@ -5,8 +5,10 @@
 #if defined(TS_HAVE_NEON) && defined(__linux__)
 #include <sys/auxv.h>
 #endif
-#if defined(TS_HAVE_AMX)
+#if defined(TS_HAVE_X86)
 #include <cpuid.h>
+#endif
+#if defined(TS_HAVE_AMX)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -27,6 +29,29 @@ bool has_dot_products_and_halves() {
 }
 #endif
 
+#if defined(TS_HAVE_X86)
+struct X86 {
+  bool avx2 = false, avx512 = false;
+};
+
+// What the processor has and the system keeps the registers of. Not __builtin_cpu_supports: the
+// runtime library of zig has no table for it.
+X86 ask_x86() {
+  unsigned a, b, c, d;
+  constexpr unsigned kFma = 1u << 12, kOsXsave = 1u << 27, kAvx = 1u << 28, kF16c = 1u << 29;
+  constexpr unsigned kFirst = kFma | kOsXsave | kAvx | kF16c;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || (c & kFirst) != kFirst) return {};
+  unsigned kept, high;
+  __asm__("xgetbv" : "=a"(kept), "=d"(high) : "c"(0));
+  constexpr unsigned kYmm = 0x6, kZmm = 0xE6;  // of XCR0
+  if ((kept & kYmm) != kYmm || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return {};
+  constexpr unsigned kAvx2Bit = 1u << 5, kF = 1u << 16, kDq = 1u << 17, kBw = 1u << 30, kVl = 1u << 31;
+  constexpr unsigned kAvx512Bits = kF | kDq | kBw | kVl, kVnni = 1u << 11;
+  const bool avx2 = (b & kAvx2Bit) != 0;
+  return {avx2, avx2 && (kept & kZmm) == kZmm && (b & kAvx512Bits) == kAvx512Bits && (c & kVnni) != 0};
+}
+#endif
+
 #if defined(TS_HAVE_AMX)
 // Whether the machine has tiles of bfloat16, and the system lets this process use them. Threads
 // that start later may, too.
@@ -43,18 +68,12 @@ bool has_tiles() {
 std::vector<const Kernels*> find_available() {
   std::vector<const Kernels*> found;
 #if defined(TS_HAVE_X86)
-  __builtin_cpu_init();
-  // The compiler's check asks the system, too, whether it keeps the wide registers.
-  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-                      __builtin_cpu_supports("avx512vnni");
+  const X86 machine = ask_x86();
 #if defined(TS_HAVE_AMX)
-  if (avx512 && has_tiles()) found.push_back(&kAmx);
+  if (machine.avx512 && has_tiles()) found.push_back(&kAmx);
 #endif
-  if (avx512) found.push_back(&kAvx512);
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-      __builtin_cpu_supports("f16c"))
-    found.push_back(&kAvx2);
+  if (machine.avx512) found.push_back(&kAvx512);
+  if (machine.avx2) found.push_back(&kAvx2);
 #endif
 #if defined(TS_HAVE_NEON)
   if (has_dot_products_and_halves()) found.push_back(&kNeon);

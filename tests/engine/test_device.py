@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from typing import Any
 
 import pytest
 
@@ -32,6 +33,7 @@ class Machine:
         monkeypatch.setattr(ctypes, "CDLL", self.load)
         monkeypatch.setattr(os.path, "exists", lambda path: path == device.AMD and self.amd)
         monkeypatch.setattr(device, "_finds_gpu", self.finds_gpu)
+        monkeypatch.setattr(device, "has_torch", lambda: True)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
@@ -79,3 +81,41 @@ def test_a_gpu_that_is_asked_for_and_not_there_is_refused(monkeypatch: pytest.Mo
     Machine(driver=False, amd=False, gpu=False).put_in_place(monkeypatch)
     with pytest.raises(ConfigError, match="torch finds no GPU; use device='cpu' or 'auto'"):
         device.find_device(EngineConfig(device="cuda"))
+
+
+class Driver:
+    """NVIDIA's, as far as it counts devices."""
+
+    def __init__(self, devices: int, starts: bool = True) -> None:
+        self.devices, self.starts = devices, starts
+
+    def cuInit(self, flags: int) -> int:  # noqa: N802, the driver's own name
+        return 0 if self.starts else 100  # no device
+
+    def cuDeviceGetCount(self, count: Any) -> int:  # noqa: N802
+        count._obj.value = self.devices
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("driver", "says"),
+    [
+        (Driver(1), "a GPU is here, but torch is not installed; running on the CPU"),
+        (Driver(8), "8 GPUs are here, but torch is not installed; running on the CPU"),
+        (Driver(0), None),
+        (Driver(1, starts=False), None),
+    ],
+)
+def test_a_gpu_is_told_of_where_torch_is_missing(
+    driver: Driver,
+    says: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    Machine(driver=True, amd=False, gpu=True).put_in_place(monkeypatch)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(device, "has_torch", lambda: False)
+    assert device.find_device(EngineConfig()) == "cpu"
+    assert (says in caplog.text) if says else not caplog.records
+    with pytest.raises(ConfigError, match=r"not installed: pip install 'twostroke\[gpu\]'"):
+        device.find_device(EngineConfig(device="cuda:1"))

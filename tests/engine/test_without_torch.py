@@ -1,6 +1,7 @@
-"""On the native kernels nothing imports torch, whatever is asked; on the others it is there.
+"""On the native kernels nothing imports torch, whatever is asked; what needs torch, where it is not
+installed, says what to install.
 
-Real processes, in which torch cannot be imported: whatever tries fails aloud.
+Real processes: in some, importing torch fails aloud; in others, it is not installed.
 """
 
 from __future__ import annotations
@@ -75,6 +76,14 @@ def torchless(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """An environment where importing torch fails."""
     path = tmp_path_factory.mktemp("torchless")
     (path / "torch.py").write_text(f"raise AssertionError({MESSAGE!r})\n")
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(path), str(HERE)])}
+
+
+@pytest.fixture(scope="module")
+def not_installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment where torch is not to be found, in every process that is started."""
+    path = tmp_path_factory.mktemp("no_torch")
+    (path / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
     return os.environ | {"PYTHONPATH": os.pathsep.join([str(path), str(HERE)])}
 
 
@@ -156,6 +165,84 @@ def test_the_check_can_fail(
     assert MESSAGE in done.stderr
 
 
+# Where torch is not installed
+
+LOAD = "import json, sys\nfrom twostroke import LLM\nLLM(sys.argv[1], **json.loads(sys.argv[2]))\n"
+NO_KERNELS = "from twostroke.kernels import cpu\ncpu.native = None\n"
+# A driver that has found one device, and counts what it is asked.
+ONE_GPU = """
+import ctypes
+from twostroke.engine import device
+class Driver:
+    def cuInit(self, flags): return 0
+    def cuDeviceGetCount(self, count): count._obj.value = 1; return 0
+device.may_have_gpu = lambda: True
+ctypes.CDLL = lambda name: Driver()
+"""
+REFERENCE, GPU = "pip install 'twostroke[reference]'", "pip install 'twostroke[gpu]'"
+
+
+def cli(*words: str) -> str:
+    return f"import sys\nfrom twostroke.cli import main\nsys.exit(main({list(words)!r}))"
+
+
+@needs_native
+def test_without_torch_installed_everything_is_answered(
+    folder: Path, not_installed: dict[str, str]
+) -> None:
+    assert ask_for_all(folder, not_installed)[0] is True  # its name is taken, by nothing
+
+
+@needs_native
+def test_a_gpu_without_torch_is_told_in_one_line_and_the_cpu_computes(
+    folder: Path, not_installed: dict[str, str]
+) -> None:
+    words = [str(folder), json.dumps({"num_gpu_blocks_override": 64})]
+    done = run(ONE_GPU + LOAD, *words, env=not_installed)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("a GPU is here, but torch is not installed; running on the CPU.")
+    assert line.endswith(GPU)
+
+
+@pytest.mark.parametrize(
+    ("before", "settings", "says"),
+    [
+        ("", {"device": "cuda"}, ("device is 'cuda', which needs torch", GPU)),
+        ("", {"kernels": "reference"}, ("kernels is 'reference'", "not installed", REFERENCE)),
+        ("", {"dtype": "bfloat16"}, ("dtype='bfloat16' on a CPU", "'auto'", REFERENCE)),
+        ("", {"kv_cache_dtype": "float32"}, ("kv_cache_dtype='float32' on a CPU", REFERENCE)),
+        (NO_KERNELS, {}, ("nothing to compute with", "install a C++ compiler", REFERENCE)),
+    ],
+    ids=["cuda", "reference", "dtype", "kv_cache_dtype", "no kernels"],
+)
+def test_what_needs_torch_says_what_to_install(
+    before: str,
+    settings: dict[str, str],
+    says: tuple[str, ...],
+    folder: Path,
+    not_installed: dict[str, str],
+) -> None:
+    if not before and not cpu.available():
+        pytest.skip("this installation was built without the native kernels")
+    settings = {"device": "cpu"} | settings
+    done = run(before + LOAD, str(folder), json.dumps(settings), env=not_installed)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("twostroke.errors.ConfigError: ")
+    assert all(words in last for words in says), last
+
+    flags = [word for name, value in settings.items() for word in ("--" + name, value)]
+    flags = [flag.replace("_", "-") if flag.startswith("--") else flag for flag in flags]
+    told = run(before + cli("run", "-m", str(folder), *flags, "hi"), env=not_installed)
+    assert told.returncode not in (0, None)
+    assert "Traceback" not in told.stderr
+    assert says[-1] in told.stderr
+    # The model is not looked for before: it may be large, and far away.
+    absent = run(before + LOAD, str(folder / "nowhere"), json.dumps(settings), env=not_installed)
+    assert says[-1] in absent.stderr
+
+
 # The server: both of its processes
 
 
@@ -196,8 +283,11 @@ def post(url: str, **body: Any) -> Any:
 
 @needs_native
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-def test_the_server_answers_without_torch(folder: Path, torchless: dict[str, str]) -> None:
-    with served(folder, torchless) as url:
+@pytest.mark.parametrize("how", ["torchless", "not_installed"])
+def test_the_server_answers_without_torch(
+    how: str, folder: Path, request: pytest.FixtureRequest
+) -> None:
+    with served(folder, request.getfixturevalue(how)) as url:
         (choice,) = post(f"{url}/v1/completions", prompt=[5, 6, 7], logprobs=2, echo=True)[
             "choices"
         ]

@@ -1,8 +1,8 @@
 """Settings → a running engine: find, check, plan memory, load, assemble; in that order, so that
 what cannot work is refused before memory is taken.
 
-The backend is chosen here (`_backend`), and with it whether torch is imported: it is not for the
-native kernels.
+The backend is chosen here (`_is_native`), and with it whether torch is imported: it is not for the
+native kernels, and need not be installed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from twostroke.config import EngineConfig
 from twostroke.engine.api import EngineInfo
 from twostroke.engine.assembly import Start
 from twostroke.engine.core import EngineCore
-from twostroke.engine.device import find_device
+from twostroke.engine.device import find_device, has_torch
 from twostroke.errors import ConfigError
 from twostroke.exec.grammar import Grammars
 from twostroke.exec.memory import MemoryPlan
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
+
+NO_KERNELS = "this installation has no native kernels (they could not be built when it was made)"
+GET_KERNELS = "install a C++ compiler, then twostroke again (`pip install -v .` says what is wrong)"
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,7 @@ def build_silent_engine(config: EngineConfig) -> Engine:
 def _build(config: EngineConfig, speaks: bool) -> Engine:
     started = monotonic()
     device = find_device(config)
+    native = _is_native(config, device)
     files = find_model(config)
     model = open_model(config, files, device)
     opened = partial(open_tokenizer, config, files)
@@ -125,7 +129,7 @@ def _build(config: EngineConfig, speaks: bool) -> Engine:
     if speaks:
         tokenizer()  # a bad one is refused before memory is taken
     grammars = Grammars(tokenizer, model.spec.vocab_size)
-    core, memory, dtype = _backend(config, device)(config, model, device, grammars)
+    core, memory, dtype = _backend(native)(config, model, device, grammars)
     return Engine(
         config,
         files.name,
@@ -140,9 +144,9 @@ def _build(config: EngineConfig, speaks: bool) -> Engine:
     )
 
 
-def _backend(config: EngineConfig, device: str) -> Start:
+def _backend(native: bool) -> Start:
     """Imported here: one of them needs torch, and the other should not pay for it."""
-    if _is_native(config, device):
+    if native:
         from twostroke.engine import build_native
 
         return build_native.start
@@ -162,21 +166,19 @@ def _is_native(config: EngineConfig, device: str) -> bool:
         raise ConfigError("kernels is 'native', which is for CPUs; use kernels='auto'")
     if config.kernels == "native" and not cpu.available():
         raise ConfigError(
-            "kernels is 'native', but this installation has none (no compiler was found when it "
-            "was made); install a C++ compiler and install twostroke again, or use kernels='auto'"
+            f"kernels is 'native', but {NO_KERNELS}; {GET_KERNELS}, or use kernels='auto'"
         )
     if config.kernels == "native" and unmet:
         raise ConfigError(
             f"the native kernels have no {unmet[0]}={getattr(config, unmet[0])!r}; leave it at "
             "'auto', or use kernels='reference'"
         )
-    if config.kernels == "auto" and device == "cpu" and not cpu.available():
-        log.warning(
-            "running on torch's CPU paths, which are slow: this installation has no native kernels "
-            "(no C++ compiler was found when it was made; install one, then twostroke again)"
-        )
     native = device == "cpu" and cpu.available() and not unmet
     native = native and config.kernels != "reference"
+    if not native and not has_torch():
+        raise ConfigError(_needs_torch(config, unmet))
+    if config.kernels == "auto" and device == "cpu" and not cpu.available():
+        log.warning("running on torch's CPU paths, which are slow: %s; %s", NO_KERNELS, GET_KERNELS)
     if config.quantization is not None and not native:
         raise ConfigError(
             "quantization needs the native kernels of a CPU; leave it out, or see kernels, device "
@@ -188,3 +190,23 @@ def _is_native(config: EngineConfig, device: str) -> bool:
             f"{', '.join(cpu.module().isas())}"
         )
     return native
+
+
+def _needs_torch(config: EngineConfig, unmet: list[str]) -> str:
+    """Why this cannot run without torch, and what to do."""
+    get_torch = "pip install 'twostroke[reference]'"
+    if config.kernels == "reference":
+        return (
+            "kernels is 'reference', which computes with torch, and torch is not installed: "
+            f"{get_torch}, or leave kernels at 'auto'"
+        )
+    if unmet and cpu.available():
+        name = unmet[0]
+        return (
+            f"{name}={getattr(config, name)!r} on a CPU is computed with torch, and torch is not "
+            f"installed: {get_torch}, or leave {name} at 'auto'"
+        )
+    return (
+        f"there is nothing to compute with: {NO_KERNELS}, and torch is not installed; "
+        f"{GET_KERNELS}, or compute with torch, slowly: {get_torch}"
+    )

@@ -1,9 +1,12 @@
 """Which device an engine runs on. torch is asked only where there may be a GPU: importing it takes
-seconds and hundreds of megabytes, which the native kernels of a CPU have no other use for."""
+seconds and hundreds of megabytes, which the native kernels of a CPU have no other use for. It may
+not be installed at all."""
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
+import logging
 import os
 import sys
 
@@ -13,17 +16,36 @@ from twostroke.errors import ConfigError
 DRIVERS = {"linux": "libcuda.so.1", "win32": "nvcuda.dll"}  # torch finds no GPU without
 AMD = "/dev/kfd"  # torch for AMD's devices calls them "cuda", too
 
+log = logging.getLogger(__name__)
+
 
 def find_device(config: EngineConfig) -> str:
     """As torch names it: "cpu", "cuda:0", …"""
     asked = config.device
     if asked == "cpu" or (asked == "auto" and not may_have_gpu()):
         return "cpu"
+    if not has_torch():
+        if asked != "auto":
+            raise ConfigError(
+                f"device is {asked!r}, which needs torch and Triton, and torch is not installed: "
+                "pip install 'twostroke[gpu]', or use device='cpu'"
+            )
+        if num_gpus := _count_gpus():
+            log.warning(
+                "%s, but torch is not installed; running on the CPU. For the GPU: "
+                "pip install 'twostroke[gpu]'",
+                "a GPU is here" if num_gpus == 1 else f"{num_gpus} GPUs are here",
+            )
+        return "cpu"
     if _finds_gpu():
         return "cuda:0" if asked in ("auto", "cuda") else asked
     if asked == "auto":
         return "cpu"
     raise ConfigError("device is 'cuda', but torch finds no GPU; use device='cpu' or 'auto'")
+
+
+def has_torch() -> bool:
+    return importlib.util.find_spec("torch") is not None
 
 
 def may_have_gpu() -> bool:
@@ -43,3 +65,14 @@ def _finds_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def _count_gpus() -> int:
+    """As NVIDIA's driver says; there may be a driver and no device."""
+    try:
+        driver = ctypes.CDLL(DRIVERS[sys.platform])
+    except (KeyError, OSError):
+        return 0
+    count = ctypes.c_int(0)
+    found = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+    return count.value if found else 0

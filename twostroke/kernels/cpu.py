@@ -13,7 +13,7 @@ ISAS = ("auto", "amx", "avx512", "avx2", "neon", "portable")
 
 
 def _load() -> ModuleType | None:
-    """None where no compiler was found at the installation: torch's paths remain."""
+    """None where they could not be built at the installation: torch, if it is there, remains."""
     try:
         from twostroke import _native
     except ImportError:
