@@ -47,7 +47,9 @@ UNKNOWN = 32  # tokens of a chunk before anything is known; later at most twice 
 TRIES = 16
 SLIVER = 8  # a second chunk that time cuts below this is left for the next step
 MARGIN = (0.03, 0.5)  # least and most, as a share of what the model expects
-ERRORS = 4.0  # of the model, on average, that the margin between these covers
+# Average errors of the model that the margin covers: where somebody asked for milliseconds, and
+# where the goal is a multiple of a step, which may be missed a little.
+ERRORS, ERRORS_OF_STALL = 4.0, 1.5
 SMOOTH = 0.1  # of the host's share of a step
 PROBE_EVERY, PROBE_SOON = 64, 4  # steps in a row with prefill before one goes without
 MOST_BLIND_PROBES = 8  # an executor that tells no times is not waited for
@@ -152,7 +154,8 @@ class Pacer:
         )
         left = oldest + itl_s - begin - self.host_s
         least, most = MARGIN
-        margin = min(max(least, ERRORS * self.times.mixed_error), most)
+        errors = ERRORS_OF_STALL if self._itl_s is None else ERRORS
+        margin = min(max(least, errors * self.times.mixed_error), most)
         limit_s = max(0.0, left / (1 + margin))
         if alone is not None:
             for_prefill = max(itl_s - alone, itl_s / MOST_STRETCH)
