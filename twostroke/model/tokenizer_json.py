@@ -6,11 +6,11 @@ replacements that each write a letter a hundred times makes a gigabyte of a word
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import tokenizers
 
 from twostroke.errors import ModelError
@@ -39,8 +39,8 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
         data = path.read_bytes()
         if len(data) > MAX_JSON_BYTES:
             raise ModelError(f"{path}: has more than {MAX_JSON_BYTES} bytes. {WAY_OUT}")
-        content = msgspec.json.decode(data)
-    except (OSError, msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        content = json.loads(data)
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: cannot be read as a tokenizer ({error}). {WAY_OUT}") from None
     if not isinstance(content, dict):
         raise ModelError(
@@ -92,7 +92,7 @@ def _culprit(content: Mapping[str, Any]) -> str:
 
 def _alone(part: str, value: Any) -> bytes:
     """A tokenizer that has nothing but one part."""
-    return msgspec.json.encode(_EMPTY | {part: value})
+    return json.dumps(_EMPTY | {part: value}).encode()
 
 
 def _check_ids(fields: Fields) -> None:

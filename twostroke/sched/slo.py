@@ -51,6 +51,7 @@ MARGIN = (0.03, 0.5)  # least and most, as a share of what the model expects
 # where the goal is a multiple of a step, which may be missed a little.
 ERRORS, ERRORS_OF_STALL = 4.0, 1.5
 SMOOTH = 0.1  # of the host's share of a step
+LEAST_GOAL_S = 0.04  # of a stall: nobody sees a shorter gap, and short steps waste a fast device
 PROBE_EVERY, PROBE_SOON = 64, 4  # steps in a row with prefill before one goes without
 MOST_BLIND_PROBES = 8  # an executor that tells no times is not waited for
 MOST_STRETCH = 5.0
@@ -141,7 +142,8 @@ class Pacer:
         if itl_s is None and self._stall is not None and streams:
             if self._probe_is_due(decode, alone):
                 return Allowance(self.times, decode, self._window, 0.0, spent=True)
-            itl_s = None if alone is None else self._stall * (alone + self.host_s)
+            if alone is not None:
+                itl_s = max(LEAST_GOAL_S, self._stall * (alone + self.host_s))
         if itl_s is None or not streams:
             self.stretch += SMOOTH * (1.0 - self.stretch)
             return None
