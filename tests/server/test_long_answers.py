@@ -25,7 +25,7 @@ MANY: dict[str, Any] = {"prompt": [60, 61, 62], "ignore_eos": True, "seed": 1, "
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder: Path = tiny_folder(tmp_path_factory.mktemp("tiny"))
     llm = tiny_llm(folder, max_num_seqs=64, max_num_batched_tokens=64)
-    with running(llm, max_unread_bytes=1024 * 1024, max_choices=64) as one:
+    with running(llm, max_unread_bytes=1024 * 1024, max_choices=2048) as one:
         yield one
 
 
@@ -142,10 +142,10 @@ def test_the_end_of_a_response_repeats_its_logprobs(server: Running) -> None:
 
 
 def test_what_would_be_too_much_is_refused_with_the_way_out(server: Running) -> None:
-    status, _, content = server.ask("POST", TEXT, {**MANY, "n": 65})
+    status, _, content = server.ask("POST", TEXT, {**MANY, "prompt": [[60]] * 64, "n": 64})
     assert (status, json.loads(content)["error"]["param"]) == (400, "n")
     assert b"--max-choices" in content
-    asked = {**MANY, "prompt": [[60, n] for n in range(2)], "n": 32, "logprobs": 20}
+    asked = {**MANY, "prompt": [[60, n] for n in range(64)], "n": 32, "logprobs": 20}
     status, _, content = server.ask("POST", TEXT, {**asked, "max_tokens": 200})
     assert status == 400
     assert b"stream it" in content

@@ -167,7 +167,7 @@ def test_scrapes_at_the_same_time_share_one(
         (CHAT, {"messages": chat()["messages"] * 300}, "300 messages, and at most 255"),
         (CHAT, chat(tools=[], chat_template_kwargs={"x": "y" * 2**21}), "bytes with its messages"),
         ("/tokenize", {"prompt": "7" * 70_000}, "70000 characters"),
-        ("/detokenize", {"tokens": [5] * 257}, "257 are more than the 256"),
+        ("/detokenize", {"tokens": [5] * 257}, "257 ids, and at most 256"),
     ],
 )
 def test_what_is_too_long_is_refused_before_it_takes_memory(

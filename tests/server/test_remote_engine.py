@@ -373,7 +373,7 @@ def test_refused_requests_harm_no_other(folder: Path, written: list[int]) -> Non
             for n in (1, 3):  # what only the scheduler can refuse
                 with pytest.raises(RequestError, match="but the cache has 8"):
                     await last(engine, [60] * 100, SamplingParams(n=n, max_tokens=100))
-            with pytest.raises(RequestError, match="cannot be sent to the engine"):
+            with pytest.raises(RequestError, match="priority must be a whole number from -1000"):
                 await last(engine, [60], priority=2**70)
             with pytest.raises(RequestError, match="cannot be sent to the engine"):
                 await last(engine, [60], request_id="\ud800")
