@@ -140,12 +140,19 @@ def schema(seed: int, patterns: int = 400) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
+def plain_chats(target: Target) -> Fire:
+    return many_chats(target, [chat(seed=n) for n in range(48)])
+
+
 def many_schemas(target: Target) -> Fire:
-    bodies = [
-        json.dumps(chat(response_format={"type": "json_schema",
-                   "json_schema": {"name": "x", "schema": schema(n)}})).encode()
-        for n in range(48)
-    ]  # fmt: skip
+    forms = ({"name": "x", "schema": schema(n)} for n in range(48))
+    asked = [chat(response_format={"type": "json_schema", "json_schema": form}) for form in forms]
+    return many_chats(target, asked)
+
+
+def many_chats(target: Target, asked: list[dict[str, Any]]) -> Fire:
+    """All of them at once; meanwhile others look at the server, and ask for usual things."""
+    bodies = [json.dumps(one).encode() for one in asked]
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
     def fire() -> str:
@@ -158,7 +165,7 @@ def many_schemas(target: Target) -> Fire:
                     ("/health", partial(ask, target.port, "GET", "/health")),
                     ("a tool", partial(post, target.port, CHAT, chat(tools=[tool]))),
                     ("20 KB", partial(post, target.port, CHAT,
-                     chat(messages=[{"role": "user", "content": "hi " * 7_000}]))),
+                     chat(messages=[{"role": "user", "content": "understanding " * 1_400}]))),
                 ):  # fmt: skip
                     start = perf_counter()
                     status, _ = call()
@@ -179,7 +186,7 @@ def many_schemas(target: Target) -> Fire:
 
 def never_read(target: Target) -> Fire:
     body = json.dumps(
-        {"prompt": "Once", "max_tokens": 4000, "n": 128, "logprobs": 20, "stream": True,
+        {"prompt": "Once", "max_tokens": 4000, "n": 16, "logprobs": 20, "stream": True,
          "ignore_eos": True, "temperature": 1.0}).encode()  # fmt: skip
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
@@ -386,7 +393,8 @@ def hang(target: Target) -> Fire:
 ATTACKS = [
     Attack("nested metadata", sending(CHAT, nested_metadata)),
     Attack("nested metadata × 14", sending(CHAT, nested_metadata, 14)),
-    Attack("48 schemas", many_schemas),
+    Attack("48 plain chats", plain_chats, max_gap_ms=1e9),  # what so many users do to another
+    Attack("48 schemas", many_schemas, control="48 plain chats"),
     Attack("unknown name of 14 MB", sending(CHAT, long_name)),
     Attack("3 M ids detokenized", sending("/detokenize", lambda: {"tokens": [7] * 3_000_000})),
     Attack("200,000 content parts", sending(CHAT, many_parts)),

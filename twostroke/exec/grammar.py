@@ -11,7 +11,9 @@ that needs it.
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -36,6 +38,7 @@ COMPILED: Final = 32  # grammars kept for the next request that has the same
 # ambiguous one takes longer with every token.
 SLOW_S: Final = 0.05
 STACK_BYTES: Final = 8 * 1024**2
+NICE: Final = 10  # of the thread that compiles
 
 
 class End(NamedTuple):
@@ -128,6 +131,8 @@ class Grammars:
 
     def _compile_all(self) -> None:
         """In a thread: llguidance takes up to 0.25 s for a grammar, and lets others run."""
+        if sys.platform == "linux":  # where a thread can be nice by itself: steps come first
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         while True:
             asked = self._to_compile.get()
             if asked is None:

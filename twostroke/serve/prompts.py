@@ -33,8 +33,8 @@ TAKEN = ("self", "messages", "add_generation_prompt", "tools")
 TEXT_THREADS: Final = 2
 MAX_GRAMMARS_WAITING: Final = 16  # requests with a grammar that is not known yet
 MAX_FOREIGN_WAITING: Final = 8  # requests with a chat template of their own
-RENDERING: Final = Limits(cpu_s=1.0, wall_s=10.0, memory_bytes=64 * 1024**2)
-FOREIGN_RENDERING: Final = Limits(cpu_s=0.5, wall_s=5.0, memory_bytes=32 * 1024**2, nice=5)
+RENDERING: Final = Limits(cpu_s=1.0, wall_s=10.0, memory_bytes=64 * 1024**2, nice=10)
+FOREIGN_RENDERING: Final = Limits(cpu_s=0.5, wall_s=5.0, memory_bytes=32 * 1024**2, nice=10)
 CHARS_PER_TOKEN: Final = 8  # a text with more of them is unusual
 MAX_CHARS_PER_TOKEN: Final = 32  # no text is read that has more of them for each token it may have
 MIN_CHARS: Final = 64 * 1024

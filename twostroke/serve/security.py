@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
@@ -11,6 +12,8 @@ from twostroke.engine.api import EngineClient
 from twostroke.serve.bounds import head_too_large
 from twostroke.serve.errors import ApiError, retry_after, unavailable
 from twostroke.serve.exchange import Exchange
+
+MAX_CHOICES, CHOICES_PER_CORE = 128, 8
 
 
 class Keys:
@@ -54,10 +57,13 @@ def check_head(exchange: Exchange, max_bytes: int) -> None:
 class Admission:
     """Counts the sequences this server has open, so that they cannot pile up without bound."""
 
-    def __init__(self, client: EngineClient, max_queue: int, max_choices: int) -> None:
+    def __init__(self, client: EngineClient, max_queue: int, max_choices: int | None) -> None:
         self._client = client
         self._max_queue = max_queue
-        self._max_choices = max_choices
+        # They are written side by side, so all streams wait for all of them in every step.
+        on_gpu = client.info.device.startswith("cuda")
+        most = MAX_CHOICES if on_gpu else min(MAX_CHOICES, CHOICES_PER_CORE * (os.cpu_count() or 1))
+        self._max_choices = max_choices or most
         self.num_open = 0
         self.draining = False
 

@@ -42,7 +42,8 @@ class ServeSettings(Strict):
     # Of its JSON: a comma weighs 1, a bracket 4, a colon 8. None: 524288, or 8 for each token.
     max_body_weight: int | None = None
     min_body_bytes_per_s: int = 1024  # slower senders are answered 408
-    max_choices: int = 128  # texts that one request may ask for: its prompts, times n
+    # Texts that one request may ask for: prompts times n. None: 128 on a GPU, 8 a core on a CPU.
+    max_choices: int | None = None
     max_connections: int | None = None  # None: what the limit of open files leaves
     max_header_bytes: int = 64 * 1024  # request line and headers together
     max_prompt_tokens: int | None = None  # None: what the engine takes
@@ -64,7 +65,7 @@ class ServeSettings(Strict):
         self._check_int("max_body_bytes", 1024, optional=True)
         self._check_int("max_body_weight", 1024, optional=True)
         self._check_int("min_body_bytes_per_s", 0)
-        self._check_int("max_choices", 1)
+        self._check_int("max_choices", 1, optional=True)
         self._check_int("max_connections", 1, optional=True)
         self._check_int("max_header_bytes", 1024)
         self._check_int("max_prompt_tokens", 1, optional=True)
