@@ -85,7 +85,7 @@ def off(steps: list[StepRecord]) -> dict[str, float]:
 # ── interference ────────────────────────────────────────────────────────────────────────────
 
 
-def interfere(machine: Machine, name: str, goal_ms: float | None) -> dict[str, Any]:
+def interfere(machine: Machine, case: str, goal_ms: float | None) -> dict[str, Any]:
     core = machine.core
     streams = [machine.add(PROMPT, 4000) for _ in range(STREAMS)]
     writing: set[str] = set()
@@ -120,7 +120,7 @@ def interfere(machine: Machine, name: str, goal_ms: float | None) -> dict[str, A
                 gaps.append(gap)
     steps = [step for step in machine.steps_since(sent) if step.committed_s <= end + 0.001]
     return {
-        "name": name,
+        "name": case,
         "goal_ms": goal_ms,
         "steady_gap_ms": 1e3 * statistics.median(steady),
         "worst_gap_ms": 1e3 * max(gaps),

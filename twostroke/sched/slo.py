@@ -45,6 +45,7 @@ LEAST = 2
 WITHIN = 2048
 UNKNOWN = 32  # tokens of a chunk before anything is known; later at most twice the largest seen
 TRIES = 16
+ALIGNED = 4  # tokens that kernels take together: one more than a multiple costs as much as four
 SLIVER = 8  # a second chunk that time cuts below this is left for the next step
 MARGIN = (0.03, 0.5)  # least and most, as a share of what the model expects
 # Average errors of the model that the margin covers: where somebody asked for milliseconds, and
@@ -92,6 +93,8 @@ class Allowance:
                 count = max(count, self._largest(limit_s, before, start, min(most, known, FLOOR)))
             if self._tries and count < most:
                 count //= 2
+            if FLOOR // 4 <= count < most:
+                count -= count % ALIGNED
             if first:
                 count = min(most, max(count, LEAST, -(-length // WITHIN)))
         self.spent = count < most
