@@ -24,7 +24,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from time import sleep
@@ -173,6 +173,31 @@ def _receive_bytes(source: socket.socket, count: int) -> bytes:
     return b"".join(parts)
 
 
+@contextlib.contextmanager
+def bounded_memory(extra_bytes: int) -> Iterator[None]:
+    """Let this process take at most so much more address space meanwhile; on Linux. For what runs
+    in the program itself: beyond it, a MemoryError comes instead of memory."""
+    if sys.platform != "linux":
+        yield
+        return
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    most_bytes = _address_space_bytes() + extra_bytes
+    if before[0] != resource.RLIM_INFINITY:
+        most_bytes = min(most_bytes, before[0])
+    resource.setrlimit(resource.RLIMIT_AS, (most_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def _address_space_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[0]) * mmap.PAGESIZE
+
+
 # ── in the zygote and its workers ───────────────────────────────────────────────────────────────
 
 
@@ -239,9 +264,8 @@ def _limit(limits: Limits) -> None:
     os.nice(limits.nice)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    with contextlib.suppress(OSError, ValueError), open("/proc/self/statm") as statm:
-        now_bytes = int(statm.read().split()[0]) * resource.getpagesize()
-        most_bytes = now_bytes + limits.stack_bytes + limits.memory_bytes
+    with contextlib.suppress(OSError, ValueError):
+        most_bytes = _address_space_bytes() + limits.stack_bytes + limits.memory_bytes
         resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
 
 

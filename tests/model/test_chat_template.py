@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from datetime import datetime
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import tokenizers
 from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
+from twostroke.engine.intake import Intake
+from twostroke.engine.intake import Limits as EngineLimits
 from twostroke.errors import ModelError, RequestError
 from twostroke.limited import LimitedPool, Limits, OverLimit
 from twostroke.model.chat_template import ChatTemplate, check_messages, choose_template
+from twostroke.model.tokenizer import Tokenizer
 
 CHATML = """\
 {% for message in messages %}
@@ -263,3 +266,17 @@ def test_of_several_templates_the_default_is_chosen() -> None:
     assert choose_template({}) is None
     assert choose_template({"tool_use": "t", "rag": "r"}) == "r"
     assert choose_template({"tool_use": "t", "default": "d"}) == "d"
+
+
+def test_a_template_that_takes_too_much_memory_is_refused_in_the_program_too() -> None:
+    bomb = "{{ range(99999)|map('string')|join('x'*99999)|length }}"
+    intake = Intake(cast(Tokenizer, Silent()), bomb, EngineLimits(10, 10, 0))
+    with pytest.raises(RequestError, match="chat template takes more than 256 MiB"):
+        intake.render_chat([{"role": "user", "content": "hi"}])
+
+
+class Silent:
+    """A tokenizer that is never asked."""
+
+    bos_token = eos_token = ""
+    vocab_size = 1

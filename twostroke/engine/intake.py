@@ -11,15 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from time import monotonic
-from typing import Any
+from typing import Any, Final
 
 from twostroke.engine.grammar_check import GrammarCheck
 from twostroke.errors import RequestError, nearest, shown
+from twostroke.limited import bounded_memory
 from twostroke.model.chat_template import ChatTemplate
 from twostroke.model.tokenizer import Tokenizer
 from twostroke.request import MAX_PRIORITY, SamplingParams
 
 log = logging.getLogger(__name__)
+RENDERING_BYTES: Final = 256 * 1024**2  # for a chat template, where it is not rendered in a process
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -82,7 +84,14 @@ class Intake:
                 )
             source, bos, eos = self.template_source, tokenizer.bos_token, tokenizer.eos_token
             self._template = ChatTemplate(source, bos, eos)
-        text = self._template.render(messages, add_generation_prompt, tools, **variables)
+        try:
+            with bounded_memory(RENDERING_BYTES):
+                text = self._template.render(messages, add_generation_prompt, tools, **variables)
+        except MemoryError:
+            raise RequestError(
+                f"the model's chat template takes more than {RENDERING_BYTES >> 20} MiB for these "
+                "messages; give another one (chat_template) or use a plain prompt"
+            ) from None
         return tokenizer.encode(text, add_special_tokens=False)
 
     def prepare(
