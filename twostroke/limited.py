@@ -49,6 +49,7 @@ class Limits:
     memory_bytes: int  # address space beyond what a worker has when it begins
     stack_bytes: int = 4 * 1024**2
     nice: int = 0
+    idle: bool = False  # only while nothing else wants the processor
 
 
 class OverLimit(Exception):  # noqa: N818
@@ -193,6 +194,14 @@ def bounded_memory(extra_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
+def run_when_idle() -> None:
+    """Have this thread give way to all others at once, where the system can (Linux): threads that
+    wait for each other at barriers, as a step's do, lose a time slice at each of them else."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
+
+
 def _address_space_bytes() -> int:
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[0]) * mmap.PAGESIZE
@@ -262,6 +271,8 @@ def _limit(limits: Limits) -> None:
     import resource  # which not every system has
 
     os.nice(limits.nice)
+    if limits.idle:
+        run_when_idle()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     with contextlib.suppress(OSError, ValueError):

@@ -26,7 +26,7 @@ LIMITS: Final = Limits(
     wall_s=10.0,
     memory_bytes=32 * 1024**2,
     stack_bytes=4 * 1024**2,  # half of what the engine compiles with
-    nice=10,  # streams go on meanwhile
+    idle=True,  # streams go on meanwhile
 )
 REMEMBERED: Final = 1024  # grammars, by their digests, with what was wrong with them
 

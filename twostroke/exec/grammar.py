@@ -11,9 +11,7 @@ that needs it.
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -25,6 +23,7 @@ import numpy as np
 
 from twostroke.errors import RequestError
 from twostroke.exec.executor import Mask
+from twostroke.limited import run_when_idle
 from twostroke.plan import StepPlan
 from twostroke.request import EngineRequest, StructuredOutputs
 
@@ -38,7 +37,6 @@ COMPILED: Final = 32  # grammars kept for the next request that has the same
 # ambiguous one takes longer with every token.
 SLOW_S: Final = 0.05
 STACK_BYTES: Final = 8 * 1024**2
-NICE: Final = 10  # of the thread that compiles
 
 
 class End(NamedTuple):
@@ -131,8 +129,7 @@ class Grammars:
 
     def _compile_all(self) -> None:
         """In a thread: llguidance takes up to 0.25 s for a grammar, and lets others run."""
-        if sys.platform == "linux":  # where a thread can be nice by itself: steps come first
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        run_when_idle()
         while True:
             asked = self._to_compile.get()
             if asked is None:
