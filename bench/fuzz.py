@@ -57,6 +57,7 @@ LIMITS: dict[str, Any] = {
     "drain_s": 5.0,
     "max_body_bytes": BODY_BYTES,
     "max_queue": 512,
+    "max_choices": 128,
     "head_timeout_s": 2.0,
     "body_timeout_s": 2.0,
     "trust_request_chat_template": True,

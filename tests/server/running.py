@@ -97,7 +97,7 @@ def running(llm: LLM, **settings: Any) -> Iterator[Running]:
             found.update(server=server, client=client, url=url)
             started.set()
 
-        options = ServeSettings(**{"port": 0, "drain_s": 5.0, **settings})
+        options = ServeSettings(**{"port": 0, "drain_s": 5.0, "max_choices": 128, **settings})
         try:
             asyncio.run(serve_forever(lambda: AsyncEngine(llm.engine), options, note))
         except BaseException as error:

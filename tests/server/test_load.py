@@ -159,7 +159,7 @@ def served(
         "control": its.fileno(),
         "engine": {"model": None if model is None else str(model), **engine},
         "builder": builder,
-        "settings": settings or {},
+        "settings": {"max_choices": 128} | (settings or {}),  # whatever this machine's cores are
     }
     python_path = os.pathsep.join([str(REPOSITORY), *filter(None, sys.path)])
     more = {"PYTHONPATH": python_path, STEP_DELAY: str(step_s), **(environment or {})}
