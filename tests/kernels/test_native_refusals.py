@@ -304,7 +304,8 @@ print("done")
 """
 
 
-def test_no_sampling_value_breaks_the_sampler() -> None:
-    """In a process of its own: what is wrong there ends the process."""
-    run = subprocess.run([sys.executable, "-c", HOSTILE_WISHES], capture_output=True, text=True)
+def test_no_sampling_value_breaks_the_sampler(tmp_path: Path) -> None:
+    """In a process of its own, as above: what is wrong there ends the process."""
+    command = [sys.executable, "-c", HOSTILE_WISHES]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert (run.returncode, run.stdout) == (0, "done\n"), run.stderr
