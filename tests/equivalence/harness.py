@@ -13,6 +13,7 @@ from functools import cache
 import numpy as np
 import torch
 
+from tests.specs import make_spec
 from tests.support import default_model_path
 from twostroke.engine.build_native import assemble_native
 from twostroke.engine.build_torch import assemble
@@ -22,7 +23,6 @@ from twostroke.model.decoder import Decoder
 from twostroke.model.gguf import GGUFFile
 from twostroke.model.gguf_config import spec_from_gguf
 from twostroke.model.native import NativeDecoder, Packing
-from twostroke.model.spec import LayerSpec, ModelSpec, RopeSpec
 from twostroke.model.tokenizer import Tokenizer
 from twostroke.model.weights import ALL_ROWS, Floats
 from twostroke.model.weights.dummy import STD, DummyWeights, mean_of
@@ -68,21 +68,7 @@ class Loud(DummyWeights):
         return torch.empty(count).normal_(mean_of(name), STD, generator=generator).numpy()
 
 
-def small_spec(**differences: object) -> ModelSpec:
-    common: dict[str, object] = {
-        "family": "test",
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 16,
-        "layers": (LayerSpec(),) * 3,
-        "rope": RopeSpec(1e4, 16),
-        "norm_eps": 1e-5,
-        "max_context": 1024,
-    }
-    return ModelSpec(**(common | differences))  # type: ignore[arg-type]
+small_spec = make_spec
 
 
 @cache

@@ -10,10 +10,9 @@ import torch
 from tests.equivalence.harness import Loud, Written, assert_same, make_core, run, small_spec
 from twostroke.kernels import reference
 from twostroke.model.decoder import Decoder
-from twostroke.model.spec import LayerSpec
 
 WINDOW = 24
-SPEC = small_spec(layers=(LayerSpec(WINDOW),) * 3, qk_norm=True)
+SPEC = small_spec(windows=(WINDOW,) * 3, qk_norm="head")
 
 
 @cache

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
+from tests.specs import changed, make_spec
 from twostroke.config import GIB, EngineConfig
 from twostroke.errors import ConfigError, ModelError
 from twostroke.exec.memory import host_memory_bytes, plan_memory
-from twostroke.model.spec import LayerSpec, ModelSpec, RopeSpec
+from twostroke.model.spec import ModelSpec, RopeSpec
 
-SPEC = ModelSpec(
+SPEC = make_spec(
     family="llama",
     vocab_size=49152,
     hidden_size=576,
@@ -19,7 +18,7 @@ SPEC = ModelSpec(
     num_heads=9,
     num_kv_heads=3,
     head_dim=64,
-    layers=(LayerSpec(),) * 30,
+    windows=(None,) * 30,
     rope=RopeSpec(1e5, 64),
     norm_eps=1e-5,
     max_context=8192,
@@ -56,12 +55,12 @@ def test_a_context_is_shortened_to_the_cache_unless_the_user_insists() -> None:
 
 
 def test_a_window_bounds_what_a_sequence_needs() -> None:
-    windowed = replace(SPEC, layers=(LayerSpec(window=64),) * 30)
+    windowed = changed(SPEC, windows=(64,) * 30)
     assert plan(spec=windowed, num_gpu_blocks_override=100).max_model_len == 8192
 
 
 def test_dynamic_rope_is_stretched_only_when_asked_for() -> None:
-    dynamic = replace(SPEC, rope=RopeSpec(1e5, 64, "dynamic", 4.0, 2048), max_context=8192)
+    dynamic = changed(SPEC, rope=RopeSpec(1e5, 64, "dynamic", 4.0, 2048), max_context=8192)
     assert plan(spec=dynamic).max_model_len == 2048
     assert plan(spec=dynamic, max_model_len=4096).max_model_len == 4096
 

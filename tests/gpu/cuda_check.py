@@ -29,7 +29,7 @@ from twostroke.kernels import reference
 from twostroke.model.decoder import Decoder
 from twostroke.model.fused import FusedDecoder
 from twostroke.model.hf_config import load_hf_config
-from twostroke.model.spec import LayerSpec, ModelSpec, RopeSpec
+from twostroke.model.spec import ModelSpec, RopeSpec
 from twostroke.model.weights.dummy import DummyWeights
 from twostroke.sched.step import SchedulerConfig
 
@@ -47,7 +47,7 @@ DEFAULT_MODEL = {
     "num_heads": 9,
     "num_kv_heads": 3,
     "head_dim": 64,
-    "layers": (LayerSpec(),) * 30,
+    "windows": (None,) * 30,
     "rope": RopeSpec(1e5, 64),
     "tie_embeddings": True,
 }

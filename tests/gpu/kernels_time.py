@@ -16,11 +16,12 @@ import torch.nn.functional as F
 
 from tests.gpu.report import COPY, FLOPS, READ, Report
 from tests.kernels import cuda_cases as cases
+from tests.specs import make_spec
 from twostroke.kernels import cuda
 from twostroke.kernels.cuda import decode, prefill, product
 from twostroke.model.batch import FusedDecode, FusedInputs
 from twostroke.model.fused import FusedDecoder
-from twostroke.model.spec import LayerSpec, ModelSpec, RopeSpec
+from twostroke.model.spec import RopeSpec
 from twostroke.model.weights.dummy import DummyWeights
 
 CUDA = torch.device("cuda")
@@ -239,7 +240,7 @@ class Layers:
     """Some layers of a model, decoding."""
 
     def __init__(self, shape: Shape, num: int, largest: int) -> None:
-        spec = ModelSpec(
+        spec = make_spec(
             family="test",
             vocab_size=512,
             hidden_size=shape.hidden,
@@ -247,11 +248,11 @@ class Layers:
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.dim,
-            layers=(LayerSpec(),) * num,
+            windows=(None,) * num,
             rope=RopeSpec(1e4, shape.dim),
             norm_eps=1e-5,
             max_context=8192,
-            qk_norm=shape.qk_norm,
+            qk_norm="head" if shape.qk_norm else "none",
         )
         source = DummyWeights(spec, device="cuda")
         bf16: Any = torch.bfloat16

@@ -19,12 +19,11 @@ from twostroke import LLM, SamplingParams
 from twostroke.engine.core import EngineCore
 from twostroke.kernels import reference
 from twostroke.model.decoder import Decoder
-from twostroke.model.spec import LayerSpec
 
 SPECS = {
     "llama, biases": {"qkv_bias": True, "output_bias": True, "mlp_bias": True},
-    "qwen3": {"qk_norm": True, "tie_embeddings": True},
-    "mistral, window 24": {"layers": (LayerSpec(24),) * 3},
+    "qwen3": {"qk_norm": "head", "tie_embeddings": True},
+    "mistral, window 24": {"windows": (24,) * 3},
 }
 PROMPTS = [[(7 * n * n + 3 * n + size) % 512 for n in range(size)] for size in (5, 40, 90, 200)]
 OUTPUT = 24

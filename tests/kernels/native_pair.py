@@ -17,7 +17,7 @@ from twostroke.kv.halves import HalfPool
 from twostroke.kv.pool import KVPool
 from twostroke.model.decoder import Decoder
 from twostroke.model.native import NativeDecoder, Packing
-from twostroke.model.spec import LayerSpec, ModelSpec, RopeSpec
+from twostroke.model.spec import ModelSpec, RopeSpec
 from twostroke.model.weights.dummy import DummyWeights
 from twostroke.plan import Chunk, PhaseWork, Slot, StepPlan
 
@@ -98,7 +98,7 @@ class Pair:
 def heads(num_heads: int, num_kv_heads: int, head_dim: int, **more: Any) -> dict[str, Any]:
     rope = RopeSpec(1e4, head_dim)
     common = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    return common | {"rope": rope, "layers": (LayerSpec(),) * 2} | more
+    return common | {"rope": rope, "windows": (None,) * 2} | more
 
 
 class Life:
@@ -125,9 +125,9 @@ class Life:
         return slots, chunks
 
 
-TWO = (LayerSpec(),) * 2
+TWO = (None,) * 2
 FUZZ_SPECS = [
-    small_spec(layers=TWO, vocab_size=64),
-    small_spec(layers=(LayerSpec(11), LayerSpec()), vocab_size=64, intermediate_size=50),
-    small_spec(**heads(6, 2, 24, vocab_size=64, qk_norm=True)),
+    small_spec(windows=TWO, vocab_size=64),
+    small_spec(windows=(11, None), vocab_size=64, intermediate_size=50),
+    small_spec(**heads(6, 2, 24, vocab_size=64, qk_norm="head")),
 ]

@@ -27,7 +27,6 @@ from twostroke.exec.program import StepProgram  # noqa: E402
 from twostroke.exec.rows import DeviceRows  # noqa: E402
 from twostroke.kv.pool import KVPool  # noqa: E402
 from twostroke.model.fused import FusedDecoder  # noqa: E402
-from twostroke.model.spec import LayerSpec  # noqa: E402
 from twostroke.model.weights.dummy import DummyWeights  # noqa: E402
 
 HOOKS = slice(10, 13)  # and what they are given
@@ -202,7 +201,7 @@ def test_what_is_compiled_ahead_is_all_that_a_start_launches(
     from twostroke.kernels import cuda
     from twostroke.kernels.cuda import launch
 
-    cpu, spec = torch.device("cpu"), small_spec(head_dim=128, layers=(LayerSpec(),) * 2)
+    cpu, spec = torch.device("cpu"), small_spec(head_dim=128, windows=(None,) * 2)
     kernels: Any = cuda
     decoder = FusedDecoder(spec, DummyWeights(spec), torch.float16, cpu, 64, kernels, True)
     rows, sizes = DeviceRows(2, 64, 16, 1, cpu), [1, 2]

@@ -23,7 +23,7 @@ from tests.kernels.native_pair import (
     heads,
 )
 from twostroke.kernels import cpu
-from twostroke.model.spec import LayerSpec, RopeSpec
+from twostroke.model.spec import RopeSpec
 from twostroke.model.weights import ALL_ROWS, Floats
 
 pytestmark = pytest.mark.skipif(
@@ -60,27 +60,27 @@ SPECS: dict[str, dict[str, Any]] = {
     "tied": {"tie_embeddings": True},
     "biases": {"qkv_bias": True, "output_bias": True, "mlp_bias": True},
     "qkv_bias_alone": {"qkv_bias": True},
-    "qk_norm": {"qk_norm": True},
-    "window_1": {"layers": (LayerSpec(1),) * 2},
-    "window_9": {"layers": (LayerSpec(9),) * 2},
-    "window_64": {"layers": (LayerSpec(64),) * 2},
-    "window_100": {"layers": (LayerSpec(100),) * 2, "qk_norm": True},
-    "some_windows": {"layers": (LayerSpec(), LayerSpec(24), LayerSpec(70))},
+    "qk_norm": {"qk_norm": "head"},
+    "window_1": {"windows": (1,) * 2},
+    "window_9": {"windows": (9,) * 2},
+    "window_64": {"windows": (64,) * 2},
+    "window_100": {"windows": (100,) * 2, "qk_norm": "head"},
+    "some_windows": {"windows": (None, 24, 70)},
     "rope_over_half_the_head": {"rope": RopeSpec(1e4, 8)},
     "rope_yarn": {"rope": RopeSpec(1e4, 16, "yarn", 4.0, 32, attention_factor=1.2)},
     "head_dim_32": heads(4, 2, 32),
     "head_dim_64": heads(2, 1, 64),
     "head_dim_80": heads(2, 2, 80),
-    "head_dim_96": heads(2, 1, 96, qk_norm=True),
+    "head_dim_96": heads(2, 1, 96, qk_norm="head"),
     "head_dim_128": heads(2, 1, 128),
     "head_dim_20": heads(3, 1, 20),
     "head_dim_6": heads(4, 2, 6, rope=RopeSpec(1e4, 6)),
     **{f"groups_of_{n}": heads(2 * n, 2, 16) for n in range(1, 9)},
     "group_of_13": heads(13, 1, 16),
-    **{f"inner_{n}": {"intermediate_size": n, "layers": TWO} for n in (1, 31, 33, 50, 95, 100)},
-    "inner_50_biased": {"intermediate_size": 50, "mlp_bias": True, "layers": TWO},
-    "hidden_72": {"hidden_size": 72, "layers": TWO},
-    "hidden_50_vocabulary_301": {"hidden_size": 50, "vocab_size": 301, "layers": TWO},
+    **{f"inner_{n}": {"intermediate_size": n, "windows": TWO} for n in (1, 31, 33, 50, 95, 100)},
+    "inner_50_biased": {"intermediate_size": 50, "mlp_bias": True, "windows": TWO},
+    "hidden_72": {"hidden_size": 72, "windows": TWO},
+    "hidden_50_vocabulary_301": {"hidden_size": 50, "vocab_size": 301, "windows": TWO},
 }
 
 
@@ -96,7 +96,7 @@ def test_every_kind_of_model_gives_the_logits_of_the_reference(name: str, isa: s
 def test_every_block_size_gives_the_logits_of_the_reference(
     window: int | None, block_size: int, isa: str
 ) -> None:
-    spec = small_spec(layers=(LayerSpec(window),) * 2)
+    spec = small_spec(windows=(window,) * 2)
     assert largest_difference(Pair(spec, isa, block_size=block_size)) <= TOLERANCE
 
 
@@ -244,7 +244,7 @@ def test_teams_of_many_models_come_and_go() -> None:
 
 def test_steps_of_few_and_of_many_threads_in_turn_all_finish() -> None:
     """Members that a step leaves out wait for the one that needs them, ten thousand times."""
-    spec = small_spec(layers=(LayerSpec(),), hidden_size=32, intermediate_size=32, vocab_size=32)
+    spec = small_spec(layers=(None,), hidden_size=32, intermediate_size=32, vocab_size=32)
     pair = Pair(spec, threads=(1, 3))
     prompt, token = pair.step((), [(0, 0, 3)]), pair.step([(0, 3)])
     for _ in range(10_000):
@@ -262,15 +262,15 @@ class Mistake:
 
 
 MISTAKES = [
-    Mistake("window", {"layers": (LayerSpec(25),) * 3}),
-    Mistake("theta", {"rope": RopeSpec(9e3, 16), "layers": (LayerSpec(24),) * 3}),
-    Mistake("eps", {"norm_eps": 1e-2, "layers": (LayerSpec(24),) * 3}),
+    Mistake("window", {"windows": (25,) * 3}),
+    Mistake("theta", {"rope": RopeSpec(9e3, 16), "windows": (24,) * 3}),
+    Mistake("eps", {"norm_eps": 1e-2, "windows": (24,) * 3}),
 ]
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
 def test_a_model_that_differs_in_one_thing_is_told_apart(mistake: Mistake) -> None:
-    pair, other = Pair(small_spec(layers=(LayerSpec(24),) * 3)), Pair(small_spec(**mistake.spec))
+    pair, other = Pair(small_spec(windows=(24,) * 3)), Pair(small_spec(**mistake.spec))
     pair.reference = other.reference
     assert largest_difference(pair) > 5 * TOLERANCE
 

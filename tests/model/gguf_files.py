@@ -9,12 +9,13 @@ from typing import Any
 import gguf
 import numpy as np
 
+from tests.specs import make_spec
 from twostroke.model.block_types import LAYOUTS, BlockType
 from twostroke.model.gguf import GGUFFile
 from twostroke.model.gguf_config import tensor_name
-from twostroke.model.spec import LayerSpec, ModelSpec, RopeSpec
+from twostroke.model.spec import ModelSpec, RopeSpec
 
-SPEC = ModelSpec(
+SPEC = make_spec(
     family="llama",
     vocab_size=48,
     hidden_size=64,
@@ -22,7 +23,7 @@ SPEC = ModelSpec(
     num_heads=4,
     num_kv_heads=2,
     head_dim=16,
-    layers=(LayerSpec(),) * 2,
+    windows=(None,) * 2,
     rope=RopeSpec(theta=10000.0, dim=16),
     norm_eps=2.0**-17,  # exact in the file's float32
     max_context=128,

@@ -9,7 +9,6 @@ import json
 import logging
 import math
 import struct
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from safetensors.torch import save_file as save_tensors
 
 from tests.model.gguf_files import SPEC, packed_rows, random_weights, save, setting, write_model
 from tests.model.vocabularies import sentencepiece_metadata
+from tests.specs import changed
 from tests.tiny import CONFIG, tiny_folder, tiny_llm, write_json
 from twostroke import LLM, SamplingParams
 from twostroke.config import EngineConfig
@@ -410,7 +410,7 @@ def test_a_bias_that_is_no_number_is_found_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in BlockType if kind != BlockType.F32])
 def test_a_block_whose_scale_is_no_number_is_found_by_name(tmp_path: Path, kind: BlockType) -> None:
     """In native kernels and in torch's: each block type at each of its scales."""
-    spec = replace(SPEC, hidden_size=256, intermediate_size=256, num_heads=16, num_kv_heads=2)
+    spec = changed(SPEC, hidden_size=256, intermediate_size=256, num_heads=16, num_kv_heads=2)
     rows = packed_rows(kind, 256, 256)
     places = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q4_K": (0, 2), "Q5_K": (0, 2)}
     places |= {"Q3_K": (108,), "Q6_K": (208,)}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.specs import make_spec
 from twostroke.errors import ModelError
-from twostroke.model.spec import LayerSpec, ModelSpec, RopeSpec
+from twostroke.model.spec import RopeSpec
 from twostroke.model.weights import check_weights
 from twostroke.model.weights.dummy import TILE, DummyWeights
 from twostroke.model.weights.tensors import read_tensor
 
-SPEC = ModelSpec(
+SPEC = make_spec(
     family="qwen2",
     vocab_size=4096,
     hidden_size=512,
@@ -19,12 +20,12 @@ SPEC = ModelSpec(
     num_heads=8,
     num_kv_heads=4,
     head_dim=64,
-    layers=(LayerSpec(),) * 2,
+    windows=(None,) * 2,
     rope=RopeSpec(theta=10000.0, dim=64),
     norm_eps=1e-6,
     max_context=512,
     qkv_bias=True,
-    qk_norm=True,
+    qk_norm="head",
 )
 
 

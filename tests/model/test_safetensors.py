@@ -12,14 +12,15 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from tests.specs import make_spec
 from twostroke.errors import ModelError
 from twostroke.model.hf_config import load_hf_config
-from twostroke.model.spec import LayerSpec, ModelSpec, RopeSpec
+from twostroke.model.spec import ModelSpec, RopeSpec
 from twostroke.model.weights import check_weights
 from twostroke.model.weights.safetensors import INDEX, SafetensorsWeights, hf_name
 from twostroke.model.weights.tensors import read_tensor
 
-SPEC = ModelSpec(
+SPEC = make_spec(
     family="llama",
     vocab_size=40,
     hidden_size=32,
@@ -27,7 +28,7 @@ SPEC = ModelSpec(
     num_heads=4,
     num_kv_heads=2,
     head_dim=8,
-    layers=(LayerSpec(),) * 2,
+    windows=(None,) * 2,
     rope=RopeSpec(theta=10000.0, dim=8),
     norm_eps=1e-5,
     max_context=64,

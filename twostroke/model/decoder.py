@@ -163,7 +163,7 @@ def load_layers(spec: ModelSpec, load: Loader) -> tuple[list[Layer], torch.Tenso
 def _load_layer(spec: ModelSpec, load: Loader, index: int) -> Layer:
     at = f"layers.{index}."
     return Layer(
-        window=spec.layers[index].window,
+        window=spec.layers[index].attention.window,
         attn_norm=load.tensor(at + "attn_norm"),
         qkv=load.linear([at + "q", at + "k", at + "v"], spec.qkv_bias),
         q_norm=load.tensor(at + "q_norm") if spec.qk_norm else None,

@@ -23,7 +23,7 @@ from twostroke.kernels import Attend, FusedKernels
 from twostroke.model.batch import FusedDecode, FusedInputs
 from twostroke.model.decoder import Loader, load_layers, rope_tensors
 from twostroke.model.linear import DenseLinear, Linear
-from twostroke.model.spec import LayerSpec, ModelSpec
+from twostroke.model.spec import ModelSpec
 from twostroke.model.weights import WeightSource
 
 KV = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer
@@ -86,7 +86,8 @@ class FusedDecoder:
         other, kinds = copy(self), {layer.window: layer for layer in self._layers}
         layers = [*kinds.values(), self._layers[-1]]
         other.device = torch.device("meta")
-        other.spec = replace(self.spec, layers=tuple(LayerSpec(layer.window) for layer in layers))
+        by_window = {layer.attention.window: layer for layer in self.spec.layers}
+        other.spec = replace(self.spec, layers=tuple(by_window[layer.window] for layer in layers))
         other._layers = [
             replace(
                 layer, **{part.name: _hollow(getattr(layer, part.name)) for part in fields(layer)}

@@ -8,6 +8,7 @@ is left over belongs to mathematics we would silently leave out.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from twostroke.errors import ModelError
@@ -24,7 +25,9 @@ from twostroke.model.spec import (
     ROPE_THETA_MAX,
     VOCABULARY,
     WIDTH,
+    AttentionSpec,
     LayerSpec,
+    MLPSpec,
     ModelSpec,
     RopeSpec,
     yarn_attention_factor,
@@ -105,23 +108,29 @@ def spec_from_gguf(file: GGUFFile) -> ModelSpec:
         )
     rope, max_context = _rope(settings, head_dim)
     least_eps, most_eps = NORM_EPS
+    attention = AttentionSpec(
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        rope,
+        scale=head_dim**-0.5,
+        qk_norm="head" if arch == "qwen3" else "none",
+        qkv_bias=_in_any_layer(file, "q_bias", "k_bias", "v_bias"),
+        output_bias=_in_any_layer(file, "o_bias"),
+    )
+    mlp = MLPSpec(
+        settings.integer("feed_forward_length", *WIDTH),
+        bias=_in_any_layer(file, "gate_bias", "up_bias", "down_bias"),
+    )
+    windows = _windows(settings)
     spec = ModelSpec(
         family=arch,
         vocab_size=settings.integer("vocab_size", *VOCABULARY, default=_num_embeddings(file)),
         hidden_size=hidden,
-        intermediate_size=settings.integer("feed_forward_length", *WIDTH),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        layers=_layers(settings),
-        rope=rope,
+        layers=tuple(LayerSpec(replace(attention, window=window), mlp) for window in windows),
         norm_eps=settings.number("attention.layer_norm_rms_epsilon", low=least_eps, high=most_eps),
         max_context=max_context,
         tie_embeddings=tensor_name("head") not in file.tensors,
-        qkv_bias=_in_any_layer(file, "q_bias", "k_bias", "v_bias"),
-        output_bias=_in_any_layer(file, "o_bias"),
-        mlp_bias=_in_any_layer(file, "gate_bias", "up_bias", "down_bias"),
-        qk_norm=arch == "qwen3",
     )
     _refuse_unknown_tensors(file, spec)
     return spec
@@ -178,7 +187,7 @@ class _Settings(Fields):
                 )
 
 
-def _layers(settings: _Settings) -> tuple[LayerSpec, ...]:
+def _windows(settings: _Settings) -> tuple[int | None, ...]:
     """The pattern says for each layer whether it has the window; without one they all have it."""
     count = settings.integer("block_count", *LAYERS)
     num_tensors = len(settings.file.tensors)
@@ -190,14 +199,14 @@ def _layers(settings: _Settings) -> tuple[LayerSpec, ...]:
         )
     window = settings.integer("attention.sliding_window", 0, CONTEXT[1], default=0)
     if not window:
-        return (LayerSpec(),) * count
+        return (None,) * count
     name = "attention.sliding_window_pattern"
     pattern = settings.items(name, bool, "true or false for each layer")
     if name not in settings:
         pattern = [True] * count
     if len(pattern) != count:
         settings.refuse(name, f"a list that says for each of the {count} layers whether it slides")
-    return tuple(LayerSpec(window if slides else None) for slides in pattern)
+    return tuple(window if slides else None for slides in pattern)
 
 
 def _rope(settings: _Settings, head_dim: int) -> tuple[RopeSpec, int]:

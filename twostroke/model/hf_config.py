@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from twostroke.model.spec import (
     ROPE_THETA_MAX,
     VOCABULARY,
     WIDTH,
+    AttentionSpec,
     LayerSpec,
+    MLPSpec,
     ModelSpec,
     RopeSpec,
     yarn_attention_factor,
@@ -89,23 +92,28 @@ def spec_from_hf(config: Mapping[str, Any], where: str = "config.json") -> Model
     attention_bias = fields.boolean("attention_bias", False)
     # Absent, it is what the families' own code takes; a null is a mistake.
     eps = REQUIRED if "rms_norm_eps" in config else 1e-6
+    attention = AttentionSpec(
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        rope,
+        scale=head_dim**-0.5,
+        qk_norm="head" if qk_norm else "none",
+        qkv_bias=biased or attention_bias,
+        output_bias=family != "qwen2" and attention_bias,
+    )
+    mlp = MLPSpec(
+        fields.integer("intermediate_size", *WIDTH), bias=fields.boolean("mlp_bias", False)
+    )
+    windows = _windows(fields, family)
     return ModelSpec(
         family=family,
         vocab_size=fields.integer("vocab_size", *VOCABULARY),
         hidden_size=hidden,
-        intermediate_size=fields.integer("intermediate_size", *WIDTH),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        layers=_layers(fields, family),
-        rope=rope,
+        layers=tuple(LayerSpec(replace(attention, window=window), mlp) for window in windows),
         norm_eps=fields.number("rms_norm_eps", low=NORM_EPS[0], high=NORM_EPS[1], default=eps),
         max_context=max_context,
         tie_embeddings=fields.boolean("tie_word_embeddings", False),
-        qkv_bias=biased or attention_bias,
-        output_bias=family != "qwen2" and attention_bias,
-        mlp_bias=fields.boolean("mlp_bias", False),
-        qk_norm=qk_norm,
     )
 
 
@@ -134,18 +142,18 @@ def _refuse_unsupported(fields: Fields) -> None:
             raise ModelError(f"{where}: {key} = {shown(fields.value(key))} is not supported.")
 
 
-def _layers(fields: Fields, family: str) -> tuple[LayerSpec, ...]:
+def _windows(fields: Fields, family: str) -> tuple[int | None, ...]:
     """As each family's own code reads its config, absent keys included."""
     count = fields.integer("num_hidden_layers", *LAYERS)
     if family == "llama" or fields.given_as_null("sliding_window"):
-        return (LayerSpec(),) * count
+        return (None,) * count
     window = fields.integer("sliding_window", 1, CONTEXT[1], default=4096)
     if family == "mistral":
-        return (LayerSpec(window),) * count
+        return (window,) * count
     slides = fields.boolean("use_sliding_window", False)
     first = fields.integer("max_window_layers", 0, LAYERS[1], default=28)
     if not slides:
-        return (LayerSpec(),) * count
+        return (None,) * count
     kinds = ["sliding_attention" if n >= first else "full_attention" for n in range(count)]
     if "layer_types" in fields:
         kinds = fields.items("layer_types", str, "a text for each layer")
@@ -159,7 +167,7 @@ def _layers(fields: Fields, family: str) -> tuple[LayerSpec, ...]:
         raise ModelError(
             f"{fields.where}: the layer type {shown(unknown[0])} (layer_types) is not supported."
         )
-    return tuple(LayerSpec(window if kind == "sliding_attention" else None) for kind in kinds)
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _rope(fields: Fields, head_dim: int) -> tuple[RopeSpec, int]:

@@ -179,7 +179,7 @@ class _Loader:
             self.vector(at + "mlp_norm"),
             self.vector(at + "q_norm") if spec.qk_norm else none,
             self.vector(at + "k_norm") if spec.qk_norm else none,
-            spec.layers[index].window or 0,
+            spec.layers[index].attention.window or 0,
         )
 
     def vector(self, name: str) -> Floats:

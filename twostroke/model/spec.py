@@ -1,6 +1,10 @@
-"""`ModelSpec`: one description of a decoder-only transformer, and everything derived from it.
+"""`ModelSpec`: a decoder-only transformer as data, and everything derived from it.
 
-The loader, the decoder, the memory plan, the cost model and the planner read the same spec. A new
+    layer       x += post_norm(attention(pre_norm(x)));  x += post_norm(mlp(pre_norm(x)))
+    attention   q, k, v → q/k norm → rope → softmax(softcap(scale · q kᵀ)) v → output projection
+    mlp         down(activation(gate x) · up x)
+
+The loader, the decoders, the memory plan, the cost model and the planner read the same spec. A new
 model family is a mapping to it (`hf_config.py`, `gguf_config.py`), and new code only where its
 mathematics is new. No torch here.
 """
@@ -11,7 +15,9 @@ import math
 from dataclasses import dataclass
 from typing import Final, Literal
 
-RopeKind = Literal["none", "linear", "dynamic", "llama3", "yarn", "factors"]
+RopeKind = Literal["none", "linear", "dynamic", "llama3", "yarn", "factors", "longrope"]
+QKNorm = Literal["none", "head", "full"]  # RMSNorm of q and k over each head, or over all heads
+Activation = Literal["silu", "gelu_tanh"]
 
 # What every model is well within, lowest and highest: a wrong number is refused where it is read.
 LAYERS: Final = (1, 1024)
@@ -41,6 +47,8 @@ class RopeSpec:
     truncate: bool = True
     attention_factor: float = 1.0  # multiplies cos and sin
     freq_factors: tuple[float, ...] = ()  # "factors": frequency i is divided by freq_factors[i]
+    # "longrope": these for an engine whose max_model_len is within original_context, else the above
+    short_factors: tuple[float, ...] = ()
 
 
 def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
@@ -49,42 +57,20 @@ def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerSpec:
-    """What may differ from layer to layer. `window`: a query sees itself and window − 1 before."""
+class AttentionSpec:
+    """Heads that share keys and values in groups. `window`: a query sees itself and window − 1
+    positions before it. `scale` multiplies the scores, `softcap` bends them towards ±softcap."""
 
-    window: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class KVGroup:
-    """Layers whose keys and values live and die together, so that they share block tables."""
-
-    layers: tuple[int, ...]
-    window: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSpec:
-    family: str  # "llama", "mistral", "qwen2", "qwen3": for people, no code asks
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    layers: tuple[LayerSpec, ...]
     rope: RopeSpec
-    norm_eps: float
-    max_context: int  # longest sequence the model was made for, rope scaling included
-    tie_embeddings: bool = False
+    scale: float
+    window: int | None = None
+    softcap: float = 0.0  # 0: none
+    qk_norm: QKNorm = "none"
     qkv_bias: bool = False
     output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False  # RMSNorm over each head of q and k, before rope
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.layers)
 
     @property
     def q_size(self) -> int:
@@ -95,45 +81,155 @@ class ModelSpec:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def group_size(self) -> int:
+        """Query heads that share one key and value head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class MLPSpec:
+    intermediate_size: int
+    activation: Activation = "silu"
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer. Norms sit before attention and MLP, after them (before the residual), or both."""
+
+    attention: AttentionSpec
+    mlp: MLPSpec
+    pre_norm: bool = True
+    post_norm: bool = False
+
+    def weight_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        h, i = hidden_size, self.mlp.intermediate_size
+        q, kv, head_dim = self.attention.q_size, self.attention.kv_size, self.attention.head_dim
+        shapes: dict[str, tuple[int, ...]] = {"q": (q, h), "k": (kv, h), "v": (kv, h), "o": (h, q)}
+        shapes |= {"gate": (i, h), "up": (i, h), "down": (h, i)}
+        if self.pre_norm:
+            shapes |= {"attn_norm": (h,), "mlp_norm": (h,)}
+        if self.post_norm:
+            shapes |= {"attn_post_norm": (h,), "mlp_post_norm": (h,)}
+        if self.attention.qkv_bias:
+            shapes |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
+        if self.attention.output_bias:
+            shapes |= {"o_bias": (h,)}
+        if self.mlp.bias:
+            shapes |= {"gate_bias": (i,), "up_bias": (i,), "down_bias": (h,)}
+        if self.attention.qk_norm == "head":
+            shapes |= {"q_norm": (head_dim,), "k_norm": (head_dim,)}
+        if self.attention.qk_norm == "full":
+            shapes |= {"q_norm": (q,), "k_norm": (kv,)}
+        return shapes
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers whose cached keys and values have one shape and live equally long: they share block
+    tables and a pool, and a block holds the tokens of all of them."""
+
+    layers: tuple[int, ...]
+    window: int | None
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def elements_per_token(self) -> int:
+        """Of keys and values, in all layers of the group."""
+        return 2 * self.num_kv_heads * self.head_dim * len(self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    family: str  # for people: no code asks
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerSpec, ...]
+    norm_eps: float
+    max_context: int  # longest sequence the model was made for, rope scaling included
+    tie_embeddings: bool = False
+    embed_scale: float = 1.0
+    logit_softcap: float = 0.0  # 0: none
+    # Norms multiply by their weight in fp32 and round after, and the weights are kept in fp32.
+    norm_fp32: bool = False
+
+    # ── of uniform models, until every reader asks the layers ───────────────────────────────
+    @property
+    def num_heads(self) -> int:
+        return self.layers[0].attention.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.layers[0].attention.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.layers[0].attention.head_dim
+
+    @property
+    def q_size(self) -> int:
+        return self.layers[0].attention.q_size
+
+    @property
+    def kv_size(self) -> int:
+        return self.layers[0].attention.kv_size
+
+    @property
+    def rope(self) -> RopeSpec:
+        return self.layers[0].attention.rope
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.layers[0].mlp.intermediate_size
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.layers[0].attention.qkv_bias
+
+    @property
+    def output_bias(self) -> bool:
+        return self.layers[0].attention.output_bias
+
+    @property
+    def mlp_bias(self) -> bool:
+        return self.layers[0].mlp.bias
+
+    @property
+    def qk_norm(self) -> bool:
+        return self.layers[0].attention.qk_norm != "none"
+
+    # ─────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
     def kv_elements_per_token(self) -> int:
         """Elements of key and value that one token leaves in all layers."""
-        return 2 * self.kv_size * self.num_layers
+        return sum(group.elements_per_token for group in self.kv_groups())
 
     def kv_groups(self) -> tuple[KVGroup, ...]:
-        """A window frees blocks only when every layer of the group has it."""
-        windows = {layer.window for layer in self.layers}
-        window = windows.pop() if len(windows) == 1 else None
-        return (KVGroup(tuple(range(self.num_layers)), window),)
+        """In the order of their first layers."""
+        found: dict[tuple[int | None, int, int], list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            part = layer.attention
+            found.setdefault((part.window, part.num_kv_heads, part.head_dim), []).append(index)
+        return tuple(KVGroup(tuple(layers), *kind) for kind, layers in found.items())
+
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """The different ones, in the order of their first layers."""
+        return tuple(dict.fromkeys(layer.attention.rope for layer in self.layers))
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every weight of the model under its canonical name, matrices as (out, in)."""
-        h, i = self.hidden_size, self.intermediate_size
-        shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, h)}
-        for n in range(self.num_layers):
-            layer: dict[str, tuple[int, ...]] = {
-                "attn_norm": (h,),
-                "q": (self.q_size, h),
-                "k": (self.kv_size, h),
-                "v": (self.kv_size, h),
-                "o": (h, self.q_size),
-                "mlp_norm": (h,),
-                "gate": (i, h),
-                "up": (i, h),
-                "down": (h, i),
-            }
-            if self.qkv_bias:
-                layer |= {"q_bias": (self.q_size,), "k_bias": (self.kv_size,)}
-                layer |= {"v_bias": (self.kv_size,)}
-            if self.output_bias:
-                layer |= {"o_bias": (h,)}
-            if self.mlp_bias:
-                layer |= {"gate_bias": (i,), "up_bias": (i,), "down_bias": (h,)}
-            if self.qk_norm:
-                layer |= {"q_norm": (self.head_dim,), "k_norm": (self.head_dim,)}
-            shapes |= {f"layers.{n}.{name}": shape for name, shape in layer.items()}
-        shapes["final_norm"] = (h,)
+        shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, self.hidden_size)}
+        for n, layer in enumerate(self.layers):
+            parts = layer.weight_shapes(self.hidden_size)
+            shapes |= {f"layers.{n}.{name}": shape for name, shape in parts.items()}
+        shapes["final_norm"] = (self.hidden_size,)
         if not self.tie_embeddings:
-            shapes["head"] = (self.vocab_size, h)
+            shapes["head"] = (self.vocab_size, self.hidden_size)
         return shapes
 
     def shaped_by(self, name: str) -> tuple[str, ...]:
@@ -165,4 +261,6 @@ _SHAPED_BY: Final = {
     "down_bias": ("mlp_bias", "hidden_size"),
     "q_norm": ("family", "qk_norm", "head_dim"),
     "k_norm": ("family", "qk_norm", "head_dim"),
-} | dict.fromkeys(("attn_norm", "mlp_norm", "final_norm"), ("hidden_size",))
+} | dict.fromkeys(
+    ("attn_norm", "attn_post_norm", "mlp_norm", "mlp_post_norm", "final_norm"), ("hidden_size",)
+)
