@@ -62,9 +62,9 @@ DEFAULT_MODEL = {
 def kernels_of(device: torch.device) -> Kernels:
     if device.type == "cpu":
         return CheckedKernels()
-    from twostroke.kernels.cuda import CudaKernels
+    from twostroke.kernels.cuda.backend import CudaKernels
 
-    return CudaKernels()
+    return CudaKernels(device)
 
 
 def recorder_of(device: torch.device) -> Record:

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from twostroke.exec.tensor_rows import TensorRows
 
 from tests.kernels import definitions
 from twostroke.exec import sampling
 from twostroke.exec.rng import stream_key
-from twostroke.exec.tensor_rows import TensorRows
 from twostroke.kernels import cuda
 from twostroke.plan import NewRow
 from twostroke.request import SamplingParams

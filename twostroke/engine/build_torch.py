@@ -88,7 +88,7 @@ def _start_on_gpu(
     spec, length = model.spec, estimate.max_model_len
     estimate = replace(estimate, device_bytes=torch.cuda.mem_get_info(device)[1])
     pdl = torch.cuda.get_device_capability(device) >= (9, 0)  # Hopper is the first that can
-    timer, kernels = StartupTimer(), _triton_kernels()
+    timer, kernels = StartupTimer(), _triton_kernels(device)
     timer.end("imports")
     decoder = Decoder(spec, model.weights, dtype, device, length, kernels, pdl)
     timer.end("weights")
@@ -100,16 +100,16 @@ def _start_on_gpu(
     return EngineCore(Scheduler(limits), executor, cost, grammars), memory
 
 
-def _triton_kernels() -> Kernels:
+def _triton_kernels(device: torch.device) -> Kernels:
     """Imported here: Triton is there only where there is a GPU."""
     try:
-        from twostroke.kernels.cuda import CudaKernels
+        from twostroke.kernels.cuda.backend import CudaKernels
     except ImportError as error:
         raise ConfigError(
             f"the kernels of a GPU need Triton, which cannot be loaded ({error}); install it, or "
             "use kernels='reference'"
         ) from None
-    return CudaKernels()
+    return CudaKernels(device)
 
 
 def _dtype(asked: str, own: str) -> torch.dtype:
