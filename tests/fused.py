@@ -10,10 +10,15 @@ from itertools import pairwise
 
 import torch
 
-from twostroke.exec.sampling import gumbel
 from twostroke.kernels import reference
+from twostroke.kernels.reference_sampling import (
+    adjust_logits,
+    advance_tokens,
+    sample,
+    token_logprobs,
+)
 
-NEVER = float("-inf")
+__all__ = ["adjust_logits", "advance_tokens", "sample", "token_logprobs"]  # and all below
 
 
 def rms_norm(x, weight, eps, out=None, early=False):  # type: ignore[no-untyped-def]
@@ -180,25 +185,6 @@ def decode_splits(batch, num_kv_heads, max_len):  # type: ignore[no-untyped-def]
 
 def decode_scratch(batch, num_heads, head_dim, splits, device):  # type: ignore[no-untyped-def]
     return batch, splits
-
-
-def sample(logits, temperature, top_k, top_p, min_p, key0, key1, out=None):  # type: ignore[no-untyped-def]
-    """Every row by a sort of the whole vocabulary: the plainest way there is."""
-    vocab = logits.shape[-1]
-    wide = logits.float()
-    greedy = wide.argmax(dim=-1)
-    scaled = wide / temperature.clamp(min=1e-6).unsqueeze(1)
-    least = scaled.amax(1, keepdim=True) + min_p.log().unsqueeze(1)
-    scaled = scaled.masked_fill((min_p > 0).unsqueeze(1) & (scaled < least), NEVER)
-    values, ids = scaled.sort(dim=1, descending=True, stable=True)
-    k = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab).unsqueeze(1)
-    values = values.masked_fill(torch.arange(vocab, device=k.device) >= k, NEVER)
-    share = values.softmax(1)
-    keep = (share.cumsum(1) - share) < top_p.unsqueeze(1)
-    keep[:, 0] = True
-    noisy = values.masked_fill(~keep, NEVER) + gumbel(torch.stack([key0, key1], 1), ids)
-    drawn = ids.gather(1, noisy.argmax(1, keepdim=True)).squeeze(1)
-    return _into(out, torch.where(temperature > 0, drawn, greedy))
 
 
 def _into(out, result):  # type: ignore[no-untyped-def]

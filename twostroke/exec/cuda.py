@@ -22,8 +22,8 @@ from twostroke.exec.executor import LOGIT_SLICE, Masks
 from twostroke.exec.graphs import DecodeGraphs, PieceGraphs
 from twostroke.exec.packed import Packed, pack_decode, pack_step
 from twostroke.exec.program import StepProgram
+from twostroke.exec.rng import stream_keys
 from twostroke.exec.rows import NOTHING, Ints, Writes
-from twostroke.exec.sampling import as_tensors, sample, to_token_logprobs, top_logprobs_each
 from twostroke.plan import StepPlan, StepResult, TokenLogprobs
 
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -69,8 +69,7 @@ class Flying:
     """A step whose results are on their way."""
 
     tokens: torch.Tensor
-    logprobs: Mapping[int, Triple]  # of tokens drawn one by one
-    ranked: Ranked | None  # of all the others that are asked for
+    ranked: Ranked | None  # log-probabilities that are asked for
     prompt_logprobs: Mapping[int, list[Triple]]
     before: Mark | None
     start: Mark
@@ -81,7 +80,7 @@ class Flying:
         idle_s = None
         if self.before is not None:
             idle_s = max(0.0, 1e-3 * self.before.elapsed_time(self.start))
-        logprobs = {index: to_token_logprobs(found) for index, found in self.logprobs.items()}
+        logprobs: dict[int, TokenLogprobs] = {}
         if self.ranked is not None:
             which, counts, found = self.ranked
             logprobs |= zip(which.tolist(), _split(found, counts.tolist()), strict=True)
@@ -120,6 +119,8 @@ class CudaExecutor:
             prefill, decode = plan.prefill_work.tokens, plan.decode_work.tokens
             _push(f"step {plan.step}: prefill {prefill}, decode {decode}")
         writes = self._rows.apply(plan)
+        for new in plan.new:
+            self._program.sampler.take(new)
         before, start = self._end, self._mark()
         graphs, hidden = self._graphs, None
         size = graphs.size_for(len(plan.decode)) if graphs and not plan.prefill else None
@@ -158,23 +159,22 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def sample(self, handle: Forwarded, masks: Masks | None = None) -> Flying:
-        packed = handle.packed
-        logprobs: Mapping[int, Triple] = {}
-        special = np.flatnonzero(packed.positions < self._rows.plain_from[packed.rows])
+        packed, program = handle.packed, self._program
+        special = program.sampler.special(packed.rows, packed.positions)
         if masks:
             special = np.union1d(special, np.array(list(masks)))
         if len(special):
-            logprobs = self._draw(packed, special.tolist(), masks or {})
-        ranked = self._rank(packed, special)
+            self._draw(packed, special, masks or {})
+        ranked = self._rank(packed)
         prompts = self._prompt_logprobs(handle)
-        tokens = self._program.tokens[: len(packed.rows)].to("cpu", non_blocking=True)
+        tokens = program.tokens[: len(packed.rows)].to("cpu", non_blocking=True)
         if not self._on_gpu:
             tokens = tokens.clone()  # the next step will write here
         end = self._end = self._mark()
         end.record()
         if self._nvtx:
             _pop()
-        return Flying(tokens, logprobs, ranked, prompts, handle.before, handle.start, end)
+        return Flying(tokens, ranked, prompts, handle.before, handle.start, end)
 
     def reset(self) -> None:
         if self._on_gpu:
@@ -184,33 +184,34 @@ class CudaExecutor:
 
     # ── what is rare ────────────────────────────────────────────────────────────────────────
 
-    def _draw(self, packed: Packed, which: list[int], masks: Masks) -> dict[int, Triple]:
+    def _draw(self, packed: Packed, which: Ints, masks: Masks) -> None:
         """Draw these samples once more, with all that their requests ask for."""
-        program, rows = self._program, packed.rows[which].tolist()
-        places = self._send(torch.tensor(which))
-        positions = packed.positions[which]
-        logits = program.logits.index_select(0, places).float()
-        own = {n: masks[index] for n, index in enumerate(which) if index in masks}
-        allowed = as_tensors(own, self._device)
-        drawn = sample(logits, rows, positions.tolist(), self._rows, allowed)
-        tokens = drawn.tokens.int()
-        program.tokens.index_copy_(0, places, tokens)
-        at = torch.from_numpy(self._rows.token_cells(packed.rows[which], positions))
-        self._rows.cells.scatter_(0, self._send(at), tokens.clamp(min=0))
-        return {which[n]: self._fetch(found) for n, found in drawn.logprobs.items()}
+        program, state = self._program, self._rows
+        rows, positions = packed.rows[which], packed.positions[which]
+        drawn = program.sampler.draw(
+            program.logits,
+            which,
+            rows,
+            positions,
+            masks,
+            state.temperature[rows],
+            state.top_k[rows],
+            state.top_p[rows],
+            state.min_p[rows],
+            *stream_keys(state.seed[rows], positions),
+        )
+        program.sampler.advance(drawn, program.tokens)
 
-    def _rank(self, packed: Packed, drawn: Ints) -> Ranked | None:
-        """Log-probabilities of the tokens that the program has drawn, where asked for."""
+    def _rank(self, packed: Packed) -> Ranked | None:
+        """Log-probabilities of the tokens and of the best ones, where asked for."""
         counts = self._rows.logprobs[packed.rows]
-        counts[drawn] = -1
         which = np.flatnonzero(counts >= 0)
         if not len(which):
             return None
-        program, places = self._program, self._send(torch.from_numpy(which))
-        lines = program.logits.index_select(0, places).float().log_softmax(dim=-1)
-        tokens = program.tokens.index_select(0, places)
-        found = top_logprobs_each(lines, tokens, int(counts.max()))
-        return Ranked(which, counts[which], self._fetch(found))
+        program, counts = self._program, counts[which]
+        most = int(counts.max())
+        found = program.sampler.logprobs(program.logits, which, program.tokens, most)
+        return Ranked(which, counts, self._fetch(found))
 
     def _prompt_logprobs(self, handle: Forwarded) -> dict[int, list[Triple]]:
         """For each prompt token after the first: how likely the model found it."""
@@ -223,7 +224,7 @@ class CudaExecutor:
                 end = min(chunk.start + chunk.size, request.num_prompt - 1)
                 hidden = handle.hidden[first : first + end - chunk.start]
                 targets = self._rows.tokens[chunk.row, chunk.start + 1 : end + 1]
-                found[chunk.row] = self._logprobs_of(hidden, targets.long(), count)
+                found[chunk.row] = self._logprobs_of(hidden, targets, count)
             first += chunk.size
         return found
 
@@ -231,8 +232,11 @@ class CudaExecutor:
         parts = []
         for at in range(0, hidden.shape[0], LOGIT_SLICE):
             part = slice(at, at + LOGIT_SLICE)
-            lines = self._program.decoder.head(hidden[part]).float().log_softmax(dim=-1)
-            parts.append(self._fetch(top_logprobs_each(lines, targets[part], count)))
+            logits = self._program.decoder.head(hidden[part])
+            found = self._program.sampler.logprobs(
+                logits, np.arange(len(logits)), targets[part], count
+            )
+            parts.append(self._fetch(found))
         return parts
 
     # ── between host and device ─────────────────────────────────────────────────────────────

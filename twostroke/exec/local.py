@@ -9,8 +9,9 @@ import torch
 
 from twostroke.exec.executor import LOGIT_SLICE, Masks
 from twostroke.exec.inputs import build_inputs
-from twostroke.exec.sampling import Sampled, as_tensors, sample, to_token_logprobs, top_logprobs
+from twostroke.exec.sampling import Sampled, as_tensors, sample, to_token_logprobs
 from twostroke.exec.tensor_rows import TensorRows
+from twostroke.kernels.reference_sampling import token_logprobs
 from twostroke.kv.pool import KVPool
 from twostroke.model.batch import StepInputs
 from twostroke.model.decoder import Decoder
@@ -58,7 +59,8 @@ class LocalExecutor:
         rows, positions = inputs.sampled_rows, inputs.sampled_positions
         if rows:
             logits = self._decoder.head(handle.hidden[inputs.sampled])
-            sampled = sample(logits, rows, positions, state, as_tensors(masks, state.device))
+            allowed = as_tensors(masks, logits.shape[1], state.device)
+            sampled = sample(logits, rows, positions, state, allowed)
             state.tokens[rows, positions] = sampled.tokens.clamp(min=0).int()
         else:
             sampled = Sampled(torch.empty(0, dtype=torch.int64), {})
@@ -82,9 +84,9 @@ class LocalExecutor:
                 stop = min(start + LOGIT_SLICE, end)
                 at = chunk.first - chunk.start
                 logits = self._decoder.head(handle.hidden[at + start : at + stop])
-                logprobs = torch.log_softmax(logits, dim=-1)
-                targets = state.tokens[row, start + 1 : stop + 1].long()
-                for line, token in zip(logprobs, targets, strict=True):
-                    entries.append(to_token_logprobs(top_logprobs(line, token, count)))
+                every = torch.arange(len(logits), device=state.device)
+                targets = state.tokens[row, start + 1 : stop + 1]
+                parts = token_logprobs(logits, every, targets, count)
+                entries += map(to_token_logprobs, zip(*parts, strict=True))
             found[row] = entries
         return found

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from twostroke.exec.device_sampling import DeviceSampler
 from twostroke.exec.packed import Layout, Shape
 from twostroke.exec.rows import DeviceRows
 from twostroke.kv.pool import KVPool
@@ -35,7 +36,14 @@ Forward = Callable[[DeviceStep], torch.Tensor]
 
 
 class StepProgram:
-    def __init__(self, decoder: FusedDecoder, pool: KVPool, rows: DeviceRows) -> None:
+    def __init__(
+        self,
+        decoder: FusedDecoder,
+        pool: KVPool,
+        rows: DeviceRows,
+        sampler: DeviceSampler | None = None,
+    ) -> None:
+        """`sampler`: one over these rows, if there is one already."""
         spec, device = decoder.spec, decoder.device
         self.decoder, self.rows = decoder, rows
         self.kv = [pool.layer(index) for index in range(spec.num_layers)]
@@ -44,6 +52,9 @@ class StepProgram:
             rows.max_rows, spec.vocab_size, dtype=decoder.dtype, device=device
         )
         self.tokens = torch.zeros(rows.max_rows, dtype=torch.int32, device=device)
+        self.sampler = sampler or DeviceSampler(
+            rows.max_rows, spec.vocab_size, rows.tokens, decoder.kernels, device
+        )
 
     def prepare(
         self,
@@ -115,16 +126,15 @@ class StepProgram:
         if len(hidden) != count:  # all, not only those that are sampled
             hidden = hidden.index_select(0, fields["sampled"])
         logits = self.decoder.head(hidden, out=self.logits[:count])
-        tokens = self.tokens[:count]
-        tokens.copy_(
-            self.decoder.kernels.sample(
-                logits,
-                fields["temperature"],
-                fields["top_k"],
-                fields["top_p"],
-                fields["min_p"],
-                fields["key0"],
-                fields["key1"],
-            )
+        self.decoder.kernels.sample(
+            logits,
+            fields["temperature"],
+            fields["top_k"],
+            fields["top_p"],
+            fields["min_p"],
+            fields["key0"],
+            fields["key1"],
+            out=self.tokens[:count],
+            cells=self.rows.cells,
+            write_at=fields["write_at"],
         )
-        self.rows.cells.scatter_(0, fields["write_at"], tokens)

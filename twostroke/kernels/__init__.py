@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from twostroke.kernels.sampling import SamplingState
+
 Attend = Callable[["Tensor", "Tensor"], object]  # over the keys and values of a layer
 
 
@@ -220,9 +222,25 @@ class FusedKernels(Protocol):
         min_p: Tensor,
         key0: Tensor,
         key1: Tensor,
+        *,
+        out: Tensor | None = None,
+        cells: Tensor | None = None,
+        write_at: Tensor | None = None,
     ) -> Tensor:
-        """A token a row; temperature 0 is greedy, top_k 0 is all. The logits stay as they are."""
+        """`reference_sampling` defines this and the next three. The logits stay as they are."""
         ...
+
+    def adjust_logits(
+        self, logits: Tensor, samples: Tensor, state: SamplingState, masks: Tensor, out: Tensor
+    ) -> Tensor: ...
+
+    def advance_tokens(
+        self, samples: Tensor, drawn: Tensor, state: SamplingState, out: Tensor
+    ) -> None: ...
+
+    def token_logprobs(
+        self, logits: Tensor, which: Tensor, tokens: Tensor, count: int
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
     def compile_ahead(self, run: Callable[[], object], of: object) -> None:
         """Make ready what `run` calls, on tensors without memory; it may be run or not. `of`: all

@@ -37,12 +37,12 @@ def sample(
     min_p: torch.Tensor,
     key0: torch.Tensor,
     key1: torch.Tensor,
+    *,
     out: torch.Tensor | None = None,
+    cells: torch.Tensor | None = None,
+    write_at: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One token for each row of [B, V]: the largest logit where temperature is 0, else a draw.
-
-    The keys are `stream_key` of the row's seed and position. No limit: top_k 0, top_p 1, min_p 0.
-    """
+    """One token for each row of [B, V]; -1 where the largest logit is NaN or infinite."""
     batch, vocab = logits.shape
     assert logits.stride(1) == 1
     assert all(each.is_contiguous() for each in (temperature, top_k, top_p, min_p, key0, key1))
@@ -61,7 +61,7 @@ def sample(
     survey((tiles, batch), (logits, *limits, key0, key1, *seen), (), (logits.stride(0),))
     settle(
         (batch,),
-        (logits, *limits, min_p, key0, key1, *seen, kept, *which.unbind(0), out),
+        (logits, *limits, min_p, key0, key1, *seen, kept, *which.unbind(0), out, cells, write_at),
         (),
         (logits.stride(0),),
     )
@@ -86,7 +86,8 @@ def _variants(vocab: int) -> tuple[Variant, Variant]:
     return survey, settle
 
 
-SMALL = ["temperature", "top_k", "top_p", "min_p", "key0", "key1", "out"]  # a number a row
+# A number a row.
+SMALL = ["temperature", "top_k", "top_p", "min_p", "key0", "key1", "out", "cells", "write_at"]
 FOUND = ["score", "largest", "mass", "tokens", "parts"]  # a number a tile, or a part of one
 
 
@@ -113,10 +114,13 @@ def _survey(
     row = tl.program_id(1).to(tl.int64)
     token = tile * TILE + tl.arange(0, TILE)
     logit = read(logits + row * stride, token, VOCAB)
+    # NaN counts as +inf, so that the largest says whether the row is broken.
+    logit = tl.where(logit < float("inf"), logit, float("inf"))
     heat = tl.load(temperature + row)
     at = row * TILES + tile
     if heat == 0:
         best = tl.max(logit, axis=0)
+        tl.store(largest + at, best)
         tl.store(score + at, best)
         tl.store(tokens + at, tl.min(tl.where(logit == best, token, VOCAB), axis=0))
     else:
@@ -165,6 +169,8 @@ def _settle(
     ids,
     hits,
     out,
+    cells,
+    write_at,
     stride,
     VOCAB: tl.constexpr,
     TILES: tl.constexpr,
@@ -182,7 +188,11 @@ def _settle(
     token = tl.load(tokens + row * TILES + tl.minimum(winner, TILES - 1))
     token = tl.minimum(token, VOCAB - 1)
     heat = tl.load(temperature + row)
-    if heat != 0:
+    top = tl.load(largest + at, mask=real, other=float("-inf"))
+    peak = tl.max(top, axis=0)
+    if peak == float("inf"):
+        token = -1
+    elif heat != 0:
         cool = 1.0 / heat
         k = tl.load(top_k + row).to(tl.int32)
         p = tl.load(top_p + row)
@@ -191,8 +201,6 @@ def _settle(
         if (k < VOCAB) | (p < 1) | (least > 0):
             line = logits + row * stride
             tops = largest + row * TILES
-            top = tl.load(largest + at, mask=real, other=float("-inf"))
-            peak = tl.max(top, axis=0)
             fraction = tl.log(tl.where(least > 0, least, 1.0))
             floor = tl.where(least > 0, peak + fraction, float("-inf"))
             few = -1
@@ -251,6 +259,8 @@ def _settle(
                     STEP,
                 )
     tl.store(out + row, token.to(out.dtype.element_ty))
+    if cells is not None:  # where the next step reads it: -1 is no token that a model can read
+        tl.store(cells + tl.load(write_at + row), tl.maximum(token, 0).to(cells.dtype.element_ty))
 
 
 @triton.jit
