@@ -136,9 +136,9 @@ def _adjust(
         biased = tl.load(listed + which, mask=which < num_biases, other=-1)
         mine = (biased >= first) & (biased < first + TILE)
         bias = tl.load(listed + BIAS_VALUES + which, mask=mine, other=0)
-        logit = tl.load(line + biased, mask=mine, other=0.0).to(tl.float32)
-        logit = _masked_and_penalised(
-            logit + bias.to(tl.float32, bitcast=True),
+        raised = tl.load(line + biased, mask=mine, other=0.0).to(tl.float32)
+        raised = _masked_and_penalised(
+            raised + bias.to(tl.float32, bitcast=True),
             biased,
             mine,
             fields,
@@ -152,22 +152,27 @@ def _adjust(
             VOCAB,
             WORDS,
         )
-        tl.store(result + biased, logit, mask=mine)
+        tl.store(result + biased, raised, mask=mine)
     if num_bans > 0:
         tl.debug_barrier()
-        which = tl.arange(0, MAX_BANS)
-        banned = tl.load(listed + BAN_TOKEN + which, mask=which < num_bans, other=-1)
-        mine = (banned >= first) & (banned < first + TILE)
         position = tl.load(fields + POSITION * count)
-        mine = mine & (position >= tl.load(listed + BAN_FROM + which, mask=mine, other=0))
-        mine = mine & (position < tl.load(listed + BAN_UNTIL + which, mask=mine, other=0))
-        length = tl.load(listed + BAN_LENGTH + which, mask=mine, other=0)
-        tail = tokens + row * tokens_stride + position - length
-        for n in range(MAX_BAN_PREFIX):
-            compared = mine & (n < length)
-            wanted = tl.load(listed + BAN_PREFIX + n * MAX_BANS + which, mask=compared, other=0)
-            mine = mine & (tl.load(tail + n, mask=compared, other=0) == wanted)
-        tl.store(result + banned, tl.full([MAX_BANS], float("-inf"), tl.float32), mask=mine)
+        _ban(result, listed, num_bans, tokens + row * tokens_stride, position, first, first + TILE)
+
+
+@triton.jit
+def _ban(result, listed, num_bans, history, position, first, end):
+    which = tl.arange(0, MAX_BANS)
+    banned = tl.load(listed + BAN_TOKEN + which, mask=which < num_bans, other=-1)
+    holds = (banned >= first) & (banned < end)
+    holds = holds & (position >= tl.load(listed + BAN_FROM + which, mask=holds, other=0))
+    holds = holds & (position < tl.load(listed + BAN_UNTIL + which, mask=holds, other=0))
+    length = tl.load(listed + BAN_LENGTH + which, mask=holds, other=0)
+    tail = history + position - length
+    for n in range(MAX_BAN_PREFIX):
+        compared = holds & (n < length)
+        wanted = tl.load(listed + BAN_PREFIX + n * MAX_BANS + which, mask=compared, other=0)
+        holds = holds & (tl.load(tail + n, mask=compared, other=0) == wanted)
+    tl.store(result + banned, tl.full([MAX_BANS], float("-inf"), tl.float32), mask=holds)
 
 
 @triton.jit

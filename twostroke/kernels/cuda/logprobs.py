@@ -137,5 +137,5 @@ def _merge(
     for k in range(count):
         value, index = tl.max(rest, axis=0, return_indices=True)
         tl.store(ids + to + 1 + k, tl.load(best_ids + n * TILES * MOST + index))
-        tl.store(values + to + 1 + k, value - total)
+        tl.store(values + to + 1 + k, tl.where(value > LOWEST, value - total, float("-inf")))
         rest = tl.where(entry == index, float("-inf"), rest)
