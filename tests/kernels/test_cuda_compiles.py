@@ -250,11 +250,11 @@ def test_sampling_kernels_compile_once_for_all_batches(compiled: list[Any], tmp_
         drawn = sampler.draw(logits, lines, lines, lines, {}, *(lines,) * 6)
         sampler.advance(drawn, tokens)
         sampler.logprobs(logits, lines, history[0, 1:], 2 * count)
-    names = ["_adjust", "_survey", "_settle", "_advance", "_scan", "_merge"]
+    names = ["_adjust", "_scan_tiles", "_choose", "_advance", "_scan", "_merge"]
     assert [kernel.metadata.name for kernel in compiled] == names * 3
     assert len({kernel.hash for kernel in compiled}) == len(names)
     spills = {name: spilled_bytes(kernel, tmp_path) for name, kernel in zip(names, compiled)}  # noqa: B905
-    assert {name for name, spilled in spills.items() if spilled} <= {"_settle"}, spills
+    assert {name for name, spilled in spills.items() if spilled} <= {"_choose"}, spills
     for name in ("_adjust", "_scan"):
         wide = compiled[names.index(name)].asm["ptx"].replace("L1::evict_last.", "")
         assert "ld.global.v4.b32" in wide

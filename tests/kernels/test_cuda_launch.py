@@ -9,6 +9,7 @@ from threading import current_thread, main_thread
 from time import sleep
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -236,9 +237,11 @@ def test_what_is_compiled_ahead_is_all_that_a_start_launches(
         return run
 
     for plan in start.warm_plans(2, 64, 64):
-        CudaExecutor(program, None).forward(plan)
+        executor = CudaExecutor(program, None)
+        executor.sample(executor.forward(plan)).wait()
         rows.reset()
         rows.cells.zero_()
+    program.sampler.logprobs(program.logits, np.arange(2), program.tokens, 20)
     DecodeGraphs(program, sizes, record)
     PieceGraphs(program, piece_ladder(64), record)
     assert compiled[0] == 0
