@@ -1,9 +1,13 @@
 """`EngineCore`: the loop. Requests of token ids in, updates of token ids out.
 
-    plan n+1 ─▶ launch ─▶ wait for n ─▶ commit n
+    plan n+1 ─▶ forward ─▶ sample ─▶ wait for n ─▶ commit n
 
 With an executor that runs one step at a time this is plan, run, commit. With one that takes
-several, a step is planned and launched while the one before it still runs.
+several, a step is planned and launched while the one before it still runs. What a grammar allows
+next depends on the token before, so where a step has such a sample, its forward is launched as
+ever, then n is waited for and committed, and only then is n+1 sampled, with the masks:
+
+    plan n+1 ─▶ forward ─▶ wait for n ─▶ commit n ─▶ masks ─▶ sample
 """
 
 from __future__ import annotations
@@ -117,37 +121,24 @@ class EngineCore:
         return [*self._take_compiled(), *self._step()]
 
     def _step(self) -> list[Update]:
-        if len(self._flights) >= self._depth:  # a grammar has come
-            return self._take_in()
         planned = monotonic()
         plan = self.scheduler.plan()
+        updates: list[Update] = []
         try:
             if plan is not None:
-                self._launch(plan, planned)
+                self._launch(plan, planned, updates)
+            most = 0 if plan is None else self._executor.max_in_flight - 1
+            if len(self._flights) > most:
+                updates += self._land()
         except Exception as error:
-            return self._fail(error)
-        if self._flights and (plan is None or len(self._flights) >= self._depth):
-            return self._take_in()
-        return []
+            updates += self._fail(error)
+        return updates
 
-    @property
-    def _depth(self) -> int:
-        """Steps in flight. What a grammar allows next depends on the token before."""
-        following = self._grammars is not None and self._grammars.active
-        return 1 if following else self._executor.max_in_flight
-
-    def _launch(self, plan: StepPlan, planned: float) -> None:
+    def _launch(self, plan: StepPlan, planned: float, updates: list[Update]) -> None:
+        """`updates`: gets those of steps that are waited for before this one can be sampled."""
+        scheduler, grammars = self.scheduler, self._grammars
         launched = monotonic()
-        handle = self._executor.forward(plan)
-        grammars = self._grammars
-        masks = grammars.masks(plan) if grammars is not None and grammars.active else None
-        pending = self._executor.sample(handle, masks)
-        scheduler = self.scheduler
-        flight = Flight(
-            plan,
-            pending,
-            planned,
-            launched,
+        counts = (
             scheduler.num_waiting,
             scheduler.num_running,
             scheduler.last_preempted,
@@ -155,13 +146,15 @@ class EngineCore:
             scheduler.last_recomputed,
             scheduler.last_predicted_s,
         )
-        self._flights.append(flight)
-
-    def _take_in(self) -> list[Update]:
-        try:
-            return self._land()
-        except Exception as error:
-            return self._fail(error)
+        handle = self._executor.forward(plan)
+        masks = None
+        if grammars is not None and grammars.active:
+            samples = grammars.samples(plan)
+            while samples and self._flights:
+                updates += self._land()
+            masks = grammars.masks(samples)
+        pending = self._executor.sample(handle, masks)
+        self._flights.append(Flight(plan, pending, planned, launched, *counts))
 
     def _land(self) -> list[Update]:
         flight = self._flights.popleft()

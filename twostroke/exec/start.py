@@ -67,6 +67,7 @@ def start_executor(
         activations = _measure_steps(TorchExecutor(trial, None), budget, rows)
         sizes = graph_sizes(config)
         graphs_bytes = _measure_graphs(trial, sizes, piece_ladder(budget)) if sizes else 0
+        sampler = trial.sampler  # keeps its memory, which is part of what is not free any more
         del trial
         free = _free_bytes(device)
         timer.end("measuring")
@@ -74,7 +75,7 @@ def start_executor(
         plan = fit_length(plan, config, spec)
         try:
             pool = KVPool(spec, [plan.num_blocks] * groups, size, kv_dtype, device)
-            program = StepProgram(decoder, pool, rows)
+            program = StepProgram(decoder, pool, rows, sampler)
             graphs = pieces = None
             if sizes:
                 record = CudaRecorder(device)
@@ -121,6 +122,7 @@ def compile_kernels(
         for plan in warm_plans(spare.max_rows, budget, spare.max_len):
             executor.forward(plan)
             executor.reset()
+        program.sampler.warm(program.logits, program.tokens)
         if sizes:
             DecodeGraphs(program, sizes, _run_once)
             PieceGraphs(program, piece_ladder(budget), _run_once)

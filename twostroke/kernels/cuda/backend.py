@@ -21,7 +21,10 @@ class CudaKernels(Kernels):
     bind_decode_attention = staticmethod(cuda.bind_decode_attention)
     rope_decode_attention = staticmethod(cuda.rope_decode_attention)
     decode_scratch = staticmethod(cuda.decode_scratch)
+    adjust_logits = staticmethod(cuda.adjust_logits)
     sample = staticmethod(cuda.sample)
+    advance_tokens = staticmethod(cuda.advance_tokens)
+    token_logprobs = staticmethod(cuda.token_logprobs)
     compile_ahead = staticmethod(cuda.compile_ahead)
 
     def __init__(self, device: torch.device) -> None:
