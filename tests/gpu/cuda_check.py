@@ -92,7 +92,7 @@ def compare(
         got = run(core, PROMPTS, OUTPUT)
         if dtype is torch.float32:
             assert_same(expected, got)
-            # A bias of nothing: drawn by `exec/sampling.py` instead of inside the graph.
+            # A bias of nothing: drawn by `exec/device_sampling.py` after the graph.
             drawn = run(core, PROMPTS, OUTPUT, logit_bias={0: 0.0})
             assert_same(expected, drawn)
             yield f"{name}: {way}"
