@@ -97,6 +97,7 @@ class DeviceSampler:
         # What a row puts in the table: FLAGS, NUM_BIASES, NUM_BANS, and the penalties.
         self._wants = np.zeros((3, max_rows), np.int32)
         self._penalties = np.zeros((3, max_rows), np.float32)
+        self._zero_counts = np.zeros(vocab_size, np.int16)  # zero but while a row is counted
         self.rows: dict[int, NewRow] = {}  # those whose lists are too long
 
     # ── rows ────────────────────────────────────────────────────────────────────────────────
@@ -130,18 +131,26 @@ class DeviceSampler:
         if params.allowed_token_ids is not None:
             flags |= columns.ALLOWED_IDS
             allowed = mask_of(params.allowed_token_ids, self._vocab_size)
-            self._send(allowed.view(np.int32), self._state.allowed[row])
+            bits = self._pinned_copy(allowed.view(np.int32))
+            self._state.allowed[row].copy_(bits, non_blocking=True)
         if bias or bans:
-            self._send(_lists(bias, bans), self._state.lists[row])
+            lists = self._pinned_copy(_lists(bias, bans))
+            self._state.lists[row].copy_(lists, non_blocking=True)
         self._wants[:, row] = flags, len(bias), len(bans)
 
     def _count(self, new: NewRow) -> None:
         """How often the tokens so far occur; `advance` counts on."""
-        tokens, counts = np.array(new.tokens, np.int64), np.zeros(self._vocab_size, np.int16)
+        tokens, counts = np.array(new.tokens, np.int64), self._zero_counts
         written, times = np.unique(tokens[new.num_prompt :], return_counts=True)
         counts[written] = np.minimum(times, columns.MOST_WRITTEN)
         counts[tokens[: new.num_prompt]] |= columns.IN_PROMPT
-        self._send(counts, self._state.counts[new.row])
+        line = self._state.counts[new.row].zero_()
+        ids, values = (
+            self._pinned_copy(part).to(self._device, non_blocking=True)
+            for part in (tokens, counts[tokens])
+        )
+        line.scatter_(0, ids, values)  # where a token comes twice, its count does
+        counts[tokens] = 0
 
     # ── samples ─────────────────────────────────────────────────────────────────────────────
 
@@ -247,11 +256,9 @@ class DeviceSampler:
         """Torch's pool of pinned memory hands a buffer out again only after its copy has run."""
         return torch.empty(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
 
-    def _send(self, values: npt.NDArray[np.int16 | np.int32], to: torch.Tensor) -> None:
+    def _pinned_copy(self, values: npt.NDArray[np.int16 | np.int32 | np.int64]) -> torch.Tensor:
         host = torch.from_numpy(values)
-        if self._device.type == "cuda":
-            host = host.pin_memory()
-        to.copy_(host, non_blocking=True)
+        return host.pin_memory() if self._device.type == "cuda" else host
 
 
 class _Ban(NamedTuple):
