@@ -354,7 +354,7 @@ def test_an_executor_that_runs_ahead_waits_for_each_token_of_a_grammar(folder: P
         core.add(EngineRequest(f"free{n}", (5, 6, 7 + n), SamplingParams(max_tokens=40), n))
     for _ in range(3):
         core.step()
-        flying.append(len(core._flights))
+        flying.append(len(core.scheduler.in_flight))
     assert write(llm, {"seed": 3}, regex="[a-z]{12}").text == alone.text
     assert max(flying) == 1  # of two: the newest is left in flight
 

@@ -22,6 +22,7 @@ import torch
 from tests import fused
 from tests.equivalence.harness import Loud, Written, assert_same, make_core, run, small_spec
 from tests.gpu.reference_check import OUTPUT, PROMPTS, SPECS
+from twostroke.engine.assembly import group_limits
 from twostroke.engine.build_torch import assemble_fused
 from twostroke.engine.core import EngineCore
 from twostroke.exec.graphs import CudaRecorder, ladder
@@ -59,10 +60,10 @@ def core_of(decoder: FusedDecoder, graphs: bool, **settings: Any) -> EngineCore:
         "max_num_batched_tokens": 1024,
         "max_model_len": 1024,
         "block_size": 16,
-        "num_blocks": 512,
-        "windows": tuple(group.window for group in decoder.spec.kv_groups()),
         "prefix_caching": False,
     }
+    each = [settings.pop("num_blocks", 512)] * len(decoder.spec.kv_groups())
+    limits["groups"] = group_limits(decoder.spec, each)
     config = SchedulerConfig(**(limits | settings))
     sizes = ladder(config.max_num_seqs) if graphs else ()
     if decoder.device.type == "cuda":

@@ -25,7 +25,7 @@ from twostroke.exec.start import start_executor
 from twostroke.exec.tensor_rows import TensorRows
 from twostroke.kernels import FusedKernels, reference
 from twostroke.kv.pool import KVPool
-from twostroke.model.cost import cost_model
+from twostroke.model.cost import cost_model, dense_weight_bytes
 from twostroke.model.decoder import Decoder
 from twostroke.model.fused import FusedDecoder
 from twostroke.model.opened import OpenedModel
@@ -43,7 +43,9 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
     name = str(dtype).removeprefix("torch.")
     kv_dtype = _dtype(config.kv_cache_dtype, name)
     total = torch.cuda.mem_get_info(place)[0] if on_gpu else host_memory_bytes()
-    memory = plan_memory(config, model.spec, dtype.itemsize, kv_dtype.itemsize, total, on_gpu)
+    weight_bytes = model.spec.num_parameters() * dtype.itemsize
+    sizes = (weight_bytes, dtype.itemsize, kv_dtype.itemsize, total)
+    memory = plan_memory(config, model.spec, *sizes, on_gpu)
     if on_gpu and config.kernels == "auto":
         core, memory = _start_fused(config, model, place, dtype, kv_dtype, memory, grammars)
         return Started(core, memory, name)
@@ -67,11 +69,12 @@ def assemble(
 ) -> EngineCore:
     """A scheduler, a KV pool and rows of their own around a decoder."""
     spec, device, size = decoder.spec, decoder.device, limits.block_size
-    pool = KVPool(spec, limits.num_blocks, size, kv_dtype, device)
-    groups = len(limits.windows)
+    pool = KVPool(spec, max(group.num_blocks for group in limits.groups), size, kv_dtype, device)
+    groups = len(limits.groups)
     state = TensorRows(limits.max_num_seqs, limits.max_model_len, size, groups, device)
     executor = LocalExecutor(decoder, pool, state, max_in_flight)
-    cost = cost_model(spec, decoder.dtype.itemsize, kv_dtype.itemsize)
+    weight_bytes = dense_weight_bytes(spec, decoder.dtype.itemsize)
+    cost = cost_model(spec, weight_bytes, kv_dtype.itemsize)
     return EngineCore(Scheduler(limits), executor, cost, grammars)
 
 
@@ -96,7 +99,7 @@ def _start_fused(
     log.info("start: %s", laps)
     log.info("memory: %s", memory.waterfall())
     limits = scheduler_config(config, spec, memory, on_gpu=True)
-    cost = cost_model(spec, dtype.itemsize, kv_dtype.itemsize)
+    cost = cost_model(spec, dense_weight_bytes(spec, dtype.itemsize), kv_dtype.itemsize)
     return EngineCore(Scheduler(limits), executor, cost, grammars), memory
 
 
@@ -122,8 +125,8 @@ def assemble_fused(
 ) -> EngineCore:
     """`assemble` for fused kernels, on a device that runs behind the host."""
     spec, device, size = decoder.spec, decoder.device, limits.block_size
-    pool = KVPool(spec, limits.num_blocks, size, kv_dtype, device)
-    groups = len(limits.windows)
+    pool = KVPool(spec, max(group.num_blocks for group in limits.groups), size, kv_dtype, device)
+    groups = len(limits.groups)
     rows = DeviceRows(limits.max_num_seqs, limits.max_model_len, size, groups, device)
     with torch.inference_mode():
         program = StepProgram(decoder, pool, rows)
@@ -131,7 +134,8 @@ def assemble_fused(
         tokens = piece_ladder(limits.max_num_batched_tokens) if graph_sizes else ()
         pieces = PieceGraphs(program, tokens, record) if tokens else None
     executor = CudaExecutor(program, graphs, pieces, max_in_flight)
-    cost = cost_model(spec, decoder.dtype.itemsize, kv_dtype.itemsize)
+    weight_bytes = dense_weight_bytes(spec, decoder.dtype.itemsize)
+    cost = cost_model(spec, weight_bytes, kv_dtype.itemsize)
     return EngineCore(Scheduler(limits), executor, cost, grammars)
 
 

@@ -15,17 +15,13 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from twostroke.plan import StepPlan, StepResult
+from twostroke.plan import Pending, StepPlan
 
 LOGIT_SLICE = 64  # positions whose logits exist at one time while prompt log-probabilities are made
 
 Handle = TypeVar("Handle")
 Mask = npt.NDArray[np.bool_]  # [vocabulary]: what a grammar allows
 Masks = Mapping[int, Mask]  # by index into the samples of a step
-
-
-class Pending(Protocol):
-    def wait(self) -> StepResult: ...
 
 
 class Executor(Protocol[Handle]):
