@@ -13,9 +13,11 @@ import torch
 
 from tests.checked_kernels import CheckedKernels
 from tests.equivalence.harness import Loud, Written, assert_same, make_core, run, small_spec
+from tests.fakes import groups
 from tests.gpu.reference_check import OUTPUT, PROMPTS, SPECS
 from tests.rows import put
 from tests.tiny import tiny_folder
+from twostroke.engine.assembly import group_limits
 from twostroke.engine.build_torch import assemble
 from twostroke.engine.core import EngineCore
 from twostroke.exec.device_rows import DeviceRows
@@ -67,10 +69,10 @@ def graph_core(name: str = "qwen3", graphs: bool = True, **settings: object) -> 
         "max_num_batched_tokens": 1024,
         "max_model_len": 1024,
         "block_size": 16,
-        "num_blocks": 512,
-        "windows": tuple(group.window for group in decoder.spec.kv_groups()),
         "prefix_caching": False,
     }
+    each = [settings.pop("num_blocks", 512)] * len(decoder.spec.kv_groups())
+    limits["groups"] = group_limits(decoder.spec, each)  # type: ignore[arg-type]
     config = SchedulerConfig(**(limits | settings))  # type: ignore[arg-type]
     sizes = ladder(config.max_num_seqs) if graphs else ()
     return assemble(decoder, config, torch.float32, 2, graph_sizes=sizes)
@@ -133,7 +135,7 @@ def test_steps_are_launched_before_the_last_one_was_taken_in() -> None:
     def counted(*args: object) -> None:
         nonlocal most
         launch(*args)  # type: ignore[arg-type]
-        most = max(most, len(core._flights))
+        most = max(most, len(core.scheduler.in_flight))
 
     core._launch = counted  # type: ignore[method-assign, assignment]
     while core.has_work:
@@ -316,7 +318,7 @@ def test_graphs_are_recorded_from_the_largest_down_and_batches_padded_up() -> No
         first, *others = again(pieces)
         return [lambda: (replayed.append(shape), first()), *others]
 
-    config = SchedulerConfig(8, 1024, 1024, 16, 512, prefix_caching=False)
+    config = SchedulerConfig(8, 1024, 1024, 16, groups(512), prefix_caching=False)
     sizes = ladder(8, largest=4)
     core = assemble(decoder_of("qwen3"), config, torch.float32, 2, graph_sizes=sizes, record=record)
     assert [shape.decode_tokens for shape in recorded if shape.decode_tokens] == [4, 2, 1]

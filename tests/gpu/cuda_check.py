@@ -27,6 +27,7 @@ from tests.equivalence.harness import Loud, Written, assert_same, make_core, run
 from tests.equivalence.test_window_matrix import mixed_spec
 from tests.gpu.reference_check import OUTPUT, PROMPTS, SPECS
 from tests.rig import Rig
+from twostroke.engine.assembly import group_limits
 from twostroke.engine.build_torch import assemble
 from twostroke.engine.core import EngineCore
 from twostroke.exec.graphs import CudaRecorder, Record, RunAgain, ladder
@@ -78,10 +79,10 @@ def core_of(decoder: Decoder, graphs: bool, **settings: Any) -> EngineCore:
         "max_num_batched_tokens": 1024,
         "max_model_len": 1024,
         "block_size": 16,
-        "num_blocks": 512,
-        "windows": tuple(group.window for group in decoder.spec.kv_groups()),
         "prefix_caching": False,
     }
+    each = [settings.pop("num_blocks", 512)] * len(decoder.spec.kv_groups())
+    limits["groups"] = group_limits(decoder.spec, each)
     config = SchedulerConfig(**(limits | settings))
     sizes, record = ladder(config.max_num_seqs) if graphs else (), recorder_of(decoder.device)
     return assemble(decoder, config, decoder.dtype, 2, graph_sizes=sizes, record=record)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from twostroke.model.fused import FusedDecoder
 
 from tests.gpu.report import COPY, FLOPS, READ, Report
 from tests.kernels import cuda_cases as cases
@@ -22,7 +23,6 @@ from twostroke.exec.device_sampling import DeviceSampler
 from twostroke.kernels import cuda
 from twostroke.kernels.cuda import decode, prefill, product
 from twostroke.model.batch import FusedDecode, FusedInputs
-from twostroke.model.fused import FusedDecoder
 from twostroke.model.spec import RopeSpec
 from twostroke.model.weights.dummy import DummyWeights
 

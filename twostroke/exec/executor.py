@@ -14,16 +14,12 @@ from collections.abc import Mapping
 from typing import Protocol, TypeVar
 
 from twostroke.exec.token_mask import Mask
-from twostroke.plan import StepPlan, StepResult
+from twostroke.plan import Pending, StepPlan
 
 LOGIT_SLICE = 64  # positions whose logits exist at one time while prompt log-probabilities are made
 
 Handle = TypeVar("Handle")
 Masks = Mapping[int, Mask]  # what grammars allow, by index into the samples of a step
-
-
-class Pending(Protocol):
-    def wait(self) -> StepResult: ...
 
 
 class Executor(Protocol[Handle]):

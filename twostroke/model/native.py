@@ -75,22 +75,23 @@ class Packing:
         found = [[f"layers.{n}.{name}" for name in names] for n in layers for names in parts]
         return [*found, ["embed"], *([] if self.spec.tie_embeddings else [["head"]])]
 
-    def num_bytes(self) -> int:
+    def weight_bytes(self) -> dict[str, float]:
+        """Of each matrix, in the format that it is kept in."""
         shapes = self.spec.weight_shapes()
-        total = 0.0
+        sizes: dict[str, float] = {}
         for names in self.matrices():
             each = self._bytes_of(self.format(names))
-            total += sum(each * np.prod(shapes[name]) for name in names)
-        return int(total)
+            sizes |= {name: float(each * np.prod(shapes[name])) for name in names}
+        return sizes
+
+    def num_bytes(self) -> int:
+        return int(sum(self.weight_bytes().values()))
 
     def _bytes_of(self, format: str) -> float:
         """A weight's, which the instruction set has a say in."""
         rows = 64  # whole groups of every instruction set
         matrix = cpu.module().Matrix(format, rows, BLOCK, self._isa)
         return float(matrix.num_bytes / (rows * BLOCK))
-
-    def bytes_each(self) -> float:
-        return self.num_bytes() / self.spec.num_parameters()
 
 
 class NativeDecoder:
