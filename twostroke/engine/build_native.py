@@ -9,14 +9,14 @@ from twostroke.exec.grammar import Grammars
 from twostroke.exec.memory import host_memory_bytes, plan_memory
 from twostroke.exec.native import NativeExecutor
 from twostroke.exec.state import HostRows
-from twostroke.kv.halves import HalfPool
+from twostroke.kv.host_pool import HostPool
 from twostroke.model.cost import cost_model
 from twostroke.model.native import NativeDecoder, Packing, default_threads
 from twostroke.model.opened import OpenedModel
 from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig
 
-KV_WIDTH = 2  # the cache is in halves
+KV_WIDTH = 2  # bytes: the cache is in fp16
 
 
 def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Grammars) -> Started:
@@ -37,7 +37,7 @@ def assemble_native(
 ) -> EngineCore:
     """A scheduler, a KV pool and rows of their own around a decoder; `width`: bytes a weight."""
     spec, size = decoder.spec, limits.block_size
-    pool = HalfPool(spec, limits.num_blocks, size)
+    pool = HostPool(spec, [limits.num_blocks] * len(spec.kv_groups()), size)
     state = HostRows(limits.max_num_seqs, limits.max_model_len, size, len(limits.windows))
     executor = NativeExecutor(decoder, pool, state)
     return EngineCore(Scheduler(limits), executor, cost_model(spec, width, KV_WIDTH), grammars)

@@ -13,7 +13,7 @@ from twostroke.exec.logits import apply_bans, is_plain
 from twostroke.exec.rng import stream_key
 from twostroke.exec.state import HostRows
 from twostroke.kernels import cpu
-from twostroke.kv.halves import HalfPool
+from twostroke.kv.host_pool import HostPool
 from twostroke.model.native import NativeDecoder
 from twostroke.plan import NewRow, StepPlan, StepResult, TokenLogprobs
 from twostroke.request import SamplingParams
@@ -41,16 +41,16 @@ class NativeExecutor:
 
     max_in_flight = 1
 
-    def __init__(self, decoder: NativeDecoder, pool: HalfPool, state: HostRows) -> None:
+    def __init__(self, decoder: NativeDecoder, pool: HostPool, state: HostRows) -> None:
         self._decoder, self._state, self._native = decoder, state, cpu.module()
-        self._tokens, (self._table,) = state.tokens, state.tables
-        self._cache = pool.data
+        self._tokens, self._tables, self._caches = state.tokens, state.tables, pool.data
 
     def forward(self, plan: StepPlan) -> Forwarded:
         started = monotonic()
         self._state.apply(plan)
-        rows = [slot.row for slot in plan.decode]
-        positions = [slot.position + 1 for slot in plan.decode]
+        slots = _slots(plan)
+        rows = [row for row, _, _ in slots]
+        positions = [position + 1 for _, position, _ in slots]
         which, at = list(range(len(rows))), len(rows)
         for chunk in plan.prefill:
             at += chunk.size
@@ -60,10 +60,10 @@ class NativeExecutor:
                 positions.append(chunk.start + chunk.size)
         logits = self._decoder.forward(
             self._tokens,
-            self._table,
-            self._cache,
-            np.array([slot[:2] for slot in plan.decode], np.int32).reshape(-1, 2),
-            np.array([chunk[:3] for chunk in plan.prefill], np.int32).reshape(-1, 3),
+            self._tables,
+            self._caches,
+            np.array(slots, np.int32).reshape(-1, 3),
+            np.array([(*c[:3], c.start) for c in plan.prefill], np.int32).reshape(-1, 4),
             np.array(which, np.int32),
             keep_all=any(self._wants_prompt(chunk.row) for chunk in plan.prefill),
         )
@@ -138,14 +138,14 @@ class NativeExecutor:
         where = [
             (row, r.num_prompt, at) for row, r, at in zip(rows, requests, positions, strict=True)
         ]
-        wishes = np.array([_wishes(r.params) for r in requests], np.float32)
+        params = np.array([_sampling_values(r.params) for r in requests], np.float32)
         keys = [stream_key(r.seed, at) for r, at in zip(requests, positions, strict=True)]
         chosen = np.empty(len(rows), np.int32)
         self._native.sample(
             logits,
             self._tokens,
             np.array(where, np.int32),
-            wishes,
+            params,
             np.array(keys, np.uint32),
             chosen,
             self._decoder.isa,
@@ -157,7 +157,7 @@ class NativeExecutor:
     def _prompt_logprobs(self, plan: StepPlan) -> dict[int, list[TokenLogprobs]]:
         """For each prompt token after the first: how likely the model found it."""
         found: dict[int, list[TokenLogprobs]] = {}
-        first = len(plan.decode)
+        first = len(_slots(plan))
         for chunk in plan.prefill:
             request = self._state.rows[chunk.row]
             count = request.params.prompt_logprobs
@@ -182,7 +182,17 @@ class NativeExecutor:
         return self._top_logprobs(lines, targets, [count] * len(targets))
 
 
-def _wishes(params: SamplingParams) -> tuple[float, ...]:
+def _slots(plan: StepPlan) -> list[tuple[int, int, int]]:
+    """Row, position and cache index of each token of the decode slots, drafts included."""
+    return [
+        (slot.row, position, position)
+        for slot in plan.decode
+        for position in range(slot.position, slot.position + 1 + slot.drafts)
+    ]
+
+
+def _sampling_values(params: SamplingParams) -> tuple[float, ...]:
+    """In the order of the native sampler's `params`."""
     return (
         0.0 if params.greedy else params.temperature,
         params.top_k,

@@ -1,4 +1,4 @@
-"""The tensors behind the block numbers: one pool, reserved once. Without torch: `halves.py`."""
+"""The tensors behind the block numbers: one pool, reserved once. Without torch: `host_pool.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from twostroke.kv.halves import zero_pages
+from twostroke.kv.host_pool import zero_pages
 from twostroke.model.spec import ModelSpec
 
 
