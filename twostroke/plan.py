@@ -3,7 +3,7 @@
 A `StepPlan` is frozen, self-contained and made of plain data, so that the same plan can go to
 every tensor-parallel rank or to another machine. The phase is a type: prefill work is a list of
 `Chunk`, decode work a list of `Slot`. Rows index state that the executor keeps from step to step
-(`exec/state.py`); a plan says only what changes.
+(`exec/rows.py`); a plan says only what changes.
 """
 
 from __future__ import annotations

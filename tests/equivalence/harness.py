@@ -86,7 +86,7 @@ def default_decoder() -> Decoder:
 def narrow_isa() -> str:
     """The best without matrix units: with those, a step of many tokens rounds in another way."""
     native = cpu.module()
-    return next(isa for isa in native.isas() if native.wide_from(isa) == 0)
+    return next(isa for isa in native.isas() if native.matrix_unit_min_tokens(isa) == 0)
 
 
 def default_native_decoder(exact: bool = False, isa: str = "auto") -> NativeDecoder:

@@ -11,7 +11,7 @@ from twostroke.exec.grammar import Grammars
 from twostroke.exec.memory import host_memory_bytes, plan_memory
 from twostroke.exec.native import NativeExecutor
 from twostroke.exec.rows import HostRows
-from twostroke.kv.halves import HalfPool
+from twostroke.kv.host_pool import HostPool
 from twostroke.model.cost import cost_model
 from twostroke.model.native import NativeDecoder, Packing, default_threads
 from twostroke.model.opened import OpenedModel
@@ -43,7 +43,7 @@ def assemble_native(
 ) -> EngineCore:
     """A scheduler, a KV pool and rows of their own around a decoder."""
     spec, size = decoder.spec, limits.block_size
-    pool = HalfPool(spec, max(group.num_blocks for group in limits.groups), size)
+    pool = HostPool(spec, [group.num_blocks for group in limits.groups], size)
     state = HostRows(limits.max_num_seqs, limits.max_model_len, size, len(limits.groups))
     executor = NativeExecutor(decoder, pool, state)
     cost = cost_model(spec, weight_bytes, KV_ITEMSIZE)

@@ -16,8 +16,6 @@ from typing import Protocol, TypeVar
 from twostroke.exec.token_mask import Mask
 from twostroke.plan import Pending, StepPlan
 
-LOGIT_SLICE = 64  # positions whose logits exist at one time while prompt log-probabilities are made
-
 Handle = TypeVar("Handle")
 Masks = Mapping[int, Mask]  # what grammars allow, by index into the samples of a step
 

@@ -21,6 +21,7 @@ from time import thread_time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from twostroke.errors import RequestError
+from twostroke.exec.samples import decode_tokens, samples_of
 from twostroke.exec.token_mask import Mask, mask_from_bytes, mask_of
 from twostroke.limited import run_when_idle
 from twostroke.plan import StepPlan
@@ -177,9 +178,7 @@ class Grammars:
             rows.pop(new.row, None)
             if new.request_id in followers:
                 rows[new.row] = new.request_id
-        # In the order of the samples: the decode slots, then the last chunks.
-        sampled = [slot.row for slot in plan.decode]
-        sampled += [chunk.row for chunk in plan.prefill if chunk.last]
+        sampled = samples_of(decode_tokens(plan.decode), plan.prefill).rows.tolist()
         wanted = ((index, rows.get(row, "")) for index, row in enumerate(sampled))
         return {index: name for index, name in wanted if name in followers}
 

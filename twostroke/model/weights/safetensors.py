@@ -18,7 +18,7 @@ from twostroke.model.dequant import Bytes, dequantize
 from twostroke.model.fields import listed_names, read_json, shown
 from twostroke.model.on_disk import forget_pages
 from twostroke.model.spec import ModelSpec
-from twostroke.model.weights import ALL_ROWS, Floats
+from twostroke.model.weights import ALL_ROWS, Floats, PackedMatrix
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +126,12 @@ class SafetensorsWeights:
         if type == "F64":
             return np.frombuffer(data, "<f8").astype(np.float32).reshape(part)
         return dequantize(data, BlockType(type), part)
+
+    def stored_type(self, name: str) -> BlockType | None:
+        return None
+
+    def packed(self, name: str, rows: slice = ALL_ROWS) -> PackedMatrix | None:
+        return None
 
     def label(self, name: str) -> str:
         stored = self._stored_name(name) or hf_name(name)
