@@ -18,7 +18,8 @@ from tests.support import default_model_path
 from twostroke.engine.build_native import assemble_native
 from twostroke.engine.build_torch import assemble
 from twostroke.engine.core import EngineCore
-from twostroke.kernels import cpu, reference
+from twostroke.kernels import cpu
+from twostroke.kernels.reference import Kernels
 from twostroke.model.decoder import Decoder
 from twostroke.model.gguf import GGUFFile
 from twostroke.model.gguf_config import spec_from_gguf
@@ -76,7 +77,7 @@ def default_decoder() -> Decoder:
     file = GGUFFile.open(default_model_path())
     spec = spec_from_gguf(file)
     weights = GGUFWeights(file, spec)
-    return Decoder(spec, weights, torch.float32, torch.device("cpu"), MAX_LEN, reference)
+    return Decoder(spec, weights, torch.float32, torch.device("cpu"), MAX_LEN, Kernels())
 
 
 @cache

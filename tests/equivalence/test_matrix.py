@@ -16,8 +16,7 @@ from tests.equivalence.harness import (
     make_core,
     run,
 )
-from twostroke.exec import inputs as inputs_module
-from twostroke.exec import local as local_module
+from twostroke.exec.program import DeviceStep, StepProgram
 from twostroke.model.batch import StepInputs
 from twostroke.request import EngineRequest, SamplingParams
 
@@ -175,13 +174,15 @@ def test_a_wrong_position_makes_the_comparison_fail(
 ) -> None:
     """Negative control: decode believes to be one position further."""
 
-    def shifted(*args: object) -> StepInputs:
-        built = inputs_module.build_inputs(*args)  # type: ignore[arg-type]
-        if built.decode is not None:
-            built.positions[: built.decode.rows] += 1
-        return built
+    made = StepProgram.inputs
 
-    monkeypatch.setattr(local_module, "build_inputs", shifted)
+    def shifted(program: StepProgram, step: DeviceStep) -> StepInputs:
+        inputs = made(program, step)
+        if inputs.decode is not None:
+            inputs.positions[: inputs.decode.num_tokens] += 1
+        return inputs
+
+    monkeypatch.setattr(StepProgram, "inputs", shifted)
     core = make_core(default_decoder())
     got = [run(core, [prompt])[0] for prompt in prompts]
     with pytest.raises(AssertionError, match=r"differs at step|moved by"):

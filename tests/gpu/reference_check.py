@@ -17,7 +17,6 @@ import torch
 from tests.equivalence.harness import Loud, Written, assert_same, make_core, run, small_spec
 from twostroke import LLM, SamplingParams
 from twostroke.engine.core import EngineCore
-from twostroke.kernels import reference
 from twostroke.model.decoder import Decoder
 
 SPECS = {
@@ -44,8 +43,8 @@ def check_matrix(device: torch.device) -> list[str]:
     for name, differences in SPECS.items():
         spec = small_spec(**differences)
         cpu = torch.device("cpu")
-        expected = alone(Decoder(spec, Loud(spec), torch.float32, cpu, 1024, reference))
-        decoder = Decoder(spec, Loud(spec), torch.float32, device, 1024, reference)
+        expected = alone(Decoder(spec, Loud(spec), torch.float32, cpu, 1024, Kernels()))
+        decoder = Decoder(spec, Loud(spec), torch.float32, device, 1024, Kernels())
         for way, core in ways(decoder):
             if way == "prefix hit":
                 run(core, PROMPTS, OUTPUT)

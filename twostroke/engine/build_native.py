@@ -8,7 +8,7 @@ from twostroke.engine.core import EngineCore
 from twostroke.exec.grammar import Grammars
 from twostroke.exec.memory import host_memory_bytes, plan_memory
 from twostroke.exec.native import NativeExecutor
-from twostroke.exec.state import HostRows
+from twostroke.exec.rows import HostRows
 from twostroke.kv.halves import HalfPool
 from twostroke.model.cost import cost_model
 from twostroke.model.native import NativeDecoder, Packing, default_threads

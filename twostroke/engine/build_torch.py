@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib import import_module
-from typing import cast
 
 import torch
 
@@ -14,20 +12,17 @@ from twostroke.config import EngineConfig
 from twostroke.engine.assembly import Started, scheduler_config
 from twostroke.engine.core import EngineCore
 from twostroke.errors import ConfigError
-from twostroke.exec.cuda import CudaExecutor
+from twostroke.exec.device_rows import DeviceRows
 from twostroke.exec.grammar import Grammars
-from twostroke.exec.graphs import DecodeGraphs, PieceGraphs, Record, Run, piece_ladder
-from twostroke.exec.local import LocalExecutor
+from twostroke.exec.graphs import DecodeGraphs, PieceGraphs, Record, RunAgain, piece_ladder
 from twostroke.exec.memory import MemoryPlan, host_memory_bytes, plan_memory
 from twostroke.exec.program import StepProgram
-from twostroke.exec.rows import DeviceRows
 from twostroke.exec.start import start_executor
-from twostroke.exec.tensor_rows import TensorRows
-from twostroke.kernels import FusedKernels, reference
+from twostroke.exec.torch_executor import TorchExecutor
+from twostroke.kernels.reference import Kernels
 from twostroke.kv.pool import KVPool
 from twostroke.model.cost import cost_model
 from twostroke.model.decoder import Decoder
-from twostroke.model.fused import FusedDecoder
 from twostroke.model.opened import OpenedModel
 from twostroke.observe.laps import Laps
 from twostroke.sched.scheduler import Scheduler
@@ -45,17 +40,12 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
     total = torch.cuda.mem_get_info(place)[0] if on_gpu else host_memory_bytes()
     memory = plan_memory(config, model.spec, dtype.itemsize, kv_dtype.itemsize, total, on_gpu)
     if on_gpu and config.kernels == "auto":
-        core, memory = _start_fused(config, model, place, dtype, kv_dtype, memory, grammars)
+        core, memory = _start_on_gpu(config, model, place, dtype, kv_dtype, memory, grammars)
         return Started(core, memory, name)
     limits = scheduler_config(config, model.spec, memory, on_gpu)
     length = memory.max_model_len
-    decoder = Decoder(model.spec, model.weights, dtype, place, length, reference)
+    decoder = Decoder(model.spec, model.weights, dtype, place, length, Kernels())
     return Started(assemble(decoder, limits, kv_dtype, grammars=grammars), memory, name)
-
-
-def _run_again(run: Run) -> Run:
-    """The plain record: a replay runs the same once more."""
-    return run
 
 
 def assemble(
@@ -64,18 +54,28 @@ def assemble(
     kv_dtype: torch.dtype,
     max_in_flight: int = 1,
     grammars: Grammars | None = None,
+    graph_sizes: Sequence[int] = (),
+    record: Record | None = None,
 ) -> EngineCore:
-    """A scheduler, a KV pool and rows of their own around a decoder."""
+    """A scheduler, a KV pool and rows of their own around a decoder. `graph_sizes`: batches that
+    decode in graphs, made by `record`."""
     spec, device, size = decoder.spec, decoder.device, limits.block_size
-    pool = KVPool(spec, limits.num_blocks, size, kv_dtype, device)
     groups = len(limits.windows)
-    state = TensorRows(limits.max_num_seqs, limits.max_model_len, size, groups, device)
-    executor = LocalExecutor(decoder, pool, state, max_in_flight)
+    pool = KVPool(spec, [limits.num_blocks] * groups, size, kv_dtype, device)
+    rows = DeviceRows(limits.max_num_seqs, limits.max_model_len, size, groups, device)
+    graphs = pieces = None
+    with torch.inference_mode():
+        program = StepProgram(decoder, pool, rows)
+        if graph_sizes:
+            record = record or RunAgain()
+            graphs = DecodeGraphs(program, graph_sizes, record)
+            pieces = PieceGraphs(program, piece_ladder(limits.max_num_batched_tokens), record)
+    executor = TorchExecutor(program, graphs, pieces, max_in_flight)
     cost = cost_model(spec, decoder.dtype.itemsize, kv_dtype.itemsize)
     return EngineCore(Scheduler(limits), executor, cost, grammars)
 
 
-def _start_fused(
+def _start_on_gpu(
     config: EngineConfig,
     model: OpenedModel,
     device: torch.device,
@@ -87,10 +87,10 @@ def _start_fused(
     """The Triton kernels, on a GPU whose memory is measured before the rest goes to the cache."""
     spec, length = model.spec, estimate.max_model_len
     estimate = replace(estimate, device_bytes=torch.cuda.mem_get_info(device)[1])
-    early = torch.cuda.get_device_capability(device) >= (9, 0)  # Hopper is the first that can
+    pdl = torch.cuda.get_device_capability(device) >= (9, 0)  # Hopper is the first that can
     laps, kernels = Laps(), _triton_kernels()
     laps.end("imports")
-    decoder = FusedDecoder(spec, model.weights, dtype, device, length, kernels, early)
+    decoder = Decoder(spec, model.weights, dtype, device, length, kernels, pdl)
     laps.end("weights")
     executor, memory = start_executor(config, decoder, kv_dtype, estimate, laps)
     log.info("start: %s", laps)
@@ -100,39 +100,16 @@ def _start_fused(
     return EngineCore(Scheduler(limits), executor, cost, grammars), memory
 
 
-def _triton_kernels() -> FusedKernels:
+def _triton_kernels() -> Kernels:
     """Imported here: Triton is there only where there is a GPU."""
     try:
-        return cast(FusedKernels, import_module("twostroke.kernels.cuda"))
+        from twostroke.kernels.cuda import CudaKernels
     except ImportError as error:
         raise ConfigError(
             f"the kernels of a GPU need Triton, which cannot be loaded ({error}); install it, or "
             "use kernels='reference'"
         ) from None
-
-
-def assemble_fused(
-    decoder: FusedDecoder,
-    limits: SchedulerConfig,
-    kv_dtype: torch.dtype,
-    graph_sizes: Sequence[int] = (),
-    record: Record = _run_again,
-    max_in_flight: int = 2,
-    grammars: Grammars | None = None,
-) -> EngineCore:
-    """`assemble` for fused kernels, on a device that runs behind the host."""
-    spec, device, size = decoder.spec, decoder.device, limits.block_size
-    pool = KVPool(spec, limits.num_blocks, size, kv_dtype, device)
-    groups = len(limits.windows)
-    rows = DeviceRows(limits.max_num_seqs, limits.max_model_len, size, groups, device)
-    with torch.inference_mode():
-        program = StepProgram(decoder, pool, rows)
-        graphs = DecodeGraphs(program, graph_sizes, record) if graph_sizes else None
-        tokens = piece_ladder(limits.max_num_batched_tokens) if graph_sizes else ()
-        pieces = PieceGraphs(program, tokens, record) if tokens else None
-    executor = CudaExecutor(program, graphs, pieces, max_in_flight)
-    cost = cost_model(spec, decoder.dtype.itemsize, kv_dtype.itemsize)
-    return EngineCore(Scheduler(limits), executor, cost, grammars)
+    return CudaKernels()
 
 
 def _dtype(asked: str, own: str) -> torch.dtype:

@@ -2,29 +2,30 @@
 
 A batch between two rungs is padded up to the next; one above the ladder runs without a graph.
 Recording goes from the largest down, in one pool of memory, so that the smaller ones fit into what
-the largest took. A decode step is one copy of the packed inputs and one launch.
+the largest took. A decode step is one copy of the step buffer and one launch.
 """
 
 from __future__ import annotations
 
 import gc
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
 
-from twostroke.exec.packed import Packed, decode_layout, pack_decode, pack_step
 from twostroke.exec.program import DeviceStep, StepProgram
-from twostroke.exec.rows import NOTHING
-from twostroke.model.fused import lists_of
+from twostroke.exec.rows import NO_WRITES
+from twostroke.exec.step_buffer import StepBuffer, decode_layout, fill_decode, fill_step
+from twostroke.model.decoder import Workspace
 from twostroke.plan import PhaseWork, StepPlan
 
-PIECE_BUFFER_BYTES = 1 << 20  # of packed inputs: some 2,000 tokens, and what they change in rows
+PIECE_BUFFER_BYTES = 1 << 20  # of step buffer: some 2,000 tokens, and what they change in rows
 EMPTY_PLAN = StepPlan(0, (), (), (), (), (), (), PhaseWork(), PhaseWork())
 
 Run = Callable[[], object]
-Record = Callable[[Run], Run]  # what to run → what replays it
+# Work that stops now and then → what replays each stretch of it.
+Record = Callable[[Callable[[], Iterator[object]]], list[Run]]
 
 
 def ladder(max_num_seqs: int, largest: int | None = None) -> list[int]:
@@ -53,20 +54,23 @@ class DecodeGraphs:
         self._buffer = torch.empty(largest.num_bytes, dtype=torch.uint8, device=rows.device)
         self._replays: dict[int, Run] = {}
         for size in reversed(self.sizes):
-            padding = pack_decode((), NOTHING, rows, size)
-            self._buffer[: padding.layout.num_bytes].copy_(padding.buffer)
-            longest = rows.max_len, rows.max_len
-            step = program.prepare(padding.layout, self._buffer, longest=longest)
-            self._replays[size] = record(partial(program.run, step))
+            padding = fill_decode((), NO_WRITES, rows, size)
+            self._buffer[: padding.layout.num_bytes].copy_(padding.data)
+            step = program.prepare(padding.layout, self._buffer)
+            (self._replays[size],) = record(partial(_in_one_piece, program, step))
 
     def size_for(self, batch: int) -> int | None:
         """The rung for a batch; None if it is above the ladder."""
         return _rung(self.sizes, batch)
 
-    def replay(self, packed: Packed) -> None:
-        size = packed.layout.shape.slots
-        self._buffer[: packed.layout.num_bytes].copy_(packed.buffer, non_blocking=True)
+    def replay(self, step: StepBuffer) -> None:
+        size = step.layout.shape.decode_tokens
+        self._buffer[: step.layout.num_bytes].copy_(step.data, non_blocking=True)
         self._replays[size]()
+
+
+def _in_one_piece(program: StepProgram, step: DeviceStep) -> Iterator[object]:
+    yield program.run(step)
 
 
 class PieceGraphs:
@@ -83,60 +87,63 @@ class PieceGraphs:
         self.sizes = sorted(sizes)
         self._program = program
         decoder, rows = program.decoder, program.rows
-        spec, dtype, device = decoder.spec, decoder.dtype, decoder.device
-        largest = self.sizes[-1]
-        self._buffer = torch.empty(PIECE_BUFFER_BYTES, dtype=torch.uint8, device=device)
-        heads = spec.num_heads + 2 * spec.num_kv_heads
-        self._qkv = torch.zeros(largest, heads, spec.head_dim, dtype=dtype, device=device)
-        self._attended = torch.zeros_like(self._qkv[:, : spec.num_heads])
-        self._residual = torch.zeros(largest, spec.hidden_size, dtype=dtype, device=device)
+        self._buffer = torch.empty(PIECE_BUFFER_BYTES, dtype=torch.uint8, device=decoder.device)
+        self._work = Workspace(decoder.spec, self.sizes[-1], decoder.dtype, decoder.device)
+        self._work.zero()
         self._replays: dict[int, list[Run]] = {}
         for size in reversed(self.sizes):
-            padding = pack_step(EMPTY_PLAN, NOTHING, rows, size)
-            self._buffer[: padding.layout.num_bytes].copy_(padding.buffer)
+            padding = fill_step(EMPTY_PLAN, NO_WRITES, rows, size)
+            self._buffer[: padding.layout.num_bytes].copy_(padding.data)
             step = program.prepare(padding.layout, self._buffer)
-            pieces = [partial(self._piece, n, size, step) for n in range(spec.num_layers)]
-            self._replays[size] = [record(piece) for piece in pieces]
+            self._replays[size] = record(partial(self._pieces, step, self._work.of(size)))
+
+    def _pieces(self, step: DeviceStep, work: Workspace) -> Iterator[int]:
+        program = self._program  # a generator: what makes the inputs is recorded, too
+        yield from program.decoder.pieces(program.inputs(step), program.pool, work)
 
     def size_for(self, tokens: int) -> int | None:
         return _rung(self.sizes, tokens)
 
-    def fits(self, packed: Packed) -> bool:
-        return packed.layout.num_bytes <= PIECE_BUFFER_BYTES
+    def fits(self, step: StepBuffer) -> bool:
+        return step.layout.num_bytes <= PIECE_BUFFER_BYTES
 
-    def send(self, packed: Packed, keeps_all: bool = False) -> DeviceStep:
-        layout = packed.layout
-        self._buffer[: layout.num_bytes].copy_(packed.buffer, non_blocking=True)
+    def send(self, step: StepBuffer, keeps_all: bool = False) -> DeviceStep:
+        layout = step.layout
+        self._buffer[: layout.num_bytes].copy_(step.data, non_blocking=True)
         return self._program.prepare(
-            layout, self._buffer, packed.largest, packed.longest, keeps_all
+            layout, self._buffer, step.max_first, step.max_continued, step.longest, keeps_all
         )
 
     def forward(self, step: DeviceStep) -> torch.Tensor:
         """What the decoder's `forward` does, on inputs that `send` has put in place."""
         program, size = self._program, step.shape.tokens
-        decoder, kv = program.decoder, program.kv
+        decoder, pool, work = program.decoder, program.pool, self._work.of(size)
+        # The graphs read the token ids; attention does not.
         inputs = program.inputs(step, step.fields["read_at"])
-        qkv, attended, residual = (
-            part[:size] for part in (self._qkv, self._attended, self._residual)
-        )
-        attend = decoder.attention(lists_of(inputs, qkv, attended), inputs)
+        attend = decoder.attention(inputs, pool, work)
         *replays, last = self._replays[size]
         for index, replay in enumerate(replays):
             replay()
-            attend(index, kv[index])
+            attend(index)
         last()
-        return decoder.last_layer(qkv, attended, residual, inputs, attend, kv[-1])
+        return decoder.last_layer(inputs, pool, work, attend)
 
-    def _piece(self, index: int, size: int, step: DeviceStep) -> None:
-        program, decoder, residual = self._program, self._program.decoder, self._residual[:size]
-        inputs = program.inputs(step, step.fields["read_at"])
-        if index == 0:
-            token_ids = program.rows.cells.index_select(0, step.fields["read_at"])
-            residual.copy_(decoder.embed(token_ids))
-            normed = decoder.first_norm(residual)
-        else:
-            normed = decoder.finish(index - 1, self._attended[:size], residual)
-        decoder.project(index, normed, inputs, program.kv[index], self._qkv[:size])
+
+class RunAgain:
+    """Records nothing: a replay runs the same stretch once more. For devices without graphs."""
+
+    def __call__(self, pieces: Callable[[], Iterator[object]]) -> list[Run]:
+        running: list[Iterator[object]] = []
+
+        def start() -> None:
+            running[:] = [pieces()]
+            next(running[0])
+
+        def go_on() -> None:
+            next(running[0])
+
+        count = sum(1 for _ in pieces())
+        return [start, *[go_on] * (count - 1)]
 
 
 class CudaRecorder:
@@ -146,22 +153,28 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def __call__(self, run: Run) -> Run:
-        graph = torch.cuda.CUDAGraph()
+    def __call__(self, pieces: Callable[[], Iterator[object]]) -> list[Run]:
         self._stream.wait_stream(torch.cuda.current_stream())
         # A tensor that the collector frees while a graph is being recorded would break it.
         enabled = gc.isenabled()
         gc.disable()
         try:
             with torch.cuda.stream(self._stream):
-                run()  # compiles, and lets libraries set themselves up, which no graph may hold
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    run()
-                finally:
-                    graph.capture_end()
+                count = sum(1 for _ in pieces())  # compiles, and lets libraries set themselves up
+                running = pieces()
+                graphs = [self._capture(running) for _ in range(count)]
         finally:
             if enabled:
                 gc.enable()
         torch.cuda.current_stream().wait_stream(self._stream)
-        return graph.replay
+        return [graph.replay for graph in graphs]
+
+    def _capture(self, running: Iterator[object]) -> torch.cuda.CUDAGraph:
+        """The next stretch."""
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            next(running)
+        finally:
+            graph.capture_end()
+        return graph

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from twostroke.exec.executor import Mask
-from twostroke.exec.state import Ints
 from twostroke.plan import NewRow
 
 Line = npt.NDArray[np.float32]  # [vocabulary]
+Ints = npt.NDArray[np.int32]
 NEVER = np.float32("-inf")
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from twostroke.exec.executor import LOGIT_SLICE, Masks
 from twostroke.exec.logits import apply_bans, is_plain
 from twostroke.exec.rng import stream_key
-from twostroke.exec.state import HostRows
+from twostroke.exec.rows import HostRows
 from twostroke.kernels import cpu
 from twostroke.kv.halves import HalfPool
 from twostroke.model.native import NativeDecoder

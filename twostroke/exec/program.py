@@ -10,35 +10,59 @@ before the host has seen this one's tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from twostroke.exec.packed import Layout, Shape
-from twostroke.exec.rows import DeviceRows
+from twostroke.exec.device_rows import DeviceRows
+from twostroke.exec.step_buffer import Layout, Longest, Shape
 from twostroke.kv.pool import KVPool
-from twostroke.model.batch import FusedDecode, FusedInputs, FusedPrefill, FusedWanted
-from twostroke.model.fused import FusedDecoder
+from twostroke.model.batch import DecodeInputs, KeptTokens, PrefillInputs, StepInputs
+from twostroke.model.decoder import Decoder
+from twostroke.model.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
     shape: Shape
-    fields: dict[str, torch.Tensor]  # views of the packed inputs
-    largest: tuple[int, int]  # chunks
-    splits: tuple[int, int]  # of decode attention: of the slots, of all that is sampled
+    fields: dict[str, torch.Tensor]  # views of the step buffer
+    max_first: int  # tokens of a chunk
+    max_continued: int
+    longest: Sequence[Longest]  # per KV group
     keeps_all: bool  # hidden states, not only those that are sampled
+
+
+class _Group(NamedTuple):
+    """What decode attention over a KV group looks like."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+
+
+def _attention_groups(spec: ModelSpec) -> list[_Group]:
+    return [
+        _Group(
+            max(spec.layers[index].attention.num_heads for index in group.layers),
+            group.num_kv_heads,
+            group.head_dim,
+            group.window,
+        )
+        for group in spec.kv_groups()
+    ]
 
 
 Forward = Callable[[DeviceStep], torch.Tensor]
 
 
 class StepProgram:
-    def __init__(self, decoder: FusedDecoder, pool: KVPool, rows: DeviceRows) -> None:
+    def __init__(self, decoder: Decoder, pool: KVPool, rows: DeviceRows) -> None:
         spec, device = decoder.spec, decoder.device
-        self.decoder, self.rows = decoder, rows
-        self.kv = [pool.layer(index) for index in range(spec.num_layers)]
+        self.decoder, self.pool, self.rows = decoder, pool, rows
+        self._groups = _attention_groups(spec)
         # Results have places of their own: graphs that share memory would overwrite each other's.
         self.logits = torch.empty(
             rows.max_rows, spec.vocab_size, dtype=decoder.dtype, device=device
@@ -49,21 +73,16 @@ class StepProgram:
         self,
         layout: Layout,
         buffer: torch.Tensor,
-        largest: tuple[int, int] = (0, 0),
-        longest: tuple[int, int] = (0, 0),
+        max_first: int = 0,
+        max_continued: int = 0,
+        longest: Sequence[Longest] | None = None,
         keeps_all: bool = False,
     ) -> DeviceStep:
-        """A step over packed inputs that lie in `buffer` on the device."""
-        shape = layout.shape
-        splits = self._splits(shape.slots, longest[0]), self._splits(shape.samples, longest[1])
-        return DeviceStep(shape, layout.device(buffer), largest, splits, keeps_all)
-
-    def _splits(self, slots: int, longest: int) -> int:
-        if not slots:
-            return 1
-        # By powers of two, so that few different launches ever occur.
-        length = min(1 << (longest - 1).bit_length(), self.rows.max_len)
-        return self.decoder.kernels.decode_splits(slots, self.decoder.spec.num_kv_heads, length)
+        """A step over inputs that lie in `buffer` on the device. `longest`: of any context, if it
+        is not given."""
+        longest = longest or [Longest(self.rows.max_len, self.rows.max_len)] * len(self._groups)
+        fields = layout.device(buffer)
+        return DeviceStep(layout.shape, fields, max_first, max_continued, longest, keeps_all)
 
     def run(self, step: DeviceStep, forward: Forward | None = None) -> torch.Tensor:
         """The last hidden states that are kept; logits and tokens are in their places. `forward`:
@@ -72,43 +91,66 @@ class StepProgram:
         if step.shape.writes:
             cells.scatter_(0, fields["writes_at"], fields["writes"])
         if forward is None:
-            token_ids = cells.index_select(0, fields["read_at"])
-            hidden = self.decoder.forward(self.inputs(step, token_ids), self.kv)
+            hidden = self.decoder.forward(self.inputs(step), self.pool)
         else:
             hidden = forward(step)
         if step.shape.samples:
             self._sample(hidden, step, step.shape.samples)
         return hidden
 
-    def inputs(self, step: DeviceStep, token_ids: torch.Tensor) -> FusedInputs:
-        shape, fields = step.shape, step.fields
-        decode = prefill = wanted = None
-        if shape.slots:
-            decode = self._slots(step, shape.slots, step.splits[0])
+    def inputs(self, step: DeviceStep, token_ids: torch.Tensor | None = None) -> StepInputs:
+        """`token_ids`: in place of those that the rows hold now."""
+        shape, fields, groups = step.shape, step.fields, range(len(self._groups))
+        if token_ids is None:
+            token_ids = self.rows.cells.index_select(0, fields["read_at"])
+        decode = prefill = kept = None
+        if shape.decode_tokens:
+            longest = [group.decode for group in step.longest]
+            decode = self._decode_rows(step, shape.decode_tokens, shape.queries, longest)
         if shape.chunks and not step.keeps_all:
-            wanted = FusedWanted(
-                fields["sampled"], self._slots(step, shape.samples, step.splits[1])
-            )
+            longest = [group.samples for group in step.longest]
+            rows = self._decode_rows(step, shape.samples, 1, longest)
+            kept = KeptTokens(fields["sampled"], rows)
         if shape.chunks:
-            prefill = FusedPrefill(
+            prefill = PrefillInputs(
                 fields["chunk_rows"],
-                fields["chunk_starts"],
+                [fields[f"chunk_starts{group}"] for group in groups],
                 fields["cu_tokens"],
                 shape.chunk_tokens,
-                *step.largest,
+                step.max_first,
+                step.max_continued,
             )
-        slots = [fields[f"slots{group}"] for group in range(shape.groups)]
+        slots = [fields[f"slots{group}"] for group in groups]
         tables, positions = self.rows.tables, fields["positions"]
-        return FusedInputs(token_ids, positions, slots, tables, decode, prefill, wanted)
+        return StepInputs(token_ids, positions, slots, tables, decode, prefill, kept)
 
-    def _slots(self, step: DeviceStep, count: int, splits: int) -> FusedDecode:
-        """The first of what is sampled, as slots of decode attention."""
-        spec, decoder, fields = self.decoder.spec, self.decoder, step.fields
+    def _decode_rows(
+        self, step: DeviceStep, tokens: int, queries: int, longest: Sequence[int]
+    ) -> DecodeInputs:
+        """The first samples, as rows of decode attention."""
+        decoder, count = self.decoder, tokens // queries
+        fields = ["rows", *(f"lengths{group}" for group in range(len(self._groups)))]
+        rows, *lengths = (step.fields[name][:tokens] for name in fields)
+        if queries > 1:  # what a row's last token sees is the row's length
+            last = slice(queries - 1, None, queries)
+            rows, lengths = rows[last].contiguous(), [part[last].contiguous() for part in lengths]
+        splits = [self._splits(*of, count) for of in zip(self._groups, longest, strict=True)]
         # Made here, so that the graphs of a pool all use the same memory for it.
-        scratch = decoder.kernels.decode_scratch(
-            count, spec.num_heads, spec.head_dim, splits, decoder.device
-        )
-        return FusedDecode(fields["rows"][:count], fields["lengths"][:count], splits, scratch)
+        scratch = [
+            decoder.kernels.decode_scratch(
+                count * queries, group.num_heads, group.head_dim, parts, decoder.device
+            )
+            for group, parts in zip(self._groups, splits, strict=True)
+        ]
+        return DecodeInputs(rows, lengths, queries, splits, scratch)
+
+    def _splits(self, group: _Group, longest: int, count: int) -> int:
+        if not count:
+            return 1
+        # By powers of two, so that few different launches ever occur.
+        length = min(1 << max(0, longest - 1).bit_length(), self.rows.max_len)
+        length = length if group.window is None else min(length, group.window)
+        return self.decoder.kernels.decode_splits(count, group.num_kv_heads, length)
 
     def _sample(self, hidden: torch.Tensor, step: DeviceStep, count: int) -> None:
         fields = step.fields
@@ -127,4 +169,4 @@ class StepProgram:
                 fields["key1"],
             )
         )
-        self.rows.cells.scatter_(0, fields["write_at"], tokens)
+        self.rows.cells.scatter_(0, fields["write_at"], tokens.clamp(min=0))

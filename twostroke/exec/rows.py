@@ -1,13 +1,14 @@
-"""`DeviceRows`: what persists on a device from step to step, written by one scatter a step.
+"""What persists from step to step, one row a request: tokens, block tables, sampling settings.
 
-    cells   [ tables of group 0 | … | tokens, a row each | spare ]       one tensor of int32
+    cells   [ tables of group 0 | tables of group 1 | … | tokens, a row each | spare ]      int32
 
 Tables and tokens are views of the same cells, so that everything a plan changes in them (new
-prompts, blocks appended, blocks passed by a window) is one list of places and values. The device
-writes the tokens it samples there itself. The spare cell is what padding reads and writes.
+prompts, blocks appended, blocks passed by a window) is one list of places and values. Sampled
+tokens are written there by the executor, so that the next step can read them before the scheduler
+has seen them. The spare cell is what padding reads and writes.
 
-The host keeps what it needs to build a step without asking the device: a copy of the tables, and
-each row's sampling settings as arrays that a step gathers from.
+The cells lie in the host's memory (`HostRows`, without torch) or on a device (`device_rows.py`).
+The host always has the tables, and each row's sampling settings as arrays that a step gathers from.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from twostroke.plan import NewRow, StepPlan
 
@@ -30,27 +30,25 @@ class Writes(NamedTuple):
     values: npt.NDArray[np.int32]
 
 
-NOTHING = Writes(np.empty(0, np.int64), np.empty(0, np.int32))
+NO_WRITES = Writes(np.empty(0, np.int64), np.empty(0, np.int32))
 
 
-class DeviceRows:
-    def __init__(
-        self, max_rows: int, max_len: int, block_size: int, num_groups: int, device: torch.device
-    ) -> None:
+class RowState:
+    def __init__(self, max_rows: int, max_len: int, block_size: int, num_groups: int) -> None:
         blocks, width = -(-max_len // block_size), max_len + 1
-        self.device, self.block_size = device, block_size
+        self.block_size = block_size
         self.max_rows, self.max_len, self.num_groups = max_rows, max_len, num_groups
-        self._first_token = num_groups * max_rows * blocks
-        self.spare = self._first_token + max_rows * width
-        self.cells = torch.zeros(self.spare + 1, dtype=torch.int32, device=device)
-        tables = self.cells[: self._first_token].view(num_groups, max_rows, blocks)
-        self.tables = list(tables)
-        self.tokens = self.cells[self._first_token : self.spare].view(max_rows, width)
+        self.num_table_cells = num_groups * max_rows * blocks
+        self.spare = self.num_table_cells + max_rows * width
         self.rows: dict[int, NewRow] = {}  # what each row was taken with
-        self._host_cells = np.zeros(self._first_token, np.int32)
-        self._host_tables = self._host_cells.reshape(num_groups, max_rows, blocks)
+        self._host_cells = self._allocate()
+        self._host_tables = self._host_cells[: self.num_table_cells].reshape(
+            num_groups, max_rows, blocks
+        )
         self._filled = [[0] * max_rows for _ in range(num_groups)]
         self._dropped = [[0] * max_rows for _ in range(num_groups)]
+        # Cache entries of a row that are gone from its tables: index = position − evicted.
+        self.evicted = np.zeros((num_groups, max_rows), np.int64)
         self.temperature = np.zeros(max_rows, np.float32)  # 0: greedy
         self.top_k = np.zeros(max_rows, np.int32)
         self.top_p = np.ones(max_rows, np.float32)
@@ -59,36 +57,43 @@ class DeviceRows:
         self.logprobs = np.full(max_rows, -1, np.int64)  # how many are asked for; -1: none
         self.plain_from = np.zeros(max_rows, np.int64)  # position from which sampling is plain
 
+    def _allocate(self) -> npt.NDArray[np.int32]:
+        """The cells that the host has: the tables at least."""
+        return np.zeros(self.num_table_cells, np.int32)
+
     def reset(self) -> None:
-        """No row is taken. What the tensors hold is written anew with each new row."""
+        """No row is taken. What the cells hold is written anew with each new row."""
         self.rows.clear()
-        self._host_cells[:] = 0
+        self._host_tables[:] = 0
+        self.evicted[:] = 0
         for lengths in (*self._filled, *self._dropped):
             lengths[:] = [0] * self.max_rows
 
     # ── what a plan changes ─────────────────────────────────────────────────────────────────
 
     def apply(self, plan: StepPlan) -> Writes:
-        """Take in a plan; what the device is to be told of it."""
+        """Take in a plan; which cells it changes."""
         if not (plan.new or plan.appended or plan.dropped or plan.retired):
-            return NOTHING
+            return NO_WRITES
         at: list[int] = []
         values: list[int] = []
         retired = set(plan.retired)
+        # A row may be dropped from, retired and taken anew in one plan: in this order.
         for drop in plan.dropped:
             if drop.row not in retired:  # else whoever takes the row writes the table anew
-                first, dropped = self._cell(drop.group, drop.row), self._dropped[drop.group]
+                first, dropped = self._table_cell(drop.group, drop.row), self._dropped[drop.group]
                 at += range(first + dropped[drop.row], first + drop.upto)
                 values += [0] * (drop.upto - dropped[drop.row])
                 dropped[drop.row] = drop.upto
         for row in plan.retired:
             del self.rows[row]
+            self.evicted[:, row] = 0
             for lengths in (*self._filled, *self._dropped):
                 lengths[row] = 0
         for append in plan.appended:
             filled = self._filled[append.group]
             start, count = filled[append.row], len(append.blocks)
-            first = self._cell(append.group, append.row) + start
+            first = self._table_cell(append.group, append.row) + start
             at += range(first, first + count)
             values += append.blocks
             filled[append.row] = start + count
@@ -99,15 +104,10 @@ class DeviceRows:
         parts, tokens = [places], [cells]
         for new in plan.new:
             self._take(new)
-            first = self._first_token + new.row * (self.max_len + 1)
+            first = self._token_cell(new.row)
             parts.append(np.arange(first, first + len(new.tokens)))
             tokens.append(np.array(new.tokens, np.int32))
         return Writes(np.concatenate(parts), np.concatenate(tokens))
-
-    def _cell(self, group: int, row: int) -> int:
-        """Where a row's table begins."""
-        _, rows, blocks = self._host_tables.shape
-        return (group * rows + row) * blocks
 
     def _take(self, new: NewRow) -> None:
         row, params = new.row, new.params
@@ -121,12 +121,23 @@ class DeviceRows:
 
     # ── where things are ────────────────────────────────────────────────────────────────────
 
-    def token_cells(self, rows: Ints, positions: Ints) -> Ints:
-        return self._first_token + rows * (self.max_len + 1) + positions
+    def _table_cell(self, group: int, row: int) -> int:
+        _, rows, blocks = self._host_tables.shape
+        return (group * rows + row) * blocks
 
-    def slots(self, group: int, rows: Ints, positions: Ints) -> Ints:
-        """Where keys and values go: block · block_size + offset; -1 for the null block."""
-        block, offset = np.divmod(positions, self.block_size)
+    def _token_cell(self, row: int) -> int:
+        return self.num_table_cells + row * (self.max_len + 1)
+
+    def token_cells(self, rows: Ints, positions: Ints) -> Ints:
+        return self.num_table_cells + rows * (self.max_len + 1) + positions
+
+    def indices(self, group: int, rows: Ints, positions: Ints) -> Ints:
+        """Where in the cache of a row a position's keys and values are."""
+        return positions - self.evicted[group, rows]
+
+    def slots(self, group: int, rows: Ints, indices: Ints) -> Ints:
+        """Where in the pool: block · block_size + offset; -1 for the null block."""
+        block, offset = np.divmod(indices, self.block_size)
         number = self._host_tables[group, rows, block].astype(np.int64)
         slots = number * self.block_size + offset
         slots[number == 0] = -1
@@ -144,3 +155,21 @@ def _plain_from(new: NewRow) -> int:
     ):
         return 2**62
     return new.num_prompt + params.min_tokens if new.stop_ids else 0
+
+
+class HostRows(RowState):
+    """All cells in the host's memory. Pages are taken when a row first reaches them."""
+
+    def __init__(self, max_rows: int, max_len: int, block_size: int, num_groups: int) -> None:
+        super().__init__(max_rows, max_len, block_size, num_groups)
+        self.tables = list(self._host_tables)  # per group: [rows, blocks]
+        tokens = self._host_cells[self.num_table_cells : self.spare]
+        self.tokens = tokens.reshape(max_rows, max_len + 1)
+
+    def _allocate(self) -> npt.NDArray[np.int32]:
+        return np.zeros(self.spare + 1, np.int32)
+
+    def apply(self, plan: StepPlan) -> Writes:
+        writes = super().apply(plan)
+        self._host_cells[writes.at] = writes.values
+        return writes

@@ -14,7 +14,7 @@ the memory that it will need: no stream waits for that.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice, pairwise
@@ -23,7 +23,7 @@ import torch
 
 from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
-from twostroke.exec.cuda import CudaExecutor
+from twostroke.exec.device_rows import DeviceRows
 from twostroke.exec.graphs import (
     CudaRecorder,
     DecodeGraphs,
@@ -34,9 +34,9 @@ from twostroke.exec.graphs import (
 )
 from twostroke.exec.memory import MemoryPlan, fit_length, gib
 from twostroke.exec.program import StepProgram
-from twostroke.exec.rows import DeviceRows
+from twostroke.exec.torch_executor import TorchExecutor
 from twostroke.kv.pool import KVPool
-from twostroke.model.fused import FusedDecoder
+from twostroke.model.decoder import Decoder
 from twostroke.observe.laps import Laps
 from twostroke.plan import Chunk, NewRow, PhaseWork, Slot, StepPlan
 from twostroke.request import SamplingParams
@@ -48,11 +48,11 @@ COSTLY = SamplingParams(temperature=0.6, top_p=0.9, repetition_penalty=1.1)
 
 def start_executor(
     config: EngineConfig,
-    decoder: FusedDecoder,
+    decoder: Decoder,
     kv_dtype: torch.dtype,
     estimate: MemoryPlan,
     laps: Laps | None = None,
-) -> tuple[CudaExecutor, MemoryPlan]:
+) -> tuple[TorchExecutor, MemoryPlan]:
     """`estimate`: the plan made before loading, on what the device had free then."""
     laps = laps or Laps()
     spec, device, size = decoder.spec, decoder.device, config.block_size
@@ -63,8 +63,8 @@ def start_executor(
         rows = DeviceRows(config.max_num_seqs, max_len, size, groups, device)
         compile_kernels(decoder, kv_dtype, rows, budget, graph_sizes(config))
         laps.end("kernels")
-        trial = StepProgram(decoder, KVPool(spec, 0, size, kv_dtype, device), rows)
-        activations = _measure_steps(CudaExecutor(trial, None), budget, rows)
+        trial = StepProgram(decoder, KVPool(spec, [0] * groups, size, kv_dtype, device), rows)
+        activations = _measure_steps(TorchExecutor(trial, None), budget, rows)
         sizes = graph_sizes(config)
         graphs_bytes = _measure_graphs(trial, sizes, piece_ladder(budget)) if sizes else 0
         del trial
@@ -73,7 +73,7 @@ def start_executor(
         plan = fit_pool(config, estimate, free, activations, graphs_bytes)
         plan = fit_length(plan, config, spec)
         try:
-            pool = KVPool(spec, plan.num_blocks, size, kv_dtype, device)
+            pool = KVPool(spec, [plan.num_blocks] * groups, size, kv_dtype, device)
             program = StepProgram(decoder, pool, rows)
             graphs = pieces = None
             if sizes:
@@ -82,7 +82,7 @@ def start_executor(
                 pieces = PieceGraphs(program, piece_ladder(budget), record)
             _free_bytes(device)
             laps.end("graphs")
-            executor = CudaExecutor(program, graphs, pieces, nvtx=config.nvtx)
+            executor = TorchExecutor(program, graphs, pieces, nvtx=config.nvtx)
             for step in islice(warm_plans(rows.max_rows, budget, max_len), 1):
                 executor.sample(executor.forward(step)).wait()
                 executor.reset()
@@ -106,14 +106,16 @@ def graph_sizes(config: EngineConfig) -> list[int]:
 
 
 def compile_kernels(
-    decoder: FusedDecoder, kv_dtype: torch.dtype, rows: DeviceRows, budget: int, sizes: list[int]
+    decoder: Decoder, kv_dtype: torch.dtype, rows: DeviceRows, budget: int, sizes: list[int]
 ) -> None:
     """What the steps and graphs below launch, all at once, by the same steps without memory."""
-    hollow, size = decoder.hollow(), rows.block_size
-    device, groups = hollow.device, rows.num_groups
+    without, size = decoder.to_meta(), rows.block_size
+    device, groups = without.device, rows.num_groups
     spare = DeviceRows(rows.max_rows, rows.max_len, size, groups, device)
-    program = StepProgram(hollow, KVPool(hollow.spec, 0, size, kv_dtype, device), spare)
-    executor = CudaExecutor(program, None)
+    program = StepProgram(
+        without, KVPool(without.spec, [0] * groups, size, kv_dtype, device), spare
+    )
+    executor = TorchExecutor(program, None)
 
     def run() -> None:
         for plan in warm_plans(spare.max_rows, budget, spare.max_len):
@@ -123,13 +125,12 @@ def compile_kernels(
             DecodeGraphs(program, sizes, _run_once)
             PieceGraphs(program, piece_ladder(budget), _run_once)
 
-    of = (decoder.spec, decoder.dtype, kv_dtype, decoder.early, size, groups)
+    of = (decoder.spec, decoder.dtype, kv_dtype, decoder.pdl, size, groups)
     decoder.kernels.compile_ahead(run, (*of, rows.max_rows, rows.max_len, budget, sizes))
 
 
-def _run_once(run: Run) -> Run:
-    run()
-    return run
+def _run_once(pieces: Callable[[], Iterator[object]]) -> list[Run]:
+    return [lambda: None for _ in pieces()]
 
 
 # ── measuring ───────────────────────────────────────────────────────────────────────────────
@@ -172,7 +173,7 @@ def warm_plan(
     )
 
 
-def _measure_steps(executor: CudaExecutor, budget: int, rows: DeviceRows) -> int:
+def _measure_steps(executor: TorchExecutor, budget: int, rows: DeviceRows) -> int:
     """Bytes that the largest steps take beside what is there already."""
     _free_bytes(rows.device)
     before = torch.cuda.memory_reserved(rows.device)

@@ -1,26 +1,268 @@
 """The kernels in plain torch: short, obviously right, and the definition of every other one.
 
 Shapes: T tokens in a step, H query heads in groups that share one of K key/value heads, D channels
-a head. The paged cache of one layer is `keys` and `values`, each [blocks, block_size, K, D]; a
-table row lists the blocks of one sequence in order of position; block 0 is null and all zero.
+a head. The paged cache of one layer is `keys` and `values`, each [blocks, block_size, K, D] (a
+strided view of its group's pool); a row of `tables` lists the blocks of one sequence in order;
+block 0 is null and all zero.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-GATHER_TOKENS = 1 << 16  # cached positions that decode attention gathers at one time
+GATHER_TOKENS = 1 << 16  # cache entries that decode attention gathers at one time
+NEVER = float("-inf")
+BITS = 0xFFFFFFFF
+
+Attend = Callable[[Tensor, Tensor], object]  # over the keys and values of a layer
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Over the last dimension, in fp32 inside."""
+class Kernels:
+    """What a forward calls, each operation over everything in a step.
+
+    Fused operations are compositions of the plain ones here; a backend overrides what it does
+    better. None of them may ask the device for a value where a backend is to be recorded in CUDA
+    graphs. A decode row of length 0 and a slot below 0 are padding. `pdl`: the launch may be set up
+    before the one in front has ended (programmatic dependent launch).
+    """
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> Tensor:
+        return rms_norm(x, weight, eps)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, pdl: bool = False
+    ) -> Tensor:
+        """`residual += x` in place, then its norm."""
+        residual += x
+        return self.rms_norm(residual, weight, eps, pdl=pdl)
+
+    def act_and_mul(self, gate_up: Tensor, activation: str, *, pdl: bool = False) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+    def product(
+        self, x: Tensor, weight: Tensor, *, pdl: bool = False, out: Tensor | None = None
+    ) -> Tensor:
+        """x @ weight.T"""
+        return torch.mm(x, weight.t(), out=out)
+
+    def gated_product(
+        self, x: Tensor, weight: Tensor, activation: str, *, pdl: bool = False
+    ) -> Tensor:
+        """`act_and_mul` of the product."""
+        return self.act_and_mul(self.product(x, weight), activation)
+
+    def rope_store(
+        self,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        *,
+        pdl: bool = False,
+    ) -> Tensor:
+        """Norm and rotate [T, (H + 2K) · D] in place, put keys and values in the cache:
+        [T, H + 2K, D]. Slot = block · block_size + offset."""
+        heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
+        q, k = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
+        v = heads[:, num_heads + num_kv_heads :]
+        if q_norm is not None and k_norm is not None:
+            q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
+        q, k = (rope(part, cos[positions], sin[positions]) for part in (q, k))
+        stored, size = slots >= 0, keys.shape[1]
+        at = slots[stored] // size, slots[stored] % size
+        keys[at], values[at] = k[stored].to(keys.dtype), v[stored].to(values.dtype)
+        heads[:, : num_heads + num_kv_heads] = torch.cat([q, k], dim=1)
+        return heads
+
+    def prefill_attention(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        tables: Tensor,
+        chunk_rows: Tensor,
+        chunk_starts: Tensor,
+        cu_tokens: Tensor,
+        max_continued: int,
+        scale: float,
+        window: int | None,
+        softcap: float,
+        *,
+        out: Tensor,
+        own: Tensor,
+        max_first: int,
+    ) -> Tensor:
+        """All chunks: tokens [cu_tokens[c], cu_tokens[c + 1]) are cache entries from
+        chunk_starts[c] on of the sequence in tables[chunk_rows[c]]. `own`: their keys and values,
+        [T, 2K, D], which the cache has, too. `max_first`: tokens of the largest chunk that starts
+        at 0, `max_continued`: of the largest other one."""
+        chunks = zip(
+            chunk_rows.tolist(), chunk_starts.tolist(), pairwise(cu_tokens.tolist()), strict=True
+        )
+        for row, start, (first, end) in chunks:
+            until = start + end - first
+            since = 0 if window is None else max(0, start - window + 1)
+            k, v = gather(keys, values, tables[row], since, until, q.dtype)
+            query = torch.arange(start, until, device=q.device).unsqueeze(1)
+            key = torch.arange(since, until, device=q.device).unsqueeze(0)
+            part = slice(first, end)
+            out[part] = attention(q[part], k, v, visible(query, key, window), scale, softcap)
+        return out
+
+    def bind_prefill_attention(
+        self, q: Tensor, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
+    ) -> Attend:
+        """`prefill_attention` for many layers of a step: what is not a layer's own is looked at
+        once. Keys and values here are those of any layer of the same KV group."""
+        return lambda keys, values: self.prefill_attention(q, keys, values, *args, **kwargs)
+
+    def decode_attention(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        tables: Tensor,
+        rows: Tensor,
+        lengths: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float,
+        splits: int,
+        scratch: Any,
+        *,
+        out: Tensor,
+        queries: int = 1,
+        pdl: bool = False,
+    ) -> Tensor:
+        """[rows · queries, H, D] against the first `lengths` cache entries of each row, all of its
+        queries included: query j sees queries − 1 − j fewer."""
+        size = keys.shape[1]
+        blocks = -(-int(lengths.max()) // size)
+        at_once = max(1, GATHER_TOKENS // max(1, blocks * size))
+        key = torch.arange(blocks * size, device=q.device)
+        of_row = torch.arange(queries, device=q.device)
+        rows_of_q, rows_of_out = (torch.unflatten(x, 0, (-1, queries)) for x in (q, out))
+        for at in range(0, len(lengths), at_once):
+            part = slice(at, at + at_once)
+            table = tables[rows[part].long(), :blocks].long()
+            query = lengths[part].unsqueeze(1) - queries + of_row
+            seen = visible(query.unsqueeze(2), key, window)
+            k = keys[table].flatten(1, 2).to(q.dtype)
+            v = values[table].flatten(1, 2).to(q.dtype)
+            found = attention(rows_of_q[part], k, v, seen, scale, softcap)
+            padding = lengths[part] == 0
+            rows_of_out[part] = found.masked_fill_(padding[:, None, None, None], 0)
+        return out
+
+    def bind_decode_attention(
+        self, q: Tensor, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
+    ) -> Attend:
+        """`decode_attention`, in the same way."""
+        return lambda keys, values: self.decode_attention(q, keys, values, *args, **kwargs)
+
+    def rope_decode_attention(
+        self,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        tables: Tensor,
+        rows: Tensor,
+        lengths: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float,
+        splits: int,
+        scratch: Any,
+        *,
+        out: Tensor,
+        pdl: bool = False,
+    ) -> Tensor:
+        """`rope_store`, then `decode_attention`, where each token is the last of its sequence and
+        its block is in no other table."""
+        num_heads, num_kv_heads = out.shape[1], keys.shape[2]
+        heads = (num_heads, num_kv_heads)
+        stored = self.rope_store(
+            qkv, q_norm, k_norm, eps, cos, sin, positions, slots, keys, values, *heads, pdl=pdl
+        )
+        q, how = stored[:, :num_heads], (scale, window, softcap, splits, scratch)
+        return self.decode_attention(q, keys, values, tables, rows, lengths, *how, out=out, pdl=pdl)
+
+    def decode_splits(self, batch: int, num_kv_heads: int, max_len: int) -> int:
+        """Into how many parts decode attention cuts a context."""
+        return 1
+
+    def decode_scratch(
+        self, batch: int, num_heads: int, head_dim: int, splits: int, device: torch.device
+    ) -> Any:
+        """Where those parts meet; launches of one stream may share it."""
+        return None
+
+    def sample(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        key0: Tensor,
+        key1: Tensor,
+    ) -> Tensor:
+        """A token a row, −1 where the logits are NaN or infinite; temperature 0 is greedy, top_k 0
+        is all. The logits stay as they are. Every row by a sort of the whole vocabulary: the
+        plainest way there is."""
+        vocab, wide = logits.shape[-1], logits.float()
+        greedy = wide.argmax(dim=-1)
+        scaled = wide / torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
+        least = scaled.amax(1, keepdim=True) + min_p.log().unsqueeze(1)
+        scaled = scaled.masked_fill((min_p > 0).unsqueeze(1) & (scaled < least), NEVER)
+        values, ids = scaled.sort(dim=1, descending=True, stable=True)
+        k = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab).unsqueeze(1)
+        values = values.masked_fill(torch.arange(vocab, device=k.device) >= k, NEVER)
+        share = values.softmax(1)
+        keep = (share.cumsum(1) - share) < top_p.unsqueeze(1)
+        keep[:, 0] = True
+        noisy = values.masked_fill(~keep, NEVER) + gumbel(torch.stack([key0, key1], 1), ids)
+        drawn = ids.gather(1, noisy.argmax(1, keepdim=True)).squeeze(1)
+        tokens = torch.where(temperature > 0, drawn, greedy)
+        # NaN is larger than any number to torch, so that it is chosen where there is one.
+        finite = wide.gather(1, tokens.unsqueeze(1)).squeeze(1) < -NEVER
+        return torch.where(finite, tokens, -1)
+
+    def compile_ahead(self, run: Callable[[], object], of: object) -> None:
+        """Make ready what `run` calls, on tensors without memory; it may be run or not. `of`: all
+        that decides what it calls, of which the `repr` is the same in another process."""
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Over the last dimension, in fp32 inside; multiplied by the weight in the weight's type."""
     wide = x.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * (wide * scale).to(x.dtype)
+    return (weight * (wide * scale).to(weight.dtype)).to(x.dtype)
 
 
-def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate [T, heads, D] by [T, dim / 2] angles; channels past dim pass through."""
     half = cos.shape[-1]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -29,63 +271,35 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     return torch.cat([*(part.to(x.dtype) for part in rotated), x[..., 2 * half :]], dim=-1)
 
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+def visible(query: Tensor, key: Tensor, window: int | None) -> Tensor:
+    """Which cache entries each query sees: itself, and those before it inside the window."""
+    seen = key <= query
+    return seen if window is None else seen & (key > query - window)
 
 
-def store_kv(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: torch.Tensor,
-) -> None:
-    """Put [T, K, D] at flat positions of the cache: slot = block · block_size + offset."""
-    keys.view(-1, *keys.shape[2:])[slots] = k.to(keys.dtype)
-    values.view(-1, *values.shape[2:])[slots] = v.to(values.dtype)
-
-
-def prefill_attention(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    table: torch.Tensor,
-    start: int,
-    scale: float,
-    window: int | None,
-) -> torch.Tensor:
-    """One chunk: queries [start, start + n) of a sequence against all of it that is cached."""
-    end = start + q.shape[0]
-    first = 0 if window is None else max(0, start - window + 1)
-    k, v = gather(keys, values, table, first, end, q.dtype)
-    query = torch.arange(start, end, device=q.device).unsqueeze(1)
-    key = torch.arange(first, end, device=q.device).unsqueeze(0)
-    visible = key <= query
-    if window is not None:
-        visible &= key > query - window
-    out = F.scaled_dot_product_attention(
-        q.transpose(0, 1).unsqueeze(0),
-        k.transpose(0, 1).unsqueeze(0),
-        v.transpose(0, 1).unsqueeze(0),
-        attn_mask=visible,
-        scale=scale,
-        enable_gqa=True,
-    )
-    return out.squeeze(0).transpose(0, 1)
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, softcap: float
+) -> Tensor:
+    """[…, queries, H, D] against […, entries, K, D], of which each query sees some."""
+    q, k, v = (part.transpose(-3, -2) for part in (q, k, v))
+    if not softcap:
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen.unsqueeze(-3), scale=scale, enable_gqa=True
+        )
+        return out.transpose(-3, -2)
+    k, v = (part.repeat_interleave(q.shape[-3] // k.shape[-3], dim=-3) for part in (k, v))
+    scores = softcap * torch.tanh((q @ k.transpose(-1, -2)).float() * (scale / softcap))
+    scores = scores.masked_fill(~seen.unsqueeze(-3), NEVER)
+    # A padded row sees nothing.
+    return (scores.softmax(-1).nan_to_num().to(q.dtype) @ v).transpose(-3, -2)
 
 
 def gather(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    table: torch.Tensor,
-    first: int,
-    end: int,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cached positions [first, end) of a sequence, as [positions, K, D]."""
+    keys: Tensor, values: Tensor, table: Tensor, first: int, end: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cache entries [first, end) of a sequence, as [entries, K, D]."""
     size = keys.shape[1]
-    blocks = table[first // size : -(-end // size)]
+    blocks = table[first // size : -(-end // size)].long()
     skip = first % size
     pair = []
     for cache in (keys, values):
@@ -94,40 +308,20 @@ def gather(
     return pair[0], pair[1]
 
 
-def decode_attention(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    tables: torch.Tensor,
-    lengths: torch.Tensor,
-    longest: int,
-    scale: float,
-    window: int | None,
-) -> torch.Tensor:
-    """One query a sequence, [B, H, D], against its `lengths` cached positions.
+def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """Gumbel noise for [rows, 2] keys and token ids that broadcast to [rows, n], in fp32.
 
-    Sequences are padded to the longest; slices bound what is gathered at one time.
+    The largest of logit + noise is a draw from softmax(logits), for any subset of tokens.
     """
-    size = keys.shape[1]
-    blocks = -(-longest // size)
-    rows = max(1, GATHER_TOKENS // (blocks * size))
-    position = torch.arange(blocks * size, device=q.device)
-    out = torch.empty_like(q)
-    for at in range(0, q.shape[0], rows):
-        part = slice(at, at + rows)
-        table = tables[part, :blocks]
-        length = lengths[part].unsqueeze(1)
-        visible = position < length
-        if window is not None:
-            visible &= position >= length - window
-        k = keys[table].flatten(1, 2).to(q.dtype)
-        v = values[table].flatten(1, 2).to(q.dtype)
-        out[part] = F.scaled_dot_product_attention(
-            q[part].unsqueeze(2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=visible[:, None, None, :],
-            scale=scale,
-            enable_gqa=True,
-        ).squeeze(2)
-    return out
+    bits = _mix(token_ids.long() ^ keys[:, :1])
+    bits = _mix((bits + keys[:, 1:]) & BITS)
+    uniform = (bits.float() + 0.5) * 2.0**-32
+    # −log1p(−u) keeps its precision where u is small, which is where the winners come from.
+    return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2.0**-24)))
+
+
+def _mix(x: Tensor) -> Tensor:
+    """`exec/rng.py`'s `mix` of many at once."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & BITS
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & BITS
+    return x ^ (x >> 16)

@@ -1,8 +1,15 @@
-"""The tensors behind the block numbers: one pool, reserved once. Without torch: `halves.py`."""
+"""The memory behind the block numbers: one pool a KV group, reserved once.
+
+    group    [ block 0: null, zeros │ block 1 │ … ]
+    block    [ layer 0: keys, values │ layer 1: keys, values │ … ]        one contiguous piece
+
+So a block of a group can be read, written or sent as one. Without torch: `host_pool.py`.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -11,23 +18,32 @@ from twostroke.model.spec import ModelSpec
 
 
 class KVPool:
-    """Keys and values of every layer, [blocks, block_size, K, D] each. Block 0 is null: zeros."""
-
     def __init__(
         self,
         spec: ModelSpec,
-        num_blocks: int,
+        num_blocks: Sequence[int],
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (spec.num_layers, 2, num_blocks + 1, block_size, spec.num_kv_heads, spec.head_dim)
-        self._data = _zeros(shape, dtype, device)
+        """`num_blocks`: of each KV group, the null block not counted."""
         self.block_size = block_size
-        self.num_bytes = self._data.numel() * self._data.element_size()
+        self.groups: list[torch.Tensor] = []
+        layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for group, blocks in zip(spec.kv_groups(), num_blocks, strict=True):
+            heads = group.num_kv_heads, group.head_dim
+            shape = (blocks + 1, len(group.layers), 2, block_size, *heads)
+            data = _zeros(shape, dtype, device)
+            self.groups.append(data)
+            for place, index in enumerate(group.layers):
+                layers[index] = data[:, place, 0], data[:, place, 1]
+        # Keys and values of each layer, [blocks, block_size, K, D] each.
+        self.layers = [layers[index] for index in range(spec.num_layers)]
+        self.num_bytes = sum(data.numel() * data.element_size() for data in self.groups)
 
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._data[index, 0], self._data[index, 1]
+    def block(self, group: int, number: int) -> torch.Tensor:
+        """A block of a group, all its layers: [layers, 2, block_size, K, D]."""
+        return self.groups[group][number]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -1,41 +1,110 @@
-"""One decoder for every `ModelSpec`.
+"""The one forward of torch's backends: it runs any `ModelSpec` on any set of kernels.
 
-    embed ─▶ [ norm · qkv · rope · store · attend · o · + · norm · mlp · + ] × layers ─▶ norm
+    embed ─▶ [ norm · qkv · rope · store · ATTEND · o · norm? · + · norm · mlp · norm? · + ] × n
+          ─▶ norm ─▶ head
 
-The linear layers see one flat run of tokens, decode slots first and then the chunks; attention
-sees the two lists. The head runs only on the positions that are asked for.
+The linear layers see one flat run of tokens, decode rows first and then the chunks; attention sees
+the two lists. `pieces` stops wherever attention is due, so that what lies between can be recorded
+as a CUDA graph; `forward` runs the same pieces with attention in between. A step that only decodes
+has one launch for rope, store and attention.
+
+Of a chunk only the last token is sampled, if that: after its keys and values the last layer works
+for the tokens that somebody wants, and not for the others. The residual stays in one tensor that
+every block adds to. Nothing here looks at a value on the device or copies one to it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from twostroke.kernels import Kernels
+from twostroke.kernels.reference import Attend, Kernels
 from twostroke.kv.pool import KVPool
-from twostroke.model.batch import StepInputs
+from twostroke.model.batch import DecodeInputs, StepInputs
 from twostroke.model.linear import DenseLinear, Linear
 from twostroke.model.rope import rope_tables
-from twostroke.model.spec import ModelSpec, RopeSpec
+from twostroke.model.spec import AttentionSpec, LayerSpec, ModelSpec
 from twostroke.model.weights import WeightSource
 from twostroke.model.weights.tensors import read_tensor
+
+FEW_TOKENS = 64  # where the time between two launches shows
+
+KV = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer
+
+
+class Rope(NamedTuple):
+    cos: torch.Tensor  # [max_len, dim / 2]
+    sin: torch.Tensor
 
 
 @dataclass(slots=True)
 class Layer:
-    window: int | None
-    attn_norm: torch.Tensor
+    spec: LayerSpec
+    group: int  # KV group
+    kind: int  # layers of one kind differ in their weights and their cache alone
+    rope: Rope
+    attn_norm: torch.Tensor | None
+    attn_post_norm: torch.Tensor | None
     qkv: Linear
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     o: Linear
-    mlp_norm: torch.Tensor
+    mlp_norm: torch.Tensor | None
+    mlp_post_norm: torch.Tensor | None
     gate_up: Linear
     down: Linear
+
+    @property
+    def head_norms(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Norms over each head, which kernels apply beside rope."""
+        if self.spec.attention.qk_norm != "head":
+            return None, None
+        return self.q_norm, self.k_norm
+
+
+class Workspace:
+    """What a layer leaves for its attention, and attention for the rest of the layer: the same
+    place for every layer, so that their attention differs in the cache alone."""
+
+    def __init__(
+        self, spec: ModelSpec, tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        parts = [layer.attention for layer in spec.layers]
+        qkv_size = max(part.q_size + 2 * part.kv_size for part in parts)
+        q_size = max(part.q_size for part in parts)
+        self.residual, self._qkv, self._attended = (
+            torch.empty(tokens, size, dtype=dtype, device=device)
+            for size in (spec.hidden_size, qkv_size, q_size)
+        )
+
+    def zero(self) -> None:
+        for part in (self.residual, self._qkv, self._attended):
+            part.zero_()
+
+    def of(self, tokens: int) -> Workspace:
+        """The first tokens of it."""
+        other = copy(self)
+        other.residual = self.residual[:tokens]
+        other._qkv, other._attended = self._qkv[:tokens], self._attended[:tokens]
+        return other
+
+    def qkv(self, part: AttentionSpec) -> torch.Tensor:
+        """[T, (H + 2K) · D]"""
+        tokens, size = len(self._qkv), part.q_size + 2 * part.kv_size
+        return self._qkv.view(-1)[: tokens * size].view(tokens, size)
+
+    def attended(self, part: AttentionSpec) -> torch.Tensor:
+        """[T, H, D]"""
+        tokens, size = len(self._attended), part.q_size
+        flat = self._attended.view(-1)[: tokens * size]
+        return flat.view(tokens, part.num_heads, part.head_dim)
 
 
 class Decoder:
@@ -47,98 +116,329 @@ class Decoder:
         device: torch.device,
         max_len: int,
         kernels: Kernels,
+        pdl: bool = False,
     ) -> None:
-        self.spec = spec
-        self._kernels = kernels
-        self.dtype = dtype
-        self.device = device
-        self._cos, self._sin = rope_tensors(spec.rope, max_len, device)
-        self._scale = spec.head_dim**-0.5
-        load = Loader(source, dtype, device)
-        self._layers, self._embed = load_layers(spec, load)
-        self._final_norm = load.tensor("final_norm")
+        """`pdl`: the launches of a small step are set up before the one in front has ended."""
+        self.spec, self.dtype, self.device, self.kernels = spec, dtype, device, kernels
+        self.pdl = pdl
+        self._embed_scale = float(torch.tensor(spec.embed_scale, dtype=dtype))
+        load = _Loader(spec, source, dtype, device, max_len, kernels)
+        # Unpacking keeps one core busy at a time, and leaves Python free while it does.
+        with ThreadPoolExecutor() as pool:
+            embed = pool.submit(load.tensor, "embed")
+            self._layers = list(pool.map(load.layer, range(spec.num_layers)))
+            self._embed = embed.result()
+        self._final_norm = load.norm("final_norm")
         head = self._embed if spec.tie_embeddings else load.tensor("head")
-        self._head: Linear = DenseLinear(head)
+        self._head: Linear = DenseLinear(head, None, kernels)
+
+    def to_meta(self) -> Decoder:
+        """One layer of each kind and the last, of tensors that have no memory: what it launches is
+        the same."""
+        other = copy(self)
+        kinds = {layer.kind: layer for layer in self._layers}
+        layers = [*kinds.values(), self._layers[-1]]
+        other.device = torch.device("meta")
+        other.spec = replace(self.spec, layers=tuple(layer.spec for layer in layers))
+        other._layers = [_to_meta(layer) for layer in layers]
+        for name in ("_embed", "_final_norm", "_head"):
+            setattr(other, name, _to_meta(getattr(self, name)))
+        return other
+
+    # ── a step ──────────────────────────────────────────────────────────────────────────────
 
     def forward(self, inputs: StepInputs, pool: KVPool) -> torch.Tensor:
-        """The last hidden state of every token of the step, normed: [T, hidden]."""
-        eps, kernels = self.spec.norm_eps, self._kernels
-        cos, sin = self._cos[inputs.positions], self._sin[inputs.positions]
-        x = F.embedding(inputs.token_ids, self._embed)
-        for index, layer in enumerate(self._layers):
-            normed = kernels.rms_norm(x, layer.attn_norm, eps)
-            x = x + layer.o(self._attend(index, layer, normed, cos, sin, inputs, pool))
-            normed = kernels.rms_norm(x, layer.mlp_norm, eps)
-            x = x + layer.down(kernels.silu_and_mul(layer.gate_up(normed)))
-        return kernels.rms_norm(x, self._final_norm, eps)
-
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits in fp32, [rows, vocab]."""
-        return self._head(hidden).float()
-
-    def _attend(
-        self,
-        index: int,
-        layer: Layer,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        inputs: StepInputs,
-        pool: KVPool,
-    ) -> torch.Tensor:
-        spec, kernels, group = self.spec, self._kernels, 0
-        sizes = [spec.q_size, spec.kv_size, spec.kv_size]
-        parts = torch.split(layer.qkv(x), sizes, dim=-1)
-        q, k, v = (part.reshape(x.shape[0], -1, spec.head_dim) for part in parts)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = kernels.rms_norm(q, layer.q_norm, spec.norm_eps)
-            k = kernels.rms_norm(k, layer.k_norm, spec.norm_eps)
-        q, k = kernels.rope(q, cos, sin), kernels.rope(k, cos, sin)
-        keys, values = pool.layer(index)
-        kernels.store_kv(k, v, keys, values, inputs.slots[group])
-        out = torch.empty_like(q)
+        """The last hidden states that are wanted, normed: [S, hidden]; of all tokens if the inputs
+        name none."""
         decode = inputs.decode
+        if decode is not None and decode.queries == 1 and inputs.prefill is None:
+            return self._decode(inputs, decode, pool)
+        work = Workspace(self.spec, len(inputs.positions), self.dtype, self.device)
+        attend = self.attention(inputs, pool, work)
+        for index in self.pieces(inputs, pool, work):
+            if index + 1 < len(self._layers):
+                attend(index)
+        return self.last_layer(inputs, pool, work, attend)
+
+    def pieces(self, inputs: StepInputs, pool: KVPool, work: Workspace) -> Iterator[int]:
+        """Runs up to the attention of each layer in turn and yields that layer's number: queries
+        are in the workspace, keys and values in the cache. It goes on with what attention has left
+        in the workspace; after the last number `last_layer` is to be called."""
+        torch.index_select(self._embed, 0, inputs.token_ids, out=work.residual)
+        normed = self._first_norm(work.residual)
+        for index, layer in enumerate(self._layers):
+            self._project(layer, normed, inputs, pool.layers[index], work)
+            yield index
+            if index + 1 < len(self._layers):
+                attended = work.attended(layer.spec.attention)
+                normed = self._finish(index, attended, work.residual)
+
+    def attention(self, inputs: StepInputs, pool: KVPool, work: Workspace) -> Callable[[int], None]:
+        """`attend(layer number)` of one step: launches are bound at the first layer of a kind, and
+        differ from then on in the cache alone."""
+        bound: dict[int, list[Attend]] = {}
+
+        def attend(index: int) -> None:
+            layer, cache = self._layers[index], pool.layers[index]
+            if layer.kind not in bound:
+                bound[layer.kind] = list(self._bind(layer, inputs, cache, work))
+            for launch in bound[layer.kind]:
+                launch(*cache)
+
+        return attend
+
+    def last_layer(
+        self, inputs: StepInputs, pool: KVPool, work: Workspace, attend: Callable[[int], None]
+    ) -> torch.Tensor:
+        """The last layer from its attention on, for the tokens that are wanted."""
+        kept, index, layer = inputs.kept, len(self._layers) - 1, self._layers[-1]
+        part, cache = layer.spec.attention, pool.layers[-1]
+        if kept is None:
+            attend(index)
+            return self._finish(index, work.attended(part), work.residual)
+        residual = work.residual.index_select(0, kept.tokens)
+        if not len(residual):
+            return residual
+        queries = self._heads(part, work.qkv(part))[:, : part.num_heads]
+        queries = queries.index_select(0, kept.tokens)
+        attended = torch.empty_like(queries)
+        self._bind_rows(layer, queries, attended, inputs, kept.rows, cache)(*cache)
+        return self._finish(index, attended, residual)
+
+    def head(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits in the model's dtype, [rows, vocab]."""
+        logits = self._head.product(hidden, out=out)
+        cap = self.spec.logit_softcap
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
+
+    # ── parts of a layer ────────────────────────────────────────────────────────────────────
+
+    def _decode(self, inputs: StepInputs, decode: DecodeInputs, pool: KVPool) -> torch.Tensor:
+        residual = F.embedding(inputs.token_ids, self._embed)
+        normed = self._first_norm(residual)
+        rows = decode.num_tokens  # what comes after is padding
+        for index, (layer, cache) in enumerate(zip(self._layers, pool.layers, strict=True)):
+            part, group = layer.spec.attention, layer.group
+            attended = normed.new_empty(normed.shape[0], part.num_heads, part.head_dim)
+            self.kernels.rope_decode_attention(
+                self._qkv(layer, normed)[:rows],
+                *layer.head_norms,
+                self.spec.norm_eps,
+                *layer.rope,
+                inputs.positions[:rows],
+                inputs.slots[group][:rows],
+                *cache,
+                inputs.tables[group],
+                decode.rows,
+                decode.lengths[group],
+                part.scale,
+                part.window,
+                part.softcap,
+                decode.splits[group],
+                decode.scratch[group],
+                out=attended[:rows],
+                pdl=self._pdl(rows),
+            )
+            normed = self._finish(index, attended, residual)
+        return normed
+
+    def _first_norm(self, residual: torch.Tensor) -> torch.Tensor:
+        """What the first layer reads of the embedding, which is scaled in place."""
+        weight = self._layers[0].attn_norm
+        if self._embed_scale != 1.0:
+            residual *= self._embed_scale
+        if weight is None:
+            return residual
+        pdl = self._pdl(len(residual))
+        return self.kernels.rms_norm(residual, weight, self.spec.norm_eps, pdl=pdl)
+
+    def _qkv(
+        self, layer: Layer, normed: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[T, (H + 2K) · D], after a norm over all heads where the layer has one."""
+        part, pdl = layer.spec.attention, self._pdl(len(normed))
+        qkv = layer.qkv.product(normed, pdl=pdl, out=out)
+        if part.qk_norm == "full" and layer.q_norm is not None and layer.k_norm is not None:
+            q, k = qkv[:, : part.q_size], qkv[:, part.q_size : part.q_size + part.kv_size]
+            for side, weight in ((q, layer.q_norm), (k, layer.k_norm)):
+                side.copy_(self.kernels.rms_norm(side.contiguous(), weight, self.spec.norm_eps))
+        return qkv
+
+    def _project(
+        self, layer: Layer, normed: torch.Tensor, inputs: StepInputs, cache: KV, work: Workspace
+    ) -> None:
+        """Queries, keys and values; the latter also go to the cache."""
+        part = layer.spec.attention
+        self.kernels.rope_store(
+            self._qkv(layer, normed, work.qkv(part)),
+            *layer.head_norms,
+            self.spec.norm_eps,
+            *layer.rope,
+            inputs.positions,
+            inputs.slots[layer.group],
+            *cache,
+            part.num_heads,
+            part.num_kv_heads,
+            pdl=self._pdl(len(normed)),
+        )
+
+    def _bind(
+        self, layer: Layer, inputs: StepInputs, cache: KV, work: Workspace
+    ) -> Iterator[Attend]:
+        """The two lists, a launch each."""
+        part, decode, prefill = layer.spec.attention, inputs.decode, inputs.prefill
+        qkv, out = self._heads(part, work.qkv(part)), work.attended(part)
+        heads = part.num_heads
+        first = 0 if decode is None else decode.num_tokens
         if decode is not None:
-            out[: decode.rows] = kernels.decode_attention(
-                q[: decode.rows],
-                keys,
-                values,
-                decode.tables[group],
-                decode.lengths,
-                decode.longest,
-                self._scale,
-                layer.window,
+            yield self._bind_rows(layer, qkv[:first, :heads], out[:first], inputs, decode, cache)
+        if prefill is not None:
+            tokens = slice(first, first + prefill.num_tokens)
+            yield self.kernels.bind_prefill_attention(
+                qkv[tokens, :heads],
+                *cache,
+                inputs.tables[layer.group],
+                prefill.rows,
+                prefill.starts[layer.group],
+                prefill.cu_tokens,
+                prefill.max_continued,
+                part.scale,
+                part.window,
+                part.softcap,
+                out=out[tokens],
+                own=qkv[tokens, heads:],
+                max_first=prefill.max_first,
             )
-        for chunk in inputs.prefill:
-            part = slice(chunk.first, chunk.first + chunk.size)
-            out[part] = kernels.prefill_attention(
-                q[part], keys, values, chunk.tables[group], chunk.start, self._scale, layer.window
-            )
-        return out.flatten(1)
+
+    def _bind_rows(
+        self,
+        layer: Layer,
+        queries: torch.Tensor,
+        out: torch.Tensor,
+        inputs: StepInputs,
+        decode: DecodeInputs,
+        cache: KV,
+    ) -> Attend:
+        part, group = layer.spec.attention, layer.group
+        return self.kernels.bind_decode_attention(
+            queries,
+            *cache,
+            inputs.tables[group],
+            decode.rows,
+            decode.lengths[group],
+            part.scale,
+            part.window,
+            part.softcap,
+            decode.splits[group],
+            decode.scratch[group],
+            out=out,
+            queries=decode.queries,
+        )
+
+    def _heads(self, part: AttentionSpec, qkv: torch.Tensor) -> torch.Tensor:
+        return qkv.view(-1, part.num_heads + 2 * part.num_kv_heads, part.head_dim)
+
+    def _finish(self, index: int, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The rest of a layer, and the norm that the next begins with."""
+        layer, pdl = self._layers[index], self._pdl(len(residual))
+        last = index + 1 == len(self._layers)
+        next_norm = self._final_norm if last else self._layers[index + 1].attn_norm
+        out = layer.o.product(attended.flatten(1), pdl=pdl)
+        normed = self._add(out, layer.attn_post_norm, residual, layer.mlp_norm, pdl)
+        activation = layer.spec.mlp.activation
+        out = layer.down.product(layer.gate_up.gated_product(normed, activation, pdl=pdl), pdl=pdl)
+        return self._add(out, layer.mlp_post_norm, residual, next_norm, pdl)
+
+    def _add(
+        self,
+        out: torch.Tensor,
+        post_norm: torch.Tensor | None,
+        residual: torch.Tensor,
+        next_norm: torch.Tensor | None,
+        pdl: bool,
+    ) -> torch.Tensor:
+        """Add what attention or MLP returned to the residual: what comes next reads this."""
+        eps = self.spec.norm_eps
+        if post_norm is not None:
+            out = self.kernels.rms_norm(out, post_norm, eps, pdl=pdl)
+        if next_norm is None:
+            return residual.add_(out)
+        return self.kernels.add_rms_norm(out, residual, next_norm, eps, pdl=pdl)
+
+    def _pdl(self, tokens: int) -> bool:
+        return self.pdl and tokens <= FEW_TOKENS
 
 
-def rope_tensors(
-    rope: RopeSpec, max_len: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    cos, sin = rope_tables(rope, max_len)
-    return torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device)
+def _to_meta(part: Any) -> Any:
+    """A tensor, a format or a layer, without memory."""
+    if isinstance(part, torch.Tensor):
+        return part.to("meta")
+    if isinstance(part, Rope):
+        return Rope(*map(_to_meta, part))
+    if isinstance(part, Layer):
+        values = {field.name: _to_meta(getattr(part, field.name)) for field in fields(part)}
+        return replace(part, **values)
+    return part.to_meta() if hasattr(part, "to_meta") else part
 
 
-class Loader:
+class _Loader:
     """Reads weights into place, matrices that are used together side by side."""
 
-    def __init__(self, source: WeightSource, dtype: torch.dtype, device: torch.device) -> None:
-        self._source, self._dtype, self._device = source, dtype, device
+    def __init__(
+        self,
+        spec: ModelSpec,
+        source: WeightSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_len: int,
+        kernels: Kernels,
+    ) -> None:
+        self._spec, self._source, self._kernels = spec, source, kernels
+        self._dtype, self._device = dtype, device
+        groups = enumerate(spec.kv_groups())
+        self._group_of = {index: n for n, group in groups for index in group.layers}
+        self._kinds = list(dict.fromkeys(spec.layers))  # KV groups follow from the spec
+        self._ropes = {
+            rope: Rope(*(torch.from_numpy(side).to(device) for side in rope_tables(rope, max_len)))
+            for rope in spec.ropes()
+        }
+
+    def layer(self, index: int) -> Layer:
+        spec, at = self._spec.layers[index], f"layers.{index}."
+        part, names = spec.attention, spec.weight_shapes(self._spec.hidden_size)
+        norm = partial(self._norm_if_any, at, names)
+        return Layer(
+            spec=spec,
+            group=self._group_of[index],
+            kind=self._kinds.index(spec),
+            rope=self._ropes[part.rope],
+            attn_norm=norm("attn_norm"),
+            attn_post_norm=norm("attn_post_norm"),
+            qkv=self._linear([at + "q", at + "k", at + "v"], part.qkv_bias),
+            q_norm=norm("q_norm"),
+            k_norm=norm("k_norm"),
+            o=self._linear([at + "o"], part.output_bias),
+            mlp_norm=norm("mlp_norm"),
+            mlp_post_norm=norm("mlp_post_norm"),
+            gate_up=self._linear([at + "gate", at + "up"], spec.mlp.bias),
+            down=self._linear([at + "down"], spec.mlp.bias),
+        )
 
     def tensor(self, name: str) -> torch.Tensor:
         return read_tensor(self._source, name, self._dtype).to(self._device)
 
-    def linear(self, names: list[str], biased: bool) -> DenseLinear:
-        weight = self.merged(names)
-        bias = self.merged([name + "_bias" for name in names]) if biased else None
-        return DenseLinear(weight, bias)
+    def norm(self, name: str) -> torch.Tensor:
+        dtype = torch.float32 if self._spec.norm_fp32 else self._dtype
+        return read_tensor(self._source, name, dtype).to(self._device)
 
-    def merged(self, names: list[str]) -> torch.Tensor:
+    def _norm_if_any(self, at: str, names: dict[str, Any], name: str) -> torch.Tensor | None:
+        return self.norm(at + name) if name in names else None
+
+    def _linear(self, names: list[str], biased: bool) -> Linear:
+        bias = self._merged([name + "_bias" for name in names]) if biased else None
+        return DenseLinear(self._merged(names), bias, self._kernels)
+
+    def _merged(self, names: list[str]) -> torch.Tensor:
         """One tensor of several; a part is in memory a second time only while it is put there."""
         if len(names) == 1:
             return self.tensor(names[0])
@@ -149,27 +449,3 @@ class Loader:
         for name, place in zip(names, places, strict=True):
             place.copy_(read_tensor(self._source, name, self._dtype))
         return whole
-
-
-def load_layers(spec: ModelSpec, load: Loader) -> tuple[list[Layer], torch.Tensor]:
-    """All layers, and the embedding."""
-    # Unpacking keeps one core busy at a time, and leaves Python free while it does.
-    with ThreadPoolExecutor() as pool:
-        embed = pool.submit(load.tensor, "embed")
-        layers = list(pool.map(partial(_load_layer, spec, load), range(spec.num_layers)))
-        return layers, embed.result()
-
-
-def _load_layer(spec: ModelSpec, load: Loader, index: int) -> Layer:
-    at = f"layers.{index}."
-    return Layer(
-        window=spec.layers[index].attention.window,
-        attn_norm=load.tensor(at + "attn_norm"),
-        qkv=load.linear([at + "q", at + "k", at + "v"], spec.qkv_bias),
-        q_norm=load.tensor(at + "q_norm") if spec.qk_norm else None,
-        k_norm=load.tensor(at + "k_norm") if spec.qk_norm else None,
-        o=load.linear([at + "o"], spec.output_bias),
-        mlp_norm=load.tensor(at + "mlp_norm"),
-        gate_up=load.linear([at + "gate", at + "up"], spec.mlp_bias),
-        down=load.linear([at + "down"], spec.mlp_bias),
-    )

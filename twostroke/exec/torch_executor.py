@@ -1,11 +1,9 @@
-"""`CudaExecutor`: takes the next plan while the device works on the last.
+"""`TorchExecutor`: steps on any torch device; on a GPU it takes the next plan while the last runs.
 
-    forward(n+1): pack ─▶ one copy ─▶ a graph (decode only) or launches ─▶ tokens stay there
-    sample(n+1):  rows that ask for more than temperature, top-k, top-p and min-p are drawn anew;
-                  tokens set off for the host
-    wait(n):      the one place where the host waits
-
-The device is whatever the decoder's kernels run on; tests give it a CPU.
+forward(n+1): step buffer ─▶ one copy ─▶ a graph (decode only) or launches ─▶ tokens stay there
+sample(n+1):  rows that ask for more than temperature, top-k, top-p and min-p are drawn anew;
+              tokens set off for the host
+wait(n):      the one place where the host waits
 """
 
 from __future__ import annotations
@@ -18,12 +16,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from twostroke.exec.executor import LOGIT_SLICE, Masks
+from twostroke.exec.executor import Masks
 from twostroke.exec.graphs import DecodeGraphs, PieceGraphs
-from twostroke.exec.packed import Packed, pack_decode, pack_step
 from twostroke.exec.program import StepProgram
-from twostroke.exec.rows import NOTHING, Ints, Writes
+from twostroke.exec.rows import NO_WRITES, Ints, Writes
+from twostroke.exec.samples import Samples, prompt_slices, wants_prompt_logprobs
 from twostroke.exec.sampling import as_tensors, sample, to_token_logprobs, top_logprobs_each
+from twostroke.exec.step_buffer import StepBuffer, fill_decode, fill_step
 from twostroke.plan import StepPlan, StepResult, TokenLogprobs
 
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -52,7 +51,7 @@ class ClockMark:
 @dataclass(frozen=True, slots=True)
 class Forwarded:
     plan: StepPlan
-    packed: Packed
+    samples: Samples
     hidden: torch.Tensor | None  # of a step with chunks
     start: Mark
     before: Mark | None  # end of the step before
@@ -65,7 +64,7 @@ class Ranked(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Flying:
+class InFlight:
     """A step whose results are on their way."""
 
     tokens: torch.Tensor
@@ -97,11 +96,11 @@ class Flying:
         )
 
 
-class CudaExecutor:
+class TorchExecutor:
     def __init__(
         self,
         program: StepProgram,
-        graphs: DecodeGraphs | None,
+        graphs: DecodeGraphs | None = None,
         pieces: PieceGraphs | None = None,
         max_in_flight: int = 2,
         nvtx: bool = False,
@@ -121,19 +120,25 @@ class CudaExecutor:
             _push(f"step {plan.step}: prefill {prefill}, decode {decode}")
         writes = self._rows.apply(plan)
         before, start = self._end, self._mark()
-        graphs, hidden = self._graphs, None
-        size = graphs.size_for(len(plan.decode)) if graphs and not plan.prefill else None
-        if graphs is not None and size is not None:
+        hidden, size = None, self._graph_size(plan)
+        if self._graphs is not None and size is not None:
             writes = self._fit(writes, size)
-            packed = pack_decode(plan.decode, writes, self._rows, size)
+            step = fill_decode(plan.decode, writes, self._rows, size)
             start.record()
-            graphs.replay(packed)
+            self._graphs.replay(step)
         else:
             size = self._pieces.size_for(plan.num_tokens) if self._pieces else None
-            packed = pack_step(plan, writes, self._rows, size or 0)
+            step = fill_step(plan, writes, self._rows, size or 0)
             start.record()
-            hidden = self._launch(packed, size is not None, self._wants_prompts(plan))
-        return Forwarded(plan, packed, hidden, start, before)
+            keeps_all = wants_prompt_logprobs(plan, self._rows.rows)
+            hidden = self._launch(step, size is not None, keeps_all)
+        return Forwarded(plan, step.samples, hidden, start, before)
+
+    def _graph_size(self, plan: StepPlan) -> int | None:
+        """Of the graph for a step that only decodes, a token a row."""
+        if self._graphs is None or plan.prefill or any(slot.drafts for slot in plan.decode):
+            return None
+        return self._graphs.size_for(len(plan.decode))
 
     def _fit(self, writes: Writes, size: int) -> Writes:
         """More writes than a graph has places for are done before it."""
@@ -141,40 +146,35 @@ class CudaExecutor:
             return writes
         at, values = torch.from_numpy(writes.at), torch.from_numpy(writes.values)
         self._rows.cells.scatter_(0, self._send(at), self._send(values))
-        return NOTHING
+        return NO_WRITES
 
-    def _launch(self, packed: Packed, in_pieces: bool, keeps_all: bool) -> torch.Tensor:
+    def _launch(self, step: StepBuffer, in_pieces: bool, keeps_all: bool) -> torch.Tensor:
         program, pieces = self._program, self._pieces
-        if pieces is not None and in_pieces and pieces.fits(packed):
-            return program.run(pieces.send(packed, keeps_all), pieces.forward)
-        buffer = packed.buffer.to(self._device, non_blocking=True)
-        layout, largest, longest = packed.layout, packed.largest, packed.longest
-        return program.run(program.prepare(layout, buffer, largest, longest, keeps_all))
-
-    def _wants_prompts(self, plan: StepPlan) -> bool:
-        """Whether anybody asks for what the model thinks of a prompt's tokens."""
-        rows = (self._rows.rows[chunk.row] for chunk in plan.prefill)
-        return any(row.params.prompt_logprobs is not None for row in rows)
+        if pieces is not None and in_pieces and pieces.fits(step):
+            return program.run(pieces.send(step, keeps_all), pieces.forward)
+        buffer = step.data.to(self._device, non_blocking=True)
+        largest = step.max_first, step.max_continued
+        return program.run(program.prepare(step.layout, buffer, *largest, step.longest, keeps_all))
 
     @torch.inference_mode()
-    def sample(self, handle: Forwarded, masks: Masks | None = None) -> Flying:
-        packed = handle.packed
+    def sample(self, handle: Forwarded, masks: Masks | None = None) -> InFlight:
+        samples = handle.samples
         logprobs: Mapping[int, Triple] = {}
-        special = np.flatnonzero(packed.positions < self._rows.plain_from[packed.rows])
+        special = np.flatnonzero(samples.positions < self._rows.plain_from[samples.rows])
         if masks:
             special = np.union1d(special, np.array(list(masks)))
         if len(special):
-            logprobs = self._draw(packed, special.tolist(), masks or {})
-        ranked = self._rank(packed, special)
+            logprobs = self._draw(samples, special.tolist(), masks or {})
+        ranked = self._rank(samples, special)
         prompts = self._prompt_logprobs(handle)
-        tokens = self._program.tokens[: len(packed.rows)].to("cpu", non_blocking=True)
+        tokens = self._program.tokens[: len(samples.rows)].to("cpu", non_blocking=True)
         if not self._on_gpu:
             tokens = tokens.clone()  # the next step will write here
         end = self._end = self._mark()
         end.record()
         if self._nvtx:
             _pop()
-        return Flying(tokens, logprobs, ranked, prompts, handle.before, handle.start, end)
+        return InFlight(tokens, logprobs, ranked, prompts, handle.before, handle.start, end)
 
     def reset(self) -> None:
         if self._on_gpu:
@@ -184,56 +184,46 @@ class CudaExecutor:
 
     # ── what is rare ────────────────────────────────────────────────────────────────────────
 
-    def _draw(self, packed: Packed, which: list[int], masks: Masks) -> dict[int, Triple]:
+    def _draw(self, samples: Samples, which: list[int], masks: Masks) -> dict[int, Triple]:
         """Draw these samples once more, with all that their requests ask for."""
-        program, rows = self._program, packed.rows[which].tolist()
+        program, rows = self._program, samples.rows[which].tolist()
         places = self._send(torch.tensor(which))
-        positions = packed.positions[which]
+        positions = samples.positions[which]
         logits = program.logits.index_select(0, places).float()
         own = {n: masks[index] for n, index in enumerate(which) if index in masks}
         allowed = as_tensors(own, self._device)
         drawn = sample(logits, rows, positions.tolist(), self._rows, allowed)
         tokens = drawn.tokens.int()
         program.tokens.index_copy_(0, places, tokens)
-        at = torch.from_numpy(self._rows.token_cells(packed.rows[which], positions))
+        at = torch.from_numpy(self._rows.token_cells(samples.rows[which], positions))
         self._rows.cells.scatter_(0, self._send(at), tokens.clamp(min=0))
         return {which[n]: self._fetch(found) for n, found in drawn.logprobs.items()}
 
-    def _rank(self, packed: Packed, drawn: Ints) -> Ranked | None:
+    def _rank(self, samples: Samples, drawn: Ints) -> Ranked | None:
         """Log-probabilities of the tokens that the program has drawn, where asked for."""
-        counts = self._rows.logprobs[packed.rows]
+        counts = self._rows.logprobs[samples.rows]
         counts[drawn] = -1
         which = np.flatnonzero(counts >= 0)
         if not len(which):
             return None
         program, places = self._program, self._send(torch.from_numpy(which))
         lines = program.logits.index_select(0, places).float().log_softmax(dim=-1)
-        tokens = program.tokens.index_select(0, places)
+        tokens = program.tokens.index_select(0, places).clamp(min=0)
         found = top_logprobs_each(lines, tokens, int(counts.max()))
         return Ranked(which, counts[which], self._fetch(found))
 
     def _prompt_logprobs(self, handle: Forwarded) -> dict[int, list[Triple]]:
         """For each prompt token after the first: how likely the model found it."""
         found: dict[int, list[Triple]] = {}
-        first = len(handle.plan.decode)
-        for chunk in handle.plan.prefill:
-            request = self._rows.rows[chunk.row]
-            count = request.params.prompt_logprobs
-            if count is not None and handle.hidden is not None:
-                end = min(chunk.start + chunk.size, request.num_prompt - 1)
-                hidden = handle.hidden[first : first + end - chunk.start]
-                targets = self._rows.tokens[chunk.row, chunk.start + 1 : end + 1]
-                found[chunk.row] = self._logprobs_of(hidden, targets.long(), count)
-            first += chunk.size
+        for part in prompt_slices(handle.plan, self._rows.rows):
+            entries = found.setdefault(part.row, [])
+            size = part.stop - part.start
+            if size and handle.hidden is not None:
+                hidden = handle.hidden[part.first : part.first + size]
+                targets = self._rows.tokens[part.row, part.start + 1 : part.stop + 1].long()
+                lines = self._program.decoder.head(hidden).float().log_softmax(dim=-1)
+                entries.append(self._fetch(top_logprobs_each(lines, targets, part.num_best)))
         return found
-
-    def _logprobs_of(self, hidden: torch.Tensor, targets: torch.Tensor, count: int) -> list[Triple]:
-        parts = []
-        for at in range(0, hidden.shape[0], LOGIT_SLICE):
-            part = slice(at, at + LOGIT_SLICE)
-            lines = self._program.decoder.head(hidden[part]).float().log_softmax(dim=-1)
-            parts.append(self._fetch(top_logprobs_each(lines, targets[part], count)))
-        return parts
 
     # ── between host and device ─────────────────────────────────────────────────────────────
 

@@ -1,26 +1,25 @@
-"""The CUDA executor on a CPU: fused kernels in plain torch, graphs that run again, equal tokens."""
+"""The torch executor on a CPU: graphs that run again, steps planned ahead, equal tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import numpy as np
 import pytest
 import torch
 
-from tests import fused
+from tests.checked_kernels import CheckedKernels
 from tests.equivalence.harness import Loud, Written, assert_same, make_core, run, small_spec
 from tests.gpu.reference_check import OUTPUT, PROMPTS, SPECS
-from twostroke.engine.build_torch import assemble_fused
+from twostroke.engine.build_torch import assemble
 from twostroke.engine.core import EngineCore
-from twostroke.exec.graphs import ladder
-from twostroke.exec.packed import Shape, pack_decode
+from twostroke.exec.device_rows import DeviceRows
+from twostroke.exec.graphs import RunAgain, ladder
 from twostroke.exec.rng import stream_key, stream_keys
-from twostroke.exec.rows import NOTHING, DeviceRows
-from twostroke.kernels import reference
+from twostroke.exec.rows import NO_WRITES
+from twostroke.exec.step_buffer import Shape, fill_decode
 from twostroke.model.decoder import Decoder
-from twostroke.model.fused import FusedDecoder
 from twostroke.plan import BlockAppend, BlockDrop, NewRow, PhaseWork, Slot, StepPlan
 from twostroke.request import EngineRequest, SamplingParams
 from twostroke.sched.step import SchedulerConfig
@@ -35,22 +34,20 @@ WAYS: dict[str, dict[str, object]] = {
 
 
 @cache
-def decoders(name: str) -> tuple[Decoder, FusedDecoder]:
+def decoder_of(name: str) -> Decoder:
     spec = small_spec(**SPECS[name])
-    plain = Decoder(spec, Loud(spec), torch.float32, CPU, 1024, reference)
-    source = Loud(spec)
-    return plain, FusedDecoder(spec, source, torch.float32, CPU, 1024, fused, True)  # type: ignore[arg-type]
+    return Decoder(spec, Loud(spec), torch.float32, CPU, 1024, CheckedKernels(), pdl=True)
 
 
 @cache
 def alone(name: str) -> list[Written]:
-    """Each prompt by itself, on the executor that defines the tokens."""
-    core = make_core(decoders(name)[0])
+    """Each prompt by itself, one step at a time and without graphs: the definition."""
+    core = make_core(decoder_of(name))
     return [run(core, [prompt], OUTPUT)[0] for prompt in PROMPTS]
 
 
-def fused_core(name: str = "qwen3", graphs: bool = True, **settings: object) -> EngineCore:
-    decoder = decoders(name)[1]
+def graph_core(name: str = "qwen3", graphs: bool = True, **settings: object) -> EngineCore:
+    decoder = decoder_of(name)
     limits: dict[str, object] = {
         "max_num_seqs": 8,
         "max_num_batched_tokens": 1024,
@@ -62,7 +59,7 @@ def fused_core(name: str = "qwen3", graphs: bool = True, **settings: object) -> 
     }
     config = SchedulerConfig(**(limits | settings))  # type: ignore[arg-type]
     sizes = ladder(config.max_num_seqs) if graphs else ()
-    return assemble_fused(decoder, config, torch.float32, sizes)
+    return assemble(decoder, config, torch.float32, 2, graph_sizes=sizes)
 
 
 def write(core: EngineCore, prompts: list[list[int]], **params: object) -> list[list[int]]:
@@ -84,8 +81,8 @@ def write(core: EngineCore, prompts: list[list[int]], **params: object) -> list[
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", SPECS)
-def test_every_way_to_schedule_gives_the_tokens_of_the_local_executor(name: str, way: str) -> None:
-    core = fused_core(name, **WAYS[way])
+def test_every_way_to_schedule_gives_the_tokens_of_the_plain_executor(name: str, way: str) -> None:
+    core = graph_core(name, **WAYS[way])
     if way == "prefix hit":
         run(core, PROMPTS, OUTPUT)
     assert_same(alone(name), run(core, PROMPTS, OUTPUT))
@@ -94,34 +91,26 @@ def test_every_way_to_schedule_gives_the_tokens_of_the_local_executor(name: str,
 
 
 def test_without_graphs_the_tokens_are_the_same() -> None:
-    assert_same(alone("qwen3"), run(fused_core(graphs=False), PROMPTS, OUTPUT))
+    assert_same(alone("qwen3"), run(graph_core(graphs=False), PROMPTS, OUTPUT))
 
 
-def test_rope_and_store_are_part_of_a_decode_steps_attention(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    called: list[str] = []
-
-    def counted(name: str) -> Callable[..., object]:
-        plain = getattr(fused, name)
-        return lambda *args, **more: (called.append(name), plain(*args, **more))[1]
-
-    core, layers = fused_core(graphs=False), decoders("qwen3")[1].spec.num_layers
-    for name in ("prefill_attention", "decode_attention", "rope_store", "rope_decode_attention"):
-        monkeypatch.setattr(fused, name, counted(name))
+def test_rope_and_store_are_part_of_a_decode_steps_attention() -> None:
+    core, decoder = graph_core(graphs=False), decoder_of("qwen3")
+    layers, called = decoder.spec.num_layers, decoder.kernels.called  # type: ignore[attr-defined]
+    called.clear()
     write(core, [PROMPTS[1]], max_tokens=1)
-    # in the last layer one token is left, which attends as a slot does
+    # in the last layer one token is left, which attends as a decode row does
     prefill = ["rope_store", "prefill_attention"] * (layers - 1)
     assert called == [*prefill, "rope_store", "decode_attention"]
     called.clear()
     write(core, [PROMPTS[1]], max_tokens=2)
-    # the stand-in is made of the two
+    # the reference is made of the two
     decode = ["rope_decode_attention", "rope_store", "decode_attention"]
     assert called[2 * layers :] == decode * layers
 
 
 def test_steps_are_launched_before_the_last_one_was_taken_in() -> None:
-    core, most = fused_core(), 0
+    core, most = graph_core(), 0
     for n, prompt in enumerate(PROMPTS):
         params = SamplingParams(temperature=0, max_tokens=10)
         core.add(EngineRequest(f"r{n}", tuple(prompt), params, seed=0))
@@ -153,15 +142,15 @@ def test_steps_are_launched_before_the_last_one_was_taken_in() -> None:
     ],
     ids=lambda params: " ".join(params),
 )
-def test_sampling_is_that_of_the_local_executor(params: dict[str, object]) -> None:
-    expected = write(make_core(decoders("qwen3")[0]), PROMPTS, **params)
-    got = write(fused_core(max_num_batched_tokens=64), PROMPTS, **params)
+def test_sampling_is_that_of_the_plain_executor(params: dict[str, object]) -> None:
+    expected = write(make_core(decoder_of("qwen3")), PROMPTS, **params)
+    got = write(graph_core(max_num_batched_tokens=64), PROMPTS, **params)
     same = sum(a == b for one, other in zip(expected, got, strict=True) for a, b in zip(one, other))  # noqa: B905
     assert same >= 0.9 * sum(map(len, expected))
 
 
 def test_rows_that_ask_for_more_stay_beside_rows_that_do_not() -> None:
-    core = fused_core()
+    core = graph_core()
     plain = write(core, PROMPTS, temperature=0)
     wishes = [{}, {"logprobs": 2}, {"allowed_token_ids": [3, 4]}, {"min_tokens": 5}]
     written: dict[str, list[int]] = {}
@@ -182,7 +171,7 @@ def test_rows_that_ask_for_more_stay_beside_rows_that_do_not() -> None:
     assert plain[3][1] not in written["r3"][:5]
 
 
-def test_prompt_logprobs_are_those_of_the_local_executor() -> None:
+def test_prompt_logprobs_are_those_of_the_plain_executor() -> None:
     def prompt_logprobs(core: EngineCore) -> list[float]:
         params = SamplingParams(temperature=0, prompt_logprobs=2, max_tokens=1)
         core.add(EngineRequest("r", tuple(PROMPTS[2]), params, seed=0))
@@ -192,8 +181,8 @@ def test_prompt_logprobs_are_those_of_the_local_executor() -> None:
                 found += [entry.logprobs[0] for entry in update.prompt_logprobs or ()]
         return found
 
-    expected = prompt_logprobs(make_core(decoders("qwen3")[0]))
-    got = prompt_logprobs(fused_core(max_num_batched_tokens=33, max_num_seqs=4))
+    expected = prompt_logprobs(make_core(decoder_of("qwen3")))
+    got = prompt_logprobs(graph_core(max_num_batched_tokens=33, max_num_seqs=4))
     assert len(got) == len(PROMPTS[2]) - 1
     np.testing.assert_allclose(got, expected, atol=1e-4)
 
@@ -201,16 +190,16 @@ def test_prompt_logprobs_are_those_of_the_local_executor() -> None:
 def test_the_last_layer_works_for_the_tokens_that_are_sampled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    decoder = decoders("qwen3")[1]
+    decoder = decoder_of("qwen3")
     tokens: list[tuple[int, int]] = []
-    finish = decoder.finish
+    finish = decoder._finish
 
     def counted(index: int, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         tokens.append((index, len(residual)))
         return finish(index, attended, residual)
 
-    monkeypatch.setattr(decoder, "finish", counted)
-    core = fused_core(graphs=False, max_num_batched_tokens=16, max_num_seqs=4)
+    monkeypatch.setattr(decoder, "_finish", counted)
+    core = graph_core(graphs=False, max_num_batched_tokens=16, max_num_seqs=4)
     last, prompt = decoder.spec.num_layers - 1, list(range(40))
     write(core, [prompt], max_tokens=1)  # as 16, 16 and 8
     assert [size for index, size in tokens if index == 0] == [16, 16, 8]
@@ -225,9 +214,9 @@ def test_the_last_layer_works_for_the_tokens_that_are_sampled(
 
 
 def test_a_step_that_failed_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    core = fused_core()
+    core = graph_core()
     expected = write(core, PROMPTS, temperature=0)
-    decoder = decoders("qwen3")[1]
+    decoder = decoder_of("qwen3")
     forward, left = decoder.forward, [3]
 
     def failing(*args: object) -> torch.Tensor:
@@ -241,7 +230,7 @@ def test_a_step_that_failed_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatc
     assert left[0] < 0
 
 
-# ── graphs, rows, packing ───────────────────────────────────────────────────────────────────
+# ── graphs, rows, step buffers ──────────────────────────────────────────────────────────────────
 
 
 def test_the_ladder_ends_at_the_most_requests_there_are() -> None:
@@ -255,20 +244,23 @@ def test_the_ladder_ends_at_the_most_requests_there_are() -> None:
 def test_graphs_are_recorded_from_the_largest_down_and_batches_padded_up() -> None:
     recorded: list[Shape] = []
     replayed: list[Shape] = []
+    again = RunAgain()
 
-    def record(run: Callable[[], object]) -> Callable[[], object]:
-        shape = run.args[-1].shape  # type: ignore[attr-defined]
+    def record(pieces: Callable[[], Iterator[object]]) -> list[Callable[[], object]]:
+        shape = next(a.shape for a in pieces.args if hasattr(a, "shape"))  # type: ignore[attr-defined]
         recorded.append(shape)
-        return lambda: (replayed.append(shape), run())
+        first, *others = again(pieces)
+        return [lambda: (replayed.append(shape), first()), *others]
 
-    decoder = decoders("qwen3")[1]
     config = SchedulerConfig(8, 1024, 1024, 16, 512, prefix_caching=False)
-    core = assemble_fused(decoder, config, torch.float32, ladder(8, largest=4), record)
-    assert [shape.slots for shape in recorded if shape.slots] == [4, 2, 1]
-    pieces = [shape.tokens for shape in recorded if not shape.slots]
+    sizes = ladder(8, largest=4)
+    core = assemble(decoder_of("qwen3"), config, torch.float32, 2, graph_sizes=sizes, record=record)
+    assert [shape.decode_tokens for shape in recorded if shape.decode_tokens] == [4, 2, 1]
+    pieces = [shape.tokens for shape in recorded if not shape.decode_tokens]
     assert pieces == sorted(pieces, reverse=True)
     write(core, PROMPTS[:3], temperature=0, max_tokens=4)
-    assert {shape.slots for shape in replayed} == {0, 4}  # three rows; and the prompts, in pieces
+    # three rows; and the prompts, in pieces
+    assert {shape.decode_tokens for shape in replayed} == {0, 4}
     assert {shape.tokens for shape in replayed} == {4, 192}  # 5 + 40 + 90 prompt tokens
     replayed.clear()
     write(core, [[n + 3, 4] for n in range(8)], temperature=0, max_tokens=4)
@@ -277,10 +269,10 @@ def test_graphs_are_recorded_from_the_largest_down_and_batches_padded_up() -> No
 
 def test_padding_reads_and_writes_nothing_that_is_anybodys() -> None:
     rows = DeviceRows(4, 64, 16, 1, CPU)
-    packed = pack_decode((), NOTHING, rows, 4)
-    fields = packed.layout.host(packed.buffer)
+    step = fill_decode((), NO_WRITES, rows, 4)
+    fields = step.layout.host(step.data)
     assert fields["slots0"].tolist() == [-1] * 4
-    assert fields["lengths"].tolist() == [0] * 4
+    assert fields["lengths0"].tolist() == [0] * 4
     for name in ("read_at", "write_at", "writes_at"):
         assert fields[name].tolist() == [rows.spare] * 4
 
@@ -323,11 +315,11 @@ def test_a_row_dropped_from_retired_and_taken_anew_in_one_plan_is_the_new_ones()
 def test_fields_of_a_decode_step_say_where_its_tokens_are() -> None:
     rows = DeviceRows(3, 64, 8, 1, CPU)
     put(rows, plan(new=(new_row(2, (5, 6, 7)),), appended=(BlockAppend(2, 0, (4,)),)))
-    packed = pack_decode((Slot(2, 2),), NOTHING, rows, 2)
-    fields = packed.layout.device(packed.buffer)
+    step = fill_decode((Slot(2, 2),), NO_WRITES, rows, 2)
+    fields = step.layout.device(step.data)
     assert rows.cells[fields["read_at"]].tolist()[0] == 7
     assert fields["slots0"].tolist() == [4 * 8 + 2, -1]
-    assert fields["lengths"].tolist() == [3, 0]
+    assert fields["lengths0"].tolist() == [3, 0]
     assert (fields["key0"][0].item(), fields["key1"][0].item()) == stream_key(7, 3)
 
 
