@@ -214,7 +214,7 @@ def rope_of(
 def longrope(given: Fields, fields: Fields, head_dim: int, positions: int) -> RopeSpec:
     """A divisor for each frequency, one list within the original context and one beyond it."""
     base, dim = _theta_and_dim(given, fields, head_dim, 10000.0, 2)
-    original = original_context(given, fields, positions)
+    original = original_context(fields, given, 4096)  # the top level's word goes first here
     factor = given.number("factor", low=0.0, high=ROPE_FACTOR[1], default=positions / original)
     return RopeSpec(
         base,
