@@ -14,7 +14,7 @@ import argparse
 import json
 import platform
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter
 from typing import Any, cast
@@ -23,15 +23,15 @@ import torch
 import triton
 
 from tests.kernels import no_gpu
+from twostroke.exec.device_rows import DeviceRows
 from twostroke.exec.graphs import PieceGraphs, Run
-from twostroke.exec.packed import pack_step
 from twostroke.exec.program import StepProgram
-from twostroke.exec.rows import NOTHING, DeviceRows
+from twostroke.exec.rows import NO_WRITES
 from twostroke.exec.start import warm_plan
-from twostroke.kernels import FusedKernels
+from twostroke.exec.step_buffer import fill_step
 from twostroke.kv.pool import KVPool
 from twostroke.model import decoder as loading
-from twostroke.model.fused import FusedDecoder
+from twostroke.model.decoder import Decoder
 from twostroke.model.hf_config import spec_from_hf
 from twostroke.model.weights.dummy import DummyWeights
 
@@ -74,31 +74,32 @@ class Bench:
         torch.empty_like = cast(Any, only_made)
         torch.mm = cast(Any, only_there)
         spec = spec_from_hf(json.loads(Path(f"bench/shapes/{shape}.json").read_text()))
-        kernels = cast(FusedKernels, cuda)
-        decoder = FusedDecoder(spec, DummyWeights(spec), BF16, NOWHERE, MAX_LEN, kernels, True)
+        weights, kernels = DummyWeights(spec), cuda.CudaKernels()
+        decoder = Decoder(spec, weights, BF16, NOWHERE, MAX_LEN, kernels, pdl=True)
         self.rows = DeviceRows(256, MAX_LEN, 16, 1, NOWHERE)
-        self.program = StepProgram(decoder, KVPool(spec, 4096, 16, BF16, NOWHERE), self.rows)
+        self.program = StepProgram(decoder, KVPool(spec, [4096], 16, BF16, NOWHERE), self.rows)
         self.num_layers = spec.num_layers
         self.pieces = PieceGraphs(self.program, [640, 1024], self._record)
 
     def _launched(self, *_: object) -> None:
         self.launches += 1
 
-    def _record(self, run: Run) -> Run:
-        return _nothing
+    def _record(self, pieces: Callable[[], Iterator[object]]) -> list[Run]:
+        return [_nothing] * self.num_layers
 
     def step(self, slots: int, chunks: list[int]) -> Callable[[], object]:
         plan = warm_plan(slots, chunks, 1024)
         self.rows.reset()
         self.rows.apply(plan)
         size = self.pieces.size_for(plan.num_tokens)
-        packed = pack_step(plan, NOTHING, self.rows, size or 0)
+        buffer = fill_step(plan, NO_WRITES, self.rows, size or 0)
 
         def run() -> object:
             if size is not None:
-                return self.program.run(self.pieces.send(packed), self.pieces.forward)
-            buffer = packed.buffer.to(NOWHERE)
-            step = self.program.prepare(packed.layout, buffer, packed.largest, packed.longest)
+                return self.program.run(self.pieces.send(buffer), self.pieces.forward)
+            largest = buffer.max_first, buffer.max_continued
+            data = buffer.data.to(NOWHERE)
+            step = self.program.prepare(buffer.layout, data, *largest, buffer.longest)
             return self.program.run(step)
 
         return run

@@ -15,8 +15,8 @@ from tests.tiny import CONFIG, tiny_folder, tiny_llm, tiny_weights
 from twostroke import LLM, SamplingParams
 from twostroke.engine import build
 from twostroke.errors import ConfigError
-from twostroke.exec.local import LocalExecutor
 from twostroke.exec.native import NativeExecutor
+from twostroke.exec.torch_executor import TorchExecutor
 from twostroke.kernels import cpu
 from twostroke.model.gguf_config import NAMES
 
@@ -66,7 +66,7 @@ def test_a_cpu_runs_the_native_kernels_unless_told_otherwise(folder: Path) -> No
     native = tiny_llm(folder, device="cpu", kernels="native")
     assert isinstance(executor_of(native), NativeExecutor)
     plain = tiny_llm(folder, device="cpu", kernels="reference")
-    assert isinstance(executor_of(plain), LocalExecutor)
+    assert isinstance(executor_of(plain), TorchExecutor)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_a_cpu_runs_the_native_kernels_unless_told_otherwise(folder: Path) -> No
 def test_what_the_native_kernels_cannot_do_the_reference_does_or_is_refused(
     wish: dict[str, str], folder: Path
 ) -> None:
-    assert isinstance(executor_of(tiny_llm(folder, device="cpu", **wish)), LocalExecutor)
+    assert isinstance(executor_of(tiny_llm(folder, device="cpu", **wish)), TorchExecutor)
     ((name, value),) = wish.items()
     said = refusal(folder, device="cpu", kernels="native", **wish)
     assert f"have no {name}='{value}'" in said
@@ -89,7 +89,7 @@ def test_an_installation_without_native_kernels_says_so(
     said = refusal(folder, device="cpu", kernels="native")
     assert "this installation has no native kernels" in said
     assert "kernels='auto'" in said
-    assert isinstance(executor_of(tiny_llm(folder, device="cpu")), LocalExecutor)
+    assert isinstance(executor_of(tiny_llm(folder, device="cpu")), TorchExecutor)
 
 
 @pytest.mark.parametrize(

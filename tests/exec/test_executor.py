@@ -11,7 +11,7 @@ import torch
 
 from tests.tiny import tiny_folder
 from twostroke import LLM, SamplingParams
-from twostroke.exec import local, native
+from twostroke.exec import native, samples
 from twostroke.plan import StepPlan
 
 
@@ -28,12 +28,12 @@ def test_the_head_runs_only_on_positions_that_are_sampled(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = LLM(str(folder), max_num_batched_tokens=16, max_num_seqs=4, kernels="reference")
-    decoder = llm.engine.core._executor._decoder
+    decoder = llm.engine.core._executor._program.decoder
     head, rows = decoder.head, []
 
-    def counted(hidden: torch.Tensor) -> torch.Tensor:
+    def counted(hidden: torch.Tensor, **out: torch.Tensor) -> torch.Tensor:
         rows.append(hidden.shape[0])
-        return head(hidden)
+        return head(hidden, **out)
 
     monkeypatch.setattr(decoder, "head", counted)
     llm.generate([list(range(5, 45)), [3, 4]], greedy(4))
@@ -42,7 +42,7 @@ def test_the_head_runs_only_on_positions_that_are_sampled(
     assert sum(rows) == 2 * 4
 
 
-@pytest.mark.parametrize(("kernels", "module"), [("auto", native), ("reference", local)])
+@pytest.mark.parametrize(("kernels", "module"), [("auto", native), ("reference", samples)])
 def test_prompt_logprobs_are_made_in_slices(
     kernels: str, module: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,11 +11,12 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from tests.rows import put
+from twostroke.exec.device_rows import DeviceRows
 from twostroke.exec.executor import Mask
 from twostroke.exec.native import Forwarded, NativeExecutor
+from twostroke.exec.rows import HostRows
 from twostroke.exec.sampling import as_tensors, sample, to_token_logprobs, top_logprobs
-from twostroke.exec.state import HostRows
-from twostroke.exec.tensor_rows import TensorRows
 from twostroke.kernels import cpu
 from twostroke.plan import (
     BlockAppend,
@@ -45,10 +46,10 @@ class Draws:
         self.requests, self.positions, self.lines = requests, positions, lines
         self.rows = [request.row for request in requests]
         self.host = HostRows(len(requests), MAX_LEN, 16, 1)
-        self.tensors = TensorRows(len(requests), MAX_LEN, 16, 1, torch.device("cpu"))
+        self.tensors = DeviceRows(len(requests), MAX_LEN, 16, 1, torch.device("cpu"))
         plan = NOTHING._replace(new=tuple(requests))
         self.host.apply(plan)
-        self.tensors.apply(plan)
+        put(self.tensors, plan)
 
     def native(self, masks: dict[int, Mask]) -> StepResult:
         decoder: Any = SimpleNamespace(isa="auto")
@@ -201,7 +202,7 @@ def test_logits_that_are_no_numbers_give_no_token(bad: float, how: dict[str, Any
 def test_rows_on_the_host_and_as_tensors_follow_plans_alike() -> None:
     """Rows taken, lengthened, passed by a window, retired and taken anew."""
     host = HostRows(4, MAX_LEN, 4, 2)
-    tensors = TensorRows(4, MAX_LEN, 4, 2, torch.device("cpu"))
+    tensors = DeviceRows(4, MAX_LEN, 4, 2, torch.device("cpu"))
     params = SamplingParams()
 
     def new(row: int, *tokens: int) -> NewRow:
@@ -222,7 +223,7 @@ def test_rows_on_the_host_and_as_tensors_follow_plans_alike() -> None:
     ]
     for plan in plans:
         host.apply(plan)
-        tensors.apply(plan)
+        put(tensors, plan)
         assert np.array_equal(host.tokens, tensors.tokens.numpy())
         for ours, theirs in zip(host.tables, tensors.tables, strict=True):
             assert np.array_equal(ours, theirs.numpy())

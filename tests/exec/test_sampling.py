@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from twostroke.exec import sampling
+from twostroke.exec.device_rows import DeviceRows
 from twostroke.exec.rng import stream_key
 from twostroke.exec.sampling import gumbel, sample
-from twostroke.exec.tensor_rows import TensorRows
 from twostroke.plan import NewRow
 from twostroke.request import SamplingParams
 
 VOCAB = 50
 
 
-def state_with(*requests: NewRow, tokens: tuple[int, ...] = (1, 2, 3)) -> TensorRows:
-    state = TensorRows(max(8, len(requests)), 64, 16, 1, torch.device("cpu"))
+def state_with(*requests: NewRow, tokens: tuple[int, ...] = (1, 2, 3)) -> DeviceRows:
+    state = DeviceRows(max(8, len(requests)), 64, 16, 1, torch.device("cpu"))
     for row, request in enumerate(requests):
         state.rows[row] = request._replace(row=row)
         state.tokens[row, : len(tokens)] = torch.tensor(tokens)

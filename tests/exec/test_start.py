@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests import fused
+from tests.checked_kernels import CheckedKernels
 from tests.equivalence.harness import Loud, assert_same, make_core, run, small_spec
 from tests.gpu.reference_check import PROMPTS
 from twostroke.config import GIB, EngineConfig
 from twostroke.engine.core import EngineCore
 from twostroke.errors import ConfigError
 from twostroke.exec import start
-from twostroke.exec.cuda import CudaExecutor
-from twostroke.exec.graphs import Record, Run
+from twostroke.exec.device_rows import DeviceRows
+from twostroke.exec.graphs import Record, Run, RunAgain
 from twostroke.exec.memory import MemoryPlan
 from twostroke.exec.program import StepProgram
-from twostroke.exec.rows import DeviceRows
 from twostroke.exec.start import fit_pool, graph_sizes, start_executor, warm_plans
-from twostroke.kernels import reference
+from twostroke.exec.torch_executor import TorchExecutor
 from twostroke.kv.pool import KVPool
 from twostroke.model.cost import cost_model
 from twostroke.model.decoder import Decoder
-from twostroke.model.fused import FusedDecoder
 from twostroke.observe.laps import Laps
 from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig
@@ -52,10 +51,10 @@ def test_the_steps_that_measure_run_on_one_block_and_leave_it_empty(
     rows: int, budget: int, length: int
 ) -> None:
     spec = small_spec()
-    decoder = FusedDecoder(spec, Loud(spec), torch.float32, CPU, length, fused)  # type: ignore[arg-type]
-    cache = KVPool(spec, 0, 16, torch.float32, CPU)
+    decoder = Decoder(spec, Loud(spec), torch.float32, CPU, length, CheckedKernels())
+    cache = KVPool(spec, [0], 16, torch.float32, CPU)
     state = DeviceRows(rows, length, 16, 1, CPU)
-    executor = CudaExecutor(StepProgram(decoder, cache, state), None)
+    executor = TorchExecutor(StepProgram(decoder, cache, state), None)
     plans = list(warm_plans(rows, budget, length))
     for plan in plans:
         assert plan.num_tokens <= budget
@@ -63,7 +62,7 @@ def test_the_steps_that_measure_run_on_one_block_and_leave_it_empty(
         assert len(executor.sample(executor.forward(plan)).wait().tokens) == len(plan.new)
         executor.reset()
     assert max(plan.num_tokens for plan in plans) == min(budget, rows * (length - 1))
-    assert not cache.layer(0)[0].any()
+    assert not cache.groups[0].any()
 
 
 def test_the_pool_is_what_the_rest_leaves_under_the_share() -> None:
@@ -124,10 +123,12 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     recorded: list[Run] = []
 
     def recorder(device: torch.device) -> Record:
-        def record(run: Run) -> Run:
-            run()
-            recorded.append(run)
-            return run
+        again = RunAgain()
+
+        def record(pieces: Callable[[], Iterator[object]]) -> list[Run]:
+            runs = again(pieces)
+            recorded.extend(runs)
+            return runs
 
         return record
 
@@ -135,11 +136,11 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     return recorded
 
 
-def started(laps: Laps | None = None, **settings: object) -> tuple[CudaExecutor, MemoryPlan]:
+def started(laps: Laps | None = None, **settings: object) -> tuple[TorchExecutor, MemoryPlan]:
     spec = small_spec()
     given = {"max_num_seqs": 4, "max_num_batched_tokens": 96, "num_gpu_blocks_override": 64}
     config = EngineConfig(**(given | settings))  # type: ignore[arg-type]
-    decoder = FusedDecoder(spec, Loud(spec), torch.float32, CPU, 512, fused)  # type: ignore[arg-type]
+    decoder = Decoder(spec, Loud(spec), torch.float32, CPU, 512, CheckedKernels())
     estimate = replace(ESTIMATE, block_bytes=16 * 1024, max_model_len=512)
     return start_executor(config, decoder, torch.float32, estimate, laps)
 
@@ -154,7 +155,7 @@ def test_an_executor_started_that_way_writes_the_tokens_of_another(recorded: lis
     assert len(recorded) == (2 + 2 * 3) + (3 + 2 * 3)
     limits = SchedulerConfig(4, 96, plan.max_model_len, 16, plan.num_blocks)
     core = EngineCore(Scheduler(limits), executor, cost_model(spec, 4, 4))
-    plain = Decoder(spec, Loud(spec), torch.float32, CPU, 1024, reference)
+    plain = Decoder(spec, Loud(spec), torch.float32, CPU, 1024, CheckedKernels())
     assert_same(run(make_core(plain), PROMPTS, 8), run(core, PROMPTS, 8))
 
 
@@ -166,7 +167,7 @@ def out_of_memory(*_: object, **__: object) -> None:
 def test_a_step_that_does_not_fit_is_refused_with_smaller_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(FusedDecoder, "forward", out_of_memory)
+    monkeypatch.setattr(Decoder, "forward", out_of_memory)
     with pytest.raises(ConfigError, match="max_num_batched_tokens to at most 48 or max_num_seqs"):
         started()
 
@@ -185,8 +186,8 @@ def test_a_plan_that_did_not_hold_is_told_with_what_to_lower(
     """Memory was there when it was measured, and is not when the pool is made."""
     make = KVPool.__init__
 
-    def make_small(pool: KVPool, spec: object, num_blocks: int, *rest: object) -> None:
-        if num_blocks:
+    def make_small(pool: KVPool, spec: object, num_blocks: list[int], *rest: object) -> None:
+        if any(num_blocks):
             out_of_memory()
         make(pool, spec, num_blocks, *rest)  # type: ignore[arg-type]
 

@@ -12,6 +12,7 @@ import torch
 from tests.checked_kernels import CheckedKernels
 from tests.equivalence.harness import Loud, Written, assert_same, make_core, run, small_spec
 from tests.gpu.reference_check import OUTPUT, PROMPTS, SPECS
+from tests.rows import put
 from twostroke.engine.build_torch import assemble
 from twostroke.engine.core import EngineCore
 from twostroke.exec.device_rows import DeviceRows
@@ -285,12 +286,6 @@ def plan(**changes: object) -> StepPlan:
 
 def new_row(row: int, tokens: tuple[int, ...]) -> NewRow:
     return NewRow(row, f"r{row}", tokens, len(tokens), SamplingParams(), 7, frozenset(), ())
-
-
-def put(rows: DeviceRows, step: StepPlan) -> None:
-    writes = rows.apply(step)
-    assert len(set(writes.at.tolist())) == len(writes.at)
-    rows.cells.scatter_(0, torch.from_numpy(writes.at), torch.from_numpy(writes.values))
 
 
 def test_a_row_dropped_from_retired_and_taken_anew_in_one_plan_is_the_new_ones() -> None:

@@ -17,6 +17,7 @@ import torch
 from tests.equivalence.harness import Loud, Written, assert_same, make_core, run, small_spec
 from twostroke import LLM, SamplingParams
 from twostroke.engine.core import EngineCore
+from twostroke.kernels.reference import Kernels
 from twostroke.model.decoder import Decoder
 
 SPECS = {

@@ -1,0 +1,143 @@
+"""Position and cache index are two numbers, and a decode row may carry several tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.equivalence.harness import Loud, small_spec
+from tests.equivalence.test_window_matrix import MIXES, mixed_spec
+from tests.rows import put
+from twostroke.exec.device_rows import DeviceRows
+from twostroke.exec.program import StepProgram
+from twostroke.exec.torch_executor import TorchExecutor
+from twostroke.kernels import reference
+from twostroke.kernels.reference import Kernels
+from twostroke.kv.pool import KVPool
+from twostroke.model.decoder import Decoder
+from twostroke.model.spec import ModelSpec
+from twostroke.plan import BlockAppend, Chunk, NewRow, PhaseWork, Slot, StepPlan
+from twostroke.request import SamplingParams
+
+CPU = torch.device("cpu")
+BLOCK, ROWS, MAX_LEN = 8, 8, 128
+TOKENS = tuple((7 * n * n + 3 * n) % 512 for n in range(80))
+
+
+class Rig:
+    """Rows, pools and an executor, and plans by hand."""
+
+    def __init__(self, spec: ModelSpec, kernels: Kernels | None = None) -> None:
+        decoder = Decoder(spec, Loud(spec), torch.float32, CPU, MAX_LEN, kernels or Kernels())
+        self.groups = len(spec.kv_groups())
+        self.pool = KVPool(spec, [ROWS * 16] * self.groups, BLOCK, torch.float32, CPU)
+        self.rows = DeviceRows(ROWS, MAX_LEN, BLOCK, self.groups, CPU)
+        self.program = StepProgram(decoder, self.pool, self.rows)
+        self.executor = TorchExecutor(self.program)
+
+    def take(self, row: int) -> None:
+        """A row with blocks of its own, in no order."""
+        new = NewRow(row, f"r{row}", TOKENS, len(TOKENS), SamplingParams(), 0, frozenset(), ())
+        blocks = [
+            BlockAppend(row, g, tuple(1 + row * 16 + (5 * n + g) % 16 for n in range(16)))
+            for g in range(self.groups)
+        ]
+        put(self.rows, self.plan(new=(new,), appended=tuple(blocks)))
+
+    def plan(self, **what: object) -> StepPlan:
+        work = {"prefill_work": PhaseWork(), "decode_work": PhaseWork()}
+        empty: dict[str, object] = dict.fromkeys(StepPlan._fields, ()) | work
+        return StepPlan(**(empty | {"step": 0} | what))  # type: ignore[arg-type]
+
+    def step(self, **what: object) -> Tensor:
+        """The logits of the step's samples. What was sampled is forgotten: the text goes on."""
+        handle = self.executor.forward(self.plan(**what))
+        self.rows.tokens[:, : len(TOKENS)] = torch.tensor(TOKENS)
+        return self.program.logits[: len(handle.samples.rows)].clone()
+
+
+def one_by_one(spec: ModelSpec, first: int, count: int) -> Tensor:
+    """The definition: each token alone."""
+    rig = Rig(spec)
+    rig.take(0)
+    rig.step(prefill=(Chunk(0, 0, first, False),))
+    return torch.cat([rig.step(decode=(Slot(0, first + n),)) for n in range(count)])
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_several_tokens_of_a_row_have_the_logits_of_one_after_another(name: str) -> None:
+    spec = mixed_spec(name)
+    rig = Rig(spec)
+    for row in range(3):
+        rig.take(row)
+        rig.step(prefill=(Chunk(row, 0, 40 + row, False),))
+    alike = rig.step(decode=(Slot(0, 40, 2), Slot(1, 41, 2)))
+    torch.testing.assert_close(alike[:3], one_by_one(spec, 40, 3), atol=1e-4, rtol=0)
+    torch.testing.assert_close(alike[3:], one_by_one(spec, 41, 3), atol=1e-4, rtol=0)
+    # Different numbers of tokens, beside one token and a chunk.
+    mixed = rig.step(
+        decode=(Slot(0, 43, 3), Slot(1, 44), Slot(2, 42, 1)), prefill=(Chunk(2, 44, 9, True),)
+    )
+    torch.testing.assert_close(mixed[:4], one_by_one(spec, 43, 4), atol=1e-4, rtol=0)
+    torch.testing.assert_close(mixed[4:5], one_by_one(spec, 44, 1), atol=1e-4, rtol=0)
+    torch.testing.assert_close(mixed[5:7], one_by_one(spec, 42, 2), atol=1e-4, rtol=0)
+    torch.testing.assert_close(mixed[7:], one_by_one(spec, 52, 1), atol=1e-4, rtol=0)
+
+
+class HidesEntries(Kernels):
+    """Decode attention that does not see some entries of the cache: what a hole means."""
+
+    hidden: range = range(0)
+
+    def decode_attention(self, q, keys, values, tables, rows, lengths, scale, *how, out, **_):  # type: ignore[no-untyped-def, override]
+        for n, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
+            k, v = reference.gather(keys, values, tables[row], 0, length, q.dtype)
+            seen = [n for n in range(length) if n not in self.hidden]
+            everything = torch.ones(1, len(seen), dtype=torch.bool)
+            out[n] = reference.attention(q[n : n + 1], k[seen], v[seen], everything, scale, 0.0)
+        return out
+
+
+def test_a_table_with_a_hole_is_attended_to_without_what_was_there() -> None:
+    """The second and third of five blocks are evicted: later tokens keep their positions, and lie
+    two blocks earlier in the cache."""
+    spec, hidden = small_spec(), range(BLOCK, 3 * BLOCK)
+    kernels = HidesEntries()
+    expected_rig, rig = Rig(spec, kernels), Rig(spec)
+    for each in (expected_rig, rig):
+        each.take(0)
+        each.take(1)
+        each.step(prefill=(Chunk(0, 0, 37, False), Chunk(1, 0, 20, False)))
+    table = rig.rows._host_tables[0, 0]
+    kept = np.delete(table, [1, 2])
+    table[:] = np.append(kept, [0, 0])
+    rig.rows.tables[0][0] = torch.from_numpy(table)
+    rig.rows.evicted[0, 0] = 2 * BLOCK
+    kernels.hidden = hidden
+    expected = [expected_rig.step(decode=(Slot(0, 37 + n),)) for n in range(6)]
+    got = [rig.step(decode=(Slot(0, 37 + n), Slot(1, 20 + n)))[:1] for n in range(6)]
+    torch.testing.assert_close(torch.cat(got), torch.cat(expected), atol=1e-4, rtol=0)
+    # A chunk after the hole sees the same.
+    later = [expected_rig.step(decode=(Slot(0, 43 + n),)) for n in range(11)]
+    chunk = rig.step(prefill=(Chunk(0, 43, 11, True),))
+    torch.testing.assert_close(chunk, later[-1], atol=1e-4, rtol=0)
+    # Negative control: with the hole in sight the logits are others.
+    kernels.hidden = range(0)
+    other = expected_rig.step(decode=(Slot(0, 54),))
+    assert not torch.allclose(rig.step(decode=(Slot(0, 54),)), other, atol=1e-2)
+
+
+def test_a_block_of_a_group_is_one_piece_of_memory() -> None:
+    spec = mixed_spec("three groups")
+    rig = Rig(spec)
+    rig.take(0)
+    rig.step(prefill=(Chunk(0, 0, BLOCK, False),))
+    for group, kind in enumerate(spec.kv_groups()):
+        block = rig.pool.block(group, int(rig.rows.tables[group][0, 0]))
+        assert block.is_contiguous()
+        assert block.shape == (len(kind.layers), 2, BLOCK, kind.num_kv_heads, kind.head_dim)
+        assert block.any(dim=-1).all()
+        first, _ = rig.pool.layers[kind.layers[0]]
+        assert torch.equal(first[int(rig.rows.tables[group][0, 0])], block[0, 0])

@@ -1,0 +1,14 @@
+"""Rows on a device that take a plan at once, as a step's program would."""
+
+from __future__ import annotations
+
+import torch
+
+from twostroke.exec.device_rows import DeviceRows
+from twostroke.plan import StepPlan
+
+
+def put(rows: DeviceRows, plan: StepPlan) -> None:
+    writes = rows.apply(plan)
+    assert len(set(writes.at.tolist())) == len(writes.at)
+    rows.cells.scatter_(0, torch.from_numpy(writes.at), torch.from_numpy(writes.values))
