@@ -9,59 +9,26 @@ from torch import Tensor
 
 from tests.equivalence.harness import Loud, small_spec
 from tests.equivalence.test_window_matrix import MIXES, mixed_spec
-from tests.rows import put
-from twostroke.exec.device_rows import DeviceRows
-from twostroke.exec.program import StepProgram
-from twostroke.exec.torch_executor import TorchExecutor
+from tests.rig import Rig
 from twostroke.kernels import reference
 from twostroke.kernels.reference import Kernels
-from twostroke.kv.pool import KVPool
 from twostroke.model.decoder import Decoder
 from twostroke.model.spec import ModelSpec
-from twostroke.plan import BlockAppend, Chunk, NewRow, PhaseWork, Slot, StepPlan
-from twostroke.request import SamplingParams
+from twostroke.plan import Chunk, Slot
 
 CPU = torch.device("cpu")
-BLOCK, ROWS, MAX_LEN = 8, 8, 128
-TOKENS = tuple((7 * n * n + 3 * n) % 512 for n in range(80))
+BLOCK = 8
+TEXT = [(7 * n * n + 3 * n) % 512 for n in range(80)]
 
 
-class Rig:
-    """Rows, pools and an executor, and plans by hand."""
-
-    def __init__(self, spec: ModelSpec, kernels: Kernels | None = None) -> None:
-        decoder = Decoder(spec, Loud(spec), torch.float32, CPU, MAX_LEN, kernels or Kernels())
-        self.groups = len(spec.kv_groups())
-        self.pool = KVPool(spec, [ROWS * 16] * self.groups, BLOCK, torch.float32, CPU)
-        self.rows = DeviceRows(ROWS, MAX_LEN, BLOCK, self.groups, CPU)
-        self.program = StepProgram(decoder, self.pool, self.rows)
-        self.executor = TorchExecutor(self.program)
-
-    def take(self, row: int) -> None:
-        """A row with blocks of its own, in no order."""
-        new = NewRow(row, f"r{row}", TOKENS, len(TOKENS), SamplingParams(), 0, frozenset(), ())
-        blocks = [
-            BlockAppend(row, g, tuple(1 + row * 16 + (5 * n + g) % 16 for n in range(16)))
-            for g in range(self.groups)
-        ]
-        put(self.rows, self.plan(new=(new,), appended=tuple(blocks)))
-
-    def plan(self, **what: object) -> StepPlan:
-        work = {"prefill_work": PhaseWork(), "decode_work": PhaseWork()}
-        empty: dict[str, object] = dict.fromkeys(StepPlan._fields, ()) | work
-        return StepPlan(**(empty | {"step": 0} | what))  # type: ignore[arg-type]
-
-    def step(self, **what: object) -> Tensor:
-        """The logits of the step's samples. What was sampled is forgotten: the text goes on."""
-        handle = self.executor.forward(self.plan(**what))
-        self.rows.tokens[:, : len(TOKENS)] = torch.tensor(TOKENS)
-        return self.program.logits[: len(handle.samples.rows)].clone()
+def make_rig(spec: ModelSpec, kernels: Kernels | None = None) -> Rig:
+    decoder = Decoder(spec, Loud(spec), torch.float32, CPU, 128, kernels or Kernels())
+    return Rig(decoder, [TEXT] * 3, BLOCK)
 
 
 def one_by_one(spec: ModelSpec, first: int, count: int) -> Tensor:
     """The definition: each token alone."""
-    rig = Rig(spec)
-    rig.take(0)
+    rig = make_rig(spec)
     rig.step(prefill=(Chunk(0, 0, first, False),))
     return torch.cat([rig.step(decode=(Slot(0, first + n),)) for n in range(count)])
 
@@ -69,9 +36,8 @@ def one_by_one(spec: ModelSpec, first: int, count: int) -> Tensor:
 @pytest.mark.parametrize("name", MIXES)
 def test_several_tokens_of_a_row_have_the_logits_of_one_after_another(name: str) -> None:
     spec = mixed_spec(name)
-    rig = Rig(spec)
+    rig = make_rig(spec)
     for row in range(3):
-        rig.take(row)
         rig.step(prefill=(Chunk(row, 0, 40 + row, False),))
     alike = rig.step(decode=(Slot(0, 40, 2), Slot(1, 41, 2)))
     torch.testing.assert_close(alike[:3], one_by_one(spec, 40, 3), atol=1e-4, rtol=0)
@@ -105,10 +71,8 @@ def test_a_table_with_a_hole_is_attended_to_without_what_was_there() -> None:
     two blocks earlier in the cache."""
     spec, hidden = small_spec(), range(BLOCK, 3 * BLOCK)
     kernels = HidesEntries()
-    expected_rig, rig = Rig(spec, kernels), Rig(spec)
+    expected_rig, rig = make_rig(spec, kernels), make_rig(spec)
     for each in (expected_rig, rig):
-        each.take(0)
-        each.take(1)
         each.step(prefill=(Chunk(0, 0, 37, False), Chunk(1, 0, 20, False)))
     table = rig.rows._host_tables[0, 0]
     kept = np.delete(table, [1, 2])
@@ -131,8 +95,7 @@ def test_a_table_with_a_hole_is_attended_to_without_what_was_there() -> None:
 
 def test_a_block_of_a_group_is_one_piece_of_memory() -> None:
     spec = mixed_spec("three groups")
-    rig = Rig(spec)
-    rig.take(0)
+    rig = make_rig(spec)
     rig.step(prefill=(Chunk(0, 0, BLOCK, False),))
     for group, kind in enumerate(spec.kv_groups()):
         block = rig.pool.block(group, int(rig.rows.tables[group][0, 0]))

@@ -24,7 +24,7 @@ from twostroke.exec.torch_executor import TorchExecutor
 from twostroke.kv.pool import KVPool
 from twostroke.model.cost import cost_model
 from twostroke.model.decoder import Decoder
-from twostroke.observe.laps import Laps
+from twostroke.observe.startup_timer import StartupTimer
 from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig
 
@@ -136,20 +136,22 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     return recorded
 
 
-def started(laps: Laps | None = None, **settings: object) -> tuple[TorchExecutor, MemoryPlan]:
+def started(
+    timer: StartupTimer | None = None, **settings: object
+) -> tuple[TorchExecutor, MemoryPlan]:
     spec = small_spec()
     given = {"max_num_seqs": 4, "max_num_batched_tokens": 96, "num_gpu_blocks_override": 64}
     config = EngineConfig(**(given | settings))  # type: ignore[arg-type]
     decoder = Decoder(spec, Loud(spec), torch.float32, CPU, 512, CheckedKernels())
     estimate = replace(ESTIMATE, block_bytes=16 * 1024, max_model_len=512)
-    return start_executor(config, decoder, torch.float32, estimate, laps)
+    return start_executor(config, decoder, torch.float32, estimate, timer)
 
 
 def test_an_executor_started_that_way_writes_the_tokens_of_another(recorded: list[Run]) -> None:
     spec = small_spec()
-    laps = Laps(iter([10.0, 11.5, 12.0, 14.0, 14.25]).__next__)
-    executor, plan = started(laps)
-    assert str(laps) == "kernels 1.5 s, measuring 0.5 s, graphs 2.0 s, largest step 0.2 s"
+    timer = StartupTimer(iter([10.0, 11.5, 12.0, 14.0, 14.25]).__next__)
+    executor, plan = started(timer)
+    assert str(timer) == "kernels 1.5 s, measuring 0.5 s, graphs 2.0 s, largest step 0.2 s"
     assert (plan.num_blocks, plan.activation_bytes) == (64, GIB)
     # On trial two of each, then [1, 2, 4] rows and [64, 128] tokens, those in three pieces.
     assert len(recorded) == (2 + 2 * 3) + (3 + 2 * 3)

@@ -8,10 +8,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests.checked_kernels import CheckedKernels
 from tests.equivalence.harness import small_spec
 from tests.gpu import cuda_check
 from tests.gpu.reference_check import SPECS
@@ -30,21 +32,42 @@ import torch
 from tests.equivalence.harness import small_spec
 from tests.gpu import cuda_check
 from tests.gpu.reference_check import SPECS
-from twostroke.kernels import cuda
-cuda_check.fused = cuda
+from twostroke.kernels.cuda import CudaKernels
+cuda_check.kernels_of = lambda device: CudaKernels()
 cuda_check.PROMPTS = [[(7 * n * n + size) % 512 for n in range(size)] for size in (5, 40)]
 cuda_check.OUTPUT = 6
 cuda_check.WAYS = {"chunked and mixed": {"max_num_batched_tokens": 20, "max_num_seqs": 4}}
 spec = small_spec(**SPECS["qwen3"])
-for passed in cuda_check.compare("qwen3", spec, torch.float32, torch.device("cpu")):
+for passed in cuda_check.compare_tokens("qwen3", spec, torch.device("cpu")):
     print("equal:", passed)
 """
 
 
 def test_every_way_to_schedule_equals_the_reference() -> None:
     spec = small_spec(**SPECS["qwen3"])
-    found = cuda_check.compare("qwen3", spec, torch.float32, torch.device("cpu"))
+    found = cuda_check.compare_tokens("qwen3", spec, torch.device("cpu"))
     assert len(list(found)) == len(cuda_check.WAYS) + 1
+
+
+@pytest.mark.parametrize("name", ["qwen3", "two groups"])
+def test_every_step_of_a_forced_text_is_compared_in_bf16(name: str) -> None:
+    spec = dict(cuda_check.small_models())[name]
+    found = list(cuda_check.compare_logprobs(name, spec, torch.device("cpu")))
+    assert len(found) == len(cuda_check.FORCED)
+    assert all("100 steps" in said for said in found)
+
+
+def test_a_wrong_position_makes_the_comparison_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: decode turns by one position too far."""
+    attend = CheckedKernels.rope_decode_attention
+
+    def shifted(self: CheckedKernels, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return attend(self, *args[:6], args[6] + 1, *args[7:], **kwargs)
+
+    monkeypatch.setattr(CheckedKernels, "rope_decode_attention", shifted)
+    spec = small_spec(**SPECS["qwen3"])
+    with pytest.raises(AssertionError, match="of the reference's"):
+        list(cuda_check.compare_logprobs("qwen3", spec, torch.device("cpu")))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Each Triton kernel against `reference` on random ragged inputs, for any device and dtype.
+"""Each Triton kernel against `definitions` on random ragged inputs, for any device and dtype.
 
 `test_cuda_interpreted` runs these on a CPU, `tests.gpu.kernels_check` on a GPU. Outputs start as
 NaN, and so does all of the cache that no sequence owns: what is read or left unwritten by mistake
@@ -12,16 +12,19 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tests.kernels import definitions
 from twostroke.exec import sampling
 from twostroke.exec.rng import stream_key
 from twostroke.exec.tensor_rows import TensorRows
-from twostroke.kernels import cuda, reference
+from twostroke.kernels import cuda
 from twostroke.plan import NewRow
 from twostroke.request import SamplingParams
 
 # Rounding of the results, of the softmax's weights, and of what goes into the matrix units.
 BOUNDS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 NAN = float("nan")
+LAYERS, LAYER = 3, 1  # of the pool, and the one that is used
+ANGLES = 500  # positions that can be rotated
 
 
 @dataclass(frozen=True)
@@ -34,16 +37,21 @@ class Heads:
     page: int = 16
     window: int | None = None
     softcap: float = 0.0
-    interleaved: bool = False  # the layers of a block side by side, so that blocks lie apart
+    kv_dtype: torch.dtype | None = None  # of the cache, if it is another than the model's
 
     @property
     def scale(self) -> float:
-        return self.dim**-0.5
+        return 1.1 * self.dim**-0.5
+
+    def bound(self, dtype: torch.dtype) -> float:
+        """What is stored may round the other way."""
+        return max(BOUNDS[dtype], BOUNDS[self.kv_dtype or dtype])
 
 
 @dataclass
 class Cache:
-    """Sequences of the given lengths, in blocks drawn at random; NaN wherever they are not."""
+    """Sequences of the given lengths, in blocks drawn at random; NaN wherever they are not. Keys
+    and values are views of one layer of a block-major pool."""
 
     heads: Heads
     lengths: Sequence[int]
@@ -55,16 +63,12 @@ class Cache:
     rows: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        heads = self.heads
+        heads, dtype = self.heads, self.heads.kv_dtype or self.dtype
         used = [-(-length // heads.page) for length in self.lengths]
         blocks = sum(used) + 3
         inner = (heads.page, heads.num_kv_heads, heads.dim)
-        if heads.interleaved:
-            pool = torch.full((blocks, 2, 2, *inner), NAN, dtype=self.dtype, device=self.device)
-            self.keys, self.values = pool[:, 1, 0], pool[:, 1, 1]
-        else:
-            pool = torch.full((2, 2, blocks, *inner), NAN, dtype=self.dtype, device=self.device)
-            self.keys, self.values = pool[1, 0], pool[1, 1]
+        pool = torch.full((blocks, LAYERS, 2, *inner), NAN, dtype=dtype, device=self.device)
+        self.keys, self.values = pool[:, LAYER, 0], pool[:, LAYER, 1]
         order = (torch.randperm(blocks - 2) + 1).tolist()
         # One table row too many, in another order; past a sequence's end, a block of NaN.
         self.rows = torch.randperm(len(self.lengths) + 1)[: len(self.lengths)].tolist()
@@ -98,28 +102,18 @@ def worst(out: torch.Tensor, expected: torch.Tensor) -> float:
     return float(error.max()) if not error.isnan().any() else NAN
 
 
-def expected_attention(
-    q: torch.Tensor, cache: Cache, sequence: int, start: int, end: int
-) -> torch.Tensor:
-    """In fp32, from the values as they are stored."""
+def largest(first: float, second: float) -> float:
+    """NaN wins."""
+    return second if not second <= first else first
+
+
+# ── attention ───────────────────────────────────────────────────────────────────────────────
+
+
+def expected_attention(q: torch.Tensor, cache: Cache, sequence: int, start: int) -> torch.Tensor:
     heads, table = cache.heads, cache.table(sequence)
-    keys, values, wide = cache.keys, cache.values, q.float()
-    if not heads.softcap:
-        return reference.prefill_attention(
-            wide, keys, values, table, start, heads.scale, heads.window
-        )
-    k, v = reference.gather(keys, values, table, 0, end, torch.float32)
-    group = heads.num_heads // heads.num_kv_heads
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    score = torch.einsum("qhd,khd->hqk", wide, k) * heads.scale
-    score = torch.tanh(score / heads.softcap) * heads.softcap
-    query = torch.arange(start, end, device=q.device).unsqueeze(1)
-    key = torch.arange(end, device=q.device).unsqueeze(0)
-    visible = key <= query
-    if heads.window is not None:
-        visible &= key > query - heads.window
-    score = score.masked_fill(~visible, float("-inf"))
-    return torch.einsum("hqk,khd->qhd", score.softmax(-1), v)
+    how = (start, heads.scale, heads.window, heads.softcap)
+    return definitions.attention(q, cache.keys, cache.values, table, *how)
 
 
 def check_prefill(
@@ -131,16 +125,18 @@ def check_prefill(
     ends = torch.tensor([0] + [size for _, size in chunks]).cumsum(0).tolist()
     q = torch.randn(ends[-1], heads.num_heads, heads.dim).to(device, dtype)
     own = poisoned(ends[-1], heads.num_heads + 2 * heads.num_kv_heads, heads.dim, like=q)
-    own = own[:, heads.num_heads :]  # only of chunks that start at 0: others must not look there
+    own = own[:, heads.num_heads :]  # only of first chunks: others must not look there
     for index, (start, size) in enumerate(chunks):
-        if start == 0 and size:
+        if start == 0 and size and heads.kv_dtype is None:
             table, to = cache.table(index), own[ends[index] : ends[index + 1]]
-            found = reference.gather(cache.keys, cache.values, table, 0, size, dtype)
+            both = (cache.keys, cache.values)
+            found = [definitions.gather(each, table, 0, size, dtype) for each in both]
             to[:] = torch.cat(found, dim=1)
-    fresh, later = ([size for start, size in chunks if (start == 0) == kind] for kind in (1, 0))
-    largest_of = {"max_fresh": max(fresh, default=0), "max_chunk": max(later, default=0)}
+    first, continued = (
+        max((size for start, size in chunks if (start == 0) == kind), default=0) for kind in (1, 0)
+    )
     error = 0.0
-    for given in ({"max_chunk": max(size for _, size in chunks)}, {"own": own, **largest_of}):
+    for given in (None, own):
         out = cuda.prefill_attention(
             q,
             cache.keys,
@@ -149,27 +145,35 @@ def check_prefill(
             ints(cache.rows, device),
             ints([start for start, _ in chunks], device),
             ints(ends, device),
-            scale=heads.scale,
-            window=heads.window,
-            softcap=heads.softcap,
+            continued,
+            heads.scale,
+            heads.window,
+            heads.softcap,
             out=poisoned(*q.shape, like=q),
-            **given,
+            own=given,
+            max_first=first,
         )
-        for index, (start, size) in enumerate(chunks):
+        for index, (start, _) in enumerate(chunks):
             part = slice(ends[index], ends[index + 1])
-            right = expected_attention(q[part], cache, index, start, start + size)
+            right = expected_attention(q[part], cache, index, start)
             error = largest(error, worst(out[part], right))
     return error
 
 
 def check_decode(
-    heads: Heads, lengths: Sequence[int], splits: int, device: torch.device, dtype: torch.dtype
+    heads: Heads,
+    lengths: Sequence[int],
+    splits: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    queries: int = 1,
 ) -> float:
     """Length 0 is a padding row. Runs twice: the first must leave the scratch as it was."""
     cache = Cache(heads, lengths, device, dtype)
-    drop_passed(cache, [length - 1 for length in lengths])
-    q = torch.randn(len(lengths), heads.num_heads, heads.dim).to(device, dtype)
-    scratch = cuda.decode_scratch(len(lengths), heads.num_heads, heads.dim, splits, device)
+    drop_passed(cache, [length - queries for length in lengths])
+    tokens = len(lengths) * queries
+    q = torch.randn(tokens, heads.num_heads, heads.dim).to(device, dtype)
+    scratch = cuda.decode_scratch(tokens, heads.num_heads, heads.dim, splits, device)
     error = 0.0
     for _ in range(2):
         scratch.partial.fill_(NAN)
@@ -183,30 +187,33 @@ def check_decode(
             ints(lengths, device),
             heads.scale,
             heads.window,
+            heads.softcap,
             splits,
             scratch,
-            softcap=heads.softcap,
             out=poisoned(*q.shape, like=q),
+            queries=queries,
         )
         for index, length in enumerate(lengths):
-            right = torch.zeros_like(q[:1], dtype=torch.float32)
+            part = slice(index * queries, (index + 1) * queries)
+            right = torch.zeros_like(q[part], dtype=torch.float32)
             if length:
-                right = expected_attention(q[index : index + 1], cache, index, length - 1, length)
-            error = largest(error, worst(out[index : index + 1], right))
+                right = expected_attention(q[part], cache, index, length - queries)
+            error = largest(error, worst(out[part], right))
     return error
 
 
 def check_rope_decode(
     heads: Heads,
     half: int,
-    norm: bool,
+    norm: torch.dtype | None,
     lengths: Sequence[int],
     splits: int,
     device: torch.device,
     dtype: torch.dtype,
 ) -> float:
-    """Each sequence's last position is NaN in the cache, as are all inputs of a padding row. The
-    second of two runs stores nothing for the last sequence, which then reads what is there."""
+    """Positions have nothing to do with lengths, and other angles are NaN, as is each sequence's
+    last entry in the cache and all inputs of a padding row. The second of two runs stores nothing
+    for the last sequence, which then reads what is there. `norm`: its weights' type."""
     num, kv, dim, batch = heads.num_heads, heads.num_kv_heads, heads.dim, len(lengths)
     cache = Cache(heads, lengths, device, dtype)
     drop_passed(cache, [length - 1 for length in lengths])
@@ -215,11 +222,11 @@ def check_rope_decode(
     blocks = cache.tables[rows.long(), ends // heads.page].long()
     slots = torch.where(real, blocks * heads.page + ends % heads.page, -1)
     qkv = torch.randn(batch, (num + 2 * kv) * dim).to(device, dtype)
-    angles = torch.rand(max(lengths), half) * 6
-    cos, sin = angles.cos().to(device), angles.sin().to(device)
-    weights = [torch.randn(dim).to(device, dtype) if norm else None for _ in range(2)]
-    made = normed_and_turned(heads, qkv, *weights, cos[ends], sin[ends])
+    positions, cos, sin = random_angles(batch, half, device)
+    weights = random_norms(dim, norm, device)
+    made = normed_and_rotated(heads, qkv, *weights, cos[positions], sin[positions])
     qkv[~real] = NAN
+    positions[~real] = -(1 << 40)
     caches, page = (cache.keys, cache.values), heads.page
     for cached in caches:
         cached[blocks[real], ends[real] % page] = NAN
@@ -235,6 +242,7 @@ def check_rope_decode(
             1e-6,
             cos,
             sin,
+            positions,
             stored,
             cache.keys,
             cache.values,
@@ -243,15 +251,15 @@ def check_rope_decode(
             ints(lengths, device),
             heads.scale,
             heads.window,
+            heads.softcap,
             splits,
             scratch,
-            softcap=heads.softcap,
             out=poisoned(batch, num, dim, like=qkv),
         )
         there = stored >= 0
         at = (stored[there] // page, stored[there] % page)
         for cached, old, right in zip(caches, before, made[1:], strict=True):
-            error = largest(error, worst(cached[at], right[there]))
+            error = largest(error, worst(cached[at], right[there].to(cached.dtype)))
             kept = cached.clone()
             kept[at] = old[at]
             assert (kept.isnan() == old.isnan()).all()
@@ -259,8 +267,7 @@ def check_rope_decode(
         for index, length in enumerate(lengths):
             right = torch.zeros(1, num, dim, device=device)
             if length:
-                part = made[0][index : index + 1]
-                right = expected_attention(part, cache, index, length - 1, length)
+                right = expected_attention(made[0][index : index + 1], cache, index, length - 1)
             error = largest(error, worst(out[index : index + 1], right))
         for cached in caches:  # for the second run: NaN again, and for the last one something else
             cached[at] = NAN
@@ -271,55 +278,75 @@ def check_rope_decode(
 def drop_passed(cache: Cache, positions: Sequence[int]) -> None:
     """Blocks that the window of `positions` has passed are given up, and hold NaN."""
     window, page = cache.heads.window, cache.heads.page
-    if window is not None and not cache.heads.softcap:
+    if window is not None:
         for row, position in zip(cache.rows, positions, strict=True):
             passed = max(0, position - window + 1) // page
             cache.tables[row, :passed] = cache.keys.shape[0] - 1
 
 
-def largest(first: float, second: float) -> float:
-    """NaN wins."""
-    return second if not second <= first else first
-
-
 # ── norms, activation, rope and store ───────────────────────────────────────────────────────
 
 
-def check_norms(rows: int, width: int, device: torch.device, dtype: torch.dtype) -> float:
+def check_norms(
+    rows: int, width: int, device: torch.device, dtype: torch.dtype, norm: torch.dtype
+) -> float:
+    """`norm`: the type of the weights."""
     x, residual = (torch.randn(rows, width).to(device, dtype) for _ in range(2))
-    weight = torch.randn(width).to(device, dtype)
-    out = cuda.rms_norm(x, weight, 1e-5, out=poisoned(rows, width, like=x))
-    error = worst(out, reference.rms_norm(x, weight, 1e-5))
+    weight = torch.randn(width).to(device, norm)
+    out = cuda.rms_norm(x, weight, 1e-5)
+    assert out.dtype == dtype
+    error = worst(out, definitions.rms_norm(x, weight, 1e-5))
     total = residual + x
     out = cuda.add_rms_norm(x, residual, weight, 1e-5)
-    error = largest(error, worst(out, reference.rms_norm(total, weight, 1e-5)))
+    error = largest(error, worst(out, definitions.rms_norm(total, weight, 1e-5)))
     assert torch.equal(residual, total)
+    wide = torch.randn(rows, width + 8).to(device, dtype)[:, 8:]
+    error = largest(
+        error,
+        worst(cuda.rms_norm(wide, weight, 1e-5), definitions.rms_norm(wide, weight, 1e-5)),
+    )
     heads = torch.randn(rows, 3, 96).to(device, dtype)
-    weight = torch.randn(96).to(device, dtype)
+    weight = torch.randn(96).to(device, norm)
     out = cuda.rms_norm(heads, weight, 1e-6)
-    return largest(error, worst(out, reference.rms_norm(heads, weight, 1e-6)))
+    return largest(error, worst(out, definitions.rms_norm(heads, weight, 1e-6)))
 
 
 def check_products(
-    rows: int, columns: int, inner: int, device: torch.device, dtype: torch.dtype, early: bool
+    rows: int,
+    columns: int,
+    inner: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    activation: str,
+    pdl: bool,
 ) -> float:
     """The plain one, and the gated pair, which is rounded after each of its steps."""
     x, weight = torch.randn(rows, inner), torch.randn(2 * columns, inner) * inner**-0.5
     x, weight = x.to(device, dtype), weight.to(device, dtype)
     right = x.double() @ weight.double().T
-    error = worst(cuda.product(x, weight[:columns], early=early), right[:, :columns])
-    gated = cuda.gated_product(x, weight, early=early)
-    return largest(error, worst(gated, reference.silu_and_mul(right.to(dtype))))
+    error = worst(cuda.product(x, weight[:columns], pdl=pdl), right[:, :columns])
+    out = poisoned(rows, columns, like=x)
+    assert cuda.product(x, weight[:columns], pdl=pdl, out=out) is out
+    error = largest(error, worst(out, right[:, :columns]))
+    gated = cuda.gated_product(x, weight, activation, pdl=pdl)
+    return largest(error, worst(gated, definitions.act_and_mul(right.to(dtype), activation)))
 
 
-def check_silu(rows: int, width: int, device: torch.device, dtype: torch.dtype) -> float:
+def check_act_and_mul(
+    rows: int, width: int, device: torch.device, dtype: torch.dtype, activation: str
+) -> float:
     gate_up = (3 * torch.randn(rows, 2 * width)).to(device, dtype)
-    out = cuda.silu_and_mul(gate_up, out=poisoned(rows, width, like=gate_up))
-    return worst(out, reference.silu_and_mul(gate_up))
+    out = cuda.act_and_mul(gate_up, activation)
+    return worst(out, definitions.act_and_mul(gate_up, activation))
 
 
 def check_rope_store(
-    heads: Heads, half: int, norm: bool, tokens: int, device: torch.device, dtype: torch.dtype
+    heads: Heads,
+    half: int,
+    norm: torch.dtype | None,
+    tokens: int,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> float:
     num, kv, dim = heads.num_heads, heads.num_kv_heads, heads.dim
     cache = Cache(heads, [tokens], device, dtype)
@@ -329,32 +356,45 @@ def check_rope_store(
     slots = torch.randperm(clean)[:tokens]
     slots[tokens // 2] = -1
     slots = slots.to(device)
-    positions = torch.randint(0, 500, (tokens,)).to(device)
-    angles = torch.rand(500, half) * 6
-    cos, sin = angles.cos().to(device), angles.sin().to(device)
+    positions, cos, sin = random_angles(tokens, half, device)
     qkv = torch.randn(tokens, (num + 2 * kv) * dim).to(device, dtype)
-    weights = [torch.randn(dim).to(device, dtype) if norm else None for _ in range(2)]
-    q_norm, k_norm = weights
+    weights = random_norms(dim, norm, device)
     where = (positions, slots, cache.keys, cache.values, num, kv)
-    q, k, v = normed_and_turned(heads, qkv, q_norm, k_norm, cos[positions], sin[positions])
-    into = poisoned(tokens, num + 2 * kv, dim, like=qkv)
-    out = cuda.rope_store(qkv, q_norm, k_norm, 1e-6, cos, sin, *where, out=into)
-    assert out is into
-    error = worst(out, torch.cat([q, k, v], dim=1))
-    out = cuda.rope_store(qkv, q_norm, k_norm, 1e-6, cos, sin, *where)
-    assert torch.equal(out, into)
+    q, k, v = normed_and_rotated(heads, qkv, *weights, cos[positions], sin[positions])
+    v = v.clone()
+    out = cuda.rope_store(qkv, *weights, 1e-6, cos, sin, *where)
     assert out.data_ptr() == qkv.data_ptr()
+    error = worst(out, torch.cat([q, k, v], dim=1))
     stored = slots >= 0
     for cached, right in ((cache.keys, k), (cache.values, v)):
         flat = cached.flatten(0, 1)
-        error = largest(error, worst(flat[slots[stored]], right[stored]))
+        error = largest(error, worst(flat[slots[stored]], right[stored].to(cached.dtype)))
         untouched = torch.ones(clean, dtype=torch.bool, device=device)
         untouched[slots[stored]] = False
         assert flat[untouched].isnan().all()
     return error
 
 
-def normed_and_turned(
+def random_angles(
+    tokens: int, half: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Positions, and `cos` and `sin` that are NaN at all others."""
+    positions = torch.randint(0, ANGLES, (tokens,))
+    angles = torch.full((ANGLES, half), NAN)
+    angles[positions] = torch.rand(tokens, half) * 6
+    return positions.to(device), angles.cos().to(device), angles.sin().to(device)
+
+
+def random_norms(
+    dim: int, norm: torch.dtype | None, device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Of queries and keys."""
+    if norm is None:
+        return None, None
+    return torch.randn(dim).to(device, norm), torch.randn(dim).to(device, norm)
+
+
+def normed_and_rotated(
     heads: Heads,
     qkv: torch.Tensor,
     q_norm: torch.Tensor | None,
@@ -366,9 +406,9 @@ def normed_and_turned(
     num, kv = heads.num_heads, heads.num_kv_heads
     q, k, v = qkv.unflatten(1, (-1, heads.dim)).split([num, kv, kv], dim=1)
     if q_norm is not None and k_norm is not None:
-        q = reference.rms_norm(q, q_norm, 1e-6)
-        k = reference.rms_norm(k, k_norm, 1e-6)
-    return reference.rope(q, cos, sin), reference.rope(k, cos, sin), v
+        q = definitions.rms_norm(q, q_norm, 1e-6)
+        k = definitions.rms_norm(k, k_norm, 1e-6)
+    return definitions.rope(q, cos, sin), definitions.rope(k, cos, sin), v
 
 
 # ── sampling ────────────────────────────────────────────────────────────────────────────────

@@ -1,4 +1,4 @@
-"""The Triton kernels on a CPU, by Triton's interpreter, against `reference`.
+"""The Triton kernels on a CPU, by Triton's interpreter, against `definitions`.
 
 Triton decides at its import whether it interprets. So that neither the order of imports nor any
 other test matters, these run in a pytest of their own, which the last test starts.
@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,6 +26,7 @@ if INTERPRETED:
     from triton.runtime import interpreter
 
     from tests.kernels import cuda_cases as cases
+    from tests.kernels import definitions
     from tests.kernels.cuda_cases import BOUNDS, Heads
 
     CPU = torch.device("cpu")
@@ -42,28 +45,38 @@ if INTERPRETED:
     def seeded(request: pytest.FixtureRequest) -> None:
         torch.manual_seed(len(request.node.name))
 
+    @pytest.fixture(autouse=True)
+    def unwritten_memory_is_nan() -> Iterator[None]:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        assert torch.empty(1000).isnan().all()
+        yield
+        torch.use_deterministic_algorithms(False)
+
     @pytest.mark.parametrize("dtype", [HALF, SINGLE])
     @pytest.mark.parametrize(
         ("heads", "chunks"),
         [
-            (Heads(4, 1, 64), [(0, 1), (0, 31), (0, 33), (5, 40)]),  # first and later chunks
+            (Heads(4, 1, 64), [(0, 1), (0, 31), (0, 33), (5, 40)]),  # first and continued chunks
             (Heads(3, 1, 80, 32), [(0, 128), (127, 2), (128, 1)]),  # three heads: ragged tiles
             (Heads(2, 2, 96), [(63, 65), (64, 64)]),  # each head alone; a prefix hit
             (Heads(8, 1, 128, 32), [(0, 17), (200, 16)]),
             (Heads(2, 1, 256), [(0, 33), (30, 40)]),
-            (Heads(4, 2, 64, interleaved=True), [(100, 30)]),
+            (Heads(4, 2, 64), [(100, 30)]),
         ],
     )
-    def test_prefill_attention_equals_the_reference(
+    def test_prefill_attention_equals_the_definition(
         heads: Heads, chunks: list[tuple[int, int]], dtype: torch.dtype
     ) -> None:
         assert cases.check_prefill(heads, chunks, CPU, dtype) < BOUNDS[dtype]
 
+    @pytest.mark.parametrize("dim", [64, 256])
     @pytest.mark.parametrize(
         ("window", "softcap"), [(1, 0.0), (20, 0.0), (128, 0.0), (150, 0.0), (None, 2.0), (40, 2.0)]
     )
-    def test_prefill_attention_with_a_window_and_a_cap(window: int | None, softcap: float) -> None:
-        heads = Heads(4, 2, 64, window=window, softcap=softcap)
+    def test_prefill_attention_with_a_window_and_a_softcap(
+        window: int | None, softcap: float, dim: int
+    ) -> None:
+        heads = Heads(4, 2, dim, window=window, softcap=softcap)
         error = cases.check_prefill(heads, [(0, 70), (250, 40), (127, 1)], CPU, SINGLE)
         assert error < BOUNDS[SINGLE]
 
@@ -75,93 +88,204 @@ if INTERPRETED:
             (Heads(4, 1, 64), [1, 0, 63, 64, 65, 129], 2),
             (Heads(3, 1, 80, 32), [129, 0, 16, 17], 3),
             (Heads(2, 2, 96), [127, 128], 2),
-            (Heads(8, 1, 128, 32, interleaved=True), [200], 1),
+            (Heads(8, 1, 128, 32), [200], 1),
             (Heads(8, 1, 128), [1300], 30),  # more splits than are merged at one time
             (Heads(7, 1, 256), [31, 33], 2),
         ],
     )
-    def test_decode_attention_equals_the_reference(
+    def test_decode_attention_equals_the_definition(
         heads: Heads, lengths: list[int], splits: int, dtype: torch.dtype
     ) -> None:
         assert cases.check_decode(heads, lengths, splits, CPU, dtype) < BOUNDS[dtype]
 
     @pytest.mark.parametrize("splits", [1, 4])
+    @pytest.mark.parametrize("dim", [64, 256])
     @pytest.mark.parametrize(
         ("window", "softcap"), [(1, 0.0), (20, 0.0), (64, 0.0), (None, 2.0), (40, 2.0)]
     )
-    def test_decode_attention_with_a_window_and_a_cap(
-        window: int | None, softcap: float, splits: int
+    def test_decode_attention_with_a_window_and_a_softcap(
+        window: int | None, softcap: float, dim: int, splits: int
     ) -> None:
-        heads = Heads(4, 2, 64, window=window, softcap=softcap)
+        heads = Heads(4, 2, dim, window=window, softcap=softcap)
         lengths = [1, 21, 0, 64, 130]
         assert cases.check_decode(heads, lengths, splits, CPU, SINGLE) < BOUNDS[SINGLE]
 
+    @pytest.mark.parametrize("splits", [1, 4])
+    @pytest.mark.parametrize("queries", [2, 5])
+    @pytest.mark.parametrize(
+        ("window", "softcap"),
+        [(None, 0.0), (1, 0.0), (3, 0.0), (20, 0.0), (64, 0.0), (None, 2.0), (40, 2.0)],
+    )
+    def test_decode_attention_of_several_queries_a_row(
+        window: int | None, softcap: float, queries: int, splits: int
+    ) -> None:
+        """At both edges of tiles, and where only some of the queries reach the next one."""
+        heads = Heads(6, 2, 64, window=window, softcap=softcap)
+        lengths = [queries, 21, 0, 64, 66, 129, 131, 260]
+        error = cases.check_decode(heads, lengths, splits, CPU, SINGLE, queries)
+        assert error < BOUNDS[SINGLE]
+
+    @pytest.mark.parametrize("queries", [2, 5])
+    def test_decode_attention_of_several_queries_in_fp16(queries: int) -> None:
+        for heads in (Heads(8, 1, 128), Heads(4, 2, 256, window=33)):
+            error = cases.check_decode(heads, [700, 5, 0, 130], 9, CPU, HALF, queries)
+            assert error < BOUNDS[HALF]
+
     @pytest.mark.parametrize("dtype", [HALF, SINGLE])
-    @pytest.mark.parametrize("norm", [False, True])
+    @pytest.mark.parametrize("norm", [None, HALF, SINGLE])
     @pytest.mark.parametrize(
         ("heads", "half", "lengths", "splits"),
         [
             (Heads(4, 1, 64), 32, [1, 2, 0, 15, 16, 17, 63, 64, 65, 66], 1),
             (Heads(4, 1, 64), 32, [0, 1, 128, 129, 130, 257, 258], 3),  # a split begins with it
             (Heads(3, 1, 80, 32), 40, [129, 0, 16, 17, 193], 2),
-            (Heads(2, 2, 96), 24, [127, 128, 1], 2),  # half of the channels turn
-            (Heads(8, 1, 128, 32, interleaved=True), 64, [200, 33, 32], 1),
+            (Heads(2, 2, 96), 24, [127, 128, 1], 2),  # half of the channels rotate
+            (Heads(8, 1, 128, 32), 64, [200, 33, 32], 1),
             (Heads(8, 1, 128), 16, [1300, 5], 30),
             (Heads(7, 1, 256), 128, [31, 32, 33, 34, 129], 2),
         ],
     )
-    def test_rope_store_and_decode_attention_in_one_equal_the_reference(
-        heads: Heads, half: int, lengths: list[int], splits: int, norm: bool, dtype: torch.dtype
+    def test_rope_store_and_decode_attention_in_one_equal_the_definition(
+        heads: Heads,
+        half: int,
+        lengths: list[int],
+        splits: int,
+        norm: torch.dtype | None,
+        dtype: torch.dtype,
     ) -> None:
         error = cases.check_rope_decode(heads, half, norm, lengths, splits, CPU, dtype)
-        assert error < BOUNDS[dtype]
+        assert error < max(BOUNDS[dtype], BOUNDS[norm or dtype])
 
     @pytest.mark.parametrize("splits", [1, 4])
     @pytest.mark.parametrize(
         ("window", "softcap"), [(1, 0.0), (2, 0.0), (20, 0.0), (64, 0.0), (None, 2.0), (40, 2.0)]
     )
-    def test_rope_store_and_decode_attention_with_a_window_and_a_cap(
+    def test_rope_store_and_decode_attention_with_a_window_and_a_softcap(
         window: int | None, softcap: float, splits: int
     ) -> None:
         heads = Heads(4, 2, 64, window=window, softcap=softcap)
         lengths = [1, 21, 0, 64, 65, 66, 130, 193]
-        error = cases.check_rope_decode(heads, 32, True, lengths, splits, CPU, SINGLE)
+        error = cases.check_rope_decode(heads, 32, SINGLE, lengths, splits, CPU, SINGLE)
         assert error < BOUNDS[SINGLE]
 
-    @pytest.mark.parametrize("dtype", [HALF, SINGLE])
-    @pytest.mark.parametrize(("rows", "width"), [(1, 4096), (5, 576), (3, 33)])
-    def test_norms_and_activation_equal_the_reference(
-        rows: int, width: int, dtype: torch.dtype
+    @pytest.mark.parametrize(("dtype", "kv_dtype"), [(SINGLE, HALF), (HALF, SINGLE)])
+    @pytest.mark.parametrize("dim", [64, 96])
+    def test_a_cache_of_another_type_than_the_model(
+        dtype: torch.dtype, kv_dtype: torch.dtype, dim: int
     ) -> None:
-        assert cases.check_norms(rows, width, CPU, dtype) < BOUNDS[dtype]
-        assert cases.check_silu(rows, width, CPU, dtype) < BOUNDS[dtype]
+        """Rounded to the cache's type when it is stored, to the queries' when it is read."""
+        heads = Heads(4, 2, dim, kv_dtype=kv_dtype)
+        bound, lengths = heads.bound(dtype), [1, 21, 0, 64, 65, 130]
+        # What is read needs no more rounding than the model's own type has.
+        assert cases.check_prefill(heads, [(0, 70), (50, 40)], CPU, dtype) < BOUNDS[dtype]
+        assert cases.check_decode(heads, lengths, 2, CPU, dtype) < BOUNDS[dtype]
+        assert cases.check_decode(heads, [2, 64, 67], 2, CPU, dtype, 2) < BOUNDS[dtype]
+        assert cases.check_rope_decode(heads, dim // 2, None, lengths, 2, CPU, dtype) < bound
+        assert cases.check_rope_store(heads, dim // 2, None, 5, CPU, dtype) < bound
+
+    def test_blocks_that_lie_beyond_two_to_the_31_elements() -> None:
+        """A pool of 2 ** 31 elements and more, of which only the pages that are used exist."""
+        page, kv, dim, stride = 16, 1, 64, (1 << 30) + 4096
+        flat = torch.from_numpy(np.empty(3 * stride, np.float16))
+        keys, values = (
+            flat[at:].as_strided((3, page, kv, dim), (stride, kv * dim, dim, 1))
+            for at in (0, page * dim)
+        )
+        length, table = 32, torch.tensor([[1, 2]], dtype=torch.int32)
+        heads = Heads(4, kv, dim)
+        qkv = torch.randn(length, (4 + 2 * kv) * dim).half()
+        cos = sin = torch.ones(length, dim // 2)
+        index = torch.arange(length)
+        slots, one = index + page, torch.zeros(1, dtype=torch.int32)
+        make = (None, None, 1e-6, cos, sin, index, slots)
+        made = cases.cuda.rope_store(qkv, *make, keys, values, 4, kv)
+        assert torch.equal(keys[2], made[page:, 4:5])
+        assert torch.equal(values[2], made[page:, 5:])
+        scale, lengths = heads.scale, torch.tensor([length], dtype=torch.int32)
+        where = (keys, values, table, one)
+        right = definitions.attention(
+            made[:, :4], keys, values, table[0].long(), 0, scale, None, 0.0
+        )
+        out = cases.poisoned(length, 4, dim, like=qkv)
+        ends = torch.tensor([0, length], dtype=torch.int32)
+        cases.cuda.prefill_attention(
+            made[:, :4], *where, one, ends, 0, scale, None, 0.0, out=out, own=None, max_first=length
+        )
+        assert cases.worst(out, right) < BOUNDS[HALF]
+        scratch = cases.cuda.decode_scratch(1, 4, dim, 1, CPU)
+        how = (lengths, scale, None, 0.0, 1, scratch)
+        last = cases.poisoned(1, 4, dim, like=qkv)
+        cases.cuda.decode_attention(made[-1:, :4], *where, *how, out=last)
+        assert cases.worst(last, right[-1:]) < BOUNDS[HALF]
+        new = torch.randn(1, (4 + 2 * kv) * dim).half()
+        make = (None, None, 1e-6, cos, sin, index[-1:], slots[-1:])
+        cases.cuda.rope_decode_attention(new, *make, *where, *how, out=last)
+        assert torch.equal(values[2, -1], new.view(6, dim)[5:])
 
     @pytest.mark.parametrize("dtype", [HALF, SINGLE])
+    @pytest.mark.parametrize("norm", [HALF, SINGLE])
+    @pytest.mark.parametrize(("rows", "width"), [(1, 4096), (5, 576), (3, 33)])
+    def test_norms_equal_the_definition(
+        rows: int, width: int, norm: torch.dtype, dtype: torch.dtype
+    ) -> None:
+        bound = max(BOUNDS[dtype], BOUNDS[norm])
+        assert cases.check_norms(rows, width, CPU, dtype, norm) < bound
+
+    def test_a_norm_in_fp32_is_rounded_once() -> None:
+        """Weights of 1 + 2⁻⁹ show it: rounded to bf16 they would be 1."""
+        x = torch.randn(4, 256).bfloat16()
+        weight = torch.full((256,), 1 + 2.0**-9)
+        out = cases.cuda.rms_norm(x, weight, 1e-6)
+        wide = x.double()
+        exact = wide * (wide.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * (1 + 2.0**-9)
+        assert (out == exact.bfloat16()).float().mean() > 0.99
+        twice = definitions.rms_norm(x, weight.bfloat16(), 1e-6)
+        assert (twice == exact.bfloat16()).float().mean() < 0.9
+
+    @pytest.mark.parametrize("dtype", [HALF, SINGLE])
+    @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+    @pytest.mark.parametrize(("rows", "width"), [(1, 4096), (5, 576), (3, 33)])
+    def test_activations_equal_the_definition(
+        rows: int, width: int, activation: str, dtype: torch.dtype
+    ) -> None:
+        assert cases.check_act_and_mul(rows, width, CPU, dtype, activation) < BOUNDS[dtype]
+
+    def test_activations_of_large_numbers_are_finite() -> None:
+        gate = torch.tensor([-3e38, -1e5, -30.0, 0.0, 30.0, 1e5, 3e38])
+        gate_up = torch.cat([gate, torch.ones(7)]).unsqueeze(0)
+        right = torch.tensor([[0.0, 0.0, 0.0, 0.0, 30.0, 1e5, 3e38]])
+        for activation in ("silu", "gelu_tanh"):
+            out = cases.cuda.act_and_mul(gate_up, activation)
+            assert torch.allclose(out, right, atol=1e-11)
+
+    @pytest.mark.parametrize("dtype", [HALF, SINGLE])
+    @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
     @pytest.mark.parametrize(
         ("rows", "columns", "inner"),
         [(1, 65, 1024), (1, 7, 1536), (2, 9, 2048), (4, 33, 512), (5, 34, 256), (3, 20, 80)],
     )
-    def test_products_equal_the_reference(
-        rows: int, columns: int, inner: int, dtype: torch.dtype
+    def test_products_equal_the_definition(
+        rows: int, columns: int, inner: int, activation: str, dtype: torch.dtype
     ) -> None:
-        error = cases.check_products(rows, columns, inner, CPU, dtype, False)
+        error = cases.check_products(rows, columns, inner, CPU, dtype, activation, False)
         assert error < BOUNDS[dtype]
 
     @pytest.mark.parametrize("dtype", [HALF, SINGLE])
-    @pytest.mark.parametrize("norm", [False, True])
+    @pytest.mark.parametrize("norm", [None, HALF, SINGLE])
     @pytest.mark.parametrize(
         ("heads", "half"),
         [
             (Heads(16, 8, 128), 64),
-            (Heads(9, 3, 80, 32, interleaved=True), 40),
-            (Heads(4, 4, 96), 24),  # half of the channels turn
+            (Heads(9, 3, 80, 32), 40),
+            (Heads(4, 4, 96), 24),  # half of the channels rotate
             (Heads(10, 1, 256), 32),
         ],
     )
-    def test_rope_and_store_equal_the_reference(
-        heads: Heads, half: int, norm: bool, dtype: torch.dtype
+    def test_rope_and_store_equal_the_definition(
+        heads: Heads, half: int, norm: torch.dtype | None, dtype: torch.dtype
     ) -> None:
-        assert cases.check_rope_store(heads, half, norm, 5, CPU, dtype) < BOUNDS[dtype]
+        error = cases.check_rope_store(heads, half, norm, 5, CPU, dtype)
+        assert error < max(BOUNDS[dtype], BOUNDS[norm or dtype])
 
     @pytest.mark.parametrize(("vocab", "spread"), [(300, 1.0), (2048, 4.0), (9001, 0.05)])
     def test_sampling_draws_what_the_reference_draws(vocab: int, spread: float) -> None:
@@ -195,22 +319,21 @@ if INTERPRETED:
         """The checks can fail: by what one key of fifty adds, and by NaN."""
         right = cases.expected_attention
 
-        def short(
-            q: torch.Tensor, cache: cases.Cache, sequence: int, start: int, end: int
-        ) -> torch.Tensor:
-            return right(q, cache, sequence, start - 1, end - 1)
+        def short(q: torch.Tensor, cache: cases.Cache, sequence: int, start: int) -> torch.Tensor:
+            return right(q, cache, sequence, start - 1)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cases, "expected_attention", short)
             assert cases.check_decode(Heads(4, 1, 64), [50], 2, CPU, SINGLE) > 0.01
-            error = cases.check_rope_decode(Heads(4, 1, 64), 32, True, [50, 9], 2, CPU, SINGLE)
+            assert cases.check_decode(Heads(4, 1, 64), [50], 2, CPU, SINGLE, 2) > 0.01
+            error = cases.check_rope_decode(Heads(4, 1, 64), 32, SINGLE, [50, 9], 2, CPU, SINGLE)
             assert error > 0.01
         nan = torch.tensor([[1.0, float("nan")]])
         assert not cases.worst(nan, torch.ones(1, 2)) < 1
 
 else:
 
-    def test_the_kernels_equal_the_reference_when_interpreted() -> None:
+    def test_the_kernels_equal_their_definitions_when_interpreted() -> None:
         command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__]
         env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
         child = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)

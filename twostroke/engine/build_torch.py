@@ -24,7 +24,7 @@ from twostroke.kv.pool import KVPool
 from twostroke.model.cost import cost_model
 from twostroke.model.decoder import Decoder
 from twostroke.model.opened import OpenedModel
-from twostroke.observe.laps import Laps
+from twostroke.observe.startup_timer import StartupTimer
 from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig
 
@@ -88,12 +88,12 @@ def _start_on_gpu(
     spec, length = model.spec, estimate.max_model_len
     estimate = replace(estimate, device_bytes=torch.cuda.mem_get_info(device)[1])
     pdl = torch.cuda.get_device_capability(device) >= (9, 0)  # Hopper is the first that can
-    laps, kernels = Laps(), _triton_kernels()
-    laps.end("imports")
+    timer, kernels = StartupTimer(), _triton_kernels()
+    timer.end("imports")
     decoder = Decoder(spec, model.weights, dtype, device, length, kernels, pdl)
-    laps.end("weights")
-    executor, memory = start_executor(config, decoder, kv_dtype, estimate, laps)
-    log.info("start: %s", laps)
+    timer.end("weights")
+    executor, memory = start_executor(config, decoder, kv_dtype, estimate, timer)
+    log.info("start: %s", timer)
     log.info("memory: %s", memory.waterfall())
     limits = scheduler_config(config, spec, memory, on_gpu=True)
     cost = cost_model(spec, dtype.itemsize, kv_dtype.itemsize)

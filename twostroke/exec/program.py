@@ -59,15 +59,17 @@ Forward = Callable[[DeviceStep], torch.Tensor]
 
 
 class StepProgram:
-    def __init__(self, decoder: Decoder, pool: KVPool, rows: DeviceRows) -> None:
+    def __init__(
+        self, decoder: Decoder, pool: KVPool, rows: DeviceRows, max_samples: int = 0
+    ) -> None:
+        """`max_samples`: of a step; by default one a row."""
         spec, device = decoder.spec, decoder.device
         self.decoder, self.pool, self.rows = decoder, pool, rows
         self._groups = _attention_groups(spec)
         # Results have places of their own: graphs that share memory would overwrite each other's.
-        self.logits = torch.empty(
-            rows.max_rows, spec.vocab_size, dtype=decoder.dtype, device=device
-        )
-        self.tokens = torch.zeros(rows.max_rows, dtype=torch.int32, device=device)
+        count, dtype = max_samples or rows.max_rows, decoder.dtype
+        self.logits = torch.empty(count, spec.vocab_size, dtype=dtype, device=device)
+        self.tokens = torch.zeros(count, dtype=torch.int32, device=device)
 
     def prepare(
         self,

@@ -37,7 +37,7 @@ from twostroke.exec.program import StepProgram
 from twostroke.exec.torch_executor import TorchExecutor
 from twostroke.kv.pool import KVPool
 from twostroke.model.decoder import Decoder
-from twostroke.observe.laps import Laps
+from twostroke.observe.startup_timer import StartupTimer
 from twostroke.plan import Chunk, NewRow, PhaseWork, Slot, StepPlan
 from twostroke.request import SamplingParams
 
@@ -51,10 +51,10 @@ def start_executor(
     decoder: Decoder,
     kv_dtype: torch.dtype,
     estimate: MemoryPlan,
-    laps: Laps | None = None,
+    timer: StartupTimer | None = None,
 ) -> tuple[TorchExecutor, MemoryPlan]:
     """`estimate`: the plan made before loading, on what the device had free then."""
-    laps = laps or Laps()
+    timer = timer or StartupTimer()
     spec, device, size = decoder.spec, decoder.device, config.block_size
     groups, max_len = len(spec.kv_groups()), estimate.max_model_len
     budget = config.token_budget(True, max_len)
@@ -62,14 +62,14 @@ def start_executor(
     with torch.inference_mode():
         rows = DeviceRows(config.max_num_seqs, max_len, size, groups, device)
         compile_kernels(decoder, kv_dtype, rows, budget, graph_sizes(config))
-        laps.end("kernels")
+        timer.end("kernels")
         trial = StepProgram(decoder, KVPool(spec, [0] * groups, size, kv_dtype, device), rows)
         activations = _measure_steps(TorchExecutor(trial, None), budget, rows)
         sizes = graph_sizes(config)
         graphs_bytes = _measure_graphs(trial, sizes, piece_ladder(budget)) if sizes else 0
         del trial
         free = _free_bytes(device)
-        laps.end("measuring")
+        timer.end("measuring")
         plan = fit_pool(config, estimate, free, activations, graphs_bytes)
         plan = fit_length(plan, config, spec)
         try:
@@ -81,12 +81,12 @@ def start_executor(
                 graphs = DecodeGraphs(program, sizes, record)
                 pieces = PieceGraphs(program, piece_ladder(budget), record)
             _free_bytes(device)
-            laps.end("graphs")
+            timer.end("graphs")
             executor = TorchExecutor(program, graphs, pieces, nvtx=config.nvtx)
             for step in islice(warm_plans(rows.max_rows, budget, max_len), 1):
                 executor.sample(executor.forward(step)).wait()
                 executor.reset()
-            laps.end("largest step")
+            timer.end("largest step")
         except torch.OutOfMemoryError:
             raise ConfigError(_no_room(config, plan, device)) from None
     gc.freeze()  # what is here stays; the collector need not look at it while streams run

@@ -12,16 +12,22 @@ from twostroke.kernels.cuda.decode import (
     decode_attention,
     rope_decode_attention,
 )
-from twostroke.kernels.cuda.elementwise import add_rms_norm, rms_norm, silu_and_mul
+from twostroke.kernels.cuda.elementwise import act_and_mul, add_rms_norm, rms_norm
 from twostroke.kernels.cuda.launch import compile_ahead
 from twostroke.kernels.cuda.prefill import bind_prefill_attention, prefill_attention
 from twostroke.kernels.cuda.product import gated_product, product
 from twostroke.kernels.cuda.rope_store import rope_store
 from twostroke.kernels.cuda.sampling import sample
-from twostroke.kernels.cuda.splits import DecodeScratch, decode_scratch, decode_splits
+from twostroke.kernels.cuda.splits import (
+    DecodeScratch,
+    decode_scratch,
+    decode_splits,
+    num_sms,
+)
 
 __all__ = [
     "DecodeScratch",
+    "act_and_mul",
     "add_rms_norm",
     "bind_decode_attention",
     "bind_prefill_attention",
@@ -30,11 +36,11 @@ __all__ = [
     "decode_scratch",
     "decode_splits",
     "gated_product",
+    "num_sms",
     "prefill_attention",
     "product",
     "rms_norm",
     "rope_decode_attention",
     "rope_store",
     "sample",
-    "silu_and_mul",
 ]

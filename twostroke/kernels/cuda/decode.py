@@ -1,10 +1,11 @@
-"""Decode attention: one query a sequence, split along the context.
+"""Decode attention: one query a sequence or a few, split along the context.
 
     program (KV head, split, sequence):  tables[row] ─▶ pages ─▶ keys ─▶ softmax ─▶ values
                                          the last split to finish merges them all
 
-The query heads of a KV head share one tile, so that keys and values are read once. Each program
-reads its sequence's length on the device: one captured launch serves every context.
+The query heads of a KV head share one tile, so that keys and values are read once; so do the tokens
+of a row that has several. Each program reads its sequence's length on the device: one captured
+launch serves every context. What is read of the cache is converted to the queries' type.
 
 `rope_decode_attention` begins one launch earlier, with what the QKV product has left: see
 `new_token.py`.
@@ -20,12 +21,19 @@ import triton
 import triton.language as tl
 
 from twostroke.kernels import Attend
-from twostroke.kernels.cuda.early import await_last, launch_options
 from twostroke.kernels.cuda.launch import Launch, Variant
 from twostroke.kernels.cuda.new_token import NewToken, queries_of_new
+from twostroke.kernels.cuda.pdl import launch_options, wait_for_previous
 from twostroke.kernels.cuda.scores import capped, unit_of
 from twostroke.kernels.cuda.sizes import power_of_two
-from twostroke.kernels.cuda.splits import MERGE, MOST_SPLITS, PROGRAMS, DecodeScratch, merge
+from twostroke.kernels.cuda.splits import (
+    MOST_SPLITS,
+    PROGRAMS_PER_SM,
+    DecodeScratch,
+    merge,
+    num_sms,
+    query_at,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +44,13 @@ class Tuning:
     least: int = 2  # tiles of a split, where the context has as many
 
 
-def tuning(dim: int, dtype: torch.dtype, programs: int) -> Tuning:
+def tuning(head_bytes: int, programs: int, num_sms: int) -> Tuning:
     """Of wide heads few programs have more tiles under way each; many share a multiprocessor,
     where one computes and the others load."""
-    width = dim * dtype.itemsize
-    if width <= 256:
+    if head_bytes <= 256:
         return Tuning(64, 4, 3, 2)
-    if programs <= PROGRAMS:
-        return Tuning(32, 4, 4 if width <= 512 else 3, 4)
+    if programs <= PROGRAMS_PER_SM * num_sms:
+        return Tuning(32, 4, 4 if head_bytes <= 512 else 3, 4)
     return Tuning(32, 4, 2, 4)
 
 
@@ -56,23 +63,22 @@ def decode_attention(
     lengths: torch.Tensor,
     scale: float,
     window: int | None,
+    softcap: float,
     splits: int,
     scratch: DecodeScratch,
-    softcap: float = 0.0,
-    out: torch.Tensor | None = None,
-    tuned: Tuning | None = None,
-    early: bool = False,
-    new: NewToken | None = None,
+    *,
+    out: torch.Tensor,
+    queries: int = 1,
+    pdl: bool = False,
 ) -> torch.Tensor:
-    """[B, H, D] against the first `lengths` positions of table rows `rows`; zeros where it is 0.
+    """`out`: [rows · queries, H, D] against the first `lengths` cache entries of table rows `rows`;
+    zeros where the length is 0.
 
-    `scratch` is of this batch or a larger one, of these splits or more. `new`: the queries are
-    not made yet, and lie where the QKV product has left them.
+    A length counts the entries of all the row's queries: query j sees `length` − (queries − 1 − j),
+    of these the last `window`. `scratch` is of as many tokens or more, of these splits or more.
     """
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     where = (q, keys, values, tables, rows, lengths)
-    _launch(*where, scale, window, splits, scratch, softcap, out, tuned, early, new)()
+    make_launch(*where, scale, window, softcap, splits, scratch, out, queries, pdl)()
     return out
 
 
@@ -85,15 +91,70 @@ def bind_decode_attention(
     lengths: torch.Tensor,
     scale: float,
     window: int | None,
+    softcap: float,
     splits: int,
     scratch: DecodeScratch,
+    *,
     out: torch.Tensor,
+    queries: int = 1,
 ) -> Attend:
+    """`decode_attention` over the keys and values of any layer whose cache is like this one."""
     where = (q, keys, values, tables, rows, lengths)
-    return _launch(*where, scale, window, splits, scratch, 0.0, out, None, False, None).over
+    return make_launch(*where, scale, window, softcap, splits, scratch, out, queries).over
 
 
-def _launch(
+def rope_decode_attention(
+    qkv: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float,
+    splits: int,
+    scratch: DecodeScratch,
+    *,
+    out: torch.Tensor,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """`rope_store` and `decode_attention` of [B, (H + 2K) · D] in one launch: each token is the
+    last of its row's `lengths` cache entries, in a block that is in no other table, and its slot
+    says where; nothing is stored where that is < 0."""
+    q, new = new_token_of(qkv, q_norm, k_norm, eps, cos, sin, positions, slots, keys)
+    where = (q, keys, values, tables, rows, lengths)
+    make_launch(*where, scale, window, softcap, splits, scratch, out, 1, pdl, new)()
+    return out
+
+
+def new_token_of(
+    qkv: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+) -> tuple[torch.Tensor, NewToken]:
+    """Where the QKV product has left the queries, and what makes them."""
+    assert cos.is_contiguous()
+    assert sin.is_contiguous()
+    heads = qkv.unflatten(1, (-1, keys.shape[-1]))
+    q = heads[:, : heads.shape[1] - 2 * keys.shape[2]]
+    return q, NewToken(q_norm, k_norm, cos, sin, positions, slots, eps)
+
+
+def make_launch(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -102,23 +163,30 @@ def _launch(
     lengths: torch.Tensor,
     scale: float,
     window: int | None,
+    softcap: float,
     splits: int,
     scratch: DecodeScratch,
-    softcap: float,
     out: torch.Tensor,
-    tuned: Tuning | None,
-    early: bool,
-    new: NewToken | None,
+    queries: int = 1,
+    pdl: bool = False,
+    new: NewToken | None = None,
+    tuned: Tuning | None = None,
 ) -> Launch:
-    (batch, num_heads, dim), (_, page, num_kv_heads, _) = q.shape, keys.shape
+    """`new`: the queries are not made yet, see `new_token_of`."""
+    (tokens, num_heads, dim), (_, page, num_kv_heads, _) = q.shape, keys.shape
     q_strides, out_strides, strides = q.stride(), out.stride(), keys.stride()
+    batch = rows.shape[0]
+    assert tokens == batch * queries
     assert strides == values.stride()
-    assert strides[3] == q_strides[2] == tables.stride(1) == 1
+    assert strides[3] == q_strides[2] == out_strides[2] == tables.stride(1) == 1
     assert splits <= MOST_SPLITS
-    tuned = tuned or tuning(dim, q.dtype, batch * num_kv_heads * splits)
-    *made, eps = new or (None, None, None, None, None, 0.0)
+    if tuned is None:
+        head_bytes = dim * max(q.itemsize, keys.itemsize)
+        tuned = tuning(head_bytes, batch * num_kv_heads * splits, num_sms(q.device))
+    *made, eps = new or (None, None, None, None, None, None, 0.0)
     variant = _variant(
         num_heads // num_kv_heads,
+        queries,
         dim,
         page,
         0 if new is None else new.cos.shape[-1],
@@ -128,7 +196,7 @@ def _launch(
         softcap > 0,
         new is not None,
         new is not None and new.q_norm is not None,
-        early,
+        pdl,
     )
     return Launch(
         variant,
@@ -150,6 +218,7 @@ def _launch(
 @cache
 def _variant(
     group: int,
+    queries: int,
     dim: int,
     page: int,
     half: int,
@@ -159,83 +228,42 @@ def _variant(
     has_softcap: bool,
     is_new: bool,
     normed: bool,
-    early: bool,
+    pdl: bool,
 ) -> Variant:
+    members = group * queries
+    block_m = max(16, power_of_two(members + 1 if is_new else members))
+    block_members, block_dim = power_of_two(members), max(16, power_of_two(dim))
+    # No more than 64 numbers of the result a thread, and 128 of what is merged at one time.
+    num_warps = max(tuned.num_warps, min(16, block_m * block_dim // 2048))
+    together = num_warps * 32 * 128 // (block_members * block_dim)
     return Variant(
         _decode,
         GROUP=group,
-        QUERIES=max(16, power_of_two(group + 1 if is_new else group)),
+        QUERIES=queries,
+        BLOCK_M=block_m,
         DIM=dim,
-        BLOCK_DIM=max(16, power_of_two(dim)),
+        BLOCK_DIM=block_dim,
         HALF=half,
         PAGE=page,
         TILE=tuned.tile,
         LEAST=tuned.least,
         MOST_SPLITS=MOST_SPLITS,
-        MERGE=MERGE,
-        GROUP_BLOCK=power_of_two(group),
+        MERGE=max(1, min(16, together)),
+        BLOCK_MEMBERS=block_members,
         SPLIT=split,
         WINDOW=has_window,
         SOFTCAP=has_softcap,
         NEW=is_new,
         NORM=normed,
-        num_warps=tuned.num_warps,
+        num_warps=num_warps,
         num_stages=tuned.num_stages,
-        **launch_options(early),
-    )
-
-
-def rope_decode_attention(
-    qkv: torch.Tensor,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    slots: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    tables: torch.Tensor,
-    rows: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-    window: int | None,
-    splits: int,
-    scratch: DecodeScratch,
-    softcap: float = 0.0,
-    out: torch.Tensor | None = None,
-    tuned: Tuning | None = None,
-    early: bool = False,
-) -> torch.Tensor:
-    """`rope_store` and `decode_attention` of [B, (H + 2K) · D]: each token is the last of its
-    `lengths` positions, and goes to its slot, nowhere where that is < 0."""
-    assert cos.is_contiguous()
-    assert sin.is_contiguous()
-    heads = qkv.unflatten(1, (-1, keys.shape[-1]))
-    q = heads[:, : heads.shape[1] - 2 * keys.shape[2]]
-    new = NewToken(q_norm, k_norm, cos, sin, slots, eps)
-    return decode_attention(
-        q,
-        keys,
-        values,
-        tables,
-        rows,
-        lengths,
-        scale,
-        window,
-        splits,
-        scratch,
-        softcap,
-        out,
-        tuned,
-        early,
-        new,
+        **launch_options(pdl),
     )
 
 
 @triton.jit(
     do_not_specialize=["splits", "window"],
-    do_not_specialize_on_alignment=["rows", "lengths", "arrived", "slots"],
+    do_not_specialize_on_alignment=["rows", "lengths", "arrived", "positions", "slots"],
 )
 def _decode(
     q,
@@ -252,6 +280,7 @@ def _decode(
     k_norm,
     cos,
     sin,
+    positions,
     slots,
     window,
     splits,
@@ -268,6 +297,7 @@ def _decode(
     head_stride,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     HALF: tl.constexpr,
@@ -276,21 +306,22 @@ def _decode(
     LEAST: tl.constexpr,
     MOST_SPLITS: tl.constexpr,
     MERGE: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
+    BLOCK_MEMBERS: tl.constexpr,
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     NEW: tl.constexpr,
     NORM: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    await_last(EARLY)
+    wait_for_previous(PDL)
+    MEMBERS: tl.constexpr = GROUP * QUERIES  # of the tile; see `query_at`
     kv_head, split, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + sequence).to(tl.int32)
     table = tables + tl.load(rows + sequence).to(tl.int64) * table_stride
     first = 0
     if WINDOW:
-        first = tl.maximum(length - window, 0)
+        first = tl.maximum(length - (QUERIES - 1) - window, 0)
 
     # Tiles [first_tile, last_tile) of the context, an equal share to each split.
     first_tile = first // TILE
@@ -300,25 +331,24 @@ def _decode(
     begin = first_tile + split * share
     end = tl.minimum(begin + share, last_tile)
 
-    query = tl.arange(0, QUERIES)
+    member = tl.arange(0, BLOCK_M)
     channel = tl.arange(0, BLOCK_DIM)
-    head = kv_head * GROUP + query
-    real = (query < GROUP)[:, None] & (channel < DIM)[None, :]
-    out_at = out + sequence * out_stride + head[:, None] * out_head_stride + channel[None, :]
+    real = (member < MEMBERS)[:, None] & (channel < DIM)[None, :]
+    out_at = query_at(sequence, kv_head, member, out_stride, out_head_stride, GROUP, QUERIES)
+    out_at = out + out_at[:, None] + channel[None, :]
     if split == 0 and length == 0:
-        tl.store(out_at, tl.zeros([QUERIES, BLOCK_DIM], out.dtype.element_ty), mask=real)
+        tl.store(out_at, tl.zeros([BLOCK_M, BLOCK_DIM], out.dtype.element_ty), mask=real)
     if begin < end:
         # A tile's pages are asked for a tile ahead: the compiler then has all its stages for keys
         # and values.
         position = begin * TILE + tl.arange(0, TILE)
         page = tl.load(table + position // PAGE, mask=position < length, other=0)
-        row = q + sequence * q_stride
         if NEW:
             query_tile = queries_of_new(
-                row,
+                q + sequence * q_stride,
                 kv_head,
                 tl.num_programs(0),
-                length - 1,
+                tl.load(positions + sequence).to(tl.int64),
                 tl.load(slots + sequence).to(tl.int64),
                 end == last_tile,
                 q_norm,
@@ -332,7 +362,7 @@ def _decode(
                 slot_stride,
                 head_stride,
                 GROUP,
-                QUERIES,
+                BLOCK_M,
                 DIM,
                 BLOCK_DIM,
                 HALF,
@@ -340,56 +370,69 @@ def _decode(
                 NORM,
             )
         else:
-            q_at = row + head[:, None] * q_head_stride + channel[None, :]
-            query_tile = tl.load(q_at, mask=real, other=0.0)
-        best = tl.full([QUERIES], float("-inf"), tl.float32)
-        total = tl.zeros([QUERIES], tl.float32)
-        sums = tl.zeros([QUERIES, BLOCK_DIM], tl.float32)
+            q_at = query_at(sequence, kv_head, member, q_stride, q_head_stride, GROUP, QUERIES)
+            query_tile = tl.load(q + q_at[:, None] + channel[None, :], mask=real, other=0.0)
+        best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        sums = tl.zeros([BLOCK_M, BLOCK_DIM], tl.float32)
         unit = unit_of(scale, SOFTCAP)
         for tile in tl.range(begin, end):
             position = tile * TILE + tl.arange(0, TILE)
             inside = position < length
             if WINDOW:
                 inside = inside & (position >= first)
+            visible = inside[None, :]
+            if QUERIES > 1:
+                seen = length - (QUERIES - 1) + member // GROUP
+                visible = visible & (position[None, :] < seen[:, None])
+                if WINDOW:
+                    visible = visible & (position[None, :] >= seen[:, None] - window)
             at = (position % PAGE) * slot_stride + kv_head * head_stride
             at = (page.to(tl.int64) * block_stride + at)[:, None] + channel[None, :]
             position += TILE
             page = tl.load(table + position // PAGE, mask=position < length, other=0)
             mask = inside[:, None] & (channel < DIM)[None, :]
-            key = tl.load(keys + at, mask=mask, other=0.0)
-            value = tl.load(values + at, mask=mask, other=0.0)
+            key = tl.load(keys + at, mask=mask, other=0.0).to(query_tile.dtype)
+            value = tl.load(values + at, mask=mask, other=0.0).to(query_tile.dtype)
             score = tl.dot(query_tile, tl.trans(key), input_precision="tf32x3")
             score = capped(score, scale, softcap, SOFTCAP)
-            score = tl.where(inside[None, :], score, float("-inf"))
-            # Each tile has a visible position: `above` is finite.
+            score = tl.where(visible, score, float("-inf"))
+            # Each tile has a position that a single query sees: `above` is finite. Of several
+            # queries one may see nothing of the first tiles or of the last.
             above = tl.maximum(best, tl.max(score, axis=1) * unit)
-            share_of = tl.exp2(score * unit - above[:, None])
-            fade = tl.exp2(best - above)
+            floor = above
+            if QUERIES > 1:
+                floor = tl.where(above == float("-inf"), 0.0, above)
+            share_of = tl.exp2(score * unit - floor[:, None])
+            fade = tl.exp2(best - floor)
             total = total * fade + tl.sum(share_of, axis=1)
             sums = sums * fade[:, None]
             sums = tl.dot(share_of.to(value.dtype), value, sums, input_precision="tf32x3")
             best = above
-        sums = sums / total[:, None]
+        if QUERIES > 1:
+            sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+        else:
+            sums = sums / total[:, None]
         if SPLIT:
             lines = sequence.to(tl.int64) * tl.num_programs(0) + kv_head
-            into = (lines * GROUP + query) * splits + split
+            into = (lines * MEMBERS + member) * splits + split
             tl.store(partial + into[:, None] * DIM + channel[None, :], sums, mask=real)
-            tl.store(weight + into, best + tl.log2(total), mask=query < GROUP)
+            tl.store(weight + into, best + tl.log2(total), mask=member < MEMBERS)
             # All threads' stores before the count that publishes them.
             tl.debug_barrier()
             if tl.atomic_add(arrived + lines, 1, sem="acq_rel") == active - 1:
                 tl.store(arrived + lines, 0)
-                to = out + sequence * out_stride + kv_head * GROUP * out_head_stride
+                block = tl.arange(0, BLOCK_MEMBERS)
+                to = query_at(sequence, kv_head, block, out_stride, out_head_stride, GROUP, QUERIES)
                 merge(
                     partial,
                     weight,
-                    lines * GROUP * splits,
+                    lines * MEMBERS * splits,
                     splits,
                     active,
-                    to,
-                    out_head_stride,
-                    GROUP,
-                    GROUP_BLOCK,
+                    out + to,
+                    MEMBERS,
+                    BLOCK_MEMBERS,
                     DIM,
                     BLOCK_DIM,
                     MOST_SPLITS,

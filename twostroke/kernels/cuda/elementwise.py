@@ -1,4 +1,10 @@
-"""Norms and the gated activation: one pass over the data, rounded where `reference` rounds."""
+"""Norms and gated activations: one pass over the data, rounded where the definition rounds.
+
+    rms_norm(x, w)           (normed in fp32, rounded to w's type, times w), rounded to x's type
+    act_and_mul([gate, up])  act(gate), rounded, times up
+
+A norm's weight may be fp32 beside bf16 or fp16 activations; then nothing is rounded before the end.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +14,21 @@ import torch
 import triton
 import triton.language as tl
 
-from twostroke.kernels.cuda.early import await_last, launch_options
 from twostroke.kernels.cuda.launch import Variant
+from twostroke.kernels.cuda.pdl import launch_options, wait_for_previous
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 
 TILE = 2048  # elements of one program: two 16-byte loads of a thread in flight
+ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    out: torch.Tensor | None = None,
-    early: bool = False,
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, pdl: bool = False
 ) -> torch.Tensor:
-    """Over the last dimension of [..., N]."""
+    """The norm over the last dimension of [..., N]."""
     width = x.shape[-1]
-    rows = x.reshape(-1, width)
-    if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _norm(rows, None, weight, eps, out.view(-1, width), early)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _norm(x.reshape(-1, width), None, weight, eps, out.view(-1, width), pdl)
     return out
 
 
@@ -36,12 +37,13 @@ def add_rms_norm(
     residual: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
-    early: bool = False,
+    *,
+    pdl: bool = False,
 ) -> torch.Tensor:
-    """`residual += x`, in place and rounded; then the norm of the sum."""
-    out = torch.empty_like(residual)
-    assert x.stride(1) == residual.stride(1) == 1
-    _norm(x, residual, weight, eps, out, early)
+    """The norm of `residual + x` [T, N]; the sum, rounded, replaces `residual`."""
+    assert residual.stride(1) == 1
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _norm(x, residual, weight, eps, out, pdl)
     return out
 
 
@@ -51,12 +53,12 @@ def _norm(
     weight: torch.Tensor,
     eps: float,
     out: torch.Tensor,
-    early: bool,
+    pdl: bool,
 ) -> None:
-    rows, width = x.shape
-    stride = x.stride(0)
+    (rows, width), (stride, channel_stride) = x.shape, x.stride()
+    assert channel_stride == 1
     together = _rows_of_a_program(width)
-    _norm_variant(width, residual is not None, early)(
+    _norm_variant(width, residual is not None, pdl)(
         (ceil_div(rows, together),),
         (x, residual, weight, out),
         (rows,),
@@ -69,7 +71,7 @@ def _rows_of_a_program(width: int) -> int:
 
 
 @cache
-def _norm_variant(width: int, add: bool, early: bool) -> Variant:
+def _norm_variant(width: int, add: bool, pdl: bool) -> Variant:
     block = power_of_two(width)
     return Variant(
         _rms_norm,
@@ -78,26 +80,32 @@ def _norm_variant(width: int, add: bool, early: bool) -> Variant:
         ROWS=_rows_of_a_program(width),
         ADD=add,
         num_warps=_warps(block),
-        **launch_options(early),
+        **launch_options(pdl),
     )
 
 
-def silu_and_mul(
-    gate_up: torch.Tensor, out: torch.Tensor | None = None, early: bool = False
-) -> torch.Tensor:
-    """[T, 2N] → [T, N]: silu of the first half, times the second."""
+def act_and_mul(gate_up: torch.Tensor, activation: str, *, pdl: bool = False) -> torch.Tensor:
+    """[T, 2N] → [T, N]: the activation of the first half, times the second."""
+    assert gate_up.stride(1) == 1
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    if out is None:
-        out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
+    out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     # Tokens along the grid's x: its y ends at 65,535.
     grid, strides = (rows, ceil_div(width, TILE)), (gate_up.stride(0), out.stride(0))
-    _silu_variant(width, early)(grid, (gate_up, out), (), strides)
+    _act_variant(width, activation, pdl)(grid, (gate_up, out), (), strides)
     return out
 
 
 @cache
-def _silu_variant(width: int, early: bool) -> Variant:
-    return Variant(_silu_and_mul, WIDTH=width, BLOCK=TILE, num_warps=4, **launch_options(early))
+def _act_variant(width: int, activation: str, pdl: bool) -> Variant:
+    assert activation in ACTIVATIONS, activation
+    return Variant(
+        _act_and_mul,
+        WIDTH=width,
+        BLOCK=TILE,
+        ACTIVATION=activation,
+        num_warps=4,
+        **launch_options(pdl),
+    )
 
 
 def _warps(block: int) -> int:
@@ -120,41 +128,60 @@ def _rms_norm(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     ADD: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    await_last(EARLY)
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < num_rows) & (column < WIDTH)
-    scale = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    scale = tl.load(weight + column, mask=column < WIDTH, other=0.0)
     wide = tl.load(x + row * stride + column, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         at = residual + row * residual_stride + column
-        rounded = (wide + tl.load(at, mask=mask, other=0.0).to(tl.float32)).to(x.dtype.element_ty)
+        total = wide + tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        rounded = total.to(residual.dtype.element_ty)
         tl.store(at, rounded, mask=mask)
         wide = rounded.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / WIDTH + eps)
-    normed = (wide * inverse).to(x.dtype.element_ty).to(tl.float32)
-    result = (normed * scale).to(out.dtype.element_ty)
+    result = times_weight(wide * inverse, scale, out.dtype.element_ty)
     tl.store(out + row * out_stride + column, result, mask=mask)
 
 
 @triton.jit
-def _silu_and_mul(
+def times_weight(normed, weight, kind: tl.constexpr):
+    """What was normed in fp32 times the norm's weight, in the weight's type; then in `kind`."""
+    rounded = normed.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
+    return rounded.to(weight.dtype).to(kind)
+
+
+@triton.jit
+def _act_and_mul(
     gate_up,
     out,
     stride,
     out_stride,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    await_last(EARLY)
+    wait_for_previous(PDL)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
     at = gate_up + row * stride + column
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)
-    gated = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
+    gated = activated(gate, ACTIVATION).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * out_stride + column, (gated * up).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
+    """Both are x · sigmoid(y): silu has y = x; since 0.5 (1 + tanh z) = sigmoid(2z), gelu by tanh
+    has y = 2 √(2/π) (x + 0.044715 x³)."""
+    if ACTIVATION == "gelu_tanh":
+        y = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+    else:
+        y = x
+    return x / (1.0 + tl.exp(-y))

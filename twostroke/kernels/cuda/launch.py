@@ -5,33 +5,37 @@
 
 To look at every argument takes Triton longer than many a kernel runs. Here what it would find is a
 key: the constants, the types, the numbers that a kernel may be specialised on. Pointers that are
-not aligned, the interpreter, and a Triton that launches in another way, go Triton's way always.
+not aligned, the interpreter, and a Triton whose launches were not tested, go Triton's way always.
+
+What is compiled belongs to its `Variant`, as Triton's own cache does to the kernel: it depends on
+the key alone, so that engines of one process may share it. Compiling ahead is of the thread that
+asked for it; others launch meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext, suppress
+from contextvars import ContextVar
 from hashlib import sha256
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
 import triton
 from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
+TESTED = ((3, 6),)  # versions of Triton whose compiled kernels take the arguments given here
 ALIGNED = 16  # bytes: what Triton specialises on
 FIRST = 9  # of the arguments of `run`: where the kernel's own begin
+TRIES = 4  # of a compilation that failed by Python's fault
 
 Tensors = tuple[torch.Tensor | None, ...]
 Numbers = tuple[int | float, ...]
 
-# By variant, device and all else that decides what Triton compiles.
-_compiled: dict[tuple[object, ...], Any] = {}
-_ahead: dict[object, Any] | None = None  # inside `compile_ahead`: what was asked for
+# Inside `compile_ahead`: what was asked for, by variant and key. Outside: None.
+_ahead: ContextVar[dict[object, Any] | None] = ContextVar("compile_ahead", default=None)
 
 
 def compile_ahead(run: Callable[[], object], of: object) -> None:
@@ -40,18 +44,17 @@ def compile_ahead(run: Callable[[], object], of: object) -> None:
 
     `of`: all that decides what those are. Once that is compiled a file beside Triton's own says so,
     and the next start loads each kernel where it is first launched."""
-    global _ahead
     mark = _mark(of)
     if mark.exists():
         return
     asked: dict[object, Any] = {}
-    with ThreadPoolExecutor() as threads:
-        with _together(threads):
-            _ahead = asked
+    with CompilerThreads() as threads:
+        with _compiled_by(threads):
+            token = _ahead.set(asked)
             try:
                 run()
             finally:
-                _ahead = None
+                _ahead.reset(token)
         done = list(threads.map(_build_launcher, asked.values()))
     if not all(done):
         return
@@ -60,37 +63,37 @@ def compile_ahead(run: Callable[[], object], of: object) -> None:
         mark.touch()
 
 
+class CompilerThreads(ThreadPoolExecutor):
+    """Threads that compile. Before Python 3.13 a parser that another thread interrupts with its own
+    may fail with a SystemError, as they count their depth in one place: then it is tried again."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **given: Any) -> Future[Any]:
+        return super().submit(self._try, fn, *args, **given)
+
+    @staticmethod
+    def _try(fn: Callable[..., Any], /, *args: Any, **given: Any) -> Any:
+        for _ in range(TRIES - 1):
+            with suppress(SystemError):
+                return fn(*args, **given)
+        return fn(*args, **given)
+
+
+def _compiled_by(threads: CompilerThreads) -> AbstractContextManager[object]:
+    """What Triton is asked to compile in here, `threads` compile; what goes wrong there goes wrong
+    again where it is launched, and is told there."""
+    try:
+        from triton.runtime._async_compile import AsyncCompileMode
+    except ImportError:  # one after another then
+        return nullcontext()
+    mode: AbstractContextManager[object] = AsyncCompileMode(threads, ignore_errors=True)
+    return mode
+
+
 def _mark(of: object) -> Path:
     digest = sha256(repr((of, triton.__version__, driver.active.get_current_target())).encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     return Path(triton.knobs.cache.dir) / f"twostroke-{digest.hexdigest()}"
-
-
-@contextmanager
-def _together(threads: ThreadPoolExecutor) -> Iterator[None]:
-    """What Triton is asked to compile in here, `threads` compile; what goes wrong there goes wrong
-    again where it is launched, and is told there.
-
-    Sources are parsed one at a time: before Python 3.13 a parser that another thread interrupts
-    with its own may fail, as they count their depth in one place."""
-    try:
-        from triton.runtime._async_compile import AsyncCompileMode
-    except ImportError:  # one after another then
-        yield
-        return
-    parse, one = JITFunction.parse, Lock()
-
-    def parse_alone(kernel: Any) -> Any:
-        with one:
-            return parse(kernel)
-
-    JITFunction.parse = parse_alone
-    try:
-        with AsyncCompileMode(threads, ignore_errors=True):
-            yield
-    finally:
-        JITFunction.parse = parse
 
 
 def _build_launcher(asked: Any) -> bool:
@@ -103,14 +106,14 @@ def _build_launcher(asked: Any) -> bool:
     return False
 
 
-def _is_known() -> bool:
+def _is_tested() -> bool:
     """Whether the `run` of what this Triton compiles takes what it is given here."""
     major, minor = triton.__version__.split(".")[:2]
-    return (3, 3) <= (int(major), int(minor)) < (4, 0)
+    return (int(major), int(minor)) in TESTED
 
 
 class Variant:
-    """A kernel with its constants and options.
+    """A kernel with its constants and options, and what was compiled of it.
 
     Its arguments are tensors, or None; then what differs from launch to launch (numbers that it is
     not specialised on, tensor descriptors); then other numbers; then the constants.
@@ -119,9 +122,11 @@ class Variant:
     def __init__(self, kernel: Any, **given: Any) -> None:
         self.kernel, self.given = kernel, given
         self.constants = [given[name] for name in kernel.arg_names if name in given]
-        self.can_repeat = _is_known() and hasattr(kernel, "params")  # else it is interpreted
+        self.can_repeat = _is_tested() and hasattr(kernel, "params")  # else it is interpreted
         params = kernel.params if self.can_repeat else ()
         self.aligned = [not param.do_not_specialize_on_alignment for param in params]
+        # By device and all else, beside the constants, that decides what Triton compiles.
+        self.compiled: dict[tuple[object, ...], Any] = {}
 
     def __call__(
         self, grid: tuple[int, ...], tensors: Tensors, varying: tuple[Any, ...], fixed: Numbers
@@ -186,9 +191,9 @@ class Launch:
         stream = driver.active.get_current_stream(device)
         own = (*pointers, *self._numbers, *variant.constants)
         self._args = [*(*self._grid, 1, 1)[:3], stream, None, None, None, None, None, *own]
-        self._key = (variant, device, fixed, *kinds)
-        compiled = _compiled.get(self._key)
-        if compiled is not None and _ahead is None:
+        self._key = (device, fixed, *kinds)
+        compiled = variant.compiled.get(self._key)
+        if compiled is not None and _ahead.get() is None:
             self._repeat(compiled)
 
     def _repeat(self, compiled: Any) -> None:
@@ -198,12 +203,13 @@ class Launch:
 
     def _dispatch(self, tensors: Tensors, key: tuple[object, ...] | None) -> None:
         variant, given = self._variant, (*tensors, *self._numbers)
-        if _ahead is not None:
-            if key is None or key not in _ahead:
+        asked = _ahead.get()
+        if asked is not None:
+            if key is None or (variant, key) not in asked:
                 compiled = variant.kernel.run(*given, grid=self._grid, warmup=True, **variant.given)
-                _ahead[key] = compiled
+                asked[variant, key] = compiled
             return
         compiled = variant.kernel[self._grid](*given, **variant.given)
         if key is not None and compiled is not None:
-            _compiled[key] = compiled
+            variant.compiled[key] = compiled
             self._repeat(compiled)

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from twostroke.kernels.cuda.rope_store import scaled
+from twostroke.kernels.cuda.elementwise import times_weight
 
 
 class NewToken(NamedTuple):
@@ -21,6 +21,7 @@ class NewToken(NamedTuple):
     k_norm: torch.Tensor | None
     cos: torch.Tensor  # [max_len, dim / 2], as `sin`
     sin: torch.Tensor
+    positions: torch.Tensor  # [B]: where `cos` and `sin` are read
     slots: torch.Tensor  # [B]: where key and value go; nowhere if it is < 0
     eps: float
 
@@ -44,23 +45,23 @@ def queries_of_new(
     slot_stride,
     head_stride,
     GROUP: tl.constexpr,
-    QUERIES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     HALF: tl.constexpr,
     PAGE: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """[QUERIES, BLOCK_DIM]: the group's queries, and after them its key, which nobody asks about.
+    """[BLOCK_M, BLOCK_DIM]: the group's queries, and after them its key, which nobody asks about.
     Rounded after each step, as `rope_store` does. Where the program is the `last` of its context,
     key and value are in the cache when this returns, for itself to read.
 
     Everything is loaded as a tile of that size, at once: tiles of one layout need no exchange
     between threads, and nothing waits for two loads.
     """
-    member = tl.arange(0, QUERIES)[:, None]
+    member = tl.arange(0, BLOCK_M)[:, None]
     line = tl.arange(0, BLOCK_DIM)[None, :]
-    channel = tl.broadcast_to(line, [QUERIES, BLOCK_DIM])
+    channel = tl.broadcast_to(line, [BLOCK_M, BLOCK_DIM])
     is_query = member < GROUP
     inside = (member <= GROUP) & (channel < DIM)
     turns = (member <= GROUP) & (channel < 2 * HALF)
@@ -81,8 +82,8 @@ def queries_of_new(
         scale = tl.load(weight + channel, mask=inside, other=0.0)
         scale_beside = tl.load(weight + partner, mask=turns, other=0.0)
         inverse = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / DIM + eps)
-        x = scaled(x * inverse, scale, kind)
-        beside = scaled(beside * inverse, scale_beside, kind)
+        x = times_weight(x * inverse, scale, kind).to(tl.float32)
+        beside = times_weight(beside * inverse, scale_beside, kind).to(tl.float32)
     tile = (x * cosine + beside * tl.where(first, -sine, sine)).to(kind)
     at = (slot // PAGE) * block_stride + (slot % PAGE) * slot_stride + kv_head * head_stride
     stored = last & (slot >= 0)

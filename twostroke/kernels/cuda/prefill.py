@@ -9,9 +9,10 @@
 A tile holds some tokens with all the query heads that share the KV head, so that keys and values
 are read once for the group and little of a tile lies beyond the causal edge.
 
-A chunk that begins its sequence finds all it may see among the step's own keys and values, which
-lie side by side: the hardware fetches whole tiles of them. The others walk the pages. A step that
-has both kinds is two launches, each of which leaves the other's chunks alone.
+A first chunk, which begins its sequence at cache index 0, finds all it may see among the step's own
+keys and values, which lie side by side: the hardware fetches whole tiles of them (TMA). Continued
+chunks walk the pages. A step that has both kinds is two launches, each of which leaves the other's
+chunks alone. What is read of the cache is converted to the queries' type.
 """
 
 from __future__ import annotations
@@ -39,20 +40,21 @@ class Tuning:
     num_stages: int
 
 
-def tuning(dim: int, dtype: torch.dtype, fresh: bool) -> Tuning:
+def tuning(dim: int, itemsize: int, first: bool) -> Tuning:
     """The keys and values of `num_stages` − 1 steps are in shared memory: those that are worked
     on, and what is under way. Two small tiles a multiprocessor, one of which computes while the
-    other is at its exponentials, do better than one large one where the loads cost no thread."""
-    if dtype == torch.float32:
+    other is at its exponentials, do better than one large one where the loads cost no thread.
+    `itemsize`: the larger of queries and cache; `first`: the tiles come by TMA."""
+    if itemsize == 4:
         return Tuning(64, 32, 4, 2) if dim <= 128 else Tuning(32, 16, 4, 2)
     if dim <= 64:
         return Tuning(128, 128, 8, 3)
     if dim <= 128:
-        return Tuning(64, 64, 4, 3) if fresh else Tuning(128, 64, 8, 4)
+        return Tuning(64, 64, 4, 3) if first else Tuning(128, 64, 8, 4)
     return Tuning(64, 32, 4, 3)
 
 
-ALL, FRESH, LATER = 0, 1, 2  # the chunks of a launch
+ALL, FIRST, CONTINUED = 0, 1, 2  # the chunks of a launch
 
 
 class Chunks(NamedTuple):
@@ -70,27 +72,26 @@ def prefill_attention(
     chunk_rows: torch.Tensor,
     chunk_starts: torch.Tensor,
     cu_tokens: torch.Tensor,
-    max_chunk: int,
+    max_continued: int,
     scale: float,
     window: int | None,
-    softcap: float = 0.0,
-    out: torch.Tensor | None = None,
-    tuned: Tuning | None = None,
-    own: torch.Tensor | None = None,
-    max_fresh: int = 0,
+    softcap: float,
+    *,
+    out: torch.Tensor,
+    own: torch.Tensor | None,
+    max_first: int,
 ) -> torch.Tensor:
-    """Chunk c is tokens [cu_tokens[c], cu_tokens[c + 1]) of q [T, H, D], at most `max_chunk`;
-    they stand from position chunk_starts[c] on in the sequence of table row chunk_rows[c], and
-    see all of it that is cached up to themselves.
+    """`out`: chunk c is tokens [cu_tokens[c], cu_tokens[c + 1]) of q [T, H, D]; they stand from
+    cache index chunk_starts[c] on in the sequence of table row chunk_rows[c], and see all of it
+    that is cached up to themselves, or the last `window` of that.
 
-    `own`: the keys and values of those tokens, [T, 2K, D]. If it is given, `max_chunk` is of the
-    chunks that start later than 0 and `max_fresh` of those that start there.
+    `max_first`: tokens of the longest first chunk, which starts at 0; `max_continued`: of the
+    longest other. `own`: the keys and values of those tokens, [T, 2K, D]; without it, and where
+    the cache has another type, first chunks read the cache too.
     """
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    chunks, largest = Chunks(tables, chunk_rows, chunk_starts, cu_tokens), (max_fresh, max_chunk)
-    how = (scale, window, softcap, out, tuned, own)
-    for launch in _launches(q, keys, values, chunks, largest, *how):
+    chunks = Chunks(tables, chunk_rows, chunk_starts, cu_tokens)
+    how = (scale, window, softcap, out, own)
+    for launch in make_launches(q, keys, values, chunks, max_first, max_continued, *how):
         if launch is not None:
             launch()
     return out
@@ -104,16 +105,20 @@ def bind_prefill_attention(
     chunk_rows: torch.Tensor,
     chunk_starts: torch.Tensor,
     cu_tokens: torch.Tensor,
-    max_chunk: int,
+    max_continued: int,
     scale: float,
     window: int | None,
+    softcap: float,
+    *,
     out: torch.Tensor,
-    own: torch.Tensor,
-    max_fresh: int,
+    own: torch.Tensor | None,
+    max_first: int,
 ) -> Attend:
-    chunks, largest = Chunks(tables, chunk_rows, chunk_starts, cu_tokens), (max_fresh, max_chunk)
-    how = (scale, window, 0.0, out, None, own)
-    of_own, of_cache = _launches(q, keys, values, chunks, largest, *how)
+    """`prefill_attention` over the keys and values of any layer whose cache is like this one, and
+    over what `own` holds then."""
+    chunks = Chunks(tables, chunk_rows, chunk_starts, cu_tokens)
+    how = (scale, window, softcap, out, own)
+    of_own, of_cache = make_launches(q, keys, values, chunks, max_first, max_continued, *how)
 
     def attend(keys: torch.Tensor, values: torch.Tensor) -> None:
         if of_own is not None:
@@ -124,27 +129,30 @@ def bind_prefill_attention(
     return attend
 
 
-def _launches(
+def make_launches(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     chunks: Chunks,
-    largest: tuple[int, int],
+    max_first: int,
+    max_continued: int,
     scale: float,
     window: int | None,
     softcap: float,
     out: torch.Tensor,
-    tuned: Tuning | None,
     own: torch.Tensor | None,
+    tuned: Tuning | None = None,
 ) -> tuple[Launch | None, Launch | None]:
     """Over the step's own keys and values, and over the cache."""
     how = (scale, window, softcap, out, tuned)
     if own is None or not _can_fetch(own, keys):
-        return None, _launch(ALL, q, keys, values, chunks, max(largest), *how, None)
-    fresh, later = largest
+        longest = max(max_first, max_continued)
+        return None, _launch(ALL, q, keys, values, chunks, longest, *how, None)
     return (
-        _launch(FRESH, q, keys, values, chunks, fresh, *how, own) if fresh else None,
-        _launch(LATER, q, keys, values, chunks, later, *how, None) if later else None,
+        _launch(FIRST, q, keys, values, chunks, max_first, *how, own) if max_first else None,
+        _launch(CONTINUED, q, keys, values, chunks, max_continued, *how, None)
+        if max_continued
+        else None,
     )
 
 
@@ -161,7 +169,7 @@ def _launch(
     keys: torch.Tensor,
     values: torch.Tensor,
     chunks: Chunks,
-    largest: int,
+    longest: int,
     scale: float,
     window: int | None,
     softcap: float,
@@ -172,8 +180,8 @@ def _launch(
     (_, num_heads, dim), (_, page, num_kv_heads, _) = q.shape, keys.shape
     q_strides, out_strides, strides = q.stride(), out.stride(), keys.stride()
     assert strides == values.stride()
-    assert strides[3] == q_strides[2] == chunks.tables.stride(1) == 1
-    tuned = tuned or tuning(dim, q.dtype, which == FRESH)
+    assert strides[3] == q_strides[2] == out_strides[2] == chunks.tables.stride(1) == 1
+    tuned = tuned or tuning(dim, max(q.itemsize, keys.itemsize), which == FIRST)
     group = num_heads // num_kv_heads
     fetched = None
     if own is not None:
@@ -183,7 +191,7 @@ def _launch(
         strides = (0, *own.stride())
     return Launch(
         _variant(which, group, num_kv_heads, dim, page, tuned, window is not None, softcap > 0),
-        (ceil_div(largest, tuned.queries // group), num_kv_heads, chunks.rows.shape[0]),
+        (ceil_div(longest, tuned.queries // group), num_kv_heads, chunks.rows.shape[0]),
         (q, keys, values, *chunks, out),
         (fetched, window or 0),
         (
@@ -365,7 +373,7 @@ def _visit(
     BLOCK_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     KEYS: tl.constexpr,
-    FRESH: tl.constexpr,
+    IS_FIRST: tl.constexpr,
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -375,7 +383,7 @@ def _visit(
     unit = unit_of(scale, SOFTCAP)
     # A tile's pages are asked for a tile ahead: the compiler then has all its stages for keys and
     # values.
-    if not FRESH:
+    if not IS_FIRST:
         cached = begin + tl.arange(0, KEYS)
         page = tl.load(table + cached // PAGE, mask=cached < end, other=0)
     for at in tl.range(begin, stop, KEYS):
@@ -384,11 +392,11 @@ def _visit(
             there = cached < end
             if WINDOW:
                 there = there & (cached >= first_key)
-        if FRESH and not MASKED:
+        if IS_FIRST and not MASKED:
             key = fetched.load([first_token + at, column])
             value = fetched.load([first_token + at, ALL_KEYS + column])
         else:
-            if FRESH:  # nothing of another chunk may come through, not even by 0 · NaN
+            if IS_FIRST:  # nothing of another chunk may come through, not even by 0 · NaN
                 line = (first_token + cached).to(tl.int64) * slot_stride
             else:
                 line = page.to(tl.int64) * block_stride + (cached % PAGE) * slot_stride
@@ -404,6 +412,7 @@ def _visit(
             else:
                 key = tl.load(keys + line)
                 value = tl.load(values + line)
+            key, value = key.to(query.dtype), value.to(query.dtype)
         score = tl.dot(query, tl.trans(key), input_precision="tf32x3")
         score = capped(score, scale, softcap, SOFTCAP)
         if MASKED:

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from twostroke.kernels.cuda.early import await_last, launch_options
-from twostroke.kernels.cuda.elementwise import silu_and_mul
+from twostroke.kernels.cuda.elementwise import act_and_mul, activated
 from twostroke.kernels.cuda.launch import Variant
+from twostroke.kernels.cuda.pdl import launch_options, wait_for_previous
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 
 MOST_STREAMED = 8192  # elements of a result of several rows: each row reads the weight again
@@ -63,25 +63,27 @@ def tiling(rows: int, weight: torch.Tensor) -> Tiling | None:
 
 
 def product(
-    x: torch.Tensor, weight: torch.Tensor, early: bool = False, out: torch.Tensor | None = None
+    x: torch.Tensor, weight: torch.Tensor, *, pdl: bool = False, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x @ weight.T, added up in fp32 and rounded once; to `out`, contiguous, if it is given."""
     tuned = streaming(x.shape[0], weight) if _is_plain(x, weight) else None
     if tuned is not None:
-        return stream(x, weight, tuned, False, early, out)
+        return stream(x, weight, tuned, None, pdl, out)
     return F.linear(x, weight) if out is None else torch.mm(x, weight.t(), out=out)
 
 
-def gated_product(x: torch.Tensor, weight: torch.Tensor, early: bool = False) -> torch.Tensor:
-    """silu(x @ first half of the weight) · (x @ second half), rounded as `silu_and_mul` has it."""
+def gated_product(
+    x: torch.Tensor, weight: torch.Tensor, activation: str, *, pdl: bool = False
+) -> torch.Tensor:
+    """activation(x @ first half of the weight) · (x @ second half), rounded as by `act_and_mul`."""
     if _is_plain(x, weight):
         streamed = streaming(x.shape[0], weight)
         if streamed is not None:
-            return stream(x, weight, streamed, True, early)
+            return stream(x, weight, streamed, activation, pdl)
         tiles = tiling(x.shape[0], weight)
         if tiles is not None:
-            return tiled(x, weight, tiles, early)
-    return silu_and_mul(F.linear(x, weight))
+            return tiled(x, weight, tiles, activation, pdl)
+    return act_and_mul(F.linear(x, weight), activation, pdl=pdl)
 
 
 def _is_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -92,23 +94,24 @@ def stream(
     x: torch.Tensor,
     weight: torch.Tensor,
     tuned: Streaming,
-    gated: bool,
-    early: bool,
+    activation: str | None,
+    pdl: bool,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """The product, or with an activation the gated one."""
     rows, inner = x.shape
-    columns = weight.shape[0] // 2 if gated else weight.shape[0]
+    columns = weight.shape[0] if activation is None else weight.shape[0] // 2
     if out is None:
         out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     # The rows of a column are neighbours: the second finds the weight in the L2.
     grid = (rows, ceil_div(columns, tuned.columns))
-    _stream_variant(columns, inner, tuned, gated, early)(grid, (x, weight, out), (), ())
+    _stream_variant(columns, inner, tuned, activation, pdl)(grid, (x, weight, out), (), ())
     return out
 
 
 @cache
 def _stream_variant(
-    columns: int, inner: int, tuned: Streaming, gated: bool, early: bool
+    columns: int, inner: int, tuned: Streaming, activation: str | None, pdl: bool
 ) -> Variant:
     return Variant(
         _stream,
@@ -116,25 +119,30 @@ def _stream_variant(
         K=inner,
         COLUMNS=tuned.columns,
         INNER=tuned.inner,
-        GATED=gated,
+        GATED=activation is not None,
+        ACTIVATION=activation or "",
         num_warps=tuned.num_warps,
         num_stages=1,
-        **launch_options(early),
+        **launch_options(pdl),
     )
 
 
-def tiled(x: torch.Tensor, weight: torch.Tensor, tuned: Tiling, early: bool) -> torch.Tensor:
+def tiled(
+    x: torch.Tensor, weight: torch.Tensor, tuned: Tiling, activation: str, pdl: bool
+) -> torch.Tensor:
     rows, inner = x.shape
     columns = weight.shape[0] // 2
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     grid, block = (ceil_div(columns, tuned.columns),), max(16, power_of_two(rows))
-    variant = _tiled_variant(columns, inner, block, tuned, early)
+    variant = _tiled_variant(columns, inner, block, tuned, activation, pdl)
     variant(grid, (x, weight, out), (rows,), ())
     return out
 
 
 @cache
-def _tiled_variant(columns: int, inner: int, block: int, tuned: Tiling, early: bool) -> Variant:
+def _tiled_variant(
+    columns: int, inner: int, block: int, tuned: Tiling, activation: str, pdl: bool
+) -> Variant:
     return Variant(
         _tiled,
         N=columns,
@@ -142,9 +150,10 @@ def _tiled_variant(columns: int, inner: int, block: int, tuned: Tiling, early: b
         ROWS=block,
         COLUMNS=tuned.columns,
         INNER=tuned.inner,
+        ACTIVATION=activation,
         num_warps=tuned.num_warps,
         num_stages=tuned.num_stages,
-        **launch_options(early),
+        **launch_options(pdl),
     )
 
 
@@ -158,7 +167,8 @@ def _stream(
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
     GATED: tl.constexpr,
-    EARLY: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -170,7 +180,7 @@ def _stream(
     part = tl.load(at, eviction_policy="evict_first")
     if GATED:
         second = tl.load(at + HALF, eviction_policy="evict_first")
-    await_last(EARLY)
+    wait_for_previous(PDL)
     x_at = x + row * K + inner
     of_x = tl.load(x_at).to(tl.float32)[None, :]
     sums = of_x * part.to(tl.float32)
@@ -185,7 +195,7 @@ def _stream(
         sums += of_x * part.to(tl.float32)
     result = tl.sum(sums, axis=1)
     if GATED:
-        result = _gated(result, tl.sum(others, axis=1), out.dtype.element_ty)
+        result = _gated(result, tl.sum(others, axis=1), out.dtype.element_ty, ACTIVATION)
     tl.store(out + row * N + column, result.to(out.dtype.element_ty), mask=column < N)
 
 
@@ -200,9 +210,10 @@ def _tiled(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
-    EARLY: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    await_last(EARLY)
+    wait_for_previous(PDL)
     row = tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inner = tl.arange(0, INNER)
@@ -219,14 +230,13 @@ def _tiled(
         up = tl.load(at + HALF + start, eviction_policy="evict_first")
         first = tl.dot(part, tl.trans(gate), first)
         second = tl.dot(part, tl.trans(up), second)
-    result = _gated(first, second, out.dtype.element_ty)
+    result = _gated(first, second, out.dtype.element_ty, ACTIVATION)
     to = out + row[:, None] * N + column[None, :]
     tl.store(to, result.to(out.dtype.element_ty), mask=there & (column < N)[None, :])
 
 
 @triton.jit
-def _gated(gate, up, kind: tl.constexpr):
-    """Rounded where the products and `silu_and_mul` would, one after another."""
-    gate = gate.to(kind).to(tl.float32)
-    activated = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
-    return activated * up.to(kind).to(tl.float32)
+def _gated(gate, up, kind: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Rounded where the products and `act_and_mul` would, one after another."""
+    gate = activated(gate.to(kind).to(tl.float32), ACTIVATION)
+    return gate.to(kind).to(tl.float32) * up.to(kind).to(tl.float32)

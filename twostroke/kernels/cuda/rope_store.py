@@ -1,10 +1,11 @@
 """What stands between the QKV product and attention, in one launch.
 
-qkv row ─┬─ query heads ─▶ norm · rope ─▶ out
-         ├─ key heads   ─▶ norm · rope ─▶ out, keys[slot]
-         └─ value heads ────────────────▶ out, values[slot]
+qkv row ─┬─ query heads ─▶ norm · rope ─▶ the row
+         ├─ key heads   ─▶ norm · rope ─▶ the row, keys[slot]
+         └─ value heads ────────────────▶ values[slot]
 
-`out` may be the row itself. What lies there in turn is what a chunk that begins its sequence sees.
+What the row holds then is what a chunk that begins its sequence attends to. The cache may be of
+another float type: keys and values are rounded to it when they are stored.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from twostroke.kernels.cuda.early import await_last, launch_options
+from twostroke.kernels.cuda.elementwise import times_weight
 from twostroke.kernels.cuda.launch import Variant
+from twostroke.kernels.cuda.pdl import launch_options, wait_for_previous
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 
 HEADS = 8  # heads of one program
@@ -35,11 +37,11 @@ def rope_store(
     values: torch.Tensor,
     num_heads: int,
     num_kv_heads: int,
-    out: torch.Tensor | None = None,
-    early: bool = False,
+    *,
+    pdl: bool = False,
 ) -> torch.Tensor:
-    """[T, (H + 2K) · D] → [T, H + 2K, D], in place if no `out` is given; keys and values also go
-    to their slots, none where it is < 0.
+    """[T, (H + 2K) · D] → [T, H + 2K, D], in place; keys and values also go to their slots (block ·
+    page + offset), nowhere if that is < 0.
 
     `cos` and `sin` are [max_len, dim / 2] and are read at `positions`; channels past dim pass
     through.
@@ -47,19 +49,15 @@ def rope_store(
     (_, page, _, dim), strides = keys.shape, keys.stride()
     assert strides == values.stride()
     assert strides[3] == 1
-    if out is None:
-        out = qkv.view(-1, num_heads + 2 * num_kv_heads, dim)
-    assert out.is_contiguous()
     assert qkv.is_contiguous()
-    in_place, half = out.data_ptr() == qkv.data_ptr(), cos.shape[1]
-    sizes = (num_heads, num_kv_heads, dim, half, page)
-    _variant(*sizes, q_norm is not None, in_place, early)(
+    sizes = (num_heads, num_kv_heads, dim, cos.shape[1], page)
+    _variant(*sizes, q_norm is not None, pdl)(
         (qkv.shape[0], ceil_div(num_heads, HEADS) + ceil_div(num_kv_heads, HEADS)),
-        (qkv, q_norm, k_norm, cos, sin, positions, slots, out, keys, values),
+        (qkv, q_norm, k_norm, cos, sin, positions, slots, keys, values),
         (),
-        (eps, qkv.stride(0), cos.stride(0), *strides[:3]),
+        (eps, cos.stride(0), *strides[:3]),
     )
-    return out
+    return qkv.view(-1, num_heads + 2 * num_kv_heads, dim)
 
 
 @cache
@@ -70,8 +68,7 @@ def _variant(
     half: int,
     page: int,
     normed: bool,
-    in_place: bool,
-    early: bool,
+    pdl: bool,
 ) -> Variant:
     rest = dim - 2 * half
     return Variant(
@@ -87,9 +84,8 @@ def _variant(
         HEADS=HEADS,
         Q_TILES=ceil_div(num_heads, HEADS),
         NORM=normed,
-        IN_PLACE=in_place,
         num_warps=2,
-        **launch_options(early),
+        **launch_options(pdl),
     )
 
 
@@ -102,11 +98,9 @@ def _rope_store(
     sin,
     positions,
     slots,
-    out,
     keys,
     values,
     eps,
-    qkv_stride,
     angle_stride,
     block_stride,
     slot_stride,
@@ -122,22 +116,19 @@ def _rope_store(
     HEADS: tl.constexpr,
     Q_TILES: tl.constexpr,
     NORM: tl.constexpr,
-    IN_PLACE: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    await_last(EARLY)
+    wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
-    line = qkv + token * qkv_stride
-    to = out + token * (NUM_HEADS + 2 * NUM_KV_HEADS) * DIM
-    angle = tl.load(positions + token) * angle_stride
+    line = qkv + token * (NUM_HEADS + 2 * NUM_KV_HEADS) * DIM
+    angle = tl.load(positions + token).to(tl.int64) * angle_stride
     head = tl.arange(0, HEADS)[:, None]
     if tile < Q_TILES:
         head += tile * HEADS
         _norm_rope_store(
             line + head * DIM,
-            to + head * DIM,
-            to,
+            line,
             head < NUM_HEADS,
             False,
             q_norm,
@@ -158,7 +149,6 @@ def _rope_store(
         at = (slot // PAGE) * block_stride + (slot % PAGE) * slot_stride + head * head_stride
         _norm_rope_store(
             line + (NUM_HEADS + head) * DIM,
-            to + (NUM_HEADS + head) * DIM,
             keys + at,
             valid,
             slot >= 0,
@@ -174,19 +164,14 @@ def _rope_store(
             True,
         )
         channel = tl.arange(0, BLOCK_DIM)[None, :]
-        mask = valid & (channel < DIM)
-        place = (NUM_HEADS + NUM_KV_HEADS + head) * DIM + channel
-        value = tl.load(line + place, mask=mask)
-        if not IN_PLACE:
-            tl.store(to + place, value, mask=mask)
-        kept = value.to(values.dtype.element_ty)
-        tl.store(values + at + channel, kept, mask=mask & (slot >= 0))
+        mask = valid & (channel < DIM) & (slot >= 0)
+        value = tl.load(line + (NUM_HEADS + NUM_KV_HEADS + head) * DIM + channel, mask=mask)
+        tl.store(values + at + channel, value.to(values.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _norm_rope_store(
-    source,
-    target,
+    heads,
     cache,
     valid,
     cached,
@@ -201,19 +186,19 @@ def _norm_rope_store(
     NORM: tl.constexpr,
     CACHE: tl.constexpr,
 ):
-    """Heads at `source` [heads, 1] to `target`, and to `cache` if `cached`; rounded after each
-    step, as `reference` does."""
+    """`heads` [heads, 1] are normed and rotated in place, and go to `cache` if `cached`; rounded
+    after each step, as by kernels of one step each."""
     pair = tl.arange(0, PAIRS)[None, :]
     inside = pair < HALF
     mask = valid & inside
-    kind = source.dtype.element_ty
-    first = tl.load(source + pair, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF + pair, mask=mask, other=0.0).to(tl.float32)
+    kind = heads.dtype.element_ty
+    first = tl.load(heads + pair, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(heads + HALF + pair, mask=mask, other=0.0).to(tl.float32)
     cosine = tl.load(cos + pair, mask=inside, other=0.0)
     sine = tl.load(sin + pair, mask=inside, other=0.0)
     if REST_BLOCK > 0:
         channel = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
-        rest = tl.load(source + channel, mask=valid & (channel < DIM), other=0.0).to(tl.float32)
+        rest = tl.load(heads + channel, mask=valid & (channel < DIM), other=0.0).to(tl.float32)
     if NORM:
         square = tl.sum(first * first, axis=1, keep_dims=True)
         square += tl.sum(second * second, axis=1, keep_dims=True)
@@ -221,17 +206,17 @@ def _norm_rope_store(
             square += tl.sum(rest * rest, axis=1, keep_dims=True)
         inverse = tl.rsqrt(square / DIM + eps)
         scale = tl.load(weight + pair, mask=inside, other=0.0)
-        first = scaled(first * inverse, scale, kind)
+        first = times_weight(first * inverse, scale, kind).to(tl.float32)
         scale = tl.load(weight + HALF + pair, mask=inside, other=0.0)
-        second = scaled(second * inverse, scale, kind)
+        second = times_weight(second * inverse, scale, kind).to(tl.float32)
         if REST_BLOCK > 0:
             scale_rest = tl.load(weight + channel, mask=channel < DIM, other=0.0)
-            rest = scaled(rest * inverse, scale_rest, kind)
+            rest = times_weight(rest * inverse, scale_rest, kind).to(tl.float32)
     first, second = first * cosine - second * sine, second * cosine + first * sine
-    tl.store(target + pair, first.to(kind), mask=mask)
-    tl.store(target + HALF + pair, second.to(kind), mask=mask)
+    tl.store(heads + pair, first.to(kind), mask=mask)
+    tl.store(heads + HALF + pair, second.to(kind), mask=mask)
     if REST_BLOCK > 0:
-        tl.store(target + channel, rest.to(kind), mask=valid & (channel < DIM))
+        tl.store(heads + channel, rest.to(kind), mask=valid & (channel < DIM))
     if CACHE:
         to = cache.dtype.element_ty
         tl.store(cache + pair, first.to(kind).to(to), mask=mask & cached)
@@ -239,8 +224,3 @@ def _norm_rope_store(
         if REST_BLOCK > 0:
             there = valid & (channel < DIM) & cached
             tl.store(cache + channel, rest.to(kind).to(to), mask=there)
-
-
-@triton.jit
-def scaled(x, scale, kind: tl.constexpr):
-    return (x.to(kind).to(tl.float32) * scale.to(tl.float32)).to(kind).to(tl.float32)

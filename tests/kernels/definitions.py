@@ -1,0 +1,63 @@
+"""What the kernels compute, one line at a time in plain torch: what the Triton ones must equal."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (normed.to(weight.dtype) * weight).to(x.dtype)
+
+
+def act_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+
+def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate [T, heads, D] by [T, dim / 2] angles; channels past dim pass through."""
+    half = cos.shape[-1]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return torch.cat([*(part.to(x.dtype) for part in rotated), x[..., 2 * half :]], dim=-1)
+
+
+def gather(
+    cache: torch.Tensor, table: torch.Tensor, first: int, end: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Cache entries [first, end) of a sequence: [entries, K, D]."""
+    index, page = torch.arange(first, end, device=cache.device), cache.shape[1]
+    return cache[table[index // page], index % page].to(dtype)
+
+
+def attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    table: torch.Tensor,
+    start: int,
+    scale: float,
+    window: int | None,
+    softcap: float,
+) -> torch.Tensor:
+    """[n, H, D], at cache indices from `start` on, against all of the sequence up to each; in fp32,
+    from what is cached, rounded to the queries' type."""
+    end = start + q.shape[0]
+    first = 0 if window is None else max(0, start - window + 1)
+    k, v = (gather(cache, table, first, end, q.dtype).float() for cache in (keys, values))
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    score = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
+    if softcap:
+        score = softcap * torch.tanh(score / softcap)
+    query = torch.arange(start, end, device=q.device).unsqueeze(1)
+    key = torch.arange(first, end, device=q.device).unsqueeze(0)
+    visible = key <= query
+    if window is not None:
+        visible &= key > query - window
+    score = score.masked_fill(~visible, float("-inf"))
+    return torch.einsum("hqk,khd->qhd", score.softmax(-1), v)
