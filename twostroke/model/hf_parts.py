@@ -132,7 +132,8 @@ def refuse_if_given(fields: Fields, *names: str) -> None:
     for name in names:
         if fields.value(name):
             raise ModelError(
-                f"{fields.where}: {name} = {shown(fields.value(name))} is not supported."
+                f"{fields.where}: {name} = {shown(fields.value(name))} is not supported with this "
+                "model_type."
             )
 
 
@@ -281,7 +282,11 @@ def _first(given: Fields, fields: Fields, name: str) -> Fields:
 def _divisors(given: Fields, name: str, dim: int) -> tuple[float, ...]:
     values = given.items(name, (int, float), "numbers above 0")
     if len(values) != dim // 2 or not all(0 < value < math.inf for value in values):
-        given.refuse(name, f"a list of {dim // 2} numbers above 0, one for each rotated pair")
+        given.refuse(
+            name,
+            f"a list of {dim // 2} numbers above 0, one for each rotated pair (by model_type, "
+            "head_dim and partial_rotary_factor)",
+        )
     return tuple(map(float, values))
 
 

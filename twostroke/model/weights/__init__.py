@@ -56,7 +56,8 @@ def check_weights(
         found = source.shape(name)
         if found == expected:
             continue
-        decides = ", ".join(dict.fromkeys(fields.get(n, n) for n in spec.shaped_by(name)))
+        named = (fields.get(n, n) for n in ("family", *spec.shaped_by(name)))
+        decides = ", ".join(dict.fromkeys(named))
         if found is None:
             raise ModelError(
                 f"{where}: the weight {name!r} is missing. {description} asks for it with shape "
