@@ -57,6 +57,10 @@ PHI3_MINI_4K = {**PHI4_MINI, "rope_scaling": None, "sliding_window": 2047}
 PHI3_MINI_4K |= {"max_position_embeddings": 4096, "partial_rotary_factor": 1.0}
 
 
+def text(**changes: Any) -> dict[str, Any]:
+    return {"text_config": GEMMA3_4B["text_config"] | changes}
+
+
 def kinds(spec: ModelSpec, name: str) -> list[Any]:
     return [getattr(layer.attention, name) for layer in spec.layers]
 
@@ -117,25 +121,26 @@ def test_phi_4_mini_and_phi_3_mini() -> None:
         (GEMMA2_27B, {"sliding_window": 0}, "sliding_window must be a whole number from 1"),
         (GEMMA2_27B, {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
         (GEMMA3_4B, {"text_config": 1}, "text_config must be an object"),
-        (GEMMA3_4B, {"text_config": {"head_dim": 0}}, "text_config: head_dim must be a whole"),
+        (GEMMA3_4B, {"text_config": {}}, "text_config: has no num_hidden_layers"),
+        (GEMMA3_4B, text(head_dim=0), "text_config: head_dim must be a whole"),
         (
             GEMMA3_4B,
-            {"text_config": {"sliding_window_pattern": 0}},
+            text(sliding_window_pattern=0),
             "sliding_window_pattern must be a whole number from 1",
         ),
         (
             GEMMA3_4B,
-            {"text_config": {"rope_local_base_freq": 1}},
+            text(rope_local_base_freq=1),
             "rope_local_base_freq must be a number above 1",
         ),
         (
             GEMMA3_4B,
-            {"text_config": {"rope_parameters": {"full_attention": {"rope_type": "x"}}}},
-            "rope_parameters: full_attention: rope_type must be one of",
+            text(rope_scaling={"rope_type": "x"}),
+            "text_config: rope_scaling: rope_type must be one of",
         ),
         (
             GEMMA3_4B,
-            {"text_config": {"attn_logit_softcapping": 50.0}},
+            text(attn_logit_softcapping=50.0),
             "attn_logit_softcapping = 50.0 is not supported",
         ),
         (
@@ -149,7 +154,11 @@ def test_phi_4_mini_and_phi_3_mini() -> None:
             "short_factor must be a list of 48 numbers above 0",
         ),
         (PHI4_MINI, {"original_max_position_embeddings": 1}, "original_max_position_embeddings"),
-        (PHI4_MINI, {"rope_scaling": {"type": "ntk"}}, "type must be one of default, dynamic"),
+        (
+            PHI4_MINI,
+            {"rope_scaling": {"type": "ntk"}},
+            "type must be one of default, dynamic, linear",
+        ),
         (PHI4_MINI, {"hidden_act": "gelu"}, "the activation 'gelu' .hidden_act. is not supported"),
     ],
 )

@@ -116,8 +116,7 @@ def _gemma2(fields: Fields) -> ModelSpec:
 
 # What Gemma 3's own code takes for keys that are absent: configs of the models with images say
 # only what differs from it.
-GEMMA3_DEFAULTS = {"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216}
-GEMMA3_DEFAULTS |= {"num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4}
+GEMMA3_DEFAULTS = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4}
 GEMMA3_DEFAULTS |= {"head_dim": 256, "max_position_embeddings": 131072}
 
 
@@ -186,13 +185,12 @@ def _gemma(
 def _phi3(fields: Fields) -> ModelSpec:
     """Phi-3, Phi-3.5 and Phi-4."""
     parts.refuse_if_given(fields, "attn_logit_softcapping", "final_logit_softcapping")
-    head_dim = parts.heads(fields)[2]
+    fields = fields.with_defaults({"original_max_position_embeddings": 4096})
     given = fields.nested("rope_scaling").over(fields.nested("rope_parameters"))
-    if parts.rope_kind(given) in ("longrope", "su", "yarn"):  # the last two are its older names
-        max_context = parts.context(fields)
-        rope = parts.longrope(given, fields, head_dim, max_context)
-    else:
-        rope, max_context = parts.rope(fields, head_dim)
+    if parts.rope_kind(given) in ("su", "yarn"):  # what longrope was called at first
+        given = given.over(Fields(given.where, {"rope_type": "longrope"}))
+    head_dim = parts.heads(fields)[2]
+    rope, max_context = parts.rope_of(given, fields, head_dim, parts.context(fields))
     window = parts.window(fields, default=None)
     if window is not None and window >= max_context:
         window = None  # it hides nothing

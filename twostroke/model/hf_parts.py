@@ -31,7 +31,7 @@ from twostroke.model.spec import (
 )
 
 ROPE_KINDS = {"default": "none", "linear": "linear", "dynamic": "dynamic"}
-ROPE_KINDS |= {"llama3": "llama3", "yarn": "yarn"}
+ROPE_KINDS |= {"llama3": "llama3", "yarn": "yarn", "longrope": "longrope"}
 SLIDING, FULL = "sliding_attention", "full_attention"
 SILU: Mapping[str, Activation] = {"silu": "silu", "swish": "silu"}
 
@@ -195,6 +195,8 @@ def rope_of(
     base, dim = _theta_and_dim(given, fields, head_dim, default_theta, smallest)
     if kind == "default":
         return RopeSpec(base, dim), positions
+    if kind == "longrope":
+        return _longrope(given, fields, base, dim, positions), positions
     original = original_context(given, fields, positions)
     low, high = ROPE_FACTOR
     factor = given.number("factor", low=low, high=high, default=max(1.0, positions / original))
@@ -212,38 +214,6 @@ def rope_of(
     return _yarn(given, base, dim, factor, original), max(positions, stretched)
 
 
-def longrope(given: Fields, fields: Fields, head_dim: int, positions: int) -> RopeSpec:
-    """A divisor for each frequency, one list within the original context and one beyond it."""
-    base, dim = _theta_and_dim(given, fields, head_dim, 10000.0, 2)
-    original = original_context(fields, given, 4096)  # the top level's word goes first here
-    factor = given.number("factor", low=0.0, high=ROPE_FACTOR[1], default=positions / original)
-    return RopeSpec(
-        base,
-        dim,
-        "longrope",
-        max(1.0, factor),
-        original,
-        attention_factor=given.number(
-            "attention_factor",
-            above=0.0,
-            high=1e3,
-            default=longrope_attention_factor(factor, original),
-        ),
-        freq_factors=_divisors(given, "long_factor", dim),
-        short_factors=_divisors(given, "short_factor", dim),
-    )
-
-
-def longrope_attention_factor(factor: float, original: int) -> float:
-    """LongRoPE's sharpening of attention for a context stretched by `factor`."""
-    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-
-
-def rope_kind(given: Fields) -> str | None:
-    kind: str | None = given.string(_kind_key(given), None, longest=64)
-    return kind
-
-
 def theta(fields: Fields, name: str, default: float) -> float:
     base: float = fields.number(name, above=1.0, high=ROPE_THETA_MAX, default=default)
     return base
@@ -253,6 +223,11 @@ def original_context(given: Fields, fields: Fields, positions: int) -> int:
     key = "original_max_position_embeddings"
     original: int = _first(given, fields, key).integer(key, *CONTEXT, default=positions)
     return original
+
+
+def rope_kind(given: Fields) -> str | None:
+    kind: str | None = given.string(_kind_key(given), None, longest=64)
+    return kind
 
 
 def _kind_key(given: Fields) -> str:
@@ -288,6 +263,23 @@ def _divisors(given: Fields, name: str, dim: int) -> tuple[float, ...]:
             "head_dim and partial_rotary_factor)",
         )
     return tuple(map(float, values))
+
+
+def _longrope(given: Fields, fields: Fields, base: float, dim: int, positions: int) -> RopeSpec:
+    """A divisor for each frequency: one list within the original context, another beyond it."""
+    original = original_context(fields, given, positions)  # the top level's word goes first here
+    factor = given.number("factor", high=ROPE_FACTOR[1], default=positions / original)
+    sharpened = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return RopeSpec(
+        base,
+        dim,
+        "longrope",
+        max(1.0, factor),
+        original,
+        attention_factor=given.number("attention_factor", above=0.0, high=1e3, default=sharpened),
+        freq_factors=_divisors(given, "long_factor", dim),
+        short_factors=_divisors(given, "short_factor", dim),
+    )
 
 
 def _yarn(given: Fields, theta: float, dim: int, factor: float, original: int) -> RopeSpec:

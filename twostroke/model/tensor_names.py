@@ -16,6 +16,7 @@ class Place(NamedTuple):
     tensor: str
     first_row: int = 0
     rows_of_others: int = 0
+    weights: tuple[str, ...] = ()  # all that the tensor holds
 
     def shape_in(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         """The weight's shape in a tensor of that shape; not the expected one if rows lack."""
@@ -54,7 +55,7 @@ class TensorNames:
                 names.sort(key=lambda name: order.index(name.rpartition(".")[2]))
             rows = [shapes[name][0] for name in names]
             for n, name in enumerate(names):
-                places[name] = Place(tensor, sum(rows[:n]), sum(rows) - rows[n])
+                places[name] = Place(tensor, sum(rows[:n]), sum(rows) - rows[n], tuple(names))
         return places
 
     def offset(self, canonical: str) -> float:

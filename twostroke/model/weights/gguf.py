@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +40,9 @@ class GGUFWeights:
 
     def type(self, name: str) -> BlockType:
         return self._info(name).type
+
+    def beside(self, name: str) -> Sequence[str]:
+        return self._places[name].weights
 
     def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats:
         info = self._info(name)

@@ -6,6 +6,7 @@ import json
 import logging
 import mmap
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,6 +114,9 @@ class SafetensorsWeights:
         row_bytes = found.data.size // found.shape[0]
         first = place.first_row * row_bytes
         return Stored(found.type, shape, found.data[first : first + shape[0] * row_bytes])
+
+    def beside(self, name: str) -> Sequence[str]:
+        return self._places[name].weights
 
     def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats:
         type, shape, data = self.stored(name)
