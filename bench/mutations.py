@@ -64,6 +64,7 @@ FOLDERS: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "head_dim": 8, "attention_bias": False},
     "gemma2": {"model_type": "gemma2", "head_dim": 8, "sliding_window": 64, **GEMMA2},
     "gemma3": {"model_type": "gemma3", "text_config": GEMMA3},
+    "olmo2": {"model_type": "olmo2", "rms_norm_eps": 1e-5},
     "phi3": {"model_type": "phi3", "rope_scaling": LONGROPE, **PHI3},
 }
 OPTIONAL: tuple[str, ...] = (
@@ -341,7 +342,17 @@ def _config(name: str, files: Files) -> Iterator[Mutation]:
             for inner in config[field]:
                 for label, value in NASTY.items():
                     yield _field(files, "config.json", (field, inner), label, value, name)
-    for family in ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3"):
+    for family in (
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "gemma2",
+        "gemma3_text",
+        "olmo2",
+        "phi3",
+        "x",
+    ):
         yield _field(files, "config.json", ("model_type",), family, family, name)
 
 

@@ -24,6 +24,7 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
@@ -200,6 +201,14 @@ VARIANTS = [
         {"layer_types": None},
     ),
     Variant("gemma3_one_rope", Gemma3TextConfig, GEMMA3 | {"rope_parameters": None}, GEMMA3),
+    Variant("olmo2", Olmo2Config, {}, rope(rope_theta=500.0)),
+    Variant(
+        "olmo2_bias",
+        Olmo2Config,
+        {"attention_bias": True, "tie_word_embeddings": True},
+        {"attention_bias": False},
+    ),
+    Variant("olmo2_yarn", Olmo2Config, rope("yarn", **YARN), rope()),
     Variant("phi3", Phi3Config, {}, rope(rope_theta=500.0)),
     Variant("phi3_window", Phi3Config, {"sliding_window": WINDOW}, {"sliding_window": WINDOW + 1}),
     Variant("phi3_partial_rope", Phi3Config, rope(partial_rotary_factor=0.75), rope()),
@@ -380,7 +389,7 @@ def test_of_a_model_with_images_the_text_part_runs(
     assert "tensors are not used: " in said
 
 
-@pytest.mark.parametrize("name", ["mistral_window", "gemma2", "gemma3", "phi3"])
+@pytest.mark.parametrize("name", ["mistral_window", "gemma2", "gemma3", "olmo2", "phi3"])
 def test_a_cached_prefix_gives_the_log_probabilities_of_transformers(
     name: str, tmp_path: Path
 ) -> None:

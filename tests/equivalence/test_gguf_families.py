@@ -23,6 +23,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     LlamaConfig,
+    Olmo2Config,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
@@ -80,6 +81,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**SIZES | {"head_dim": 128}),
     "gemma2": Gemma2Config(**SIZES | GEMMA | CAPS),
     "gemma3": Gemma3TextConfig(**SIZES | GEMMA3),
+    "olmo2": Olmo2Config(**SIZES),
     "phi3": Phi3Config(**SIZES),
 }
 BLOCK_TYPES = [Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1]
@@ -87,7 +89,7 @@ BLOCK_TYPES += [Type.Q8_0, Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K
 KINDS = [(family, type) for family in ("llama", "qwen2", "qwen3") for type in BLOCK_TYPES]
 KINDS += [
     (family, type)
-    for family in ("gemma2", "gemma3", "phi3")
+    for family in ("gemma2", "gemma3", "olmo2", "phi3")
     for type in (Type.BF16, Type.Q4_0, Type.Q6_K)
 ]
 # Where a block of 256 has its half-precision scales, and how large each is in proportion: the

@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    Olmo2Config,
     Phi3Config,
     PreTrainedConfig,
 )
@@ -53,6 +54,11 @@ PHI4_MINI |= {"tie_word_embeddings": True, "vocab_size": 200064, "attention_bias
 PHI4_MINI |= {
     "rope_scaling": {"type": "longrope", "long_factor": [2.0] * 48, "short_factor": [1.0] * 48}
 }
+OLMO2_7B = {"model_type": "olmo2", "attention_bias": False, "hidden_act": "silu"}
+OLMO2_7B |= {"hidden_size": 4096, "intermediate_size": 11008, "max_position_embeddings": 4096}
+OLMO2_7B |= {"num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32}
+OLMO2_7B |= {"rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 500000}
+OLMO2_7B |= {"tie_word_embeddings": False, "vocab_size": 100352}
 PHI3_MINI_4K = {**PHI4_MINI, "rope_scaling": None, "sliding_window": 2047}
 PHI3_MINI_4K |= {"max_position_embeddings": 4096, "partial_rotary_factor": 1.0}
 
@@ -110,6 +116,15 @@ def test_phi_4_mini_and_phi_3_mini() -> None:
     assert small.ropes() == (RopeSpec(1e4, 128),)
 
 
+def test_olmo_2_7b() -> None:
+    spec = spec_from_hf(OLMO2_7B)
+    layer = spec.layers[0]
+    assert (layer.pre_norm, layer.post_norm, layer.attention.qk_norm) == (False, True, "full")
+    assert (spec.norm_fp32, spec.tie_embeddings, spec.max_context) == (True, False, 4096)
+    assert spec.ropes() == (RopeSpec(5e5, 128),)
+    assert spec.num_parameters() == 7_298_617_344
+
+
 @pytest.mark.parametrize(
     ("config", "changes", "says"),
     [
@@ -153,6 +168,8 @@ def test_phi_4_mini_and_phi_3_mini() -> None:
             {"rope_scaling": {"type": "su", "long_factor": [1] * 48, "short_factor": [0] * 48}},
             "short_factor must be a list of 48 numbers above 0",
         ),
+        (OLMO2_7B, {"rms_norm_eps": 2}, "rms_norm_eps must be a number from 1e-20 to 1"),
+        (OLMO2_7B, {"hidden_act": "gelu"}, "the activation 'gelu' .hidden_act. is not supported"),
         (PHI4_MINI, {"original_max_position_embeddings": 1}, "original_max_position_embeddings"),
         (
             PHI4_MINI,
@@ -181,6 +198,7 @@ LONGROPE |= {"short_factor": [1.1, 1.2], "long_factor": [2.0, 9.0]}
 TINY: dict[str, PreTrainedConfig] = {
     "gemma2": Gemma2Config(**SIZES, head_dim=16),
     "gemma3_text": Gemma3TextConfig(**SIZES, head_dim=16, rope_parameters=ROPES),
+    "olmo2": Olmo2Config(**SIZES),
     "phi3": Phi3Config(**SIZES, original_max_position_embeddings=16, rope_parameters=LONGROPE),
 }
 LAYER = {"o": "self_attn.o_proj", "down": "mlp.down_proj"}
@@ -195,6 +213,9 @@ TWO_NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layerno
 WEIGHTS: dict[str, dict[str, Any]] = {
     "gemma2": APART | FOUR_NORMS,
     "gemma3_text": APART | FOUR_NORMS | HEAD_NORMS,
+    "olmo2": APART
+    | HEAD_NORMS
+    | {name: FOUR_NORMS[name] for name in ("attn_post_norm", "mlp_post_norm")},
     "phi3": LAYER
     | TWO_NORMS
     | {
@@ -384,6 +405,16 @@ def test_a_phi_3_file_is_read_back_with_its_fused_tensors(tmp_path: Path) -> Non
     check_weights(PHI3, GGUFWeights(file, PHI3), "here")
 
 
+OLMO2 = changed(PHI3, family="olmo2", pre_norm=False, post_norm=True, qk_norm="full")
+OLMO2 = changed(OLMO2, norm_fp32=True)
+
+
+def test_an_olmo_2_file_is_read_back(tmp_path: Path) -> None:
+    file = write_model(tmp_path / "m.gguf", OLMO2)
+    assert spec_from_gguf(file) == OLMO2
+    check_weights(OLMO2, GGUFWeights(file, OLMO2), "here")
+
+
 @pytest.mark.parametrize(
     ("spec", "edit", "says"),
     [
@@ -405,6 +436,11 @@ def test_a_phi_3_file_is_read_back_with_its_fused_tensors(tmp_path: Path) -> Non
             changed(GEMMA, family="gemma3", qk_norm="head"),
             of("gemma3", rope__freq_base=1e6, attn_logit_softcapping=50.0),
             "gemma3.attn_logit_softcapping = 50.0 is not supported",
+        ),
+        (
+            OLMO2,
+            of("olmo2", attention__sliding_window=64),
+            "olmo2.attention.sliding_window must be absent in an OLMo 2 model",
         ),
         (PHI3, factors(long=[1.0] * 8), "the tensor 'rope_factors_short.weight' is missing"),
         (

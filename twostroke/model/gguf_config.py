@@ -143,6 +143,18 @@ def _phi3(settings: Settings) -> ModelSpec:
     return parts.model(settings, layers, max_context)
 
 
+def _olmo2(settings: Settings) -> ModelSpec:
+    if any(parts.windows(settings)):  # OLMo 3 calls itself olmo2, too
+        settings.refuse(
+            "attention.sliding_window", "absent in an OLMo 2 model (OLMo 3 has windows)"
+        )
+    rope, max_context = parts.rope(settings, parts.heads(settings)[2])
+    attention = parts.attention(settings, rope, qk_norm="full")
+    layer = LayerSpec(attention, parts.mlp(settings), pre_norm=False, post_norm=True)
+    spec = parts.model(settings, [layer] * parts.num_layers(settings), max_context)
+    return replace(spec, norm_fp32=True)
+
+
 class Architecture(NamedTuple):
     spec: Callable[[Settings], ModelSpec]
     names: TensorNames = NAMES
@@ -161,6 +173,7 @@ ARCHITECTURES = {  # SmolLM2, Mistral and Llama 3.x call themselves llama
     "qwen3": Architecture(_qwen3, tensors=(parts.ROPE_FACTORS,)),
     "gemma2": Architecture(_gemma2, settings=_CAPS),
     "gemma3": Architecture(_gemma3, settings=(parts.LOGIT_SOFTCAP,)),
+    "olmo2": Architecture(_olmo2),
     "phi3": Architecture(_phi3, PHI3_NAMES, tensors=_ROPE_FACTORS),
 }
 

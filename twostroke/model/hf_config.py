@@ -55,6 +55,11 @@ GEMMA_NAMES = NAMES.but(
 _QKV, _GATE_UP = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
 PHI3_NAMES = NAMES.but(q=_QKV, k=_QKV, v=_QKV, gate=_GATE_UP, up=_GATE_UP)
 
+OLMO2_NAMES = NAMES.but(
+    attn_post_norm="post_attention_layernorm.weight",
+    mlp_post_norm="post_feedforward_layernorm.weight",
+)
+
 # ── families ────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -202,6 +207,18 @@ def _phi3(fields: Fields) -> ModelSpec:
     return parts.model(fields, "phi3", layers, max_context, eps=1e-5)
 
 
+def _olmo2(fields: Fields) -> ModelSpec:
+    """Norms come after attention and MLP, and on all of q and of k."""
+    parts.refuse_if_given(fields, "attn_logit_softcapping", "final_logit_softcapping")
+    rope, max_context = parts.rope(fields, parts.heads(fields)[2])
+    attention = replace(parts.attention(fields, rope), qk_norm="full")
+    mlp = parts.mlp(fields, parts.activation(fields))
+    layer = LayerSpec(attention, mlp, pre_norm=False, post_norm=True)
+    layers = [layer] * parts.num_layers(fields)
+    spec = parts.model(fields, "olmo2", layers, max_context, eps=1e-5)
+    return replace(spec, norm_fp32=True)
+
+
 class Family(NamedTuple):
     spec: Callable[[Fields], ModelSpec]
     names: TensorNames = NAMES
@@ -213,6 +230,7 @@ FAMILIES = {  # by model_type
     "gemma3_text": Family(_gemma3_text, GEMMA_NAMES),
     "llama": Family(_llama),
     "mistral": Family(_mistral),
+    "olmo2": Family(_olmo2, OLMO2_NAMES),
     "phi3": Family(_phi3, PHI3_NAMES),
     "qwen2": Family(_qwen2),
     "qwen3": Family(_qwen3),
