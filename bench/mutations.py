@@ -42,6 +42,17 @@ YARN |= {"beta_fast": 32, "beta_slow": 1, "attention_factor": 1.1, "mscale": 1, 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
 LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 WINDOW = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
+GEMMA2 = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+GEMMA2 |= {"query_pre_attn_scalar": 8, "hidden_activation": "gelu_pytorch_tanh"}
+GEMMA2 |= {"tie_word_embeddings": True}
+GEMMA3 = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
+GEMMA3 |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+GEMMA3 |= {"max_position_embeddings": 256, "sliding_window": 64, "sliding_window_pattern": 2}
+GEMMA3 |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "query_pre_attn_scalar": 8}
+GEMMA3 |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 4.0, 9.0]}
+PHI3 = {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 64}
+PHI3 |= {"sliding_window": 64}
 FOLDERS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-llama3": {"rope_scaling": LLAMA3},
@@ -51,6 +62,10 @@ FOLDERS: dict[str, dict[str, Any]] = {
     "mistral": {"model_type": "mistral", "sliding_window": 64},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True, **WINDOW},
     "qwen3": {"model_type": "qwen3", "head_dim": 8, "attention_bias": False},
+    "gemma2": {"model_type": "gemma2", "head_dim": 8, "sliding_window": 64, **GEMMA2},
+    "gemma3": {"model_type": "gemma3", "text_config": GEMMA3},
+    "olmo2": {"model_type": "olmo2", "rms_norm_eps": 1e-5},
+    "phi3": {"model_type": "phi3", "rope_scaling": LONGROPE, **PHI3},
 }
 OPTIONAL: tuple[str, ...] = (
     "head_dim",
@@ -83,6 +98,7 @@ GENERATION_FIELDS += ("repetition_penalty", "do_sample")
 U32, I32, F32, BOOL, STRING, ARRAY, U64, F64 = 4, 5, 6, 7, 8, 9, 10, 12
 CODES = {U32: "I", I32: "i", F32: "f", BOOL: "?", U64: "Q", F64: "d"}
 F32_BLOCKS, Q8_0_BLOCKS = 0, 8
+LONG_SHORT = ("long", "short")
 HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 64, 96, 4, 2, 2
 
 
@@ -147,6 +163,8 @@ def write_bases(root: Path) -> None:
         "qwen2": made.byte_level_metadata(made.train_byte_level(_pre_tokenizer("qwen2")), "qwen2"),
     }
     vocabularies["qwen3"] = vocabularies["qwen2"]
+    vocabularies["gemma3"] = made.gemma_metadata()
+    vocabularies["phi3"] = vocabularies["llama"]
     for arch, vocabulary in vocabularies.items():
         model = _gguf(arch, vocabulary, F32_BLOCKS if arch != "qwen2" else Q8_0_BLOCKS)
         (root / f"{arch}.pickle").write_bytes(pickle.dumps(model))
@@ -160,6 +178,12 @@ def _gguf(arch: str, vocabulary: dict[str, Any], kind: int) -> GGUF:
     pairs |= {f"{arch}.{key}": typed(U32, value) for key, value in whole.items()}
     pairs[f"{arch}.attention.layer_norm_rms_epsilon"] = typed(F32, 1e-5)
     pairs[f"{arch}.rope.freq_base"] = typed(F32, 10000.0)
+    if arch == "gemma3":
+        pairs[f"{arch}.attention.sliding_window"] = typed(U32, 64)
+        pairs[f"{arch}.rope.freq_base_swa"] = typed(F32, 500.0)
+    if arch == "phi3":
+        pairs[f"{arch}.rope.scaling.original_context_length"] = typed(U32, 64)
+        pairs[f"{arch}.rope.scaling.attn_factor"] = typed(F32, 1.2)
     kinds = {str: STRING, int: I32, float: F32}
     for key, value in vocabulary.items():
         if isinstance(value, list):
@@ -182,12 +206,21 @@ def _tensors(arch: str, vocab: int, kind: int) -> dict[str, tuple[list[int], int
         shapes |= {f"{at}attn_v.weight": [HIDDEN, kv], f"{at}attn_output.weight": [HIDDEN, HIDDEN]}
         shapes |= {f"{at}ffn_{part}.weight": [HIDDEN, INNER] for part in ("gate", "up")}
         shapes[f"{at}ffn_down.weight"] = [INNER, HIDDEN]
-        if arch == "qwen3":
+        if arch in ("qwen3", "gemma3"):
             width = HIDDEN // HEADS
             shapes |= {f"{at}attn_{part}_norm.weight": [width] for part in ("q", "k")}
+        if arch == "gemma3":
+            shapes |= {f"{at}post_{part}_norm.weight": [HIDDEN] for part in ("attention", "ffw")}
+        if arch == "phi3":
+            for part in ("attn_q", "attn_k", "attn_v", "ffn_gate"):
+                del shapes[f"{at}{part}.weight"]
+            shapes |= {f"{at}attn_qkv.weight": [HIDDEN, HIDDEN + 2 * kv]}
+            shapes |= {f"{at}ffn_up.weight": [HIDDEN, 2 * INNER]}
         if arch == "qwen2":
             shapes |= {f"{at}attn_q.bias": [HIDDEN]}
             shapes |= {f"{at}attn_{part}.bias": [kv] for part in ("k", "v")}
+    if arch == "phi3":
+        shapes |= {f"rope_factors_{part}.weight": [HIDDEN // HEADS // 2] for part in LONG_SHORT}
     draw = np.random.default_rng(0)
     tensors = {}
     for name, dims in shapes.items():
@@ -195,7 +228,7 @@ def _tensors(arch: str, vocab: int, kind: int) -> dict[str, tuple[list[int], int
         if kind == Q8_0_BLOCKS and len(dims) == 2:
             tensors[name] = (dims, kind, _q8_0(values))
         else:
-            norm = values + 1 if "norm" in name else values
+            norm = values + 1 if "norm" in name else np.exp(values) if "rope" in name else values
             tensors[name] = (dims, F32_BLOCKS, norm.astype("<f4").tobytes())
     return tensors
 
@@ -309,7 +342,17 @@ def _config(name: str, files: Files) -> Iterator[Mutation]:
             for inner in config[field]:
                 for label, value in NASTY.items():
                     yield _field(files, "config.json", (field, inner), label, value, name)
-    for family in ("llama", "mistral", "qwen2", "qwen3", "gemma"):
+    for family in (
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "gemma2",
+        "gemma3_text",
+        "olmo2",
+        "phi3",
+        "x",
+    ):
         yield _field(files, "config.json", ("model_type",), family, family, name)
 
 
@@ -346,8 +389,8 @@ def _metadata(arch: str, model: GGUF) -> Iterator[Mutation]:
     )
     optional = [f"{arch}.{key}" for key in GGUF_OPTIONAL]
     for key in dict.fromkeys([*model.pairs, *optional, *GGUF_GENERAL]):
-        if arch == "qwen3" and not key.startswith(arch):
-            continue  # the rest is qwen2's
+        if arch in ("qwen3", "phi3") and not key.startswith(arch):
+            continue  # the vocabulary is that of another
         for label, value in GGUF_NASTY.items():
             yield _pair(arch, model, key, label, value)
     for key in (f"{arch}.rope.scaling.{k}" for k in yarn):

@@ -12,8 +12,9 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from twostroke import LLM
-from twostroke.model.hf_config import spec_from_hf
-from twostroke.model.weights.safetensors import hf_name
+from twostroke.model.hf_config import names_in_hf, spec_from_hf
+from twostroke.model.spec import ModelSpec
+from twostroke.model.tensor_names import TensorNames
 
 BOS, EOS, TURN, TURN_END = "<s>", "</s>", "<|im_start|>", "<|im_end|>"
 BOS_ID, EOS_ID, TURN_ID, TURN_END_ID = range(4)
@@ -63,11 +64,23 @@ def tiny_folder(path: Path, **config: Any) -> Path:
 def tiny_weights(config: dict[str, Any]) -> dict[str, np.ndarray]:
     """Large enough that the next token depends on all that came before; norms stay near one."""
     random = np.random.default_rng(0)
-    weights = {}
-    for name, shape in spec_from_hf(config).weight_shapes().items():
+    weights, names, spec = {}, names_in_hf(config), spec_from_hf(config)
+    for name, shape in spec.weight_shapes().items():
         values = random.standard_normal(shape).astype(np.float32) * np.float32(0.3)
-        weights[hf_name(name)] = values + 1 if name.endswith("norm") else values
-    return weights
+        weights[name] = values + 1 - names.offset(name) if name.endswith("norm") else values
+    return merged(names, spec, weights)
+
+
+def merged(
+    names: TensorNames, spec: ModelSpec, weights: dict[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Weights by their canonical names → as a file has them, some in one tensor."""
+    rows: dict[str, dict[int, np.ndarray]] = {}
+    for name, place in names.places(spec).items():
+        rows.setdefault(place.tensor, {})[place.first_row] = weights[name]
+    return {
+        tensor: np.concatenate([part[n] for n in sorted(part)]) for tensor, part in rows.items()
+    }
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -18,7 +18,7 @@ from twostroke.errors import ConfigError
 from twostroke.exec.native import NativeExecutor
 from twostroke.exec.torch_executor import TorchExecutor
 from twostroke.kernels import cpu
-from twostroke.model.gguf_config import tensor_name
+from twostroke.model.gguf_config import NAMES
 
 pytestmark = pytest.mark.skipif(
     not cpu.available(), reason="this installation was built without the native kernels"
@@ -212,10 +212,10 @@ def write_quantised(path: Path, type: gguf.GGMLQuantizationType) -> None:
     for name, shape in SPEC.weight_shapes().items():
         values = torch.randn(shape).numpy() * 0.3
         if len(shape) == 1:
-            writer.add_tensor(tensor_name(name), values + 1)
+            writer.add_tensor(NAMES.tensor(name), values + 1)
         else:
             packed = gguf.quants.quantize(values, type)
-            writer.add_tensor(tensor_name(name), packed, raw_dtype=type)
+            writer.add_tensor(NAMES.tensor(name), packed, raw_dtype=type)
     save(writer)
 
 

@@ -24,8 +24,8 @@ def as_the_package_reads(
         heads = heads_reordered(name, config) if reorder else 0
         if heads:
             values = halves_from_neighbours(values, heads)
-        weights[name] = torch.from_numpy(values.astype(np.float32))
-    assert set(stored) <= {"rope_freqs.weight"}
+        weights[name] = torch.from_numpy(values.astype(np.float32)) - norm_offset(name, config)
+    assert all(name.startswith("rope_f") for name in stored)
     model = type(shapes).from_pretrained(
         None, config=config, state_dict=weights, dtype=torch.float32, attn_implementation="eager"
     )
@@ -36,10 +36,19 @@ def as_the_package_reads(
 
 def gguf_name(name: str, config: PreTrainedConfig) -> str:
     """By the package's own table of names."""
-    names = _names(config.model_type, config.num_hidden_layers)
+    names = _names(architecture(config), config.num_hidden_layers)
     found = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None
     return found
+
+
+def architecture(config: PreTrainedConfig) -> str:
+    return {"gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
+
+
+def norm_offset(name: str, config: PreTrainedConfig) -> float:
+    """What converters add to a weight: Gemma's norms multiply by 1 + w, and files hold the sum."""
+    return float(config.model_type.startswith("gemma") and name.endswith("norm.weight"))
 
 
 @cache

@@ -48,11 +48,11 @@ def random_model(config: PreTrainedConfig) -> PreTrainedModel:
         config, dtype=torch.float32, attn_implementation="eager"
     )
     random = torch.Generator().manual_seed(0)
-    for name, weight in model.named_parameters():
+    for weight in model.parameters():
         if weight.dim() == 2:
             weight.normal_(0.0, SPREAD / weight.shape[1] ** 0.5, generator=random)
         else:
-            weight.normal_(float(name.endswith("norm.weight")), 0.3, generator=random)
+            weight.normal_(weight[0].item(), 0.3, generator=random)
     return model.eval()
 
 
@@ -66,15 +66,7 @@ def same_weights_under(config: PreTrainedConfig, model: PreTrainedModel) -> PreT
 def write_with_ours(
     model: Path, prompts: list[list[int]], max_tokens: int, vocab_size: int, **settings: Any
 ) -> list[Written]:
-    llm = LLM(
-        model=str(model),
-        skip_tokenizer_init=True,
-        device="cpu",
-        dtype="float32",
-        num_gpu_blocks_override=NUM_BLOCKS,
-        max_logprobs=vocab_size,
-        **{"kernels": "reference"} | settings,
-    )
+    llm = open_ours(model, vocab_size, **settings)
     params = SamplingParams(
         temperature=0.0,
         max_tokens=max_tokens,
@@ -89,12 +81,24 @@ def write_with_ours(
         assert completion.logprobs is not None
         entries = [*output.prompt_logprobs[1:], *completion.logprobs]
         prompt = output.prompt_token_ids
-        rows = torch.stack([_row(entry, vocab_size) for entry in entries])
+        rows = torch.stack([row_of(entry, vocab_size) for entry in entries])
         written.append(Written(prompt, prompt + completion.token_ids, rows))
     return written
 
 
-def _row(entry: dict[int, Logprob] | None, vocab_size: int) -> torch.Tensor:
+def open_ours(model: Path, vocab_size: int, **settings: Any) -> LLM:
+    return LLM(
+        model=str(model),
+        skip_tokenizer_init=True,
+        device="cpu",
+        dtype="float32",
+        num_gpu_blocks_override=NUM_BLOCKS,
+        max_logprobs=vocab_size,
+        **{"kernels": "reference"} | settings,
+    )
+
+
+def row_of(entry: dict[int, Logprob] | None, vocab_size: int) -> torch.Tensor:
     assert entry is not None
     assert len(entry) == vocab_size
     return torch.tensor([entry[token].logprob for token in range(vocab_size)])

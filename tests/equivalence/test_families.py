@@ -8,16 +8,24 @@ few tokens, several requests at a time, so that prefill and decode share steps.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -28,12 +36,15 @@ from tests.equivalence.rows import (
     TOLERANCE,
     Written,
     largest_difference,
+    open_ours,
     random_model,
     random_prompts,
+    row_of,
     rows_of_theirs,
     same_weights_under,
     write_with_ours,
 )
+from twostroke import SamplingParams
 
 # What a variant is about must change some log-probability by this, or its test would show nothing.
 # The least that was found is 3.9.
@@ -54,6 +65,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": CONTEXT,
     "rms_norm_eps": 1e-5,
+    "pad_token_id": None,  # the usual ones of some families are beyond this vocabulary
 }
 ONE_STEP = {"max_num_batched_tokens": 256, "max_num_seqs": 4}
 CHUNKS = {"max_num_batched_tokens": 7, "max_num_seqs": 3, "block_size": 4}
@@ -82,6 +94,22 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
 MSCALE = {"mscale": 0.7, "mscale_all_dim": 1.3}
 DYNAMIC = rope("dynamic", factor=2.0)
 TWO_WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+
+# Every other layer slides; the caps are within reach of the scores and logits.
+GEMMA2 = {"num_hidden_layers": 4, "head_dim": 24, "sliding_window": WINDOW}
+GEMMA2 |= {"query_pre_attn_scalar": 20, "attn_logit_softcapping": 4.0}
+GEMMA2 |= {"final_logit_softcapping": 6.0}
+GEMMA3 = {"num_hidden_layers": 7, "head_dim": 24, "sliding_window": WINDOW}
+GEMMA3 |= {"query_pre_attn_scalar": 20}
+GEMMA3 |= {
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    }
+}
+LONGROPE = {"partial_rotary_factor": 0.75}
+LONGROPE |= {"short_factor": [1 + n / 9 for n in range(6)]}
+LONGROPE |= {"long_factor": [1 + n**1.5 for n in range(6)]}
 
 VARIANTS = [
     Variant("llama2", LlamaConfig, {"num_key_value_heads": 4}, rope(rope_theta=500.0)),
@@ -151,6 +179,40 @@ VARIANTS = [
         TWO_WINDOWED | {"head_dim": 24},
         {"sliding_window": WINDOW + 1},
     ),
+    Variant("gemma2", Gemma2Config, GEMMA2, {"sliding_window": WINDOW + 1}),
+    Variant(
+        "gemma2_no_cap_on_scores",
+        Gemma2Config,
+        GEMMA2 | {"attn_logit_softcapping": None},
+        {"attn_logit_softcapping": 4.0},
+    ),
+    Variant(
+        "gemma2_no_cap_on_logits",
+        Gemma2Config,
+        GEMMA2 | {"final_logit_softcapping": None},
+        {"final_logit_softcapping": 6.0},
+    ),
+    Variant("gemma2_scale", Gemma2Config, GEMMA2, {"query_pre_attn_scalar": 80}),
+    Variant("gemma3", Gemma3TextConfig, GEMMA3, {"sliding_window": WINDOW + 1}),
+    Variant(
+        "gemma3_layer_types",
+        Gemma3TextConfig,
+        GEMMA3 | {"layer_types": [*["full_attention", "sliding_attention"] * 3, "full_attention"]},
+        {"layer_types": None},
+    ),
+    Variant("gemma3_one_rope", Gemma3TextConfig, GEMMA3 | {"rope_parameters": None}, GEMMA3),
+    Variant("olmo2", Olmo2Config, {}, rope(rope_theta=500.0)),
+    Variant(
+        "olmo2_bias",
+        Olmo2Config,
+        {"attention_bias": True, "tie_word_embeddings": True},
+        {"attention_bias": False},
+    ),
+    Variant("olmo2_yarn", Olmo2Config, rope("yarn", **YARN), rope()),
+    Variant("phi3", Phi3Config, {}, rope(rope_theta=500.0)),
+    Variant("phi3_window", Phi3Config, {"sliding_window": WINDOW}, {"sliding_window": WINDOW + 1}),
+    Variant("phi3_partial_rope", Phi3Config, rope(partial_rotary_factor=0.75), rope()),
+    Variant("phi3_tied", Phi3Config, {"tie_word_embeddings": True}, rope(rope_theta=500.0)),
 ]
 
 
@@ -234,7 +296,12 @@ def test_narrow_weights_computed_in_float32_give_the_log_probabilities_of_transf
     assert largest_difference(write(tmp_path, **CHUNKS), theirs) <= TOLERANCE
 
 
+GEMMA3_ROPE = {"rope_theta": 1e6, "rope_local_base_freq": 500.0, "sliding_window_pattern": 6}
+GEMMA3_ROPE |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
 OLD_SPELLINGS = {
+    "gemma2": {"rope_theta": 10000.0, "hidden_act": "gelu_pytorch_tanh"},
+    "gemma3": GEMMA3_ROPE,
+    "phi3_partial_rope": {"partial_rotary_factor": 0.75, "rope_scaling": None},
     "llama3_scaling": {"rope_theta": 10000.0, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
     "linear_scaling": {"rope_scaling": {"type": "linear", "factor": 2.5}},
     "yarn": {"rope_theta": 10000.0, "rope_scaling": {"type": "yarn", **YARN}},
@@ -277,3 +344,64 @@ def test_dynamic_scaling_past_the_context_is_that_of_a_sequence_of_the_greatest_
     steps |= {"max_model_len": length + 3}
     another_base = write_with_ours(tmp_path, prompts, MAX_TOKENS, VOCAB, **steps)
     assert largest_difference(another_base, theirs) > VISIBLE
+
+
+@pytest.mark.parametrize(("steps", "kind"), [(ONE_STEP, "longrope"), (CHUNKS, "su")], ids=str)
+def test_longrope_has_the_factors_of_a_sequence_of_the_greatest_length(
+    tmp_path: Path, steps: dict[str, int], kind: str
+) -> None:
+    """transformers takes the long factors once a sequence is longer than the original context, 32
+    tokens; ours from the start, if `max_model_len` is."""
+    original = {"original_max_position_embeddings": 32}
+    theirs = random_model(Phi3Config(**SIZES | original | rope("longrope", **LONGROPE)))
+    theirs.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["rope_parameters"]["rope_type"] = kind  # "su" in the first configs
+    path.write_text(json.dumps(config))
+    within, beyond = random_prompts([32 - MAX_TOKENS, 55], VOCAB)
+    for prompt, max_len in ((within, 32), (beyond, CONTEXT)):
+        settings = steps | {"max_model_len": max_len}
+        written = write_with_ours(tmp_path, [prompt], MAX_TOKENS, VOCAB, **settings)
+        assert largest_difference(written, theirs) <= TOLERANCE
+    long_factors = write_with_ours(tmp_path, [within], MAX_TOKENS, VOCAB, **steps)
+    assert largest_difference(long_factors, theirs) > VISIBLE
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_of_a_model_with_images_the_text_part_runs(
+    tmp_path: Path, prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=SIZES | GEMMA3, vision_config=vision, mm_tokens_per_image=4)
+    whole = Gemma3ForConditionalGeneration(config).eval()
+    theirs = random_model(Gemma3TextConfig(**SIZES | GEMMA3))
+    whole.model.language_model.load_state_dict(theirs.model.state_dict())
+    whole.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    text = re.compile(r"^(model\.language_model|language_model\.model)\.")
+    save_file({text.sub(prefix, name): value for name, value in tensors.items()}, path)
+    assert largest_difference(write(tmp_path, **CHUNKS), theirs) <= TOLERANCE
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    assert "images are not supported; only the model's text part is run" in said
+    assert "tensors are not used: " in said
+
+
+@pytest.mark.parametrize("name", ["mistral_window", "gemma2", "gemma3", "olmo2", "phi3"])
+def test_a_cached_prefix_gives_the_log_probabilities_of_transformers(
+    name: str, tmp_path: Path
+) -> None:
+    (variant,) = (variant for variant in VARIANTS if variant.name == name)
+    theirs = random_model(variant.described())
+    theirs.save_pretrained(tmp_path)
+    (prompt,) = random_prompts([61], VOCAB)
+    llm = open_ours(tmp_path, VOCAB, block_size=4, enable_prefix_caching=True)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=VOCAB)
+    for continued in ([], [1, 2, 3]):
+        (output,) = llm.generate([prompt + continued], params, use_tqdm=False)
+    assert output.num_cached_tokens == 60
+    tokens = output.prompt_token_ids + output.outputs[0].token_ids
+    rows = torch.stack([row_of(entry, VOCAB) for entry in output.outputs[0].logprobs or ()])
+    assert (rows - rows_of_theirs(theirs, tokens)[-8:]).abs().max() <= TOLERANCE

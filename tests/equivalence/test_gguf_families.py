@@ -20,14 +20,24 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
     LlamaConfig,
+    Olmo2Config,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
 )
 
-from tests.equivalence.gguf_reading import as_the_package_reads, gguf_name, heads_reordered
+from tests.equivalence.gguf_reading import (
+    architecture,
+    as_the_package_reads,
+    gguf_name,
+    heads_reordered,
+    norm_offset,
+)
 from tests.equivalence.rows import (
     SPREAD,
     TOLERANCE,
@@ -56,14 +66,32 @@ SIZES = {  # every row is a whole number of blocks of 256
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
     "rms_norm_eps": 2.0**-17,  # exact in the file's float32
+    "pad_token_id": None,
 }
+GEMMA = {"head_dim": 128, "query_pre_attn_scalar": 128, "sliding_window": 9}
+GEMMA3_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+}
+GEMMA3 = GEMMA | {"num_hidden_layers": 7, "rope_parameters": GEMMA3_ROPES}
+CAPS = {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 6.0}
 FAMILIES: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
     "qwen2": Qwen2Config(**SIZES),
     "qwen3": Qwen3Config(**SIZES | {"head_dim": 128}),
+    "gemma2": Gemma2Config(**SIZES | GEMMA | CAPS),
+    "gemma3": Gemma3TextConfig(**SIZES | GEMMA3),
+    "olmo2": Olmo2Config(**SIZES),
+    "phi3": Phi3Config(**SIZES),
 }
 BLOCK_TYPES = [Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1]
 BLOCK_TYPES += [Type.Q8_0, Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K]
+KINDS = [(family, type) for family in ("llama", "qwen2", "qwen3") for type in BLOCK_TYPES]
+KINDS += [
+    (family, type)
+    for family in ("gemma2", "gemma3", "olmo2", "phi3")
+    for type in (Type.BF16, Type.Q4_0, Type.Q6_K)
+]
 # Where a block of 256 has its half-precision scales, and how large each is in proportion: the
 # second one shifts the values, and this much of it centres them.
 K_SCALES = {
@@ -90,7 +118,7 @@ def write_gguf(
 ) -> None:
     """Matrices are of that type, but for `others` by their name in the file."""
     config = model.config
-    arch = config.model_type
+    arch = architecture(config)
     writer = gguf.GGUFWriter(path, arch)
     writer.add_vocab_size(config.vocab_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -100,12 +128,24 @@ def write_gguf(
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    if arch == "qwen3":
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if arch in ("qwen3", "gemma2", "gemma3"):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
+    if arch in ("gemma2", "gemma3", "phi3"):
+        writer.add_sliding_window(config.sliding_window or 0)
+    if arch == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if arch == "gemma3" and rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if arch == "phi3":
+        head_dim = config.hidden_size // config.num_attention_heads
+        writer.add_rope_dimension_count(int(rope["partial_rotary_factor"] * head_dim))
     for name, weight in model.named_parameters():  # a tied head is named once, as the embedding
-        values = weight.detach().numpy()
+        values = weight.detach().numpy() + np.float32(norm_offset(name, config))
         heads = heads_reordered(name, config)
         if heads:
             values = neighbours_from_halves(values, heads)
@@ -159,8 +199,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "model.gguf"
 
 
-@pytest.mark.parametrize("type", BLOCK_TYPES, ids=lambda type: type.name)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "type"), KINDS, ids=str)
 def test_a_file_gives_the_log_probabilities_of_transformers_on_the_weights_it_holds(
     family: str, type: Type, path: Path
 ) -> None:
@@ -217,6 +256,24 @@ def yarn_scaling(writer: gguf.GGUFWriter) -> None:
     writer.add_rope_scaling_orig_ctx_len(int(YARN["original_max_position_embeddings"]))
 
 
+LONGROPE = {"short_factor": [1 + n / 9 for n in range(24)], "partial_rotary_factor": 0.75}
+LONGROPE |= {"long_factor": [1 + n for n in range(24)]}
+
+
+def longrope(writer: gguf.GGUFWriter) -> None:
+    """As converters store it: the factors as tensors, the attention's worked out."""
+    writer.add_rope_scaling_orig_ctx_len(32)
+    factor = math.sqrt(1 + math.log(SIZES["max_position_embeddings"] / 32) / math.log(32))
+    writer.add_rope_scaling_attn_factors(factor)
+    for name in ("long", "short"):
+        values = np.array(LONGROPE[f"{name}_factor"], np.float32)
+        writer.add_tensor(f"rope_factors_{name}.weight", values)
+
+
+def every_third_layer_sees_everything(writer: gguf.GGUFWriter) -> None:
+    writer.add_array("gemma3.attention.sliding_window_pattern", [n % 3 != 2 for n in range(7)])
+
+
 def rope(kind: str = "default", **values: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": THETA} | values}
 
@@ -242,6 +299,22 @@ VARIANTS = [
     Variant("linear", LlamaConfig, rope("linear", factor=2.0), rope(), linear_scaling),
     Variant("yarn", LlamaConfig, rope("yarn", **YARN), rope(), yarn_scaling),
     Variant("qwen2_yarn", Qwen2Config, rope("yarn", **YARN), rope(), yarn_scaling),
+    Variant("gemma2_caps", Gemma2Config, GEMMA | CAPS, {"attn_logit_softcapping": 5.0}),
+    Variant("gemma2_window", Gemma2Config, GEMMA | CAPS, {"sliding_window": 10}),
+    Variant("gemma3_window", Gemma3TextConfig, GEMMA3, {"sliding_window": 10}),
+    Variant(
+        "gemma3_pattern",
+        Gemma3TextConfig,
+        GEMMA3
+        | {
+            "layer_types": [
+                "full_attention" if n % 3 == 2 else "sliding_attention" for n in range(7)
+            ]
+        },
+        {"layer_types": None},
+        every_third_layer_sees_everything,
+    ),
+    Variant("phi3_window", Phi3Config, {"sliding_window": 9}, {"sliding_window": 10}),
 ]
 
 
@@ -253,6 +326,17 @@ def test_what_metadata_and_tensors_say_is_what_runs(variant: Variant, path: Path
     assert largest_difference(written, theirs) <= TOLERANCE
     wrong = variant.family(**SIZES | variant.config | variant.wrong)
     assert largest_difference(written, same_weights_under(wrong, theirs)) > VISIBLE
+
+
+def test_longrope_is_read_from_its_tensors(path: Path) -> None:
+    """On a prompt longer than the original context, where transformers has the long factors."""
+    original = {"original_max_position_embeddings": 32}
+    config = Phi3Config(**SIZES | original | rope("longrope", **LONGROPE))
+    write_gguf(path, random_model(config), Type.Q8_0, longrope)
+    longest, theirs = write(path)[-1:], as_the_package_reads(gguf.GGUFReader(path), config)
+    assert largest_difference(longest, theirs) <= TOLERANCE
+    wrong = Phi3Config(**SIZES | rope(partial_rotary_factor=0.75))
+    assert largest_difference(longest, same_weights_under(wrong, theirs)) > VISIBLE
 
 
 def test_rows_in_the_order_of_the_file_are_told_apart(path: Path) -> None:

@@ -10,9 +10,10 @@ import gguf
 import numpy as np
 
 from tests.specs import make_spec
+from tests.tiny import merged
 from twostroke.model.block_types import LAYOUTS, BlockType
 from twostroke.model.gguf import GGUFFile
-from twostroke.model.gguf_config import tensor_name
+from twostroke.model.gguf_config import ARCHITECTURES, NAMES
 from twostroke.model.spec import ModelSpec, RopeSpec
 
 SPEC = make_spec(
@@ -46,12 +47,13 @@ def write_model(path: Path, spec: ModelSpec = SPEC, edit: Edit = lambda writer: 
     writer.add_block_count(spec.num_layers)
     writer.add_context_length(spec.max_context)
     writer.add_embedding_length(spec.hidden_size)
-    writer.add_feed_forward_length(spec.intermediate_size)
-    writer.add_head_count(spec.num_heads)
-    writer.add_head_count_kv(spec.num_kv_heads)
+    writer.add_feed_forward_length(spec.layers[0].mlp.intermediate_size)
+    writer.add_head_count(spec.layers[0].attention.num_heads)
+    writer.add_head_count_kv(spec.layers[0].attention.num_kv_heads)
     writer.add_layer_norm_rms_eps(spec.norm_eps)
-    for name, values in random_weights(spec).items():
-        writer.add_tensor(tensor_name(name), values)
+    names = ARCHITECTURES[spec.family].names if spec.family in ARCHITECTURES else NAMES
+    for name, values in merged(names, spec, random_weights(spec)).items():
+        writer.add_tensor(name, values)
     edit(writer)
     save(writer)
     return GGUFFile.open(path)

@@ -30,11 +30,11 @@ from twostroke.errors import ModelError, RequestError
 from twostroke.exec.memory import plan_memory
 from twostroke.model.block_types import BlockType
 from twostroke.model.gguf import GGUFFile
-from twostroke.model.gguf_config import spec_from_gguf, tensor_name
-from twostroke.model.hf_config import spec_from_hf
+from twostroke.model.gguf_config import NAMES as GGUF_NAMES
+from twostroke.model.gguf_config import spec_from_gguf
+from twostroke.model.hf_config import NAMES, spec_from_hf
 from twostroke.model.tokenizer import Tokenizer
 from twostroke.model.weights.gguf import GGUFWeights
-from twostroke.model.weights.safetensors import hf_name
 from twostroke.model.weights.tensors import read_tensor
 
 NAN, INF = float("nan"), float("inf")
@@ -114,7 +114,11 @@ def test_windows_are_checked_where_a_family_has_them(window: Any) -> None:
 def test_sound_edges_are_not_refused() -> None:
     """A negative control."""
     spec = spec_from_hf(CONFIG | {"rms_norm_eps": 1e-12, "rope_theta": 5e8, "head_dim": None})
-    assert (spec.norm_eps, spec.rope.theta, spec.head_dim) == (1e-12, 5e8, 8)
+    assert (spec.norm_eps, spec.ropes()[0].theta, spec.layers[0].attention.head_dim) == (
+        1e-12,
+        5e8,
+        8,
+    )
     spec = spec_from_hf(CONFIG | {"max_position_embeddings": 2**24, "num_hidden_layers": 1024})
     assert (spec.max_context, spec.num_layers) == (2**24, 1024)
     assert spec_from_hf({k: v for k, v in CONFIG.items() if k != "rms_norm_eps"}).norm_eps == 1e-6
@@ -441,9 +445,11 @@ def _write_with(path: Path, spec: Any, name: str, kind: BlockType, blocks: np.nd
     writer.add_layer_norm_rms_eps(spec.norm_eps)
     for other, values in random_weights(spec).items():
         if other == name:
-            writer.add_tensor(tensor_name(name), blocks, raw_dtype=gguf.GGMLQuantizationType[kind])
+            writer.add_tensor(
+                GGUF_NAMES.tensor(name), blocks, raw_dtype=gguf.GGMLQuantizationType[kind]
+            )
         else:
-            writer.add_tensor(tensor_name(other), values * np.float32(0.1))
+            writer.add_tensor(GGUF_NAMES.tensor(other), values * np.float32(0.1))
     save(writer)
 
 
@@ -501,4 +507,4 @@ def test_every_weight_names_the_fields_it_is_shaped_by() -> None:
         sizes = [getattr(spec, field) for field in fields if field != "num_layers"]
         whole = [size for size in sizes if type(size) is int]
         assert math.prod(shape) == math.prod(whole), name
-        assert hf_name(name)
+        assert NAMES.tensor(name)

@@ -98,6 +98,81 @@ def sentencepiece_model(add_dummy_prefix: bool = True) -> sentencepiece.Sentence
     return sentencepiece.SentencePieceProcessor(model_proto=trained.getvalue())
 
 
+GEMMA_TURNS = ["<start_of_turn>", "<end_of_turn>"]
+GEMMA_SYMBOLS = [*GEMMA_TURNS, "<h1>", "</h1>", "\t\t"]
+GEMMA_SYMBOLS += ["\n" * n for n in range(1, 5)] + ["▁" * n for n in range(2, 6)]
+GEMMA_TEMPLATE = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}\
+{{ raise_exception('System role not supported') }}{% endif %}{% for message in messages %}\
+{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
+{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}\
+{% endif %}{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}\
+{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}\
+{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
+
+
+@cache
+def gemma_model() -> sentencepiece.SentencePieceProcessor:
+    """As Gemma's: other numbers for the first tokens, no space before a text, tokens that are found
+    before anything is merged."""
+    trained = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(corpus()),
+        model_writer=trained,
+        model_type="bpe",
+        vocab_size=600,
+        character_coverage=0.98,
+        byte_fallback=True,
+        split_digits=True,
+        allow_whitespace_only_pieces=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
+        user_defined_symbols=GEMMA_SYMBOLS,
+        pad_id=0,
+        eos_id=1,
+        bos_id=2,
+        unk_id=3,
+        pad_piece="<pad>",
+        eos_piece="<eos>",
+        bos_piece="<bos>",
+        minloglevel=2,
+    )
+    return sentencepiece.SentencePieceProcessor(model_proto=trained.getvalue())
+
+
+def gemma_metadata(spaces: bool = False) -> dict[str, Any]:
+    """`spaces`: later conversions write user-defined tokens with spaces in the place of `▁`."""
+    model = gemma_model()
+    ids = range(model.get_piece_size())
+    tokens = [model.id_to_piece(n) for n in ids]
+    special = {"<unk>": 2} | dict.fromkeys(["<pad>", "<eos>", "<bos>", *GEMMA_TURNS], 3)
+    types = [
+        special.get(token, 4 if token in GEMMA_SYMBOLS else 6 if model.is_byte(n) else 1)
+        for n, token in enumerate(tokens)
+    ]
+    if spaces:
+        tokens = [
+            token.replace("▁", " ") if kind == 4 else token
+            for token, kind in zip(tokens, types, strict=True)
+        ]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [model.get_score(n) for n in ids],
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.padding_token_id": 0,
+        "tokenizer.ggml.eot_token_id": tokens.index("<end_of_turn>"),
+        "tokenizer.ggml.add_space_prefix": False,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.add_eos_token": False,
+        "tokenizer.chat_template": GEMMA_TEMPLATE,
+    }
+
+
 def sentencepiece_metadata(add_dummy_prefix: bool = True) -> dict[str, Any]:
     model = sentencepiece_model(add_dummy_prefix)
     ids = range(model.get_piece_size())

@@ -73,6 +73,10 @@ class Fields:
         where = other.where if other._entries else self.where
         return Fields(where, {**self._entries, **other._entries})
 
+    def with_defaults(self, entries: Mapping[str, Any]) -> Fields:
+        """These entries over others, which count where nothing is said, not even null."""
+        return Fields(self.where, {**entries, **self._entries}, self.prefix)
+
     def names(self) -> list[str]:
         return [name for name in self._entries if name.startswith(self.prefix)]
 

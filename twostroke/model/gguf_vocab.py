@@ -83,6 +83,7 @@ class _Header(Fields):
                 f"which is not supported. Supported: 'gpt2', 'llama'. {WAY_OUT}"
             )
         self.is_sentencepiece = kind == "llama"
+        self.adds_space = self.is_sentencepiece and self.boolean("add_space_prefix", True)
         self.tokens: list[str] = self.items("tokens", str, "texts")
         if not self.tokens:
             raise ModelError(f"{where}: has no tokenizer.ggml.tokens. {WAY_OUT}")
@@ -185,33 +186,33 @@ def _sentencepiece_bpe(header: _Header) -> tokenizers.Tokenizer:
         header.refuse("scores", "a list of finite numbers")
     tokenizer = _bpe(
         header,
-        merges_from_scores(header.tokens, header.types, scores),
+        merges_from_scores(header.tokens, header.types, scores, header.adds_space),
         unk_token=None if unknown_id is None else header.tokens[unknown_id],
         fuse_unk=True,
         byte_fallback=True,
     )
-    add_space = header.boolean("add_space_prefix", True)
     # Each stretch of text between special tokens gets its own leading space.
-    marks = [normalizers.Prepend(SPACE_MARK)] if add_space else []
+    marks = [normalizers.Prepend(SPACE_MARK)] if header.adds_space else []
     tokenizer.normalizer = normalizers.Sequence([*marks, normalizers.Replace(" ", SPACE_MARK)])
     steps = [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if add_space:
+    if header.adds_space:
         steps.append(decoders.Strip(" ", 1, 0))
     tokenizer.decoder = decoders.Sequence(steps)
     return tokenizer
 
 
 def merges_from_scores(
-    tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
+    tokens: Sequence[str], types: Sequence[int], scores: Sequence[float], spaced: bool
 ) -> list[tuple[str, str]]:
     """SentencePiece joins the two neighbours whose union scores best; BPE reads a list of pairs.
 
-    Every way to cut a piece into two pieces is a merge, ranked by the score of the whole.
+    Every way to cut a piece into two pieces is a merge, ranked by the score of the whole. `spaced`:
+    user-defined runs of spaces are merged, too.
     """
     mergeable = {
         token: token_id
         for token_id, token in enumerate(tokens)
-        if types[token_id] == NORMAL or _is_spaced(token, types[token_id])
+        if types[token_id] == NORMAL or (spaced and _is_spaced(token, types[token_id]))
     }
     ranked = [
         (-float(scores[whole_id]), whole_id, mergeable[left], mergeable[right])
@@ -223,7 +224,7 @@ def merges_from_scores(
 
 
 def _is_spaced(token: str, kind: int) -> bool:
-    """A user-defined run of spaces: `▁` is not in the raw text, so that it can only be merged."""
+    """A user-defined run of spaces, as the normalised text has them."""
     return kind == USER_DEFINED and SPACE_MARK in token
 
 
@@ -238,16 +239,24 @@ def _bpe(header: _Header, merges: list[tuple[str, str]], **settings: Any) -> tok
 
 
 def _add_tokens(tokenizer: tokenizers.Tokenizer, header: _Header) -> None:
-    """Control and user-defined tokens are found in a text before anything is merged."""
+    """Control and user-defined tokens are found in a text before anything is merged.
+
+    SentencePiece looks for its user-defined ones where spaces are `▁` already. Where a space is put
+    before each text the library would put one before such a token, too: there they are looked for
+    in the raw text, and those with a `▁` can only be merged.
+    """
+    in_normalised = header.is_sentencepiece and not header.adds_space
     # What ends a text is control, even in headers that call it normal. No other id is trusted
     # over its type: a header may name an ordinary sign as its unknown or padding token.
     added = []
     for token_id, token in enumerate(header.tokens):
         kind = header.types[token_id]
         special = kind in (UNKNOWN, CONTROL) or token_id in header.end_ids
-        written = kind == USER_DEFINED and not (header.is_sentencepiece and _is_spaced(token, kind))
+        merged = header.is_sentencepiece and header.adds_space and _is_spaced(token, kind)
+        written = kind == USER_DEFINED and not merged
         if token and (special or written):
-            added.append(AddedToken(token, normalized=False, special=special))
+            normalized = in_normalised and not special
+            added.append(AddedToken(token, normalized=normalized, special=special))
     tokenizer.add_tokens(added)
 
 

@@ -1,47 +1,242 @@
-"""A Hugging Face `config.json` → `ModelSpec`. What we cannot run is refused here, by name."""
+"""A Hugging Face `config.json` → `ModelSpec`. What we cannot run is refused here, by name.
+
+A family is an entry of FAMILIES: a function that reads its config, and its names for the weights
+(docs/ADDING_A_FAMILY.md). `hf_parts.py` has what they share.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from twostroke.errors import ModelError
-from twostroke.model.fields import REQUIRED, Fields, read_json, shown
-from twostroke.model.spec import (
-    CONTEXT,
-    HEAD_DIM,
-    HEADS,
-    LAYERS,
-    NORM_EPS,
-    ROPE_FACTOR,
-    ROPE_THETA_MAX,
-    VOCABULARY,
-    WIDTH,
-    AttentionSpec,
-    LayerSpec,
-    MLPSpec,
-    ModelSpec,
-    RopeSpec,
-    yarn_attention_factor,
-)
+from twostroke.model import hf_parts as parts
+from twostroke.model.fields import Fields, read_json, shown
+from twostroke.model.spec import LAYERS, LayerSpec, ModelSpec, RopeSpec
+from twostroke.model.tensor_names import TensorNames
 
-# model_type → (biases on q, k, v; norms on q and k) that the family has without saying so.
-FAMILIES = {
-    "llama": (False, False),
-    "mistral": (False, False),
-    "qwen2": (True, False),
-    "qwen3": (False, True),
-}
-ROPE_KINDS = {"default": "none", "linear": "linear", "dynamic": "dynamic"}
-ROPE_KINDS |= {"llama3": "llama3", "yarn": "yarn"}
+log = logging.getLogger(__name__)
+
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 # A field of the spec → where config.json says it.
 FIELDS = {"family": "model_type", "num_layers": "num_hidden_layers", "qk_norm": "model_type"}
 FIELDS |= {"num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads"}
 FIELDS |= {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
 FIELDS |= {"tie_embeddings": "tie_word_embeddings"}
+
+# ── names ───────────────────────────────────────────────────────────────────────────────────────
+
+_LAYER = {"attn_norm": "input_layernorm.weight", "mlp_norm": "post_attention_layernorm.weight"}
+_LAYER |= {"q_norm": "self_attn.q_norm.weight", "k_norm": "self_attn.k_norm.weight"}
+for _part in ("q", "k", "v", "o"):
+    _LAYER[_part] = f"self_attn.{_part}_proj.weight"
+    _LAYER[f"{_part}_bias"] = f"self_attn.{_part}_proj.bias"
+for _part in ("gate", "up", "down"):
+    _LAYER[_part] = f"mlp.{_part}_proj.weight"
+    _LAYER[f"{_part}_bias"] = f"mlp.{_part}_proj.bias"
+NAMES = TensorNames(
+    model={
+        "embed": "model.embed_tokens.weight",
+        "final_norm": "model.norm.weight",
+        "head": "lm_head.weight",
+    },
+    layer=_LAYER,
+    layer_prefix="model.layers.{n}.",
+)
+GEMMA_NAMES = NAMES.but(
+    attn_post_norm="post_attention_layernorm.weight",
+    mlp_norm="pre_feedforward_layernorm.weight",
+    mlp_post_norm="post_feedforward_layernorm.weight",
+    norm_offset=1.0,
+)
+_QKV, _GATE_UP = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
+PHI3_NAMES = NAMES.but(q=_QKV, k=_QKV, v=_QKV, gate=_GATE_UP, up=_GATE_UP)
+
+OLMO2_NAMES = NAMES.but(
+    attn_post_norm="post_attention_layernorm.weight",
+    mlp_post_norm="post_feedforward_layernorm.weight",
+)
+
+# ── families ────────────────────────────────────────────────────────────────────────────────────
+
+
+def _llama(fields: Fields) -> ModelSpec:
+    return _plain(fields, "llama", windows=(None,) * parts.num_layers(fields))
+
+
+def _mistral(fields: Fields) -> ModelSpec:
+    window = parts.window(fields, default=4096)
+    return _plain(fields, "mistral", windows=(window,) * parts.num_layers(fields))
+
+
+def _qwen2(fields: Fields) -> ModelSpec:
+    return _plain(fields, "qwen2", windows=_qwen_windows(fields), qkv_bias=True, output_bias=False)
+
+
+def _qwen3(fields: Fields) -> ModelSpec:
+    return _plain(fields, "qwen3", windows=_qwen_windows(fields), qk_norm="head")
+
+
+def _plain(
+    fields: Fields, family: str, windows: tuple[int | None, ...], **different: Any
+) -> ModelSpec:
+    """Llama and those whose attention is `different` in a detail."""
+    parts.refuse_if_given(fields, "attn_logit_softcapping", "final_logit_softcapping")
+    rope, max_context = parts.rope(fields, parts.heads(fields)[2])
+    attention = replace(parts.attention(fields, rope), **different)
+    mlp = parts.mlp(fields, parts.activation(fields), fields.boolean("mlp_bias", False))
+    layers = [LayerSpec(replace(attention, window=window), mlp) for window in windows]
+    return parts.model(fields, family, layers, max_context)
+
+
+def _qwen_windows(fields: Fields) -> tuple[int | None, ...]:
+    """As the family's own code reads its config, absent keys included."""
+    count = parts.num_layers(fields)
+    window = parts.window(fields, default=4096)
+    slides = fields.boolean("use_sliding_window", False)
+    first = fields.integer("max_window_layers", 0, LAYERS[1], default=28)
+    if not slides or window is None:
+        return (None,) * count
+    usual = [parts.SLIDING if n >= first else parts.FULL for n in range(count)]
+    kinds = parts.layer_kinds(fields, usual)
+    return tuple(window if kind == parts.SLIDING else None for kind in kinds)
+
+
+def _gemma2(fields: Fields) -> ModelSpec:
+    """Every other layer slides; scores and logits are softcapped."""
+    rope, max_context = parts.rope(fields, parts.heads(fields)[2])
+    return _gemma(
+        fields,
+        "gemma2",
+        kinds=parts.layer_kinds(fields, parts.one_full_in(2, parts.num_layers(fields))),
+        ropes={parts.SLIDING: rope, parts.FULL: rope},
+        max_context=max_context,
+        logit_softcap=parts.softcap(fields, "final_logit_softcapping", 30.0),
+        softcap=parts.softcap(fields, "attn_logit_softcapping", 50.0),
+    )
+
+
+# What Gemma 3's own code takes for keys that are absent: configs of the models with images say
+# only what differs from it.
+GEMMA3_DEFAULTS = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4}
+GEMMA3_DEFAULTS |= {"head_dim": 256, "max_position_embeddings": 131072}
+
+
+def _gemma3_text(fields: Fields) -> ModelSpec:
+    """Five layers of six slide, with a rope of their own; norms on q and k take softcaps' place."""
+    fields = fields.with_defaults(GEMMA3_DEFAULTS)
+    parts.refuse_if_given(fields, "attn_logit_softcapping")
+    period = fields.integer("sliding_window_pattern", 1, LAYERS[1], default=6)
+    return _gemma(
+        fields,
+        "gemma3_text",
+        kinds=parts.layer_kinds(fields, parts.one_full_in(period, parts.num_layers(fields))),
+        ropes=_gemma3_ropes(fields),
+        max_context=parts.context(fields),  # of the model as it is, its rope scaling included
+        logit_softcap=parts.softcap(fields, "final_logit_softcapping", 0.0),
+        qk_norm="head",
+    )
+
+
+def _gemma3_ropes(fields: Fields) -> dict[str, RopeSpec]:
+    """One for each kind of layer: under `rope_parameters`, or at the top level of older configs."""
+    head_dim, positions = parts.heads(fields)[2], parts.context(fields)
+    given, nothing = fields.nested("rope_parameters"), Fields(fields.where, {})
+    sliding = given.nested(parts.SLIDING)
+    full = fields.nested("rope_scaling").over(given.nested(parts.FULL))
+    theta_sliding = parts.theta(fields, "rope_local_base_freq", 10000.0)
+    theta_full = parts.theta(fields, "rope_theta", 1000000.0)
+    return {
+        parts.SLIDING: parts.rope_of(sliding, nothing, head_dim, positions, theta_sliding)[0],
+        parts.FULL: parts.rope_of(full, nothing, head_dim, positions, theta_full)[0],
+    }
+
+
+def _gemma3(fields: Fields) -> ModelSpec:
+    log.warning("%s: images are not supported; only the model's text part is run", fields.where)
+    return _gemma3_text(fields.nested("text_config"))
+
+
+def _gemma(
+    fields: Fields,
+    family: str,
+    kinds: Sequence[str],
+    ropes: Mapping[str, RopeSpec],
+    max_context: int,
+    logit_softcap: float,
+    **different: Any,
+) -> ModelSpec:
+    """What all Gemmas share; `different` is the attention's."""
+    parts.refuse_if_given(fields, "use_bidirectional_attention")
+    scalar = fields.number("query_pre_attn_scalar", above=0.0, high=1e9, default=256.0)
+    attention = replace(parts.attention(fields, ropes[parts.FULL]), scale=scalar**-0.5, **different)
+    window = parts.window(fields, default=4096)
+    by_kind = {
+        parts.FULL: attention,
+        parts.SLIDING: replace(attention, rope=ropes[parts.SLIDING], window=window),
+    }
+    gelu = parts.activation(fields, "hidden_activation", {"gelu_pytorch_tanh": "gelu_tanh"})
+    mlp = parts.mlp(fields, gelu)
+    layers = [LayerSpec(by_kind[kind], mlp, post_norm=True) for kind in kinds]
+    spec = parts.model(fields, family, layers, max_context, tied=True)
+    return replace(
+        spec, embed_scale=spec.hidden_size**0.5, logit_softcap=logit_softcap, norm_fp32=True
+    )
+
+
+def _phi3(fields: Fields) -> ModelSpec:
+    """Phi-3, Phi-3.5 and Phi-4."""
+    parts.refuse_if_given(fields, "attn_logit_softcapping", "final_logit_softcapping")
+    fields = fields.with_defaults({"original_max_position_embeddings": 4096})
+    given = fields.nested("rope_scaling").over(fields.nested("rope_parameters"))
+    if parts.rope_kind(given) in ("su", "yarn"):  # what longrope was called at first
+        given = given.over(Fields(given.where, {"rope_type": "longrope"}))
+    head_dim = parts.heads(fields)[2]
+    rope, max_context = parts.rope_of(given, fields, head_dim, parts.context(fields))
+    window = parts.window(fields, default=None)
+    if window is not None and window >= max_context:
+        window = None  # it hides nothing
+    attention = replace(
+        parts.attention(fields, rope), window=window, qkv_bias=False, output_bias=False
+    )
+    layer = LayerSpec(attention, parts.mlp(fields, parts.activation(fields)))
+    layers = [layer] * parts.num_layers(fields)
+    return parts.model(fields, "phi3", layers, max_context, eps=1e-5)
+
+
+def _olmo2(fields: Fields) -> ModelSpec:
+    """Norms come after attention and MLP, and on all of q and of k."""
+    parts.refuse_if_given(fields, "attn_logit_softcapping", "final_logit_softcapping")
+    rope, max_context = parts.rope(fields, parts.heads(fields)[2])
+    attention = replace(parts.attention(fields, rope), qk_norm="full")
+    mlp = parts.mlp(fields, parts.activation(fields))
+    layer = LayerSpec(attention, mlp, pre_norm=False, post_norm=True)
+    layers = [layer] * parts.num_layers(fields)
+    spec = parts.model(fields, "olmo2", layers, max_context, eps=1e-5)
+    return replace(spec, norm_fp32=True)
+
+
+class Family(NamedTuple):
+    spec: Callable[[Fields], ModelSpec]
+    names: TensorNames = NAMES
+
+
+FAMILIES = {  # by model_type
+    "gemma2": Family(_gemma2, GEMMA_NAMES),
+    "gemma3": Family(_gemma3, GEMMA_NAMES),
+    "gemma3_text": Family(_gemma3_text, GEMMA_NAMES),
+    "llama": Family(_llama),
+    "mistral": Family(_mistral),
+    "olmo2": Family(_olmo2, OLMO2_NAMES),
+    "phi3": Family(_phi3, PHI3_NAMES),
+    "qwen2": Family(_qwen2),
+    "qwen3": Family(_qwen3),
+}
+
+# ── reading ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def load_hf_config(folder: Path) -> tuple[ModelSpec, dict[str, Any]]:
@@ -56,176 +251,50 @@ def load_hf_config(folder: Path) -> tuple[ModelSpec, dict[str, Any]]:
     return spec_from_hf(config, where=str(path)), config
 
 
+def spec_from_hf(config: Mapping[str, Any], where: str = "config.json") -> ModelSpec:
+    fields = Fields(where, config)
+    family = _family(config, where)
+    _refuse_unsupported(fields)
+    return family.spec(fields)
+
+
+def names_in_hf(config: Mapping[str, Any]) -> TensorNames:
+    """What the model's files call its weights."""
+    return _family(config, "config.json").names
+
+
 def dtype_of(config: Mapping[str, Any], where: str) -> str:
     """The type that the weights were trained in, by torch's name for it."""
     fields = Fields(where, config)
+    if "dtype" not in fields and "torch_dtype" not in fields:
+        fields = fields.nested("text_config")
     name = "dtype" if "dtype" in fields else "torch_dtype"
     known = [*DTYPES, *(f"torch.{dtype}" for dtype in DTYPES)]
     return str(fields.choice(name, known, default="bfloat16")).removeprefix("torch.")
 
 
-def spec_from_hf(config: Mapping[str, Any], where: str = "config.json") -> ModelSpec:
-    fields = Fields(where, config)
-    family = config.get("model_type")
-    if not isinstance(family, str) or family not in FAMILIES:
+def _family(config: Mapping[str, Any], where: str) -> Family:
+    name = config.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
         raise ModelError(
-            f"{where}: the architecture {shown(family)} is not supported. Supported: "
+            f"{where}: the architecture {shown(name)} is not supported. Supported: "
             f"{', '.join(sorted(FAMILIES))} (model_type)."
         )
-    _refuse_unsupported(fields)
-    biased, qk_norm = FAMILIES[family]
-    hidden = fields.integer("hidden_size", *WIDTH)
-    num_heads = fields.integer("num_attention_heads", *HEADS)
-    num_kv_heads = fields.integer("num_key_value_heads", *HEADS, default=num_heads)
-    if "head_dim" not in fields and hidden % num_heads:
-        raise ModelError(
-            f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {num_heads} "
-            "and no head_dim is given."
-        )
-    head_dim = fields.integer("head_dim", *HEAD_DIM, default=hidden // num_heads)
-    if num_heads % num_kv_heads:
-        raise ModelError(
-            f"{where}: num_attention_heads {num_heads} is not a multiple of "
-            f"num_key_value_heads {num_kv_heads}."
-        )
-    rope, max_context = _rope(fields, head_dim)
-    attention_bias = fields.boolean("attention_bias", False)
-    # Absent, it is what the families' own code takes; a null is a mistake.
-    eps = REQUIRED if "rms_norm_eps" in config else 1e-6
-    attention = AttentionSpec(
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        rope,
-        scale=head_dim**-0.5,
-        qk_norm="head" if qk_norm else "none",
-        qkv_bias=biased or attention_bias,
-        output_bias=family != "qwen2" and attention_bias,
-    )
-    mlp = MLPSpec(
-        fields.integer("intermediate_size", *WIDTH), bias=fields.boolean("mlp_bias", False)
-    )
-    windows = _windows(fields, family)
-    return ModelSpec(
-        family=family,
-        vocab_size=fields.integer("vocab_size", *VOCABULARY),
-        hidden_size=hidden,
-        layers=tuple(LayerSpec(replace(attention, window=window), mlp) for window in windows),
-        norm_eps=fields.number("rms_norm_eps", low=NORM_EPS[0], high=NORM_EPS[1], default=eps),
-        max_context=max_context,
-        tie_embeddings=fields.boolean("tie_word_embeddings", False),
-    )
+    return FAMILIES[name]
 
 
 def _refuse_unsupported(fields: Fields) -> None:
-    where = fields.where
-    activation = fields.value("hidden_act")
-    if activation is not None and activation not in ("silu", "swish"):
-        raise ModelError(
-            f"{where}: the activation {shown(activation)} (hidden_act) is not supported, only "
-            "'silu'."
-        )
+    """What no family has."""
     quantization = fields.value("quantization_config")
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         raise ModelError(
-            f"{where}: weights quantised by {shown(method)} (quantization_config) are not "
+            f"{fields.where}: weights quantised by {shown(method)} (quantization_config) are not "
             "supported. Use the unquantised model, or a GGUF of it."
         )
     for key in ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank"):
         if fields.value(key):
             raise ModelError(
-                f"{where}: {key} = {shown(fields.value(key))} is not supported (dense models are)."
+                f"{fields.where}: {key} = {shown(fields.value(key))} is not supported (dense "
+                "models are)."
             )
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if fields.value(key):
-            raise ModelError(f"{where}: {key} = {shown(fields.value(key))} is not supported.")
-
-
-def _windows(fields: Fields, family: str) -> tuple[int | None, ...]:
-    """As each family's own code reads its config, absent keys included."""
-    count = fields.integer("num_hidden_layers", *LAYERS)
-    if family == "llama" or fields.given_as_null("sliding_window"):
-        return (None,) * count
-    window = fields.integer("sliding_window", 1, CONTEXT[1], default=4096)
-    if family == "mistral":
-        return (window,) * count
-    slides = fields.boolean("use_sliding_window", False)
-    first = fields.integer("max_window_layers", 0, LAYERS[1], default=28)
-    if not slides:
-        return (None,) * count
-    kinds = ["sliding_attention" if n >= first else "full_attention" for n in range(count)]
-    if "layer_types" in fields:
-        kinds = fields.items("layer_types", str, "a text for each layer")
-    if len(kinds) != count:
-        raise ModelError(
-            f"{fields.where}: layer_types has {len(kinds)} entries for {count} layers "
-            "(num_hidden_layers)."
-        )
-    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise ModelError(
-            f"{fields.where}: the layer type {shown(unknown[0])} (layer_types) is not supported."
-        )
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _rope(fields: Fields, head_dim: int) -> tuple[RopeSpec, int]:
-    """Rope from either spelling (`rope_parameters`, or `rope_theta` + `rope_scaling`)."""
-    positions = fields.integer("max_position_embeddings", *CONTEXT)
-    given = fields.nested("rope_scaling").over(fields.nested("rope_parameters"))
-    theta = _first(given, fields, "rope_theta").number(
-        "rope_theta", above=1.0, high=ROPE_THETA_MAX, default=10000.0
-    )
-    kind = given.choice("rope_type" if "rope_type" in given else "type", ROPE_KINDS, "default")
-    partial = _first(given, fields, "partial_rotary_factor").number(
-        "partial_rotary_factor", above=0.0, high=1.0, default=1.0
-    )
-    dim = int(head_dim * partial)
-    smallest = 4 if kind == "dynamic" else 2  # its base is raised to dim / (dim - 2)
-    if dim % 2 or dim < smallest:
-        raise ModelError(
-            f"{fields.where}: head_dim {head_dim} × partial_rotary_factor {partial:g} must be an "
-            f"even number of at least {smallest} rotated channels, not {dim}."
-        )
-    if kind == "default":
-        return RopeSpec(theta, dim), positions
-    key = "original_max_position_embeddings"
-    original = _first(given, fields, key).integer(key, *CONTEXT, default=positions)
-    low, high = ROPE_FACTOR
-    factor = given.number("factor", low=low, high=high, default=max(1.0, positions / original))
-    stretched = int((positions if kind in ("linear", "dynamic") else original) * factor)
-    if stretched > CONTEXT[1]:
-        given.refuse("factor", f"such that the context stays within {CONTEXT[1]} tokens")
-    if kind == "linear":
-        return RopeSpec(theta, dim, "linear", factor, original_context=positions), stretched
-    if kind == "dynamic":
-        return RopeSpec(theta, dim, "dynamic", factor, original_context=positions), stretched
-    if kind == "llama3":
-        slow = given.number("low_freq_factor", above=0.0, high=1e6, default=1.0)
-        fast = given.number("high_freq_factor", above=slow, high=1e6, default=4.0)
-        return RopeSpec(theta, dim, "llama3", factor, original, slow, fast), positions
-    return _yarn(given, theta, dim, factor, original), max(positions, stretched)
-
-
-def _first(given: Fields, fields: Fields, name: str) -> Fields:
-    return given if name in given else fields
-
-
-def _yarn(given: Fields, theta: float, dim: int, factor: float, original: int) -> RopeSpec:
-    mscale = given.number("mscale", high=100.0, default=0.0)
-    all_dim = given.number("mscale_all_dim", high=100.0, default=0.0)
-    sharpened = yarn_attention_factor(factor)
-    if mscale and all_dim:
-        sharpened = yarn_attention_factor(factor, mscale) / yarn_attention_factor(factor, all_dim)
-    return RopeSpec(
-        theta,
-        dim,
-        "yarn",
-        factor,
-        original,
-        beta_fast=given.number("beta_fast", above=0.0, high=1e6, default=32.0),
-        beta_slow=given.number("beta_slow", above=0.0, high=1e6, default=1.0),
-        truncate=given.boolean("truncate", True),
-        attention_factor=given.number("attention_factor", above=0.0, high=1e3, default=sharpened),
-    )

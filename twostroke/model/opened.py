@@ -32,7 +32,7 @@ def open_model(config: EngineConfig, files: ModelFiles, device: str) -> OpenedMo
     dtype = hf_config.dtype_of(settings, str(files.path / "config.json"))
     if config.load_format == "dummy":
         return OpenedModel(files, spec, _dummy(spec, config, device), dtype)
-    weights = SafetensorsWeights(files.path, spec)
+    weights = SafetensorsWeights(files.path, spec, hf_config.names_in_hf(settings))
     check_weights(spec, weights, str(weights.path), "config.json", hf_config.FIELDS)
     return OpenedModel(files, spec, weights, dtype)
 

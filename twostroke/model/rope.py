@@ -33,9 +33,9 @@ def rope_tables(rope: RopeSpec, max_len: int) -> tuple[Floats, Floats]:
 def inverse_frequencies(rope: RopeSpec, max_len: int) -> Floats:
     """One angle per position and channel pair, in fp32 throughout.
 
-    "dynamic" stretches the base once the context outgrows the original one. Cached keys keep the
-    angle they were stored with, so the base may not change while a sequence grows: it is the one
-    that a sequence of `max_len` tokens would have.
+    "dynamic" stretches the base once the context outgrows the original one, and "longrope" takes
+    another list of factors. Cached keys keep the angle they were stored with, so that nothing may
+    change while a sequence grows: the angles are those that a sequence of `max_len` tokens has.
     """
     theta = rope.theta
     if rope.kind == "dynamic" and max_len > rope.original_context:
@@ -49,8 +49,11 @@ def inverse_frequencies(rope: RopeSpec, max_len: int) -> Floats:
         return _llama3(rope, base)
     if rope.kind == "yarn":
         return _yarn(rope, base)
-    if rope.kind == "factors":
-        factors: Floats = np.array(rope.freq_factors, np.float32)
+    if rope.kind in ("factors", "longrope"):
+        is_short = rope.kind == "longrope" and max_len <= rope.original_context
+        factors: Floats = np.array(
+            rope.short_factors if is_short else rope.freq_factors, np.float32
+        )
         return base / factors
     return base
 

@@ -29,6 +29,7 @@ CONTEXT: Final = (2, 1 << 24)  # tokens: one to read and one to write
 NORM_EPS: Final = (1e-20, 1.0)
 ROPE_THETA_MAX: Final = 1e15  # and above 1
 ROPE_FACTOR: Final = (1.0, 1e6)
+SOFTCAP_MAX: Final = 1e6
 
 
 @dataclass(frozen=True, slots=True)

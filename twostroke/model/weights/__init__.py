@@ -5,7 +5,7 @@ The sources know no torch; `tensors.py` makes tensors of what they hold.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,6 +40,10 @@ class WeightSource(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """The shape stored for a canonical name, or None if the source has no such weight."""
+        ...
+
+    def beside(self, name: str) -> Sequence[str]:
+        """The weights that are stored in one tensor with this one, itself included."""
         ...
 
     def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats: ...
@@ -77,7 +81,8 @@ def check_weights(
         found = source.shape(name)
         if found == expected:
             continue
-        decides = ", ".join(dict.fromkeys(fields.get(n, n) for n in spec.shaped_by(name)))
+        shaped_by = [field for other in source.beside(name) for field in spec.shaped_by(other)]
+        decides = ", ".join(dict.fromkeys(fields.get(n, n) for n in ("family", *shaped_by)))
         if found is None:
             raise ModelError(
                 f"{where}: the weight {name!r} is missing. {description} asks for it with shape "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -31,6 +32,9 @@ class DummyWeights:
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         return self._shapes.get(name)
+
+    def beside(self, name: str) -> Sequence[str]:
+        return (name,)
 
     def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats:
         shape = self.known_shape(name)

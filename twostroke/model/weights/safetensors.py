@@ -6,6 +6,7 @@ import json
 import logging
 import mmap
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +17,10 @@ from twostroke.errors import ModelError
 from twostroke.model.block_types import BlockType
 from twostroke.model.dequant import Bytes, dequantize
 from twostroke.model.fields import listed_names, read_json, shown
+from twostroke.model.hf_config import NAMES
 from twostroke.model.on_disk import forget_pages
 from twostroke.model.spec import ModelSpec
+from twostroke.model.tensor_names import TensorNames
 from twostroke.model.weights import ALL_ROWS, Floats, PackedMatrix
 
 log = logging.getLogger(__name__)
@@ -27,29 +30,9 @@ INDEX = "model.safetensors.index.json"
 # Tensors that may be left out: they can be worked out from the config, or are a tied head's copy.
 HARMLESS = ("rotary_emb.inv_freq", "lm_head.weight")
 FLOATS = ("F64", "F32", "F16", "BF16")
-
-GLOBAL_NAMES = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight"}
-GLOBAL_NAMES |= {"head": "lm_head.weight"}
-LAYER_NAMES = {
-    "attn_norm": "input_layernorm.weight",
-    "mlp_norm": "post_attention_layernorm.weight",
-    "q_norm": "self_attn.q_norm.weight",
-    "k_norm": "self_attn.k_norm.weight",
-}
-for _part in ("q", "k", "v", "o"):
-    LAYER_NAMES[_part] = f"self_attn.{_part}_proj.weight"
-    LAYER_NAMES[f"{_part}_bias"] = f"self_attn.{_part}_proj.bias"
-for _part in ("gate", "up", "down"):
-    LAYER_NAMES[_part] = f"mlp.{_part}_proj.weight"
-    LAYER_NAMES[f"{_part}_bias"] = f"mlp.{_part}_proj.bias"
-
-
-def hf_name(canonical: str) -> str:
-    """The Hugging Face name of one of our weights: `layers.3.q` → `model.layers.3.self_attn…`."""
-    if canonical in GLOBAL_NAMES:
-        return GLOBAL_NAMES[canonical]
-    _, layer, name = canonical.split(".")
-    return f"model.layers.{layer}.{LAYER_NAMES[name]}"
+# The body of a language model is under `model.`, or under nothing in checkpoints of the body alone;
+# a model with images has it under one of the longer ones.
+PREFIX = re.compile(r"^(language_model\.model\.|model\.language_model\.|language_model\.|model\.)")
 
 
 class Stored(NamedTuple):
@@ -90,24 +73,33 @@ class SafetensorsWeights:
     `path` is what lists the tensors: the only file, or the index of the shards.
     """
 
-    def __init__(self, folder: Path, spec: ModelSpec) -> None:
+    def __init__(self, folder: Path, spec: ModelSpec, names: TensorNames = NAMES) -> None:
         self._folder = folder
-        self._spec = spec
+        self._num_layers = spec.num_layers
+        self._names, self._places = names, names.places(spec)
         self._open_files: dict[Path, _File] = {}
         self.path, self._files = self._find_files()
+        # Of two tensors that differ in the prefix alone, the longer name is the one we take.
+        self._stored = {_without_prefix(name): name for name in sorted(self._files, key=len)}
         self._refuse_unknown_tensors()
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         stored = self._stored_name(name)
-        return None if stored is None else self._look(stored).shape
+        if stored is None:
+            return None
+        return self._places[name].shape_in(self._look(stored).shape)
+
+    def is_changed(self, name: str) -> bool:
+        """Whether the weight is not just the numbers that are stored."""
+        return self._names.offset(name) != 0.0
 
     def stored(self, name: str) -> Stored:
         """The mapped file itself: read it, do not write to it."""
         stored = self._stored_name(name)
         if stored is None:
             raise ModelError(
-                f"{self.path}: lists no tensor {hf_name(name)!r}. The model is incomplete or "
-                "its config.json belongs to another one; download the folder again."
+                f"{self.path}: lists no tensor {self._names.tensor(name)!r}. The model is "
+                "incomplete or its config.json belongs to another one; download the folder again."
             )
         found = self._look(stored)
         if found.type not in FLOATS:
@@ -115,7 +107,16 @@ class SafetensorsWeights:
                 f"{self._files[stored]}: the tensor {stored!r} is of type {found.type}, expected "
                 f"one of {', '.join(FLOATS)}. Use the unquantised model, or a GGUF of it."
             )
-        return found
+        place = self._places[name]
+        if not place.rows_of_others:
+            return found
+        shape = place.shape_in(found.shape)
+        row_bytes = found.data.size // found.shape[0]
+        first = place.first_row * row_bytes
+        return Stored(found.type, shape, found.data[first : first + shape[0] * row_bytes])
+
+    def beside(self, name: str) -> Sequence[str]:
+        return self._places[name].weights
 
     def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats:
         type, shape, data = self.stored(name)
@@ -124,8 +125,10 @@ class SafetensorsWeights:
         row_bytes = data.size // shape[0]
         data = data[first * row_bytes : last * row_bytes]
         if type == "F64":
-            return np.frombuffer(data, "<f8").astype(np.float32).reshape(part)
-        return dequantize(data, BlockType(type), part)
+            values = np.frombuffer(data, "<f8").astype(np.float32).reshape(part)
+        else:
+            values = dequantize(data, BlockType(type), part)
+        return values + np.float32(self._names.offset(name)) if self.is_changed(name) else values
 
     def stored_type(self, name: str) -> BlockType | None:
         return None
@@ -134,7 +137,7 @@ class SafetensorsWeights:
         return None
 
     def label(self, name: str) -> str:
-        stored = self._stored_name(name) or hf_name(name)
+        stored = self._stored_name(name) or self._names.tensor(name)
         return f"{self._files.get(stored, self.path)}: the tensor {stored!r}"
 
     def forget(self, name: str) -> None:
@@ -207,26 +210,21 @@ class SafetensorsWeights:
             ) from None
 
     def _stored_name(self, name: str) -> str | None:
-        """Checkpoints of the bare model go without the prefix `model.`."""
-        full = hf_name(name)
-        for candidate in (full, full.removeprefix("model.")):
-            if candidate in self._files:
-                return candidate
-        return None
+        return self._stored.get(_without_prefix(self._names.tensor(name)))
 
     def _refuse_unknown_tensors(self) -> None:
         """A tensor of a layer we run that has no place in the spec would be left out silently.
 
         What belongs to layers we do not run, or to nothing we know, is left out with a warning.
         """
-        known = {hf_name(name).removeprefix("model.") for name in self._spec.weight_shapes()}
+        known = {_without_prefix(place.tensor) for place in self._places.values()}
         unused, num_layers = [], 0
         for stored, path in self._files.items():
-            name = stored.removeprefix("model.")
+            name = _without_prefix(stored)
             layer = re.match(r"layers\.(\d{1,9})\.", name)
             if name in known or name.endswith(HARMLESS):
                 continue
-            if layer is not None and int(layer[1]) < self._spec.num_layers:
+            if layer is not None and int(layer[1]) < self._num_layers:
                 raise ModelError(
                     f"{path}: the tensor {shown(stored)} has no place in the model that "
                     "config.json describes (see model_type, attention_bias and mlp_bias). Use the "
@@ -238,9 +236,13 @@ class SafetensorsWeights:
             log.warning(
                 "%s: config.json says num_hidden_layers = %d, but there are tensors of %d layers",
                 self.path,
-                self._spec.num_layers,
+                self._num_layers,
                 num_layers,
             )
         if unused:
             count, names = len(unused), listed_names(unused)
             log.warning("%s: %d tensors are not used: %s", self.path, count, names)
+
+
+def _without_prefix(tensor: str) -> str:
+    return PREFIX.sub("", tensor)

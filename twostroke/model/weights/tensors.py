@@ -28,7 +28,7 @@ def read_tensor(source: WeightSource, name: str, dtype: torch.dtype) -> torch.Te
         if source.device != "cpu":
             return _drawn_there(source, name, dtype)
         return _converted(source, name, dtype)
-    if isinstance(source, SafetensorsWeights):
+    if isinstance(source, SafetensorsWeights) and not source.is_changed(name):
         tensor, narrows = _copied(source, name, dtype)
     else:
         tensor, narrows = _converted(source, name, dtype), True

@@ -1,0 +1,66 @@
+"""What a kind of file calls the weights of a `ModelSpec`, and where in its tensors they lie."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from twostroke.model.spec import ModelSpec
+
+
+class Place(NamedTuple):
+    """A weight is rows of a tensor: all of them, but for tensors that hold several weights."""
+
+    tensor: str
+    first_row: int = 0
+    rows_of_others: int = 0
+    weights: tuple[str, ...] = ()  # all that the tensor holds
+
+    def shape_in(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """The weight's shape in a tensor of that shape; not the expected one if rows lack."""
+        if not self.rows_of_others or not stored:
+            return stored
+        return (max(0, stored[0] - self.rows_of_others), *stored[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """Canonical name → the file's. Weights of a layer under one name lie in that tensor one after
+    another, in the order of the table: `{"q": "qkv", "k": "qkv", "v": "qkv"}`."""
+
+    model: Mapping[str, str]
+    layer: Mapping[str, str]  # after `layer_prefix`
+    layer_prefix: str  # with {n} for the layer's number
+    norm_offset: float = 0.0  # the file has norm weights without it: 1 where it has w for 1 + w
+
+    def tensor(self, canonical: str) -> str:
+        """`layers.3.q` → `model.layers.3.self_attn.q_proj.weight`, or `blk.3.attn_q.weight`."""
+        if canonical in self.model:
+            return self.model[canonical]
+        _, number, part = canonical.split(".")
+        return self.layer_prefix.format(n=number) + self.layer[part]
+
+    def places(self, spec: ModelSpec) -> dict[str, Place]:
+        """Where each weight of the model is."""
+        order = list(self.layer)
+        shapes = spec.weight_shapes()
+        inside: dict[str, list[str]] = defaultdict(list)
+        for name in shapes:
+            inside[self.tensor(name)].append(name)
+        places = {}
+        for tensor, names in inside.items():
+            if len(names) > 1:
+                names.sort(key=lambda name: order.index(name.rpartition(".")[2]))
+            rows = [shapes[name][0] for name in names]
+            for n, name in enumerate(names):
+                places[name] = Place(tensor, sum(rows[:n]), sum(rows) - rows[n], tuple(names))
+        return places
+
+    def offset(self, canonical: str) -> float:
+        return self.norm_offset if canonical.endswith("norm") else 0.0
+
+    def but(self, norm_offset: float = 0.0, **layer: str) -> TensorNames:
+        """These names with some of a layer's changed."""
+        return replace(self, layer={**self.layer, **layer}, norm_offset=norm_offset)
