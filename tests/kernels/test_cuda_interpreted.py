@@ -232,15 +232,15 @@ if INTERPRETED:
         assert cases.check_norms(rows, width, CPU, dtype, norm) < bound
 
     def test_a_norm_in_fp32_is_rounded_once() -> None:
-        """Weights of 1 + 2⁻⁹ show it: rounded to bf16 they would be 1."""
-        x = torch.randn(4, 256).bfloat16()
-        weight = torch.full((256,), 1 + 2.0**-9)
+        """Weights of 1 + 2⁻¹¹ show it: rounded to fp16 they would be 1."""
+        x = torch.randn(4, 256).half()
+        weight = torch.full((256,), 1 + 2.0**-11)
         out = cases.cuda.rms_norm(x, weight, 1e-6)
         wide = x.double()
-        exact = wide * (wide.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * (1 + 2.0**-9)
-        assert (out == exact.bfloat16()).float().mean() > 0.99
-        twice = definitions.rms_norm(x, weight.bfloat16(), 1e-6)
-        assert (twice == exact.bfloat16()).float().mean() < 0.9
+        exact = wide * (wide.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * (1 + 2.0**-11)
+        assert (out == exact.half()).float().mean() > 0.99
+        twice = definitions.rms_norm(x, weight.half(), 1e-6)
+        assert (twice == exact.half()).float().mean() < 0.9
 
     @pytest.mark.parametrize("dtype", [HALF, SINGLE])
     @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
