@@ -233,7 +233,7 @@ def _variant(
     members = group * queries
     block_m = max(16, power_of_two(members + 1 if is_new else members))
     block_members, block_dim = power_of_two(members), max(16, power_of_two(dim))
-    # The registers of a thread hold so many numbers of the result, and of what is merged at one time.
+    # So that a thread's registers hold its part of the result, and what is merged at one time.
     num_warps, merged = tuned.num_warps, 128
     if queries > 1:
         num_warps, merged = max(num_warps, min(16, block_m * block_dim // 1024)), 32
