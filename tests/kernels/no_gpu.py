@@ -26,6 +26,7 @@ class NoGPU:
             fill_tma_descriptor=_descriptor,
             fill_tma_descriptor_tiled=_descriptor,
             launch=_launch_of_newer,
+            build_signature_metadata=tuple,
         )
 
     def get_current_target(self) -> Any:
@@ -54,9 +55,10 @@ def _launch_of_newer(*args: Any) -> None:
 
 def install(launched: Launched, setattr: Callable[..., None] = setattr) -> None:
     """`setattr`: one that can be undone, if it is to be."""
-    if hasattr(nvidia, "compile_module_from_src"):
-        # What Triton compiles it keeps for as long as the process runs: it asks who is there now.
-        module = SimpleNamespace(launch=lambda *args: driver.active.launched(*args))
-        setattr(nvidia, "compile_module_from_src", lambda **_: module)
+    # What Triton compiles it keeps for as long as the process runs: it asks who is there now.
+    module = SimpleNamespace(launch=lambda *args: driver.active.launched(*args))
+    setattr(nvidia, "compile_module_from_src", lambda **_: module)
+    if hasattr(nvidia, "PyKernelArg"):  # of a module in C, which Triton 3.7 and later build
+        setattr(nvidia, "PyKernelArg", dict)
     setattr(nvidia, "library_dirs", list)
     setattr(driver, "_active", NoGPU(launched))

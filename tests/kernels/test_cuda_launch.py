@@ -258,15 +258,14 @@ def test_what_is_compiled_ahead_is_all_that_is_launched(
         return compile_one(*args)
 
     monkeypatch.setattr(JITFunction, "_do_compile", counted)
-    built: list[str] = []
-    build = getattr(nvidia, "compile_module_from_src", None)  # before Triton 3.7
+    built: list[str] = []  # before Triton 3.7, where each signature has a launcher of its own
+    build = nvidia.compile_module_from_src
 
     def noted(**given: Any) -> Any:
         built.append(given["src"])
-        return build(**given) if build else None
+        return build(**given)
 
-    if build:
-        monkeypatch.setattr(nvidia, "compile_module_from_src", noted)
+    monkeypatch.setattr(nvidia, "compile_module_from_src", noted)
     launches, _ = seen.of(lambda: cuda.compile_ahead(AllKernels("meta").run, "all of them"))
     assert not launches
     assert compiled == [12]
@@ -277,7 +276,7 @@ def test_what_is_compiled_ahead_is_all_that_is_launched(
     assert len(launches) == 12
     assert compiled == [0]
     assert launchers.issuperset(built)
-    assert bool(built) == bool(build)
+    assert bool(built) == hasattr(nvidia, "make_launcher")
 
 
 def test_others_launch_while_one_compiles_ahead(seen: Seen) -> None:
@@ -336,6 +335,10 @@ def test_a_parser_that_python_fails_is_asked_again(
     assert _compile_norms("norms", 320, 640) == 0
 
 
+@pytest.mark.skipif(
+    not triton.__version__.startswith("3.6."),
+    reason="later ones keep what failed, and raise it again where it is launched",
+)
 def test_what_fails_ahead_is_compiled_where_it_is_launched(
     seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
