@@ -27,7 +27,7 @@ GROUPS = {
     "attention": ("_decode", "_prefill", "_merge", "flash", "fmha"),
     "norms": ("_rms_norm",),
     "rope, KV store": ("_rope_store",),
-    "silu": ("_silu_and_mul",),
+    "silu": ("_act_and_mul",),
     "sampling": ("_survey", "_settle", "_sample"),
     "row state, copies": ("scatter", "index", "gather", "Mem", "copy", "elementwise"),
 }

@@ -17,7 +17,7 @@ from time import perf_counter
 import torch
 import triton
 
-from tests.gpu.kernels_time import CUDA, SHAPES, check_early, decode_call, sweep, time_all
+from tests.gpu.kernels_time import CUDA, SHAPES, check_pdl, decode_call, sweep, time_all
 from tests.gpu.report import Report, round_to
 from tests.kernels import cuda_cases as cases
 from tests.kernels.cuda_cases import BOUNDS, Heads
@@ -37,17 +37,20 @@ def check_all(report: Report) -> None:
         for heads in (
             *PLAIN,
             Heads(16, 8, 128, 32),
-            Heads(32, 32, 80, interleaved=True),
+            Heads(32, 32, 80),
             Heads(28, 4, 96, 64),
             Heads(8, 4, 256),
             Heads(32, 8, 128, window=100),
             Heads(8, 2, 128, softcap=5.0),
             Heads(8, 4, 256, window=70, softcap=5.0),
+            Heads(32, 8, 128, kv_dtype=torch.float16),
+            Heads(8, 4, 256, kv_dtype=torch.float32),
         ):
             if dtype != torch.bfloat16 and heads not in PLAIN:
                 continue
             name = f"{kind} {heads.num_heads}/{heads.num_kv_heads}×{heads.dim}"
-            name += f" page {heads.page} window {heads.window} cap {heads.softcap}"
+            name += f" page {heads.page} window {heads.window} softcap {heads.softcap}"
+            name += f" cache {heads.kv_dtype}" if heads.kv_dtype else ""
             report.check(
                 f"prefill {name}",
                 bound,
@@ -59,26 +62,39 @@ def check_all(report: Report) -> None:
                     bound,
                     lambda h=heads, d=dtype, s=splits: cases.check_decode(h, lengths, s, CUDA, d),
                 )
-                # With splits there is a norm; of heads of other sizes half of the channels turn.
+                for queries in (2, 5):
+                    several = [max(length, queries) if length else 0 for length in lengths]
+                    report.check(
+                        f"decode {name} splits {splits} queries {queries}",
+                        bound,
+                        lambda h=heads, d=dtype, s=splits, n=queries, ls=several: (
+                            cases.check_decode(h, ls, s, CUDA, d, n)
+                        ),
+                    )
+                # With splits there is a norm; of heads of other sizes half of the channels rotate.
                 half = heads.dim // 2 if heads.dim == 128 else heads.dim // 4
                 report.check(
                     f"decode+rope {name} splits {splits}",
                     bound,
                     lambda h=heads, a=half, d=dtype, s=splits: cases.check_rope_decode(
-                        h, a, s > 1, lengths, s, CUDA, d
+                        h, a, d if s > 1 else None, lengths, s, CUDA, d
                     ),
                 )
         for rows, width in ((1, 4096), (77, 1024), (3, 5120), (9, 33)):
-            report.check(
-                f"norms {kind} {rows}×{width}",
-                bound,
-                lambda r=rows, w=width, d=dtype: cases.check_norms(r, w, CUDA, d),
-            )
-            report.check(
-                f"silu {kind} {rows}×{width}",
-                bound,
-                lambda r=rows, w=width, d=dtype: cases.check_silu(r, w, CUDA, d),
-            )
+            for norm in {dtype, torch.float32}:
+                report.check(
+                    f"norms {kind} {rows}×{width} weights {norm}",
+                    bound,
+                    lambda r=rows, w=width, d=dtype, n=norm: cases.check_norms(r, w, CUDA, d, n),
+                )
+            for activation in ("silu", "gelu_tanh"):
+                report.check(
+                    f"{activation} {kind} {rows}×{width}",
+                    bound,
+                    lambda r=rows, w=width, d=dtype, a=activation: cases.check_act_and_mul(
+                        r, w, CUDA, d, a
+                    ),
+                )
         for rows, width, inner in (
             (1, 14336, 4096),
             (1, 1023, 14336),
@@ -90,22 +106,24 @@ def check_all(report: Report) -> None:
             (64, 4096, 4096),
             (65, 512, 80),
         ):
-            for early in (False, True):
+            for pdl, activation in ((False, "silu"), (True, "silu"), (True, "gelu_tanh")):
                 report.check(
-                    f"products {kind} {rows}×{width}×{inner}{' early' * early}",
+                    f"products {kind} {rows}×{width}×{inner} {activation}{' pdl' * pdl}",
                     bound,
-                    lambda r=rows, w=width, i=inner, d=dtype, e=early: cases.check_products(
-                        r, w, i, CUDA, d, e
+                    lambda r=rows, w=width, i=inner, d=dtype, a=activation, p=pdl: (
+                        cases.check_products(r, w, i, CUDA, d, a, p)
                     ),
                 )
         for heads, half, norm in (
-            (Heads(32, 8, 128), 64, False),
-            (Heads(16, 8, 128), 64, True),
-            (Heads(9, 3, 80, interleaved=True), 16, True),
+            (Heads(32, 8, 128), 64, None),
+            (Heads(16, 8, 128), 64, dtype),
+            (Heads(9, 3, 80), 16, dtype),
+            (Heads(8, 4, 256), 128, torch.float32),
+            (Heads(8, 4, 256, kv_dtype=torch.float16), 128, torch.float32),
         ):
             report.check(
-                f"rope_store {kind} {heads.num_heads}×{heads.dim}",
-                bound,
+                f"rope_store {kind} {heads.num_heads}×{heads.dim} cache {heads.kv_dtype or dtype}",
+                max(bound, heads.bound(dtype)),
                 lambda h=heads, a=half, n=norm, d=dtype: cases.check_rope_store(
                     h, a, n, 77, CUDA, d
                 ),
@@ -128,7 +146,7 @@ def check_all(report: Report) -> None:
         report.check(f"log-probabilities, {count} best", 1e-5, lambda n=count: check_logprobs(n))
     report.check("decode again and again", 1e-9, check_repeats)
     report.check("decode, graph, lengths changed", ALLOWED[torch.bfloat16], check_graph)
-    report.check("early launches in a graph", ALLOWED[torch.bfloat16], check_early)
+    report.check("dependent launches in a graph", ALLOWED[torch.bfloat16], check_pdl)
 
 
 def check_logprobs(count: int) -> float:
@@ -158,7 +176,7 @@ def check_graph() -> float:
 
     def call() -> None:
         where = (cache.keys, cache.values, cache.tables, rows, lengths)
-        cuda.decode_attention(q, *where, heads.scale, None, 9, scratch, out=out)
+        cuda.decode_attention(q, *where, heads.scale, None, 0.0, 9, scratch, out=out)
 
     call()
     graph = torch.cuda.CUDAGraph()
@@ -172,8 +190,7 @@ def check_graph() -> float:
         for index, length in enumerate(now):
             right = torch.zeros(1, 32, 128, device=CUDA)
             if length:
-                part = q[index : index + 1]
-                right = cases.expected_attention(part, cache, index, length - 1, length)
+                right = cases.expected_attention(q[index : index + 1], cache, index, length - 1)
             error = cases.largest(error, cases.worst(out[index : index + 1], right))
     return error
 

@@ -14,17 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from twostroke.model.fused import FusedDecoder
 
 from tests.gpu.report import COPY, FLOPS, READ, Report
 from tests.kernels import cuda_cases as cases
-from tests.specs import make_spec
 from twostroke.exec.device_sampling import DeviceSampler
 from twostroke.kernels import cuda
 from twostroke.kernels.cuda import decode, prefill, product
-from twostroke.model.batch import FusedDecode, FusedInputs
-from twostroke.model.spec import RopeSpec
-from twostroke.model.weights.dummy import DummyWeights
 
 CUDA = torch.device("cuda")
 SPREAD_BYTES = 256 << 20  # what one round of calls walks over: several times the L2
@@ -49,7 +44,8 @@ SHAPES = [
 
 
 def random_pool(shape: Shape, layers: int, blocks: int, page: int) -> torch.Tensor:
-    size = (layers, 2, blocks, page, shape.num_kv_heads, shape.dim)
+    """Block-major: keys and values of layer l are [:, l, 0] and [:, l, 1]."""
+    size = (blocks, layers, 2, page, shape.num_kv_heads, shape.dim)
     return torch.randn(size, device=CUDA, dtype=torch.bfloat16)
 
 
@@ -74,7 +70,7 @@ def decode_call(
     pool = random_pool(shape, layers, batch * blocks, page)
     tables = shuffled_tables(batch, blocks)
     q = torch.randn(batch, shape.num_heads, shape.dim, device=CUDA, dtype=torch.bfloat16)
-    splits = splits or cuda.decode_splits(batch, shape.num_kv_heads, 8192)
+    splits = splits or cuda.decode_splits(batch, shape.num_kv_heads, 8192, cuda.num_sms(CUDA))
     scratch = cuda.decode_scratch(batch, shape.num_heads, shape.dim, splits, CUDA)
     rows = torch.arange(batch, device=CUDA, dtype=torch.int32)
     out = torch.empty_like(q)
@@ -87,12 +83,15 @@ def decode_call(
     turn = count()
 
     def call() -> torch.Tensor:
-        keys, values = pool[next(turn) % layers]
-        where = (keys, values, tables, rows, contexts, shape.dim**-0.5, None, splits, scratch)
+        keys, values = pool[:, next(turn) % layers].unbind(1)
+        query, new = q, None
         if rope:
-            make = (weight, weight, 1e-6, angles, angles, slots)
-            return cuda.rope_decode_attention(qkv, *make, *where, out=out, tuned=tuned)
-        return cuda.decode_attention(q, *where, out=out, tuned=tuned)
+            make = (weight, weight, 1e-6, angles, angles, ends, slots)
+            query, new = decode.new_token_of(qkv, *make, keys)
+        where = (query, keys, values, tables, rows, contexts)
+        how = (shape.dim**-0.5, None, 0.0, splits, scratch, out)
+        decode.make_launch(*where, *how, new=new, tuned=tuned)()
+        return out
 
     return call, splits
 
@@ -127,24 +126,15 @@ def time_prefill(
     qkv = torch.randn(size, wide, shape.dim, device=CUDA, dtype=torch.bfloat16)
     out = torch.empty_like(qkv[:, :num])
     where = [cases.ints(values, CUDA) for values in ([0], [start], [0, size])]
-    later, fresh = (size, 0) if start else (0, size)
+    longest = (0, size) if start else (size, 0)  # of first chunks, of continued ones
+    chunks = prefill.Chunks(tables, *where)
+    keys, values = pool[:, 0].unbind(1)
 
     def call() -> None:
-        keys, values = pool[0]
-        cuda.prefill_attention(
-            qkv[:, :num],
-            keys,
-            values,
-            tables,
-            *where,
-            later,
-            shape.dim**-0.5,
-            None,
-            out=out,
-            tuned=tuned,
-            own=qkv[:, num:],
-            max_fresh=fresh,
-        )
+        how = (shape.dim**-0.5, None, 0.0, out, qkv[:, num:], tuned)
+        for launch in prefill.make_launches(qkv[:, :num], keys, values, chunks, *longest, *how):
+            if launch is not None:
+                launch()
 
     flops = 4 * shape.num_heads * shape.dim * (start * size + size * size / 2)
     name = f"prefill {shape.name} {size} after {start}" + (f" {tuned}" if tuned else "")
@@ -178,12 +168,12 @@ def time_small(report: Report, shape: Shape, tokens: int) -> None:
 
     report.time(f"rms_norm {name}", each(norm, 2 * row), 2 * row, COPY)
 
-    def silu() -> Callable[[], object]:
+    def act() -> Callable[[], object]:
         x = random(tokens, 2 * shape.intermediate)
-        return lambda: cuda.silu_and_mul(x)
+        return lambda: cuda.act_and_mul(x, "silu")
 
     used = tokens * shape.intermediate * 6
-    report.time(f"silu_and_mul {name}", each(silu, used), used, COPY)
+    report.time(f"act_and_mul {name}", each(act, used), used, COPY)
     pool = random_pool(shape, 1, -(-tokens // 16), 16)
     angles = torch.rand(8192, dim // 2, device=CUDA)
     positions = torch.arange(tokens, device=CUDA)
@@ -191,7 +181,7 @@ def time_small(report: Report, shape: Shape, tokens: int) -> None:
 
     def rope() -> Callable[[], object]:
         qkv = random(tokens, wide)
-        keys, values = pool[0]
+        keys, values = pool[:, 0].unbind(1)
         where = (angles, angles, positions, positions, keys, values, heads, kv)
         return lambda: cuda.rope_store(qkv, *norms, 1e-6, *where)
 
@@ -265,55 +255,55 @@ class Layers:
     """Some layers of a model, decoding."""
 
     def __init__(self, shape: Shape, num: int, largest: int) -> None:
-        spec = make_spec(
-            family="test",
-            vocab_size=512,
-            hidden_size=shape.hidden,
-            intermediate_size=shape.intermediate,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.dim,
-            windows=(None,) * num,
-            rope=RopeSpec(1e4, shape.dim),
-            norm_eps=1e-5,
-            max_context=8192,
-            qk_norm="head" if shape.qk_norm else "none",
-        )
-        source = DummyWeights(spec, device="cuda")
-        bf16: Any = torch.bfloat16
-        self.decoder = FusedDecoder(spec, source, bf16, CUDA, 8192, cuda)
+        wide = (shape.num_heads + 2 * shape.num_kv_heads) * shape.dim
+        attended, hidden, inner = shape.num_heads * shape.dim, shape.hidden, shape.intermediate
+
+        def random(*size: int) -> torch.Tensor:
+            return torch.randn(size, device=CUDA, dtype=torch.bfloat16) * size[-1] ** -0.5
+
+        sizes = ((wide, hidden), (hidden, attended), (2 * inner, hidden), (hidden, inner))
+        self.weights = [[random(*size) for size in sizes] for _ in range(num)]
+        self.norm = torch.ones(hidden, device=CUDA, dtype=torch.bfloat16)
+        self.head_norm = self.norm[: shape.dim].clone() if shape.qk_norm else None
+        self.angles = torch.rand(8192, shape.dim // 2, device=CUDA)
         self.blocks = -(-CONTEXT // 16)
         pool = random_pool(shape, num, largest * self.blocks, 16)
-        self.cache = [(layer[0], layer[1]) for layer in pool]
+        self.cache = [pool[:, layer].unbind(1) for layer in range(num)]
         self.tables = shuffled_tables(largest, self.blocks)
+        self.x = torch.randn(largest, hidden, device=CUDA, dtype=torch.bfloat16)
         self.shape, self.num = shape, num
 
-    def step(self, batch: int, early: bool) -> Callable[[], torch.Tensor]:
+    def step(self, batch: int, pdl: bool) -> Callable[[], torch.Tensor]:
         """Each token's last position is where its keys and values go: any call gives the same."""
         heads, kv, dim = self.shape.num_heads, self.shape.num_kv_heads, self.shape.dim
-        splits = cuda.decode_splits(batch, kv, 8192)
+        splits = cuda.decode_splits(batch, kv, 8192, cuda.num_sms(CUDA))
         scratch = cuda.decode_scratch(batch, heads, dim, splits, CUDA)
         rows = torch.arange(batch, device=CUDA, dtype=torch.int32)
         lengths = torch.full_like(rows, CONTEXT)
         slots = self.tables[:batch, -1].long() * 16 + (CONTEXT - 1) % 16
-        inputs = FusedInputs(
-            rows + 7,
-            lengths.long() - 1,
-            [slots],
-            [self.tables],
-            FusedDecode(rows, lengths, splits, scratch),
-            None,
-            None,
-        )
+        make = (self.head_norm, self.head_norm, 1e-6, self.angles, self.angles, lengths.long() - 1)
+        where = (self.tables, rows, lengths, dim**-0.5, None, 0.0, splits, scratch)
 
         def call() -> torch.Tensor:
-            self.decoder.early = early
-            return self.decoder.forward(inputs, self.cache)
+            residual = self.x[:batch].clone()
+            normed = cuda.rms_norm(residual, self.norm, 1e-5, pdl=pdl)
+            for (qkv, o, gate_up, down), cache in zip(self.weights, self.cache, strict=True):
+                made = cuda.product(normed, qkv, pdl=pdl)
+                attended = normed.new_empty(batch, heads, dim)
+                cuda.rope_decode_attention(
+                    made, *make, slots, *cache, *where, out=attended, pdl=pdl
+                )
+                out = cuda.product(attended.flatten(1), o, pdl=pdl)
+                normed = cuda.add_rms_norm(out, residual, self.norm, 1e-5, pdl=pdl)
+                gated = cuda.gated_product(normed, gate_up, "silu", pdl=pdl)
+                out = cuda.product(gated, down, pdl=pdl)
+                normed = cuda.add_rms_norm(out, residual, self.norm, 1e-5, pdl=pdl)
+            return normed
 
         return call
 
 
-def check_early() -> float:
+def check_pdl() -> float:
     """In a graph, where the launches overlap, against launches that do not."""
     layers, error = Layers(SHAPES[1], 4, 8), 0.0
     for batch in (1, 2, 8):
@@ -330,7 +320,7 @@ def check_early() -> float:
     return error
 
 
-def time_early(report: Report) -> None:
+def time_pdl(report: Report) -> None:
     shape = SHAPES[0]
     layers = Layers(shape, 4, 32)
     wide = (shape.num_heads + 2 * shape.num_kv_heads) * shape.dim
@@ -338,9 +328,9 @@ def time_early(report: Report) -> None:
     for batch in (1, 8, 32):
         kv = CONTEXT * batch * 2 * shape.num_kv_heads * shape.dim
         used = 2 * layers.num * (rows * shape.hidden + kv)
-        for early in (False, True):
-            name = f"{layers.num} layers, batch {batch}{', early' * early}"
-            report.time(name, [layers.step(batch, early)], used, READ)
+        for pdl in (False, True):
+            name = f"{layers.num} layers, batch {batch}{', pdl' * pdl}"
+            report.time(name, [layers.step(batch, pdl)], used, READ)
 
 
 def time_products(report: Report, shape: Shape, rows: int) -> None:
@@ -360,20 +350,21 @@ def time_products(report: Report, shape: Shape, rows: int) -> None:
 
         def library(weight: torch.Tensor, x: torch.Tensor = x, gated: bool = gated) -> object:
             made = F.linear(x, weight)
-            return cuda.silu_and_mul(made) if gated else made
+            return cuda.act_and_mul(made, "silu") if gated else made
 
         ways: dict[str, Callable[[torch.Tensor], object]] = {"library": library}
         if rows <= 4:
             for size in ((2, 1024, 4), (4, 1024, 4), (1, 2048, 4)):
                 if inner % size[1] == 0:
                     streamed = product.Streaming(*size)
-                    ways[f"streamed {size}"] = lambda w, x=x, t=streamed, g=gated: product.stream(
-                        x, w, t, g, True
+                    activation = "silu" if gated else None
+                    ways[f"streamed {size}"] = lambda w, x=x, t=streamed, a=activation: (
+                        product.stream(x, w, t, a, True)
                     )
         if gated:
             for tile in ((32, 256, 4, 3), (32, 128, 4, 4), (64, 128, 4, 3)):
                 tiles = product.Tiling(*tile)
-                ways[f"tiled {tile}"] = lambda w, x=x, t=tiles: product.tiled(x, w, t, True)
+                ways[f"tiled {tile}"] = lambda w, x=x, t=tiles: product.tiled(x, w, t, "silu", True)
         for how, way in ways.items():
             calls = [lambda w=w, way=way: way(w) for w in weights]
             report.time(f"{name} {shape.name}, {rows} rows, {how}", calls, used, READ)
@@ -382,7 +373,7 @@ def time_products(report: Report, shape: Shape, rows: int) -> None:
 def time_library_prefill(report: Report, shape: Shape, size: int) -> None:
     """cuDNN's attention over a first chunk, keys and values taken out of their pages first."""
     blocks = size // 16
-    keys, values = random_pool(shape, 1, blocks, 16)[0]
+    keys, values = random_pool(shape, 1, blocks, 16)[:, 0].unbind(1)
     table = torch.randperm(blocks, device=CUDA)
     q = torch.randn(size, shape.num_heads, shape.dim, device=CUDA, dtype=torch.bfloat16)
     out = torch.empty_like(q)
@@ -400,7 +391,7 @@ def time_library_prefill(report: Report, shape: Shape, size: int) -> None:
 
 def sweep(report: Report) -> None:
     """What the tunings and the choice of a library should be."""
-    report.item("early", lambda: time_early(report))
+    report.item("pdl", lambda: time_pdl(report))
     large = SHAPES[0]
     for shape in SHAPES:
         for rows in (1, 4, 16, 64):

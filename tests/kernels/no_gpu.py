@@ -23,7 +23,10 @@ class NoGPU:
         self.utils = SimpleNamespace(
             load_binary=lambda name, *_: (name, abs(hash(name)), 0, 0, 1024),
             get_device_properties=lambda _: {"max_shared_mem": 227 << 10},
-            fill_tma_descriptor=lambda *given: ("descriptor", *map(str, given)),
+            fill_tma_descriptor=_descriptor,
+            fill_tma_descriptor_tiled=_descriptor,
+            launch=_launch_of_newer,
+            build_signature_metadata=tuple,
         )
 
     def get_current_target(self) -> Any:
@@ -39,10 +42,23 @@ class NoGPU:
         return nvidia.CudaLauncher(source, metadata)
 
 
+def _descriptor(*given: object) -> tuple[str, ...]:
+    return ("descriptor", *map(str, given))
+
+
+def _launch_of_newer(*args: Any) -> None:
+    """Triton 3.7 and later: one function for all kernels. Given on as Triton 3.6 has it, where each
+    kernel has a function of its own."""
+    before, metadata, scratch, _, _, own = args[:7], args[7:11], args[11:13], *args[13:16]
+    driver.active.launched(*before, *scratch, *metadata, *own)
+
+
 def install(launched: Launched, setattr: Callable[..., None] = setattr) -> None:
     """`setattr`: one that can be undone, if it is to be."""
     # What Triton compiles it keeps for as long as the process runs: it asks who is there now.
     module = SimpleNamespace(launch=lambda *args: driver.active.launched(*args))
     setattr(nvidia, "compile_module_from_src", lambda **_: module)
+    if hasattr(nvidia, "PyKernelArg"):  # of a module in C, which Triton 3.7 and later build
+        setattr(nvidia, "PyKernelArg", dict)
     setattr(nvidia, "library_dirs", list)
     setattr(driver, "_active", NoGPU(launched))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -56,18 +57,103 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def pool(num_kv_heads: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return empty(9, 16, num_kv_heads, dim), empty(9, 16, num_kv_heads, dim)
+def pool(
+    num_kv_heads: int, dim: int, dtype: torch.dtype = BF16
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of one of two layers, block-major."""
+    data = empty(9, 2, 2, 16, num_kv_heads, dim, dtype=dtype)
+    return data[:, 1, 0], data[:, 1, 1]
 
 
-ATTENTION = [
-    (32, 8, 128, None, 0.0),
-    (28, 4, 80, 100, 0.0),
-    (8, 4, 256, 100, 30.0),
-]
+class Case:
+    """Arguments of the attention kernels."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        dim: int,
+        window: int | None = None,
+        softcap: float = 0.0,
+        dtype: torch.dtype = BF16,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.num_heads, self.num_kv_heads, self.dim, self.dtype = (
+            num_heads,
+            num_kv_heads,
+            dim,
+            dtype,
+        )
+        self.keys, self.values = pool(num_kv_heads, dim, kv_dtype or dtype)
+        self.tables, self.rows = empty(2, 64, dtype=torch.int32), empty(300, dtype=torch.int32)
+        self.angles = empty(99, dim // 2, dtype=torch.float32)
+        self.slots = empty(300, dtype=torch.int64)
+        self.how = (0.1, window, softcap)
+
+    def queries(self, tokens: int) -> torch.Tensor:
+        return empty(tokens, self.num_heads, self.dim, dtype=self.dtype)
+
+    def qkv(self, tokens: int) -> torch.Tensor:
+        return empty(tokens, self.num_heads + 2 * self.num_kv_heads, self.dim, dtype=self.dtype)
+
+    def decode(self, batch: int, splits: int, queries: int = 1, **given: Any) -> None:
+        from twostroke.kernels import cuda
+
+        q, row = self.queries(batch * queries), self.rows[:batch]
+        where = (self.keys, self.values, self.tables, row, row, *self.how)
+        cuda.decode_attention(
+            q, *where, splits, self.scratch(splits), out=q, queries=queries, **given
+        )
+
+    def rope_decode(
+        self, batch: int, splits: int, norm: torch.dtype | None = None, **given: Any
+    ) -> None:
+        from twostroke.kernels import cuda
+
+        weight = None if norm is None else empty(self.dim, dtype=norm)
+        make = (weight, weight, 1e-6, self.angles, self.angles, self.slots[:batch])
+        row = self.rows[:batch]
+        where = (self.slots[:batch], self.keys, self.values, self.tables, row, row, *self.how)
+        out, qkv = self.queries(batch), self.qkv(batch).flatten(1)
+        cuda.rope_decode_attention(
+            qkv, *make, *where, splits, self.scratch(splits), out=out, **given
+        )
+
+    def rope_store(self, norm: torch.dtype | None = None) -> None:
+        from twostroke.kernels import cuda
+
+        weight = None if norm is None else empty(self.dim, dtype=norm)
+        make = (weight, weight, 1e-6, self.angles, self.angles, self.slots[:3], self.slots[:3])
+        cuda.rope_store(
+            self.qkv(3).flatten(1),
+            *make,
+            self.keys,
+            self.values,
+            self.num_heads,
+            self.num_kv_heads,
+        )
+
+    def prefill(self, own: bool) -> None:
+        """Of own keys and values: first chunks, then continued ones."""
+        from twostroke.kernels import cuda
+
+        qkv, row = self.qkv(64), self.rows[:2]
+        where = (self.keys, self.values, self.tables, row, row, self.rows[:3], 32, *self.how)
+        q, others = qkv[:, : self.num_heads], qkv[:, self.num_heads :]
+        cuda.prefill_attention(
+            q, *where, out=self.queries(64), own=others if own else None, max_first=32
+        )
+
+    def scratch(self, splits: int) -> Any:
+        from twostroke.kernels import cuda
+
+        return cuda.decode_scratch(2, self.num_heads, self.dim, splits, torch.device("cpu"))
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "dim", "window", "softcap"), ATTENTION)
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "dim", "window", "softcap"),
+    [(32, 8, 128, None, 0.0), (28, 4, 80, 100, 0.0), (8, 4, 256, 100, 30.0)],
+)
 def test_attention_compiles_and_fits_in_registers(
     compiled: list[Any],
     tmp_path: Path,
@@ -78,22 +164,12 @@ def test_attention_compiles_and_fits_in_registers(
     softcap: float,
 ) -> None:
     """Decode attention of queries and of QKV products, then prefill attention."""
-    from twostroke.kernels import cuda
-
-    q, (keys, values) = empty(2, num_heads, dim), pool(num_kv_heads, dim)
-    tables, row = empty(2, 64, dtype=torch.int32), empty(2, dtype=torch.int32)
-    where, wide = (keys, values, tables, row, row), (num_heads + 2 * num_kv_heads) * dim
-    norm, angles = empty(dim), empty(99, dim // 2, dtype=torch.float32)
-    slots = empty(2, dtype=torch.int64)
+    case = Case(num_heads, num_kv_heads, dim, window, softcap)
     for batch, splits in ((2, 1), (2, 4), (300, 1)):
-        scratch = cuda.decode_scratch(2, num_heads, dim, splits, torch.device("cpu"))
-        how = (0.1, window, splits, scratch, softcap)
-        cuda.decode_attention(empty(batch, num_heads, dim), *where, *how)
-        for weight in (None, norm):
-            make = (weight, weight, 1e-6, angles, angles, slots)
-            cuda.rope_decode_attention(empty(batch, wide), *make, *where, *how)
-    ends = empty(3, dtype=torch.int32)
-    cuda.prefill_attention(q, keys, values, tables, row, row, ends, 2, 0.1, window, softcap)
+        case.decode(batch, splits)
+        for norm in (None, BF16):
+            case.rope_decode(batch, splits, norm)
+    case.prefill(own=False)
     assert len(compiled) == 10
     for kernel in compiled:
         assert kernel.metadata.shared <= 227 << 10
@@ -102,18 +178,62 @@ def test_attention_compiles_and_fits_in_registers(
     assert "wgmma" in compiled[-1].asm["ptx"]
 
 
+@pytest.mark.parametrize(
+    ("case", "queries"),
+    [
+        ((32, 8, 128), 2),
+        ((32, 8, 128, 100), 5),
+        ((8, 1, 128), 5),
+        ((8, 4, 256, 100, 30.0), 5),
+        ((8, 1, 256), 5),
+    ],
+)
+def test_attention_of_several_queries_a_row(
+    compiled: list[Any], tmp_path: Path, case: tuple[Any, ...], queries: int
+) -> None:
+    for splits in (1, 4):
+        Case(*case).decode(2, splits, queries)
+    for kernel in compiled:
+        assert kernel.metadata.shared <= 227 << 10
+        assert "cp.async.cg.shared.global" in kernel.asm["ptx"]
+        assert spilled_bytes(kernel, tmp_path) <= 64
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("kv_dtype", [torch.float16, torch.float32])
+def test_a_cache_of_another_type_than_the_model(
+    compiled: list[Any], tmp_path: Path, dim: int, kv_dtype: torch.dtype
+) -> None:
+    case = Case(8, 2, dim, kv_dtype=kv_dtype)
+    case.decode(2, 4)
+    case.rope_decode(2, 4, BF16)
+    case.prefill(own=True)  # reads the cache: what is there was rounded
+    case.rope_store(BF16)
+    assert len(compiled) == 4
+    for kernel in compiled:
+        assert kernel.metadata.shared <= 227 << 10
+        assert spilled_bytes(kernel, tmp_path) <= 64
+
+
+def test_norms_with_weights_in_fp32(compiled: list[Any], tmp_path: Path) -> None:
+    from twostroke.kernels import cuda
+
+    weight, case = empty(4096, dtype=torch.float32), Case(8, 4, 256)
+    cuda.rms_norm(empty(2, 4096), weight, 1e-6)
+    cuda.add_rms_norm(empty(2, 4096), empty(2, 4096), weight, 1e-6)
+    case.rope_store(torch.float32)
+    case.rope_decode(2, 4, torch.float32)
+    assert len(compiled) == 4
+    for kernel in compiled:
+        assert spilled_bytes(kernel, tmp_path) <= 64
+
+
 def test_nothing_waits_between_the_loads_of_a_new_token(compiled: list[Any]) -> None:
     """Tiles of one layout: a single exchange between threads before the context is read, which
     the key needs anyway; with a norm, whose sums stay within a warp, as well."""
-    from twostroke.kernels import cuda
-
-    keys, values = pool(8, 128)
-    tables, row = empty(2, 64, dtype=torch.int32), empty(2, dtype=torch.int32)
-    scratch = cuda.decode_scratch(2, 32, 128, 4, torch.device("cpu"))
-    angles, slots = empty(99, 64, dtype=torch.float32), empty(2, dtype=torch.int64)
-    where = (slots, keys, values, tables, row, row, 0.1, None, 4, scratch)
-    for weight in (None, empty(128)):
-        cuda.rope_decode_attention(empty(2, 6144), weight, weight, 1e-6, angles, angles, *where)
+    case = Case(32, 8, 128)
+    for norm in (None, BF16):
+        case.rope_decode(2, 4, norm)
     for kernel in compiled:
         before, _ = kernel.asm["ptx"].split("cp.async.cg.shared.global", 1)
         assert before.count("bar.sync") == 1
@@ -122,62 +242,74 @@ def test_nothing_waits_between_the_loads_of_a_new_token(compiled: list[Any]) -> 
 
 @pytest.mark.parametrize("dim", [128, 256])
 def test_attention_in_fp32_fits_in_shared_memory(compiled: list[Any], dim: int) -> None:
-    from twostroke.kernels import cuda
-
-    q, keys = (empty(*size, dtype=torch.float32) for size in ((2, 8, dim), (9, 16, 4, dim)))
-    tables, row = empty(2, 64, dtype=torch.int32), empty(2, dtype=torch.int32)
-    scratch = cuda.decode_scratch(2, 8, dim, 4, torch.device("cpu"))
-    where = (keys, keys, tables, row, row, 0.1, None, 4, scratch)
-    cuda.decode_attention(q, *where)
-    qkv, angles, weight = (
-        empty(*size, dtype=torch.float32) for size in ((2, 16 * dim), (99, dim // 2), (dim,))
-    )
-    slots = empty(2, dtype=torch.int64)
-    cuda.rope_decode_attention(qkv, weight, weight, 1e-6, angles, angles, slots, *where)
-    ends = empty(3, dtype=torch.int32)
-    cuda.prefill_attention(q, keys, keys, tables, row, row, ends, 2, 0.1, None)
+    case = Case(8, 4, dim, dtype=torch.float32)
+    case.decode(2, 4)
+    case.rope_decode(2, 4, torch.float32)
+    case.prefill(own=False)
     assert all(kernel.metadata.shared <= 227 << 10 for kernel in compiled)
 
 
 @pytest.mark.parametrize(
-    ("batch", "kv_heads", "max_len", "splits"),
+    ("batch", "kv_heads", "max_len", "sms", "splits"),
     [
-        (1, 8, 131072, 33),
-        (8, 8, 8192, 4),
-        (32, 8, 8192, 1),
-        (256, 8, 131072, 1),
-        (1, 8, 100, 1),
-        (1, 8, 1024, 8),
-        (1, 1, 131072, 64),
+        (1, 8, 131072, 132, 33),
+        (8, 8, 8192, 132, 4),
+        (32, 8, 8192, 132, 1),
+        (256, 8, 131072, 132, 1),
+        (1, 8, 100, 132, 1),
+        (1, 8, 1024, 132, 8),
+        (1, 1, 131072, 132, 64),
+        (1, 8, 131072, 20, 5),  # a smaller card
     ],
 )
 def test_splits_fill_the_card_and_are_no_shorter_than_they_need(
-    batch: int, kv_heads: int, max_len: int, splits: int
+    batch: int, kv_heads: int, max_len: int, sms: int, splits: int
 ) -> None:
     from twostroke.kernels import cuda
 
-    assert cuda.decode_splits(batch, kv_heads, max_len) == splits
+    assert cuda.decode_splits(batch, kv_heads, max_len, sms) == splits
 
 
-def test_products_and_launches_that_are_set_up_early(compiled: list[Any], tmp_path: Path) -> None:
+def test_a_device_is_asked_for_its_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    from twostroke.kernels import cuda
+    from twostroke.kernels.cuda import splits
+
+    asked: list[int] = []
+
+    def properties(index: int) -> Any:
+        asked.append(index)
+        return SimpleNamespace(multi_processor_count=78 + index)
+
+    splits._num_sms.cache_clear()
+    assert cuda.num_sms(torch.device("cpu")) == 132
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert [cuda.num_sms(torch.device("cuda", index)) for index in (0, 1, 0)] == [78, 79, 78]
+    assert cuda.num_sms(torch.device("meta")) == 79
+    assert asked == [0, 1]
+    splits._num_sms.cache_clear()
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_products_and_dependent_launches(
+    compiled: list[Any], tmp_path: Path, activation: str
+) -> None:
     from twostroke.kernels import cuda
 
-    scratch = cuda.decode_scratch(2, 32, 128, 4, torch.device("cpu"))
-    tables, row = empty(2, 64, dtype=torch.int32), empty(2, dtype=torch.int32)
-    where = (*pool(8, 128), tables, row, row)
-    for early in (False, True):
-        cuda.add_rms_norm(empty(2, 4096), empty(2, 4096), empty(4096), 1e-5, early=early)
-        cuda.silu_and_mul(empty(2, 8192), early=early)
-        query = empty(2, 32, 128)
-        cuda.decode_attention(query, *where, 0.1, None, 4, scratch, early=early)
-        cuda.product(empty(1, 4096), empty(4096, 4096), early=early)
-        cuda.gated_product(empty(1, 4096), empty(8192, 4096), early=early)
-        cuda.gated_product(empty(16, 4096), empty(8192, 4096), early=early)
+    case = Case(32, 8, 128)
+    for pdl in (False, True):
+        cuda.add_rms_norm(empty(2, 4096), empty(2, 4096), empty(4096), 1e-5, pdl=pdl)
+        cuda.act_and_mul(empty(2, 8192), activation, pdl=pdl)
+        case.decode(2, 4, pdl=pdl)
+        cuda.product(empty(1, 4096), empty(4096, 4096), pdl=pdl)
+        cuda.gated_product(empty(1, 4096), empty(8192, 4096), activation, pdl=pdl)
+        cuda.gated_product(empty(16, 4096), empty(8192, 4096), activation, pdl=pdl)
     assert len(compiled) == 12
     for index, kernel in enumerate(compiled):
-        code, early = kernel.asm["ptx"], index >= 6
-        assert ("griddepcontrol.wait" in code) == early
-        assert bool(kernel.metadata.launch_pdl) == early
+        code, pdl = kernel.asm["ptx"], index >= 6
+        assert ("griddepcontrol.wait" in code) == pdl
+        assert bool(kernel.metadata.launch_pdl) == pdl
         assert spilled_bytes(kernel, tmp_path) == 0
     # A product of one row has asked for its weight before it waits.
     for kernel in compiled[9:11]:
@@ -185,20 +317,20 @@ def test_products_and_launches_that_are_set_up_early(compiled: list[Any], tmp_pa
         assert "evict_first" in before
 
 
-def test_a_first_chunk_is_fetched_by_the_hardware(compiled: list[Any], tmp_path: Path) -> None:
-    from twostroke.kernels import cuda
-
-    tables, row = empty(2, 64, dtype=torch.int32), empty(2, dtype=torch.int32)
-    ends, qkv = empty(3, dtype=torch.int32), empty(64, 48, 128)
-    how = (tables, row, row, ends, 32, 0.1, None)
-    cuda.prefill_attention(qkv[:, :32], *pool(8, 128), *how, own=qkv[:, 32:], max_fresh=32)
-    fresh, later = compiled
-    assert "cp.async.bulk.tensor" in fresh.asm["ptx"]
-    assert "cp.async.bulk.tensor" not in later.asm["ptx"]
+@pytest.mark.parametrize(
+    "case", [(32, 8, 128), (8, 4, 256), (8, 4, 256, 100, 30.0), (16, 2, 64, 100)]
+)
+def test_a_first_chunk_is_fetched_by_the_hardware(
+    compiled: list[Any], tmp_path: Path, case: tuple[Any, ...]
+) -> None:
+    Case(*case).prefill(own=True)
+    first, continued = compiled
+    assert "cp.async.bulk.tensor" in first.asm["ptx"]
+    assert "cp.async.bulk.tensor" not in continued.asm["ptx"]
     for kernel in compiled:
         assert "wgmma" in kernel.asm["ptx"]
         assert spilled_bytes(kernel, tmp_path) <= 64
-    assert 2 * (fresh.metadata.shared + 1024) <= 228 << 10  # two on a multiprocessor
+    assert 2 * (first.metadata.shared + 1024) <= 228 << 10  # two on a multiprocessor
 
 
 def test_kernels_compile_once_for_all_batches(compiled: list[Any], tmp_path: Path) -> None:
@@ -208,30 +340,19 @@ def test_kernels_compile_once_for_all_batches(compiled: list[Any], tmp_path: Pat
     weight, angles = empty(128), empty(99, 64, dtype=torch.float32)
     for tokens in (1, 3, 64):
         where = [torch.zeros(tokens + 1, dtype=torch.int64)[1:]] * 2
-        cuda.rope_store(
-            empty(tokens, 32 * 128),
-            weight,
-            weight,
-            1e-6,
-            angles,
-            angles,
-            *where,
-            keys,
-            values,
-            16,
-            8,
-        )
+        make, qkv = (weight, weight, 1e-6, angles, angles, *where), empty(tokens, 32 * 128)
+        cuda.rope_store(qkv, *make, keys, values, 16, 8)
         cuda.add_rms_norm(empty(tokens, 4096), empty(tokens, 4096), empty(4096), 1e-5)
-        cuda.silu_and_mul(empty(tokens, 28672))
+        cuda.act_and_mul(empty(tokens, 28672), "silu")
         column = empty(tokens, dtype=torch.float32)
         whole = empty(tokens, dtype=torch.int32)
         cuda.sample(empty(tokens, 151936), column, whole, column, column, whole, whole)
         rows = torch.zeros(tokens + 1, dtype=torch.int32)[1:]
         scratch = cuda.decode_scratch(tokens, 16, 128, 4, torch.device("cpu"))
-        tables = empty(2, 64, dtype=torch.int32)
-        make = (weight, weight, 1e-6, angles, angles, where[1])
-        how = (keys, values, tables, rows, rows, 0.1, None, 4, scratch)
-        cuda.rope_decode_attention(empty(tokens, 32 * 128), *make, *how)
+        tables, out = empty(2, 64, dtype=torch.int32), empty(tokens, 16, 128)
+        how = (keys, values, tables, rows, rows, 0.1, None, 0.0, 4, scratch)
+        cuda.rope_decode_attention(qkv, *make, *how, out=out)
+        cuda.decode_attention(out, *how, out=out)
     assert len({kernel.hash for kernel in compiled}) == len(compiled) // 3
     for kernel in compiled[:3]:
         assert spilled_bytes(kernel, tmp_path) == 0

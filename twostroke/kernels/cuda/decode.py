@@ -233,9 +233,11 @@ def _variant(
     members = group * queries
     block_m = max(16, power_of_two(members + 1 if is_new else members))
     block_members, block_dim = power_of_two(members), max(16, power_of_two(dim))
-    # No more than 64 numbers of the result a thread, and 128 of what is merged at one time.
-    num_warps = max(tuned.num_warps, min(16, block_m * block_dim // 2048))
-    together = num_warps * 32 * 128 // (block_members * block_dim)
+    # So that a thread's registers hold its part of the result, and what is merged at one time.
+    num_warps, merged = tuned.num_warps, 128
+    if queries > 1:
+        num_warps, merged = max(num_warps, min(16, block_m * block_dim // 1024)), 32
+    together = num_warps * 32 * merged // (block_members * block_dim)
     return Variant(
         _decode,
         GROUP=group,
