@@ -66,6 +66,7 @@ class EngineConfig(Strict):
     block_size: int = 16  # tokens in a KV block
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
+    # Blocks of the KV group that keeps all positions (the first, if all have windows).
     num_gpu_blocks_override: int | None = None
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from tests.fakes import groups
 from twostroke.kv import prefix
-from twostroke.kv.cache import KVCache, KVSequence, KVUsage
+from twostroke.kv.cache import GroupLimits, KVCache, KVSequence, KVUsage, blocks_held
 from twostroke.kv.prefix import BlockKey, PrefixIndex, block_key, seed_digest
 
 ROOT = seed_digest("salt", "")
@@ -171,6 +173,109 @@ def test_without_caching_a_prefix_is_shared_only_while_somebody_owns_it() -> Non
     cache.close(second)
     assert cache.usage().cached == 0
     assert started(cache, list(range(12)))[1] == 0
+
+
+def test_a_group_without_blocks_leaves_the_others_as_they_were() -> None:
+    cache = KVCache([GroupLimits(8), GroupLimits(3, 4)], 4)
+    seq, _ = started(cache, list(range(11)))
+    assert cache.group_usage() == [
+        KVUsage(reserved=32, used=11, fragmented=1, cached=0, free=20),
+        KVUsage(reserved=12, used=11, fragmented=1, cached=0, free=0),
+    ]
+    assert cache.usage() == KVUsage(reserved=44, used=22, fragmented=2, cached=0, free=20)
+    assert cache.tokens_available == 0
+    assert cache.reserve(seq, 13) is None
+    assert cache.group_usage()[0].free == 20
+    assert [len(table) for table in seq.tables] == [3, 3]
+    cache.audit()
+    cache.commit(0)
+    assert cache.drop_outside_windows(seq) == [(1, 2)]  # the next token, 11, sees 8..11
+    assert cache.reserve(seq, 13) == 1
+    cache.audit()
+
+
+def test_block_numbers_belong_to_their_group() -> None:
+    cache = KVCache(groups(4, None, 100), 4)
+    seq, _ = started(cache, list(range(8)))
+    assert seq.tables == [[1, 2], [1, 2]]
+
+
+@pytest.mark.parametrize("window", [1, 3, 4, 6, 16])
+@pytest.mark.parametrize("chunk", [1, 2, 4, 5, 9])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_sequence_never_holds_more_blocks_than_it_is_said_to(
+    window: int, chunk: int, size: int
+) -> None:
+    most, seen = blocks_held(1000, window, chunk, size), 0
+    for ahead in range(size):  # wherever in a block the chunks begin
+        cache = KVCache([GroupLimits(most, window)], size, keep_cached=False, max_chunk=chunk)
+        seq = KVSequence(None)
+        cache.open(seq, [[]])
+        for step, count in enumerate([1] * ahead + [chunk] * 30):
+            cache.drop_outside_windows(seq)
+            assert cache.reserve(seq, seq.num_computed + count) is not None
+            cache.advance(seq, count, step)
+            cache.commit(step)
+            seen = max(seen, most - cache.pools[0].num_free)
+    assert seen == most
+
+
+@pytest.mark.parametrize("windows", [(None,), (5,), (None, 6), (None, 4, 9), (3, 8), (7, None)])
+@pytest.mark.parametrize("seed", range(6))
+def test_prefix_hits_are_those_of_a_simple_model(
+    seed: int, windows: tuple[int | None, ...]
+) -> None:
+    """The model: for each group, the prefix that each registered block ends."""
+    rng, size = random.Random(seed), 2
+    cache = KVCache([GroupLimits(rng.randint(14, 24), w) for w in windows], size, max_chunk=16)
+    model: list[dict[int, list[int]]] = [{} for _ in windows]
+    running: list[KVSequence] = []
+    hits = 0
+    for step in range(250):
+        tokens = [rng.choice([1, 1, 1, 2]) for _ in range(rng.randint(1, 16))]
+        seq = KVSequence(ROOT)
+        tables = cache.match(seq, tokens)
+        expected = longest_hit(model, tokens, windows, size)
+        assert [len(table) for table in tables] == [expected] * len(windows)
+        hits += expected > 0
+        for group, table in enumerate(tables):
+            for n, block in enumerate(table):
+                assert block == 0 or model[group][block] == tokens[: (n + 1) * size]
+        cached = cache.open(seq, tables)
+        running.append(seq)
+        grown = cache.reserve(seq, len(tokens))
+        if grown is not None:
+            cache.advance(seq, len(tokens) - cached, step)
+            for group, table in enumerate(seq.tables):
+                for block in table[len(table) - grown :]:
+                    model[group].pop(block, None)  # it was evicted, if it was registered
+                for n in range(expected, len(tokens) // size):
+                    if tokens[: (n + 1) * size] not in model[group].values():
+                        model[group][table[n]] = tokens[: (n + 1) * size]
+            cache.register(seq, tokens)
+            cache.drop_outside_windows(seq)
+        cache.commit(step)
+        while len(running) > rng.randint(0, 2):
+            cache.close(running.pop(rng.randrange(len(running))))
+        cache.audit()
+    assert hits > 20
+
+
+def longest_hit(
+    model: list[dict[int, list[int]]],
+    tokens: list[int],
+    windows: tuple[int | None, ...],
+    size: int,
+) -> int:
+    for count in range((len(tokens) - 1) // size, 0, -1):
+        at = count * size
+        if all(
+            tokens[: (n + 1) * size] in model[group].values()
+            for group, window in enumerate(windows)
+            for n in range(0 if window is None else max(0, at - window + 1) // size, count)
+        ):
+            return count
+    return 0
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 
 from tests.fakes import FakeExecutor, expected_tokens, fake_request, groups, random_prompt
 from twostroke.errors import RequestError
+from twostroke.kv.cache import GroupLimits, blocks_held
 from twostroke.plan import StepPlan, StepResult
 from twostroke.request import EngineRequest, FinishReason
 from twostroke.sched.scheduler import Scheduler, Update
@@ -21,7 +22,10 @@ SCENARIOS = 400
 class Life:
     """Drives one scenario and keeps what each request was seen to do."""
 
-    def __init__(self, seed: int, goals: bool = False) -> None:
+    def __init__(
+        self, seed: int, goals: bool = False, windows: tuple[int | None, ...] = ()
+    ) -> None:
+        """`windows`: of the KV groups; without any, one group with some window or none."""
         rng = self.rng = random.Random(seed)
         block_size = rng.choice([1, 2, 4, 8])
         window = rng.choice([None, None, None, rng.randint(1, 20)])
@@ -29,13 +33,17 @@ class Life:
         chunked = rng.random() < 0.85
         longest = rng.choice([12, 24, 48])
         budget = rng.randint(rows + 1, rows + 24) if chunked else max(longest, rows + 1)
-        num_blocks = -(-longest // block_size) + rng.choice([0, 1, 4, 30])
+        limits = groups(-(-longest // block_size) + rng.choice([0, 1, 4, 30]), window)
+        if windows:
+            longest *= 4
+            budget = max(budget, 0 if chunked else longest)
+            limits = self.some_blocks(rng, windows, longest, budget, block_size)
         self.config = SchedulerConfig(
             max_num_seqs=rows,
             max_num_batched_tokens=budget,
             max_model_len=longest,
             block_size=block_size,
-            groups=groups(num_blocks, window),
+            groups=limits,
             policy=rng.choice(["fcfs", "priority"]),
             chunked_prefill=chunked,
             prefix_caching=rng.random() < 0.75,
@@ -55,6 +63,15 @@ class Life:
         self.added_at: dict[str, int] = {}
         self.steps = 0
         self.idle_turns = 0
+
+    @staticmethod
+    def some_blocks(
+        rng: random.Random, windows: tuple[int | None, ...], longest: int, chunk: int, size: int
+    ) -> tuple[GroupLimits, ...]:
+        """What one sequence needs in each group, or a little more, in each another."""
+        least = [blocks_held(longest, window, chunk, size) for window in windows]
+        blocks = [count + rng.choice([0, 1, 4, 30]) for count in least]
+        return tuple(map(GroupLimits, blocks, windows))
 
     def arrive(self) -> None:
         rng, number = self.rng, len(self.given)
@@ -154,26 +171,38 @@ def test_every_random_life_ends_once_with_the_right_tokens_and_leaks_nothing(
     block: int, goals: bool
 ) -> None:
     for seed in range(block * 20, block * 20 + 20):
-        life = Life(seed, goals)
-        for _ in range(life.rng.randint(10, 60)):
-            chance = life.rng.random()
-            if chance < 0.35:
-                life.arrive()
-            elif chance < 0.42:
-                life.abort_one()
-            life.turn()
-        life.finish()
-        assert set(life.ended) == set(life.given), f"seed {seed}: a request never ended"
-        for name, given in life.given.items():
-            expected = expected_tokens(given, life.config.max_model_len)
-            written = life.written[name]
-            if life.ended[name] in (FinishReason.ABORT, FinishReason.ERROR):
-                assert written == expected[: len(written)], f"seed {seed}: {name}"
-            else:
-                assert written == expected, f"seed {seed}: {name}"
-        assert life.scheduler.kv.is_idle(), f"seed {seed}: blocks leaked"
-        usage = life.scheduler.kv.usage()
-        assert usage.used == usage.fragmented == 0, f"seed {seed}: {usage}"
+        live(Life(seed, goals), seed)
+
+
+@pytest.mark.parametrize("seeds", [range(15), range(15, 30)])
+@pytest.mark.parametrize("windows", [(None, 16), (None, 16, 64), (16, None), (16, 64), (1, 5)])
+def test_every_random_life_with_several_kv_groups_does_too(
+    windows: tuple[int | None, ...], seeds: range
+) -> None:
+    for seed in seeds:
+        live(Life(seed, windows=windows), seed)
+
+
+def live(life: Life, seed: int) -> None:
+    for _ in range(life.rng.randint(10, 60)):
+        chance = life.rng.random()
+        if chance < 0.35:
+            life.arrive()
+        elif chance < 0.42:
+            life.abort_one()
+        life.turn()
+    life.finish()
+    assert set(life.ended) == set(life.given), f"seed {seed}: a request never ended"
+    for name, given in life.given.items():
+        expected = expected_tokens(given, life.config.max_model_len)
+        written = life.written[name]
+        if life.ended[name] in (FinishReason.ABORT, FinishReason.ERROR):
+            assert written == expected[: len(written)], f"seed {seed}: {name}"
+        else:
+            assert written == expected, f"seed {seed}: {name}"
+    assert life.scheduler.kv.is_idle(), f"seed {seed}: blocks leaked"
+    usage = life.scheduler.kv.usage()
+    assert usage.used == usage.fragmented == 0, f"seed {seed}: {usage}"
 
 
 def test_prompts_ranked_by_slack_compete_for_the_last_blocks() -> None:
@@ -205,11 +234,12 @@ def test_prompts_ranked_by_slack_compete_for_the_last_blocks() -> None:
             assert life.written[name] == expected_tokens(given, 48), f"seed {seed}: {name}"
 
 
-def test_the_scenarios_reach_what_they_are_meant_to_reach() -> None:
+@pytest.mark.parametrize("windows", [(), (None, 16), (16, 64)])
+def test_the_scenarios_reach_what_they_are_meant_to_reach(windows: tuple[int | None, ...]) -> None:
     """Preemption, prefix hits, mixed steps and chunking all happen in these lives."""
     preempted = hits = mixed = chunked = in_flight = dropped = 0
-    for seed in range(60):
-        life = Life(seed)
+    for seed in range(40 if windows else 60):
+        life = Life(seed, windows=windows)
         plan_of = life.scheduler.plan
 
         def plan(plan_of=plan_of, life=life):  # type: ignore[no-untyped-def]

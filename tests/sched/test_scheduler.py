@@ -6,6 +6,7 @@ import pytest
 
 from tests.fakes import FakeExecutor, expected_tokens, fake_request, groups
 from twostroke.errors import RequestError
+from twostroke.kv.cache import GroupLimits
 from twostroke.plan import StepPlan, StepResult
 from twostroke.request import FinishReason
 from twostroke.sched.scheduler import Scheduler
@@ -220,6 +221,49 @@ def test_a_window_lets_a_request_grow_past_the_cache() -> None:
     bench.add("a", 90, 60)
     bench.run()
     assert len(bench.written["a"]) == 60
+
+
+def test_a_request_that_can_never_fit_one_group_is_refused_with_that_group() -> None:
+    limits = (GroupLimits(64), GroupLimits(5, window=8))
+    bench = Bench(groups=limits)
+    bench.add("short", 16, 4)
+    message = r"need 7 KV blocks of 4 tokens for layers of window 8, but the cache has 5"
+    with pytest.raises(RequestError, match=message):
+        bench.add("long", 30, 10)  # a window of 8 and a chunk of 16
+    bench.run()
+    assert bench.ended == {"short": FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize(
+    ("limits", "at_once"),
+    [
+        ((GroupLimits(64), GroupLimits(64, window=8)), 4),
+        ((GroupLimits(20), GroupLimits(64, window=8)), 2),  # of ten blocks each
+        ((GroupLimits(64), GroupLimits(11, window=8)), 2),  # of three, and seven with a chunk
+    ],
+)
+def test_as_many_run_as_fit_the_shortest_group(
+    limits: tuple[GroupLimits, ...], at_once: int
+) -> None:
+    bench = Bench(groups=limits, prefix_caching=False)
+    for n in range(4):
+        bench.add(f"r{n}", [n] * 30, 10)
+    most = max(len(plan.decode) for plan in bench.run())
+    assert (most, bench.preempted) == (at_once, 0)
+    for n in range(4):
+        expected = expected_tokens(fake_request("x", [n] * 30, 10), 64)
+        assert bench.written[f"r{n}"] == expected
+
+
+def test_preemption_frees_blocks_in_all_groups() -> None:
+    limits = (GroupLimits(64), GroupLimits(7, window=12))
+    bench = Bench(groups=limits, lookahead=0, prefix_caching=False, max_num_batched_tokens=8)
+    for name in ("old", "young"):
+        bench.add(name, 8, 24)
+    bench.run()
+    assert bench.preempted > 0
+    assert list(bench.ended) == ["old", "young"]
+    assert [usage.free for usage in bench.scheduler.kv.group_usage()] == [64 * 4, 7 * 4]
 
 
 def test_an_abort_frees_everything_at_any_moment() -> None:

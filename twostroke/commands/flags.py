@@ -39,7 +39,7 @@ ENGINE_HELP = {
     "block_size": "tokens in a KV block",
     "gpu_memory_utilization": "share of the GPU's memory to use",
     "kv_cache_memory_bytes": "size of the KV cache, such as 512M or 4GiB (default: by device)",
-    "num_gpu_blocks_override": "size of the KV cache in blocks",
+    "num_gpu_blocks_override": "size of the KV cache in blocks, of layers without a window",
     "enable_prefix_caching": "reuse the KV blocks of a prompt's known beginning",
     "enable_chunked_prefill": "let a long prompt take several steps",
     "scheduling_policy": "fcfs or priority",

@@ -45,6 +45,10 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """`count` blocks with one owner each; the caller has checked `num_available`."""
         free, refs = self._free, self.refs
+        if count == 1 and free:  # what decode takes, sequence by sequence
+            block = free.pop()
+            refs[block] = 1
+            return [block]
         blocks = free[: -count - 1 : -1]  # from the end, as by `pop`
         del free[max(0, len(free) - count) :]
         while len(blocks) < count:

@@ -226,7 +226,11 @@ class KVCache:
         self._fragmented -= len(sequences)
 
     def rewind(self, seq: KVSequence, count: int) -> None:
-        """The last `count` tokens were rejected drafts: their slots are written again."""
+        """The last `count` tokens were rejected drafts: their slots are written again.
+
+        What a window dropped meanwhile does not come back: a step planned on drafts that are not
+        known yet must drop by the tokens that are certain.
+        """
         seq.num_computed -= count
         self._fragmented += count
 
@@ -241,10 +245,11 @@ class KVCache:
         if full <= seq.num_registered or seq.seed is None:
             return
         self._extend_keys(seq, tokens, full)
-        for pool, table in zip(self.pools, seq.tables, strict=True):
+        for group, pool in enumerate(self.pools):
+            table, register = seq.tables[group], pool.prefix.register
             for n in range(seq.num_registered, full):
                 if table[n] != NULL_BLOCK:
-                    pool.prefix.register(table[n], seq.keys[n])
+                    register(table[n], seq.keys[n])
         seq.num_registered = full
 
     def drop_outside_windows(self, seq: KVSequence) -> list[tuple[int, int]]:

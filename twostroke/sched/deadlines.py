@@ -38,7 +38,7 @@ class DeadlineQueue:
         self._late: Heap = []  # by order
         self._peeked: Heap = []  # whose first was found to be next
         self._waiting = 0
-        self._gone = 0
+        self._num_finished = 0
 
     def __len__(self) -> int:
         return self._waiting
@@ -70,15 +70,15 @@ class DeadlineQueue:
         self._waiting -= 1
         return heapq.heappop(self._peeked)[1]
 
-    def note_gone(self) -> None:
+    def note_finished(self) -> None:
         """A waiting request has finished. Sweep when most of what is kept is of that kind."""
         self._waiting -= 1
-        self._gone += 1
-        if self._gone > 64 and self._gone > self._waiting:
+        self._num_finished += 1
+        if self._num_finished > 64 and self._num_finished > self._waiting:
             for heap in (self._resumed, self._late, self._on_time):
                 heap[:] = [entry for entry in heap if entry[1].phase is Phase.WAITING]
                 heapq.heapify(heap)
-            self._gone = 0
+            self._num_finished = 0
 
     def rank(self, request: Request, now: float) -> Rank:
         """Where it stands, waiting or under way: the smaller goes first."""
@@ -98,7 +98,7 @@ class DeadlineQueue:
     def _head(self, heap: Heap) -> Request | None:
         while heap and heap[0][1].phase is not Phase.WAITING:
             heapq.heappop(heap)
-            self._gone -= 1
+            self._num_finished -= 1
         return heap[0][1] if heap else None
 
 

@@ -22,7 +22,7 @@ class DecodeSet:
     def add(self, request: Request) -> None:
         insort(self.requests, request, key=by_order)
 
-    def remove_gone(self) -> None:
+    def remove_inactive(self) -> None:
         """Forget the requests that have left the phase."""
         self.requests = [r for r in self.requests if r.phase is Phase.DECODE]
 

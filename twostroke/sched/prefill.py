@@ -11,7 +11,7 @@ from twostroke.kv.cache import KVCache
 from twostroke.plan import NewRow
 from twostroke.sched.deadlines import DeadlineQueue, Rank
 from twostroke.sched.decode import by_order
-from twostroke.sched.quarantine import Quarantine
+from twostroke.sched.isolation import IsolatedRetries
 from twostroke.sched.request import Phase, Request
 from twostroke.sched.slo import Pacer
 from twostroke.sched.step import SchedulerConfig, StepBuilder
@@ -22,10 +22,10 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[float, int], Request]] = []
-        self._gone = 0
+        self._num_finished = 0
 
     def __len__(self) -> int:
-        return len(self._heap) - self._gone
+        return len(self._heap) - self._num_finished
 
     def push(self, request: Request) -> None:
         heapq.heappush(self._heap, (request.order, request))
@@ -33,19 +33,19 @@ class WaitingQueue:
     def peek(self, now: float) -> Request | None:
         while self._heap and self._heap[0][1].phase is not Phase.WAITING:
             heapq.heappop(self._heap)
-            self._gone -= 1
+            self._num_finished -= 1
         return self._heap[0][1] if self._heap else None
 
     def pop(self) -> Request:
         return heapq.heappop(self._heap)[1]
 
-    def note_gone(self) -> None:
+    def note_finished(self) -> None:
         """A waiting request has finished. Sweep when most of the heap is of that kind."""
-        self._gone += 1
-        if self._gone > 64 and self._gone * 2 > len(self._heap):
+        self._num_finished += 1
+        if self._num_finished > 64 and self._num_finished * 2 > len(self._heap):
             self._heap = [entry for entry in self._heap if entry[1].phase is Phase.WAITING]
             heapq.heapify(self._heap)
-            self._gone = 0
+            self._num_finished = 0
 
 
 class PrefillQueue:
@@ -53,14 +53,14 @@ class PrefillQueue:
         self.waiting: WaitingQueue | DeadlineQueue = WaitingQueue()
         if config.ttft_slo_s is not None:
             self.waiting = DeadlineQueue(config.ttft_slo_s, self._left_s)
-        self.quarantine = Quarantine()
+        self.isolated = IsolatedRetries()
         self.requests: list[Request] = []  # admitted, prompt not yet computed; sorted by order
         self._config = config
         self._kv = kv
         self._rows = rows  # free rows, shared with the scheduler
         self._pacer = pacer
 
-    def remove_gone(self) -> None:
+    def remove_inactive(self) -> None:
         self.requests = [r for r in self.requests if r.phase is Phase.PREFILL]
 
     def plan(
@@ -86,7 +86,7 @@ class PrefillQueue:
             request.become(Phase.DECODE)
             request.plan_sample()
             to_decode(request)
-        self.remove_gone()
+        self.remove_inactive()
 
     def _continue(
         self, step: StepBuilder, request: Request, preempt: Callable[[Request], None]
@@ -135,7 +135,7 @@ class PrefillQueue:
             count = step.fit(request, num_cached, count)
             if not count:
                 return
-            if request not in self.quarantine:
+            if request not in self.isolated:
                 self.waiting.pop()
             self._start(step, request, tables)
             count = min(count, self._kv.tokens_available)
@@ -144,11 +144,11 @@ class PrefillQueue:
             self._add_chunk(step, request, count)
 
     def _next(self, now: float) -> Request | None:
-        """Who is to be let in next. While somebody is on trial, nobody else is."""
-        suspect = self.quarantine.next()
-        if suspect is None:
+        """Who is to be let in next. While somebody is to run alone, nobody else is."""
+        alone = self.isolated.next()
+        if alone is None:
             return self.waiting.peek(now)
-        return suspect if suspect.phase is Phase.WAITING else None
+        return alone if alone.phase is Phase.WAITING else None
 
     def _is_before(self, request: Request, rank: Rank, now: float) -> bool:
         queue = self.waiting

@@ -81,7 +81,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._prefill.waiting) + len(self._prefill.quarantine)
+        return len(self._prefill.waiting) + len(self._prefill.isolated)
 
     @property
     def num_running(self) -> int:
@@ -168,7 +168,7 @@ class Scheduler:
         waited = request.phase is Phase.WAITING
         self._finish(request, FinishReason.ABORT)
         if not waited:
-            self._remove_gone()
+            self._remove_inactive()
         return self._update(request)
 
     # ── planning ────────────────────────────────────────────────────────────────────────────
@@ -218,10 +218,10 @@ class Scheduler:
 
     def _preempt(self, request: Request, now: float) -> None:
         """Finish and re-add with the tokens kept. What the prefix cache still has is not lost."""
-        self._send_back(request, now)
+        self._requeue(request, now)
         self._prefill.waiting.push(request)
 
-    def _send_back(self, request: Request, now: float) -> None:
+    def _requeue(self, request: Request, now: float) -> None:
         request.record.preempted.append((now, request.kv.num_computed))
         self._release(request)
         request.become(Phase.WAITING)
@@ -238,7 +238,7 @@ class Scheduler:
         before, num_slots = self._committed, len(plan.decode)
         if result.counts is not None:
             sampled, num_slots = self._take_back_drafts(in_flight, result.counts)
-        num_gone = drafted = 0
+        skipped = drafted = 0
         first: list[RequestRecord] = []
         late: list[tuple[RequestRecord, bool]] = []
         updates, any_finished = self._commit_chunks(in_flight, result), False
@@ -250,12 +250,12 @@ class Scheduler:
         for index, (request, token) in enumerate(zip(sampled, result.tokens, strict=True)):
             phase = request.phase
             if phase is finished:  # aborted, or stopped by an earlier token
-                num_gone += 1
+                skipped += 1
                 continue
             tokens, seq, record = request.tokens, request.kv, request.record
             request.pending -= 1
             if token < 0:
-                num_gone, any_finished = num_gone + 1, True
+                skipped, any_finished = skipped + 1, True
                 self._finish(request, FinishReason.ERROR)
                 updates.append(self._update(request)._replace(error=BROKEN_LOGITS))
                 continue
@@ -281,15 +281,15 @@ class Scheduler:
                 updates.append(self._update(request, (token,), (entry,) if entry else ()))
             else:
                 updates.append(new_tuple(Update, (request.request_id, (token,), *no_more)))
-        for request in sampled if self._prefill.quarantine.active else ():
-            if self._prefill.quarantine.acquit(request) and request.phase is Phase.DECODE:
+        for request in sampled if self._prefill.isolated.active else ():
+            if self._prefill.isolated.passed(request) and request.phase is Phase.DECODE:
                 self._preempt(request, now)
                 any_finished = True
         if any_finished:
-            self._remove_gone()
+            self._remove_inactive()
         self.kv.commit(step)
         self._committed = step
-        regular = len(sampled) - num_gone - len(first) - len(late) - drafted
+        regular = len(sampled) - skipped - len(first) - len(late) - drafted
         if result.counts is not None:
             updates = _joined(updates)
         return Committed(updates, regular, late, first, drafted)
@@ -333,7 +333,7 @@ class Scheduler:
 
     def fail(self, error: str) -> list[Update]:
         """A step could not run. If one request was in it, that one ends with the error; if more
-        were, they are tried one by one (`quarantine.py`). Whatever else ran waits again.
+        were, they are run one by one (`isolation.py`). Whatever else ran waits again.
 
         No row is taken afterwards, and the executor is to start from none (`Executor.reset`). No
         prefix is trusted any more.
@@ -342,18 +342,18 @@ class Scheduler:
         for step in self.in_flight:
             involved |= dict.fromkeys([*step.sampled, *step.chunked])
         involved = {r: None for r in involved if r.phase is not Phase.FINISHED}
-        queue, quarantine, now = self._prefill.waiting, self._prefill.quarantine, self._clock()
+        queue, isolated, now = self._prefill.waiting, self._prefill.isolated, self._clock()
         for request in (*self._prefill.requests, *self._decode.requests):
-            on_trial = request in quarantine
-            self._send_back(request, now)
-            if request in involved and not on_trial:
-                quarantine.add(request)
-            elif not on_trial:
+            runs_alone = request in isolated
+            self._requeue(request, now)
+            if request in involved and not runs_alone:
+                isolated.add(request)
+            elif not runs_alone:
                 queue.push(request)
         for request in involved:
             request.remaining += request.pending
             request.pending = 0
-        self._remove_gone()
+        self._remove_inactive()
         if self.in_flight:
             self.kv.commit(self.in_flight[-1].plan.step)
             self.in_flight.clear()
@@ -372,8 +372,8 @@ class Scheduler:
         if not waited:
             self._release(request)
         request.become(Phase.FINISHED)
-        if waited and request not in self._prefill.quarantine:
-            self._prefill.waiting.note_gone()
+        if waited and request not in self._prefill.isolated:
+            self._prefill.waiting.note_finished()
         request.finish_reason = reason
         request.record.finish_reason = reason
         request.record.finished_s = self._clock()
@@ -385,9 +385,9 @@ class Scheduler:
         self._retired.append(request.row)
         request.row = -1
 
-    def _remove_gone(self) -> None:
-        self._prefill.remove_gone()
-        self._decode.remove_gone()
+    def _remove_inactive(self) -> None:
+        self._prefill.remove_inactive()
+        self._decode.remove_inactive()
 
     def _update(
         self,

@@ -51,9 +51,8 @@ class Pacer:
         self._itl_s = config.itl_slo_s
         self._stall = config.max_decode_stall
         self._mixed_in_a_row = 0
-        self._probed_rows = deque(
-            [0] * MIN_STEPS, MIN_STEPS
-        )  # streams of the last steps without prefill
+        # Streams of the last steps without prefill
+        self._probed_rows = deque([0] * MIN_STEPS, MIN_STEPS)
         self._blind_probes = 0
         self._work = work
         self._committed_s = 0.0

@@ -35,11 +35,11 @@ RESCALE_AT = 1e9  # weight of the newest step at which all are divided by it
 DAMPING = 0.01  # of a cost's change, so that what a step barely shows is learnt slowly
 FACTOR_RATE = 0.1  # of the factor
 READS_UNIT = 4096
-MIN_OUTLIERS = 3  # surprises in a row that are news
+MIN_OUTLIERS = 3  # in a row, from which on they count in full
 ERROR_OVER = 30  # steps over which errors are averaged
 SETTLED_STEPS = 64  # steps of a regime after which one round of descent a step is enough
 MIN_SHARE = 0.1  # of a step that is never for something else
-MIN_TOLERANCE = 0.25  # what may be off without being a surprise, at least
+MIN_TOLERANCE = 0.25  # what may be off without being an outlier, at least
 
 
 class Costs:
@@ -84,7 +84,7 @@ class Costs:
         self._learn([scale * amount for amount in amounts], scale * rest)
 
     def _clamped(self, seconds: float, expected: float, limit: float) -> float:
-        """The time, or as much of a surprise as is believed."""
+        """The time, or as much of an outlier as counts."""
         if expected / limit <= seconds <= expected * limit:
             self._outliers = 0
             return seconds

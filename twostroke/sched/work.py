@@ -26,7 +26,7 @@ class AttentionWork:
 
     def of_slots(self, positions: Sequence[int]) -> tuple[int, int]:
         """Positions attended to and read by one token at each of these."""
-        return self._means([(n, n) for n in (_seen(positions, w) for w, _, _ in self._weights)])
+        return self._means([(n := _seen(positions, window), n) for window, _, _ in self._weights])
 
     def of_chunk(self, start: int, count: int) -> tuple[int, int]:
         """Positions attended to, summed over the tokens [start, start + count), and read."""
