@@ -100,10 +100,10 @@ def int8_rate() -> float | None:
 
 
 def fp16_rate() -> float | None:
-    """The same of halves, which attention is computed in on Arm."""
+    """The same of fp16, which attention is computed in on Arm."""
     if not cpu.available():
         return None
-    return cpu.module().half_rate("auto", default_threads()) or None
+    return cpu.module().fp16_rate("auto", default_threads()) or None
 
 
 def _flag(*names: str) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from twostroke.config import EngineConfig
-from twostroke.kv.halves import HalfPool
+from twostroke.kv.host_pool import HostPool
 from twostroke.model.load import find_model
 from twostroke.model.native import NativeDecoder, Packing, default_threads
 from twostroke.model.opened import open_model
@@ -34,21 +34,22 @@ def profile(decoder: NativeDecoder, streams: int, prompt: int, repeat: int) -> d
     blocks = -(-MAX_LEN // BLOCK_SIZE)
     rows = 1 if prompt else streams
     tables = (1 + np.arange(rows * blocks, dtype=np.int32)).reshape(rows, blocks)
-    cache = HalfPool(decoder.spec, rows * blocks, BLOCK_SIZE).data
+    groups = len(decoder.spec.kv_groups())
+    caches = HostPool(decoder.spec, [rows * blocks] * groups, BLOCK_SIZE).data
     ids = np.random.default_rng(0).integers(100, decoder.spec.vocab_size, (rows, MAX_LEN + 1))
     tokens = ids.astype(np.int32)
     if prompt:
-        slots, chunks = np.empty((0, 2), np.int32), np.array([[0, 0, prompt]], np.int32)
+        slots, chunks = np.empty((0, 3), np.int32), np.array([[0, 0, prompt, 0]], np.int32)
         which = np.array([prompt - 1], np.int32)
     else:
-        slots = np.array([[n, CONTEXT] for n in range(rows)], np.int32)
-        chunks, which = np.empty((0, 3), np.int32), np.arange(rows, dtype=np.int32)
+        slots = np.array([[n, CONTEXT, CONTEXT] for n in range(rows)], np.int32)
+        chunks, which = np.empty((0, 4), np.int32), np.arange(rows, dtype=np.int32)
     times, shares = [], []
     for _ in range(repeat + 1):
-        before, start = decoder.model.spent, perf_counter()
-        decoder.forward(tokens, tables, cache, slots, chunks, which)
+        before, start = decoder.model.stage_seconds, perf_counter()
+        decoder.forward(tokens, [tables] * groups, caches, slots, chunks, which)
         times.append(perf_counter() - start)
-        shares.append({name: s - before[name] for name, s in decoder.model.spent.items()})
+        shares.append({name: s - before[name] for name, s in decoder.model.stage_seconds.items()})
     order = sorted(range(1, repeat + 1), key=lambda n: times[n])  # the first warms up
     middle = order[len(order) // 2]
     best = min(times[1:])

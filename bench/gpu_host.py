@@ -65,7 +65,7 @@ def only_there(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> t
 
 class Bench:
     def __init__(self, shape: str) -> None:
-        from twostroke.kernels import cuda
+        from twostroke.kernels.cuda.backend import CudaKernels
 
         self.launches = 0
         no_gpu.install(self._launched)
@@ -74,7 +74,7 @@ class Bench:
         torch.empty_like = cast(Any, only_made)
         torch.mm = cast(Any, only_there)
         spec = spec_from_hf(json.loads(Path(f"bench/shapes/{shape}.json").read_text()))
-        weights, kernels = DummyWeights(spec), cuda.CudaKernels()
+        weights, kernels = DummyWeights(spec), CudaKernels(NOWHERE)
         decoder = Decoder(spec, weights, BF16, NOWHERE, MAX_LEN, kernels, pdl=True)
         self.rows = DeviceRows(256, MAX_LEN, 16, 1, NOWHERE)
         self.program = StepProgram(decoder, KVPool(spec, [4096], 16, BF16, NOWHERE), self.rows)

@@ -39,6 +39,7 @@ from bench.gpu_workloads import (
 from twostroke import LLM, SamplingParams
 from twostroke.request import EngineRequest
 from twostroke.sched.slo import Pacer
+from twostroke.sched.work import AttentionWork
 
 
 class Bench:
@@ -88,7 +89,8 @@ class Bench:
         scheduler.config = replace(
             scheduler.config, max_num_batched_tokens=tokens, max_decode_stall=stall
         )
-        scheduler.pacer = scheduler._prefill._pacer = Pacer(scheduler.config)
+        pacer = Pacer(scheduler.config, AttentionWork(scheduler.config.groups))
+        scheduler.pacer = scheduler._prefill._pacer = pacer
 
     def add(self, name: str, prompt: list[int], outputs: int) -> None:
         params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=outputs)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from twostroke.model.cost import CostModel, cost_model
+from twostroke.model.cost import CostModel, cost_model, dense_weight_bytes
 from twostroke.model.hf_config import load_hf_config
 from twostroke.plan import PhaseWork
 
@@ -39,7 +39,7 @@ GROUPS = {
 def floors_of(shape: str) -> dict[str, float]:
     """Milliseconds below which no step can be, from the spec and the card's ceilings."""
     spec, _ = load_hf_config(Path(f"bench/shapes/{shape}.json"))
-    cost = cost_model(spec, 2, 2)
+    cost = cost_model(spec, dense_weight_bytes(spec, 2), 2)
     found = {}
     for size in (1024, 4096):
         work = PhaseWork(1, size, size * (size + 1) // 2, size)

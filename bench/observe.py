@@ -23,16 +23,16 @@ from array import array  # noqa: E402
 from time import perf_counter  # noqa: E402
 from timeit import repeat  # noqa: E402
 from types import SimpleNamespace  # noqa: E402
+from typing import Any  # noqa: E402
 
 import msgspec  # noqa: E402
 
 from bench.scheduler import Instant, scheduler_with  # noqa: E402
 from twostroke.engine.api import EngineLoad  # noqa: E402
-from twostroke.engine.core import EngineCore, Flight  # noqa: E402
+from twostroke.engine.core import EngineCore  # noqa: E402
 from twostroke.model.cost import CostModel  # noqa: E402
 from twostroke.observe.record import Records, StepRecord  # noqa: E402
 from twostroke.observe.totals import Totals  # noqa: E402
-from twostroke.plan import StepResult  # noqa: E402
 from twostroke.serve.metrics import Metrics  # noqa: E402
 
 STEPS = 400
@@ -51,12 +51,12 @@ def measure(running: int) -> dict[str, float]:
     core = EngineCore(scheduler_with(running, 0, 5000), Instant(), cost)
     record, record_s = core._record, []
 
-    def timed(flight: Flight, result: StepResult, now: float) -> None:
+    def timed(*args: Any) -> None:
         start = perf_counter()
-        record(flight, result, now)
+        record(*args)
         record_s.append(perf_counter() - start)
 
-    core._record = timed  # type: ignore[method-assign]
+    core._record = timed  # type: ignore[method-assign, assignment]
     totals = Totals(8192)
     times: dict[str, list[float]] = {"pack": [], "unpack": [], "totals": []}
     for _ in range(STEPS):

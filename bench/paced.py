@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from bench.capacity import STAMP, STAMP_TICK_S, STAMP_TICKS
 from twostroke.config import EngineConfig
 from twostroke.engine.api import EngineInfo
+from twostroke.kv.cache import GroupLimits
 from twostroke.model.cost import CostModel
 from twostroke.plan import StepPlan, StepResult
 from twostroke.request import SamplingParams
@@ -107,7 +108,7 @@ class Engine:
             max_num_batched_tokens=8192,
             max_model_len=MAX_LEN,
             block_size=config.block_size,
-            num_blocks=config.max_num_seqs * MAX_LEN // config.block_size // 4,
+            groups=(GroupLimits(config.max_num_seqs * MAX_LEN // config.block_size // 4),),
         )
         executor = Paced(described[PACE_KEY] / 1e3, self._vocab_size - STAMP_TICKS)
         cost = CostModel(1e9, 1e8, 1e5, 1e9, 1e8, 1e5)
@@ -128,7 +129,7 @@ class Engine:
             total_bytes=0,
             weight_bytes=0,
             kv_bytes=0,
-            kv_tokens=limits.num_blocks * limits.block_size,
+            kv_tokens=limits.groups[0].num_blocks * limits.block_size,
             load_s=0.0,
             sampling=SamplingParams(),
         )

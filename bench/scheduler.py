@@ -14,8 +14,10 @@ import json
 import platform
 import statistics
 from time import perf_counter
+from typing import Any
 
-from twostroke.engine.core import EngineCore, Flight
+from twostroke.engine.core import EngineCore
+from twostroke.kv.cache import GroupLimits
 from twostroke.model.cost import CostModel
 from twostroke.plan import StepPlan, StepResult
 from twostroke.request import EngineRequest, SamplingParams
@@ -37,16 +39,16 @@ def scheduler_with(running: int, waiting: int, output: int) -> Scheduler:
         max_num_batched_tokens=8192,
         max_model_len=8192,
         block_size=16,
-        num_blocks=running * 80,
+        groups=(GroupLimits(running * 80),),
     )
     scheduler = Scheduler(config)
     for n in range(running + waiting):
         # Outputs of different lengths, so that requests end one by one.
         scheduler.add(request(f"r{n}", output if output > 4000 else output + n % output, n))
     while scheduler.num_waiting > waiting:
-        plan = scheduler.plan()
-        assert plan is not None
-        scheduler.commit(result_of(plan))
+        step = scheduler.plan()
+        assert step is not None
+        scheduler.commit(result_of(step.plan))
     return scheduler
 
 
@@ -59,11 +61,11 @@ def time_steps(scheduler: Scheduler, steps: int) -> list[float]:
     times = []
     for _ in range(steps):
         start = perf_counter()
-        plan = scheduler.plan()
+        step = scheduler.plan()
         planned = perf_counter() - start
-        if plan is None:
+        if step is None:
             break
-        result = result_of(plan)
+        result = result_of(step.plan)
         start = perf_counter()
         scheduler.commit(result)
         times.append(planned + perf_counter() - start)
@@ -104,12 +106,12 @@ def time_records(running: int) -> float:
     core = EngineCore(scheduler_with(running, 0, 5000), Instant(), cost)
     record, times = core._record, []
 
-    def timed(flight: Flight, result: StepResult, now: float) -> None:
+    def timed(*args: Any) -> None:
         start = perf_counter()
-        record(flight, result, now)
+        record(*args)
         times.append(perf_counter() - start)
 
-    core._record = timed  # type: ignore[method-assign]
+    core._record = timed  # type: ignore[method-assign, assignment]
     for _ in range(STEPS):
         core.step()
     return statistics.median(times)

@@ -12,11 +12,18 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from twostroke.kv.cache import GroupLimits
 from twostroke.plan import NewRow, StepPlan, StepResult
 from twostroke.request import EngineRequest, SamplingParams
 
+Named = dict[tuple[int, int], set[str]]  # (group, block) → the requests that a step names it for
 VOCAB = 7  # few tokens: prefixes of different requests coincide often
 EOS = 0
+
+
+def groups(num_blocks: int, *windows: int | None) -> tuple[GroupLimits, ...]:
+    """A group for each window, all with so many blocks; without any, one that keeps everything."""
+    return tuple(GroupLimits(num_blocks, window) for window in windows or (None,))
 
 
 def extend(prefix: int, token: int) -> int:
@@ -63,8 +70,8 @@ class FakeExecutor:
         self.block_size = block_size
         self.windows = windows
         self.rows: dict[int, Row] = {}
-        self.slots: dict[tuple[int, int], int] = {}  # (block, offset) → prefix
-        self.uncommitted: deque[dict[int, set[str]]] = deque()  # per step: block → request ids
+        self.slots: dict[tuple[int, int, int], int] = {}  # (group, block, offset) → prefix
+        self.uncommitted: deque[Named] = deque()  # by each step
         self.skew = 0  # a negative control sets this: positions off by so many
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -84,7 +91,7 @@ class FakeExecutor:
         spans = [(slot.row, slot.position, 1) for slot in plan.decode]
         spans += [(chunk.row, chunk.start, chunk.size) for chunk in plan.prefill]
         assert len({row for row, _, _ in spans}) == len(spans), "a row is planned twice"
-        named: dict[int, set[str]] = {}
+        named: Named = {}
         for row, start, size in spans:  # a layer stores everything before it attends
             self._store(self.rows[row], start + self.skew, size, named)
         for row, start, size in spans:
@@ -104,29 +111,29 @@ class FakeExecutor:
     def committed(self) -> None:
         self.uncommitted.popleft()
 
-    def _store(self, row: Row, start: int, size: int, named: dict[int, set[str]]) -> None:
+    def _store(self, row: Row, start: int, size: int, named: Named) -> None:
         for position in range(start, start + size):
-            for table in row.tables:
-                block = table[position // self.block_size]
+            for group, table in enumerate(row.tables):
+                block, offset = table[position // self.block_size], position % self.block_size
                 assert block != 0, "a write into the null block"
                 for step in self.uncommitted:
-                    others = step.get(block, set()) - {row.new.request_id}
+                    others = step.get((group, block), set()) - {row.new.request_id}
                     assert not others, f"block {block} is still owned by {others} in flight"
-                self.slots[block, position % self.block_size] = row.prefixes[position - self.skew]
-                named.setdefault(block, set()).add(row.new.request_id)
+                self.slots[group, block, offset] = row.prefixes[position - self.skew]
+                named.setdefault((group, block), set()).add(row.new.request_id)
 
-    def _attend(self, row: Row, start: int, size: int, named: dict[int, set[str]]) -> None:
+    def _attend(self, row: Row, start: int, size: int, named: Named) -> None:
         for query in {start, start + size - 1}:
-            for table, window in zip(row.tables, self.windows, strict=True):
+            for group, (table, window) in enumerate(zip(row.tables, self.windows, strict=True)):
                 first = 0 if window is None else max(0, query - window + 1)
                 for position in range(first, query + 1):
                     block = table[position // self.block_size]
-                    held = self.slots.get((block, position % self.block_size))
+                    held = self.slots.get((group, block, position % self.block_size))
                     assert held == row.prefixes[position], (
                         f"{row.new.request_id}: the query at {query} sees a wrong key at "
-                        f"{position} (block {block})"
+                        f"{position} (block {block} of group {group})"
                     )
-                    named.setdefault(block, set()).add(row.new.request_id)
+                    named.setdefault((group, block), set()).add(row.new.request_id)
 
 
 def fake_request(

@@ -19,7 +19,8 @@ from zlib import crc32
 from twostroke.config import EngineConfig
 from twostroke.engine.api import EngineInfo
 from twostroke.engine.core import EngineCore
-from twostroke.model.cost import cost_model
+from twostroke.kv.cache import GroupLimits
+from twostroke.model.cost import cost_model, dense_weight_bytes
 from twostroke.model.load import find_model, open_tokenizer
 from twostroke.model.opened import open_model
 from twostroke.plan import NewRow, StepPlan, StepResult, TokenLogprobs
@@ -142,7 +143,7 @@ class InstantEngine:
             total_bytes=1 << 30,
             weight_bytes=0,
             kv_bytes=0,
-            kv_tokens=limits.num_blocks * limits.block_size,
+            kv_tokens=limits.groups[0].num_blocks * limits.block_size,
             load_s=0.0,
             sampling=SamplingParams(),
         )
@@ -157,11 +158,11 @@ def build_instant(config: EngineConfig) -> InstantEngine:
         max_num_batched_tokens=config.token_budget(True, max_len),
         max_model_len=max_len,
         block_size=config.block_size,
-        num_blocks=config.num_gpu_blocks_override or (1 << 20) // config.block_size,
+        groups=(GroupLimits(config.num_gpu_blocks_override or (1 << 20) // config.block_size),),
         policy=config.scheduling_policy,
         chunked_prefill=config.enable_chunked_prefill,
         prefix_caching=config.enable_prefix_caching,
     )
     executor = InstantExecutor(printable_ids(config), float(os.environ.get(STEP_DELAY, "0")))
-    core = EngineCore(Scheduler(limits), executor, cost_model(spec, 4, 4))
+    core = EngineCore(Scheduler(limits), executor, cost_model(spec, dense_weight_bytes(spec, 4), 4))
     return InstantEngine(core, files.name, config, spec.vocab_size)

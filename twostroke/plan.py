@@ -3,12 +3,12 @@
 A `StepPlan` is frozen, self-contained and made of plain data, so that the same plan can go to
 every tensor-parallel rank or to another machine. The phase is a type: prefill work is a list of
 `Chunk`, decode work a list of `Slot`. Rows index state that the executor keeps from step to step
-(`exec/state.py`); a plan says only what changes.
+(`exec/rows.py`); a plan says only what changes.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from twostroke.request import SamplingParams
 
@@ -64,8 +64,16 @@ class PhaseWork(NamedTuple):
 
     rows: int = 0
     tokens: int = 0
+    # Means over the layers, since a window makes them differ (`sched/work.py`):
     kv_tokens: int = 0  # cached positions attended to, summed over the tokens
     kv_reads: int = 0  # cached positions that must be read at least once
+
+    def with_chunk(self, tokens: int, positions: tuple[int, int]) -> PhaseWork:
+        """With one row more, of so many tokens, which attends to and reads these positions."""
+        attended, read = positions
+        return PhaseWork(
+            self.rows + 1, self.tokens + tokens, self.kv_tokens + attended, self.kv_reads + read
+        )
 
 
 class StepPlan(NamedTuple):
@@ -100,10 +108,21 @@ BROKEN_LOGITS = (
 
 
 class StepResult(NamedTuple):
-    """What came out, in the plan's order: the decode slots, then the last chunks."""
+    """What came out, in the plan's order: the decode slots, then the last chunks.
+
+    Each of them brings one token, or as many as `counts` says: a slot with drafts brings those that
+    were accepted and the token after them, at most `1 + drafts`.
+    """
 
     tokens: list[int]  # -1: the logits were NaN or infinite
     logprobs: dict[int, TokenLogprobs]  # by index into `tokens`; only where asked for
     prompt_logprobs: dict[int, list[TokenLogprobs]]  # by row: one per position, in order
     device_s: float
     idle_s: float | None = None  # what the device had waited before, where it can tell
+    counts: list[int] | None = None  # tokens of each slot and last chunk; None: one of each
+
+
+class Pending(Protocol):
+    """A step that was launched."""
+
+    def wait(self) -> StepResult: ...

@@ -46,24 +46,24 @@ std::vector<int32_t> in_order(int rows) {
 }
 
 std::vector<float> product(const Kernels& k, const Matrix& m, const std::vector<float>& x,
-                           int tokens, bool exact, bool again = false) {
+                           int tokens, bool exact, bool with_residual = false) {
   const int blocks = m.packed().blocks, rows = m.packed().rows, cols = m.packed().cols;
-  const int places = again ? blocks + 1 : blocks;
+  const int places = with_residual ? blocks + 1 : blocks;
   const size_t padded = (tokens + kTile - 1) / kTile * static_cast<size_t>(kTile);
   std::vector<int8_t> codes(padded * places * kBlock);
-  std::vector<float> scale(padded * places), sum(padded * places), halves(padded * places * 2);
+  std::vector<float> scale(padded * places), sum(padded * places), half_sums(padded * places * 2);
   std::vector<int32_t> coarsest(padded);
   std::vector<float> out(size_t(tokens) * rows);
   for (int t = 0; t < tokens; t++) {
     const float* line = &x[size_t(t) * cols];
-    k.quantise(line, cols, t, 0, places, codes.data(), scale.data(), sum.data(), halves.data());
-    if (again)
-      coarsest[t] = k.quantise_rest(line, cols, t, places, codes.data(), scale.data(), sum.data(),
-                                    halves.data());
+    k.quantise(line, cols, t, 0, places, codes.data(), scale.data(), sum.data(), half_sums.data());
+    if (with_residual)
+      coarsest[t] = k.quantise_residual(line, cols, t, places, codes.data(), scale.data(), sum.data(),
+                                    half_sums.data());
   }
   const Activations a{x.data(),   cols,   exact ? nullptr : codes.data(), scale.data(),
-                      sum.data(), blocks, halves.data(), nullptr,
-                      again ? coarsest.data() : nullptr};
+                      sum.data(), blocks, half_sums.data(), nullptr,
+                      with_residual ? coarsest.data() : nullptr};
   k.matmul(m.packed(), a, 0, tokens, 0, m.packed().groups(), out.data(), rows, false);
   return out;
 }
@@ -82,7 +82,7 @@ void check_products(const Kernels& k) {
       for (bool exact : {false, true})
         expect_close("product", k.name, product(k, own, x, tokens, exact),
                      product(plain, other, x, tokens, exact), 2e-5f);
-      expect_close("product, a block again", k.name, product(k, own, x, tokens, false, true),
+      expect_close("product, with residual", k.name, product(k, own, x, tokens, false, true),
                    product(plain, other, x, tokens, false, true), 2e-5f);
     }
   }
@@ -98,7 +98,7 @@ float to_bf16_and_back(float f) {
 
 // Through the matrix units, x being bfloat16 already: what the exact product with the weights
 // rounded to bfloat16 gives; on top of what is there, or not.
-void check_wide(const Kernels& k, const char* what, Matrix& m, const std::vector<float>& x,
+void check_matrix_units(const Kernels& k, const char* what, Matrix& m, const std::vector<float>& x,
                 int tokens, bool with_bias, bool add, float bound) {
   const Kernels& plain = find_kernels("portable");
   const int rows = m.packed().rows, cols = m.packed().cols, blocks = m.packed().blocks;
@@ -114,12 +114,12 @@ void check_wide(const Kernels& k, const char* what, Matrix& m, const std::vector
     m.put_bias(bias.data(), rows, place.data());
     exact.put_bias(bias.data(), rows, place.data());
   }
-  const size_t padded = (tokens + kWideRows - 1) / kWideRows * static_cast<size_t>(kWideRows);
-  std::vector<uint16_t> wide(padded * blocks * kBlock, 0x7FC0);  // what is not set is NaN
+  const size_t padded = (tokens + kTileTokens - 1) / kTileTokens * static_cast<size_t>(kTileTokens);
+  std::vector<uint16_t> tiles(padded * blocks * kBlock, 0x7FC0);  // what is not set is NaN
   for (int t = 0; t < tokens; t++)
-    k.wide.to_bf16(&x[size_t(t) * cols], cols, &wide[wide_at(t, 0, blocks)]);
+    k.matrix_units.to_bf16(&x[size_t(t) * cols], cols, &tiles[bf16_tile_at(t, 0, blocks)]);
   auto a = noise(size_t(tokens) * rows), b = a;
-  const Activations in{x.data(), cols, nullptr, nullptr, nullptr, blocks, nullptr, wide.data()};
+  const Activations in{x.data(), cols, nullptr, nullptr, nullptr, blocks, nullptr, tiles.data()};
   const Activations plain_in{x.data(), cols, nullptr, nullptr, nullptr, blocks, nullptr};
   const int groups = m.packed().groups(), half = groups / 2;  // as tasks have it: some each
   k.matmul(m.packed(), in, 0, tokens, 0, half, a.data(), rows, add);
@@ -129,7 +129,7 @@ void check_wide(const Kernels& k, const char* what, Matrix& m, const std::vector
   expect_close(what, k.name, a, b, bound);
 }
 
-void check_wide_products(const Kernels& k) {
+void check_matrix_unit_products(const Kernels& k) {
   for (int round = 0; round < 60; round++) {
     const int rows = 1 + random_bits() % 150, cols = 1 + random_bits() % (round < 50 ? 130 : 2500);
     const int tokens = 1 + random_bits() % (round < 55 ? 100 : 1100);
@@ -139,7 +139,7 @@ void check_wide_products(const Kernels& k) {
     for (Format f : {Format::kQ4, Format::kQ4F, Format::kQ8, Format::kBF16, Format::kF32}) {
       Matrix m(f, rows, cols, k.lanes);
       m.put_floats(w.data(), rows, in_order(rows).data());
-      check_wide(k, "wide product", m, x, tokens, round % 3 == 0, round % 2 == 1, 1e-4f);
+      check_matrix_units(k, "wide product", m, x, tokens, round % 3 == 0, round % 2 == 1, 1e-4f);
     }
   }
 }
@@ -158,7 +158,7 @@ std::vector<uint8_t> blocks_of(const BlockType& type, size_t count, std::vector<
   for (uint8_t& byte : raw) byte = static_cast<uint8_t>(random_bits());
   for (size_t n = 0; n < count; n++)
     for (int at : scales_at) {
-      const uint16_t half = float_to_half(noise(1, 0.05f)[0]);
+      const uint16_t half = float_to_fp16(noise(1, 0.05f)[0]);
       std::memcpy(&raw[n * type.bytes + at], &half, 2);
     }
   return raw;
@@ -201,7 +201,7 @@ void check_blocks(const Kernels& k) {
         if (product(k, own, last, 1, false) != std::vector<float>(all.end() - rows, all.end()))
           std::printf("%s %s: a token alone is another\n", k.name, name), failures++;
         // Scales in single precision leave a last bit: now and then a weight is rounded the other way.
-        if (k.wide.from > 0) check_wide(k, name, own, x, tokens, false, false, 2e-3f);
+        if (k.matrix_units.min_tokens > 0) check_matrix_units(k, name, own, x, tokens, false, false, 2e-3f);
       }
     }
   }
@@ -210,7 +210,7 @@ void check_blocks(const Kernels& k) {
 // −8 times this scale is more than a half holds: Q4F has it, Q4 must not take it for infinity.
 void check_large_scale() {
   std::vector<uint8_t> raw(18);
-  const uint16_t half = float_to_half(9000);
+  const uint16_t half = float_to_fp16(9000);
   std::memcpy(raw.data(), &half, 2);
   const int32_t place = 0;
   Matrix(Format::kQ4F, 1, kBlock, 4).put_blocks("Q4_0", raw.data(), raw.size(), 1, &place);
@@ -232,10 +232,20 @@ void check_small(const Kernels& k) {
     k.silu_mul(x.data(), y.data(), n, a.data());
     plain.silu_mul(x.data(), y.data(), n, b.data());
     expect_close("silu_mul", k.name, a, b, 1e-5f);
+    k.gelu_tanh_mul(x.data(), y.data(), n, a.data());
+    for (int i = 0; i < n; i++) {
+      const float inner = std::sqrt(2 / 3.14159265f) * (x[i] + 0.044715f * x[i] * x[i] * x[i]);
+      b[i] = 0.5f * x[i] * (1 + std::tanh(inner)) * y[i];
+    }
+    expect_close("gelu_tanh_mul", k.name, a, b, 1e-5f);
+    a = x;
+    k.soft_cap(a.data(), n, 3.0f, 5.0f);
+    for (int i = 0; i < n; i++) b[i] = 5 * std::tanh(3 * x[i] / 5);
+    expect_close("soft_cap", k.name, a, b, 1e-6f);
     std::vector<uint16_t> h(n), g(n);
-    k.to_half(x.data(), n, h.data());
-    plain.to_half(x.data(), n, g.data());
-    if (h != g) std::printf("%s to_half\n", k.name), failures++;
+    k.to_fp16(x.data(), n, h.data());
+    plain.to_fp16(x.data(), n, g.data());
+    if (h != g) std::printf("%s to_fp16\n", k.name), failures++;
     if (k.argmax(x.data(), n) != plain.argmax(x.data(), n))
       std::printf("%s argmax\n", k.name), failures++;
     if (k.draw(x.data(), n, 5, n) != plain.draw(x.data(), n, 5, n))
@@ -246,39 +256,39 @@ void check_small(const Kernels& k) {
 // One tile of prefill attention, or the same in tiles of the plain kernels.
 std::vector<float> attended(const PrefillAttention& tile, const Cache& cache,
                             const std::vector<int32_t>& table, const std::vector<float>& q,
-                            int group, int length, int count, int kv, int window) {
+                            int group, int length, int count, int kv, const AttentionParams& params) {
   const int width = cache.heads * group * cache.dim;
   std::vector<float> out(q.size()), scratch(tile.scratch_floats(group, cache.dim));
   for (int n = 0; n < count; n += tile.queries)
     tile.attend(cache, table.data(), &q[size_t(n) * width], width, length - count + n,
-                std::min(tile.queries, count - n), kv, group, 0.125f, window, scratch.data(),
+                std::min(tile.queries, count - n), kv, group, params, scratch.data(),
                 &out[size_t(n) * width], width);
   return out;
 }
 
-// Attention in halves: as the floats have it, also where queries or values are large.
-void check_halves(const Kernels& k, const Cache& cache, const std::vector<int32_t>& table,
-                  int group, int length, int kv, int window) {
+// Attention in fp16: as the floats have it, also where queries or values are large.
+void check_fp16(const Kernels& k, const Cache& cache, const std::vector<int32_t>& table,
+              int group, int length, int kv, const AttentionParams& params) {
   const Kernels& plain = find_kernels("portable");
   const int dim = cache.dim, width = cache.heads * group * dim;
   std::vector<uint16_t> many(table.size() * cache.block_size * cache.heads * dim);
   const auto large_values = noise(many.size(), 9000);
-  plain.to_half(large_values.data(), static_cast<int>(many.size()), many.data());
+  plain.to_fp16(large_values.data(), static_cast<int>(many.size()), many.data());
   for (const float size : {1e-12f, 1.0f, 30.0f}) {
     for (uint16_t* values : {cache.values, many.data()}) {
-      const Cache used{cache.keys, values, cache.block_size, cache.heads, dim};
-      const int count = std::min(length, 1 + static_cast<int>(random_bits() % k.halves.prefill.queries));
+      const Cache used{cache.keys, values, cache.block_size, cache.heads, dim, cache.block_stride};
+      const int count = std::min(length, 1 + static_cast<int>(random_bits() % k.fp16.prefill.queries));
       const auto q = noise(size_t(count) * width, size);
-      const float bound = size > 1 ? 0.1f : 8e-3f;  // a half's rounding of scores of 100, of 3
-      expect_close("prefill in halves", k.name,
-                   attended(k.halves.prefill, used, table, q, group, length, count, kv, window),
-                   attended(plain.prefill, used, table, q, group, length, count, kv, window), bound);
+      const float bound = size > 1 ? 0.1f : 8e-3f;  // fp16 rounding of scores of 100, of 3
+      expect_close("prefill in fp16", k.name,
+                   attended(k.fp16.prefill, used, table, q, group, length, count, kv, params),
+                   attended(plain.prefill, used, table, q, group, length, count, kv, params), bound);
       std::vector<float> a(group * (dim + 2)), b(a.size());
-      k.halves.decode(used, table.data(), q.data(), 0, length, kv, group, 0.125f, a.data(),
+      k.fp16.decode(used, table.data(), q.data(), 0, length, kv, group, params, a.data(),
                       &a[group * dim], &a[group * (dim + 1)]);
-      plain.decode(used, table.data(), q.data(), 0, length, kv, group, 0.125f, b.data(),
+      plain.decode(used, table.data(), q.data(), 0, length, kv, group, params, b.data(),
                    &b[group * dim], &b[group * (dim + 1)]);
-      expect_close("decode in halves", k.name, a, b, bound);
+      expect_close("decode in fp16", k.name, a, b, bound);
     }
   }
 }
@@ -289,12 +299,13 @@ void check_attention(const Kernels& k) {
     const int dims[] = {32, 40, 44, 64, 80, 96, 128}, dim = dims[random_bits() % 7];
     const int heads = 1 + random_bits() % 3, group = 1 + random_bits() % 5;
     const int size = 1 + random_bits() % 17, length = 1 + random_bits() % 400;
-    const int blocks = (length + size - 1) / size + 1, window = random_bits() % 2 * 20;
+    const int blocks = (length + size - 1) / size + 1;
+    const AttentionParams params{0.125f, random_bits() % 2 * 0.7f, static_cast<int>(random_bits() % 2 * 20)};
     std::vector<uint16_t> keys(size_t(blocks) * size * heads * dim), values(keys.size());
     const auto kf = noise(keys.size()), vf = noise(keys.size());
-    plain.to_half(kf.data(), static_cast<int>(kf.size()), keys.data());
-    plain.to_half(vf.data(), static_cast<int>(vf.size()), values.data());
-    const Cache cache{keys.data(), values.data(), size, heads, dim};
+    plain.to_fp16(kf.data(), static_cast<int>(kf.size()), keys.data());
+    plain.to_fp16(vf.data(), static_cast<int>(vf.size()), values.data());
+    const Cache cache{keys.data(), values.data(), size, heads, dim, size_t(size) * heads * dim};
     std::vector<int32_t> table(blocks);
     for (int n = 0; n < blocks; n++) table[n] = blocks - 1 - n;
     const int count = std::min(length, 1 + static_cast<int>(random_bits() % kQueries));
@@ -302,22 +313,22 @@ void check_attention(const Kernels& k) {
     const auto q = noise(size_t(count) * width);
     auto both = [&](const PrefillAttention& tile, const std::vector<float>& x) {
       return attended(tile, cache, table, x, group, length, static_cast<int>(x.size()) / width, kv,
-                      window);
+                      params);
     };
     expect_close("attend_prefill", k.name, both(k.prefill, q), both(plain.prefill, q), 1e-5f);
-    if (k.wide.from > 0) {
-      const int more = std::min(length, 1 + static_cast<int>(random_bits() % k.wide.prefill.queries));
+    if (k.matrix_units.min_tokens > 0) {
+      const int more = std::min(length, 1 + static_cast<int>(random_bits() % k.matrix_units.prefill.queries));
       const auto many = noise(size_t(more) * width);
-      expect_close("wide attention", k.name, both(k.wide.prefill, many), both(plain.prefill, many),
+      expect_close("attention by matrix units", k.name, both(k.matrix_units.prefill, many), both(plain.prefill, many),
                    1e-2f);
     }
     std::vector<float> c(group * (dim + 2)), d(c.size());
-    k.decode(cache, table.data(), q.data(), 0, length, kv, group, 0.125f, c.data(),
+    k.decode(cache, table.data(), q.data(), 0, length, kv, group, params, c.data(),
                     &c[group * dim], &c[group * (dim + 1)]);
-    plain.decode(cache, table.data(), q.data(), 0, length, kv, group, 0.125f, d.data(),
+    plain.decode(cache, table.data(), q.data(), 0, length, kv, group, params, d.data(),
                         &d[group * dim], &d[group * (dim + 1)]);
     expect_close("attend_decode", k.name, c, d, 1e-5f);
-    if (k.halves.take(dim)) check_halves(k, cache, table, group, length, kv, window);
+    if (k.fp16.take(dim)) check_fp16(k, cache, table, group, length, kv, params);
   }
 }
 
@@ -328,7 +339,7 @@ int main() {
   for (const std::string& name : available_isas()) {
     const Kernels& k = find_kernels(name);
     check_products(k);
-    if (k.wide.from > 0) check_wide_products(k);
+    if (k.matrix_units.min_tokens > 0) check_matrix_unit_products(k);
     check_blocks(k);
     check_small(k);
     check_attention(k);

@@ -51,31 +51,31 @@ void time_products(const Kernels& k, Format format, const char* name, int rows, 
   for (int tokens : counts) {
     const auto x = noise(size_t(tokens) * cols);
     const int blocks = m.packed().blocks;
-    const size_t padded = (tokens + kWideRows - 1) / kWideRows * static_cast<size_t>(kWideRows);
+    const size_t padded = (tokens + kTileTokens - 1) / kTileTokens * static_cast<size_t>(kTileTokens);
     std::vector<int8_t> codes(padded * blocks * kBlock);
-    std::vector<uint16_t> wide(padded * blocks * kBlock);
-    std::vector<float> scale(padded * blocks), sum(padded * blocks), halves(2 * padded * blocks);
-    std::vector<float> out(padded * rows), half_scale(padded * blocks);
-    std::vector<uint16_t> half(padded * blocks * kBlock);
+    std::vector<uint16_t> tiles(padded * blocks * kBlock);
+    std::vector<float> scale(padded * blocks), sum(padded * blocks), half_sums(2 * padded * blocks);
+    std::vector<float> out(padded * rows), fp16_scale(padded * blocks);
+    std::vector<uint16_t> fp16(padded * blocks * kBlock);
     for (int t = 0; t < tokens; t++) {
       k.quantise(&x[size_t(t) * cols], cols, t, 0, blocks, codes.data(), scale.data(), sum.data(),
-                 halves.data());
-      if (k.halves.to_halves != nullptr)
-        k.halves.to_halves(&x[size_t(t) * cols], cols, t, 0, blocks, half.data(), half_scale.data());
-      if (k.wide.from > 0)
-        k.wide.to_bf16(&x[size_t(t) * cols], cols, &wide[wide_at(t, 0, blocks)]);
+                 half_sums.data());
+      if (k.fp16.to_fp16_blocks != nullptr)
+        k.fp16.to_fp16_blocks(&x[size_t(t) * cols], cols, t, 0, blocks, fp16.data(), fp16_scale.data());
+      if (k.matrix_units.min_tokens > 0)
+        k.matrix_units.to_bf16(&x[size_t(t) * cols], cols, &tiles[bf16_tile_at(t, 0, blocks)]);
     }
-    for (const bool use_wide : {false, true}) {
-      if (use_wide && (k.wide.from == 0 || tokens < 8)) continue;
+    for (const bool use_tiles : {false, true}) {
+      if (use_tiles && (k.matrix_units.min_tokens == 0 || tokens < 8)) continue;
       const Activations a{x.data(), cols, codes.data(), scale.data(), sum.data(), blocks,
-                          halves.data(), use_wide ? wide.data() : nullptr, nullptr, half.data(),
-                          half_scale.data()};
+                          half_sums.data(), use_tiles ? tiles.data() : nullptr, nullptr, fp16.data(),
+                          fp16_scale.data()};
       const double s = seconds([&] {
         k.matmul(m.packed(), a, 0, tokens, 0, m.packed().groups(), out.data(), rows, false);
       });
       const double each = double(rows) * cols;
       std::printf("%-9s %s %5d x %4d, %3d tokens%s: %9.1f us, %7.1f GFLOP/s, %5.1f GB/s\n", k.name,
-                  name, rows, cols, tokens, use_wide ? " (wide)" : "", s * 1e6,
+                  name, rows, cols, tokens, use_tiles ? " (matrix units)" : "", s * 1e6,
                   2 * each * tokens / s * 1e-9, m.num_bytes() / s * 1e-9);
     }
   }
@@ -85,9 +85,10 @@ void time_attention(const Kernels& k) {
   const int dim = 64, heads = 3, group = 3, size = 16, length = 1024, blocks = length / size + 1;
   std::vector<uint16_t> keys(size_t(blocks) * size * heads * dim), values(keys.size());
   const auto kf = noise(keys.size());
-  k.to_half(kf.data(), static_cast<int>(kf.size()), keys.data());
-  k.to_half(kf.data(), static_cast<int>(kf.size()), values.data());
-  const Cache cache{keys.data(), values.data(), size, heads, dim};
+  k.to_fp16(kf.data(), static_cast<int>(kf.size()), keys.data());
+  k.to_fp16(kf.data(), static_cast<int>(kf.size()), values.data());
+  const Cache cache{keys.data(), values.data(), size, heads, dim, size_t(size) * heads * dim};
+  const AttentionParams params{0.125f};
   std::vector<int32_t> table(blocks);
   for (int n = 0; n < blocks; n++) table[n] = blocks - 1 - n;
   const int width = heads * group * dim;
@@ -96,7 +97,7 @@ void time_attention(const Kernels& k) {
   auto decode = [&](const char* name, DecodeAttention attend) {
     const double s = seconds([&] {
       for (int from = 0; from < length; from += 64)
-        attend(cache, table.data(), q.data(), from, from + 64, 1, group, 0.125f, partial.data(),
+        attend(cache, table.data(), q.data(), from, from + 64, 1, group, params, partial.data(),
                &partial[group * dim], &partial[group * (dim + 1)]);
     });
     std::printf("%-9s decode attention%s: %5.2f ns a key and head\n", k.name, name,
@@ -107,7 +108,7 @@ void time_attention(const Kernels& k) {
     const double s = seconds([&] {
       for (int n = 0; n < 64; n += tile.queries)
         tile.attend(cache, table.data(), &q[size_t(n) * width], width, length - 64 + n,
-                    tile.queries, 1, group, 0.125f, 0, scratch.data(), &out[size_t(n) * width],
+                    tile.queries, 1, group, params, scratch.data(), &out[size_t(n) * width],
                     width);
     });
     std::printf("%-9s prefill attention%s: %5.3f ns a query and key, %5.1f GFLOP/s\n", k.name, name,
@@ -115,8 +116,8 @@ void time_attention(const Kernels& k) {
   };
   decode("", k.decode);
   prefill("", k.prefill);
-  if (k.wide.from > 0) prefill(" (wide)", k.wide.prefill);
-  if (k.halves.take(dim)) decode(" (halves)", k.halves.decode), prefill(" (halves)", k.halves.prefill);
+  if (k.matrix_units.min_tokens > 0) prefill(" (matrix units)", k.matrix_units.prefill);
+  if (k.fp16.take(dim)) decode(" (fp16)", k.fp16.decode), prefill(" (fp16)", k.fp16.prefill);
 }
 
 void time_small(const Kernels& k) {
@@ -124,19 +125,21 @@ void time_small(const Kernels& k) {
   auto x = noise(n), w = noise(n), out = noise(n);
   std::vector<int8_t> codes(size_t(blocks) * kTile * kBlock);
   std::vector<float> scale(blocks * kTile), sum(blocks * kTile), both(2 * blocks * kTile);
-  std::vector<uint16_t> halves(16 * n);
+  std::vector<uint16_t> fp16(16 * n);
   auto tell = [&](const char* name, int count, const std::function<void()>& work) {
     std::printf("%-9s %s of %d: %6.0f ns\n", k.name, name, count, seconds(work) * 1e9);
   };
   tell("quantise", n, [&] {
     k.quantise(x.data(), n, 0, 0, blocks, codes.data(), scale.data(), sum.data(), both.data());
   });
-  if (k.wide.from > 0) tell("to_bf16", n, [&] { k.wide.to_bf16(x.data(), n, halves.data()); });
+  if (k.matrix_units.min_tokens > 0) tell("to_bf16", n, [&] { k.matrix_units.to_bf16(x.data(), n, fp16.data()); });
   tell("rms_norm", n, [&] { k.rms_norm(x.data(), w.data(), 1e-5f, n, out.data()); });
   tell("silu_mul", n, [&] { k.silu_mul(x.data(), w.data(), n, out.data()); });
+  tell("gelu_tanh_mul", n, [&] { k.gelu_tanh_mul(x.data(), w.data(), n, out.data()); });
+  tell("soft_cap", n, [&] { k.soft_cap(out.data(), n, 1, 30); });
   const std::vector<float> cos(32, 0.6f), sin(32, 0.8f);
   tell("rope", n, [&] { k.rope(out.data(), 9, 64, cos.data(), sin.data(), 32); });
-  tell("to_half", n, [&] { k.to_half(x.data(), n, halves.data()); });
+  tell("to_fp16", n, [&] { k.to_fp16(x.data(), n, fp16.data()); });
   const auto logits = noise(49152);
   tell("argmax", 49152, [&] { (void)k.argmax(logits.data(), 49152); });
   tell("draw", 49152, [&] { (void)k.draw(logits.data(), 49152, 1, 2); });

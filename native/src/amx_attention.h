@@ -4,16 +4,16 @@
 // P = 2^(S − largest), and acc += P · V. Keys stand in pairs of channels, values in pairs of
 // positions, as tiles B want them.
 
-constexpr int kWideQueries = 64;  // at most, a call
+constexpr int kAmxQueries = 64;  // at most, a call
 constexpr int kSpan = 128;        // keys at one time
 constexpr int kSpanVectors = kSpan / 16;
 
 static inline int padded_dim(int dim) { return (dim + 31) / 32 * 32; }
 
-static size_t wide_scratch_floats(int group, int dim) {
-  const size_t rows = (static_cast<size_t>(kWideQueries) * group + 15) / 16 * 16;
-  const size_t wide = padded_dim(dim);
-  return rows * wide / 2 + kSpan * wide + kSide * kSpan + kSide * kSpan / 2 + rows * wide +
+static size_t amx_scratch_floats(int group, int dim) {
+  const size_t rows = (static_cast<size_t>(kAmxQueries) * group + 15) / 16 * 16;
+  const size_t width = padded_dim(dim);
+  return rows * width / 2 + kSpan * width + kSide * kSpan + kSide * kSpan / 2 + rows * width +
          rows * (16 + 1) + 16;
 }
 
@@ -48,7 +48,7 @@ static inline void transpose(__m512i* r) {
 static inline f32v channels(const uint16_t* p, int d, int dim) {
   const int left = dim - d;
   if (p == nullptr || left <= 0) return f32v{};
-  if (left >= 16) return load_half(p + d);
+  if (left >= 16) return load_fp16(p + d);
   const __mmask16 mask = static_cast<__mmask16>((1u << left) - 1);
   return (f32v)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, p + d));
 }
@@ -57,9 +57,9 @@ static inline f32v channels(const uint16_t* p, int d, int dim) {
 // one after another, a key's or position's channels in order.
 static void gather_tiles(const uint16_t* const* k, const uint16_t* const* v, int dim,
                          uint16_t* key_tiles, uint16_t* value_tiles) {
-  const int wide = padded_dim(dim);
+  const int width = padded_dim(dim);
   for (int n = 0; n < kSpan; n += kSide)
-    for (int d = 0; d < wide; d += 32, key_tiles += kTileHalves) {
+    for (int d = 0; d < width; d += 32, key_tiles += kTileElements) {
       __m512i r[16];
       for (int i = 0; i < 16; i++)
         r[i] = to_bf16_pair(channels(k[n + i], d, dim), channels(k[n + i], d + 16, dim));
@@ -67,7 +67,7 @@ static void gather_tiles(const uint16_t* const* k, const uint16_t* const* v, int
       for (int i = 0; i < 16; i++) _mm512_store_si512(key_tiles + 32 * i, r[i]);
     }
   for (int n = 0; n < kSpan; n += 32)
-    for (int d = 0; d < wide; d += 16, value_tiles += kTileHalves)
+    for (int d = 0; d < width; d += 16, value_tiles += kTileElements)
       for (int i = 0; i < 16; i++) {
         const f32v first = channels(v[n + 2 * i], d, dim);
         const f32v second = channels(v[n + 2 * i + 1], d, dim);
@@ -76,23 +76,23 @@ static void gather_tiles(const uint16_t* const* k, const uint16_t* const* v, int
 }
 
 // s [16, kSpan] = q (tiles) · the span's keys.
-static inline void score_tiles(const uint16_t* q, const uint16_t* keys, int wide, float* s) {
-  const int steps = wide / 32;
-  for (int n = 0; n < kSpan / kSide; n += 4, keys += 4 * steps * kTileHalves) {
+static inline void score_tiles(const uint16_t* q, const uint16_t* keys, int width, float* s) {
+  const int steps = width / 32;
+  for (int n = 0; n < kSpan / kSide; n += 4, keys += 4 * steps * kTileElements) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     for (int i = 0; i < steps; i++) {
-      const uint16_t* b = keys + i * kTileHalves;
-      _tile_loadd(4, q + i * kTileHalves, 64);
+      const uint16_t* b = keys + i * kTileElements;
+      _tile_loadd(4, q + i * kTileElements, 64);
       _tile_loadd(6, b, 64);
       _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(7, b + steps * kTileHalves, 64);
+      _tile_loadd(7, b + steps * kTileElements, 64);
       _tile_dpbf16ps(1, 4, 7);
-      _tile_loadd(6, b + 2 * steps * kTileHalves, 64);
+      _tile_loadd(6, b + 2 * steps * kTileElements, 64);
       _tile_dpbf16ps(2, 4, 6);
-      _tile_loadd(7, b + 3 * steps * kTileHalves, 64);
+      _tile_loadd(7, b + 3 * steps * kTileElements, 64);
       _tile_dpbf16ps(3, 4, 7);
     }
     _tile_stored(0, s + n * kSide, kSpan * 4);
@@ -102,44 +102,44 @@ static inline void score_tiles(const uint16_t* q, const uint16_t* keys, int wide
   }
 }
 
-// acc [16, wide] += p [16, kSpan] · the span's values, 32 channels at a time.
-static inline void weigh_tiles(const uint16_t* p, const uint16_t* values, int wide, float* acc) {
-  const size_t line = static_cast<size_t>(wide / 16) * kTileHalves;  // of 32 positions
+// acc [16, width] += p [16, kSpan] · the span's values, 32 channels at a time.
+static inline void weigh_tiles(const uint16_t* p, const uint16_t* values, int width, float* acc) {
+  const size_t line = static_cast<size_t>(width / 16) * kTileElements;  // of 32 positions
   int d = 0;
-  for (; d + 64 <= wide; d += 64, acc += 64, values += 4 * kTileHalves) {
-    _tile_loadd(0, acc, wide * 4);
-    _tile_loadd(1, acc + 16, wide * 4);
-    _tile_loadd(2, acc + 32, wide * 4);
-    _tile_loadd(3, acc + 48, wide * 4);
+  for (; d + 64 <= width; d += 64, acc += 64, values += 4 * kTileElements) {
+    _tile_loadd(0, acc, width * 4);
+    _tile_loadd(1, acc + 16, width * 4);
+    _tile_loadd(2, acc + 32, width * 4);
+    _tile_loadd(3, acc + 48, width * 4);
     for (int n = 0; n < kSpan / 32; n++) {
       const uint16_t* b = values + n * line;
       _tile_loadd(4, p + 32 * n, kSpan * 2);
       _tile_loadd(6, b, 64);
       _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(7, b + kTileHalves, 64);
+      _tile_loadd(7, b + kTileElements, 64);
       _tile_dpbf16ps(1, 4, 7);
-      _tile_loadd(6, b + 2 * kTileHalves, 64);
+      _tile_loadd(6, b + 2 * kTileElements, 64);
       _tile_dpbf16ps(2, 4, 6);
-      _tile_loadd(7, b + 3 * kTileHalves, 64);
+      _tile_loadd(7, b + 3 * kTileElements, 64);
       _tile_dpbf16ps(3, 4, 7);
     }
-    _tile_stored(0, acc, wide * 4);
-    _tile_stored(1, acc + 16, wide * 4);
-    _tile_stored(2, acc + 32, wide * 4);
-    _tile_stored(3, acc + 48, wide * 4);
+    _tile_stored(0, acc, width * 4);
+    _tile_stored(1, acc + 16, width * 4);
+    _tile_stored(2, acc + 32, width * 4);
+    _tile_stored(3, acc + 48, width * 4);
   }
-  if (d == wide) return;
-  _tile_loadd(0, acc, wide * 4);
-  _tile_loadd(1, acc + 16, wide * 4);
+  if (d == width) return;
+  _tile_loadd(0, acc, width * 4);
+  _tile_loadd(1, acc + 16, width * 4);
   for (int n = 0; n < kSpan / 32; n++) {
     _tile_loadd(4, p + 32 * n, kSpan * 2);
     _tile_loadd(6, values + n * line, 64);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, values + n * line + kTileHalves, 64);
+    _tile_loadd(7, values + n * line + kTileElements, 64);
     _tile_dpbf16ps(1, 4, 7);
   }
-  _tile_stored(0, acc, wide * 4);
-  _tile_stored(1, acc + 16, wide * 4);
+  _tile_stored(0, acc, width * 4);
+  _tile_stored(1, acc + 16, width * 4);
 }
 
 // 2^x to 3 · 10^-6, for x ≤ 0: more than weights of 8 bits' significand need. Below −125 it is 2^-125,
@@ -158,17 +158,18 @@ static inline f32v exp2_of(f32v value) {
 
 // One row's scores of the span → weights: as bfloat16, their sum by lanes, and what the sums so far
 // shrink by.
-static inline float weigh_row(const float* s, bool edges, int key, int position, int window,
+static inline float weigh_row(const float* s, bool edges, int key, int index, int window, float cap,
                               float& largest, float* sum, uint16_t* p) {
   f32v x[kSpanVectors], most = splat(largest);
   const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   for (int n = 0; n < kSpanVectors; n++) {
     x[n] = load(s + 16 * n);
+    if (cap > 0) x[n] = tanh_of(x[n] / cap) * cap;
     if (edges) {
       const __m512i at = _mm512_add_epi32(lane, _mm512_set1_epi32(key + 16 * n));
-      __mmask16 seen = _mm512_cmple_epi32_mask(at, _mm512_set1_epi32(position));
+      __mmask16 seen = _mm512_cmple_epi32_mask(at, _mm512_set1_epi32(index));
       if (window > 0)
-        seen &= _mm512_cmpgt_epi32_mask(at, _mm512_set1_epi32(position - window));
+        seen &= _mm512_cmpgt_epi32_mask(at, _mm512_set1_epi32(index - window));
       x[n] = (f32v)_mm512_mask_blend_ps(seen, (__m512)splat(-__builtin_inff()), (__m512)x[n]);
     }
     most = max_of(most, x[n]);
@@ -186,10 +187,12 @@ static inline float weigh_row(const float* s, bool edges, int key, int position,
   return shrink;
 }
 
-static void wide_attend_prefill(const Cache& cache, const int32_t* table, const float* q,
-                                int q_stride, int first, int count, int kv, int group, float scale,
-                                int window, float* scratch, float* out, int out_stride) {
-  const int dim = cache.dim, wide = padded_dim(dim), end = first + count;
+static void amx_attend_prefill(const Cache& cache, const int32_t* table, const float* q,
+                               int q_stride, int first, int count, int kv, int group,
+                               const AttentionParams& params, float* scratch, float* out,
+                               int out_stride) {
+  const int window = params.window;
+  const int dim = cache.dim, width = padded_dim(dim), end = first + count;
   const int used = count * group, rows = (used + 15) / 16 * 16;
   auto* base = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(scratch) + 63) & ~63ull);
   auto take = [&](size_t bytes) {
@@ -197,23 +200,24 @@ static void wide_attend_prefill(const Cache& cache, const int32_t* table, const 
     base += bytes;
     return here;
   };
-  auto* acc = reinterpret_cast<float*>(take(sizeof(float) * rows * wide));
+  auto* acc = reinterpret_cast<float*>(take(sizeof(float) * rows * width));
   auto* s = reinterpret_cast<float*>(take(sizeof(float) * kSide * kSpan));
   auto* sum = reinterpret_cast<float*>(take(sizeof(float) * rows * 16));
   auto* p = reinterpret_cast<uint16_t*>(take(sizeof(uint16_t) * kSide * kSpan));
-  auto* key_tiles = reinterpret_cast<uint16_t*>(take(sizeof(uint16_t) * kSpan * wide));
-  auto* value_tiles = reinterpret_cast<uint16_t*>(take(sizeof(uint16_t) * kSpan * wide));
-  auto* queries = reinterpret_cast<uint16_t*>(take(sizeof(uint16_t) * rows * wide));
+  auto* key_tiles = reinterpret_cast<uint16_t*>(take(sizeof(uint16_t) * kSpan * width));
+  auto* value_tiles = reinterpret_cast<uint16_t*>(take(sizeof(uint16_t) * kSpan * width));
+  auto* queries = reinterpret_cast<uint16_t*>(take(sizeof(uint16_t) * rows * width));
   auto* largest = reinterpret_cast<float*>(take(sizeof(float) * rows));
-  __builtin_memset(acc, 0, sizeof(float) * rows * wide);
+  __builtin_memset(acc, 0, sizeof(float) * rows * width);
   __builtin_memset(sum, 0, sizeof(float) * rows * 16);
-  __builtin_memset(queries, 0, sizeof(uint16_t) * rows * wide);
-  const float factor = scale * 1.44269504f;  // weights are powers of two
+  __builtin_memset(queries, 0, sizeof(uint16_t) * rows * width);
+  const float log2e = 1.44269504f, factor = params.scale * log2e;  // weights are powers of two
+  const float cap = params.softcap * log2e;
   for (int r = 0; r < rows; r++) largest[r] = -1e30f;
   for (int r = 0; r < used; r++) {
     const float* from = q + (r / group) * q_stride + (kv * group + r % group) * dim;
-    uint16_t* to = queries + static_cast<size_t>(r / 16 * 16) * wide + r % 16 * kBlock;
-    for (int d = 0; d < dim; d += kBlock, to += kTileHalves) {
+    uint16_t* to = queries + static_cast<size_t>(r / 16 * 16) * width + r % 16 * kBlock;
+    for (int d = 0; d < dim; d += kBlock, to += kTileElements) {
       float scaled[kBlock] = {};
       for (int i = 0; i < kBlock && d + i < dim; i++) scaled[i] = from[d + i] * factor;
       to_bf16(scaled, kBlock, to);
@@ -234,21 +238,21 @@ static void wide_attend_prefill(const Cache& cache, const int32_t* table, const 
       const int low = first + r / group, top = first + (r + kSide - 1) / group;
       if (top < key || (window > 0 && low - window >= key + keys - 1)) continue;  // sees none
       const bool edges = key + kSpan - 1 > low || window > 0;
-      score_tiles(queries + static_cast<size_t>(r) * wide, key_tiles, wide, s);
+      score_tiles(queries + static_cast<size_t>(r) * width, key_tiles, width, s);
       for (int i = 0; i < kSide; i++) {
-        const int row = r + i, position = first + (row < used ? row : used - 1) / group;
-        const float shrink = weigh_row(s + i * kSpan, edges, key, position, window, largest[row],
+        const int row = r + i, index = first + (row < used ? row : used - 1) / group;
+        const float shrink = weigh_row(s + i * kSpan, edges, key, index, window, cap, largest[row],
                                        sum + row * 16, p + i * kSpan);
         if (shrink == 1.0f) continue;
-        float* line = acc + static_cast<size_t>(row) * wide;
-        for (int d = 0; d < wide; d += 16) store(line + d, load(line + d) * shrink);
+        float* line = acc + static_cast<size_t>(row) * width;
+        for (int d = 0; d < width; d += 16) store(line + d, load(line + d) * shrink);
       }
-      weigh_tiles(p, value_tiles, wide, acc + static_cast<size_t>(r) * wide);
+      weigh_tiles(p, value_tiles, width, acc + static_cast<size_t>(r) * width);
     }
   }
   for (int r = 0; r < used; r++) {
     float* to = out + (r / group) * out_stride + (kv * group + r % group) * dim;
     const float inverse = 1.0f / _mm512_reduce_add_ps((__m512)load(sum + r * 16));
-    for (int d = 0; d < dim; d++) to[d] = acc[static_cast<size_t>(r) * wide + d] * inverse;
+    for (int d = 0; d < dim; d++) to[d] = acc[static_cast<size_t>(r) * width + d] * inverse;
   }
 }

@@ -5,10 +5,10 @@
 // 2k + 1 of every output side by side. Activations are bfloat16; a group's blocks are unpacked to
 // tiles of bfloat16 once for up to 512 tokens.
 
-constexpr int kWideFrom = 24;             // tokens, below which AVX-512 is as fast
+constexpr int kMinTokens = 24;             // tokens, below which AVX-512 is as fast
 constexpr int kSide = 16;                 // rows of a tile, and columns of C
 constexpr int kTileBytes = 1024;
-constexpr int kTileHalves = kSide * 32;   // bfloat16 numbers of a tile
+constexpr int kTileElements = kSide * 32;   // bfloat16 numbers of a tile
 
 struct Tiles {  // all eight, whole, for as long as a kernel needs them
   // Constant, not filled here: GCC 12 does not see that the instruction reads it, and would leave
@@ -36,7 +36,7 @@ static inline __m512i to_bf16_pair(f32v first, f32v second) {
 
 // Floats to tiles of 16 tokens, one row of each; zeros to the end of the last.
 static void to_bf16(const float* x, int n, uint16_t* out) {
-  for (int i = 0; i < n; i += kBlock, out += kTileHalves) {
+  for (int i = 0; i < n; i += kBlock, out += kTileElements) {
     const int low = n - i < 16 ? n - i : 16, high = n - i < 32 ? n - i - low : 16;
     const __m512 a = _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << low) - 1), x + i);
     const __m512 b = _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << high) - 1), x + i + low);
@@ -56,7 +56,7 @@ static inline void unpack_tile(const uint8_t* p, uint16_t* tile) {
   const __m512i mask = _mm512_set1_epi32(0xFF << shift);
   const __m512i base = _mm512_set1_epi32(is_q4(F) ? 0x43000000 : 0x43800000);
   for (int j = 0; j < 8; j++) {
-    const int part = in_halves(F) ? j / 4 : 0;
+    const int part = has_half_block_scales(F) ? j / 4 : 0;
     const f32v scale = scales[part];
     const f32v offset = least[part] - scale * (is_q4(F) ? 128.0f : 384.0f);
     __m512i c = (__m512i)codes[j];
@@ -83,7 +83,7 @@ inline void unpack_tile<Format::kBF16>(const uint8_t* p, uint16_t* tile) {
 template <Format F>
 static void unpack_group(const Packed& w, int g, int from, int to, uint16_t* tiles) {
   const uint8_t* group = w.group(g);
-  for (int b = from; b < to; b++, tiles += kTileHalves) {
+  for (int b = from; b < to; b++, tiles += kTileElements) {
     if constexpr (F == Format::kBF16) {
       const int left = w.cols - b * kBlock;
       const uint8_t* p = group + static_cast<size_t>(b) * kTileBytes;
@@ -121,7 +121,7 @@ static inline void tile_product(const uint16_t* a, size_t below, const uint16_t*
       _tile_zero(3);
     }
   }
-  for (int n = 0; n < blocks; n++, a += kTileHalves, b += kTileHalves) {
+  for (int n = 0; n < blocks; n++, a += kTileElements, b += kTileElements) {
     _tile_loadd(4, a, 64);
     _tile_loadd(6, b, 64);
     _tile_dpbf16ps(0, 4, 6);
@@ -145,12 +145,12 @@ constexpr int kPanelBlocks = 18;   // whose tiles of two groups stay in the firs
 constexpr int kPanelTokens = 512;  // whose tiles of a panel stay in the second
 
 template <Format F>
-static void wide_matmul_of(const Packed& w, const Activations& a, int t0, int t1, int g0, int g1,
+static void amx_matmul_of(const Packed& w, const Activations& a, int t0, int t1, int g0, int g1,
                            float* out, int stride, bool add) {
-  alignas(64) uint16_t tiles[2 * kPanelBlocks * kTileHalves];
+  alignas(64) uint16_t tiles[2 * kPanelBlocks * kTileElements];
   alignas(64) float edge[2 * kSide * 2 * kSide];
-  constexpr size_t beside = kPanelBlocks * kTileHalves;
-  const size_t below = static_cast<size_t>(a.blocks) * kTileHalves;
+  constexpr size_t beside = kPanelBlocks * kTileElements;
+  const size_t below = static_cast<size_t>(a.blocks) * kTileElements;
   const Tiles hold;
   const int panels = (a.blocks + kPanelBlocks - 1) / kPanelBlocks;
   for (int from = t0; from < t1; from += kPanelTokens) {
@@ -167,7 +167,7 @@ static void wide_matmul_of(const Packed& w, const Activations& a, int t0, int t1
         const int rows = left < most ? left : most;
         for (int t = from; t < to; t += 2 * kSide) {
           const int tokens = to - t < 2 * kSide ? to - t : 2 * kSide;
-          const uint16_t* x = a.wide + wide_at(t, b0, a.blocks);
+          const uint16_t* x = a.bf16_tiles + bf16_tile_at(t, b0, a.blocks);
           float* at = out + static_cast<size_t>(t - t0) * stride + (g - g0) * kSide;
           if (rows == 2 * kSide && tokens == 2 * kSide && bias == nullptr) {
             tile_product<true>(x, below, tiles, beside, b1 - b0, at, stride, more);
@@ -189,17 +189,17 @@ static void wide_matmul_of(const Packed& w, const Activations& a, int t0, int t1
   }
 }
 
-static void wide_matmul(const Packed& w, const Activations& a, int t0, int t1, int g0, int g1,
+static void amx_matmul(const Packed& w, const Activations& a, int t0, int t1, int g0, int g1,
                    float* out, int stride, bool add) {
-  if (a.wide != nullptr) {
+  if (a.bf16_tiles != nullptr) {
     switch (w.format) {
-      case Format::kQ4: return wide_matmul_of<Format::kQ4>(w, a, t0, t1, g0, g1, out, stride, add);
-      case Format::kQ4F: return wide_matmul_of<Format::kQ4F>(w, a, t0, t1, g0, g1, out, stride, add);
-      case Format::kQ8: return wide_matmul_of<Format::kQ8>(w, a, t0, t1, g0, g1, out, stride, add);
-      case Format::kQ8F: return wide_matmul_of<Format::kQ8F>(w, a, t0, t1, g0, g1, out, stride, add);
-      case Format::kQ8S: return wide_matmul_of<Format::kQ8S>(w, a, t0, t1, g0, g1, out, stride, add);
-      case Format::kQ8M: return wide_matmul_of<Format::kQ8M>(w, a, t0, t1, g0, g1, out, stride, add);
-      case Format::kBF16: return wide_matmul_of<Format::kBF16>(w, a, t0, t1, g0, g1, out, stride, add);
+      case Format::kQ4: return amx_matmul_of<Format::kQ4>(w, a, t0, t1, g0, g1, out, stride, add);
+      case Format::kQ4F: return amx_matmul_of<Format::kQ4F>(w, a, t0, t1, g0, g1, out, stride, add);
+      case Format::kQ8: return amx_matmul_of<Format::kQ8>(w, a, t0, t1, g0, g1, out, stride, add);
+      case Format::kQ8F: return amx_matmul_of<Format::kQ8F>(w, a, t0, t1, g0, g1, out, stride, add);
+      case Format::kQ8S: return amx_matmul_of<Format::kQ8S>(w, a, t0, t1, g0, g1, out, stride, add);
+      case Format::kQ8M: return amx_matmul_of<Format::kQ8M>(w, a, t0, t1, g0, g1, out, stride, add);
+      case Format::kBF16: return amx_matmul_of<Format::kBF16>(w, a, t0, t1, g0, g1, out, stride, add);
       default: break;
     }
   }

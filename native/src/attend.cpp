@@ -9,138 +9,144 @@ namespace twostroke {
 // The queries of one KV head and its key: normed, rotated; key and value into the cache.
 void Model::rotate_and_store(const Step& step, const Layer& layer, const Cache& cache, int t,
                              int kv) {
-  const Shape& s = shape_;
-  const int group = s.heads / s.kv_heads, dim = s.dim, position = step.position[t];
-  float* line = &qkv_[static_cast<size_t>(t) * (s.heads + 2 * s.kv_heads) * dim];
-  float *q = line + kv * group * dim, *key = line + (s.heads + kv) * dim;
-  const float* value = line + (s.heads + s.kv_heads + kv) * dim;
-  if (!layer.q_norm.empty()) {
+  const int group = layer.heads_per_kv(), dim = layer.dim;
+  float* line = &qkv_[static_cast<size_t>(t) * layer.qkv_size()];
+  float *q = line + kv * group * dim, *key = line + layer.q_size() + kv * dim;
+  const float* value = key + layer.kv_size();
+  if (layer.has_head_norms()) {
     for (int g = 0; g < group; g++)
-      k_.rms_norm(q + g * dim, layer.q_norm.data(), s.eps, dim, q + g * dim);
-    k_.rms_norm(key, layer.k_norm.data(), s.eps, dim, key);
+      k_.rms_norm(q + g * dim, layer.q_norm.data(), parts_.eps, dim, q + g * dim);
+    k_.rms_norm(key, layer.k_norm.data(), parts_.eps, dim, key);
   }
-  const float* cos = &cos_[static_cast<size_t>(position) * s.rope_half];
-  const float* sin = &sin_[static_cast<size_t>(position) * s.rope_half];
-  k_.rope(q, group, dim, cos, sin, s.rope_half);
-  k_.rope(key, 1, dim, cos, sin, s.rope_half);
-  const size_t at = cache.offset(step.table(t), position, kv);
-  k_.to_half(key, dim, cache.keys + at);
-  k_.to_half(value, dim, cache.values + at);
+  const Rope& rope = parts_.ropes[layer.rope];
+  const size_t angles = static_cast<size_t>(step.position[t]) * rope.half;
+  k_.rope(q, group, dim, &rope.cos[angles], &rope.sin[angles], rope.half);
+  k_.rope(key, 1, dim, &rope.cos[angles], &rope.sin[angles], rope.half);
+  const size_t at = cache.offset(step.table(layer, t), step.index[t], kv);
+  k_.to_fp16(key, dim, cache.keys + at);
+  k_.to_fp16(value, dim, cache.values + at);
 }
 
-// All tokens of a step from one on.
-void Model::store(const Step& step, const Layer& layer, const Cache& cache, int from) {
-  share_tokens(from, step.tokens, [&](int t) {
-    for (int kv = 0; kv < shape_.kv_heads; kv++) rotate_and_store(step, layer, cache, t, kv);
+void Model::store(const Step& step, const Layer& layer, const Cache& cache, int from, int to) {
+  for_each_token(from, to, [&](int t) {
+    for (int kv = 0; kv < layer.kv_heads; kv++) rotate_and_store(step, layer, cache, t, kv);
   });
 }
 
 void Model::attend(const Step& step, const Layer& layer, const Cache& cache, int member) {
-  const Shape& s = shape_;
-  const int group = s.heads / s.kv_heads, dim = s.dim, q = s.heads * dim;
+  const int group = layer.heads_per_kv(), dim = layer.dim, q = layer.q_size();
+  const int kv_heads = layer.kv_heads, stride = layer.qkv_size();
   const int decoding = static_cast<int>(step.decode.size());
-  const int chunk_tokens = step.tokens - decoding;
-  // A chunk's queries see keys that other tasks make; a decode slot needs only its own.
-  if (chunk_tokens > 0) store(step, layer, cache, decoding);
-  if (!step.whole && !step.stored) {
-    team_.share(decoding * s.kv_heads, [&](int n) {
-      rotate_and_store(step, layer, cache, n / s.kv_heads, n % s.kv_heads);
+  // A chunk's queries see keys that other tasks make, and so do slots of one row. A slot that is
+  // alone in its row needs only its own key: a task that does all of the slot makes it, too.
+  if (step.tokens > decoding) store(step, layer, cache, decoding, step.tokens);
+  if (!step.stored && !step.whole) {
+    team_.parallel_for(decoding * kv_heads, [&](int n) {
+      rotate_and_store(step, layer, cache, n / kv_heads, n % kv_heads);
     });
+  } else if (!step.stored && !step.one_each) {
+    store(step, layer, cache, 0, decoding);
   }
-  lap(kStore, member);
-  const PrefillAttention& tile = is_wide(step.tokens) ? k_.wide.prefill : prefill_attention();
+  end_stage(kStore, member);
+  const PrefillAttention& tile =
+      uses_matrix_units(step.tokens) ? k_.matrix_units.prefill : prefill_attention(layer);
   std::vector<int> tiles;  // of each chunk
   int tasks = 0;
   for (const Chunk& chunk : step.prefill) {
     tiles.push_back(ceil_div(chunk.size, tile.queries));
-    tasks += tiles.back() * s.kv_heads;
+    tasks += tiles.back() * kv_heads;
   }
-  const int decode_tasks = decoding * (step.whole ? 1 : s.kv_heads * step.splits);
+  const int decode_tasks = decoding * (step.whole ? 1 : kv_heads * splits(step, layer));
   const bool whole_blocks = (group * dim) % kBlock == 0;
-  team_.share(tasks + decode_tasks, [&](int n) {
+  team_.parallel_for(tasks + decode_tasks, [&](int n) {
     if (n >= tasks) return attend_slot(step, layer, cache, n - tasks);
     int first = decoding, at = tasks - 1 - n;  // the last tiles have the most keys: those first
     size_t c = 0;
-    for (; at >= tiles[c] * s.kv_heads; c++) {
-      at -= tiles[c] * s.kv_heads;
+    for (; at >= tiles[c] * kv_heads; c++) {
+      at -= tiles[c] * kv_heads;
       first += step.prefill[c].size;
     }
     const Chunk& chunk = step.prefill[c];
-    const int kv = at % s.kv_heads, from = at / s.kv_heads * tile.queries;
+    const int kv = at % kv_heads, from = at / kv_heads * tile.queries;
     const int count = std::min(tile.queries, chunk.size - from);
-    const int stride = (s.heads + 2 * s.kv_heads) * dim;
     const float* queries = &qkv_[static_cast<size_t>(first + from) * stride];
     float* out = &attended_.values[static_cast<size_t>(first + from) * q];
-    tile.attend(cache, step.table(first), queries, stride, chunk.start + from, count, kv, group,
-                1.0f / std::sqrt(static_cast<float>(dim)), layer.window, scratch_[member].data(),
-                out, q);
+    tile.attend(cache, step.table(layer, first), queries, stride, chunk.index + from, count, kv,
+                group, layer.attention, scratch_[member].data(), out, q);
     if (whole_blocks)
       for (int t = first + from; t < first + from + count; t++)
         quantise(attended_, t, kv * group * dim, group * dim, *layer.o);
   });
-  lap(kAttend, member);
+  end_stage(kAttend, member);
   if (!step.whole) {
-    team_.share(decoding * s.kv_heads,
-                [&](int n) { merge(step, layer, n / s.kv_heads, n % s.kv_heads); });
+    team_.parallel_for(decoding * kv_heads,
+                       [&](int n) { merge(step, layer, n / kv_heads, n % kv_heads); });
   }
   if (!whole_blocks)
-    share_tokens(0, step.tokens, [&](int t) { quantise(attended_, t, 0, q, *layer.o); });
-  lap(kMerge, member);
+    for_each_token(0, step.tokens, [&](int t) { quantise(attended_, t, 0, q, *layer.o); });
+  end_stage(kMerge, member);
 }
 
 // A decode slot, all of it; or (if there are few) one part of its context for one KV head.
 void Model::attend_slot(const Step& step, const Layer& layer, const Cache& cache, int task) {
   if (!step.whole) return attend_part(step, layer, cache, task);
-  const int parts = step.splits * shape_.kv_heads, first = task * parts;
-  if (!step.stored)
-    for (int kv = 0; kv < shape_.kv_heads; kv++) rotate_and_store(step, layer, cache, task, kv);
+  const int parts = splits(step, layer) * layer.kv_heads, first = task * parts;
+  if (!step.stored && step.one_each)
+    for (int kv = 0; kv < layer.kv_heads; kv++) rotate_and_store(step, layer, cache, task, kv);
   prefetch_part(step, layer, cache, first);
   for (int n = first; n < first + parts; n++) {
     if (n + 1 < first + parts) prefetch_part(step, layer, cache, n + 1);
     attend_part(step, layer, cache, n);
   }
-  for (int kv = 0; kv < shape_.kv_heads; kv++) merge(step, layer, task, kv);
+  for (int kv = 0; kv < layer.kv_heads; kv++) merge(step, layer, task, kv);
+}
+
+// Parts that a slot's context is cut into: `kSplit` cache indices each, of which a window reaches
+// into the last few.
+int Model::splits(const Step& step, const Layer& layer) const {
+  const int window = layer.attention.window;
+  return window > 0 ? std::min(step.splits, (window - 2) / kSplit + 2) : step.splits;
 }
 
 // Part n of all decode slots' contexts: by slot, KV head, and place.
 Model::Part Model::part(const Step& step, const Layer& layer, int n) const {
-  const int place = n % step.splits, t = n / step.splits / shape_.kv_heads;
-  const int end = step.position[t] + 1;
-  const int begin = layer.window > 0 ? std::max(0, end - layer.window) : 0;
-  const int from = std::max(begin, place * kSplit);
-  return {t, n / step.splits % shape_.kv_heads, from, std::max(from, std::min(end, (place + 1) * kSplit))};
+  const int parts = splits(step, layer), t = n / parts / layer.kv_heads;
+  const int end = step.index[t] + 1, window = layer.attention.window;
+  const int begin = window > 0 ? std::max(0, end - window) : 0;
+  const int place = begin / kSplit + n % parts;
+  const int from = std::max(begin, place * kSplit), to = std::min(end, (place + 1) * kSplit);
+  return {t, n / parts % layer.kv_heads, from, std::max(from, to)};
 }
 
 void Model::prefetch_part(const Step& step, const Layer& layer, const Cache& cache, int n) const {
   const Part p = part(step, layer, n);
-  k_.prefetch_keys(cache, step.table(p.t), p.from, p.to, p.kv);
+  k_.prefetch_keys(cache, step.table(layer, p.t), p.from, p.to, p.kv);
 }
 
 void Model::attend_part(const Step& step, const Layer& layer, const Cache& cache, int n) {
-  const Shape& s = shape_;
-  const int group = s.heads / s.kv_heads, dim = s.dim;
+  const int group = layer.heads_per_kv(), dim = layer.dim;
   const Part p = part(step, layer, n);
   float* acc = &partial_[static_cast<size_t>(n) * group * (dim + 2)];
   float *largest = acc + group * dim, *sum = largest + group;
-  const float* queries = &qkv_[static_cast<size_t>(p.t) * (s.heads + 2 * s.kv_heads) * dim];
-  if (!step.whole) k_.prefetch_keys(cache, step.table(p.t), p.from, p.to, p.kv);
-  const DecodeAttention attend_one = in_halves() ? k_.halves.decode : k_.decode;
-  attend_one(cache, step.table(p.t), queries, p.from, p.to, p.kv, group,
-             1.0f / std::sqrt(static_cast<float>(dim)), acc, largest, sum);
+  const float* queries = &qkv_[static_cast<size_t>(p.t) * layer.qkv_size()];
+  const int32_t* table = step.table(layer, p.t);
+  if (!step.whole) k_.prefetch_keys(cache, table, p.from, p.to, p.kv);
+  const DecodeAttention attend_one = in_fp16(layer) ? k_.fp16.decode : k_.decode;
+  attend_one(cache, table, queries, p.from, p.to, p.kv, group, layer.attention, acc, largest, sum);
 }
 
 void Model::merge(const Step& step, const Layer& layer, int t, int kv) {
-  const Shape& s = shape_;
-  const int group = s.heads / s.kv_heads, dim = s.dim, q = s.heads * dim;
+  const int group = layer.heads_per_kv(), dim = layer.dim, q = layer.q_size();
+  const int num_parts = splits(step, layer);
   const size_t size = static_cast<size_t>(group) * (dim + 2);
-  const float* parts = &partial_[static_cast<size_t>(t * s.kv_heads + kv) * step.splits * size];
+  const float* parts = &partial_[static_cast<size_t>(t * layer.kv_heads + kv) * num_parts * size];
   for (int g = 0; g < group; g++) {
     float* out = &attended_.values[static_cast<size_t>(t) * q + (kv * group + g) * dim];
     float largest = -INFINITY, total = 0;
-    for (int p = 0; p < step.splits; p++)
+    for (int p = 0; p < num_parts; p++)
       largest = std::max(largest, parts[p * size + group * dim + g]);
     std::fill(out, out + dim, 0.0f);
-    for (int p = 0; p < step.splits; p++) {
+    for (int p = 0; p < num_parts; p++) {
       const float* part = parts + p * size;
       const float weight = std::exp(part[group * dim + g] - largest);
       total += part[group * (dim + 1) + g] * weight;

@@ -1,7 +1,7 @@
 // Attention over the paged cache, once for every instruction set: `kernels_*.cpp` include this
 // inside a namespace of their own, after `simd.h`. `twostroke/kernels/reference.py` defines what each must give.
 
-// Where the keys (or values) of one head are, for consecutive positions.
+// Where the keys (or values) of one head are, for consecutive cache indices.
 struct Reader {
   const uint16_t* base;
   const int32_t* table;
@@ -13,9 +13,9 @@ struct Reader {
         table(table),
         block_size(c.block_size),
         dim(c.dim),
-        block_stride(static_cast<size_t>(c.heads) * c.block_size * c.dim) {}
+        block_stride(c.block_stride) {}
 
-  // f(n, pointer) for n = 0 … count − 1, the positions first, first + 1, …
+  // f(n, pointer) for n = 0 … count − 1, the indices first, first + 1, …
   template <typename F>
   inline __attribute__((always_inline)) void each(int first, int count, F&& f) const {
     int block = first / block_size, offset = first % block_size;
@@ -26,7 +26,7 @@ struct Reader {
   }
 };
 
-// Ask for positions [from, to) of one KV head: blocks lie apart, and the machine does not guess where.
+// Ask for indices [from, to) of one KV head: blocks lie apart, and the machine does not guess where.
 static void prefetch_keys(const Cache& cache, const int32_t* table, int from, int to, int kv) {
   for (const uint16_t* data : {cache.keys, cache.values})
     Reader(data, cache, table, kv).each(from, to - from, [&](int, const uint16_t* p) {
@@ -36,8 +36,8 @@ static void prefetch_keys(const Cache& cache, const int32_t* table, int from, in
 
 static inline void widen(const uint16_t* p, int dim, float* out) {
   int d = 0;
-  for (; d + W <= dim; d += W) store(out + d, load_half(p + d));
-  for (; d < dim; d++) out[d] = half_to_float(p[d]);
+  for (; d + W <= dim; d += W) store(out + d, load_fp16(p + d));
+  for (; d < dim; d++) out[d] = fp16_to_float(p[d]);
 }
 
 // Scores of `keys` keys [keys, dim] with `rows` queries, which stand in columns [dim, rows].
@@ -114,8 +114,10 @@ static inline void weigh(const float* s, const float* v, int keys, int rows, int
 }
 
 static void attend_prefill(const Cache& cache, const int32_t* table, const float* q, int q_stride,
-                           int first, int count, int kv, int group, float scale, int window,
-                           float* scratch, float* out, int out_stride) {
+                           int first, int count, int kv, int group,
+                           const AttentionParams& params, float* scratch, float* out,
+                           int out_stride) {
+  const int window = params.window;
   const int dim = cache.dim, rows = (count * group + W - 1) / W * W, end = first + count;
   float* k = scratch;           // [kKeys, dim]
   float* v = k + kKeys * dim;   // [kKeys, dim]
@@ -125,12 +127,12 @@ static void attend_prefill(const Cache& cache, const int32_t* table, const float
   float* largest = acc + rows * dim;
   float* sum = largest + rows;
   float* shrink = sum + rows;
-  int32_t* position = reinterpret_cast<int32_t*>(shrink + rows);
+  int32_t* index = reinterpret_cast<int32_t*>(shrink + rows);  // of a row's query
   for (int r = 0; r < rows; r++) {
     const int query = r / group < count ? r / group : count - 1;  // rows past the last: any
     const float* p = q + query * q_stride + (kv * group + r % group) * dim;
-    for (int d = 0; d < dim; d++) qt[d * rows + r] = p[d] * scale;
-    position[r] = first + query;
+    for (int d = 0; d < dim; d++) qt[d * rows + r] = p[d] * params.scale;
+    index[r] = first + query;
     largest[r] = -1e30f;
     sum[r] = 0;
   }
@@ -143,9 +145,10 @@ static void attend_prefill(const Cache& cache, const int32_t* table, const float
     keys_at.each(key, keys, [&](int n, const uint16_t* p) { widen(p, dim, k + n * dim); });
     values_at.each(key, keys, [&](int n, const uint16_t* p) { widen(p, dim, v + n * dim); });
     score(k, keys, qt, rows, dim, s);
+    if (params.softcap > 0) soft_cap(s, keys * rows, 1, params.softcap);
     const bool edges = key + keys - 1 > first || window > 0;  // some query does not see them all
     for (int r = 0; r < rows; r += W) {
-      const i32v at = *reinterpret_cast<const i32u*>(position + r);
+      const i32v at = *reinterpret_cast<const i32u*>(index + r);
       f32v most = load(largest + r);
       const f32v before = most;
       for (int n = 0; n < keys; n++) {
@@ -184,10 +187,11 @@ static void attend_prefill(const Cache& cache, const int32_t* table, const float
   }
 }
 
-// G heads that share a KV head, over positions [from, to).
+// G heads that share a KV head, over indices [from, to).
 template <int G>
 static void decode_heads(const Cache& cache, const int32_t* table, const float* q, int from, int to,
-                         int kv, float scale, float* acc, float* largest, float* sum) {
+                         int kv, const AttentionParams& params, float* acc, float* largest,
+                         float* sum) {
   const int dim = cache.dim;
   const Reader keys_at(cache.keys, cache, table, kv), values_at(cache.values, cache, table, kv);
   const uint16_t* p[kKeys + 4];
@@ -204,7 +208,7 @@ static void decode_heads(const Cache& cache, const int32_t* table, const float* 
       int d = 0;
       for (; d + W <= dim; d += W) {
         f32v k[4];
-        unrolled<4>([&](auto j) { k[j] = load_half(p[n + j] + d); });
+        unrolled<4>([&](auto j) { k[j] = load_fp16(p[n + j] + d); });
         unrolled<G>([&](auto g) {
           f32v query = load(q + g * dim + d);
           unrolled<4>([&](auto j) { x[g][j] = mul_add(k[j], query, x[g][j]); });
@@ -213,10 +217,15 @@ static void decode_heads(const Cache& cache, const int32_t* table, const float* 
       unrolled<G>([&](auto g) { sum_four(x[g][0], x[g][1], x[g][2], x[g][3], s[g] + n); });
       for (; d < dim; d++)
         for (int g = 0; g < G; g++)
-          for (int j = 0; j < 4; j++) s[g][n + j] += half_to_float(p[n + j][d]) * q[g * dim + d];
+          for (int j = 0; j < 4; j++) s[g][n + j] += fp16_to_float(p[n + j][d]) * q[g * dim + d];
     }
     for (int g = 0; g < G; g++) {
       f32v most = splat(largest[g]);
+      float scale = params.scale;
+      if (params.softcap > 0) {
+        soft_cap(s[g], keys, scale, params.softcap);
+        scale = 1;
+      }
       for (int n = keys; n < keys + 4 && n % 4 != 0; n++) s[g][n] = -__builtin_inff();
       const int padded = (keys + W - 1) / W * W;
       for (int n = (keys + 3) / 4 * 4; n < padded; n++) s[g][n] = -__builtin_inff();
@@ -248,7 +257,7 @@ static void decode_heads(const Cache& cache, const int32_t* table, const float* 
       for (int n = 0; n < keys; n += 4) {  // past the last key the weights are 0
         unrolled<4>([&](auto i) {
           f32v v[4];
-          unrolled<4>([&](auto j) { v[j] = load_half(p[n + i] + d + j * W); });
+          unrolled<4>([&](auto j) { v[j] = load_fp16(p[n + i] + d + j * W); });
           unrolled<G>([&](auto g) {
             const Four weights(s[g] + n);
             unrolled<4>([&](auto j) { a[g][j] = add_times<i>(a[g][j], v[j], weights); });
@@ -261,7 +270,7 @@ static void decode_heads(const Cache& cache, const int32_t* table, const float* 
     }
     for (; d < dim; d++)
       for (int g = 0; g < G; g++)
-        for (int n = 0; n < keys; n++) acc[g * dim + d] += half_to_float(p[n][d]) * s[g][n];
+        for (int n = 0; n < keys; n++) acc[g * dim + d] += fp16_to_float(p[n][d]) * s[g][n];
   }
 }
 
@@ -279,12 +288,12 @@ static inline __attribute__((always_inline)) void each_four(int group, F&& f) {
 }
 
 static void attend_decode(const Cache& cache, const int32_t* table, const float* q, int from,
-                          int to, int kv, int group, float scale, float* acc, float* largest,
-                          float* sum) {
+                          int to, int kv, int group, const AttentionParams& params, float* acc,
+                          float* largest, float* sum) {
   const int dim = cache.dim;
   q += static_cast<size_t>(kv) * group * dim;
   each_four(group, [&](auto count, int g) {
-    decode_heads<decltype(count)::value>(cache, table, q + g * dim, from, to, kv, scale,
+    decode_heads<decltype(count)::value>(cache, table, q + g * dim, from, to, kv, params,
                                          acc + g * dim, largest + g, sum + g);
   });
 }

@@ -10,7 +10,7 @@ namespace {
 float half_at(const uint8_t* p) {
   uint16_t h;
   std::memcpy(&h, p, 2);
-  return half_to_float(h);
+  return fp16_to_float(h);
 }
 
 void set_scales(Run& run, float scale, float least = 0) {
@@ -22,9 +22,9 @@ void set_scales(Run& run, float scale, float least = 0) {
 
 // 16 bytes: the low nibbles are the first half, the high ones the second.
 void read_nibbles(const uint8_t* p, int centre, Run& run) {
-  for (int k = 0; k < kHalf; k++) {
+  for (int k = 0; k < kHalfBlock; k++) {
     run.code[k] = static_cast<int8_t>((p[k] & 15) - centre);
-    run.code[k + kHalf] = static_cast<int8_t>((p[k] >> 4) - centre);
+    run.code[k + kHalfBlock] = static_cast<int8_t>((p[k] >> 4) - centre);
   }
 }
 
@@ -63,7 +63,7 @@ void read_q8_0(const uint8_t* p, int, Run& run) {
 
 // ── blocks of 256 ───────────────────────────────────────────────────────────────────────────────
 
-// The products below are exact: 11 bits of a half by at most 8 of a whole number.
+// The products below are exact: 11 bits of fp16 by at most 8 of a whole number.
 
 // 8 scales and 8 minima of 6 bits, in 12 bytes.
 void read_six_bit_scales(const uint8_t* block, int n, Run& run) {
@@ -133,11 +133,11 @@ void read_q3_k(const uint8_t* p, int n, Run& run) {
 
 const BlockType kTypes[] = {
     // name, columns, bytes, scales, minima, four bits
-    {"Q4_0", 32, 18, Scales::kHalf, false, true, read_q4_0},
-    {"Q4_1", 32, 20, Scales::kHalf, true, true, read_q4_1},
-    {"Q5_0", 32, 22, Scales::kHalf, false, false, read_q5_0},
-    {"Q5_1", 32, 24, Scales::kHalf, true, false, read_q5_1},
-    {"Q8_0", 32, 34, Scales::kHalf, false, false, read_q8_0},
+    {"Q4_0", 32, 18, Scales::kFp16, false, true, read_q4_0},
+    {"Q4_1", 32, 20, Scales::kFp16, true, true, read_q4_1},
+    {"Q5_0", 32, 22, Scales::kFp16, false, false, read_q5_0},
+    {"Q5_1", 32, 24, Scales::kFp16, true, false, read_q5_1},
+    {"Q8_0", 32, 34, Scales::kFp16, false, false, read_q8_0},
     {"Q2_K", 256, 84, Scales::kFloatOf16, true, false, read_q2_k},
     {"Q3_K", 256, 110, Scales::kFloatOf16, false, false, read_q3_k},
     {"Q4_K", 256, 144, Scales::kFloat, true, true, read_q4_k},
@@ -155,9 +155,9 @@ const BlockType& find_block_type(const std::string& name) {
 
 bool holds(Format format, const BlockType& type) {
   switch (format) {
-    case Format::kQ4: return type.four_bits && type.scales == Scales::kHalf;
+    case Format::kQ4: return type.four_bits && type.scales == Scales::kFp16;
     case Format::kQ4F: return type.four_bits;
-    case Format::kQ8: return type.scales == Scales::kHalf && !type.minima;
+    case Format::kQ8: return type.scales == Scales::kFp16 && !type.minima;
     case Format::kQ8F: return type.scales != Scales::kFloatOf16;
     case Format::kQ8S: return !type.minima;
     case Format::kQ8M: return true;

@@ -15,7 +15,7 @@ struct Run {
 };
 
 enum class Scales {
-  kHalf,        // one (and one minimum) for 32 columns, in half precision
+  kFp16,        // one (and one minimum) for 32 columns, in fp16
   kFloat,       // one for 32 columns, in single precision
   kFloatOf16,   // one for 16 columns
 };

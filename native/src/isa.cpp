@@ -18,7 +18,7 @@ namespace twostroke {
 namespace {
 
 #if defined(TS_HAVE_NEON)
-bool has_dot_products_and_halves() {
+bool has_dot_products_and_fp16() {
 #if defined(__linux__)
   constexpr unsigned long kAsimdHp = 1ul << 10, kAsimdDp = 1ul << 20;  // HWCAP_…
   const unsigned long both = kAsimdHp | kAsimdDp;
@@ -76,7 +76,7 @@ std::vector<const Kernels*> find_available() {
   if (machine.avx2) found.push_back(&kAvx2);
 #endif
 #if defined(TS_HAVE_NEON)
-  if (has_dot_products_and_halves()) found.push_back(&kNeon);
+  if (has_dot_products_and_fp16()) found.push_back(&kNeon);
 #endif
   found.push_back(&kPortable);
   return found;

@@ -7,14 +7,14 @@
 namespace twostroke {
 
 constexpr int kBlock = 32;  // weights and activations that share a scale
-constexpr int kHalf = kBlock / 2;
+constexpr int kHalfBlock = kBlock / 2;
 constexpr int kTile = 8;    // tokens that one pass over a block of weights serves
 
 // Those with codes come in the order of their size.
 enum class Format : int { kQ4, kQ4F, kQ8, kQ8F, kQ8S, kQ8M, kBF16, kF16, kF32 };
 
 constexpr bool is_q4(Format f) { return f == Format::kQ4 || f == Format::kQ4F; }
-constexpr bool in_halves(Format f) { return f == Format::kQ8S || f == Format::kQ8M; }
+constexpr bool has_half_block_scales(Format f) { return f == Format::kQ8S || f == Format::kQ8M; }
 constexpr bool has_codes(Format f) { return f < Format::kBF16; }
 constexpr bool has_minima(Format f) {
   return is_q4(f) || f == Format::kQ8F || f == Format::kQ8M;
@@ -25,15 +25,15 @@ constexpr bool has_float_scales(Format f) { return f != Format::kQ4 && f != Form
 // side by side in a group, so that a vector holds one column of each:
 //
 //   Q4, Q8      a group is its blocks one after another; a block is codes, then `lanes` scales,
-//               then (Q4) `lanes` minima, in half precision. Codes are 8 vectors of four columns of
+//               then (Q4) `lanes` minima, in fp16. Codes are 8 vectors of four columns of
 //               each row; of 4-bit codes, vector j is in the low and vector j + 4 in the high half
 //               of a byte.
-//   Q4F, Q8F    have scales and minima in single precision: for what no half can hold, and (Q4F)
-//               where halves are slow to read.
+//   Q4F, Q8F    have scales and minima in single precision: for what fp16 cannot hold, and (Q4F)
+//               where fp16 is slow to read.
 //   Q8S, Q8M    have, in single precision, a scale for each 16 columns: `lanes` scales of the first
 //               16, those of the last; then (Q8M) the minima likewise.
 //   BF16, F32   a group is its columns one after another.
-//   F16         likewise, of twice as many rows, for machines that multiply halves: in units of
+//   F16         likewise, of twice as many rows, for machines that multiply fp16: in units of
 //               2^-8, so that small weights are normal numbers.
 //
 // A row's value is scale · code + minimum. Rows past the last are zero.
@@ -55,12 +55,12 @@ constexpr size_t code_bytes(Format f, int lanes) {
   return static_cast<size_t>(is_q4(f) ? kBlock / 2 : kBlock) * lanes;
 }
 constexpr size_t block_bytes(Format f, int lanes) {
-  const size_t numbers = (in_halves(f) ? 2 : 1) * (has_minima(f) ? 2 : 1);
+  const size_t numbers = (has_half_block_scales(f) ? 2 : 1) * (has_minima(f) ? 2 : 1);
   return code_bytes(f, lanes) + numbers * (has_float_scales(f) ? 4 : 2) * lanes;
 }
 
 // Activations of T tokens: as they are, and as blocks of 8 bits, `kTile` tokens side by side.
-// value ≈ scale · code; `sum` is scale times the sum of a block's codes, `halves` are
+// value ≈ scale · code; `sum` is scale times the sum of a block's codes, `half_sums` are
 // the plain sums of its first 16 and of its last.
 struct Activations {
   const float* values;  // [T, stride]
@@ -69,71 +69,81 @@ struct Activations {
   const float* scale;   // [T / kTile, places, kTile]
   const float* sum;     // as scale
   int blocks;
-  const float* halves;  // [T / kTile, places, 2, kTile]
-  const uint16_t* wide = nullptr;  // or instead of codes: bfloat16, see `wide_at`
+  const float* half_sums;  // [T / kTile, places, 2, kTile]
+  const uint16_t* bf16_tiles = nullptr;  // or instead of codes: bfloat16, see `bf16_tile_at`
   // [T]: a block that comes once more, after the others, with what its codes have left over; or
   // null: none does.
-  const int32_t* again = nullptr;
-  // For products with F16: halves [T / kTile, blocks, kBlock, kTile], scaled as `half_scale`
+  const int32_t* residual_block = nullptr;
+  // For products with F16: fp16 [T / kTile, blocks, kBlock, kTile], scaled as `fp16_scale`
   // [T / kTile, blocks, kTile] takes back; or null: the exact products.
-  const uint16_t* half = nullptr;
-  const float* half_scale = nullptr;
+  const uint16_t* fp16 = nullptr;
+  const float* fp16_scale = nullptr;
 
-  int places() const { return again == nullptr ? blocks : blocks + 1; }
+  int places() const { return residual_block == nullptr ? blocks : blocks + 1; }
 };
 
-// Where block `b` of token `t` is among wide activations: tiles of 16 tokens by a block, a token's
+// Where block `b` of token `t` is among bfloat16 activations: tiles of 16 tokens by a block, a token's
 // blocks one after another. From the last column to the block's end there are zeros; tiles are there
-// up to a multiple of `kWideRows` tokens.
-constexpr int kWideRows = 32;
-constexpr size_t wide_at(int t, int b, int blocks) {
+// up to a multiple of `kTileTokens` tokens.
+constexpr int kTileTokens = 32;
+constexpr size_t bf16_tile_at(int t, int b, int blocks) {
   return (static_cast<size_t>(t / 16) * blocks + b) * 16 * kBlock + t % 16 * kBlock;
 }
 
-// One layer of the paged cache, keys and values: [blocks, heads, block_size, dim] halves, so that
-// what one head reads of a block lies together.
+// One layer of a KV group's pool, in fp16. A block holds the keys and values of all layers of the
+// group; those of one layer are [heads, block_size, dim], so that what one head reads of a block lies
+// together, and `block_stride` elements lie between two blocks.
 struct Cache {
   uint16_t* keys;
   uint16_t* values;
   int block_size, heads, dim;
+  size_t block_stride;
 
-  size_t offset(const int32_t* table, int position, int head) const {
-    const size_t block = static_cast<size_t>(table[position / block_size]) * heads + head;
-    return (block * block_size + position % block_size) * dim;
+  // Of a token by its cache index: its place among the tokens that the table holds.
+  size_t offset(const int32_t* table, int index, int head) const {
+    return table[index / block_size] * block_stride +
+           (static_cast<size_t>(head) * block_size + index % block_size) * dim;
   }
 };
 
-// Queries [first, first + count ≤ `queries`) of one sequence, all heads of KV head `kv`, against
-// what of it is cached. Row 0 of q and out is the query at `first`.
+// score = softcap · tanh(scale · q k / softcap), or scale · q k where softcap is 0. A query at cache
+// index i sees keys [0, i], or with a window its own and the window − 1 before it.
+struct AttentionParams {
+  float scale, softcap = 0;
+  int window = 0;  // 0: none
+};
+
+// Queries at cache indices [first, first + count ≤ `queries`) of one sequence, all heads of KV head
+// `kv`, against what of it is cached. Row 0 of q and out is the query at `first`.
 struct PrefillAttention {
   int queries = 0;
   size_t (*scratch_floats)(int group, int dim) = nullptr;
   void (*attend)(const Cache& cache, const int32_t* table, const float* q, int q_stride, int first,
-                 int count, int kv, int group, float scale, int window, float* scratch, float* out,
-                 int out_stride) = nullptr;
+                 int count, int kv, int group, const AttentionParams& params, float* scratch,
+                 float* out, int out_stride) = nullptr;
 };
 
-// One query, all heads of KV head `kv`, against positions [from, to). Unnormalised: `acc`
-// [group, dim] with each head's largest score and sum, for `merge`.
+// One query, all heads of KV head `kv`, against cache indices [from, to), which are inside its window.
+// Unnormalised: `acc` [group, dim] with each head's largest score and sum, for `merge`.
 using DecodeAttention = void (*)(const Cache& cache, const int32_t* table, const float* q, int from,
-                                 int to, int kv, int group, float scale, float* acc, float* largest,
-                                 float* sum);
+                                 int to, int kv, int group, const AttentionParams& params,
+                                 float* acc, float* largest, float* sum);
 
-// What matrix units add, for steps of at least `from` tokens; nothing where `from` is 0.
-struct Wide {
-  int from = 0;
-  // n floats of a token, each block of them 16 blocks after the last: `wide_at`.
+// What matrix units add, for steps of at least `min_tokens`; nothing where that is 0.
+struct MatrixUnits {
+  int min_tokens = 0;
+  // n floats of a token, each block of them 16 blocks after the last: `bf16_tile_at`.
   void (*to_bf16)(const float* x, int n, uint16_t* out) = nullptr;
   PrefillAttention prefill = {};  // to the precision of bfloat16
 };
 
-// What arithmetic in half precision adds; nothing where `most_dim` is 0.
-struct HalfPrecision {
+// What fp16 arithmetic adds; nothing where `most_dim` is 0.
+struct Fp16Kernels {
   int most_dim = 0;  // of the heads that attention takes, in eights
   PrefillAttention prefill = {};
   DecodeAttention decode = nullptr;
-  // n floats as halves of token `t` of `Activations`, from its block `first` on.
-  void (*to_halves)(const float* x, int n, int t, int first, int blocks, uint16_t* half,
+  // n floats as fp16 of token `t` of `Activations`, from its block `first` on.
+  void (*to_fp16_blocks)(const float* x, int n, int t, int first, int blocks, uint16_t* fp16,
                     float* scale) = nullptr;
   double (*multiply)(int rounds) = nullptr;  // as `Kernels::dot_bytes`
 
@@ -143,23 +153,26 @@ struct HalfPrecision {
 struct Kernels {
   const char* name;
   int lanes;
-  bool slow_halves;  // Q4F is faster than Q4
+  bool slow_fp16_loads;  // Q4F is faster than Q4
 
   // out[t, row] = Σ a[t, :] · w[row, :] (+ bias) (+ what is there, if `add`), for tokens [t0, t1)
-  // and groups [g0, g1); `out` is where the first of both goes. t0 is a multiple of kWideRows.
+  // and groups [g0, g1); `out` is where the first of both goes. t0 is a multiple of kTileTokens.
   void (*matmul)(const Packed& w, const Activations& a, int t0, int t1, int g0, int g1, float* out,
                  int stride, bool add);
   // n floats as 8-bit blocks of token `t` of `Activations`, from its block `first` on.
   void (*quantise)(const float* x, int n, int t, int first, int places, int8_t* codes,
-                   float* scale, float* sum, float* halves);
+                   float* scale, float* sum, float* half_sums);
   // What the codes of the coarsest of its blocks have left over, as one block more. Which that is.
-  int (*quantise_rest)(const float* x, int n, int t, int places, int8_t* codes, float* scale,
-                       float* sum, float* halves);
+  int (*quantise_residual)(const float* x, int n, int t, int places, int8_t* codes, float* scale,
+                       float* sum, float* half_sums);
   void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);
   // Rotate `heads` heads of `dim` channels; `half` cosines and sines.
   void (*rope)(float* x, int heads, int dim, const float* cos, const float* sin, int half);
   void (*silu_mul)(const float* gate, const float* up, int n, float* out);
-  void (*to_half)(const float* x, int n, uint16_t* out);
+  void (*gelu_tanh_mul)(const float* gate, const float* up, int n, float* out);
+  // x = cap · tanh(scale · x / cap), in place.
+  void (*soft_cap)(float* x, int n, float scale, float cap);
+  void (*to_fp16)(const float* x, int n, uint16_t* out);
   // One row of a packed matrix, as floats.
   void (*unpack_row)(const Packed& w, int row, float* out);
 
@@ -175,12 +188,12 @@ struct Kernels {
   int (*draw)(const float* x, int n, uint32_t key0, uint32_t key1);
   // Busy for some rounds with the fastest products of bytes; how many operations those were.
   double (*dot_bytes)(int rounds);
-  Wide wide = {};
-  HalfPrecision halves = {};
+  MatrixUnits matrix_units = {};
+  Fp16Kernels fp16 = {};
 
   // Rows side by side in a packed matrix; 0: there are no products with this format.
   int lanes_of(Format f) const {
-    if (f == Format::kF16) return halves.to_halves == nullptr ? 0 : 2 * lanes;
+    if (f == Format::kF16) return fp16.to_fp16_blocks == nullptr ? 0 : 2 * lanes;
     return lanes;
   }
 };
@@ -221,7 +234,7 @@ inline float gumbel(int token, uint32_t key0, uint32_t key1) {
   return -__builtin_logf(-__builtin_log1pf(-uniform));
 }
 
-inline float half_to_float(uint16_t h) {
+inline float fp16_to_float(uint16_t h) {
   uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16, rest = h & 0x7FFFu;
   uint32_t bits;
   if (rest >= 0x7C00u) {
@@ -238,7 +251,7 @@ inline float half_to_float(uint16_t h) {
   return f;
 }
 
-inline uint16_t float_to_half(float f) {  // to nearest, ties to even
+inline uint16_t float_to_fp16(float f) {  // to nearest, ties to even
   uint32_t bits;
   __builtin_memcpy(&bits, &f, 4);
   uint32_t sign = bits >> 16 & 0x8000u, rest = bits & 0x7FFFFFFFu;

@@ -14,8 +14,8 @@ namespace neon {
 #include "small_impl.h"
 #include "attention_impl.h"
 
-#include "half_attention.h"
-#include "half_products.h"
+#include "fp16_attention.h"
+#include "fp16_products.h"
 }  // namespace neon
 
 const Kernels kNeon = {
@@ -24,11 +24,13 @@ const Kernels kNeon = {
     true,
     neon::matmul_any,
     neon::quantise,
-    neon::quantise_rest,
+    neon::quantise_residual,
     neon::rms_norm,
     neon::rope,
     neon::silu_mul,
-    neon::to_half,
+    neon::gelu_tanh_mul,
+    neon::soft_cap,
+    neon::to_fp16,
     neon::unpack_row_any,
     {kQueries, prefill_scratch_floats, neon::attend_prefill},
     neon::attend_decode,
@@ -39,9 +41,9 @@ const Kernels kNeon = {
     neon::dot_bytes,
     {},
     {neon::kMostDim,
-     {kQueries, neon::half_scratch_floats, neon::attend_prefill_halves},
-     neon::attend_decode_halves,
-     neon::to_halves,
-     neon::multiply_halves},
+     {kQueries, neon::fp16_scratch_floats, neon::attend_prefill_fp16},
+     neon::attend_decode_fp16,
+     neon::to_fp16_blocks,
+     neon::multiply_fp16},
 };
 }  // namespace twostroke

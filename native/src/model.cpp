@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
+#include <string>
 
 namespace twostroke {
 
@@ -17,59 +18,104 @@ constexpr int kPanel = 512;       // tokens whose gate and up are kept at one ti
 constexpr int kTasks = 16;
 }  // namespace
 
-void check_model(const Shape& s, const std::vector<Layer>& layers, const Matrix& embed,
-                 const Matrix& head, size_t final_norm, const Kernels& kernels) {
-  const int q = s.heads * s.dim, kv = s.kv_heads * s.dim;
-  const size_t hidden = s.hidden, dim = s.dim;
-  auto fits = [&](const Matrix& m, int rows, int cols) {
-    return m.packed().rows == rows && m.packed().cols == cols && m.packed().lanes == kernels.lanes_of(m.packed().format);
+std::vector<KVGroup> check_model(const ModelParts& parts, const Kernels& kernels) {
+  auto fit = [](bool fine, const std::string& what) {
+    if (!fine) throw std::invalid_argument("the model's parts do not fit each other: " + what);
   };
-  bool fine = fits(embed, s.vocab, s.hidden) && fits(head, s.vocab, s.hidden);
-  fine = fine && final_norm == hidden;
-  for (const Layer& layer : layers) {
-    fine = fine && fits(*layer.qkv, q + 2 * kv, s.hidden) && fits(*layer.o, s.hidden, q) &&
-           fits(*layer.gate_up, 2 * s.inner, s.hidden) && fits(*layer.down, s.hidden, s.inner);
-    fine = fine && layer.attn_norm.size() == hidden && layer.mlp_norm.size() == hidden;
-    fine = fine && layer.q_norm.size() == layer.k_norm.size();
-    fine = fine && (layer.q_norm.empty() || layer.q_norm.size() == dim) && layer.window >= 0;
+  auto is = [&](const std::shared_ptr<Matrix>& m, int rows, int cols, const std::string& what) {
+    fit(m != nullptr, what + " is missing");
+    const Packed& p = m->packed();
+    fit(p.lanes == kernels.lanes_of(p.format), what + " is packed for other kernels");
+    fit(p.rows == rows && p.cols == cols, what + " has another shape");
+  };
+  fit(parts.embed != nullptr && !parts.ropes.empty(), "there is no embedding, or no rope table");
+  const int hidden = parts.hidden();
+  is(parts.embed, parts.vocab(), hidden, "the embedding");
+  is(parts.head, parts.vocab(), hidden, "the head");
+  fit(parts.final_norm.size() == static_cast<size_t>(hidden), "the final norm");
+  fit(parts.eps >= 0 && parts.logit_softcap >= 0, "a negative number");
+  for (const Rope& rope : parts.ropes)
+    fit(rope.positions == parts.max_len(), "rope tables of different lengths");
+  std::vector<KVGroup> groups;
+  std::vector<std::vector<bool>> taken;  // which layers of each group there are
+  for (size_t n = 0; n < parts.layers.size(); n++) {
+    const Layer& layer = parts.layers[n];
+    const std::string at = "layer " + std::to_string(n) + ": ";
+    fit(layer.dim > 0 && layer.kv_heads > 0 && layer.heads > 0 && layer.heads % layer.kv_heads == 0,
+        at + "heads come in whole groups");
+    is(layer.qkv, layer.qkv_size(), hidden, at + "qkv");
+    is(layer.o, hidden, layer.q_size(), at + "o");
+    fit(layer.down != nullptr, at + "down is missing");
+    is(layer.down, hidden, layer.inner(), at + "down");
+    is(layer.gate_up, 2 * layer.inner(), hidden, at + "gate_up");
+    for (const auto* norm :
+         {&layer.attn_norm, &layer.mlp_norm, &layer.attn_post_norm, &layer.mlp_post_norm})
+      fit(norm->empty() || norm->size() == static_cast<size_t>(hidden), at + "a norm");
+    const size_t q = layer.q_norm.size(), k = layer.k_norm.size(), dim = layer.dim;
+    const size_t q_size = layer.q_size(), kv_size = layer.kv_size();
+    fit((q == 0 && k == 0) || (q == dim && k == dim) || (q == q_size && k == kv_size),
+        at + "q_norm and k_norm");
+    fit(layer.attention.scale > 0 && layer.attention.softcap >= 0 && layer.attention.window >= 0,
+        at + "scale, softcap or window is negative");
+    fit(layer.rope >= 0 && static_cast<size_t>(layer.rope) < parts.ropes.size(),
+        at + "it has no rope table");
+    fit(2 * parts.ropes[layer.rope].half <= layer.dim, at + "angles of another shape");
+    const size_t most = parts.layers.size();
+    fit(layer.group >= 0 && static_cast<size_t>(layer.group) < most && layer.in_group >= 0 &&
+            static_cast<size_t>(layer.in_group) < most,
+        at + "its KV group");
+    groups.resize(std::max<size_t>(groups.size(), layer.group + 1));
+    taken.resize(groups.size());
+    KVGroup& group = groups[layer.group];
+    std::vector<bool>& own = taken[layer.group];
+    own.resize(std::max<size_t>(own.size(), layer.in_group + 1));
+    fit(!own[layer.in_group], at + "its place in the KV group is taken");
+    fit(group.layers++ == 0 || (group.kv_heads == layer.kv_heads && group.dim == layer.dim),
+        at + "heads of another shape than its KV group has");
+    own[layer.in_group] = true;
+    group.kv_heads = layer.kv_heads, group.dim = layer.dim;
   }
-  if (!fine) throw std::invalid_argument("the model's parts do not fit each other");
+  for (size_t n = 0; n < groups.size(); n++)
+    fit(groups[n].layers > 0 && static_cast<size_t>(groups[n].layers) == taken[n].size(),
+        "KV group " + std::to_string(n) + " lacks layers");
+  return groups;
 }
 
-Model::Model(const Kernels& kernels, const Shape& shape, std::vector<Layer> layers,
-             std::shared_ptr<Matrix> embed, std::shared_ptr<Matrix> head,
-             std::vector<float> final_norm, std::vector<float> cos, std::vector<float> sin,
-             int threads, int threads_prefill, bool exact)
+Model::Model(const Kernels& kernels, ModelParts parts, int threads, int threads_prefill, bool exact)
     : k_(kernels),
-      shape_(shape),
-      layers_(std::move(layers)),
-      embed_(std::move(embed)),
-      head_(std::move(head)),
-      final_norm_(std::move(final_norm)),
-      cos_(std::move(cos)),
-      sin_(std::move(sin)),
+      parts_(std::move(parts)),
+      groups_(check_model(parts_, kernels)),
+      hidden_(parts_.hidden()),
       exact_(exact),
       threads_(threads),
       threads_prefill_(threads_prefill),
       team_(std::max(threads, threads_prefill)) {
   auto is_f16 = [](const std::shared_ptr<Matrix>& m) { return m->packed().format == Format::kF16; };
-  any_halves_ = is_f16(head_);
-  for (const Layer& layer : layers_)
+  any_fp16_ = is_f16(parts_.head);
+  size_t scratch = 0;
+  for (const Layer& layer : parts_.layers) {
     for (const auto& m : {layer.qkv, layer.o, layer.gate_up, layer.down})
-      any_halves_ = any_halves_ || is_f16(m);
+      any_fp16_ = any_fp16_ || is_f16(m);
+    any_post_norm_ =
+        any_post_norm_ || !layer.attn_post_norm.empty() || !layer.mlp_post_norm.empty();
+    most_q_ = std::max(most_q_, layer.q_size());
+    most_qkv_ = std::max(most_qkv_, layer.qkv_size());
+    most_inner_ = std::max(most_inner_, layer.inner());
+    const int group = layer.heads_per_kv();
+    scratch = std::max(scratch, prefill_attention(layer).scratch_floats(group, layer.dim));
+    if (k_.matrix_units.min_tokens > 0)
+      scratch = std::max(scratch, k_.matrix_units.prefill.scratch_floats(group, layer.dim));
+  }
   own_.resize(team_.size());
   both_.resize(team_.size());
-  for (Quantised& own : own_) resize(own, kTile, shape_.hidden);
-  const int group = shape_.heads / shape_.kv_heads;
-  size_t floats = prefill_attention().scratch_floats(group, shape_.dim);
-  if (k_.wide.from > 0)
-    floats = std::max(floats, k_.wide.prefill.scratch_floats(group, shape_.dim));
-  scratch_.assign(team_.size(), std::vector<float>(floats));
+  for (Quantised& own : own_) resize(own, kTile, hidden_);
+  scratch_.assign(team_.size(), std::vector<float>(scratch));
 }
 
 size_t Model::num_bytes() const {
-  size_t total = embed_->num_bytes() + (head_ == embed_ ? 0 : head_->num_bytes());
-  for (const Layer& layer : layers_)
+  size_t total = parts_.embed->num_bytes();
+  if (parts_.head != parts_.embed) total += parts_.head->num_bytes();
+  for (const Layer& layer : parts_.layers)
     total += layer.qkv->num_bytes() + layer.o->num_bytes() + layer.gate_up->num_bytes() +
              layer.down->num_bytes();
   return total;
@@ -80,11 +126,11 @@ size_t Model::num_bytes() const {
 void Model::resize(Quantised& a, int tokens, int width) const {
   const size_t padded = ceil_div(tokens, kTile) * static_cast<size_t>(kTile);
   const size_t blocks = ceil_div(width, kBlock);
-  a.is_wide = is_wide(tokens);
-  if (a.is_wide) {
-    const size_t rows = ceil_div(tokens, kWideRows) * static_cast<size_t>(kWideRows);
+  a.uses_matrix_units = uses_matrix_units(tokens);
+  if (a.uses_matrix_units) {
+    const size_t rows = ceil_div(tokens, kTileTokens) * static_cast<size_t>(kTileTokens);
     const size_t needed = rows * blocks * kBlock;
-    if (a.wide.size() < needed) a.wide.resize(needed);
+    if (a.bf16_tiles.size() < needed) a.bf16_tiles.resize(needed);
   }
   if (a.values.size() >= padded * width) return;
   const size_t places = padded * (blocks + 1);
@@ -92,146 +138,150 @@ void Model::resize(Quantised& a, int tokens, int width) const {
   a.codes.resize(places * kBlock);
   a.scale.resize(places);
   a.sum.resize(places);
-  a.halves.resize(places * 2);
-  a.again.resize(padded);
-  if (any_halves_) {
-    a.half.resize(padded * blocks * kBlock);
-    a.half_scale.resize(padded * blocks);
+  a.half_sums.resize(places * 2);
+  a.residual_block.resize(padded);
+  if (any_fp16_) {
+    a.fp16.resize(padded * blocks * kBlock);
+    a.fp16_scale.resize(padded * blocks);
   }
 }
 
 // Whether a step of so many tokens goes through the machine's matrix units.
-bool Model::is_wide(int tokens) const {
-  return !exact_ && k_.wide.from > 0 && tokens >= k_.wide.from;
+bool Model::uses_matrix_units(int tokens) const {
+  return !exact_ && k_.matrix_units.min_tokens > 0 && tokens >= k_.matrix_units.min_tokens;
 }
 
-Activations Model::view(const Quantised& a, int width, bool again) const {
+Activations Model::view(const Quantised& a, int width, bool with_residual) const {
   return {a.values.data(), width,        exact_ ? nullptr : a.codes.data(),
           a.scale.data(),  a.sum.data(), ceil_div(width, kBlock),
-          a.halves.data(), a.is_wide ? a.wide.data() : nullptr,
-          again ? a.again.data() : nullptr,
-          exact_ || a.half.empty() ? nullptr : a.half.data(), a.half_scale.data()};
+          a.half_sums.data(), a.uses_matrix_units ? a.bf16_tiles.data() : nullptr,
+          with_residual ? a.residual_block.data() : nullptr,
+          exact_ || a.fp16.empty() ? nullptr : a.fp16.data(), a.fp16_scale.data()};
 }
 
 // Channels [from, from + n) of token t, from a block's beginning on, as the product with `next`
-// wants them. `again`: all of them, and the coarsest block once more.
-void Model::quantise(Quantised& a, int t, int from, int n, const Matrix& next, bool again) const {
+// wants them. `with_residual`: all of them, and the coarsest block once more.
+void Model::quantise(Quantised& a, int t, int from, int n, const Matrix& next, bool with_residual) const {
   if (exact_) return;
   const Packed& w = next.packed();
-  const int blocks = w.blocks, places = again ? blocks + 1 : blocks;
+  const int blocks = w.blocks, places = with_residual ? blocks + 1 : blocks;
   const float* x = a.values.data() + static_cast<size_t>(t) * w.cols + from;
   if (w.format == Format::kF16)
-    return k_.halves.to_halves(x, n, t, from / kBlock, blocks, a.half.data(), a.half_scale.data());
-  if (a.is_wide) return k_.wide.to_bf16(x, n, &a.wide[wide_at(t, from / kBlock, blocks)]);
+    return k_.fp16.to_fp16_blocks(x, n, t, from / kBlock, blocks, a.fp16.data(), a.fp16_scale.data());
+  if (a.uses_matrix_units) return k_.matrix_units.to_bf16(x, n, &a.bf16_tiles[bf16_tile_at(t, from / kBlock, blocks)]);
   k_.quantise(x, n, t, from / kBlock, places, a.codes.data(), a.scale.data(), a.sum.data(),
-              a.halves.data());
-  if (again)
-    a.again[t] = k_.quantise_rest(x, n, t, places, a.codes.data(), a.scale.data(), a.sum.data(),
-                                  a.halves.data());
+              a.half_sums.data());
+  if (with_residual)
+    a.residual_block[t] = k_.quantise_residual(x, n, t, places, a.codes.data(), a.scale.data(), a.sum.data(),
+                                  a.half_sums.data());
 }
 
+// A layer without a norm there takes x as it is.
 void Model::norm(const float* x, const std::vector<float>& weight, Quantised& a, int t,
-                 const Matrix& next, bool again) const {
-  const int n = shape_.hidden;
-  k_.rms_norm(x, weight.data(), shape_.eps, n, a.values.data() + static_cast<size_t>(t) * n);
-  quantise(a, t, 0, n, next, again);
+                 const Matrix& next, bool with_residual) const {
+  float* out = a.values.data() + static_cast<size_t>(t) * hidden_;
+  if (weight.empty())
+    std::copy(x, x + hidden_, out);
+  else
+    k_.rms_norm(x, weight.data(), parts_.eps, hidden_, out);
+  quantise(a, t, 0, hidden_, next, with_residual);
 }
 
 void Model::reserve(int tokens) {
-  const Shape& s = shape_;
-  const size_t q = s.heads * s.dim, kv = s.kv_heads * s.dim;
   const size_t padded = ceil_div(tokens, kTile) * static_cast<size_t>(kTile);
-  if (x_.size() < padded * s.hidden) {
-    x_.resize(padded * s.hidden);
-    qkv_.resize(padded * (q + 2 * kv));
+  if (x_.size() < padded * hidden_) {
+    x_.resize(padded * hidden_);
+    qkv_.resize(padded * most_qkv_);
+    if (any_post_norm_) branch_.resize(padded * hidden_);
   }
-  resize(normed_, tokens, s.hidden);
-  resize(attended_, tokens, static_cast<int>(q));
-  resize(inner_, tokens, s.inner);
+  resize(normed_, tokens, hidden_);
+  resize(attended_, tokens, most_q_);
+  resize(inner_, tokens, most_inner_);
 }
 
 // ── a step ──────────────────────────────────────────────────────────────────────────────────────
 
-void Model::forward(const Rows& rows, const Pool& pool, const std::vector<Slot>& decode,
-                    const std::vector<Chunk>& prefill, const int32_t* which, int count, float* out,
-                    bool keep_all) {
+void Model::forward(const Rows& rows, const std::vector<Pool>& pools,
+                    const std::vector<Slot>& decode, const std::vector<Chunk>& prefill,
+                    const int32_t* which, int count, float* out, bool keep_all) {
   const int members = prefill.empty() ? threads_ : threads_prefill_;
-  Step step{rows, pool, decode, prefill, {}, {}};
-  for (const Slot& slot : decode) {
-    step.row.push_back(slot.row);
-    step.position.push_back(slot.position);
-  }
-  for (const Chunk& chunk : prefill) {
-    for (int n = 0; n < chunk.size; n++) {
-      step.row.push_back(chunk.row);
-      step.position.push_back(chunk.start + n);
-    }
-  }
+  Step step{rows, pools, decode, prefill, {}, {}, {}};
+  for (const Slot& slot : decode) step.add(slot.row, slot.position, slot.index);
+  for (const Chunk& chunk : prefill)
+    for (int n = 0; n < chunk.size; n++) step.add(chunk.row, chunk.start + n, chunk.index + n);
   // Few tokens of a chunk are wanted: once all keys and values are stored, the last layer goes on
   // with those alone, as with decode slots.
   std::vector<Slot> slots;
   std::vector<int32_t> order;
   const std::vector<Chunk> no_chunks;
-  Step wanted{rows, pool, slots, no_chunks, {}, {}};
+  Step wanted{rows, pools, slots, no_chunks, {}, {}, {}};
   wanted.stored = true;
   const bool all = keep_all || prefill.empty();
   for (int n = 0; n < count && !all; n++) {
-    slots.push_back({step.row[which[n]], step.position[which[n]]});
-    wanted.row.push_back(slots.back().row);
-    wanted.position.push_back(slots.back().position);
+    const int t = which[n];
+    slots.push_back({step.row[t], step.position[t], step.index[t]});
+    wanted.add(step.row[t], step.position[t], step.index[t]);
     order.push_back(n);
   }
   plan(step, members);
   if (!all) plan(wanted, members);
   kept_ = all ? step.tokens : 0;
   reserve(step.tokens);
-  resize(last_, std::max(count, 1), shape_.hidden);
-  since_ = std::chrono::steady_clock::now();
+  resize(last_, std::max(count, 1), hidden_);
+  stage_start_ = std::chrono::steady_clock::now();
   team_.run(members, [&](int member) {
-    share_tokens(0, step.tokens, [&](int t) {
+    for_each_token(0, step.tokens, [&](int t) {
       const int32_t token = rows.tokens[step.row[t] * rows.tokens_stride + step.position[t]];
-      k_.unpack_row(embed_->packed(), token, &x_[static_cast<size_t>(t) * shape_.hidden]);
+      float* x = &x_[static_cast<size_t>(t) * hidden_];
+      k_.unpack_row(parts_.embed->packed(), token, x);
+      if (parts_.embed_scale != 1)
+        for (int n = 0; n < hidden_; n++) x[n] *= parts_.embed_scale;
     });
-    lap(kEmbed, member);
-    for (size_t n = 0; n < layers_.size(); n++) {
-      const Layer& layer = layers_[n];
-      const Cache cache = cache_of(step, n);
+    end_stage(kEmbed, member);
+    for (const Layer& layer : parts_.layers) {
+      const Cache cache = cache_of(step, layer);
       project(step, layer, member);
-      if (all || n + 1 < layers_.size()) {
+      if (all || &layer != &parts_.layers.back()) {
         attend(step, layer, cache, member);
         finish(step, layer, member);
         continue;
       }
-      store(step, layer, cache, 0);
-      lap(kStore, member);
+      store(step, layer, cache, 0, step.tokens);
+      end_stage(kStore, member);
       if (count == 0) break;
-      team_.share(1, [&](int) { pick(wanted, which); });
+      team_.parallel_for(1, [&](int) { pick(wanted, layer, which); });
       attend(wanted, layer, cache, member);
       finish(wanted, layer, member);
     }
     if (count > 0) head(all ? which : order.data(), count, out);
-    lap(kHead, member);
+    end_stage(kHead, member);
   });
 }
 
 // What follows from a step's tokens.
 void Model::plan(Step& step, int members) {
   const int decoding = static_cast<int>(step.decode.size());
-  int longest = 0;
-  for (const Slot& slot : step.decode) longest = std::max(longest, slot.position + 1);
   step.tokens = static_cast<int>(step.row.size());
   step.small = step.tokens <= kSmall;
-  // Always the same parts, whoever else is in the step: so a stream's sums never depend on others.
-  step.splits = std::max(1, ceil_div(longest, kSplit));
   step.whole = decoding >= 4 * members;
-  const size_t parts = static_cast<size_t>(decoding) * shape_.kv_heads * step.splits;
-  const size_t group = shape_.heads / shape_.kv_heads;
-  partial_.resize(std::max(partial_.size(), parts * group * (shape_.dim + 2)));
+  std::vector<int32_t> rows(step.row.begin(), step.row.begin() + decoding);
+  std::sort(rows.begin(), rows.end());
+  step.one_each = std::adjacent_find(rows.begin(), rows.end()) == rows.end();
+  // Always the same parts, whoever else is in the step: so a stream's sums never depend on others.
+  int longest = 0;
+  for (int t = 0; t < decoding; t++) longest = std::max(longest, step.index[t] + 1);
+  step.splits = std::max(1, ceil_div(longest, kSplit));
+  size_t floats = 0;
+  for (const Layer& layer : parts_.layers) {
+    const size_t parts = static_cast<size_t>(decoding) * layer.kv_heads * splits(step, layer);
+    floats = std::max(floats, parts * layer.heads_per_kv() * (layer.dim + 2));
+  }
+  if (partial_.size() < floats) partial_.resize(floats);
 }
 
 // The wanted tokens to the front: what is left of the step is theirs.
-void Model::pick(const Step& wanted, const int32_t* which) {
-  const size_t hidden = shape_.hidden, line = (shape_.heads + 2 * shape_.kv_heads) * shape_.dim;
+void Model::pick(const Step& wanted, const Layer& layer, const int32_t* which) {
+  const size_t hidden = hidden_, line = layer.qkv_size();
   for (int n = 0; n < wanted.tokens; n++) {
     std::memmove(&x_[n * hidden], &x_[which[n] * hidden], hidden * sizeof(float));
     std::memmove(&qkv_[n * line], &qkv_[which[n] * line], line * sizeof(float));
@@ -239,66 +289,85 @@ void Model::pick(const Step& wanted, const int32_t* which) {
   reserve(wanted.tokens);
 }
 
-// The time since the last lap was this stage's.
-void Model::lap(Stage stage, int member) {
+// The time since the last stage ended was this one's.
+void Model::end_stage(Stage stage, int member) {
   if (member != 0) return;
   const auto now = std::chrono::steady_clock::now();
-  spent_[stage] += std::chrono::duration<double>(now - since_).count();
-  since_ = now;
+  stage_seconds_[stage] += std::chrono::duration<double>(now - stage_start_).count();
+  stage_start_ = now;
 }
 
-Cache Model::cache_of(const Step& step, size_t index) const {
-  const Pool& pool = step.pool;
-  const size_t plane =
-      static_cast<size_t>(pool.blocks) * pool.block_size * shape_.kv_heads * shape_.dim;
-  return {pool.data + 2 * index * plane, pool.data + (2 * index + 1) * plane, pool.block_size,
-          shape_.kv_heads, shape_.dim};
+Cache Model::cache_of(const Step& step, const Layer& layer) const {
+  const Pool& pool = step.pools[layer.group];
+  const size_t part = static_cast<size_t>(pool.block_size) * layer.kv_size();  // keys of one layer
+  uint16_t* keys = pool.data + 2 * part * layer.in_group;
+  return {keys,           keys + part, pool.block_size,
+          layer.kv_heads, layer.dim,   2 * part * groups_[layer.group].layers};
 }
 
 void Model::norm_all(const Step& step, const std::vector<float>& weight, const Matrix& next,
-                     bool again, int member) {
+                     bool with_residual, int member) {
   Quantised& normed = step.small ? own_[member] : normed_;
   auto one = [&](int t) {
-    norm(&x_[static_cast<size_t>(t) * shape_.hidden], weight, normed, t, next, again);
+    norm(&x_[static_cast<size_t>(t) * hidden_], weight, normed, t, next, with_residual);
   };
   if (step.small) {
     for (int t = 0; t < step.tokens; t++) one(t);
   } else {
-    share_tokens(0, step.tokens, one);
+    for_each_token(0, step.tokens, one);
   }
-  lap(kNorm, member);
+  end_stage(kNorm, member);
 }
 
 // Queries, keys and values of every token.
 void Model::project(const Step& step, const Layer& layer, int member) {
-  const int wide = (shape_.heads + 2 * shape_.kv_heads) * shape_.dim;
+  const int width = layer.qkv_size(), q = layer.q_size(), kv = layer.kv_size();
   norm_all(step, layer.attn_norm, *layer.qkv, true, member);
   const Quantised& normed = step.small ? own_[member] : normed_;
-  multiply(*layer.qkv, view(normed, shape_.hidden, true), step.tokens, qkv_.data(), wide, false);
-  lap(kQkv, member);
+  multiply(*layer.qkv, view(normed, hidden_, true), step.tokens, qkv_.data(), width, false);
+  if (layer.has_full_norms())
+    for_each_token(0, step.tokens, [&](int t) {
+      float *queries = &qkv_[static_cast<size_t>(t) * width], *keys = queries + q;
+      k_.rms_norm(queries, layer.q_norm.data(), parts_.eps, q, queries);
+      k_.rms_norm(keys, layer.k_norm.data(), parts_.eps, kv, keys);
+    });
+  end_stage(kQkv, member);
 }
 
 // What comes after attention.
 void Model::finish(const Step& step, const Layer& layer, int member) {
-  const int tokens = step.tokens, hidden = shape_.hidden, inner = shape_.inner;
-  multiply(*layer.o, view(attended_, shape_.heads * shape_.dim), tokens, x_.data(), hidden, true);
-  lap(kOutput, member);
+  add_product(step, *layer.o, view(attended_, layer.q_size()), layer.attn_post_norm);
+  end_stage(kOutput, member);
   norm_all(step, layer.mlp_norm, *layer.gate_up, false, member);
   const Quantised& normed = step.small ? own_[member] : normed_;
-  gate_and_up(layer, view(normed, hidden), tokens, member);
-  lap(kGateUp, member);
-  multiply(*layer.down, view(inner_, inner), tokens, x_.data(), hidden, true);
-  lap(kDown, member);
+  gate_and_up(layer, view(normed, hidden_), step.tokens, member);
+  end_stage(kGateUp, member);
+  add_product(step, *layer.down, view(inner_, layer.inner()), layer.mlp_post_norm);
+  end_stage(kDown, member);
+}
+
+// x += a · wᵀ, normed first where the layer has a norm there.
+void Model::add_product(const Step& step, const Matrix& w, const Activations& a,
+                        const std::vector<float>& post_norm) {
+  if (post_norm.empty()) return multiply(w, a, step.tokens, x_.data(), hidden_, true);
+  multiply(w, a, step.tokens, branch_.data(), hidden_, false);
+  for_each_token(0, step.tokens, [&](int t) {
+    float* branch = &branch_[static_cast<size_t>(t) * hidden_];
+    float* x = &x_[static_cast<size_t>(t) * hidden_];
+    k_.rms_norm(branch, post_norm.data(), parts_.eps, hidden_, branch);
+    for (int n = 0; n < hidden_; n++) x[n] += branch[n];
+  });
 }
 
 // Gate and up of some channels, and at once what the next product wants of them: a panel of tokens
 // at a time, which stays in the caches in between.
 void Model::gate_and_up(const Layer& layer, const Activations& a, int tokens, int member) {
-  const int inner = shape_.inner, units = ceil_div(2 * inner, kUnit);
+  const int inner = layer.inner(), units = ceil_div(2 * inner, kUnit);
   const int per_task = std::max(1, ceil_div(units, num_tasks(tokens)));
   const Packed& w = layer.gate_up->packed();
+  const auto activate = layer.activation == Activation::kSilu ? k_.silu_mul : k_.gelu_tanh_mul;
   std::vector<float>& both = both_[member];
-  team_.share(ceil_div(units, per_task), [&](int task) {
+  team_.parallel_for(ceil_div(units, per_task), [&](int task) {
     const int from = task * per_task, to = std::min(units, from + per_task);
     const int g0 = from * kUnit / w.lanes, g1 = std::min(w.groups(), to * kUnit / w.lanes);
     const int stride = (to - from) * kUnit;
@@ -311,7 +380,7 @@ void Model::gate_and_up(const Layer& layer, const Activations& a, int tokens, in
         const int first = unit * kBlock, n = std::min(kBlock, inner - first);
         const float* pair = &both[(unit - from) * kUnit];
         for (int t = t0; t < t1; t++, pair += stride) {
-          k_.silu_mul(pair, pair + n, n, &inner_.values[static_cast<size_t>(t) * inner + first]);
+          activate(pair, pair + n, n, &inner_.values[static_cast<size_t>(t) * inner + first]);
           quantise(inner_, t, first, n, *layer.down);
         }
       }
@@ -327,7 +396,7 @@ int Model::num_tasks(int tokens) const {
 void Model::multiply(const Matrix& w, const Activations& a, int tokens, float* out, int stride,
                      bool add) {
   const int groups = w.packed().groups(), per_task = std::max(1, ceil_div(groups, num_tasks(tokens)));
-  team_.share(ceil_div(groups, per_task), [&](int task) {
+  team_.parallel_for(ceil_div(groups, per_task), [&](int task) {
     const int from = task * per_task;
     k_.matmul(w.packed(), a, 0, tokens, from, std::min(groups, from + per_task),
               out + from * w.packed().lanes, stride, add);
@@ -337,21 +406,25 @@ void Model::multiply(const Matrix& w, const Activations& a, int tokens, float* o
 // ── the head ────────────────────────────────────────────────────────────────────────────────────
 
 void Model::logits(const int32_t* which, int count, float* out) {
-  resize(last_, count, shape_.hidden);
+  resize(last_, count, hidden_);
   team_.run(threads_, [&](int) { head(which, count, out); });
 }
 
 void Model::head(const int32_t* which, int count, float* out) {
-  const int hidden = shape_.hidden;
-  share_tokens(0, count, [&](int n) {
-    norm(&x_[static_cast<size_t>(which[n]) * hidden], final_norm_, last_, n, *head_, true);
+  for_each_token(0, count, [&](int n) {
+    const float* x = &x_[static_cast<size_t>(which[n]) * hidden_];
+    norm(x, parts_.final_norm, last_, n, *parts_.head, true);
   });
-  const Packed& w = head_->packed();
-  const int groups = w.groups(), per_task = std::max(1, ceil_div(groups, 64));
-  team_.share(ceil_div(groups, per_task), [&](int task) {
-    const int from = task * per_task;
-    k_.matmul(w, view(last_, hidden, true), 0, count, from, std::min(groups, from + per_task),
-              out + from * w.lanes, shape_.vocab, false);
+  const Packed& w = parts_.head->packed();
+  const int groups = w.groups(), per_task = std::max(1, ceil_div(groups, 64)), vocab = w.rows;
+  team_.parallel_for(ceil_div(groups, per_task), [&](int task) {
+    const int from = task * per_task, to = std::min(groups, from + per_task);
+    float* logits = out + from * w.lanes;
+    k_.matmul(w, view(last_, hidden_, true), 0, count, from, to, logits, vocab, false);
+    if (parts_.logit_softcap == 0) return;
+    const int rows = std::min(vocab, to * w.lanes) - from * w.lanes;
+    for (int n = 0; n < count; n++)
+      k_.soft_cap(logits + static_cast<size_t>(n) * vocab, rows, 1, parts_.logit_softcap);
   });
 }
 

@@ -12,35 +12,74 @@
 
 namespace twostroke {
 
-struct Shape {
-  int vocab, hidden, inner, heads, kv_heads, dim, rope_half, max_len;
-  float eps;
-};
+enum class Activation { kSilu, kGeluTanh };
 
+// `AttentionSpec`, `MLPSpec` and `LayerSpec` of `twostroke/model/spec.py`, with their weights.
 struct Layer {
   std::shared_ptr<Matrix> qkv, o, gate_up, down;  // gate and up: 32 rows of each in turn
-  std::vector<float> attn_norm, mlp_norm, q_norm, k_norm;  // the last two: empty if there are none
-  int window;                                              // 0: none
+  // Empty where the layer has none. q_norm and k_norm: over each head, or over all heads.
+  std::vector<float> attn_norm, mlp_norm, attn_post_norm, mlp_post_norm, q_norm, k_norm;
+  int heads, kv_heads, dim;
+  AttentionParams attention;
+  Activation activation;
+  int rope;             // which of the model's tables
+  int group, in_group;  // its KV group, and which of the group's layers it is
+
+  int heads_per_kv() const { return heads / kv_heads; }
+  int q_size() const { return heads * dim; }
+  int kv_size() const { return kv_heads * dim; }
+  int qkv_size() const { return q_size() + 2 * kv_size(); }
+  int inner() const { return down->packed().cols; }
+  bool has_head_norms() const { return !q_norm.empty() && !has_full_norms(); }
+  bool has_full_norms() const { return heads > 1 && q_norm.size() == static_cast<size_t>(q_size()); }
 };
 
-struct Slot {  // decode: feed the token at `position` of `row`
-  int32_t row, position;
+struct Rope {  // cosines and sines, [positions, half] each
+  std::vector<float> cos, sin;
+  int positions, half;
 };
 
-struct Chunk {  // prefill: feed positions [start, start + size) of `row`
-  int32_t row, start, size;
+// Layers whose keys and values share a pool and block tables.
+struct KVGroup {
+  int layers = 0, kv_heads = 0, dim = 0;
 };
 
-// The rows of the requests, as `exec/state.py` keeps them, and the pool of `kv/halves.py`.
+struct ModelParts {
+  std::vector<Layer> layers;
+  std::shared_ptr<Matrix> embed, head;
+  std::vector<float> final_norm;
+  std::vector<Rope> ropes;
+  float eps, embed_scale, logit_softcap;  // softcap 0: none
+
+  int vocab() const { return embed->packed().rows; }
+  int hidden() const { return embed->packed().cols; }
+  int max_len() const { return ropes[0].positions; }
+};
+
+// A token's position is its place in the text: rope turns by it, and its id is read there. Its index
+// is its place in the cache: where its keys and values are stored, and what attention counts by.
+struct Slot {  // decode: feed the token at `position` of `row`. Drafts are further slots of the row.
+  int32_t row, position, index;
+};
+
+struct Chunk {  // prefill: feed positions [start, start + size) of `row`, the first at `index`
+  int32_t row, start, size, index;
+};
+
+struct Table {  // the block tables of one KV group: [rows, stride]
+  const int32_t* blocks;
+  int64_t stride;
+};
+
+// The rows of the requests, as `exec/state.py` keeps them.
 struct Rows {
   const int32_t* tokens;
   int64_t tokens_stride;
-  const int32_t* tables;
-  int64_t tables_stride;
+  std::vector<Table> tables;  // of each KV group
 };
 
-struct Pool {
-  uint16_t* data;  // [layers, 2, blocks, kv_heads, block_size, dim]
+struct Pool {  // of one KV group, as `kv/host_pool.py` makes it
+  uint16_t* data;  // [blocks, layers, 2, kv_heads, block_size, dim]
   int blocks, block_size;
 };
 
@@ -49,20 +88,16 @@ enum Stage { kEmbed, kNorm, kQkv, kStore, kAttend, kMerge, kOutput, kGateUp, kDo
 constexpr const char* kStageNames[kStages] = {"embed", "norm",   "qkv",     "store", "attend",
                                               "merge", "output", "gate_up", "down",  "head"};
 
-// Throws unless the parts of a model fit each other.
-void check_model(const Shape& shape, const std::vector<Layer>& layers, const Matrix& embed,
-                 const Matrix& head, size_t final_norm, const Kernels& kernels);
+// Throws unless the parts of a model fit each other; its KV groups.
+std::vector<KVGroup> check_model(const ModelParts& parts, const Kernels& kernels);
 
 class Model {
  public:
-  Model(const Kernels& kernels, const Shape& shape, std::vector<Layer> layers,
-        std::shared_ptr<Matrix> embed, std::shared_ptr<Matrix> head, std::vector<float> final_norm,
-        std::vector<float> cos, std::vector<float> sin, int threads, int threads_prefill,
-        bool exact);
+  Model(const Kernels& kernels, ModelParts parts, int threads, int threads_prefill, bool exact);
 
   // Decode slots, then chunks, and the logits [count, vocab] of the tokens `which` of them, which
   // come in their order. `keep_all`: the last hidden state of every token stays until the next step.
-  void forward(const Rows& rows, const Pool& pool, const std::vector<Slot>& decode,
+  void forward(const Rows& rows, const std::vector<Pool>& pools, const std::vector<Slot>& decode,
                const std::vector<Chunk>& prefill, const int32_t* which, int count, float* out,
                bool keep_all);
   // Logits of more tokens of a step that was kept.
@@ -70,20 +105,20 @@ class Model {
 
   int num_kept() const { return kept_; }
   // Seconds of each stage since the model was made, as its first member saw them.
-  const std::array<double, kStages>& spent() const { return spent_; }
-  size_t num_layers() const { return layers_.size(); }
-  const Shape& shape() const { return shape_; }
+  const std::array<double, kStages>& stage_seconds() const { return stage_seconds_; }
+  const ModelParts& parts() const { return parts_; }
+  const std::vector<KVGroup>& groups() const { return groups_; }
   size_t num_bytes() const;
 
  private:
-  struct Quantised {  // activations of a step: floats, and 8-bit blocks or (`is_wide`) bfloat16
-    std::vector<float> values, scale, sum, halves;
+  struct Quantised {  // activations of a step: floats, and 8-bit blocks or (`uses_matrix_units`) bfloat16
+    std::vector<float> values, scale, sum, half_sums;
     std::vector<int8_t> codes;
-    std::vector<uint16_t> wide;
-    std::vector<uint16_t> half;  // for products with F16
-    std::vector<float> half_scale;
-    std::vector<int32_t> again;  // of each token: its coarsest block, which has a second place
-    bool is_wide = false;
+    std::vector<uint16_t> bf16_tiles;
+    std::vector<uint16_t> fp16;  // for products with F16
+    std::vector<float> fp16_scale;
+    std::vector<int32_t> residual_block;  // of each token: its coarsest block, which is coded twice
+    bool uses_matrix_units = false;
   };
   struct Step;
   struct Part {  // of a decode slot's context
@@ -92,55 +127,58 @@ class Model {
 
   void reserve(int tokens);
   void resize(Quantised& a, int tokens, int width) const;
-  bool is_wide(int tokens) const;
-  bool in_halves() const { return !exact_ && k_.halves.take(shape_.dim); }
-  const PrefillAttention& prefill_attention() const {
-    return in_halves() ? k_.halves.prefill : k_.prefill;
+  bool uses_matrix_units(int tokens) const;
+  bool in_fp16(const Layer& layer) const { return !exact_ && k_.fp16.take(layer.dim); }
+  const PrefillAttention& prefill_attention(const Layer& layer) const {
+    return in_fp16(layer) ? k_.fp16.prefill : k_.prefill;
   }
-  Activations view(const Quantised& a, int width, bool again = false) const;
-  void quantise(Quantised& a, int t, int from, int n, const Matrix& next, bool again = false) const;
+  Activations view(const Quantised& a, int width, bool with_residual = false) const;
+  void quantise(Quantised& a, int t, int from, int n, const Matrix& next, bool with_residual = false) const;
   void norm(const float* x, const std::vector<float>& weight, Quantised& a, int t,
-            const Matrix& next, bool again) const;
+            const Matrix& next, bool with_residual) const;
   void plan(Step& step, int members);
-  Cache cache_of(const Step& step, size_t index) const;
-  void norm_all(const Step& step, const std::vector<float>& weight, const Matrix& next, bool again,
+  Cache cache_of(const Step& step, const Layer& layer) const;
+  void norm_all(const Step& step, const std::vector<float>& weight, const Matrix& next, bool with_residual,
                 int member);
   void project(const Step& step, const Layer& layer, int member);
   void finish(const Step& step, const Layer& layer, int member);
-  void pick(const Step& wanted, const int32_t* which);
+  void add_product(const Step& step, const Matrix& w, const Activations& a,
+                   const std::vector<float>& post_norm);
+  void pick(const Step& wanted, const Layer& layer, const int32_t* which);
   void gate_and_up(const Layer& layer, const Activations& a, int tokens, int member);
   void multiply(const Matrix& w, const Activations& a, int tokens, float* out, int stride,
                 bool add);
   void rotate_and_store(const Step& step, const Layer& layer, const Cache& cache, int t, int kv);
-  void store(const Step& step, const Layer& layer, const Cache& cache, int from);
+  void store(const Step& step, const Layer& layer, const Cache& cache, int from, int to);
   void attend(const Step& step, const Layer& layer, const Cache& cache, int member);
   void attend_slot(const Step& step, const Layer& layer, const Cache& cache, int task);
+  int splits(const Step& step, const Layer& layer) const;
   Part part(const Step& step, const Layer& layer, int n) const;
   void prefetch_part(const Step& step, const Layer& layer, const Cache& cache, int n) const;
   void attend_part(const Step& step, const Layer& layer, const Cache& cache, int n);
   void merge(const Step& step, const Layer& layer, int t, int kv);
   void head(const int32_t* which, int count, float* out);
   int num_tasks(int tokens) const;
-  void lap(Stage stage, int member);
+  void end_stage(Stage stage, int member);
   template <typename F>
-  void share_tokens(int from, int to, F&& work);
+  void for_each_token(int from, int to, F&& work);
 
   const Kernels& k_;
-  Shape shape_;
-  std::vector<Layer> layers_;
-  std::shared_ptr<Matrix> embed_, head_;
-  std::vector<float> final_norm_, cos_, sin_;
-  bool exact_, any_halves_ = false;
+  ModelParts parts_;
+  std::vector<KVGroup> groups_;
+  int hidden_, most_q_ = 0, most_qkv_ = 0, most_inner_ = 0;  // widths: of a layer at the most
+  bool exact_, any_fp16_ = false, any_post_norm_ = false;
   int threads_, threads_prefill_;
   Team team_;
   int kept_ = 0;
   std::vector<float> x_, qkv_;
+  std::vector<float> branch_;  // what attention or MLP return, where a norm comes before the sum
   Quantised normed_, attended_, inner_, last_;
   std::vector<Quantised> own_;  // of each member: what it norms for itself in a small step
   std::vector<std::vector<float>> scratch_, both_;
   std::vector<float> partial_;  // of split decode attention: acc, largest, sum
-  std::array<double, kStages> spent_{};
-  std::chrono::steady_clock::time_point since_;
+  std::array<double, kStages> stage_seconds_{};
+  std::chrono::steady_clock::time_point stage_start_;
 };
 
 }  // namespace twostroke

@@ -2,6 +2,8 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -30,12 +32,12 @@ using OutFloats2 = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu
 using OutInts2 = nb::ndarray<int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using OutInts1 = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Keys = nb::ndarray<const uint32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Halves = nb::ndarray<uint16_t, nb::ndim<6>, nb::c_contig, nb::device::cpu>;
+using PoolData = nb::ndarray<uint16_t, nb::ndim<6>, nb::c_contig, nb::device::cpu>;
 
 namespace {
 
 Format format_of(const std::string& name, const Kernels& kernels) {
-  if (name == "q4") return kernels.slow_halves ? Format::kQ4F : Format::kQ4;
+  if (name == "q4") return kernels.slow_fp16_loads ? Format::kQ4F : Format::kQ4;
   if (name == "q4f") return Format::kQ4F;
   if (name == "q8") return Format::kQ8;
   if (name == "q8f") return Format::kQ8F;
@@ -62,7 +64,19 @@ const char* name_of(Format format) {
   return "";
 }
 
-std::vector<float> floats(const Floats1& a) { return {a.data(), a.data() + a.size()}; }
+Activation activation_of(const std::string& name) {
+  if (name == "silu") return Activation::kSilu;
+  if (name == "gelu_tanh") return Activation::kGeluTanh;
+  throw std::invalid_argument("no activation is called '" + name + "'");
+}
+
+template <typename Array>
+std::vector<float> floats(const Array& a) {
+  return {a.data(), a.data() + a.size()};
+}
+std::vector<float> floats(const std::optional<Floats1>& a) {
+  return a ? floats(*a) : std::vector<float>();
+}
 
 // Operations a second of a team that is busy with `work`, the best of some runs.
 double rate_of(double (*work)(int rounds), int threads) {
@@ -101,58 +115,74 @@ struct CheckedStep {
   std::vector<Slot> decode;
   std::vector<Chunk> prefill;
   Rows rows;
-  Pool pool;
+  std::vector<Pool> pools;
   int num_tokens = 0;
 
-  CheckedStep(const Model& model, const Ints2& tokens, const Ints2& tables, const Halves& cache,
-              const Ints2& slots, const Ints2& chunks) {
-    const Shape& s = model.shape();
-    rows = {tokens.data(), static_cast<int64_t>(tokens.shape(1)), tables.data(),
-            static_cast<int64_t>(tables.shape(1))};
-    // The pool's memory, block by block; inside a block the order is ours (`Cache`).
-    pool = {cache.data(), static_cast<int>(cache.shape(2)), static_cast<int>(cache.shape(3))};
-    check(slots.shape(0) == 0 || slots.shape(1) == 2, "slots are rows and positions");
-    check(chunks.shape(0) == 0 || chunks.shape(1) == 3, "chunks are rows, starts and sizes");
-    check(cache.shape(3) > 0 && cache.shape(0) == model.num_layers() && cache.shape(1) == 2 &&
-              cache.shape(4) == static_cast<size_t>(s.kv_heads) &&
-              cache.shape(5) == static_cast<size_t>(s.dim),
-          "the cache is not this model's");
+  CheckedStep(const Model& model, const Ints2& tokens, const std::vector<Ints2>& tables,
+              const std::vector<PoolData>& caches, const Ints2& slots, const Ints2& chunks) {
+    const std::vector<KVGroup>& groups = model.groups();
+    check(tables.size() == groups.size(), "a table for each KV group is needed");
+    check(caches.size() == groups.size(), "a pool for each KV group is needed");
+    num_rows_ = tokens.shape(0);
+    rows = {tokens.data(), static_cast<int64_t>(tokens.shape(1)), {}};
+    for (size_t g = 0; g < groups.size(); g++) {
+      const PoolData& pool = caches[g];
+      check(pool.shape(4) > 0 && pool.shape(2) == 2 && shape_is(pool, 1, groups[g].layers) &&
+                shape_is(pool, 3, groups[g].kv_heads) && shape_is(pool, 5, groups[g].dim),
+            "the cache is not this model's");
+      pools.push_back(
+          {pool.data(), static_cast<int>(pool.shape(0)), static_cast<int>(pool.shape(4))});
+      rows.tables.push_back({tables[g].data(), static_cast<int64_t>(tables[g].shape(1))});
+      num_rows_ = std::min(num_rows_, tables[g].shape(0));
+    }
+    check(slots.shape(0) == 0 || slots.shape(1) == 3, "slots are rows, positions and indices");
+    check(chunks.shape(0) == 0 || chunks.shape(1) == 4,
+          "chunks are rows, starts, sizes and indices");
     for (size_t n = 0; n < slots.shape(0); n++) {
-      const int32_t* p = slots.data() + 2 * n;
-      decode.push_back({p[0], p[1]});
+      const int32_t* p = slots.data() + 3 * n;
+      decode.push_back({p[0], p[1], p[2]});
       num_tokens += 1;
-      check_run(s, tokens, tables, p[0], p[1], 1);
+      check_run(model.parts(), p[0], p[1], 1, p[2]);
     }
     for (size_t n = 0; n < chunks.shape(0); n++) {
-      const int32_t* p = chunks.data() + 3 * n;
-      prefill.push_back({p[0], p[1], p[2]});
+      const int32_t* p = chunks.data() + 4 * n;
+      prefill.push_back({p[0], p[1], p[2], p[3]});
       check(p[2] >= 1, "an empty chunk");
-      check_run(s, tokens, tables, p[0], p[1], p[2]);
+      check_run(model.parts(), p[0], p[1], p[2], p[3]);
       num_tokens += p[2];
     }
   }
 
-  void check_run(const Shape& s, const Ints2& tokens, const Ints2& tables, int row, int start,
-                 int size) const {
+ private:
+  size_t num_rows_;
+
+  static bool shape_is(const PoolData& pool, int axis, int size) {
+    return pool.shape(axis) == static_cast<size_t>(size);
+  }
+
+  void check_run(const ModelParts& parts, int row, int start, int size, int index) const {
     const int64_t end = static_cast<int64_t>(start) + size;
-    check(row >= 0 && static_cast<size_t>(row) < tokens.shape(0) &&
-              static_cast<size_t>(row) < tables.shape(0),
-          "no such row");
-    check(start >= 0 && end <= s.max_len && end <= rows.tokens_stride, "no such position");
-    check((end + pool.block_size - 1) / pool.block_size <= rows.tables_stride,
-          "the table of a row is too short");
+    const int64_t index_end = static_cast<int64_t>(index) + size;
+    check(row >= 0 && static_cast<size_t>(row) < num_rows_, "no such row");
+    check(start >= 0 && end <= parts.max_len() && end <= rows.tokens_stride, "no such position");
+    check(index >= 0, "no such cache index");
     const int32_t* ids = rows.tokens + row * rows.tokens_stride;
     for (int64_t n = start; n < end; n++)
-      check(ids[n] >= 0 && ids[n] < s.vocab, "a token is outside the vocabulary");
-    const int32_t* table = rows.tables + row * rows.tables_stride;
-    for (int64_t n = 0; n * pool.block_size < end; n++)
-      check(table[n] >= 0 && table[n] < pool.blocks, "a table names a block that is not there");
+      check(ids[n] >= 0 && ids[n] < parts.vocab(), "a token is outside the vocabulary");
+    for (size_t g = 0; g < pools.size(); g++) {
+      const int64_t count = (index_end + pools[g].block_size - 1) / pools[g].block_size;
+      check(count <= rows.tables[g].stride, "the table of a row is too short");
+      const int32_t* table = rows.tables[g].blocks + row * rows.tables[g].stride;
+      for (int64_t n = 0; n < count; n++)
+        check(table[n] >= 0 && table[n] < pools[g].blocks,
+              "a table names a block that is not there");
+    }
   }
 };
 
 void check_logits(const Model& model, int num_tokens, const Ints1& which, const OutFloats2& out) {
   check(out.shape(0) == which.size() &&
-            out.shape(1) == static_cast<size_t>(model.shape().vocab),
+            out.shape(1) == static_cast<size_t>(model.parts().vocab()),
         "another shape");
   for (size_t n = 0; n < which.size(); n++)
     check(which.data()[n] >= 0 && which.data()[n] < num_tokens, "no such token in this step");
@@ -162,12 +192,12 @@ void check_logits(const Model& model, int num_tokens, const Ints1& which, const 
 
 NB_MODULE(_native, m) {
   m.def("sample",
-        [](const OutFloats2& logits, const Ints2& tokens, const Ints2& where, const Floats2& wishes,
+        [](const OutFloats2& logits, const Ints2& tokens, const Ints2& where, const Floats2& params,
            const Keys& keys, const OutInts1& out, const std::string& isa) {
           const size_t count = logits.shape(0);
           const int vocab = static_cast<int>(logits.shape(1));
-          check(where.shape(0) == count && where.shape(1) == 3 && wishes.shape(0) == count &&
-                    wishes.shape(1) == 7 && keys.shape(0) == count && keys.shape(1) == 2 &&
+          check(where.shape(0) == count && where.shape(1) == 3 && params.shape(0) == count &&
+                    params.shape(1) == 7 && keys.shape(0) == count && keys.shape(1) == 2 &&
                     out.size() == count && vocab > 0,
                 "another shape");
           for (size_t n = 0; n < count; n++) {
@@ -183,16 +213,16 @@ NB_MODULE(_native, m) {
           nb::gil_scoped_release free;
           for (size_t n = 0; n < count; n++) {
             const int32_t* p = where.data() + 3 * n;
-            const float* w = wishes.data() + 7 * n;
+            const float* w = params.data() + 7 * n;
             out.data()[n] = choose(kernels, logits.data() + n * vocab, vocab,
                                    {w[0], w[1], w[2], w[3], w[4], w[5], w[6]},
                                    tokens.data() + p[0] * tokens.shape(1), p[1], p[2],
                                    keys.data()[2 * n], keys.data()[2 * n + 1]);
           }
         },
-        "logits"_a.noconvert(), "tokens"_a.noconvert(), "where"_a, "wishes"_a, "keys"_a, "out"_a.noconvert(), "isa"_a = "auto",
+        "logits"_a.noconvert(), "tokens"_a.noconvert(), "where"_a, "params"_a, "keys"_a, "out"_a.noconvert(), "isa"_a = "auto",
         "A token for each row of logits (overwritten), or -1 if they are NaN or infinite. `where`: row, length of its prompt, length; "
-        "`wishes`: temperature, top_k, top_p, min_p, repetition, frequency, presence.");
+        "`params`: temperature, top_k, top_p, min_p, repetition, frequency, presence.");
 
   m.def("top_logprobs",
         [](const Floats2& logits, const Ints1& tokens, const OutInts2& ids,
@@ -223,9 +253,9 @@ NB_MODULE(_native, m) {
         [](const std::vector<std::string>& types) { return name_of(common_format(types)); },
         "types"_a, "The smallest format that has every value of these block types exactly.");
   m.def("lanes", [](const std::string& isa) { return find_kernels(isa).lanes; }, "isa"_a);
-  m.def("has_half_products",
+  m.def("has_fp16_products",
         [](const std::string& isa) { return find_kernels(isa).lanes_of(Format::kF16) > 0; },
-        "isa"_a, "Whether there are products with matrices of halves, the format f16.");
+        "isa"_a, "Whether there are products with fp16 matrices, the format f16.");
 
   nb::class_<Matrix>(m, "Matrix")
       .def("__init__",
@@ -275,125 +305,133 @@ NB_MODULE(_native, m) {
            "out"_a.noconvert(), "isa"_a = "auto", "Unpack every row.")
       .def("multiply",
            [](const Matrix& self, const Floats2& x, const OutFloats2& out, const std::string& isa,
-              bool exact, bool again) {
+              bool exact, bool with_residual) {
              const Packed& w = self.packed();
              const Kernels& k = find_kernels(isa);
              check(k.lanes_of(w.format) == w.lanes, "packed for other kernels");
              check(x.shape(1) == static_cast<size_t>(w.cols) && out.shape(0) == x.shape(0) &&
                        out.shape(1) == static_cast<size_t>(w.rows),
                    "another shape");
-             const int tokens = static_cast<int>(x.shape(0)), places = w.blocks + (again ? 1 : 0);
+             const int tokens = static_cast<int>(x.shape(0)), places = w.blocks + (with_residual ? 1 : 0);
              const size_t padded = (tokens + kTile - 1) / kTile * static_cast<size_t>(kTile);
              std::vector<int8_t> codes(padded * places * kBlock);
              std::vector<float> scale(padded * places), sum(padded * places);
-             std::vector<float> halves(padded * places * 2);
+             std::vector<float> half_sums(padded * places * 2);
              std::vector<int32_t> coarsest(padded);
-             const bool in_halves = w.format == Format::kF16;
-             std::vector<uint16_t> half(in_halves ? padded * w.blocks * kBlock : 0);
-             std::vector<float> half_scale(padded * w.blocks);
+             const bool is_f16 = w.format == Format::kF16;
+             std::vector<uint16_t> fp16(is_f16 ? padded * w.blocks * kBlock : 0);
+             std::vector<float> fp16_scale(padded * w.blocks);
              for (int t = 0; t < tokens; t++) {
                const float* line = x.data() + static_cast<size_t>(t) * w.cols;
                k.quantise(line, w.cols, t, 0, places, codes.data(), scale.data(), sum.data(),
-                          halves.data());
-               if (again)
-                 coarsest[t] = k.quantise_rest(line, w.cols, t, places, codes.data(), scale.data(),
-                                               sum.data(), halves.data());
+                          half_sums.data());
+               if (with_residual)
+                 coarsest[t] = k.quantise_residual(line, w.cols, t, places, codes.data(), scale.data(),
+                                               sum.data(), half_sums.data());
              }
-             for (int t = 0; t < tokens && in_halves; t++)
-               k.halves.to_halves(x.data() + static_cast<size_t>(t) * w.cols, w.cols, t, 0, w.blocks,
-                                  half.data(), half_scale.data());
+             for (int t = 0; t < tokens && is_f16; t++)
+               k.fp16.to_fp16_blocks(x.data() + static_cast<size_t>(t) * w.cols, w.cols, t, 0, w.blocks,
+                                  fp16.data(), fp16_scale.data());
              const Activations a{x.data(),     w.cols,        exact ? nullptr : codes.data(),
                                  scale.data(), sum.data(),    w.blocks,
-                                 halves.data(), nullptr,      again ? coarsest.data() : nullptr,
-                                 exact || !in_halves ? nullptr : half.data(), half_scale.data()};
+                                 half_sums.data(), nullptr,      with_residual ? coarsest.data() : nullptr,
+                                 exact || !is_f16 ? nullptr : fp16.data(), fp16_scale.data()};
              k.matmul(w, a, 0, tokens, 0, w.groups(), out.data(), w.rows, false);
            },
            "x"_a, "out"_a.noconvert(), "isa"_a = "auto", "exact"_a = false,
-           "again"_a = false, "out = x · selfᵀ + bias.");
+           "with_residual"_a = false, "out = x · selfᵀ + bias.");
 
   nb::class_<Layer>(m, "Layer")
       .def("__init__",
            [](Layer* self, std::shared_ptr<Matrix> qkv, std::shared_ptr<Matrix> o,
-              std::shared_ptr<Matrix> gate_up, std::shared_ptr<Matrix> down,
-              const Floats1& attn_norm, const Floats1& mlp_norm, const Floats1& q_norm,
-              const Floats1& k_norm, int window) {
-             check(qkv && o && gate_up && down, "a matrix is None");
-             new (self) Layer{qkv,           o,
-                              gate_up,       down,
-                              floats(attn_norm), floats(mlp_norm),
-                              floats(q_norm),    floats(k_norm),
-                              window};
+              std::shared_ptr<Matrix> gate_up, std::shared_ptr<Matrix> down, int heads,
+              int kv_heads, int dim, float scale, float softcap, int window,
+              const std::string& activation, const std::optional<Floats1>& attn_norm,
+              const std::optional<Floats1>& mlp_norm, const std::optional<Floats1>& attn_post_norm,
+              const std::optional<Floats1>& mlp_post_norm, const std::optional<Floats1>& q_norm,
+              const std::optional<Floats1>& k_norm, int rope, int group, int in_group) {
+             Layer layer{};
+             layer.qkv = qkv, layer.o = o, layer.gate_up = gate_up, layer.down = down;
+             layer.attn_norm = floats(attn_norm), layer.mlp_norm = floats(mlp_norm);
+             layer.attn_post_norm = floats(attn_post_norm);
+             layer.mlp_post_norm = floats(mlp_post_norm);
+             layer.q_norm = floats(q_norm), layer.k_norm = floats(k_norm);
+             layer.heads = heads, layer.kv_heads = kv_heads, layer.dim = dim;
+             layer.attention = {scale, softcap, window};
+             layer.activation = activation_of(activation);
+             layer.rope = rope, layer.group = group, layer.in_group = in_group;
+             new (self) Layer(std::move(layer));
            },
-           "qkv"_a, "o"_a, "gate_up"_a, "down"_a, "attn_norm"_a, "mlp_norm"_a, "q_norm"_a,
-           "k_norm"_a, "window"_a);
+           nb::kw_only(), "qkv"_a, "o"_a, "gate_up"_a, "down"_a, "heads"_a, "kv_heads"_a, "dim"_a,
+           "scale"_a, "softcap"_a = 0.0f, "window"_a = 0, "activation"_a = "silu",
+           "attn_norm"_a = nb::none(), "mlp_norm"_a = nb::none(), "attn_post_norm"_a = nb::none(),
+           "mlp_post_norm"_a = nb::none(), "q_norm"_a = nb::none(), "k_norm"_a = nb::none(),
+           "rope"_a = 0, "group"_a = 0, "in_group"_a,
+           "Weights and rules of one layer. `rope`: which of the model's tables; `in_group`: which "
+           "layer of its KV group.");
 
-  m.def("wide_from", [](const std::string& isa) { return find_kernels(isa).wide.from; }, "isa"_a,
+  m.def("matrix_unit_min_tokens", [](const std::string& isa) { return find_kernels(isa).matrix_units.min_tokens; }, "isa"_a,
         "Tokens from which a step goes through matrix units, in bfloat16; 0 if there are none.");
   m.def("dot_rate",
         [](const std::string& isa, int threads) {
           return rate_of(find_kernels(isa).dot_bytes, threads);
         },
         "isa"_a, "threads"_a, "Operations a second of integer products on registers; 0 if unknown.");
-  m.def("half_rate",
+  m.def("fp16_rate",
         [](const std::string& isa, int threads) {
-          return rate_of(find_kernels(isa).halves.multiply, threads);
+          return rate_of(find_kernels(isa).fp16.multiply, threads);
         },
-        "isa"_a, "threads"_a, "The same of halves; 0 if the instruction set has none.");
+        "isa"_a, "threads"_a, "The same of fp16; 0 if the instruction set has none.");
 
   nb::class_<Model>(m, "Model")
       .def("__init__",
-           [](Model* self, const std::string& isa, int vocab, int hidden, int inner, int heads,
-              int kv_heads, int dim, float eps, const std::vector<const Layer*>& layers,
+           [](Model* self, const std::string& isa, const std::vector<const Layer*>& layers,
               std::shared_ptr<Matrix> embed, std::shared_ptr<Matrix> head,
-              const Floats1& final_norm, const Floats2& cos, const Floats2& sin, int threads,
-              int threads_prefill, bool exact) {
-             check(heads > 0 && kv_heads > 0 && heads % kv_heads == 0, "heads come in whole groups");
+              const Floats1& final_norm, const std::vector<std::pair<Floats2, Floats2>>& ropes,
+              float eps, float embed_scale, float logit_softcap, int threads, int threads_prefill,
+              bool exact) {
              check(threads > 0 && threads_prefill > 0, "a team has at least one member");
-             check(cos.shape(0) == sin.shape(0) && cos.shape(1) == sin.shape(1) &&
-                       2 * cos.shape(1) <= static_cast<size_t>(dim),
-                   "angles of another shape");
-             const int half = static_cast<int>(cos.shape(1)), len = static_cast<int>(cos.shape(0));
-             const Shape shape{vocab, hidden, inner, heads, kv_heads, dim, half, len, eps};
-             std::vector<Layer> own;
+             ModelParts parts{{},         std::move(embed), std::move(head), floats(final_norm), {},
+                              eps,        embed_scale,      logit_softcap};
              for (const Layer* layer : layers) {
                check(layer != nullptr, "a layer is None");
-               own.push_back(*layer);
+               parts.layers.push_back(*layer);
              }
-             check(embed != nullptr && head != nullptr, "a matrix is None");
-             std::vector<float> c(cos.data(), cos.data() + cos.size());
-             std::vector<float> s(sin.data(), sin.data() + sin.size());
-             const Kernels& kernels = find_kernels(isa);
-             check_model(shape, own, *embed, *head, final_norm.size(), kernels);
-             new (self) Model(kernels, shape, std::move(own), embed, head, floats(final_norm),
-                              std::move(c), std::move(s), threads, threads_prefill, exact);
+             for (const auto& [cos, sin] : ropes) {
+               check(cos.shape(0) == sin.shape(0) && cos.shape(1) == sin.shape(1),
+                     "angles of another shape");
+               parts.ropes.push_back({floats(cos), floats(sin), static_cast<int>(cos.shape(0)),
+                                      static_cast<int>(cos.shape(1))});
+             }
+             new (self) Model(find_kernels(isa), std::move(parts), threads, threads_prefill, exact);
            },
-           "isa"_a, "vocab"_a, "hidden"_a, "inner"_a, "heads"_a, "kv_heads"_a, "dim"_a, "eps"_a,
-           "layers"_a, "embed"_a, "head"_a, "final_norm"_a, "cos"_a, "sin"_a, "threads"_a,
-           "threads_prefill"_a, "exact"_a)
+           nb::kw_only(), "isa"_a, "layers"_a, "embed"_a, "head"_a, "final_norm"_a, "ropes"_a,
+           "eps"_a, "embed_scale"_a = 1.0f, "logit_softcap"_a = 0.0f, "threads"_a,
+           "threads_prefill"_a, "exact"_a, "`ropes`: tables of cosines and sines.")
       .def_prop_ro("num_bytes", &Model::num_bytes)
-      .def_prop_ro("spent",
+      .def_prop_ro("stage_seconds",
                    [](const Model& self) {
                      nb::dict found;
-                     for (int n = 0; n < kStages; n++) found[kStageNames[n]] = self.spent()[n];
+                     for (int n = 0; n < kStages; n++) found[kStageNames[n]] = self.stage_seconds()[n];
                      return found;
                    },
                    "Seconds of each stage of all steps so far.")
       .def("forward",
-           [](Model& self, const Ints2& tokens, const Ints2& tables, const Halves& cache,
-              const Ints2& slots, const Ints2& chunks, const Ints1& which, const OutFloats2& out,
+           [](Model& self, const Ints2& tokens, const std::vector<Ints2>& tables,
+              const std::vector<PoolData>& caches, const Ints2& slots, const Ints2& chunks, const Ints1& which, const OutFloats2& out,
               bool keep_all) {
              nb::gil_scoped_release free;
-             const CheckedStep step(self, tokens, tables, cache, slots, chunks);
+             const CheckedStep step(self, tokens, tables, caches, slots, chunks);
              check_logits(self, step.num_tokens, which, out);
              for (size_t n = 1; n < which.size(); n++)
                check(which.data()[n - 1] < which.data()[n], "tokens out of their order");
-             self.forward(step.rows, step.pool, step.decode, step.prefill, which.data(),
+             self.forward(step.rows, step.pools, step.decode, step.prefill, which.data(),
                           static_cast<int>(which.size()), out.data(), keep_all);
            },
-           "tokens"_a.noconvert(), "tables"_a.noconvert(), "cache"_a.noconvert(), "slots"_a, "chunks"_a, "which"_a, "out"_a.noconvert(),
-           "keep_all"_a = false,
-           "Compute slots [n, (row, position)] and chunks [n, (row, start, size)], and the logits "
-           "of some of their tokens.")
+           "tokens"_a.noconvert(), "tables"_a.noconvert(), "caches"_a.noconvert(), "slots"_a,
+           "chunks"_a, "which"_a, "out"_a.noconvert(), "keep_all"_a = false,
+           "Compute slots [n, (row, position, index)] and chunks [n, (row, start, size, index)], and "
+           "the logits of some of their tokens. Tables and caches: one for each KV group.")
       .def("logits",
            [](Model& self, const Ints1& which, const OutFloats2& out) {
              check_logits(self, self.num_kept(), which, out);

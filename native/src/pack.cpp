@@ -46,14 +46,14 @@ std::shared_ptr<uint8_t> allocate(size_t bytes) {
   return {chunk, here};
 }
 
-float to_half_and_back(float f) { return half_to_float(float_to_half(f)); }
+float to_half_and_back(float f) { return fp16_to_float(float_to_fp16(f)); }
 
 // What comes here is of finite weights, or is a scale as a file has it.
 uint16_t checked_half(float f) {
   if (!(std::fabs(f) < 65520.0f))
     throw std::overflow_error("a number of " + std::to_string(f) +
-                              " is more than half precision holds");
-  return float_to_half(f);
+                              " is more thfp16 holds");
+  return float_to_fp16(f);
 }
 
 void refuse_non_finite() { throw std::domain_error("NaN or infinity"); }
@@ -105,7 +105,7 @@ void Matrix::put_run(int row, int block, const Run& run) {
     std::memcpy(p + 4 * (j * lanes + lane), &word, 4);
   }
   p += code_bytes(format, lanes);
-  const int parts = in_halves(format) ? 2 : 1;
+  const int parts = has_half_block_scales(format) ? 2 : 1;
   auto put = [&](int n, float number) {
     if (!std::isfinite(number)) refuse_non_finite();
     if (has_float_scales(format)) {

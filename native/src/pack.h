@@ -10,7 +10,7 @@ namespace twostroke {
 
 // Owns a packed matrix. Rows are put one by one at the places they are to have; different threads
 // may put different rows unless two share a group's byte, which they do not. What is NaN or infinite
-// is refused (std::domain_error), as is what a format's halves cannot hold (std::overflow_error).
+// is refused (std::domain_error), as is what a format's fp16 scales cannot hold (std::overflow_error).
 class Matrix {
  public:
   Matrix(Format format, int rows, int cols, int lanes);
@@ -21,7 +21,7 @@ class Matrix {
   // `count` rows of GGUF blocks, of a type that the format holds; row n goes to place[n].
   void put_blocks(const std::string& type, const uint8_t* data, size_t row_bytes, int count,
                   const int32_t* place);
-  // Rows of floats: as they are (F32), rounded to bfloat16 or halves, or quantised here (Q8, Q4).
+  // Rows of floats: as they are (F32), rounded to bfloat16 or fp16, or quantised here (Q8, Q4).
   void put_floats(const float* data, int count, const int32_t* place);
   void put_bias(const float* data, int count, const int32_t* place);
 

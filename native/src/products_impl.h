@@ -17,7 +17,7 @@ static inline __attribute__((always_inline)) void unpack_codes(const uint8_t* p,
 
 // Scales and minima of a block: one of each, or one for each half.
 template <Format F>
-constexpr int parts_of = in_halves(F) ? 2 : 1;
+constexpr int parts_of = has_half_block_scales(F) ? 2 : 1;
 
 template <Format F>
 static inline __attribute__((always_inline)) void load_scales(const uint8_t* block, f32v* scale,
@@ -25,7 +25,7 @@ static inline __attribute__((always_inline)) void load_scales(const uint8_t* blo
   const uint8_t* p = block + code_bytes(F, W);
   auto number = [&](int n) {
     if constexpr (has_float_scales(F)) return load(reinterpret_cast<const float*>(p) + n * W);
-    return load_half(reinterpret_cast<const uint16_t*>(p) + n * W);
+    return load_fp16(reinterpret_cast<const uint16_t*>(p) + n * W);
   };
   constexpr int parts = parts_of<F>;
   unrolled<parts>([&](auto n) {
@@ -61,18 +61,18 @@ static inline __attribute__((always_inline)) void unpack_block(const uint8_t* p,
 // The codes of a tile's tokens in one of their places.
 struct Place {
   const int8_t* codes;
-  const float *scale, *sum, *halves;
+  const float *scale, *sum, *half_sums;
 
   Place(const Activations& a, int t, int place) {
     const size_t at = (static_cast<size_t>(t / kTile) * a.places() + place) * kTile;
     codes = a.codes + at * kBlock;
-    scale = a.scale + at, sum = a.sum + at, halves = a.halves + 2 * at;
+    scale = a.scale + at, sum = a.sum + at, half_sums = a.half_sums + 2 * at;
   }
   void next() {
     codes += kTile * kBlock;
     scale += kTile;
     sum += kTile;
-    halves += 2 * kTile;
+    half_sums += 2 * kTile;
   }
 };
 
@@ -83,23 +83,23 @@ static inline __attribute__((always_inline)) void add_block(const Unpacked<F>& h
   constexpr bool has_least = has_minima(F) || (F == Format::kQ8 && signed_bias != 0);
   // Small codes would lose digits beside the bias: there it is taken off the whole numbers.
   constexpr bool is_biased = has_float_scales(F) && !is_q4(F) && signed_bias != 0;
-  const float *scale = at.scale, *halves = at.halves;
-  if constexpr (in_halves(F)) {
+  const float *scale = at.scale, *half_sums = at.half_sums;
+  if constexpr (has_half_block_scales(F)) {
     f32v one = dot_block<true, 4>(here.codes, at.codes + m * kBlock);
-    f32v other = dot_block<true, 4>(here.codes + 4, at.codes + m * kBlock + kHalf);
+    f32v other = dot_block<true, 4>(here.codes + 4, at.codes + m * kBlock + kHalfBlock);
     if constexpr (is_biased) {
-      one -= signed_bias * halves[m];
-      other -= signed_bias * halves[kTile + m];
+      one -= signed_bias * half_sums[m];
+      other -= signed_bias * half_sums[kTile + m];
     }
     f32v both = mul_add(other, here.scale[1], one * here.scale[0]);
     if constexpr (has_least) {
-      both = mul_add(here.least[0], splat(halves[m]), both);
-      both = mul_add(here.least[1], splat(halves[kTile + m]), both);
+      both = mul_add(here.least[0], splat(half_sums[m]), both);
+      both = mul_add(here.least[1], splat(half_sums[kTile + m]), both);
     }
     acc = mul_add(both, splat(scale[m]), acc);
   } else {
     f32v dots = dot_block<!is_q4(F)>(here.codes, at.codes + m * kBlock);
-    if constexpr (is_biased) dots -= signed_bias * (halves[m] + halves[kTile + m]);
+    if constexpr (is_biased) dots -= signed_bias * (half_sums[m] + half_sums[kTile + m]);
     acc = mul_add(dots, here.scale[0] * scale[m], acc);
     if constexpr (has_least) acc = mul_add(here.least[0], splat(at.sum[m]), acc);
   }
@@ -123,15 +123,15 @@ static inline __attribute__((always_inline)) void load_block(const void* group, 
 
 // What the tokens' coarsest blocks have left over. Not inlined: the loop below wants its registers.
 template <Format F, int M, bool Ready>
-static __attribute__((noinline)) void again_tile(const void* group, const Activations& a, int t,
+static __attribute__((noinline)) void residual_tile(const void* group, const Activations& a, int t,
                                                  f32v* acc) {
   const Place at(a, t, a.blocks);
-  const int32_t* again = a.again + t;
+  const int32_t* residual = a.residual_block + t;
   Unpacked<F> here;
-  load_block<F, Ready>(group, again[0], here);
+  load_block<F, Ready>(group, residual[0], here);
   for (int m = 0; m < M; m++) {
     // Mostly the same block for all tokens: an outlier has its channel.
-    if (m > 0 && again[m] != again[m - 1]) load_block<F, Ready>(group, again[m], here);
+    if (m > 0 && residual[m] != residual[m - 1]) load_block<F, Ready>(group, residual[m], here);
     add_block<F>(here, at, m, acc[m]);
   }
 }
@@ -153,7 +153,7 @@ static inline __attribute__((always_inline)) void quantised_tile(const void* gro
     at.next();
   }
   unrolled<M>([&](auto m) { acc[m] = sums[m]; });
-  if (a.again != nullptr) again_tile<F, M, Ready>(group, a, t, acc);
+  if (a.residual_block != nullptr) residual_tile<F, M, Ready>(group, a, t, acc);
 }
 
 // The exact product: codes unpacked to floats, activations as they are.
@@ -171,7 +171,7 @@ static inline __attribute__((always_inline)) void exact_tile(const uint8_t* p,
       unpack_codes<F>(p, w);
       load_scales<F>(p, d, least);
       for (int j = 0; j < 8; j++) {
-        const int part = in_halves(F) ? j / 4 : 0;
+        const int part = has_half_block_scales(F) ? j / 4 : 0;
         for (int n = 0; n < 4; n++) {
           int k = b * kBlock + 4 * j + n;
           if (k >= cols) break;
@@ -284,7 +284,7 @@ static void matmul(const Packed& w, const Activations& a, int t0, int t1, int g0
     case Format::kQ8M: return matmul_of<Format::kQ8M>(w, a, t0, t1, g0, g1, out, stride, add);
     case Format::kBF16: return matmul_of<Format::kBF16>(w, a, t0, t1, g0, g1, out, stride, add);
     case Format::kF32: return matmul_of<Format::kF32>(w, a, t0, t1, g0, g1, out, stride, add);
-    case Format::kF16: break;  // `half_products.h`, where there are any
+    case Format::kF16: break;  // `fp16_products.h`, where there are any
   }
 }
 
@@ -299,7 +299,7 @@ static void unpack_row_of(const Packed& w, int row, float* out) {
       unpack_codes<F>(p, c);
       load_scales<F>(p, d, least);
       for (int k = b * kBlock, n = 0; n < kBlock && k < w.cols; n++, k++) {
-        const int part = in_halves(F) ? n / kHalf : 0;
+        const int part = has_half_block_scales(F) ? n / kHalfBlock : 0;
         out[k] = d[part][lane] * c[n / 4][4 * lane + n % 4] + least[part][lane];
       }
     }
@@ -330,13 +330,13 @@ static void unpack_row(const Packed& w, int row, float* out) {
 }
 
 static void quantise(const float* x, int n, int t, int first, int places, int8_t* codes,
-                     float* scale, float* sum, float* halves) {
+                     float* scale, float* sum, float* half_sums) {
   const size_t tile = (static_cast<size_t>(t / kTile) * places + first) * kTile;
   const size_t place = tile + t % kTile;
   codes += place * kBlock;
   scale += place;
   sum += place;
-  halves += tile + place;
+  half_sums += tile + place;
   for (int at = 0; at < n; at += kBlock) {
     float padded[kBlock] = {};
     const float* p = x + at;
@@ -349,23 +349,23 @@ static void quantise(const float* x, int n, int t, int first, int places, int8_t
     float d = max_lanes(most) / 127.0f;
     if (!(d > 1e-37f)) d = 0;  // nothing, or so little that its inverse is no number
     const float inverse = d > 0 ? 1.0f / d : 0.0f;
-    const int one = round_half(p, inverse, codes);
-    const int other = round_half(p + kHalf, inverse, codes + kHalf);
+    const int one = round_half_block(p, inverse, codes);
+    const int other = round_half_block(p + kHalfBlock, inverse, codes + kHalfBlock);
     *scale = d;
     *sum = d * static_cast<float>(one + other);
-    halves[0] = static_cast<float>(one);
-    halves[kTile] = static_cast<float>(other);
+    half_sums[0] = static_cast<float>(one);
+    half_sums[kTile] = static_cast<float>(other);
     codes += kTile * kBlock;
     scale += kTile;
     sum += kTile;
-    halves += 2 * kTile;
+    half_sums += 2 * kTile;
   }
 }
 
 // One channel far above the others makes the steps of its whole block coarse, and in the inputs of
 // many layers there is such a one: that block has more than half of all that rounding costs.
-static int quantise_rest(const float* x, int n, int t, int places, int8_t* codes, float* scale,
-                         float* sum, float* halves) {
+static int quantise_residual(const float* x, int n, int t, int places, int8_t* codes, float* scale,
+                         float* sum, float* half_sums) {
   const size_t first = static_cast<size_t>(t / kTile) * places * kTile + t % kTile;
   int coarsest = 0;
   for (int b = 1; b < places - 1; b++)
@@ -375,6 +375,6 @@ static int quantise_rest(const float* x, int n, int t, int places, int8_t* codes
   const double step = scale[place];  // so that its products with codes are exact
   for (int i = 0; i < kBlock && coarsest * kBlock + i < n; i++)
     rest[i] = static_cast<float>(x[coarsest * kBlock + i] - step * codes[place * kBlock + i]);
-  quantise(rest, kBlock, t, places - 1, places, codes, scale, sum, halves);
+  quantise(rest, kBlock, t, places - 1, places, codes, scale, sum, half_sums);
   return coarsest;
 }

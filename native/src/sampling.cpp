@@ -19,7 +19,7 @@ struct Candidate {
   }
 };
 
-void penalise(float* logits, const Wishes& w, const int32_t* history, int num_prompt, int length,
+void penalise(float* logits, const SamplingParams& w, const int32_t* history, int num_prompt, int length,
               int vocab) {
   if (w.repetition == 1 && w.frequency == 0 && w.presence == 0) return;
   static thread_local std::vector<int> written;  // how often; −1: in the prompt only
@@ -93,7 +93,7 @@ std::vector<Candidate> bounded(const float* x, int vocab, int top_k, float top_p
 
 }  // namespace
 
-int choose(const Kernels& kernels, float* logits, int vocab, const Wishes& w,
+int choose(const Kernels& kernels, float* logits, int vocab, const SamplingParams& w,
            const int32_t* history, int num_prompt, int length, uint32_t key0, uint32_t key1) {
   penalise(logits, w, history, num_prompt, length, vocab);
   if (w.temperature == 0) {

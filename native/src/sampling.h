@@ -5,14 +5,14 @@
 
 namespace twostroke {
 
-struct Wishes {  // of one request
+struct SamplingParams {  // of one request
   float temperature, top_k, top_p, min_p, repetition, frequency, presence;
 };
 
 // One token from `logits` [vocab], which are overwritten. `history` are the tokens so far, of which
 // the first `num_prompt` are the prompt's; the keys are `exec/rng.py`'s for this position.
 // −1 if the logits are NaN or infinite.
-int choose(const Kernels& kernels, float* logits, int vocab, const Wishes& wishes,
+int choose(const Kernels& kernels, float* logits, int vocab, const SamplingParams& params,
            const int32_t* history, int num_prompt, int length, uint32_t key0, uint32_t key1);
 
 // Log-probabilities by `logits` [vocab]: the token's own first, then the `count` best in order, of

@@ -53,8 +53,8 @@ static inline f32v mul_add(f32v a, f32v b, f32v c) {
 #endif
 }
 
-// W halves → floats.
-static inline f32v load_half(const uint16_t* p) {
+// W fp16 → floats.
+static inline f32v load_fp16(const uint16_t* p) {
 #if defined(TS_NEON)
   return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 #elif defined(TS_AVX2)
@@ -63,13 +63,13 @@ static inline f32v load_half(const uint16_t* p) {
   return (f32v)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 #else
   f32v v;
-  for (int i = 0; i < W; i++) v[i] = half_to_float(p[i]);
+  for (int i = 0; i < W; i++) v[i] = fp16_to_float(p[i]);
   return v;
 #endif
 }
 
-// W floats → halves, rounded to nearest.
-static inline void store_half(uint16_t* p, f32v v) {
+// W floats → fp16, rounded to nearest.
+static inline void store_fp16(uint16_t* p, f32v v) {
 #if defined(TS_NEON)
   vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v)));
 #elif defined(TS_AVX2)
@@ -77,7 +77,7 @@ static inline void store_half(uint16_t* p, f32v v) {
 #elif defined(TS_AVX512)
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)v, 0));
 #else
-  for (int i = 0; i < W; i++) p[i] = float_to_half(v[i]);
+  for (int i = 0; i < W; i++) p[i] = float_to_fp16(v[i]);
 #endif
 }
 
@@ -162,7 +162,7 @@ static inline f32v dot_block(const i8v* w, const int8_t* a) {
 }
 
 #if defined(TS_AVX2) || defined(TS_AVX512)
-static inline __m256 halves_sum(f32v v) {
+static inline __m256 sum_halves(f32v v) {
 #if defined(TS_AVX512)
   return _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
 #else
@@ -170,7 +170,7 @@ static inline __m256 halves_sum(f32v v) {
 #endif
 }
 
-static inline __m128 quarters_sum(__m256 v) {
+static inline __m128 sum_quarters(__m256 v) {
   return _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
 }
 #endif
@@ -179,7 +179,7 @@ static inline float sum_lanes(f32v v) {
 #if defined(TS_NEON)
   return vaddvq_f32(v);
 #elif defined(TS_AVX2) || defined(TS_AVX512)
-  __m128 x = quarters_sum(halves_sum(v));
+  __m128 x = sum_quarters(sum_halves(v));
   x = _mm_add_ps(x, _mm_movehl_ps(x, x));
   return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
 #else
@@ -194,9 +194,9 @@ static inline void sum_four(f32v a, f32v b, f32v c, f32v d, float* out) {
 #if defined(TS_NEON)
   vst1q_f32(out, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
 #elif defined(TS_AVX2) || defined(TS_AVX512)
-  __m256 ab = _mm256_hadd_ps(halves_sum(a), halves_sum(b));
-  __m256 cd = _mm256_hadd_ps(halves_sum(c), halves_sum(d));
-  _mm_storeu_ps(out, quarters_sum(_mm256_hadd_ps(ab, cd)));
+  __m256 ab = _mm256_hadd_ps(sum_halves(a), sum_halves(b));
+  __m256 cd = _mm256_hadd_ps(sum_halves(c), sum_halves(d));
+  _mm_storeu_ps(out, sum_quarters(_mm256_hadd_ps(ab, cd)));
 #else
   out[0] = sum_lanes(a), out[1] = sum_lanes(b), out[2] = sum_lanes(c), out[3] = sum_lanes(d);
 #endif
@@ -239,7 +239,7 @@ constexpr int kShiftBits = 0x4B400000;
 #endif
 
 // x · inverse, rounded to whole numbers of at most 127, as 16 bytes; their sum.
-static inline int round_half(const float* x, float inverse, int8_t* codes) {
+static inline int round_half_block(const float* x, float inverse, int8_t* codes) {
 #if defined(TS_NEON)
   int32x4_t y[4];
   for (int i = 0; i < 4; i++) y[i] = vreinterpretq_s32_f32(load(x + 4 * i) * inverse + kShift);
@@ -265,7 +265,7 @@ static inline int round_half(const float* x, float inverse, int8_t* codes) {
   return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xB1)));
 #else
   int total = 0;
-  for (int i = 0; i < kHalf; i += W) {
+  for (int i = 0; i < kHalfBlock; i += W) {
     i32v y = (i32v)(load(x + i) * inverse + kShift) - kShiftBits;
     for (int j = 0; j < W; j++) {
       codes[i + j] = static_cast<int8_t>(y[j]);

@@ -55,10 +55,39 @@ static void silu_mul(const float* gate, const float* up, int n, float* out) {
   for (; i < n; i++) out[i] = gate[i] / (1.0f + __builtin_expf(-gate[i])) * up[i];
 }
 
-static void to_half(const float* x, int n, uint16_t* out) {
+// gate · ½ (1 + tanh(√(2/π) (gate + 0.044715 gate³))) · up, where ½ (1 + tanh(y)) = 1 / (1 + e^-2y).
+static void gelu_tanh_mul(const float* gate, const float* up, int n, float* out) {
+  constexpr float kLinear = 1.59576912f, kCubic = 0.0713548163f;  // 2 √(2/π), and 0.044715 times it
   int i = 0;
-  for (; i + W <= n; i += W) store_half(out + i, load(x + i));
-  for (; i < n; i++) out[i] = float_to_half(x[i]);
+  for (; i + W <= n; i += W) {
+    f32v g = load(gate + i), y = g * mul_add(g * g, splat(kCubic), splat(kLinear));
+    f32v bounded = max_of(y, splat(-80.0f));  // as in `silu_mul`
+    store(out + i, g / (1.0f + exp_of(-bounded)) * load(up + i));
+  }
+  for (; i < n; i++) {
+    const float g = gate[i], y = g * (kLinear + kCubic * g * g);
+    out[i] = g / (1.0f + __builtin_expf(-y)) * up[i];
+  }
+}
+
+// To about 2 · 10^-7; NaN stays NaN.
+static inline f32v tanh_of(f32v x) {
+  const f32v bounded = -max_of(splat(-40.0f), -max_of(splat(-40.0f), x));
+  const f32v e = exp_of(bounded * -2.0f);
+  return (1.0f - e) / (1.0f + e) + (bounded - bounded);
+}
+
+static void soft_cap(float* x, int n, float scale, float cap) {
+  const float inner = scale / cap;
+  int i = 0;
+  for (; i + W <= n; i += W) store(x + i, tanh_of(load(x + i) * inner) * cap);
+  for (; i < n; i++) x[i] = __builtin_tanhf(x[i] * inner) * cap;
+}
+
+static void to_fp16(const float* x, int n, uint16_t* out) {
+  int i = 0;
+  for (; i + W <= n; i += W) store_fp16(out + i, load(x + i));
+  for (; i < n; i++) out[i] = float_to_fp16(x[i]);
 }
 
 static int argmax(const float* x, int n) {

@@ -35,7 +35,7 @@ class Team {
 
   // Inside `run`: numbers 0 … count − 1, each to one member, whoever is free. Ends with a barrier.
   template <typename F>
-  void share(int count, F&& work) {
+  void parallel_for(int count, F&& work) {
     std::atomic<int>& next = counters_[slot_of_step()];
     for (int n; (n = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(n);
     barrier();

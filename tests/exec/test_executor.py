@@ -11,7 +11,7 @@ import torch
 
 from tests.tiny import tiny_folder
 from twostroke import LLM, SamplingParams
-from twostroke.exec import native, samples
+from twostroke.exec import samples
 from twostroke.plan import StepPlan
 
 
@@ -42,7 +42,7 @@ def test_the_head_runs_only_on_positions_that_are_sampled(
     assert sum(rows) == 2 * 4
 
 
-@pytest.mark.parametrize(("kernels", "module"), [("auto", native), ("reference", samples)])
+@pytest.mark.parametrize(("kernels", "module"), [("auto", samples), ("reference", samples)])
 def test_prompt_logprobs_are_made_in_slices(
     kernels: str, module: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

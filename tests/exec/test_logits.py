@@ -13,11 +13,12 @@ import torch
 
 from tests.rows import put
 from twostroke.exec.device_rows import DeviceRows
-from twostroke.exec.executor import Mask
 from twostroke.exec.native import Forwarded, NativeExecutor
 from twostroke.exec.rows import HostRows
-from twostroke.exec.sampling import as_tensors, sample, to_token_logprobs, top_logprobs
+from twostroke.exec.sampling import as_tensors, sample, to_token_logprobs
+from twostroke.exec.token_mask import Mask, mask_of
 from twostroke.kernels import cpu
+from twostroke.kernels.reference_sampling import token_logprobs
 from twostroke.plan import (
     BlockAppend,
     BlockDrop,
@@ -59,7 +60,7 @@ class Draws:
 
     def torch(self, masks: dict[int, Mask]) -> StepResult:
         lines = torch.from_numpy(self.lines.copy())
-        allowed = as_tensors(masks, torch.device("cpu"))
+        allowed = as_tensors(masks, VOCAB, torch.device("cpu"))
         drawn = sample(lines, self.rows, self.positions, self.tensors, allowed)
         logprobs = {n: to_token_logprobs(found) for n, found in drawn.logprobs.items()}
         return StepResult(drawn.tokens.tolist(), logprobs, {}, 0.0)
@@ -105,8 +106,8 @@ def random_draws(seed: int, count: int = 40) -> tuple[Draws, dict[int, Mask]]:
     masks = {}
     for n in range(count):
         if random.random() < 0.2:
-            masks[n] = random.random(VOCAB) < 0.5
-            masks[n][list(requests[n].params.allowed_token_ids or ())] = True
+            half = np.flatnonzero(random.random(VOCAB) < 0.5).tolist()
+            masks[n] = mask_of([*half, *(requests[n].params.allowed_token_ids or ())], VOCAB)
     return Draws(requests, [len(r.tokens) for r in requests], lines), masks
 
 
@@ -173,10 +174,12 @@ def test_logprobs_are_as_near_as_torchs(scale: float) -> None:
     tokens = [int(token) for token in lines.argmax(1)]
     for line, token, found in zip(lines, tokens, native_logprobs(lines, tokens, 50), strict=True):
         exact = torch.log_softmax(torch.from_numpy(line).double(), -1).numpy()
-        theirs = torch.log_softmax(torch.from_numpy(line), -1)
+        theirs = token_logprobs(
+            torch.from_numpy(line)[None], torch.tensor([0]), torch.tensor([token]), 5
+        )
         atol = 2e-6 * max(1, scale)
         np.testing.assert_allclose(found.logprobs, exact[list(found.token_ids)], atol=atol)
-        expected = to_token_logprobs(top_logprobs(theirs, torch.tensor(token), 5))
+        (expected,) = map(to_token_logprobs, zip(*theirs, strict=True))
         assert (found.token_ids[:6], found.rank) == (expected.token_ids, expected.rank)
 
 

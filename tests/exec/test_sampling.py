@@ -8,10 +8,11 @@ from collections import Counter
 import pytest
 import torch
 
-from twostroke.exec import sampling
 from twostroke.exec.device_rows import DeviceRows
 from twostroke.exec.rng import stream_key
-from twostroke.exec.sampling import gumbel, sample
+from twostroke.exec.sampling import sample
+from twostroke.kernels import reference_sampling
+from twostroke.kernels.reference_sampling import gumbel
 from twostroke.plan import NewRow
 from twostroke.request import SamplingParams
 
@@ -97,7 +98,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p(
     p: float, candidates: int, logits: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With few candidates the set reaches past them, and everything has to be looked at."""
-    monkeypatch.setattr(sampling, "CANDIDATES", candidates)
+    monkeypatch.setattr(reference_sampling, "CANDIDATES", candidates)
     found = draw(logits, asked(top_p=p), 4_000)
     assert_drawn_from(filtered(logits, top_p_mask(logits, p)), found)
 

@@ -10,6 +10,7 @@ import torch
 
 from tests.checked_kernels import CheckedKernels
 from tests.equivalence.harness import Loud, assert_same, make_core, run, small_spec
+from tests.fakes import groups
 from tests.gpu.reference_check import PROMPTS
 from twostroke.config import GIB, EngineConfig
 from twostroke.engine.core import EngineCore
@@ -18,11 +19,12 @@ from twostroke.exec import start
 from twostroke.exec.device_rows import DeviceRows
 from twostroke.exec.graphs import Record, Run, RunAgain
 from twostroke.exec.memory import MemoryPlan
+from twostroke.exec.pool_sizing import PoolSizing
 from twostroke.exec.program import StepProgram
 from twostroke.exec.start import fit_pool, graph_sizes, start_executor, warm_plans
 from twostroke.exec.torch_executor import TorchExecutor
 from twostroke.kv.pool import KVPool
-from twostroke.model.cost import cost_model
+from twostroke.model.cost import cost_model, dense_weight_bytes
 from twostroke.model.decoder import Decoder
 from twostroke.observe.startup_timer import StartupTimer
 from twostroke.sched.scheduler import Scheduler
@@ -33,8 +35,8 @@ BLOCK = 2 * 1024**2
 ESTIMATE = MemoryPlan(
     total_bytes=78 * GIB,
     weight_bytes=16 * GIB,
-    block_bytes=BLOCK,
-    num_blocks=1,
+    sizing=PoolSizing(16, (None,), (BLOCK,), held=(1,), least=(1,), most=(1,)),
+    group_blocks=(1,),
     max_model_len=4096,
     shortened=False,
     device_bytes=80 * GIB,
@@ -77,8 +79,8 @@ def test_the_pool_is_what_the_rest_leaves_under_the_share() -> None:
 
 
 def test_settings_decide_the_size_of_the_pool() -> None:
-    assert pool(kv_cache_memory_bytes=100 * BLOCK).num_blocks == 99
-    assert pool(num_gpu_blocks_override=77).num_blocks == 77
+    assert pool(kv_cache_memory_bytes=100 * BLOCK).group_blocks == (99,)
+    assert pool(num_gpu_blocks_override=77).group_blocks == (77,)
 
 
 def test_what_does_not_fit_is_refused_with_the_setting_that_would() -> None:
@@ -94,7 +96,7 @@ def test_the_share_an_error_names_is_enough() -> None:
     with pytest.raises(ConfigError) as refused:
         pool(gpu_memory_utilization=0.3)
     named = float(str(refused.value).split("at least ")[1].split(",")[0])
-    assert pool(gpu_memory_utilization=named + 0.01).num_blocks >= 1
+    assert pool(gpu_memory_utilization=named + 0.01).group_blocks >= (1,)
 
 
 def test_graphs_can_be_fewer_or_none() -> None:
@@ -143,7 +145,8 @@ def started(
     given = {"max_num_seqs": 4, "max_num_batched_tokens": 96, "num_gpu_blocks_override": 64}
     config = EngineConfig(**(given | settings))  # type: ignore[arg-type]
     decoder = Decoder(spec, Loud(spec), torch.float32, CPU, 512, CheckedKernels())
-    estimate = replace(ESTIMATE, block_bytes=16 * 1024, max_model_len=512)
+    sizing = replace(ESTIMATE.sizing, block_bytes=(16 * 1024,))
+    estimate = replace(ESTIMATE, sizing=sizing, max_model_len=512)
     return start_executor(config, decoder, torch.float32, estimate, timer)
 
 
@@ -152,11 +155,11 @@ def test_an_executor_started_that_way_writes_the_tokens_of_another(recorded: lis
     timer = StartupTimer(iter([10.0, 11.5, 12.0, 14.0, 14.25]).__next__)
     executor, plan = started(timer)
     assert str(timer) == "kernels 1.5 s, measuring 0.5 s, graphs 2.0 s, largest step 0.2 s"
-    assert (plan.num_blocks, plan.activation_bytes) == (64, GIB)
+    assert (plan.group_blocks, plan.activation_bytes) == ((64,), GIB)
     # On trial two of each, then [1, 2, 4] rows and [64, 128] tokens, those in three pieces.
     assert len(recorded) == (2 + 2 * 3) + (3 + 2 * 3)
-    limits = SchedulerConfig(4, 96, plan.max_model_len, 16, plan.num_blocks)
-    core = EngineCore(Scheduler(limits), executor, cost_model(spec, 4, 4))
+    limits = SchedulerConfig(4, 96, plan.max_model_len, 16, groups(64))
+    core = EngineCore(Scheduler(limits), executor, cost_model(spec, dense_weight_bytes(spec, 4), 4))
     plain = Decoder(spec, Loud(spec), torch.float32, CPU, 1024, CheckedKernels())
     assert_same(run(make_core(plain), PROMPTS, 8), run(core, PROMPTS, 8))
 

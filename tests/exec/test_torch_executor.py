@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,18 +13,31 @@ import torch
 
 from tests.checked_kernels import CheckedKernels
 from tests.equivalence.harness import Loud, Written, assert_same, make_core, run, small_spec
+from tests.fakes import groups
 from tests.gpu.reference_check import OUTPUT, PROMPTS, SPECS
 from tests.rows import put
+from tests.tiny import tiny_folder
+from twostroke.engine.assembly import group_limits
 from twostroke.engine.build_torch import assemble
 from twostroke.engine.core import EngineCore
 from twostroke.exec.device_rows import DeviceRows
+from twostroke.exec.grammar import Grammars
 from twostroke.exec.graphs import RunAgain, ladder
 from twostroke.exec.rng import stream_key, stream_keys
 from twostroke.exec.rows import NO_WRITES
 from twostroke.exec.step_buffer import Shape, fill_decode
 from twostroke.model.decoder import Decoder
-from twostroke.plan import BlockAppend, BlockDrop, NewRow, PhaseWork, Slot, StepPlan
-from twostroke.request import EngineRequest, SamplingParams
+from twostroke.model.tokenizer import Tokenizer
+from twostroke.plan import (
+    BROKEN_LOGITS,
+    BlockAppend,
+    BlockDrop,
+    NewRow,
+    PhaseWork,
+    Slot,
+    StepPlan,
+)
+from twostroke.request import EngineRequest, SamplingParams, StructuredOutputs
 from twostroke.sched.step import SchedulerConfig
 
 CPU = torch.device("cpu")
@@ -54,10 +69,10 @@ def graph_core(name: str = "qwen3", graphs: bool = True, **settings: object) -> 
         "max_num_batched_tokens": 1024,
         "max_model_len": 1024,
         "block_size": 16,
-        "num_blocks": 512,
-        "windows": tuple(group.window for group in decoder.spec.kv_groups()),
         "prefix_caching": False,
     }
+    each = [settings.pop("num_blocks", 512)] * len(decoder.spec.kv_groups())
+    limits["groups"] = group_limits(decoder.spec, each)  # type: ignore[arg-type]
     config = SchedulerConfig(**(limits | settings))  # type: ignore[arg-type]
     sizes = ladder(config.max_num_seqs) if graphs else ()
     return assemble(decoder, config, torch.float32, 2, graph_sizes=sizes)
@@ -120,7 +135,7 @@ def test_steps_are_launched_before_the_last_one_was_taken_in() -> None:
     def counted(*args: object) -> None:
         nonlocal most
         launch(*args)  # type: ignore[arg-type]
-        most = max(most, len(core._flights))
+        most = max(most, len(core.scheduler.in_flight))
 
     core._launch = counted  # type: ignore[method-assign, assignment]
     while core.has_work:
@@ -140,6 +155,8 @@ def test_steps_are_launched_before_the_last_one_was_taken_in() -> None:
         {"temperature": 0.7, "logit_bias": {5: 60.0, 9: 59.0}},
         {"temperature": 0, "allowed_token_ids": [3, 4, 400]},
         {"temperature": 0.5, "logprobs": 3},
+        {"temperature": 0, "min_tokens": 6, "stop_token_ids": list(range(0, 512, 2))},
+        {"temperature": 0, "logit_bias": {5: 3.0}, "presence_penalty": 1.0, "logprobs": 2},
     ],
     ids=lambda params: " ".join(params),
 )
@@ -170,6 +187,54 @@ def test_rows_that_ask_for_more_stay_beside_rows_that_do_not() -> None:
     assert [entry.token_ids[0] for entry in logprobs] == plain[1]
     assert set(written["r2"]) <= {3, 4}
     assert plain[3][1] not in written["r3"][:5]
+
+
+def test_logprobs_of_a_token_that_a_bias_chose_are_those_of_the_plain_executor() -> None:
+    wish = {"logit_bias": {5: 60.0}, "repetition_penalty": 1.2}
+    expected = run(make_core(decoder_of("qwen3")), PROMPTS[:2], 5, **wish)
+    for want, got in zip(expected, run(graph_core(), PROMPTS[:2], 5, **wish), strict=True):
+        assert got.tokens == want.tokens == [5] * 5
+        for entry, other in zip(got.logprobs, want.logprobs, strict=True):
+            assert (entry.token_ids, entry.rank) == (other.token_ids, other.rank)
+            np.testing.assert_allclose(entry.logprobs, other.logprobs, atol=1e-4)
+
+
+def test_a_grammar_is_followed_beside_streams_that_write_what_they_would_without_it(
+    tmp_path: Path,
+) -> None:
+    tokenizer = Tokenizer.from_folder(tiny_folder(tmp_path))
+    alone = write(graph_core(), PROMPTS[:3], temperature=0.7)
+    bound = SamplingParams(max_tokens=30, structured_outputs=StructuredOutputs(regex="[0-9]{9}x"))
+    core, written = graph_core(), dict.fromkeys(["bound", "r0", "r1", "r2"], ())
+    core._grammars = Grammars(lambda: tokenizer, decoder_of("qwen3").spec.vocab_size)
+    core.add(EngineRequest("bound", tuple(PROMPTS[0]), bound, seed=1))
+    while core._compiling:
+        core.step()
+    free = SamplingParams(temperature=0.7, max_tokens=12, ignore_eos=True)
+    for n, prompt in enumerate(PROMPTS[:3]):
+        core.add(EngineRequest(f"r{n}", tuple(prompt), free, seed=100 + n))
+    while core.has_work:
+        for update in core.step():
+            written[update.request_id] += update.tokens
+    assert re.fullmatch("[0-9]{9}x", tokenizer.decode(written["bound"]))
+    assert [list(written[f"r{n}"]) for n in range(3)] == alone
+
+
+def test_broken_logits_end_their_requests_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    core, decoder = graph_core(graphs=False), decoder_of("qwen3")
+    head = decoder.head
+
+    def broken(hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return head(hidden, out=out).fill_(float("nan"))
+
+    monkeypatch.setattr(decoder, "head", broken)
+    for n, wish in enumerate([{}, {"temperature": 0}, {"logit_bias": {3: 1.0}, "logprobs": 1}]):
+        params = SamplingParams(max_tokens=9, **wish)  # type: ignore[arg-type]
+        core.add(EngineRequest(f"r{n}", (4, 5, n), params, seed=0))
+    errors = {}
+    while core.has_work:
+        errors |= {update.request_id: update.error for update in core.step()}
+    assert errors == dict.fromkeys(["r0", "r1", "r2"], BROKEN_LOGITS)
 
 
 def test_prompt_logprobs_are_those_of_the_plain_executor() -> None:
@@ -253,7 +318,7 @@ def test_graphs_are_recorded_from_the_largest_down_and_batches_padded_up() -> No
         first, *others = again(pieces)
         return [lambda: (replayed.append(shape), first()), *others]
 
-    config = SchedulerConfig(8, 1024, 1024, 16, 512, prefix_caching=False)
+    config = SchedulerConfig(8, 1024, 1024, 16, groups(512), prefix_caching=False)
     sizes = ladder(8, largest=4)
     core = assemble(decoder_of("qwen3"), config, torch.float32, 2, graph_sizes=sizes, record=record)
     assert [shape.decode_tokens for shape in recorded if shape.decode_tokens] == [4, 2, 1]

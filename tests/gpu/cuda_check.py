@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.equivalence.harness import Loud, Written, assert_same, make_core, run
 from tests.equivalence.test_window_matrix import mixed_spec
 from tests.gpu.reference_check import OUTPUT, PROMPTS, SPECS
 from tests.rig import Rig
+from twostroke.engine.assembly import group_limits
 from twostroke.engine.build_torch import assemble
 from twostroke.engine.core import EngineCore
 from twostroke.exec.graphs import CudaRecorder, Record, RunAgain, ladder
@@ -62,9 +64,9 @@ DEFAULT_MODEL = {
 def kernels_of(device: torch.device) -> Kernels:
     if device.type == "cpu":
         return CheckedKernels()
-    from twostroke.kernels.cuda import CudaKernels
+    from twostroke.kernels.cuda.backend import CudaKernels
 
-    return CudaKernels()
+    return CudaKernels(device)
 
 
 def recorder_of(device: torch.device) -> Record:
@@ -77,10 +79,10 @@ def core_of(decoder: Decoder, graphs: bool, **settings: Any) -> EngineCore:
         "max_num_batched_tokens": 1024,
         "max_model_len": 1024,
         "block_size": 16,
-        "num_blocks": 512,
-        "windows": tuple(group.window for group in decoder.spec.kv_groups()),
         "prefix_caching": False,
     }
+    each = [settings.pop("num_blocks", 512)] * len(decoder.spec.kv_groups())
+    limits["groups"] = group_limits(decoder.spec, each)
     config = SchedulerConfig(**(limits | settings))
     sizes, record = ladder(config.max_num_seqs) if graphs else (), recorder_of(decoder.device)
     return assemble(decoder, config, decoder.dtype, 2, graph_sizes=sizes, record=record)
@@ -199,7 +201,8 @@ def comparisons(device: torch.device, quick: bool) -> Iterator[Iterator[str]]:
     if not quick:
         yield compare_tokens("SmolLM2-135M, fp32", small_spec(**DEFAULT_MODEL), device)
         llama, _ = load_hf_config(Path("bench/shapes/llama-3.1-8b.json"))
-        yield compare_logprobs("Llama-3.1-8B, bf16", llama, device)
+        some = replace(llama, layers=llama.layers[:4])
+        yield compare_logprobs("Llama-3.1-8B, four layers, bf16", some, device)
 
 
 FP16 = torch.float16

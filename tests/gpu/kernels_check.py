@@ -117,9 +117,23 @@ def check_all(report: Report) -> None:
             3,
             lambda v=vocab, s=spread: len(cases.check_sample(120, v, s, CUDA, torch.float32)),
         )
+    for dtype in (torch.bfloat16, torch.float32):
+        # Adjusted logits, tokens, and what is kept of them.
+        report.check(
+            f"adjust {dtype}, parts that differ",
+            0.5,
+            lambda d=dtype: cases.check_adjust(45, 151936, CUDA, d).count(False),
+        )
+    for count in (0, 20):
+        report.check(f"log-probabilities, {count} best", 1e-5, lambda n=count: check_logprobs(n))
     report.check("decode again and again", 1e-9, check_repeats)
     report.check("decode, graph, lengths changed", ALLOWED[torch.bfloat16], check_graph)
     report.check("early launches in a graph", ALLOWED[torch.bfloat16], check_early)
+
+
+def check_logprobs(count: int) -> float:
+    same, error = cases.check_logprobs(151936, count, CUDA, torch.float32)
+    return error if same else 1.0
 
 
 def check_repeats() -> float:

@@ -11,16 +11,18 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from twostroke.model.fused import FusedDecoder
 
 from tests.gpu.report import COPY, FLOPS, READ, Report
 from tests.kernels import cuda_cases as cases
 from tests.specs import make_spec
+from twostroke.exec.device_sampling import DeviceSampler
 from twostroke.kernels import cuda
 from twostroke.kernels.cuda import decode, prefill, product
 from twostroke.model.batch import FusedDecode, FusedInputs
-from twostroke.model.fused import FusedDecoder
 from twostroke.model.spec import RopeSpec
 from twostroke.model.weights.dummy import DummyWeights
 
@@ -217,6 +219,27 @@ def time_sample(report: Report, batch: int, vocab: int) -> None:
             report.time(name, calls, batch * vocab * 2, READ)
 
 
+def time_adjusted(report: Report, batch: int, vocab: int) -> None:
+    """What a step launches after its graph for rows with penalties, biases and bans."""
+    logits = torch.randn(batch, vocab, device=CUDA, dtype=torch.bfloat16)
+    tokens = torch.zeros(batch, 64, dtype=torch.int32, device=CUDA)
+    sampler = DeviceSampler(batch, vocab, tokens, cuda, CUDA)
+    for new in cases.varied_rows(batch, vocab):
+        sampler.take(new)
+    lines = np.arange(batch)
+    samples = sampler.draw(logits, lines, lines, lines * 0 + 9, {}, *(lines,) * 6).samples
+    out = torch.empty(batch, vocab, device=CUDA)
+    masks = torch.empty(0, -(-vocab // 32), dtype=torch.int32, device=CUDA)
+    used = batch * vocab
+    call = lambda: cuda.adjust_logits(logits, samples, sampler._state, masks, out)  # noqa: E731
+    report.time(f"adjust {batch}×{vocab}", [call], used * 8, COPY)
+    which = torch.arange(batch, dtype=torch.int32, device=CUDA)
+    chosen = torch.zeros(batch, dtype=torch.int32, device=CUDA)
+    for best in (0, 5, 20):
+        call = lambda n=best: cuda.token_logprobs(logits, which, chosen, n)  # noqa: E731
+        report.time(f"log-probabilities {batch}×{vocab}, {best} best", [call], used * 2, READ)
+
+
 def time_all(report: Report) -> None:
     for shape in SHAPES:
         for batch in (1, 8, 32, 128, 256):
@@ -231,6 +254,8 @@ def time_all(report: Report) -> None:
             time_small(report, shape, tokens)
     for batch in (1, 256):
         time_sample(report, batch, 151936)
+    for batch in (32, 256):
+        time_adjusted(report, batch, 151936)
 
 
 # ── choices ─────────────────────────────────────────────────────────────────────────────────

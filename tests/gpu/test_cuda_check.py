@@ -32,8 +32,8 @@ import torch
 from tests.equivalence.harness import small_spec
 from tests.gpu import cuda_check
 from tests.gpu.reference_check import SPECS
-from twostroke.kernels.cuda import CudaKernels
-cuda_check.kernels_of = lambda device: CudaKernels()
+from twostroke.kernels.cuda.backend import CudaKernels
+cuda_check.kernels_of = CudaKernels
 cuda_check.PROMPTS = [[(7 * n * n + size) % 512 for n in range(size)] for size in (5, 40)]
 cuda_check.OUTPUT = 6
 cuda_check.WAYS = {"chunked and mixed": {"max_num_batched_tokens": 20, "max_num_seqs": 4}}

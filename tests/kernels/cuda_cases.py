@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 
 from tests.kernels import definitions
 from twostroke.exec import sampling
-from twostroke.exec.rng import stream_key
-from twostroke.exec.tensor_rows import TensorRows
-from twostroke.kernels import cuda
+from twostroke.exec.device_rows import DeviceRows
+from twostroke.exec.device_sampling import DeviceSampler
+from twostroke.exec.rng import stream_key, stream_keys
+from twostroke.exec.token_mask import mask_of
+from twostroke.kernels import cuda, reference_sampling
 from twostroke.plan import NewRow
 from twostroke.request import SamplingParams
 
@@ -437,7 +441,7 @@ def check_sample(
     logits[:, 5 : vocab // 7] = float("-inf")
     params = [SETTINGS[row % len(SETTINGS)] for row in range(rows)]
     positions = [3 + row for row in range(rows)]
-    state = TensorRows(rows, rows + 8, 16, 1, torch.device("cpu"))
+    state = DeviceRows(rows, rows + 8, 16, 1, torch.device("cpu"))
     for row, setting in enumerate(params):
         asked = SamplingParams(**setting)  # type: ignore[arg-type]
         state.rows[row] = NewRow(row, "r", (1, 2, 3), 3, asked, 7919 * row, frozenset(), ())
@@ -459,3 +463,89 @@ def check_sample(
     )
     found = zip(out.tolist(), right.tolist(), strict=True)
     return [(row, token, other) for row, (token, other) in enumerate(found) if token != other]
+
+
+# ── what requests forbid or favour, and log-probabilities ───────────────────────────────────
+
+VARIED: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.3},
+    {"frequency_penalty": 0.4},
+    {"presence_penalty": -0.7},
+    {"logit_bias": {3: 5.0, 250: -3.25, 0: 100.0}},
+    {"allowed_token_ids": [0, 31, 32, 63, 250]},
+    {"min_tokens": 9, "stop_ids": (4, 250, 5)},
+    {"bad_words": ((7,), (8, 9), (1, 2, 3), (2, 3), (*range(13),))},
+    {"repetition_penalty": 0.8, "logit_bias": {8: 4.0, 9: -4.0}, "frequency_penalty": 1.1},
+    {"logit_bias": {8: 4.0, 7: 6.0}, "bad_words": ((7,),), "allowed_token_ids": [7, 8, 9]},
+]
+
+
+def varied_rows(count: int, vocab: int) -> list[NewRow]:
+    """A prompt 1 2 3 with 8 9 8 1 2 written after it; each row asks for something else."""
+    found = []
+    for row in range(count):
+        asked = dict(VARIED[row % len(VARIED)])
+        stops, words = frozenset(asked.pop("stop_ids", ())), asked.pop("bad_words", ())
+        params = SamplingParams(max_tokens=64, temperature=0.7 * (row % 3), **asked)
+        tokens = (1, 2, 3, vocab - 1, 8, 9, 8, 1, 2)
+        found.append(NewRow(row, f"r{row}", tokens, 4, params, 31 * row, stops, words))
+    return found
+
+
+def check_adjust(
+    count: int, vocab: int, device: torch.device, dtype: torch.dtype
+) -> tuple[bool, bool, bool]:
+    """Whether adjusted logits, tokens and what is kept of them are those of the definition, for
+    several steps of rows that each ask for something else."""
+    requests, same = varied_rows(count, vocab), [True] * 3
+    sides = []
+    for kernels, place in ((cuda, device), (reference_sampling, torch.device("cpu"))):
+        tokens = torch.zeros(count, 33, dtype=torch.int32, device=place)
+        sampler = DeviceSampler(count, vocab, tokens, kernels, place)
+        for part in sampler._state[1:]:
+            part.fill_(77)  # of whoever had the rows before
+        for new in requests:
+            tokens[new.row, : len(new.tokens)] = torch.tensor(new.tokens)
+            sampler.take(new)
+        sides.append((sampler, place))
+    which = np.arange(count)[::-1].copy()
+    masks = {1: mask_of(range(0, vocab, 3), vocab), 4: mask_of(range(32), vocab)}
+    seeds = np.array([requests[row].seed for row in which], np.uint64)
+    heat = np.array([requests[row].params.temperature for row in which], np.float32)
+    nothing = np.zeros(count, np.float32)
+    for position in range(len(requests[0].tokens), len(requests[0].tokens) + 3):
+        lines = (torch.randn(count, vocab) * 3).to(dtype)
+        at = np.full(count, position)
+        limits = (heat, nothing, nothing + 1, nothing, *stream_keys(seeds, at))
+        left, right = [], []
+        for (sampler, place), found in zip(sides, (left, right), strict=True):
+            out = torch.full((count,), -7, dtype=torch.int32, device=place)
+            logits = lines.to(place)
+            drawn = sampler.draw(logits, which, which, at, masks, *limits)
+            adjusted = torch.empty(count, vocab, device=place)
+            bits = torch.from_numpy(np.stack(list(masks.values())).view(np.int32)).to(place)
+            sampler._kernels.adjust_logits(logits, drawn.samples, sampler._state, bits, adjusted)
+            sampler.advance(drawn, out)
+            penalised = [new.row for new in requests if new.params.penalised]
+            kept = sampler.tokens.cpu(), sampler._state.counts[penalised].cpu()
+            found += [adjusted.cpu(), out.cpu(), *kept]
+        equal = [torch.equal(a, b) for a, b in zip(left, right, strict=True)]
+        same = [a and b for a, b in zip(same, (*equal[:2], equal[2] and equal[3]), strict=True)]
+    return same[0], same[1], same[2]
+
+
+def check_logprobs(
+    vocab: int, count: int, device: torch.device, dtype: torch.dtype
+) -> tuple[bool, float]:
+    """Whether ids and ranks are the definition's, and the largest error of a log-probability."""
+    logits = torch.randn(6, vocab, dtype=torch.float64)
+    logits = (logits.argsort(1).argsort(1) / vocab * 9 - 4).to(dtype)  # no two alike, in fp32
+    logits[2, 5 : vocab // 2] = float("-inf")
+    tokens = logits.argmax(1).int()
+    tokens[3], tokens[4] = vocab - 1, 0
+    which = torch.tensor([4, 0, 2, 3], dtype=torch.int32)
+    right = reference_sampling.token_logprobs(logits, which, tokens, count)
+    given = [each.to(device) for each in (logits, which, tokens)]
+    ids, values, ranks = (part.cpu() for part in cuda.token_logprobs(*given, count))
+    same = torch.equal(ids.long(), right[0]) and torch.equal(ranks.long(), right[2])
+    return same, float((values - right[1]).abs().max())

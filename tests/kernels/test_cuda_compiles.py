@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -235,3 +236,26 @@ def test_kernels_compile_once_for_all_batches(compiled: list[Any], tmp_path: Pat
     for kernel in compiled[:3]:
         assert spilled_bytes(kernel, tmp_path) == 0
         assert "ld.global.v4.b32" in kernel.asm["ptx"].replace("L1::evict_last.", "")
+
+
+def test_sampling_kernels_compile_once_for_all_batches(compiled: list[Any], tmp_path: Path) -> None:
+    from twostroke.exec.device_sampling import DeviceSampler
+    from twostroke.kernels import cuda
+
+    history = torch.zeros(8, 129, dtype=torch.int32)
+    sampler = DeviceSampler(8, 151936, history, cuda, torch.device("cpu"))
+    logits, tokens = empty(8, 151936), torch.zeros(8, dtype=torch.int32)
+    for count in (1, 3, 8):
+        lines = np.arange(count)
+        drawn = sampler.draw(logits, lines, lines, lines, {}, *(lines,) * 6)
+        sampler.advance(drawn, tokens)
+        sampler.logprobs(logits, lines, history[0, 1:], 2 * count)
+    names = ["_adjust", "_scan_tiles", "_choose", "_advance", "_scan", "_merge"]
+    assert [kernel.metadata.name for kernel in compiled] == names * 3
+    assert len({kernel.hash for kernel in compiled}) == len(names)
+    spills = {name: spilled_bytes(kernel, tmp_path) for name, kernel in zip(names, compiled)}  # noqa: B905
+    assert {name for name, spilled in spills.items() if spilled} <= {"_choose"}, spills
+    for name in ("_adjust", "_scan"):
+        wide = compiled[names.index(name)].asm["ptx"].replace("L1::evict_last.", "")
+        assert "ld.global.v4.b32" in wide
+    assert "fma.rn.f32" not in compiled[0].asm["ptx"]  # rounded as the definition is

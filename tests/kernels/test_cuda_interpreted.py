@@ -307,13 +307,34 @@ if INTERPRETED:
         halved = cases.cuda.sample(logits, column, limits, column * 0.5, column * 0, keys, keys)
         assert int(halved.max()) < k // 2
 
-    def test_nothing_but_nan_still_gives_a_token() -> None:
-        logits = torch.full((1, 3000), float("nan"))
-        column = torch.ones(1)
-        keys = torch.tensor([3])
-        limits = torch.tensor([5], dtype=torch.int32)
-        tokens = cases.cuda.sample(logits, column, limits, column * 0.9, column * 0, keys, keys)
-        assert 0 <= int(tokens) < 3000
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_broken_logits_give_no_token_and_leave_the_other_rows_alone(
+        bad: float, temperature: float
+    ) -> None:
+        logits = torch.randn(4, 3000)
+        column, keys = torch.ones(4), torch.arange(4)
+        limits = torch.tensor([0, 5, 5, 0], dtype=torch.int32)
+        how = (column * temperature, limits, column * 0.9, column * 0, keys, keys)
+        healthy = cases.cuda.sample(logits, *how).tolist()
+        logits[1, 2999] = logits[3] = bad
+        cells, write_at = torch.full((9,), 7, dtype=torch.int32), torch.tensor([8, 1, 3, 4])
+        tokens = cases.cuda.sample(logits, *how, cells=cells, write_at=write_at).tolist()
+        assert tokens == [healthy[0], -1, healthy[2], -1]
+        assert cells.tolist() == [7, 0, 7, healthy[2], 0, 7, 7, 7, healthy[0]]
+
+    @pytest.mark.parametrize("dtype", [HALF, SINGLE])
+    @pytest.mark.parametrize("vocab", [300, 2049, 4128])
+    def test_adjusted_logits_are_the_definitions_bit_for_bit(
+        vocab: int, dtype: torch.dtype
+    ) -> None:
+        assert cases.check_adjust(11, vocab, CPU, dtype) == (True, True, True)
+
+    @pytest.mark.parametrize(("vocab", "count"), [(300, 5), (5000, 20), (2048, 0), (80, 32)])
+    def test_logprobs_equal_the_definition(vocab: int, count: int) -> None:
+        same, error = cases.check_logprobs(vocab, count, CPU, SINGLE)
+        assert same
+        assert error < 2e-6
 
     def test_a_position_too_few_is_noticed() -> None:
         """The checks can fail: by what one key of fifty adds, and by NaN."""

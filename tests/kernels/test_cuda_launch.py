@@ -9,6 +9,7 @@ from threading import current_thread, main_thread
 from time import sleep
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,17 +17,17 @@ triton = pytest.importorskip("triton")
 
 from triton.backends.nvidia import driver as nvidia  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
+from twostroke.exec.cuda import CudaExecutor  # noqa: E402
+from twostroke.model.fused import FusedDecoder  # noqa: E402
 
 from tests.equivalence.harness import small_spec  # noqa: E402
 from tests.kernels import no_gpu  # noqa: E402
 from tests.kernels.test_cuda_compiles import BF16, empty, pool  # noqa: E402
 from twostroke.exec import start  # noqa: E402
-from twostroke.exec.cuda import CudaExecutor  # noqa: E402
 from twostroke.exec.graphs import DecodeGraphs, PieceGraphs, Run, piece_ladder  # noqa: E402
 from twostroke.exec.program import StepProgram  # noqa: E402
 from twostroke.exec.rows import DeviceRows  # noqa: E402
 from twostroke.kv.pool import KVPool  # noqa: E402
-from twostroke.model.fused import FusedDecoder  # noqa: E402
 from twostroke.model.weights.dummy import DummyWeights  # noqa: E402
 
 HOOKS = slice(10, 13)  # and what they are given
@@ -236,9 +237,11 @@ def test_what_is_compiled_ahead_is_all_that_a_start_launches(
         return run
 
     for plan in start.warm_plans(2, 64, 64):
-        CudaExecutor(program, None).forward(plan)
+        executor = CudaExecutor(program, None)
+        executor.sample(executor.forward(plan)).wait()
         rows.reset()
         rows.cells.zero_()
+    program.sampler.logprobs(program.logits, np.arange(2), program.tokens, 20)
     DecodeGraphs(program, sizes, record)
     PieceGraphs(program, piece_ladder(64), record)
     assert compiled[0] == 0

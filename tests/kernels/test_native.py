@@ -40,7 +40,7 @@ SCALES_AT = {type: (0, 2) if type.endswith("_1") else (0,) for type in BLOCK_TYP
 FLOAT_FORMATS = ["q8", "q4", "bf16", "f32"]  # packed from floats
 KINDS = [*BLOCK_TYPES, *FLOAT_FORMATS]
 TOKENS = [*range(1, 10), 16, 17, 33, 70]
-WAYS = ["exact", "rounded", "again"]
+WAYS = ["exact", "rounded", "residual"]
 RESIDUES = range(1, 34)  # every remainder of 16 and of 32, and one beyond
 
 # Errors in parts of a sum's reach, Σ |x| · (the largest |w| its block could hold): twice the
@@ -65,7 +65,11 @@ class Weights:
     def multiply(self, x: Floats, way: str) -> Floats:
         out = np.full((len(x), len(self.values)), np.nan, np.float32)
         self.matrix.multiply(  # type: ignore[attr-defined]
-            np.ascontiguousarray(x), out, self.isa, exact=way == "exact", again=way == "again"
+            np.ascontiguousarray(x),
+            out,
+            self.isa,
+            exact=way == "exact",
+            with_residual=way == "residual",
         )
         return out
 
@@ -205,13 +209,13 @@ def rest_of(parts: Floats, scale: Floats, code: Floats) -> Floats:
     return (parts - seen)[coarsest(scale)].astype(np.float32)
 
 
-def rounded(x: Floats, again: bool = False) -> npt.NDArray[np.float64]:
-    """Activations as products see them: whole numbers of a 127th of the block's largest. `again`:
-    and what that leaves of the coarsest block, likewise."""
+def rounded(x: Floats, with_residual: bool = False) -> npt.NDArray[np.float64]:
+    """Activations as products see them: whole numbers of a 127th of the block's largest.
+    `with_residual`: and what that leaves of the coarsest block, likewise."""
     parts = in_blocks(x)
     scale, code = codes_of(parts)
     seen = scale.astype(np.float64) * np.rint(code)
-    if again:
+    if with_residual:
         rest_scale, rest_code = codes_of(rest_of(parts, scale, code))
         seen[coarsest(scale)] += rest_scale.astype(np.float64) * np.rint(rest_code)
     return seen.reshape(len(x), -1)[:, : x.shape[1]]
@@ -221,7 +225,7 @@ def error_of(w: Weights, x: Floats, way: str) -> float:
     """The largest error of a product, in parts of its reach."""
     seen = x.astype(np.float64)
     if way != "exact" and w.format not in ("bf16", "f16", "f32"):
-        seen = rounded(x, way == "again")
+        seen = rounded(x, way == "residual")
     expected = seen @ w.values.astype(np.float64).T + w.bias
     reach = np.abs(seen) @ w.reach.T + np.abs(w.bias) + 1e-30
     got = w.multiply(x, way)
@@ -364,7 +368,7 @@ def test_the_coarsest_block_once_more_takes_off_what_an_outlier_costs(kind: str,
     x[:, 100] = 40 * np.abs(x).max(1)
     exact = x.astype(np.float64) @ w.values.astype(np.float64).T + w.bias
     off = {way: float(np.square(w.multiply(x, way) - exact).sum()) for way in WAYS[1:]}
-    assert off["again"] < 0.02 * off["rounded"]
+    assert off["residual"] < 0.02 * off["rounded"]
 
 
 @each_isa

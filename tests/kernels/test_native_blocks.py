@@ -142,7 +142,7 @@ def test_scales_at_the_end_of_half_precision_are_right_or_refused(isa: str) -> N
         matrix = native.Matrix(format, 1, 32, isa)
         in_halves = matrix.num_bytes < native.Matrix("q4f", 1, 32, isa).num_bytes
         if scale > 8188 and in_halves:
-            with pytest.raises(OverflowError, match="more than half precision holds"):
+            with pytest.raises(OverflowError, match="more than fp16 holds"):
                 matrix.put_blocks("Q4_0", raw, place)
             continue
         matrix.put_blocks("Q4_0", raw, place)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.fakes import groups
 from twostroke.kv import prefix
 from twostroke.kv.cache import KVCache, KVSequence, KVUsage
 from twostroke.kv.prefix import BlockKey, PrefixIndex, block_key, seed_digest
@@ -23,7 +24,7 @@ def started(cache: KVCache, tokens: list[int], step: int = 0, seed: bytes | None
 
 
 def test_a_prefix_is_found_again_block_by_block_and_leaves_one_token_to_compute() -> None:
-    cache = KVCache(16, 4)
+    cache = KVCache(groups(16), 4)
     tokens = list(range(12))
     first, saved = started(cache, tokens)
     assert saved == 0
@@ -40,7 +41,7 @@ def test_a_prefix_is_found_again_block_by_block_and_leaves_one_token_to_compute(
 
 
 def test_another_salt_shares_nothing() -> None:
-    cache = KVCache(16, 4)
+    cache = KVCache(groups(16), 4)
     started(cache, list(range(12)))
     _, saved = started(cache, list(range(12)), seed=seed_digest("salt", "tenant"))
     assert saved == 0
@@ -54,10 +55,10 @@ def test_equal_digests_with_other_tokens_are_no_hit() -> None:
     """A collision is forged: the index compares tokens and refuses."""
     index = PrefixIndex()
     key = block_key(ROOT, [1, 2, 3, 4])
-    index.register(5, 0, key)
-    assert index.find(0, key) == 5
+    index.register(5, key)
+    assert index.find(key) == 5
     forged = BlockKey(key.digest, block_key(ROOT, [9, 9, 9, 9]).tokens)
-    assert index.find(0, forged) is None
+    assert index.find(forged) is None
 
 
 def test_a_collision_of_digests_never_shares_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,14 +68,14 @@ def test_a_collision_of_digests_never_shares_a_block(monkeypatch: pytest.MonkeyP
             return b"same"
 
     monkeypatch.setattr(prefix, "blake2b", Constant)
-    cache = KVCache(16, 4)
+    cache = KVCache(groups(16), 4)
     started(cache, [1, 2, 3, 4, 5])
     _, saved = started(cache, [6, 7, 8, 9, 10])
     assert saved == 0
 
 
 def test_the_least_recently_used_prefix_is_evicted_first_and_tails_before_heads() -> None:
-    cache = KVCache(6, 2)
+    cache = KVCache(groups(6), 2)
     old, _ = started(cache, [1, 2, 3, 4, 5])
     new, _ = started(cache, [6, 7, 8, 9, 10])
     cache.commit(0)
@@ -91,7 +92,7 @@ def test_the_least_recently_used_prefix_is_evicted_first_and_tails_before_heads(
 
 
 def test_usage_adds_up_and_shows_fragmentation() -> None:
-    cache = KVCache(10, 4)
+    cache = KVCache(groups(10), 4)
     seq, _ = started(cache, list(range(9)))
     assert cache.usage() == KVUsage(reserved=40, used=9, fragmented=3, cached=0, free=28)
     cache.commit(0)
@@ -100,43 +101,43 @@ def test_usage_adds_up_and_shows_fragmentation() -> None:
 
 
 def test_a_step_in_flight_owns_its_blocks_until_it_commits() -> None:
-    cache = KVCache(4, 4, keep_cached=False)
+    cache = KVCache(groups(4), 4, keep_cached=False)
     seq, _ = started(cache, list(range(16)), step=7)
     cache.close(seq)
-    assert cache.returning
-    assert cache.pool.num_available == 0
+    assert cache.awaits_blocks
+    assert cache.pools[0].num_available == 0
     assert cache.usage().used == 16
     cache.audit()
     cache.commit(6)
-    assert cache.pool.num_available == 0
+    assert cache.pools[0].num_available == 0
     cache.commit(7)
-    assert cache.pool.num_available == 4
-    assert not cache.returning
+    assert cache.pools[0].num_available == 4
+    assert not cache.awaits_blocks
 
 
 def test_a_window_frees_what_no_later_token_can_see() -> None:
-    cache = KVCache(16, 4, windows=[6])
+    cache = KVCache(groups(16, 6), 4)
     seq, _ = started(cache, list(range(16)))
     cache.commit(0)
     # The next token, 16, sees 11..16: blocks 0 and 1 (tokens 0..7) have passed.
-    assert cache.drop_passed(seq) == [(0, 2)]
+    assert cache.drop_outside_windows(seq) == [(0, 2)]
     assert seq.tables[0][:2] == [0, 0]
     assert cache.usage() == KVUsage(reserved=64, used=8, fragmented=0, cached=8, free=48)
-    assert cache.drop_passed(seq) == []
+    assert cache.drop_outside_windows(seq) == []
     cache.audit()
 
 
 def test_a_windowed_hit_needs_only_the_blocks_in_sight() -> None:
-    cache = KVCache(16, 4, windows=[4])
+    cache = KVCache(groups(16, 4), 4)
     tokens = list(range(13))
     seq, _ = started(cache, tokens)
     cache.commit(0)
-    cache.drop_passed(seq)
+    cache.drop_outside_windows(seq)
     cache.close(seq)
-    for block in list(cache.pool._cached)[:2]:  # the blocks of tokens 0..7 are evicted
-        cache.pool.prefix.forget(block)
-        del cache.pool._cached[block]
-        cache.pool._free.append(block)
+    for block in list(cache.pools[0]._cached)[:2]:  # the blocks of tokens 0..7 are evicted
+        cache.pools[0].prefix.forget(block)
+        del cache.pools[0]._cached[block]
+        cache.pools[0]._free.append(block)
     again = KVSequence(ROOT)
     table = cache.match(again, tokens)[0]
     assert table[:2] == [0, 0]
@@ -146,11 +147,11 @@ def test_a_windowed_hit_needs_only_the_blocks_in_sight() -> None:
 
 
 def test_groups_with_different_windows_agree_on_one_prefix() -> None:
-    cache = KVCache(32, 4, windows=[None, 4])
+    cache = KVCache(groups(32, None, 4), 4)
     tokens = list(range(13))
     seq, _ = started(cache, tokens)
     cache.commit(0)
-    cache.drop_passed(seq)
+    cache.drop_outside_windows(seq)
     assert [len(t) for t in seq.tables] == [4, 4]
     assert seq.tables[0][0] != 0
     assert seq.tables[1][:2] == [0, 0]
@@ -161,7 +162,7 @@ def test_groups_with_different_windows_agree_on_one_prefix() -> None:
 
 
 def test_without_caching_a_prefix_is_shared_only_while_somebody_owns_it() -> None:
-    cache = KVCache(16, 4, keep_cached=False)
+    cache = KVCache(groups(16), 4, keep_cached=False)
     first, _ = started(cache, list(range(12)))
     second, saved = started(cache, list(range(12)))
     assert saved == 8
@@ -175,15 +176,18 @@ def test_without_caching_a_prefix_is_shared_only_while_somebody_owns_it() -> Non
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (lambda cache, seq: cache.pool.refs.__setitem__(seq.tables[0][0], 2), "claims 2 owners"),
-        (lambda cache, seq: cache.pool._free.append(seq.tables[0][0]), "is free"),
-        (lambda cache, seq: cache.pool._free.pop(), "nowhere"),
+        (
+            lambda cache, seq: cache.pools[0].refs.__setitem__(seq.tables[0][0], 2),
+            "claims 2 owners",
+        ),
+        (lambda cache, seq: cache.pools[0]._free.append(seq.tables[0][0]), "is free"),
+        (lambda cache, seq: cache.pools[0]._free.pop(), "nowhere"),
         (lambda cache, seq: seq.tables[0].pop(), "differ"),
         (lambda cache, seq: setattr(cache, "_fragmented", 1), "fragmented is"),
     ],
 )
 def test_audit_notices(harm, message) -> None:  # type: ignore[no-untyped-def]
-    cache = KVCache(8, 4)
+    cache = KVCache(groups(8), 4)
     seq, _ = started(cache, list(range(6)))
     harm(cache, seq)
     with pytest.raises(AssertionError, match=message):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.fakes import FakeExecutor, fake_request, random_prompt
+from tests.fakes import FakeExecutor, fake_request, groups, random_prompt
 from tests.tiny import tiny_llm
 from twostroke import LLM
 from twostroke.engine.core import EngineCore
@@ -236,7 +236,7 @@ def test_gaps_add_up_with_two_steps_in_flight_and_too_few_blocks(seed: int) -> N
         max_num_batched_tokens=16,
         max_model_len=48,
         block_size=4,
-        num_blocks=rng.randint(14, 24),
+        groups=groups(rng.randint(14, 24)),
         prefix_caching=seed % 2 == 0,
         lookahead=4,
     )

@@ -23,7 +23,7 @@ def step(at: float, took: float, prefill: int = 0, streams: int = 0) -> StepReco
     first = (FirstToken(took * 3, prefill, 0),) if prefill else ()
     kv = KVUsage(100, 0, 0, 0, 100)
     return StepRecord(
-        *(0, at - took, at - took, at, took, 0.0, 0.0, chunk, slots, (), (), 0, 0, 0, kv),
+        *(0, at - took, at - took, at, took, 0.0, chunk, slots, (), (), 0, 0, 0, kv),
         since_s=since,
         regular=streams,
         first=first,

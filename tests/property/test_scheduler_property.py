@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.fakes import FakeExecutor, expected_tokens, fake_request, random_prompt
+from tests.fakes import FakeExecutor, expected_tokens, fake_request, groups, random_prompt
 from twostroke.errors import RequestError
 from twostroke.plan import StepPlan, StepResult
 from twostroke.request import EngineRequest, FinishReason
@@ -35,8 +35,7 @@ class Life:
             max_num_batched_tokens=budget,
             max_model_len=longest,
             block_size=block_size,
-            num_blocks=num_blocks,
-            windows=(window,),
+            groups=groups(num_blocks, window),
             policy=rng.choice(["fcfs", "priority"]),
             chunked_prefill=chunked,
             prefix_caching=rng.random() < 0.75,
@@ -48,7 +47,7 @@ class Life:
             self.config = with_goals(self.config, random.Random(-1 - seed))
         self.now = 0.0
         self.scheduler = Scheduler(self.config, clock=lambda: self.now)
-        self.executor = FakeExecutor(block_size, (window,))
+        self.executor = FakeExecutor(block_size, self.scheduler.kv.windows)
         self.flights: deque[StepResult] = deque()
         self.given: dict[str, EngineRequest] = {}
         self.written: dict[str, list[int]] = {}
@@ -99,8 +98,9 @@ class Life:
             self.ended[name] = update.finish_reason
 
     def turn(self) -> None:
-        plan = self.scheduler.plan()
+        step = self.scheduler.plan()
         self.scheduler.audit()
+        plan = None if step is None else step.plan
         if plan is not None:
             tokens = sum(chunk.size for chunk in plan.prefill) + len(plan.decode)
             assert 0 < tokens <= self.config.max_num_batched_tokens
@@ -113,7 +113,7 @@ class Life:
         elif not self.flights:
             assert not self.scheduler.has_requests, "requests are there and nothing is planned"
         if self.flights and (plan is None or len(self.flights) >= self.depth):
-            for update in self.scheduler.commit(self.flights.popleft()):
+            for update in self.scheduler.commit(self.flights.popleft()).updates:
                 self.take(update)
             self.executor.committed()
         self.scheduler.audit()
@@ -127,7 +127,7 @@ class Life:
     def fail(self) -> None:
         """A step breaks: nothing of what was in flight counts, and the executor starts anew."""
         self.flights.clear()
-        self.executor = FakeExecutor(self.config.block_size, self.config.windows)
+        self.executor = FakeExecutor(self.config.block_size, self.scheduler.kv.windows)
         for update in self.scheduler.fail("broken"):
             assert update.finish_reason is FinishReason.ERROR
             self.take(update)
@@ -185,7 +185,7 @@ def test_prompts_ranked_by_slack_compete_for_the_last_blocks() -> None:
             max_num_batched_tokens=rng.randint(10, 14),
             max_model_len=48,
             block_size=1,
-            num_blocks=rng.randint(50, 70),
+            groups=groups(rng.randint(50, 70)),
             prefix_caching=rng.random() < 0.5,
             lookahead=0,
             ttft_slo_s=rng.choice([0.1, 0.2, 0.5]),
@@ -214,16 +214,17 @@ def test_the_scenarios_reach_what_they_are_meant_to_reach() -> None:
 
         def plan(plan_of=plan_of, life=life):  # type: ignore[no-untyped-def]
             nonlocal preempted, hits, mixed, chunked, in_flight, dropped
-            made = plan_of()
-            preempted += life.scheduler.last_preempted
-            if made is not None:
+            step = plan_of()
+            if step is not None:
+                made = step.plan
+                preempted += step.preempted
                 mixed += bool(made.prefill and made.decode)
                 chunked += any(not chunk.last for chunk in made.prefill)
                 starts = {c.row: c.start for c in made.prefill}
                 hits += any(starts.get(new.row, 0) > 0 for new in made.new)
-                in_flight += life.scheduler.num_in_flight > 1
+                in_flight += len(life.scheduler.in_flight) > 1
                 dropped += bool(made.dropped)
-            return made
+            return step
 
         life.scheduler.plan = plan  # type: ignore[method-assign]
         for _ in range(40):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fakes import FakeExecutor, expected_tokens, fake_request
+from tests.fakes import FakeExecutor, expected_tokens, fake_request, groups
 from twostroke.errors import RequestError
 from twostroke.plan import StepPlan, StepResult
 from twostroke.request import FinishReason
 from twostroke.sched.scheduler import Scheduler
-from twostroke.sched.step import SchedulerConfig, visible_positions
+from twostroke.sched.step import SchedulerConfig
+from twostroke.sched.work import visible_positions
 
 
 class Bench:
@@ -21,11 +22,12 @@ class Bench:
             "max_num_batched_tokens": 16,
             "max_model_len": 64,
             "block_size": 4,
-            "num_blocks": 64,
+            "groups": groups(64),
         }
         self.config = SchedulerConfig(**(limits | settings))  # type: ignore[arg-type]
         self.scheduler = Scheduler(self.config)
-        self.executor = FakeExecutor(self.config.block_size, self.config.windows)
+        self.executor = FakeExecutor(self.config.block_size, self.scheduler.kv.windows)
+        self.preempted = 0
         self.written: dict[str, list[int]] = {}
         self.ended: dict[str, FinishReason] = {}
 
@@ -35,15 +37,16 @@ class Bench:
         self.written[name] = []
 
     def step(self) -> StepPlan:
-        plan = self.scheduler.plan()
-        assert plan is not None
-        for update in self.scheduler.commit(self.executor.run(plan)):
+        step = self.scheduler.plan()
+        assert step is not None
+        self.preempted += step.preempted
+        for update in self.scheduler.commit(self.executor.run(step.plan)).updates:
             self.written[update.request_id] += update.tokens
             if update.finish_reason is not None:
                 self.ended[update.request_id] = update.finish_reason
         self.executor.committed()
         self.scheduler.audit()
-        return plan
+        return step.plan
 
     def run(self, most: int = 1000) -> list[StepPlan]:
         plans = []
@@ -142,7 +145,7 @@ def test_a_flood_of_important_requests_does_not_starve_the_others() -> None:
 
 
 def test_priority_preempts_the_least_important_first() -> None:
-    bench = Bench(num_blocks=8, policy="priority", lookahead=0, prefix_caching=False)
+    bench = Bench(groups=groups(8), policy="priority", lookahead=0, prefix_caching=False)
     bench.add("unimportant", 8, 20, priority=9)
     bench.step()
     bench.add("important", 8, 20, priority=0)
@@ -180,20 +183,17 @@ def test_admission_looks_ahead_instead_of_admitting_what_it_must_soon_preempt() 
     """Eight requests that grow to five blocks each, in a cache of twelve."""
     preempted = {}
     for lookahead in (0, 16):
-        bench = Bench(num_blocks=12, lookahead=lookahead, prefix_caching=False)
+        bench = Bench(groups=groups(12), lookahead=lookahead, prefix_caching=False)
         for n in range(8):
             bench.add(f"r{n}", [n % 7] * 6, 14)
-        total = 0
-        while bench.scheduler.has_requests:
-            bench.step()
-            total += bench.scheduler.last_preempted
-        preempted[lookahead] = total
+        bench.run()
+        preempted[lookahead] = bench.preempted
     assert preempted[0] > 0
     assert preempted[16] == 0
 
 
 def test_a_preempted_request_resumes_through_what_the_cache_still_has() -> None:
-    bench = Bench(num_blocks=9, lookahead=0)
+    bench = Bench(groups=groups(9), lookahead=0)
     bench.add("old", [1] * 8, 16)
     bench.add("young", [2] * 8, 16)
     plans = bench.run()
@@ -204,7 +204,7 @@ def test_a_preempted_request_resumes_through_what_the_cache_still_has() -> None:
 
 
 def test_a_request_that_can_never_fit_is_refused_at_once_with_the_numbers() -> None:
-    bench = Bench(num_blocks=5)
+    bench = Bench(groups=groups(5))
     with pytest.raises(RequestError, match=r"need 9 KV blocks of 4 tokens, but the cache has 5"):
         bench.add("a", 20, 16)
     with pytest.raises(RequestError, match=r"the prompt has 64 tokens, but max_model_len is 64"):
@@ -216,7 +216,7 @@ def test_a_request_that_can_never_fit_is_refused_at_once_with_the_numbers() -> N
 
 
 def test_a_window_lets_a_request_grow_past_the_cache() -> None:
-    bench = Bench(num_blocks=10, windows=(8,), max_model_len=200, max_num_batched_tokens=12)
+    bench = Bench(groups=groups(10, 8), max_model_len=200, max_num_batched_tokens=12)
     bench.add("a", 90, 60)
     bench.run()
     assert len(bench.written["a"]) == 60
@@ -250,7 +250,7 @@ def test_ten_thousand_aborts_of_waiting_requests_leave_no_trace() -> None:
 
 def test_a_long_prompt_waits_a_bounded_time_under_steady_decode() -> None:
     """Short requests keep arriving and writing; the long prompt still moves on in every step."""
-    bench = Bench(max_num_batched_tokens=10, num_blocks=200, prefix_caching=False)
+    bench = Bench(max_num_batched_tokens=10, groups=groups(200), prefix_caching=False)
     for n in range(7):
         bench.add(f"first{n}", 2, 40)
     bench.step()
@@ -267,7 +267,7 @@ def test_a_long_prompt_waits_a_bounded_time_under_steady_decode() -> None:
 
 def test_running_streams_keep_a_bounded_gap_under_a_flood_of_prompts() -> None:
     """Every stream gets a token in every step, and no step is larger than the budget."""
-    bench = Bench(max_num_seqs=8, max_num_batched_tokens=20, num_blocks=500)
+    bench = Bench(max_num_seqs=8, max_num_batched_tokens=20, groups=groups(500))
     bench.add("stream", 4, 50)
     bench.step()
     for n in range(40):

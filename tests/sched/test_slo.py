@@ -8,13 +8,14 @@ from itertools import pairwise
 
 import pytest
 
-from tests.fakes import fake_request
+from tests.fakes import fake_request, groups
 from tests.sched.test_steptime import Machine, a_cpu, a_gpu, chunk, slots
 from twostroke.observe.record import RequestRecord
 from twostroke.plan import PhaseWork, StepPlan, StepResult
+from twostroke.sched.allowance import FLOOR_SHARE, MAX_PREFILL_STEPS, MIN_CHUNK
 from twostroke.sched.deadlines import PATIENCE
 from twostroke.sched.scheduler import Scheduler
-from twostroke.sched.slo import FLOOR_SHARE, LEAST, LEAST_GOAL_S, TRIES, WITHIN
+from twostroke.sched.slo import HALVE_EVERY, MIN_GOAL_S
 from twostroke.sched.step import SchedulerConfig
 
 HOST_S = 2e-4
@@ -31,13 +32,14 @@ class Engine:
             "max_num_batched_tokens": 2048,
             "max_model_len": 16384,
             "block_size": 16,
-            "num_blocks": 8192,
+            "groups": groups(8192),
             "prefix_caching": False,
         }
         self.now = 1.0
         config = SchedulerConfig(**(limits | settings))  # type: ignore[arg-type]
         self.scheduler = Scheduler(config, clock=lambda: self.now)
         self.plans: list[StepPlan] = []
+        self.predicted_s = 0.0  # of the newest
         self.ended: dict[str, RequestRecord] = {}
         self._machine, self._depth, self._noise = machine, depth, noise
         self._rng = random.Random(1)
@@ -49,9 +51,11 @@ class Engine:
         self.scheduler.add(fake_request(name, tokens, output, received_s=self.now, **more))
 
     def step(self) -> StepPlan | None:
-        plan = self.scheduler.plan()
-        if plan is not None:
+        step = self.scheduler.plan()
+        plan = None if step is None else step.plan
+        if step is not None and plan is not None:
             self.plans.append(plan)
+            self.predicted_s = step.predicted_s
             self.now += HOST_S
             took = self._machine(plan.prefill_work, plan.decode_work)
             took *= self._rng.lognormvariate(0.0, self._noise)
@@ -61,7 +65,7 @@ class Engine:
         if self._flights and (plan is None or len(self._flights) >= self._depth):
             ready_s, result = self._flights.popleft()
             self.now = max(self.now, ready_s)
-            for update in self.scheduler.commit(result):
+            for update in self.scheduler.commit(result).updates:
                 if update.record is not None:
                     self.ended[update.request_id] = update.record
         self.scheduler.audit()
@@ -165,7 +169,7 @@ def test_one_step_in_sixteen_takes_half_so_that_sizes_differ() -> None:
     _, long = engine.disturbed(4, 4000)
     sizes = {step: size for _, step, _, size in long.chunks[:-1]}
     halved = [step for step in sizes if sizes[step] < 0.7 * sizes.get(step - 1, 0)]
-    assert halved == [step for step in sizes if step % TRIES == 0 and step - 1 in sizes]
+    assert halved == [step for step in sizes if step % HALVE_EVERY == 0 and step - 1 in sizes]
     assert len(halved) > 5
 
 
@@ -174,8 +178,8 @@ def test_one_step_in_sixteen_takes_half_so_that_sizes_differ() -> None:
 def test_under_a_goal_that_cannot_be_met_every_prompt_ends_within_its_bound(
     machine: Machine, depth: int
 ) -> None:
-    """The floor: each prompt is computed in at most WITHIN steps once it is first in order, and
-    streams wait no longer than for a quarter more than a step with one token of it."""
+    """The floor: each prompt is computed in at most MAX_PREFILL_STEPS steps once it is first in
+    order, and streams wait no longer than for a quarter more than a step with one token of it."""
     engine = Engine(machine, depth, itl_slo_s=1e-4)
     engine.warm_up()
     for n in range(4):
@@ -189,12 +193,12 @@ def test_under_a_goal_that_cannot_be_met_every_prompt_ends_within_its_bound(
     engine.until(*names)
     steps = 0
     for name, length in zip(names, lengths, strict=True):
-        steps += min(WITHIN, -(-length // LEAST))
+        steps += min(MAX_PREFILL_STEPS, -(-length // MIN_CHUNK))
         last = engine.ended[name].chunks[-1][1]
         assert last - first <= steps + depth, f"{name} took longer than its bound"
     for plan in engine.plans[first:]:
         assert len(plan.decode) >= 4
-        if plan.prefill_work.tokens > LEAST:
+        if plan.prefill_work.tokens > MIN_CHUNK:
             done = plan.prefill_work.kv_tokens // plan.prefill_work.tokens
             one = machine(chunk(done, 1), plan.decode_work)
             took = machine(plan.prefill_work, plan.decode_work)
@@ -209,8 +213,8 @@ def test_the_largest_prompts_are_computed_within_the_bound() -> None:
     engine.add("long", 12000, 1)
     engine.until("long")
     chunks = engine.ended["long"].chunks
-    assert len(chunks) <= WITHIN
-    assert min(size for _, _, _, size in chunks[:-1]) >= 12000 // WITHIN
+    assert len(chunks) <= MAX_PREFILL_STEPS
+    assert min(size for _, _, _, size in chunks[:-1]) >= 12000 // MAX_PREFILL_STEPS
 
 
 def test_streams_advance_in_every_step_under_a_goal_for_the_first_token_alone() -> None:
@@ -275,7 +279,7 @@ def test_nobody_is_overtaken_once_its_patience_has_ended() -> None:
 
 
 def test_a_stream_that_was_preempted_comes_first() -> None:
-    engine = Engine(a_cpu, ttft_slo_s=0.5, num_blocks=24, lookahead=0, max_model_len=380)
+    engine = Engine(a_cpu, ttft_slo_s=0.5, groups=groups(24), lookahead=0, max_model_len=380)
     for n in range(2):
         engine.add(f"stream{n}", 150, 150)
     while not any(record.preempted for record in records_of(engine)):
@@ -334,7 +338,7 @@ def test_without_goals_time_changes_nothing() -> None:
 
 def test_what_is_expected_of_a_step_is_told_with_its_plan() -> None:
     engine = Engine(a_cpu)
-    assert engine.scheduler.last_predicted_s == 0.0
+    assert engine.predicted_s == 0.0
     engine.warm_up()
     for n in range(3):
         engine.add(f"r{n}", 100, 20)
@@ -343,7 +347,7 @@ def test_what_is_expected_of_a_step_is_told_with_its_plan() -> None:
         plan = engine.step()
         assert plan is not None
         true = a_cpu(plan.prefill_work, plan.decode_work)
-        off.append(abs(engine.scheduler.last_predicted_s - true) / true)
+        off.append(abs(engine.predicted_s - true) / true)
     assert max(off) < 0.15
     assert engine.scheduler.pacer.host_s == pytest.approx(HOST_S, rel=0.1)
     assert engine.scheduler.pacer.times.predict(PhaseWork(), slots(3, 100)) is not None
@@ -376,7 +380,7 @@ def test_a_long_prompt_stalls_streams_for_eight_steady_gaps_and_costs_a_quarter_
     engine.warm_up()
     gaps, long = engine.disturbed(streams, 4000)
     steady = steady_gap(machine, streams)
-    assert max(gaps) <= max(8 * steady, LEAST_GOAL_S) * (1.1 + 2 * noise)
+    assert max(gaps) <= max(8 * steady, MIN_GOAL_S) * (1.1 + 2 * noise)
     assert max(gaps) < max(worst)
     assert long.ttft_s <= 1.25 * (1 + noise) * alone.ttft_s
 

@@ -162,7 +162,7 @@ def test_a_step_crosses_the_wire_unchanged() -> None:
     work = PhaseRecord(1, 2, 3, 4e9, 5e6)
     chunks, slots = (Chunk(3, 0, 16, False),), (Slot(0, 7), Slot(1, 9))
     ran = StepRecord(
-        5, 0.1, 0.2, 0.3, 0.1, 0.0, 0.0, work, work, chunks, slots, 1, 2, 0, load.kv,
+        5, 0.1, 0.2, 0.3, 0.1, 0.0, work, work, chunks, slots, 1, 2, 0, load.kv,
         4, gap, 1, (gap,), (FirstToken(0.5, 3, 0),), 0.125,
     )  # fmt: skip
     step = decode_from_engine(encode(pack_step(updates, handles, load, [ran])))

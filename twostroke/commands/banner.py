@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from twostroke import __version__
 from twostroke.config import GIB
+from twostroke.exec import pool_sizing
+from twostroke.kv.cache import GroupLimits
 
 if TYPE_CHECKING:
     from twostroke.engine.api import EngineInfo
@@ -31,8 +33,12 @@ def banner(info: EngineInfo, url: str, num_keys: int, exposed: bool, ready_s: fl
 
 def concurrent_requests(info: EngineInfo, tokens: int) -> int:
     """How many requests that grow to `tokens` tokens can run at one time."""
-    blocks = info.kv_tokens // info.block_size
-    return min(blocks // -(-tokens // info.block_size), info.max_num_seqs)
+    fit = pool_sizing.concurrent_requests(_groups(info), tokens, info.block_size)
+    return min(fit, info.max_num_seqs)
+
+
+def _groups(info: EngineInfo) -> tuple[GroupLimits, ...]:
+    return info.kv_groups or (GroupLimits(info.kv_tokens // info.block_size),)
 
 
 def _waterfall(info: EngineInfo) -> str:
@@ -54,7 +60,8 @@ def _capacity(info: EngineInfo) -> str:
     if info.max_model_len > TYPICAL_TOKENS:
         lengths.append(TYPICAL_TOKENS)
     holds = " or ".join(f"{concurrent_requests(info, n):,} of {n:,} tokens" for n in lengths)
-    return f"{info.kv_tokens:,} tokens; requests at one time: {holds} (at most {info.max_num_seqs})"
+    held = pool_sizing.capacity(_groups(info), info.block_size)
+    return f"{held}; requests at one time: {holds} (at most {info.max_num_seqs})"
 
 
 def _key(num_keys: int, exposed: bool) -> str:

@@ -104,7 +104,11 @@ def length_hint(engine: Engine, answer: Answer, max_tokens: int | None) -> str:
 
 
 def bytes_per_token(engine: Engine) -> int:
-    return engine.memory.block_bytes // engine.config.block_size
+    """Of a token slot, the mean over the KV groups."""
+    memory = engine.memory
+    blocks = zip(memory.group_blocks, memory.sizing.block_bytes, strict=True)
+    num_bytes = sum(count * size for count, size in blocks)
+    return num_bytes // (sum(memory.group_blocks) * engine.config.block_size)
 
 
 def duration(seconds: float | None) -> str:

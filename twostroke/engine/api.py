@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from twostroke.kv.cache import KVUsage
+from twostroke.kv.cache import GroupLimits, KVUsage
 from twostroke.observe.record import Records
 from twostroke.outputs import RequestOutput
 from twostroke.request import SamplingParams
@@ -31,9 +31,10 @@ class EngineInfo:
     total_bytes: int  # what device or cgroup allow
     weight_bytes: int
     kv_bytes: int
-    kv_tokens: int
+    kv_tokens: int  # of all KV groups together
     load_s: float
     sampling: SamplingParams  # what the model's makers recommend
+    kv_groups: tuple[GroupLimits, ...] = ()
     state_bytes: int = 0  # measured on a GPU, as are the next two
     activation_bytes: int = 0
     graph_bytes: int = 0

@@ -21,7 +21,7 @@ from twostroke.exec.start import start_executor
 from twostroke.exec.torch_executor import TorchExecutor
 from twostroke.kernels.reference import Kernels
 from twostroke.kv.pool import KVPool
-from twostroke.model.cost import cost_model
+from twostroke.model.cost import cost_model, dense_weight_bytes
 from twostroke.model.decoder import Decoder
 from twostroke.model.opened import OpenedModel
 from twostroke.observe.startup_timer import StartupTimer
@@ -38,7 +38,9 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
     name = str(dtype).removeprefix("torch.")
     kv_dtype = _dtype(config.kv_cache_dtype, name)
     total = torch.cuda.mem_get_info(place)[0] if on_gpu else host_memory_bytes()
-    memory = plan_memory(config, model.spec, dtype.itemsize, kv_dtype.itemsize, total, on_gpu)
+    weight_bytes = model.spec.num_parameters() * dtype.itemsize
+    sizes = (weight_bytes, dtype.itemsize, kv_dtype.itemsize, total)
+    memory = plan_memory(config, model.spec, *sizes, on_gpu)
     if on_gpu and config.kernels == "auto":
         core, memory = _start_on_gpu(config, model, place, dtype, kv_dtype, memory, grammars)
         return Started(core, memory, name)
@@ -60,9 +62,9 @@ def assemble(
     """A scheduler, a KV pool and rows of their own around a decoder. `graph_sizes`: batches that
     decode in graphs, made by `record`."""
     spec, device, size = decoder.spec, decoder.device, limits.block_size
-    groups = len(limits.windows)
-    pool = KVPool(spec, [limits.num_blocks] * groups, size, kv_dtype, device)
-    rows = DeviceRows(limits.max_num_seqs, limits.max_model_len, size, groups, device)
+    blocks = [group.num_blocks for group in limits.groups]
+    pool = KVPool(spec, blocks, size, kv_dtype, device)
+    rows = DeviceRows(limits.max_num_seqs, limits.max_model_len, size, len(blocks), device)
     graphs = pieces = None
     with torch.inference_mode():
         program = StepProgram(decoder, pool, rows)
@@ -71,7 +73,8 @@ def assemble(
             graphs = DecodeGraphs(program, graph_sizes, record)
             pieces = PieceGraphs(program, piece_ladder(limits.max_num_batched_tokens), record)
     executor = TorchExecutor(program, graphs, pieces, max_in_flight)
-    cost = cost_model(spec, decoder.dtype.itemsize, kv_dtype.itemsize)
+    weight_bytes = dense_weight_bytes(spec, decoder.dtype.itemsize)
+    cost = cost_model(spec, weight_bytes, kv_dtype.itemsize)
     return EngineCore(Scheduler(limits), executor, cost, grammars)
 
 
@@ -88,7 +91,7 @@ def _start_on_gpu(
     spec, length = model.spec, estimate.max_model_len
     estimate = replace(estimate, device_bytes=torch.cuda.mem_get_info(device)[1])
     pdl = torch.cuda.get_device_capability(device) >= (9, 0)  # Hopper is the first that can
-    timer, kernels = StartupTimer(), _triton_kernels()
+    timer, kernels = StartupTimer(), _triton_kernels(device)
     timer.end("imports")
     decoder = Decoder(spec, model.weights, dtype, device, length, kernels, pdl)
     timer.end("weights")
@@ -96,20 +99,20 @@ def _start_on_gpu(
     log.info("start: %s", timer)
     log.info("memory: %s", memory.waterfall())
     limits = scheduler_config(config, spec, memory, on_gpu=True)
-    cost = cost_model(spec, dtype.itemsize, kv_dtype.itemsize)
+    cost = cost_model(spec, dense_weight_bytes(spec, dtype.itemsize), kv_dtype.itemsize)
     return EngineCore(Scheduler(limits), executor, cost, grammars), memory
 
 
-def _triton_kernels() -> Kernels:
+def _triton_kernels(device: torch.device) -> Kernels:
     """Imported here: Triton is there only where there is a GPU."""
     try:
-        from twostroke.kernels.cuda import CudaKernels
+        from twostroke.kernels.cuda.backend import CudaKernels
     except ImportError as error:
         raise ConfigError(
             f"the kernels of a GPU need Triton, which cannot be loaded ({error}); install it, or "
             "use kernels='reference'"
         ) from None
-    return CudaKernels()
+    return CudaKernels(device)
 
 
 def _dtype(asked: str, own: str) -> torch.dtype:

@@ -1,44 +1,32 @@
 """`EngineCore`: the loop. Requests of token ids in, updates of token ids out.
 
-    plan n+1 ─▶ launch ─▶ wait for n ─▶ commit n
+    plan n+1 ─▶ forward ─▶ sample ─▶ wait for n ─▶ commit n
 
 With an executor that runs one step at a time this is plan, run, commit. With one that takes
-several, a step is planned and launched while the one before it still runs.
+several, a step is planned and launched while the one before it still runs. What a grammar allows
+next depends on the token before, so where a step has such a sample, its forward is launched as
+ever, then n is waited for and committed, and only then is n+1 sampled, with the masks:
+
+    plan n+1 ─▶ forward ─▶ wait for n ─▶ commit n ─▶ masks ─▶ sample
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
 from twostroke.errors import EngineError, RequestError
-from twostroke.exec.executor import Executor, Pending
+from twostroke.exec.executor import Executor
 from twostroke.exec.grammar import End, Grammars
-from twostroke.kv.cache import KVUsage
 from twostroke.model.cost import CostModel
 from twostroke.observe.blame import Ledger
 from twostroke.observe.record import FirstToken, PhaseRecord, Records, StepRecord
-from twostroke.plan import StepPlan, StepResult
+from twostroke.plan import StepResult
 from twostroke.request import EngineRequest, FinishReason
-from twostroke.sched.scheduler import Scheduler, Update
+from twostroke.sched.scheduler import Committed, Scheduler, Update
+from twostroke.sched.step import StepInFlight
 
 COMPILE_POLL_S = 0.005  # how long a loop that only waits for a grammar is deaf to all else
-
-
-@dataclass(slots=True)
-class Flight:
-    plan: StepPlan
-    pending: Pending
-    planned_s: float
-    launched_s: float
-    waiting: int
-    running: int
-    preempted: int
-    kv: KVUsage  # with this step's blocks taken and filled
-    recomputed: int
-    predicted_s: float  # on the device
 
 
 class EngineCore:
@@ -55,7 +43,6 @@ class EngineCore:
         self._executor = executor
         self._cost = cost
         self._grammars = grammars
-        self._flights: deque[Flight] = deque()
         self._compiling: dict[str, EngineRequest] = {}  # by name; their grammars are not ready
         self._device_free_s = 0.0  # when the executor last had nothing left to do
 
@@ -66,7 +53,8 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_requests or bool(self._flights) or bool(self._compiling)
+        scheduler = self.scheduler
+        return scheduler.has_requests or bool(scheduler.in_flight) or bool(self._compiling)
 
     @property
     def num_waiting(self) -> int:
@@ -90,7 +78,7 @@ class EngineCore:
         """Requests whose grammar is ready enter the schedule. Those whose grammar failed end."""
         if self._grammars is None or not self._compiling:
             return []
-        idle = not self.scheduler.has_requests and not self._flights
+        idle = not self.scheduler.has_requests and not self.scheduler.in_flight
         ends = []
         for name, error in self._grammars.take_compiled(COMPILE_POLL_S if idle else 0.0):
             given = self._compiling.pop(name, None)
@@ -117,58 +105,39 @@ class EngineCore:
         return [*self._take_compiled(), *self._step()]
 
     def _step(self) -> list[Update]:
-        if len(self._flights) >= self._depth:  # a grammar has come
-            return self._take_in()
-        planned = monotonic()
-        plan = self.scheduler.plan()
+        step = self.scheduler.plan()
+        updates: list[Update] = []
         try:
-            if plan is not None:
-                self._launch(plan, planned)
+            if step is not None:
+                self._launch(step, updates)
+            most = 0 if step is None else self._executor.max_in_flight - 1
+            if len(self.scheduler.in_flight) > most:
+                updates += self._land()
         except Exception as error:
-            return self._fail(error)
-        if self._flights and (plan is None or len(self._flights) >= self._depth):
-            return self._take_in()
-        return []
+            updates += self._fail(error)
+        return updates
 
-    @property
-    def _depth(self) -> int:
-        """Steps in flight. What a grammar allows next depends on the token before."""
-        following = self._grammars is not None and self._grammars.active
-        return 1 if following else self._executor.max_in_flight
-
-    def _launch(self, plan: StepPlan, planned: float) -> None:
-        launched = monotonic()
-        handle = self._executor.forward(plan)
-        grammars = self._grammars
-        masks = grammars.masks(plan) if grammars is not None and grammars.active else None
-        pending = self._executor.sample(handle, masks)
-        scheduler = self.scheduler
-        flight = Flight(
-            plan,
-            pending,
-            planned,
-            launched,
-            scheduler.num_waiting,
-            scheduler.num_running,
-            scheduler.last_preempted,
-            scheduler.kv.usage(),
-            scheduler.last_recomputed,
-            scheduler.last_predicted_s,
-        )
-        self._flights.append(flight)
-
-    def _take_in(self) -> list[Update]:
-        try:
-            return self._land()
-        except Exception as error:
-            return self._fail(error)
+    def _launch(self, step: StepInFlight, updates: list[Update]) -> None:
+        """`updates`: gets those of steps that are waited for before this one can be sampled."""
+        grammars, in_flight = self._grammars, self.scheduler.in_flight
+        step.launched_s = monotonic()
+        handle = self._executor.forward(step.plan)
+        masks = None
+        if grammars is not None and grammars.active:
+            samples = grammars.samples(step.plan)
+            while samples and in_flight[0] is not step:
+                updates += self._land()
+            masks = grammars.masks(samples)
+        step.pending = self._executor.sample(handle, masks)
 
     def _land(self) -> list[Update]:
-        flight = self._flights.popleft()
-        result = flight.pending.wait()
+        step = self.scheduler.in_flight[0]
+        assert step.pending is not None
+        result = step.pending.wait()
         now = monotonic()
-        updates = self.scheduler.commit(result, now)
-        self._record(flight, result, now)
+        committed = self.scheduler.commit(result, now)
+        self._record(step, result, committed, now)
+        updates = committed.updates
         if self._grammars is not None and self._grammars.active:
             updates = self._follow(self._grammars, updates)
         self._note_ends(updates)
@@ -209,18 +178,19 @@ class EngineCore:
     def _fail(self, error: Exception) -> list[Update]:
         """A step could not run. Whose fault it was is found out, and the engine goes on."""
         reason = f"{type(error).__name__}: {error}"
-        if not self.scheduler.num_in_flight:
+        if not self.scheduler.in_flight:
             raise EngineError(f"the engine failed with no step running ({reason})") from error
-        self._flights.clear()
         updates = self.scheduler.fail(f"the engine failed while running a step ({reason})")
         self._executor.reset()
         self._note_ends(updates)
         return updates
 
-    def _record(self, flight: Flight, result: StepResult, now: float) -> None:
-        plan, cost = flight.plan, self._cost
+    def _record(
+        self, step: StepInFlight, result: StepResult, committed: Committed, now: float
+    ) -> None:
+        plan, cost = step.plan, self._cost
         chunks, slots = plan.prefill, plan.decode
-        samples = len(result.tokens) - len(slots)
+        samples = len(step.sampled) - len(slots)
         prefill, decode = plan.prefill_work, plan.decode_work
         prefill_bytes, decode_bytes = cost.kv_bytes(prefill), cost.kv_bytes(decode)
         weights = cost.weight_bytes(len(result.tokens))
@@ -228,33 +198,31 @@ class EngineCore:
             decode_bytes += weights
         else:
             prefill_bytes += weights
-        started = max(flight.launched_s, self._device_free_s)
+        started = max(step.launched_s, self._device_free_s)
         gap = started - self._device_free_s if self._device_free_s else 0.0
         gap = gap if result.idle_s is None else result.idle_s
         self._device_free_s = now
         prefill_flops = cost.flops(prefill, samples)
-        decode_flops = cost.flops(decode, len(slots))
+        decode_flops = cost.flops(decode, decode.tokens)
         ledger = self.ledger
         since = ledger.add_step(
             plan.step,
-            flight.planned_s,
+            step.planned_s,
             now,
             result.device_s,
             prefill,
             decode,
             decode_flops / (prefill_flops + decode_flops),
         )
-        written = self.scheduler.last_written
-        for record in written.first:
+        for record in committed.first:
             ledger.open(record)
         self.records.add_step(
             StepRecord(
                 plan.step,
-                flight.planned_s,
-                flight.launched_s,
+                step.planned_s,
+                step.launched_s,
                 now,
                 result.device_s,
-                0.0,
                 gap,
                 PhaseRecord(
                     prefill.rows, prefill.tokens, prefill.kv_tokens, prefill_flops, prefill_bytes
@@ -264,15 +232,16 @@ class EngineCore:
                 ),
                 chunks,
                 slots,
-                flight.waiting,
-                flight.running,
-                flight.preempted,
-                flight.kv,
-                flight.recomputed,
+                step.waiting,
+                step.running,
+                step.preempted,
+                step.kv,
+                step.recomputed,
                 since,
-                written.regular,
-                tuple([ledger.late(*late) for late in written.late]),
-                tuple([FirstToken(r.ttft_s, r.num_prompt, r.num_cached) for r in written.first]),
-                flight.predicted_s or None,
+                committed.regular,
+                tuple([ledger.late(*late) for late in committed.late]),
+                tuple([FirstToken(r.ttft_s, r.num_prompt, r.num_cached) for r in committed.first]),
+                step.predicted_s or None,
+                committed.drafted,
             )
         )

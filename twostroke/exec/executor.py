@@ -1,6 +1,7 @@
 """The seam between planning and computing: `forward(plan)`, then `sample(handle, masks)`.
 
-Two calls, so that grammar masks can be made while the forward runs. A synchronous executor has
+Two calls, so that grammar masks can be made while the forward runs: the forward of step n + 1 may
+be asked for before step n is waited for, and its samples after that. A synchronous executor has
 finished when `sample` returns; an asynchronous one when `Pending.wait` does, and may be given
 `max_in_flight` plans before the first is waited for.
 
@@ -12,20 +13,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
-from twostroke.plan import StepPlan, StepResult
-
-LOGIT_SLICE = 64  # positions whose logits exist at one time while prompt log-probabilities are made
+from twostroke.exec.token_mask import Mask
+from twostroke.plan import Pending, StepPlan
 
 Handle = TypeVar("Handle")
-Mask = npt.NDArray[np.bool_]  # [vocabulary]: what a grammar allows
-Masks = Mapping[int, Mask]  # by index into the samples of a step
-
-
-class Pending(Protocol):
-    def wait(self) -> StepResult: ...
+Masks = Mapping[int, Mask]  # what grammars allow, by index into the samples of a step
 
 
 class Executor(Protocol[Handle]):

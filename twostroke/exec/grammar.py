@@ -1,7 +1,8 @@
 """`Grammars`: which tokens each request with a grammar may write next. Owned by the engine's loop.
 
     add ─▶ (a thread compiles it) ─▶ take_compiled
-        ─▶ masks(plan) ─▶ (the step is sampled) ─▶ advance with the committed token ─▶ … ─▶ drop
+        ─▶ samples(plan) ─▶ masks ─▶ (the step is sampled) ─▶ advance with the committed token ─▶ …
+        ─▶ drop
 
 A matcher knows the committed tokens of its request and nothing else, so that it neither knows nor
 minds rows, preemption or a step that failed. Nothing is imported or built before the first request
@@ -14,15 +15,14 @@ import contextlib
 import queue
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import thread_time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-import numpy as np
-
 from twostroke.errors import RequestError
-from twostroke.exec.executor import Mask
+from twostroke.exec.samples import decode_tokens, samples_of
+from twostroke.exec.token_mask import Mask, mask_from_bytes, mask_of
 from twostroke.limited import run_when_idle
 from twostroke.plan import StepPlan
 from twostroke.request import EngineRequest, StructuredOutputs
@@ -49,8 +49,8 @@ class End(NamedTuple):
 class _Follower:
     asked: StructuredOutputs
     matcher: LLMatcher
-    ends: list[int]  # what may end the text where the grammar allows it
-    never: list[int]  # ends of text that the request ignores
+    ends: Mask  # what may end the text where the grammar allows it
+    never: Mask  # ends of text that the request ignores
     slow: bool = False
 
 
@@ -124,8 +124,12 @@ class Grammars:
         if not self._followers:
             self._rows.clear()  # they may have changed hands while nobody looked
         never = set(self._end_ids) - given.stop_ids if given.params.ignore_eos else ()
-        follower = _Follower(asked, compiled.deep_copy(), sorted(given.stop_ids), sorted(never))
-        self._followers[given.request_id] = follower
+        self._followers[given.request_id] = _Follower(
+            asked,
+            compiled.deep_copy(),
+            mask_of(sorted(given.stop_ids), self._vocab_size),
+            mask_of(sorted(never), self._vocab_size),
+        )
 
     def _compile_all(self) -> None:
         """In a thread: llguidance takes up to 0.25 s for a grammar, and lets others run."""
@@ -164,9 +168,9 @@ class Grammars:
     def drop(self, request_id: str) -> None:
         self._followers.pop(request_id, None)
 
-    def masks(self, plan: StepPlan) -> dict[int, Mask]:
-        """What may be written in this step, by index into its samples. To be called for every
-        plan while there is a request that has a grammar."""
+    def samples(self, plan: StepPlan) -> dict[int, str]:
+        """The samples of this step that a grammar decides on: index → request. To be called for
+        every plan, in order, while there is a request that has a grammar."""
         rows, followers = self._rows, self._followers
         for row in plan.retired:
             rows.pop(row, None)
@@ -174,24 +178,24 @@ class Grammars:
             rows.pop(new.row, None)
             if new.request_id in followers:
                 rows[new.row] = new.request_id
-        # In the order of the samples: the decode slots, then the last chunks.
-        sampled = [slot.row for slot in plan.decode]
-        sampled += [chunk.row for chunk in plan.prefill if chunk.last]
+        sampled = samples_of(decode_tokens(plan.decode), plan.prefill).rows.tolist()
         wanted = ((index, rows.get(row, "")) for index, row in enumerate(sampled))
-        return {i: self._mask(followers[name]) for i, name in wanted if name in followers}
+        return {index: name for index, name in wanted if name in followers}
+
+    def masks(self, samples: Mapping[int, str]) -> dict[int, Mask]:
+        """What may be written there, once all tokens before are committed. None for a request that
+        they have ended."""
+        followers = self._followers
+        return {i: self._mask(followers[name]) for i, name in samples.items() if name in followers}
 
     def _mask(self, follower: _Follower) -> Mask:
         started, matcher = thread_time(), follower.matcher
-        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-        allowed = np.zeros(self._vocab_size, dtype=np.bool_)
-        known = np.unpackbits(bits, bitorder="little")[: self._vocab_size]
-        allowed[: len(known)] = known
+        allowed = mask_from_bytes(matcher.compute_bitmask(), self._vocab_size)
         if matcher.is_accepting():
-            allowed[follower.ends] = True
-            if follower.never:
-                allowed[follower.never] = False
-                if not allowed.any():  # the empty text and no other
-                    allowed[follower.never] = True
+            allowed |= follower.ends
+            allowed &= ~follower.never
+            if not allowed.any():  # the empty text and no other
+                allowed |= follower.never
         follower.slow |= thread_time() - started > SLOW_S
         return allowed
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from twostroke.exec.executor import Mask
+from twostroke.exec.token_mask import Mask, unpack_mask
 from twostroke.plan import NewRow
 
 Line = npt.NDArray[np.float32]  # [vocabulary]
@@ -34,7 +34,7 @@ def apply_bans(
     """Forbid and favour, in place. `tokens` are the request's, known up to `position`."""
     params = request.params
     if allowed is not None:
-        line[~allowed] = NEVER
+        line[~unpack_mask(allowed, len(line))] = NEVER
     if params.logit_bias:
         line[list(params.logit_bias)] += np.array(list(params.logit_bias.values()), np.float32)
     if params.allowed_token_ids is not None:

@@ -1,4 +1,4 @@
-"""The plan of memory: how many KV blocks there are and how long a sequence may become.
+"""The plan of memory: how many blocks each KV group has and how long a sequence may become.
 
 Made from the spec before anything large is allocated, so that a model that cannot fit is refused
 with the numbers instead of dying half-way.
@@ -14,10 +14,11 @@ from pathlib import Path
 
 from twostroke.config import GIB, EngineConfig
 from twostroke.errors import ConfigError, ModelError
+from twostroke.exec.pool_sizing import PoolSizing, pool_sizing
 from twostroke.model.spec import ModelSpec
 
 CPU_KV_BYTES = 4 * GIB
-CPU_KV_SHARE = 4  # the pool takes at most this fraction of the memory: one in …
+CPU_KV_SHARE = 4  # the pools take at most this fraction of the memory: one in …
 POSITIONS_SHARE = 32  # … and what every position takes besides, at most one in …
 ACTIVATION_COPIES = 6  # tensors as wide as a layer that live at one time in a step
 
@@ -26,8 +27,8 @@ ACTIVATION_COPIES = 6  # tensors as wide as a layer that live at one time in a s
 class MemoryPlan:
     total_bytes: int  # what device or cgroup allow
     weight_bytes: int
-    block_bytes: int
-    num_blocks: int
+    sizing: PoolSizing
+    group_blocks: tuple[int, ...]  # of each KV group, without its null block
     max_model_len: int
     shortened: bool  # memory, not the model, limits max_model_len
     device_bytes: int = 0  # of a GPU, what others use of it included
@@ -36,8 +37,14 @@ class MemoryPlan:
     graph_bytes: int = 0
 
     @property
+    def group_bytes(self) -> tuple[int, ...]:
+        """Of each KV group's pool, its null block included."""
+        sizes = zip(self.group_blocks, self.sizing.block_bytes, strict=True)
+        return tuple((blocks + 1) * size for blocks, size in sizes)
+
+    @property
     def kv_bytes(self) -> int:
-        return (self.num_blocks + 1) * self.block_bytes
+        return sum(self.group_bytes)
 
     def waterfall(self) -> str:
         """Where the memory goes, from what was free down to what is left."""
@@ -56,38 +63,42 @@ class MemoryPlan:
 def plan_memory(
     config: EngineConfig,
     spec: ModelSpec,
-    weight_width: float,
-    kv_width: int,
+    weight_bytes: int,
+    itemsize: int,
+    kv_itemsize: int,
     total_bytes: int,
     on_gpu: bool,
 ) -> MemoryPlan:
-    """`*_width`: bytes per weight and per element of the KV cache."""
-    size = config.block_size
-    weight_bytes = int(spec.num_parameters() * weight_width)
-    block_bytes = spec.kv_elements_per_token * kv_width * size
+    """`weight_bytes`: of all weights as they are stored. `itemsize`, `kv_itemsize`: bytes per
+    element of a step's activations and of the KV cache."""
     if weight_bytes > total_bytes:
+        wide = weight_bytes > 2 * spec.num_parameters()
         raise ModelError(
             f"the weights need {gib(weight_bytes)}, but {gib(total_bytes)} are there; "
-            "take a smaller model" + ("" if weight_width <= 2 else ", or dtype='bfloat16'")
+            "take a smaller model" + (", or dtype='bfloat16'" if wide else "")
         )
     wanted = max_len_wanted(config, spec)
-    kv_bytes = _kv_bytes(
-        config, spec, weight_bytes, weight_width, kv_width, total_bytes, on_gpu, wanted
-    )
-    # The null block is part of what was reserved.
-    num_blocks = config.num_gpu_blocks_override or kv_bytes // block_bytes - 1
-    if num_blocks < 1:
-        raise ConfigError(
-            f"the KV cache of {kv_bytes} bytes is too small for one block: {size} tokens need "
-            f"{block_bytes} bytes, and a null block as many; set kv_cache_memory_bytes to at "
-            f"least {2 * block_bytes}, or lower block_size"
+    sizing = pool_sizing(config, spec, kv_itemsize, wanted, on_gpu)
+    if config.num_gpu_blocks_override is not None:
+        blocks = sizing.with_main(config.num_gpu_blocks_override)
+    else:
+        kv_bytes = _kv_bytes(
+            config, spec, weight_bytes, itemsize, kv_itemsize, total_bytes, on_gpu, wanted
         )
-    plan = MemoryPlan(total_bytes, weight_bytes, block_bytes, num_blocks, wanted, False)
+        if kv_bytes < sizing.least_bytes:
+            raise ConfigError(
+                f"the KV cache of {kv_bytes} bytes is too small for one block: a block of "
+                f"{config.block_size} tokens, a null block, and what one request holds in layers "
+                f"with a window need {sizing.least_bytes} bytes; set kv_cache_memory_bytes to at "
+                f"least {sizing.least_bytes}, or lower block_size"
+            )
+        blocks = sizing.within(kv_bytes)
+    plan = MemoryPlan(total_bytes, weight_bytes, sizing, blocks, wanted, False)
     if weight_bytes + plan.kv_bytes > total_bytes:
         raise ConfigError(
             f"weights ({gib(weight_bytes)}) and KV cache ({gib(plan.kv_bytes)}) need more than "
             f"the {gib(total_bytes)} there are; set "
-            f"{_cache_setting(config, block_bytes, total_bytes - weight_bytes, 'at most ')}"
+            f"{cache_setting(config, sizing, total_bytes - weight_bytes, 'at most ')}"
         )
     return fit_length(plan, config, spec)
 
@@ -95,7 +106,8 @@ def plan_memory(
 def max_len_wanted(config: EngineConfig, spec: ModelSpec) -> int:
     if config.max_model_len is None:
         # A longer context changes the angles of dynamic rope, so it must be asked for.
-        return spec.rope.original_context if spec.rope.kind == "dynamic" else spec.max_context
+        dynamic = [rope.original_context for rope in spec.ropes() if rope.kind == "dynamic"]
+        return min([spec.max_context, *dynamic])
     if config.max_model_len > spec.max_context:
         raise ConfigError(
             f"max_model_len {config.max_model_len} is above the {spec.max_context} tokens that "
@@ -108,22 +120,26 @@ def _kv_bytes(
     config: EngineConfig,
     spec: ModelSpec,
     weight_bytes: int,
-    weight_width: float,
-    kv_width: int,
+    itemsize: int,
+    kv_itemsize: int,
     total_bytes: int,
     on_gpu: bool,
     max_len: int,
 ) -> int:
+    """Of the pools of all groups together."""
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
     if not on_gpu:
         # A small model would get more than all its sequences, and their prefixes, can ever fill.
         fillable = 2 * config.max_num_seqs * (max_len + config.block_size)
-        fillable *= spec.kv_elements_per_token * kv_width
+        fillable *= spec.kv_elements_per_token * kv_itemsize
         return min(CPU_KV_BYTES, total_bytes // CPU_KV_SHARE, fillable)
     tokens = config.token_budget(on_gpu, max_len)
-    widest = 2 * spec.intermediate_size + spec.q_size + 2 * spec.kv_size + 2 * spec.hidden_size
-    activations = int(ACTIVATION_COPIES * tokens * widest * weight_width)
+    widest = max(
+        2 * layer.mlp.intermediate_size + layer.attention.q_size + 2 * layer.attention.kv_size
+        for layer in spec.layers
+    )
+    activations = ACTIVATION_COPIES * tokens * (widest + 2 * spec.hidden_size) * itemsize
     logits = 3 * 4 * config.max_num_seqs * spec.vocab_size
     room = int(total_bytes * config.gpu_memory_utilization)
     return max(0, room - weight_bytes - activations - logits)
@@ -132,22 +148,25 @@ def _kv_bytes(
 def fit_length(plan: MemoryPlan, config: EngineConfig, spec: ModelSpec) -> MemoryPlan:
     """A sequence must fit the cache alone; shorten the context unless the user insists."""
     plan = _bound_positions(plan, config, spec)
-    if all(group.window is not None for group in spec.kv_groups()):
+    sizing = plan.sizing
+    if sizing.all_slide:
         return plan  # a window bounds what a sequence holds; `Scheduler.add` checks the rest
-    tokens = plan.num_blocks * config.block_size
+    tokens = plan.group_blocks[sizing.main] * config.block_size
     if plan.max_model_len <= tokens:
         return plan
     if config.max_model_len is not None:
         blocks = -(-config.max_model_len // config.block_size)
+        needed = sizing.num_bytes(sizing.with_main(blocks))
         raise ConfigError(
             f"max_model_len {config.max_model_len} does not fit the KV cache, which holds "
             f"{tokens} tokens; lower max_model_len to {tokens} or raise "
-            f"{_cache_setting(config, plan.block_bytes, (blocks + 1) * plan.block_bytes)}"
+            f"{cache_setting(config, sizing, needed)}"
         )
     if tokens < 2:
+        needed = sizing.num_bytes(sizing.with_main(2))
         raise ConfigError(
             f"the KV cache holds {tokens} token, and a request needs at least 2; raise block_size "
-            f"or {_cache_setting(config, plan.block_bytes, 3 * plan.block_bytes)}"
+            f"or {cache_setting(config, sizing, needed)}"
         )
     return replace(plan, max_model_len=tokens, shortened=True)
 
@@ -159,19 +178,20 @@ def _bound_positions(plan: MemoryPlan, config: EngineConfig, spec: ModelSpec) ->
     """
     if config.max_model_len is not None:
         return plan
-    groups = len(spec.kv_groups())
-    each = 4 * spec.rope.dim + config.max_num_seqs * (4 + 4 * groups / config.block_size)
+    angles = 4 * sum(rope.dim for rope in spec.ropes())
+    tables = 4 * len(plan.group_blocks) / config.block_size
+    each = angles + config.max_num_seqs * (4 + tables)
     most = int(plan.total_bytes / POSITIONS_SHARE / each)
     if plan.max_model_len <= most:
         return plan
     return replace(plan, max_model_len=most, shortened=True)
 
 
-def _cache_setting(config: EngineConfig, block_bytes: int, kv_bytes: int, bound: str = "") -> str:
+def cache_setting(config: EngineConfig, sizing: PoolSizing, kv_bytes: int, bound: str = "") -> str:
     """The setting that gives the cache this many bytes: the one that the user is using."""
     if config.num_gpu_blocks_override is None:
         return f"kv_cache_memory_bytes to {bound}{max(0, kv_bytes)}"
-    return f"num_gpu_blocks_override to {bound}{max(0, kv_bytes // block_bytes - 1)}"
+    return f"num_gpu_blocks_override to {bound}{sizing.main_within(kv_bytes)}"
 
 
 def host_memory_bytes() -> int:

@@ -8,12 +8,19 @@ from time import monotonic
 import numpy as np
 import numpy.typing as npt
 
-from twostroke.exec.executor import LOGIT_SLICE, Masks
+from twostroke.exec.executor import Masks
 from twostroke.exec.logits import apply_bans, is_plain
 from twostroke.exec.rng import stream_key
-from twostroke.exec.rows import HostRows
+from twostroke.exec.rows import HostRows, Ints
+from twostroke.exec.samples import (
+    LOGIT_SLICE,
+    decode_tokens,
+    prompt_slices,
+    samples_of,
+    wants_prompt_logprobs,
+)
 from twostroke.kernels import cpu
-from twostroke.kv.halves import HalfPool
+from twostroke.kv.host_pool import HostPool
 from twostroke.model.native import NativeDecoder
 from twostroke.plan import NewRow, StepPlan, StepResult, TokenLogprobs
 from twostroke.request import SamplingParams
@@ -41,36 +48,30 @@ class NativeExecutor:
 
     max_in_flight = 1
 
-    def __init__(self, decoder: NativeDecoder, pool: HalfPool, state: HostRows) -> None:
+    def __init__(self, decoder: NativeDecoder, pool: HostPool, state: HostRows) -> None:
         self._decoder, self._state, self._native = decoder, state, cpu.module()
-        self._tokens, (self._table,) = state.tokens, state.tables
-        self._cache = pool.data
+        self._tokens, self._tables, self._caches = state.tokens, state.tables, pool.data
 
     def forward(self, plan: StepPlan) -> Forwarded:
         started = monotonic()
         self._state.apply(plan)
-        rows = [slot.row for slot in plan.decode]
-        positions = [slot.position + 1 for slot in plan.decode]
-        which, at = list(range(len(rows))), len(rows)
-        for chunk in plan.prefill:
-            at += chunk.size
-            if chunk.last:
-                which.append(at - 1)
-                rows.append(chunk.row)
-                positions.append(chunk.start + chunk.size)
+        decode, chunks = decode_tokens(plan.decode), plan.prefill
+        samples = samples_of(decode, chunks)
         logits = self._decoder.forward(
             self._tokens,
-            self._table,
-            self._cache,
-            np.array([slot[:2] for slot in plan.decode], np.int32).reshape(-1, 2),
-            np.array([chunk[:3] for chunk in plan.prefill], np.int32).reshape(-1, 3),
-            np.array(which, np.int32),
-            keep_all=any(self._wants_prompt(chunk.row) for chunk in plan.prefill),
+            self._tables,
+            self._caches,
+            self._with_index(decode.rows, decode.positions),
+            self._with_index(*np.array([c[:3] for c in chunks], np.int64).reshape(-1, 3).T),
+            samples.tokens.astype(np.int32),
+            keep_all=wants_prompt_logprobs(plan, self._state.rows),
         )
-        return Forwarded(plan, rows, positions, logits, started)
+        return Forwarded(plan, samples.rows.tolist(), samples.positions.tolist(), logits, started)
 
-    def _wants_prompt(self, row: int) -> bool:
-        return self._state.rows[row].params.prompt_logprobs is not None
+    def _with_index(self, rows: Ints, positions: Ints, *more: Ints) -> npt.NDArray[np.int32]:
+        """[n, (row, position, …, cache index)]; the index is the same in every KV group."""
+        indices = self._state.indices(0, rows, positions)
+        return np.stack([rows, positions, *more, indices], axis=1).astype(np.int32)
 
     def sample(self, handle: Forwarded, masks: Masks | None = None) -> Computed:
         logits, rows, positions = handle.logits, handle.rows, handle.positions
@@ -138,14 +139,14 @@ class NativeExecutor:
         where = [
             (row, r.num_prompt, at) for row, r, at in zip(rows, requests, positions, strict=True)
         ]
-        wishes = np.array([_wishes(r.params) for r in requests], np.float32)
+        params = np.array([_sampling_values(r.params) for r in requests], np.float32)
         keys = [stream_key(r.seed, at) for r, at in zip(requests, positions, strict=True)]
         chosen = np.empty(len(rows), np.int32)
         self._native.sample(
             logits,
             self._tokens,
             np.array(where, np.int32),
-            wishes,
+            params,
             np.array(keys, np.uint32),
             chosen,
             self._decoder.isa,
@@ -157,32 +158,17 @@ class NativeExecutor:
     def _prompt_logprobs(self, plan: StepPlan) -> dict[int, list[TokenLogprobs]]:
         """For each prompt token after the first: how likely the model found it."""
         found: dict[int, list[TokenLogprobs]] = {}
-        first = len(plan.decode)
-        for chunk in plan.prefill:
-            request = self._state.rows[chunk.row]
-            count = request.params.prompt_logprobs
-            if count is not None:
-                end = min(chunk.start + chunk.size, request.num_prompt - 1)
-                found[chunk.row] = [
-                    entry
-                    for start in range(chunk.start, end, LOGIT_SLICE)
-                    for entry in self._logprobs_of(
-                        chunk.row, first - chunk.start, start, min(start + LOGIT_SLICE, end), count
-                    )
-                ]
-            first += chunk.size
+        for part in prompt_slices(plan, self._state.rows):
+            entries, size = found.setdefault(part.row, []), part.stop - part.start
+            if size:
+                lines = self._decoder.logits(part.first + np.arange(size, dtype=np.int32))
+                targets = self._tokens[part.row, part.start + 1 : part.stop + 1].tolist()
+                entries += self._top_logprobs(lines, targets, [part.num_best] * size)
         return found
 
-    def _logprobs_of(
-        self, row: int, shift: int, start: int, stop: int, count: int
-    ) -> list[TokenLogprobs]:
-        """Of positions [start, stop) of a row, which are tokens `shift` further in the step."""
-        lines = self._decoder.logits(np.arange(start + shift, stop + shift, dtype=np.int32))
-        targets = self._tokens[row, start + 1 : stop + 1].tolist()
-        return self._top_logprobs(lines, targets, [count] * len(targets))
 
-
-def _wishes(params: SamplingParams) -> tuple[float, ...]:
+def _sampling_values(params: SamplingParams) -> tuple[float, ...]:
+    """In the order of the native sampler's `params`."""
     return (
         0.0 if params.greedy else params.temperature,
         params.top_k,

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from twostroke.exec.device_rows import DeviceRows
+from twostroke.exec.device_sampling import DeviceSampler
 from twostroke.exec.step_buffer import Layout, Longest, Shape
 from twostroke.kv.pool import KVPool
 from twostroke.model.batch import DecodeInputs, KeptTokens, PrefillInputs, StepInputs
@@ -60,9 +61,15 @@ Forward = Callable[[DeviceStep], torch.Tensor]
 
 class StepProgram:
     def __init__(
-        self, decoder: Decoder, pool: KVPool, rows: DeviceRows, max_samples: int = 0
+        self,
+        decoder: Decoder,
+        pool: KVPool,
+        rows: DeviceRows,
+        sampler: DeviceSampler | None = None,
+        max_samples: int = 0,
     ) -> None:
-        """`max_samples`: of a step; by default one a row."""
+        """`sampler`: one over these rows, if there is one already. `max_samples`: of a step; by
+        default one a row."""
         spec, device = decoder.spec, decoder.device
         self.decoder, self.pool, self.rows = decoder, pool, rows
         self._groups = _attention_groups(spec)
@@ -70,6 +77,9 @@ class StepProgram:
         count, dtype = max_samples or rows.max_rows, decoder.dtype
         self.logits = torch.empty(count, spec.vocab_size, dtype=dtype, device=device)
         self.tokens = torch.zeros(count, dtype=torch.int32, device=device)
+        self.sampler = sampler or DeviceSampler(
+            rows.max_rows, spec.vocab_size, rows.tokens, decoder.kernels, device
+        )
 
     def prepare(
         self,
@@ -159,16 +169,15 @@ class StepProgram:
         if len(hidden) != count:  # all, not only those that are sampled
             hidden = hidden.index_select(0, fields["sampled"])
         logits = self.decoder.head(hidden, out=self.logits[:count])
-        tokens = self.tokens[:count]
-        tokens.copy_(
-            self.decoder.kernels.sample(
-                logits,
-                fields["temperature"],
-                fields["top_k"],
-                fields["top_p"],
-                fields["min_p"],
-                fields["key0"],
-                fields["key1"],
-            )
+        self.decoder.kernels.sample(
+            logits,
+            fields["temperature"],
+            fields["top_k"],
+            fields["top_p"],
+            fields["min_p"],
+            fields["key0"],
+            fields["key1"],
+            out=self.tokens[:count],
+            cells=self.rows.cells,
+            write_at=fields["write_at"],
         )
-        self.rows.cells.scatter_(0, fields["write_at"], tokens.clamp(min=0))

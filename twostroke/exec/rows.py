@@ -55,7 +55,6 @@ class RowState:
         self.min_p = np.zeros(max_rows, np.float32)
         self.seed = np.zeros(max_rows, np.uint64)
         self.logprobs = np.full(max_rows, -1, np.int64)  # how many are asked for; -1: none
-        self.plain_from = np.zeros(max_rows, np.int64)  # position from which sampling is plain
 
     def _allocate(self) -> npt.NDArray[np.int32]:
         """The cells that the host has: the tables at least."""
@@ -117,7 +116,6 @@ class RowState:
         self.top_p[row], self.min_p[row] = params.top_p, params.min_p
         self.seed[row] = new.seed % 2**64
         self.logprobs[row] = -1 if params.logprobs is None else params.logprobs
-        self.plain_from[row] = _plain_from(new)
 
     # ── where things are ────────────────────────────────────────────────────────────────────
 
@@ -142,19 +140,6 @@ class RowState:
         slots = number * self.block_size + offset
         slots[number == 0] = -1
         return slots
-
-
-def _plain_from(new: NewRow) -> int:
-    """The position from which tokens depend on temperature, top-k, top-p and min-p alone."""
-    params = new.params
-    if (
-        params.penalised
-        or params.logit_bias
-        or params.allowed_token_ids is not None
-        or new.bad_words_ids
-    ):
-        return 2**62
-    return new.num_prompt + params.min_tokens if new.stop_ids else 0
 
 
 class HostRows(RowState):

@@ -32,7 +32,7 @@ from twostroke.exec.graphs import (
     ladder,
     piece_ladder,
 )
-from twostroke.exec.memory import MemoryPlan, fit_length, gib
+from twostroke.exec.memory import MemoryPlan, cache_setting, fit_length, gib
 from twostroke.exec.program import StepProgram
 from twostroke.exec.torch_executor import TorchExecutor
 from twostroke.kv.pool import KVPool
@@ -67,14 +67,15 @@ def start_executor(
         activations = _measure_steps(TorchExecutor(trial, None), budget, rows)
         sizes = graph_sizes(config)
         graphs_bytes = _measure_graphs(trial, sizes, piece_ladder(budget)) if sizes else 0
+        sampler = trial.sampler  # keeps its memory, which is part of what is not free any more
         del trial
         free = _free_bytes(device)
         timer.end("measuring")
         plan = fit_pool(config, estimate, free, activations, graphs_bytes)
         plan = fit_length(plan, config, spec)
         try:
-            pool = KVPool(spec, [plan.num_blocks] * groups, size, kv_dtype, device)
-            program = StepProgram(decoder, pool, rows)
+            pool = KVPool(spec, plan.group_blocks, size, kv_dtype, device)
+            program = StepProgram(decoder, pool, rows, sampler)
             graphs = pieces = None
             if sizes:
                 record = CudaRecorder(device)
@@ -121,6 +122,7 @@ def compile_kernels(
         for plan in warm_plans(spare.max_rows, budget, spare.max_len):
             executor.forward(plan)
             executor.reset()
+        program.sampler.warm(program.logits, program.tokens)
         if sizes:
             DecodeGraphs(program, sizes, _run_once)
             PieceGraphs(program, piece_ladder(budget), _run_once)
@@ -225,7 +227,7 @@ def _no_room(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> st
     lower = max(0.01, share - 0.05)
     setting = f"gpu_memory_utilization from {share} to {lower:.2f}"
     if config.num_gpu_blocks_override is not None:
-        setting = f"num_gpu_blocks_override to {plan.num_blocks * 9 // 10}"
+        setting = f"num_gpu_blocks_override to {config.num_gpu_blocks_override * 9 // 10}"
     elif config.kv_cache_memory_bytes is not None:
         setting = f"kv_cache_memory_bytes to {config.kv_cache_memory_bytes * 9 // 10}"
     return (
@@ -242,7 +244,7 @@ def fit_pool(
     config: EngineConfig, estimate: MemoryPlan, free: int, activations: int, graphs: int
 ) -> MemoryPlan:
     """`free`: bytes free now, with weights and rows there and steps and graphs still to come."""
-    share, total, block = config.gpu_memory_utilization, estimate.device_bytes, estimate.block_bytes
+    share, total, sizing = config.gpu_memory_utilization, estimate.device_bytes, estimate.sizing
     plan = replace(
         estimate,
         activation_bytes=activations,
@@ -252,24 +254,21 @@ def fit_pool(
     most = free - activations - graphs
     wanted = most - int(total * (1 - share))
     if config.num_gpu_blocks_override is not None:
-        wanted = (config.num_gpu_blocks_override + 1) * block
+        wanted = sizing.num_bytes(sizing.with_main(config.num_gpu_blocks_override))
     elif config.kv_cache_memory_bytes is not None:
         wanted = config.kv_cache_memory_bytes
     if wanted > most:
-        setting = (
-            f"kv_cache_memory_bytes to at most {max(0, most)}"
-            if config.num_gpu_blocks_override is None
-            else f"num_gpu_blocks_override to at most {max(0, most // block - 1)}"
-        )
         raise ConfigError(
             f"a KV cache of {gib(wanted)} does not fit the {gib(max(0, most))} that the rest "
-            f"leaves ({plan.waterfall()}); set {setting}"
+            f"leaves ({plan.waterfall()}); set {cache_setting(config, sizing, most, 'at most ')}"
         )
-    if wanted < 2 * block:
-        least = min(1.0, 1 - (most - 2 * block) / total)
+    if config.num_gpu_blocks_override is not None:
+        return replace(plan, group_blocks=sizing.with_main(config.num_gpu_blocks_override))
+    if wanted < sizing.least_bytes:
+        least = min(1.0, 1 - (most - sizing.least_bytes) / total)
         raise ConfigError(
             f"nothing is left for the KV cache ({plan.waterfall()}); raise "
             f"gpu_memory_utilization from {share} to at least {least:.2f}, or lower "
             "max_num_batched_tokens or max_num_seqs"
         )
-    return replace(plan, num_blocks=wanted // block - 1)
+    return replace(plan, group_blocks=sizing.within(wanted))

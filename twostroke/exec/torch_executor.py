@@ -19,9 +19,9 @@ import torch
 from twostroke.exec.executor import Masks
 from twostroke.exec.graphs import DecodeGraphs, PieceGraphs
 from twostroke.exec.program import StepProgram
+from twostroke.exec.rng import stream_keys
 from twostroke.exec.rows import NO_WRITES, Ints, Writes
 from twostroke.exec.samples import Samples, prompt_slices, wants_prompt_logprobs
-from twostroke.exec.sampling import as_tensors, sample, to_token_logprobs, top_logprobs_each
 from twostroke.exec.step_buffer import StepBuffer, fill_decode, fill_step
 from twostroke.plan import StepPlan, StepResult, TokenLogprobs
 
@@ -68,8 +68,7 @@ class InFlight:
     """A step whose results are on their way."""
 
     tokens: torch.Tensor
-    logprobs: Mapping[int, Triple]  # of tokens drawn one by one
-    ranked: Ranked | None  # of all the others that are asked for
+    ranked: Ranked | None  # log-probabilities that are asked for
     prompt_logprobs: Mapping[int, list[Triple]]
     before: Mark | None
     start: Mark
@@ -80,7 +79,7 @@ class InFlight:
         idle_s = None
         if self.before is not None:
             idle_s = max(0.0, 1e-3 * self.before.elapsed_time(self.start))
-        logprobs = {index: to_token_logprobs(found) for index, found in self.logprobs.items()}
+        logprobs: dict[int, TokenLogprobs] = {}
         if self.ranked is not None:
             which, counts, found = self.ranked
             logprobs |= zip(which.tolist(), _split(found, counts.tolist()), strict=True)
@@ -119,6 +118,8 @@ class TorchExecutor:
             prefill, decode = plan.prefill_work.tokens, plan.decode_work.tokens
             _push(f"step {plan.step}: prefill {prefill}, decode {decode}")
         writes = self._rows.apply(plan)
+        for new in plan.new:
+            self._program.sampler.take(new)
         before, start = self._end, self._mark()
         hidden, size = None, self._graph_size(plan)
         if self._graphs is not None and size is not None:
@@ -158,23 +159,22 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def sample(self, handle: Forwarded, masks: Masks | None = None) -> InFlight:
-        samples = handle.samples
-        logprobs: Mapping[int, Triple] = {}
-        special = np.flatnonzero(samples.positions < self._rows.plain_from[samples.rows])
+        samples, program = handle.samples, self._program
+        special = program.sampler.special(samples.rows, samples.positions)
         if masks:
             special = np.union1d(special, np.array(list(masks)))
         if len(special):
-            logprobs = self._draw(samples, special.tolist(), masks or {})
-        ranked = self._rank(samples, special)
+            self._draw(samples, special, masks or {})
+        ranked = self._rank(samples)
         prompts = self._prompt_logprobs(handle)
-        tokens = self._program.tokens[: len(samples.rows)].to("cpu", non_blocking=True)
+        tokens = program.tokens[: len(samples.rows)].to("cpu", non_blocking=True)
         if not self._on_gpu:
             tokens = tokens.clone()  # the next step will write here
         end = self._end = self._mark()
         end.record()
         if self._nvtx:
             _pop()
-        return InFlight(tokens, logprobs, ranked, prompts, handle.before, handle.start, end)
+        return InFlight(tokens, ranked, prompts, handle.before, handle.start, end)
 
     def reset(self) -> None:
         if self._on_gpu:
@@ -184,33 +184,34 @@ class TorchExecutor:
 
     # ── what is rare ────────────────────────────────────────────────────────────────────────
 
-    def _draw(self, samples: Samples, which: list[int], masks: Masks) -> dict[int, Triple]:
+    def _draw(self, samples: Samples, which: Ints, masks: Masks) -> None:
         """Draw these samples once more, with all that their requests ask for."""
-        program, rows = self._program, samples.rows[which].tolist()
-        places = self._send(torch.tensor(which))
-        positions = samples.positions[which]
-        logits = program.logits.index_select(0, places).float()
-        own = {n: masks[index] for n, index in enumerate(which) if index in masks}
-        allowed = as_tensors(own, self._device)
-        drawn = sample(logits, rows, positions.tolist(), self._rows, allowed)
-        tokens = drawn.tokens.int()
-        program.tokens.index_copy_(0, places, tokens)
-        at = torch.from_numpy(self._rows.token_cells(samples.rows[which], positions))
-        self._rows.cells.scatter_(0, self._send(at), tokens.clamp(min=0))
-        return {which[n]: self._fetch(found) for n, found in drawn.logprobs.items()}
+        program, state = self._program, self._rows
+        rows, positions = samples.rows[which], samples.positions[which]
+        drawn = program.sampler.draw(
+            program.logits,
+            which,
+            rows,
+            positions,
+            masks,
+            state.temperature[rows],
+            state.top_k[rows],
+            state.top_p[rows],
+            state.min_p[rows],
+            *stream_keys(state.seed[rows], positions),
+        )
+        program.sampler.advance(drawn, program.tokens)
 
-    def _rank(self, samples: Samples, drawn: Ints) -> Ranked | None:
-        """Log-probabilities of the tokens that the program has drawn, where asked for."""
+    def _rank(self, samples: Samples) -> Ranked | None:
+        """Log-probabilities of the tokens and of the best ones, where asked for."""
         counts = self._rows.logprobs[samples.rows]
-        counts[drawn] = -1
         which = np.flatnonzero(counts >= 0)
         if not len(which):
             return None
-        program, places = self._program, self._send(torch.from_numpy(which))
-        lines = program.logits.index_select(0, places).float().log_softmax(dim=-1)
-        tokens = program.tokens.index_select(0, places).clamp(min=0)
-        found = top_logprobs_each(lines, tokens, int(counts.max()))
-        return Ranked(which, counts[which], self._fetch(found))
+        program, counts = self._program, counts[which]
+        most = int(counts.max())
+        found = program.sampler.logprobs(program.logits, which, program.tokens, most)
+        return Ranked(which, counts, self._fetch(found))
 
     def _prompt_logprobs(self, handle: Forwarded) -> dict[int, list[Triple]]:
         """For each prompt token after the first: how likely the model found it."""
@@ -220,9 +221,12 @@ class TorchExecutor:
             size = part.stop - part.start
             if size and handle.hidden is not None:
                 hidden = handle.hidden[part.first : part.first + size]
-                targets = self._rows.tokens[part.row, part.start + 1 : part.stop + 1].long()
-                lines = self._program.decoder.head(hidden).float().log_softmax(dim=-1)
-                entries.append(self._fetch(top_logprobs_each(lines, targets, part.num_best)))
+                targets = self._rows.tokens[part.row, part.start + 1 : part.stop + 1]
+                logits = self._program.decoder.head(hidden)
+                best = self._program.sampler.logprobs(
+                    logits, np.arange(size), targets, part.num_best
+                )
+                entries.append(self._fetch(best))
         return found
 
     # ── between host and device ─────────────────────────────────────────────────────────────

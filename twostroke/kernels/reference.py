@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from twostroke.kernels import reference_sampling
+
 GATHER_TOKENS = 1 << 16  # cache entries that decode attention gathers at one time
 NEVER = float("-inf")
-BITS = 0xFFFFFFFF
 
 Attend = Callable[[Tensor, Tensor], object]  # over the keys and values of a layer
 
@@ -219,36 +220,11 @@ class Kernels:
         """Where those parts meet; launches of one stream may share it."""
         return None
 
-    def sample(
-        self,
-        logits: Tensor,
-        temperature: Tensor,
-        top_k: Tensor,
-        top_p: Tensor,
-        min_p: Tensor,
-        key0: Tensor,
-        key1: Tensor,
-    ) -> Tensor:
-        """A token a row, −1 where the logits are NaN or infinite; temperature 0 is greedy, top_k 0
-        is all. The logits stay as they are. Every row by a sort of the whole vocabulary: the
-        plainest way there is."""
-        vocab, wide = logits.shape[-1], logits.float()
-        greedy = wide.argmax(dim=-1)
-        scaled = wide / torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
-        least = scaled.amax(1, keepdim=True) + min_p.log().unsqueeze(1)
-        scaled = scaled.masked_fill((min_p > 0).unsqueeze(1) & (scaled < least), NEVER)
-        values, ids = scaled.sort(dim=1, descending=True, stable=True)
-        k = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab).unsqueeze(1)
-        values = values.masked_fill(torch.arange(vocab, device=k.device) >= k, NEVER)
-        share = values.softmax(1)
-        keep = (share.cumsum(1) - share) < top_p.unsqueeze(1)
-        keep[:, 0] = True
-        noisy = values.masked_fill(~keep, NEVER) + gumbel(torch.stack([key0, key1], 1), ids)
-        drawn = ids.gather(1, noisy.argmax(1, keepdim=True)).squeeze(1)
-        tokens = torch.where(temperature > 0, drawn, greedy)
-        # NaN is larger than any number to torch, so that it is chosen where there is one.
-        finite = wide.gather(1, tokens.unsqueeze(1)).squeeze(1) < -NEVER
-        return torch.where(finite, tokens, -1)
+    # Sampling: see `reference_sampling`.
+    adjust_logits = staticmethod(reference_sampling.adjust_logits)
+    sample = staticmethod(reference_sampling.sample)
+    advance_tokens = staticmethod(reference_sampling.advance_tokens)
+    token_logprobs = staticmethod(reference_sampling.token_logprobs)
 
     def compile_ahead(self, run: Callable[[], object], of: object) -> None:
         """Make ready what `run` calls, on tensors without memory; it may be run or not. `of`: all
@@ -306,22 +282,3 @@ def gather(
         flat = cache[blocks].flatten(0, 1)
         pair.append(flat[skip : skip + end - first].to(dtype))
     return pair[0], pair[1]
-
-
-def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Gumbel noise for [rows, 2] keys and token ids that broadcast to [rows, n], in fp32.
-
-    The largest of logit + noise is a draw from softmax(logits), for any subset of tokens.
-    """
-    bits = _mix(token_ids.long() ^ keys[:, :1])
-    bits = _mix((bits + keys[:, 1:]) & BITS)
-    uniform = (bits.float() + 0.5) * 2.0**-32
-    # −log1p(−u) keeps its precision where u is small, which is where the winners come from.
-    return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2.0**-24)))
-
-
-def _mix(x: Tensor) -> Tensor:
-    """`exec/rng.py`'s `mix` of many at once."""
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & BITS
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & BITS
-    return x ^ (x >> 16)

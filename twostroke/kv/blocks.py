@@ -1,4 +1,4 @@
-"""`BlockPool`: who owns each block of the KV pool. Numbers only, no tensors.
+"""`BlockPool`: who owns each block of one KV group's pool. Numbers only, no tensors.
 
 A block is in exactly one of three places:
 
@@ -42,7 +42,7 @@ class BlockPool:
         """Blocks that can be taken now, the cached ones by evicting what they hold."""
         return len(self._free) + len(self._cached)
 
-    def take(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         """`count` blocks with one owner each; the caller has checked `num_available`."""
         free, refs = self._free, self.refs
         blocks = free[: -count - 1 : -1]  # from the end, as by `pop`
@@ -75,7 +75,7 @@ class BlockPool:
                 prefix.forget(block)
             free.append(block)
 
-    def forget_all(self) -> None:
+    def reset_prefixes(self) -> None:
         """Drop every registered prefix: nothing computed so far is found again."""
         for block in range(1, self.num_blocks + 1):
             self.prefix.forget(block)

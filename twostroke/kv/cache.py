@@ -1,20 +1,23 @@
-"""`KVCache`: block tables of running sequences over one `BlockPool`. Numbers only, no tensors.
+"""`KVCache`: block tables of running sequences over one `BlockPool` per KV group. No tensors.
 
-For one sequence and one KV group, with blocks of 4 tokens:
+For one sequence, with blocks of 4 tokens, in a group without a window and in one of window 8:
 
-    table     [ 0  0 | 7  3 | 9  12 ]       0: null, a window has passed
-    tokens    ........aaaabbbbccccd...      capacity = 24
-                                  ^ num_computed = 21: planned, launched or done
-    7, 3, 9   full and registered: other sequences may share them
-    12        fragmented by 3 slots
+    tokens    aaaabbbbccccddddeeeef...        capacity = 24
+                                   ^ num_computed = 21: planned, launched or done
+    group 0   [ 5 | 8 | 7 | 3 | 9 | 12 ]
+    group 1   [ 0 | 0 | 0 | 4 | 2 | 6  ]      0: null, outside the window of every later token
+    full blocks are registered: other sequences may share them
+    12 and 6  fragmented by 3 slots each
 
-Tables only grow; a passed block becomes null so that positions stay put. A block that a step in
-flight may still touch is released when that step commits: the step is an owner. So at any moment
-reserved = used + fragmented + cached + free.
+Block numbers belong to their group: block 2 of group 0 and block 2 of group 1 are different memory.
+Tables are equally long in all groups and only grow; a block outside the window becomes null so that
+positions stay put. A block that a step in flight may still touch is freed when that step commits:
+the step is an owner. So at any moment reserved = used + fragmented + cached + free, in each group.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,8 +27,17 @@ from twostroke.kv.blocks import NULL_BLOCK, BlockPool
 from twostroke.kv.prefix import BlockKey, block_key
 
 
+class GroupLimits(NamedTuple):
+    """One KV group as the scheduler knows it: its pool, and what its layers weigh in a step."""
+
+    num_blocks: int
+    window: int | None = None  # None: all positions stay visible
+    query_channels: int = 1  # in all its layers: its share of attention's FLOPs
+    kv_elements: int = 1  # that a token leaves in all its layers: its share of the bytes read
+
+
 class KVUsage(NamedTuple):
-    """The pool in token slots. reserved = used + fragmented + cached + free."""
+    """Token slots of a pool, or of all pools. reserved = used + fragmented + cached + free."""
 
     reserved: int
     used: int
@@ -39,8 +51,8 @@ class KVSequence:
     """The KV state of one request, changed by `KVCache` alone."""
 
     seed: bytes | None  # where its digest chain starts; None: shares nothing
-    tables: list[list[int]] = field(default_factory=list)
-    dropped: list[int] = field(default_factory=list)  # leading null entries, per group
+    tables: list[list[int]] = field(default_factory=list)  # per group
+    num_dropped: list[int] = field(default_factory=list)  # leading null entries, per group
     keys: list[BlockKey] = field(default_factory=list)
     num_computed: int = 0
     num_registered: int = 0  # leading blocks that have been offered to the prefix index
@@ -49,58 +61,79 @@ class KVSequence:
     last_step: int = -1  # the newest step that names it
 
 
+def blocks_held(num_tokens: int, window: int | None, chunk: int, block_size: int) -> int:
+    """Blocks of one group that a sequence of this length holds at most at one time, if no step
+    computes more than `chunk` of its tokens."""
+    blocks = -(-num_tokens // block_size)
+    if window is None:
+        return blocks
+    # The window of the chunk's first token and the chunk itself, wherever in a block they begin.
+    return min(blocks, -(-(window + chunk - 2) // block_size) + 1)
+
+
 class KVCache:
     def __init__(
         self,
-        num_blocks: int,
+        groups: Sequence[GroupLimits],
         block_size: int,
-        windows: Sequence[int | None] = (None,),
         keep_cached: bool = True,
         max_chunk: int = 1,
     ) -> None:
-        """`windows`: one entry per KV group, None where all positions stay visible."""
         self.block_size = block_size
-        self.windows = tuple(windows)
-        self.pool = BlockPool(num_blocks, keep_cached)
-        # A windowed sequence never holds more than its window, a chunk, and the two ragged ends.
-        self._most_blocks = [
-            None if w is None else -(-(w + max_chunk) // block_size) + 1 for w in self.windows
-        ]
+        self.windows = tuple(group.window for group in groups)
+        self.pools = tuple(BlockPool(group.num_blocks, keep_cached) for group in groups)
+        # The most blocks a sequence holds in each group, while it is prefilled and while it decodes
+        self._most_prefill, self._most_decode = (
+            [blocks_held(sys.maxsize, window, chunk, block_size) for window in self.windows]
+            for chunk in (max_chunk, 1)
+        )
         self._live: dict[KVSequence, None] = {}
-        self._in_flight: deque[tuple[int, list[int]]] = deque()  # (step, blocks it still owns)
+        # (step, group, blocks that the step still owns)
+        self._in_flight: deque[tuple[int, int, list[int]]] = deque()
         self._committed_step = -1
-        self._fragmented = 0
+        self._fragmented = 0  # slots, the same number in every group
 
     # ── asking ──────────────────────────────────────────────────────────────────────────────
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that a sequence of this length holds at most at one time, over all groups."""
-        blocks = -(-num_tokens // self.block_size)
-        return sum(blocks if most is None else min(blocks, most) for most in self._most_blocks)
+    def blocks_for(self, group: int, num_tokens: int) -> int:
+        """Blocks that a sequence of this length holds at most at one time."""
+        return min(-(-num_tokens // self.block_size), self._most_prefill[group])
 
-    def blocks_missing(self, seq: KVSequence, num_tokens: int) -> int:
+    def blocks_missing(
+        self, group: int, seq: KVSequence, num_tokens: int, decodes: bool = False
+    ) -> int:
         """Blocks that a running sequence still has to take to reach this length."""
-        if len(self.windows) == 1 and self.windows[0] is None:
-            return max(0, -(-num_tokens // self.block_size) - len(seq.tables[0]))
-        held = sum(len(t) - d for t, d in zip(seq.tables, seq.dropped, strict=True))
-        return max(0, self.blocks_for(num_tokens) - held)
+        most = self._most_decode if decodes else self._most_prefill
+        held = len(seq.tables[group]) - seq.num_dropped[group]
+        return max(0, min(-(-num_tokens // self.block_size), most[group]) - held)
 
     @property
-    def returning(self) -> bool:
-        """Whether blocks will come back when the steps in flight commit."""
+    def tokens_available(self) -> int:
+        """Tokens by whose blocks a sequence at the end of its last block could grow now."""
+        return min(pool.num_available for pool in self.pools) * self.block_size
+
+    @property
+    def awaits_blocks(self) -> bool:
+        """Whether blocks will be freed when the steps in flight commit."""
         return bool(self._in_flight)
 
+    def group_usage(self) -> list[KVUsage]:
+        size, fragmented, usage = self.block_size, self._fragmented, []
+        for pool in self.pools:
+            free, cached, reserved = pool.num_free, pool.num_cached, pool.num_blocks
+            used = (reserved - free - cached) * size - fragmented
+            usage.append(KVUsage(reserved * size, used, fragmented, cached * size, free * size))
+        return usage
+
     def usage(self) -> KVUsage:
-        size = self.block_size
-        free, cached = self.pool.num_free * size, self.pool.num_cached * size
-        reserved = self.pool.num_blocks * size
-        used = reserved - free - cached - self._fragmented
-        return KVUsage(reserved, used, self._fragmented, cached, free)
+        """Of all groups together: a token takes a slot in each."""
+        usage = self.group_usage()
+        return usage[0] if len(usage) == 1 else KVUsage(*map(sum, zip(*usage, strict=True)))
 
     def match(self, seq: KVSequence, tokens: Sequence[int]) -> list[list[int]]:
         """The longest cached prefix, as one table per group. At least one token is left over.
 
-        A windowed group needs only the blocks that the next token can see; the rest are null.
+        A group with a window needs only the blocks that the next token can see; the rest are null.
         """
         if seq.seed is None:
             return [[] for _ in self.windows]
@@ -121,12 +154,12 @@ class KVCache:
         return tables
 
     def _find(self, group: int, keys: list[BlockKey], count: int) -> list[int | None]:
-        find = self.pool.prefix.find
+        find = self.pools[group].prefix.find
         if self.windows[group] is not None:
-            return [find(group, keys[n]) for n in range(count)]
+            return [find(keys[n]) for n in range(count)]
         found: list[int | None] = []
         for n in range(count):  # without a window nothing after the first gap is of use
-            block = find(group, keys[n])
+            block = find(keys[n])
             if block is None:
                 break
             found.append(block)
@@ -152,12 +185,12 @@ class KVCache:
 
     def open(self, seq: KVSequence, tables: list[list[int]]) -> int:
         """Start a sequence on a cached prefix from `match`; returns the tokens it saves."""
-        for table in tables:
+        for pool, table in zip(self.pools, tables, strict=True):
             for block in table:
                 if block != NULL_BLOCK:
-                    self.pool.share(block)
+                    pool.share(block)
         seq.tables = tables
-        seq.dropped = [t.count(NULL_BLOCK) for t in tables]
+        seq.num_dropped = [t.count(NULL_BLOCK) for t in tables]
         seq.num_registered = len(tables[0])
         seq.register_at = (len(tables[0]) + 1) * self.block_size
         seq.capacity = seq.num_computed = len(tables[0]) * self.block_size
@@ -166,30 +199,36 @@ class KVCache:
 
     def reserve(self, seq: KVSequence, num_tokens: int) -> int | None:
         """Make room for `num_tokens` in all. Returns the blocks added to each table, or None if
-        the pool has too few, and then nothing has changed."""
+        a group has too few, and then nothing has changed in any."""
         grow = -(-(num_tokens - seq.capacity) // self.block_size)
         if grow <= 0:
             return 0
-        if grow * len(seq.tables) > self.pool.num_available:
-            return None
-        for table in seq.tables:
-            table.extend(self.pool.take(grow))
+        for pool in self.pools:
+            if grow > pool.num_available:
+                return None
+        for pool, table in zip(self.pools, seq.tables):  # noqa: B905 - one for each, and often
+            table.extend(pool.allocate(grow))
         seq.capacity += grow * self.block_size
-        self._fragmented += grow * self.block_size * len(seq.tables)
+        self._fragmented += grow * self.block_size
         return grow
 
     def advance(self, seq: KVSequence, count: int, step: int) -> None:
         """`step` computes the next `count` tokens."""
         seq.num_computed += count
         seq.last_step = step
-        self._fragmented -= count * len(seq.tables)
+        self._fragmented -= count
 
     def advance_each(self, sequences: Sequence[KVSequence], step: int) -> None:
         """`step` computes the next token of every one of them."""
         for seq in sequences:
             seq.num_computed += 1
             seq.last_step = step
-        self._fragmented -= len(sequences) * len(self.windows)
+        self._fragmented -= len(sequences)
+
+    def rewind(self, seq: KVSequence, count: int) -> None:
+        """The last `count` tokens were rejected drafts: their slots are written again."""
+        seq.num_computed -= count
+        self._fragmented += count
 
     def register(self, seq: KVSequence, tokens: Sequence[int]) -> None:
         """Offer the blocks that are full, computed by a launched step, and whose tokens are known.
@@ -202,26 +241,26 @@ class KVCache:
         if full <= seq.num_registered or seq.seed is None:
             return
         self._extend_keys(seq, tokens, full)
-        for n in range(seq.num_registered, full):
-            for group, table in enumerate(seq.tables):
+        for pool, table in zip(self.pools, seq.tables, strict=True):
+            for n in range(seq.num_registered, full):
                 if table[n] != NULL_BLOCK:
-                    self.pool.prefix.register(table[n], group, seq.keys[n])
+                    pool.prefix.register(table[n], seq.keys[n])
         seq.num_registered = full
 
-    def drop_passed(self, seq: KVSequence) -> list[tuple[int, int]]:
+    def drop_outside_windows(self, seq: KVSequence) -> list[tuple[int, int]]:
         """Give up the blocks that no later token can see: (group, leading null entries) changed."""
         changed = []
         for group, window in enumerate(self.windows):
             if window is None:
                 continue
             first = min(self._first_visible(seq.num_computed, window), len(seq.tables[group]))
-            start = seq.dropped[group]
+            start = seq.num_dropped[group]
             if first > start:
                 table = seq.tables[group]
-                passed = [b for b in table[start:first] if b != NULL_BLOCK]
+                dropped = table[start:first]
                 table[start:first] = [NULL_BLOCK] * (first - start)
-                seq.dropped[group] = first
-                self._release(passed, seq.last_step)
+                seq.num_dropped[group] = first
+                self._release(group, dropped, seq.last_step)
                 changed.append((group, first))
         return changed
 
@@ -230,31 +269,31 @@ class KVCache:
         if seq not in self._live:
             return
         del self._live[seq]
-        self._fragmented -= (seq.capacity - seq.num_computed) * len(seq.tables)
-        for table in seq.tables:
-            self._release([b for b in reversed(table) if b != NULL_BLOCK], seq.last_step)
-        seq.tables, seq.dropped = [], []
+        self._fragmented -= seq.capacity - seq.num_computed
+        for group, table in enumerate(seq.tables):
+            self._release(group, table[seq.num_dropped[group] :][::-1], seq.last_step)
+        seq.tables, seq.num_dropped = [], []
         seq.num_computed = seq.num_registered = seq.capacity = 0
 
     def commit(self, step: int) -> None:
-        """`step` has run: what only it still owned is released."""
+        """`step` has run: what only it still owned is freed."""
         self._committed_step = step
         while self._in_flight and self._in_flight[0][0] <= step:
-            self.pool.release(self._in_flight.popleft()[1])
+            _, group, blocks = self._in_flight.popleft()
+            self.pools[group].release(blocks)
 
-    def forget_all(self) -> None:
+    def reset_prefixes(self) -> None:
         """Drop every cached prefix, of running sequences too."""
-        self.pool.forget_all()
+        for pool in self.pools:
+            pool.reset_prefixes()
 
-    def _release(self, blocks: list[int], last_step: int) -> None:
+    def _release(self, group: int, blocks: list[int], last_step: int) -> None:
         if last_step > self._committed_step:
             # Kept in step order: a sequence is never closed with an older step than the last.
-            self._in_flight.append((max(last_step, self._newest_owner()), blocks))
+            newest = self._in_flight[-1][0] if self._in_flight else -1
+            self._in_flight.append((max(last_step, newest), group, blocks))
         else:
-            self.pool.release(blocks)
-
-    def _newest_owner(self) -> int:
-        return self._in_flight[-1][0] if self._in_flight else -1
+            self.pools[group].release(blocks)
 
     def _extend_keys(self, seq: KVSequence, tokens: Sequence[int], count: int) -> None:
         size, keys = self.block_size, seq.keys
@@ -266,29 +305,30 @@ class KVCache:
     # ── proving ─────────────────────────────────────────────────────────────────────────────
 
     def audit(self) -> None:
-        """Every block has exactly the owners it claims, and nothing leaked."""
-        owners: Counter[int] = Counter()
+        """In every group each block has exactly the owners it claims, and nothing leaked."""
+        owners: list[Counter[int]] = [Counter() for _ in self.pools]
         fragmented = 0
         for seq in self._live:
             for group, table in enumerate(seq.tables):
-                dropped = seq.dropped[group]
-                assert all(b == NULL_BLOCK for b in table[:dropped]), "a passed block is not null"
+                dropped = seq.num_dropped[group]
+                assert not any(table[:dropped]), "a block outside the window is not null"
                 assert NULL_BLOCK not in table[dropped:], "a visible block is null"
                 assert len(table) * self.block_size == seq.capacity, "a table and capacity differ"
-                owners.update(table[dropped:])
+                owners[group].update(table[dropped:])
             assert 0 <= seq.num_computed <= seq.capacity, "more computed than there is room for"
-            fragmented += (seq.capacity - seq.num_computed) * len(seq.tables)
-        for step, blocks in self._in_flight:
+            fragmented += seq.capacity - seq.num_computed
+        for step, group, blocks in self._in_flight:
             assert step > self._committed_step, "a committed step still owns blocks"
-            owners.update(blocks)
-        self.pool.check(dict(owners))
+            owners[group].update(blocks)
+        for pool, owned in zip(self.pools, owners, strict=True):
+            pool.check(dict(owned))
         assert fragmented == self._fragmented, (
             f"fragmented is {fragmented}, counted {self._fragmented}"
         )
-        usage = self.usage()
-        parts = (usage.used, usage.fragmented, usage.cached, usage.free)
-        assert min(parts) >= 0, f"negative usage: {usage}"
-        assert sum(parts) == usage.reserved, f"usage does not add up: {usage}"
+        for usage in (*self.group_usage(), self.usage()):
+            parts = (usage.used, usage.fragmented, usage.cached, usage.free)
+            assert min(parts) >= 0, f"negative usage: {usage}"
+            assert sum(parts) == usage.reserved, f"usage does not add up: {usage}"
 
     def is_idle(self) -> bool:
         """Nobody owns a block."""

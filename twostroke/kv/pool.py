@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from twostroke.kv.halves import zero_pages
+from twostroke.kv.host_pool import zero_pages
 from twostroke.model.spec import ModelSpec
 
 

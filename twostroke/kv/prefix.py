@@ -39,40 +39,33 @@ def block_key(parent: bytes, tokens: Sequence[int]) -> BlockKey:
 
 
 class PrefixIndex:
-    """Digest → block and back, per KV group. One block per digest: the first to be registered."""
+    """Digest → block and back, of one KV group. One block per digest: the first registered."""
 
     def __init__(self) -> None:
-        self._block: dict[tuple[int, bytes], int] = {}
-        self._key: dict[int, tuple[int, BlockKey]] = {}
-
-    def __len__(self) -> int:
-        return len(self._key)
+        self._block: dict[bytes, int] = {}
+        self._key: dict[int, BlockKey] = {}
 
     def __contains__(self, block: int) -> bool:
         return block in self._key
 
-    def find(self, group: int, key: BlockKey) -> int | None:
-        block = self._block.get((group, key.digest))
-        if block is None or self._key[block][1].tokens != key.tokens:
+    def find(self, key: BlockKey) -> int | None:
+        block = self._block.get(key.digest)
+        if block is None or self._key[block].tokens != key.tokens:
             return None
         return block
 
-    def register(self, block: int, group: int, key: BlockKey) -> None:
-        if (group, key.digest) not in self._block and block not in self._key:
-            self._block[group, key.digest] = block
-            self._key[block] = group, key
+    def register(self, block: int, key: BlockKey) -> None:
+        if key.digest not in self._block and block not in self._key:
+            self._block[key.digest] = block
+            self._key[block] = key
 
     def forget(self, block: int) -> None:
-        entry = self._key.pop(block, None)
-        if entry is not None:
-            group, key = entry
-            del self._block[group, key.digest]
-
-    def key_of(self, block: int) -> tuple[int, BlockKey] | None:
-        return self._key.get(block)
+        key = self._key.pop(block, None)
+        if key is not None:
+            del self._block[key.digest]
 
     def check(self) -> None:
         """Both directions say the same."""
         assert len(self._block) == len(self._key), "prefix index: one direction has lost entries"
-        for block, (group, key) in self._key.items():
-            assert self._block[group, key.digest] == block, f"prefix index: block {block} is lost"
+        for block, key in self._key.items():
+            assert self._block[key.digest] == block, f"prefix index: block {block} is lost"

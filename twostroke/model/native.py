@@ -2,7 +2,7 @@
 
 Weights stay as the file packs them, in an order that the CPU likes: nothing is lost. Activations
 are rounded to blocks of 8 bits before each product with a packed matrix, and attention is computed
-in halves or bfloat16 where the machine does that, unless `exact`.
+in fp16 or bfloat16 where the machine does that, unless `exact`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from twostroke.model.block_types import BlockType
 from twostroke.model.rope import rope_tables
 from twostroke.model.spec import ModelSpec
 from twostroke.model.weights import WeightSource, not_finite
-from twostroke.model.weights.gguf import GGUFWeights
 
 BLOCK = 32  # weights that share a scale
 DENSE = {BlockType.F32, BlockType.F16, BlockType.BF16}
+DTYPES = {"bfloat16": BlockType.BF16, "float16": BlockType.F16}
 QUANTIZATION = {"int4": "q4", "int8": "q8"}
 ELEMENTS_AT_ONCE = 1 << 22  # of a matrix that is read as floats
 
-Places = npt.NDArray[np.int32]
+Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 
 
@@ -45,29 +45,27 @@ class Packing:
         isa: str = "auto",
     ) -> None:
         self.spec, self.source, self._isa = spec, source, isa
-        self._dense = self._format_of({"bfloat16": "bf16", "float16": "f16"}.get(dtype, "f32"))
+        self._dense = DTYPES.get(dtype, BlockType.F32)
         self._quantised = None if quantization is None else QUANTIZATION[quantization]
 
     def format(self, names: Sequence[str]) -> str:
         """One for all of them: the smallest that loses nothing of what the file has."""
-        if not isinstance(self.source, GGUFWeights):
-            return self._quantised or self._dense
-        types = {self.source.type(name) for name in names}
+        types = {self.source.stored_type(name) or self._dense for name in names}
         dense, packed = types & DENSE, types - DENSE
         formats = set()
         if packed:
             formats.add(str(cpu.module().common_format([str(type) for type in packed])))
         if dense:
-            one = str(*dense).lower() if len(dense) == 1 else "f32"
-            formats.add(self._quantised or self._format_of(one))
+            formats.add(self._quantised or self._dense_format(dense))
         return formats.pop() if len(formats) == 1 else "f32"
 
-    def _format_of(self, dense: str) -> str:
-        """Of a file's floats. In halves, which some machines multiply, bfloat16 loses nothing but
-        the last bits of weights below 10^-7."""
-        if dense != "f32" and cpu.module().has_half_products(self._isa):
+    def _dense_format(self, types: set[BlockType]) -> str:
+        """In fp16, which some machines multiply, bfloat16 loses only the last bits of weights
+        below 10^-7."""
+        type = types.pop() if len(types) == 1 else BlockType.F32
+        if type != BlockType.F32 and cpu.module().has_fp16_products(self._isa):
             return "f16"
-        return "bf16" if dense == "bf16" else "f32"
+        return "bf16" if type == BlockType.BF16 else "f32"
 
     def matrices(self) -> list[list[str]]:
         layers = range(self.spec.num_layers)
@@ -75,22 +73,23 @@ class Packing:
         found = [[f"layers.{n}.{name}" for name in names] for n in layers for names in parts]
         return [*found, ["embed"], *([] if self.spec.tie_embeddings else [["head"]])]
 
-    def num_bytes(self) -> int:
+    def weight_bytes(self) -> dict[str, float]:
+        """Of each matrix, in the format that it is kept in."""
         shapes = self.spec.weight_shapes()
-        total = 0.0
+        sizes: dict[str, float] = {}
         for names in self.matrices():
             each = self._bytes_of(self.format(names))
-            total += sum(each * np.prod(shapes[name]) for name in names)
-        return int(total)
+            sizes |= {name: float(each * np.prod(shapes[name])) for name in names}
+        return sizes
+
+    def num_bytes(self) -> int:
+        return int(sum(self.weight_bytes().values()))
 
     def _bytes_of(self, format: str) -> float:
         """A weight's, which the instruction set has a say in."""
         rows = 64  # whole groups of every instruction set
         matrix = cpu.module().Matrix(format, rows, BLOCK, self._isa)
         return float(matrix.num_bytes / (rows * BLOCK))
-
-    def bytes_each(self) -> float:
-        return self.num_bytes() / self.spec.num_parameters()
 
 
 class NativeDecoder:
@@ -111,45 +110,43 @@ class NativeDecoder:
             embed = pool.submit(load.matrix, ["embed"])
             layers = list(pool.map(load.layer, range(spec.num_layers)))
             head = embed if spec.tie_embeddings else pool.submit(load.matrix, ["head"])
-        cos, sin = rope_tables(spec.rope, max_len)
         self.model = cpu.module().Model(
-            isa,
-            spec.vocab_size,
-            spec.hidden_size,
-            spec.intermediate_size,
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            spec.norm_eps,
-            layers,
-            embed.result(),
-            head.result(),
-            load.vector("final_norm"),
-            cos,
-            sin,
-            threads,
-            threads_prefill,
-            exact,
+            isa=isa,
+            layers=layers,
+            embed=embed.result(),
+            head=head.result(),
+            final_norm=load.vector("final_norm"),
+            ropes=[rope_tables(rope, max_len) for rope in spec.ropes()],
+            eps=spec.norm_eps,
+            embed_scale=spec.embed_scale,
+            logit_softcap=spec.logit_softcap,
+            threads=threads,
+            threads_prefill=threads_prefill,
+            exact=exact,
         )
 
     def forward(
         self,
-        tokens: Places,
-        table: Places,
-        cache: Any,
-        slots: Places,
-        chunks: Places,
-        which: Places,
+        tokens: Ints,
+        tables: Sequence[Ints],
+        caches: Sequence[Any],
+        slots: Ints,
+        chunks: Ints,
+        which: Ints,
         keep_all: bool = False,
     ) -> Floats:
-        """A step: slots [n, (row, position)], chunks [n, (row, start, size)]; the logits of its
-        tokens `which`, in memory that the next step takes again. `keep_all`: `logits` of others
-        may be asked for, so the last layer works for all of them."""
+        """The logits of a step's tokens `which`, in memory that the next step reuses.
+
+        `tables` and `caches` have one entry for each KV group. Slots are [n, (row, position,
+        index)], several of one row if it has drafts; chunks [n, (row, start, size, index)]. The
+        index is the (first) token's place in the cache, the position its place in the text.
+        `keep_all`: `logits` of others may be asked for, so the last layer works for all of them.
+        """
         out = self._rows(len(which))
-        self.model.forward(tokens, table, cache, slots, chunks, which, out, keep_all)
+        self.model.forward(tokens, tables, caches, slots, chunks, which, out, keep_all)
         return out
 
-    def logits(self, which: Places) -> Floats:
+    def logits(self, which: Ints) -> Floats:
         """Of more tokens of the last step, which was kept."""
         out = self._rows(len(which))
         self.model.logits(which, out)
@@ -166,20 +163,35 @@ class _Loader:
 
     def __init__(self, packing: Packing, isa: str) -> None:
         self._packing, self._isa, self._native = packing, isa, cpu.module()
+        self._ropes = packing.spec.ropes()
+        self._places = {  # layer → its KV group, and which layer of it
+            layer: (number, place)
+            for number, group in enumerate(packing.spec.kv_groups())
+            for place, layer in enumerate(group.layers)
+        }
 
     def layer(self, index: int) -> Any:
         spec, at = self._packing.spec, f"layers.{index}."
-        none = np.empty(0, np.float32)
+        layer = spec.layers[index]
+        attention, mlp = layer.attention, layer.mlp
+        names = layer.weight_shapes(spec.hidden_size)
+        group, in_group = self._places[index]
         return self._native.Layer(
-            self.matrix([at + "q", at + "k", at + "v"], spec.qkv_bias),
-            self.matrix([at + "o"], spec.output_bias),
-            self.matrix([at + "gate", at + "up"], spec.mlp_bias),
-            self.matrix([at + "down"], spec.mlp_bias),
-            self.vector(at + "attn_norm"),
-            self.vector(at + "mlp_norm"),
-            self.vector(at + "q_norm") if spec.qk_norm else none,
-            self.vector(at + "k_norm") if spec.qk_norm else none,
-            spec.layers[index].attention.window or 0,
+            qkv=self.matrix([at + "q", at + "k", at + "v"], attention.qkv_bias),
+            o=self.matrix([at + "o"], attention.output_bias),
+            gate_up=self.matrix([at + "gate", at + "up"], mlp.bias),
+            down=self.matrix([at + "down"], mlp.bias),
+            **{name: self.vector(at + name) for name in names if name.endswith("_norm")},
+            heads=attention.num_heads,
+            kv_heads=attention.num_kv_heads,
+            dim=attention.head_dim,
+            scale=attention.scale,
+            softcap=attention.softcap,
+            window=attention.window or 0,
+            activation=mlp.activation,
+            rope=self._ropes.index(attention.rope),
+            group=group,
+            in_group=in_group,
         )
 
     def vector(self, name: str) -> Floats:
@@ -216,10 +228,11 @@ class _Loader:
                 matrix.put_bias(self.vector(name + "_bias"), places)
         return matrix
 
-    def _put(self, matrix: Any, format: str, name: str, places: Places) -> None:
+    def _put(self, matrix: Any, format: str, name: str, places: Ints) -> None:
         source = self._packing.source
-        if format != "f32" and isinstance(source, GGUFWeights) and source.type(name) not in DENSE:
-            packed = source.packed(name)
+        is_quantised = source.stored_type(name) not in {None, *DENSE}
+        packed = source.packed(name) if is_quantised and format != "f32" else None
+        if packed is not None:
             matrix.put_blocks(str(packed.type), np.ascontiguousarray(packed.rows), places)
         else:
             rows = max(1, ELEMENTS_AT_ONCE * len(places) // math.prod(source.shape(name) or ()))
@@ -231,7 +244,7 @@ class _Loader:
 
 def _places(
     names: Sequence[str], shapes: dict[str, tuple[int, ...]], in_turn: bool
-) -> list[tuple[str, Places]]:
+) -> list[tuple[str, Ints]]:
     """Where each matrix's rows go: one matrix after another, or (gate and up) a block of each in
     turn, so that a block of both is finished at one time."""
     if not in_turn:

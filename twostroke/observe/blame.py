@@ -17,6 +17,7 @@ subtraction, whatever its length. No torch here.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import sub
@@ -93,8 +94,10 @@ class Ledger:
     def late(self, record: RequestRecord, has_slot: bool) -> Causes:
         """The newest step wrote a token of a stream that had none in the step before, or that was
         computed again; `has_slot`: it decoded in the newest step."""
-        before, step = record.token_step[-2:]
-        gap = record.token_s[-1] - record.token_s[-2]
+        step = record.token_step[-1]
+        at = bisect_left(record.token_step, step)  # the first of the newest step's tokens
+        before = record.token_step[at - 1]
+        gap = record.token_s[at] - record.token_s[at - 1]
         first, last = self._index(before), self._index(step - 1 if has_slot else step)
         lost_decode = self._decode[last] - self._decode[first]
         lost_prefill = self._prefill[last] - self._prefill[first]

@@ -49,7 +49,7 @@ class PhaseRecord(NamedTuple):
 
     rows: int
     tokens: int
-    kv_tokens: int  # cached positions attended to, summed over the tokens
+    kv_tokens: int  # cached positions attended to, summed over the tokens, mean over the layers
     flops: float
     num_bytes: float  # in a mixed step the weights are read once, and counted under decode
 
@@ -60,7 +60,6 @@ class StepRecord(NamedTuple):
     launched_s: float  # when the executor was handed the plan
     committed_s: float  # when its tokens were known to the host, which is when they are dated
     device_s: float  # how long the executor's work took
-    comm_s: float  # of that, waiting for other ranks
     host_gap_s: float  # how long the executor had nothing to do before this step
     prefill: PhaseRecord
     decode: PhaseRecord
@@ -76,10 +75,11 @@ class StepRecord(NamedTuple):
     late: tuple[Causes, ...] = ()  # the gaps of the other tokens that are not their stream's first
     first: tuple[FirstToken, ...] = ()
     predicted_s: float | None = None  # what the step-time model expected of `device_s`
+    drafted: int = 0  # tokens beyond their stream's first in this step, which have no gap
 
     @property
     def num_written(self) -> int:
-        return self.regular + len(self.late) + len(self.first)
+        return self.regular + len(self.late) + len(self.first) + self.drafted
 
 
 @dataclass(slots=True, eq=False)

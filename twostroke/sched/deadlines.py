@@ -19,7 +19,7 @@ import heapq
 import math
 from collections.abc import Callable
 
-from twostroke.request import Phase, Request
+from twostroke.sched.request import Phase, Request
 
 PATIENCE = 4.0
 Rank = tuple[int, int, float, int]  # priority, class of the table above, seconds, arrival

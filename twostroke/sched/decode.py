@@ -6,7 +6,7 @@ from bisect import insort
 from collections.abc import Callable
 
 from twostroke.kv.cache import KVCache
-from twostroke.request import Phase, Request
+from twostroke.sched.request import Phase, Request
 from twostroke.sched.step import StepBuilder
 
 
@@ -43,7 +43,7 @@ class DecodeSet:
                 continue
             seq = request.kv
             if windowed:
-                step.add_drops(request, kv.drop_passed(seq))
+                step.add_drops(request, kv.drop_outside_windows(seq))
             if seq.num_computed >= seq.capacity and not self._grow(step, request, preempt_for):
                 continue
             request.plan_sample()
@@ -57,7 +57,7 @@ class DecodeSet:
         """One more block. False if it waits for blocks in flight, or was itself preempted."""
         kv, seq = self._kv, request.kv
         grown = kv.reserve(seq, seq.num_computed + 1)
-        while grown is None and not kv.returning and preempt_for(request):
+        while grown is None and not kv.awaits_blocks and preempt_for(request):
             grown = kv.reserve(seq, seq.num_computed + 1)
         if grown is None:
             return False

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from twostroke.kv.blocks import NULL_BLOCK
 from twostroke.kv.cache import KVCache
 from twostroke.plan import NewRow
-from twostroke.request import Phase, Request
 from twostroke.sched.deadlines import DeadlineQueue, Rank
 from twostroke.sched.decode import by_order
 from twostroke.sched.quarantine import Quarantine
+from twostroke.sched.request import Phase, Request
 from twostroke.sched.slo import Pacer
 from twostroke.sched.step import SchedulerConfig, StepBuilder
 
@@ -99,14 +99,14 @@ class PrefillQueue:
         if step.full or request.phase is not Phase.PREFILL:
             return
         kv, seq = self._kv, request.kv
-        step.add_drops(request, kv.drop_passed(seq))
+        step.add_drops(request, kv.drop_outside_windows(seq))
         while True:
-            available = seq.capacity + self._tokens_available() - seq.num_computed
+            available = seq.capacity + self._kv.tokens_available - seq.num_computed
             count = min(step.budget, request.num_to_prefill, available, self._longest(request))
             if count > 0:
                 break
             last = self.requests[-1]
-            if last is request or kv.returning or last in step.chunk_requests:
+            if last is request or kv.awaits_blocks or last in step.chunk_requests:
                 return
             preempt(last)
             self.requests.pop()
@@ -138,7 +138,7 @@ class PrefillQueue:
             if request not in self.quarantine:
                 self.waiting.pop()
             self._start(step, request, tables)
-            count = min(count, self._tokens_available())
+            count = min(count, self._kv.tokens_available)
             if count <= 0:
                 return
             self._add_chunk(step, request, count)
@@ -207,32 +207,34 @@ class PrefillQueue:
             return most
         return max(1, most // 2)
 
-    def _tokens_available(self) -> int:
-        blocks = self._kv.pool.num_available // len(self._kv.windows)
-        return blocks * self._kv.block_size
-
     def _has_room(self, request: Request, tables: list[list[int]], decoding: list[Request]) -> bool:
-        """Whether the request can be let in without soon preempting it or another.
+        """Whether the request can be let in without soon preempting it or another."""
+        return all(
+            self._group_has_room(group, request, table, decoding)
+            for group, table in enumerate(tables)
+        )
 
-        Kept free are the rest of every admitted prompt and, for each request that will write,
-        `lookahead` tokens of growth (less if it may write less).
-        """
-        kv, lookahead = self._kv, self._config.lookahead
-        refs = kv.pool.refs
-        hits = [block for table in tables for block in table if block != NULL_BLOCK]
-        revived = sum(refs[block] == 0 for block in hits)  # cached now, owned once we take them
-        available = kv.pool.num_available - revived
+    def _group_has_room(
+        self, group: int, request: Request, table: list[int], decoding: list[Request]
+    ) -> bool:
+        """Kept free are the rest of every admitted prompt and, for each request that will write,
+        `lookahead` tokens of growth (less if it may write less). `table`: its cached prefix."""
+        kv, lookahead, pool = self._kv, self._config.lookahead, self._kv.pools[group]
+        hits = [block for block in table if block != NULL_BLOCK]
+        # Of the hits, those without an owner are still counted as available.
+        available = pool.num_available - sum(pool.refs[block] == 0 for block in hits)
         length = len(request.tokens)
         if not decoding and not self.requests:
             # Alone it always fits: `Scheduler.add` has refused what cannot. Blocks still owned
-            # by steps in flight come back first.
-            return kv.blocks_for(length) - len(hits) <= available or not kv.returning
-        need = kv.blocks_for(length + min(request.remaining, lookahead)) - len(hits)
+            # by steps in flight are freed first.
+            return kv.blocks_for(group, length) - len(hits) <= available or not kv.awaits_blocks
+        need = kv.blocks_for(group, length + min(request.remaining, lookahead)) - len(hits)
         for other in self.requests:
-            need += kv.blocks_missing(other.kv, len(other.tokens) + min(other.remaining, lookahead))
-        if need + len(decoding) * kv.blocks_for(lookahead + kv.block_size) <= available:
+            growth = len(other.tokens) + min(other.remaining, lookahead)
+            need += kv.blocks_missing(group, other.kv, growth)
+        if need + len(decoding) * kv.blocks_for(group, lookahead + kv.block_size) <= available:
             return True  # whatever those that write may need, there is enough
         for other in decoding:
             growth = other.kv.num_computed + min(other.remaining, lookahead)
-            need += kv.blocks_missing(other.kv, growth)
+            need += kv.blocks_missing(group, other.kv, growth, decodes=True)
         return need <= available

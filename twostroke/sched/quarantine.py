@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from twostroke.request import Phase, Request
+from twostroke.sched.request import Phase, Request
 
 
 class Quarantine:

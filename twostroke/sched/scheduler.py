@@ -1,6 +1,6 @@
 """`Scheduler`: composes the two phases into steps. Deterministic, over plain data, no tensors.
 
-    add, abort ──▶ plan() ──▶ StepPlan ──▶ (an executor) ──▶ StepResult ──▶ commit() ──▶ updates
+    add, abort ──▶ plan() ──▶ StepInFlight ──▶ (an executor) ──▶ StepResult ──▶ commit() ──▶ updates
 
 `plan` may run ahead of `commit`: what it planned counts as done, tokens still unknown are
 `pending`, and blocks that a planned step touches stay owned until that step commits.
@@ -17,12 +17,14 @@ from twostroke.errors import RequestError
 from twostroke.kv.cache import KVCache, KVSequence
 from twostroke.kv.prefix import seed_digest
 from twostroke.observe.record import RequestRecord
-from twostroke.plan import BROKEN_LOGITS, StepPlan, StepResult, TokenLogprobs
-from twostroke.request import EngineRequest, FinishReason, Phase, Request
+from twostroke.plan import BROKEN_LOGITS, StepResult, TokenLogprobs
+from twostroke.request import EngineRequest, FinishReason
 from twostroke.sched.decode import DecodeSet
 from twostroke.sched.prefill import PrefillQueue
+from twostroke.sched.request import Phase, Request
 from twostroke.sched.slo import Pacer
-from twostroke.sched.step import SchedulerConfig, StepBuilder
+from twostroke.sched.step import SchedulerConfig, StepBuilder, StepInFlight
+from twostroke.sched.work import AttentionWork
 
 PRIORITY_AGE_S = 10.0  # waited so long, a request goes before one of the next better priority
 
@@ -42,47 +44,37 @@ class Update(NamedTuple):
     impossible: bool = False  # the error is the request's own: it asks what cannot be
 
 
-class Written(NamedTuple):
-    """Whose tokens a commit brought, by what came before them."""
+class Committed(NamedTuple):
+    """What a commit brought, and whose tokens, by what came before them."""
 
+    updates: list[Update]
     regular: int  # streams that the commit before brought a token, too
     late: list[tuple[RequestRecord, bool]]  # others that go on; whether they had a slot
     first: list[RequestRecord]
-
-
-class InFlight(NamedTuple):
-    plan: StepPlan
-    sampled: list[Request]  # in the result's order
-    chunked: list[Request]  # in the order of plan.prefill
-    planned_s: float
-    predicted_s: float  # on the device; 0 if it could not be told
+    drafted: int  # tokens beyond the first of their stream in this step
 
 
 class Scheduler:
     def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = monotonic) -> None:
         self.config = config
-        self.pacer = Pacer(config)
+        self.in_flight: deque[StepInFlight] = deque()  # planned and not committed, oldest first
         self.kv = KVCache(
-            config.num_blocks,
+            config.groups,
             config.block_size,
-            config.windows,
             keep_cached=config.prefix_caching,
             max_chunk=config.max_num_batched_tokens,
         )
-        self.last_preempted = 0  # since the step before the newest was planned
-        self.last_recomputed = 0  # tokens that the newest step begins to compute again
-        self.last_predicted_s = 0.0  # what the newest step is expected to take on the device
-        self.last_written = Written(0, [], [])  # by the newest commit
+        self._work = AttentionWork(config.groups)
+        self.pacer = Pacer(config, self._work)
         self._clock = clock
         self._requests: dict[str, Request] = {}
         self._rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._retired: list[int] = []
         self._prefill = PrefillQueue(config, self.kv, self._rows, self.pacer)
         self._decode = DecodeSet(self.kv)
-        self._in_flight: deque[InFlight] = deque()
         self._step = 0
         self._arrivals = 0
-        self._preempted = 0  # by plans that came to nothing
+        self._preempted = 0  # requests, since the newest step was planned
         self._committed = -1  # the newest step that has
 
     # ── what is there ───────────────────────────────────────────────────────────────────────
@@ -94,10 +86,6 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._prefill.requests) + len(self._decode.requests)
-
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._in_flight)
 
     @property
     def has_requests(self) -> bool:
@@ -125,14 +113,16 @@ class Scheduler:
         max_outputs = (
             room if given.params.max_tokens is None else min(given.params.max_tokens, room)
         )
-        blocks = self.kv.blocks_for(len(prompt) + max_outputs - 1)
-        if blocks > config.num_blocks:
-            raise RequestError(
-                f"{len(prompt)} prompt tokens and up to {max_outputs} output tokens need {blocks} "
-                f"KV blocks of {config.block_size} tokens, but the cache has {config.num_blocks}; "
-                "lower max_tokens, shorten the prompt, or enlarge the cache "
-                "(kv_cache_memory_bytes)"
-            )
+        for index, group in enumerate(config.groups):
+            blocks = self.kv.blocks_for(index, len(prompt) + max_outputs - 1)
+            if blocks > group.num_blocks:
+                which = "" if len(config.groups) == 1 else f" for layers of {_window(group.window)}"
+                raise RequestError(
+                    f"{len(prompt)} prompt tokens and up to {max_outputs} output tokens need "
+                    f"{blocks} KV blocks of {config.block_size} tokens{which}, but the cache has "
+                    f"{group.num_blocks}; lower max_tokens, shorten the prompt, or enlarge the "
+                    "cache (kv_cache_memory_bytes)"
+                )
         return max_outputs
 
     def add(self, given: EngineRequest) -> None:
@@ -183,16 +173,14 @@ class Scheduler:
 
     # ── planning ────────────────────────────────────────────────────────────────────────────
 
-    def plan(self) -> StepPlan | None:
+    def plan(self) -> StepInFlight | None:
         """The next step, or None if nothing can run before a step in flight commits."""
-        config = self.config
-        window = config.windows[0] if len(config.windows) == 1 else None
-        step = StepBuilder(self._step, config.max_num_batched_tokens, window, self._clock())
-        preempted: list[Request] = []
+        budget = self.config.max_num_batched_tokens
+        builder = StepBuilder(self._step, budget, self._work, self._clock())
 
         def preempt(victim: Request) -> None:
-            preempted.append(victim)
-            self._preempt(victim, step.now)
+            self._preempted += 1
+            self._preempt(victim, builder.now)
 
         def preempt_for(request: Request) -> bool:
             victim = self._last_in_order()
@@ -200,21 +188,29 @@ class Scheduler:
             (self._decode if victim in self._decode.requests[-1:] else self._prefill).requests.pop()
             return victim is not request
 
-        self._decode.plan(step, preempt_for)
-        step.allowance = self.pacer.allowance(step, self._in_flight)
-        self._prefill.plan(step, self._decode.requests, preempt, self._decode.add)
-        self._preempted += len(preempted)
-        if step.empty:
+        self._decode.plan(builder, preempt_for)
+        builder.allowance = self.pacer.allowance(builder, self.in_flight)
+        self._prefill.plan(builder, self._decode.requests, preempt, self._decode.add)
+        if builder.empty:
             return None
-        self.last_preempted, self._preempted = self._preempted, 0
-        self.last_recomputed = step.recomputed
-        plan = step.build(tuple(self._retired))
+        plan = builder.build(tuple(self._retired))
         self._retired.clear()
+        step = StepInFlight(
+            plan,
+            builder.sampled,
+            builder.chunk_requests,
+            builder.now,
+            self.pacer.expected_s(plan),
+            self._preempted,
+            builder.recomputed,
+            self.num_waiting,
+            self.num_running,
+            self.kv.usage(),
+        )
         self._step += 1
-        expected = self.last_predicted_s = self.pacer.expected_s(plan)
-        flight = InFlight(plan, step.sampled, step.chunk_requests, step.now, expected)
-        self._in_flight.append(flight)
-        return plan
+        self._preempted = 0
+        self.in_flight.append(step)
+        return step
 
     def _last_in_order(self) -> Request:
         ends = [queue.requests[-1] for queue in (self._prefill, self._decode) if queue.requests]
@@ -232,26 +228,20 @@ class Scheduler:
 
     # ── committing ──────────────────────────────────────────────────────────────────────────
 
-    def commit(self, result: StepResult, now: float | None = None) -> list[Update]:
+    def commit(self, result: StepResult, now: float | None = None) -> Committed:
         """The oldest step in flight has run: append its tokens, end what has ended. `now`: when
         the tokens were known."""
-        flight = self._in_flight.popleft()
-        plan, sampled, chunked = flight.plan, flight.sampled, flight.chunked
+        in_flight = self.in_flight.popleft()
+        plan, sampled = in_flight.plan, in_flight.sampled
         now, step = self._clock() if now is None else now, plan.step
-        self.pacer.commit(flight, result.device_s, now)
-        before, num_slots, num_gone = self._committed, len(plan.decode), 0
+        self.pacer.commit(in_flight, result.device_s, now)
+        before, num_slots = self._committed, len(plan.decode)
+        if result.counts is not None:
+            sampled, num_slots = self._take_back_drafts(in_flight, result.counts)
+        num_gone = drafted = 0
         first: list[RequestRecord] = []
         late: list[tuple[RequestRecord, bool]] = []
-        updates, any_finished = [], False
-        for request, chunk in zip(chunked, plan.prefill, strict=True):
-            if chunk.row in result.prompt_logprobs:
-                # Entry 0 is position 1. After a preemption positions come a second time.
-                entries = result.prompt_logprobs[chunk.row]
-                kept = request.prompt_logprobs
-                kept.extend(entries[len(kept) - chunk.start :])
-            if request.given.progress and not chunk.last and request.phase is not Phase.FINISHED:
-                done = chunk.start + chunk.size
-                updates.append(Update(request.request_id, (), progress=done))
+        updates, any_finished = self._commit_chunks(in_flight, result), False
         logprobs, register = result.logprobs, self.kv.register
         # The host's hottest loop: once for every token that is written. Python takes long to look
         # up a member of an enum and to call a tuple's class, so neither is done in it.
@@ -259,7 +249,7 @@ class Scheduler:
         new_tuple: Callable[..., Update] = tuple.__new__
         for index, (request, token) in enumerate(zip(sampled, result.tokens, strict=True)):
             phase = request.phase
-            if phase is finished:  # aborted, or stopped by an earlier step
+            if phase is finished:  # aborted, or stopped by an earlier token
                 num_gone += 1
                 continue
             tokens, seq, record = request.tokens, request.kv, request.record
@@ -274,7 +264,10 @@ class Scheduler:
             if not steps:
                 first.append(record)
             elif steps[-1] != before or index >= num_slots:
-                late.append((record, index < num_slots))
+                if steps[-1] == step:
+                    drafted += 1
+                else:
+                    late.append((record, index < num_slots))
             steps.append(step)
             record.token_s.append(now)
             if seq.num_computed >= seq.register_at and phase is decodes:
@@ -296,8 +289,36 @@ class Scheduler:
             self._remove_gone()
         self.kv.commit(step)
         self._committed = step
-        regular = len(sampled) - num_gone - len(first) - len(late)
-        self.last_written = Written(regular, late, first)
+        regular = len(sampled) - num_gone - len(first) - len(late) - drafted
+        if result.counts is not None:
+            updates = _joined(updates)
+        return Committed(updates, regular, late, first, drafted)
+
+    def _take_back_drafts(self, step: StepInFlight, counts: list[int]) -> tuple[list[Request], int]:
+        """Forget what was planned for drafts that were rejected. Returns the request of each token,
+        and how many tokens are of slots."""
+        for slot, request, count in zip(step.plan.decode, step.sampled, counts, strict=False):
+            rejected = 1 + slot.drafts - count
+            request.pending -= rejected
+            request.remaining += rejected
+            if request.phase is Phase.DECODE:  # else it has lost its blocks
+                self.kv.rewind(request.kv, rejected)
+        each = zip(step.sampled, counts, strict=True)
+        sampled = [request for request, count in each for _ in range(count)]
+        return sampled, sum(counts[: len(step.plan.decode)])
+
+    def _commit_chunks(self, step: StepInFlight, result: StepResult) -> list[Update]:
+        """Keep the prompts' log-probabilities; tell who asked how far its prompt is."""
+        updates = []
+        for request, chunk in zip(step.chunked, step.plan.prefill, strict=True):
+            if chunk.row in result.prompt_logprobs:
+                # Entry 0 is position 1. After a preemption positions come a second time.
+                entries = result.prompt_logprobs[chunk.row]
+                kept = request.prompt_logprobs
+                kept.extend(entries[len(kept) - chunk.start :])
+            if request.given.progress and not chunk.last and request.phase is not Phase.FINISHED:
+                done = chunk.start + chunk.size
+                updates.append(Update(request.request_id, (), progress=done))
         return updates
 
     def _check_stop(self, request: Request, token: int) -> bool:
@@ -318,8 +339,8 @@ class Scheduler:
         prefix is trusted any more.
         """
         involved: dict[Request, None] = {}
-        for flight in self._in_flight:
-            involved |= dict.fromkeys([*flight.sampled, *flight.chunked])
+        for step in self.in_flight:
+            involved |= dict.fromkeys([*step.sampled, *step.chunked])
         involved = {r: None for r in involved if r.phase is not Phase.FINISHED}
         queue, quarantine, now = self._prefill.waiting, self._prefill.quarantine, self._clock()
         for request in (*self._prefill.requests, *self._decode.requests):
@@ -333,10 +354,10 @@ class Scheduler:
             request.remaining += request.pending
             request.pending = 0
         self._remove_gone()
-        if self._in_flight:
-            self.kv.commit(self._in_flight[-1].plan.step)
-            self._in_flight.clear()
-        self.kv.forget_all()
+        if self.in_flight:
+            self.kv.commit(self.in_flight[-1].plan.step)
+            self.in_flight.clear()
+        self.kv.reset_prefixes()
         self._retired.clear()
         if len(involved) > 1:
             return []
@@ -404,8 +425,32 @@ class Scheduler:
         assert len(waiting) == self.num_waiting, "a waiting request was lost"
         assert len(running) + len(waiting) == len(self._requests), "a request was lost"
         pending = sum(r.pending for r in self._requests.values())
-        sampled = [r for flight in self._in_flight for r in flight.sampled]
-        alive = sum(r.phase is not Phase.FINISHED for r in sampled)
+        alive = 0
+        for step in self.in_flight:
+            drafts = [slot.drafts for slot in step.plan.decode]
+            drafts += [0] * (len(step.sampled) - len(drafts))
+            for request, more in zip(step.sampled, drafts, strict=True):
+                alive += 1 + more if request.phase is not Phase.FINISHED else 0
         assert pending == alive, f"{pending} tokens are pending and {alive} are in flight"
-        if not self._requests and not self._in_flight:
+        if not self._requests and not self.in_flight:
             assert self.kv.is_idle(), "blocks are owned by nobody"
+
+
+def _window(window: int | None) -> str:
+    return "all positions" if window is None else f"window {window}"
+
+
+def _joined(updates: list[Update]) -> list[Update]:
+    """Several tokens of one request in one update."""
+    joined: list[Update] = []
+    for update in updates:
+        last = joined[-1] if joined else None
+        if last is None or last.request_id != update.request_id:
+            joined.append(update)
+        else:
+            joined[-1] = update._replace(
+                tokens=last.tokens + update.tokens,
+                logprobs=last.logprobs + update.logprobs,
+                prompt_logprobs=last.prompt_logprobs,
+            )
+    return joined

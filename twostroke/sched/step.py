@@ -1,17 +1,26 @@
-"""`StepBuilder`: one step while it is being planned, and `SchedulerConfig`, its limits."""
+"""`StepBuilder`: one step while it is planned; `StepInFlight`: the same until it commits; and
+`SchedulerConfig`, the limits of both."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
-from twostroke.plan import BlockAppend, BlockDrop, Chunk, NewRow, PhaseWork, Slot, StepPlan
-from twostroke.request import Request
-
-if TYPE_CHECKING:
-    from twostroke.sched.slo import Allowance
+from twostroke.kv.cache import GroupLimits, KVUsage
+from twostroke.plan import (
+    BlockAppend,
+    BlockDrop,
+    Chunk,
+    NewRow,
+    Pending,
+    PhaseWork,
+    Slot,
+    StepPlan,
+)
+from twostroke.sched.allowance import Allowance
+from twostroke.sched.request import Request
+from twostroke.sched.work import AttentionWork
 
 # `Slot(*fields)`, without a call of Python's: one is made for every token that is written.
 new_slot: Callable[[tuple[int, int, int]], Slot] = partial(tuple.__new__, Slot)
@@ -25,8 +34,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     max_model_len: int
     block_size: int
-    num_blocks: int
-    windows: tuple[int | None, ...] = (None,)
+    groups: tuple[GroupLimits, ...]  # the KV groups, in the model's order
     policy: str = "fcfs"
     chunked_prefill: bool = True
     prefix_caching: bool = True
@@ -36,10 +44,28 @@ class SchedulerConfig:
     max_decode_stall: float | None = None  # steady gaps; where there is no itl_slo_s
 
 
+@dataclass(slots=True, eq=False)
+class StepInFlight:
+    """A step from its plan to its commit."""
+
+    plan: StepPlan
+    sampled: list[Request]  # slots first, then last chunks: the result's order
+    chunked: list[Request]  # in the order of plan.prefill
+    planned_s: float  # when planning began
+    predicted_s: float  # on the device; 0 if it could not be told
+    preempted: int  # requests, since the step before was planned
+    recomputed: int  # tokens that were computed before and are not cached any more
+    waiting: int
+    running: int
+    kv: KVUsage  # with this step's blocks taken and filled
+    launched_s: float = 0.0  # when the executor was handed the plan
+    pending: Pending | None = None  # its result, once it is launched
+
+
 class StepBuilder:
     """Collects what a step does. The budget counts tokens: a slot is one, a chunk its length."""
 
-    def __init__(self, step: int, budget: int, window: int | None, now: float) -> None:
+    def __init__(self, step: int, budget: int, work: AttentionWork, now: float) -> None:
         self.step = step
         self.budget = budget
         self.now = now
@@ -53,11 +79,8 @@ class StepBuilder:
         self.chunk_requests: list[Request] = []
         self.recomputed = 0  # tokens that were computed before and are not cached any more
         self.allowance: Allowance | None = None  # of time, where streams have a goal
-        self._window = window
-        self._decode_kv = 0
-        self._prefill_kv = 0
-        self._prefill_reads = 0
-        self._prefill_tokens = 0
+        self.prefill_work = self.decode_work = PhaseWork()
+        self._work = work
 
     @property
     def empty(self) -> bool:
@@ -67,17 +90,6 @@ class StepBuilder:
     def full(self) -> bool:
         """Whether no prefill fits any more."""
         return self.budget <= 0 or (self.allowance is not None and self.allowance.spent)
-
-    @property
-    def prefill_work(self) -> PhaseWork:
-        return PhaseWork(
-            len(self.chunks), self._prefill_tokens, self._prefill_kv, self._prefill_reads
-        )
-
-    @property
-    def decode_work(self) -> PhaseWork:
-        slots = len(self.slots)
-        return PhaseWork(slots, slots, self._decode_kv, self._decode_kv)
 
     def fit(self, request: Request, start: int, most: int) -> int:
         """How many tokens of a prompt, from `start` on, the step has time for; at most `most`."""
@@ -92,9 +104,7 @@ class StepBuilder:
         self.slots = [new_slot((row, at, 0)) for row, at in zip(rows, positions, strict=True)]
         self.sampled = requests
         self.budget -= len(requests)
-        self._decode_kv = sum(positions) + len(positions)
-        if self._window is not None:
-            self._decode_kv = sum(min(position + 1, self._window) for position in positions)
+        self.decode_work = PhaseWork(len(rows), len(rows), *self._work.of_slots(positions))
 
     def add_chunk(self, request: Request, count: int) -> None:
         start = request.kv.num_computed
@@ -104,10 +114,7 @@ class StepBuilder:
         if last:
             self.last_chunks.append(request)
         self.budget -= count
-        self._prefill_tokens += count
-        self._prefill_kv += visible_positions(start, count, self._window)
-        seen = start if self._window is None else min(start, self._window - 1)
-        self._prefill_reads += seen + count
+        self.prefill_work = self.prefill_work.with_chunk(count, self._work.of_chunk(start, count))
 
     def add_blocks(self, request: Request, grown: int) -> None:
         if grown:
@@ -119,7 +126,6 @@ class StepBuilder:
             self.dropped.append(BlockDrop(request.row, group, upto))
 
     def build(self, retired: tuple[int, ...]) -> StepPlan:
-        slots, chunks = self.slots, self.chunks
         self.sampled += self.last_chunks
         return StepPlan(
             step=self.step,
@@ -127,17 +133,8 @@ class StepBuilder:
             retired=retired,
             appended=tuple(self.appended),
             dropped=tuple(self.dropped),
-            prefill=tuple(chunks),
-            decode=tuple(slots),
+            prefill=tuple(self.chunks),
+            decode=tuple(self.slots),
             prefill_work=self.prefill_work,
             decode_work=self.decode_work,
         )
-
-
-def visible_positions(start: int, count: int, window: int | None) -> int:
-    """Positions seen by the queries [start, start + count), themselves included, summed."""
-    full = count * start + count * (count + 1) // 2
-    if window is None or start + count <= window:
-        return full
-    growing = max(0, min(count, window - start))  # queries that still see everything
-    return growing * start + growing * (growing + 1) // 2 + (count - growing) * window

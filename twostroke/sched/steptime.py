@@ -17,7 +17,7 @@ the normal equations, then a round of coordinate descent from the costs before. 
 inverted, and a fading sum is bounded, so it can run for years; a direction of which the newest
 steps say nothing stays as it was. On top a quick factor follows what slows all steps of a regime,
 such as a neighbour or a clock. A step that took far longer or shorter than expected counts only
-up to a limit, unless `BELIEVED` such come in a row.
+up to a limit, unless `MIN_OUTLIERS` such come in a row.
 
 Plain Python, about 10 µs a step. Same steps in, same costs out.
 """
@@ -29,17 +29,17 @@ from operator import mul
 from twostroke.plan import PhaseWork
 
 KNEES = (128, 512)  # tokens in a step from which each more may cost more
-ENOUGH = 3  # steps of a regime before it says anything
-FADE = 0.998  # of the past, with each step of the regime
-HEAVY = 1e9  # weight of the newest step at which all are divided by it
+MIN_STEPS = 3  # steps of a regime before it says anything
+DECAY = 0.998  # of the past, with each step of the regime
+RESCALE_AT = 1e9  # weight of the newest step at which all are divided by it
 DAMPING = 0.01  # of a cost's change, so that what a step barely shows is learnt slowly
-QUICK = 0.1  # of the factor
-READS = 4096
-BELIEVED = 3  # surprises in a row that are news
+FACTOR_RATE = 0.1  # of the factor
+READS_UNIT = 4096
+MIN_OUTLIERS = 3  # surprises in a row that are news
 ERROR_OVER = 30  # steps over which errors are averaged
-SETTLED = 64  # steps of a regime after which one round of descent a step is enough
-LEAST_SHARE = 0.1  # of a step that is never for something else
-SLACK = 0.25  # what may be off without being a surprise, at least
+SETTLED_STEPS = 64  # steps of a regime after which one round of descent a step is enough
+MIN_SHARE = 0.1  # of a step that is never for something else
+MIN_TOLERANCE = 0.25  # what may be off without being a surprise, at least
 
 
 class Costs:
@@ -54,7 +54,7 @@ class Costs:
         self._products = [[0.0] * size for _ in range(size)]
         self._targets = [0.0] * size
         self._weight = 1.0  # of the newest step in these sums
-        self._surprises = 0  # in a row: above zero of slow ones, below of quick ones
+        self._outliers = 0  # in a row: above zero of slow ones, below of quick ones
 
     def expected(self, amounts: list[float]) -> float:
         return self.factor * sum(map(mul, self.costs, amounts))
@@ -63,41 +63,41 @@ class Costs:
         """`known_s` of the seconds are for something else."""
         base = sum(map(mul, self.costs, amounts))
         counted = seconds
-        if self.steps >= ENOUGH and base > 0.0:
+        if self.steps >= MIN_STEPS and base > 0.0:
             expected = self.factor * base + known_s
             off = min(abs(expected - seconds) / seconds, 1.0)
-            share = 1.0 / min(self.steps - ENOUGH + 1, ERROR_OVER)
-            limit = 1.0 + max(SLACK, 4.0 * self.error)
+            share = 1.0 / min(self.steps - MIN_STEPS + 1, ERROR_OVER)
+            limit = 1.0 + max(MIN_TOLERANCE, 4.0 * self.error)
             self.error += share * (off - self.error)
-            counted = self._within(seconds, expected, limit)
+            counted = self._clamped(seconds, expected, limit)
             # Relative to what is expected: relative to what came, slow steps would count less
             # and the costs end too low.
             scale = 1.0 / expected
-            rest = max(counted - known_s, LEAST_SHARE * counted)
-            self.factor += QUICK * (rest / base - self.factor)
+            rest = max(counted - known_s, MIN_SHARE * counted)
+            self.factor += FACTOR_RATE * (rest / base - self.factor)
         else:
             scale = 1.0 / seconds
             if not self.steps:
                 self.costs[0] = seconds / amounts[0]
-            rest = max(counted - known_s, LEAST_SHARE * counted)
+            rest = max(counted - known_s, MIN_SHARE * counted)
         self.steps += 1
         self._learn([scale * amount for amount in amounts], scale * rest)
 
-    def _within(self, seconds: float, expected: float, limit: float) -> float:
+    def _clamped(self, seconds: float, expected: float, limit: float) -> float:
         """The time, or as much of a surprise as is believed."""
         if expected / limit <= seconds <= expected * limit:
-            self._surprises = 0
+            self._outliers = 0
             return seconds
         slow = 1 if seconds > expected else -1
-        self._surprises = self._surprises + slow if self._surprises * slow > 0 else slow
-        if abs(self._surprises) >= BELIEVED:
+        self._outliers = self._outliers + slow if self._outliers * slow > 0 else slow
+        if abs(self._outliers) >= MIN_OUTLIERS:
             return seconds
         return expected * limit if slow > 0 else expected / limit
 
     def _learn(self, amounts: list[float], target: float) -> None:
-        self._weight /= FADE  # the newest counts more, which is the past counting less
-        if self._weight > HEAVY:
-            self._lighten()
+        self._weight /= DECAY  # the newest counts more, which is the past counting less
+        if self._weight > RESCALE_AT:
+            self._rescale()
         products, targets, costs = self._products, self._targets, self.costs
         for index, amount in enumerate(amounts):
             if amount:
@@ -106,13 +106,13 @@ class Costs:
                 products[index] = [old + part * other for old, other in zip(row, amounts)]  # noqa: B905
                 targets[index] += part * target
         damping = DAMPING * products[self._step][self._step]
-        for _ in range(1 if self.steps > SETTLED else 8):
+        for _ in range(1 if self.steps > SETTLED_STEPS else 8):
             for index, row in enumerate(products):
                 if weight := row[index]:
                     change = (targets[index] - sum(map(mul, row, costs))) / (weight + damping)
                     costs[index] = max(0.0, costs[index] + change)
 
-    def _lighten(self) -> None:
+    def _rescale(self) -> None:
         self._products = [[each / self._weight for each in row] for row in self._products]
         self._targets = [each / self._weight for each in self._targets]
         self._weight = 1.0
@@ -136,7 +136,7 @@ class StepTimes:
 
     def decode_only(self, decode: PhaseWork) -> float | None:
         """Seconds of a step with these slots and no prefill; None before that is known."""
-        if self._decode.steps < ENOUGH:
+        if self._decode.steps < MIN_STEPS:
             return None
         return self._decode.expected(_decode_amounts(decode))
 
@@ -145,13 +145,13 @@ class StepTimes:
         alone = self.decode_only(decode) if decode.tokens else 0.0
         if not prefill.tokens:
             return alone
-        if self._mixed.steps < ENOUGH:
+        if self._mixed.steps < MIN_STEPS:
             return None
         mixed = self._mixed.expected(_mixed_amounts(prefill, decode)) + self._reads_s(decode)
         return max(mixed, alone or 0.0)
 
     def _reads_s(self, decode: PhaseWork) -> float:
-        return self._decode.factor * self._decode.costs[-1] * decode.kv_reads / READS
+        return self._decode.factor * self._decode.costs[-1] * decode.kv_reads / READS_UNIT
 
     @property
     def error(self) -> float:
@@ -170,7 +170,7 @@ class StepTimes:
 
 
 def _decode_amounts(decode: PhaseWork) -> list[float]:
-    return [1.0, decode.rows / 8, decode.kv_reads / READS]
+    return [1.0, decode.rows / 8, decode.kv_reads / READS_UNIT]
 
 
 def _mixed_amounts(prefill: PhaseWork, decode: PhaseWork) -> list[float]:

@@ -7,6 +7,7 @@ to step, so that what was compiled at start serves every step.
 
 from __future__ import annotations
 
+from twostroke.kernels.cuda.adjust import adjust_logits, advance_tokens
 from twostroke.kernels.cuda.decode import (
     bind_decode_attention,
     decode_attention,
@@ -14,6 +15,7 @@ from twostroke.kernels.cuda.decode import (
 )
 from twostroke.kernels.cuda.elementwise import act_and_mul, add_rms_norm, rms_norm
 from twostroke.kernels.cuda.launch import compile_ahead
+from twostroke.kernels.cuda.logprobs import token_logprobs
 from twostroke.kernels.cuda.prefill import bind_prefill_attention, prefill_attention
 from twostroke.kernels.cuda.product import gated_product, product
 from twostroke.kernels.cuda.rope_store import rope_store
@@ -29,6 +31,8 @@ __all__ = [
     "DecodeScratch",
     "act_and_mul",
     "add_rms_norm",
+    "adjust_logits",
+    "advance_tokens",
     "bind_decode_attention",
     "bind_prefill_attention",
     "compile_ahead",
@@ -43,4 +47,5 @@ __all__ = [
     "rope_decode_attention",
     "rope_store",
     "sample",
+    "token_logprobs",
 ]

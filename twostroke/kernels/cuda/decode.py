@@ -20,7 +20,6 @@ import torch
 import triton
 import triton.language as tl
 
-from twostroke.kernels import Attend
 from twostroke.kernels.cuda.launch import Launch, Variant
 from twostroke.kernels.cuda.new_token import NewToken, queries_of_new
 from twostroke.kernels.cuda.pdl import launch_options, wait_for_previous
@@ -34,6 +33,7 @@ from twostroke.kernels.cuda.splits import (
     num_sms,
     query_at,
 )
+from twostroke.kernels.reference import Attend
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,10 +26,10 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from twostroke.kernels import Attend
 from twostroke.kernels.cuda.launch import Launch, Variant
 from twostroke.kernels.cuda.scores import capped, unit_of
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
+from twostroke.kernels.reference import Attend
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,14 @@
-"""Logits → tokens without a sort of the vocabulary. `exec/sampling.py` defines what is kept.
+"""Logits → tokens without a sort of the vocabulary. `reference_sampling` defines what is kept.
 
-    survey   every tile of every row: its largest logit + noise, largest logit, sum of exponentials
-    settle   every row: the winner of all tiles, if the row's limits keep it; otherwise the winner
+    scan     every tile of every row: its best logit + noise, largest logit, sum of exponentials
+    choose   every row: the winner of all tiles, if the row's limits keep it; otherwise the winner
              among the tokens that stand above it, and so on
 
 The largest of logit + Gumbel noise over the kept tokens is the draw. Kept tokens are a prefix of
 the order by logit, so a winner that is not kept rules out everything below it: the next can only
 be above. With top-p 0.9 nine draws in ten need no second look. Among equal logits the lower id
-stands above. Where few can be kept, as with most top-k, `few_kept.py` looks at those alone.
+stands above. Most top-k limits keep a few hundred tokens at most: `top_k_candidates.py` gathers
+them and looks at no others.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import torch
 import triton
 import triton.language as tl
 
-from twostroke.kernels.cuda.draws import exponential, read, uniform_of
-from twostroke.kernels.cuda.few_kept import CANDIDATES, PART, best_of_few
 from twostroke.kernels.cuda.launch import Variant
+from twostroke.kernels.cuda.noise import exponential_noise, load_logits, uniform_noise
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
+from twostroke.kernels.cuda.top_k_candidates import CANDIDATES, PART, draw_from_candidates
 
-TILE = 2048  # tokens of one program of the survey
-STEP = 4  # tiles that settling looks at together
-TURNS = tl.constexpr(96)  # a search takes ten or so; one among NaNs must end too
+TILE = 2048  # tokens of one program of the scan
+STEP = 4  # tiles that are looked at together when a row is chosen from
+MAX_TURNS = tl.constexpr(96)  # a search takes ten or so; one among NaNs must end too
 LOWEST = tl.constexpr(-3.0e38)
 
 
@@ -37,12 +38,12 @@ def sample(
     min_p: torch.Tensor,
     key0: torch.Tensor,
     key1: torch.Tensor,
+    *,
     out: torch.Tensor | None = None,
+    cells: torch.Tensor | None = None,
+    write_at: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One token for each row of [B, V]: the largest logit where temperature is 0, else a draw.
-
-    The keys are `stream_key` of the row's seed and position. No limit: top_k 0, top_p 1, min_p 0.
-    """
+    """One token for each row of [B, V]; -1 where the largest logit is NaN or infinite."""
     batch, vocab = logits.shape
     assert logits.stride(1) == 1
     assert all(each.is_contiguous() for each in (temperature, top_k, top_p, min_p, key0, key1))
@@ -52,16 +53,17 @@ def sample(
         out = torch.empty(batch, dtype=torch.int64, device=device)
     found = torch.empty(3, batch, tiles, dtype=torch.float32, device=device)
     tokens = torch.empty(batch, tiles, dtype=torch.int32, device=device)
-    score, largest, mass = found.unbind(0)
+    tile_score, tile_max, tile_mass = found.unbind(0)
     parts = torch.empty(batch, tiles * (TILE // PART), dtype=torch.float32, device=device)
     kept = torch.empty(batch, CANDIDATES, dtype=torch.float32, device=device)
     which = torch.empty(2, batch, CANDIDATES, dtype=torch.int32, device=device)
-    survey, settle = _variants(vocab)
-    seen, limits = (score, largest, mass, tokens, parts), (temperature, top_k, top_p)
-    survey((tiles, batch), (logits, *limits, key0, key1, *seen), (), (logits.stride(0),))
-    settle(
+    scan, choose = _variants(vocab)
+    limits, scratch = (temperature, top_k, top_p), (kept, *which.unbind(0))
+    found_in_tiles = (tile_score, tile_max, tile_mass, tokens, parts)
+    scan((tiles, batch), (logits, *limits, key0, key1, *found_in_tiles), (), (logits.stride(0),))
+    choose(
         (batch,),
-        (logits, *limits, min_p, key0, key1, *seen, kept, *which.unbind(0), out),
+        (logits, *limits, min_p, key0, key1, *found_in_tiles, *scratch, out, cells, write_at),
         (),
         (logits.stride(0),),
     )
@@ -71,9 +73,9 @@ def sample(
 @cache
 def _variants(vocab: int) -> tuple[Variant, Variant]:
     tiles = ceil_div(vocab, TILE)
-    survey = Variant(_survey, VOCAB=vocab, TILES=tiles, TILE=TILE, PART=PART, num_warps=4)
-    settle = Variant(
-        _settle,
+    scan = Variant(_scan_tiles, VOCAB=vocab, TILES=tiles, TILE=TILE, PART=PART, num_warps=4)
+    choose = Variant(
+        _choose,
         VOCAB=vocab,
         TILES=tiles,
         BLOCK=power_of_two(tiles),
@@ -83,24 +85,26 @@ def _variants(vocab: int) -> tuple[Variant, Variant]:
         CANDIDATES=CANDIDATES,
         num_warps=16,
     )
-    return survey, settle
+    return scan, choose
 
 
-SMALL = ["temperature", "top_k", "top_p", "min_p", "key0", "key1", "out"]  # a number a row
-FOUND = ["score", "largest", "mass", "tokens", "parts"]  # a number a tile, or a part of one
+# A number a row.
+SMALL = ["temperature", "top_k", "top_p", "min_p", "key0", "key1", "out", "cells", "write_at"]
+# A number a tile, or a part of one.
+FOUND = ["tile_score", "tile_max", "tile_mass", "tokens", "parts"]
 
 
 @triton.jit(do_not_specialize_on_alignment=SMALL + FOUND)
-def _survey(
+def _scan_tiles(
     logits,
     temperature,
     top_k,
     top_p,
     key0,
     key1,
-    score,
-    largest,
-    mass,
+    tile_score,
+    tile_max,
+    tile_mass,
     tokens,
     parts,
     stride,
@@ -112,43 +116,46 @@ def _survey(
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     token = tile * TILE + tl.arange(0, TILE)
-    logit = read(logits + row * stride, token, VOCAB)
-    heat = tl.load(temperature + row)
+    logit = load_logits(logits + row * stride, token, VOCAB)
+    # NaN counts as +inf, so that the maximum says whether the row is broken.
+    logit = tl.where(logit < float("inf"), logit, float("inf"))
+    temp = tl.load(temperature + row)
     at = row * TILES + tile
-    if heat == 0:
+    if temp == 0:
         best = tl.max(logit, axis=0)
-        tl.store(score + at, best)
+        tl.store(tile_max + at, best)
+        tl.store(tile_score + at, best)
         tl.store(tokens + at, tl.min(tl.where(logit == best, token, VOCAB), axis=0))
     else:
-        scaled = logit * (1.0 / heat)
+        scaled = logit * (1.0 / temp)
         top = tl.max(scaled, axis=0)
-        tl.store(largest + at, top)
+        tl.store(tile_max + at, top)
         if tl.load(top_k + row) > 0:
-            tops = tl.max(tl.reshape(scaled, [TILE // PART, PART]), axis=1)
-            tl.store(parts + at * (TILE // PART) + tl.arange(0, TILE // PART), tops)
+            part_max = tl.max(tl.reshape(scaled, [TILE // PART, PART]), axis=1)
+            tl.store(parts + at * (TILE // PART) + tl.arange(0, TILE // PART), part_max)
         # The largest of s − log(e) is the smallest of e · exp(−s), where e = −log1p(−u) ≥ u: the
         # smallest of u · exp(−s) wins without a logarithm, unless another is below its e · exp(−s).
         top = tl.maximum(top, LOWEST)
         first, second = tl.load(key0 + row), tl.load(key1 + row)
-        uniform = uniform_of(first, second, token)
-        fade = tl.exp(top - scaled)
-        bound = uniform * fade
+        uniform = uniform_noise(first, second, token)
+        weight = tl.exp(top - scaled)
+        bound = uniform * weight
         least = tl.min(bound, axis=0)
         winner = tl.min(tl.where(bound == least, token, VOCAB), axis=0)
-        chance = uniform_of(first, second, winner)
-        least = least * (exponential(chance) / chance)
+        chance = uniform_noise(first, second, winner)
+        least = least * (exponential_noise(chance) / chance)
         if tl.sum((bound <= least).to(tl.int32), axis=0) > 1:
-            wait = exponential(uniform) * fade
+            wait = exponential_noise(uniform) * weight
             least = tl.min(wait, axis=0)
             winner = tl.min(tl.where(wait == least, token, VOCAB), axis=0)
-        tl.store(score + at, top - tl.log(least))
+        tl.store(tile_score + at, top - tl.log(least))
         tl.store(tokens + at, winner)
         if tl.load(top_p + row) < 1:
-            tl.store(mass + at, tl.sum(tl.exp(scaled - top), axis=0))
+            tl.store(tile_mass + at, tl.sum(tl.exp(scaled - top), axis=0))
 
 
 @triton.jit(do_not_specialize_on_alignment=SMALL + FOUND)
-def _settle(
+def _choose(
     logits,
     temperature,
     top_k,
@@ -156,15 +163,17 @@ def _settle(
     min_p,
     key0,
     key1,
-    score,
-    largest,
-    mass,
+    tile_score,
+    tile_max,
+    tile_mass,
     tokens,
     parts,
     kept,
     ids,
     hits,
     out,
+    cells,
+    write_at,
     stride,
     VOCAB: tl.constexpr,
     TILES: tl.constexpr,
@@ -177,35 +186,37 @@ def _settle(
     row = tl.program_id(0).to(tl.int64)
     at = row * TILES + tl.arange(0, BLOCK)
     real = tl.arange(0, BLOCK) < TILES
-    scores = tl.load(score + at, mask=real, other=float("-inf"))
-    winner = tl.argmax(scores, axis=0)
+    tile_scores = tl.load(tile_score + at, mask=real, other=float("-inf"))
+    winner = tl.argmax(tile_scores, axis=0)
     token = tl.load(tokens + row * TILES + tl.minimum(winner, TILES - 1))
     token = tl.minimum(token, VOCAB - 1)
-    heat = tl.load(temperature + row)
-    if heat != 0:
-        cool = 1.0 / heat
+    temp = tl.load(temperature + row)
+    top = tl.load(tile_max + at, mask=real, other=float("-inf"))
+    max_logit = tl.max(top, axis=0)
+    if max_logit == float("inf"):
+        token = -1
+    elif temp != 0:
+        inv_temp = 1.0 / temp
         k = tl.load(top_k + row).to(tl.int32)
         p = tl.load(top_p + row)
         least = tl.load(min_p + row)
         k = tl.where((k > 0) & (k < VOCAB), k, VOCAB)
         if (k < VOCAB) | (p < 1) | (least > 0):
-            line = logits + row * stride
-            tops = largest + row * TILES
-            top = tl.load(largest + at, mask=real, other=float("-inf"))
-            peak = tl.max(top, axis=0)
+            row_logits = logits + row * stride
+            tile_maxima = tile_max + row * TILES
             fraction = tl.log(tl.where(least > 0, least, 1.0))
-            floor = tl.where(least > 0, peak + fraction, float("-inf"))
-            few = -1
+            min_logit = tl.where(least > 0, max_logit + fraction, float("-inf"))
+            candidate = -1
             if k * 2 <= CANDIDATES:
-                few = best_of_few(
-                    line,
+                candidate = draw_from_candidates(
+                    row_logits,
                     parts + row * TILES * (TILE // PART),
                     kept + row * CANDIDATES,
                     ids + row * CANDIDATES,
                     hits + row * CANDIDATES,
-                    cool,
-                    peak,
-                    floor,
+                    inv_temp,
+                    max_logit,
+                    min_logit,
                     k,
                     p,
                     tl.load(key0 + row),
@@ -216,29 +227,47 @@ def _settle(
                     PART,
                     CANDIDATES,
                 )
-            if few >= 0:
-                token = few
+            if candidate >= 0:
+                token = candidate
             else:
                 total = 0.0
                 if p < 1:
                     if k < VOCAB:
-                        total = _mass_of_top(
-                            line, tops, cool, peak, floor, k, VOCAB, TILES, TILE, STEP
+                        total = _top_k_mass(
+                            row_logits,
+                            tile_maxima,
+                            inv_temp,
+                            max_logit,
+                            min_logit,
+                            k,
+                            VOCAB,
+                            TILES,
+                            TILE,
+                            STEP,
                         )
                     elif least > 0:
-                        on_floor = _above(
-                            line, tops, cool, peak, floor, VOCAB, VOCAB, TILES, TILE, STEP
+                        above_min = _above(
+                            row_logits,
+                            tile_maxima,
+                            inv_temp,
+                            max_logit,
+                            min_logit,
+                            VOCAB,
+                            VOCAB,
+                            TILES,
+                            TILE,
+                            STEP,
                         )
-                        total = on_floor[1]
+                        total = above_min[1]
                     else:
-                        each = tl.load(mass + at, mask=real, other=0.0)
-                        total = tl.sum(each * tl.exp(top - peak), axis=0)
-                token = _first_kept(
-                    line,
-                    tops,
-                    cool,
-                    peak,
-                    floor,
+                        each = tl.load(tile_mass + at, mask=real, other=0.0)
+                        total = tl.sum(each * tl.exp(top - max_logit), axis=0)
+                token = _first_within_limits(
+                    row_logits,
+                    tile_maxima,
+                    inv_temp,
+                    max_logit,
+                    min_logit,
                     k,
                     p,
                     total,
@@ -251,15 +280,17 @@ def _settle(
                     STEP,
                 )
     tl.store(out + row, token.to(out.dtype.element_ty))
+    if cells is not None:  # what the next step reads: no model can embed -1
+        tl.store(cells + tl.load(write_at + row), tl.maximum(token, 0).to(cells.dtype.element_ty))
 
 
 @triton.jit
-def _first_kept(
-    line,
-    tops,
-    cool,
-    peak,
-    floor,
+def _first_within_limits(
+    row_logits,
+    tile_maxima,
+    inv_temp,
+    max_logit,
+    min_logit,
     k,
     p,
     total,
@@ -273,30 +304,42 @@ def _first_kept(
 ):
     """From winner to winner, upwards, until one is within the limits."""
     turn = 0
-    while turn < TURNS:
-        value = tl.load(line + token).to(tl.float32) * cool
-        count, before = _above(line, tops, cool, peak, value, token, VOCAB, TILES, TILE, STEP)
-        kept = (value >= floor) & (count < k) & ((p >= 1) | (before < p * total) | (count == 0))
+    while turn < MAX_TURNS:
+        value = tl.load(row_logits + token).to(tl.float32) * inv_temp
+        count, before = _above(
+            row_logits, tile_maxima, inv_temp, max_logit, value, token, VOCAB, TILES, TILE, STEP
+        )
+        kept = (value >= min_logit) & (count < k) & ((p >= 1) | (before < p * total) | (count == 0))
         if kept:
-            turn = TURNS
+            turn = MAX_TURNS
         else:
             turn += 1
-            # Below the floor no order matters: all that stand on it are next.
-            low = value < floor
-            value = tl.where(low, floor, value)
+            # Below the minimum no order matters: all that reach it are next.
+            low = value < min_logit
+            value = tl.where(low, min_logit, value)
             bound = tl.where(low, VOCAB, token)
-            token = _best_above(
-                line, tops, cool, value, bound, key0, key1, VOCAB, TILES, TILE, STEP
+            token = _draw_above(
+                row_logits,
+                tile_maxima,
+                inv_temp,
+                value,
+                bound,
+                key0,
+                key1,
+                VOCAB,
+                TILES,
+                TILE,
+                STEP,
             )
     return token
 
 
 @triton.jit
 def _above(
-    line,
-    tops,
-    cool,
-    peak,
+    row_logits,
+    tile_maxima,
+    inv_temp,
+    max_logit,
     value,
     token,
     VOCAB: tl.constexpr,
@@ -306,22 +349,22 @@ def _above(
 ):
     """How many tokens stand above (value, token), and the sum of their exponentials."""
     count = tl.zeros([TILE * STEP], tl.int32)
-    mass = tl.zeros([TILE * STEP], tl.float32)
+    tile_mass = tl.zeros([TILE * STEP], tl.float32)
     for tile in range(0, TILES, STEP):
-        if _top(tops, tile, TILES, STEP) >= value:
+        if _top(tile_maxima, tile, TILES, STEP) >= value:
             ids = tile * TILE + tl.arange(0, TILE * STEP)
-            scaled = read(line, ids, VOCAB) * cool
+            scaled = load_logits(row_logits, ids, VOCAB) * inv_temp
             above = (scaled > value) | ((scaled == value) & (ids < token))
             count += above.to(tl.int32)
-            mass += tl.where(above, tl.exp(scaled - peak), 0.0)
-    return tl.sum(count, axis=0), tl.sum(mass, axis=0)
+            tile_mass += tl.where(above, tl.exp(scaled - max_logit), 0.0)
+    return tl.sum(count, axis=0), tl.sum(tile_mass, axis=0)
 
 
 @triton.jit
-def _best_above(
-    line,
-    tops,
-    cool,
+def _draw_above(
+    row_logits,
+    tile_maxima,
+    inv_temp,
     value,
     token,
     key0,
@@ -331,16 +374,18 @@ def _best_above(
     TILE: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """The largest of logit + noise among the tokens above (value, token)."""
+    """The token of the largest logit + noise among the tokens above (value, token)."""
     best = tl.full([TILE * STEP], float("-inf"), tl.float32)
     where = tl.zeros([TILE * STEP], tl.int32)
     for tile in range(0, TILES, STEP):
-        if _top(tops, tile, TILES, STEP) >= value:
+        if _top(tile_maxima, tile, TILES, STEP) >= value:
             ids = tile * TILE + tl.arange(0, TILE * STEP)
-            scaled = read(line, ids, VOCAB) * cool
+            scaled = load_logits(row_logits, ids, VOCAB) * inv_temp
             above = (scaled > value) | ((scaled == value) & (ids < token))
             noisy = tl.where(
-                above, scaled - tl.log(exponential(uniform_of(key0, key1, ids))), float("-inf")
+                above,
+                scaled - tl.log(exponential_noise(uniform_noise(key0, key1, ids))),
+                float("-inf"),
             )
             where = tl.where(noisy > best, ids, where)
             best = tl.maximum(best, noisy)
@@ -349,45 +394,47 @@ def _best_above(
 
 
 @triton.jit
-def _mass_of_top(
-    line,
-    tops,
-    cool,
-    peak,
-    floor,
+def _top_k_mass(
+    row_logits,
+    tile_maxima,
+    inv_temp,
+    max_logit,
+    min_logit,
     k,
     VOCAB: tl.constexpr,
     TILES: tl.constexpr,
     TILE: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """The sum of exponentials over the k largest that are not below the floor.
+    """The sum of exponentials over the k largest that are not below `min_logit`.
 
-    The k-th largest lies in [low, high], both values that occur. Each look at a pivot between
+    The k-th tile_max lies in [low, high], both values that occur. Each look at a pivot between
     them either is it or moves an end to the next value that occurs.
     """
     low = float("-inf")
-    high = peak
-    reach = 2.0
+    high = max_logit
+    distance = 2.0
     total = 0.0
     turn = 0
-    while turn < TURNS:
-        pivot = tl.where(low == float("-inf"), peak - reach, low * 0.5 + high * 0.5)
+    while turn < MAX_TURNS:
+        pivot = tl.where(low == float("-inf"), max_logit - distance, low * 0.5 + high * 0.5)
         pivot = tl.minimum(pivot, high)
         greater = tl.zeros([TILE * STEP], tl.int32)
         equal = tl.zeros([TILE * STEP], tl.int32)
-        mass = tl.zeros([TILE * STEP], tl.float32)
+        tile_mass = tl.zeros([TILE * STEP], tl.float32)
         next_up = tl.full([TILE * STEP], float("inf"), tl.float32)
         next_down = tl.full([TILE * STEP], float("-inf"), tl.float32)
         for tile in range(0, TILES, STEP):
-            top = _top(tops, tile, TILES, STEP)
+            top = _top(tile_maxima, tile, TILES, STEP)
             if top >= pivot:
                 ids = tile * TILE + tl.arange(0, TILE * STEP)
-                scaled = read(line, ids, VOCAB) * cool
+                scaled = load_logits(row_logits, ids, VOCAB) * inv_temp
                 above = scaled > pivot
                 greater += above.to(tl.int32)
                 equal += (scaled == pivot).to(tl.int32)
-                mass += tl.where(above & (scaled >= floor), tl.exp(scaled - peak), 0.0)
+                tile_mass += tl.where(
+                    above & (scaled >= min_logit), tl.exp(scaled - max_logit), 0.0
+                )
                 next_up = tl.where(above, tl.minimum(next_up, scaled), next_up)
                 below = tl.where(scaled < pivot, scaled, float("-inf"))
                 next_down = tl.maximum(next_down, below)
@@ -400,15 +447,15 @@ def _mass_of_top(
             low = tl.min(next_up, axis=0)
         elif num_greater + num_equal < k:
             high = tl.max(next_down, axis=0)
-            reach = reach * 4.0
+            distance = distance * 4.0
         else:
-            turn = TURNS
-        ties = tl.where(pivot >= floor, (k - num_greater) * tl.exp(pivot - peak), 0.0)
-        total = tl.sum(mass, axis=0) + tl.where(k > num_greater, ties, 0.0)
+            turn = MAX_TURNS
+        ties = tl.where(pivot >= min_logit, (k - num_greater) * tl.exp(pivot - max_logit), 0.0)
+        total = tl.sum(tile_mass, axis=0) + tl.where(k > num_greater, ties, 0.0)
     return total
 
 
 @triton.jit
-def _top(tops, tile, TILES: tl.constexpr, STEP: tl.constexpr):
+def _top(tile_maxima, tile, TILES: tl.constexpr, STEP: tl.constexpr):
     at = tile + tl.arange(0, STEP)
-    return tl.max(tl.load(tops + at, mask=at < TILES, other=float("-inf")), axis=0)
+    return tl.max(tl.load(tile_maxima + at, mask=at < TILES, other=float("-inf")), axis=0)

@@ -6,16 +6,28 @@ The sources know no torch; `tensors.py` makes tensors of what they hold.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from twostroke.errors import ModelError
+from twostroke.model.block_types import BlockType
 from twostroke.model.spec import ModelSpec
 
 Floats = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
 ALL_ROWS = slice(None)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """A matrix as (out, bytes of a row); a row is a whole number of blocks of `type`."""
+
+    type: BlockType
+    shape: tuple[int, int]
+    rows: Bytes
 
 
 class WeightSource(Protocol):
@@ -35,6 +47,15 @@ class WeightSource(Protocol):
         ...
 
     def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats: ...
+
+    def stored_type(self, name: str) -> BlockType | None:
+        """The type that a weight is to be kept in, since its file has it in that; None: floats,
+        which may be kept in the dtype that is asked for."""
+        ...
+
+    def packed(self, name: str, rows: slice = ALL_ROWS) -> PackedMatrix | None:
+        """Some rows of a matrix in blocks of its `stored_type`; None if it has none."""
+        ...
 
     def label(self, name: str) -> str:
         """The weight as a message calls it: the file, and its name there."""

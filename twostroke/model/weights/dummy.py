@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from twostroke.errors import ModelError, nearest
+from twostroke.model.block_types import BlockType
 from twostroke.model.spec import ModelSpec
-from twostroke.model.weights import ALL_ROWS, Floats
+from twostroke.model.weights import ALL_ROWS, Floats, PackedMatrix
 
 STD = 0.02
 
@@ -53,6 +54,12 @@ class DummyWeights:
         tile *= np.float32(STD)
         tile += np.float32(mean_of(name))
         return tile
+
+    def stored_type(self, name: str) -> BlockType | None:
+        return None
+
+    def packed(self, name: str, rows: slice = ALL_ROWS) -> PackedMatrix | None:
+        return None
 
     def label(self, name: str) -> str:
         return f"the dummy weight {name!r}"

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from twostroke.errors import ModelError
 from twostroke.model.block_types import BlockType
-from twostroke.model.dequant import Bytes, dequantize
+from twostroke.model.dequant import dequantize
 from twostroke.model.gguf import GGUFFile, TensorInfo
 from twostroke.model.gguf_config import ARCHITECTURES
 from twostroke.model.spec import ModelSpec
-from twostroke.model.weights import ALL_ROWS, Floats
-
-
-@dataclass(frozen=True, slots=True)
-class PackedMatrix:
-    """A matrix as (out, bytes of a row); a row is a whole number of blocks of `type`."""
-
-    type: BlockType
-    shape: tuple[int, int]
-    rows: Bytes
+from twostroke.model.weights import ALL_ROWS, Floats, PackedMatrix
 
 
 class GGUFWeights:
@@ -38,7 +28,7 @@ class GGUFWeights:
         info = self._file.tensors.get(self._names.tensor(name))
         return None if info is None else self._places[name].shape_in(info.shape)
 
-    def type(self, name: str) -> BlockType:
+    def stored_type(self, name: str) -> BlockType:
         return self._info(name).type
 
     def beside(self, name: str) -> Sequence[str]:

@@ -21,7 +21,7 @@ from twostroke.model.hf_config import NAMES
 from twostroke.model.on_disk import forget_pages
 from twostroke.model.spec import ModelSpec
 from twostroke.model.tensor_names import TensorNames
-from twostroke.model.weights import ALL_ROWS, Floats
+from twostroke.model.weights import ALL_ROWS, Floats, PackedMatrix
 
 log = logging.getLogger(__name__)
 
@@ -129,6 +129,12 @@ class SafetensorsWeights:
         else:
             values = dequantize(data, BlockType(type), part)
         return values + np.float32(self._names.offset(name)) if self.is_changed(name) else values
+
+    def stored_type(self, name: str) -> BlockType | None:
+        return None
+
+    def packed(self, name: str, rows: slice = ALL_ROWS) -> PackedMatrix | None:
+        return None
 
     def label(self, name: str) -> str:
         stored = self._stored_name(name) or self._names.tensor(name)

@@ -1,4 +1,4 @@
-"""A row's logits, and the noise that `exec/rng.py` has for a token."""
+"""A row's logits, and the noise of a token: `reference_sampling.gumbel` defines it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import triton.language as tl
 
 
 @triton.jit
-def read(line, token, VOCAB: tl.constexpr):
-    return tl.load(line + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
+def load_logits(row_logits, token, VOCAB: tl.constexpr):
+    return tl.load(row_logits + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
-def uniform_of(key0, key1, token):
-    """The number in (0, 1) that `exec/sampling.py` has for the keys and the token."""
+def uniform_noise(key0, key1, token):
+    """The number in (0, 1) that `reference_sampling.gumbel` has for the keys and the token."""
     bits = _mix(token.to(tl.uint32) ^ key0.to(tl.uint32))
     bits = _mix(bits + key1.to(tl.uint32))
     uniform = (bits.to(tl.float32) + 0.5) * 2.0**-32
@@ -21,8 +21,8 @@ def uniform_of(key0, key1, token):
 
 
 @triton.jit
-def exponential(uniform):
-    """−log1p(−u): what `exec/rng.py` takes −log of."""
+def exponential_noise(uniform):
+    """−log1p(−u): what `reference_sampling.gumbel` takes −log of."""
     # log1p(−u) = log(w) · u / (1 − w) with w = 1 − u as rounded: the rounding's error cancels.
     rest = 1.0 - uniform
     lost = 1.0 - rest

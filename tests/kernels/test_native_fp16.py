@@ -1,4 +1,4 @@
-"""Products with matrices of halves, on machines that compute with those."""
+"""Products with matrices in fp16, on machines that compute in it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.kernels.test_native_model import STEPS, assert_near_the_reference, la
 from twostroke.kernels import cpu
 from twostroke.model.weights import ALL_ROWS
 
-HALF_ISAS = [isa for isa in ISAS if cpu.module().has_half_products(isa)]
+FP16_ISAS = [isa for isa in ISAS if cpu.module().has_fp16_products(isa)]
 
 pytestmark = [
-    pytest.mark.skipif(not HALF_ISAS, reason="no instruction set here multiplies halves"),
-    pytest.mark.parametrize("isa", HALF_ISAS),
+    pytest.mark.skipif(not FP16_ISAS, reason="no instruction set here multiplies fp16"),
+    pytest.mark.parametrize("isa", FP16_ISAS),
 ]
 
 # Errors in parts of a sum's reach, Σ |x| · |w|: twice the largest found over everything here.
@@ -37,7 +37,9 @@ def bfloat16(x: Floats) -> Floats:
     return (x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
-def halves(isa: str, rows: int, cols: int, biased: bool = False, scale: float = 0.5) -> Weights:
+def fp16_weights(
+    isa: str, rows: int, cols: int, biased: bool = False, scale: float = 0.5
+) -> Weights:
     random = np.random.default_rng([rows, cols])
     values = bfloat16(random.normal(0, scale, (rows, cols)).astype(np.float32))
     places = random.permutation(rows).astype(np.int32)
@@ -57,32 +59,32 @@ def assert_products(w: Weights, x: Floats) -> None:
 
 def test_bfloat16_is_held_exactly(isa: str) -> None:
     for n in RESIDUES:
-        for w in (halves(isa, n, 64), halves(isa, 5, n)):
+        for w in (fp16_weights(isa, n, 64), fp16_weights(isa, 5, n)):
             assert np.array_equal(w.unpacked(), w.values), n
 
 
 def test_the_smallest_weights_lose_their_last_bits_only(isa: str) -> None:
-    w = halves(isa, 16, 64, scale=1e-8)
+    w = fp16_weights(isa, 16, 64, scale=1e-8)
     assert np.abs(w.unpacked() - w.values).max() <= 2.0**-33
 
 
 def test_products_equal_float64_for_every_number_of_rows_and_columns(isa: str) -> None:
     for n in RESIDUES:
-        assert_products(halves(isa, n, 96), activations(3, 96))
-        assert_products(halves(isa, 9, n, biased=True), activations(17, n))
+        assert_products(fp16_weights(isa, n, 96), activations(3, 96))
+        assert_products(fp16_weights(isa, 9, n, biased=True), activations(17, n))
 
 
 def test_products_equal_float64_for_every_number_of_tokens(isa: str) -> None:
     for tokens in TOKENS:
-        assert_products(halves(isa, 40, 576, biased=True), activations(tokens, 576))
+        assert_products(fp16_weights(isa, 40, 576, biased=True), activations(tokens, 576))
 
 
 def test_a_token_has_the_same_bits_whoever_is_with_it(isa: str) -> None:
-    assert_tokens_do_not_see_each_other(halves(isa, 37, 300), activations(70, 300), "rounded")
+    assert_tokens_do_not_see_each_other(fp16_weights(isa, 37, 300), activations(70, 300), "rounded")
 
 
 def test_sums_of_the_largest_numbers_stay_in_range(isa: str) -> None:
-    """All of one sign, weights at the end of a half's range: nothing cancels."""
+    """All of one sign, weights at the end of the range of fp16: nothing cancels."""
     matrix = cpu.module().Matrix("f16", 8, 64, isa)
     matrix.put_floats(np.full((8, 64), 255, np.float32), np.arange(8, dtype=np.int32))
     for size in (1e-30, 1.0, 1e30):
@@ -93,7 +95,7 @@ def test_sums_of_the_largest_numbers_stay_in_range(isa: str) -> None:
 
 
 def test_other_instruction_sets_say_that_they_have_no_such_products(isa: str) -> None:
-    for other in set(ISAS) - set(HALF_ISAS):
+    for other in set(ISAS) - set(FP16_ISAS):
         with pytest.raises(ValueError, match="no such products"):
             cpu.module().Matrix("f16", 8, 32, other)
 
@@ -116,7 +118,7 @@ SPECS = {
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_models_of_halves_give_the_logits_of_the_reference(name: str, isa: str) -> None:
+def test_models_in_fp16_give_the_logits_of_the_reference(name: str, isa: str) -> None:
     spec = small_spec(**SPECS[name])
     exact = Pair(spec, isa, source=Rounded(spec), dtype="bfloat16")
     assert largest_difference(exact) <= TOLERANCE
@@ -124,7 +126,7 @@ def test_models_of_halves_give_the_logits_of_the_reference(name: str, isa: str) 
     assert_near_the_reference(rounded, 0.02)
 
 
-def test_a_prompt_in_halves_has_the_same_bits_whoever_is_with_it(isa: str) -> None:
+def test_a_prompt_in_fp16_has_the_same_bits_whoever_is_with_it(isa: str) -> None:
     spec = small_spec()
     pair = Pair(spec, isa, exact=False, source=Rounded(spec), dtype="bfloat16")
     alone = [pair.step((), [(0, 0, 40)]), pair.step((), [(1, 0, 3)]), pair.step((), [(2, 0, 90)])]
@@ -132,7 +134,7 @@ def test_a_prompt_in_halves_has_the_same_bits_whoever_is_with_it(isa: str) -> No
     assert np.array_equal(np.concatenate(alone), together)
 
 
-def test_a_model_with_a_weight_that_no_half_holds_runs_all_the_same(isa: str) -> None:
+def test_a_model_with_a_weight_that_fp16_cannot_hold_runs_all_the_same(isa: str) -> None:
     class Outlier(Rounded):
         def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats:
             weight = super().floats(name, rows)

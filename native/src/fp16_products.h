@@ -1,8 +1,8 @@
-// Products with matrices of halves (F16), in half precision (Arm). `kernels_neon.cpp` includes this
-// after `half_attention.h`.
+// Products with F16 matrices in fp16 arithmetic (Arm). `kernels_neon.cpp` includes this
+// after `fp16_attention.h`.
 //
 // A block of 32 activations is scaled by a power of two, as queries are: below 2^-5, so that its sum
-// of products with any halves stays below the largest. Those sums are added up in floats. Whichever
+// of products with any fp16 stays below the largest. Those sums are added up in floats. Whichever
 // way below computes it, a token's result has the same bits.
 
 constexpr int kF16Lanes = 8;
@@ -14,17 +14,17 @@ static inline void multiply_tile(const uint16_t* w, const Activations& a, int t,
   const float* scale[V];
   unrolled<V>([&](auto v) {
     const size_t tile = static_cast<size_t>(t / kTile + v) * a.blocks * kTile;
-    x[v] = a.half + tile * kBlock;
-    scale[v] = a.half_scale + tile;
+    x[v] = a.fp16 + tile * kBlock;
+    scale[v] = a.fp16_scale + tile;
   });
   __builtin_memset(total, 0, sizeof(float) * kF16Lanes * V * kTile);
   for (int b = 0; b < a.blocks; b++) {
     float16x8_t sum[8][V];
     unrolled<8>([&](auto i) { unrolled<V>([&](auto v) { sum[i][v] = vdupq_n_f16(0); }); });
     for (int k = 0; k < kBlock; k++) {
-      const float16x8_t weights = load_halves(w);
+      const float16x8_t weights = load_fp16x8(w);
       unrolled<V>([&](auto v) {
-        const float16x8_t tokens = load_halves(x[v]);
+        const float16x8_t tokens = load_fp16x8(x[v]);
         unrolled<8>([&](auto i) { sum[i][v] = add_lane<i>(sum[i][v], tokens, weights); });
         x[v] += kTile;
       });
@@ -47,8 +47,8 @@ template <int G, int M>
 static inline void multiply_few(const uint16_t* const* rows, const Activations& a, int t,
                                 f32v (*total)[M][2]) {
   const size_t tile = static_cast<size_t>(t / kTile) * a.blocks * kTile;
-  const uint16_t* x = a.half + tile * kBlock;
-  const float* scale = a.half_scale + tile;
+  const uint16_t* x = a.fp16 + tile * kBlock;
+  const float* scale = a.fp16_scale + tile;
   const uint16_t* w[G];
   unrolled<G>([&](auto g) {
     w[g] = rows[g];
@@ -61,9 +61,9 @@ static inline void multiply_few(const uint16_t* const* rows, const Activations& 
       prefetch<kBlock * kF16Lanes * 2>(reinterpret_cast<const uint8_t*>(w[g]));
     });
     for (int k = 0; k < kBlock; k++) {
-      const float16x8_t tokens = load_halves(x);
+      const float16x8_t tokens = load_fp16x8(x);
       unrolled<G>([&](auto g) {
-        const float16x8_t weights = load_halves(w[g] + k * kF16Lanes);
+        const float16x8_t weights = load_fp16x8(w[g] + k * kF16Lanes);
         unrolled<M>([&](auto m) { sum[g][m] = add_lane<m>(sum[g][m], weights, tokens); });
       });
       x += kTile;
@@ -89,7 +89,7 @@ static inline void multiply_exact(const Packed& w, const Activations& a, int g, 
   f32v sum[M][2];
   unrolled<M>([&](auto m) { sum[m][0] = sum[m][1] = f32v{}; });
   for (int k = 0; k < w.cols; k++) {
-    const float16x8_t weights = load_halves(p + k * kF16Lanes);
+    const float16x8_t weights = load_fp16x8(p + k * kF16Lanes);
     const f32v first = low(weights), last = high(weights);
     unrolled<M>([&](auto m) {
       const f32v token = splat(x[static_cast<size_t>(m) * a.stride + k]);
@@ -145,7 +145,7 @@ static void matmul_f16(const Packed& w, const Activations& a, int t0, int t1, in
   auto at = [&](int t, int g) {
     return out + static_cast<size_t>(t - t0) * stride + (g - g0) * kF16Lanes;
   };
-  if (a.half == nullptr) {
+  if (a.fp16 == nullptr) {
     for (int g = g0; g < g1; g++)
       for (int t = t0, count; t < t1; t += count) {
         float total[kTile * kF16Lanes];
@@ -182,7 +182,7 @@ static void matmul_f16(const Packed& w, const Activations& a, int t0, int t1, in
 
 static void unpack_row_f16(const Packed& w, int row, float* out) {
   auto* p = reinterpret_cast<const uint16_t*>(w.group(row / kF16Lanes)) + row % kF16Lanes;
-  for (int k = 0; k < w.cols; k++) out[k] = half_to_float(p[k * kF16Lanes]) * kF16Unit;
+  for (int k = 0; k < w.cols; k++) out[k] = fp16_to_float(p[k * kF16Lanes]) * kF16Unit;
 }
 
 // The two tables of all formats.
@@ -194,8 +194,8 @@ static void unpack_row_any(const Packed& w, int row, float* out) {
   (w.format == Format::kF16 ? unpack_row_f16 : unpack_row)(w, row, out);
 }
 
-// As `dot_bytes`, of halves.
-static double multiply_halves(int rounds) {
+// As `dot_bytes`, of fp16.
+static double multiply_fp16(int rounds) {
   constexpr int kChains = 12;
   const float16x8_t a = vdupq_n_f16(0.5f), b = vdupq_n_f16(0.25f);
   float16x8_t sum[kChains];
@@ -205,12 +205,12 @@ static double multiply_halves(int rounds) {
   return 2.0 * 8 * kChains * rounds;
 }
 
-static void to_halves(const float* x, int n, int t, int first, int blocks, uint16_t* half,
+static void to_fp16_blocks(const float* x, int n, int t, int first, int blocks, uint16_t* fp16,
                       float* scale) {
   const size_t tile = (static_cast<size_t>(t / kTile) * blocks + first) * kTile;
-  half += tile * kBlock + t % kTile;
+  fp16 += tile * kBlock + t % kTile;
   scale += tile + t % kTile;
-  for (int at = 0; at < n; at += kBlock, half += kTile * kBlock, scale += kTile) {
+  for (int at = 0; at < n; at += kBlock, fp16 += kTile * kBlock, scale += kTile) {
     float padded[kBlock] = {};
     const float* p = x + at;
     if (at + kBlock > n) {
@@ -219,7 +219,7 @@ static void to_halves(const float* x, int n, int t, int first, int blocks, uint1
     }
     const float up = to_small(p, kBlock, scale);
     uint16_t line[kBlock];
-    for (int i = 0; i < kBlock; i += 8) store_halves(line + i, load(p + i) * up, load(p + i + 4) * up);
-    for (int i = 0; i < kBlock; i++) half[i * kTile] = line[i];
+    for (int i = 0; i < kBlock; i += 8) store_fp16x8(line + i, load(p + i) * up, load(p + i + 4) * up);
+    for (int i = 0; i < kBlock; i++) fp16[i * kTile] = line[i];
   }
 }

@@ -1,19 +1,19 @@
-// Attention in half precision (Arm): twice the products of an instruction, straight from the cache.
+// Attention in fp16 arithmetic (Arm): twice the products of an instruction, straight from the cache.
 // `kernels_neon.cpp` includes this after `attention_impl.h`, which defines what it must give.
 //
-// Only short sums are kept in halves: `kRun` channels of a score, `kKeys` keys of an output. What
+// Only short sums are kept in fp16: `kRun` channels of a score, `kKeys` keys of an output. What
 // they come to, scores, exponents and weights' sums, is in floats. Queries are scaled by a power of
-// two, so that no part of a score leaves the range of a half; an output that does (values above
-// 1,000) is computed again in floats.
+// two, so that no part of a score leaves the range of fp16; an output that does (values above
+// 1,000) is recomputed in floats.
 
 constexpr int kRun = 32;
 constexpr int kMostDim = 512;
 constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 
-static inline float16x8_t load_halves(const uint16_t* p) {
+static inline float16x8_t load_fp16x8(const uint16_t* p) {
   return vreinterpretq_f16_u16(vld1q_u16(p));
 }
-static inline void store_halves(uint16_t* p, f32v a, f32v b) {
+static inline void store_fp16x8(uint16_t* p, f32v a, f32v b) {
   vst1q_u16(p, vreinterpretq_u16_f16(vcvt_high_f16_f32(vcvt_f16_f32(a), b)));
 }
 static inline f32v low(float16x8_t x) { return vcvt_f32_f16(vget_low_f16(x)); }
@@ -28,7 +28,7 @@ static inline __attribute__((always_inline)) float16x8_t add_lane(float16x8_t ac
   return acc;
 }
 
-// 2^x to about 10^-4, less than a half's last bit, for x ≤ 127; below −120 it is 2^-120.
+// 2^x to about 10^-4, less than the last bit of fp16, for x ≤ 127; below −120 it is 2^-120.
 static inline f32v exp2_of(f32v x) {
   x = max_of(x, splat(-120.0f));
   const f32v y = x + kShift, r = x - (y - kShift);
@@ -45,7 +45,7 @@ static inline float power_of_two(int e) {
   return x;
 }
 
-// What makes n floats halves below 2^-5, so that `kRun` products of them with any halves stay below
+// What makes n floats fp16 below 2^-5, so that `kRun` products of them with any fp16 stay below
 // the largest. It is a power of two; `back` is its inverse.
 static inline float to_small(const float* x, int n, float* back) {
   f32v most = {};
@@ -79,11 +79,11 @@ static inline void score_tile(const uint16_t* const* k, const uint16_t* q, int r
     const int end = run + kRun < dim ? run + kRun : dim;
     const uint16_t* column = q + run * rows;
     for (int d = run; d < end; d += 8) {
-      const float16x8_t k0 = load_halves(k[0] + d), k1 = load_halves(k[1] + d);
-      const float16x8_t k2 = load_halves(k[2] + d), k3 = load_halves(k[3] + d);
+      const float16x8_t k0 = load_fp16x8(k[0] + d), k1 = load_fp16x8(k[1] + d);
+      const float16x8_t k2 = load_fp16x8(k[2] + d), k3 = load_fp16x8(k[3] + d);
       unrolled<8>([&](auto i) {
         unrolled<V>([&](auto v) {
-          const float16x8_t x = load_halves(column + 8 * v);
+          const float16x8_t x = load_fp16x8(column + 8 * v);
           a[0][v] = add_lane<i>(a[0][v], x, k0);
           a[1][v] = add_lane<i>(a[1][v], x, k1);
           a[2][v] = add_lane<i>(a[2][v], x, k2);
@@ -106,7 +106,7 @@ static inline void score_tile(const uint16_t* const* k, const uint16_t* q, int r
 }
 
 // Scores of `keys` keys with `rows` queries [dim, rows], as powers of two.
-static void score_halves(const uint16_t* const* k, int keys, const uint16_t* q, int rows, int dim,
+static void score_fp16(const uint16_t* const* k, int keys, const uint16_t* q, int rows, int dim,
                          const float* factor, float* s) {
   for (int r = 0; r < rows; r += 32)
     for (int n = 0; n < keys; n += 4) {  // past the last key: any
@@ -121,7 +121,7 @@ static void score_halves(const uint16_t* const* k, int keys, const uint16_t* q, 
 }
 
 // acc [rows, dim] = acc · shrink [rows] + weights [keys, rows] · V, eight rows at a time.
-static inline void weigh_halves(const uint16_t* w, const uint16_t* const* v, int keys, int rows,
+static inline void weigh_fp16(const uint16_t* w, const uint16_t* const* v, int keys, int rows,
                                 int dim, const float* shrink, float* acc) {
   for (int r = 0; r < rows; r += 8) {
     auto tile = [&](int d, auto count) {
@@ -131,9 +131,9 @@ static inline void weigh_halves(const uint16_t* w, const uint16_t* const* v, int
         unrolled<V>([&](auto j) { a[i][j] = vdupq_n_f16(0); });
       });
       for (int n = 0; n < keys; n++) {
-        const float16x8_t weights = load_halves(w + n * rows + r);
+        const float16x8_t weights = load_fp16x8(w + n * rows + r);
         unrolled<V>([&](auto j) {
-          const float16x8_t value = load_halves(v[n] + d + 8 * j);
+          const float16x8_t value = load_fp16x8(v[n] + d + 8 * j);
           unrolled<8>([&](auto i) { a[i][j] = add_lane<i>(a[i][j], value, weights); });
         });
       }
@@ -152,10 +152,10 @@ static inline void weigh_halves(const uint16_t* w, const uint16_t* const* v, int
   }
 }
 
-static void mask(float* s, int key, int keys, const int32_t* position, int window, int rows) {
+static void mask(float* s, int key, int keys, const int32_t* index, int window, int rows) {
   for (int n = 0; n < keys; n++)
     for (int r = 0; r < rows; r += W) {
-      const i32v at = *reinterpret_cast<const i32u*>(position + r);
+      const i32v at = *reinterpret_cast<const i32u*>(index + r);
       i32v seen = at >= key + n;
       if (window > 0) seen &= at - window < key + n;
       i32u* x = reinterpret_cast<i32u*>(s + n * rows + r);
@@ -179,7 +179,7 @@ static void weigh_scores(const float* s, int keys, int rows, float* largest, flo
     x = s + r;
     for (int n = 0; n < keys; n++, x += rows, to += rows) {
       const f32v e0 = exp2_of(load(x) - most0), e1 = exp2_of(load(x + 4) - most1);
-      store_halves(to, e0, e1);
+      store_fp16x8(to, e0, e1);
       total0 += e0, total1 += e1;
     }
     store(largest + r, most0), store(largest + r + 4, most1);
@@ -196,7 +196,7 @@ static inline float weigh_head(float* s, int keys, int padded, float* largest, f
   const float now = max_lanes(most), less = exp2_of(splat(*largest - now))[0];
   for (int n = 0; n < padded; n += 8) {
     const f32v e0 = exp2_of(load(s + n) - now), e1 = exp2_of(load(s + n + 4) - now);
-    store_halves(weights + n, e0, e1);
+    store_fp16x8(weights + n, e0, e1);
     total += e0 + e1;
   }
   *sum = *sum * less + sum_lanes(total);
@@ -204,17 +204,18 @@ static inline float weigh_head(float* s, int keys, int padded, float* largest, f
   return less;
 }
 
-static size_t half_scratch_floats(int group, int dim) {
+static size_t fp16_scratch_floats(int group, int dim) {
   const size_t rows = (static_cast<size_t>(kQueries) * group + 7) / 8 * 8;
   const size_t own = rows * (kKeys + kKeys / 2 + dim / 2 + dim + 5);
-  const size_t exact = prefill_scratch_floats(group, dim);  // for what is computed again
+  const size_t exact = prefill_scratch_floats(group, dim);  // for what is recomputed
   return own > exact ? own : exact;
 }
 
-static void attend_prefill_halves(const Cache& cache, const int32_t* table, const float* q,
-                                  int q_stride, int first, int count, int kv, int group,
-                                  float scale, int window, float* scratch, float* out,
-                                  int out_stride) {
+static void attend_prefill_fp16(const Cache& cache, const int32_t* table, const float* q,
+                                int q_stride, int first, int count, int kv, int group,
+                                const AttentionParams& params, float* scratch, float* out,
+                                int out_stride) {
+  const int window = params.window;
   const int dim = cache.dim, rows = (count * group + 7) / 8 * 8, end = first + count;
   float* s = scratch;             // [kKeys, rows]
   float* acc = s + kKeys * rows;  // [rows, dim]
@@ -222,20 +223,20 @@ static void attend_prefill_halves(const Cache& cache, const int32_t* table, cons
   float* largest = factor + rows;
   float* sum = largest + rows;
   float* shrink = sum + rows;
-  int32_t* position = reinterpret_cast<int32_t*>(shrink + rows);
-  uint16_t* weights = reinterpret_cast<uint16_t*>(position + rows);  // [kKeys, rows]
+  int32_t* index = reinterpret_cast<int32_t*>(shrink + rows);  // of a row's query
+  uint16_t* weights = reinterpret_cast<uint16_t*>(index + rows);  // [kKeys, rows]
   uint16_t* qt = weights + kKeys * rows;                             // [dim, rows]
   for (int r = 0; r < rows; r++) {
     const int query = r / group < count ? r / group : count - 1;  // rows past the last: any
     const float* p = q + query * q_stride + (kv * group + r % group) * dim;
     const float up = to_small(p, dim, factor + r);
-    factor[r] *= scale * kLog2e;  // scores are powers of two
+    factor[r] *= params.scale * kLog2e;  // scores are powers of two
     for (int d = 0; d < dim; d += W) {
-      uint16_t halves[W];
-      store_half(halves, load(p + d) * up);
-      for (int i = 0; i < W; i++) qt[(d + i) * rows + r] = halves[i];
+      uint16_t fp16[W];
+      store_fp16(fp16, load(p + d) * up);
+      for (int i = 0; i < W; i++) qt[(d + i) * rows + r] = fp16[i];
     }
-    position[r] = first + query;
+    index[r] = first + query;
     largest[r] = -1e30f;
     sum[r] = 0;
   }
@@ -248,16 +249,17 @@ static void attend_prefill_halves(const Cache& cache, const int32_t* table, cons
     const int keys = end - key < kKeys ? end - key : kKeys;
     keys_at.each(key, keys, [&](int n, const uint16_t* p) { at[n] = p; });
     for (int n = keys; n < keys + 4; n++) at[n] = at[keys - 1];
-    score_halves(at, keys, qt, rows, dim, factor, s);
+    score_fp16(at, keys, qt, rows, dim, factor, s);
+    if (params.softcap > 0) soft_cap(s, keys * rows, 1, params.softcap * kLog2e);
     // Some query does not see them all.
-    if (key + keys - 1 > first || window > 0) mask(s, key, keys, position, window, rows);
+    if (key + keys - 1 > first || window > 0) mask(s, key, keys, index, window, rows);
     weigh_scores(s, keys, rows, largest, sum, shrink, weights);
     values_at.each(key, keys, [&](int n, const uint16_t* p) { at[n] = p; });
-    weigh_halves(weights, at, keys, rows, dim, shrink, acc);
+    weigh_fp16(weights, at, keys, rows, dim, shrink, acc);
   }
   if (!all_finite(acc, rows * dim))
-    return attend_prefill(cache, table, q, q_stride, first, count, kv, group, scale, window,
-                          scratch, out, out_stride);
+    return attend_prefill(cache, table, q, q_stride, first, count, kv, group, params, scratch, out,
+                          out_stride);
   for (int r = 0; r < count * group; r++) {
     float* to = out + (r / group) * out_stride + (kv * group + r % group) * dim;
     const float inverse = 1.0f / sum[r];
@@ -265,11 +267,11 @@ static void attend_prefill_halves(const Cache& cache, const int32_t* table, cons
   }
 }
 
-// G heads that share a KV head, over positions [from, to).
+// G heads that share a KV head, over indices [from, to).
 template <int G>
-static void decode_heads_halves(const Cache& cache, const int32_t* table, const float* q, int from,
-                                int to, int kv, float scale, float* acc, float* largest,
-                                float* sum) {
+static void decode_heads_fp16(const Cache& cache, const int32_t* table, const float* q, int from,
+                              int to, int kv, const AttentionParams& params, float* acc,
+                              float* largest, float* sum) {
   const int dim = cache.dim;
   const Reader keys_at(cache.keys, cache, table, kv), values_at(cache.values, cache, table, kv);
   const uint16_t* p[kKeys + 8];
@@ -277,8 +279,8 @@ static void decode_heads_halves(const Cache& cache, const int32_t* table, const 
   uint16_t w[G][kKeys + 8], qh[G * kMostDim];
   for (int g = 0; g < G; g++) {
     const float up = to_small(q + g * dim, dim, factor + g);
-    factor[g] *= scale * kLog2e;
-    for (int d = 0; d < dim; d += W) store_half(qh + g * dim + d, load(q + g * dim + d) * up);
+    factor[g] *= params.scale * kLog2e;
+    for (int d = 0; d < dim; d += W) store_fp16(qh + g * dim + d, load(q + g * dim + d) * up);
     largest[g] = -1e30f, sum[g] = 0;
   }
   __builtin_memset(acc, 0, sizeof(float) * G * dim);
@@ -297,9 +299,9 @@ static void decode_heads_halves(const Cache& cache, const int32_t* table, const 
         });
         for (int d = run; d < end; d += 8) {
           float16x8_t k[4];
-          unrolled<4>([&](auto j) { k[j] = load_halves(p[n + j] + d); });
+          unrolled<4>([&](auto j) { k[j] = load_fp16x8(p[n + j] + d); });
           unrolled<G>([&](auto g) {
-            const float16x8_t query = load_halves(qh + g * dim + d);
+            const float16x8_t query = load_fp16x8(qh + g * dim + d);
             unrolled<4>([&](auto j) { x[g][j] = vfmaq_f16(x[g][j], k[j], query); });
           });
         }
@@ -313,6 +315,7 @@ static void decode_heads_halves(const Cache& cache, const int32_t* table, const 
     }
     const int padded = (keys + 7) / 8 * 8;
     for (int g = 0; g < G; g++) {
+      if (params.softcap > 0) soft_cap(s[g], keys, 1, params.softcap * kLog2e);
       const float less = weigh_head(s[g], keys, padded, largest + g, sum + g, w[g]);
       if (key > from && less != 1.0f)
         for (int d = 0; d < dim; d++) acc[g * dim + d] *= less;
@@ -327,10 +330,10 @@ static void decode_heads_halves(const Cache& cache, const int32_t* table, const 
       });
       for (int n = 0; n < keys; n += 8) {  // past the last key the weights are 0
         float16x8_t weights[G];
-        unrolled<G>([&](auto g) { weights[g] = load_halves(w[g] + n); });
+        unrolled<G>([&](auto g) { weights[g] = load_fp16x8(w[g] + n); });
         unrolled<8>([&](auto i) {
           unrolled<V>([&](auto j) {
-            const float16x8_t value = load_halves(p[n + i] + d + 8 * j);
+            const float16x8_t value = load_fp16x8(p[n + i] + d + 8 * j);
             unrolled<G>([&](auto g) { a[g][j] = add_lane<i>(a[g][j], value, weights[g]); });
           });
         });
@@ -350,15 +353,15 @@ static void decode_heads_halves(const Cache& cache, const int32_t* table, const 
   for (int g = 0; g < G; g++) largest[g] *= kLn2;
 }
 
-static void attend_decode_halves(const Cache& cache, const int32_t* table, const float* q, int from,
-                                 int to, int kv, int group, float scale, float* acc,
-                                 float* largest, float* sum) {
+static void attend_decode_fp16(const Cache& cache, const int32_t* table, const float* q, int from,
+                               int to, int kv, int group, const AttentionParams& params, float* acc,
+                               float* largest, float* sum) {
   const int dim = cache.dim;
   const float* first = q + static_cast<size_t>(kv) * group * dim;
   each_four(group, [&](auto count, int g) {
-    decode_heads_halves<decltype(count)::value>(cache, table, first + g * dim, from, to, kv, scale,
-                                                acc + g * dim, largest + g, sum + g);
+    decode_heads_fp16<decltype(count)::value>(cache, table, first + g * dim, from, to, kv, params,
+                                              acc + g * dim, largest + g, sum + g);
   });
   if (!all_finite(acc, group * dim))
-    attend_decode(cache, table, q, from, to, kv, group, scale, acc, largest, sum);
+    attend_decode(cache, table, q, from, to, kv, group, params, acc, largest, sum);
 }

@@ -1,4 +1,4 @@
-"""A draw from few: where top-k keeps at most a few hundred, they are gathered and looked at alone.
+"""Top-k candidates: where top-k keeps at most a few hundred, they are gathered and looked at alone.
 
     largest of every PART tokens ─▶ a value that k of them reach ─▶ the parts that reach it
         ─▶ the tokens that reach it, at least k ─▶ rank of each, and the mass above it ─▶ draw
@@ -11,22 +11,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from twostroke.kernels.cuda.draws import exponential, read, uniform_of
+from twostroke.kernels.cuda.noise import exponential_noise, load_logits, uniform_noise
 
 PART = 128  # tokens
 CANDIDATES = 512
 
 
 @triton.jit
-def best_of_few(
-    line,
+def draw_from_candidates(
+    row_logits,
     parts,
     kept,
     ids,
     hits,
-    cool,
-    peak,
-    floor,
+    inv_temp,
+    max_logit,
+    min_logit,
     k,
     p,
     key0,
@@ -38,42 +38,44 @@ def best_of_few(
     CANDIDATES: tl.constexpr,
 ):
     """The draw, or −1 if the candidates are too many. `kept`, `ids` and `hits` are scratch."""
-    reached, num_hits = _threshold(parts, hits, peak, k, PARTS, BLOCK, CANDIDATES)
+    reached, num_hits = _threshold(parts, hits, max_logit, k, PARTS, BLOCK, CANDIDATES)
     tl.debug_barrier()
     count = 0
     if num_hits <= CANDIDATES:
-        count = _gather(line, kept, ids, hits, num_hits, cool, reached, VOCAB, PART, CANDIDATES)
+        count = _gather(
+            row_logits, kept, ids, hits, num_hits, inv_temp, reached, VOCAB, PART, CANDIDATES
+        )
     tl.debug_barrier()
     token = -1
     if (count > 0) & (count <= CANDIDATES):
-        token = _draw(kept, ids, count, peak, floor, k, p, key0, key1, VOCAB, CANDIDATES)
+        token = _draw(kept, ids, count, max_logit, min_logit, k, p, key0, key1, VOCAB, CANDIDATES)
     return token
 
 
 @triton.jit
 def _threshold(
-    parts, hits, peak, k, PARTS: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr
+    parts, hits, max_logit, k, PARTS: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr
 ):
     """A value that the largest of k parts or a few more reach; the parts go to `hits`."""
-    TURNS: tl.constexpr = 24
+    MAX_TURNS: tl.constexpr = 24
     part = tl.arange(0, BLOCK)
-    tops = tl.load(parts + part, mask=part < PARTS, other=float("-inf"))
+    part_max = tl.load(parts + part, mask=part < PARTS, other=float("-inf"))
     low = float("-inf")
-    high = peak
-    reach = 2.0
+    high = max_logit
+    distance = 2.0
     turn = 0
-    while turn < TURNS:
-        pivot = tl.where(low == float("-inf"), peak - reach, low * 0.5 + high * 0.5)
-        reached = tl.sum((tops >= pivot).to(tl.int32), axis=0)
-        turn = tl.where((pivot == low) | (pivot == high), TURNS, turn + 1)
+    while turn < MAX_TURNS:
+        pivot = tl.where(low == float("-inf"), max_logit - distance, low * 0.5 + high * 0.5)
+        reached = tl.sum((part_max >= pivot).to(tl.int32), axis=0)
+        turn = tl.where((pivot == low) | (pivot == high), MAX_TURNS, turn + 1)
         if reached >= k:
             low = pivot
-            turn = tl.where(reached <= k + k // 2 + 16, TURNS, turn)
+            turn = tl.where(reached <= k + k // 2 + 16, MAX_TURNS, turn)
         else:
             high = pivot
-            reach = reach * 4.0
+            distance = distance * 4.0
     # Where fewer than k parts hold anything at all, all that hold something.
-    there = (tops >= low) & (tops > float("-inf"))
+    there = (part_max >= low) & (part_max > float("-inf"))
     place = tl.cumsum(there.to(tl.int32), axis=0) - 1
     tl.store(hits + place, part, mask=there & (place < CANDIDATES))
     return low, tl.sum(there.to(tl.int32), axis=0)
@@ -81,12 +83,12 @@ def _threshold(
 
 @triton.jit
 def _gather(
-    line,
+    row_logits,
     kept,
     ids,
     hits,
     num_hits,
-    cool,
+    inv_temp,
     reached,
     VOCAB: tl.constexpr,
     PART: tl.constexpr,
@@ -102,7 +104,7 @@ def _gather(
         token = tl.reshape(
             part[:, None] * PART + tl.arange(0, PART)[None, :], [TOGETHER * PART], can_reorder=False
         )
-        scaled = read(line, token, VOCAB) * cool
+        scaled = load_logits(row_logits, token, VOCAB) * inv_temp
         there = (scaled >= reached) & (scaled > float("-inf"))
         place = tl.cumsum(there.to(tl.int32), axis=0) - 1 + count
         inside = there & (place < CANDIDATES)
@@ -117,8 +119,8 @@ def _draw(
     kept,
     ids,
     count,
-    peak,
-    floor,
+    max_logit,
+    min_logit,
     k,
     p,
     key0,
@@ -139,12 +141,12 @@ def _draw(
         higher = theirs > value[:, None]
         above = higher | ((theirs == value[:, None]) & (name < token[:, None]))
         rank += tl.sum(above.to(tl.int32), axis=1)
-        before += tl.sum(tl.where(above, tl.exp(theirs - peak), 0.0), axis=1)
-    within = (mine < count) & (rank < k) & (value >= floor)
-    total = tl.sum(tl.where(within, tl.exp(value - peak), 0.0), axis=0)
+        before += tl.sum(tl.where(above, tl.exp(theirs - max_logit), 0.0), axis=1)
+    within = (mine < count) & (rank < k) & (value >= min_logit)
+    total = tl.sum(tl.where(within, tl.exp(value - max_logit), 0.0), axis=0)
     most_before = tl.where(p < 1, p * total, float("inf"))
     within = within & ((before < most_before) | (rank == 0))
-    noise = tl.log(exponential(uniform_of(key0, key1, token)))
+    noise = tl.log(exponential_noise(uniform_noise(key0, key1, token)))
     noisy = tl.where(within, value - noise, float("-inf"))
     most = tl.max(noisy, axis=0)
     found = tl.min(tl.where(within & (noisy == most), token, VOCAB), axis=0)

@@ -1,0 +1,304 @@
+"""`DeviceSampler`: draws the samples that ask for more than temperature, top-k, top-p and min-p.
+
+    take      a request has a row: what it forbids and favours goes to the device, once
+    draw      logits ─▶ adjusted, in fp32 ─▶ tokens      one table of numbers is sent, and the masks
+    advance   the tokens go to the step's results and to their rows, and are counted there
+
+Nothing here waits for the device, and no request is looked at one by one, but those whose lists are
+longer than a row has places for (`kernels/sampling.py`): `sampling.py` adjusts their logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from twostroke.exec import sampling
+from twostroke.exec.executor import Masks
+from twostroke.exec.token_mask import mask_of, mask_words
+from twostroke.kernels import sampling as columns
+from twostroke.kernels.sampling import SamplingState
+from twostroke.plan import NewRow
+
+ALWAYS = 2**62
+FOREVER = 2**31 - 1
+
+Ints = npt.NDArray[np.int64]
+Numbers = npt.NDArray[np.int32 | np.uint32 | np.int64 | np.float32]
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class SamplingKernels(Protocol):
+    """`kernels/reference_sampling.py` defines them."""
+
+    def adjust_logits(
+        self,
+        logits: torch.Tensor,
+        samples: torch.Tensor,
+        state: SamplingState,
+        masks: torch.Tensor,
+        out: torch.Tensor,
+    ) -> torch.Tensor: ...
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        top_k: torch.Tensor,
+        top_p: torch.Tensor,
+        min_p: torch.Tensor,
+        key0: torch.Tensor,
+        key1: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+
+    def advance_tokens(
+        self, samples: torch.Tensor, drawn: torch.Tensor, state: SamplingState, out: torch.Tensor
+    ) -> None: ...
+
+    def token_logprobs(
+        self, logits: torch.Tensor, which: torch.Tensor, tokens: torch.Tensor, count: int
+    ) -> Triple: ...
+
+
+class Drawn(NamedTuple):
+    samples: torch.Tensor  # [NUM_COLUMNS, n]
+    tokens: torch.Tensor  # [n] int32; -1: the logits were NaN or infinite
+
+
+class DeviceSampler:
+    def __init__(
+        self,
+        max_rows: int,
+        vocab_size: int,
+        tokens: torch.Tensor,
+        kernels: SamplingKernels,
+        device: torch.device,
+    ) -> None:
+        """`tokens` [rows, positions] int32: the rows' own, which `advance` writes to.
+
+        All memory that lasts is taken here: for each row two bytes a token of the vocabulary, and
+        some 40 KB."""
+        self.tokens, self._kernels, self._device = tokens, kernels, device
+        self._vocab_size, self._words = vocab_size, mask_words(vocab_size)
+        self._state = SamplingState(
+            tokens,
+            torch.empty(max_rows, vocab_size, dtype=torch.int16, device=device),
+            torch.empty(max_rows, self._words, dtype=torch.int32, device=device),
+            torch.empty(max_rows, columns.LISTS_WIDTH, dtype=torch.int32, device=device),
+        )
+        self._no_masks = torch.empty(0, self._words, dtype=torch.int32, device=device)
+        self._special_until = np.zeros(max_rows, np.int64)  # position
+        # What a row puts in the table: FLAGS, NUM_BIASES, NUM_BANS, and the penalties.
+        self._wants = np.zeros((3, max_rows), np.int32)
+        self._penalties = np.zeros((3, max_rows), np.float32)
+        self._zero_counts = np.zeros(vocab_size, np.int16)  # zero but while a row is counted
+        self.rows: dict[int, NewRow] = {}  # those whose lists are too long
+
+    # ── rows ────────────────────────────────────────────────────────────────────────────────
+
+    def take(self, new: NewRow) -> None:
+        """A request has a row, which may hold tokens that it has written before."""
+        row, params = new.row, new.params
+        self.rows.pop(row, None)
+        self._special_until[row] = _special_until(new)
+        self._wants[:, row] = 0
+        if self._special_until[row] <= len(new.tokens):
+            return
+        bias, bans = params.logit_bias or {}, _bans(new)
+        longest = max((len(ban.prefix) for ban in bans), default=0)
+        if (
+            len(bias) > columns.MAX_BIASES
+            or len(bans) > columns.MAX_BANS
+            or longest > columns.MAX_BAN_PREFIX
+        ):
+            self.rows[row] = new
+            return
+        flags = 0
+        if params.penalised:
+            flags |= columns.PENALISED
+            self._penalties[:, row] = (
+                params.repetition_penalty,
+                params.frequency_penalty,
+                params.presence_penalty,
+            )
+            self._count(new)
+        if params.allowed_token_ids is not None:
+            flags |= columns.ALLOWED_IDS
+            allowed = mask_of(params.allowed_token_ids, self._vocab_size)
+            bits = self._pinned_copy(allowed.view(np.int32))
+            self._state.allowed[row].copy_(bits, non_blocking=True)
+        if bias or bans:
+            lists = self._pinned_copy(_lists(bias, bans))
+            self._state.lists[row].copy_(lists, non_blocking=True)
+        self._wants[:, row] = flags, len(bias), len(bans)
+
+    def _count(self, new: NewRow) -> None:
+        """How often the tokens so far occur; `advance` counts on."""
+        tokens, counts = np.array(new.tokens, np.int64), self._zero_counts
+        written, times = np.unique(tokens[new.num_prompt :], return_counts=True)
+        counts[written] = np.minimum(times, columns.MOST_WRITTEN)
+        counts[tokens[: new.num_prompt]] |= columns.IN_PROMPT
+        line = self._state.counts[new.row].zero_()
+        ids, values = (
+            self._pinned_copy(part).to(self._device, non_blocking=True)
+            for part in (tokens, counts[tokens])
+        )
+        line.scatter_(0, ids, values)  # where a token comes twice, its count does
+        counts[tokens] = 0
+
+    # ── samples ─────────────────────────────────────────────────────────────────────────────
+
+    def special(self, rows: Ints, positions: Ints) -> Ints:
+        """Indices of the samples that only `draw` can draw, beside those with a mask."""
+        return np.flatnonzero(positions < self._special_until[rows])
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        which: Ints,
+        rows: Ints,
+        positions: Ints,
+        masks: Masks,
+        temperature: Numbers,
+        top_k: Numbers,
+        top_p: Numbers,
+        min_p: Numbers,
+        key0: Numbers,
+        key1: Numbers,
+    ) -> Drawn:
+        """A token for each of the lines `which` of `logits` [S, V]; all else is of those samples
+        alone, but the masks, which are by line. The logits stay as they are."""
+        host, at = self._pinned(columns.NUM_COLUMNS, len(which)), columns
+        table = host.numpy()
+        numbers, bits = table.view(np.float32), table.view(np.uint32)
+        table[at.SAMPLE], table[at.ROW], table[at.POSITION] = which, rows, positions
+        table[at.MASK] = -1
+        table[at.FLAGS : at.REPETITION] = self._wants[:, rows]
+        numbers[at.REPETITION : at.TEMPERATURE] = self._penalties[:, rows]
+        numbers[at.TEMPERATURE], numbers[at.TOP_P], numbers[at.MIN_P] = temperature, top_p, min_p
+        table[at.TOP_K], bits[at.KEY0], bits[at.KEY1] = top_k, key0, key1
+        allowed = self._no_masks
+        if masks:
+            lines = self._pinned(len(masks), self._words)
+            to = lines.numpy().view(np.uint32)
+            for n, (index, mask) in enumerate(masks.items()):
+                to[n] = mask
+                table[at.MASK, which == index] = n
+            allowed = lines.to(self._device, non_blocking=True)
+        samples = host.to(self._device, non_blocking=True)
+        adjusted = torch.empty(
+            len(which), self._vocab_size, dtype=torch.float32, device=self._device
+        )
+        self._kernels.adjust_logits(logits, samples, self._state, allowed, adjusted)
+        if self.rows:
+            self._adjust_long_lists(adjusted, logits, which, rows, positions, masks)
+        tokens = torch.empty(len(which), dtype=torch.int32, device=self._device)
+        settings = samples.view(torch.float32)
+        self._kernels.sample(
+            adjusted,
+            settings[at.TEMPERATURE],
+            samples[at.TOP_K],
+            settings[at.TOP_P],
+            settings[at.MIN_P],
+            samples[at.KEY0],
+            samples[at.KEY1],
+            out=tokens,
+        )
+        return Drawn(samples, tokens)
+
+    def _adjust_long_lists(
+        self,
+        adjusted: torch.Tensor,
+        logits: torch.Tensor,
+        which: Ints,
+        rows: Ints,
+        positions: Ints,
+        masks: Masks,
+    ) -> None:
+        for n, row in enumerate(rows.tolist()):
+            if row in self.rows:
+                index = int(which[n])
+                own = {0: masks[index]} if index in masks else None
+                allowed = sampling.as_tensors(own, self._vocab_size, self._device)
+                line = adjusted[n : n + 1]
+                line.copy_(logits[index])
+                sampling.adjust(line, [row], [int(positions[n])], self, allowed)
+
+    def advance(self, drawn: Drawn, out: torch.Tensor) -> None:
+        """The tokens are final: they go to `out` [S], by sample, and to their rows."""
+        self._kernels.advance_tokens(drawn.samples, drawn.tokens, self._state, out)
+
+    def logprobs(
+        self, logits: torch.Tensor, which: Ints, tokens: torch.Tensor, count: int
+    ) -> Triple:
+        """`token_logprobs` of the lines `which` of raw logits, on the device."""
+        host = self._pinned(len(which))
+        host.numpy()[:] = which
+        lines = host.to(self._device, non_blocking=True)
+        return self._kernels.token_logprobs(logits, lines, tokens, count)
+
+    def warm(self, logits: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Launch once all that is ever launched here."""
+        nothing = np.zeros(1, np.int64)
+        drawn = self.draw(logits, nothing, nothing, nothing, {}, *(nothing,) * 6)
+        self.advance(drawn, tokens)
+        self.logprobs(logits, nothing, tokens, 1)
+
+    # ── to the device ───────────────────────────────────────────────────────────────────────
+
+    def _pinned(self, *shape: int) -> torch.Tensor:
+        """Torch's pool of pinned memory hands a buffer out again only after its copy has run."""
+        return torch.empty(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+
+    def _pinned_copy(self, values: npt.NDArray[np.int16 | np.int32 | np.int64]) -> torch.Tensor:
+        host = torch.from_numpy(values)
+        return host.pin_memory() if self._device.type == "cuda" else host
+
+
+class _Ban(NamedTuple):
+    """A token that may not be written at positions [first, until) after `prefix`."""
+
+    token: int
+    first: int
+    until: int
+    prefix: Sequence[int] = ()
+
+
+def _bans(new: NewRow) -> list[_Ban]:
+    bans = []
+    if new.params.min_tokens:
+        until = new.num_prompt + new.params.min_tokens
+        bans += [_Ban(token, 0, until) for token in sorted(new.stop_ids)]
+    for *prefix, last in new.bad_words_ids:  # what the prompt ends with is no part of a bad word
+        bans.append(_Ban(last, new.num_prompt + len(prefix), FOREVER, prefix))
+    return bans
+
+
+def _lists(bias: dict[int, float], bans: list[_Ban]) -> npt.NDArray[np.int32]:
+    lists = np.zeros(columns.LISTS_WIDTH, np.int32)
+    lists[: len(bias)] = list(bias)
+    values = lists.view(np.float32)[columns.BIAS_VALUES :]
+    values[: len(bias)] = list(bias.values())
+    fields = lists[columns.BAN_TOKEN :].reshape(-1, columns.MAX_BANS)
+    for n, (token, first, until, prefix) in enumerate(bans):
+        fields[: 4 + len(prefix), n] = token, first, until, len(prefix), *prefix
+    return lists
+
+
+def _special_until(new: NewRow) -> int:
+    """The position from which tokens depend on temperature, top-k, top-p and min-p alone."""
+    params = new.params
+    if (
+        params.penalised
+        or params.logit_bias
+        or params.allowed_token_ids is not None
+        or new.bad_words_ids
+    ):
+        return ALWAYS
+    return new.num_prompt + params.min_tokens if new.stop_ids else 0

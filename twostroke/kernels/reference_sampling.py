@@ -1,0 +1,235 @@
+"""The sampling kernels in plain torch, on any device: the definition of the fast ones.
+
+raw logits ─▶ adjust_logits ─▶ sample ─▶ advance_tokens ─▶ the row's next step
+    └────────▶ token_logprobs
+"""
+
+from __future__ import annotations
+
+import torch
+
+from twostroke.kernels import sampling as columns
+from twostroke.kernels.sampling import SamplingState
+
+NEVER = float("-inf")
+CANDIDATES = 1024  # tokens that a top-p looks at before it looks at all
+UINT32 = 0xFFFFFFFF
+
+
+# ── what requests forbid or favour ──────────────────────────────────────────────────────────
+
+
+def adjust_logits(
+    logits: torch.Tensor,
+    samples: torch.Tensor,
+    state: SamplingState,
+    masks: torch.Tensor,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """The logits [S, V] of the `samples` with masks, biases, bans and penalties applied: `out`
+    [samples, V] in fp32. `masks`: [M, ⌈V / 32⌉] int32, of which samples name their lines."""
+    vocab, numbers = logits.shape[1], samples.view(torch.float32)
+    sample, row, position, mask, flags = (line.long() for line in samples[:5])
+    out.copy_(logits[sample])
+    lists = state.lists[row]
+    listed = torch.arange(columns.MAX_BIASES, device=out.device)
+    at = (listed < samples[columns.NUM_BIASES].unsqueeze(1)).nonzero(as_tuple=True)
+    tokens = lists[:, : columns.MAX_BIASES][at].long()
+    out[at[0], tokens] += lists.view(torch.float32)[:, columns.BIAS_VALUES :][at]
+    masked, limited = mask >= 0, (flags & columns.ALLOWED_IDS) > 0
+    out[masked] = out[masked].masked_fill(~unpack_bits(masks[mask[masked]], vocab), NEVER)
+    allowed = unpack_bits(state.allowed[row[limited]], vocab)
+    out[limited] = out[limited].masked_fill(~allowed, NEVER)
+    _ban(out, samples[columns.NUM_BANS], lists, state.tokens[row], position)
+    penalised = (flags & columns.PENALISED) > 0
+    if penalised.any():
+        counts = state.counts[row[penalised]].int()
+        rates = numbers[columns.REPETITION : columns.TEMPERATURE, penalised].unsqueeze(2)
+        out[penalised] = penalise(
+            out[penalised], counts != 0, counts & columns.MOST_WRITTEN, *rates
+        )
+    return out
+
+
+def penalise(
+    logits: torch.Tensor,
+    seen: torch.Tensor,
+    written: torch.Tensor,
+    repetition: torch.Tensor,
+    frequency: torch.Tensor,
+    presence: torch.Tensor,
+) -> torch.Tensor:
+    """`seen`: tokens of prompt or output; `written`: how often each is in the output."""
+    scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
+    return torch.where(seen, scaled, logits) - written * frequency - (written > 0) * presence
+
+
+def _ban(
+    out: torch.Tensor,
+    num_bans: torch.Tensor,
+    lists: torch.Tensor,
+    tokens: torch.Tensor,
+    position: torch.Tensor,
+) -> None:
+    fields = lists[:, columns.BAN_TOKEN :].view(len(lists), -1, columns.MAX_BANS)
+    token, first, until, length = fields[:, :4].unbind(1)
+    now = position.unsqueeze(1)
+    listed = torch.arange(columns.MAX_BANS, device=out.device)
+    banned = (listed < num_bans.unsqueeze(1)) & (first <= now) & (now < until)
+    for n, prefix in enumerate(fields[:, 4:].unbind(1)):
+        before = tokens.gather(1, (now - length + n).clamp(0, tokens.shape[1] - 1))
+        banned &= (n >= length) | (before == prefix)
+    at = banned.nonzero(as_tuple=True)
+    out[at[0], token[at].long()] = NEVER
+
+
+def unpack_bits(words: torch.Tensor, count: int) -> torch.Tensor:
+    """The first bits of each line of int32 words, lowest first: [lines, count] of bool."""
+    bits = (words.unsqueeze(-1) >> torch.arange(32, device=words.device)) & 1
+    return bits.flatten(1)[:, :count].bool()
+
+
+def advance_tokens(
+    samples: torch.Tensor, drawn: torch.Tensor, state: SamplingState, out: torch.Tensor
+) -> None:
+    """The tokens are final: they go to `out` by sample and to the rows, and are counted there."""
+    sample, row, position, _, flags = (line.long() for line in samples[:5])
+    out[sample] = drawn.to(out.dtype)
+    token = drawn.clamp(min=0)  # -1 is not a token that a model can read
+    state.tokens[row, position] = token.int()
+    counted = ((flags & columns.PENALISED) > 0) & (drawn >= 0)
+    row, token = row[counted], token[counted].long()
+    count = state.counts[row, token]
+    grown = (count & columns.MOST_WRITTEN) < columns.MOST_WRITTEN
+    state.counts[row, token] = count + grown.to(count.dtype)
+
+
+# ── drawing ─────────────────────────────────────────────────────────────────────────────────
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    key0: torch.Tensor,
+    key1: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    cells: torch.Tensor | None = None,
+    write_at: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """A token for each row of [B, V]; -1 where the largest logit is NaN or infinite.
+
+    Temperature 0 is greedy; no limit: top_k 0, top_p 1, min_p 0. The keys are `stream_key` of the
+    row's seed and position. The tokens go to `cells[write_at]`, too, if that is given: 0 for -1.
+    """
+    wide = logits.float()
+    tokens = wide.argmax(dim=-1)
+    drawn = temperature > 0
+    if drawn.all():
+        tokens = _draw(wide, temperature, top_k, top_p, min_p, key0, key1)
+    elif drawn.any():
+        settings = (temperature, top_k, top_p, min_p, key0, key1)
+        tokens[drawn] = _draw(wide[drawn], *(each[drawn] for each in settings))
+    tokens = torch.where(wide.amax(dim=-1) < -NEVER, tokens, -1)  # NaN is the largest to torch
+    if cells is not None and write_at is not None:
+        cells.scatter_(0, write_at, tokens.clamp(min=0).to(cells.dtype))
+    return tokens if out is None else out.copy_(tokens)
+
+
+def _draw(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    key0: torch.Tensor,
+    key1: torch.Tensor,
+) -> torch.Tensor:
+    """÷ temperature · min-p · top-k · top-p · the largest of logit + noise."""
+    vocab, device = logits.shape[-1], logits.device
+    keys = torch.stack([key0.long() & UINT32, key1.long() & UINT32], dim=1)
+    scaled = logits / temperature.unsqueeze(1)
+    if (min_p > 0).any():
+        least = scaled.amax(1, keepdim=True) + min_p.log().unsqueeze(1)
+        scaled.masked_fill_(scaled < least, NEVER)
+    top_k = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab)
+    bounded = (top_k < vocab) | (top_p < 1)
+    every = torch.arange(vocab, device=device).unsqueeze(0)
+    if not bounded.any():
+        return _largest(scaled, every, keys)
+    tokens = torch.empty(len(scaled), dtype=torch.int64, device=device)
+    tokens[~bounded] = _largest(scaled[~bounded], every, keys[~bounded])
+    tokens[bounded] = _draw_bounded(
+        scaled[bounded], keys[bounded], top_k[bounded].unsqueeze(1), top_p[bounded].unsqueeze(1)
+    )
+    return tokens
+
+
+def _draw_bounded(
+    scaled: torch.Tensor, keys: torch.Tensor, k: torch.Tensor, p: torch.Tensor
+) -> torch.Tensor:
+    """Top-k, then top-p of what it leaves: from the best candidates, if they reach far enough."""
+    device = scaled.device
+    most = int(k.max())
+    size = min(most, CANDIDATES)
+    everything = torch.logsumexp(scaled, dim=1, keepdim=True)
+    while True:
+        values, ids = torch.topk(scaled, size, dim=1)
+        within_k = torch.arange(size, device=device) < k
+        values = values.masked_fill(~within_k, NEVER)
+        limited = torch.logsumexp(values, dim=1, keepdim=True)
+        total = torch.where(k <= size, limited, everything)
+        share = torch.exp(values - total)
+        before = share.cumsum(1) - share
+        keep = within_k & (before < p)
+        keep[:, 0] = True
+        # Enough when every row either ends by its k or has its p inside the candidates.
+        enough = (k <= size) | (share.sum(1, keepdim=True) >= p)
+        if size >= most or bool(enough.all()):
+            return _largest(values.masked_fill(~keep, NEVER), ids, keys)
+        size = most
+
+
+def _largest(scores: torch.Tensor, ids: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    best = (scores + gumbel(keys, ids)).argmax(dim=1, keepdim=True)
+    return ids.expand_as(scores).gather(1, best).squeeze(1)
+
+
+def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Gumbel noise for [rows, 2] keys and token ids that broadcast to [rows, n], in fp32.
+
+    The largest of logit + noise is a draw from softmax(logits), for any subset of tokens.
+    """
+    bits = _mix(token_ids.long() ^ keys[:, :1])
+    bits = _mix((bits + keys[:, 1:]) & UINT32)
+    uniform = (bits.float() + 0.5) * 2.0**-32
+    # −log1p(−u) keeps its precision where u is small, which is where the winners come from.
+    return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2.0**-24)))
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """`mix` of `exec/rng.py`, of many at once."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & UINT32
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & UINT32
+    return x ^ (x >> 16)
+
+
+# ── log-probabilities ───────────────────────────────────────────────────────────────────────
+
+
+def token_logprobs(
+    logits: torch.Tensor, which: torch.Tensor, tokens: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """For lines `which` of [S, V], of which tokens[which] were chosen: ids [n, 1 + count] of the
+    chosen token and the `count` best, their log-probabilities, and the chosen one's rank [n] from
+    1. Of a token -1, anything."""
+    logprobs = logits[which].float().log_softmax(dim=-1)
+    chosen = tokens[which].long().clamp(min=0).unsqueeze(1)
+    own = logprobs.gather(1, chosen)
+    rank = (logprobs > own).sum(1) + 1
+    best = torch.topk(logprobs, count)
+    ids = torch.cat([chosen, best.indices], 1)
+    return ids, torch.cat([own, best.values], 1), rank

@@ -1,0 +1,44 @@
+"""`HostPool`: the memory behind the block numbers for the native kernels, without torch."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from twostroke.model.spec import ModelSpec
+
+Cache = npt.NDArray[np.uint16]
+
+
+class HostPool:
+    """Keys and values in fp16, as bits: for each KV group [blocks, layers, 2, K, block_size, D].
+
+    A block of a group is one contiguous piece. Block 0 of each is null: zeros.
+    """
+
+    def __init__(self, spec: ModelSpec, num_blocks: Sequence[int], block_size: int) -> None:
+        """`num_blocks`: of each group, the null block not counted."""
+        self.data: list[Cache] = []
+        for group, count in zip(spec.kv_groups(), num_blocks, strict=True):
+            block = (len(group.layers), 2, group.num_kv_heads, block_size, group.head_dim)
+            shape = (count + 1, *block)
+            pages = zero_pages(2 * math.prod(shape))
+            self.data.append(np.frombuffer(pages, np.uint16).reshape(shape))
+
+
+def zero_pages(num_bytes: int) -> mmap.mmap:
+    """Zeros, not garbage: attention multiplies masked values by zero, and 0 · NaN is NaN.
+
+    The pages come from the system already zero, and each only when it is first used; writing them
+    all at once would take seconds for gigabytes.
+    """
+    pages = mmap.mmap(-1, num_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # a sequence's blocks lie far apart: fewer, larger pages
+        with contextlib.suppress(OSError):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages

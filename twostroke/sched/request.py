@@ -1,0 +1,90 @@
+"""`Request`: the running state of one request, with the only legal ways through its life:
+
+    WAITING ──admit──▶ PREFILL ──last chunk planned──▶ DECODE ──▶ FINISHED
+       ▲                  │                              │           ▲
+       └──── preempt ─────┴──────────────────────────────┘           │
+    any state ──abort, error─────────────────────────────────────────┘
+
+Preemption is finish-and-readd with the tokens kept: the request waits again and its prompt is now
+everything it has, so no fourth state is needed.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+from twostroke.kv.cache import KVSequence
+from twostroke.observe.record import RequestRecord
+from twostroke.request import EngineRequest, FinishReason
+
+
+class Phase(enum.Enum):
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+LEGAL = {
+    Phase.WAITING: {Phase.PREFILL, Phase.FINISHED},
+    Phase.PREFILL: {Phase.DECODE, Phase.WAITING, Phase.FINISHED},
+    Phase.DECODE: {Phase.WAITING, Phase.FINISHED},
+    Phase.FINISHED: set(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request inside the scheduler, which owns it.
+
+    tokens     [ prompt ........... | committed output ]
+    computed   [ ............. kv.num_computed )             planned, launched or done
+    pending                                            [ )   sampled in flight, not committed
+    """
+
+    given: EngineRequest
+    # (priority, aged; arrival): the smaller goes first, the larger is preempted first
+    order: tuple[float, int]
+    max_outputs: int  # the least of max_tokens and what max_model_len leaves
+    tokens: list[int]
+    kv: KVSequence
+    record: RequestRecord
+    phase: Phase = Phase.WAITING
+    row: int = -1
+    pending: int = 0  # tokens sampled by steps in flight
+    remaining: int = 0  # output tokens that may still be planned
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    prompt_logprobs: list[Any] = field(default_factory=list)
+    request_id: str = ""
+    num_prompt: int = 0
+    max_length: int = 0  # prompt and output together
+    stop_ids: frozenset[int] = frozenset()
+    start_by_s: float = 0.0  # when its prefill must begin to meet ttft_slo_s, where that is set
+
+    def __post_init__(self) -> None:
+        self.request_id = self.given.request_id
+        self.num_prompt = len(self.given.prompt_token_ids)
+        self.remaining = self.max_outputs
+        self.max_length = self.num_prompt + self.max_outputs
+        self.stop_ids = self.given.stop_ids
+
+    def plan_sample(self) -> None:
+        """A step that has just been planned will write its next token."""
+        self.pending += 1
+        self.remaining -= 1
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_to_prefill(self) -> int:
+        return len(self.tokens) - self.kv.num_computed
+
+    def become(self, phase: Phase) -> None:
+        if phase not in LEGAL[self.phase]:
+            raise AssertionError(f"{self.request_id}: {self.phase} → {phase} is not a legal step")
+        self.phase = phase
