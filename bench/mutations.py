@@ -42,16 +42,21 @@ YARN |= {"beta_fast": 32, "beta_slow": 1, "attention_factor": 1.1, "mscale": 1, 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
 LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 WINDOW = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
-GEMMA2 = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+GEMMA2: dict[str, Any] = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 GEMMA2 |= {"query_pre_attn_scalar": 8, "hidden_activation": "gelu_pytorch_tanh"}
 GEMMA2 |= {"tie_word_embeddings": True}
-GEMMA3 = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
+GEMMA3: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "head_dim": 8,
+}
 GEMMA3 |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 GEMMA3 |= {"max_position_embeddings": 256, "sliding_window": 64, "sliding_window_pattern": 2}
 GEMMA3 |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "query_pre_attn_scalar": 8}
 GEMMA3 |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
 LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 4.0, 9.0]}
-PHI3 = {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 64}
+PHI3: dict[str, Any] = {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 64}
 PHI3 |= {"sliding_window": 64}
 FOLDERS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -331,6 +336,8 @@ def _json_fields(files: Files, file: str, fields: tuple[str, ...]) -> Iterator[M
 
 def _config(name: str, files: Files) -> Iterator[Mutation]:
     """Every field of the first; of the others what they do not share with it."""
+    from twostroke.model.hf_config import FAMILIES
+
     config = json.loads(files["config.json"])
     own = list(FOLDERS[name]) if FOLDERS[name] else [*config, *OPTIONAL]
     for field in dict.fromkeys(own):
@@ -342,17 +349,7 @@ def _config(name: str, files: Files) -> Iterator[Mutation]:
             for inner in config[field]:
                 for label, value in NASTY.items():
                     yield _field(files, "config.json", (field, inner), label, value, name)
-    for family in (
-        "llama",
-        "mistral",
-        "qwen2",
-        "qwen3",
-        "gemma2",
-        "gemma3_text",
-        "olmo2",
-        "phi3",
-        "x",
-    ):
+    for family in (*FAMILIES, "gemma"):
         yield _field(files, "config.json", ("model_type",), family, family, name)
 
 
@@ -523,12 +520,12 @@ def _weights(folders: dict[str, Files], ggufs: dict[str, GGUF]) -> Iterator[Muta
     from safetensors.numpy import load, save
 
     values = {"NaN": np.nan, "∞": np.inf, "−∞": -np.inf}
-    for family in ("llama", "qwen2"):
+    for family in ("llama", "qwen2", "gemma2", "phi3"):
         files = folders[family]
         tensors = load(files["model.safetensors"])
         for name, tensor in tensors.items():
             for label, value in values.items():
-                if family == "qwen2" and label != "NaN":
+                if family != "llama" and label != "NaN":
                     continue
                 spoilt = tensor.copy()
                 spoilt.flat[-1] = value

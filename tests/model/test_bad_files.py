@@ -181,13 +181,13 @@ def test_recommended_sampling_that_is_none_is_refused(folder: Path) -> None:
 def test_a_long_context_does_not_take_the_memory_of_a_tiny_model() -> None:
     """4 GiB of cache hold millions of its tokens; the tables of as many positions are bounded."""
     spec = spec_from_hf(CONFIG | {"max_position_embeddings": 2**24})
-    plan = plan_memory(EngineConfig(max_num_seqs=64), spec, 4, 2, 16 << 30, on_gpu=False)
+    sizes = (4 * spec.num_parameters(), 4, 2, 16 << 30)
+    plan = plan_memory(EngineConfig(max_num_seqs=64), spec, *sizes, on_gpu=False)
     each = 4 * 8 + 64 * (4 + 4 / 16)  # angles; a token and a part of a table in each row
     assert plan.max_model_len == int((16 << 30) / 32 / each)
     assert plan.shortened
-    asked = plan_memory(
-        EngineConfig(max_num_seqs=64, max_model_len=2**22), spec, 4, 2, 16 << 30, on_gpu=False
-    )
+    config = EngineConfig(max_num_seqs=64, max_model_len=2**22)
+    asked = plan_memory(config, spec, *sizes, on_gpu=False)
     assert asked.max_model_len == 2**22
 
 
@@ -439,9 +439,9 @@ def _write_with(path: Path, spec: Any, name: str, kind: BlockType, blocks: np.nd
     writer.add_block_count(spec.num_layers)
     writer.add_context_length(spec.max_context)
     writer.add_embedding_length(spec.hidden_size)
-    writer.add_feed_forward_length(spec.intermediate_size)
-    writer.add_head_count(spec.num_heads)
-    writer.add_head_count_kv(spec.num_kv_heads)
+    writer.add_feed_forward_length(spec.layers[0].mlp.intermediate_size)
+    writer.add_head_count(spec.layers[0].attention.num_heads)
+    writer.add_head_count_kv(spec.layers[0].attention.num_kv_heads)
     writer.add_layer_norm_rms_eps(spec.norm_eps)
     for other, values in random_weights(spec).items():
         if other == name:
@@ -502,9 +502,11 @@ def test_tensors_that_nobody_uses_are_told_but_for_the_harmless(
 def test_every_weight_names_the_fields_it_is_shaped_by() -> None:
     config = CONFIG | {"model_type": "qwen3", "attention_bias": True, "mlp_bias": True}
     spec = spec_from_hf(config)
+    layer = spec.layers[0]
+    parts = (layer.attention, layer.mlp, spec)
     for name, shape in spec.weight_shapes().items():
-        fields = spec.shaped_by(name)
-        sizes = [getattr(spec, field) for field in fields if field != "num_layers"]
+        fields = [field for field in spec.shaped_by(name) if field != "num_layers"]
+        sizes = [next((getattr(p, f) for p in parts if hasattr(p, f)), None) for f in fields]
         whole = [size for size in sizes if type(size) is int]
         assert math.prod(shape) == math.prod(whole), name
         assert NAMES.tensor(name)

@@ -136,6 +136,7 @@ def test_olmo_2_7b() -> None:
         (GEMMA2_27B, {"sliding_window": 0}, "sliding_window must be a whole number from 1"),
         (GEMMA2_27B, {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
         (GEMMA3_4B, {"text_config": 1}, "text_config must be an object"),
+        (GEMMA3_4B, {"text_config": None}, "has no text_config, which a model of model_type"),
         (GEMMA3_4B, {"text_config": {}}, "text_config: has no num_hidden_layers"),
         (GEMMA3_4B, text(head_dim=0), "text_config: head_dim must be a whole"),
         (

@@ -85,7 +85,7 @@ def test_llama_3_rope_factors_come_from_their_tensor(tmp_path: Path) -> None:
 
 def test_linear_rope_scaling_stretches_the_context(tmp_path: Path) -> None:
     spec = spec_from_gguf(write_model(tmp_path / "m.gguf", edit=setting("rope.scale_linear", 2.0)))
-    assert spec.rope == RopeSpec(10000.0, 16, "linear", 2.0, original_context=128)
+    assert spec.ropes() == (RopeSpec(10000.0, 16, "linear", 2.0, original_context=128),)
     assert spec.max_context == 256
 
 
@@ -101,7 +101,7 @@ def test_yarn_is_read_with_its_settings(tmp_path: Path) -> None:
     spec = spec_from_gguf(write_model(tmp_path / "m.gguf", edit=edit))
     sharpened = 0.5 * yarn_attention_factor(4.0)
     rope = RopeSpec(1e6, 16, "yarn", 4.0, 64, beta_fast=16.0, attention_factor=sharpened)
-    assert spec.rope == rope
+    assert spec.ropes() == (rope,)
     assert spec.max_context == 256
 
 
@@ -183,9 +183,9 @@ def neighbours_from_halves(values: np.ndarray, num_heads: int) -> np.ndarray:
 def as_converted(spec: ModelSpec, name: str, values: np.ndarray) -> np.ndarray:
     part = name.rpartition(".")[2]
     if part in ("q", "q_bias"):
-        return neighbours_from_halves(values, spec.num_heads)
+        return neighbours_from_halves(values, spec.layers[0].attention.num_heads)
     if part in ("k", "k_bias"):
-        return neighbours_from_halves(values, spec.num_kv_heads)
+        return neighbours_from_halves(values, spec.layers[0].attention.num_kv_heads)
     return values
 
 
@@ -210,7 +210,7 @@ def test_channels_beyond_the_rotated_ones_stay_where_they_are() -> None:
 
 def test_packed_rows_are_reordered_as_the_dense_ones_are(tmp_path: Path) -> None:
     spec = changed(SPEC, hidden_size=256, head_dim=64, rope=RopeSpec(10000.0, 64))
-    packed = packed_rows(BlockType.Q4_K, spec.q_size, 256)
+    packed = packed_rows(BlockType.Q4_K, spec.layers[0].attention.q_size, 256)
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_tensor("blk.0.attn_q.weight", packed, raw_dtype=gguf.GGMLQuantizationType.Q4_K)
     save(writer)
@@ -221,7 +221,9 @@ def test_packed_rows_are_reordered_as_the_dense_ones_are(tmp_path: Path) -> None
 
     assert (matrix.type, matrix.shape) == (BlockType.Q4_K, (256, 256))
     np.testing.assert_array_equal(dequantize(matrix.rows, matrix.type, matrix.shape), dense)
-    np.testing.assert_array_equal(neighbours_from_halves(matrix.rows, spec.num_heads), packed)
+    np.testing.assert_array_equal(
+        neighbours_from_halves(matrix.rows, spec.layers[0].attention.num_heads), packed
+    )
 
 
 def test_weights_come_in_the_dtype_asked_for_and_own_their_memory(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from twostroke.model.decoder import rope_tensors
 from twostroke.model.rope import inverse_frequencies, rope_tables
 from twostroke.model.spec import RopeSpec
 
@@ -43,11 +42,11 @@ def test_tables_are_what_torch_makes_of_the_same_frequencies(name: str) -> None:
         np.testing.assert_allclose(one, other.numpy(), atol=4e-7, rtol=0)
 
 
-def test_every_backend_turns_by_the_same_angles() -> None:
-    ours = rope_tables(ROPES["yarn"], MAX_LEN)
-    theirs = rope_tensors(ROPES["yarn"], MAX_LEN, torch.device("cpu"))
-    for one, other in zip(ours, theirs, strict=True):
-        assert np.array_equal(one, other.numpy())
+def test_longrope_has_the_factors_of_the_greatest_length() -> None:
+    rope = RopeSpec(1e4, 4, "longrope", 4.0, 32, freq_factors=(2.0, 8.0), short_factors=(1.0, 2.0))
+    plain = inverse_frequencies(RopeSpec(1e4, 4), 32)
+    assert (plain / inverse_frequencies(rope, 32)).tolist() == [1.0, 2.0]
+    assert (plain / inverse_frequencies(rope, 33)).tolist() == [2.0, 8.0]
 
 
 @pytest.mark.parametrize("name", ["none", "linear"])

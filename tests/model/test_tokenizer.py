@@ -34,6 +34,12 @@ LLAMA3_CUT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+GPT4O_CUT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 QWEN2_CUT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -46,7 +52,7 @@ def reference_pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
         return gpt2
     if pre == "smollm":
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
-    cut = tokenizers.Regex(QWEN2_CUT if pre == "qwen2" else LLAMA3_CUT)
+    cut = tokenizers.Regex({"qwen2": QWEN2_CUT, "gpt-4o": GPT4O_CUT}.get(pre, LLAMA3_CUT))
     return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(cut, "isolated", invert=False),
@@ -60,7 +66,10 @@ def byte_level_tokenizer(pre: str = "gpt-2", **header: Any) -> Tokenizer:
     return Tokenizer.from_gguf(metadata | {f"tokenizer.ggml.{k}": v for k, v in header.items()})
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "default", "llama-bpe", "llama3", "qwen2", "smollm"])
+PRES = ["gpt-2", "default", "llama-bpe", "llama3", "qwen2", "smollm", "dbrx", "gpt-4o"]
+
+
+@pytest.mark.parametrize("pre", PRES)
 def test_a_byte_level_header_encodes_as_the_tokenizer_it_came_from(pre: str) -> None:
     trained = train_byte_level(reference_pre_tokenizer(pre))
     if pre.startswith("llama"):
@@ -81,6 +90,7 @@ def test_digits_are_cut_as_each_kind_says() -> None:
     assert cut("gpt-2") == ["in", "Ġ12345"]
     assert cut("smollm") == ["in", "Ġ", "1", "2", "3", "4", "5"]
     assert cut("llama-bpe") == ["in", "Ġ", "123", "45"]
+    assert cut("dbrx") == cut("gpt-4o") == cut("llama-bpe")
     assert cut("qwen2") == ["in", "Ġ", "1", "2", "3", "4", "5"]
 
 

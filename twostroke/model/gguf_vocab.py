@@ -34,6 +34,20 @@ LLAMA3_PATTERN: Final = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"  # white space; the last blank stays with the next word
 )
 QWEN2_PATTERN: Final = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")  # digits one by one
+# A word is cut where its letters turn from small to capital, and takes its contraction along.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+GPT4O_PATTERN: Final = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PATTERNS: Final = {
+    "llama-bpe": LLAMA3_PATTERN,
+    "dbrx": LLAMA3_PATTERN,
+    "qwen2": QWEN2_PATTERN,
+    "gpt-4o": GPT4O_PATTERN,
+}
 # tokenizer.ggml.pre → how a text is cut before merging
 PRE_TOKENIZERS: Final = {
     "default": "gpt-2",
@@ -44,6 +58,8 @@ PRE_TOKENIZERS: Final = {
     "qwen2": "qwen2",
     "deepseek-r1-qwen": "qwen2",
     "smollm": "smollm",
+    "dbrx": "dbrx",  # Phi-4, OLMo 2
+    "gpt-4o": "gpt-4o",  # Phi-4-mini
 }
 
 
@@ -173,8 +189,7 @@ def _pre_tokenizer(kind: str) -> pre_tokenizers.PreTokenizer:
         return byte_level
     if kind == "smollm":
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    pattern = LLAMA3_PATTERN if kind == "llama-bpe" else QWEN2_PATTERN
-    cut = pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
+    cut = pre_tokenizers.Split(tokenizers.Regex(PATTERNS[kind]), behavior="isolated")
     alphabet_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([cut, alphabet_only])
 

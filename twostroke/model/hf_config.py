@@ -156,6 +156,11 @@ def _gemma3_ropes(fields: Fields) -> dict[str, RopeSpec]:
 
 
 def _gemma3(fields: Fields) -> ModelSpec:
+    if "text_config" not in fields:
+        raise ModelError(
+            f"{fields.where}: has no text_config, which a model of model_type 'gemma3' has (one "
+            "without images is 'gemma3_text')."
+        )
     log.warning("%s: images are not supported; only the model's text part is run", fields.where)
     return _gemma3_text(fields.nested("text_config"))
 
