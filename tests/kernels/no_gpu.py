@@ -55,10 +55,11 @@ def _launch_of_newer(*args: Any) -> None:
 
 def install(launched: Launched, setattr: Callable[..., None] = setattr) -> None:
     """`setattr`: one that can be undone, if it is to be."""
-    # What Triton compiles it keeps for as long as the process runs: it asks who is there now.
-    module = SimpleNamespace(launch=lambda *args: driver.active.launched(*args))
-    setattr(nvidia, "compile_module_from_src", lambda **_: module)
-    if hasattr(nvidia, "PyKernelArg"):  # of a module in C, which Triton 3.7 and later build
+    if hasattr(nvidia, "make_launcher"):  # before Triton 3.7
+        # What Triton compiles it keeps for as long as the process runs: it asks who is there now.
+        module = SimpleNamespace(launch=lambda *args: driver.active.launched(*args))
+        setattr(nvidia, "compile_module_from_src", lambda **_: module)
+    if hasattr(nvidia, "PyKernelArg"):  # of a module in C
         setattr(nvidia, "PyKernelArg", dict)
     setattr(nvidia, "library_dirs", list)
     setattr(driver, "_active", NoGPU(launched))

@@ -51,7 +51,8 @@ def tuning(dim: int, itemsize: int, first: bool) -> Tuning:
         return Tuning(128, 128, 8, 3)
     if dim <= 128:
         return Tuning(64, 64, 4, 3) if first else Tuning(128, 64, 8, 4)
-    return Tuning(64, 32, 4, 3)
+    # TMA fills a buffer a stage, one more than loads of threads: two programs fit either way.
+    return Tuning(64, 32, 4, 2) if first else Tuning(64, 32, 4, 3)
 
 
 ALL, FIRST, CONTINUED = 0, 1, 2  # the chunks of a launch
