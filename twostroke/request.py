@@ -21,10 +21,10 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 from twostroke.errors import RequestError
-from twostroke.kv.cache import KVSequence
 from twostroke.strict import Strict
 
-if TYPE_CHECKING:  # which knows of plans, and those of what is asked for
+if TYPE_CHECKING:  # what the scheduler keeps with a request; this file needs neither to run
+    from twostroke.kv.cache import KVSequence
     from twostroke.observe.record import RequestRecord
 
 MAX_SEED = 2**63 - 1
@@ -192,7 +192,11 @@ def _token_id(key: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One request as it is sent to the engine: ids only. `n > 1` has become n of these."""
+    """A request that was found good (`engine/input_processor.py`), with its prompt as token ids.
+
+    Accepted, it stands for all `n` continuations and has no name yet. The engine is sent one for
+    each continuation, named and seeded (`engine/output_processor.py`), without the text.
+    """
 
     request_id: str
     prompt_token_ids: Sequence[int]
@@ -205,6 +209,8 @@ class EngineRequest:
     received_s: float = 0.0  # on the monotonic clock
     progress: bool = False  # tell after each chunk how much of the prompt has been computed
     family: str = ""  # siblings of one `n > 1` request share a name, and so their prompt's blocks
+    prompt: str | None = None  # the text, if one was given
+    tokenised_s: float = 0.0  # when the prompt had become token ids
 
 
 class Phase(enum.Enum):

@@ -36,7 +36,8 @@ from twostroke.observe.ceilings import Ceilings, measure_ceilings
 from twostroke.request import SamplingParams
 
 if TYPE_CHECKING:
-    from twostroke.engine.frontend import Frontend
+    from twostroke.engine.input_processor import InputProcessor
+    from twostroke.engine.output_processor import OutputProcessor
     from twostroke.model.tokenizer import Tokenizer
 
 
@@ -61,16 +62,22 @@ class Engine:
     dtype: str
     load_s: float
 
+    # Imported here: the engine's own process need not load what reads and writes text.
+
     @cached_property
-    def frontend(self) -> Frontend:
-        # Imported here: an engine that does not speak need not load what reads and writes text.
-        from twostroke.engine.frontend import Frontend
-        from twostroke.engine.intake import Intake, Limits
+    def input_processor(self) -> InputProcessor:
+        from twostroke.engine.input_processor import InputProcessor, ModelLimits
 
         tokenizer, info = self.tokenizer(), self.info()
         template = None if tokenizer is None else chat_template_source(self.config, tokenizer)
-        limits = Limits(info.vocab_size, info.max_model_len, info.max_logprobs)
-        return Frontend(Intake(tokenizer, template, limits), self.config.seed)
+        limits = ModelLimits(info.vocab_size, info.max_model_len, info.max_logprobs)
+        return InputProcessor(tokenizer, template, limits)
+
+    @cached_property
+    def output_processor(self) -> OutputProcessor:
+        from twostroke.engine.output_processor import OutputProcessor
+
+        return OutputProcessor(self.tokenizer(), self.config.seed)
 
     def info(self) -> EngineInfo:
         limits, memory = self.core.scheduler.config, self.memory

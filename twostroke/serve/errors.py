@@ -78,7 +78,8 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
-        return ApiError(400, str(error), param=_first_name(str(error)))
+        param = error.param or _first_name(str(error))
+        return ApiError(400, str(error), param=param, code=error.code)
     if isinstance(error, RecursionError):  # nothing recurses here but along what was sent
         return ApiError(400, "what was sent is nested too deeply")
     if isinstance(error, EngineError):

@@ -11,7 +11,7 @@ from twostroke.serve.errors import ApiError
 from twostroke.serve.protocol import (
     ChatRequest,
     CompletionRequest,
-    Generating,
+    GenerateRequest,
     ResponseFormat,
     ResponsesRequest,
 )
@@ -73,7 +73,7 @@ def completion_params(
         raise ApiError(400, "suffix is not supported; leave it out", param="suffix")
     asked = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
     if asked == 0 and request.echo:
-        asked = 1  # a step has to write one; `Completions` leaves it out
+        asked = 1  # a step has to write one; `completions.py` leaves it out
     params = _params(
         request,
         info,
@@ -108,7 +108,7 @@ def responses_params(
 
 
 def _params(
-    request: Generating,
+    request: GenerateRequest,
     info: EngineInfo,
     *,
     n: int | None,
@@ -157,7 +157,7 @@ def _refuse_unsupported(request: ChatRequest) -> None:
 # ── structured output ───────────────────────────────────────────────────────────────────────
 
 
-def _structured(request: Generating, form: ResponseFormat | None) -> StructuredOutputs | None:
+def _structured(request: GenerateRequest, form: ResponseFormat | None) -> StructuredOutputs | None:
     fields = request.structured_outputs
     if fields is not None:
         kinds = {
