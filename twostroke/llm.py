@@ -1,4 +1,4 @@
-"""`LLM`: the library's front door, as vLLM users know it."""
+"""`LLM`: the library's API, as vLLM users know it."""
 
 from __future__ import annotations
 

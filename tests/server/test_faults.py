@@ -47,7 +47,7 @@ from twostroke.config import EngineConfig
 from twostroke.engine.spawn import DEFAULT_BUILDER
 from twostroke.plan import StepPlan
 from twostroke.serve.errors import ApiError
-from twostroke.serve.limits import UnreadBytes
+from twostroke.serve.service import UnreadBytes
 
 GATE = "TWOSTROKE_TEST_GATE"
 BAD_PROMPT, BAD_LATER = 240, 241  # first tokens of prompts on which the executor raises

@@ -117,23 +117,23 @@ class Engine:
 
 def build_engine(config: EngineConfig) -> Engine:
     """An engine that reads and writes text."""
-    return _build(config, speaks=True)
+    return _build(config, with_text=True)
 
 
-def build_silent_engine(config: EngineConfig) -> Engine:
-    """An engine for a process that sees token ids alone; those who speak have the tokenizer."""
-    return _build(config, speaks=False)
+def build_core_engine(config: EngineConfig) -> Engine:
+    """An engine for a process that sees token ids only; the tokenizer is in the HTTP process."""
+    return _build(config, with_text=False)
 
 
-def _build(config: EngineConfig, speaks: bool) -> Engine:
+def _build(config: EngineConfig, with_text: bool) -> Engine:
     started = monotonic()
     device = find_device(config)
     native = _is_native(config, device)
     files = find_model(config)
     model = open_model(config, files, device)
     opened = partial(open_tokenizer, config, files)
-    tokenizer = cache(opened) if speaks else opened
-    if speaks:
+    tokenizer = cache(opened) if with_text else opened
+    if with_text:
         tokenizer()  # a bad one is refused before memory is taken
     grammars = Grammars(tokenizer, model.spec.vocab_size)
     core, memory, dtype = _backend(native)(config, model, device, grammars)

@@ -1,8 +1,8 @@
-"""`RemoteEngine`: an engine in a process of its own, so that neither the engine nor those who talk
-to users ever wait for each other's Python. No torch on this side.
+"""`RemoteEngine`: an engine in a process of its own, so that the engine's loop and the HTTP side
+never wait for each other's Python. No torch on this side.
 
     InputProcessor, OutputProcessor    here
-    EngineCore                         there (`process.py`), spoken to through a `Child`
+    EngineCore                         there (`process.py`), behind a `Child`
 
 When that process dies, or hangs and is killed, another is started. A request of which nothing has
 been delivered is sent to the new one; one that has begun ends with an `EngineError`. After
@@ -49,7 +49,7 @@ from twostroke.request import EngineRequest, FinishReason
 MAX_ATTEMPTS = 4  # engines that one request may be sent to: it may be what kills them
 MAX_QUICK_DEATHS = 6  # in a row, each within STEADY_S of its start
 STEADY_S = 30.0
-HANG_TIMEOUT_S = 30.0  # of silence; a thread of the engine's speaks every `wire.BEAT_S`
+HANG_TIMEOUT_S = 30.0  # of silence; a thread of the engine's sends a `wire.Heartbeat`
 # A step hangs when it takes so many times as long: the time-out, or the longest of the last steps.
 HANGING_STEP, LONGEST_STEPS, RECENT_STEPS = 10, 20, 256
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 5.0
@@ -90,7 +90,7 @@ class RemoteEngine(EngineClient):
         self._handles: dict[str, int] = {}  # engine request → handle, while the engine has it
         self._names: dict[int, str] = {}  # and back
         self._audits: list[asyncio.Future[str]] = []
-        self._shorter = asyncio.Event()  # a stream may have ended
+        self._some_ended = asyncio.Event()  # a request may have ended
         self._supervisors: list[asyncio.Task[None]] = []
 
     # ── life ────────────────────────────────────────────────────────────────────────────────
@@ -133,7 +133,7 @@ class RemoteEngine(EngineClient):
         await self.close()
 
     async def close(self, drain: bool = False) -> None:
-        """End the engine's process. Open streams are waited for (`drain`), or end with an
+        """End the engine's process. Open requests are waited for (`drain`), or end with an
         `EngineError`."""
         if drain:
             await self.drain()
@@ -149,8 +149,8 @@ class RemoteEngine(EngineClient):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self._outputs:
-                    self._shorter.clear()
-                    await self._shorter.wait()
+                    self._some_ended.clear()
+                    await self._some_ended.wait()
         return not self._outputs
 
     @property
@@ -166,7 +166,7 @@ class RemoteEngine(EngineClient):
         return self._load
 
     async def audit(self) -> None:
-        """Have the engine prove its books; raises `EngineError` if they are wrong."""
+        """Have the engine check its own bookkeeping; raises `EngineError` if it is wrong."""
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._audits.append(answer)
         self._child.send(Audit())
@@ -207,7 +207,7 @@ class RemoteEngine(EngineClient):
             self._abort(self._outputs.in_engine(state))
         else:
             self._outputs.lose(state)
-            self._shorter.set()
+            self._some_ended.set()
 
     def _send(self, state: RequestState, requests: list[EngineRequest]) -> None:
         first = self._next
@@ -227,11 +227,11 @@ class RemoteEngine(EngineClient):
         if handles:
             self._child.send(Abort(handles))
 
-    # ── what the engine says ────────────────────────────────────────────────────────────────
+    # ── messages of the engine ────────────────────────────────────────────────────────────────
 
     def _on_message(self, message: FromEngine) -> None:
         if not self._up:
-            return  # the last words of an engine that has been given up
+            return  # of an engine that has been given up
         match message:
             case Step():
                 self._take(message)
@@ -254,7 +254,7 @@ class RemoteEngine(EngineClient):
             self._abort(aborts)
         if step.full:
             self._note_ends(update.record for update in updates if update.record is not None)
-            self._shorter.set()
+            self._some_ended.set()
 
     def _note_ends(self, ended: Iterable[RequestRecord]) -> None:
         for record in ended:
@@ -270,7 +270,7 @@ class RemoteEngine(EngineClient):
             self._outputs.lose(state)
         else:
             self._outputs.close(state, reason)
-        self._shorter.set()
+        self._some_ended.set()
 
     # ── death and restart ───────────────────────────────────────────────────────────────────
 
@@ -305,7 +305,9 @@ class RemoteEngine(EngineClient):
             await asyncio.sleep(min(1.0, timeout_s / 4))
             now, child = monotonic(), self._child
             overslept, slept_from = now - slept_from > timeout_s / 2, now
-            if not self._up or overslept:  # whoever was stopped himself has missed what was said
+            if (
+                not self._up or overslept
+            ):  # this process was stopped itself, and has missed messages
                 child.heard_s, child.step_s = now, 0.0
                 continue
             longest_s = max(HANGING_STEP * timeout_s, LONGEST_STEPS * max(self._step_s))
@@ -325,7 +327,7 @@ class RemoteEngine(EngineClient):
             elif state.attempts >= MAX_ATTEMPTS:
                 text = f"the engine died {state.attempts} times while this request was in it"
                 self._lose(state, f"{text} ({reason})")
-        self._shorter.set()
+        self._some_ended.set()
 
     def _lose(self, state: RequestState, reason: str) -> None:
         """End a request whose record went with the engine."""
@@ -369,7 +371,7 @@ class RemoteEngine(EngineClient):
         for state in self._outputs:
             if not self._outputs.lose(state):
                 self._outputs.close(state, EngineError(f"the engine has stopped ({self._lost})"))
-        self._shorter.set()
+        self._some_ended.set()
 
 
 def _limits(info: EngineInfo) -> ModelLimits:

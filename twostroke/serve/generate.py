@@ -28,7 +28,6 @@ from twostroke.plan import BROKEN_LOGITS
 from twostroke.request import EngineRequest
 from twostroke.serve.errors import ApiError, ClientGone, as_api_error
 from twostroke.serve.http import DirectWriter, HttpRequest
-from twostroke.serve.limits import UnreadBytes
 from twostroke.serve.protocol import GenerateRequest, StreamOptions
 from twostroke.serve.response_fields import (
     Json,
@@ -38,7 +37,7 @@ from twostroke.serve.response_fields import (
     progress,
     timings,
 )
-from twostroke.serve.service import Service
+from twostroke.serve.service import Service, UnreadBytes
 from twostroke.serve.sse import DONE, Encoded, error_event, event
 
 SUBMITTED_AT_ONCE = 16  # prompts of one request, before other requests get their turn

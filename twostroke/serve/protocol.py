@@ -1,7 +1,7 @@
 """The requests the server reads: OpenAI's, with vLLM's and llama.cpp's additions.
 
 A field that is not here is refused by name: a misspelt `temprature` would otherwise change an
-answer without a word. `null` means the same as leaving a field out. Ranges of sampling values
+answer unnoticed. `null` means the same as leaving a field out. Ranges of sampling values
 are checked where they are used (`SamplingParams`).
 """
 
@@ -91,7 +91,7 @@ class Tool(msgspec.Struct, kw_only=True):
 
 
 class GenerateRequest(IgnoredFields, kw_only=True):
-    """What every route that writes text may be told."""
+    """The fields of every route that generates text."""
 
     INPUT: ClassVar[tuple[str, ...]] = (
         "stop",
@@ -129,7 +129,7 @@ class GenerateRequest(IgnoredFields, kw_only=True):
     cache_salt: Name | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    return_progress: bool | None = None  # llama.cpp's: tell how far a long prompt has got
+    return_progress: bool | None = None  # llama.cpp's: events with how much is prefilled
 
 
 class ChatRequest(GenerateRequest, kw_only=True):

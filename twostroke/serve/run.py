@@ -104,7 +104,7 @@ class HttpServer(uvicorn.Server):
         self._draining = asyncio.get_running_loop().create_task(self._drain())
 
     def end_with_engine(self, lost: asyncio.Future[str]) -> None:
-        """All requests have been told; nothing can be answered any more."""
+        """The engine has stopped for good: its requests have ended, and no more can be taken."""
         self.lost = lost.result()
         self._app.service.admission.draining = self.should_exit = True
 
@@ -129,7 +129,7 @@ async def serve_forever(
         async with client_factory() as client:
             app = App(client, settings)
             server = HttpServer(app, settings)
-            listener.listen(BACKLOG)  # whoever is told the address can connect
+            listener.listen(BACKLOG)  # before the address is announced
             if on_started is not None:
                 on_started(server, client, url_of(listener, settings))
             logging_stats = None
@@ -160,8 +160,8 @@ def serve(
     """`serve_forever`, in an event loop of its own and a process that does nothing else."""
 
     def started(server: HttpServer, client: Client, url: str) -> None:
-        # What is there now stays: searching it for garbage again and again is a fifth of the
-        # cost of a token.
+        # What exists now stays: looking at it again and again, the garbage collector would take a
+        # fifth of the cost of a token.
         gc.collect()
         gc.freeze()
         if on_started is not None:
