@@ -1,4 +1,4 @@
-"""What a server needs of an engine, wherever it runs: in this process or in another. No torch."""
+"""An engine as a server sees it, in this process or in another. No torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # the engine's own process needs neither
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine says of itself once it is up."""
+    """An engine's properties, known once it is up."""
 
     model_name: str
     vocab_size: int
@@ -46,7 +46,7 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """How busy an engine was when it last said so."""
+    """How busy an engine was when it last reported."""
 
     waiting: int
     running: int

@@ -1,4 +1,4 @@
-"""`OutputProcessor`: from accepted requests to what users are told. Text and stop strings on this
+"""`OutputProcessor`: from accepted requests to `RequestOutput`s. Text and stop strings on this
 side, token ids on the engine's. It holds no engine and keeps no lock: whoever owns both
 (`client.py`, `remote.py`) carries requests there and updates back. No torch.
 
@@ -314,7 +314,7 @@ class OutputProcessor:
         if not output.finished:
             written = state.started or any(c.token_ids or c.finish_reason for c in output.outputs)
             if written and params.prompt_logprobs is not None and output.prompt_logprobs is None:
-                return True  # one of several continuations computes them; they are told first
+                return True  # one of several continuations computes them; they come first
             if params.output_kind == "final_only":
                 return True
             state.started = state.started or written

@@ -2,7 +2,7 @@
 a line of JSON on stdin. `remote.py` starts it; `wire.py` has the messages.
 
 Between steps it takes in whatever has arrived; with nothing to do it waits. It ends when it is
-told to, or when stdin is closed: then whoever started it is gone.
+told to, or when stdin is closed: its parent is gone then.
 """
 
 from __future__ import annotations

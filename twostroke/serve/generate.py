@@ -276,7 +276,7 @@ class ResponseStream:
             self._running.pop(index, None)
             self.fail(output)
             return
-        if self._error is not None:  # what comes after a failure is not told
+        if self._error is not None:  # what comes after a failure is dropped
             return
         if output.finished:
             self._running.pop(index, None)

@@ -119,7 +119,7 @@ class Admission:
             raise unavailable("the server is shutting down; ask another one")
         if not self._client.healthy:
             raise unavailable("the engine is not running; try again in a moment")
-        # The engine's own word may be a moment old, and memory may hold fewer than
+        # The engine's count may be a moment old, and memory may hold fewer than
         # max_num_seqs: so both counts are looked at.
         limit = self._client.info.max_num_seqs + self._max_queue
         most = min(limit, self._max_choices)

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class TracedRequest:
-    request_id: str  # as the client is told it
+    request_id: str  # as in the response
     params: SamplingParams
     carrier: dict[str, str]
     records: list[RequestRecord] = field(default_factory=list)  # of those of its n that have ended
