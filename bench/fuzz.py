@@ -242,9 +242,10 @@ class Server:
     def leftovers(self) -> str:
         """What is still there when nobody asks any more; empty: nothing, and right books."""
         service, until = self.http._app.service, time.monotonic() + HANG_S
-        while service.num_feeds or service.admission.num_open or len(self.engine._streams):
+        while service.open_streams or service.admission.num_open or len(self.engine._outputs):
             if time.monotonic() > until:
-                return f"{service.num_feeds} feeds, {service.admission.num_open} sequences open"
+                streams, sequences = len(service.open_streams), service.admission.num_open
+                return f"{streams} streams, {sequences} sequences open"
             time.sleep(0.01)
         try:
             asyncio.run_coroutine_threadsafe(self.engine.audit(), self.loop).result(HANG_S)

@@ -23,12 +23,12 @@ from array import array  # noqa: E402
 from time import perf_counter  # noqa: E402
 from timeit import repeat  # noqa: E402
 from types import SimpleNamespace  # noqa: E402
-from typing import Any  # noqa: E402
+from typing import Any, cast  # noqa: E402
 
 import msgspec  # noqa: E402
 
 from bench.scheduler import Instant, scheduler_with  # noqa: E402
-from twostroke.engine.api import EngineLoad  # noqa: E402
+from twostroke.engine.api import EngineClient, EngineLoad  # noqa: E402
 from twostroke.engine.core import EngineCore  # noqa: E402
 from twostroke.model.cost import CostModel  # noqa: E402
 from twostroke.observe.record import Records, StepRecord  # noqa: E402
@@ -113,7 +113,7 @@ def measure_page() -> float:
         num_restarts=0,
         load=lambda: EngineLoad(0, 0, kv),
     )
-    metrics = Metrics(client, "model")
+    metrics = Metrics(cast(EngineClient, client), "model")
     times = []
     for _ in range(30):
         start = perf_counter()

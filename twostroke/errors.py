@@ -23,7 +23,17 @@ class ModelError(TwostrokeError, ValueError):
 
 
 class RequestError(TwostrokeError, ValueError):
-    """A request is refused; no other request is affected."""
+    """A request is refused; no other request is affected.
+
+    `param` and `code` are what OpenAI's API says of it besides the message.
+    """
+
+    def __init__(
+        self, message: str = "", *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
 
 
 class EngineError(TwostrokeError, RuntimeError):

@@ -1,4 +1,4 @@
-"""`LLM`: the library's front door, as vLLM users know it."""
+"""`LLM`: the library's API, as vLLM users know it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from twostroke.config import EngineConfig
 from twostroke.engine.build import build_engine
 from twostroke.engine.client import SyncClient
-from twostroke.engine.intake import Message, Prompt
+from twostroke.engine.input_processor import Message, Prompt
 from twostroke.errors import EngineError, RequestError
 from twostroke.kv.cache import KVUsage
 from twostroke.observe.progress import PhaseProgress
@@ -55,8 +55,8 @@ class LLM:
         """Answer one conversation (a list of messages) or several (a list of such lists)."""
         chats: Any = [messages] if not messages or isinstance(messages[0], dict) else messages
         prompts = [
-            self.engine.frontend.intake.render_chat(
-                chat, add_generation_prompt, tools, **(chat_template_kwargs or {})
+            self.engine.input_processor.render_chat(
+                chat, add_generation_prompt, tools, variables=chat_template_kwargs
             )
             for chat in chats
         ]
@@ -88,7 +88,7 @@ class LLM:
         return self.engine.sampling
 
     def get_tokenizer(self) -> Any:
-        return self.engine.frontend.tokenizer
+        return self.engine.input_processor.tokenizer
 
     def _run(
         self,

@@ -18,12 +18,11 @@ class Logprob(NamedTuple):
 
 
 class Logprobs(Sequence[Any]):
-    """Of many positions, each a `dict[int, Logprob]` that is made when it is looked at: the best
-    tokens in order of rank, and the chosen one, which may be further down. A prompt's first
-    position is None.
+    """A sequence of `dict[int, Logprob]`, one a position: the best tokens in order of rank, and the
+    chosen one, which may be further down. A prompt's first position is None.
 
-    Kept packed, since an answer of many continuations may have a million of them: 8 bytes for each
-    token of a position instead of some 150.
+    Kept packed (8 bytes a token and position instead of some 150), since an answer of many
+    continuations may have a million; each dict is made when it is looked at.
     """
 
     __slots__ = ("_ends", "_ids", "_ranks", "_text", "_values")
@@ -48,7 +47,7 @@ class Logprobs(Sequence[Any]):
         self._ranks.extend(others._ranks)
 
     def take(self) -> Logprobs:
-        """All there is, which is not here any more."""
+        """Move everything out into a new one."""
         taken = Logprobs(self._text)
         for name in ("_ids", "_values", "_ends", "_ranks"):
             full = getattr(self, name)
@@ -57,14 +56,14 @@ class Logprobs(Sequence[Any]):
         return taken
 
     def copy(self) -> Logprobs:
-        """One that no longer grows."""
+        """A copy that no longer grows."""
         same = Logprobs(self._text)
         same._ids, same._values = self._ids[:], self._values[:]
         same._ends, same._ranks = self._ends[:], self._ranks[:]
         return same
 
     def plain(self) -> Iterator[TokenLogprobs | None]:
-        """The positions as they were added, which takes less time than dicts."""
+        """The positions as they were added; faster than dicts."""
         begin = 0
         for end, rank in zip(self._ends, self._ranks, strict=True):
             ids, values = self._ids[begin:end], self._values[begin:end]
@@ -125,13 +124,13 @@ class RequestOutput:
     num_cached_tokens: int = 0
     metrics: list[RequestRecord] = field(default_factory=list)  # one per finished continuation
     num_prefilled: int = 0  # prompt tokens computed so far, where progress was asked for
-    error: str = ""  # why the engine gave it up, if it did
-    impossible: bool = False  # because it asks what cannot be
+    error: str = ""  # why the engine failed it, if it did
+    impossible: bool = False  # the error is the request's own: nothing can run it
 
 
 class Deltas:
-    """Turns the growing output of one request into what is new since the last look. Of
-    log-probabilities the growing output keeps nothing."""
+    """Makes deltas of the growing output of one request. Log-probabilities are moved out of it, not
+    copied."""
 
     def __init__(self) -> None:
         self._sent: dict[int, tuple[int, int]] = {}  # continuation → token ids, characters
@@ -140,7 +139,7 @@ class Deltas:
         fresh = []
         for completion in output.outputs:
             ids, chars = self._sent.get(completion.index, (0, 0))
-            if ids < 0:  # its end has been told
+            if ids < 0:  # its end has been delivered
                 continue
             token_ids, text = completion.token_ids[ids:], completion.text[chars:]
             if token_ids or text or completion.finish_reason is not None:

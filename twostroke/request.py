@@ -178,7 +178,11 @@ def _token_id(key: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One request as it is sent to the engine: ids only. `n > 1` has become n of these."""
+    """A request that was found good (`engine/input_processor.py`), with its prompt as token ids.
+
+    Accepted, it stands for all `n` continuations and has no name yet. The engine is sent one for
+    each continuation, named and seeded (`engine/output_processor.py`), without the text.
+    """
 
     request_id: str
     prompt_token_ids: Sequence[int]
@@ -191,6 +195,8 @@ class EngineRequest:
     received_s: float = 0.0  # on the monotonic clock
     progress: bool = False  # tell after each chunk how much of the prompt has been computed
     family: str = ""  # siblings of one `n > 1` request share a name, and so their prompt's blocks
+    prompt: str | None = None  # the text, if one was given
+    tokenised_s: float = 0.0  # when the prompt had become token ids
 
 
 class FinishReason(enum.StrEnum):

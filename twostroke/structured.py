@@ -2,7 +2,7 @@
 
 How long llguidance takes to compile a grammar, and how deep it recurses, depends on the grammar
 more than on its size, and its own limits do not bound either. So a user's grammar is compiled for
-the first time in a process that may die of it (`engine/grammar_check.py`).
+the first time in a process that may crash (`engine/grammar_check.py`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ LIMITS: Final[dict[str, Any]] = {
 }
 
 
-def check_size(asked: StructuredOutputs) -> None:
-    texts = [asked.json, asked.regex, asked.grammar, *(asked.choice or ())]
+def check_size(outputs: StructuredOutputs) -> None:
+    texts = [outputs.json, outputs.regex, outputs.grammar, *(outputs.choice or ())]
     size = sum(len(text.encode(errors="replace")) for text in texts if isinstance(text, str))
     if size > MAX_BYTES:
         raise RequestError(
@@ -41,25 +41,25 @@ def check_size(asked: StructuredOutputs) -> None:
         )
 
 
-def to_grammar(asked: StructuredOutputs) -> str:
-    """Raises `RequestError` for what cannot be read; the rest is found out by `compile_grammar`."""
+def to_grammar(outputs: StructuredOutputs) -> str:
+    """Raises `RequestError` if it cannot be parsed; `compile_grammar` finds the other errors."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 
-    if asked.regex is not None:
-        return str(LLMatcher.grammar_from_regex(asked.regex))
-    if asked.choice is not None:
+    if outputs.regex is not None:
+        return str(LLMatcher.grammar_from_regex(outputs.regex))
+    if outputs.choice is not None:
         # One lexeme, which llguidance matches faster than as many rules.
-        words = " | ".join(json.dumps(text) for text in asked.choice)
+        words = " | ".join(json.dumps(text) for text in outputs.choice)
         return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {words}"))
-    if asked.grammar is not None:
+    if outputs.grammar is not None:
         try:
-            return str(LLMatcher.grammar_from_lark(any_to_lark(asked.grammar)))
+            return str(LLMatcher.grammar_from_lark(any_to_lark(outputs.grammar)))
         except RecursionError:
             raise _refusal("it is too deeply nested") from None
         except Exception as error:  # the converter raises nothing more particular
             raise _refusal(str(error)) from None
-    schema = asked.json or '{"type":"object"}'
+    schema = outputs.json or '{"type":"object"}'
     settings: Any = {"whitespace_pattern": JSON_SPACE, "coerce_one_of": True}
     try:
         return str(LLMatcher.grammar_from_json_schema(schema, overrides=settings))
@@ -67,11 +67,11 @@ def to_grammar(asked: StructuredOutputs) -> str:
         raise _refusal(f"the schema is not JSON: {error}") from None
 
 
-def compile_grammar(tokenizer: LLTokenizer, asked: StructuredOutputs) -> LLMatcher:
+def compile_grammar(tokenizer: LLTokenizer, outputs: StructuredOutputs) -> LLMatcher:
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(**LIMITS)
-    matcher = LLMatcher(tokenizer, to_grammar(asked), log_level=0, limits=limits)
+    matcher = LLMatcher(tokenizer, to_grammar(outputs), log_level=0, limits=limits)
     if matcher.is_error():
         raise _refusal(matcher.get_error())
     return matcher

@@ -53,19 +53,17 @@ async def settled(engine: AsyncEngine) -> None:
     """Until the engine has taken in every abort that is on its way."""
     core = engine.engine.core
     for _ in range(1000):
-        if engine._inbox.empty() and not core.has_work and not engine._streams:
+        if engine._inbox.empty() and not core.has_work and not engine._outputs:
             return
         await asyncio.sleep(0.005)
     raise AssertionError("requests are still running though nobody listens")
 
 
 def assert_nothing_left(engine: AsyncEngine) -> None:
-    frontend, scheduler = engine.engine.frontend, engine.engine.core.scheduler
+    scheduler = engine.engine.core.scheduler
     assert not engine._thread.is_alive()
-    assert not engine._streams
-    assert not frontend._asked
-    assert not frontend._child
-    assert not frontend._stopped
+    assert not engine._outputs
+    assert not engine._outputs._running
     scheduler.audit()
     assert not scheduler.has_requests
     assert scheduler.kv.is_idle()
@@ -198,7 +196,7 @@ def test_an_old_loop_that_is_closed_late_leaves_a_new_request_of_its_name_alone(
     async def test(engine: AsyncEngine) -> None:
         old = engine.generate([5, 6], SHORT, request_id="mine")
         await anext(old)
-        await until(lambda: not engine._streams)  # it has ended, unread
+        await until(lambda: not engine._outputs)  # it has ended, unread
         new = engine.generate([5, 6], LONG, request_id="mine")
         first = await anext(new)
         await old.aclose()  # type: ignore[attr-defined]

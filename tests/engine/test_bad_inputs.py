@@ -465,8 +465,8 @@ def test_after_every_refusal_the_engine_answers_as_before(llm: LLM) -> None:
         scheduler.audit()
         assert not scheduler.has_requests
     assert [output.outputs[0].token_ids for output in llm.generate(good, GREEDY)] == before
-    assert not llm.engine.frontend._asked
-    assert not llm.engine.frontend._child
+    assert not llm.engine.output_processor._states
+    assert not llm.engine.output_processor._running
 
 
 def test_ids_a_tokenizer_knows_and_the_model_does_not_harm_nobody(

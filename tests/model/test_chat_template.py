@@ -12,8 +12,7 @@ import tokenizers
 from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
-from twostroke.engine.intake import Intake
-from twostroke.engine.intake import Limits as EngineLimits
+from twostroke.engine.input_processor import InputProcessor, ModelLimits
 from twostroke.errors import ModelError, RequestError
 from twostroke.limited import LimitedPool, Limits, OverLimit
 from twostroke.model.chat_template import ChatTemplate, check_messages, choose_template
@@ -270,9 +269,9 @@ def test_of_several_templates_the_default_is_chosen() -> None:
 
 def test_a_template_that_takes_too_much_memory_is_refused_in_the_program_too() -> None:
     bomb = "{{ range(99999)|map('string')|join('x'*99999)|length }}"
-    intake = Intake(cast(Tokenizer, Silent()), bomb, EngineLimits(10, 10, 0))
+    inputs = InputProcessor(cast(Tokenizer, Silent()), bomb, ModelLimits(10, 10, 0))
     with pytest.raises(RequestError, match="chat template takes more than 256 MiB"):
-        intake.render_chat([{"role": "user", "content": "hi"}])
+        inputs.render_chat([{"role": "user", "content": "hi"}])
 
 
 class Silent:

@@ -79,7 +79,7 @@ class Running:
         """The engine has nothing left of any request, and every block is accounted for."""
         core = self.client.engine.core
         until = time.monotonic() + PATIENCE_S
-        while core.has_work or self.app.service.num_feeds or self.app.service.admission.num_open:
+        while core.has_work or self.app.service.open_streams or self.app.service.admission.num_open:
             assert time.monotonic() < until, "requests still run though nobody listens"
             time.sleep(0.005)
         core.scheduler.audit()

@@ -19,10 +19,10 @@ import pytest
 
 from tests.server.running import JSON, PATIENCE_S, Running, running
 from tests.tiny import tiny_folder, tiny_llm
+from twostroke.engine.input_processor import COUNTED_CHARS
 from twostroke.model.chat_template import ChatTemplate
 from twostroke.serve import bodies
-from twostroke.serve.bodies import Bodies
-from twostroke.serve.prompts import PIECE_CHARS
+from twostroke.serve.bodies import BodyReader
 from twostroke.serve.settings import ServeSettings
 
 TEXT, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -174,10 +174,10 @@ def test_a_text_far_too_long_is_not_tokenised_to_its_end(
 
     monkeypatch.setattr(tokenizer, "encode", noting)
     most = server.app.service.prompts.max_tokens
-    assert most < PIECE_CHARS // 4
+    assert most < COUNTED_CHARS // 4
     error = refusal(server.ask("POST", TEXT, {"prompt": "aZ" * 30_000}), 400)
     assert error["code"] == "context_length_exceeded"
-    assert read == [PIECE_CHARS]
+    assert read == [COUNTED_CHARS]
 
 
 @pytest.mark.parametrize("messages", [MESSAGES * 15_000, [{"role": "user", "content": "a" * MIB}]])
@@ -227,7 +227,7 @@ def test_nothing_of_a_body_stays_while_its_answer_is_written(
             assert answer.status == 200
             answer.readline()
             gc.collect()
-            assert server.app.service.num_feeds == 1
+            assert len(server.app.service.open_streams) == 1
             assert tracemalloc.get_traced_memory()[0] < MIB * 3 // 4
             connection.close()
         finally:
@@ -327,11 +327,11 @@ def test_connections_beyond_the_limit_are_told_so_and_streams_go_on(folder: Path
 
 def test_limits_follow_the_context_and_can_be_set() -> None:
     plain = ServeSettings()
-    assert Bodies(plain, 8192).max_bytes == 8 * MIB
-    assert Bodies(plain, 1_000_000).max_bytes == 64_000_000
-    assert Bodies(plain, 8192).max_weight == 512 * 1024
-    assert Bodies(plain, 1_000_000).max_weight == 8_000_000
-    own = Bodies(ServeSettings(max_body_bytes=2048, max_body_weight=4096), 8192)
+    assert BodyReader(plain, 8192).max_bytes == 8 * MIB
+    assert BodyReader(plain, 1_000_000).max_bytes == 64_000_000
+    assert BodyReader(plain, 8192).max_weight == 512 * 1024
+    assert BodyReader(plain, 1_000_000).max_weight == 8_000_000
+    own = BodyReader(ServeSettings(max_body_bytes=2048, max_body_weight=4096), 8192)
     assert (own.max_bytes, own.max_weight) == (2048, 4096)
 
 

@@ -15,8 +15,7 @@ import pytest
 from tests.server.running import Running, running
 from tests.server.test_metrics import scrape, value
 from tests.tiny import tiny_folder, tiny_llm
-from twostroke.serve.board import SLOWEST, STEPS
-from twostroke.serve.dash import MOST_A_SECOND, page_headers
+from twostroke.serve.dash import MOST_A_SECOND, SLOWEST, STEPS, page_headers
 
 CAUSES = ("decode", "prefill", "preemption", "host")
 

@@ -47,7 +47,7 @@ from twostroke.config import EngineConfig
 from twostroke.engine.spawn import DEFAULT_BUILDER
 from twostroke.plan import StepPlan
 from twostroke.serve.errors import ApiError
-from twostroke.serve.feed import Unread
+from twostroke.serve.service import UnreadBytes
 
 GATE = "TWOSTROKE_TEST_GATE"
 BAD_PROMPT, BAD_LATER = 240, 241  # first tokens of prompts on which the executor raises
@@ -148,7 +148,7 @@ def test_a_killed_engine_costs_only_the_streams_that_had_begun(
             waiting = [Asking(server.port, stream_of(prompt_of(n), 20)) for n in range(8)]
             for asking in waiting:
                 await asking.send()
-            await until(server, feeds=13)
+            await until(server, open_streams=13)
             os.kill(server.look()["pid"], signal.SIGKILL)
             for n, asking in enumerate(begun):
                 answer = await asking.finish()
@@ -194,7 +194,7 @@ def test_hundreds_wait_and_nobody_reads_when_the_engine_is_killed(
                 waiting = [Asking(server.port, stream_of(prompt_of(n), 5)) for n in range(300)]
                 for asking in waiting:
                     await asking.send()
-                await asyncio.to_thread(server.until, lambda seen: seen["feeds"] >= 300)
+                await asyncio.to_thread(server.until, lambda seen: seen["open_streams"] >= 300)
                 os.kill(server.look()["pid"], signal.SIGKILL)
             for n, asking in enumerate(waiting):
                 assert_exact(await asking.finish(), prompt_of(n), 5, written)
@@ -274,7 +274,7 @@ def test_a_stream_that_is_not_read_is_ended_in_bounded_memory(
                 await asking.send()
                 await asking.event()  # and no more
             # The engine is told to stop though the connection is still there.
-            await until(server, running=0, streams=0, unread=0)
+            await until(server, running=0, states=0, unread=0)
             assert server.memory() - before < 64 * MIB
             assert_exact(await ask(server.port, stream_of([70], 50)), [70], 50, written)
             answer = await unread[0].finish()
@@ -321,14 +321,14 @@ def test_many_streams_that_are_not_read_end_and_those_that_read_go_on(
 
 
 def test_of_many_whose_streams_wait_the_one_with_most_is_ended() -> None:
-    unread = Unread(100)
+    unread = UnreadBytes(100)
     ended: list[int] = []
 
     class Reader:
         def __init__(self, n: int) -> None:
             self.n = n
 
-        def give_up(self, error: ApiError) -> None:
+        def cancel(self, error: ApiError) -> None:
             ended.append(self.n)
             unread.remove(self)  # type: ignore[arg-type]
 
@@ -356,7 +356,7 @@ def test_a_connection_that_takes_nothing_is_closed(folder: Path) -> None:
             asking = Asking(server.port, stream_of([61], 30_000, n=8), receive_bytes=4096)
             await asking.send()
             await asking.event()
-            await until(server, connections=0, feeds=0)
+            await until(server, connections=0, open_streams=0)
             asking.leave(reset=True)
 
         run(leave_it())
@@ -410,7 +410,7 @@ def test_out_of_kv_every_request_finishes_with_its_tokens(folder: Path) -> None:
                 asked = [Asking(server.port, stream_of(prompt, count)) for prompt in prompts]
                 for asking in asked:
                     await asking.send()
-                await until(server, feeds=many)
+                await until(server, open_streams=many)
             return await asyncio.gather(*(asking.finish() for asking in asked))
 
         answers = run(all_of_them())
@@ -460,7 +460,7 @@ def test_a_request_that_raises_in_the_engine_harms_only_itself(
                 ]
                 for asking in [*bad, *good]:
                     await asking.send()
-                await until(server, feeds=15)
+                await until(server, open_streams=15)
             for n, asking in enumerate(good):
                 assert_exact(await asking.finish(), prompt_of(n), 60, written)
             at_once, whole, later = [await asking.finish() for asking in bad]
@@ -559,7 +559,7 @@ def test_sigterm_under_load_finishes_what_runs_and_takes_nothing_new(
             with server.engine_held():  # some of them will run, and the others still wait
                 for asking in asked:
                     await asking.send()
-                await until(server, feeds=64)
+                await until(server, open_streams=64)
             for asking in asked[:32]:
                 await asking.event()
             with server.engine_held():

@@ -162,8 +162,10 @@ def test_what_nobody_expected_is_a_500_without_our_insides(
 def test_a_long_prompt_is_refused_before_it_is_tokenised(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    error = refusal(server.ask("POST", TEXT, {"prompt": [5] * MAX_LEN}), 400)
-    assert error["code"] == "context_length_exceeded"
+    for prompt in ([5] * MAX_LEN, "a " * MAX_LEN):  # ids, and a text short enough to be tokenised
+        error = refusal(server.ask("POST", TEXT, {"prompt": prompt}), 400)
+        assert error["code"] == "context_length_exceeded"
+        assert f"at most {MAX_LEN - 1} tokens are read" in error["message"]
     tokenizer = server.app.service.tokenizer
     assert tokenizer is not None
     encoded: list[str] = []

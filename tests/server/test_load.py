@@ -57,14 +57,12 @@ async def engine():
         yield remote
 
 def seen(server, client):
-    service, streams, load = server._app.service, client._streams, client.load()
-    frontend = streams._frontend
+    service, outputs, load = server._app.service, client._outputs, client.load()
     return {
         "pid": client.pid if client.healthy else 0,
-        "feeds": service.num_feeds,
+        "open_streams": len(service.open_streams),
         "open": service.admission.num_open,
-        "streams": len(streams) + len(streams._of) + len(streams._hit),
-        "front": len(frontend._asked) + len(frontend._child) + len(frontend._stopped),
+        "states": len(outputs) + len(outputs._running),
         "handles": len(client._handles) + len(client._names),
         "waiting": load.waiting,
         "running": load.running,
@@ -133,10 +131,10 @@ class Server:
 
     def assert_nothing_left(self) -> dict[str, Any]:
         """Of no request, on either side of the wire, once those that run have ended."""
-        self.until(lambda seen: not (seen["feeds"] or seen["connections"] or seen["streams"]))
+        self.until(lambda seen: not (seen["open_streams"] or seen["connections"] or seen["states"]))
         seen = self.look(audit=True)
         assert seen["problem"] == ""
-        names = ("feeds", "open", "unread", "streams", "front", "handles")
+        names = ("open_streams", "open", "unread", "states", "handles")
         names += ("waiting", "running", "kv")
         assert {name: seen[name] for name in names} == dict.fromkeys(names, 0)
         return seen
@@ -344,7 +342,7 @@ def test_1000_streams_at_once_lose_nothing_in_bounded_memory(
             with server.engine_held():
                 for asking in asked:
                     await asking.send()
-                await asyncio.to_thread(server.until, lambda seen: seen["feeds"] == streams)
+                await asyncio.to_thread(server.until, lambda seen: seen["open_streams"] == streams)
             return await asyncio.gather(*(asking.finish() for asking in asked))
 
         answers = run(all_of_them())
@@ -384,8 +382,10 @@ def test_slow_readers_hold_up_nobody_and_cost_little(folder: Path, written: list
             others = [ask(server.port, stream_of(prompt_of(n), 200)) for n in range(32)]
             for n, answer in enumerate(await asyncio.gather(*others)):
                 assert_exact(answer, prompt_of(n), 200, written)
-            await asyncio.to_thread(server.until, lambda seen: not seen["streams"])
-            assert server.look()["feeds"] == 2, "the kernel's buffers took all of it; ask for more"
+            await asyncio.to_thread(server.until, lambda seen: not seen["states"])
+            assert server.look()["open_streams"] == 2, (
+                "the kernel's buffers took all of it; ask for more"
+            )
             grown = server.memory() - before
             print(f"{grown / MIB:.1f} MiB more")
             assert grown < 96 * MIB

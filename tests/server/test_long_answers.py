@@ -15,7 +15,7 @@ from tests.tiny import tiny_folder, tiny_llm
 from twostroke.outputs import CompletionOutput as Completion
 from twostroke.outputs import Deltas, Logprob, Logprobs, RequestOutput
 from twostroke.plan import TokenLogprobs
-from twostroke.serve.pieces import PIECE_BYTES, Each, encode_json, json_pieces
+from twostroke.serve.sse import CHUNK_BYTES, LazyList, encode_json, iter_json
 
 TEXT, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 MANY: dict[str, Any] = {"prompt": [60, 61, 62], "ignore_eos": True, "seed": 1, "temperature": 1.0}
@@ -32,16 +32,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 def test_pieces_are_the_encoding_and_none_is_much_too_long() -> None:
     def value(lazily: bool) -> Any:
         texts = [f"text {n}" for n in range(5000)]
-        choices = [{"index": n, "list": Each(texts) if lazily else texts} for n in range(3)]
+        choices = [{"index": n, "list": LazyList(texts) if lazily else texts} for n in range(3)]
         objects = (choice for choice in choices) if lazily else choices
         return {"a": 1, "none": None, "choices": objects, "list": choices, "é": {}, "empty": []}
 
-    pieces = list(json_pieces(value(True), b"data: ", b"\n\n"))
+    pieces = list(iter_json(value(True), b"data: ", b"\n\n"))
     assert b"".join(pieces) == b"data: " + msgspec.json.encode(value(False)) + b"\n\n"
     assert len(pieces) > 20
-    assert max(map(len, pieces)) < 2 * PIECE_BYTES
+    assert max(map(len, pieces)) < 2 * CHUNK_BYTES
     assert encode_json(value(True)) == msgspec.json.encode(value(False))
-    assert b"".join(json_pieces({"x": Each(())})) == b'{"x":[]}'
+    assert b"".join(iter_json({"x": LazyList(())})) == b'{"x":[]}'
 
 
 def test_packed_logprobs_are_dicts_when_looked_at() -> None:

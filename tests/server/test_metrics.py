@@ -32,7 +32,7 @@ from twostroke.observe.totals import (
     token_buckets,
 )
 from twostroke.request import SamplingParams
-from twostroke.serve import gpu
+from twostroke.serve import metrics as serve_metrics
 from twostroke.serve.metrics import Metrics
 
 MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
@@ -278,13 +278,13 @@ def test_the_gpu_is_told_of_where_its_driver_answers(monkeypatch: pytest.MonkeyP
         nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=3, total=4),
         nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=75),
     )
-    monkeypatch.setattr(gpu, "_nvml", lambda: nvml)
-    told = {f.name: f.samples[0] for f in gpu.gpu_families("cuda:2")}
+    monkeypatch.setattr(serve_metrics, "_nvml", lambda: nvml)
+    told = {f.name: f.samples[0] for f in serve_metrics.gpu_families("cuda:2")}
     assert asked == [2]
     assert told["twostroke:gpu_utilisation"].value == 0.75
     assert told["twostroke:gpu_memory_used_bytes"].labels == {"gpu": "2"}
-    monkeypatch.setattr(gpu, "_nvml", lambda: None)
-    assert not list(gpu.gpu_families("cuda:2"))
+    monkeypatch.setattr(serve_metrics, "_nvml", lambda: None)
+    assert not list(serve_metrics.gpu_families("cuda:2"))
 
 
 def test_an_engine_started_again_goes_on_counting(folder: Path) -> None:

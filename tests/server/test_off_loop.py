@@ -92,7 +92,7 @@ def test_a_grammar_found_bad_is_not_compiled_again(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = server.ask("POST", CHAT, costly(1000))
-    grammars = server.client.intake.grammars
+    grammars = server.client.input_processor.grammars
     monkeypatch.setattr(grammars._pool, "ask", lambda request: pytest.fail("asked again"))
     second = server.ask("POST", CHAT, costly(1000))
     assert first[0] == second[0] == 400
@@ -181,9 +181,9 @@ def test_what_is_too_long_is_refused_before_it_takes_memory(
 def test_a_thread_that_hangs_does_not_keep_the_process_from_ending() -> None:
     script = (
         "import asyncio, threading\n"
-        "from twostroke.serve.pools import Pool\n"
+        "from twostroke.serve.prompts import ThreadPool\n"
         "async def main():\n"
-        "    pool = Pool('jobs', 1, 1)\n"
+        "    pool = ThreadPool('jobs', 1, 1)\n"
         "    jobs = [asyncio.create_task(pool.run(threading.Event().wait)) for _ in range(3)]\n"
         "    await asyncio.wait(jobs, timeout=0.2)\n"
         "    print(jobs[2].exception().status)\n"

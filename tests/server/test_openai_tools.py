@@ -12,7 +12,7 @@ import pytest
 
 from tests.server.running import Running, running
 from tests.tiny import tiny_llm
-from twostroke.serve.calling import Answer
+from twostroke.serve.chat import AssistantMessage
 from twostroke.serve.tools import ToolCalls
 
 HELLO: Any = [{"role": "user", "content": "the quick fox"}]
@@ -111,7 +111,7 @@ def test_one_call_only_where_parallel_calls_are_not_wanted() -> None:
     call = '<tool_call>\n{"name": "sleep", "arguments": {}}\n</tool_call>\n'
     tools = ToolCalls("hermes", [SLEEP], "auto")
     for parallel, count in ((True, 2), (False, 1)):
-        answer = Answer(tools, parallel)
+        answer = AssistantMessage(tools, parallel)
         deltas = answer.push("So:" + call + call) + answer.flush()
         assert len(answer.calls) == count
         assert {d["tool_calls"][0]["index"] for d in deltas if "tool_calls" in d} == set(

@@ -106,12 +106,8 @@ def instant_config(folder: Path, **more: Any) -> EngineConfig:
 async def assert_nothing_left(engine: RemoteEngine) -> None:
     assert await engine.drain(PATIENCE_S)
     await engine.audit()
-    frontend, streams = engine._streams._frontend, engine._streams
-    assert not frontend._asked
-    assert not frontend._child
-    assert not frontend._stopped
-    assert not streams._of
-    assert not streams._hit
+    assert not engine._outputs._states
+    assert not engine._outputs._running
     assert not engine._names
     assert not engine._handles
     load = engine.load()
@@ -251,8 +247,8 @@ def test_a_stop_string_ends_the_request_here_and_there(tiny: Running, alone: LLM
 
 def test_prefill_progress_is_told(instant: Running) -> None:
     async def test(engine: RemoteEngine) -> None:
-        prepared = engine.intake.prepare([61] * 1600, SHORT, progress=True)
-        outputs = [output async for output in engine.stream(prepared)]
+        request = engine.input_processor.process([61] * 1600, SHORT, progress=True)
+        outputs = [output async for output in engine.stream(request)]
         assert [output.num_prefilled for output in outputs[:4]] == [512, 1024, 1536, 1536]
         assert [len(output.outputs[0].token_ids) for output in outputs] == [0, 0, *range(13)]
 
@@ -272,8 +268,8 @@ def test_callbacks_are_called_without_a_task(instant: Running, written: list[int
 
         asked = {}
         for prompt in prompts(100):
-            prepared = engine.intake.prepare(prompt, delta)
-            name = engine.submit(prepared, on_output, pytest.fail)
+            request = engine.input_processor.process(prompt, delta)
+            name = engine.submit(request, on_output, pytest.fail).request_id
             asked[name], ids[name] = prompt, []
         tasks = len(asyncio.all_tasks())
         await ended.wait()
@@ -292,7 +288,8 @@ def test_a_callback_that_fails_ends_its_own_request_only(
             raise RuntimeError("the client has gone")
 
         other = asyncio.create_task(last(engine, [60, 61], LONG))
-        name = engine.submit(engine.intake.prepare([62], LONG), fail, pytest.fail)
+        request = engine.input_processor.process([62], LONG)
+        name = engine.submit(request, fail, pytest.fail).request_id
         assert (await other).outputs[0].token_ids == expected_tokens([60, 61], 200, written)
         assert f"a listener failed on the output of {name}" in caplog.text
 

@@ -57,7 +57,7 @@ def as_page(server: Running) -> list[int]:
 
 def as_log(server: Running) -> list[int]:
     log = StatsLog(server.client, server.app.service.metrics.totals, monotonic() - 1)
-    log._said = (-1, -1, -1)  # so that there is something to say
+    log._last = (-1, -1, -1)  # so that there is something to say
     line = log.line(monotonic())
     assert line is not None
     match = re.search(NUMBERS, line)

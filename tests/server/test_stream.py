@@ -11,7 +11,7 @@ import pytest
 
 from tests.server.running import Running, running
 from tests.tiny import tiny_folder, tiny_llm
-from twostroke.serve.stream import TextEvents, event
+from twostroke.serve.sse import TextEventTemplate, event
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -48,7 +48,7 @@ def test_the_fast_encoding_is_the_plain_one(text: str) -> None:
     def plain(text: str) -> bytes:
         return event({"id": 'a "strange" id', "choices": [{"delta": {"content": text}, "n": 1}]})
 
-    assert TextEvents(plain).write(text) == plain(text)
+    assert TextEventTemplate(plain).encode(text) == plain(text)
 
 
 def test_an_event_is_one_line_of_json_between_data_and_an_empty_line(server: Running) -> None:

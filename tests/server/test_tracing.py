@@ -192,7 +192,7 @@ def test_one_that_is_left_is_told_as_aborted(folder: Path) -> None:
         assert _plain(span.attributes)["gen_ai.response.finish_reasons"] == ["abort"]
         refused, _, _ = server.ask("POST", TEXT, {"prompt": [5] * 9999})
         assert refused == 400
-        assert len(server.app.service.tracing._asked) == 0  # type: ignore[union-attr]
+        assert len(server.app.service.tracing._traced) == 0  # type: ignore[union-attr]
 
 
 def test_without_a_collector_requests_are_answered_and_the_end_is_soon(folder: Path) -> None:

@@ -19,7 +19,7 @@ from twostroke.request import SamplingParams
 
 if TYPE_CHECKING:
     from twostroke.engine.build import Engine
-    from twostroke.engine.intake import Prompt
+    from twostroke.engine.input_processor import Prompt
     from twostroke.outputs import RequestOutput
 
 # A model's text may hold anything, escape sequences too; a terminal must not obey them.
@@ -80,7 +80,7 @@ def load(config: EngineConfig) -> tuple[Engine, float]:
 
 
 def has_chat_template(engine: Engine) -> bool:
-    tokenizer = engine.frontend.tokenizer
+    tokenizer = engine.input_processor.tokenizer
     own = None if tokenizer is None else tokenizer.chat_template
     return (engine.config.chat_template or own) is not None
 

@@ -111,7 +111,7 @@ class Conversation:
 
     def _answer(self, messages: list[dict[str, str]], interrupted: Callable[[], bool]) -> Answer:
         engine, asked_s = self._engine, monotonic()
-        prompt = engine.frontend.intake.render_chat(messages)
+        prompt = engine.input_processor.render_chat(messages)
         if len(prompt) >= engine.memory.max_model_len:
             raise RequestError(
                 f"the conversation has grown to {len(prompt):,} tokens, and max_model_len is "

@@ -21,7 +21,7 @@ from twostroke.errors import RequestError
 
 if TYPE_CHECKING:
     from twostroke.engine.build import Engine
-    from twostroke.engine.intake import Prompt
+    from twostroke.engine.input_processor import Prompt
 
 SUMMARY = "answer one prompt and show what each phase took"
 DESCRIPTION = (
@@ -93,4 +93,4 @@ def _prompt(engine: Engine, text: str, system: str | None, raw: bool) -> Prompt:
     messages = [{"role": "user", "content": text}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
-    return engine.frontend.intake.render_chat(messages)
+    return engine.input_processor.render_chat(messages)

@@ -223,7 +223,7 @@ def execute(args: argparse.Namespace) -> int:
     args = with_file(args)
     config, settings = engine_config(args), serve_settings(args)
     from twostroke.engine.spawn import spawn
-    from twostroke.serve.listen import bind
+    from twostroke.serve.sockets import bind
 
     # A port in use costs no model's loading, and the engine starts while the rest is imported.
     listener = bind(settings)

@@ -1,23 +1,26 @@
-"""What a server needs of an engine, wherever it runs: in this process or in another. No torch."""
+"""An engine as a server sees it, in this process or in another. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from twostroke.kv.cache import GroupLimits, KVUsage
 from twostroke.observe.record import Records
 from twostroke.outputs import RequestOutput
-from twostroke.request import SamplingParams
+from twostroke.request import EngineRequest, SamplingParams
 
-if TYPE_CHECKING:
-    from twostroke.engine.intake import Intake, Prepared
+if TYPE_CHECKING:  # the engine's own process needs neither
+    from twostroke.engine.input_processor import InputProcessor, Prompt
+    from twostroke.engine.output_processor import RequestState
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine says of itself once it is up."""
+    """An engine's properties, known once it is up."""
 
     model_name: str
     vocab_size: int
@@ -44,33 +47,75 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """How busy an engine was when it last said so."""
+    """How busy an engine was when it last reported."""
 
     waiting: int
     running: int
     kv: KVUsage
 
 
-class EngineClient(Protocol):
+class EngineClient(ABC):
+    """An engine as a server uses it: in a thread (`AsyncEngine`) or in a process of its own
+    (`RemoteEngine`). Called in one event loop, where listeners are called as well."""
+
     info: EngineInfo
-    intake: Intake
+    input_processor: InputProcessor
     records: Records  # outlive the engine, if another is started in its place
     num_restarts: int
 
     @property
+    @abstractmethod
     def healthy(self) -> bool:
         """Whether requests are being worked on now."""
-        ...
 
+    @abstractmethod
     def load(self) -> EngineLoad: ...
 
-    def stream(
-        self, prepared: Prepared, request_id: str | None = None
+    @abstractmethod
+    def submit(
+        self,
+        request: EngineRequest,
+        on_output: Callable[[RequestOutput], None],
+        on_error: Callable[[Exception], None],
+        request_id: str | None = None,
+    ) -> RequestState:
+        """Run a request. Its outputs, in the kind its parameters ask for, or the one error that
+        ends it are given to the callbacks, with no task between.
+
+        The error is a `RequestError` if the engine refuses it, an `EngineError` if the engine is
+        lost."""
+
+    @abstractmethod
+    def leave(self, state: RequestState) -> None:
+        """Listen no more: a request that has not ended is aborted."""
+
+    @abstractmethod
+    def abort(self, request_id: str) -> None:
+        """End a request; its last output has the finish_reason "abort"."""
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """Run a request; outputs in the kind its parameters ask for. Leaving early aborts it.
+        """`stream`, from a prompt that has not been read yet; a refusal is raised at once."""
+        return self.stream(self.input_processor.process(prompt, params, priority), request_id)
 
-        Raises `RequestError` if the engine refuses it, `EngineError` if the engine is lost.
-        """
-        ...
-
-    def abort(self, request_id: str) -> None: ...
+    async def stream(
+        self, request: EngineRequest, request_id: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """`submit` as an async iterator. Leaving it early aborts the request."""
+        outputs: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+        state = self.submit(request, outputs.put_nowait, outputs.put_nowait, request_id)
+        finished = False
+        try:
+            while not finished:
+                output = await outputs.get()
+                if isinstance(output, Exception):
+                    raise output
+                finished = output.finished
+                yield output
+        finally:
+            self.leave(state)

@@ -36,7 +36,8 @@ from twostroke.observe.ceilings import Ceilings, measure_ceilings
 from twostroke.request import SamplingParams
 
 if TYPE_CHECKING:
-    from twostroke.engine.frontend import Frontend
+    from twostroke.engine.input_processor import InputProcessor
+    from twostroke.engine.output_processor import OutputProcessor
     from twostroke.model.tokenizer import Tokenizer
 
 
@@ -61,16 +62,22 @@ class Engine:
     dtype: str
     load_s: float
 
+    # Imported here: the engine's own process need not load what reads and writes text.
+
     @cached_property
-    def frontend(self) -> Frontend:
-        # Imported here: an engine that does not speak need not load what reads and writes text.
-        from twostroke.engine.frontend import Frontend
-        from twostroke.engine.intake import Intake, Limits
+    def input_processor(self) -> InputProcessor:
+        from twostroke.engine.input_processor import InputProcessor, ModelLimits
 
         tokenizer, info = self.tokenizer(), self.info()
         template = None if tokenizer is None else chat_template_source(self.config, tokenizer)
-        limits = Limits(info.vocab_size, info.max_model_len, info.max_logprobs)
-        return Frontend(Intake(tokenizer, template, limits), self.config.seed)
+        limits = ModelLimits(info.vocab_size, info.max_model_len, info.max_logprobs)
+        return InputProcessor(tokenizer, template, limits)
+
+    @cached_property
+    def output_processor(self) -> OutputProcessor:
+        from twostroke.engine.output_processor import OutputProcessor
+
+        return OutputProcessor(self.tokenizer(), self.config.seed)
 
     def info(self) -> EngineInfo:
         limits, memory = self.core.scheduler.config, self.memory
@@ -111,23 +118,23 @@ class Engine:
 
 def build_engine(config: EngineConfig) -> Engine:
     """An engine that reads and writes text."""
-    return _build(config, speaks=True)
+    return _build(config, with_text=True)
 
 
-def build_silent_engine(config: EngineConfig) -> Engine:
-    """An engine for a process that sees token ids alone; those who speak have the tokenizer."""
-    return _build(config, speaks=False)
+def build_core_engine(config: EngineConfig) -> Engine:
+    """An engine for a process that sees token ids only; the tokenizer is in the HTTP process."""
+    return _build(config, with_text=False)
 
 
-def _build(config: EngineConfig, speaks: bool) -> Engine:
+def _build(config: EngineConfig, with_text: bool) -> Engine:
     started = monotonic()
     device = find_device(config)
     native = _is_native(config, device)
     files = find_model(config)
     model = open_model(config, files, device)
     opened = partial(open_tokenizer, config, files)
-    tokenizer = cache(opened) if speaks else opened
-    if speaks:
+    tokenizer = cache(opened) if with_text else opened
+    if with_text:
         tokenizer()  # a bad one is refused before memory is taken
     grammars = Grammars(tokenizer, model.spec.vocab_size)
     core, memory, dtype = _backend(native)(config, model, device, grammars)

@@ -14,9 +14,9 @@ import zmq
 from twostroke.engine.spawn import Spawned
 from twostroke.engine.wire import (
     STEPS_AHEAD,
-    Beat,
     Failed,
     FromEngine,
+    Heartbeat,
     Ready,
     Shutdown,
     ToEngine,
@@ -26,20 +26,20 @@ from twostroke.engine.wire import (
 )
 from twostroke.errors import EngineError
 
-TURN_S = 0.001  # how long messages are read before the loop's other callbacks get their turn
+READ_S = 0.001  # how long messages are read before the loop's other callbacks get their turn
 
 
 class Child:
     """The process and a socket to it and one from it.
 
-    `await start`, then `send`; what it says is given to `on_message` in the event loop. `wait`
-    returns as soon as it has ended, however that came; `stop` ends it and leaves nothing.
+    `await start`, then `send`; its messages are given to `on_message` in the event loop. `wait`
+    returns as soon as it has ended, for whatever reason; `stop` ends it and leaves nothing behind.
     """
 
     def __init__(self, spawned: Spawned) -> None:
-        self.failure = ""  # why it ended: in its own words, or why it was ended
+        self.failure = ""  # why it ended: its own message, or why it was killed
         self.ready_s = 0.0
-        self.heard_s = 0.0  # when it last said anything
+        self.heard_s = 0.0  # when its last message came
         self.step_s = 0.0  # how long the step that it ran then had taken so far
         self.on_message: Callable[[FromEngine], None] | None = None
         self._spawned, self._process = spawned, spawned.process
@@ -66,12 +66,12 @@ class Child:
             self._loop.call_soon_threadsafe(self._ended.set_result, None)
 
     async def start(self) -> Ready:
-        """Until it can be sent requests. Raises what it says if it cannot start."""
+        """Wait until it can be sent requests; raises the error it reports if it cannot start."""
         try:
             awaited = (self._ready, self._ended)
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             if not self._ready.done():
-                # Its last words may come a moment after its end.
+                # Its last message may come a moment after its end.
                 await asyncio.wait((self._ready,), timeout=0.2)
             if not self._ready.done():
                 raise EngineError(f"the engine could not start: {self.how_it_ended()}")
@@ -90,8 +90,8 @@ class Child:
         self._outbox.send(message, zmq.NOBLOCK)  # the queue has no limit
 
     def _read(self) -> None:
-        """The descriptor speaks up once for any number of messages: read until there is none."""
-        until = monotonic() + TURN_S
+        """The descriptor is signalled once for any number of messages: read until there is none."""
+        until = monotonic() + READ_S
         while self._read_one():
             if monotonic() > until:
                 self._loop.call_soon(self._read)
@@ -109,8 +109,8 @@ class Child:
 
     def _take(self, message: FromEngine) -> None:
         self.heard_s = monotonic()
-        self.step_s = message.step_s if isinstance(message, Beat) else 0.0
-        if isinstance(message, Beat):
+        self.step_s = message.step_s if isinstance(message, Heartbeat) else 0.0
+        if isinstance(message, Heartbeat):
             return
         if isinstance(message, Ready):
             if not self._ready.done():
@@ -124,7 +124,7 @@ class Child:
             self.on_message(message)
 
     async def wait(self) -> None:
-        """Until it has ended; what it said before that has been read."""
+        """Wait until it has ended; its messages have been read then."""
         await asyncio.shield(self._ended)
         while self._read_one():
             await asyncio.sleep(0)
@@ -139,7 +139,7 @@ class Child:
         return f"its process ended with exit code {code}"
 
     async def stop(self, patience_s: float) -> None:
-        """Ask it to end; make it, if it does not."""
+        """Ask it to end; kill it, if it does not."""
         if not self._ended.done():
             with contextlib.suppress(zmq.ZMQError):
                 self.send(Shutdown())
@@ -148,7 +148,7 @@ class Child:
         await self.kill()
 
     def end(self, reason: str) -> None:
-        """Make it end at once; `wait` returns when it has."""
+        """Kill it; `wait` returns when it has ended."""
         self.failure = self.failure or reason
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
@@ -161,5 +161,5 @@ class Child:
             self._loop.remove_reader(self._inbox.FD)
             self._context.destroy()
         if self._ready.done() and not self._ready.cancelled():
-            self._ready.exception()  # it has been seen
+            self._ready.exception()  # or asyncio logs that nobody looked at it
         self._spawned.kill()

@@ -1,7 +1,7 @@
 """Who carries requests to the engine and updates back.
 
-`SyncClient` turns the loop itself, for a program that waits for its answers. `AsyncEngine` turns
-it in a thread of its own and streams to any number of asyncio tasks; a server stands on it.
+`SyncClient` runs the engine's loop itself, for a program that waits for its answers. `AsyncEngine`
+runs it in a thread of its own and streams to any number of asyncio tasks; a server stands on it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from twostroke.engine.api import EngineLoad
+from twostroke.engine.api import EngineClient, EngineLoad
 from twostroke.engine.build import Engine
-from twostroke.engine.intake import Prepared, Prompt
-from twostroke.engine.streams import OnError, OnOutput, Stream, StreamingEngine, Streams
+from twostroke.engine.input_processor import Prompt
+from twostroke.engine.output_processor import OnError, OnOutput, RequestState
 from twostroke.errors import EngineError
 from twostroke.outputs import RequestOutput
 from twostroke.request import EngineRequest, SamplingParams
@@ -24,85 +24,91 @@ from twostroke.sched.scheduler import Update
 
 
 class SyncClient:
-    """Several users may share one: whoever waits turns the loop for all, and what it finds for
+    """Several users may share one: whoever waits runs the loop for all, and what it finds for
     the others is kept for them."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        engine.frontend.warm()
-        self._kept: dict[str, RequestOutput] = {}  # changed while somebody else turned the loop
+        engine.output_processor.warm()
+        self._kept: dict[str, RequestOutput] = {}  # changed while somebody else ran the loop
 
     def add(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> str:
         """Queue a request; returns its id. Refusals are raised here and leave nothing behind."""
-        frontend, core = self._engine.frontend, self._engine.core
-        request_id, requests = frontend.enter(frontend.intake.prepare(prompt, params, priority))
+        engine = self._engine
+        request = engine.input_processor.process(prompt, params, priority)
+        state, requests = engine.output_processor.add(request)
         try:
-            for request in requests:
-                core.add(request)
+            for one in requests:
+                engine.core.add(one)
         except Exception:
-            self.abort(request_id)
+            self.abort(state.request_id)
             raise
-        return request_id
+        return state.request_id
 
     def abort(self, request_id: str) -> None:
         self._kept.pop(request_id, None)
-        names = self._engine.frontend.forget(request_id)
-        ends = [self._engine.core.abort(name) for name in names]
-        _tell_ends(self._engine, [end for end in ends if end is not None])
+        state = self._engine.output_processor.get(request_id)
+        if state is not None:
+            names = self._engine.output_processor.close(state)
+            _note_ends(self._engine, _abort_all(self._engine, names))
 
     def run(self, request_ids: Iterable[str]) -> Iterator[list[RequestOutput]]:
-        """Turn the loop until these requests have ended; after each step, which of their outputs
+        """Run the loop until these requests have ended; after each step, which of their outputs
         have changed."""
         left = set(request_ids)
         while left and (self._engine.core.has_work or not left.isdisjoint(self._kept)):
             if left.isdisjoint(self._kept):
-                for output in _take(self._engine, self._engine.core.step()):
+                for output in self._step():
                     self._kept[output.request_id] = output
             changed = [self._kept.pop(name) for name in left & self._kept.keys()]
             left.difference_update([output.request_id for output in changed if output.finished])
             yield changed
 
+    def _step(self) -> list[RequestOutput]:
+        engine = self._engine
+        updates = engine.core.step()
+        outputs, aborts = engine.output_processor.process(updates)
+        ends = _abort_all(engine, aborts)
+        engine.output_processor.process(ends)
+        _note_ends(engine, (*updates, *ends))
+        return outputs
 
-def _take(engine: Engine, updates: list[Update]) -> list[RequestOutput]:
-    """The outputs that changed. What a stop string has hit ends in the engine, too."""
-    outputs, hits = engine.frontend.take(updates)
-    ends = [engine.core.abort(name) for name in hits]
-    hit = [end for end in ends if end is not None]
-    engine.frontend.take(hit)
-    _tell_ends(engine, (*updates, *hit))
-    return outputs
+
+def _abort_all(engine: Engine, names: Iterable[str]) -> list[Update]:
+    updates = [engine.core.abort(name) for name in names]
+    return [update for update in updates if update is not None]
 
 
-def _tell_ends(engine: Engine, updates: Iterable[Update]) -> None:
-    """After the front end's last word on them."""
+def _note_ends(engine: Engine, updates: Iterable[Update]) -> None:
+    """Tell those who listen to the records of requests that have ended."""
     for update in updates:
         if update.record is not None:
             engine.core.records.tell_request(update.record)
 
 
-class AsyncEngine(StreamingEngine):
+class AsyncEngine(EngineClient):
     """Streams from one engine to many tasks. Use as `async with`, or call `close`.
 
         async for output in engine.generate(prompt, params): ...
 
     Leaving the loop early aborts the request. The engine's thread owns the core. The lock guards
-    the front end and the streams, since requests are prepared where they arrive, and keeps the
-    inbox in their order: what is in `_streams` is in the inbox or in the engine.
+    the output processor, since requests are added where they arrive, and keeps the inbox in their
+    order: what is in `_outputs` is in the inbox or in the engine.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.info = engine.info()
-        self.intake = engine.frontend.intake
-        engine.frontend.warm()
+        self.input_processor = engine.input_processor
+        self._outputs = engine.output_processor
+        self._outputs.warm()
         self.records = engine.core.records
         self.num_restarts = 0
-        self._inbox: queue.SimpleQueue[tuple[Stream, list[EngineRequest]] | str | None]
+        self._inbox: queue.SimpleQueue[tuple[RequestState, list[EngineRequest]] | str | None]
         self._inbox = queue.SimpleQueue()
-        self._streams = Streams(engine.frontend)
         self._lock = threading.Lock()
         self._dead: Exception | None = None
-        self._thread = threading.Thread(target=self._turn, name="twostroke-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="twostroke-engine", daemon=True)
         self._thread.start()
 
     async def __aenter__(self) -> AsyncEngine:
@@ -124,22 +130,26 @@ class AsyncEngine(StreamingEngine):
         scheduler = self.engine.core.scheduler
         return EngineLoad(scheduler.num_waiting, scheduler.num_running, scheduler.kv.usage())
 
-    def open(
-        self, prepared: Prepared, on_output: OnOutput, on_error: OnError, request_id: str | None
-    ) -> Stream:
+    def submit(
+        self,
+        request: EngineRequest,
+        on_output: OnOutput,
+        on_error: OnError,
+        request_id: str | None = None,
+    ) -> RequestState:
         loop = asyncio.get_running_loop()
         with self._lock:
             if self._dead is not None:
                 raise EngineError(f"the engine has stopped ({self._dead}); start a new one")
-            told, ended = _in_loop(loop, on_output), _in_loop(loop, on_error)
-            stream, requests = self._streams.open(prepared, told, ended, request_id)
-            self._inbox.put((stream, requests))
-        return stream
+            listeners = _in_loop(loop, on_output), _in_loop(loop, on_error)
+            state, requests = self._outputs.add(request, request_id, *listeners)
+            self._inbox.put((state, requests))
+        return state
 
-    def leave(self, stream: Stream) -> None:
+    def leave(self, state: RequestState) -> None:
         with self._lock:  # by now the name may be another request's
-            if stream in self._streams:
-                self._inbox.put(stream.request_id)
+            if state in self._outputs:
+                self._inbox.put(state.request_id)
 
     def abort(self, request_id: str) -> None:
         """End a request from anywhere; its stream closes with finish_reason "abort"."""
@@ -147,20 +157,20 @@ class AsyncEngine(StreamingEngine):
 
     # ── in the engine's thread ──────────────────────────────────────────────────────────────
 
-    def _turn(self) -> None:
+    def _run(self) -> None:
         core = self.engine.core
         try:
-            while self._take_messages(block=not core.has_work):
-                self._deliver(core.step())
+            while self._receive(block=not core.has_work):
+                self._process(core.step())
             reason: Exception = EngineError("the engine was closed")
         except Exception as error:
             reason = error
         with self._lock:
             self._dead = reason
-            for stream in self._streams:
-                self._end(stream, EngineError(f"the engine has stopped ({reason})"))
+            for state in self._outputs:
+                self._end(state, EngineError(f"the engine has stopped ({reason})"))
 
-    def _take_messages(self, block: bool) -> bool:
+    def _receive(self, block: bool) -> bool:
         """Take in what has arrived; False when asked to stop."""
         while True:
             try:
@@ -175,33 +185,32 @@ class AsyncEngine(StreamingEngine):
                 self._add(*message)
             block = block and not self.engine.core.has_work
 
-    def _add(self, stream: Stream, requests: list[EngineRequest]) -> None:
+    def _add(self, state: RequestState, requests: list[EngineRequest]) -> None:
         try:
             for request in requests:
                 self.engine.core.add(request)
         except Exception as error:
             with self._lock:
-                self._end(stream, error)
+                self._end(state, error)
 
     def _abort(self, request_id: str) -> None:
         with self._lock:
-            names = self.engine.frontend.children(request_id)
-        updates = [self.engine.core.abort(name) for name in names]
-        self._deliver([update for update in updates if update is not None])
+            state = self._outputs.get(request_id)
+            names = [] if state is None else self._outputs.in_engine(state)
+        self._process(_abort_all(self.engine, names))
 
-    def _deliver(self, updates: list[Update]) -> None:
+    def _process(self, updates: list[Update]) -> None:
         if not updates:
             return
-        _tell_ends(self.engine, updates)  # whoever hears of an end finds it counted
+        _note_ends(self.engine, updates)  # whoever hears of an end finds it counted
         with self._lock:
-            ends = [self.engine.core.abort(name) for name in self._streams.take(updates)]
-            hit = [end for end in ends if end is not None]
-            self._streams.take(hit)
-        _tell_ends(self.engine, hit)
+            _, aborts = self._outputs.process(updates)
+            ends = _abort_all(self.engine, aborts)
+            self._outputs.process(ends)
+        _note_ends(self.engine, ends)
 
-    def _end(self, stream: Stream, reason: Exception) -> None:
-        for name in self._streams.close(stream, reason):
-            self.engine.core.abort(name)
+    def _end(self, state: RequestState, reason: Exception) -> None:
+        _abort_all(self.engine, self._outputs.close(state, reason))
 
 
 def _in_loop(

@@ -1,9 +1,9 @@
-"""Grammars that users send are compiled here first, in a process that may die of them.
+"""Users' grammars are compiled here first, in a process that may crash.
 
-Some grammars take llguidance minutes, some overflow its stack, and neither can be told from their
-text. A worker (`limited.py`) compiles with the model's own tokenizer, as the engine will, and with
-less stack than the engine has. The processes are started with the first request that has a
-grammar. No torch.
+Some grammars take llguidance minutes, some overflow its stack, and their text does not show it. A
+worker (`limited.py`) compiles with the model's own tokenizer, as the engine will, and with less
+stack than the engine has. The processes are started with the first request that has a grammar. No
+torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REMEMBERED: Final = 1024  # grammars, by their digests, with what was wrong with
 
 
 class GrammarCheck:
-    """Several threads may use one."""
+    """Checks grammars, and remembers what was wrong with them. Thread-safe."""
 
     def __init__(self, tokenizer_json: str, end_ids: list[int]) -> None:
         hello = json.dumps([tokenizer_json, end_ids]).encode()
@@ -40,10 +40,10 @@ class GrammarCheck:
         self._lock = threading.Lock()
         self._found: OrderedDict[bytes, str] = OrderedDict()  # what is wrong with it, if anything
 
-    def check(self, asked: StructuredOutputs) -> None:
+    def check(self, grammar: StructuredOutputs) -> None:
         """Raises `RequestError` if the grammar cannot be used."""
-        if not self.known(asked):
-            request = json.dumps(asdict(asked)).encode()
+        if not self.known(grammar):
+            request = json.dumps(asdict(grammar)).encode()
             problem = self._ask(request)
             with self._lock:
                 self._found[sha256(request).digest()] = problem
@@ -52,10 +52,10 @@ class GrammarCheck:
             if problem:
                 raise RequestError(problem)
 
-    def known(self, asked: StructuredOutputs) -> bool:
-        """Whether it was found good before. Raises `RequestError` if it was found bad."""
-        check_size(asked)
-        digest = sha256(json.dumps(asdict(asked)).encode()).digest()
+    def known(self, grammar: StructuredOutputs) -> bool:
+        """Whether it was checked before and is good. Raises `RequestError` if it is bad."""
+        check_size(grammar)
+        digest = sha256(json.dumps(asdict(grammar)).encode()).digest()
         with self._lock:
             problem = self._found.get(digest)
             if problem is not None:
@@ -81,13 +81,13 @@ class GrammarCheck:
 
 
 def checker(hello: bytes) -> Work:
-    """In the worker: a grammar → what is wrong with it."""
+    """In the worker: a grammar → its error, or nothing."""
     tokenizer = make_tokenizer(*json.loads(hello))
 
     def check(request: bytes) -> bytes:
         try:
-            asked = json.loads(request) if request else {"json_object": True}
-            matcher = compile_grammar(tokenizer, StructuredOutputs(**asked))
+            fields = json.loads(request) if request else {"json_object": True}
+            matcher = compile_grammar(tokenizer, StructuredOutputs(**fields))
             matcher.compute_bitmask()
             return str(matcher.get_error()).encode()
         except (RequestError, UnicodeError) as error:

@@ -1,8 +1,8 @@
 """The engine's own process: `python -m twostroke.engine.process SEND_TO BUILDER`, the settings as
-a line of JSON on stdin. `remote.py` starts it; `wire.py` has what is said.
+a line of JSON on stdin. `remote.py` starts it; `wire.py` has the messages.
 
 Between steps it takes in whatever has arrived; with nothing to do it waits. It ends when it is
-told to, or when stdin is closed: then whoever started it is gone.
+told to, or when stdin is closed: its parent is gone then.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ import zmq
 from twostroke.config import EngineConfig
 from twostroke.engine.api import EngineLoad
 from twostroke.engine.wire import (
-    BEAT_S,
+    HEARTBEAT_S,
     STEPS_AHEAD,
     Abort,
     Add,
     Audit,
     Audited,
-    Beat,
     Failed,
     FromEngine,
+    Heartbeat,
     Ready,
     Refused,
     Shutdown,
@@ -49,12 +49,12 @@ if TYPE_CHECKING:  # the builder decides what is imported
     from twostroke.engine.core import EngineCore
 
 ORPHAN_CHECK_MS = 1000  # how often an idle engine looks whether it still has its parent
-LINGER_MS = 5000  # how long the last words may take to be read
-TURN_S = 0.005  # how long messages are taken in while there is a step to run
+LINGER_MS = 5000  # how long the last messages may take to be read
+RECEIVE_S = 0.005  # how long messages are taken in while there is a step to run
 
 
 class EngineServer:
-    """Turns a core for whoever is at the other end of the sockets."""
+    """Runs a core's loop for the process at the other end of the sockets."""
 
     def __init__(
         self, core: EngineCore, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]
@@ -64,8 +64,8 @@ class EngineServer:
         self._handles: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._parent = os.getppid()
-        self._told = self.load()
-        self._told_step = -1
+        self._sent_load = self.load()
+        self._sent_step = -1
         self._step_began_s = 0.0  # 0: none runs
 
     def load(self) -> EngineLoad:
@@ -77,21 +77,21 @@ class EngineServer:
             self._step_began_s = monotonic()
             updates = self._core.step()
             self._step_began_s = 0.0
-            self._tell(updates)
+            self._send_step(updates)
 
-    def beat(self, outbox: zmq.Socket[bytes], ending: threading.Event) -> None:
-        """Say every now and then that the process is alive, in a thread with a socket of its own:
-        whoever listens can tell a long step from a process that is stopped."""
-        while not ending.wait(BEAT_S):
+    def send_heartbeats(self, outbox: zmq.Socket[bytes], ending: threading.Event) -> None:
+        """Run in a thread with a socket of its own: whoever listens can tell a long step from a
+        process that is stopped."""
+        while not ending.wait(HEARTBEAT_S):
             began_s = self._step_began_s
-            with contextlib.suppress(zmq.Again):  # nobody reads: it is not this side that hangs
-                beat = Beat(monotonic() - began_s if began_s else 0.0)
-                outbox.send(encode(beat), zmq.NOBLOCK)
+            with contextlib.suppress(zmq.Again):  # nobody reads: the other side hangs
+                message = Heartbeat(monotonic() - began_s if began_s else 0.0)
+                outbox.send(encode(message), zmq.NOBLOCK)
         outbox.close()
 
     def _take_messages(self) -> bool:
-        """Take in what has arrived, and wait for it if there is no work; False: it is over."""
-        until = monotonic() + TURN_S
+        """Take in what has arrived, and wait for it if there is no work; False: shut down."""
+        until = monotonic() + RECEIVE_S
         while True:
             if self._core.has_work and monotonic() > until:
                 return True
@@ -131,7 +131,7 @@ class EngineServer:
     def _abort(self, message: Abort) -> None:
         names = [self._names[handle] for handle in message.handles if handle in self._names]
         ends = [self._core.abort(name) for name in names]
-        self._tell([end for end in ends if end is not None])
+        self._send_step([end for end in ends if end is not None])
 
     def _audit(self) -> None:
         problem = ""
@@ -143,26 +143,26 @@ class EngineServer:
             problem = str(error) or "an assertion failed"
         self._send(Audited(problem))
 
-    def _tell(self, updates: list[Update]) -> None:
+    def _send_step(self, updates: list[Update]) -> None:
         load, steps = self.load(), self._new_steps()
-        if not updates and not steps and load == self._told:
+        if not updates and not steps and load == self._sent_load:
             return
-        self._told = load
+        self._sent_load = load
         self._send(pack_step(updates, self._handles, load, steps))
         for update in updates:
             if update.finish_reason is not None:
                 del self._names[self._handles.pop(update.request_id)]
 
     def _new_steps(self) -> list[StepRecord]:
-        """The records of steps that have committed since the last word, without their slots: of
-        all that is in a record these alone grow with the batch, and rows mean nothing there."""
+        """The records of steps that have committed since the last message, without their slots,
+        which grow with the batch and mean nothing on the other side."""
         new: list[StepRecord] = []
         for record in reversed(self._core.records.steps):
-            if record.step <= self._told_step:
+            if record.step <= self._sent_step:
                 break
             new.append(record._replace(slots=()))
         if new:
-            self._told_step = new[0].step
+            self._sent_step = new[0].step
             new.reverse()
         return new
 
@@ -194,14 +194,14 @@ def main(send_to: str, builder: str) -> int:
         endpoint = listens_at.rstrip(b"\0").decode()
         outbox.send(encode(Ready(engine.info(), server.load(), endpoint)))
         engine.core.warm()
-        beating = threading.Thread(target=server.beat, args=(beats, ending), daemon=True)
+        beating = threading.Thread(target=server.send_heartbeats, args=(beats, ending), daemon=True)
         beating.start()
         server.run()
         code = 0
     except Exception as error:
         kind, message = pack_error(error)
         if not kind:
-            with contextlib.suppress(OSError):  # a full disk must not cost the last words
+            with contextlib.suppress(OSError):  # a full disk must not cost the last message
                 traceback.print_exc()
         outbox.send(encode(Failed(kind, message)))
         code = 1

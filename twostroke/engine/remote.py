@@ -1,11 +1,11 @@
-"""`RemoteEngine`: an engine in a process of its own, so that neither the engine nor those who talk
-to users ever wait for each other's Python. No torch on this side.
+"""`RemoteEngine`: an engine in a process of its own, so that the engine's loop and the HTTP side
+never wait for each other's Python. No torch on this side.
 
-    Intake, Frontend, Streams    here
-    EngineCore                   there (`process.py`), spoken to through a `Child`
+    InputProcessor, OutputProcessor    here
+    EngineCore                         there (`process.py`), behind a `Child`
 
 When that process dies, or hangs and is killed, another is started. A request of which nothing has
-been told is sent to the new one; one that has begun to speak ends with an `EngineError`. After
+been delivered is sent to the new one; one that has begun ends with an `EngineError`. After
 several deaths in a row the engine has stopped for good: `lost` says why.
 """
 
@@ -22,12 +22,11 @@ from time import monotonic
 import msgspec
 
 from twostroke.config import EngineConfig
-from twostroke.engine.api import EngineInfo, EngineLoad
+from twostroke.engine.api import EngineClient, EngineInfo, EngineLoad
 from twostroke.engine.child import Child
-from twostroke.engine.frontend import Frontend
-from twostroke.engine.intake import Intake, Limits, Prepared
+from twostroke.engine.input_processor import InputProcessor, ModelLimits
+from twostroke.engine.output_processor import OnError, OnOutput, OutputProcessor, RequestState
 from twostroke.engine.spawn import DEFAULT_BUILDER, Spawned, spawn
-from twostroke.engine.streams import OnError, OnOutput, Stream, StreamingEngine, Streams
 from twostroke.engine.wire import (
     Abort,
     Add,
@@ -50,7 +49,7 @@ from twostroke.request import EngineRequest, FinishReason
 MAX_ATTEMPTS = 4  # engines that one request may be sent to: it may be what kills them
 MAX_QUICK_DEATHS = 6  # in a row, each within STEADY_S of its start
 STEADY_S = 30.0
-HANG_TIMEOUT_S = 30.0  # of silence; a thread of the engine's speaks every `wire.BEAT_S`
+HANG_TIMEOUT_S = 30.0  # of silence; a thread of the engine's sends a `wire.Heartbeat`
 # A step hangs when it takes so many times as long: the time-out, or the longest of the last steps.
 HANGING_STEP, LONGEST_STEPS, RECENT_STEPS = 10, 20, 256
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 5.0
@@ -59,7 +58,7 @@ STOP_PATIENCE_S = 10.0  # for a step that runs to be finished
 log = logging.getLogger(__name__)
 
 
-class RemoteEngine(StreamingEngine):
+class RemoteEngine(EngineClient):
     """Start with `await RemoteEngine.start(config)`; use as `async with`, or `await close()`.
     Everything else is called in the event loop that started it."""
 
@@ -68,17 +67,17 @@ class RemoteEngine(StreamingEngine):
         config: EngineConfig,
         builder: str,
         child: Child,
-        frontend: Frontend,
+        input_processor: InputProcessor,
         info: EngineInfo,
         load: EngineLoad,
         hang_timeout_s: float,
         restart_limit: int,
     ) -> None:
         self.info = info
-        self.intake = frontend.intake
+        self.input_processor = input_processor
         self._config, self._builder = config, builder
         self._child = child
-        self._streams = Streams(frontend)
+        self._outputs = OutputProcessor(input_processor.tokenizer, config.seed)
         self._load = load
         self.records = Records()  # as the engine keeps them; they outlive it
         self.num_restarts = 0
@@ -91,7 +90,7 @@ class RemoteEngine(StreamingEngine):
         self._handles: dict[str, int] = {}  # engine request → handle, while the engine has it
         self._names: dict[int, str] = {}  # and back
         self._audits: list[asyncio.Future[str]] = []
-        self._shorter = asyncio.Event()  # a stream may have ended
+        self._some_ended = asyncio.Event()  # a request may have ended
         self._supervisors: list[asyncio.Task[None]] = []
 
     # ── life ────────────────────────────────────────────────────────────────────────────────
@@ -118,9 +117,9 @@ class RemoteEngine(StreamingEngine):
             await asyncio.wait((starting,))
             await child.kill()
             raise
-        frontend = Frontend(Intake(tokenizer, template, _limits(ready.info)), config.seed)
+        inputs = InputProcessor(tokenizer, template, _limits(ready.info))
         limits = hang_timeout_s, restart_limit
-        engine = cls(config, builder, child, frontend, ready.info, ready.load, *limits)
+        engine = cls(config, builder, child, inputs, ready.info, ready.load, *limits)
         child.on_message = engine._on_message
         engine._supervisors.append(asyncio.create_task(engine._supervise()))
         if hang_timeout_s:
@@ -134,7 +133,7 @@ class RemoteEngine(StreamingEngine):
         await self.close()
 
     async def close(self, drain: bool = False) -> None:
-        """End the engine's process. Open streams are waited for (`drain`), or end with an
+        """End the engine's process. Open requests are waited for (`drain`), or end with an
         `EngineError`."""
         if drain:
             await self.drain()
@@ -149,10 +148,10 @@ class RemoteEngine(StreamingEngine):
         """Wait until no request is left; False if some are, after so long."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self._streams:
-                    self._shorter.clear()
-                    await self._shorter.wait()
-        return not self._streams
+                while self._outputs:
+                    self._some_ended.clear()
+                    await self._some_ended.wait()
+        return not self._outputs
 
     @property
     def healthy(self) -> bool:
@@ -167,7 +166,7 @@ class RemoteEngine(StreamingEngine):
         return self._load
 
     async def audit(self) -> None:
-        """Have the engine prove its books; raises `EngineError` if they are wrong."""
+        """Have the engine check its own bookkeeping; raises `EngineError` if it is wrong."""
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._audits.append(answer)
         self._child.send(Audit())
@@ -177,37 +176,40 @@ class RemoteEngine(StreamingEngine):
 
     # ── requests ────────────────────────────────────────────────────────────────────────────
 
-    def open(
-        self, prepared: Prepared, on_output: OnOutput, on_error: OnError, request_id: str | None
-    ) -> Stream:
+    def submit(
+        self,
+        request: EngineRequest,
+        on_output: OnOutput,
+        on_error: OnError,
+        request_id: str | None = None,
+    ) -> RequestState:
         if self._lost:
             raise EngineError(f"the engine has stopped ({self._lost}); start a new one")
-        stream, requests = self._streams.open(prepared, on_output, on_error, request_id)
+        state, requests = self._outputs.add(request, request_id, on_output, on_error)
         try:
-            self._send(stream, requests)
+            self._send(state, requests)
         except (ValueError, OverflowError, msgspec.MsgspecError) as error:
-            self._streams.close(stream)
+            self._outputs.close(state)
             raise RequestError(f"the request cannot be sent to the engine: {error}") from None
-        return stream
+        return state
 
-    def leave(self, stream: Stream) -> None:
-        if stream in self._streams:
-            stream.on_output = stream.on_error = None
-            self.abort(stream.request_id)
+    def leave(self, state: RequestState) -> None:
+        if state in self._outputs:
+            state.on_output = state.on_error = None
+            self.abort(state.request_id)
 
     def abort(self, request_id: str) -> None:
-        """End a request; its stream closes with finish_reason "abort"."""
-        stream = self._streams.get(request_id)
-        if stream is None or stream.aborted:
+        state = self._outputs.get(request_id)
+        if state is None or state.aborted:
             return
-        stream.aborted = True
+        state.aborted = True
         if self._up:
-            self._abort(stream.children)
+            self._abort(self._outputs.in_engine(state))
         else:
-            self._streams.lose(stream)
-            self._shorter.set()
+            self._outputs.lose(state)
+            self._some_ended.set()
 
-    def _send(self, stream: Stream, requests: list[EngineRequest]) -> None:
+    def _send(self, state: RequestState, requests: list[EngineRequest]) -> None:
         first = self._next
         others = [replace(request, prompt_token_ids=()) for request in requests[1:]]
         message = encode(Add(first, [requests[0], *others]))
@@ -218,18 +220,18 @@ class RemoteEngine(StreamingEngine):
             self._handles[request.request_id] = handle
             self._names[handle] = request.request_id
         self._child.send_encoded(message)
-        stream.attempts += 1
+        state.attempts += 1
 
     def _abort(self, names: list[str]) -> None:
         handles = [self._handles[name] for name in names if name in self._handles]
         if handles:
             self._child.send(Abort(handles))
 
-    # ── what the engine says ────────────────────────────────────────────────────────────────
+    # ── messages of the engine ────────────────────────────────────────────────────────────────
 
     def _on_message(self, message: FromEngine) -> None:
         if not self._up:
-            return  # the last words of an engine that has been given up
+            return  # of an engine that has been given up
         match message:
             case Step():
                 self._take(message)
@@ -247,12 +249,12 @@ class RemoteEngine(StreamingEngine):
         for record in step.steps:
             self.records.add_step(record)
             self._step_s.append(record.committed_s - record.planned_s)
-        aborts = self._streams.take(updates)
+        _, aborts = self._outputs.process(updates)
         if aborts:
             self._abort(aborts)
         if step.full:
             self._note_ends(update.record for update in updates if update.record is not None)
-            self._shorter.set()
+            self._some_ended.set()
 
     def _note_ends(self, ended: Iterable[RequestRecord]) -> None:
         for record in ended:
@@ -260,15 +262,15 @@ class RemoteEngine(StreamingEngine):
             self.records.tell_request(record)
 
     def _refused(self, message: Refused) -> None:
-        stream = self._streams.of(self._names[message.first])
-        for name in stream.children:
+        state = self._outputs.of(self._names[message.first])
+        for name in self._outputs.in_engine(state):
             del self._names[self._handles.pop(name)]
         reason = unpack_error(message.kind, message.message, "the engine failed on this request")
-        if stream.aborted:
-            self._streams.lose(stream)
+        if state.aborted:
+            self._outputs.lose(state)
         else:
-            self._streams.close(stream, reason)
-        self._shorter.set()
+            self._outputs.close(state, reason)
+        self._some_ended.set()
 
     # ── death and restart ───────────────────────────────────────────────────────────────────
 
@@ -303,7 +305,9 @@ class RemoteEngine(StreamingEngine):
             await asyncio.sleep(min(1.0, timeout_s / 4))
             now, child = monotonic(), self._child
             overslept, slept_from = now - slept_from > timeout_s / 2, now
-            if not self._up or overslept:  # whoever was stopped himself has missed what was said
+            if (
+                not self._up or overslept
+            ):  # this process was stopped itself, and has missed messages
                 child.heard_s, child.step_s = now, 0.0
                 continue
             longest_s = max(HANGING_STEP * timeout_s, LONGEST_STEPS * max(self._step_s))
@@ -314,24 +318,25 @@ class RemoteEngine(StreamingEngine):
 
     def _died(self, reason: str) -> None:
         self._forget_engine()
-        for stream in self._streams:
-            if self._streams.lose(stream):
+        for state in self._outputs:
+            if self._outputs.lose(state):
                 continue
-            if stream.started:
+            if state.started:
                 text = "the engine died while this was being written"
-                self._lose(stream, f"{text} ({reason}); ask again")
-            elif stream.attempts >= MAX_ATTEMPTS:
-                text = f"the engine died {stream.attempts} times while this request was in it"
-                self._lose(stream, f"{text} ({reason})")
-        self._shorter.set()
+                self._lose(state, f"{text} ({reason}); ask again")
+            elif state.attempts >= MAX_ATTEMPTS:
+                text = f"the engine died {state.attempts} times while this request was in it"
+                self._lose(state, f"{text} ({reason})")
+        self._some_ended.set()
 
-    def _lose(self, stream: Stream, reason: str) -> None:
-        """End a stream whose record went with the engine."""
-        asked, now = stream.prepared, monotonic()
-        for name in self._streams.close(stream, EngineError(reason)):
-            record = RequestRecord(name, len(asked.ids), asked.received_s, finished_s=now)
+    def _lose(self, state: RequestState, reason: str) -> None:
+        """End a request whose record went with the engine."""
+        request, now = state.request, monotonic()
+        num_prompt = len(request.prompt_token_ids)
+        for name in self._outputs.close(state, EngineError(reason)):
+            record = RequestRecord(name, num_prompt, request.received_s, finished_s=now)
             record.finish_reason = FinishReason.ERROR
-            record.n, record.family = len(stream.children), stream.request_id
+            record.n, record.family = request.params.n, state.request_id
             self._note_ends([record])
 
     def _forget_engine(self) -> None:
@@ -342,7 +347,7 @@ class RemoteEngine(StreamingEngine):
             answer.cancel()
         self._audits.clear()
         kv = self._load.kv
-        self._load = EngineLoad(len(self._streams), 0, KVUsage(kv.reserved, 0, 0, 0, kv.reserved))
+        self._load = EngineLoad(len(self._outputs), 0, KVUsage(kv.reserved, 0, 0, 0, kv.reserved))
 
     async def _restart(self, deaths: int) -> None:
         await self._child.kill()
@@ -354,23 +359,23 @@ class RemoteEngine(StreamingEngine):
         ready = await self._child.start()
         self.info, self._load, self._up = ready.info, ready.load, True
         self.num_restarts += 1
-        self.intake.limits = _limits(ready.info)
-        for stream in self._streams:
-            self._send(stream, self._streams.reopen(stream))
+        self.input_processor.limits = _limits(ready.info)
+        for state in self._outputs:
+            self._send(state, self._outputs.restart(state))
 
     def _give_up(self, reason: str) -> None:
         self._lost = self._lost or reason
         if not self.lost.done():
             self.lost.set_result(self._lost)
         self._forget_engine()
-        for stream in self._streams:
-            if not self._streams.lose(stream):
-                self._streams.close(stream, EngineError(f"the engine has stopped ({self._lost})"))
-        self._shorter.set()
+        for state in self._outputs:
+            if not self._outputs.lose(state):
+                self._outputs.close(state, EngineError(f"the engine has stopped ({self._lost})"))
+        self._some_ended.set()
 
 
-def _limits(info: EngineInfo) -> Limits:
-    return Limits(info.vocab_size, info.max_model_len, info.max_logprobs)
+def _limits(info: EngineInfo) -> ModelLimits:
+    return ModelLimits(info.vocab_size, info.max_model_len, info.max_logprobs)
 
 
 def _open_text(config: EngineConfig) -> tuple[Tokenizer | None, str | None]:

@@ -15,13 +15,13 @@ import tempfile
 
 from twostroke.config import EngineConfig
 
-DEFAULT_BUILDER = "twostroke.engine.build:build_silent_engine"
+DEFAULT_BUILDER = "twostroke.engine.build:build_core_engine"
 LONGEST_IPC_FOLDER = 90  # a socket's path has room for about 100 bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Spawned:
-    """A process that is starting, and where it will send what it has to say."""
+    """A process that is starting, and where it will send its messages."""
 
     process: subprocess.Popen[bytes]
     endpoint: str

@@ -1,10 +1,10 @@
-"""What the engine's process and the process it serves say to each other, as msgpack. No torch.
+"""The messages between the engine's process and the process it serves, as msgpack. No torch.
 
-    Add, Abort, Audit, Shutdown ──▶ engine ──▶ Ready | Failed, then Step, Refused, Audited, Beat
+    Add, Abort, Audit, Shutdown ──▶ engine ──▶ Ready | Failed; Step, Refused, Audited, Heartbeat
 
-A request is spoken of by a number (its handle) that its sender gives it and never gives again, so
-that a late word about an old request cannot reach a new one of the same name. A step's tokens
-travel as two columns, handles and tokens; the few updates that say more are sent in full.
+A request is known by a number (its handle) that its sender gives it and never uses again, so that a
+late message about an old request cannot reach a new one of the same name. A step's tokens travel as
+two columns, handles and tokens; the few updates that hold more are sent in full.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Shutdown(msgspec.Struct, tag=3, array_like=True, frozen=True):
 
 
 class Audit(msgspec.Struct, tag=4, array_like=True, frozen=True):
-    """Prove that every block and row has the owners it claims; answered by `Audited`."""
+    """Check that every block and row has the owners it claims; answered by `Audited`."""
 
 
 ToEngine = Add | Abort | Shutdown | Audit
@@ -90,7 +90,7 @@ class Record(msgspec.Struct, array_like=True, frozen=True):
 
 
 class FullUpdate(msgspec.Struct, array_like=True, frozen=True):
-    """An `Update` that says more than one plain token."""
+    """An `Update` with more in it than plain tokens."""
 
     handle: int
     tokens: tuple[int, ...]
@@ -124,17 +124,17 @@ class Audited(msgspec.Struct, tag=5, array_like=True, frozen=True):
     problem: str  # "" if there is none
 
 
-class Beat(msgspec.Struct, tag=6, array_like=True, frozen=True):
-    """Said every `BEAT_S` by a thread that does nothing else: the process is alive."""
+class Heartbeat(msgspec.Struct, tag=6, array_like=True, frozen=True):
+    """Sent every `HEARTBEAT_S` by a thread that does nothing else: the process is alive."""
 
     step_s: float  # how long the step that runs has taken so far; 0: none runs
 
 
-FromEngine = Ready | Failed | Step | Refused | Audited | Beat
-BEAT_S = 0.5
+FromEngine = Ready | Failed | Step | Refused | Audited | Heartbeat
+HEARTBEAT_S = 0.5
 
-# An engine that has told so many steps waits until they are read: what it writes faster than the
-# other side can tell it to users would only pile up, and new requests would wait behind it.
+# An engine that has sent so many steps waits until they are read: what it writes faster than the
+# other side can deliver would only pile up, and new requests would wait behind it.
 STEPS_AHEAD = 8
 
 encode = msgspec.msgpack.Encoder().encode
@@ -227,7 +227,7 @@ def _unpack_record(packed: Record) -> RequestRecord:
 
 
 def pack_error(error: Exception) -> tuple[str, str]:
-    """Kind and message; a kind of "" is a bug of ours, whose type is worth telling."""
+    """Kind and message; the kind is "" for a bug of ours, whose type is in the message."""
     if isinstance(error, TwostrokeError):
         return type(error).__name__, str(error)
     return "", f"{type(error).__name__}: {error}"

@@ -1,82 +1,116 @@
-"""`App`: the ASGI application. Which routes there are, who may use them, and how a request that
-goes wrong is answered."""
+"""`App`: the ASGI application. Which routes there are and who may use them, how a request that
+fails is answered, and `/openapi.json`, made from the route table and the request types."""
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 import msgspec
 from starlette.middleware.cors import CORSMiddleware
 
+from twostroke import __version__
 from twostroke.engine.api import EngineClient
-from twostroke.serve.chat import Chat
-from twostroke.serve.completions import Completions
-from twostroke.serve.dash import Dash
+from twostroke.serve.chat import ChatGeneration
+from twostroke.serve.completions import CompletionGeneration
+from twostroke.serve.dash import DashRoutes
 from twostroke.serve.errors import ApiError, ClientGone, as_api_error
-from twostroke.serve.exchange import Exchange, Message, Receive, Send
-from twostroke.serve.openapi import openapi
+from twostroke.serve.generate import GenerateRoute
+from twostroke.serve.http import HttpRequest, Message, Receive, Send, check_head
+from twostroke.serve.info_routes import InfoRoutes
 from twostroke.serve.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    ErrorAnswer,
     ResponsesRequest,
     TokenizeRequest,
 )
-from twostroke.serve.responses import Responses
-from twostroke.serve.security import Keys, check_head
+from twostroke.serve.responses import ResponsesGeneration
 from twostroke.serve.service import Service
 from twostroke.serve.settings import ServeSettings
-from twostroke.serve.telling import Telling
 
-CLIENT_GONE = 499  # nginx's number for it; nobody sees it but the metrics
+CLIENT_GONE = 499  # nginx's number for it; only the metrics see it
+_REF = "#/components/schemas/{name}"
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
     method: str
     path: str
-    handler: Callable[[Exchange], Awaitable[None]]
+    handler: Callable[[HttpRequest], Awaitable[None]]
     summary: str
     body: type[msgspec.Struct] | None = None
     open: bool = False  # answers without a key
 
 
+class ApiKeys:
+    """API keys, compared in constant time: digests, all of them, every time."""
+
+    def __init__(self, keys: tuple[str, ...]) -> None:
+        self._digests = [sha256(key.encode()).digest() for key in keys]
+
+    def check(self, http: HttpRequest) -> None:
+        """Notes which key it was (`http.key_number`)."""
+        if not self._digests:
+            return
+        given = sha256(_given_key(http)).digest()
+        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+        if not any(matches):
+            raise ApiError(
+                401,
+                "a valid API key is needed, as 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+                headers=((b"www-authenticate", b"Bearer"),),
+            )
+        http.key_number = matches.index(True)
+
+
+def _given_key(http: HttpRequest) -> bytes:
+    scheme, _, key = (http.header(b"authorization") or b"").partition(b" ")
+    if scheme.lower() == b"bearer":
+        return key.strip()
+    return http.header(b"x-api-key") or b""
+
+
 class App:
     def __init__(self, client: EngineClient, settings: ServeSettings) -> None:
         self.service = Service(client, settings)
-        self._telling = Telling(self.service)
+        self._info = InfoRoutes(self.service)
         self.routes = self._make_routes()
         self._by_path: dict[str, dict[str, Route]] = {}
         for route in self.routes:
             self._by_path.setdefault(route.path, {})[route.method] = route
-        self.service.metrics.expect(self._by_path)
-        self._keys = Keys(settings.api_keys)
+        self.service.metrics.expect_routes(self._by_path)
+        self._keys = ApiKeys(settings.api_keys)
         self._max_head_bytes = settings.max_header_bytes
-        self._description = msgspec.json.encode(openapi(self.routes, bool(settings.api_keys)))
+        self._description = msgspec.json.encode(_openapi(self.routes, bool(settings.api_keys)))
 
     def _make_routes(self) -> list[Route]:
-        service, settings = self.service, self.service.settings
-        tell = self._telling
-        chat, completions, responses = Chat(service), Completions(service), Responses(service)
+        service, settings, info = self.service, self.service.settings, self._info
+        chat = GenerateRoute(service, ChatGeneration)
+        completions = GenerateRoute(service, CompletionGeneration)
+        responses = GenerateRoute(service, ResponsesGeneration)
         health = settings.open_health
         routes = [
             Route("POST", "/v1/chat/completions", chat, "Answer a conversation.", ChatRequest),
             Route("POST", "/v1/completions", completions, "Go on a text.", CompletionRequest),
             Route("POST", "/v1/responses", responses, "Answer an input.", ResponsesRequest),
-            Route("POST", "/v1/embeddings", tell.embeddings, "Not supported: always 501."),
-            Route("POST", "/tokenize", tell.tokenize, "Text → token ids.", TokenizeRequest),
-            Route("POST", "/detokenize", tell.detokenize, "Ids → text.", DetokenizeRequest),
-            Route("GET", "/v1/models", tell.models, "The models that are served."),
-            Route("GET", "/health", tell.health, "200 if requests are worked on.", open=health),
-            Route("GET", "/ping", tell.health, "As /health.", open=health),
-            Route("GET", "/version", tell.version, "The server's version."),
-            Route("GET", "/metrics", tell.metrics, "Prometheus.", open=settings.metrics_open),
+            Route("POST", "/v1/embeddings", info.embeddings, "Not supported: always 501."),
+            Route("POST", "/tokenize", info.tokenize, "Text → token ids.", TokenizeRequest),
+            Route("POST", "/detokenize", info.detokenize, "Ids → text.", DetokenizeRequest),
+            Route("GET", "/v1/models", info.models, "The models that are served."),
+            Route("GET", "/health", info.health, "200 if requests are worked on.", open=health),
+            Route("GET", "/ping", info.health, "As /health.", open=health),
+            Route("GET", "/version", info.version, "The server's version."),
+            Route("GET", "/metrics", info.metrics, "Prometheus.", open=settings.metrics_open),
             Route("GET", "/openapi.json", self._describe, "This description."),
         ]
         if settings.dash:
-            dash = Dash(service)
+            dash = DashRoutes(service)
             routes += [
                 Route("GET", "/dash", dash.page, "A page that shows the engine live.", open=True),
                 Route("GET", "/dash/feed", dash.feed, "What the page shows, as JSON."),
@@ -86,46 +120,46 @@ class App:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"{scope['type']}: only HTTP is spoken here")
-        exchange = Exchange(scope, receive, send, self.service.settings.write_timeout_s)
+        http = HttpRequest(scope, receive, send, self.service.settings.write_timeout_s)
         path = "unknown"  # a label of the metrics, so not the client's to choose
         try:
-            check_head(exchange, self._max_head_bytes)
-            route = self._find(exchange)
+            check_head(http, self._max_head_bytes)
+            route = self._find(http)
             if isinstance(route, ApiError):
-                self._keys.check(exchange)  # without a key one does not learn what there is
+                self._keys.check(http)  # without a key one does not learn what there is
                 raise route
             path = route.path
             if not route.open:
-                self._keys.check(exchange)
-            await route.handler(exchange)
+                self._keys.check(http)
+            await route.handler(http)
         except ClientGone:
-            exchange.status = CLIENT_GONE
+            http.status = CLIENT_GONE
         except Exception as error:
-            if exchange.status:
-                raise  # half an answer is out: the connection is closed
-            await exchange.refuse(as_api_error(error))
+            if http.status:
+                raise  # part of a response is out: the connection is closed
+            await http.respond_error(as_api_error(error))
         finally:
-            self.service.metrics.answered(path, exchange.status)
+            self.service.metrics.answered(path, http.status)
 
-    def _find(self, exchange: Exchange) -> Route | ApiError:
-        methods = self._by_path.get(exchange.path)
+    def _find(self, http: HttpRequest) -> Route | ApiError:
+        methods = self._by_path.get(http.path)
         if methods is None:
-            return ApiError(404, f"there is no {exchange.path[:200]!r} here", code="not_found")
-        method = "GET" if exchange.method == "HEAD" else exchange.method
+            return ApiError(404, f"there is no {http.path[:200]!r} here", code="not_found")
+        method = "GET" if http.method == "HEAD" else http.method
         if method not in methods:
             allow = ((b"allow", ", ".join(methods).encode()),)
-            return ApiError(405, f"{exchange.path} takes {' and '.join(methods)}", headers=allow)
+            return ApiError(405, f"{http.path} takes {' and '.join(methods)}", headers=allow)
         return methods[method]
 
     async def close(self) -> None:
         """The server has ended."""
         self.service.prompts.close()
-        self._telling.close()
+        self._info.close()
         if self.service.tracing is not None:
             await self.service.tracing.close()
 
-    async def _describe(self, exchange: Exchange) -> None:
-        await exchange.answer(200, self._description)
+    async def _describe(self, http: HttpRequest) -> None:
+        await http.respond(200, self._description)
 
 
 def asgi(app: App) -> Any:
@@ -136,3 +170,55 @@ def asgi(app: App) -> Any:
     return CORSMiddleware(
         app, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"]
     )
+
+
+# ── /openapi.json ───────────────────────────────────────────────────────────────────────────────
+
+
+def _openapi(routes: list[Route], with_key: bool) -> dict[str, Any]:
+    types = [ErrorAnswer, *(route.body for route in routes if route.body is not None)]
+    schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
+    schema_of = dict(zip(types, schemas, strict=True))
+    paths: dict[str, Any] = {}
+    for route in routes:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, schema_of)
+    described: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "twostroke", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": components},
+    }
+    if with_key:
+        described["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        described["security"] = [{"key": []}]
+    return described
+
+
+def _operation(route: Route, schema_of: dict[Any, Any]) -> dict[str, Any]:
+    error = {"application/json": {"schema": schema_of[ErrorAnswer]}}
+    operation: dict[str, Any] = {
+        "summary": route.summary,
+        "operationId": f"{route.method.lower()}{route.path.replace('/', '_').replace('.', '_')}",
+        "responses": {
+            "200": {"description": "The answer.", "content": _answer(route)},
+            "4XX": {"description": "What is wrong with the request.", "content": error},
+            "5XX": {"description": "Why it cannot be answered now.", "content": error},
+        },
+    }
+    if route.body is not None:
+        content = {"application/json": {"schema": schema_of[route.body]}}
+        operation["requestBody"] = {"required": True, "content": content}
+    if route.open:
+        operation["security"] = []
+    return operation
+
+
+def _answer(route: Route) -> dict[str, Any]:
+    if route.path == "/metrics":
+        return {"text/plain": {"schema": {"type": "string"}}}
+    if route.path == "/dash":
+        return {"text/html": {"schema": {"type": "string"}}}
+    content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+    if route.body is not None and "stream" in route.body.__struct_fields__:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    return content

@@ -1,7 +1,7 @@
-"""`Bodies`: how requests' bodies are read, so that none of them costs the others time or memory.
+"""`BodyReader`: reads requests' bodies so that none of them costs the others time or memory.
 
-    arriving ──▶ `_arrived`: bytes that have come, of all bodies     too slow: 408, too large: 413
-    decoding ──▶ `_decoded`: what they become, until they are prompts     too much: wait, then 429
+    arriving ──▶ `_arrived`: bytes received, of all bodies          too slow: 408, too large: 413
+    decoding ──▶ `_decoded`: the objects made of them, until they are prompts     wait, then 429
 
 Bytes count once they are there, not when they are announced, so that whoever announces much and
 sends little takes nothing from anybody.
@@ -19,7 +19,7 @@ from typing import TypeVar
 import msgspec
 
 from twostroke.serve.errors import ApiError, as_refusal, retry_after
-from twostroke.serve.exchange import Exchange
+from twostroke.serve.http import HttpRequest
 from twostroke.serve.settings import MIB, ServeSettings
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -31,13 +31,13 @@ LEAST_BODY_BYTES, BODY_BYTES_PER_TOKEN = 8 * MIB, 64
 LEAST_WEIGHT, WEIGHT_PER_TOKEN = 512 * 1024, 8
 MEMORY_PER_BYTE = 5  # a text with one emoji has four bytes a character, after one while it is read
 MEMORY_PER_WEIGHT = 32
-FREE_BYTES = 8 * 1024  # bodies up to this are handled at once, and wait for nobody
+FREE_BYTES = 8 * 1024  # bodies up to this are not counted, and wait for nobody
 RATE_WINDOW_S = 5.0
-PATIENCE_S = 5.0  # of one body, for room that others hold
+MAX_WAIT_S = 5.0  # of one body, for memory that others hold
 MAX_WAITING = 32
 
 
-class Bodies:
+class BodyReader:
     def __init__(self, settings: ServeSettings, max_model_len: int) -> None:
         self.max_bytes = settings.max_body_bytes or max(
             LEAST_BODY_BYTES, BODY_BYTES_PER_TOKEN * max_model_len
@@ -47,16 +47,16 @@ class Bodies:
         )
         self._timeout_s = settings.body_timeout_s
         self._min_rate = settings.min_body_bytes_per_s
-        self._arrived = Room(self.max_bytes * 3 // 2)
-        self._decoded = Room(self.max_bytes * MEMORY_PER_BYTE)
+        self._arrived = ByteBudget(self.max_bytes * 3 // 2)
+        self._decoded = ByteBudget(self.max_bytes * MEMORY_PER_BYTE)
 
     @asynccontextmanager
-    async def read(self, exchange: Exchange, kind: type[T]) -> AsyncIterator[tuple[T, int]]:
+    async def read(self, http: HttpRequest, kind: type[T]) -> AsyncIterator[tuple[T, int]]:
         """The body as the type it has to be, and its size. Leave once a prompt is made of it."""
-        _check_media(exchange)
-        arrived, decoded = Share(self._arrived), Share(self._decoded)
+        _check_media(http)
+        arrived, decoded = Reservation(self._arrived), Reservation(self._decoded)
         try:
-            body, weight = await self._receive(exchange, arrived)
+            body, weight = await self._receive(http, arrived)
             num_bytes = len(body)
             if num_bytes > FREE_BYTES:
                 await decoded.grow(MEMORY_PER_BYTE * num_bytes + MEMORY_PER_WEIGHT * weight)
@@ -72,9 +72,9 @@ class Bodies:
             arrived.give_back()
             decoded.give_back()
 
-    async def _receive(self, exchange: Exchange, held: Share) -> tuple[bytearray, int]:
+    async def _receive(self, http: HttpRequest, held: Reservation) -> tuple[bytearray, int]:
         """Refused as soon as it is known to be too much, before the rest has arrived."""
-        length = exchange.header(b"content-length")
+        length = http.header(b"content-length")
         if length is not None and length.isdigit() and int(length) > self.max_bytes:
             raise self._too_large()
         loop = asyncio.get_running_loop()
@@ -84,20 +84,20 @@ class Bodies:
         while True:
             try:
                 async with asyncio.timeout_at(min(until, window_end)):
-                    piece, more = await exchange.receive_body()
+                    chunk, more = await http.receive_body()
             except TimeoutError:
                 raise self._too_slow(loop.time() >= until) from None
-            if len(body) + len(piece) > self.max_bytes:
+            if len(body) + len(chunk) > self.max_bytes:
                 raise self._too_large()
-            weight += sum(piece.count(mark) * each for mark, each in WEIGHTS)
+            weight += sum(chunk.count(mark) * each for mark, each in WEIGHTS)
             if weight > self.max_weight:
                 raise self._too_heavy()
-            if len(body) + len(piece) > FREE_BYTES:
+            if len(body) + len(chunk) > FREE_BYTES:
                 waited = loop.time()
-                await held.grow(len(body) + len(piece))
+                await held.grow(len(body) + len(chunk))
                 waited = loop.time() - waited  # not the sender's fault
                 until, window_end = until + waited, window_end + waited
-            body += piece
+            body += chunk
             if not more:
                 return body, weight
             if len(body) >= quota:
@@ -123,23 +123,23 @@ class Bodies:
         return ApiError(408, f"the body {why}")
 
 
-class Room:
-    """An amount that several share. Those who find too little left wait in turn, for a while."""
+class ByteBudget:
+    """Memory that all bodies share. One that finds too little left waits in turn, for a while."""
 
     def __init__(self, total: int) -> None:
         self.total = self.left = total
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
-    async def take(self, amount: int, patience_s: float) -> None:
+    async def take(self, amount: int, max_wait_s: float) -> None:
         if amount <= self.left and not self._waiting:
             self.left -= amount
             return
         if len(self._waiting) >= MAX_WAITING:
-            raise _no_room()
+            raise _no_memory()
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append((amount, turn))
         try:
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(max_wait_s):
                 await turn
         except BaseException as error:
             if turn.done() and not turn.cancelled():  # it came at the last moment
@@ -147,7 +147,7 @@ class Room:
             turn.cancel()
             self._grant()
             if isinstance(error, TimeoutError):
-                raise _no_room() from None
+                raise _no_memory() from None
             raise
 
     def give_back(self, amount: int) -> None:
@@ -162,34 +162,34 @@ class Room:
             turn.set_result(None)
 
 
-class Share:
-    """What one body has of a room."""
+class Reservation:
+    """What one body has taken of a budget."""
 
-    def __init__(self, room: Room) -> None:
-        self._room = room
+    def __init__(self, budget: ByteBudget) -> None:
+        self._budget = budget
         self._held = 0
-        self._patience_s = PATIENCE_S
+        self._max_wait_s = MAX_WAIT_S
 
     async def grow(self, to: int) -> None:
-        more = min(to, self._room.total) - self._held
+        more = min(to, self._budget.total) - self._held
         started = monotonic()
-        await self._room.take(more, self._patience_s)
-        self._patience_s -= monotonic() - started
+        await self._budget.take(more, self._max_wait_s)
+        self._max_wait_s -= monotonic() - started
         self._held += more
 
     def give_back(self) -> None:
-        self._room.give_back(self._held)
+        self._budget.give_back(self._held)
         self._held = 0
 
 
-def _no_room() -> ApiError:
+def _no_memory() -> ApiError:
     message = "too many large requests are being read; try again in a moment"
     return ApiError(429, message, code="too_many_bytes", headers=retry_after(1))
 
 
-def _check_media(exchange: Exchange) -> None:
-    media = (exchange.header(b"content-type") or b"").split(b";")[0].strip().lower()
+def _check_media(http: HttpRequest) -> None:
+    media = (http.header(b"content-type") or b"").split(b";")[0].strip().lower()
     if media != b"application/json":
         raise ApiError(415, "send JSON, with the header 'Content-Type: application/json'")
-    if (exchange.header(b"content-encoding") or b"identity").lower() != b"identity":
+    if (http.header(b"content-encoding") or b"identity").lower() != b"identity":
         raise ApiError(415, "compressed bodies are not read; send plain JSON")

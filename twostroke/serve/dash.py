@@ -1,8 +1,8 @@
-"""`/dash`: one page that needs nothing but this server, and the feed it reads.
+"""`/dash`: one page that needs nothing but this server, and the data it reads (`/dash/feed`).
 
-The page holds no data, so it is anybody's; the feed wants the key, as `/metrics` does. A page that
-is looked at asks twice a second, any other not at all. However many look on, `MOST_A_SECOND`
-answers are made; who comes too often is told to wait, and nobody else notices.
+The page holds no data and needs no key; the feed needs one, as `/metrics` does. A visible page asks
+twice a second, a hidden one not at all. At most `MOST_A_SECOND` answers are made; more are answered
+429.
 """
 
 from __future__ import annotations
@@ -10,45 +10,87 @@ from __future__ import annotations
 import base64
 import re
 from hashlib import sha256
+from heapq import nlargest
 from importlib.resources import files
+from itertools import islice
 from time import monotonic
 from urllib.parse import parse_qs
+from uuid import uuid4
 
-from twostroke.serve.board import SLOW_BY, WINDOWS, Board
+from twostroke import __version__
+from twostroke.engine.api import EngineClient
+from twostroke.observe.recent import Recent, Spread, Window
+from twostroke.observe.record import Causes, RequestRecord, StepRecord
+from twostroke.observe.totals import Totals
 from twostroke.serve.errors import ApiError, retry_after
-from twostroke.serve.exchange import JSON, Exchange, Headers
+from twostroke.serve.http import JSON, Headers, HttpRequest
+from twostroke.serve.response_fields import Json
 from twostroke.serve.service import Service
 
 MOST_A_SECOND = 20.0
-NEVER_KEPT = (b"cache-control", b"no-store")
+NO_STORE = (b"cache-control", b"no-store")
+STEPS = 400  # on the timeline
+SLOWEST = 8
+QUANTILES = (0.5, 0.95, 0.99)
+WINDOWS: dict[str, float | None] = {"10": 10.0, "60": 60.0, "all": None}
+STEP_FIELDS = (
+    "ended_s",
+    "decode",
+    "prefill",
+    "host",
+    "idle",
+    "prefill_rows",
+    "prefill_tokens",
+    "decode_rows",
+    "written",
+    "waiting",
+    "running",
+    "preempted",
+    "kv_used",
+)
 
 
-class Dash:
+def _total_s(record: RequestRecord) -> float:
+    return record.finished_s - record.received_s
+
+
+def _ttft_s(record: RequestRecord) -> float:
+    return record.ttft_s if record.token_s else _total_s(record)
+
+
+def _worst_s(record: RequestRecord) -> float:
+    return record.worst_gap_s
+
+
+SLOW_BY = {"total": _total_s, "first": _ttft_s, "gap": _worst_s}
+
+
+class DashRoutes:
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._board = Board(service.client, service.metrics.totals)
+        self._data = DashData(service.client, service.metrics.totals)
         self._page = files("twostroke.serve").joinpath("dash.html").read_bytes()
         self._headers = page_headers(self._page.decode())
-        self._answers, self._told_s = MOST_A_SECOND, 0.0  # left to give, and when that was known
+        self._tokens, self._tokens_s = MOST_A_SECOND, 0.0  # of a token bucket, and when counted
 
-    async def page(self, exchange: Exchange) -> None:
-        await exchange.answer(200, self._page, self._headers)
+    async def page(self, http: HttpRequest) -> None:
+        await http.respond(200, self._page, self._headers)
 
-    async def feed(self, exchange: Exchange) -> None:
-        since, window, slow_by = _asked(exchange)
-        self._pace()
-        told = self._board.tell(self._service.models[0], since, window, slow_by)
-        told["server"]["draining"] = self._service.admission.draining
-        await exchange.answer_json(told, (*JSON, NEVER_KEPT))
+    async def feed(self, http: HttpRequest) -> None:
+        since, window, slow_by = _query(http)
+        self._limit_rate()
+        data = self._data.snapshot(self._service.models[0], since, window, slow_by)
+        data["server"]["draining"] = self._service.admission.draining
+        await http.respond_json(data, (*JSON, NO_STORE))
 
-    def _pace(self) -> None:
+    def _limit_rate(self) -> None:
         now = monotonic()
-        left = self._answers + (now - self._told_s) * MOST_A_SECOND
-        self._answers, self._told_s = min(left, MOST_A_SECOND), now
-        if self._answers < 1.0:
+        left = self._tokens + (now - self._tokens_s) * MOST_A_SECOND
+        self._tokens, self._tokens_s = min(left, MOST_A_SECOND), now
+        if self._tokens < 1.0:
             message = "too many look at the dashboard; ask less often"
             raise ApiError(429, message, code="too_many_watchers", headers=retry_after(2))
-        self._answers -= 1.0
+        self._tokens -= 1.0
 
 
 def page_headers(page: str) -> Headers:
@@ -63,7 +105,7 @@ def page_headers(page: str) -> Headers:
         (b"content-security-policy", policy.encode()),
         (b"x-content-type-options", b"nosniff"),
         (b"referrer-policy", b"no-referrer"),
-        NEVER_KEPT,
+        NO_STORE,
     )
 
 
@@ -72,13 +114,149 @@ def _hash_of(tag: str, page: str) -> str:
     return f"'sha256-{base64.b64encode(sha256(text.encode()).digest()).decode()}'"
 
 
-def _asked(exchange: Exchange) -> tuple[int, str, str]:
-    asked = parse_qs(exchange.scope.get("query_string", b"").decode("latin-1"))
-    since = asked.get("since", ["0"])[-1]
-    window, slow_by = asked.get("window", ["60"])[-1], asked.get("slow", ["total"])[-1]
+def _query(http: HttpRequest) -> tuple[int, str, str]:
+    given = parse_qs(http.scope.get("query_string", b"").decode("latin-1"))
+    since = given.get("since", ["0"])[-1]
+    window, slow_by = given.get("window", ["60"])[-1], given.get("slow", ["total"])[-1]
     if not (since.isascii() and since.isdigit() and len(since) < 16):
         raise ApiError(400, "since is the num_steps of the last answer", param="since")
     for name, value, known in (("window", window, WINDOWS), ("slow", slow_by, SLOW_BY)):
         if value not in known:
             raise ApiError(400, f"{name} is one of {', '.join(known)}", param=name)
     return int(since), window, slow_by
+
+
+# ── the data ────────────────────────────────────────────────────────────────────────────────────
+
+
+class DashData:
+    """What the page shows, as plain data, from the records that the engine's client mirrors and the
+    totals of `/metrics`. Times are in milliseconds here: people read them."""
+
+    def __init__(self, client: EngineClient, totals: Totals) -> None:
+        self._client = client
+        self._records = client.records
+        self._totals = totals
+        self._id = uuid4().hex[:8]  # another after the server was started again
+        self._recent = Recent(totals, monotonic())
+        listeners = client.records.listeners
+        listeners.insert(listeners.index(totals), self._recent)
+
+    def snapshot(self, model: str, since: int, window: str, slow_by: str) -> Json:
+        """`since`: the `num_steps` of the last answer, whose steps are left out."""
+        client, recent, now = self._client, self._recent, monotonic()
+        load, info = client.load(), client.info
+        seconds = WINDOWS[window]
+        newest = self._records.steps[-1] if self._records.steps else None
+        return {
+            "server": {
+                "id": self._id,
+                "version": __version__,
+                "model": model,
+                "device": info.device,
+                "dtype": info.dtype,
+                "up": client.healthy,
+                "up_s": now - recent.started_s,
+                "restarts": client.num_restarts,
+            },
+            "load": {
+                "waiting": load.waiting,
+                "running": load.running,
+                "reading": newest.prefill.rows if newest is not None and load.running else 0,
+                "max_running": info.max_num_seqs,
+            },
+            "kv": load.kv._asdict(),
+            "kv_token_bytes": info.kv_bytes / info.kv_tokens if info.kv_tokens else 0.0,
+            "window": _window_json(recent.window(now, seconds)),
+            "totals": {
+                "prompt_tokens": self._totals.prompt_tokens,
+                "generation_tokens": self._totals.generation_tokens,
+                "requests": self._totals.ended,
+            },
+            "roof": {"flops": info.ops_per_s or None, "bytes": info.read_bytes_per_s or None},
+            "series": [[round(value, 2) for value in point] for point in recent.series(now)],
+            "num_steps": recent.num_steps,
+            "step_fields": STEP_FIELDS,
+            "steps": self._steps(since),
+            "slowest": self._slowest(now, seconds, slow_by),
+        }
+
+    def _steps(self, since: int) -> list[list[float]]:
+        """Those that are new, oldest first, as `STEP_FIELDS` has them."""
+        new = self._recent.num_steps - since
+        new = STEPS if new < 0 else min(new, STEPS)  # below 0: another server's number
+        newest = list(islice(reversed(self._records.steps), new))
+        return [_step_row(record, self._recent.started_s) for record in reversed(newest)]
+
+    def _slowest(self, now: float, seconds: float | None, slow_by: str) -> list[Json]:
+        from_s = 0.0 if seconds is None else now - seconds
+        ended = [record for record in list(self._records.requests) if record.finished_s >= from_s]
+        return [_request_json(one, now) for one in nlargest(SLOWEST, ended, SLOW_BY[slow_by])]
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)
+
+
+def _window_json(window: Window) -> Json:
+    return {
+        "seconds": window.seconds,
+        **window.work._asdict(),
+        "gap": _spread_json(window.gaps),
+        "first": _spread_json(window.firsts),
+    }
+
+
+def _spread_json(spread: Spread) -> Json:
+    found = spread.quantiles(QUANTILES)
+    values = [None if one is None else _ms(one) for one in found]
+    return {"count": spread.count, "p50": values[0], "p95": values[1], "p99": values[2]}
+
+
+def _step_row(record: StepRecord, zero_s: float) -> list[float]:
+    since, host_s = record.since_s, record.since_s.host
+    if not (record.regular or record.late):
+        # No stream waited for it. Before the planning began there was nothing to do.
+        host_s = record.committed_s - record.planned_s - record.device_s
+        host_s = min(max(host_s, 0.0), since.host)
+    return [
+        round(record.committed_s - zero_s, 4),
+        _ms(since.decode),
+        _ms(since.prefill),
+        _ms(host_s),
+        _ms(since.host - host_s),
+        record.prefill.rows,
+        record.prefill.tokens,
+        record.decode.rows,
+        record.num_written,
+        record.waiting,
+        record.running,
+        record.preempted,
+        record.kv.used,
+    ]
+
+
+def _request_json(record: RequestRecord, now: float) -> Json:
+    """Of a request that ended early, as far as it came."""
+    scheduled_s = record.scheduled_s or record.finished_s
+    first_s = record.first_token_s or record.finished_s
+    worst = record.worst_gap
+    return {
+        "id": record.request_id,
+        "ago_s": round(now - record.finished_s, 1),
+        "reason": str(record.finish_reason),
+        "prompt": record.num_prompt,
+        "cached": record.num_cached,
+        "written": len(record.token_s),
+        "preempted": len(record.preempted),
+        "total": _ms(record.finished_s - record.received_s),
+        "queue": _ms(scheduled_s - record.received_s),
+        "prefill": _ms(first_s - scheduled_s),
+        "decode": _ms(record.decode_s),
+        "worst_gap": _ms(record.worst_gap_s),
+        "causes": None if worst is None else _causes_json(worst),
+    }
+
+
+def _causes_json(causes: Causes) -> Json:
+    return {name: _ms(seconds) for name, seconds in causes._asdict().items()}

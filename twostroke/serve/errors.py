@@ -1,4 +1,4 @@
-"""What a client is told when something is wrong: OpenAI's shape, and never our insides."""
+"""Errors as responses: OpenAI's JSON, and nothing of our internals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _AT = re.compile(r" - at `\$\.?(.*?)`$", re.S)
 
 
 class ApiError(Exception):
-    """A refusal that is ready to be sent."""
+    """An error with its HTTP status, ready to be sent."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class ApiError(Exception):
 
 
 class ClientGone(Exception):  # noqa: N818
-    """Nobody is left to be answered."""
+    """The client has closed the connection."""
 
 
 def retry_after(seconds: int) -> tuple[tuple[bytes, bytes], ...]:
@@ -74,11 +74,12 @@ def unavailable(message: str) -> ApiError:
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """Any exception → what its client may know of it. What is our fault is logged here."""
+    """Any exception → the error its client gets. What is our fault is logged here."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
-        return ApiError(400, str(error), param=_first_name(str(error)))
+        param = error.param or _first_name(str(error))
+        return ApiError(400, str(error), param=param, code=error.code)
     if isinstance(error, RecursionError):  # nothing recurses here but along what was sent
         return ApiError(400, "what was sent is nested too deeply")
     if isinstance(error, EngineError):
@@ -89,14 +90,14 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def _first_name(message: str) -> str | None:
-    """The parameter that a refusal speaks of: those that have one begin with its name."""
+    """The parameter that a message begins with, if it begins with one."""
     word = re.match(r"\w*", message)
     name = word.group() if word else ""
     return name if name in _PARAMS else None
 
 
 def as_refusal(error: Exception, known: tuple[str, ...]) -> ApiError:
-    """What msgspec found wrong with a body. `known` are the fields the request may have."""
+    """msgspec's error on a body as a 400. `known` are the fields the request may have."""
     text = shortened(str(error), MAX_MESSAGE_CHARS)  # it may hold a name of megabytes
     if isinstance(error, RecursionError):
         return ApiError(400, "the JSON is nested too deeply", code="invalid_json")

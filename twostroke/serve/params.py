@@ -11,7 +11,7 @@ from twostroke.serve.errors import ApiError
 from twostroke.serve.protocol import (
     ChatRequest,
     CompletionRequest,
-    Generating,
+    GenerateRequest,
     ResponseFormat,
     ResponsesRequest,
 )
@@ -48,17 +48,17 @@ def chat_params(
     settings: ServeSettings,
     forced: StructuredOutputs | None = None,
 ) -> SamplingParams:
-    """`forced`: what a tool choice makes the answer be, whatever else was asked for."""
+    """`forced`: the grammar of a required tool call, which overrides the request's own."""
     _refuse_unsupported(request)
     if request.top_logprobs is not None and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    asked = request.max_completion_tokens
-    asked = request.max_tokens if asked is None else asked
+    max_tokens = request.max_completion_tokens
+    max_tokens = request.max_tokens if max_tokens is None else max_tokens
     return _params(
         request,
         info,
         n=request.n,
-        max_tokens=_capped(asked, settings),
+        max_tokens=_capped(max_tokens, settings),
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         structured=forced or _structured(request, request.response_format),
     )
@@ -71,14 +71,14 @@ def completion_params(
         raise ApiError(400, "best_of must equal n; nothing is ranked here", param="best_of")
     if request.suffix:
         raise ApiError(400, "suffix is not supported; leave it out", param="suffix")
-    asked = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-    if asked == 0 and request.echo:
-        asked = 1  # a step has to write one; `Completions` leaves it out
+    max_tokens = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    if max_tokens == 0 and request.echo:
+        max_tokens = 1  # a step has to write one; `completions.py` leaves it out
     params = _params(
         request,
         info,
         n=request.n,
-        max_tokens=_capped(asked, settings),
+        max_tokens=_capped(max_tokens, settings),
         logprobs=request.logprobs,
         structured=_structured(request, request.response_format),
     )
@@ -108,7 +108,7 @@ def responses_params(
 
 
 def _params(
-    request: Generating,
+    request: GenerateRequest,
     info: EngineInfo,
     *,
     n: int | None,
@@ -132,10 +132,10 @@ def _params(
     )
 
 
-def _capped(asked: int | None, settings: ServeSettings) -> int | None:
+def _capped(max_tokens: int | None, settings: ServeSettings) -> int | None:
     cap = settings.max_output_tokens
-    if cap is None or (asked is not None and asked <= cap):
-        return asked
+    if cap is None or (max_tokens is not None and max_tokens <= cap):
+        return max_tokens
     return cap
 
 
@@ -157,7 +157,7 @@ def _refuse_unsupported(request: ChatRequest) -> None:
 # ── structured output ───────────────────────────────────────────────────────────────────────
 
 
-def _structured(request: Generating, form: ResponseFormat | None) -> StructuredOutputs | None:
+def _structured(request: GenerateRequest, form: ResponseFormat | None) -> StructuredOutputs | None:
     fields = request.structured_outputs
     if fields is not None:
         kinds = {

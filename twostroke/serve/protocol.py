@@ -1,7 +1,7 @@
 """The requests the server reads: OpenAI's, with vLLM's and llama.cpp's additions.
 
 A field that is not here is refused by name: a misspelt `temprature` would otherwise change an
-answer without a word. `null` means the same as leaving a field out. Ranges of sampling values
+answer unnoticed. `null` means the same as leaving a field out. Ranges of sampling values
 are checked where they are used (`SamplingParams`).
 """
 
@@ -24,7 +24,7 @@ TokenIds = list[int]
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    # Of no use once a prompt and `SamplingParams` are made: not kept while the answer is written.
+    # Fields that are dropped once the prompt and `SamplingParams` are made of them.
     INPUT: ClassVar[tuple[str, ...]] = ()
 
     def drop_input(self) -> None:
@@ -32,7 +32,7 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             setattr(self, name, None)
 
 
-class Ignored(Body, kw_only=True):
+class IgnoredFields(Body, kw_only=True):
     """OpenAI's fields about accounts, storage and billing: read, and without effect here."""
 
     user: Name | None = None
@@ -90,8 +90,8 @@ class Tool(msgspec.Struct, kw_only=True):
     function: FunctionTool
 
 
-class Generating(Ignored, kw_only=True):
-    """What every route that writes text may be told."""
+class GenerateRequest(IgnoredFields, kw_only=True):
+    """The fields of every route that generates text."""
 
     INPUT: ClassVar[tuple[str, ...]] = (
         "stop",
@@ -129,12 +129,12 @@ class Generating(Ignored, kw_only=True):
     cache_salt: Name | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    return_progress: bool | None = None  # llama.cpp's: tell how far a long prompt has got
+    return_progress: bool | None = None  # llama.cpp's: events with how much is prefilled
 
 
-class ChatRequest(Generating, kw_only=True):
+class ChatRequest(GenerateRequest, kw_only=True):
     INPUT: ClassVar[tuple[str, ...]] = (
-        *Generating.INPUT,
+        *GenerateRequest.INPUT,
         "messages",
         "chat_template",
         "chat_template_kwargs",
@@ -173,8 +173,8 @@ class ChatRequest(Generating, kw_only=True):
     web_search_options: Any = None
 
 
-class CompletionRequest(Generating, kw_only=True):
-    INPUT: ClassVar[tuple[str, ...]] = (*Generating.INPUT, "prompt", "response_format")
+class CompletionRequest(GenerateRequest, kw_only=True):
+    INPUT: ClassVar[tuple[str, ...]] = (*GenerateRequest.INPUT, "prompt", "response_format")
 
     prompt: str | list[str | int | TokenIds]  # a text, token ids, or a list of either
     n: int | None = None
@@ -201,9 +201,9 @@ class TextOptions(msgspec.Struct, kw_only=True):
     verbosity: str | None = None
 
 
-class ResponsesRequest(Generating, kw_only=True):
+class ResponsesRequest(GenerateRequest, kw_only=True):
     INPUT: ClassVar[tuple[str, ...]] = (
-        *Generating.INPUT,
+        *GenerateRequest.INPUT,
         "input",
         "chat_template_kwargs",
         "include",
@@ -255,7 +255,7 @@ class TokenizeRequest(Body, kw_only=True):
     tools: list[Tool] | None = None
 
 
-Templated = ChatRequest | TokenizeRequest  # what says how a conversation becomes a prompt
+TemplatedRequest = ChatRequest | TokenizeRequest  # with fields for the chat template
 
 
 class DetokenizeRequest(Body, kw_only=True):

@@ -25,16 +25,16 @@ import uvicorn
 from twostroke.engine.api import EngineClient
 from twostroke.errors import EngineError
 from twostroke.serve.app import App, asgi
-from twostroke.serve.bounds import bounded_protocol
-from twostroke.serve.listen import bind, unlink, url_of
+from twostroke.serve.http import limited_protocol
 from twostroke.serve.settings import ServeSettings
-from twostroke.serve.stats_log import keep_saying
+from twostroke.serve.sockets import bind, unlink, url_of
+from twostroke.serve.stats_log import log_stats
 
 Client = TypeVar("Client", bound=EngineClient)
 ClientFactory = Callable[[], AbstractAsyncContextManager[Client]]
 
 BACKLOG = 4096
-LAST_WORDS_S = 2  # for error events to be written, once the draining is over
+LAST_EVENTS_S = 2  # for error events to be written, once the draining is over
 
 
 class WithoutQuery(logging.Filter):
@@ -56,7 +56,7 @@ class HttpServer(uvicorn.Server):
             uvicorn.Config(
                 asgi(app),
                 loop="uvloop" if _has_uvloop() else "asyncio",
-                http=bounded_protocol(settings),
+                http=limited_protocol(settings),
                 ws="none",
                 lifespan="off",
                 log_level="info" if settings.access_log else settings.uvicorn_log_level,
@@ -64,7 +64,7 @@ class HttpServer(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=int(settings.keep_alive_s),
-                timeout_graceful_shutdown=LAST_WORDS_S,
+                timeout_graceful_shutdown=LAST_EVENTS_S,
                 backlog=BACKLOG,
                 ssl_certfile=settings.ssl_certfile,
                 ssl_keyfile=settings.ssl_keyfile,
@@ -104,15 +104,15 @@ class HttpServer(uvicorn.Server):
         self._draining = asyncio.get_running_loop().create_task(self._drain())
 
     def end_with_engine(self, lost: asyncio.Future[str]) -> None:
-        """All requests have been told; nothing can be answered any more."""
+        """The engine has stopped for good: its requests have ended, and no more can be taken."""
         self.lost = lost.result()
         self._app.service.admission.draining = self.should_exit = True
 
     async def _drain(self) -> None:
         service, started = self._app.service, monotonic()
-        while service.num_feeds and monotonic() - started < self._drain_s:
+        while service.open_streams and monotonic() - started < self._drain_s:
             await asyncio.sleep(0.02)
-        service.end_all()
+        service.end_streams()
         self.should_exit = True
 
 
@@ -129,21 +129,21 @@ async def serve_forever(
         async with client_factory() as client:
             app = App(client, settings)
             server = HttpServer(app, settings)
-            listener.listen(BACKLOG)  # whoever is told the address can connect
+            listener.listen(BACKLOG)  # before the address is announced
             if on_started is not None:
                 on_started(server, client, url_of(listener, settings))
-            saying = None
+            logging_stats = None
             if settings.log_stats:
-                words = keep_saying(client, app.service.metrics.totals)
-                saying = asyncio.get_running_loop().create_task(words)
+                work = log_stats(client, app.service.metrics.totals)
+                logging_stats = asyncio.get_running_loop().create_task(work)
             lost: asyncio.Future[str] | None = getattr(client, "lost", None)
             if lost is not None:
                 lost.add_done_callback(server.end_with_engine)
             await server.serve(sockets=[listener])
             if lost is not None:
                 lost.remove_done_callback(server.end_with_engine)
-            if saying is not None:
-                saying.cancel()
+            if logging_stats is not None:
+                logging_stats.cancel()
             await app.close()
             if server.lost:
                 raise EngineError(f"the engine has stopped ({server.lost})")
@@ -160,8 +160,8 @@ def serve(
     """`serve_forever`, in an event loop of its own and a process that does nothing else."""
 
     def started(server: HttpServer, client: Client, url: str) -> None:
-        # What is there now stays: searching it for garbage again and again is a fifth of the
-        # cost of a token.
+        # What exists now stays: looking at it again and again, the garbage collector would take a
+        # fifth of the cost of a token.
         gc.collect()
         gc.freeze()
         if on_started is not None:

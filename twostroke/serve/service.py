@@ -1,57 +1,36 @@
-"""`Service`: what every route that generates shares. It owns the open feeds."""
+"""`Service`: what the routes of one server share, and its limits over all requests: how many
+sequences may be open (`Admission`), and how much of what was written may be unread (`UnreadBytes`).
+"""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from hashlib import sha256
-from typing import TypeVar
+from typing import Protocol, TypeVar
 from uuid import uuid4
 
 import msgspec
 
 from twostroke import __version__
 from twostroke.engine.api import EngineClient
-from twostroke.engine.intake import Prepared
 from twostroke.errors import shown
 from twostroke.model.tokenizer import Tokenizer
-from twostroke.serve.bodies import Bodies
-from twostroke.serve.errors import ApiError, unavailable
-from twostroke.serve.exchange import Exchange
-from twostroke.serve.feed import Feed, Unread
+from twostroke.serve.bodies import BodyReader
+from twostroke.serve.errors import ApiError, retry_after, unavailable
+from twostroke.serve.http import HttpRequest
 from twostroke.serve.metrics import Metrics
-from twostroke.serve.parts import Json, TokenNames
 from twostroke.serve.prompts import Prompts
-from twostroke.serve.protocol import Generating
-from twostroke.serve.security import Admission
+from twostroke.serve.protocol import GenerateRequest
+from twostroke.serve.response_fields import ResponseHead, TokenNames
 from twostroke.serve.settings import ServeSettings
-from twostroke.serve.stream import EventWriter
 from twostroke.serve.tracing import Tracing
 
-LOGPROB_BYTES = 8  # of a token and its log-probability, as `Logprobs` keeps them
 T = TypeVar("T", bound=msgspec.Struct)
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """What every chunk of an answer repeats."""
-
-    id: str
-    created: int
-    model: str
-    system_fingerprint: str
-
-    def as_json(self, kind: str) -> Json:
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.system_fingerprint,
-            "service_tier": None,
-        }
+MAX_CHOICES, CHOICES_PER_CORE = 128, 8
+MOST_UNREAD = 8  # streams with all that one may have: so much may be unread in total
 
 
 class Service:
@@ -59,17 +38,17 @@ class Service:
         self.client = client
         self.settings = settings
         self.admission = Admission(client, settings.max_queue, settings.max_choices)
-        self.names = TokenNames(client.intake.tokenizer)
-        self.unread = Unread(settings.max_unread_bytes)
-        self.bodies = Bodies(settings, client.info.max_model_len)
-        self.prompts = Prompts(client.intake, settings)
+        self.token_names = TokenNames(self.tokenizer)
+        self.unread = UnreadBytes(settings.max_unread_bytes)
+        self.bodies = BodyReader(settings, client.info.max_model_len)
+        self.prompts = Prompts(client.input_processor, settings)
         self.models = settings.served_model_names or (client.info.model_name,)
         self.metrics = Metrics(client, self.models[0])
         self.started = int(time.time())
         info = client.info
         setup = f"{info.model_name} {info.dtype} {info.device}"
         self.fingerprint = f"twostroke-{__version__}-{sha256(setup.encode()).hexdigest()[:8]}"
-        self._feeds: set[Feed] = set()
+        self.open_streams: set[OpenStream] = set()
         self.tracing: Tracing | None = None
         if settings.otlp_traces_endpoint is not None:
             self.tracing = Tracing(settings.otlp_traces_endpoint, self.models[0])
@@ -77,30 +56,30 @@ class Service:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        return self.client.intake.tokenizer
+        return self.client.input_processor.tokenizer
 
     @asynccontextmanager
-    async def read(self, exchange: Exchange, kind: type[T]) -> AsyncIterator[tuple[T, int]]:
+    async def read(self, http: HttpRequest, kind: type[T]) -> AsyncIterator[tuple[T, int]]:
         """The request and its size. Leave once a prompt is made of it: its memory is counted."""
-        async with self.bodies.read(exchange, kind) as (request, num_bytes):
-            if isinstance(request, Generating):
-                self._settle(exchange, request)
+        async with self.bodies.read(http, kind) as (request, num_bytes):
+            if isinstance(request, GenerateRequest):
+                self._apply_settings(http, request)
             yield request, num_bytes
-            if isinstance(request, Generating):
+            if isinstance(request, GenerateRequest):
                 request.drop_input()
 
-    def _settle(self, exchange: Exchange, request: Generating) -> None:
-        """What the server says of a request, whatever the request says."""
+    def _apply_settings(self, http: HttpRequest, request: GenerateRequest) -> None:
+        """What the server decides for a request, whatever the request says."""
         settings = self.settings
         if len(settings.api_keys) > 1 and not settings.prefix_cache_sharing:
             # How long a prompt takes tells whether it is cached, so whether another has sent it.
-            request.cache_salt = f"{exchange.key_number}/{request.cache_salt or ''}"
+            request.cache_salt = f"{http.key_number}/{request.cache_salt or ''}"
         if not settings.client_priority:
             request.priority = None
 
-    def head(self, prefix: str, request_id: str | None, model: str | None) -> Head:
+    def response_head(self, prefix: str, request_id: str | None, model: str | None) -> ResponseHead:
         name = f"{prefix}-{request_id or uuid4().hex}"
-        return Head(name, int(time.time()), model or self.models[0], self.fingerprint)
+        return ResponseHead(name, int(time.time()), model or self.models[0], self.fingerprint)
 
     def check_model(self, model: str | None) -> None:
         if model is not None and model not in self.models:
@@ -111,56 +90,110 @@ class Service:
                 code="model_not_found",
             )
 
-    @asynccontextmanager
-    async def running(
-        self,
-        exchange: Exchange,
-        prepared: Sequence[Prepared],
-        name: str,
-        writer: EventWriter | None = None,
-    ) -> AsyncIterator[Feed]:
-        """The engine at work on an answer, for as long as there is somebody to have it. `writer`
-        makes the events of a streamed one."""
-        self._check_size(prepared, streamed=writer is not None)
-        tracing = self.tracing
-        with self.admission.enter(sum(one.params.n for one in prepared)):
-            # A client may use an id again; the engine's name for a request is never another's.
-            write = None if writer is None else writer.write
-            feed = Feed(self.client, prepared, f"{name}-{uuid4().hex[:8]}", self.unread, write)
-            self._feeds.add(feed)
-            if tracing is not None:
-                tracing.begin(feed.names, name, exchange, [one.params for one in prepared])
-            try:
-                with exchange.watched(feed.fail):
-                    async with feed:
-                        yield feed
-            finally:
-                self._feeds.discard(feed)
-                if tracing is not None:
-                    tracing.end(feed.names)
+    def end_streams(self) -> None:
+        """Give up what still runs, with an error for those who wait."""
+        for stream in list(self.open_streams):
+            stream.fail(unavailable("the server was stopped before the answer was finished"))
 
-    def _check_size(self, prepared: Sequence[Prepared], streamed: bool) -> None:
-        """Refuse an answer that would take too much memory before it could be sent."""
-        longest = self.client.info.max_model_len
-        num_bytes = 0
-        for one in prepared:
-            params = one.params
-            if params.logprobs is not None and not streamed:
-                tokens = min(params.max_tokens or longest, longest - len(one.ids))
-                num_bytes += params.n * tokens * (1 + params.logprobs) * LOGPROB_BYTES
-        if num_bytes > self.unread.max_total_bytes:
+
+# ── limits over all requests ────────────────────────────────────────────────────────────────────
+
+
+class Admission:
+    """Counts the sequences this server has open, so that they cannot pile up without bound."""
+
+    def __init__(self, client: EngineClient, max_queue: int, max_choices: int | None) -> None:
+        self._client = client
+        self._max_queue = max_queue
+        # They run side by side, so every step of every stream takes longer by all of them.
+        on_gpu = client.info.device.startswith("cuda")
+        most = MAX_CHOICES if on_gpu else min(MAX_CHOICES, CHOICES_PER_CORE * (os.cpu_count() or 1))
+        self._max_choices = max_choices or most
+        self.num_open = 0
+        self.draining = False
+
+    def check(self, count: int = 1) -> None:
+        """Raises `ApiError` if `count` more sequences cannot be taken; also called early, before a
+        prompt is read."""
+        if self.draining:
+            raise unavailable("the server is shutting down; ask another one")
+        if not self._client.healthy:
+            raise unavailable("the engine is not running; try again in a moment")
+        # The engine's count may be a moment old, and memory may hold fewer than
+        # max_num_seqs: so both counts are looked at.
+        limit = self._client.info.max_num_seqs + self._max_queue
+        most = min(limit, self._max_choices)
+        if count > most:
             raise ApiError(
                 400,
-                f"the log-probabilities of this answer may take {num_bytes} bytes, and at most "
-                f"{self.unread.max_total_bytes} are kept for one that is sent whole; stream it, or "
-                "lower n, max_tokens or logprobs",
+                f"n: {count} texts are asked for at once (prompts times n), and at most {most} may "
+                "be; send several requests, or raise --max-choices",
+                param="n",
+            )
+        waiting = self._client.load().waiting
+        if self.num_open + count > limit or (waiting and waiting + count > self._max_queue):
+            raise ApiError(
+                429,
+                f"{waiting} requests are waiting, and at most {self._max_queue} may; try again "
+                "in a moment",
+                code="queue_full",
+                headers=retry_after(1),
             )
 
-    @property
-    def num_feeds(self) -> int:
-        return len(self._feeds)
+    @contextmanager
+    def enter(self, count: int) -> Iterator[None]:
+        """Count them as open meanwhile."""
+        self.check(count)
+        self.num_open += count
+        try:
+            yield
+        finally:
+            self.num_open -= count
 
-    def end_all(self) -> None:
-        """Give up what still runs, with an error for those who wait."""
-        for feed in list(self._feeds):
-            feed.fail(unavailable("the server was stopped before the answer was finished"))
+
+class OpenStream(Protocol):
+    """A response being streamed (`ResponseStream`)."""
+
+    def fail(self, error: Exception) -> None: ...
+
+    def cancel(self, error: Exception) -> None: ...
+
+
+class UnreadBytes:
+    """Bytes that streams have written and their clients have not read: limited for each stream, and
+    in total."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.max_total_bytes = MOST_UNREAD * max_bytes
+        self._bytes: dict[OpenStream, int] = {}
+        self.num_bytes = 0
+
+    def add(self, stream: OpenStream, count: int) -> None:
+        """One output may have any size, but then nothing more may wait behind it."""
+        before = self._bytes.get(stream, 0)
+        self._bytes[stream] = before + count
+        self.num_bytes += count
+        if before and before + count > self._max_bytes:
+            self._end(stream)
+        elif self.num_bytes > self.max_total_bytes and len(self._bytes) > 1:
+            self._end(max(self._bytes, key=lambda one: self._bytes[one]))
+
+    def remove(self, stream: OpenStream, count: int | None = None) -> None:
+        """`count` bytes have been read, or were dropped; None: all of them."""
+        held = self._bytes.pop(stream, 0)
+        left = 0 if count is None else max(0, held - count)
+        self.num_bytes -= held - left
+        if left:
+            self._bytes[stream] = left
+
+    def _end(self, stream: OpenStream) -> None:
+        count = self._bytes[stream]
+        stream.cancel(
+            ApiError(
+                408,
+                f"the stream was not read: {count} bytes of it were waiting, and at most "
+                f"{self._max_bytes} may (--max-unread-bytes); read faster, or ask for less",
+                code="slow_reader",
+            )
+        )

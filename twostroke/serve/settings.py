@@ -1,4 +1,4 @@
-"""`ServeSettings`: what the HTTP side is told, validated once. The engine has its own settings."""
+"""`ServeSettings`: the HTTP side's settings, validated once. The engine has its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ServeSettings(Strict):
     access_log: bool = False
     uvicorn_log_level: str = "warning"
 
-    api_keys: tuple[str, ...] = ()  # none: everybody may ask
+    api_keys: tuple[str, ...] = ()  # none: no key is needed
     prefix_cache_sharing: bool = False  # between keys, where there are several
     client_priority: bool = True  # requests may set their priority; else theirs is ignored
     open_health: bool = True  # /health and /ping answer without a key
@@ -31,7 +31,7 @@ class ServeSettings(Strict):
     log_stats: bool = True  # a line of log about both phases while there is work
     cors_origins: tuple[str, ...] = ()  # none: other sites' pages may not ask
 
-    served_model_names: tuple[str, ...] = ()  # the first is told in answers; none: the engine's
+    served_model_names: tuple[str, ...] = ()  # the first is in the responses; none: the engine's
     response_role: str = "assistant"
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     trust_request_chat_template: bool = False  # whether a request may bring its own template

@@ -1,6 +1,6 @@
 """A line of log about both phases and the KV cache, every ten seconds in which something happened.
 
-From the same totals and the same word of the engine as `/metrics` and `/dash`.
+From the same totals and the same load as `/metrics` and `/dash`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ EVERY_S = 10.0
 class StatsLog:
     def __init__(self, client: EngineClient, totals: Totals, now: float) -> None:
         self._client, self._totals = client, totals
-        self._said_s = now
-        self._said = self._amounts()
+        self._last_s = now
+        self._last = self._amounts()
 
     def _amounts(self) -> tuple[int, int, int]:
         totals = self._totals
@@ -29,12 +29,12 @@ class StatsLog:
     def line(self, now: float) -> str | None:
         """What happened since the last line; None: nothing, and nothing is under way."""
         amounts, load = self._amounts(), self._client.load()
-        if amounts == self._said and not load.running and not load.waiting:
-            self._said_s = now
+        if amounts == self._last and not load.running and not load.waiting:
+            self._last_s = now
             return None
-        seconds = max(now - self._said_s, 1e-3)
-        prefill, decode, ended = (new - old for new, old in zip(amounts, self._said, strict=True))
-        self._said, self._said_s = amounts, now
+        seconds = max(now - self._last_s, 1e-3)
+        prefill, decode, ended = (new - old for new, old in zip(amounts, self._last, strict=True))
+        self._last, self._last_s = amounts, now
         kv = load.kv
         return (
             f"prefill {prefill / seconds:,.1f} tok/s, decode {decode / seconds:,.1f} tok/s; "
@@ -44,7 +44,7 @@ class StatsLog:
         )
 
 
-async def keep_saying(client: EngineClient, totals: Totals) -> None:
+async def log_stats(client: EngineClient, totals: Totals) -> None:
     """Until it is cancelled."""
     log = StatsLog(client, totals, monotonic())
     while True:

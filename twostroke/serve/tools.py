@@ -3,8 +3,8 @@
     hermes        text<tool_call>\\n{"name": …, "arguments": {…}}\\n</tool_call>, any number of them
     llama3_json   {"name": …, "parameters": {…}}, the whole text; several with ; between
 
-A call is told as soon as its name is known and its arguments begin, and then piece by piece. What
-turns out to be no call before that point is content, as it was written.
+A call is emitted as soon as its name is known and its arguments begin, and then as it is written.
+What turns out to be no call before that point is content, as it was written.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ContentDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A piece of a call; its first has the id and the name, the others only arguments."""
+    """A part of a call: the first has the id and the name, the others only arguments."""
 
     index: int
     id: str | None = None
@@ -203,18 +203,18 @@ class ToolStream:
         self._deltas: list[Delta] = []
         self._held = ""  # may yet turn out to be white space around a call, or a tag
         self._reader: _CallReader | None = None
-        self._telling = False  # the call being read
-        self._told = 0  # characters of its arguments
-        self._silent = True  # since the last call nothing has been said
+        self._call_emitted = False  # of the call being read, its name
+        self._num_emitted = 0  # characters of its arguments
+        self._no_text = True  # since the last call
         self._hermes = parser == "hermes"
         self._read: Callable[[str], None] = self._content if self._hermes else self._start
         if not names:
-            self._read = self._say
+            self._read = self._emit_text
 
     def push(self, text: str) -> list[Delta]:
         for char in text:
             self._read(char)
-        self._tell_arguments()
+        self._emit_arguments()
         return self._take()
 
     def flush(self) -> list[Delta]:
@@ -223,9 +223,9 @@ class ToolStream:
         if reader is not None and reader.begun is None:
             self._held += reader.raw
         # White space and separators after a last call belong to it.
-        if not (self.calls and self._silent and self._held.strip(SPACE) in ("", ";")):
-            self._say_held()
-        self._read = self._say
+        if not (self.calls and self._no_text and self._held.strip(SPACE) in ("", ";")):
+            self._emit_held()
+        self._read = self._emit_text
         return self._take()
 
     def _take(self) -> list[Delta]:
@@ -243,10 +243,10 @@ class ToolStream:
         elif not OPEN.startswith(rest):
             # The character may begin a tag or stand before one, although what was held does not.
             self._held = self._held[:-1]
-            self._say_held()
+            self._emit_held()
             self._held = char
             if char not in SPACE and char != OPEN[0]:
-                self._say_held()
+                self._emit_held()
 
     def _start(self, char: str) -> None:
         """Llama: where a call may begin."""
@@ -256,8 +256,8 @@ class ToolStream:
             self._held = self._held[:-1]
             self._begin(char)
         elif not PYTHON_TAG.startswith(rest) and rest.rstrip(SPACE) != PYTHON_TAG:
-            self._say_held()
-            self._read = self._say
+            self._emit_held()
+            self._read = self._emit_text
 
     def _inside(self, char: str) -> None:
         """Hermes, after the tag."""
@@ -269,7 +269,7 @@ class ToolStream:
             self._no_call(char)
 
     def _begin(self, char: str) -> None:
-        self._reader, self._telling, self._told = _CallReader(self._names), False, 0
+        self._reader, self._call_emitted, self._num_emitted = _CallReader(self._names), False, 0
         self._read = self._call
         self._call(char)
 
@@ -277,17 +277,17 @@ class ToolStream:
         reader = self._reader
         assert reader is not None
         good = reader.push(char)
-        if reader.begun is not None and not self._telling:
-            self._tell_call(reader)
+        if reader.begun is not None and not self._call_emitted:
+            self._emit_call(reader)
         if not good:
-            self._tell_arguments()
+            self._emit_arguments()
             self._reader = None
             if reader.begun is not None:  # the call stands as far as it went
                 self._no_call(char)
             else:
                 self._no_call(reader.raw + char)
         elif reader.done:
-            self._tell_arguments()
+            self._emit_arguments()
             self._reader = None
             self._held = ""
             self._read = self._after if self._hermes else self._start
@@ -306,40 +306,40 @@ class ToolStream:
                 self._read(one)
 
     def _no_call(self, rest: str) -> None:
-        self._say_held()
-        self._read = self._content if self._hermes else self._say
+        self._emit_held()
+        self._read = self._content if self._hermes else self._emit_text
         for char in rest:
             self._read(char)
 
-    # What is told.
+    # What comes out.
 
-    def _say(self, text: str) -> None:
+    def _emit_text(self, text: str) -> None:
         last = self._deltas[-1] if self._deltas else None
-        self._silent &= not text
+        self._no_text &= not text
         if isinstance(last, ContentDelta):
             self._deltas[-1] = ContentDelta(last.text + text)
         elif text:
             self._deltas.append(ContentDelta(text))
 
-    def _say_held(self) -> None:
-        self._say(self._held)
+    def _emit_held(self) -> None:
+        self._emit_text(self._held)
         self._held = ""
 
-    def _tell_call(self, reader: _CallReader) -> None:
+    def _emit_call(self, reader: _CallReader) -> None:
         assert reader.begun is not None
         call = ToolCall(self._make_id(), reader.begun, "")
         self._deltas.append(ToolCallDelta(len(self.calls), call.id, call.name))
         self.calls.append(call)
         self._held = ""
-        self._telling = self._silent = True
+        self._call_emitted = self._no_text = True
 
-    def _tell_arguments(self) -> None:
+    def _emit_arguments(self) -> None:
         reader = self._reader
         if reader is None or reader.begun is None:
             return
-        new = reader.arguments[self._told :]
+        new = reader.arguments[self._num_emitted :]
         if new:
-            self._told += len(new)
+            self._num_emitted += len(new)
             self.calls[-1].arguments += new
             self._deltas.append(ToolCallDelta(len(self.calls) - 1, arguments=new))
 
@@ -421,7 +421,7 @@ class _CallReader:
         try:
             value = json.loads(self._value)
         except (ValueError, RecursionError):
-            # The arguments' own text is the caller's to judge once it is being told.
+            # Once arguments are being emitted, whether they are good JSON is the client's to judge.
             value = None
             if self.begun is None:
                 return False

@@ -1,6 +1,6 @@
 """OpenTelemetry: one span a request, made from its records once it has ended.
 
-    Service.running ──▶ begin(name, headers, params)          what the client asked, whose trace
+    GenerateRoute ──▶ begin(name, headers, params)          what the client traced, whose trace
     Records         ──▶ add_request(record) ──▶ span ──▶ the SDK's queue ──▶ its own thread ──▶ OTLP
 
 Names of spans and attributes are vLLM's and SGLang's; what only this engine knows is under
@@ -24,7 +24,7 @@ from twostroke import __version__
 from twostroke.errors import ConfigError
 from twostroke.observe.record import Causes, RequestRecord, StepRecord
 from twostroke.request import FinishReason, SamplingParams
-from twostroke.serve.exchange import Exchange
+from twostroke.serve.http import HttpRequest
 
 SPAN = "llm_request"
 HEADERS = ("traceparent", "tracestate")  # W3C's
@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Asked:
-    request_id: str  # as the client is told it
+class TracedRequest:
+    request_id: str  # as in the response
     params: SamplingParams
     carrier: dict[str, str]
     records: list[RequestRecord] = field(default_factory=list)  # of those of its n that have ended
@@ -49,7 +49,7 @@ class Tracing:
 
     def __init__(self, endpoint: str, model: str) -> None:
         self._model = model
-        self._asked: dict[str, Asked] = {}  # by the engine's name for it
+        self._traced: dict[str, TracedRequest] = {}  # by the engine's name for it
         self._provider, self._sdk = _provider(endpoint)
         self._tracer = self._provider.get_tracer("twostroke", __version__)
         self._propagator = self._sdk.propagator()
@@ -58,40 +58,40 @@ class Tracing:
         self,
         names: Sequence[str],
         request_id: str,
-        exchange: Exchange,
+        http: HttpRequest,
         params: Sequence[SamplingParams],
     ) -> None:
-        """Of each of a request's prompts the engine's name, and what is asked for it."""
-        found = {header: exchange.header(header.encode()) for header in HEADERS}
+        """`names`: the engine's request ids, one for each prompt; `params`: theirs."""
+        found = {header: http.header(header.encode()) for header in HEADERS}
         carrier = {header: text.decode("latin-1") for header, text in found.items() if text}
         for name, one in zip(names, params, strict=True):
-            self._asked[name] = Asked(request_id, one, carrier)
+            self._traced[name] = TracedRequest(request_id, one, carrier)
 
     def end(self, names: Sequence[str]) -> None:
         """Nobody waits for them any more; their records may still be on the way."""
         for name in names:
-            if name in self._asked:
-                asyncio.get_running_loop().call_later(FORGET_S, self._asked.pop, name, None)
+            if name in self._traced:
+                asyncio.get_running_loop().call_later(FORGET_S, self._traced.pop, name, None)
 
     def add_step(self, record: StepRecord) -> None:
         pass
 
     def add_request(self, record: RequestRecord) -> None:
         name = record.family or record.request_id
-        asked = self._asked.get(name)
-        if asked is None:
+        traced = self._traced.get(name)
+        if traced is None:
             return
-        asked.records.append(record)
-        if len(asked.records) < record.n:
+        traced.records.append(record)
+        if len(traced.records) < record.n:
             return
-        self._asked.pop(name, None)
+        self._traced.pop(name, None)
         try:
-            self._write(asked)
+            self._write(traced)
         except Exception:
             log.exception("a span could not be written")
 
-    def _write(self, asked: Asked) -> None:
-        sdk, records = self._sdk, asked.records
+    def _write(self, traced: TracedRequest) -> None:
+        sdk, records = self._sdk, traced.records
         clock = time_ns() - int(monotonic() * 1e9)  # from the records' clock to the world's
 
         def at(seconds: float) -> int:
@@ -99,9 +99,9 @@ class Tracing:
 
         span = self._tracer.start_span(
             SPAN,
-            context=self._propagator.extract(asked.carrier),
+            context=self._propagator.extract(traced.carrier),
             kind=sdk.SpanKind.SERVER,
-            attributes=dict(attributes(asked, self._model)),
+            attributes=dict(attributes(traced, self._model)),
             start_time=at(min(record.received_s for record in records)),
         )
         for name, seconds in _events(records):
@@ -117,13 +117,13 @@ class Tracing:
         await asyncio.to_thread(thread.join, CLOSE_PATIENCE_S)
 
 
-def attributes(asked: Asked, model: str) -> Iterator[tuple[str, Any]]:
+def attributes(traced: TracedRequest, model: str) -> Iterator[tuple[str, Any]]:
     """Of n continuations: the earliest of what begins, the latest of what ends, the sum of what is
     counted."""
-    records, params = asked.records, asked.params
+    records, params = traced.records, traced.params
     begun = [record for record in records if record.token_s]
     received_s = min(record.received_s for record in records)
-    yield "gen_ai.request.id", asked.request_id
+    yield "gen_ai.request.id", traced.request_id
     yield "gen_ai.response.model", model
     yield "gen_ai.request.temperature", float(params.temperature)
     yield "gen_ai.request.top_p", float(params.top_p)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.tiny import BOS, EOS, EOS_ID, TURN_END_ID, tiny_folder, tiny_llm
 from twostroke import LLM, SamplingParams
-from twostroke.engine.stops import StopStrings
+from twostroke.engine.output_processor import StopStrings
 from twostroke.errors import RequestError
 from twostroke.outputs import CompletionOutput
 
@@ -38,10 +38,9 @@ def llm(shared: LLM) -> Any:
     yield shared
     shared.engine.core.scheduler.audit()
     assert not shared.engine.core.has_work
-    frontend = shared.engine.frontend
-    assert not frontend._asked
-    assert not frontend._child
-    assert not frontend._stopped
+    outputs = shared.engine.output_processor
+    assert not outputs._states
+    assert not outputs._running
 
 
 def write(llm: LLM, prompt: Any = PROMPT, **params: Any) -> CompletionOutput:
@@ -493,23 +492,23 @@ def test_leaving_a_stream_early_frees_everything(llm: LLM) -> None:
 
 def test_a_name_that_belongs_to_a_continuation_is_taken(llm: LLM) -> None:
     """Continuations are named after their request, and nobody else may be called so."""
-    frontend = llm.engine.frontend
-    prepare = frontend.intake.prepare
-    frontend.enter(prepare([5], SamplingParams(n=2)), "a")
+    outputs, process = llm.engine.output_processor, llm.engine.input_processor.process
+    state, _ = outputs.add(process([5], SamplingParams(n=2)), "a")
     with pytest.raises(RequestError, match=r"a request with the id 'a/1' is already running"):
-        frontend.enter(prepare([5], SamplingParams()), "a/1")
-    assert frontend.forget("a") == ["a/0", "a/1"]
+        outputs.add(process([5], SamplingParams()), "a/1")
+    assert outputs.close(state) == ["a/0", "a/1"]
 
 
 def test_a_name_of_our_own_is_never_in_the_way(llm: LLM) -> None:
-    frontend = llm.engine.frontend
-    taken = f"req-{frontend._count + 1}"
-    prepared = frontend.intake.prepare([5], SamplingParams())
-    frontend.enter(prepared, taken)
-    other, _ = frontend.enter(prepared)
-    assert other != taken
-    for name in (taken, other):
-        frontend.forget(name)
+    outputs = llm.engine.output_processor
+    taken = f"req-{outputs._count + 1}"
+    request = llm.engine.input_processor.process([5], SamplingParams())
+    first, _ = outputs.add(request, taken)
+    second, _ = outputs.add(request)
+    assert first.request_id == taken
+    assert second.request_id != taken
+    for state in (first, second):
+        outputs.close(state)
 
 
 def test_streams_and_batches_may_interleave_on_one_engine(llm: LLM) -> None:

@@ -1,4 +1,4 @@
-"""The routes that tell: models, health, version, metrics; and the tokenizer's two."""
+"""The routes that generate nothing: models, health, version, metrics, tokenize, detokenize."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from twostroke import __version__
 from twostroke.serve.errors import ApiError, unavailable
-from twostroke.serve.exchange import Exchange
-from twostroke.serve.parts import Json
-from twostroke.serve.pools import Pool
+from twostroke.serve.http import HttpRequest
+from twostroke.serve.prompts import ThreadPool
 from twostroke.serve.protocol import DetokenizeRequest, TokenizeRequest
+from twostroke.serve.response_fields import Json
 from twostroke.serve.service import Service
 
 
-class Telling:
+class InfoRoutes:
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._metrics = Pool("scrapes", 1, 0)
+        self._metrics = ThreadPool("scrapes", 1, 0)
         self._scrape: asyncio.Task[bytes] | None = None
 
     def close(self) -> None:
         self._metrics.close()
 
-    async def health(self, exchange: Exchange) -> None:
+    async def health(self, http: HttpRequest) -> None:
         service = self._service
         if service.admission.draining:
             raise unavailable("the server is shutting down")
         if not service.client.healthy:
             raise unavailable("the engine is not running")
-        await exchange.answer_json({"status": "ok"})
+        await http.respond_json({"status": "ok"})
 
-    async def version(self, exchange: Exchange) -> None:
-        await exchange.answer_json({"version": __version__})
+    async def version(self, http: HttpRequest) -> None:
+        await http.respond_json({"version": __version__})
 
-    async def metrics(self, exchange: Exchange) -> None:
+    async def metrics(self, http: HttpRequest) -> None:
         kind = ((b"content-type", CONTENT_TYPE_LATEST.encode()),)
         if self._scrape is None or self._scrape.done():
             work = self._metrics.run(self._service.metrics.text)
             self._scrape = asyncio.get_running_loop().create_task(work)
-        text = await asyncio.shield(self._scrape)  # one for all who ask meanwhile
-        await exchange.answer(200, text, kind)
+        text = await asyncio.shield(self._scrape)  # one for all who ask before it is done
+        await http.respond(200, text, kind)
 
-    async def models(self, exchange: Exchange) -> None:
+    async def models(self, http: HttpRequest) -> None:
         service = self._service
         models = [
             {
@@ -58,20 +58,20 @@ class Telling:
             }
             for name in service.models
         ]
-        await exchange.answer_json({"object": "list", "data": models})
+        await http.respond_json({"object": "list", "data": models})
 
-    async def embeddings(self, exchange: Exchange) -> None:
+    async def embeddings(self, http: HttpRequest) -> None:
         raise ApiError(
             501, "this server writes text; it makes no embeddings", code="not_implemented"
         )
 
-    async def tokenize(self, exchange: Exchange) -> None:
+    async def tokenize(self, http: HttpRequest) -> None:
         service = self._service
-        async with service.read(exchange, TokenizeRequest) as (request, num_bytes):
+        async with service.read(http, TokenizeRequest) as (request, num_bytes):
             service.check_model(request.model)
             work = partial(self._tokenize, request)
             answer = await service.prompts.off_loop(request, num_bytes, work)
-        await exchange.answer_json(answer)
+        await http.respond_json(answer)
 
     def _tokenize(self, request: TokenizeRequest) -> Json:
         prompts = self._service.prompts
@@ -88,13 +88,13 @@ class Telling:
         length = self._service.client.info.max_model_len
         return {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": texts}
 
-    async def detokenize(self, exchange: Exchange) -> None:
+    async def detokenize(self, http: HttpRequest) -> None:
         service = self._service
-        async with service.read(exchange, DetokenizeRequest) as (request, num_bytes):
+        async with service.read(http, DetokenizeRequest) as (request, num_bytes):
             service.check_model(request.model)
             work = partial(self._detokenize, request)
             answer = await service.prompts.off_loop(request, num_bytes, work)
-        await exchange.answer_json(answer)
+        await http.respond_json(answer)
 
     def _detokenize(self, request: DetokenizeRequest) -> Json:
         tokenizer, size = self._service.tokenizer, self._service.client.info.vocab_size

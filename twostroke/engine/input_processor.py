@@ -1,4 +1,4 @@
-"""`Intake`: what a user gives → what an engine can be sent. Tokenises, renders chats, validates.
+"""`InputProcessor`: what a user gives → an `EngineRequest`. Renders chats, tokenises, validates.
 
 It keeps nothing about requests, so a refusal leaves no trace and several threads may use it.
 No torch here.
@@ -7,7 +7,7 @@ No torch here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from time import monotonic
@@ -16,19 +16,27 @@ from typing import Any, Final
 from twostroke.engine.grammar_check import GrammarCheck
 from twostroke.errors import RequestError, nearest, shown
 from twostroke.limited import bounded_memory
-from twostroke.model.chat_template import ChatTemplate
+from twostroke.model.chat_template import ChatTemplate, check_messages
 from twostroke.model.tokenizer import Tokenizer
-from twostroke.request import MAX_PRIORITY, SamplingParams
+from twostroke.request import MAX_PRIORITY, EngineRequest, SamplingParams
 
 log = logging.getLogger(__name__)
-RENDERING_BYTES: Final = 256 * 1024**2  # for a chat template, where it is not rendered in a process
+RENDERING_BYTES: Final = 256 * 1024**2  # for a chat template that is rendered in this process
+CHARS_PER_TOKEN: Final = 8  # a text with more of them is unusual
+MAX_CHARS_PER_TOKEN: Final = 32  # no text is read that has more of them for each token it may have
+MIN_CHARS: Final = 64 * 1024
+COUNTED_CHARS: Final = 16 * 1024  # of a text that may be too long are tokenised at a time
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
+# (messages, add_generation_prompt, tools, variables) → text
+TemplateRunner = Callable[
+    [Sequence[Message], bool, list[dict[str, Any]] | None, dict[str, Any]], str
+]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ModelLimits:
     """What the engine can take, known once it is up."""
 
     vocab_size: int
@@ -36,30 +44,13 @@ class Limits:
     max_logprobs: int
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A prompt that has been read and found good."""
-
-    text: str | None
-    ids: tuple[int, ...]
-    params: SamplingParams
-    stop_ids: frozenset[int]
-    bad_words_ids: tuple[tuple[int, ...], ...]
-    salt: str
-    priority: int
-    progress: bool
-    received_s: float
-    tokenised_s: float
-
-
-class Intake:
+class InputProcessor:
     def __init__(
-        self, tokenizer: Tokenizer | None, chat_template: str | None, limits: Limits
+        self, tokenizer: Tokenizer | None, chat_template: str | None, limits: ModelLimits
     ) -> None:
         self.tokenizer = tokenizer
         self.limits = limits
-        self.template_source = chat_template
-        self._template: ChatTemplate | None = None
+        self.chat_template = chat_template
         if tokenizer is not None and tokenizer.vocab_size > limits.vocab_size:
             log.warning(
                 "the tokenizer has %d tokens and the model only %d: prompts that need one of the "
@@ -68,42 +59,73 @@ class Intake:
                 limits.vocab_size,
             )
 
+    # ── chats ───────────────────────────────────────────────────────────────────────────────
+
     def render_chat(
         self,
         messages: Sequence[Message],
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
-        **variables: Any,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        add_special_tokens: bool = False,
+        run: TemplateRunner | None = None,
+        max_prompt_tokens: int | None = None,
     ) -> list[int]:
-        """A conversation → token ids, through the model's chat template."""
+        """A conversation → token ids. `run` renders the template elsewhere, or another template;
+        without it the model's own is rendered here."""
         tokenizer = self._need_tokenizer("a chat")
-        if self._template is None:
-            if self.template_source is None:
-                raise RequestError(
-                    "the model has no chat template; give one (chat_template) or use a plain prompt"
-                )
-            source, bos, eos = self.template_source, tokenizer.bos_token, tokenizer.eos_token
-            self._template = ChatTemplate(source, bos, eos)
+        render = run or self._render_here
+        text = render(messages, add_generation_prompt, tools, dict(variables or {}))
+        if continue_final_message:
+            text = _up_to_final_message(text, check_messages(messages)[-1]["content"])
+        self.check_length(text, max_prompt_tokens)
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _render_here(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        tools: list[dict[str, Any]] | None,
+        variables: dict[str, Any],
+    ) -> str:
+        template = self._template
         try:
             with bounded_memory(RENDERING_BYTES):
-                text = self._template.render(messages, add_generation_prompt, tools, **variables)
+                return template.render(messages, add_generation_prompt, tools, **variables)
         except MemoryError:
             raise RequestError(
                 f"the model's chat template takes more than {RENDERING_BYTES >> 20} MiB for these "
                 "messages; give another one (chat_template) or use a plain prompt"
             ) from None
-        return tokenizer.encode(text, add_special_tokens=False)
 
-    def prepare(
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        tokenizer = self._need_tokenizer("a chat")
+        if self.chat_template is None:
+            raise RequestError(
+                "the model has no chat template; give one (chat_template) or use a plain prompt"
+            )
+        return ChatTemplate(self.chat_template, tokenizer.bos_token, tokenizer.eos_token)
+
+    # ── prompts ─────────────────────────────────────────────────────────────────────────────
+
+    def process(
         self,
         prompt: Prompt,
         params: SamplingParams,
         priority: int = 0,
         progress: bool = False,
+        *,
         check_grammar: bool = True,
-    ) -> Prepared:
-        """`progress`: tell after each chunk how much of the prompt has been computed.
-        `check_grammar`: or else the caller does it, in a place of its own."""
+        max_prompt_tokens: int | None = None,
+    ) -> EngineRequest:
+        """The request as the engine can take it; raises `RequestError` if it cannot be run.
+
+        `progress`: tell after each chunk how much of the prompt has been computed.
+        `check_grammar`: False if the caller does it (`grammars.check`).
+        `max_prompt_tokens`: a server's limit, see `check_length`."""
         received = monotonic()
         if not isinstance(params, SamplingParams):
             raise RequestError(
@@ -112,32 +134,84 @@ class Intake:
         if type(priority) is not int or abs(priority) > MAX_PRIORITY:
             bounds = f"from {-MAX_PRIORITY} to {MAX_PRIORITY}"
             raise RequestError(f"priority must be a whole number {bounds}, not {shown(priority)}")
-        text, ids, salt = self._read_prompt(prompt)
+        text, ids, salt = self._read_prompt(prompt, max_prompt_tokens)
         if params.detokenize and self.tokenizer is None:
             if params.stop:
                 raise RequestError(
                     "stop strings need a tokenizer, and none is loaded; use stop_token_ids"
                 )
             params = replace(params, detokenize=False)
-        self._validate(ids, params)
+        self._validate(ids, params, max_prompt_tokens)
         stop_ids, bad_words = self._stop_ids(params), self._bad_words(params)
-        self._refuse_nothing_left(params, stop_ids, bad_words)
+        self._check_allowed_tokens(params, stop_ids, bad_words)
         if params.structured_outputs is not None and check_grammar:
             self.grammars.check(params.structured_outputs)
-        return Prepared(
-            text,
-            ids,
-            params,
-            stop_ids,
-            bad_words,
-            salt,
-            priority,
-            progress,
-            received,
-            monotonic(),
+        return EngineRequest(
+            request_id="",
+            prompt_token_ids=ids,
+            params=params,
+            seed=0,
+            stop_ids=stop_ids,
+            bad_words_ids=bad_words,
+            priority=priority,
+            salt=salt,
+            received_s=received,
+            progress=progress,
+            prompt=text,
+            tokenised_s=monotonic(),
         )
 
-    def _read_prompt(self, given: Prompt) -> tuple[str | None, tuple[int, ...], str]:
+    def max_chars(self, max_prompt_tokens: int) -> int:
+        """A text with more characters is refused without a look at it."""
+        return max(MIN_CHARS, MAX_CHARS_PER_TOKEN * max_prompt_tokens)
+
+    def check_length(
+        self, prompt: str | Sequence[int], max_prompt_tokens: int | None = None
+    ) -> None:
+        """Raises `RequestError` if the prompt, or what is known of it before it is tokenised, is
+        too long.
+
+        `max_prompt_tokens`: a server's limit, below max_model_len. With it, texts are measured,
+        too: to tokenise one as a whole takes 100 bytes of memory a character and 260 a token.
+        """
+        if max_prompt_tokens is None:
+            if not isinstance(prompt, str) and len(prompt) >= self.limits.max_model_len:
+                raise RequestError(
+                    f"the prompt has {len(prompt)} tokens, but max_model_len is "
+                    f"{self.limits.max_model_len} and one must be left to write; shorten the "
+                    "prompt or raise max_model_len"
+                )
+        elif not isinstance(prompt, str):
+            if len(prompt) > max_prompt_tokens:
+                raise self.too_long(f"{len(prompt)} tokens", max_prompt_tokens)
+        elif len(prompt) > self.max_chars(max_prompt_tokens):
+            raise self.too_long(f"{len(prompt)} characters", max_prompt_tokens)
+        elif len(prompt) > CHARS_PER_TOKEN * max_prompt_tokens:
+            least = self._least_tokens(prompt, max_prompt_tokens)
+            if least > max_prompt_tokens:
+                raise self.too_long(f"at least {least} tokens", max_prompt_tokens)
+
+    def too_long(self, size: str, max_prompt_tokens: int) -> RequestError:
+        return RequestError(
+            f"the prompt has {size}, and at most {max_prompt_tokens} tokens are read "
+            f"(max_model_len is {self.limits.max_model_len}); shorten it",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+
+    def _least_tokens(self, text: str, max_prompt_tokens: int) -> int:
+        """Counted a part at a time until they are too many. Where a text is cut changes a few of
+        its tokens, not half of them."""
+        tokenizer, count = self._need_tokenizer("a text prompt"), 0
+        for start in range(0, len(text), COUNTED_CHARS):
+            count += len(tokenizer.encode(text[start : start + COUNTED_CHARS], False))
+            if count > 2 * max_prompt_tokens:
+                break
+        return count // 2
+
+    def _read_prompt(
+        self, given: Prompt, max_prompt_tokens: int | None
+    ) -> tuple[str | None, tuple[int, ...], str]:
         """Text, token ids, or vLLM's dicts of either, with an optional `cache_salt`."""
         prompt: Any = given
         salt = ""
@@ -154,6 +228,8 @@ class Intake:
             prompt = prompt.get("prompt") if ids is None else ids
             if prompt is None:
                 raise RequestError("a prompt given as a dict needs 'prompt' or 'prompt_token_ids'")
+        if max_prompt_tokens is not None and isinstance(prompt, Sequence):
+            self.check_length(prompt, max_prompt_tokens)  # before time is spent on a long one
         if isinstance(prompt, str):
             return prompt, tuple(self._need_tokenizer("a text prompt").encode(prompt)), salt
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
@@ -169,7 +245,9 @@ class Intake:
             )
         return None, ids, salt
 
-    def _validate(self, ids: Sequence[int], params: SamplingParams) -> None:
+    def _validate(
+        self, ids: Sequence[int], params: SamplingParams, max_prompt_tokens: int | None
+    ) -> None:
         limits = self.limits
         if not ids:
             raise RequestError("the prompt is empty; give at least one token")
@@ -179,11 +257,7 @@ class Intake:
                 f"token id {worst} is out of range: the model's ids go from 0 to "
                 f"{limits.vocab_size - 1}"
             )
-        if len(ids) >= limits.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens, but max_model_len is {limits.max_model_len} "
-                "and one must be left to write; shorten the prompt or raise max_model_len"
-            )
+        self.check_length(ids, max_prompt_tokens)
         if len(ids) + params.min_tokens > limits.max_model_len:
             raise RequestError(
                 f"{len(ids)} prompt tokens and min_tokens {params.min_tokens} are more than "
@@ -235,13 +309,13 @@ class Intake:
                     found[ids] = None
         return tuple(found)
 
-    def _refuse_nothing_left(
+    def _check_allowed_tokens(
         self,
         params: SamplingParams,
         stop_ids: frozenset[int],
         bad_words: tuple[tuple[int, ...], ...],
     ) -> None:
-        """Of no allowed token, one would be written all the same."""
+        """Raises `RequestError` if every allowed token is banned."""
         if params.allowed_token_ids is None:
             return
         left = set(params.allowed_token_ids) - {word[0] for word in bad_words if len(word) == 1}
@@ -270,3 +344,15 @@ class Intake:
         if self.tokenizer is None:
             raise RequestError(f"{what} needs a tokenizer, and none is loaded; give token ids")
         return self.tokenizer
+
+
+def _up_to_final_message(text: str, content: str | None) -> str:
+    """The conversation up to the end of its last message, which the model goes on writing."""
+    wanted = (content or "").strip()
+    start = text.rfind(wanted) if wanted else -1
+    if start < 0:
+        raise RequestError(
+            "continue_final_message: the chat template does not show the last message's content",
+            param="continue_final_message",
+        )
+    return text[: start + len(wanted)]

@@ -1,4 +1,4 @@
-"""The address that is listened at. Imports nothing of the server: it is taken before all else."""
+"""The listening socket. Imports nothing of the server: it is bound before all else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the answers of all routes are made of: names, token counts, times, logprobs."""
+"""Fields that the responses of all routes share: head, usage, timings, logprobs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,36 @@ from twostroke.model.tokenizer import Tokenizer
 from twostroke.observe.record import Causes
 from twostroke.outputs import Logprobs, RequestOutput
 from twostroke.plan import TokenLogprobs
-from twostroke.serve.pieces import Each, encode_json
+from twostroke.serve.sse import LazyList, encode_json
 
 Json = dict[str, Any]
 LEAST_LOGPROB = -9999.0  # JSON has no -inf
 TOKENS_KEPT = 16384
 
 
+@dataclass(frozen=True, slots=True)
+class ResponseHead:
+    """The fields that every chunk of a response repeats."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+    def as_json(self, kind: str) -> Json:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.system_fingerprint,
+            "service_tier": None,
+        }
+
+
 @dataclass(slots=True)
-class Counts:
-    """Tokens read and written for one answer."""
+class TokenCounts:
+    """Tokens read and written for one response."""
 
     prompt: int = 0
     cached: int = 0
@@ -40,8 +60,8 @@ class Counts:
         return usage
 
 
-def count(outputs: Sequence[RequestOutput]) -> Counts:
-    return Counts(
+def count_tokens(outputs: Sequence[RequestOutput]) -> TokenCounts:
+    return TokenCounts(
         sum(len(output.prompt_token_ids) for output in outputs),
         sum(cached_tokens(output) for output in outputs),
         sum(len(completion.token_ids) for output in outputs for completion in output.outputs),
@@ -49,8 +69,8 @@ def count(outputs: Sequence[RequestOutput]) -> Counts:
 
 
 def cached_tokens(output: RequestOutput) -> int:
-    """Of the prompt, what was there already. Continuations of one prompt also share what the
-    first of them has computed, which is not counted."""
+    """Prompt tokens found in the prefix cache. What continuations of one prompt share because the
+    first of them has computed it is not counted."""
     return min((record.num_cached for record in output.metrics), default=0)
 
 
@@ -59,9 +79,8 @@ def timings(outputs: Sequence[RequestOutput]) -> Json | None:
 
     A token's time is the gap between tokens, so that the first one, which prefill brought, is not
     counted as decoded in no time. Of several continuations: the slowest's times, all's tokens.
-    Then the request's own ledger: what it waited for, what the gaps between its tokens are to be
-    blamed on (all continuations' together; they add up to `decode_ms` if there is one), and the
-    worst of them.
+    Then ours: the time in the queue, the gaps between tokens by cause (summed over continuations;
+    with one they add up to `decode_ms`), the worst gap, and preemptions.
     """
     records = [record for output in outputs for record in output.metrics]
     if not records:
@@ -111,21 +130,21 @@ def progress(output: RequestOutput) -> Json:
 
 
 class TokenNames:
-    """How tokens are written beside their log-probabilities: twenty for every token of an answer
-    are many, so those that were asked for last are kept."""
+    """How tokens are shown beside their log-probabilities, with a cache: an answer may need twenty
+    for each of its tokens."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self.text = lru_cache(TOKENS_KEPT)(self._text)
-        self.halves = lru_cache(TOKENS_KEPT)(self._halves)
+        self.json_around = lru_cache(TOKENS_KEPT)(self._json_around)
 
     def _text(self, token: int, as_id: bool = False) -> str:
         if as_id or self._tokenizer is None:
             return f"token_id:{token}"
         return self._tokenizer.token_text(token)
 
-    def _halves(self, token: int, as_id: bool) -> tuple[bytes, bytes]:
-        """What stands before and after the log-probability in a token's object."""
+    def _json_around(self, token: int, as_id: bool) -> tuple[bytes, bytes]:
+        """The JSON before and after the log-probability in a token's object."""
         raw = b"" if self._tokenizer is None else self._tokenizer.token_bytes(token)
         text = encode_json(self.text(token, as_id))
         return b'{"token":%b,"logprob":' % text, b',"bytes":%b}' % encode_json(list(raw))
@@ -140,7 +159,7 @@ class LogprobWriter:
         self._as_ids = as_ids
 
     def chat(self, entries: Logprobs) -> Iterator[msgspec.Raw]:
-        """One object a token, ready to be sent: twenty best for every token are many."""
+        """One encoded object a token: with the twenty best of each, plain objects are too slow."""
         for entry in entries.plain():
             assert entry is not None
             best = b",".join([self._token(t, value) for t, value in self._best(entry)])
@@ -150,8 +169,8 @@ class LogprobWriter:
     def completion(
         self, token_ids: Sequence[int], parts: Sequence[Logprobs | None], offset: int = 0
     ) -> Json:
-        """`parts`: the positions, in order; of None there is nothing to tell. `offset`: how many
-        characters of the text came before. A prompt's first token has no logprob."""
+        """`parts`: the prompt's and the text's logprobs, in order; None is left out. `offset`: how
+        many characters of the text came before. A prompt's first token has no logprob."""
         tokens = [self._text(token) for token in token_ids]
         lengths = accumulate(map(len, tokens), initial=offset)
 
@@ -160,11 +179,11 @@ class LogprobWriter:
 
         return {
             "text_offset": list(islice(lengths, len(tokens))),
-            "token_logprobs": Each(
+            "token_logprobs": LazyList(
                 None if e is None else _finite(e.logprobs[0]) for e in entries()
             ),
             "tokens": tokens,
-            "top_logprobs": Each(map(self._best_by_text, entries())),
+            "top_logprobs": LazyList(map(self._best_by_text, entries())),
         }
 
     def _best_by_text(self, entry: TokenLogprobs | None) -> dict[str, float] | None:
@@ -182,18 +201,18 @@ class LogprobWriter:
         return best
 
     def _token(self, token: int, value: float) -> bytes:
-        before, after = self._names.halves(token, self._as_ids)
+        before, after = self._names.json_around(token, self._as_ids)
         return b"%b%b%b" % (before, repr(_finite(value)).encode(), after)
 
     def _text(self, token: int) -> str:
         return self._names.text(token, self._as_ids)
 
-    def prompt(self, output: RequestOutput) -> Each | None:
+    def prompt(self, output: RequestOutput) -> LazyList | None:
         """vLLM's shape: by token id."""
         entries = output.prompt_logprobs
         if entries is None:
             return None
-        return Each(None if e is None else self._by_id(e) for e in entries.plain())
+        return LazyList(None if e is None else self._by_id(e) for e in entries.plain())
 
     def _by_id(self, entry: TokenLogprobs) -> Json:
         (chosen, *ids), (own, *values) = entry.token_ids, entry.logprobs

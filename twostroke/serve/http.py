@@ -1,0 +1,305 @@
+"""HTTP below the routes: `HttpRequest`, one request and its response, straight on ASGI; and
+uvicorn's protocol with the limits that an application cannot set from above it (`LimitedProtocol`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from itertools import chain
+from typing import Any, ClassVar
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from twostroke.serve.errors import ApiError, ClientGone, unavailable
+from twostroke.serve.settings import ServeSettings
+from twostroke.serve.sse import CHUNK_BYTES, iter_json
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Headers = tuple[tuple[bytes, bytes], ...]
+
+DIRECT = "twostroke.direct"  # in the scope, under uvicorn: `DirectWriter`
+
+JSON: Headers = ((b"content-type", b"application/json"),)
+SSE: Headers = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # a proxy must not collect tokens
+)
+CLOSE: Headers = ((b"connection", b"close"),)
+
+WRITE_BYTES = 64 * 1024  # of an answer that are given to the connection at once
+WHOLE_BYTES = 1024**2  # a longer answer is sent while it is made, its length not announced
+
+# Of a body that is not wanted:
+DISCARD_BYTES = 1024**2  # so much is read to keep the connection
+LINGER_BYTES, LINGER_S = 64 * 1024**2, 1.0  # and so much to have the answer read
+DISCARD_PAUSE_S = 0.01  # between chunks of some 100 KB: others need the processor more
+
+_REASONS = {
+    400: b"Bad Request",
+    408: b"Request Timeout",
+    431: b"Request Header Fields Too Large",
+    503: b"Service Unavailable",
+}
+MAX_CONNECTIONS = 65536  # where the system allows so many
+SPARE_FILES = 16  # of those a process may open, besides what it has open at its start
+
+
+class HttpRequest:
+    """One HTTP request, and the way to respond to it: one body, or a stream of writes. Its own
+    body is read by `bodies.py`.
+
+    `write_timeout_s`: how long a client may leave what is written to it unread."""
+
+    def __init__(
+        self, scope: Message, receive: Receive, send: Send, write_timeout_s: float = 60.0
+    ) -> None:
+        self.scope = scope
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.status = 0  # of the response; 0: none has begun
+        self.key_number: int | None = None  # which of the server's API keys it has
+        self._receive = receive
+        self._send = send
+        self._body_read = False
+        self._write_timeout_s = write_timeout_s
+
+    def header(self, name: bytes) -> bytes | None:
+        for key, value in self.scope["headers"]:
+            if key == name:
+                return bytes(value)
+        return None
+
+    # ── reading ─────────────────────────────────────────────────────────────────────────────
+
+    async def receive_body(self) -> tuple[bytes, bool]:
+        """The next chunk of the body, and whether there is more."""
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        self._body_read = not message["more_body"]
+        return message["body"], message["more_body"]
+
+    @contextlib.contextmanager
+    def watch_disconnect(self, on_gone: Callable[[Exception], None]) -> Iterator[None]:
+        """Call `on_gone` as soon as the client disconnects. The body must have been read."""
+        watch = asyncio.get_running_loop().create_task(self._watch(on_gone))
+        try:
+            yield
+        finally:
+            watch.cancel()
+
+    async def _watch(self, on_gone: Callable[[Exception], None]) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        on_gone(ClientGone())
+
+    # ── responding ───────────────────────────────────────────────────────────────────────────
+
+    async def respond(self, status: int, body: bytes, headers: Headers = JSON) -> None:
+        length = (b"content-length", str(len(body)).encode())
+        await self._start(status, (*headers, length))
+        last = max(0, len(body) - 1) // WRITE_BYTES * WRITE_BYTES
+        for at in range(0, last, WRITE_BYTES):
+            await self.write(body[at : at + WRITE_BYTES])
+        await self.finish(body[last:])
+
+    async def respond_json(self, content: Any, headers: Headers = JSON) -> None:
+        """Encoded in chunks, with the loop's other work in between."""
+        chunks, begin, size = iter_json(content), [], 0
+        for chunk in chunks:
+            begin.append(chunk)
+            size += len(chunk)
+            if size > WHOLE_BYTES:
+                break
+            if size > CHUNK_BYTES:
+                await asyncio.sleep(0)
+        else:
+            await self.respond(200, b"".join(begin), headers)
+            return
+        await self._start(200, headers)
+        for chunk in chain(begin, chunks):
+            await self.write(chunk)
+            await asyncio.sleep(0)
+        await self.finish()
+
+    async def respond_error(self, error: ApiError) -> None:
+        """A client that is still sending when the connection is closed loses the answer with it:
+        so what it sends is read first, and if that is too much, for a moment after."""
+        length = self.header(b"content-length") or b"0"
+        chunked = self.header(b"transfer-encoding") is not None
+        short = not chunked and length.isdigit() and int(length) <= DISCARD_BYTES
+        done = self._body_read or (short and await self._discard())
+        if done:
+            await self.respond(error.status, error.body(), (*JSON, *error.headers))
+            return
+        body = error.body()
+        headers = (*JSON, *error.headers, *CLOSE, (b"content-length", str(len(body)).encode()))
+        await self._start(error.status, headers)
+        await self.write(body)
+        await self._discard()
+        await self.finish()
+
+    async def _discard(self) -> bool:
+        """Whether the whole body has been read, and thrown away."""
+        num_bytes = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while num_bytes < LINGER_BYTES:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect" or not message["more_body"]:
+                        return True
+                    num_bytes += len(message["body"])
+                    if num_bytes > DISCARD_BYTES:
+                        await asyncio.sleep(DISCARD_PAUSE_S)
+        return False
+
+    async def start_sse(self) -> None:
+        await self._start(200, SSE)
+
+    async def write(self, body: bytes) -> None:
+        """More of a started stream. Waits while the client reads too slowly."""
+        await self._put(body, True)
+
+    @property
+    def direct(self) -> DirectWriter | None:
+        """The way around `write`, while no `write` is under way; None where the server has none."""
+        return self.scope.get(DIRECT)
+
+    async def finish(self, body: bytes = b"") -> None:
+        await self._put(body, False)
+
+    async def _put(self, body: bytes, more: bool) -> None:
+        try:
+            async with asyncio.timeout(self._write_timeout_s):
+                await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        except TimeoutError:
+            if self.direct is not None:
+                self.direct.close()
+            raise ClientGone from None
+
+    async def _start(self, status: int, headers: Headers) -> None:
+        self.status = status
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+# ── uvicorn's protocol ──────────────────────────────────────────────────────────────────────────
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """uvicorn's, with a limit on the connections, so that files can still be opened for other
+    things, and on a request's head, its size and the time it may take: the application sees a
+    request only once its headers are complete. It also gives the scope a `DirectWriter`."""
+
+    max_connections: ClassVar[int]
+    max_head_bytes: ClassVar[int]
+    head_timeout_s: ClassVar[float]
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._head_bytes = 0
+        self._in_head = True
+        self._head_timer = self.loop.call_later(self.head_timeout_s, self._head_timed_out)
+        if len(self.connections) > self.max_connections:
+            self._refuse(unavailable(f"{self.max_connections} connections are open already"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_timer.cancel()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head_timer.cancel()
+        self._head_bytes = 0
+        self._in_head = True
+        self._head_timer = self.loop.call_later(self.head_timeout_s, self._head_timed_out)
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._head_timer.cancel()
+        super().on_headers_complete()
+        if self.cycle is not None and self.cycle.scope is self.scope:
+            self.scope[DIRECT] = DirectWriter(self.cycle)  # type: ignore[literal-required]
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > self.max_head_bytes and not self.transport.is_closing():
+                self._refuse(head_too_large(self.max_head_bytes))
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(ApiError(400, "this is not an HTTP request"))
+
+    def _head_timed_out(self) -> None:
+        if self._in_head and not self.transport.is_closing():
+            self._refuse(ApiError(408, f"no headers arrived within {self.head_timeout_s:g} s"))
+
+    def _refuse(self, error: ApiError) -> None:
+        body = error.body()
+        head = b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+        head %= error.status, _REASONS[error.status], len(body)
+        head += b"".join([b"%b: %b\r\n" % one for one in error.headers])
+        self.transport.write(head + b"connection: close\r\n\r\n" + body)
+        self.transport.close()
+
+
+class DirectWriter:
+    """Writes more of a started response at once, without the turn of the event loop that
+    `await send(…)` costs a task."""
+
+    __slots__ = ("_cycle", "_write")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle, self._write = cycle, cycle.transport.write
+
+    def ready(self) -> bool:
+        """Not if the client reads too slowly, or has gone."""
+        cycle = self._cycle
+        return not (cycle.flow.write_paused or cycle.disconnected or cycle.response_complete)
+
+    def write(self, body: bytes) -> None:
+        self._write(b"%x\r\n%b\r\n" % (len(body), body))  # uvicorn has announced it as chunked
+
+    def close(self) -> None:
+        """End the connection; what has not been read is lost."""
+        self._cycle.transport.abort()
+
+
+def head_too_large(max_bytes: int) -> ApiError:
+    return ApiError(431, f"the request line and headers have more than {max_bytes} bytes")
+
+
+def check_head(http: HttpRequest, max_bytes: int) -> None:
+    """The limit for a head that came at once, which `LimitedProtocol` does not measure."""
+    scope = http.scope
+    num_bytes = len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
+    num_bytes += sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+    if num_bytes > max_bytes:
+        raise head_too_large(max_bytes)
+
+
+def limited_protocol(settings: ServeSettings) -> type[LimitedProtocol]:
+    limits: dict[str, Any] = {
+        "max_connections": settings.max_connections or _files_left(),
+        "max_head_bytes": settings.max_header_bytes,
+        "head_timeout_s": settings.head_timeout_s,
+    }
+    return type("LimitedProtocol", (LimitedProtocol,), limits)
+
+
+def _files_left() -> int:
+    """How many connections this process can hold open."""
+    try:
+        import resource  # which not every system has
+
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        left = most - len(os.listdir("/dev/fd")) - SPARE_FILES
+    except (ImportError, OSError):
+        return MAX_CONNECTIONS
+    return MAX_CONNECTIONS if most < 0 else min(MAX_CONNECTIONS, max(1, left))
