@@ -19,18 +19,22 @@ import numpy as np
 import pytest
 
 from tests.equivalence.harness import (
+    Loud,
     Written,
     default_native_decoder,
     default_tokenizer,
     make_core,
     narrow_isa,
     run,
+    small_spec,
 )
 from tests.equivalence.test_matrix import TEXTS
 from twostroke.exec.native import NativeExecutor
+from twostroke.exec.state import HostRows
 from twostroke.kernels import cpu
-from twostroke.model.native import NativeDecoder
-from twostroke.plan import Slot, StepPlan
+from twostroke.kv.host_pool import HostPool
+from twostroke.model.native import NativeDecoder, Packing
+from twostroke.plan import BlockAppend, Chunk, NewRow, PhaseWork, Slot, StepPlan
 from twostroke.request import EngineRequest, SamplingParams
 
 pytestmark = pytest.mark.skipif(
@@ -48,7 +52,7 @@ class Rounding:
     moves: float
     usually: float  # root of the mean square, between prefill and decode
     least_compared: float
-    wide: bool = False  # through matrix units
+    matrix_units: bool = False  # through matrix units
 
     @property
     def tau(self) -> float:
@@ -64,13 +68,13 @@ EXACT = Rounding(exact=True, moves=2e-3, usually=1e-3, least_compared=0.9)
 # differ, which they may at a small gap alone. All 120 steps were compared.
 EIGHT_BITS = Rounding(exact=False, moves=0.4, usually=0.11, least_compared=0.9)
 # With matrix units it is also the number of tokens in a step that decides how they are rounded.
-WIDE = Rounding(exact=False, moves=0.5, usually=0.25, least_compared=0.8, wide=True)
+MATRIX_UNITS = Rounding(exact=False, moves=0.5, usually=0.25, least_compared=0.8, matrix_units=True)
 ROUNDINGS = [
     pytest.param(EXACT, id="exact", marks=pytest.mark.slow),
     pytest.param(EIGHT_BITS, id="eight_bits"),
 ]
 if cpu.available() and cpu.module().matrix_unit_min_tokens("auto") > 0:
-    ROUNDINGS.append(pytest.param(WIDE, id="matrix_units"))
+    ROUNDINGS.append(pytest.param(MATRIX_UNITS, id="matrix_units"))
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +90,7 @@ def rounding(request: pytest.FixtureRequest) -> Rounding:
 
 @pytest.fixture(scope="module")
 def decoder(rounding: Rounding) -> NativeDecoder:
-    return default_native_decoder(rounding.exact, "auto" if rounding.wide else narrow_isa())
+    return default_native_decoder(rounding.exact, "auto" if rounding.matrix_units else narrow_isa())
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +203,7 @@ def test_every_way_to_compute_a_request_gives_the_same_tokens(
 ) -> None:
     got = WAYS[way](decoder, prompts)
     assert_same(alone, got, rounding)
-    if way != "preempted" and not rounding.wide:  # to the bit
+    if way != "preempted" and not rounding.matrix_units:  # to the bit
         assert [one.logprobs for one in got] == [one.logprobs for one in alone]
 
 
@@ -244,3 +248,51 @@ def test_a_token_fed_twice_makes_the_comparison_fail(
     got = [run(core, [prompt])[0] for prompt in prompts[:4]]
     with pytest.raises(AssertionError, match=r"differs at step|moved by"):
         assert_same(alone[:4], got, rounding)
+
+
+def small_decoder(windows: tuple[int | None, ...]) -> NativeDecoder:
+    spec, isa = small_spec(windows=windows), narrow_isa()
+    return NativeDecoder(Packing(spec, Loud(spec), "float32", None, isa), 256, 2, 2, isa)
+
+
+def test_a_model_of_three_kv_groups_gives_the_same_bits_however_it_is_scheduled() -> None:
+    """Two windows and none: three tables a row, and blocks that a window frees."""
+    decoder = small_decoder((24, None, 40))
+    random = np.random.default_rng(0)
+    prompts = [random.integers(0, 512, size).tolist() for size in (5, 60, 100)]
+    limits = {"max_model_len": 256}
+    expected = [run(make_core(decoder, **limits), [prompt])[0].logprobs for prompt in prompts]
+    ways: list[dict[str, object]] = [
+        {"max_num_batched_tokens": 24, "max_num_seqs": 8},
+        {"max_num_batched_tokens": 16, "max_num_seqs": 1},
+        {"prefix_caching": True},
+    ]
+    for way in ways:
+        got = run(make_core(decoder, **limits, **way), prompts)
+        assert [one.logprobs for one in got] == expected, way
+
+
+def test_a_slot_with_drafts_is_sampled_from_after_each_of_its_tokens() -> None:
+    decoder = small_decoder((24, None))
+    tokens = tuple(np.random.default_rng(1).integers(0, 512, 40).tolist())
+    params = SamplingParams(temperature=0)
+    row = NewRow(0, "r", tokens, 30, params, 0, frozenset(), ())
+    work = PhaseWork()
+    blocks = tuple(BlockAppend(0, group, (3, 1, 2)) for group in range(2))
+    first = StepPlan(0, (row,), (), blocks, (), (Chunk(0, 0, 30, False),), (), work, work)
+
+    def sampled(*steps: tuple[Slot, ...]) -> list[int]:
+        state = HostRows(1, 256, 16, 2)
+        pool = HostPool(decoder.spec, [3, 3], 16)
+        executor = NativeExecutor(decoder, pool, state)
+        executor.sample(executor.forward(first)).wait()
+        found = []
+        for slots in steps:
+            state.tokens[0, : len(tokens)] = tokens  # drafts, whatever was sampled
+            plan = StepPlan(1, (), (), (), (), (), slots, work, work)
+            found += executor.sample(executor.forward(plan)).wait().tokens
+        return found
+
+    one_by_one = sampled(*((Slot(0, 30 + n),) for n in range(4)))
+    assert sampled((Slot(0, 30, drafts=3),)) == one_by_one
+    assert len(set(one_by_one)) > 1

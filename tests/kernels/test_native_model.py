@@ -77,7 +77,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "full_qk_norm": {"qk_norm": "full"},
     "full_qk_norm_of_one_head": heads(1, 1, 16, qk_norm="full"),
     "full_qk_norm_one_kv_head": heads(4, 1, 16, qk_norm="full"),
-    "other_scale": {"scale": 0.4},
+    "other_scale": {"scale": 0.15},
     "embed_scale": {"embed_scale": 8.0},
     "logit_softcap": {"logit_softcap": 2.0, "vocab_size": 301},
     "rope_over_half_the_head": {"rope": RopeSpec(1e4, 8)},
