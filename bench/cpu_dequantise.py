@@ -46,21 +46,23 @@ def their_name(ours: str) -> str:
 def config_of(
     spec: ModelSpec, dtype: str, bos_id: int | None, eos_id: int | None
 ) -> dict[str, Any]:
-    if spec.family != "llama" or spec.rope.kind != "none" or spec.qkv_bias:
+    layer, same = spec.layers[0], len(set(spec.layers)) == 1
+    part = layer.attention
+    if spec.family != "llama" or not same or part.rope.kind != "none" or part.qkv_bias:
         raise SystemExit(f"only plain Llama shapes are written here, not {spec.family}")
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
+        "intermediate_size": layer.mlp.intermediate_size,
         "num_hidden_layers": spec.num_layers,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
+        "num_attention_heads": part.num_heads,
+        "num_key_value_heads": part.num_kv_heads,
+        "head_dim": part.head_dim,
         "max_position_embeddings": spec.max_context,
         "rms_norm_eps": spec.norm_eps,
-        "rope_theta": spec.rope.theta,
+        "rope_theta": part.rope.theta,
         "tie_word_embeddings": spec.tie_embeddings,
         "hidden_act": "silu",
         "bos_token_id": bos_id,

@@ -45,7 +45,7 @@ class Work:
             weight_bytes=sum(tensor.num_bytes for tensor in file.tensors.values()),
             flops_per_token=2.0 * layers,
             flops_per_sample=2.0 * spec.vocab_size * spec.hidden_size,
-            flops_per_kv_token=4.0 * spec.q_size * spec.num_layers,
+            flops_per_kv_token=4.0 * sum(layer.attention.q_size for layer in spec.layers),
             kv_bytes_per_token=KV_ELEMENT_BYTES * spec.kv_elements_per_token,
         )
 

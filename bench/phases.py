@@ -72,15 +72,16 @@ class Transformers:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         spec = ours.llm.engine.spec
+        part, mlp = spec.layers[0].attention, spec.layers[0].mlp
         config = LlamaConfig(
             vocab_size=spec.vocab_size,
             hidden_size=spec.hidden_size,
-            intermediate_size=spec.intermediate_size,
+            intermediate_size=mlp.intermediate_size,
             num_hidden_layers=spec.num_layers,
-            num_attention_heads=spec.num_heads,
-            num_key_value_heads=spec.num_kv_heads,
+            num_attention_heads=part.num_heads,
+            num_key_value_heads=part.num_kv_heads,
             tie_word_embeddings=spec.tie_embeddings,
-            rope_theta=spec.rope.theta,
+            rope_theta=part.rope.theta,
         )
         self.model = LlamaForCausalLM(config).eval()  # random weights: the time is the same
 

@@ -17,6 +17,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from twostroke.exec.state import HostRows
 
 from tests.equivalence.harness import (
     Loud,
@@ -30,7 +31,6 @@ from tests.equivalence.harness import (
 )
 from tests.equivalence.test_matrix import TEXTS
 from twostroke.exec.native import NativeExecutor
-from twostroke.exec.state import HostRows
 from twostroke.kernels import cpu
 from twostroke.kv.host_pool import HostPool
 from twostroke.model.native import NativeDecoder, Packing

@@ -96,9 +96,10 @@ def test_records_count_what_was_done(folder: Path) -> None:
     assert [s.decode.kv_tokens for s in steps[3:]] == [41, 42, 43, 44]
     assert steps[1].prefill.kv_tokens == sum(range(17, 33))
     spec = llm.engine.spec
-    matrices = 2 * spec.hidden_size * (spec.q_size + spec.kv_size) * spec.num_layers
-    matrices += 3 * spec.hidden_size * spec.intermediate_size * spec.num_layers
-    attention = 4 * spec.q_size * spec.num_layers * 41
+    part, mlp = spec.layers[0].attention, spec.layers[0].mlp
+    matrices = 2 * spec.hidden_size * (part.q_size + part.kv_size) * spec.num_layers
+    matrices += 3 * spec.hidden_size * mlp.intermediate_size * spec.num_layers
+    attention = 4 * part.q_size * spec.num_layers * 41
     assert (
         steps[3].decode.flops == 2 * matrices + 2 * spec.vocab_size * spec.hidden_size + attention
     )

@@ -155,52 +155,6 @@ class ModelSpec:
     # Norms multiply by their weight in fp32 and round after, and the weights are kept in fp32.
     norm_fp32: bool = False
 
-    # ── of uniform models, until every reader asks the layers ───────────────────────────────
-    @property
-    def num_heads(self) -> int:
-        return self.layers[0].attention.num_heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.layers[0].attention.num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.layers[0].attention.head_dim
-
-    @property
-    def q_size(self) -> int:
-        return self.layers[0].attention.q_size
-
-    @property
-    def kv_size(self) -> int:
-        return self.layers[0].attention.kv_size
-
-    @property
-    def rope(self) -> RopeSpec:
-        return self.layers[0].attention.rope
-
-    @property
-    def intermediate_size(self) -> int:
-        return self.layers[0].mlp.intermediate_size
-
-    @property
-    def qkv_bias(self) -> bool:
-        return self.layers[0].attention.qkv_bias
-
-    @property
-    def output_bias(self) -> bool:
-        return self.layers[0].attention.output_bias
-
-    @property
-    def mlp_bias(self) -> bool:
-        return self.layers[0].mlp.bias
-
-    @property
-    def qk_norm(self) -> bool:
-        return self.layers[0].attention.qk_norm != "none"
-
-    # ─────────────────────────────────────────────────────────────────────────────────────────
     @property
     def num_layers(self) -> int:
         return len(self.layers)
