@@ -27,8 +27,8 @@ GROUPS = {
     "attention": ("_decode", "_prefill", "_merge", "flash", "fmha"),
     "norms": ("_rms_norm",),
     "rope, KV store": ("_rope_store",),
-    "silu": ("_act_and_mul",),
-    "sampling": ("_survey", "_settle", "_sample"),
+    "silu": ("_silu_and_mul", "_act_and_mul"),
+    "sampling": ("_survey", "_settle", "_scan_tiles", "_choose", "_sample", "_adjust", "_advance"),
     "row state, copies": ("scatter", "index", "gather", "Mem", "copy", "elementwise"),
 }
 

@@ -46,6 +46,12 @@ class KVUsage(NamedTuple):
     free: int
 
 
+def table_length(tables: Sequence[Sequence[int]]) -> int:
+    """Blocks of a sequence: its tables are equally long in every group, null blocks included."""
+    (length,) = {len(table) for table in tables}
+    return length
+
+
 @dataclass(slots=True, eq=False)
 class KVSequence:
     """The KV state of one request, changed by `KVCache` alone."""
@@ -191,9 +197,10 @@ class KVCache:
                     pool.share(block)
         seq.tables = tables
         seq.num_dropped = [t.count(NULL_BLOCK) for t in tables]
-        seq.num_registered = len(tables[0])
-        seq.register_at = (len(tables[0]) + 1) * self.block_size
-        seq.capacity = seq.num_computed = len(tables[0]) * self.block_size
+        length = table_length(tables)
+        seq.num_registered = length
+        seq.register_at = (length + 1) * self.block_size
+        seq.capacity = seq.num_computed = length * self.block_size
         self._live[seq] = None
         return seq.num_computed
 

@@ -7,7 +7,7 @@ from bisect import insort
 from collections.abc import Callable
 
 from twostroke.kv.blocks import NULL_BLOCK
-from twostroke.kv.cache import KVCache
+from twostroke.kv.cache import KVCache, table_length
 from twostroke.plan import NewRow
 from twostroke.sched.deadlines import DeadlineQueue, Rank
 from twostroke.sched.decode import by_order
@@ -125,7 +125,7 @@ class PrefillQueue:
             if before is not None and not self._is_before(request, before, step.now):
                 return
             tables = self._match(request)
-            num_cached = len(tables[0]) * self._kv.block_size
+            num_cached = table_length(tables) * self._kv.block_size
             uncached = len(request.tokens) - num_cached
             if not self._config.chunked_prefill and uncached > step.budget:
                 return
@@ -175,7 +175,7 @@ class PrefillQueue:
                 given.bad_words_ids,
             )
         )
-        step.add_blocks(request, len(tables[0]))
+        step.add_blocks(request, table_length(tables))
         record = request.record
         if not record.scheduled_s:
             record.scheduled_s = step.now
