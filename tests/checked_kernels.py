@@ -35,7 +35,7 @@ class CheckedKernels(Kernels):
         max_continued: int,
         *how: Any,
         out: Tensor,
-        own: Tensor,
+        chunk_kv: Tensor,
         max_first: int,
     ) -> Tensor:
         """First chunks may be attended to by their own keys and values: these must be what the
@@ -50,11 +50,11 @@ class CheckedKernels(Kernels):
             if start == 0 and tables[row].any():
                 cached = torch.cat(gather(keys, values, tables[row], 0, size, q.dtype), dim=1)
                 held = cached.any(dim=2).all()  # not passed by a window
-                part = own[at : at + size].to(keys.dtype).to(q.dtype)
+                part = chunk_kv[at : at + size].to(keys.dtype).to(q.dtype)
                 assert not held or torch.equal(part, cached)
         assert largest == {True: max_first, False: max_continued}
         where = (tables, chunk_rows, chunk_starts, cu_tokens, max_continued)
-        more: dict[str, Any] = {"out": out, "own": own, "max_first": max_first}
+        more: dict[str, Any] = {"out": out, "chunk_kv": chunk_kv, "max_first": max_first}
         return super().prefill_attention(q, keys, values, *where, *how, **more)
 
     def decode_attention(  # type: ignore[override]

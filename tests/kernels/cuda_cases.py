@@ -128,11 +128,11 @@ def check_prefill(
     drop_passed(cache, [start for start, _ in chunks])
     ends = torch.tensor([0] + [size for _, size in chunks]).cumsum(0).tolist()
     q = torch.randn(ends[-1], heads.num_heads, heads.dim).to(device, dtype)
-    own = poisoned(ends[-1], heads.num_heads + 2 * heads.num_kv_heads, heads.dim, like=q)
-    own = own[:, heads.num_heads :]  # only of first chunks: others must not look there
+    chunk_kv = poisoned(ends[-1], heads.num_heads + 2 * heads.num_kv_heads, heads.dim, like=q)
+    chunk_kv = chunk_kv[:, heads.num_heads :]  # only of first chunks: others must not look there
     for index, (start, size) in enumerate(chunks):
         if start == 0 and size and heads.kv_dtype is None:
-            table, to = cache.table(index), own[ends[index] : ends[index + 1]]
+            table, to = cache.table(index), chunk_kv[ends[index] : ends[index + 1]]
             both = (cache.keys, cache.values)
             found = [definitions.gather(each, table, 0, size, dtype) for each in both]
             to[:] = torch.cat(found, dim=1)
@@ -140,7 +140,7 @@ def check_prefill(
         max((size for start, size in chunks if (start == 0) == kind), default=0) for kind in (1, 0)
     )
     error = 0.0
-    for given in (None, own):
+    for given in (None, chunk_kv):
         out = cuda.prefill_attention(
             q,
             cache.keys,
@@ -154,7 +154,7 @@ def check_prefill(
             heads.window,
             heads.softcap,
             out=poisoned(*q.shape, like=q),
-            own=given,
+            chunk_kv=given,
             max_first=first,
         )
         for index, (start, _) in enumerate(chunks):

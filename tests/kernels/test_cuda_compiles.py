@@ -133,7 +133,7 @@ class Case:
             self.num_kv_heads,
         )
 
-    def prefill(self, own: bool) -> None:
+    def prefill(self, chunk_kv: bool) -> None:
         """Of own keys and values: first chunks, then continued ones."""
         from twostroke.kernels import cuda
 
@@ -141,7 +141,7 @@ class Case:
         where = (self.keys, self.values, self.tables, row, row, self.rows[:3], 32, *self.how)
         q, others = qkv[:, : self.num_heads], qkv[:, self.num_heads :]
         cuda.prefill_attention(
-            q, *where, out=self.queries(64), own=others if own else None, max_first=32
+            q, *where, out=self.queries(64), chunk_kv=others if chunk_kv else None, max_first=32
         )
 
     def scratch(self, splits: int) -> Any:
@@ -169,7 +169,7 @@ def test_attention_compiles_and_fits_in_registers(
         case.decode(batch, splits)
         for norm in (None, BF16):
             case.rope_decode(batch, splits, norm)
-    case.prefill(own=False)
+    case.prefill(chunk_kv=False)
     assert len(compiled) == 10
     for kernel in compiled:
         assert kernel.metadata.shared <= 227 << 10
@@ -207,7 +207,7 @@ def test_a_cache_of_another_type_than_the_model(
     case = Case(8, 2, dim, kv_dtype=kv_dtype)
     case.decode(2, 4)
     case.rope_decode(2, 4, BF16)
-    case.prefill(own=True)  # reads the cache: what is there was rounded
+    case.prefill(chunk_kv=True)  # reads the cache: what is there was rounded
     case.rope_store(BF16)
     assert len(compiled) == 4
     for kernel in compiled:
@@ -245,7 +245,7 @@ def test_attention_in_fp32_fits_in_shared_memory(compiled: list[Any], dim: int) 
     case = Case(8, 4, dim, dtype=torch.float32)
     case.decode(2, 4)
     case.rope_decode(2, 4, torch.float32)
-    case.prefill(own=False)
+    case.prefill(chunk_kv=False)
     assert all(kernel.metadata.shared <= 227 << 10 for kernel in compiled)
 
 
@@ -323,7 +323,7 @@ def test_products_and_dependent_launches(
 def test_a_first_chunk_is_fetched_by_the_hardware(
     compiled: list[Any], tmp_path: Path, case: tuple[Any, ...]
 ) -> None:
-    Case(*case).prefill(own=True)
+    Case(*case).prefill(chunk_kv=True)
     first, continued = compiled
     assert "cp.async.bulk.tensor" in first.asm["ptx"]
     assert "cp.async.bulk.tensor" not in continued.asm["ptx"]

@@ -225,7 +225,17 @@ if INTERPRETED:
         out = cases.poisoned(length, 4, dim, like=qkv)
         ends = torch.tensor([0, length], dtype=torch.int32)
         cases.cuda.prefill_attention(
-            made[:, :4], *where, one, ends, 0, scale, None, 0.0, out=out, own=None, max_first=length
+            made[:, :4],
+            *where,
+            one,
+            ends,
+            0,
+            scale,
+            None,
+            0.0,
+            out=out,
+            chunk_kv=None,
+            max_first=length,
         )
         assert cases.worst(out, right) < BOUNDS[HALF]
         scratch = cases.cuda.decode_scratch(1, 4, dim, 1, CPU)

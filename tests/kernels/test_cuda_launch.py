@@ -102,7 +102,7 @@ class Step:
             16,
             *how,
             out=prefill_out,
-            own=prefill[:, 32:],
+            chunk_kv=prefill[:, 32:],
             max_first=16,
         )
         return [slots, chunks]
@@ -236,9 +236,9 @@ class AllKernels:
         cuda.rope_decode_attention(qkv, *make, tables, row, row, *how, 2, scratch, out=out)
         q, one = made[:, :8], row[:1]
         cuda.decode_attention(q, *where, one, one, *how, 2, scratch, out=out, queries=2)
-        chunks, own = (one, one, row), made[:, 8:]
+        chunks, chunk_kv = (one, one, row), made[:, 8:]
         bound = cuda.bind_prefill_attention(
-            q, *where, *chunks, 2, *how, out=out, own=own, max_first=2
+            q, *where, *chunks, 2, *how, out=out, chunk_kv=chunk_kv, max_first=2
         )
         bound(keys, values)
         cuda.act_and_mul(self.empty(2, 1024), "gelu_tanh")

@@ -105,13 +105,13 @@ class Kernels:
         softcap: float,
         *,
         out: Tensor,
-        own: Tensor,
+        chunk_kv: Tensor,
         max_first: int,
     ) -> Tensor:
         """All chunks: tokens [cu_tokens[c], cu_tokens[c + 1]) are cache entries from
-        chunk_starts[c] on of the sequence in tables[chunk_rows[c]]. `own`: their keys and values,
-        [T, 2K, D], which the cache has, too. `max_first`: tokens of the largest chunk that starts
-        at 0, `max_continued`: of the largest other one."""
+        chunk_starts[c] on of the sequence in tables[chunk_rows[c]]. `chunk_kv`: their keys and
+        values, [T, 2K, D], which the cache has, too. `max_first`: tokens of the largest chunk that
+        starts at 0, `max_continued`: of the largest other one."""
         chunks = zip(
             chunk_rows.tolist(), chunk_starts.tolist(), pairwise(cu_tokens.tolist()), strict=True
         )

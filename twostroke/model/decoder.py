@@ -306,7 +306,7 @@ class Decoder:
                 part.window,
                 part.softcap,
                 out=out[tokens],
-                own=qkv[tokens, heads:],
+                chunk_kv=qkv[tokens, heads:],
                 max_first=prefill.max_first,
             )
 

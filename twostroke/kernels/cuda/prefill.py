@@ -79,7 +79,7 @@ def prefill_attention(
     softcap: float,
     *,
     out: torch.Tensor,
-    own: torch.Tensor | None,
+    chunk_kv: torch.Tensor | None,
     max_first: int,
 ) -> torch.Tensor:
     """`out`: chunk c is tokens [cu_tokens[c], cu_tokens[c + 1]) of q [T, H, D]; they stand from
@@ -87,11 +87,11 @@ def prefill_attention(
     that is cached up to themselves, or the last `window` of that.
 
     `max_first`: tokens of the longest first chunk, which starts at 0; `max_continued`: of the
-    longest other. `own`: the keys and values of those tokens, [T, 2K, D]; without it, and where
+    longest other. `chunk_kv`: keys and values of those tokens, [T, 2K, D]; without it, and where
     the cache has another type, first chunks read the cache too.
     """
     chunks = Chunks(tables, chunk_rows, chunk_starts, cu_tokens)
-    how = (scale, window, softcap, out, own)
+    how = (scale, window, softcap, out, chunk_kv)
     for launch in make_launches(q, keys, values, chunks, max_first, max_continued, *how):
         if launch is not None:
             launch()
@@ -112,13 +112,13 @@ def bind_prefill_attention(
     softcap: float,
     *,
     out: torch.Tensor,
-    own: torch.Tensor | None,
+    chunk_kv: torch.Tensor | None,
     max_first: int,
 ) -> Attend:
     """`prefill_attention` over the keys and values of any layer whose cache is like this one, and
-    over what `own` holds then."""
+    over what `chunk_kv` holds then."""
     chunks = Chunks(tables, chunk_rows, chunk_starts, cu_tokens)
-    how = (scale, window, softcap, out, own)
+    how = (scale, window, softcap, out, chunk_kv)
     of_own, of_cache = make_launches(q, keys, values, chunks, max_first, max_continued, *how)
 
     def attend(keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -141,27 +141,29 @@ def make_launches(
     window: int | None,
     softcap: float,
     out: torch.Tensor,
-    own: torch.Tensor | None,
+    chunk_kv: torch.Tensor | None,
     tuned: Tuning | None = None,
 ) -> tuple[Launch | None, Launch | None]:
     """Over the step's own keys and values, and over the cache."""
     how = (scale, window, softcap, out, tuned)
-    if own is None or not _can_fetch(own, keys):
+    if chunk_kv is None or not _can_fetch(chunk_kv, keys):
         longest = max(max_first, max_continued)
         return None, _launch(ALL, q, keys, values, chunks, longest, *how, None)
     return (
-        _launch(FIRST, q, keys, values, chunks, max_first, *how, own) if max_first else None,
+        _launch(FIRST, q, keys, values, chunks, max_first, *how, chunk_kv) if max_first else None,
         _launch(CONTINUED, q, keys, values, chunks, max_continued, *how, None)
         if max_continued
         else None,
     )
 
 
-def _can_fetch(own: torch.Tensor, keys: torch.Tensor) -> bool:
+def _can_fetch(chunk_kv: torch.Tensor, keys: torch.Tensor) -> bool:
     """Whether what is computed equals what is cached, in tiles that the hardware knows."""
-    dim, width = own.shape[2], own.itemsize
-    aligned = own.data_ptr() % 16 == 0 == own.stride(0) * width % 16
-    return own.dtype == keys.dtype and width == 2 and dim == power_of_two(dim) >= 16 and aligned
+    dim, width = chunk_kv.shape[2], chunk_kv.itemsize
+    aligned = chunk_kv.data_ptr() % 16 == 0 == chunk_kv.stride(0) * width % 16
+    return (
+        chunk_kv.dtype == keys.dtype and width == 2 and dim == power_of_two(dim) >= 16 and aligned
+    )
 
 
 def _launch(
@@ -176,7 +178,7 @@ def _launch(
     softcap: float,
     out: torch.Tensor,
     tuned: Tuning | None,
-    own: torch.Tensor | None,
+    chunk_kv: torch.Tensor | None,
 ) -> Launch:
     (_, num_heads, dim), (_, page, num_kv_heads, _) = q.shape, keys.shape
     q_strides, out_strides, strides = q.stride(), out.stride(), keys.stride()
@@ -185,11 +187,14 @@ def _launch(
     tuned = tuned or tuning(dim, max(q.itemsize, keys.itemsize), which == FIRST)
     group = num_heads // num_kv_heads
     fetched = None
-    if own is not None:
-        size = [own.shape[0], 2 * num_kv_heads * dim]
-        fetched = TensorDescriptor(own, size, [own.stride(0), 1], [tuned.keys, dim])
-        keys, values = own[:, :num_kv_heads], own[:, num_kv_heads:]  # for tiles at the edge
-        strides = (0, *own.stride())
+    if chunk_kv is not None:
+        size = [chunk_kv.shape[0], 2 * num_kv_heads * dim]
+        fetched = TensorDescriptor(chunk_kv, size, [chunk_kv.stride(0), 1], [tuned.keys, dim])
+        keys, values = (
+            chunk_kv[:, :num_kv_heads],
+            chunk_kv[:, num_kv_heads:],
+        )  # for tiles at the edge
+        strides = (0, *chunk_kv.stride())
     return Launch(
         _variant(which, group, num_kv_heads, dim, page, tuned, window is not None, softcap > 0),
         (ceil_div(longest, tuned.queries // group), num_kv_heads, chunks.rows.shape[0]),
