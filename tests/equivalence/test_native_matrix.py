@@ -17,7 +17,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-from twostroke.exec.state import HostRows
 
 from tests.equivalence.harness import (
     Loud,
@@ -31,6 +30,7 @@ from tests.equivalence.harness import (
 )
 from tests.equivalence.test_matrix import TEXTS
 from twostroke.exec.native import NativeExecutor
+from twostroke.exec.rows import HostRows
 from twostroke.kernels import cpu
 from twostroke.kv.host_pool import HostPool
 from twostroke.model.native import NativeDecoder, Packing

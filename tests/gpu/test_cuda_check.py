@@ -29,17 +29,16 @@ def with_bounds_that_numpy_takes(tensor: Any, scope: Any) -> None:
 interpreter._patch_lang_tensor = with_bounds_that_numpy_takes
 
 import torch
-from tests.equivalence.harness import small_spec
 from tests.gpu import cuda_check
-from tests.gpu.reference_check import SPECS
 from twostroke.kernels.cuda.backend import CudaKernels
 cuda_check.kernels_of = CudaKernels
 cuda_check.PROMPTS = [[(7 * n * n + size) % 512 for n in range(size)] for size in (5, 40)]
 cuda_check.OUTPUT = 6
 cuda_check.WAYS = {"chunked and mixed": {"max_num_batched_tokens": 20, "max_num_seqs": 4}}
-spec = small_spec(**SPECS["qwen3"])
-for passed in cuda_check.compare_tokens("qwen3", spec, torch.device("cpu")):
-    print("equal:", passed)
+models = dict(cuda_check.small_models())
+for name in ("qwen3", "two groups", "post norm, full q/k norm"):
+    for passed in cuda_check.compare_tokens(name, models[name], torch.device("cpu")):
+        print("equal:", passed)
 """
 
 
@@ -86,4 +85,4 @@ def test_the_triton_kernels_interpreted_write_the_reference_tokens() -> None:
         timeout=500,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("equal:") == 2
+    assert done.stdout.count("equal:") == 2 * 3
