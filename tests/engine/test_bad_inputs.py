@@ -95,7 +95,10 @@ def test_an_unknown_architecture_is_named_beside_the_supported(tmp_path: Path) -
     config = json.loads((folder / "config.json").read_text())
     write_json(folder / "config.json", config | {"model_type": "mamba"})
     says = model_refusal(folder)
-    assert "the architecture 'mamba' is not supported. Supported: llama, mistral, qwen2" in says
+    assert (
+        "the architecture 'mamba' is not supported. Supported: gemma2, gemma3, gemma3_text, llama"
+        in says
+    )
 
 
 def test_an_unknown_architecture_of_a_gguf_is_named_beside_the_supported(tmp_path: Path) -> None:
@@ -140,7 +143,10 @@ def test_a_config_of_another_shape_than_its_tensors_is_refused(folder: Path) -> 
     assert (
         "the weight 'layers.0.gate' has shape (64, 32), but config.json asks for (96, 32)" in says
     )
-    assert "(by num_hidden_layers, intermediate_size, hidden_size). The two are not of one" in says
+    assert (
+        "(by model_type, num_hidden_layers, intermediate_size, hidden_size). The two are not of one"
+        in says
+    )
 
 
 def test_a_config_that_asks_for_more_than_there_is_is_refused(folder: Path) -> None:
@@ -239,9 +245,9 @@ def test_a_setting_that_is_none_is_refused(llm: LLM, settings: dict[str, Any], s
         ),
         (
             {"kv_cache_memory_bytes": 2 * BLOCK_BYTES - 1},
-            f"the KV cache of {2 * BLOCK_BYTES - 1} bytes is too small for one block: 16 tokens "
-            f"need {BLOCK_BYTES} bytes, and a null block as many; set kv_cache_memory_bytes to at "
-            f"least {2 * BLOCK_BYTES}, or lower block_size",
+            f"the KV cache of {2 * BLOCK_BYTES - 1} bytes is too small for one block: a block "
+            f"of 16 tokens and a null block need {2 * BLOCK_BYTES} bytes; set "
+            f"kv_cache_memory_bytes to at least {2 * BLOCK_BYTES}, or lower block_size",
         ),
         (
             {"max_model_len": MAX_LEN + 1},

@@ -204,9 +204,9 @@ def write_quantised(path: Path, type: gguf.GGMLQuantizationType) -> None:
     writer.add_block_count(SPEC.num_layers)
     writer.add_context_length(SPEC.max_context)
     writer.add_embedding_length(SPEC.hidden_size)
-    writer.add_feed_forward_length(SPEC.intermediate_size)
-    writer.add_head_count(SPEC.num_heads)
-    writer.add_head_count_kv(SPEC.num_kv_heads)
+    writer.add_feed_forward_length(SPEC.layers[0].mlp.intermediate_size)
+    writer.add_head_count(SPEC.layers[0].attention.num_heads)
+    writer.add_head_count_kv(SPEC.layers[0].attention.num_kv_heads)
     writer.add_layer_norm_rms_eps(SPEC.norm_eps)
     torch.manual_seed(0)
     for name, shape in SPEC.weight_shapes().items():

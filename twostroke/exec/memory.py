@@ -86,11 +86,13 @@ def plan_memory(
             config, spec, weight_bytes, itemsize, kv_itemsize, total_bytes, on_gpu, wanted
         )
         if kv_bytes < sizing.least_bytes:
+            windowed = any(group.window is not None for group in spec.kv_groups())
+            held = ", and what one request holds in layers with a window," if windowed else ""
             raise ConfigError(
                 f"the KV cache of {kv_bytes} bytes is too small for one block: a block of "
-                f"{config.block_size} tokens, a null block, and what one request holds in layers "
-                f"with a window need {sizing.least_bytes} bytes; set kv_cache_memory_bytes to at "
-                f"least {sizing.least_bytes}, or lower block_size"
+                f"{config.block_size} tokens and a null block{held} need {sizing.least_bytes} "
+                f"bytes; set kv_cache_memory_bytes to at least {sizing.least_bytes}, or lower "
+                "block_size"
             )
         blocks = sizing.within(kv_bytes)
     plan = MemoryPlan(total_bytes, weight_bytes, sizing, blocks, wanted, False)
