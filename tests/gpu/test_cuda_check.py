@@ -36,7 +36,7 @@ cuda_check.PROMPTS = [[(7 * n * n + size) % 512 for n in range(size)] for size i
 cuda_check.OUTPUT = 6
 cuda_check.WAYS = {"chunked and mixed": {"max_num_batched_tokens": 20, "max_num_seqs": 4}}
 models = dict(cuda_check.small_models())
-for name in ("qwen3", "two groups", "post norm, full q/k norm"):
+for name in ("two groups", "post norm, full q/k norm"):
     for passed in cuda_check.compare_tokens(name, models[name], torch.device("cpu")):
         print("equal:", passed)
 """
@@ -85,4 +85,4 @@ def test_the_triton_kernels_interpreted_write_the_reference_tokens() -> None:
         timeout=500,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("equal:") == 2 * 3
+    assert done.stdout.count("equal:") == 2 * 2

@@ -104,7 +104,8 @@ class Reference:
             seen_keys, seen_values = (
                 np.repeat(one[row, :end], part.group_size, axis=1) for one in (keys, values)
             )
-            scores = np.einsum("thd,khd->htk", q[mine], seen_keys) * np.float32(part.scale)
+            by_head = q[mine].transpose(1, 0, 2) @ seen_keys.transpose(1, 2, 0)
+            scores = by_head * np.float32(part.scale)
             scores = _capped(scores, part.softcap)
             key = np.arange(end)
             seen = key <= at[:, None]
@@ -112,7 +113,7 @@ class Reference:
                 seen &= key > at[:, None] - part.window
             weights = np.exp(np.where(seen, scores - scores.max(-1, keepdims=True), -np.inf))
             weights /= weights.sum(-1, keepdims=True)
-            out[mine] = np.einsum("htk,khd->thd", weights, seen_values)
+            out[mine] = (weights @ seen_values.transpose(1, 0, 2)).transpose(1, 0, 2)
         return out.reshape(len(h), -1) @ w["o"].T + w.get("o_bias", 0)
 
     def _rotated(self, x: Floats, rope: RopeSpec, positions: Ints) -> Floats:
