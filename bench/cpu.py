@@ -1,7 +1,7 @@
 """twostroke beside its peers on this CPU: floors first, then both phases, in alternating rounds.
 
     python -m bench.cpu --peer-model FOLDER [--llama BIN_FOLDER] [--openvino PYTHON]
-        [--vllm PYTHON] [--transformers PYTHON] [--twostroke key=value ...]
+        [--vllm PYTHON] [--transformers PYTHON] [--twostroke key=value ...] [--before FOLDER]
         [--only NAME ...] [--phases TEXT ...] [--output N] [--repeat N]
         [--interference [--budget N]]
         [--json FILE]
@@ -9,7 +9,8 @@
 A peer is named by the folder of its binaries or by the Python that has it, here or in the
 environment (LLAMA_CPP_BIN, OPENVINO_PYTHON, VLLM_PYTHON, TRANSFORMERS_PYTHON); one that is
 absent is skipped with a word. PEER_MODEL or --peer-model is the model as a folder for those that
-read no GGUF: `python -m bench.cpu_dequantise FOLDER`.
+read no GGUF: `python -m bench.cpu_dequantise FOLDER`. --before: another checkout of twostroke, with
+its native module beside its sources.
 
 Each engine keeps its model loaded in a process of its own, which is stopped (SIGSTOP) while it is
 not its turn. A measurement that other processes disturbed is repeated. Greedy, no end of text, the
@@ -79,6 +80,10 @@ def worker(name: str, python: str, kind: str, model: str, *options: str, **env: 
 def contenders(args: argparse.Namespace, gguf: str) -> list[Contender]:
     """Everyone who is here; the others are named."""
     found = [worker("twostroke", sys.executable, "twostroke", gguf, *args.twostroke)]
+    if args.before:
+        worker_of_then = str(Path(args.before) / "bench" / WORKERS.name)
+        command = [sys.executable, worker_of_then, "twostroke", gguf, *args.twostroke]
+        found.append(Contender("before", command, {"PYTHONPATH": args.before}))
     folder = args.peer_model
     if args.llama:
         place = f"{args.llama}:{gguf}"
@@ -243,6 +248,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--twostroke", default=[], help="settings of LLM", **pairs)
     parser.add_argument("--openvino-options", default=["INFERENCE_PRECISION_HINT=f32"], **pairs)
     parser.add_argument("--vllm-options", default=VLLM_OPTIONS, **pairs)
+    parser.add_argument("--before", help="a checkout to compare with")
     parser.add_argument("--only", nargs="*", help="engines by the name in the table")
     parser.add_argument("--phases", nargs="*", help="parts of phases' names")
     parser.add_argument("--repeat", type=int, help="rounds (3; of --interference 5)")

@@ -74,6 +74,8 @@ class PromptSlice(NamedTuple):
 def prompt_slices(plan: StepPlan, rows: Mapping[int, NewRow]) -> Iterator[PromptSlice]:
     """For each prompt token after the first, slices of bounded size; a row whose chunk has none
     gives an empty slice."""
+    if not wants_prompt_logprobs(plan, rows):
+        return
     first = sum(1 + slot.drafts for slot in plan.decode)
     for chunk in plan.prefill:
         request = rows[chunk.row]

@@ -137,9 +137,10 @@ class TorchExecutor:
 
     def _graph_size(self, plan: StepPlan) -> int | None:
         """Of the graph for a step that only decodes, a token a row."""
-        if self._graphs is None or plan.prefill or any(slot.drafts for slot in plan.decode):
+        rows = len(plan.decode)
+        if self._graphs is None or plan.prefill or plan.decode_work.tokens > rows:
             return None
-        return self._graphs.size_for(len(plan.decode))
+        return self._graphs.size_for(rows)
 
     def _fit(self, writes: Writes, size: int) -> Writes:
         """More writes than a graph has places for are done before it."""
