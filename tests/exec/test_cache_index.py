@@ -78,7 +78,7 @@ def test_a_table_with_a_hole_is_attended_to_without_what_was_there() -> None:
     kept = np.delete(table, [1, 2])
     table[:] = np.append(kept, [0, 0])
     rig.rows.tables[0][0] = torch.from_numpy(table)
-    rig.rows.evicted[0, 0] = 2 * BLOCK
+    rig.rows.evict(0, 0, 2 * BLOCK)
     kernels.hidden = hidden
     expected = [expected_rig.step(decode=(Slot(0, 37 + n),)) for n in range(6)]
     got = [rig.step(decode=(Slot(0, 37 + n), Slot(1, 20 + n)))[:1] for n in range(6)]

@@ -48,7 +48,8 @@ class RowState:
         self._filled = [[0] * max_rows for _ in range(num_groups)]
         self._dropped = [[0] * max_rows for _ in range(num_groups)]
         # Cache entries of a row that are gone from its tables: index = position − evicted.
-        self.evicted = np.zeros((num_groups, max_rows), np.int64)
+        self._evicted = np.zeros((num_groups, max_rows), np.int64)
+        self._has_evicted = False  # ever
         self.temperature = np.zeros(max_rows, np.float32)  # 0: greedy
         self.top_k = np.zeros(max_rows, np.int32)
         self.top_p = np.ones(max_rows, np.float32)
@@ -64,7 +65,7 @@ class RowState:
         """No row is taken. What the cells hold is written anew with each new row."""
         self.rows.clear()
         self._host_tables[:] = 0
-        self.evicted[:] = 0
+        self._evicted[:] = 0
         for lengths in (*self._filled, *self._dropped):
             lengths[:] = [0] * self.max_rows
 
@@ -86,7 +87,7 @@ class RowState:
                 dropped[drop.row] = drop.upto
         for row in plan.retired:
             del self.rows[row]
-            self.evicted[:, row] = 0
+            self._evicted[:, row] = 0
             for lengths in (*self._filled, *self._dropped):
                 lengths[row] = 0
         for append in plan.appended:
@@ -131,7 +132,12 @@ class RowState:
 
     def indices(self, group: int, rows: Ints, positions: Ints) -> Ints:
         """Where in the cache of a row a position's keys and values are."""
-        return positions - self.evicted[group, rows]
+        return positions - self._evicted[group, rows] if self._has_evicted else positions
+
+    def evict(self, group: int, row: int, entries: int) -> None:
+        """So many entries are gone from a row's table: later positions lie that much earlier."""
+        self._evicted[group, row] += entries
+        self._has_evicted = True
 
     def slots(self, group: int, rows: Ints, indices: Ints) -> Ints:
         """Where in the pool: block · block_size + offset; -1 for the null block."""

@@ -176,8 +176,10 @@ def _put_samples(to: Arrays, state: DeviceRows, samples: Samples, decoding: int)
     for group in range(state.num_groups):
         place, lengths = to[f"lengths{group}"], state.indices(group, rows, positions)
         place[:count], place[count:] = lengths, 0
-        of_decode = int(lengths[:decoding].max(initial=0))
-        longest.append(Longest(of_decode, max(of_decode, int(lengths[decoding:].max(initial=0)))))
+        most = of_decode = int(lengths.max(initial=0))
+        if decoding < count:
+            of_decode = int(lengths[:decoding].max(initial=0))
+        longest.append(Longest(of_decode, most))
     to["write_at"][:count] = state.token_cells(rows, positions)
     to["write_at"][count:] = state.spare
     key0, key1 = stream_keys(state.seed[rows], positions)
