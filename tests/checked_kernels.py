@@ -57,26 +57,12 @@ class CheckedKernels(Kernels):
         more: dict[str, Any] = {"out": out, "chunk_kv": chunk_kv, "max_first": max_first}
         return super().prefill_attention(q, keys, values, *where, *how, **more)
 
-    def decode_attention(  # type: ignore[override]
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        tables: Tensor,
-        rows: Tensor,
-        lengths: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float,
-        splits: int,
-        scratch: Any,
-        **more: Any,
-    ) -> Tensor:
+    def decode_attention(self, *args: Any, **more: Any) -> Tensor:
         self.called.append("decode_attention")
+        q, _, _, _, rows, lengths, _, _, _, splits, scratch = args
         assert scratch == (q.shape[0], splits)
         assert len(rows) == len(lengths)
-        how = (scale, window, softcap, splits, scratch)
-        return super().decode_attention(q, keys, values, tables, rows, lengths, *how, **more)
+        return super().decode_attention(*args, **more)
 
     def decode_splits(self, batch: int, num_kv_heads: int, max_len: int) -> int:
         return max(1, min(64 // (batch * num_kv_heads), max_len // 256))

@@ -35,7 +35,7 @@ def nothing() -> dict[str, bytes]:
 
 
 MUTATION = Mutation("metadata", "x", GGUF_NAME, ("context_length",), nothing)
-NAMED = "/tmp/model.gguf: llama.context_length must be a whole number"
+NAMED = "folder/model.gguf: llama.context_length must be a whole number"
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ NAMED = "/tmp/model.gguf: llama.context_length must be a whole number"
         (MUTATION, "loaded", "", ""),
         (MUTATION, "refused", NAMED, ""),
         (MUTATION, "refused", "llama.context_length must be", "does not name model.gguf"),
-        (MUTATION, "refused", "/tmp/model.gguf: no", "names none of context_length"),
+        (MUTATION, "refused", "folder/model.gguf: no", "names none of context_length"),
         (MUTATION, "traceback", NAMED, "traceback"),
         (MUTATION, "hang", "", "hang"),
         (MUTATION, "memory", "", "memory"),
