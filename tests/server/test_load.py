@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,13 +115,17 @@ class Server:
 
     @contextmanager
     def engine_held(self) -> Iterator[None]:
-        """The engine does nothing meanwhile, so that a test can look at what waits for it."""
+        """The engine does nothing meanwhile, so that a test can look at what waits for it.
+
+        A test may also kill it there.
+        """
         pid = self.look()["pid"]
         os.kill(pid, signal.SIGSTOP)
         try:
             yield
         finally:
-            os.kill(pid, signal.SIGCONT)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
     def memory(self, name: str = "VmRSS") -> int:
         """Bytes of the HTTP process: VmRSS now, VmHWM at most until now."""
