@@ -75,11 +75,11 @@ class CompletionGeneration(Generation[CompletionRequest]):
             completion.finish_reason,
             completion.stop_reason,
         )
-        if self.request.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = self._logprobs.prompt(output)
-        if self.request.return_token_ids:
-            choice["prompt_token_ids"] = output.prompt_token_ids
-            choice["token_ids"] = completion.token_ids
+        # vLLM's, which are there even if they were not asked for
+        asked, ids_asked = self.request.prompt_logprobs is not None, self.request.return_token_ids
+        choice["prompt_logprobs"] = self._logprobs.prompt(output) if asked else None
+        choice["prompt_token_ids"] = output.prompt_token_ids if ids_asked else None
+        choice["token_ids"] = completion.token_ids if ids_asked else None
         return choice
 
     def prompt_text(self, output: RequestOutput) -> str:

@@ -115,6 +115,8 @@ class Admission:
         prompt is read."""
         if self.draining:
             raise unavailable("the server is shutting down; ask another one")
+        if self._client.asleep:
+            raise unavailable("the engine sleeps; POST /wake_up first")
         if not self._client.healthy:
             raise unavailable("the engine is not running; try again in a moment")
         # The engine's count may be a moment old, and memory may hold fewer than
