@@ -121,6 +121,8 @@ class SamplingParams(Strict):
         self._check_int("logprobs", -1, optional=True)
         self._check_int("prompt_logprobs", -1, optional=True)
         self._check_lists()
+        if self.logprob_token_ids and self.logprobs is None:
+            object.__setattr__(self, "logprobs", 0)
         if not isinstance(self.structured_outputs, StructuredOutputs | None):
             self._refuse("structured_outputs", "StructuredOutputs(…) or None")
 
