@@ -8,6 +8,7 @@ the first time in a process that may crash (`engine/grammar_check.py`).
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.errors import RequestError
@@ -20,6 +21,10 @@ MAX_BYTES: Final = 128 * 1024  # of a schema, an expression or a grammar
 # Between the parts of a JSON text: nothing, a space, or a new line and its indentation. Small
 # models write white space for ever where they may.
 JSON_SPACE: Final = r"\x20|\n\x20{0,12}"
+# A token by its name, or what may look like one in Lark: a text, a remark, an expression.
+LARK_TOKEN: Final = re.compile(
+    r'"(?:[^"\\]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/|(?P<token><[^<>\s]+>)'
+)
 # llguidance counts: 1,000 of the lexer's units are some 20 to 70 µs, of the parser's 50 µs.
 LIMITS: Final[dict[str, Any]] = {
     "initial_lexer_fuel": 200_000,
@@ -41,7 +46,7 @@ def check_size(outputs: StructuredOutputs) -> None:
         )
 
 
-def to_grammar(outputs: StructuredOutputs) -> str:
+def to_grammar(outputs: StructuredOutputs, tokenizer: LLTokenizer) -> str:
     """Raises `RequestError` if it cannot be parsed; `compile_grammar` finds the other errors."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
@@ -54,7 +59,8 @@ def to_grammar(outputs: StructuredOutputs) -> str:
         return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {words}"))
     if outputs.grammar is not None:
         try:
-            return str(LLMatcher.grammar_from_lark(any_to_lark(outputs.grammar)))
+            lark = _tokens_by_id(any_to_lark(outputs.grammar), tokenizer)
+            return str(LLMatcher.grammar_from_lark(lark))
         except RecursionError:
             raise _refusal("it is too deeply nested") from None
         except Exception as error:  # the converter raises nothing more particular
@@ -67,25 +73,26 @@ def to_grammar(outputs: StructuredOutputs) -> str:
         raise _refusal(f"the schema is not JSON: {error}") from None
 
 
+def _tokens_by_id(lark: str, tokenizer: LLTokenizer) -> str:
+    """`<tool_call>` outside of texts stands for that token. llguidance knows the names of special
+    tokens only; any token can be given by its id."""
+
+    def by_id(match: re.Match[str]) -> str:
+        name = match["token"]
+        ids = tokenizer.tokenize_str(name) if name else []
+        return f"<[{ids[0]}]>" if len(ids) == 1 else match[0]
+
+    return LARK_TOKEN.sub(by_id, lark)
+
+
 def compile_grammar(tokenizer: LLTokenizer, outputs: StructuredOutputs) -> LLMatcher:
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(**LIMITS)
-    matcher = LLMatcher(tokenizer, to_grammar(outputs), log_level=0, limits=limits)
+    matcher = LLMatcher(tokenizer, to_grammar(outputs, tokenizer), log_level=0, limits=limits)
     if matcher.is_error():
         raise _refusal(matcher.get_error())
     return matcher
-
-
-def make_tokenizer(tokenizer_json: str, end_ids: list[int]) -> LLTokenizer:
-    from llguidance import LLTokenizer
-
-    try:
-        return LLTokenizer(tokenizer_json, eos_token=end_ids or None)
-    except Exception as error:  # llguidance raises nothing more particular
-        raise RequestError(
-            f"structured_outputs cannot be used with this model's tokenizer ({error})"
-        ) from None
 
 
 def _refusal(reason: str) -> RequestError:
