@@ -51,7 +51,7 @@ def main(base_url: str, model: str) -> None:
     print("   structured:", person)
 
 
-def _prompt():  # noqa: ANN202
+def _prompt():
     from llama_index.core.prompts import PromptTemplate
 
     return PromptTemplate("Ann is 30 years old.")

@@ -174,6 +174,10 @@ class TokenTable:
         piece = sentencepiece_piece(token)
         return bytes([piece]) if isinstance(piece, int) else piece.encode()
 
+    def all_bytes(self) -> list[bytes]:
+        """`token_bytes` of every id, empty for an id without a token."""
+        return [self.token_bytes(n) or b"" for n in range(len(self._tokens()))]
+
     @cached_property
     def is_byte_level(self) -> bool:
         return [step["type"] for step in self._steps] == ["ByteLevel"]
