@@ -200,7 +200,9 @@ def main() -> int:
                 wrong += 1
                 print(f"{digest[:12]} {name}: {said}")
     result = {"templates": len(sources), "last_messages": len(LAST), "wrong": wrong}
-    result |= {name.replace(" ", "_"): dict(sorted(count.items())) for name, count in counts.items()}
+    result |= {
+        name.replace(" ", "_"): dict(sorted(count.items())) for name, count in counts.items()
+    }
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result))

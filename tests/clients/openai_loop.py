@@ -43,20 +43,19 @@ def main(base_url: str, model: str) -> None:
     assert second.choices[0].message.content
     print("   tool loop:", second.choices[0].message.content[:60].replace("\n", " "))
 
-    text, usage = "", None
-    with client.chat.completions.stream(
-        model=model,
-        messages=[{"role": "user", "content": "Count to five."}],
-        stream_options={"include_usage": True},
-        max_tokens=20,
-        temperature=0,
-    ) as stream:
-        for event in stream:
-            if event.type == "content.delta":
-                text += event.delta
-        usage = stream.get_final_completion().usage
+    chunks = list(
+        client.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": "Count to five."}],
+            stream=True,
+            stream_options={"include_usage": True},
+            max_tokens=20,
+            temperature=0,
+        )
+    )
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
     assert text
-    assert usage.completion_tokens > 0
+    assert chunks[-1].usage.completion_tokens > 0
     print("   stream:", text[:60].replace("\n", " "))
 
     called = ""

@@ -19,6 +19,7 @@ from twostroke.serve.completions import CompletionGeneration
 from twostroke.serve.dash import DashRoutes
 from twostroke.serve.dev_routes import DevRoutes
 from twostroke.serve.errors import ApiError, ClientGone, as_api_error
+from twostroke.serve.field_limits import add_limits
 from twostroke.serve.generate import GenerateRoute
 from twostroke.serve.http import HttpRequest, Message, Receive, Send, check_head
 from twostroke.serve.info_routes import InfoRoutes
@@ -81,6 +82,9 @@ class App:
         self._max_head_bytes = settings.max_header_bytes
         self._root, self._name_requests = settings.root_path, settings.enable_request_id_headers
         description = _openapi(self.routes, bool(settings.api_keys), self._root)
+        admission, models = self.service.admission, self.service.models
+        schemas = description["components"]["schemas"]
+        add_limits(schemas, client.info, models, admission.max_choices)
         self._description = msgspec.json.encode(description)
         self._docs = docs_page(description)
         self._index = index_page(self.routes, self.service.models[0], self._root)

@@ -106,7 +106,7 @@ class Admission:
         # They run side by side, so every step of every stream takes longer by all of them.
         on_gpu = client.info.device.startswith("cuda")
         most = MAX_CHOICES if on_gpu else min(MAX_CHOICES, CHOICES_PER_CORE * (os.cpu_count() or 1))
-        self._max_choices = max_choices or most
+        self.max_choices = max_choices or most
         self.num_open = 0
         self.draining = False
 
@@ -122,7 +122,7 @@ class Admission:
         # The engine's count may be a moment old, and memory may hold fewer than
         # max_num_seqs: so both counts are looked at.
         limit = self._client.info.max_num_seqs + self._max_queue
-        most = min(limit, self._max_choices)
+        most = min(limit, self.max_choices)
         if count > most:
             raise ApiError(
                 400,
