@@ -109,6 +109,47 @@ def test_load_counts_the_requests_that_are_answered(server: Running) -> None:
     assert json.loads(server.ask("GET", "/load")[2]) == {"server_load": 0}
 
 
+# The range that the description gives a number, and what lies just outside.
+@pytest.mark.parametrize(
+    ("field", "kind", "step"),
+    [
+        ("temperature", "number", 0.5),
+        ("top_p", "number", 0.5),
+        ("min_p", "number", 0.5),
+        ("presence_penalty", "number", 0.5),
+        ("frequency_penalty", "number", 0.5),
+        ("top_k", "integer", 1),
+        ("seed", "integer", 1),
+        ("n", "integer", 1),
+        ("max_tokens", "integer", 1),
+        ("min_tokens", "integer", 1),
+        ("logprobs", "integer", 1),
+        ("prompt_logprobs", "integer", 1),
+        ("priority", "integer", 1),
+        ("truncate_prompt_tokens", "integer", 1),
+    ],
+)
+def test_the_descriptions_limits_are_the_servers(
+    server: Running, field: str, kind: str, step: float
+) -> None:
+    described = json.loads(server.ask("GET", "/openapi.json")[2])
+    properties = described["components"]["schemas"]["CompletionRequest"]["properties"]
+    (limits,) = [part for part in properties[field]["anyOf"] if part["type"] == kind]
+    least, most = limits.get("minimum"), limits.get("maximum")
+    few = {"max_tokens": 1, "ignore_eos": True} | ({"stream": True} if field == "n" else {})
+    inside = [value for value in (least, most) if value is not None]
+    if field in ("n", "min_tokens", "max_tokens", "truncate_prompt_tokens"):
+        inside = [least if field != "truncate_prompt_tokens" else 1]  # the most takes long
+    for value in inside:
+        status, _, content = server.ask("POST", TEXT, {**PROMPT, **few, field: value})
+        assert status == 200, content
+    outside = [limits["exclusiveMinimum"]] if least is None else [least - step]
+    if field not in ("top_k", "max_tokens"):  # there the most is only what fits into a number
+        outside.append(most + step)
+    for value in outside:
+        refused(server, TEXT, {**PROMPT, **few, field: value})
+
+
 # ── the tokenizer ───────────────────────────────────────────────────────────────────────────
 
 

@@ -285,7 +285,7 @@ class InputProcessor:
                 if token >= limits.vocab_size:
                     raise RequestError(
                         f"{name}: token id {token} is out of range: the model's ids go from 0 to "
-                        f"{limits.vocab_size - 1}"
+                        f"{limits.vocab_size - 1} (its vocabulary has {limits.vocab_size} tokens)"
                     )
 
     def _whole_vocabulary(self, params: SamplingParams) -> SamplingParams:

@@ -103,7 +103,7 @@ class ShimModule(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return PROVIDED.get(name) or Name(f"{self.__name__}.{name}")
+        return PROVIDED[name] if name in PROVIDED else Name(f"{self.__name__}.{name}")
 
 
 class ShimFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -345,7 +345,7 @@ def _judged(error: BaseException) -> tuple[str, str]:
         status = getattr(one, "status_code", None)
         if status in (404, 501) or getattr(one, "code", None) == "unknown_field":
             return "missing", reason
-    if "'Name'" in text:
+    if re.search(r"\bName\b['\"]", text):
         return "internal", reason
     if re.search(r"unknown field|is not supported|40[45] Client Error|there is no '/", text):
         return "missing", reason
