@@ -29,7 +29,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "langchain": ("langchain", "langchain-openai"),
     "ai_sdk": ("ai", "@ai-sdk/openai-compatible", "zod"),
     "instructor": ("instructor",),
-    "litellm": ("litellm",),
+    "litellm": ("litellm", "mcp"),
     "llama_index": ("llama-index-core", "llama-index-llms-openai-like"),
     "llm": ("llm",),
     "anthropic": ("anthropic",),

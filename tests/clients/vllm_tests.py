@@ -42,12 +42,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("path", type=Path)
     parser.add_argument("words", nargs="*")
-    parser.add_argument("--json", type=Path, help="write every outcome here")
+    parser.add_argument("--json", type=Path, help="keep every outcome here; others' stay in it")
     args = parser.parse_args()
     modules = [
         module for module in _modules(args.path) if not args.words or _named(module, args.words)
     ]
-    outcomes = []
+    outcomes = _kept(args.json, modules)
     with tempfile.TemporaryDirectory() as folder:
         _write_tokenizer(Path(folder))
         for module in modules:
@@ -59,13 +59,27 @@ def main() -> int:
                 if one["outcome"] not in ("passed", "internal", "skipped"):
                     name = one["test"].rpartition("::")[2]
                     print(f"    {one['outcome']:9} {name}: {one['reason'][:220]}", flush=True)
+            if args.json is not None:
+                _write(args.json, outcomes)
     counts = Counter(one["outcome"] for one in outcomes)
     print(", ".join(f"{counts[name]} {name}" for name in COUNTED))
     others = {name: count for name, count in counts.items() if name not in COUNTED}
     print(f"not counted: {others}")
-    if args.json is not None:
-        args.json.write_text(json.dumps({"counts": counts, "tests": outcomes}, indent=1) + "\n")
     return 0
+
+
+def _kept(file: Path | None, modules: list[str]) -> list[dict[str, str]]:
+    """The outcomes of an earlier run, but for the modules that are run now."""
+    if file is None or not file.exists():
+        return []
+    tests: list[dict[str, str]] = json.loads(file.read_text())["tests"]
+    return [one for one in tests if one["test"].partition("::")[0] not in modules]
+
+
+def _write(file: Path, outcomes: list[dict[str, str]]) -> None:
+    counts = dict(sorted(Counter(one["outcome"] for one in outcomes).items()))
+    tests = sorted(outcomes, key=lambda one: one["test"])
+    file.write_text(json.dumps({"counts": counts, "tests": tests}, indent=1) + "\n")
 
 
 def _modules(path: Path) -> list[str]:

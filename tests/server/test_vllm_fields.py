@@ -109,6 +109,20 @@ def test_load_counts_the_requests_that_are_answered(server: Running) -> None:
     assert json.loads(server.ask("GET", "/load")[2]) == {"server_load": 0}
 
 
+def test_a_load_balancer_is_told_the_load_in_the_form_it_asks_for(server: Running) -> None:
+    name = "endpoint-load-metrics"
+    _, headers, _ = server.ask("POST", TEXT, PROMPT, {**JSON, f"{name}-format": "JSON"})
+    form, _, report = headers[name].partition(" ")
+    assert form == "JSON"
+    figures = json.loads(report)["named_metrics"]
+    assert figures["num_requests_waiting"] == 0.0
+    assert 0.0 <= figures["kv_cache_usage_perc"] <= 1.0
+    body = {**HELLO, "stream": True}
+    _, headers, _ = server.ask("POST", CHAT, body, {**JSON, f"{name}-format": "text"})
+    assert "named_metrics.num_requests_waiting=0.0" in headers[name]
+    assert name not in server.ask("POST", TEXT, PROMPT)[1]
+
+
 # The range that the description gives a number, and what lies just outside.
 @pytest.mark.parametrize(
     ("field", "kind", "step"),

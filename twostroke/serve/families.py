@@ -66,15 +66,13 @@ class Families:
     # ── vLLM's ──────────────────────────────────────────────────────────────────────────────
 
     def _vllm_now(self, load: EngineLoad, asleep: bool) -> Iterator[Metric]:
-        kv = load.kv
-        taken = (kv.used + kv.fragmented) / kv.reserved if kv.reserved else 0.0
         yield self._gauge("vllm:num_requests_running", "Running requests.", load.running)
         yield self._gauge("vllm:num_requests_waiting", "Waiting requests.", load.waiting)
         reasons = {"capacity": float(load.waiting), "deferred": 0.0}
         name, text = "vllm:num_requests_waiting_by_reason", "Waiting requests, by reason."
         yield self._gauges(name, text, reasons, "reason")
         text = "Share of the KV cache that running requests have taken, 0 to 1."
-        yield self._gauge("vllm:kv_cache_usage_perc", text, taken)
+        yield self._gauge("vllm:kv_cache_usage_perc", text, load.kv.taken)
         states = {
             "awake": float(not asleep),
             "weights_offloaded": float(asleep),

@@ -151,6 +151,7 @@ class GenerateRoute:
         request_id = _request_id(http) or fields.request_id
         head = service.response_head(kind.id_prefix, request_id, fields.model)
         generation.begin(head, requests)
+        http.more_headers += service.load_report(http)
         writer = generation.stream_writer() if fields.stream else None
         async with self._running(http, requests, head.id, writer) as stream:
             if writer is not None:

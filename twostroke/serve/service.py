@@ -20,7 +20,7 @@ from twostroke.errors import shown
 from twostroke.model.tokenizer import Tokenizer
 from twostroke.serve.bodies import BodyReader
 from twostroke.serve.errors import ApiError, retry_after, unavailable
-from twostroke.serve.http import HttpRequest
+from twostroke.serve.http import Headers, HttpRequest
 from twostroke.serve.metrics import Metrics
 from twostroke.serve.prompts import Prompts
 from twostroke.serve.protocol import Body, GenerateRequest
@@ -78,6 +78,22 @@ class Service:
     def response_head(self, prefix: str, request_id: str | None, model: str | None) -> ResponseHead:
         name = f"{prefix}-{request_id or uuid4().hex}"
         return ResponseHead(name, int(time.time()), model or self.models[0], self.fingerprint)
+
+    def load_report(self, http: HttpRequest) -> Headers:
+        """How busy the engine is, for a load balancer that asks by ORCA's header."""
+        form = (http.header(b"endpoint-load-metrics-format") or b"").upper()
+        if form not in (b"TEXT", b"JSON"):
+            return ()
+        load = self.client.load()
+        figures = {
+            "kv_cache_usage_perc": load.kv.taken,
+            "num_requests_waiting": float(load.waiting),
+        }
+        if form == b"JSON":
+            told = msgspec.json.encode({"named_metrics": figures})
+        else:
+            told = ", ".join(f"named_metrics.{name}={figures[name]}" for name in figures).encode()
+        return ((b"endpoint-load-metrics", form + b" " + told),)
 
     def check_model(self, model: str | None) -> None:
         if model is not None and model not in self.models:
