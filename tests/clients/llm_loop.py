@@ -32,7 +32,8 @@ def main(base_url: str, model: str) -> None:
     shaped = chat.prompt("Ann is 30 years old.", schema=Person, stream=False, max_tokens=60)
     print("   schema:", Person.model_validate_json(shaped.text()))
     conversation = chat.conversation(tools=[get_weather])
-    chain = conversation.chain("What is the weather in Paris?", chain_limit=3)
+    asked = {"options": {"max_tokens": 40}, "chain_limit": 3}
+    chain = conversation.chain("What is the weather in Paris?", **asked)  # if it calls the tool
     print("   chain:", chain.text()[:60].replace("\n", " "))
     again = conversation.prompt("And in Rome?", stream=False, max_tokens=20)
     assert again.text() is not None

@@ -59,8 +59,11 @@ def test_a_requests_name_comes_from_its_header_and_goes_back_in_one(server: Runn
     assert status == 400
 
 
-def test_without_the_setting_no_header_is_added(tmp_path: Path) -> None:
-    with running(tiny_llm(tiny_folder(tmp_path)), force_include_usage=True) as server:
+def test_settings_hold_for_every_answer_and_without_them_no_header_is_added(tmp_path: Path) -> None:
+    settings = {"force_include_usage": True, "return_tokens_as_token_ids": True}
+    with running(tiny_llm(tiny_folder(tmp_path)), **settings) as server:
+        (choice,) = server.post(TEXT, {**PROMPT, "logprobs": 0})["choices"]
+        assert all(token.startswith("token_id:") for token in choice["logprobs"]["tokens"])
         _, headers, content = server.ask("POST", CHAT, HELLO, {**JSON, "X-Request-Id": "mine"})
         assert "x-request-id" not in headers
         assert json.loads(content)["id"] == "chatcmpl-mine"

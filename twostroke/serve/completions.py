@@ -26,7 +26,7 @@ class CompletionGeneration(Generation[CompletionRequest]):
         self.echo = bool(request.echo)
         self.only_echo = self.echo and request.max_tokens == 0
         self._tokenizer = service.tokenizer
-        as_ids = bool(request.return_tokens_as_token_ids)
+        as_ids = service.tokens_as_ids(request)
         self._logprobs = LogprobWriter(service.token_names, request.logprobs or 0, as_ids)
 
     def prepare(self) -> list[EngineRequest]:

@@ -75,6 +75,11 @@ class Service:
         if not settings.client_priority:
             request.priority = None
 
+    def tokens_as_ids(self, request: GenerateRequest) -> bool:
+        """Whether log-probabilities name their tokens by id; the request may say."""
+        asked = request.return_tokens_as_token_ids
+        return self.settings.return_tokens_as_token_ids if asked is None else asked
+
     def response_head(self, prefix: str, request_id: str | None, model: str | None) -> ResponseHead:
         name = f"{prefix}-{request_id or uuid4().hex}"
         return ResponseHead(name, int(time.time()), model or self.models[0], self.fingerprint)

@@ -37,6 +37,7 @@ class ServeSettings(Strict):
 
     served_model_names: tuple[str, ...] = ()  # the first is in the responses; none: the engine's
     response_role: str = "assistant"
+    return_tokens_as_token_ids: bool = False  # in log-probabilities, unless a request says
     force_include_usage: bool = False  # every chunk of every stream has `usage`
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     trust_request_chat_template: bool = False  # whether a request may bring its own template
@@ -97,6 +98,7 @@ class ServeSettings(Strict):
             "enable_tokenizer_info_endpoint",
             "enable_request_id_headers",
             "force_include_usage",
+            "return_tokens_as_token_ids",
             "log_stats",
             "trust_request_chat_template",
             "enable_auto_tool_choice",
