@@ -257,7 +257,7 @@ class InputProcessor:
         worst = max(ids) if min(ids) >= 0 else min(ids)
         if not 0 <= worst < limits.vocab_size:
             raise RequestError(
-                f"token id {worst} is out of range: the model's ids go from 0 to "
+                f"token id {worst} is out of vocabulary: the model's ids go from 0 to "
                 f"{limits.vocab_size - 1}"
             )
         self.check_length(ids, max_prompt_tokens)
@@ -273,8 +273,9 @@ class InputProcessor:
                     f"{name} is {asked}, but the model has only {limits.vocab_size} tokens; lower "
                     "it"
                 )
-            self._check_logprobs(name, asked or 0)
-        self._check_logprobs("logprob_token_ids", len(params.logprob_token_ids or ()))
+            self._check_logprobs(name, f"is {asked}", asked or 0)
+        named = len(params.logprob_token_ids or ())
+        self._check_logprobs("logprob_token_ids", f"has {named} ids", named)
         if len(params.allowed_token_ids or ()) > limits.vocab_size:
             raise RequestError(
                 f"allowed_token_ids has {len(params.allowed_token_ids or ())} ids, but the model "
@@ -297,12 +298,11 @@ class InputProcessor:
         }
         return replace(params, **every) if every else params
 
-    def _check_logprobs(self, name: str, asked: int) -> None:
+    def _check_logprobs(self, name: str, said: str, asked: int) -> None:
         most = self.limits.max_logprobs
         if asked > most >= 0:
             raise RequestError(
-                f"{name} asks for {asked} log-probabilities a token, but at most {most} are "
-                "given; lower it or raise max_logprobs",
+                f"{name} {said}, but at most {most} are given; lower it or raise max_logprobs",
                 param=name,
             )
 

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -108,7 +109,8 @@ class ShimModule(types.ModuleType):
 
 class ShimFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name in ("vllm", "tests.utils") or name.startswith("vllm."):
+        shimmed = ("vllm", "tests.utils", "tests.conftest")
+        if name in shimmed or name.startswith("vllm."):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 
@@ -150,6 +152,7 @@ class ModelConfig:
 class RemoteOpenAIServer:
     """Our server with the flags of a test, under the name of the model it wants."""
 
+    num_started = 0
     DUMMY_API_KEY = "token-abc123"
     show_hidden_metrics = False
 
@@ -161,6 +164,7 @@ class RemoteOpenAIServer:
         env_dict: dict[str, str] | None = None,
         **_: Any,
     ) -> None:
+        RemoteOpenAIServer.num_started += 1
         flags = _ours(_as_list(vllm_serve_args))
         self.uds = _value(flags, "--uds")
         self.host, self.port = "127.0.0.1", 0
@@ -183,7 +187,7 @@ class RemoteOpenAIServer:
             if found := re.search(r"http://[\w.:\[\]]+:(\d+)", said):
                 self.port = int(found[1])
                 return
-            if self.uds and Path(self.uds).exists():
+            if self.uds and _listens(self.uds):
                 return
             if self.proc.poll() is not None:
                 raise ServerRefusedError(said.strip()[-600:])
@@ -236,6 +240,11 @@ class RemoteOpenAIServer:
         import anthropic
 
         return anthropic.AsyncAnthropic(**self._options(given))
+
+
+def _listens(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as trial:
+        return trial.connect_ex(path) == 0
 
 
 def _as_list(given: list[str] | dict[str, Any]) -> list[str]:
@@ -303,7 +312,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if not ended:
         return
     outcome, reason = report.outcome, ""
-    if outcome == "failed":
+    if outcome == "failed" and not _has_server(item):
+        outcome = "internal"
+    elif outcome == "failed":
         error = call.excinfo.value if call.excinfo is not None else Exception()
         outcome, reason = _judged(error)
     elif outcome == "skipped":
@@ -320,13 +331,18 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
         _note(report.nodeid, "internal" if internal else "not collected", text[-300:])
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.stash[SERVERS_BEFORE] = RemoteOpenAIServer.num_started
+
+
+SERVERS_BEFORE = pytest.StashKey[int]()
+
+
 def _has_server(item: pytest.Item) -> bool:
-    """Whether a server is among what the test is given; one that fails is judged by its error."""
-    given = getattr(item, "funcargs", {}).values()
+    """Whether the test is given a server, or has started one."""
     names = getattr(item, "fixturenames", ())
-    return any(isinstance(one, RemoteOpenAIServer) for one in given) or any(
-        "server" in name or "client" in name for name in names
-    )
+    started = RemoteOpenAIServer.num_started > item.stash.get(SERVERS_BEFORE, 0)
+    return started or any("server" in name or "client" in name for name in names)
 
 
 def _judged(error: BaseException) -> tuple[str, str]:
