@@ -1,4 +1,4 @@
-"""What each sampling setting costs a decode step: 32 streams, one setting after the other, in turns.
+"""What each sampling setting costs a decode step: 32 streams, the settings in turns.
 
     python -m bench.gpu_sampling SHAPE [--streams 32] [--rounds 3] [--device cuda] [--json FILE]
 
@@ -27,7 +27,7 @@ from twostroke import LLM, SamplingParams
 from twostroke.request import StructuredOutputs
 
 TOKENS = 129
-GRAMMAR = {"structured_outputs": StructuredOutputs(regex="[a-z ]{2000,}")}
+GRAMMAR = StructuredOutputs(regex="[a-z ]{2000,}")
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "top_k 20, top_p 0.9": {"top_k": 20, "top_p": 0.9},
@@ -35,7 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "repetition_penalty 1.1": {"repetition_penalty": 1.1},
     "frequency_penalty 0.5": {"frequency_penalty": 0.5},
     "presence_penalty 0.5": {"presence_penalty": 0.5},
-    "logit_bias of 8": {"logit_bias": {token: 2.0 for token in range(100, 108)}},
+    "logit_bias of 8": {"logit_bias": dict.fromkeys(range(100, 108), 2.0)},
     "min_tokens": {"ignore_eos": False, "min_tokens": TOKENS},
     "bad_words, 4": {"bad_words": ["abc", "hello", "zebra", "thequick"]},
     "logprobs 5": {"logprobs": 5},
@@ -74,13 +74,17 @@ class Bench:
 
     def step_ms(self, name: str, tokens: int, prompt_tokens: int) -> tuple[float, float]:
         """Wall clock and device time of a decode step, in ms."""
-        plain = {"temperature": TEMPERATURE, "ignore_eos": True, "detokenize": False}
+        plain: dict[str, Any] = {
+            "temperature": TEMPERATURE,
+            "ignore_eos": True,
+            "detokenize": False,
+        }
         first = plain | SETTINGS[name]
         if "min_tokens" in first:
             first["min_tokens"] = tokens
         params = [SamplingParams(**first, max_tokens=tokens) for _ in range(self.streams)]
         if name == "one grammar among them":
-            params[0] = SamplingParams(**plain, **GRAMMAR, max_tokens=tokens)
+            params[0] = SamplingParams(**plain, structured_outputs=GRAMMAR, max_tokens=tokens)
         prompts = [self.prompt(prompt_tokens) for _ in params]
         records = self.llm.engine.core.records
         records.steps.clear()
@@ -115,7 +119,7 @@ def main() -> None:
                 walls[name].append(wall)
                 devices[name].append(device)
     base, base_device = statistics.median(walls["plain"]), statistics.median(devices["plain"])
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "setting": name,
             "step_ms": statistics.median(walls[name]),
