@@ -67,7 +67,7 @@ class Bench:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(config))
             vocabulary(config["vocab_size"]).save(f"{folder}/tokenizer.json")
-            given = {"max_model_len": MAX_MODEL_LEN, "enable_prefix_caching": False}
+            given: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "enable_prefix_caching": False}
             given |= {"load_format": "dummy", "device": device, "max_num_seqs": streams}
             self.llm = LLM(folder, **(given | settings))
         self.streams, self.prompt = streams, Prompts()
