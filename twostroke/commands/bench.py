@@ -60,6 +60,16 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="default: the first that the server has")
 
 
+def add_server_url(parser: argparse.ArgumentParser) -> None:
+    """The server as an operand, for the commands that look at one."""
+    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", metavar="URL")
+    parser.add_argument("--api-key", metavar="KEY", help="default: OPENAI_API_KEY, if set")
+
+
+def api_key(args: argparse.Namespace) -> str | None:
+    return args.api_key or os.environ.get("OPENAI_API_KEY")
+
+
 def server_url(args: argparse.Namespace) -> str:
     return args.base_url or f"http://{args.host}:{args.port}"
 
@@ -165,7 +175,7 @@ def serve_options(args: argparse.Namespace) -> ServeOptions:
         raise ConfigError("--trace-speed and --trace-shrink must be above 0")
     return ServeOptions(
         url=server_url(args),
-        api_key=args.api_key or os.environ.get("OPENAI_API_KEY"),
+        api_key=api_key(args),
         model=args.model,
         backend=args.backend,
         endpoint=args.endpoint,

@@ -27,6 +27,7 @@ from twostroke.serve.protocol import (
     ResponsesRequest,
     TokenizeRequest,
 )
+from twostroke.serve.records import record_routes
 from twostroke.serve.responses import ResponsesGeneration
 from twostroke.serve.routing import Route, Router
 from twostroke.serve.service import Service
@@ -95,6 +96,7 @@ class App:
             Route("GET", "/version", info.version, "The server's version."),
             Route("GET", "/metrics", info.metrics, "Prometheus.", open=settings.metrics_open),
             Route("GET", "/openapi.json", self._describe, "This description."),
+            *record_routes(service),
         ]
         if settings.dash:
             dash = DashRoutes(service)
