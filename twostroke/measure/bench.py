@@ -88,6 +88,7 @@ class ServeBench:
         self.model = options.model
         self._runs = 0
         self._words_per_token = 1.0
+        self._template_tokens = 0  # of every chat: the same in all of them
 
     async def connect(self) -> None:
         """Find out who is there, and try one request before many are sent."""
@@ -200,17 +201,16 @@ class ServeBench:
         tokens = counts[1] - counts[0]
         if tokens > 0:
             self._words_per_token = 2 * PROBE_WORDS / tokens
+            self._template_tokens = max(0, counts[0] - tokens // 2)
 
     def _result(
         self, options: ServeOptions, run: Run, before: Metrics | None, after: Metrics | None
     ) -> dict[str, Any]:
         rate = options.request_rate
-        expected: float | None = 0.0
-        if options.dataset_name != "random":
-            expected = None
-        elif options.random_prefix_len:
-            prefix = options.random_prefix_len
-            expected = prefix / (prefix + options.random_input_len)
+        expected: float | None = None
+        if options.dataset_name == "random":
+            shared = options.random_prefix_len + self._template_tokens
+            expected = shared / (shared + options.random_input_len)
         settings = {
             "backend": options.backend,
             "endpoint_type": options.backend,

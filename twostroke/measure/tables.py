@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -65,4 +66,4 @@ def show_problems(console: Console, found: dict[str, Any]) -> None:
         return
     console.print(Text("not certified:", style="bold red"))
     for problem in found["problems"]:
-        console.print(Text(f"  · {problem}"))
+        console.print(Padding(Text(f"· {problem}"), (0, 0, 0, 2), expand=False))
