@@ -109,8 +109,9 @@ def chart(
     for one in series:
         places = [(across.at(x), up.at(y)) for x, y in one.points]
         if one.dots:
+            radius = 4 if len(places) <= 20 else 2.2
             parts += [
-                f'<circle class="{one.color}" cx="{x:.1f}" cy="{y:.1f}" r="2.2"/>'
+                f'<circle class="{one.color}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}"/>'
                 for x, y in places
             ]
         else:

@@ -84,6 +84,8 @@ class OpenAIClient:
         if error := event.get("error"):
             said = error.get("message", error) if isinstance(error, dict) else error
             raise ServerError(f"the stream ended with an error: {said}")
+        if isinstance(event.get("timings"), dict):
+            sample.timings = event["timings"]
         if usage := event.get("usage"):
             sample.prompt_tokens = usage.get("prompt_tokens") or sample.prompt_tokens
             sample.output_tokens = usage.get("completion_tokens") or sample.output_tokens

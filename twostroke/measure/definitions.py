@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 DEFINITIONS = {
     "ttft": "time to first token: from when the request was due to be sent (its scheduled time, "
@@ -36,7 +37,7 @@ class Sample:
     text: str = ""
     finish_reason: str | None = None
     error: str = ""
-    stopped: bool = False  # the client gave up: neither a success nor a failure
+    timings: dict[str, Any] | None = None  # the server's own, as llama.cpp and twostroke send them
 
     @property
     def ok(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import ssl
 from collections.abc import AsyncGenerator
 from time import perf_counter
@@ -83,7 +84,7 @@ class Connection(asyncio.Protocol):
         try:
             _, connection = await asyncio.wait_for(connecting, CONNECT_TIMEOUT_S)
         except (OSError, TimeoutError) as error:
-            reason = "no answer" if isinstance(error, TimeoutError) else error.strerror or error
+            reason = os.strerror(error.errno) if error.errno else str(error) or "no answer"
             raise ServerError(
                 f"nobody answers at {endpoint.url} ({reason}); start a server there, or give "
                 "another address"

@@ -85,11 +85,12 @@ def facts(found: Roofline) -> list[str]:
 
 def roofline_page(model: str, found: Roofline, measured: Sequence[MeasuredPhase]) -> str:
     prefill, decode = found.prefill(), found.decode()
-    points = [_point(prefill), _point(decode)]
-    low = min(point[0] for point in points) / 4
-    high = max(found.ridge, *(point[0] for point in points)) * 4
-    roof = [(low, low * found.bandwidth), (found.ridge, found.rate), (high, found.rate)]
     batches = [found.decode(batch) for batch in BATCHES]
+    points = [_point(one) for one in (prefill, decode, *batches)]
+    points += [(one.intensity, one.flops_per_s) for one in measured]
+    low = min(point[0] for point in points) / 2
+    high = max(found.ridge, *(point[0] for point in points)) * 3
+    roof = [(low, low * found.bandwidth), (found.ridge, found.rate), (high, found.rate)]
     series = [
         Series("roof", roof, "dim"),
         Series(f"{prefill.name}, floor", [points[0]], "prefill", dots=True),
