@@ -14,7 +14,7 @@ DESCRIPTION = (
     "Send one controlled request (fixed prompt, fixed output, nobody else) to any server that "
     "speaks OpenAI's API, and say where its time went: queue, prefill, decode. The evidence it had "
     "is named: client only, /metrics, per request, step records. Exit status 3 if the figures do "
-    "not count. Example: twostroke phases http://localhost:8000 --prompt-tokens 2000 --output-tokens 100"
+    "not count. Example: twostroke phases http://localhost:8000 --prompt-tokens 2000"
 )
 OPERANDS = " URL"
 

@@ -84,7 +84,11 @@ class Connection(asyncio.Protocol):
         try:
             _, connection = await asyncio.wait_for(connecting, CONNECT_TIMEOUT_S)
         except (OSError, TimeoutError) as error:
-            reason = os.strerror(error.errno) if error.errno else str(error) or "no answer"
+            reason = str(error) or "no answer"
+            if error.errno is not None and error.errno > 0:  # below: the name's, not the system's
+                reason = os.strerror(error.errno)
+            elif error.strerror:
+                reason = error.strerror
             raise ServerError(
                 f"nobody answers at {endpoint.url} ({reason}); start a server there, or give "
                 "another address"
