@@ -67,3 +67,31 @@ def show_problems(console: Console, found: dict[str, Any]) -> None:
     console.print(Text("not certified:", style="bold red"))
     for problem in found["problems"]:
         console.print(Padding(Text(f"· {problem}"), (0, 0, 0, 2), expand=False))
+
+
+def show_imported(console: Console, results: Sequence[dict[str, Any]]) -> None:
+    """Files side by side: a column each."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("", no_wrap=True)
+    for found in results:
+        table.add_column(found["tool"], justify="right", no_wrap=True)
+    for metric, title in SHORT.items():
+        for name in ("median", "p99"):
+            cells = [found["metrics"][metric].get(name) for found in results]
+            if any(cell is not None for cell in cells):
+                table.add_row(f"{title}, {name}", *map(milliseconds, cells))
+    for name, key in (("requests", "requests"), ("failed", "failed")):
+        table.add_row(name, *(_number(found[key]) for found in results))
+    table.add_row("requests/s", *(_number(found["request_throughput"]) for found in results))
+    table.add_row("tokens/s", *(_number(found["output_throughput"]) for found in results))
+    console.print(table)
+    for found in results:
+        for difference in found["differences"]:
+            said = Text(f"· {found['tool']}: {difference}")
+            console.print(Padding(said, (0, 0, 0, 2), expand=False))
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if value == int(value) else f"{value:,.2f}"
