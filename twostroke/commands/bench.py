@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from twostroke.commands.flags import OF_A_SERVER, add_engine_arguments, engine_settings
 from twostroke.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,6 +45,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_serve(serve)
     serve.set_defaults(parser=serve, execute_bench=_serve)
+    for name, summary, add, run in (
+        ("latency", "one batch after the other, without a server", _add_latency, _latency),
+        ("throughput", "many requests at once, without a server", _add_throughput, _throughput),
+    ):
+        offline = parsers.add_parser(
+            name,
+            help=summary,
+            description=f"An engine in this process: {summary}. Example: twostroke bench {name} "
+            "--input-len 128 --output-len 32",
+            usage=f"twostroke bench {name} [options]",
+            allow_abbrev=False,
+        )
+        add(offline)
+        offline.add_argument("--output-json", metavar="FILE", help="also write the result here")
+        offline.add_argument("--json", action="store_true", help="print the result as JSON")
+        add_engine_arguments(offline, leave_out=OF_A_SERVER)
+        offline.set_defaults(parser=offline, execute_bench=run)
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -154,6 +172,73 @@ def _serve(args: argparse.Namespace) -> int:
     return 0 if found["certified"] else NOT_CERTIFIED
 
 
+def _add_latency(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--input-len", type=int, default=32, metavar="N")
+    add("--output-len", type=int, default=128, metavar="N")
+    add("--batch-size", type=int, default=8, metavar="N")
+    add("--num-iters-warmup", type=int, default=3, metavar="N")
+    add("--num-iters", type=int, default=10, metavar="N")
+
+
+def _add_throughput(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--input-len", type=int, default=256, metavar="N")
+    add("--output-len", type=int, default=64, metavar="N")
+    add("--num-prompts", type=int, default=64, metavar="N")
+    add("--random-range-ratio", type=float, default=0.0, metavar="R", help="lengths vary by ±R")
+
+
+def _latency(args: argparse.Namespace) -> int:
+    _at_least_one(args, ("input_len", "output_len", "batch_size", "num_iters"))
+    llm = _offline_llm(args)
+    from twostroke.measure.offline import latency
+
+    counts = (args.batch_size, args.input_len, args.output_len)
+    found = latency(llm, *counts, args.num_iters_warmup, args.num_iters)
+    line = (
+        f"batch of {args.batch_size}: {1e3 * found['avg_latency']:,.1f} ms on average of "
+        f"{args.num_iters}; TTFT {found['mean_ttft_ms']:,.1f} ms, "
+        f"TPOT {found['mean_tpot_ms']:.2f} ms"
+    )
+    return _tell_offline(args, found, line)
+
+
+def _throughput(args: argparse.Namespace) -> int:
+    _at_least_one(args, ("input_len", "output_len", "num_prompts"))
+    llm = _offline_llm(args)
+    from twostroke.measure.offline import throughput
+
+    counts = (args.num_prompts, args.input_len, args.output_len)
+    found = throughput(llm, *counts, args.random_range_ratio, getattr(args, "seed", 0))
+    line = (
+        f"{found['requests_per_second']:,.2f} requests a second, "
+        f"{found['tokens_per_second']:,.1f} tokens a second, "
+        f"{found['output_tokens_per_second']:,.1f} of them written"
+    )
+    return _tell_offline(args, found, line)
+
+
+def _offline_llm(args: argparse.Namespace) -> Any:
+    given = {"enable_prefix_caching": False} | engine_settings(args)
+    from twostroke.llm import LLM
+
+    return LLM(**given)
+
+
+def _tell_offline(args: argparse.Namespace, found: dict[str, Any], line: str) -> int:
+    print(json.dumps(found) if args.json else line)
+    if args.output_json:
+        Path(args.output_json).write_text(json.dumps(found) + "\n")
+    return 0
+
+
+def _at_least_one(args: argparse.Namespace, names: tuple[str, ...]) -> None:
+    for name in names:
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
+
+
 def serve_options(args: argparse.Namespace) -> ServeOptions:
     from twostroke.measure.bench import ServeOptions
     from twostroke.measure.stats import parse_metric_percentiles
@@ -166,9 +251,7 @@ def serve_options(args: argparse.Namespace) -> ServeOptions:
             raise ConfigError("--extra-body: give a JSON object") from None
     if args.temperature is not None:
         extra["temperature"] = args.temperature
-    for name in ("num_prompts", "random_input_len", "random_output_len", "trace_keep"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
+    _at_least_one(args, ("num_prompts", "random_input_len", "random_output_len", "trace_keep"))
     if args.max_concurrency is not None and args.max_concurrency < 1:
         raise ConfigError("--max-concurrency must be at least 1")
     if min(args.trace_speed, args.trace_shrink) <= 0:
