@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twostroke.commands.bench import api_key
+from twostroke.commands.trace import fetch_records
 from twostroke.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,7 +64,10 @@ def execute(args: argparse.Namespace) -> int:
     count = parameter_count(args.model)
     spec = None if count else find_spec(args.model)
     found = Roofline(spec, find_hardware(args.hardware), settings, count or 0.0)
-    measured = measured_phases(asyncio.run(_steps(args))) if args.server else []
+    measured = []
+    if args.server:
+        records = asyncio.run(fetch_records(args.server, api_key(args), 60.0))
+        measured = measured_phases(records["steps"])
     if args.json:
         print(json.dumps(found.as_json() | {"measured": [vars_of(one) for one in measured]}))
     else:
@@ -83,13 +87,3 @@ def vars_of(one: MeasuredPhase) -> dict[str, Any]:
         "flops_per_s": one.flops_per_s,
         "bytes_per_s": one.num_bytes / one.seconds,
     }
-
-
-async def _steps(args: argparse.Namespace) -> list[dict[str, Any]]:
-    from twostroke.measure.http import Connections, Endpoint
-
-    connections = Connections(Endpoint(args.server, api_key(args)))
-    try:
-        return list((await connections.fetch_json("/records?seconds=60"))["steps"])
-    finally:
-        connections.close()

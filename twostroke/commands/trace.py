@@ -29,11 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    if not 0 < args.seconds <= 600:
-        raise ConfigError("--seconds: give a number up to 600; older records are not kept")
     from twostroke.measure.timeline import timeline
 
-    records = asyncio.run(_fetch(args))
+    records = asyncio.run(fetch_records(args.url, api_key(args), args.seconds))
     found = timeline(records)
     Path(args.output).write_text(json.dumps(found) + "\n")
     steps, requests = len(records["steps"]), len(records["requests"])
@@ -44,16 +42,19 @@ def execute(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _fetch(args: argparse.Namespace) -> Any:
+async def fetch_records(url: str, api_key: str | None, seconds: float) -> Any:
+    """What `/records` has of the last seconds; a clear error if it is no server of ours."""
+    if not 0 < seconds <= 600:
+        raise ConfigError("--seconds: give a number up to 600; older records are not kept")
     from twostroke.measure.http import Connections, Endpoint, ServerError
 
-    connections = Connections(Endpoint(args.url, api_key(args)))
+    connections = Connections(Endpoint(url, api_key))
     try:
-        return await connections.fetch_json(f"/records?seconds={args.seconds:g}")
+        return await connections.fetch_json(f"/records?seconds={seconds:g}")
     except ServerError as error:
         if error.status == 404:
             raise ServerError(
-                f"{args.url} keeps no step records: it is not a twostroke server (of this version)"
+                f"{url} keeps no step records: it is not a twostroke server (of this version)"
             ) from None
         raise
     finally:
