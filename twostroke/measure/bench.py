@@ -56,6 +56,7 @@ class ServeOptions:
     trace_keep: int = 1
     num_warmups: int = 1
     seed: int = 0
+    salt: str = ""  # of prompts; "": as no run before had it
     ignore_eos: bool = True
     extra_body: dict[str, Any] = field(default_factory=dict)
     metric_percentiles: Sequence[float] = (99.0,)
@@ -155,7 +156,7 @@ class ServeBench:
 
     def _prompts(self, what: str) -> Prompts:
         # Another run's prompts may still be in the server's prefix cache: each run has its own.
-        salt = f"{what} {self._runs} {secrets.token_hex(4)}"
+        salt = f"{what} {self._runs} {self.options.salt or secrets.token_hex(4)}"
         as_text = self.options.route == CHAT
         return Prompts(self.options.seed, salt, as_text, self._words_per_token)
 
