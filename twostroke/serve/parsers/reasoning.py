@@ -96,11 +96,12 @@ class ReasoningParser(Scanner):
     def __init__(self, form: ReasoningFormat, is_open: bool) -> None:
         super().__init__()
         self._form = form
-        self._open = is_open
+        self.thinking = is_open
         self.ended = False  # all that comes is content
 
     def read(self) -> Steps[None]:
-        if (yield from self.accept(*self._form.starts, after=SPACE)) or self._open:
+        started = yield from self.accept(*self._form.starts, after=SPACE)
+        if started or self.thinking:
             self.thinking = True
             self._sink = self.emit_reasoning
             yield from self.space()
