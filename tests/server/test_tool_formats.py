@@ -11,6 +11,8 @@ import pytest
 
 from tests.server.parsing import Said, read, read_however_cut
 from tests.server.test_tools import function
+from tests.tiny import tiny_folder, tiny_llm
+from twostroke import LLM, SamplingParams
 from twostroke.serve.conversation import AssistantMessage
 from twostroke.serve.deltas import ContentDelta, ToolCallDelta
 from twostroke.serve.parsers import TOOL_PARSERS, choose_parser
@@ -506,3 +508,28 @@ def test_a_schema_that_refers_to_itself_is_looked_at_once() -> None:
     schema = {"$defs": {"a": {"anyOf": [loop] * 64}}, "properties": {"x": loop, "y": 1}}
     said = AssistantMessage(ToolCalls("glm45", [function("f", schema)]))
     assert read(said, [glm("f", x="1", y="2")]).calls == [("f", '{"x": "1", "y": "2"}')]
+
+
+# Calls that must be made
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return tiny_llm(tiny_folder(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.mark.parametrize("parser", sorted(TOOL_PARSERS))
+def test_a_forced_call_is_written_so_that_its_parser_reads_it(llm: LLM, parser: str) -> None:
+    """Of a format that writes no JSON, the calls are written and read in another."""
+    small = {"type": "object", "properties": {"nights": {"enum": [1, 2]}}, "required": ["nights"]}
+    closed = small | {"additionalProperties": False}
+    calls = ToolCalls(parser, [function("book", closed)], "required")
+    asked = SamplingParams(
+        temperature=2, seed=1, max_tokens=200, structured_outputs=calls.structured_outputs()
+    )
+    (output,) = llm.generate("the fox", asked, use_tqdm=False)
+    said = AssistantMessage(calls)
+    (call,) = read(said, [output.outputs[0].text]).calls
+    assert call[0] == "book"
+    assert json.loads(call[1])["nights"] in (1, 2)
+    assert said.content is None

@@ -71,7 +71,8 @@ class Scanner(ABC):
         yield from self.read()
         self.give_up()
         while (yield from self.peek()):
-            self._emit_run(None)
+            self._sink(self._text[self._at :])
+            self._at = len(self._text)
 
     def _take(self) -> list[Delta]:
         self._settle()
@@ -113,23 +114,24 @@ class Scanner(ABC):
     def text_until(self, *tags: str) -> Steps[str]:
         """Emits text up to one of the tags, which is returned; "" if the text ends first. The tag
         and the white space before it are held."""
-        pattern = _first_of(SPACE, tags)
+        firsts = {tag[0] for tag in tags}
+        here, later = _before_tags(tags)
         while True:
-            self._held = None
-            self._emit_run(pattern)
+            # Whatever does not stand at the end of what has come, or before what may be a tag.
+            found = here.match(self._text, self._at) or later.search(self._text, self._at)
+            assert found is not None
+            self._sink(self._text[self._at : found.start()])
+            self._held, self._at = found.span()
             char = yield from self.peek()
+            if char and char in SPACE:
+                yield from self.space()
+                char = yield from self.peek()
             if not char:
                 return ""
-            if not pattern.match(char):
-                continue
-            self._held = self._at
-            yield from self.space()
-            if tag := (yield from self.accept(*tags)):
-                return tag
-            char = yield from self.peek()
-            if not char:
-                return ""
-            self._at += char not in SPACE and pattern.match(char) is not None
+            if char in firsts:
+                if tag := (yield from self.accept(*tags)):
+                    return tag
+                self._at += 1
             self.give_up()
 
     def until(
@@ -137,7 +139,7 @@ class Scanner(ABC):
     ) -> Steps[tuple[str, str]]:
         """Text up to one of the tags, and that tag, which is read; "" for it if the text ends first
         or has more than `most` characters. With `sink` the text goes there, as it comes."""
-        pattern = _first_of("", tags)
+        pattern = _first_of(tags)
         parts: list[str] = []
         size = 0
         take = sink or parts.append
@@ -213,13 +215,6 @@ class Scanner(ABC):
         """What is held is no content."""
         self._held = None
 
-    def _emit_run(self, pattern: re.Pattern[str] | None) -> None:
-        """Emits what has come, up to a character that may matter."""
-        found = pattern.search(self._text, self._at) if pattern else None
-        stop = found.start() if found else len(self._text)
-        self._sink(self._text[self._at : stop])
-        self._at = stop
-
     def emit_text(self, text: str) -> None:
         self._emit(ContentDelta, text)
 
@@ -241,6 +236,14 @@ class Scanner(ABC):
 
 
 @cache
-def _first_of(chars: str, texts: tuple[str, ...]) -> re.Pattern[str]:
-    """Any of the characters, or the first of one of the texts."""
-    return re.compile(f"[{re.escape(chars + ''.join(text[0] for text in texts))}]")
+def _first_of(texts: tuple[str, ...]) -> re.Pattern[str]:
+    """The first character of one of the texts."""
+    return re.compile(f"[{re.escape(''.join(text[0] for text in texts))}]")
+
+
+@cache
+def _before_tags(tags: tuple[str, ...]) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """White space, or none, before what may be a tag or at the end: that begins here, or that is to
+    be searched for (of a run of it only the beginning, so that long runs are passed over once)."""
+    run = rf"[{SPACE}]*(?=[{re.escape(''.join(tag[0] for tag in tags))}]|\Z)"
+    return re.compile(run), re.compile(rf"(?<![{SPACE}]){run}")
