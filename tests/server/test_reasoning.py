@@ -161,6 +161,14 @@ def test_calls_after_the_reasoning_are_calls() -> None:
     assert read_however_cut(lambda: message("openai_gptoss", True, tools), harmony) == expected
 
 
+def test_kimi_s_reasoning_ends_where_its_calls_begin() -> None:
+    call = "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    text = f"I call <|tool_c.\n<|tool_calls_section_begin|>{call}<|tool_calls_section_end|>"
+    tools = ToolCalls("kimi_k2", [NOW])
+    expected = Said("I call <|tool_c.", "", [("now", "{}")])
+    assert read_however_cut(lambda: message("kimi_k2", True, tools), text) == expected
+
+
 def test_reasoning_is_told_as_it_comes_and_left_out_where_it_is_not_wanted() -> None:
     said = message("deepseek_r1", True)
     assert said.push("I add ") == [ReasoningDelta("I add")]

@@ -41,6 +41,7 @@ _SHOWN: Final = (
     ("[TOOL_CALLS]", "mistral"),
     ("<｜tool▁calls▁begin｜>", "deepseek_v3"),
     ("<|tool_calls_section_begin|>", "kimi_k2"),
+    ("<|im_middle|>", "kimi_k2"),
     ("<parameter=", "qwen3_coder"),
     ("<arg_key>", "glm45"),
     ("<|tool_call|>", "granite"),

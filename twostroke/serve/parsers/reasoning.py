@@ -8,7 +8,8 @@
 
 Where the prompt ends with the tag that opens it, the model is thinking from its first token on;
 where it ends with the closed tags, as templates write for `enable_thinking: false`, it is not.
-Otherwise it thinks if the tag is the first thing it writes, or if the format says so.
+Otherwise it thinks if the tag is the first thing it writes. deepseek_r1 and kimi_k2, as in vLLM,
+need not write it; and Kimi's reasoning also ends where its calls begin.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Final
 from twostroke.model.tokenizer import Tokenizer
 from twostroke.request import Thinking
 from twostroke.serve.parsers.harmony import Harmony
+from twostroke.serve.parsers.json_formats import KimiK2
 from twostroke.serve.parsers.scanner import SPACE, Scanner, Steps
 
 PROMPT_END: Final = 24  # tokens of a prompt in which an opening tag is looked for
@@ -30,6 +32,7 @@ CONTINUED_END: Final = 4096  # the same of one that ends within a message
 class ReasoningFormat:
     starts: tuple[str, ...] = ("<think>",)
     ends: tuple[str, ...] = ("</think>",)
+    ends_before: tuple[str, ...] = ()  # what ends it as well, and is part of the answer
     begins_open: bool = False  # it thinks unless the prompt says that it does not
     forced_end: str = ""  # what ends it where the budget is spent; "": the first of `ends`
 
@@ -67,7 +70,7 @@ FORMATS: Final = {
         ("Here is my thought process:", "Here's my thought process:"),
         ("Here is my response:", "Here's my response:"),
     ),
-    "kimi_k2": THINK,
+    "kimi_k2": replace(THINK, ends_before=(KimiK2.all_begin,), begins_open=True),
     "mistral": MISTRAL,
     "openai_gptoss": HARMONY,
     "qwen3": THINK,
@@ -105,12 +108,13 @@ class ReasoningParser(Scanner):
             self.thinking = True
             self._sink = self.emit_reasoning
             yield from self.space()
-            found = yield from self.text_until(*self._form.ends)
+            found = yield from self.text_until(*self._form.ends, *self._form.ends_before)
             self.drop()
             self.thinking = False
             self._sink = self.emit_text
-            if found:
-                yield from self.space()
+            if found in self._form.ends_before:
+                self._at -= len(found)
+            yield from self.space()
         self.ended = True
 
 
@@ -141,8 +145,10 @@ class Reasoning:
                 for text in form.starts
                 if len(ids := tokenizer.encode(text, add_special_tokens=False)) == 1
             )
-        ends = ("<|start|>assistant",) if form is HARMONY and forces_call else form.ends
-        forced = tokenizer.encode(form.forced_end or ends[0], add_special_tokens=False)
+        ends, forced_end = (*form.ends, *form.ends_before), form.forced_end or form.ends[0]
+        if form is HARMONY and forces_call:
+            ends, forced_end = ("<|start|>assistant",), "<|end|><|start|>assistant"
+        forced = tokenizer.encode(forced_end, add_special_tokens=False)
         return Thinking(
             starts=tuple(text.encode() for text in form.starts),
             ends=tuple(text.encode() for text in ends),
