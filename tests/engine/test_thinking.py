@@ -10,6 +10,7 @@ import pytest
 from tests.engine.test_grammar_ahead import Noted
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke.engine.wire import Add, decode_to_engine, encode
+from twostroke.errors import RequestError
 from twostroke.exec.grammar import TOKENS_AHEAD
 from twostroke.exec.thinking import ThinkingState
 from twostroke.request import EngineRequest, SamplingParams, StructuredOutputs, Thinking
@@ -83,6 +84,14 @@ def test_a_grammar_begins_where_the_reasoning_ends(folder: Path) -> None:
     text = llm.engine.input_processor.tokenizer.decode(written["a"][12:])
     assert text.isdigit()
     assert len(text) == 5
+
+
+def test_tags_that_the_model_has_no_tokens_for_are_refused(folder: Path) -> None:
+    core = tiny_llm(folder).engine.core
+    impossible = Thinking(NEVER, NEVER, forced_ids=(5, 300), is_open=True, budget=1)
+    with pytest.raises(RequestError, match="cannot write the tags"):
+        core.add(EngineRequest("a", (5,), params(), seed=1, thinking=impossible))
+    assert not core.has_work
 
 
 def test_what_the_engine_is_told_of_reasoning_goes_over_the_wire() -> None:

@@ -89,7 +89,11 @@ class Grammars:
     def add(self, given: EngineRequest) -> bool:
         """A request with a grammar or a budget has come. Whether it is ready, or else to be had
         from `take_compiled` when it is."""
-        asked = given.params.structured_outputs
+        asked, thinking = given.params.structured_outputs, given.thinking
+        if thinking is not None:
+            ids = (*thinking.start_ids, *thinking.forced_ids)
+            if max(ids, default=0) >= self._vocab_size:
+                raise RequestError("the model cannot write the tags of its reasoning")
         if asked is None and self._text is not None:
             self._follow(given, None)
             return True

@@ -144,13 +144,13 @@ class ChatStreamWriter(ChunkWriter[ChatGeneration]):
         generation, index = self.generation, completion.index
         self._messages[index] = generation.new_message()
         self.counts.prompt = len(output.prompt_token_ids)
+        bare = CompletionOutput(index)
         more: Json = {}
         if generation.request.prompt_logprobs is not None and index == 0:
             more["prompt_logprobs"] = generation.prompt_logprobs(output)
         if generation.request.return_token_ids and index == 0:
             more["prompt_token_ids"] = output.prompt_token_ids
-        first_delta = {"role": generation.role, "content": ""}
-        choice = generation.delta(CompletionOutput(index), first_delta)
+        choice = generation.delta(bare, {"role": generation.role, "content": ""})
         first = self.chunk([choice], **more, **self.running_usage())
         return long_event(first) if "prompt_logprobs" in more else event(first)
 

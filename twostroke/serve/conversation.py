@@ -24,7 +24,6 @@ from twostroke.serve.parsers.reasoning import (
 )
 from twostroke.serve.parsers.scanner import Scanner
 from twostroke.serve.protocol import Body, ChatRequest
-from twostroke.serve.response_fields import Json
 from twostroke.serve.service import Service
 from twostroke.serve.settings import ServeSettings
 from twostroke.serve.tools import ToolCalls
@@ -59,10 +58,7 @@ class Conversation(Generation[R]):
             forced = self.tools.structured_outputs()
             self.tools.drop_schemas()
         params = chat_params(chat, service.client.info, service.settings, forced)
-        variables: Json = {}
-        if chat.reasoning_effort is not None:
-            variables["reasoning_effort"] = chat.reasoning_effort
-        ids = service.prompts.render(chat.messages, chat, **variables)
+        ids = self.render()
         self.reasoning = self._requested_reasoning(ids)
         if self._tags_are_special():
             params = replace(params, skip_special_tokens=False)
@@ -73,6 +69,13 @@ class Conversation(Generation[R]):
         tokenizer = service.prompts.tokenizer
         thinking = self.reasoning.for_engine(tokenizer, budget, forced is not None)
         return [replace(request, thinking=thinking)]
+
+    def render(self) -> list[int]:
+        """The prompt's token ids. Called off the event loop."""
+        chat, variables = self.chat, {}
+        if chat.reasoning_effort is not None:
+            variables["reasoning_effort"] = chat.reasoning_effort
+        return self.service.prompts.render(chat.messages, chat, **variables)
 
     def _requested_reasoning(self, prompt: Sequence[int]) -> Reasoning | None:
         service = self.service
