@@ -83,11 +83,14 @@ class Scripted:
         self._rows.clear()
 
 
-def scripted_llm(path: Path, chat_template: str, tags: list[str]) -> tuple[LLM, Scripted]:
+def scripted_llm(
+    path: Path, chat_template: str, tags: list[str], special: bool = False
+) -> tuple[LLM, Scripted]:
     """`tags` are added tokens of the vocabulary, as models have them."""
     tiny_folder(path, vocab_size=VOCAB_SIZE)
     tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-    tokenizer.add_tokens([tokenizers.AddedToken(tag, normalized=False) for tag in tags])
+    added = [tokenizers.AddedToken(tag, normalized=False, special=special) for tag in tags]
+    tokenizer.add_tokens(added)
     tokenizer.save(str(path / "tokenizer.json"))
     settings = json.loads((path / "tokenizer_config.json").read_text())
     write_json(path / "tokenizer_config.json", settings | {"chat_template": chat_template})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -433,3 +434,18 @@ def test_the_continued_message_may_be_thinking(server: Running, model: Scripted)
     (choice,) = server.post(CHAT, {"messages": messages, **continued})["choices"]
     assert choice["message"]["reasoning"] == "brown fox"
     assert choice["message"]["content"] == "the dog"
+
+
+def test_tags_that_are_special_tokens_are_not_skipped(tmp_path: Path) -> None:
+    tags = ["[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]"]
+    template = TEMPLATE + "{# [THINK] … [/THINK], [TOOL_CALLS] #}"
+    llm, model = scripted_llm(tmp_path, template, tags, special=True)
+    with running(llm, reasoning_parser="auto") as server:
+        model.write("[THINK]the fox[/THINK]the dog")
+        said, usage = answer(server)
+        assert (said["reasoning"], said["content"]) == ("the fox", "the dog")
+        assert reasoning_tokens(usage) == len(model.encode("the fox"))
+        model.write("[THINK]the fox[/THINK][TOOL_CALLS]now[ARGS]{}")
+        said, _ = answer(server, tools=[NOW])
+        assert (said["reasoning"], said["content"]) == ("the fox", None)
+        assert [call["function"]["name"] for call in said["tool_calls"]] == ["now"]

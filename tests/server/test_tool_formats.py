@@ -337,6 +337,24 @@ CORPUS: dict[str, tuple[str, str, str, Calls]] = {
         "```json\n[1]\n```\n```python\nx\n```",
         [],
     ),
+    "kimi, an endless name": (
+        "kimi_k2",
+        f"{K_ONE}functions.{'x' * 300}{K_ALL}{kimi('now', '{}')}",
+        f"{K_ONE}functions.{'x' * 300}",
+        [("now", "{}")],
+    ),
+    "qwen3 coder, an endless name": (
+        "qwen3_coder",
+        f"<function=no{'<w' * 50}{qwen('now')}> {qwen('now')}",
+        f"<function=no{'<w' * 50}>",
+        [("now", "{}"), ("now", "{}")],
+    ),
+    "harmony, an endless header": (
+        "openai",
+        f"<|channel|>commentary {'to=' * 150}<|channel|>final<|message|>ok",
+        f"<|channel|>commentary {'to=' * 150}ok",
+        [],
+    ),
     "hermes, no fences": (
         "hermes",
         '```json\n{"name": "now"}\n```',

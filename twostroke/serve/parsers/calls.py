@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import string
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final
 
@@ -14,14 +15,11 @@ from twostroke.serve.parsers.scanner import SPACE, Scanner, Steps
 
 ARGUMENTS: Final = ("arguments", "parameters")  # either is understood wherever one of them is
 MAX_NAME: Final = 64  # characters
+_NAME_CHARS: Final = frozenset(string.ascii_letters + string.digits + "_.-")
 _BAD: Final = object()
 
 Tools = Mapping[str, Mapping[str, Kinds]]  # by name: the types that its arguments may have
 MakeId = Callable[[], str]
-
-
-def new_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
 
 
 class CallParser(Scanner):
@@ -45,7 +43,7 @@ class CallParser(Scanner):
 
     @staticmethod
     def new_id() -> str:
-        return new_id()
+        return f"call_{secrets.token_hex(12)}"
 
     def emit_text(self, text: str) -> None:
         self._no_text &= not text
@@ -98,7 +96,7 @@ class CallParser(Scanner):
         name = ""
         while len(name) < MAX_NAME:
             char = yield from self.peek()
-            if not (char.isascii() and (char.isalnum() or char in "_.-") and char):
+            if not char or char not in _NAME_CHARS:
                 break
             self._at += 1
             name += char

@@ -145,11 +145,16 @@ class Scanner(ABC):
         take = sink or parts.append
         while most is None or size <= most:
             found = pattern.search(self._text, self._at)
-            run = self._text[self._at : found.start() if found else None]
-            self._at += len(run)
+            stop = found.start() if found else len(self._text)
+            if most is not None:  # no more is read because more has come
+                stop = min(stop, self._at + most + 1 - size)
+            run = self._text[self._at : stop]
+            self._at = stop
             size += len(run)
             if run:
                 take(run)
+            if most is not None and size > most:
+                break
             char = yield from self.peek()
             if not char:
                 break
