@@ -11,6 +11,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any, Final
 
+from twostroke.closed_schema import close_objects
 from twostroke.errors import RequestError
 from twostroke.request import StructuredOutputs
 
@@ -21,9 +22,11 @@ MAX_BYTES: Final = 128 * 1024  # of a schema, an expression or a grammar
 # Between the parts of a JSON text: nothing, a space, or a new line and its indentation. Small
 # models write white space for ever where they may.
 JSON_SPACE: Final = r"\x20|\n\x20{0,12}"
-# A token by its name, or what may look like one in Lark: a text, a remark, an expression.
-LARK_TOKEN: Final = re.compile(
-    r'"(?:[^"\\]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/|(?P<token><[^<>\s]+>)'
+# In Lark: a schema's beginning, a token's name, or what may hold what looks like them (a text, a
+# remark, an expression).
+LARK: Final = re.compile(
+    r"(?P<schema>%json\s*(?=\{))|(?P<token><[^<>\s]+>)"
+    r'|"(?:[^"\\]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/'
 )
 # llguidance counts: 1,000 of the lexer's units are some 20 to 70 µs, of the parser's 50 µs.
 LIMITS: Final[dict[str, Any]] = {
@@ -57,32 +60,38 @@ def to_grammar(outputs: StructuredOutputs, tokenizer: LLTokenizer) -> str:
         # One lexeme, which llguidance matches faster than as many rules.
         words = " | ".join(json.dumps(text) for text in outputs.choice)
         return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {words}"))
-    if outputs.grammar is not None:
-        try:
-            lark = _tokens_by_id(any_to_lark(outputs.grammar), tokenizer)
-            return str(LLMatcher.grammar_from_lark(lark))
-        except RecursionError:
-            raise _refusal("it is too deeply nested") from None
-        except Exception as error:  # the converter raises nothing more particular
-            raise _refusal(str(error)) from None
-    schema = outputs.json or '{"type":"object"}'
-    settings: Any = {"whitespace_pattern": JSON_SPACE, "coerce_one_of": True}
+    closed = outputs.disable_additional_properties
     try:
+        if outputs.grammar is not None:
+            lark = _prepare_lark(any_to_lark(outputs.grammar), tokenizer, closed)
+            return str(LLMatcher.grammar_from_lark(lark))
+        schema: Any = outputs.json or '{"type":"object"}'
+        if closed:
+            schema = close_objects(json.loads(schema))
+        settings: Any = {"whitespace_pattern": JSON_SPACE, "coerce_one_of": True}
         return str(LLMatcher.grammar_from_json_schema(schema, overrides=settings))
+    except RecursionError:
+        raise _refusal("it is too deeply nested") from None
     except ValueError as error:
         raise _refusal(f"the schema is not JSON: {error}") from None
+    except Exception as error:  # the converter to Lark raises nothing more particular
+        raise _refusal(str(error)) from None
 
 
-def _tokens_by_id(lark: str, tokenizer: LLTokenizer) -> str:
-    """`<tool_call>` outside of texts stands for that token. llguidance knows the names of special
-    tokens only; any token can be given by its id."""
-
-    def by_id(match: re.Match[str]) -> str:
-        name = match["token"]
-        ids = tokenizer.tokenize_str(name) if name else []
-        return f"<[{ids[0]}]>" if len(ids) == 1 else match[0]
-
-    return LARK_TOKEN.sub(by_id, lark)
+def _prepare_lark(lark: str, tokenizer: LLTokenizer, closed: bool) -> str:
+    """Close the schemas in a grammar, and name tokens by their ids: `<tool_call>` stands for that
+    token, and llguidance knows the names of special ones only."""
+    parts, end = [], 0
+    while match := LARK.search(lark, end):
+        parts.append(lark[end : match.start()])
+        text, end = match[0], match.end()
+        if match["schema"] and closed:
+            schema, end = json.JSONDecoder().raw_decode(lark, end)
+            text += json.dumps(close_objects(schema))
+        elif match["token"] and len(ids := tokenizer.tokenize_str(text)) == 1:
+            text = f"<[{ids[0]}]>"
+        parts.append(text)
+    return "".join([*parts, lark[end:]])
 
 
 def compile_grammar(tokenizer: LLTokenizer, outputs: StructuredOutputs) -> LLMatcher:

@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from twostroke.engine.input_processor import InputProcessor, ModelLimits
 from twostroke.errors import ModelError, RequestError
 from twostroke.limited import LimitedPool, Limits, OverLimit
-from twostroke.model.chat_template import ChatTemplate, check_messages, choose_template
+from twostroke.model.chat_messages import read_messages
+from twostroke.model.chat_template import ChatTemplate, choose_template
 from twostroke.model.tokenizer import Tokenizer
 
 CHATML = """\
@@ -154,7 +155,7 @@ def test_content_parts_become_text() -> None:
 )
 def test_messages_that_are_none_are_refused(messages: Any, says: str) -> None:
     with pytest.raises(RequestError, match=says):
-        check_messages(messages)
+        read_messages(messages)
 
 
 def test_a_template_may_refuse_in_its_own_words() -> None:
@@ -236,7 +237,9 @@ def test_a_template_cannot_leave_its_sandbox(source: str) -> None:
 )
 def test_a_template_cannot_take_the_machine(renderer: LimitedPool, source: str) -> None:
     def ask(source: str) -> Any:
-        return json.loads(renderer.ask(json.dumps([source, [USER], True, None, {}, 1000]).encode()))
+        return json.loads(
+            renderer.ask(json.dumps([source, [USER], True, None, False, {}, 1000]).encode())
+        )
 
     with pytest.raises((OverLimit, RequestError)):  # without limits: after hours, or gigabytes
         ask(source)
@@ -245,7 +248,7 @@ def test_a_template_cannot_take_the_machine(renderer: LimitedPool, source: str) 
 
 def test_a_text_too_long_to_be_wanted_is_only_measured(renderer: LimitedPool) -> None:
     def ask(max_chars: int) -> Any:
-        request = [None, [USER], True, None, {"times": 50}, max_chars]
+        request = [None, [USER], True, None, False, {"times": 50}, max_chars]
         return json.loads(renderer.ask(json.dumps(request).encode()))
 
     assert ask(50) == [50, "x" * 50]
