@@ -247,7 +247,7 @@ def _arguments_as_text(call: dict[str, Any]) -> dict[str, Any]:
 CALL_SHAPES: Final = tuple(
     _call_shape(null, as_text) for as_text in (False, True) for null in (False, True)
 )
-PROBE_USER: Final = {"role": "user", "content": "Hello"}
+PROBE_USER: Final[dict[str, Any]] = {"role": "user", "content": "Hello"}
 PROBE_TOOL: Final = {
     "type": "function",
     "function": {
