@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+import transformers
 from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
@@ -201,7 +202,8 @@ def main() -> int:
             if said not in GOOD[name]:
                 print(f"{digest[:12]} {name}: {said}")
     wrong = sum(count["wrong"] for count in counts.values())
-    result: dict[str, Any] = {"templates": len(sources), "last_messages": len(LAST), "wrong": wrong}
+    result: dict[str, Any] = {"transformers": transformers.__version__, "templates": len(sources)}
+    result |= {"last_messages": len(LAST), "wrong": wrong}
     result |= {name: dict(sorted(count.items())) for name, count in counts.items()}
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
