@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -109,10 +111,13 @@ def tokenizer() -> LLTokenizer:
     return make_tokenizer(tokenizer_json(), [EOS_ID])
 
 
-def takes(tokenizer: LLTokenizer, value: Any, **asked: Any) -> bool:
-    matcher = compile_grammar(tokenizer, StructuredOutputs(**asked))
-    ids = tokenizer.tokenize_str(json.dumps(value))
-    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+def taken(tokenizer: LLTokenizer, values: list[Any], **asked: Any) -> list[bool]:
+    """Which of the values can be written."""
+    compiled, found = compile_grammar(tokenizer, StructuredOutputs(**asked)), []
+    for value in values:
+        matcher, ids = compiled.deep_copy(), tokenizer.tokenize_str(json.dumps(value))
+        found.append(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+    return found
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -121,11 +126,45 @@ def test_an_object_has_the_names_that_are_given_and_no_others(
 ) -> None:
     schema, good, only_open = CASES[name]
     before = json.dumps(schema)
-    for value in (*good, *only_open):
-        assert takes(tokenizer, value, json=schema) is (value in good), value
-        assert takes(tokenizer, value, json=schema, disable_additional_properties=False), value
+    values = [*good, *only_open]
+    assert taken(tokenizer, values, json=schema) == [value in good for value in values]
+    assert all(taken(tokenizer, values, json=schema, disable_additional_properties=False))
     close_objects(schema)
     assert json.dumps(schema) == before
+
+
+def any_schema(pick: random.Random, depth: int, targets: list[str]) -> dict[str, Any]:
+    """Of an object with the names a, b and c, in parts."""
+    names = pick.sample("abc", pick.randrange(3))
+    schema: dict[str, Any] = {"type": "object", "properties": dict.fromkeys(names, NUMBER)}
+    if names and pick.random() < 0.6:
+        schema["required"] = names[:1]
+    if pick.random() < 0.2:
+        schema = {"required": ["a"]}
+    for key in pick.sample(["allOf", "anyOf", "oneOf"], pick.randrange(3) if depth else 0):
+        parts = range(pick.randrange(1, 4))
+        schema[key] = [any_schema(pick, depth - 1, targets) for _ in parts]
+    if targets and pick.random() < 0.4:
+        schema["$ref"] = f"#/$defs/{pick.choice(targets)}"
+    return schema
+
+
+def test_closing_leaves_something_to_write(tokenizer: LLTokenizer) -> None:
+    pick = random.Random(0)
+    objects = [dict.fromkeys(names, 1) for n in range(4) for names in permutations("abc", n)]
+    num_taken = 0
+    for _ in range(60):
+        schema = any_schema(pick, 2, ["X", "Y"])
+        schema["$defs"] = {"X": any_schema(pick, 1, []), "Y": any_schema(pick, 1, ["X"])}
+        try:
+            opened = taken(tokenizer, objects, json=schema, disable_additional_properties=False)
+        except RequestError:
+            continue  # nothing could be written before
+        *closed, unknown = taken(tokenizer, [*objects, {"z": 1}], json=schema)
+        assert any(closed) or not any(opened), schema
+        assert not unknown, schema
+        num_taken += any(closed)
+    assert num_taken > 30
 
 
 def test_schemas_in_a_grammar_are_closed_as_well(tokenizer: LLTokenizer) -> None:
@@ -133,8 +172,7 @@ def test_schemas_in_a_grammar_are_closed_as_well(tokenizer: LLTokenizer) -> None
     grammar = f"start: value | {text}\nvalue: %json {json.dumps(A)} // %json {{}}\n"
     for closed in (True, False):
         asked = {"grammar": grammar, "disable_additional_properties": closed}
-        assert takes(tokenizer, {"a": 1}, **asked)
-        assert takes(tokenizer, {"a": 1, "c": 2}, **asked) is not closed
+        assert taken(tokenizer, [{"a": 1}, {"a": 1, "c": 2}], **asked) == [True, not closed]
 
 
 @pytest.mark.parametrize(
@@ -158,4 +196,4 @@ def test_a_schema_that_is_nested_too_deeply_is_refused(tokenizer: LLTokenizer) -
     for _ in range(300):
         schema = {"properties": {"a": schema}}
     with pytest.raises(RequestError, match="too deeply nested"):
-        takes(tokenizer, {}, json=schema)
+        taken(tokenizer, [], json=schema)
