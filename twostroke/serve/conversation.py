@@ -4,7 +4,7 @@ message as it is written."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -51,8 +51,12 @@ class Conversation(Generation[R]):
         variables: Json = {}
         if chat.reasoning_effort is not None:
             variables["reasoning_effort"] = chat.reasoning_effort
-        ids = service.prompts.render(chat.messages, chat, **variables)
+        ids = self.render(**variables)
         return [service.prompts.prepare(ids, params, chat)]
+
+    def render(self, **variables: Any) -> list[int]:
+        """The conversation as token ids."""
+        return self.service.prompts.render(self.chat.messages, self.chat, **variables)
 
     def new_message(self) -> AssistantMessage:
         return AssistantMessage(self.tools, self.chat.parallel_tool_calls is not False)

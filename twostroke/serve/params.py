@@ -13,7 +13,6 @@ from twostroke.serve.protocol import (
     CompletionRequest,
     GenerateRequest,
     ResponseFormat,
-    ResponsesRequest,
 )
 from twostroke.serve.settings import ServeSettings
 
@@ -87,26 +86,6 @@ def completion_params(
     return params
 
 
-def responses_params(
-    request: ResponsesRequest, info: EngineInfo, settings: ServeSettings
-) -> SamplingParams:
-    wanted = "message.output_text.logprobs" in (request.include or ())
-    form = request.text.format if request.text else None
-    form_json: StructuredOutputs | None = None
-    if form is not None and form.type == "json_schema":
-        form_json = _schema_structured(form.schema, "text.format.schema")
-    elif form is not None and form.type == "json_object":
-        form_json = StructuredOutputs(json_object=True)
-    return _params(
-        request,
-        info,
-        n=1,
-        max_tokens=_capped(request.max_output_tokens, settings),
-        logprobs=(request.top_logprobs or 0) if wanted else None,
-        structured=form_json or _structured(request, None),
-    )
-
-
 def _params(
     request: GenerateRequest,
     info: EngineInfo,
@@ -171,10 +150,7 @@ def _structured(request: GenerateRequest, form: ResponseFormat | None) -> Struct
     if form.type == "json_object":
         return StructuredOutputs(json_object=True)
     schema = form.json_schema.schema if form.json_schema is not None else None
-    return _schema_structured(schema, "response_format.json_schema.schema")
-
-
-def _schema_structured(schema: dict[str, Any] | None, where: str) -> StructuredOutputs:
     if schema is None:
+        where = "response_format.json_schema.schema"
         raise ApiError(400, f"{where}: a JSON schema is needed here", param=where)
     return StructuredOutputs(json=schema)
