@@ -83,13 +83,11 @@ class StoredResponses:
     def open(self, response: StoredResponse, num_bytes: int) -> bool:
         """Count a request that begins as `num_bytes` and hold it; False if there is no room."""
         response.num_bytes = OVERHEAD_BYTES + num_bytes
-        # Those before it may have been dropped while its prompt was made.
-        lost = [one for one in response.chain() if not one.holders]
-        count = sum(one.keep for one in lost)
-        if not self._make_room(response.owner, count, sum(one.num_bytes for one in lost)):
-            return False
         self.hold(response)
-        return True
+        if response.num_bytes <= self.max_bytes and self._make_room(response.owner):
+            return True
+        self.release(response)
+        return False
 
     def put(self, response: StoredResponse) -> None:
         """Let it be found by its id. One of the same id and key goes."""
@@ -156,32 +154,29 @@ class StoredResponses:
         self.num_bytes += num_bytes
 
     def _resize(self, response: StoredResponse, num_bytes: int) -> bool:
-        more = num_bytes - response.num_bytes
-        if more > 0 and not self._make_room(response.owner, 0, more):
-            return False
-        response.num_bytes = num_bytes
-        if response.holders:
-            self._count(response, 0, more)
-        return True
+        before, response.num_bytes = response.num_bytes, num_bytes
+        self._count(response, 0, num_bytes - before)
+        if num_bytes <= max(before, self.max_bytes) and self._make_room(response.owner):
+            return True
+        response.num_bytes = before
+        self._count(response, 0, before - num_bytes)
+        return False
 
     # ── the limits ──────────────────────────────────────────────────────────────────────────
 
-    def _make_room(self, owner: int | None, count: int, num_bytes: int) -> bool:
-        """Whether so much more can be held; the oldest that have ended go for it, of the key that
-        keeps most, and of none that keeps less than the owner."""
-        if self._fits(count, num_bytes):  # for every event of a stream, so quickly
+    def _make_room(self, owner: int | None) -> bool:
+        """Whether what is counted by now, the owner's latest among it, is within the limits. The
+        oldest that have ended go for it, of the key that keeps most, and of none that keeps less
+        than the owner."""
+        if self._fits():  # for every event of a stream, so quickly
             return True
-        if num_bytes > self.max_bytes or count > self.max_responses:
-            return False
         self._drop_expired()
         own = self._share(owner)
-        while not self._fits(count, num_bytes):
-            by_bytes = self.num_bytes + num_bytes > self.max_bytes
+        while not self._fits():
+            too_many = self.num_kept > self.max_responses
 
-            def size(share: OwnersShare, by_bytes: bool = by_bytes) -> int:
-                if by_bytes:
-                    return share.num_bytes + (num_bytes if share is own else 0)
-                return share.num_kept + (count if share is own else 0)
+            def size(share: OwnersShare, too_many: bool = too_many) -> int:
+                return share.num_kept if too_many else share.num_bytes
 
             larger = [share for share in self._shares.values() if size(share) >= size(own)]
             larger.sort(key=size, reverse=True)
@@ -191,9 +186,8 @@ class StoredResponses:
             self.remove(oldest)
         return True
 
-    def _fits(self, count: int, num_bytes: int) -> bool:
-        few = not count or self.num_kept + count <= self.max_responses
-        return few and self.num_bytes + num_bytes <= self.max_bytes
+    def _fits(self) -> bool:
+        return self.num_kept <= self.max_responses and self.num_bytes <= self.max_bytes
 
     def _drop_expired(self) -> None:
         until_s = self._clock() - self._ttl_s
