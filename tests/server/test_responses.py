@@ -9,11 +9,12 @@ from typing import Any, Literal
 import openai
 import pydantic
 import pytest
-from openai.types.responses import Response
+from openai.types.responses import Response, ResponseStreamEvent
 
 from tests.server.running import Running, running
 from tests.tiny import tiny_folder, tiny_llm
 
+EVENT: Any = pydantic.TypeAdapter(ResponseStreamEvent)
 COLOURS = ["red", "green", "blue"]
 PAINT: Any = {
     "type": "function",
@@ -200,6 +201,8 @@ def test_a_stream_of_a_call_adds_up_to_the_call(client: openai.OpenAI) -> None:
     assert "".join(deltas) == call.arguments
     ids = {event.item_id for event in events if hasattr(event, "item_id")}
     assert ids | {event.item.id for event in events if hasattr(event, "item")} == {call.id}
+    for event in client.responses.create(stream=True, **ask):
+        EVENT.validate_python(event.to_dict())  # each has all that its type needs
     kept = client.responses.retrieve(final.id)
     assert (call_of(kept).id, call_of(kept).arguments) == (call.id, call.arguments)
     assert kept.usage == final.usage

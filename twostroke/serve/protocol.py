@@ -202,11 +202,12 @@ class TextOptions(msgspec.Struct, kw_only=True):
 
 
 class ResponsesTool(msgspec.Struct, kw_only=True):
-    type: str  # only "function"
+    type: str  # only "function", and "namespace", a group of them
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    tools: list[ResponsesTool] | None = None  # of a namespace
 
 
 class ReasoningOptions(msgspec.Struct, kw_only=True):
@@ -244,6 +245,7 @@ class ResponsesRequest(GenerateRequest, kw_only=True):
     background: bool | None = None
     # Given back in the answer, so within OpenAI's limits.
     metadata: Metadata | None = None  # type: ignore[assignment]
+    client_metadata: Raw = None  # type: ignore[assignment]  # Codex's; has no effect
     # Refused, with what to use instead:
     conversation: Any = None
     prompt: Any = None
@@ -251,6 +253,7 @@ class ResponsesRequest(GenerateRequest, kw_only=True):
 
     def __post_init__(self) -> None:
         self.prompt_cache_options = self.moderation = None  # type: ignore[assignment]
+        self.client_metadata = None  # type: ignore[assignment]
 
 
 class TokenizeRequest(Body, kw_only=True):

@@ -26,7 +26,13 @@ from twostroke.serve.response_fields import (
     timings,
 )
 from twostroke.serve.response_store import StoredResponse, StoredResponses
-from twostroke.serve.responses_input import chat_request, messages_of, places_to_cut, read_items
+from twostroke.serve.responses_input import (
+    chat_request,
+    messages_of,
+    namespaces_of,
+    places_to_cut,
+    read_items,
+)
 from twostroke.serve.responses_output import (
     OutputItems,
     ResponseWriter,
@@ -61,7 +67,8 @@ class ResponsesGeneration(Conversation[ResponsesRequest]):
         if self.background:
             self.chat.stream = True  # so that one sees it begin, and can stop in the middle
         as_ids = bool(request.return_tokens_as_token_ids)
-        self.logprobs = LogprobWriter(service.token_names, request.top_logprobs or 0, as_ids)
+        self._namespaces = namespaces_of(request)
+        self._logprobs = LogprobWriter(service.token_names, request.top_logprobs or 0, as_ids)
         self._truncated = False  # `truncation` has left something out
         self._earlier = self._find_earlier()
         self._previous = self._earlier[-1] if self._earlier else None
@@ -289,6 +296,9 @@ class ResponsesGeneration(Conversation[ResponsesRequest]):
         named = {"status": status, "output": output, "usage": usage}
         return {**self._fixed, **named, "error": None, "incomplete_details": None, **more}
 
+    def new_items(self) -> OutputItems:
+        return OutputItems(self.head.id, self._logprobs, self._namespaces)
+
     def stream_writer(self) -> ResponseWriter:
         return ResponseWriter(self)
 
@@ -296,7 +306,7 @@ class ResponsesGeneration(Conversation[ResponsesRequest]):
         (output,) = outputs
         completion, message = output.outputs[0], self.new_message()
         deltas = message.push(completion.text) + message.flush()
-        items = OutputItems(self.head.id, self.logprobs)
+        items = self.new_items()
         status = "incomplete" if completion.finish_reason == "length" else "completed"
         for _ in (*items.push(deltas, completion.logprobs), *items.end(status)):
             pass  # only the items are wanted

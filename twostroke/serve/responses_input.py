@@ -7,7 +7,7 @@ Items are read into the fields that we know, so that what is stored of them is w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from twostroke.errors import nearest, shown
@@ -100,7 +100,9 @@ def _response_format(form: TextFormat | None) -> ResponseFormat | None:
 
 def _tools(request: ResponsesRequest) -> tuple[list[Tool] | None, Any]:
     """The tools that may be called, and which of them must be."""
-    tools = [_tool(tool, n) for n, tool in enumerate(request.tools or ())]
+    tools = [
+        tool for n, one in enumerate(request.tools or ()) for tool in _flat(one, f"tools[{n}]")
+    ]
     choice: Any = request.tool_choice
     if not isinstance(choice, dict):
         return tools or None, choice
@@ -125,21 +127,39 @@ def _tools(request: ResponsesRequest) -> tuple[list[Tool] | None, Any]:
     return tools or None, {"type": "function", "function": {"name": name}}
 
 
-def _tool(tool: ResponsesTool, n: int) -> Tool:
-    if tool.type != "function":
+def _flat(tool: ResponsesTool, where: str, namespace: str | None = None) -> Iterator[Tool]:
+    """A function, or those of a namespace: the model calls them by both names."""
+    if tool.type == "namespace" and namespace is None:
+        for n, inner in enumerate(tool.tools or ()):
+            yield from _flat(inner, f"{where}.tools[{n}]", tool.name or "")
+    elif tool.type == "function":
+        function = FunctionTool(
+            name=full_name(tool.name or "", namespace),
+            description=tool.description,
+            parameters=tool.parameters,
+            strict=tool.strict,
+        )
+        yield Tool(type="function", function=function)
+    else:
         raise ApiError(
             400,
-            f"tools[{n}]: tools of type {shown(tool.type)} are not run here; give functions, which "
+            f"{where}: tools of type {shown(tool.type)} are not run here; give functions, which "
             "you run",
             param="tools",
         )
-    function = FunctionTool(
-        name=tool.name or "",
-        description=tool.description,
-        parameters=tool.parameters,
-        strict=tool.strict,
-    )
-    return Tool(type="function", function=function)
+
+
+def full_name(name: str, namespace: str | None) -> str:
+    return name if namespace is None else f"{namespace}.{name}"
+
+
+def namespaces_of(request: ResponsesRequest) -> dict[str, tuple[str, str]]:
+    """The functions of namespaces: name and namespace by the name that the model uses."""
+    return {
+        full_name(inner.name or "", tool.name): (inner.name or "", tool.name or "")
+        for tool in request.tools or ()
+        for inner in tool.tools or ()
+    }
 
 
 # ── items ───────────────────────────────────────────────────────────────────────────────────────
@@ -184,6 +204,8 @@ def _read_item(item: Json, where: str) -> Json:
     elif kind == "function_call":
         read |= _texts(item, where, "call_id", "name", "arguments")
         read["status"] = "completed"
+        if isinstance(item.get("namespace"), str):
+            read["namespace"] = item["namespace"]
     elif kind == "function_call_output":
         output = item.get("output")
         read |= _texts(item, where, "call_id")
@@ -281,7 +303,8 @@ def _chat_parts(parts: Sequence[Json]) -> list[Json]:
 
 
 def _chat_call(item: Json) -> Json:
-    function = {"name": item["name"], "arguments": item["arguments"]}
+    name = full_name(item["name"], item.get("namespace"))
+    function = {"name": name, "arguments": item["arguments"]}
     return {"id": item["call_id"], "type": "function", "function": function}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ class OutputItem:
     index: int
     call_id: str = ""
     name: str = ""
+    namespace: str | None = None
     status: str = "in_progress"
     texts: list[str] = field(default_factory=list)  # of a call: its arguments
     logprobs: Logprobs | None = None
@@ -57,6 +58,8 @@ class OutputItem:
         begun = self.status == "in_progress"
         if self.kind == "function_call":
             called = {"call_id": self.call_id, "name": self.name}
+            if self.namespace is not None:
+                called["namespace"] = self.namespace
             return shown | called | {"arguments": "" if begun else self.text}
         shown["content"] = [] if begun else [self.part(writer)]
         if self.kind == "reasoning":
@@ -67,10 +70,17 @@ class OutputItem:
 class OutputItems:
     """The items of one answer. Each method gives the events of what has changed."""
 
-    def __init__(self, response_id: str, logprobs: LogprobWriter) -> None:
+    def __init__(
+        self,
+        response_id: str,
+        logprobs: LogprobWriter,
+        namespaces: Mapping[str, tuple[str, str]] | None = None,
+    ) -> None:
+        """`namespaces`: name and namespace of the functions that the model calls by both."""
         self.items: list[OutputItem] = []
         self._response_id = response_id
         self._writer = logprobs
+        self._namespaces = namespaces or {}
         self._held: Logprobs | None = None  # of tokens whose text is held back
 
     @property
@@ -108,7 +118,9 @@ class OutputItems:
     def _begin(self, kind: str, call_id: str = "", name: str = "") -> Iterator[Event]:
         yield from self._close("completed")
         index = len(self.items)
-        item = OutputItem(kind, item_id(self._response_id, kind, index), index, call_id, name)
+        name, namespace = self._namespaces.get(name, (name, None))
+        own_id = item_id(self._response_id, kind, index)
+        item = OutputItem(kind, own_id, index, call_id, name, namespace)
         self.items.append(item)
         yield "response.output_item.added", {"output_index": index, "item": item.as_json()}
         if kind != "function_call":
@@ -172,7 +184,7 @@ class ResponseWriter:
 
     def __init__(self, generation: ResponsesGeneration) -> None:
         self._generation = generation
-        self.output = OutputItems(generation.head.id, generation.logprobs)
+        self.output = generation.new_items()
         self._message = generation.new_message()
         self._number = 0
         self._begun = False
