@@ -16,7 +16,7 @@ from twostroke.outputs import RequestOutput
 from twostroke.request import EngineRequest
 from twostroke.serve.conversation import Conversation
 from twostroke.serve.errors import ApiError, retry_after
-from twostroke.serve.protocol import ChatRequest, ResponsesRequest
+from twostroke.serve.protocol import ChatRequest, ResponsesRequest, ResponsesTool
 from twostroke.serve.response_fields import (
     Json,
     LogprobWriter,
@@ -231,7 +231,7 @@ class ResponsesGeneration(Conversation[ResponsesRequest]):
             "max_tool_calls": request.max_tool_calls,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "tool_choice": _raw("auto" if request.tool_choice is None else request.tool_choice),
-            "tools": _raw(request.tools or []),
+            "tools": _raw([_tool_json(tool) for tool in request.tools or ()]),
             "previous_response_id": request.previous_response_id,
             "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": None},
             "text": _raw(text),
@@ -349,6 +349,13 @@ class ResponsesGeneration(Conversation[ResponsesRequest]):
         response["store"] = self._fixed["store"] = False
         if self.background:
             raise ApiError(500, "the answer is too long to be stored (--max-stored-response-bytes)")
+
+
+def _tool_json(tool: ResponsesTool) -> Json:
+    shown_tool: Json = {"type": tool.type, "name": tool.name, "description": tool.description}
+    if tool.tools is not None:
+        return shown_tool | {"tools": [_tool_json(inner) for inner in tool.tools]}
+    return shown_tool | {"parameters": tool.parameters, "strict": tool.strict}
 
 
 def _raw(value: Any) -> msgspec.Raw:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from twostroke.outputs import CompletionOutput, Logprobs, RequestOutput
+from twostroke.serve.conversation import AssistantMessage
 from twostroke.serve.deltas import ContentDelta, Delta, ReasoningDelta
 from twostroke.serve.errors import ApiError
+from twostroke.serve.protocol import ChatRequest
 from twostroke.serve.response_fields import Json, LogprobWriter, TokenCounts, count_tokens
 from twostroke.serve.sse import Encoded, LazyList, concat, encode_json, event, long_event
-
-if TYPE_CHECKING:
-    from twostroke.serve.responses import ResponsesGeneration
 
 _PREFIX = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 _TEXT_EVENTS = {"message": "response.output_text", "reasoning": "response.reasoning_text"}
@@ -178,11 +177,32 @@ def _listed(writer: LogprobWriter | None, entries: Logprobs | None) -> LazyList:
     return LazyList(() if writer is None or entries is None else writer.chat(entries))
 
 
+class ResponseSource(Protocol):
+    """What a writer's events are of (`ResponsesGeneration`): the response's JSON as of now. One
+    that has come to its end is stored when it is asked for."""
+
+    chat: ChatRequest
+
+    def new_message(self) -> AssistantMessage: ...
+
+    def new_items(self) -> OutputItems: ...
+
+    def response(self, status: str, output: list[Json]) -> Json: ...
+
+    def ended(
+        self, status: str, items: OutputItems, counts: TokenCounts, output: RequestOutput
+    ) -> Json: ...
+
+    def failed(self, items: OutputItems, error: ApiError) -> Json: ...
+
+    def cancelled(self, items: OutputItems) -> Json: ...
+
+
 class ResponseWriter:
     """The events of one response, numbered in their order. `write`, `end` and `fail` are what a
     stream sends; `events`, `last_events` and `failed_events` are the same, event by event."""
 
-    def __init__(self, generation: ResponsesGeneration) -> None:
+    def __init__(self, generation: ResponseSource) -> None:
         self._generation = generation
         self.output = generation.new_items()
         self._message = generation.new_message()
