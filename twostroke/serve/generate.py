@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from uuid import uuid4
@@ -72,6 +72,10 @@ class Generation(ABC, Generic[R]):
             self.fields = request
         self.num_choices = 1  # prompts times n
         self.num_stored_bytes = 0  # of earlier requests that the prompt is made of, too
+
+    def holding_stored(self) -> AbstractContextManager[None]:
+        """Around `prepare`: what is stored and is read there is counted meanwhile."""
+        return nullcontext()
 
     @abstractmethod
     def prepare(self) -> list[EngineRequest]:
@@ -153,7 +157,9 @@ class GenerateRoute:
             service.apply_settings(http, fields)
             service.admission.check(generation.num_choices)
             num_bytes += generation.num_stored_bytes
-            requests = await service.prompts.prepare_off_loop(fields, num_bytes, generation.prepare)
+            make = service.prompts.prepare_off_loop
+            with generation.holding_stored():
+                requests = await make(fields, num_bytes, generation.prepare)
         fields.drop_input()
         head = service.response_head(kind.id_prefix, fields.request_id, fields.model)
         generation.begin(head, requests)

@@ -12,6 +12,7 @@ its answer's sake; what is new makes room for itself, at the cost of the key tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
 from time import monotonic
@@ -131,6 +132,17 @@ class StoredResponses:
         return True
 
     # ── what is held ────────────────────────────────────────────────────────────────────────
+
+    @contextmanager
+    def holding(self, *responses: StoredResponse) -> Iterator[None]:
+        """While they are being read they are counted, also if they are removed meanwhile."""
+        for one in responses:
+            self.hold(one)
+        try:
+            yield
+        finally:
+            for one in responses:
+                self.release(one)
 
     def hold(self, response: StoredResponse) -> None:
         for one in response.chain():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -141,6 +142,9 @@ class ResponsesGeneration(Conversation[ResponsesRequest]):
             del self._earlier[: max(1, len(self._earlier) // 8)]
             num_bytes, weight = sizes()
         self.num_stored_bytes = num_bytes
+
+    def holding_stored(self) -> AbstractContextManager[None]:
+        return self._store.holding(*self._earlier, *self._referred.values())
 
     # ── the prompt, off the event loop ──────────────────────────────────────────────────────
 

@@ -131,7 +131,7 @@ class ResponsesRoutes(GenerateRoute):
         if generation.streamed:
             await self._follow(http, run.stored, 0)
         else:
-            await http.respond(200, run.stored.response)
+            await self._give(http, run.stored)
 
     async def _start(
         self, http: HttpRequest, generation: ResponsesGeneration, requests: Sequence[EngineRequest]
@@ -194,7 +194,7 @@ class ResponsesRoutes(GenerateRoute):
             message = "include: nothing is stored that would have to be asked for"
             raise ApiError(400, message, param="include")
         if query.get("stream", "false").lower() in ("false", "0"):
-            await http.respond(200, stored.response)
+            await self._give(http, stored)
             return
         if stored.events is None:
             raise ApiError(
@@ -221,7 +221,7 @@ class ResponsesRoutes(GenerateRoute):
             run.stream.fail(Cancelled())
             while not stored.ended:
                 await run.changed.wait()
-        await http.respond(200, stored.response)
+        await self._give(http, stored)
 
     async def input_items(self, http: HttpRequest) -> None:
         query = _query(http, "after", "limit", "order", "include")
@@ -234,13 +234,18 @@ class ResponsesRoutes(GenerateRoute):
             raise ApiError(400, 'order must be "asc" or "desc"', param="order")
         page = partial(_page_of, stored, order == "desc", query.get("after"), limit)
         num_bytes = sum(one.num_bytes for one in stored.chain())
-        await http.respond_json(await self._service.prompts.off_loop(None, num_bytes, page))
+        with self.store.holding(stored):
+            listed = await self._service.prompts.off_loop(None, num_bytes, page)
+        await http.respond_json(listed)
+
+    async def _give(self, http: HttpRequest, stored: StoredResponse) -> None:
+        with self.store.holding(stored):
+            await http.respond(200, stored.response)
 
     async def _follow(self, http: HttpRequest, stored: StoredResponse, at: int) -> None:
         """Send the events from number `at` on, those that are there and those to come."""
         events, run = stored.events, self._runs.get(stored)
         assert events is not None
-        self.store.hold(stored)  # what is being read counts, also if it is deleted meanwhile
         gone = False
 
         def leave(_: Exception) -> None:
@@ -250,25 +255,22 @@ class ResponsesRoutes(GenerateRoute):
                 run.changed.set()
                 run.changed.clear()
 
-        try:
-            with http.watch_disconnect(leave):
-                await http.start_sse()
-                while not gone:
-                    while at < len(events):
-                        batch, size = at, 0
-                        while at < len(events) and size < WRITE_BYTES:
-                            size += len(events[at])
-                            at += 1
-                        await http.write(b"".join(events[batch:at]))
-                        if gone:
-                            raise ClientGone
-                    if stored.ended or run is None:
-                        await http.finish()
-                        return
-                    await run.changed.wait()
-                raise ClientGone
-        finally:
-            self.store.release(stored)
+        with self.store.holding(stored), http.watch_disconnect(leave):
+            await http.start_sse()
+            while not gone:
+                while at < len(events) and not gone:
+                    batch, size = at, 0
+                    while at < len(events) and size < WRITE_BYTES:
+                        size += len(events[at])
+                        at += 1
+                    await http.write(b"".join(events[batch:at]))
+                if gone:
+                    break
+                if stored.ended or run is None:
+                    await http.finish()
+                    return
+                await run.changed.wait()
+            raise ClientGone
 
 
 def _page_of(stored: StoredResponse, newest_first: bool, after: str | None, limit: int) -> Json:
