@@ -215,6 +215,33 @@ def test_a_server_keeps_no_more_than_it_is_told(tmp_path: Path) -> None:
         assert server.ask("GET", f"/v1/responses/{name}")[0] == 404
 
 
+def test_a_background_stream_that_cannot_be_stored_fails_and_says_so(tmp_path: Path) -> None:
+    with running(tiny_llm(tmp_path / "tiny")) as server:
+        store = store_of(server)
+        store.max_bytes = 16 * KIB
+        ask = {"input": "hi", "max_output_tokens": 200, "ignore_eos": True}
+        both = {**ask, "background": True, "stream": True}
+        status, _, content = server.ask("POST", "/v1/responses", both)
+        assert status == 200
+        events = [json.loads(line[6:]) for line in content.splitlines() if line[:6] == b"data: "]
+        numbers = [event["sequence_number"] for event in events]
+        assert numbers == sorted(set(numbers))
+        assert events[-1]["type"] == "response.failed"
+        failed = events[-1]["response"]
+        assert "--max-stored-response-bytes" in failed["error"]["message"]
+        path = f"/v1/responses/{failed['id']}"
+        assert json.loads(server.ask("GET", path)[2])["status"] == "failed"
+        assert server.ask("GET", f"{path}?stream=true")[0] == 400  # its events made room
+        assert store.num_bytes <= 16 * KIB
+        # Without a client's wish to see it again there is no such limit on a stream.
+        status, _, content = server.ask("POST", "/v1/responses", {**ask, "stream": True})
+        assert b"response.incomplete" in content
+        assert server.ask("DELETE", path)[0] == 200
+        server.ask("POST", "/v1/responses", {**ask, "max_output_tokens": 1, "store": False})
+        kept = [one for share in store._shares.values() for one in share.by_id.values()]
+        assert store.num_bytes == sum(one.num_bytes for one in kept)
+
+
 def test_a_server_that_stores_nothing_says_so(tmp_path: Path) -> None:
     with running(tiny_llm(tmp_path / "tiny"), max_stored_responses=0) as server:
         ask = {"input": "hi", "max_output_tokens": 4}

@@ -131,6 +131,11 @@ class StoredResponses:
         response.events.append(event)
         return True
 
+    def drop_events(self, response: StoredResponse) -> None:
+        events, response.events = response.events or (), None
+        freed = sum(len(event) + EVENT_OVERHEAD_BYTES for event in events)
+        self._resize(response, response.num_bytes - freed)
+
     # ── what is held ────────────────────────────────────────────────────────────────────────
 
     @contextmanager

@@ -47,6 +47,13 @@ from twostroke.serve.sse import encode_json
 TOO_LONG = "context_length_exceeded"
 
 
+class NoRoom(ApiError):  # noqa: N818
+    """Of a response in the background, which is nothing if it is not stored."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(500, f"{what} too long to be stored (--max-stored-response-bytes)")
+
+
 class ResponsesGeneration(Conversation[ResponsesRequest]):
     request_type = ResponsesRequest
     id_prefix = "resp"
@@ -352,7 +359,7 @@ class ResponsesGeneration(Conversation[ResponsesRequest]):
             return
         response["store"] = self._fixed["store"] = False
         if self.background:
-            raise ApiError(500, "the answer is too long to be stored (--max-stored-response-bytes)")
+            raise NoRoom("the answer is")
 
 
 def _tool_json(tool: ResponsesTool) -> Json:

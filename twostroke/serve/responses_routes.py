@@ -18,7 +18,7 @@ from twostroke.serve.http import WRITE_BYTES, HttpRequest
 from twostroke.serve.protocol import ResponsesRequest
 from twostroke.serve.response_fields import Json
 from twostroke.serve.response_store import StoredResponse, StoredResponses
-from twostroke.serve.responses import ResponsesGeneration, input_items, output_items
+from twostroke.serve.responses import NoRoom, ResponsesGeneration, input_items, output_items
 from twostroke.serve.routing import Route
 from twostroke.serve.service import Service
 from twostroke.serve.sse import encode_json
@@ -78,21 +78,32 @@ class BackgroundRun:
             else:
                 raise error
         except Exception as raised:
-            try:
-                self._add(self.writer.failed_events(as_api_error(raised)))
-            except ApiError:  # there is no room even for that
-                self._store.remove(self.stored)
-                self.stored.status = "failed"
+            self._fail(as_api_error(raised))
         self.generation.release()
         self._notify()
+
+    def _fail(self, error: ApiError) -> None:
+        following = self.stored.events
+        if isinstance(error, NoRoom):
+            self._store.drop_events(self.stored)
+        try:
+            events = self.writer.failed_events(error)
+        except NoRoom:  # not even for that
+            self._store.remove(self.stored)
+            self.stored.status, events = "failed", []
+        if following is None:
+            return
+        for event in events:
+            if self.stored.events is None or not self._store.add_event(self.stored, event):
+                self._store.drop_events(self.stored)
+                following.append(event)  # only for those who follow now
 
     def _add(self, events: Sequence[Any]) -> None:
         if self.stored.events is None:
             return
         for event in events:
             if not self._store.add_event(self.stored, event):
-                message = "its events are too many to be stored (--max-stored-response-bytes)"
-                raise ApiError(500, message)
+                raise NoRoom("its events are")
         self._notify()
 
     def _notify(self) -> None:
