@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import random
 import time
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.running import Running, running
+from tests.server.running import JSON, PATIENCE_S, Running, running
 from tests.tiny import tiny_llm
 from twostroke.serve.response_store import OVERHEAD_BYTES, StoredResponse, StoredResponses
 from twostroke.serve.responses_routes import ResponsesRoutes
@@ -238,8 +239,21 @@ def test_a_background_stream_that_cannot_be_stored_fails_and_says_so(tmp_path: P
         assert b"response.incomplete" in content
         assert server.ask("DELETE", path)[0] == 200
         server.ask("POST", "/v1/responses", {**ask, "max_output_tokens": 1, "store": False})
-        kept = [one for share in store._shares.values() for one in share.by_id.values()]
-        assert store.num_bytes == sum(one.num_bytes for one in kept)
+        # A client that leaves a stream takes along what was kept for it.
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)
+        body = json.dumps({**ask, "stream": True, "instructions": "the quick fox"})
+        connection.request("POST", "/v1/responses", body, JSON)
+        answer = connection.getresponse()
+        assert answer.status == 200
+        answer.readline()
+        connection.close()
+        server.assert_idle()
+        until = time.monotonic() + PATIENCE_S
+        while store.num_bytes != sum(
+            one.num_bytes for share in store._shares.values() for one in [*share.by_id.values()]
+        ):
+            assert time.monotonic() < until, "something is counted that is not stored"
+            time.sleep(0.005)
 
 
 def test_a_server_that_stores_nothing_says_so(tmp_path: Path) -> None:

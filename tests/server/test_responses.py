@@ -137,6 +137,14 @@ def test_tool_choice_in_its_forms(client: openai.OpenAI) -> None:
         ({"input": [{"type": "computer_call"}]}, "'computer_call'"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "'input_image'"),
         ({"input": [{"type": "function_call", "name": "x", "arguments": "{}"}]}, "call_id"),
+        ({"input": [{"type": "item_reference", "id": []}]}, "not stored"),
+        ({"input": [{"type": ["message"]}]}, "are not supported"),
+        ({"input": [{"role": "user", "content": [{"type": {}}]}]}, "not supported"),
+        ({"input": [{"type": "function_call_output", "call_id": "a"}]}, "content is missing"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": []}]}},
+            "not among the tools",
+        ),
         ({"max_tool_calls": 0}, "max_tool_calls"),
         ({"truncation": "yes"}, "truncation"),
     ],
@@ -256,6 +264,23 @@ def test_a_stored_answer_is_got_listed_and_deleted(client: openai.OpenAI) -> Non
         client.responses.create(input="x", previous_response_id=first.id, **GREEDY)
     third = client.responses.create(input="three", previous_response_id=second.id, **GREEDY)
     assert len(list(client.responses.input_items.list(third.id))) == 6
+
+
+def test_a_wrong_query_is_refused(server: Running, client: openai.OpenAI) -> None:
+    path = f"/v1/responses/{client.responses.create(input='hi', **GREEDY).id}"
+    for query, param in (
+        ("?stream=maybe", "stream"),
+        ("?stream=true", "stream"),  # it was no background stream
+        ("?strem=true", "strem"),
+        ("?include[]=message.output_text.logprobs", "include"),
+        ("/input_items?limit=0", "limit"),
+        ("/input_items?limit=x", "limit"),
+        ("/input_items?order=up", "order"),
+        ("/input_items?after=nobody", "after"),
+    ):
+        key = {"Authorization": "Bearer a"}
+        status, _, content = server.ask("GET", path + query, headers=key)
+        assert (status, json.loads(content)["error"]["param"]) == (400, param)
 
 
 def test_an_answer_belongs_to_the_key_that_made_it(client: openai.OpenAI) -> None:

@@ -112,8 +112,8 @@ def _tools(request: ResponsesRequest) -> tuple[list[Tool] | None, Any]:
         if not isinstance(allowed, list) or choice.get("mode") not in ("auto", "required"):
             message = 'tool_choice: allowed_tools has a mode, "auto" or "required", and tools'
             raise ApiError(400, message, param="tool_choice")
-        names = {tool.get("name") if isinstance(tool, dict) else None for tool in allowed}
-        known = {tool.function.name for tool in tools}
+        names = [tool.get("name") if isinstance(tool, dict) else None for tool in allowed]
+        known = [tool.function.name for tool in tools]
         if unknown := [one for one in names if one not in known]:
             message = f"tool_choice allows {shown(unknown[0])}, which is not among the tools"
             raise ApiError(400, message, param="tool_choice")
@@ -176,11 +176,11 @@ def read_items(
     for n, item in enumerate(given):
         where = f"input[{n}]"
         if item.get("type") == "item_reference":
-            name = item.get("id")
-            found = find(name) if isinstance(name, str) and name not in referred else None
+            name = str(item.get("id"))
+            found = None if name in referred else find(name)
             if found is None:
-                twice = "is named twice" if name in referred else "is not stored (any more)"
-                message = f"{where}: the item_reference's item {shown(name)} {twice}"
+                why = "is named twice" if name in referred else "is not stored (any more)"
+                message = f"{where}: the item_reference's item {shown(name)} {why}"
                 raise ApiError(400, f"{message}; send the item itself", param="input")
             referred.add(name)
             item = found
@@ -256,7 +256,7 @@ def _parts(content: Any, where: str, written: bool) -> list[Json]:
 def _reasoning_parts(parts: Any, kind: str, where: str) -> list[Json]:
     """What clients cannot read (encrypted_content) we cannot either: it is skipped."""
     read = []
-    for part in parts or ():
+    for part in parts if isinstance(parts, list) else ():
         text = part.get("text") if isinstance(part, dict) else None
         if not isinstance(text, str):
             raise ApiError(400, f"{where}: a part's text is missing", param="input")

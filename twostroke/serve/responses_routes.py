@@ -204,7 +204,7 @@ class ResponsesRoutes(GenerateRoute):
         if query.get("include"):
             message = "include: nothing is stored that would have to be asked for"
             raise ApiError(400, message, param="include")
-        if query.get("stream", "false").lower() in ("false", "0"):
+        if not _flag(query, "stream"):
             await self._give(http, stored)
             return
         if stored.events is None:
@@ -309,13 +309,20 @@ def _page_of(stored: StoredResponse, newest_first: bool, after: str | None, limi
 
 def _query(http: HttpRequest, *known: str) -> dict[str, str]:
     """The fields behind the path's `?`; of several the last."""
-    given = parse_qs(http.scope.get("query_string", b"").decode("latin-1"), max_num_fields=64)
+    given = parse_qs(http.scope.get("query_string", b"").decode("latin-1"))
     fields = {name.removesuffix("[]"): values[-1] for name, values in given.items()}
     for name in fields:
         if name not in known:
             message = f"unknown field {shown(name)}{nearest(name, known)}"
             raise ApiError(400, message, param=name, code="unknown_field")
     return fields
+
+
+def _flag(query: dict[str, str], name: str) -> bool:
+    text = query.get(name, "false").lower()
+    if text not in ("true", "false"):
+        raise ApiError(400, f"{name} must be true or false, not {shown(text)}", param=name)
+    return text == "true"
 
 
 def _whole(query: dict[str, str], name: str, default: int) -> int:
