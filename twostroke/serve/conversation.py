@@ -109,6 +109,11 @@ class AssistantMessage:
         """None where the model did not think aloud."""
         return "".join(self._reasoning) or None
 
+    @property
+    def is_plain(self) -> bool:
+        """All that comes is content, as it comes."""
+        return self._stream is None
+
     def push(self, text: str) -> list[Delta]:
         """What is new. Text that may become a tool call is held back."""
         if self._stream is None:

@@ -210,10 +210,24 @@ class ResponseWriter:
         self._begun = False
         self._num_tokens = 0
         self._last: RequestOutput | None = None
-        self._text_head: tuple[OutputItem | None, bytes] = (None, b"")
+        # The message that all text goes to from now on, and what its events begin with.
+        self._plain_item: OutputItem | None = None
+        self._plain_head = b""
 
     def write(self, _: int, output: RequestOutput) -> Encoded:
-        return concat(self.events(output))
+        """One event a token mostly, and then only what changes is encoded."""
+        item, completions = self._plain_item, output.outputs
+        if item is None or len(completions) != 1 or output.finished:
+            return concat(self.events(output))
+        text = completions[0].text
+        item.texts.append(text)
+        self._num_tokens += len(completions[0].token_ids)
+        number, self._number = self._number, self._number + 1
+        return b'%b,"sequence_number":%d,"delta":%b}\n\n' % (
+            self._plain_head,
+            number,
+            encode_json(text),
+        )
 
     def end(self) -> Encoded:
         return concat(self.last_events())
@@ -247,33 +261,16 @@ class ResponseWriter:
 
     def _completion(self, completion: CompletionOutput) -> list[Encoded]:
         deltas = self._message.push(completion.text)
-        current = self.output.current
-        if (
-            len(deltas) == 1
-            and isinstance(deltas[0], ContentDelta)
-            and completion.finish_reason is None
-            and completion.logprobs is None
-            and current is not None
-            and current.kind == "message"
-        ):
-            return [self._text_delta(current, deltas[0].text)]
         if completion.finish_reason is not None:
             deltas = deltas + self._message.flush()
-        return [self._encoded(*one) for one in self.output.push(deltas, completion.logprobs)]
-
-    def _text_delta(self, item: OutputItem, text: str) -> bytes:
-        """One event a token, so only what changes is encoded."""
-        if self._text_head[0] is not item:
+        events = [self._encoded(*one) for one in self.output.push(deltas, completion.logprobs)]
+        item = self.output.current
+        plain = self._message.is_plain and not self._generation.chat.logprobs
+        if plain and item is not None and item.kind == "message" and item is not self._plain_item:
             kind = "response.output_text.delta"
             start = encode_json({"type": kind, **_place(item), "logprobs": []})[:-1]
-            self._text_head = item, f"event: {kind}\ndata: ".encode() + start
-        item.texts.append(text)
-        number, self._number = self._number, self._number + 1
-        return b'%b,"sequence_number":%d,"delta":%b}\n\n' % (
-            self._text_head[1],
-            number,
-            encode_json(text),
-        )
+            self._plain_item, self._plain_head = item, f"event: {kind}\ndata: ".encode() + start
+        return events
 
     def last_events(self) -> list[Encoded]:
         last = self._last
