@@ -266,6 +266,17 @@ def test_a_stored_answer_is_got_listed_and_deleted(client: openai.OpenAI) -> Non
     assert len(list(client.responses.input_items.list(third.id))) == 6
 
 
+def test_a_request_id_that_is_used_again_names_only_the_first(client: openai.OpenAI) -> None:
+    ask: Any = {**GREEDY, "input": "hi", "extra_body": {"request_id": "mine"}}
+    first = client.responses.create(**ask)
+    second = client.responses.create(previous_response_id=first.id, **ask)
+    assert first.id == "resp_mine" != second.id
+    assert [client.responses.retrieve(one.id).id for one in (first, second)] == [
+        first.id,
+        second.id,
+    ]
+
+
 def test_a_wrong_query_is_refused(server: Running, client: openai.OpenAI) -> None:
     path = f"/v1/responses/{client.responses.create(input='hi', **GREEDY).id}"
     for query, param in (

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 
@@ -259,12 +260,11 @@ class ResponsesGeneration(Conversation[ResponsesRequest]):
 
     def begin(self, head: ResponseHead, requests: Sequence[EngineRequest]) -> None:
         """From here on `release` has to be called."""
-        head = replace(head, id=head.id.replace("resp-", "resp_", 1))
+        name = head.id.replace("resp-", "resp_", 1)
+        if self._store.get(self._owner, name) is not None:  # a request_id that is used again
+            name = f"resp_{uuid4().hex}"
+        head = replace(head, id=name)
         super().begin(head, requests)
-        same = self._store.get(self._owner, head.id)
-        if same is not None and not same.ended:
-            message = f"a response {shown(head.id)} is being written already; use another id"
-            raise ApiError(400, message, param="request_id")
         self.stored = self._open(head.id)
         self._input_items = b""
         self._previous = None

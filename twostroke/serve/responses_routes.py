@@ -80,7 +80,7 @@ class BackgroundRun:
         except Exception as raised:
             self._fail(as_api_error(raised))
         self.generation.release()
-        self._notify()
+        self.notify()
 
     def _fail(self, error: ApiError) -> None:
         following = self.stored.events
@@ -104,9 +104,9 @@ class BackgroundRun:
         for event in events:
             if not self._store.add_event(self.stored, event):
                 raise NoRoom("its events are")
-        self._notify()
+        self.notify()
 
-    def _notify(self) -> None:
+    def notify(self) -> None:
         self.changed.set()
         self.changed.clear()
 
@@ -263,25 +263,29 @@ class ResponsesRoutes(GenerateRoute):
             nonlocal gone
             gone = True
             if run is not None:
-                run.changed.set()
-                run.changed.clear()
+                run.notify()
 
         with self.store.holding(stored), http.watch_disconnect(leave):
             await http.start_sse()
             while not gone:
-                while at < len(events) and not gone:
-                    batch, size = at, 0
-                    while at < len(events) and size < WRITE_BYTES:
-                        size += len(events[at])
-                        at += 1
-                    await http.write(b"".join(events[batch:at]))
-                if gone:
-                    break
-                if stored.ended or run is None:
+                if batch := _batch(events, at):
+                    at += len(batch)
+                    await http.write(b"".join(batch))
+                elif stored.ended or run is None:
                     await http.finish()
                     return
-                await run.changed.wait()
+                else:
+                    await run.changed.wait()
             raise ClientGone
+
+
+def _batch(events: Sequence[bytes], at: int) -> Sequence[bytes]:
+    """Those from `at` on that are written at once."""
+    end, size = at, 0
+    while end < len(events) and size < WRITE_BYTES:
+        size += len(events[end])
+        end += 1
+    return events[at:end]
 
 
 def _page_of(stored: StoredResponse, newest_first: bool, after: str | None, limit: int) -> Json:
