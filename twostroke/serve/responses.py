@@ -181,11 +181,11 @@ class ResponsesGeneration(Conversation[ResponsesRequest]):
 
         return lambda name: items_by_id(response_of_item(name)[0]).get(name)
 
-    def render(self, **variables: Any) -> list[int]:
+    def render(self) -> list[int]:
         """With `truncation`, the oldest messages are left out until it fits: there is room for
         `max_output_tokens` then, or for a quarter of the context if that is not given."""
         if self.request.truncation != "auto":
-            return super().render(**variables)
+            return super().render()
         service, chat = self.service, self.chat
         longest = service.client.info.max_model_len
         room = self.request.max_output_tokens or longest // 4
@@ -196,7 +196,7 @@ class ResponsesGeneration(Conversation[ResponsesRequest]):
         def attempt(start: int) -> list[int] | None:
             chat.messages = everything[:head] + everything[start:]
             try:
-                ids = super(ResponsesGeneration, self).render(**variables)
+                ids = super(ResponsesGeneration, self).render()
             except RequestError as error:
                 if error.code == TOO_LONG:
                     return None
@@ -206,7 +206,7 @@ class ResponsesGeneration(Conversation[ResponsesRequest]):
         ids = attempt(head)
         if ids is not None or not cuts:
             chat.messages = everything
-            return super().render(**variables) if ids is None else ids
+            return super().render() if ids is None else ids
         low, high = 0, len(cuts) - 1  # the first cut that fits is among these, if any does
         found: list[int] | None = None
         while low <= high:
@@ -219,7 +219,7 @@ class ResponsesGeneration(Conversation[ResponsesRequest]):
         self._truncated = True
         if found is None:  # not even with the last alone: what it has is for others to refuse
             chat.messages = everything[:head] + everything[cuts[-1] :]
-            return super().render(**variables)
+            return super().render()
         return found
 
     def _echo(self) -> Json:
