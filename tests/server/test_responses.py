@@ -99,6 +99,10 @@ def test_instructions_are_of_one_request_and_the_input_of_all(client: openai.Ope
     whole = client.responses.create(input=spoken, **GREEDY)
     assert second.output_text == whole.output_text
     assert second.usage
+    counted = client.responses.input_tokens.count(
+        model="tiny", input="a dog", previous_response_id=first.id
+    )
+    assert counted.input_tokens == second.usage.input_tokens
     assert whole.usage
     assert second.usage.input_tokens == whole.usage.input_tokens
 

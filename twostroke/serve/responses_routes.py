@@ -31,6 +31,7 @@ def responses_routes(service: Service) -> list[Route]:
     one = "/v1/responses/{response_id}"
     return [
         Route("POST", "/v1/responses", routes, "Answer an input.", ResponsesRequest),
+        Route("POST", "/v1/responses/input_tokens", routes.count, "Its tokens.", ResponsesRequest),
         Route("GET", one, routes.get, "A stored response, or its events (?stream=true)."),
         Route("DELETE", one, routes.delete, "Forget a stored response."),
         Route("POST", f"{one}/cancel", routes.cancel, "Stop one that runs in the background."),
@@ -143,6 +144,15 @@ class ResponsesRoutes(GenerateRoute):
             await self._follow(http, run.stored, 0)
         else:
             await self._give(http, run.stored)
+
+    async def count(self, http: HttpRequest) -> None:
+        """How many tokens the model would read; nothing is run or stored."""
+        generation, requests = await self.prepare(http)
+        assert isinstance(generation, ResponsesGeneration)
+        generation.release()
+        (request,) = requests
+        told = {"object": "response.input_tokens", "input_tokens": len(request.prompt_token_ids)}
+        await http.respond_json(told)
 
     async def _start(
         self, http: HttpRequest, generation: ResponsesGeneration, requests: Sequence[EngineRequest]
