@@ -281,6 +281,19 @@ def test_a_request_id_that_is_used_again_names_only_the_first(client: openai.Ope
     ]
 
 
+def test_half_a_surrogate_pair_is_refused_wherever_it_is(server: Running) -> None:
+    key = {"Authorization": "Bearer a", "Content-Type": "application/json"}
+    for more in (
+        {"input": "\ud800"},
+        {"instructions": "\ud800"},
+        {"metadata": {"a": "\ud800"}},
+        {"user": "\ud800"},
+        {"tools": [{**SLEEP, "description": "\ud800"}], "tool_choice": "none"},
+    ):
+        body = json.dumps({"input": "hi", "max_output_tokens": 1, **more}).encode()
+        assert server.ask("POST", "/v1/responses", body, key)[0] == 400
+
+
 def test_a_wrong_query_is_refused(server: Running, client: openai.OpenAI) -> None:
     path = f"/v1/responses/{client.responses.create(input='hi', **GREEDY).id}"
     for query, param in (

@@ -84,6 +84,7 @@ class ResponsesGeneration(Conversation[ResponsesRequest]):
         self._referred = self._find_referred()
         self._check_stored_size()
         self._input_items = b""
+        self._num_echo_bytes = 0
         self._fixed: Json = {}  # fields that are the same from the first event to the last
 
     def as_chat(self) -> ChatRequest:
@@ -163,9 +164,13 @@ class ResponsesGeneration(Conversation[ResponsesRequest]):
             item for one in self._earlier for item in (*input_items(one), *output_items(one))
         ]
         self.chat.messages = messages_of(request.instructions, [*history, *items])
-        if request.store is not False and self._store.max_responses:
-            self._input_items = encode_json(items)
-        self._fixed = self._echo()
+        try:
+            if request.store is not False and self._store.max_responses:
+                self._input_items = encode_json(items)
+            self._fixed = self._echo()
+            self._num_echo_bytes = len(encode_json(self._fixed))
+        except UnicodeEncodeError:
+            raise ApiError(400, "a text of the request has half a surrogate pair") from None
         self._earlier, self._referred = [], {}
         return super().prepare()
 
@@ -183,13 +188,14 @@ class ResponsesGeneration(Conversation[ResponsesRequest]):
 
     def render(self) -> list[int]:
         """With `truncation`, the oldest messages are left out until it fits: there is room for
-        `max_output_tokens` then, or for a quarter of the context if that is not given."""
+        `max_output_tokens` then, or for a quarter of the context if that is not given, and for
+        half of the context at most."""
         if self.request.truncation != "auto":
             return super().render()
         service, chat = self.service, self.chat
         longest = service.client.info.max_model_len
-        room = self.request.max_output_tokens or longest // 4
-        limit = max(1, min(service.prompts.max_tokens, longest - room))
+        room = min(self.request.max_output_tokens or longest // 4, longest // 2)
+        limit = min(service.prompts.max_tokens, longest - room)
         everything = chat.messages
         head, cuts = places_to_cut(everything)
 
@@ -277,7 +283,7 @@ class ResponsesGeneration(Conversation[ResponsesRequest]):
 
     def _open(self, response_id: str) -> StoredResponse:
         """Its place in the store; where there is none, it will not be stored."""
-        num_bytes = len(encode_json(self._fixed))
+        num_bytes = self._num_echo_bytes
         if self._input_items:
             given = self._owner, response_id, self._previous, self._input_items
             stored = StoredResponse(*given, keep=True, background=self.background)
