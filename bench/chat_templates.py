@@ -7,8 +7,8 @@ For each template:
 - `continue_final_message`: a conversation whose last message is one of `LAST` is cut where that
   message ends, white space and all, as transformers' apply_chat_template does it; or both refuse.
 - the second turn of an agent's loop: a message with tool calls and a content that is null, then the
-  result, must be rendered as transformers renders it with the content and the arguments in the shape
-  that the template wants; and where the template shows calls, the call and its result are in it.
+  result, must be rendered as transformers renders it with content and arguments in the shape that
+  the template wants; and where the template shows calls, the call and its result are in it.
 - messages of the role 'developer' are in the text, or refused.
 
 Templates are somebody's work and not kept here: vLLM's source package has some under `examples/`,
@@ -27,10 +27,13 @@ import argparse
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import tokenizers
+import transformers
 from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
@@ -83,9 +86,14 @@ class Reference:
         return text
 
 
+@lru_cache(maxsize=1)
+def compiled(source: str) -> ChatTemplate:
+    return ChatTemplate(source, "<s>", "</s>")
+
+
 def ours(source: str, messages: Any, **settings: Any) -> str | None:
     try:
-        return ChatTemplate(source, "<s>", "</s>").render(messages, **settings)
+        return compiled(source).render(messages, **settings)
     except (ModelError, RequestError):
         return None
 
@@ -150,32 +158,32 @@ def second_turn(reference: Reference, source: str) -> str:
 
 
 def developer(source: str) -> str:
-    instructions = "Always answer in verse."
+    """ "shown", "refused" (as a system message would be, or lost) or what is wrong."""
+    said, user = "Always answer in verse.", {"role": "user", "content": "Hello"}
+    as_system = ours(source, [{"role": "system", "content": said}, user])
     for before in ([], [{"role": "system", "content": "You are terse."}]):
-        messages = [
-            *before,
-            {"role": "developer", "content": instructions},
-            {"role": "user", "content": "Hello"},
-        ]
-        text = ours(source, messages)
-        if text is None and ours(source, [{"role": "system", "content": "x"}, messages[-1]]):
-            return "refused, though the template takes a system message"
-        if text is not None and instructions not in text:
-            return "lost"
+        text = ours(source, [*before, {"role": "developer", "content": said}, user])
         if text is None:
-            return "refused"
+            shown = as_system is not None and said in as_system
+            return "refused, though system messages are shown" if shown else "refused"
+        if said not in text:
+            return "lost"
     return "shown"
 
 
-def check(reference: Reference, source: str) -> dict[str, str]:
-    """What was found, by the name of the check."""
-    found = {f"continue {n}": continues(reference, source, last) for n, last in enumerate(LAST)}
-    found["second turn"] = second_turn(reference, source)
-    found["developer"] = developer(source)
-    return found
+GOOD = {
+    "continue_final_message": ("same", "refused by both"),
+    "second_turn": ("same", "refused by both", "no calls in this template"),
+    "developer": ("shown", "refused"),
+}
 
 
-GOOD = ("same", "refused by both", "no calls in this template", "shown", "refused")
+def check(reference: Reference, source: str) -> Iterator[tuple[str, str]]:
+    """The names of the checks, and what was found."""
+    for last in LAST:
+        yield "continue_final_message", continues(reference, source, last)
+    yield "second_turn", second_turn(reference, source)
+    yield "developer", developer(source)
 
 
 def main() -> int:
@@ -187,22 +195,16 @@ def main() -> int:
     for path in sorted(args.folder.rglob("*.jinja")):
         source = path.read_text(encoding="utf-8")
         sources.setdefault(hashlib.sha256(source.encode()).hexdigest(), source)
-    counts: dict[str, Counter[str]] = {"continue": Counter(), "second turn": Counter()}
-    counts["developer"] = Counter()
-    wrong = 0
+    counts: dict[str, Counter[str]] = {name: Counter() for name in GOOD}
     for digest, source in sources.items():
-        for name, said in check(reference, source).items():
-            good = said in GOOD and (said != "refused" or name == "developer")
-            counts[name.split(" ")[0] if name.startswith("continue") else name][
-                said if good else "wrong"
-            ] += 1
-            if not good:
-                wrong += 1
+        for name, said in check(reference, source):
+            counts[name][said if said in GOOD[name] else "wrong"] += 1
+            if said not in GOOD[name]:
                 print(f"{digest[:12]} {name}: {said}")
-    result = {"templates": len(sources), "last_messages": len(LAST), "wrong": wrong}
-    result |= {
-        name.replace(" ", "_"): dict(sorted(count.items())) for name, count in counts.items()
-    }
+    wrong = sum(count["wrong"] for count in counts.values())
+    result: dict[str, Any] = {"transformers": transformers.__version__, "templates": len(sources)}
+    result |= {"last_messages": len(LAST), "wrong": wrong}
+    result |= {name: dict(sorted(count.items())) for name, count in counts.items()}
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result))

@@ -76,6 +76,7 @@ class _Closer:
     def __init__(self, root: Any) -> None:
         self._root = root
         self._known: dict[int, Known] = {}  # by the schema's id()
+        self._said: dict[int, bool] = {}
         self._copies: dict[str, Any] = {}  # open ones, by their names in $defs
         self._copy_names: dict[str, str] = {}  # by what they are copies of
 
@@ -154,19 +155,22 @@ class _Closer:
             self._known[id(schema)] = known
         return self._known[id(schema)]
 
-    def _is_said(self, schema: Any, above: tuple[int, ...] = ()) -> bool:
+    def _is_said(self, schema: Any) -> bool:
         """Whether the schema, or one that always holds with it, says what else an object has."""
-        if not isinstance(schema, dict) or id(schema) in above:
+        if not isinstance(schema, dict):
             return False
-        if SAID & schema.keys():
-            return True
-        above = (*above, id(schema))
+        if id(schema) not in self._said:
+            self._said[id(schema)] = False  # for a schema that is part of itself
+            self._said[id(schema)] = bool(SAID & schema.keys()) or self._parts_say(schema)
+        return self._said[id(schema)]
+
+    def _parts_say(self, schema: dict[str, Any]) -> bool:
         if "$ref" in schema:
             target = self._target(schema["$ref"])
-            if target is None or self._is_said(target, above):
+            if target is None or self._is_said(target):
                 return True
         parts = [part for part in _parts(schema) if part.key == "allOf"]
-        return any(self._is_said(part.schemas[0], above) for part in parts)
+        return any(self._is_said(part.schemas[0]) for part in parts)
 
     # ── references ──────────────────────────────────────────────────────────────────────────
 
@@ -177,7 +181,7 @@ class _Closer:
         found = self._root
         for step in unquote(reference[1:]).split("/")[1:]:
             name = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list) and name.isdigit() and int(name) < len(found):
+            if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
                 found = found[int(name)]
             elif isinstance(found, dict) and name in found:
                 found = found[name]
@@ -190,9 +194,8 @@ class _Closer:
         if not isinstance(target, dict):
             return reference
         if reference not in self._copy_names:
-            taken = self._root.get("$defs", {})
             number = len(self._copies)
-            while (name := f"open_{number}") in taken:
+            while (name := f"open_{number}") in self._root.get("$defs", {}) | self._copies:
                 number += 1
             self._copy_names[reference] = name
             self._copies[name] = {}  # its place, for the copies that its parts need

@@ -164,8 +164,8 @@ ONLY: dict[str, tuple[tuple[str, ...], str]] = {
     "--task": (("auto", "generate"), "the server generates text"),
     "--convert": (("auto", "none"), "the server generates text"),
     "--chat-template-content-format": (
-        ("auto", "string"),
-        "text parts are joined before the template sees them",
+        ("auto",),
+        "a content in parts is joined where the template does not take it apart",
     ),
     "--logprobs-mode": (
         ("raw_logprobs",),

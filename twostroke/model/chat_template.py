@@ -95,6 +95,8 @@ class ChatTemplate:
         for given in (messages, system, _with_one_system_message(system)):
             if self._shows(given, ("developer", "system"), variables):
                 return given
+        if self._shows(messages, ("developer",), variables):  # a template that drops the others
+            return messages
         raise RequestError(
             f"{self._name} does not show messages of the role 'developer'; send them as 'system' "
             "or 'user' messages."
@@ -156,12 +158,15 @@ class ChatTemplate:
 
     def _reads_parts(self, role: str) -> bool:
         """Whether the template takes a content apart that is a list."""
+        if role not in ("system", "developer", "user", "assistant"):
+            return False
         if role not in self._parts_read:
             parts = [{"type": "text", "text": text} for text in ("[[one]]", "[[two]]")]
             probe = {"role": role, "content": parts}
-            text = self._try([PROBE_USER, probe] if role == "assistant" else [probe, PROBE_USER])
-            shown = "[[one]]" in text and "[[two]]" in text
-            self._parts_read[role] = shown and "'text'" not in text and '"text"' not in text
+            others = {"user": [probe], "assistant": [PROBE_USER, probe]}
+            text = self._try(others.get(role, [probe, PROBE_USER]))
+            as_code = "'[[one]]'" in text or '"[[one]]"' in text
+            self._parts_read[role] = "[[one]]" in text and "[[two]]" in text and not as_code
         return self._parts_read[role]
 
     def _try(self, messages: Messages) -> str:
@@ -242,7 +247,7 @@ def _arguments_as_text(call: dict[str, Any]) -> dict[str, Any]:
 CALL_SHAPES: Final = tuple(
     _call_shape(null, as_text) for as_text in (False, True) for null in (False, True)
 )
-PROBE_USER: Final = {"role": "user", "content": "Hello"}
+PROBE_USER: Final[dict[str, Any]] = {"role": "user", "content": "Hello"}
 PROBE_TOOL: Final = {
     "type": "function",
     "function": {

@@ -30,7 +30,11 @@ NO_SPACE_BEFORE: Final = {"prepend_scheme": "never", "add_prefix_space": False}
 
 
 class GrammarTokenizer:
-    """What `LLTokenizer` asks of a tokenizer that is not its own."""
+    """What `LLTokenizer` asks of a tokenizer that is not its own.
+
+    llguidance calls it, with the GIL, while it holds the lock that the matchers of one grammar
+    share: two threads must not use them.
+    """
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -48,15 +52,14 @@ class GrammarTokenizer:
         self.tokens = table.all_bytes()
         self.special_token_ids = sorted(table.special_ids | set(end_ids))
         self.eos_token_id = [*end_ids, *self.special_token_ids, 0][0]
-        self.longest_first: Callable[[str], list[int]]  # llguidance's, once it is there
+        self.longest_first: Callable[[str], list[int]] | None = None  # llguidance's
 
     def __call__(self, text: str) -> list[int]:
         """The tokens that the tokenizer would choose for a text, unless a normaliser has changed it
         before: then the longest that fit, one after the other."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        if b"".join([self.tokens[n] for n in ids]) == text.encode():
-            return ids
-        return self.longest_first(text)
+        same = b"".join([self.tokens[n] for n in ids]) == text.encode()
+        return ids if same or self.longest_first is None else self.longest_first(text)
 
 
 def make_tokenizer(tokenizer_json: str, end_ids: list[int]) -> LLTokenizer:

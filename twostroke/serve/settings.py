@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from twostroke.errors import ConfigError
-from twostroke.serve.tools import PARSERS
+from twostroke.serve.parsers import REASONING_PARSERS, TOOL_PARSERS
 from twostroke.strict import Strict
 
 MIB = 1024**2
@@ -43,6 +43,7 @@ class ServeSettings(Strict):
     trust_request_chat_template: bool = False  # whether a request may bring its own template
     enable_auto_tool_choice: bool = True  # a model may call tools unless it is told not to
     tool_call_parser: str | None = None  # how its calls are read; None: by its chat template
+    reasoning_parser: str | None = None  # None: only where the prompt leaves the model thinking
 
     # A request's JSON schemas: an object has no other names than its `properties`.
     disable_additional_properties: bool = True
@@ -58,6 +59,10 @@ class ServeSettings(Strict):
     max_prompt_tokens: int | None = None  # None: what the engine takes
     max_output_tokens: int | None = None  # requests that ask for more get this many
     max_unread_bytes: int = 4 * MIB  # of a stream that its client leaves unread; in total, 8 times
+    # What /v1/responses keeps. 0: nothing. In bytes: with what running requests keep for it.
+    max_stored_responses: int = 1024
+    max_stored_response_bytes: int = 64 * MIB
+    stored_response_ttl_s: float = 24 * 3600.0
     max_queue: int = 4096  # sequences that may wait; more are answered 429
     head_timeout_s: float = 30.0  # to send a request's headers
     body_timeout_s: float = 60.0  # to send its body
@@ -80,6 +85,8 @@ class ServeSettings(Strict):
         self._check_int("max_prompt_tokens", 1, optional=True)
         self._check_int("max_output_tokens", 1, optional=True)
         self._check_int("max_unread_bytes", 1024)
+        self._check_int("max_stored_responses", 0)
+        self._check_int("max_stored_response_bytes", MIB)
         self._check_int("max_queue", 0)
         self._check_int("engine_restart_limit", 1)
         self._check_number("engine_hang_timeout_s", 0.0, 1e6, "a number of seconds, or 0")
@@ -88,6 +95,7 @@ class ServeSettings(Strict):
         times = ("head_timeout_s", "body_timeout_s", "write_timeout_s", "keep_alive_s", "drain_s")
         for name in times:
             self._check_number(name, 0.0, 1e6, "a number of seconds")
+        self._check_number("stored_response_ttl_s", 0.0, 1e9, "a number of seconds")
         self._check_bools(
             "access_log",
             "prefix_cache_sharing",
@@ -120,7 +128,9 @@ class ServeSettings(Strict):
             self._refuse("root_path", "a path that begins with '/', such as /llm")
         object.__setattr__(self, "root_path", path.rstrip("/"))
         if self.tool_call_parser is not None:
-            self._check_choice("tool_call_parser", ("auto", *PARSERS))
+            self._check_choice("tool_call_parser", ("auto", *TOOL_PARSERS))
+        if self.reasoning_parser is not None:
+            self._check_choice("reasoning_parser", ("auto", "none", *REASONING_PARSERS))
 
     @property
     def metrics_open(self) -> bool:
