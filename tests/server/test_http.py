@@ -250,6 +250,10 @@ def test_a_full_queue_is_answered_429_and_those_in_it_are_served(folder: Path) -
             time.sleep(0.001)
         status, headers, body = server.ask("POST", TEXT, LONG)
         error = refusal((status, headers, body), 429)
+        counted = (
+            b'vllm:admission_rejections_total{model_name="tiny",reason="max_num_queued_reqs"} 1.0'
+        )
+        assert counted in server.ask("GET", "/metrics")[2]
         assert error["code"] == "queue_full"
         assert int(headers["retry-after"]) >= 1
         for thread in threads:

@@ -277,6 +277,7 @@ PROVIDED: dict[str, Any] = {
     "get_tokenizer": get_tokenizer,
     "current_platform": NoPlatform(),
     "envs": NoSettings(),
+    "version": types.SimpleNamespace(__version__=VERSION, _prev_minor_version=lambda: "0.0"),
     "is_aiter_found_and_supported": lambda: False,
     "ModelConfig": ModelConfig,
     "hf_api": NoHub,
@@ -303,6 +304,11 @@ def pytest_configure(config: pytest.Config) -> None:
         AutoTokenizer.from_pretrained = lambda *_, **__: own(TOKENIZER)
     except ImportError:
         pass
+
+
+@pytest.fixture
+def local_asset_server() -> None:
+    """vLLM's, of images, which no test here may ask for."""
 
 
 @pytest.hookimpl(hookwrapper=True)
