@@ -19,11 +19,13 @@ from twostroke.serve.errors import ApiError, ClientGone, as_api_error
 from twostroke.serve.generate import GenerateRoute
 from twostroke.serve.http import HttpRequest, Message, Receive, Send, check_head
 from twostroke.serve.info_routes import InfoRoutes
+from twostroke.serve.messages import messages_routes
 from twostroke.serve.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     ErrorAnswer,
+    ErrorBody,
     ResponsesRequest,
     TokenizeRequest,
 )
@@ -96,6 +98,7 @@ class App:
             Route("GET", "/metrics", info.metrics, "Prometheus.", open=settings.metrics_open),
             Route("GET", "/openapi.json", self._describe, "This description."),
         ]
+        routes += messages_routes(service)
         if settings.dash:
             dash = DashRoutes(service)
             routes += [
@@ -109,13 +112,14 @@ class App:
             raise RuntimeError(f"{scope['type']}: only HTTP is spoken here")
         http = HttpRequest(scope, receive, send, self.service.settings.write_timeout_s)
         path = "unknown"  # a label of the metrics, so not the client's to choose
+        form: type[ErrorBody] = ErrorAnswer
         try:
             check_head(http, self._max_head_bytes)
             route = self._router.find(http)
             if isinstance(route, ApiError):
                 self._keys.check(http)  # without a key one does not learn what there is
                 raise route
-            path = route.path
+            path, form = route.path, route.error
             if not route.open:
                 self._keys.check(http)
             await route.handler(http)
@@ -124,7 +128,8 @@ class App:
         except Exception as error:
             if http.status:
                 raise  # part of a response is out: the connection is closed
-            await http.respond_error(as_api_error(error))
+            refusal = as_api_error(error)
+            await http.respond_error(refusal, msgspec.json.encode(form.of(refusal)))
         finally:
             self.service.metrics.answered(path, http.status)
 
@@ -153,7 +158,8 @@ def asgi(app: App) -> Any:
 
 
 def _openapi(routes: list[Route], with_key: bool) -> dict[str, Any]:
-    types = [ErrorAnswer, *(route.body for route in routes if route.body is not None)]
+    named = {kind: None for route in routes for kind in (route.error, route.body) if kind}
+    types = list(named)
     schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
     schema_of = dict(zip(types, schemas, strict=True))
     paths: dict[str, Any] = {}
@@ -172,7 +178,7 @@ def _openapi(routes: list[Route], with_key: bool) -> dict[str, Any]:
 
 
 def _operation(route: Route, schema_of: dict[Any, Any]) -> dict[str, Any]:
-    error = {"application/json": {"schema": schema_of[ErrorAnswer]}}
+    error = {"application/json": {"schema": schema_of[route.error]}}
     named = "".join(char if char.isalnum() else "_" for char in route.path)
     operation: dict[str, Any] = {
         "summary": route.summary,
@@ -203,5 +209,5 @@ def _answer(route: Route) -> dict[str, Any]:
         return {"text/html": {"schema": {"type": "string"}}}
     content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if route.body is not None and "stream" in route.body.__struct_fields__:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content[route.stream_type] = {"schema": {"type": "string"}}
     return content

@@ -14,7 +14,6 @@ from twostroke.serve.errors import ApiError
 from twostroke.serve.generate import Generation
 from twostroke.serve.params import chat_params
 from twostroke.serve.protocol import Body, ChatRequest
-from twostroke.serve.response_fields import Json
 from twostroke.serve.service import Service
 from twostroke.serve.settings import ServeSettings
 from twostroke.serve.tools import ToolCalls
@@ -48,11 +47,14 @@ class Conversation(Generation[R]):
             forced = self.tools.structured_outputs()
             self.tools.drop_schemas()
         params = chat_params(chat, service.client.info, service.settings, forced)
-        variables: Json = {}
+        return [service.prompts.prepare(self.render(), params, chat)]
+
+    def render(self) -> list[int]:
+        """The prompt's token ids. Called off the event loop."""
+        chat, variables = self.chat, {}
         if chat.reasoning_effort is not None:
             variables["reasoning_effort"] = chat.reasoning_effort
-        ids = service.prompts.render(chat.messages, chat, **variables)
-        return [service.prompts.prepare(ids, params, chat)]
+        return self.service.prompts.render(chat.messages, chat, **variables)
 
     def new_message(self) -> AssistantMessage:
         return AssistantMessage(self.tools, self.chat.parallel_tool_calls is not False)

@@ -27,7 +27,7 @@ from twostroke.outputs import RequestOutput
 from twostroke.plan import BROKEN_LOGITS
 from twostroke.request import EngineRequest
 from twostroke.serve.errors import ApiError, ClientGone, as_api_error
-from twostroke.serve.http import DirectWriter, HttpRequest
+from twostroke.serve.http import SSE, DirectWriter, Headers, HttpRequest
 from twostroke.serve.protocol import Body, GenerateRequest, StreamOptions
 from twostroke.serve.response_fields import (
     Json,
@@ -62,6 +62,7 @@ class Generation(ABC, Generic[R]):
 
     request_type: ClassVar[type[Any]]
     id_prefix: ClassVar[str]
+    stream_headers: ClassVar[Headers] = SSE
     fields: GenerateRequest  # of every route: the request's own, or what it was translated to
     head: ResponseHead
 
@@ -84,7 +85,7 @@ class Generation(ABC, Generic[R]):
     def stream_writer(self) -> StreamWriter: ...
 
     @abstractmethod
-    def full_response(self, outputs: Sequence[RequestOutput]) -> Json:
+    def full_response(self, outputs: Sequence[RequestOutput]) -> Json | list[Json]:
         """The whole answer; `outputs` are the last ones, in the order of the prompts."""
 
 
@@ -150,7 +151,7 @@ class GenerateRoute:
         writer = generation.stream_writer() if fields.stream else None
         async with self._running(http, requests, head.id, writer) as stream:
             if writer is not None:
-                await stream.send(http, writer)
+                await stream.send(http, writer, kind.stream_headers)
                 return
             outputs = await stream.final_outputs()
         await http.respond_json(generation.full_response(outputs))
@@ -348,12 +349,12 @@ class ResponseStream:
         self._num_handed = sum(map(_size, ready))
         return ready
 
-    async def send(self, http: HttpRequest, writer: StreamWriter) -> None:
+    async def send(self, http: HttpRequest, writer: StreamWriter, headers: Headers) -> None:
         """Until the last event is out. Before the first output a failure is still a status."""
         try:
             while ready := await self.next_chunks():
                 if not http.status:
-                    await http.start_sse()
+                    await http.start_stream(headers)
                 await _write_chunks(http, ready)
                 self._direct = http.direct
             last = writer.end()

@@ -1,0 +1,364 @@
+"""`/v1/messages` with the official `anthropic` client against a real socket."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import anthropic
+import msgspec
+import pytest
+from pydantic import BaseModel
+
+from tests.server.running import JSON, Running, running
+from tests.tiny import tiny_llm
+from twostroke.outputs import CompletionOutput, RequestOutput
+from twostroke.serve.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
+from twostroke.serve.messages import MessagesGeneration, MessagesStreamWriter, blocks
+from twostroke.serve.messages_request import MessagesRequest
+from twostroke.serve.response_fields import ResponseHead
+
+KEY = "a-key"
+HELLO: Any = [{"role": "user", "content": "the quick fox"}]
+BODY: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 12}
+ASK: Any = {**BODY, "extra_body": {"temperature": 0}}  # which newer clients have no name for
+WEATHER: Any = {
+    "name": "weather",
+    "description": "The weather of a place.",
+    "input_schema": {
+        "type": "object",
+        "properties": {"place": {"enum": ["Rome", "Oslo"]}},
+        "required": ["place"],
+        "additionalProperties": False,
+    },
+    "cache_control": {"type": "ephemeral"},
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    llm = tiny_llm(tmp_path_factory.mktemp("tiny") / "tiny")
+    with running(llm, served_model_names=("tiny",), api_keys=(KEY,)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0)
+
+
+def test_a_message_is_answered_with_every_field_the_client_knows(
+    client: anthropic.Anthropic,
+) -> None:
+    answer = client.messages.create(**ASK)
+    assert answer.id.startswith("msg-")
+    assert (answer.type, answer.role, answer.model) == ("message", "assistant", "tiny")
+    (block,) = answer.content
+    assert block.type == "text"
+    assert block.text
+    assert (answer.stop_reason, answer.stop_sequence) == ("max_tokens", None)
+    assert answer.usage.output_tokens == 12
+    counted = client.messages.count_tokens(model="tiny", messages=HELLO)
+    read = answer.usage.cache_read_input_tokens
+    assert read is not None
+    assert counted.input_tokens == answer.usage.input_tokens + read
+
+
+def test_a_stream_says_the_same_in_one_delta_a_token(client: anthropic.Anthropic) -> None:
+    whole = client.messages.create(**ASK)
+    with client.messages.stream(**ASK) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_message()
+    assert final.content[0].text == whole.content[0].text
+    assert final.stop_reason == whole.stop_reason
+    assert final.usage.output_tokens == 12
+    begin, *_, end, stop = [kind for kind in kinds if not kind.startswith("content_block")]
+    assert (begin, end, stop) == ("message_start", "message_delta", "message_stop")
+    assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 1
+    assert 1 < kinds.count("content_block_delta") <= 12
+
+
+def test_the_events_are_named_as_their_types(server: Running) -> None:
+    headers = {**JSON, "x-api-key": KEY, "anthropic-version": "2023-06-01", "anthropic-beta": "x"}
+    _, names, content = server.ask("POST", "/v1/messages", {**BODY, "stream": True}, headers)
+    assert names["content-type"].startswith("text/event-stream")
+    events = [part.split("\n") for part in content.decode().split("\n\n")[:-1]]
+    for name, data in events:
+        kind = json.loads(data.removeprefix("data: "))["type"]
+        assert name == f"event: {kind}"
+    assert [name for name, _ in events[:3]] == [
+        "event: message_start",
+        "event: ping",
+        "event: content_block_start",
+    ]
+
+
+def test_a_repeated_prompt_counts_as_read_from_the_cache(client: anthropic.Anthropic) -> None:
+    system: Any = [
+        {"type": "text", "text": "a small model " * 9, "cache_control": {"type": "ephemeral"}}
+    ]
+    first = client.messages.create(**ASK, system=system).usage
+    second = client.messages.create(**ASK, system=system).usage
+    assert first.cache_read_input_tokens == 0
+    assert second.cache_read_input_tokens
+    assert second.input_tokens + second.cache_read_input_tokens == first.input_tokens
+
+
+def test_a_stop_sequence_is_named(client: anthropic.Anthropic) -> None:
+    whole = client.messages.create(**ASK).content[0].text
+    stop = next(whole[n : n + 2] for n in range(3, 12) if whole[n : n + 2].isascii())
+    answer = client.messages.create(**ASK, stop_sequences=["no such text", stop])
+    assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", stop)
+    assert answer.content[0].text == whole[: whole.index(stop)]
+
+
+def test_an_answer_that_fills_the_context_says_so(client: anthropic.Anthropic) -> None:
+    stream = client.messages.create(
+        **{**ASK, "max_tokens": 100_000, "messages": [{"role": "user", "content": "x " * 100}]},
+        stream=True,
+    )
+    (end,) = [event for event in stream if event.type == "message_delta"]
+    assert end.delta.stop_reason in ("model_context_window_exceeded", "end_turn")
+    if end.delta.stop_reason == "end_turn":
+        pytest.skip("the tiny model ended its text")
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_tool_is_called_and_its_result_sent_back(
+    client: anthropic.Anthropic, choice: Any, streamed: bool
+) -> None:
+    ask: Any = {**ASK, "max_tokens": 120, "tools": [WEATHER], "tool_choice": choice}
+    if streamed:
+        with client.messages.stream(**ask) as stream:
+            answer: Any = stream.get_final_message()
+    else:
+        answer = client.messages.create(**ask)
+    assert answer.stop_reason == "tool_use"
+    (call,) = answer.content
+    assert (call.type, call.name) == ("tool_use", "weather")
+    assert call.input["place"] in ("Rome", "Oslo")
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}
+    turns = [
+        *HELLO,
+        {"role": "assistant", "content": answer.content},
+        {"role": "user", "content": [result, {"type": "text", "text": "and tomorrow?"}]},
+    ]
+    second = client.messages.create(**{**ASK, "messages": turns}, tools=[WEATHER])
+    assert second.content[0].type == "text"
+
+
+def test_one_call_at_a_time_where_parallel_use_is_switched_off(server: Running) -> None:
+    request = _decoded({**BODY, "tool_choice": {"type": "any", "disable_parallel_tool_use": True}})
+    assert MessagesGeneration(server.app.service, request).chat.parallel_tool_calls is False
+    none = _decoded({**BODY, "tool_choice": {"type": "none"}})
+    assert MessagesGeneration(server.app.service, none).chat.tool_choice == "none"
+
+
+class Place(BaseModel):
+    place: Literal["Rome", "Oslo"]
+
+
+def test_structured_output_is_parsed_by_the_client(client: anthropic.Anthropic) -> None:
+    answer = client.messages.parse(**{**ASK, "max_tokens": 60}, output_format=Place)
+    assert answer.parsed_output is not None
+    assert answer.parsed_output.place in ("Rome", "Oslo")
+    older = {"output_format": {"type": "json_schema", "schema": WEATHER["input_schema"]}}
+    text = client.messages.create(**{**BODY, "max_tokens": 60}, extra_body=older).content[0].text
+    assert json.loads(text)["place"] in ("Rome", "Oslo")
+
+
+def test_an_assistants_last_message_is_gone_on_with(client: anthropic.Anthropic) -> None:
+    begun: Any = [*HELLO, {"role": "assistant", "content": "jumps over"}]
+    plain = client.messages.count_tokens(model="tiny", messages=HELLO).input_tokens
+    count = client.messages.count_tokens(model="tiny", messages=begun).input_tokens
+    assert plain < count < plain + len("jumps over") + 1  # no end of turn, no new turn
+
+
+def test_blocks_of_a_conversation_read_as_chat_messages(server: Running) -> None:
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "x"},
+                {"type": "redacted_thinking", "data": "x"},
+                {"type": "text", "text": "let me see"},
+                {"type": "tool_use", "id": "t1", "name": "weather", "input": {"place": "Rome"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "t1",
+                    "content": [{"type": "text", "text": "sunny"}],
+                    "is_error": False,
+                },
+                {"type": "text", "text": "thanks"},
+            ],
+        },
+    ]
+    generation = MessagesGeneration(
+        server.app.service, _decoded({**BODY, "system": "be brief", "messages": messages})
+    )
+    generation.count_tokens()
+    call = {"name": "weather", "arguments": '{"place": "Rome"}'}
+    assert generation.chat.messages == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "a\nb"},
+        {
+            "role": "assistant",
+            "content": "let me see",
+            "reasoning_content": "hm",
+            "tool_calls": [{"id": "t1", "type": "function", "function": call}],
+        },
+        {"role": "tool", "tool_call_id": "t1", "content": "sunny"},
+        {"role": "user", "content": "thanks"},
+    ]
+
+
+def _decoded(body: Any) -> MessagesRequest:
+    return msgspec.convert(body, MessagesRequest)
+
+
+@pytest.mark.parametrize(("kind", "thinks"), [("enabled", True), ("disabled", False)])
+def test_thinking_is_a_variable_of_the_template(server: Running, kind: str, thinks: bool) -> None:
+    request = _decoded({**BODY, "thinking": {"type": kind, "budget_tokens": 1024}})
+    chat = MessagesGeneration(server.app.service, request).chat
+    assert chat.chat_template_kwargs == {"enable_thinking": thinks, "thinking": thinks}
+
+
+# ── the events of reasoning, text and calls ─────────────────────────────────────────────────────
+
+DELTAS: list[Delta] = [
+    ReasoningDelta("let me "),
+    ReasoningDelta("see"),
+    ContentDelta(""),
+    ContentDelta("I look "),
+    ContentDelta("it up"),
+    ToolCallDelta(0, "call_1", "weather", ""),
+    ToolCallDelta(0, arguments='{"place": '),
+    ToolCallDelta(0, arguments='"Rome"}'),
+    ToolCallDelta(1, "call_2", "weather", '{"place"'),
+]
+BLOCKS = [
+    {"type": "thinking", "thinking": "let me see", "signature": ""},
+    {"type": "text", "text": "I look it up"},
+    {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"place": "Rome"}},
+    {"type": "tool_use", "id": "call_2", "name": "weather", "input": {}},  # cut off
+]
+
+
+class Said:
+    """An assistant's message whose deltas are given."""
+
+    def __init__(self) -> None:
+        self.calls = [1]
+        self._left = list(DELTAS)
+
+    def push(self, text: str) -> list[Delta]:
+        return [self._left.pop(0)]
+
+    def flush(self) -> list[Delta]:
+        return self._left
+
+
+def test_reasoning_text_and_calls_are_blocks_whole_and_streamed(server: Running) -> None:
+    assert blocks(DELTAS) == BLOCKS
+    generation = MessagesGeneration(server.app.service, _decoded(BODY))
+    generation.new_message = Said  # type: ignore[assignment, method-assign]
+    request: Any = SimpleNamespace(params=SimpleNamespace(max_tokens=12))
+    generation.begin(ResponseHead("msg-1", 0, "tiny", ""), [request])
+    writer = MessagesStreamWriter(generation)
+    data = b""
+    for n in range(3):
+        end = "stop" if n == 2 else None
+        completion = CompletionOutput(0, "x", [4], finish_reason=end)
+        data += writer.write(
+            0, RequestOutput("", None, [4], [completion], finished=end is not None)
+        )
+    data += writer.end()
+    events = [json.loads(line[6:]) for line in data.decode().split("\n") if line[:5] == "data:"]
+    seen: list[Any] = []
+    for event in events:
+        match event["type"]:
+            case "content_block_start":
+                assert event["index"] == len(seen)
+                seen.append({**event["content_block"], "json": ""})
+            case "content_block_delta":
+                assert event["index"] == len(seen) - 1
+                delta = dict(event["delta"])
+                delta.pop("type")
+                ((name, text),) = delta.items()
+                seen[-1]["json" if name == "partial_json" else name] += text
+    assert [seen[n].pop("json") for n in range(4)] == ["", "", '{"place": "Rome"}', '{"place"']
+    assert seen == [{**block, "input": {}} if "input" in block else block for block in BLOCKS]
+    assert [event["index"] for event in events if event["type"] == "content_block_stop"] == [
+        0,
+        1,
+        2,
+        3,
+    ]
+    assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+
+
+# ── refusals ────────────────────────────────────────────────────────────────────────────────────
+
+IMAGE: Any = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/x.png"}}
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "'image' are not supported"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "tool_result", "tool_use_id": "1", "content": [IMAGE]}
+                        ],
+                    }
+                ]
+            },
+            "messages[0].content[0].content[0]",
+        ),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"mcp_servers": [{"url": "http://127.0.0.1"}]}, "mcp_servers"),
+        ({"temprature": 1}, "did you mean 'temperature'"),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "x"}]}]}, "messages[0].content[0]"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(
+    client: anthropic.Anthropic, body: Any, words: str
+) -> None:
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        client.messages.create(**BODY, extra_body=body)
+    error: Any = caught.value.body
+    assert error["type"] == "error"
+    assert error["error"]["type"] == "invalid_request_error"
+    assert words in error["error"]["message"]
+
+
+def test_errors_have_the_types_that_the_client_knows(
+    server: Running, client: anthropic.Anthropic
+) -> None:
+    with pytest.raises(anthropic.NotFoundError, match="there is tiny"):
+        client.messages.create(**{**ASK, "model": "claude"})
+    stranger = anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0)
+    with pytest.raises(anthropic.AuthenticationError) as caught:
+        stranger.messages.create(**ASK)
+    body: Any = caught.value.body
+    assert body["error"]["type"] == "authentication_error"
+    with pytest.raises(anthropic.BadRequestError, match="tokens are read"):
+        client.messages.create(**{**ASK, "messages": [{"role": "user", "content": "x " * 5000}]})
