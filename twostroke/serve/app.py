@@ -19,7 +19,9 @@ from twostroke.serve.errors import ApiError, ClientGone, as_api_error
 from twostroke.serve.generate import GenerateRoute
 from twostroke.serve.http import HttpRequest, Message, Receive, Send, check_head
 from twostroke.serve.info_routes import InfoRoutes
+from twostroke.serve.llama_server import llama_server_routes
 from twostroke.serve.messages import messages_routes
+from twostroke.serve.ollama import ollama_routes
 from twostroke.serve.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -92,13 +94,17 @@ class App:
             Route("POST", "/tokenize", info.tokenize, "Text → token ids.", TokenizeRequest),
             Route("POST", "/detokenize", info.detokenize, "Ids → text.", DetokenizeRequest),
             Route("GET", "/v1/models", info.models, "The models that are served."),
+            Route("GET", "/models", info.models, "As /v1/models."),
             Route("GET", "/health", info.health, "200 if requests are worked on.", open=health),
             Route("GET", "/ping", info.health, "As /health.", open=health),
+            Route("GET", "/v1/health", info.health, "As /health.", open=health),
             Route("GET", "/version", info.version, "The server's version."),
             Route("GET", "/metrics", info.metrics, "Prometheus.", open=settings.metrics_open),
             Route("GET", "/openapi.json", self._describe, "This description."),
         ]
         routes += messages_routes(service)
+        routes += ollama_routes(service)
+        routes += llama_server_routes(service)
         if settings.dash:
             dash = DashRoutes(service)
             routes += [

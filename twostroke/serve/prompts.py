@@ -86,7 +86,7 @@ class Prompts:
 
         def prepare() -> tuple[list[EngineRequest], Callable[[], None] | None]:
             requests = work()
-            grammar = requests[0].params.structured_outputs
+            grammar = requests[0].params.structured_outputs if requests else None
             if grammar is None or self._input.grammars.known(grammar):
                 return requests, None
             return requests, partial(self._input.grammars.check, grammar)
@@ -237,13 +237,13 @@ def _without_none(value: Any) -> Any:
 
 
 def split_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
-    """`/v1/completions` takes a text, token ids, or a list of either."""
+    """Completions are of a text, of token ids, or of a list of either."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
         raise ApiError(400, "the prompt is empty; give at least one token", param="prompt")
     kinds = {type(one) for one in prompt}
-    if len(kinds) > 1:
+    if int in kinds and len(kinds) > 1:
         raise ApiError(400, "prompt: give texts, token ids or lists of them, not a mixture")
     return [prompt] if kinds == {int} else list(prompt)
 
