@@ -79,7 +79,8 @@ USUAL: dict[str, list[Any]] = {
         {"include_usage": True}, {"continuous_usage_stats": True, "include_usage": True}],
     "n_predict": [0, 1, 3, 20, -1], "n_cmpl": [1, 2], "n_probs": [0, 2], "grammar": [
         'root ::= "a" | "b"', ""], "json_schema": [{"type": "integer"}, {}],
-    "repeat_last_n": [-1, 0], "repeat_penalty": [1, 1.2], "options": [{"num_predict": 3}, {"temperature": 0, "seed": 3}],
+    "repeat_last_n": [-1, 0], "repeat_penalty": [1, 1.2],
+    "options": [{"num_predict": 3}, {"temperature": 0, "seed": 3}],
     "format": ["", "json", {"type": "integer"}], "think": [True, False, "high"], "template": [None],
     "context": [None], "images": [None], "typical_p": [1], "mirostat": [0], "top_n_sigma": [-1],
     "dry_multiplier": [0], "xtc_probability": [0], "dynatemp_range": [0], "adaptive_target": [-1],
@@ -261,8 +262,8 @@ HOSTILE: dict[str, list[Any]] = {
     "thinking": [{"type": "enabled", "budget_tokens": 2**64}, {"type": "x"}],
     "options": [
         {"num_predict": 0}, {"num_predict": 2**64}, {"seed": 2**63}, {"stop": [""]},
-        {"mirostat": 1}, {"temperature": -1}, {"temperature": 1e308}, {"top_k": -(2**63)}, {"repeat_penalty": 0},
-        {"repeat_last_n": 5, "repeat_penalty": 2}, {"num_ctx": 10**30}, {"x": 1}, {"top_p": 0}],
+        {"mirostat": 1}, {"temperature": -1}, {"temperature": 1e308}, {"top_k": -(2**63)},
+        {"repeat_penalty": 0}, {"repeat_last_n": 5, "repeat_penalty": 2}, {"num_ctx": 10**30}, {"x": 1}, {"top_p": 0}],
     "suffix": ["", "b", "x" * 100_000], "raw": [True], "context": [[1], [-1], [2**64]],
     "input_prefix": ["", "\ud800", "x" * 100_000], "input_suffix": ["", "\x00"],
     "input_extra": [[{"text": "a"}] * 500, [{"text": "\ud800", "filename": "../x"}]],
