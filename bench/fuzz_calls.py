@@ -263,7 +263,8 @@ HOSTILE: dict[str, list[Any]] = {
     "options": [
         {"num_predict": 0}, {"num_predict": 2**64}, {"seed": 2**63}, {"stop": [""]},
         {"mirostat": 1}, {"temperature": -1}, {"temperature": 1e308}, {"top_k": -(2**63)},
-        {"repeat_penalty": 0}, {"repeat_last_n": 5, "repeat_penalty": 2}, {"num_ctx": 10**30}, {"x": 1}, {"top_p": 0}],
+        {"repeat_penalty": 0}, {"repeat_last_n": 5, "repeat_penalty": 2}, {"num_ctx": 10**30},
+        {"x": 1}, {"top_p": 0}],
     "suffix": ["", "b", "x" * 100_000], "raw": [True], "context": [[1], [-1], [2**64]],
     "input_prefix": ["", "\ud800", "x" * 100_000], "input_suffix": ["", "\x00"],
     "input_extra": [[{"text": "a"}] * 500, [{"text": "\ud800", "filename": "../x"}]],
