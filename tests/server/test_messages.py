@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from tests.server.running import JSON, Running, running
 from tests.tiny import tiny_llm
+from twostroke.errors import EngineError
 from twostroke.outputs import CompletionOutput, RequestOutput
 from twostroke.serve.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from twostroke.serve.messages import MessagesGeneration, MessagesStreamWriter, blocks
@@ -359,3 +360,21 @@ def test_errors_have_the_types_that_the_client_knows(
     assert body["error"]["type"] == "authentication_error"
     with pytest.raises(anthropic.BadRequestError, match="tokens are read"):
         client.messages.create(**{**ASK, "messages": [{"role": "user", "content": "x " * 5000}]})
+
+
+def test_a_stream_that_fails_ends_with_an_error_event(
+    client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, written = MessagesStreamWriter.write, []
+
+    def failing(writer: MessagesStreamWriter, index: int, output: RequestOutput) -> bytes:
+        written.append(output)
+        if len(written) == 3:
+            raise EngineError("lost")
+        return plain(writer, index, output)
+
+    monkeypatch.setattr(MessagesStreamWriter, "write", failing)
+    with pytest.raises(anthropic.APIStatusError, match="the engine failed") as caught:
+        list(client.messages.create(**ASK, stream=True))
+    body: Any = caught.value.body
+    assert body["error"]["type"] == "overloaded_error"

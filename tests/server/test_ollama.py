@@ -14,6 +14,7 @@ import pytest
 
 from tests.server.running import Running, running
 from tests.tiny import tiny_llm
+from twostroke.errors import EngineError
 from twostroke.outputs import CompletionOutput, RequestOutput
 from twostroke.serve.deltas import ContentDelta, Delta, ReasoningDelta, ToolCall, ToolCallDelta
 from twostroke.serve.ollama import OllamaChat, OllamaGenerate, OllamaStreamWriter
@@ -287,3 +288,19 @@ def test_models_are_neither_fetched_nor_changed(server: Running, client: ollama.
     with pytest.raises(ollama.ResponseError, match="does not exist"):
         client.show("llama3")
     assert server.ask("GET", "/api/version")[0] == 200
+
+
+def test_a_stream_that_fails_ends_with_a_line_that_says_why(
+    client: ollama.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, written = OllamaStreamWriter.write, []
+
+    def failing(writer: OllamaStreamWriter, index: int, output: RequestOutput) -> bytes:
+        written.append(output)
+        if len(written) == 3:
+            raise EngineError("lost")
+        return plain(writer, index, output)
+
+    monkeypatch.setattr(OllamaStreamWriter, "write", failing)
+    with pytest.raises(ollama.ResponseError, match="the engine failed"):
+        list(client.chat("tiny", HELLO, options=GREEDY, stream=True))

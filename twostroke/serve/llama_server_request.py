@@ -17,7 +17,13 @@ NEVER = -100.0  # the least `logit_bias`; llama.cpp writes false
 
 
 class LlamaRequest(LlamaSampling, kw_only=True):
-    INPUT: ClassVar[tuple[str, ...]] = ("logit_bias", "grammar", "json_schema")
+    INPUT: ClassVar[tuple[str, ...]] = (
+        "stop",
+        "logit_bias",
+        "grammar",
+        "json_schema",
+        "dry_sequence_breakers",
+    )
     OFF: ClassVar[dict[str, tuple[Any, ...]]] = {
         **LlamaSampling.OFF,
         "dry_multiplier": (0.0,),

@@ -104,7 +104,14 @@ class OutputConfig(msgspec.Struct):
 class CountTokensRequest(Body, kw_only=True):
     """What a prompt is made of."""
 
-    INPUT: ClassVar[tuple[str, ...]] = ("messages", "system", "tools")
+    INPUT: ClassVar[tuple[str, ...]] = (
+        "messages",
+        "system",
+        "tools",
+        "tool_choice",
+        "output_config",
+        "output_format",
+    )
     IGNORED: ClassVar[tuple[str, ...]] = (
         "cache_control",
         "context_management",
@@ -140,6 +147,8 @@ class CountTokensRequest(Body, kw_only=True):
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
+    INPUT: ClassVar[tuple[str, ...]] = (*CountTokensRequest.INPUT, "stop_sequences")
+
     max_tokens: int
     stream: bool | None = None
     temperature: float | None = None

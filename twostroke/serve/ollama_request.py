@@ -47,6 +47,8 @@ class Options(LlamaSampling, kw_only=True):
 
 
 class OllamaRequest(Body, kw_only=True):
+    INPUT: ClassVar[tuple[str, ...]] = ("format", "options", "think")
+
     model: Name | None = None
     stream: bool | None = None  # True if it is not given
     format: str | dict[str, Any] | None = None  # "json", or a JSON schema
@@ -84,14 +86,14 @@ class OllamaMessage(msgspec.Struct):
 
 
 class OllamaChatRequest(OllamaRequest, kw_only=True):
-    INPUT: ClassVar[tuple[str, ...]] = ("messages", "tools", "format")
+    INPUT: ClassVar[tuple[str, ...]] = (*OllamaRequest.INPUT, "messages", "tools")
 
     messages: list[OllamaMessage] | None = None
     tools: list[Tool] | None = None
 
 
 class OllamaGenerateRequest(OllamaRequest, kw_only=True):
-    INPUT: ClassVar[tuple[str, ...]] = ("prompt", "system", "suffix", "format", "context")
+    INPUT: ClassVar[tuple[str, ...]] = (*OllamaRequest.INPUT, "prompt", "system", "suffix")
 
     prompt: str | None = None
     system: str | None = None
