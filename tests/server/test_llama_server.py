@@ -116,6 +116,14 @@ def test_logit_bias_in_both_forms(server: Running) -> None:
         assert answer["tokens"][0] != first
 
 
+def test_samplers_that_are_not_named_are_off(server: Running) -> None:
+    more = {"temperature": 0, "top_k": 5, "min_p": 0.5, "repeat_penalty": 1.5}
+    answer = server.post("/completion", {**GREEDY, **more, "samplers": ["top_k", "infill"]})
+    settings = answer["generation_settings"]
+    assert (settings["temperature"], settings["top_k"], settings["min_p"]) == (1, 5, 0)
+    assert settings["repeat_penalty"] == 1
+
+
 def test_only_the_prompt_and_only_some_fields(server: Running) -> None:
     answer = server.post("/completion", {**GREEDY, "n_predict": 0})
     assert (answer["content"], answer["tokens_predicted"]) == ("", 0)
@@ -204,10 +212,7 @@ def test_props_and_slots(server: Running) -> None:
         ("xtc_probability", 0.5, 0.0),
         ("dynatemp_range", 0.5, 0.0),
         ("top_n_sigma", 1.0, -1.0),
-        ("t_max_predict_ms", 100, 0),
-        ("n_indent", 4, 0),
         ("post_sampling_probs", True, False),
-        ("samplers", ["top_k"], []),
         ("lora", [{"id": 0, "scale": 1}], []),
     ],
 )

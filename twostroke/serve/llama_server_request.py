@@ -14,6 +14,18 @@ from twostroke.serve.llama_sampling import LlamaSampling
 from twostroke.serve.protocol import CompletionRequest, Name, StructuredFields, TokenIds
 
 NEVER = -100.0  # the least `logit_bias`; llama.cpp writes false
+# What each sampler does where it is not among `samplers`.
+WITHOUT: dict[str, dict[str, float | int]] = {
+    "temperature": {"temperature": 1.0},
+    "top_k": {"top_k": 0},
+    "top_p": {"top_p": 1.0},
+    "min_p": {"min_p": 0.0},
+    "penalties": {
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    },
+}
 
 
 class LlamaRequest(LlamaSampling, kw_only=True):
@@ -31,12 +43,9 @@ class LlamaRequest(LlamaSampling, kw_only=True):
         "dynatemp_range": (0.0,),
         "top_n_sigma": (-1.0, 0.0),
         "adaptive_target": (-1.0,),
-        "n_indent": (0,),
-        "t_max_predict_ms": (0, -1),
         "min_keep": (0,),
         "n_cache_reuse": (0,),
         "post_sampling_probs": (False,),
-        "samplers": ([],),
         "lora": ([],),
     }
 
@@ -57,20 +66,19 @@ class LlamaRequest(LlamaSampling, kw_only=True):
     return_tokens: bool | None = None
     return_progress: bool | None = None
     response_fields: Annotated[list[Name], Meta(max_length=64)] | None = None
+    samplers: Annotated[list[Name], Meta(max_length=64)] | None = None  # the others are off
     # Refused unless they are switched off, see `OFF`:
     dry_multiplier: float | None = None
     xtc_probability: float | None = None
     dynatemp_range: float | None = None
     top_n_sigma: float | None = None
     adaptive_target: float | None = None
-    n_indent: int | None = None
-    t_max_predict_ms: int | None = None
     min_keep: int | None = None
     n_cache_reuse: int | None = None
     post_sampling_probs: bool | None = None
-    samplers: list[str] | str | None = None
     lora: list[Any] | None = None
-    # Without effect: settings of what is off, slots (there are none), and timings, which come last.
+    # Without effect: settings of what is off, slots (there are none), ends by indentation or time,
+    # and timings, which come last.
     dry_base: float | None = None
     dry_allowed_length: int | None = None
     dry_penalty_last_n: int | None = None
@@ -79,6 +87,9 @@ class LlamaRequest(LlamaSampling, kw_only=True):
     dynatemp_exponent: float | None = None
     adaptive_decay: float | None = None
     id_slot: int | None = None
+    n_indent: int | None = None
+    t_max_prompt_ms: int | None = None
+    t_max_predict_ms: int | None = None
     n_keep: int | None = None
     n_discard: int | None = None
     timings_per_token: bool | None = None
@@ -116,7 +127,7 @@ def as_completion(request: LlamaRequest, max_model_len: int) -> CompletionReques
     max_tokens = -1 if request.n_predict is None else request.n_predict
     fields = CompletionRequest(
         prompt="",
-        model=request.model,
+        model=request.model or None,
         stream=request.stream,
         n=request.n_cmpl,
         max_tokens=max_model_len if max_tokens < 0 else max(max_tokens, 1),
@@ -126,6 +137,10 @@ def as_completion(request: LlamaRequest, max_model_len: int) -> CompletionReques
         return_progress=request.return_progress,
     )
     request.apply_to(fields)
+    for sampler, values in WITHOUT.items():
+        if request.samplers and sampler not in request.samplers:
+            for name, value in values.items():
+                setattr(fields, name, value)
     if request.grammar or request.json_schema is not None:
         fields.structured_outputs = StructuredFields(
             grammar=request.grammar or None, json=request.json_schema
