@@ -220,6 +220,55 @@ def test_blocks_of_a_conversation_read_as_chat_messages(server: Running) -> None
     ]
 
 
+def chat_messages(server: Running, **body: Any) -> list[Any]:
+    generation = MessagesGeneration(server.app.service, _decoded({**BODY, **body}))
+    generation.count_tokens()
+    return generation.chat.messages
+
+
+def test_a_system_message_within_a_conversation_joins_its_neighbour(server: Running) -> None:
+    def said(role: str, content: Any) -> Any:
+        return {"role": role, "content": content}
+
+    call = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "3"}
+    messages = chat_messages(
+        server,
+        system="be brief",
+        messages=[
+            said("system", "always"),
+            said("user", "a"),
+            said("system", [{"type": "text", "text": "now"}]),
+            said("assistant", "b"),
+            said("system", "soon"),
+            said("user", "c"),
+            said("assistant", [call]),
+            said("system", "later"),
+            said("user", [result]),
+            said("assistant", "d"),
+            said("system", "last"),
+        ],
+    )
+    assert [(one["role"], one["content"]) for one in messages] == [
+        ("system", "be brief\n\nalways"),
+        ("user", "a\n\nnow"),
+        ("assistant", "b"),
+        ("user", "soon\n\nc"),
+        ("assistant", ""),
+        ("tool", "3\n\nlater"),
+        ("assistant", "d"),
+        ("user", "last"),
+    ]
+
+
+def test_what_a_program_is_billed_by_is_no_part_of_the_prompt(server: Running) -> None:
+    billed = {"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=ab12;"}
+    rest = {"type": "text", "text": "be brief"}
+    assert chat_messages(server, system=[billed, rest])[0]["content"] == "be brief"
+    assert chat_messages(server, system=f"{billed['text']}\nbe brief")[0]["content"] == "be brief"
+    assert chat_messages(server, system=[billed])[0]["role"] == "user"
+
+
 def _decoded(body: Any) -> MessagesRequest:
     return msgspec.convert(body, MessagesRequest)
 

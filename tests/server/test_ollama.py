@@ -268,6 +268,17 @@ def test_what_cannot_be_done_is_refused_by_name(
     assert words in error["error"]
 
 
+def test_a_body_need_not_be_declared_as_json_unless_a_browser_sends_it(server: Running) -> None:
+    body = json.dumps({"model": "tiny", "prompt": "a", "options": {"num_predict": 1}}).encode()
+    for headers in ({}, {"Content-Type": "application/x-www-form-urlencoded"}):
+        assert server.ask("POST", "/api/generate", body, headers)[0] == 200
+        page = {**headers, "Origin": "https://there.example"}
+        assert server.ask("POST", "/api/generate", body, page)[0] == 415
+    body = json.dumps({"prompt": "a", "n_predict": 1}).encode()
+    assert server.ask("POST", "/completion", body, {})[0] == 200
+    assert server.ask("POST", "/v1/completions", body, {})[0] == 415
+
+
 def test_models_are_neither_fetched_nor_changed(server: Running, client: ollama.Client) -> None:
     with pytest.raises(ollama.ResponseError, match="not fetched") as caught:
         client.pull("llama3")

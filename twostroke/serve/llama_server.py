@@ -17,6 +17,7 @@ from twostroke.serve.generate import GenerateRoute, Generation
 from twostroke.serve.http import HttpRequest
 from twostroke.serve.infill import infill_prompt
 from twostroke.serve.llama_server_request import (
+    ApplyTemplateRequest,
     InfillRequest,
     LlamaCompletionRequest,
     LlamaRequest,
@@ -46,7 +47,7 @@ def llama_server_routes(service: Service) -> list[Route]:
             "/apply-template",
             partial(_apply_template, service),
             "A conversation as the model's prompt (llama-server).",
-            ChatRequest,
+            ApplyTemplateRequest,
         ),
         Route("GET", "/props", partial(_props, service), "Settings (llama-server)."),
         Route("GET", "/slots", partial(_slots, service), "Who is at work (llama-server)."),
@@ -62,7 +63,7 @@ async def _apply_template(service: Service, http: HttpRequest) -> None:
         assert service.tokenizer is not None  # `render` needs one
         return service.tokenizer.decode(ids, skip_special_tokens=False)
 
-    async with service.read(http, ChatRequest) as (request, num_bytes):
+    async with service.read(http, ApplyTemplateRequest) as (request, num_bytes):
         service.check_model(request.model)
         text = await service.prompts.off_loop(request, num_bytes, partial(render, request))
     await http.respond_json({"prompt": text})

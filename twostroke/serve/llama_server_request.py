@@ -11,7 +11,13 @@ from msgspec import Meta
 from twostroke.errors import shown
 from twostroke.serve.errors import ApiError
 from twostroke.serve.llama_sampling import LlamaSampling
-from twostroke.serve.protocol import CompletionRequest, Name, StructuredFields, TokenIds
+from twostroke.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    Name,
+    StructuredFields,
+    TokenIds,
+)
 
 NEVER = -100.0  # the least `logit_bias`; llama.cpp writes false
 # What each sampler does where it is not among `samplers`.
@@ -36,6 +42,7 @@ class LlamaRequest(LlamaSampling, kw_only=True):
         "json_schema",
         "dry_sequence_breakers",
     )
+    DECLARED: ClassVar[bool] = False
     OFF: ClassVar[dict[str, tuple[Any, ...]]] = {
         **LlamaSampling.OFF,
         "dry_multiplier": (0.0,),
@@ -100,6 +107,10 @@ class LlamaCompletionRequest(LlamaRequest, kw_only=True):
     INPUT: ClassVar[tuple[str, ...]] = (*LlamaRequest.INPUT, "prompt")
 
     prompt: str | list[str | int | TokenIds]
+
+
+class ApplyTemplateRequest(ChatRequest, kw_only=True):
+    DECLARED: ClassVar[bool] = False
 
 
 class ExtraFile(msgspec.Struct):

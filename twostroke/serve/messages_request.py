@@ -22,6 +22,8 @@ from twostroke.serve.protocol import (
 )
 from twostroke.serve.response_fields import Json
 
+BILLING = "x-anthropic-billing-header:"
+
 # ── blocks: what they have besides these fields (cache_control, citations …) has no effect ──────
 
 
@@ -111,6 +113,7 @@ class CountTokensRequest(Body, kw_only=True):
         "tool_choice",
         "output_config",
         "output_format",
+        "chat_template_kwargs",
     )
     IGNORED: ClassVar[tuple[str, ...]] = (
         "cache_control",
@@ -127,6 +130,7 @@ class CountTokensRequest(Body, kw_only=True):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # the older place of output_config.format
+    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
     # Without effect here: billing, regions, and what is cached anyway.
     cache_control: Raw = None  # type: ignore[assignment]
     context_management: Raw = None  # type: ignore[assignment]
@@ -177,9 +181,11 @@ def as_chat(request: CountTokensRequest) -> ChatRequest:
         add_generation_prompt=False if prefilled else None,
         continue_final_message=prefilled or None,
     )
+    chat.chat_template_kwargs = request.chat_template_kwargs
     if request.thinking is not None:
         thinks = request.thinking.type != "disabled"
-        chat.chat_template_kwargs = {"enable_thinking": thinks, "thinking": thinks}
+        variables = {"enable_thinking": thinks, "thinking": thinks}
+        chat.chat_template_kwargs = variables | (request.chat_template_kwargs or {})
     if choice is not None:
         chat.tool_choice = _tool_choice(choice)
         chat.parallel_tool_calls = not choice.disable_parallel_tool_use
@@ -197,12 +203,52 @@ def as_chat(request: CountTokensRequest) -> ChatRequest:
 
 def fill_chat(chat: ChatRequest, request: CountTokensRequest) -> None:
     """Takes long for long conversations: off the event loop."""
-    if request.system:
-        chat.messages.append({"role": "system", "content": _text(request.system, "system")})
+    found = chat.messages
+    if said := _system_text(request.system or "", "system"):
+        found.append({"role": "system", "content": said})
+    reminders: list[str] = []  # of the system, after what the assistant said
     for n, message in enumerate(request.messages):
-        chat.messages += _chat_messages(message, f"messages[{n}]")
+        where = f"messages[{n}]"
+        if message.role != "system":
+            found += _after(reminders, _chat_messages(message, where))
+            reminders = []
+        elif said := _system_text(message.content, f"{where}.content"):
+            if found and found[-1]["role"] == "assistant":
+                reminders.append(said)
+            elif found:
+                found[-1]["content"] = _joined(found[-1]["content"], said)
+            else:
+                found.append({"role": "system", "content": said})
+    found += _after(reminders, [])
     if request.tools:
         chat.tools = [_chat_tool(tool, n) for n, tool in enumerate(request.tools)]
+
+
+def _system_text(content: str | Sequence[Block], where: str) -> str:
+    """Without the line by which Anthropic bills its own programs: it is another one in each
+    request, so that no prompt would be found in the prefix cache."""
+    texts = [
+        text.partition("\n")[2] if text.startswith(BILLING) else text
+        for text in _texts(content, where)
+    ]
+    return "\n".join(text for text in texts if text)
+
+
+def _after(reminders: Sequence[str], messages: list[Json]) -> list[Json]:
+    """Messages with what the system said before them. Few templates take a system message in the
+    middle of a conversation: it becomes a part of the user's next one, or of a tool's result."""
+    if not reminders:
+        return messages
+    if not messages or messages[-1]["role"] == "assistant":
+        return [{"role": "user", "content": _joined(*reminders)}, *messages]
+    last = messages[-1]
+    first_said = last["role"] == "user"
+    texts = [*reminders, last["content"]] if first_said else [last["content"], *reminders]
+    return [*messages[:-1], {**last, "content": _joined(*texts)}]
+
+
+def _joined(*texts: str) -> str:
+    return "\n\n".join(text for text in texts if text)
 
 
 def _is_prefilled(messages: Sequence[MessageParam]) -> bool:
@@ -259,7 +305,7 @@ def _chat_messages(message: MessageParam, where: str) -> list[Json]:
             function = {"name": block.name, "arguments": json.dumps(block.input)}
             calls.append({"id": block.id, "type": "function", "function": function})
         elif isinstance(block, ToolResultBlock):
-            said = _text(block.content or "", f"{place}.content")
+            said = "\n".join(_texts(block.content or "", f"{place}.content"))
             results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": said})
         elif not isinstance(block, RedactedThinkingBlock):
             raise _no_text(block, place)
@@ -277,15 +323,15 @@ def _chat_messages(message: MessageParam, where: str) -> list[Json]:
     return [*results, said_last]
 
 
-def _text(content: str | Sequence[TextBlock | ImageBlock | DocumentBlock], where: str) -> str:
+def _texts(content: str | Sequence[Block], where: str) -> list[str]:
     if isinstance(content, str):
-        return content
+        return [content]
     texts = []
     for n, block in enumerate(content):
         if not isinstance(block, TextBlock):
             raise _no_text(block, f"{where}[{n}]")
         texts.append(block.text)
-    return "\n".join(texts)
+    return texts
 
 
 def _no_text(block: Any, where: str) -> ApiError:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
 from hashlib import sha256
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from twostroke import __version__
 from twostroke.outputs import CompletionOutput, Logprobs, RequestOutput
@@ -52,6 +52,8 @@ class OllamaError(ErrorBody):
 
 
 class ShowRequest(Body, kw_only=True):
+    DECLARED: ClassVar[bool] = False
+
     model: Name | None = None
     name: Name | None = None  # the older name of `model`
     verbose: bool | None = None

@@ -48,6 +48,7 @@ class Options(LlamaSampling, kw_only=True):
 
 class OllamaRequest(Body, kw_only=True):
     INPUT: ClassVar[tuple[str, ...]] = ("format", "options", "think")
+    DECLARED: ClassVar[bool] = False
 
     model: Name | None = None
     stream: bool | None = None  # True if it is not given

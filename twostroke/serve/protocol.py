@@ -28,6 +28,8 @@ TokenIds = list[int]
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     # Fields that are dropped once the prompt and `SamplingParams` are made of them.
     INPUT: ClassVar[tuple[str, ...]] = ()
+    # Whether it has to be declared as JSON; clients of some APIs do not.
+    DECLARED: ClassVar[bool] = True
 
     def drop_input(self) -> None:
         for name in self.INPUT:
