@@ -201,7 +201,10 @@ def _wrong_error(content: Any) -> str:
         return "" if set(content) == {"error"} and error else f"no error: {str(content)[:300]}"
     texts = isinstance(error["message"], str) and isinstance(error["type"], str)
     if content.get("type") == "error":
-        right = set(content) == {"type", "error"} and set(error) == {"type", "message"}
+        right = set(content) == {"type", "error"} and set(error) - {"details"} == {
+            "type",
+            "message",
+        }
     else:
         names = isinstance(error["param"], str | None)
         names = names and isinstance(error["code"], str | int | None)

@@ -86,7 +86,8 @@ USUAL: dict[str, list[Any]] = {
     "dry_multiplier": [0], "xtc_probability": [0], "dynatemp_range": [0], "adaptive_target": [-1],
     "min_keep": [0], "n_cache_reuse": [0], "post_sampling_probs": [False], "lora": [[]],
     "samplers": [["top_k"], []], "stop_sequences": [["e"], []],
-    "mcp_servers": [None, []], "container": [None], "system": ["be brief"],
+    "mcp_servers": [None, []], "container": [None], "compaction": [None], "thread": [None],
+    "system": ["be brief"],
     "thinking": [{"type": "enabled", "budget_tokens": 5}, {"type": "disabled"}],
     "response_fields": [["content"], []],
 }  # fmt: skip

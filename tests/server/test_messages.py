@@ -380,6 +380,8 @@ IMAGE: Any = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"mcp_servers": [{"url": "http://127.0.0.1"}]}, "mcp_servers"),
+        ({"thread": {"type": "create"}}, "send the whole conversation"),
+        ({"compaction": {"enabled": True}}, "compaction"),
         ({"temprature": 1}, "did you mean 'temperature'"),
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages"),
@@ -395,6 +397,24 @@ def test_what_cannot_be_done_is_refused_by_name(
     assert error["type"] == "error"
     assert error["error"]["type"] == "invalid_request_error"
     assert words in error["error"]["message"]
+
+
+def test_the_clients_own_tool_loop_goes_on_without_threads(client: anthropic.Anthropic) -> None:
+    asked = []
+
+    @anthropic.beta_tool
+    def weather(place: Literal["Rome", "Oslo"]) -> str:
+        """The weather of a place."""
+        asked.append(place)
+        return "sunny"
+
+    choice: Any = {"type": "tool", "name": "weather"}
+    ask: Any = {**ASK, "max_tokens": 120, "tools": [weather], "tool_choice": choice}
+    runner = client.beta.messages.tool_runner(**ask, max_iterations=2)
+    first, second = list(runner)
+    assert first.stop_reason == second.stop_reason == "tool_use"
+    assert set(asked) <= {"Rome", "Oslo"}
+    assert len(asked) == 2
 
 
 def test_errors_have_the_types_that_the_client_knows(

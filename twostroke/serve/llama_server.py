@@ -272,7 +272,8 @@ class LlamaStreamWriter:
 
     def write(self, prompt_index: int, output: RequestOutput) -> bytes:
         if not output.outputs and output.num_prefilled and self._generation.fields.return_progress:
-            return event({**self._chunk(0, output, 0), "prompt_progress": progress(output)})
+            first = self._chunk(prompt_index * self._generation.n, output, 0)
+            return event({**first, "prompt_progress": progress(output)})
         return b"".join([self._one(prompt_index, output, one) for one in output.outputs])
 
     def _chunk(self, index: int, output: RequestOutput, num_tokens: int) -> Json:

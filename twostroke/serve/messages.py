@@ -66,9 +66,10 @@ async def _count_tokens(service: Service, http: HttpRequest) -> None:
 _KINDS = {413: "request_too_large", 500: "api_error", 501: "api_error", 503: "overloaded_error"}
 
 
-class MessagesErrorContent(msgspec.Struct):
+class MessagesErrorContent(msgspec.Struct, omit_defaults=True):
     type: str
     message: str
+    details: dict[str, str] | None = None  # `error_code`, where there is one
 
 
 class MessagesError(ErrorBody):
@@ -78,7 +79,8 @@ class MessagesError(ErrorBody):
     @classmethod
     def of(cls, error: ApiError) -> Self:
         kind = _KINDS.get(error.status, error.kind)
-        return cls("error", MessagesErrorContent(kind, error.content()["message"]))
+        details = None if error.code is None else {"error_code": error.code}
+        return cls("error", MessagesErrorContent(kind, error.content()["message"], details))
 
 
 # ── answers ─────────────────────────────────────────────────────────────────────────────────────

@@ -22,6 +22,13 @@ from twostroke.serve.protocol import (
 )
 from twostroke.serve.response_fields import Json
 
+REFUSED: dict[str, tuple[str, str | None]] = {  # what to do instead, and the error's code
+    "mcp_servers": ("call them on the client's side, as tools", None),
+    "container": ("nothing is run on the server's side", None),
+    "compaction": ("shorten the conversation on the client's side", None),
+    # By this code Anthropic's clients know to go on without threads.
+    "thread": ("nothing is kept; send the whole conversation", "thread_unsupported_request"),
+}
 BILLING = "x-anthropic-billing-header:"
 
 # ── blocks: what they have besides these fields (cache_control, citations …) has no effect ──────
@@ -119,6 +126,7 @@ class CountTokensRequest(Body, kw_only=True):
         "cache_control",
         "context_management",
         "diagnostics",
+        "fallbacks",
         "metadata",
     )
 
@@ -135,7 +143,9 @@ class CountTokensRequest(Body, kw_only=True):
     cache_control: Raw = None  # type: ignore[assignment]
     context_management: Raw = None  # type: ignore[assignment]
     diagnostics: Raw = None  # type: ignore[assignment]
+    fallbacks: Raw = None  # type: ignore[assignment]
     metadata: Raw = None  # type: ignore[assignment]
+    fallback_credit_token: Name | None = None
     speed: Name | None = None
     service_tier: Name | None = None
     inference_geo: Name | None = None
@@ -144,6 +154,8 @@ class CountTokensRequest(Body, kw_only=True):
     # Refused:
     mcp_servers: Any = None
     container: Any = None
+    compaction: Any = None
+    thread: Any = None
 
     def __post_init__(self) -> None:
         for name in self.IGNORED:  # each would keep the whole body
@@ -166,11 +178,9 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 def as_chat(request: CountTokensRequest) -> ChatRequest:
     """Without messages and tools, which `fill_chat` adds: they may be many."""
-    for name in ("mcp_servers", "container"):
+    for name, (advice, code) in REFUSED.items():
         if getattr(request, name):
-            raise ApiError(
-                400, f"{name} is not supported; nothing is run on the server's side", param=name
-            )
+            raise ApiError(400, f"{name} is not supported; {advice}", param=name, code=code)
     choice, config = request.tool_choice, request.output_config or OutputConfig()
     form = config.format or request.output_format
     prefilled = _is_prefilled(request.messages)
