@@ -177,6 +177,19 @@ def _token_id(key: Any) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Thinking:
+    """A model's reasoning, as the engine follows it: it is bounded by a budget, and what a grammar
+    says applies after it."""
+
+    starts: tuple[bytes, ...]  # any of these opens it, if it is the first thing written
+    ends: tuple[bytes, ...]
+    start_ids: tuple[int, ...] = ()  # tokens that open it, which may stand before a grammar's text
+    forced_ids: tuple[int, ...] = ()  # what ends it where the budget is spent
+    is_open: bool = False  # from the first token on
+    budget: int | None = None  # tokens
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
     """A request that was found good (`engine/input_processor.py`), with its prompt as token ids.
 
@@ -197,6 +210,7 @@ class EngineRequest:
     family: str = ""  # siblings of one `n > 1` request share a name, and so their prompt's blocks
     prompt: str | None = None  # the text, if one was given
     tokenised_s: float = 0.0  # when the prompt had become token ids
+    thinking: Thinking | None = None  # None: none, or nothing is to be done about it
 
 
 class FinishReason(enum.StrEnum):

@@ -167,6 +167,8 @@ class ChatRequest(GenerateRequest, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None  # a model's calls are given as it writes them
     reasoning_effort: Name | None = None  # a variable of the chat template
+    include_reasoning: bool | None = None  # vLLM's: whether it is in the answer; true if not given
+    thinking_token_budget: int | None = None  # vLLM's: tokens of reasoning at most; -1: no limit
     verbosity: Name | None = None  # has no effect
     modalities: list[str] | None = None
     # Refused, with what to use instead:
