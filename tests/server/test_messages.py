@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import anthropic
@@ -13,13 +12,12 @@ import pytest
 from pydantic import BaseModel
 
 from tests.server.running import JSON, Running, running
+from tests.server.scripted import Scripted, scripted_llm
 from tests.tiny import tiny_llm
 from twostroke.errors import EngineError
-from twostroke.outputs import CompletionOutput, RequestOutput
-from twostroke.serve.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
-from twostroke.serve.messages import MessagesGeneration, MessagesStreamWriter, blocks
+from twostroke.outputs import RequestOutput
+from twostroke.serve.messages import MessagesGeneration, MessagesStreamWriter
 from twostroke.serve.messages_request import MessagesRequest
-from twostroke.serve.response_fields import ResponseHead
 
 KEY = "a-key"
 HELLO: Any = [{"role": "user", "content": "the quick fox"}]
@@ -280,78 +278,108 @@ def test_thinking_is_a_variable_of_the_template(server: Running, kind: str, thin
     assert chat.chat_template_kwargs == {"enable_thinking": thinks, "thinking": thinks}
 
 
-# ── the events of reasoning, text and calls ─────────────────────────────────────────────────────
+# ── a model that thinks, speaks and calls ───────────────────────────────────────────────────────
 
-DELTAS: list[Delta] = [
-    ReasoningDelta("let me "),
-    ReasoningDelta("see"),
-    ContentDelta(""),
-    ContentDelta("I look "),
-    ContentDelta("it up"),
-    ToolCallDelta(0, "call_1", "weather", ""),
-    ToolCallDelta(0, arguments='{"place": '),
-    ToolCallDelta(0, arguments='"Rome"}'),
-    ToolCallDelta(1, "call_2", "weather", '{"place"'),
-]
-BLOCKS = [
-    {"type": "thinking", "thinking": "let me see", "signature": ""},
-    {"type": "text", "text": "I look it up"},
-    {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"place": "Rome"}},
-    {"type": "tool_use", "id": "call_2", "name": "weather", "input": {}},  # cut off
-]
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
+    "{% endif %}{% endif %}"
+)
+CALLED = '<tool_call>\n{"name": "weather", "arguments": {"place": "%s"}}\n</tool_call>'
+SAID = "<think>hm</think>I look" + CALLED % "Rome" + CALLED % "Oslo"
 
 
-class Said:
-    """An assistant's message whose deltas are given."""
-
-    def __init__(self) -> None:
-        self.calls = [1]
-        self._left = list(DELTAS)
-
-    def push(self, text: str) -> list[Delta]:
-        return [self._left.pop(0)]
-
-    def flush(self) -> list[Delta]:
-        return self._left
+@pytest.fixture(scope="module", params=["qwen3", None])
+def thinking(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[anthropic.Anthropic, Scripted, str | None]]:
+    """With and without a reasoning parser."""
+    tags = ["<think>", "</think>"]
+    llm, model = scripted_llm(tmp_path_factory.mktemp("model"), TEMPLATE, tags)
+    with running(llm, reasoning_parser=request.param, served_model_names=("model",)) as server:
+        client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+        yield client, model, request.param
 
 
-def test_reasoning_text_and_calls_are_blocks_whole_and_streamed(server: Running) -> None:
-    assert blocks(DELTAS) == BLOCKS
-    generation = MessagesGeneration(server.app.service, _decoded(BODY))
-    generation.new_message = Said  # type: ignore[assignment, method-assign]
-    request: Any = SimpleNamespace(params=SimpleNamespace(max_tokens=12))
-    generation.begin(ResponseHead("msg-1", 0, "tiny", ""), [request])
-    writer = MessagesStreamWriter(generation)
-    data = b""
-    for n in range(3):
-        end = "stop" if n == 2 else None
-        completion = CompletionOutput(0, "x", [4], finish_reason=end)
-        data += writer.write(
-            0, RequestOutput("", None, [4], [completion], finished=end is not None)
-        )
-    data += writer.end()
-    events = [json.loads(line[6:]) for line in data.decode().split("\n") if line[:5] == "data:"]
-    seen: list[Any] = []
-    for event in events:
-        match event["type"]:
-            case "content_block_start":
-                assert event["index"] == len(seen)
-                seen.append({**event["content_block"], "json": ""})
-            case "content_block_delta":
-                assert event["index"] == len(seen) - 1
-                delta = dict(event["delta"])
-                delta.pop("type")
-                ((name, text),) = delta.items()
-                seen[-1]["json" if name == "partial_json" else name] += text
-    assert [seen[n].pop("json") for n in range(4)] == ["", "", '{"place": "Rome"}', '{"place"']
-    assert seen == [{**block, "input": {}} if "input" in block else block for block in BLOCKS]
-    assert [event["index"] for event in events if event["type"] == "content_block_stop"] == [
-        0,
-        1,
-        2,
-        3,
+def told(client: anthropic.Anthropic, **more: Any) -> Any:
+    """The answer; a stream must say the same."""
+    ask: Any = {"model": "model", "max_tokens": 150, "messages": HELLO, **more}
+    whole = client.messages.create(**ask)
+    with client.messages.stream(**ask) as stream:
+        for event in stream:
+            if event.type == "content_block_start":
+                assert not getattr(event.content_block, "input", None)
+        final = stream.get_final_message()
+    assert final.stop_reason == whole.stop_reason
+    assert final.usage.output_tokens == whole.usage.output_tokens
+    assert final.usage.output_tokens_details == whole.usage.output_tokens_details
+    shown = [block.to_dict() for block in whole.content]
+    streamed = [block.to_dict() for block in final.content]
+    for block in (*shown, *streamed):
+        block.pop("id", None)  # a call's, which is never the same
+        block.pop("parsed_output", None)
+    assert streamed == shown
+    return whole
+
+
+def test_thoughts_text_and_calls_are_blocks_in_their_order(
+    thinking: tuple[anthropic.Anthropic, Scripted, str | None],
+) -> None:
+    client, model, parser = thinking
+    model.write(SAID)
+    answer = told(client, tools=[WEATHER])
+    assert answer.stop_reason == "tool_use"
+    *spoken, rome, oslo = [block.to_dict() for block in answer.content]
+    assert (rome["input"], oslo["input"]) == ({"place": "Rome"}, {"place": "Oslo"})
+    assert rome["id"] != oslo["id"]
+    if parser is None:
+        assert spoken == [{"type": "text", "text": "<think>hm</think>I look"}]
+        assert answer.usage.output_tokens_details is None
+    else:
+        thought = {"type": "thinking", "thinking": "hm", "signature": ""}
+        assert spoken == [thought, {"type": "text", "text": "I look"}]
+        assert answer.usage.output_tokens_details.thinking_tokens == len(model.encode("hm"))
+    one_call: Any = {"type": "auto", "disable_parallel_tool_use": True}
+    assert told(client, tools=[WEATHER], tool_choice=one_call).content[-1].input["place"] == "Rome"
+
+    results = [
+        {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "3"}]}
+        for call in answer.content[-2:]
     ]
-    assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    turns = [
+        *HELLO,
+        {"role": "assistant", "content": answer.content},
+        {"role": "user", "content": results},
+    ]
+    model.write("3 in Rome")
+    second = told(client, tools=[WEATHER], messages=turns)
+    assert (second.stop_reason, second.content[0].text) == ("end_turn", "3 in Rome")
+
+
+def test_thinking_ends_with_its_budget(
+    thinking: tuple[anthropic.Anthropic, Scripted, str | None],
+) -> None:
+    client, model, parser = thinking
+    model.write("<think>the quick fox and the dog</think>the end")
+    answer = told(client, thinking={"type": "enabled", "budget_tokens": 3})
+    if parser is None:  # nobody knows what is thought: the budget has no effect
+        assert answer.content[0].text == "<think>the quick fox and the dog</think>the end"
+    else:
+        assert answer.usage.output_tokens_details.thinking_tokens == 3
+        assert answer.content[1].text == "the end"
+    model.write("the end")
+    assert told(client, thinking={"type": "disabled"}).content[0].text == "the end"
+
+
+def test_a_call_that_is_cut_off_says_why(
+    thinking: tuple[anthropic.Anthropic, Scripted, str | None],
+) -> None:
+    client, model, _ = thinking
+    model.write(CALLED % "Rome")
+    answer = told(client, tools=[WEATHER], max_tokens=len(model.encode(CALLED % "Rome")) - 8)
+    assert answer.stop_reason == "max_tokens"
+    assert answer.content[0].name == "weather"
 
 
 # ── refusals ────────────────────────────────────────────────────────────────────────────────────

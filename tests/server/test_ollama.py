@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from datetime import datetime
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,13 +12,12 @@ import ollama
 import pytest
 
 from tests.server.running import Running, running
-from tests.tiny import tiny_llm
+from tests.server.scripted import Scripted, scripted_llm
+from tests.tiny import CHAT_TEMPLATE, tiny_llm
 from twostroke.errors import EngineError
-from twostroke.outputs import CompletionOutput, RequestOutput
-from twostroke.serve.deltas import ContentDelta, Delta, ReasoningDelta, ToolCall, ToolCallDelta
-from twostroke.serve.ollama import OllamaChat, OllamaGenerate, OllamaStreamWriter
+from twostroke.outputs import RequestOutput
+from twostroke.serve.ollama import OllamaGenerate, OllamaStreamWriter
 from twostroke.serve.ollama_request import OllamaChatRequest, OllamaGenerateRequest, chat_messages
-from twostroke.serve.response_fields import ResponseHead
 
 HELLO: Any = [{"role": "user", "content": "the quick fox"}]
 GREEDY: Any = {"temperature": 0, "num_predict": 12}
@@ -182,60 +180,51 @@ def test_a_tool_loop_reads_as_chat_messages(server: Running) -> None:
     assert server.post("/api/chat", body)["done"] is True
 
 
-STEPS: list[list[Delta]] = [
-    [ReasoningDelta("hm")],
-    [ContentDelta("I look")],
-    [ToolCallDelta(0, "a", "weather", '{"place": ')],
-    [],
-    [ToolCallDelta(0, arguments='"Rome"}'), ToolCallDelta(1, "b", "weather", "{")],
-    [ToolCallDelta(1, arguments="}")],
-]
+CALLED = '<tool_call>\n{"name": "weather", "arguments": {"place": "%s"}}\n</tool_call>'
 
 
-class Said:
-    """An assistant's message whose deltas are given."""
-
-    def __init__(self) -> None:
-        self.calls: list[ToolCall] = []
-        self._left = list(STEPS)
-
-    def push(self, text: str) -> list[Delta]:
-        deltas = self._left.pop(0)
-        for delta in deltas:
-            if isinstance(delta, ToolCallDelta):
-                if delta.id is not None:
-                    self.calls.append(ToolCall(delta.id, delta.name or "", ""))
-                self.calls[-1].arguments += delta.arguments
-        return deltas
-
-    def flush(self) -> list[Delta]:
-        return []
+@pytest.fixture(scope="module")
+def thinking(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[ollama.Client, Scripted]]:
+    tags = ["<think>", "</think>"]
+    llm, model = scripted_llm(tmp_path_factory.mktemp("model"), CHAT_TEMPLATE, tags)
+    with running(llm, reasoning_parser="qwen3", served_model_names=("model",)) as server:
+        yield ollama.Client(host=server.url), model
 
 
-def test_thinking_and_whole_calls_are_streamed(server: Running) -> None:
-    request = msgspec.convert({"messages": HELLO, "tools": [WEATHER]}, OllamaChatRequest)
-    generation = OllamaChat(server.app.service, request)
-    generation.new_message = Said  # type: ignore[assignment, method-assign]
-    generation.begin(ResponseHead("x", 0, "tiny", ""), [SimpleNamespace()])  # type: ignore[list-item]
-    writer, data = OllamaStreamWriter(generation), b""
-    for n in range(len(STEPS)):
-        end = "stop" if n == len(STEPS) - 1 else None
-        completion = CompletionOutput(0, "x", [4], finish_reason=end)
-        data += writer.write(0, RequestOutput("", None, [4], [completion], finished=bool(end)))
-    data += writer.end()
-    lines = [json.loads(line) for line in data.splitlines()]
-    messages = [line["message"] for line in lines]
-    rome = {"id": "a", "function": {"name": "weather", "arguments": {"place": "Rome"}}}
-    empty = {"id": "b", "function": {"name": "weather", "arguments": {}}}
-    assert messages == [
-        {"role": "assistant", "content": "", "thinking": "hm"},
-        {"role": "assistant", "content": "I look"},
-        {"role": "assistant", "content": "", "tool_calls": [rome]},
-        {"role": "assistant", "content": "", "tool_calls": [empty]},
-        {"role": "assistant", "content": ""},
+def test_a_tool_loop_with_thoughts_whole_and_streamed(
+    thinking: tuple[ollama.Client, Scripted],
+) -> None:
+    client, model = thinking
+    ask: Any = {"model": "model", "tools": [WEATHER], "options": {"num_predict": 150}}
+    model.write("<think>hm</think>I look" + CALLED % "Rome" + CALLED % "Oslo")
+    whole = client.chat(messages=HELLO, think=True, **ask)
+    said = whole.message
+    assert (said.thinking, said.content) == ("hm", "I look")
+    assert said.tool_calls
+    assert [call.function.name for call in said.tool_calls] == ["weather", "weather"]
+    assert [call.function.arguments for call in said.tool_calls] == [
+        {"place": "Rome"},
+        {"place": "Oslo"},
     ]
-    assert [line["done"] for line in lines] == [False] * 4 + [True]
-    assert lines[-1]["eval_count"] == len(STEPS)
+    parts = list(client.chat(messages=HELLO, think=True, stream=True, **ask))
+    assert "".join(part.message.thinking or "" for part in parts) == "hm"
+    assert "".join(part.message.content or "" for part in parts) == "I look"
+    calls = [list(part.message.tool_calls or ()) for part in parts]
+    streamed = [call.function for some in calls for call in some]
+    assert streamed == [call.function for call in said.tool_calls]
+    assert max(map(len, calls)) == 1  # each when it is complete
+    assert (parts[-1].done_reason, parts[-1].eval_count) == ("stop", whole.eval_count)
+
+    results = [{"role": "tool", "content": "3", "tool_name": "weather"}] * 2
+    model.write("3 in Rome")
+    second = client.chat(messages=[*HELLO, said, *results], **ask)
+    assert (second.message.content, second.message.tool_calls) == ("3 in Rome", None)
+    model.write("<think>hm</think>well")
+    parts = list(client.generate("model", "a", stream=True))
+    assert "".join(part.thinking or "" for part in parts) == "hm"
+    assert "".join(part.response or "" for part in parts) == "well"
 
 
 @pytest.mark.parametrize(

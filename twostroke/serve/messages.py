@@ -21,6 +21,7 @@ from twostroke.serve.messages_request import (
     as_chat,
     fill_chat,
 )
+from twostroke.serve.parsers.reasoning import Reasoning
 from twostroke.serve.protocol import ChatRequest, ErrorBody
 from twostroke.serve.response_fields import Json, ResponseHead, TokenCounts, count_tokens
 from twostroke.serve.routing import Route
@@ -101,6 +102,13 @@ class MessagesGeneration(Conversation[CountTokensRequest]):
         fill_chat(self.chat, self.request)
         return len(self.render())
 
+    def _requested_reasoning(self, prompt: Sequence[int]) -> Reasoning | None:
+        """With the request's budget, which has no effect on a model that does not think aloud."""
+        reasoning, thinking = super()._requested_reasoning(prompt), self.request.thinking
+        if reasoning is not None and thinking is not None:
+            self.chat.thinking_token_budget = thinking.budget_tokens
+        return reasoning
+
     def begin(self, head: ResponseHead, requests: Sequence[EngineRequest]) -> None:
         super().begin(head, requests)
         self._max_tokens = requests[0].params.max_tokens
@@ -113,6 +121,7 @@ class MessagesGeneration(Conversation[CountTokensRequest]):
         said = self.new_message()
         content = blocks(said.push(completion.text) + said.flush())
         counts = count_tokens(outputs)
+        counts.add_reasoning(self.reasoning_tokens(completion.token_ids))
         end = self.end(completion, said, counts.completion)
         return self.message(content, usage(counts), **end)
 
@@ -143,12 +152,15 @@ class MessagesGeneration(Conversation[CountTokensRequest]):
 
 
 def usage(counts: TokenCounts) -> Json:
-    return {
+    usage: Json = {
         "input_tokens": counts.prompt - counts.cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": counts.cached,
         "output_tokens": counts.completion,
     }
+    if counts.reasoning is not None:
+        usage["output_tokens_details"] = {"thinking_tokens": counts.reasoning}
+    return usage
 
 
 def blocks(deltas: Sequence[Delta]) -> list[Json]:
@@ -209,7 +221,7 @@ class MessagesStreamWriter:
         events = [] if self._begun else [self._begin(output)]
         for completion in output.outputs:
             self._num_tokens += len(completion.token_ids)
-            deltas = self._said.push(completion.text)
+            deltas = self._said.push(completion.text, completion.token_ids)
             if completion.finish_reason is not None:
                 self._last = output
                 deltas += self._said.flush()
@@ -259,6 +271,7 @@ class MessagesStreamWriter:
         assert last is not None
         counts = count_tokens([last])
         counts.completion = self._num_tokens
+        counts.add_reasoning(self._said.reasoning_tokens)
         end = self._generation.end(last.outputs[0], self._said, self._num_tokens)
         done = {"type": "message_delta", "delta": end, "usage": usage(counts)}
         return (

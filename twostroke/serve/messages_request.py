@@ -97,7 +97,7 @@ class ToolChoice(msgspec.Struct):
 
 class Thinking(msgspec.Struct):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: int | None = None  # has no effect
+    budget_tokens: int | None = None
 
 
 class OutputFormat(msgspec.Struct):
