@@ -1,7 +1,7 @@
 """The official `anthropic` client: a streamed answer, a tool loop of two turns, structured output.
 
     pip install anthropic
-    python tests/clients/anthropic_loop.py http://127.0.0.1:8000 MODEL [KEY]
+    python tests/clients/anthropic_loop.py http://127.0.0.1:8000/v1 MODEL [KEY]
 
 What a small model says is not judged: the shapes are, and that a tool's result can be sent back.
 """
@@ -9,7 +9,7 @@ What a small model says is not judged: the shapes are, and that a tool's result 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 from pydantic import BaseModel
@@ -32,7 +32,8 @@ class Person(BaseModel):
 
 
 def main(base_url: str, model: str, api_key: str = "none") -> None:
-    client = anthropic.Anthropic(base_url=base_url, api_key=api_key, max_retries=0)
+    root = base_url.removesuffix("/v1")
+    client = anthropic.Anthropic(base_url=root, api_key=api_key, max_retries=0)
     asked: list[Any] = [{"role": "user", "content": "What is the weather in Rome?"}]
 
     with client.messages.stream(model=model, max_tokens=40, messages=asked) as stream:
@@ -63,6 +64,20 @@ def main(base_url: str, model: str, api_key: str = "none") -> None:
         said = second.content[0].text
         assert said, second
         print(f"called {call.name}({call.input}), then said {said[:60]!r}")
+
+    cities: list[str] = []
+
+    @anthropic.beta_tool
+    def look_up(city: Literal["Rome", "Oslo"]) -> str:
+        """The weather of a city."""
+        cities.append(city)
+        return "18 degrees, sunny"
+
+    run: Any = {"model": model, "max_tokens": 100, "messages": asked, "tools": [look_up]}
+    forced: Any = {"type": "tool", "name": "look_up"}
+    list(client.beta.messages.tool_runner(**run, tool_choice=forced, max_iterations=2))
+    assert len(cities) == 2, cities
+    print(f"the client's own loop looked up {cities}")
 
     about: list[Any] = [{"role": "user", "content": "Anna is 31 years old. Describe her as JSON."}]
     parsed = client.messages.parse(

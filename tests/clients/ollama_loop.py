@@ -1,7 +1,7 @@
 """The official `ollama` client: a streamed answer, a tool loop of two turns, structured output.
 
     pip install ollama
-    python tests/clients/ollama_loop.py http://127.0.0.1:8000 MODEL [KEY]
+    python tests/clients/ollama_loop.py http://127.0.0.1:8000/v1 MODEL [KEY]
 
 What a small model says is not judged: the shapes are. Ollama cannot force a call, so the call that
 is sent back is the model's own where it made one, and else one that it might have made.
@@ -37,7 +37,8 @@ SHORT: Any = {"num_predict": 60, "temperature": 0}
 
 
 def main(base_url: str, model: str, api_key: str = "none") -> None:
-    client = ollama.Client(host=base_url, headers={"Authorization": f"Bearer {api_key}"})
+    root = base_url.removesuffix("/v1")
+    client = ollama.Client(host=root, headers={"Authorization": f"Bearer {api_key}"})
     assert f"{model}:latest" in [one.model for one in client.list().models]
     print(f"{model} can do {client.show(model).capabilities}")
     asked: list[Any] = [{"role": "user", "content": "What is the weather in Rome?"}]
