@@ -78,6 +78,18 @@ def test_several_prompts_are_answered_by_a_list(server: Running) -> None:
     assert several[0]["content"] != several[1]["content"]
 
 
+def test_a_prompt_of_token_ids_and_texts_in_a_row(server: Running) -> None:
+    def ids(text: str, special: bool) -> list[int]:
+        return server.post("/tokenize", {"prompt": text, "add_special_tokens": special})["tokens"]
+
+    mixed = server.post("/completion", {**GREEDY, "prompt": ["the quick", 7, " fox"]})
+    prompt = [*ids("the quick", True), 7, *ids(" fox", False)]
+    plain = server.post("/completion", {**GREEDY, "prompt": prompt})
+    assert (mixed["content"], mixed["prompt"]) == (plain["content"], plain["prompt"])
+    assert mixed["prompt"].startswith("<s>the quick")
+    assert mixed["tokens_evaluated"] == len(prompt)
+
+
 def test_a_stop_word_is_named(server: Running) -> None:
     whole = server.post("/completion", GREEDY)["content"]
     stop = next(whole[n : n + 2] for n in range(2, 8) if whole[n : n + 2].isascii())
@@ -130,7 +142,7 @@ def test_only_the_prompt_and_only_some_fields(server: Running) -> None:
     assert answer["stop_type"] == "limit"
     fields = ["content", "generation_settings/n_predict", "nothing"]
     answer = server.post("/completion", {**GREEDY, "response_fields": fields})
-    assert set(answer) == {"content", "n_predict"}
+    assert set(answer) == {"content", "generation_settings/n_predict"}
 
 
 def test_a_prompt_is_cached_unless_it_must_not_be(server: Running) -> None:
@@ -233,6 +245,7 @@ def test_samplers_that_are_not_there_are_refused_unless_they_are_off(
         ({**GREEDY, "repeat_penalty": 1.1, "repeat_last_n": 64}, "repeat_last_n"),
         ({**GREEDY, "grammar": 'root ::= "a"', "json_schema": {}}, "exactly one"),
         ({**GREEDY, "temprature": 1}, "did you mean 'temperature'"),
+        ({**GREEDY, "prompt": [4, "a"] * 50_000}, "tokens are read"),
     ],
 )
 def test_what_cannot_be_done_is_refused(server: Running, body: Any, words: str) -> None:

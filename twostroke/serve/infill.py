@@ -48,16 +48,14 @@ def infill_prompt(
             "that was trained for it, or send a prompt without a suffix",
             code="no_infill",
         )
-    ids = tokenizer.encode("")  # what a text begins with, if anything
+    parts: list[int | str] = [*tokenizer.encode("")]  # what a text begins with, if anything
     separators = [_token_id(tokenizer, text) for text in FILE_SEPARATORS]
     separator = next((token for token in separators if token is not None), None)
     for name, text in files:
-        if separator is not None:
-            ids.append(separator)
-        ids += prompts.encode(f"{name}\n{text}\n", False)
+        parts += [f"{name}\n{text}\n"] if separator is None else [separator, f"{name}\n{text}\n"]
     for token, text in zip(tokens, (prefix, suffix, middle), strict=True):
-        ids += [token, *prompts.encode(text, False)]
-    return ids
+        parts += [token, text]
+    return prompts.encode_parts(parts, add_special_tokens=False)
 
 
 def _token_id(tokenizer: Tokenizer, text: str) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -148,8 +149,17 @@ class LlamaGeneration(Generation[R]):
     def prepare(self) -> list[EngineRequest]:
         service = self.service
         params = completion_params(self.completion, service.client.info, service.settings)
-        prepare = service.prompts.prepare
-        return [prepare(prompt, params, self.completion) for prompt in self.prompts()]
+        requests = [
+            service.prompts.prepare(prompt, params, self.completion) for prompt in self.prompts()
+        ]
+        return [self._with_text(request) for request in requests]
+
+    def _with_text(self, request: EngineRequest) -> EngineRequest:
+        """With the prompt's text, which the answer repeats."""
+        if request.prompt is not None or (tokenizer := self.service.tokenizer) is None:
+            return request
+        ids = request.prompt_token_ids
+        return replace(request, prompt=tokenizer.decode(ids, skip_special_tokens=False))
 
     def begin(self, head: ResponseHead, requests: Sequence[EngineRequest]) -> None:
         super().begin(head, requests)
@@ -225,7 +235,7 @@ class LlamaGeneration(Generation[R]):
             yield {**chosen, "top_logprobs": best[: self.completion.logprobs]}
 
     def selected(self, result: Json) -> Json:
-        """The fields that were asked for; "a/b" is the b of a, under that name."""
+        """The fields that were asked for; "a/b" is the b of a, and is called so."""
         names = self.request.response_fields
         if not names:
             return result
@@ -235,7 +245,7 @@ class LlamaGeneration(Generation[R]):
             for word in name.split("/"):
                 value = value.get(word) if isinstance(value, dict) else None
             if value is not None:
-                found[name.rpartition("/")[2]] = value
+                found[name] = value
         return found
 
 
@@ -244,10 +254,16 @@ class LlamaCompletion(LlamaGeneration[LlamaCompletionRequest]):
 
     def __init__(self, service: Service, request: LlamaCompletionRequest) -> None:
         super().__init__(service, request)
-        self._prompts = split_prompts(request.prompt)
-        self.num_choices = len(self._prompts) * self.n
+        prompt, self._mixed = request.prompt, False
+        if isinstance(prompt, list) and {int, str} == set(map(type, prompt)):
+            self._mixed = True
+        else:
+            self._prompts = split_prompts(prompt)
+            self.num_choices = len(self._prompts) * self.n
 
     def prompts(self) -> Sequence[str | list[int]]:
+        if self._mixed:
+            return [self.service.prompts.encode_parts(self.request.prompt, True)]  # type: ignore[arg-type]
         prompts, self._prompts = self._prompts, []
         return prompts
 

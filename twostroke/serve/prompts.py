@@ -16,7 +16,7 @@ import contextlib
 import json
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from typing import Any, Final, TypeVar
 
@@ -118,6 +118,17 @@ class Prompts:
         tokenizer = self.tokenizer
         self._input.check_length(text, self.max_tokens)
         return tokenizer.encode(text, add_special_tokens)
+
+    def encode_parts(self, parts: Iterable[int | str], add_special_tokens: bool) -> list[int]:
+        """Token ids and texts in a row, as one prompt; refused as soon as it is too long."""
+        ids: list[int] = []
+        for n, part in enumerate(parts):
+            if isinstance(part, int):
+                ids.append(part)
+            elif part or n == 0:
+                ids += self.encode(part, add_special_tokens and n == 0)
+            self._input.check_length(ids, self.max_tokens)
+        return ids
 
     def render(
         self, messages: list[dict[str, Any]], request: TemplatedRequest, **variables: Any
