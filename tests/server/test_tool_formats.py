@@ -131,6 +131,24 @@ CORPUS: dict[str, tuple[str, str, str, Calls]] = {
         '<|tool_call|>[{"name": "launch"}]',
         [],
     ),
+    "granite, phi's closing tag": (
+        "granite",
+        '<|tool_call|>{"name": "now", "arguments": {}}<|/tool_call|>',
+        "",
+        [("now", "{}")],
+    ),
+    "phi 4 mini": (
+        "phi4_mini_json",
+        f'Ok, functools: functools[{{"name": "book", "arguments": {TRICKY}}}, {{"name": "now"}}]',
+        "Ok, functools:",
+        [("book", TRICKY), ("now", "{}")],
+    ),
+    "phi 4 mini, the module": (
+        "phi4_mini_json",
+        "from functools import cache",
+        "from functools import cache",
+        [],
+    ),
     "deepseek": (
         "deepseek_v3",
         f"I look.{DS_ALL}{deepseek('book', TRICKY)}\n{deepseek('now', '{}')}{DS_END}",
@@ -510,6 +528,7 @@ def _calls(parser: str, text: str) -> list[dict[str, Any]]:
         ("<tool_call><function=a><parameter=b>", "qwen3_coder"),
         ("<tool_call>{name}<arg_key>", "glm45"),
         ("<|start_of_role|> <|tool_call|>", "granite"),
+        ("functools[{", "phi4_mini_json"),
         ("<tool_call>", "hermes"),
         ("[func_name1(params_name1=params_value1)", "pythonic"),
         ("<|start|>assistant<|channel|>final<|message|>", "openai"),

@@ -14,6 +14,7 @@ from twostroke.serve.parsers.json_formats import (
     KimiK2,
     Llama,
     Mistral,
+    Phi4Mini,
 )
 from twostroke.serve.parsers.reasoning import FORMATS, is_harmony
 from twostroke.serve.parsers.untyped_formats import Glm45, Pythonic, Qwen3Coder
@@ -31,7 +32,9 @@ TOOL_PARSERS: Final[dict[str, type[CallParser]]] = {
     "pythonic": Pythonic,
     "llama4_pythonic": Pythonic,
     "granite": Granite,
+    "phi4_mini_json": Phi4Mini,
     "glm45": Glm45,
+    "glm47": Glm45,
     "kimi_k2": KimiK2,
     "openai": Harmony,
 }
@@ -44,6 +47,7 @@ _SHOWN: Final = (
     ("<|im_middle|>", "kimi_k2"),
     ("<parameter=", "qwen3_coder"),
     ("<arg_key>", "glm45"),
+    ("functools[", "phi4_mini_json"),
     ("<|tool_call|>", "granite"),
     ("<tool_call>", "hermes"),
     ("[func_name1(", "pythonic"),

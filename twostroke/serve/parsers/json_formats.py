@@ -1,15 +1,18 @@
-"""Formats whose arguments are JSON.
+"""Formats whose arguments are JSON, which is emitted as it is written.
 
-hermes        text<tool_call>\\n{"name": …, "arguments": {…}}\\n</tool_call>, any number of them
-llama3_json   {"name": …, "parameters": {…}}, the whole text; several with ; between
-mistral       text[TOOL_CALLS][{"name": …, "arguments": {…}}, …], and since 2025
-              text[TOOL_CALLS]name[ARGS]{…}, with [CALL_ID]… before [ARGS] or without [ARGS]
-granite       text<|tool_call|>[{"name": …, "arguments": {…}}, …], with <tool_call> as well
-deepseek_v3   <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>name\\n```json\\n{…}
-              \\n```<｜tool▁call▁end｜>…<｜tool▁calls▁end｜>
-deepseek_v31  the same with name<｜tool▁sep｜>{…} between the tags of a call
-kimi_k2       <|tool_calls_section_begin|><|tool_call_begin|>functions.name:0
-              <|tool_call_argument_begin|>{…}<|tool_call_end|>…<|tool_calls_section_end|>
+    hermes          text<tool_call>\\n{"name": …, "arguments": {…}}\\n</tool_call>, any number
+    llama3_json     {"name": …, "parameters": {…}}, the whole text; several with ; between
+    mistral         text[TOOL_CALLS][{"name": …, "arguments": {…}}, …], and since 2025
+                    text[TOOL_CALLS]name[ARGS]{…}, with [CALL_ID]… before [ARGS], or without [ARGS]
+    granite         text<|tool_call|>[{"name": …, "arguments": {…}}, …], with <tool_call> as well
+    phi4_mini_json  text functools[{"name": …, "arguments": {…}}, …]
+    deepseek_v3     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>name\\n```json
+                    \\n{…}\\n```<｜tool▁call▁end｜>…<｜tool▁calls▁end｜>
+    deepseek_v31    the same with name<｜tool▁sep｜>{…} between the tags of a call
+    kimi_k2         <|tool_calls_section_begin|><|tool_call_begin|>functions.name:0
+                    <|tool_call_argument_begin|>{…}<|tool_call_end|>…<|tool_calls_section_end|>
+
+Closing tags that a model forgets are not missed.
 """
 
 from __future__ import annotations
@@ -94,8 +97,18 @@ class Granite(CallParser):
             yield from self.space()
             one = (yield from self.peek()) == "{"
             if (yield from (self.call_object() if one else self.call_list())):
-                yield from self.accept("</tool_call>", after=SPACE)
+                yield from self.accept("</tool_call>", "<|/tool_call|>", after=SPACE)
             else:
+                self.give_up()
+
+
+class Phi4Mini(CallParser):
+    forced = ('functools[{{"name": "{name}", "arguments": ', "}]")
+
+    def read(self) -> Steps[None]:
+        while (yield from self.text_until("functools")):
+            yield from self.space()
+            if not (yield from self.call_list()):
                 self.give_up()
 
 

@@ -1,7 +1,7 @@
 """Reasoning: what a model writes before it answers, apart from the answer.
 
-    deepseek_r1, deepseek_v3,
-    qwen3, glm45, kimi_k2       <think>…</think>
+    deepseek_r1, deepseek_v3, qwen3,
+    glm45, glm47, kimi_k2       <think>…</think>
     mistral                     [THINK]…[/THINK]
     granite                     Here is my thought process:…Here is my response:
     openai_gptoss               Harmony's channel `analysis` (`harmony.py`)
@@ -66,6 +66,7 @@ FORMATS: Final = {
     "deepseek_r1": replace(THINK, begins_open=True),
     "deepseek_v3": THINK,
     "glm45": THINK,
+    "glm47": THINK,
     "granite": ReasoningFormat(
         ("Here is my thought process:", "Here's my thought process:"),
         ("Here is my response:", "Here's my response:"),
