@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NoReturn, TextIO
 
 from twostroke import __version__
-from twostroke.commands import chat, run, serve
+from twostroke.commands import ab, bench, chat, import_, phases, roofline, run, serve, trace, why
 from twostroke.errors import TwostrokeError, nearest
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -64,8 +64,8 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"twostroke {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    for module in (run, chat, serve):
-        name = module.__name__.rpartition(".")[2]
+    for module in (run, chat, serve, bench, phases, roofline, trace, why, ab, import_):
+        name = module.__name__.rpartition(".")[2].rstrip("_")
         command = commands.add_parser(
             name,
             help=module.SUMMARY,

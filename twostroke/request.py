@@ -20,7 +20,7 @@ GREEDY_BELOW = 1e-5  # temperatures under this are greedy: the division would ov
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs(Strict):
-    """What a text must look like: exactly one of these. The names are vLLM's."""
+    """What a text must look like: exactly one of the first five. The names are vLLM's."""
 
     error = RequestError
 
@@ -29,6 +29,9 @@ class StructuredOutputs(Strict):
     choice: Sequence[str] | None = None
     grammar: str | None = None  # Lark or GBNF
     json_object: bool = False  # any JSON object
+    # Objects of a schema have no other names than its `properties`, unless it says something of
+    # `additionalProperties`.
+    disable_additional_properties: bool = True
 
     def __post_init__(self) -> None:
         kinds = ("json", "regex", "choice", "grammar", "json_object")
@@ -56,6 +59,7 @@ class StructuredOutputs(Strict):
                 raise RequestError("structured_outputs: choice must be a list of non-empty strings")
             object.__setattr__(self, "choice", choices)
         object.__setattr__(self, "json_object", bool(self.json_object))
+        self._check_bools("disable_additional_properties")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -239,6 +239,29 @@ def test_vllm_flags_of_a_gpu_reach_the_engine(tmp_path: Path) -> None:
         engine_config(parsed("--cudagraph-capture-sizes", "0"))
 
 
+def test_structured_outputs_are_set_as_vllms(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flag = "--structured-outputs-config"
+    given = '{"backend": "guidance", "disable_fallback": true, "disable_any_whitespace": false}'
+    opened = '{"disable_additional_properties": false}'
+    file = tmp_path / "serve.yaml"
+    file.write_text(f"structured-outputs-config: {opened}\n")
+    closed = [serve_settings(parsed(*words)) for words in ((), (flag, given))]
+    assert [one.disable_additional_properties for one in closed] == [True, True]
+    for words in ((flag, opened), ("--config", str(file))):
+        assert not serve_settings(parsed(*words)).disable_additional_properties
+    for wrong, says in {
+        '{"backend": "xgrammar"}': "the one backend",
+        '{"disable_any_whitespace": true}': "disable_any_whitespace is not supported",
+        '{"disable_additional_properties": 0}': "must be true or false",
+        "[]": "is no JSON object",
+    }.items():
+        with pytest.raises(SystemExit):
+            parsed(flag, wrong)
+        assert says in capsys.readouterr().err
+
+
 def test_more_than_one_gpu_is_refused_with_the_reason() -> None:
     with pytest.raises(ConfigError, match="runs a model on one device"):
         engine_config(parsed("--tensor-parallel-size", "2"))

@@ -98,7 +98,12 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    return EngineConfig(**_given(args, EngineConfig))
+    return EngineConfig(**engine_settings(args))
+
+
+def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What the user gave of the engine's settings."""
+    return _given(args, EngineConfig)
 
 
 def sampling_params(

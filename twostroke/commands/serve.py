@@ -131,6 +131,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="how the model's calls of tools are read (default: by its template)",
     )
+    _add(
+        group,
+        "--structured-outputs-config",
+        dest="disable_additional_properties",
+        type=_structured_outputs_config,
+        metavar="JSON",
+        help='{"disable_additional_properties": false}: where a JSON schema gives properties and '
+        "says nothing of others, an object may have others (default: it may not)",
+    )
     _add(group, "--ssl-keyfile", metavar="FILE", help="key of the TLS certificate")
     _add(group, "--ssl-certfile", metavar="FILE", help="TLS certificate")
     _add(
@@ -323,6 +332,23 @@ def parse_count(text: str) -> int:
     if match is None or (not match[2] and "." in match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is no number; give one such as 4096 or 4K")
     return int(float(match[1]) * SCALES[match[2]]) if match[2] else int(match[1])
+
+
+def _structured_outputs_config(text: str) -> bool:
+    """vLLM's settings of structured outputs: of those there is one to choose here, whether objects
+    are closed."""
+    given = json_object(text)
+    closed = given.pop("disable_additional_properties", True)
+    if not isinstance(closed, bool):
+        raise argparse.ArgumentTypeError("disable_additional_properties must be true or false")
+    if given.pop("backend", "auto") not in ("auto", "guidance"):
+        raise argparse.ArgumentTypeError("llguidance is the one backend of structured outputs")
+    given.pop("disable_fallback", None)  # there is no other backend
+    if others := [name for name, value in given.items() if value]:
+        raise argparse.ArgumentTypeError(
+            f"{others[0]} is not supported; disable_additional_properties is all there is to choose"
+        )
+    return closed
 
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:

@@ -71,9 +71,9 @@ _BY_REASON: dict[str, str] = {
     "--override-pooler-config --enable-prompt-embeds",
     "thinking is not parted from the answer yet; it comes as text": "--reasoning-parser "
     "--reasoning-config --enable-reasoning",
-    "llguidance is the one backend of structured outputs": "--structured-outputs-config "
-    "--guided-decoding-disable-fallback --guided-decoding-disable-any-whitespace "
-    "--guided-decoding-disable-additional-properties",
+    "llguidance is the one backend of structured outputs": (
+        "--guided-decoding-disable-fallback --guided-decoding-disable-any-whitespace"
+    ),
     "config.json is read as it stands; change a copy of it and give its folder as the model": (
         "--hf-overrides --hf-config-path --rope-scaling --rope-theta"
     ),
@@ -137,6 +137,7 @@ ANYWAY: dict[str, str] = {
     "--enable-prompt-tokens-details": "usage always says how many prompt tokens were cached",
     "--disable-custom-all-reduce": "one device reduces nothing",
     "--disable-cascade-attn": "there is none",
+    "--guided-decoding-disable-additional-properties": "a schema's objects are closed",
     "--use-v2-block-manager": "there is one block manager",
     "--use-tqdm-on-load": "only what is shown while loading",
     "--no-use-tqdm-on-load": "only what is shown while loading",
@@ -163,8 +164,8 @@ ONLY: dict[str, tuple[tuple[str, ...], str]] = {
     "--task": (("auto", "generate"), "the server generates text"),
     "--convert": (("auto", "none"), "the server generates text"),
     "--chat-template-content-format": (
-        ("auto", "string"),
-        "text parts are joined before the template sees them",
+        ("auto",),
+        "a content in parts is joined where the template does not take it apart",
     ),
     "--logprobs-mode": (
         ("raw_logprobs",),

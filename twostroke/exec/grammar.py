@@ -180,7 +180,7 @@ class Grammars:
         return matcher
 
     def _load_tokenizer(self) -> LLTokenizer:
-        from twostroke.structured import make_tokenizer
+        from twostroke.model.grammar_tokenizer import make_tokenizer
 
         if self._tokenizer is None:
             text = self._load_text()

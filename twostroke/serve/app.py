@@ -31,6 +31,7 @@ from twostroke.serve.protocol import (
     ResponsesRequest,
     TokenizeRequest,
 )
+from twostroke.serve.records import record_routes
 from twostroke.serve.responses import ResponsesGeneration
 from twostroke.serve.routing import Route, Router
 from twostroke.serve.service import Service
@@ -101,6 +102,7 @@ class App:
             Route("GET", "/version", info.version, "The server's version."),
             Route("GET", "/metrics", info.metrics, "Prometheus.", open=settings.metrics_open),
             Route("GET", "/openapi.json", self._describe, "This description."),
+            *record_routes(service),
         ]
         routes += messages_routes(service)
         routes += ollama_routes(service)

@@ -34,7 +34,7 @@ from twostroke.serve.protocol import GenerateRequest, TemplatedRequest
 from twostroke.serve.settings import ServeSettings
 
 # What `ChatTemplate.render` is called with: no request may give these names to its variables.
-TAKEN = ("self", "messages", "add_generation_prompt", "tools")
+TAKEN = ("self", "messages", "add_generation_prompt", "tools", "continue_final_message")
 TEXT_THREADS: Final = 2
 MAX_GRAMMARS_WAITING: Final = 16  # requests with a grammar that is not known yet
 MAX_TEMPLATES_WAITING: Final = 8  # requests with a chat template of their own

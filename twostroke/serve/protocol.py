@@ -61,13 +61,15 @@ class StreamOptions(Body, kw_only=True):
 
 
 class StructuredFields(Body, kw_only=True):
-    """vLLM's `structured_outputs`: exactly one of these."""
+    """vLLM's `structured_outputs`: one of the first five, or none and what `response_format` or a
+    forced tool call asks for."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    disable_additional_properties: bool | None = None  # of a schema's objects
 
 
 class JsonSchema(msgspec.Struct, kw_only=True):

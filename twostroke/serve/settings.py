@@ -39,6 +39,9 @@ class ServeSettings(Strict):
     tool_call_parser: str | None = None  # how its calls are read; None: by its chat template
     reasoning_parser: str | None = None  # None: only where the prompt leaves the model thinking
 
+    # A request's JSON schemas: an object has no other names than its `properties`.
+    disable_additional_properties: bool = True
+
     max_body_bytes: int | None = None  # None: 8 MiB, or 64 for each token of max_model_len
     # Of its JSON: a comma weighs 1, a bracket 4, a colon 8. None: 524288, or 8 for each token.
     max_body_weight: int | None = None
@@ -89,6 +92,7 @@ class ServeSettings(Strict):
             "log_stats",
             "trust_request_chat_template",
             "enable_auto_tool_choice",
+            "disable_additional_properties",
         )
         levels = ("critical", "error", "warning", "info", "debug", "trace")
         self._check_choice("uvicorn_log_level", levels)
