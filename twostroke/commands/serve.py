@@ -50,6 +50,9 @@ LIMITS = {
     "max_output_tokens": "longest answer; a request that asks for more gets this many",
     "max_unread_bytes": "bytes of a stream that its client may leave unread; in total, 8 times "
     "as many",
+    "max_stored_responses": "answers of /v1/responses that are kept; 0: none",
+    "max_stored_response_bytes": "memory for them, and for what their requests keep while they run",
+    "stored_response_ttl_s": "seconds after which they are forgotten",
     "max_queue": "requests that may wait; more are answered 429",
     "head_timeout_s": "seconds to send a request's head in",
     "body_timeout_s": "seconds to send a request's body in",
