@@ -50,7 +50,7 @@ asked = {
     "allowed": {"temperature": 0, "allowed_token_ids": [11, 12]},
     "min_tokens": {"min_tokens": 3, "stop_token_ids": [7]},
 }
-if llm.get_tokenizer() is not None:
+if llm.engine.tokenizer() is not None:
     asked["bad_words"] = {"bad_words": ["the"]}
     asked["grammar"] = {"structured_outputs": StructuredOutputs(json=schema), "max_tokens": 40}
 params = [SamplingParams(**(common | one)) for one in asked.values()]
