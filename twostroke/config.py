@@ -51,7 +51,7 @@ class EngineConfig(Strict):
     skip_tokenizer_init: bool = False  # token ids in, token ids out
     chat_template: str | None = None  # a template, or the path of one, instead of the model's own
     load_format: str = "auto"  # auto, safetensors, gguf, dummy
-    dtype: str = "auto"  # auto: the model's own on a GPU, float32 on a CPU
+    dtype: str = "auto"  # auto: the model's own on a GPU, float32 on a CPU, which computes in that
     kv_cache_dtype: str = "auto"  # auto: as dtype
     device: str = "auto"  # auto: cuda if there is one
     seed: int = 0
