@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from twostroke.llm_engine import LLMEngine
     from twostroke.outputs import CompletionOutput, Logprob, RequestOutput
     from twostroke.request import SamplingParams
+    from twostroke.v1.engine.async_llm import AsyncLLMEngine
 
 __all__ = [
     "LLM",
     "AsyncEngine",
     "AsyncEngineArgs",
+    "AsyncLLMEngine",
     "CompletionOutput",
     "EngineArgs",
     "LLMEngine",
@@ -37,6 +39,7 @@ _HOMES = {
     "LLM": "twostroke.llm",
     "LLMEngine": "twostroke.llm_engine",
     "AsyncEngine": "twostroke.engine.client",
+    "AsyncLLMEngine": "twostroke.v1.engine.async_llm",
     "EngineArgs": "twostroke.engine.arg_utils",
     "AsyncEngineArgs": "twostroke.engine.arg_utils",
     "SamplingParams": "twostroke.request",

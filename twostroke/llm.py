@@ -81,7 +81,7 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: None = None,
         chat_template: str | None = None,
-        *,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
@@ -90,6 +90,7 @@ class LLM:
         """Answer one conversation (a list of messages) or several (a list of such lists).
 
         `chat_template`: the text of a template, instead of the model's own.
+        `chat_template_content_format` is taken for vLLM's sake: a message's parts are one text.
         `continue_final_message`: write on where the last message ends.
         """
         _check_no_lora(lora_request)

@@ -6,7 +6,7 @@ import enum
 import json as json_text
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import index
 from typing import Any
 
@@ -138,7 +138,11 @@ class SamplingParams(Strict):
 
     def clone(self) -> SamplingParams:
         """A copy, checked like a new one."""
-        return replace(self)
+        # By hand: every request is cloned, and `replace` takes three times as long.
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other.__post_init__()
+        return other
 
     def _check_lists(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, str) else self._listed("stop")

@@ -86,6 +86,7 @@ class VLLMSettings(EngineConfig):
 
     def __post_init__(self) -> None:
         if self.load_format == "mistral":  # how vLLM is told that the file names are Mistral's
+            log.warning("load_format='mistral' is read as 'auto': files have their usual names")
             object.__setattr__(self, "load_format", "auto")
         super().__post_init__()
         for name, value in self.changed().items():
@@ -94,6 +95,7 @@ class VLLMSettings(EngineConfig):
 
     def engine_config(self) -> EngineConfig:
         """What an engine is built from. Tells of the settings that change nothing."""
+        self.__post_init__()  # `EngineArgs` may have been changed
         for name, value in self.changed().items():
             if name in NOTICES:
                 log.warning("%s=%s changes nothing: %s", name, shown(value), NOTICES[name])

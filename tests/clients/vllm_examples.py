@@ -5,7 +5,8 @@
 PATH is a checkout of vLLM, its unpacked source distribution, or its examples folder; nothing of it
 is kept here. Of each script two things are changed: what it imports from `vllm` it imports from
 `twostroke`, and the model it names becomes MODEL (default: the default model). Each runs in a
-process of its own, and passes if that ends with status 0.
+process of its own, and passes if that ends with status 0. "chat with tools" reads what the model
+writes as JSON: it passes only with a model that answers tools so, which the default model is not.
 """
 
 from __future__ import annotations

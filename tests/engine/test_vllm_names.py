@@ -14,7 +14,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import CHAT_TEMPLATE, EOS_ID, MAX_LEN, tiny_folder
-from twostroke import LLM, AsyncEngineArgs, EngineArgs, LLMEngine, SamplingParams
+from twostroke import (
+    LLM,
+    AsyncEngine,
+    AsyncEngineArgs,
+    AsyncLLMEngine,
+    EngineArgs,
+    LLMEngine,
+    SamplingParams,
+)
 from twostroke.distributed import cleanup_dist_env_and_memory
 from twostroke.errors import ConfigError, RequestError
 from twostroke.inputs import TextPrompt, TokensPrompt
@@ -67,6 +75,7 @@ def test_settings_of_vllm_that_change_nothing_are_taken_and_told(
     assert llm.engine.config.load_format == "auto"
     told = [record.getMessage() for record in caplog.records]
     assert [line.partition(" changes nothing: ")[0] for line in told] == [
+        "load_format='mistral' is read as 'auto': files have their usual names",
         "trust_remote_code=True",
         "tokenizer_mode='mistral'",
         "config_format='mistral'",
@@ -110,6 +119,9 @@ def test_a_command_line_of_engine_args_gives_what_was_given(folder: Path) -> Non
     assert dataclasses.asdict(engine_args)["dtype"] == "float16"
     engine_args.max_model_len = 32
     assert LLM.from_engine_args(engine_args).engine.memory.max_model_len == 32
+    engine_args.max_model_len, engine_args.enable_lora = None, True
+    with pytest.raises(ConfigError, match="LoRA adapters are not there yet"):
+        engine_args.engine_config()
     engine_args.max_model_len = -1
     with pytest.raises(ConfigError, match="max_model_len must be"):
         engine_args.engine_config()
@@ -312,6 +324,8 @@ def test_an_engine_takes_requests_between_its_steps(folder: Path, llm: LLM) -> N
 
 
 def test_an_async_engine_streams_deltas(folder: Path, llm: LLM) -> None:
+    assert AsyncLLMEngine is AsyncLLM is AsyncEngine
+
     async def run() -> str:
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(folder), **SMALL))
         params = dataclasses.replace(GREEDY, output_kind=RequestOutputKind.DELTA)

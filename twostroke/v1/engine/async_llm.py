@@ -1,5 +1,7 @@
-"""The asynchronous engine under vLLM's name."""
+"""The asynchronous engine under vLLM's names."""
 
 from twostroke.engine.client import AsyncEngine as AsyncLLM
 
-__all__ = ["AsyncLLM"]
+AsyncLLMEngine = AsyncLLM
+
+__all__ = ["AsyncLLM", "AsyncLLMEngine"]
