@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from twostroke.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from twostroke.engine.build import build_engine
@@ -49,9 +49,11 @@ class LLM:
         self._totals = Totals(self._client.info.max_model_len)
         self.engine.core.records.listeners.append(self._totals)
 
-    def __getattr__(self, name: str) -> NoReturn:
-        reason = f": {REFUSED[name]}" if name in REFUSED else ""
-        raise AttributeError(f"LLM has no {name!r}{reason}")
+    if not TYPE_CHECKING:  # a type checker says itself what is not there
+
+        def __getattr__(self, name: str) -> NoReturn:
+            reason = f": {REFUSED[name]}" if name in REFUSED else ""
+            raise AttributeError(f"LLM has no {name!r}{reason}")
 
     @classmethod
     def from_engine_args(cls, engine_args: VLLMSettings) -> LLM:
@@ -122,8 +124,10 @@ class LLM:
         params: BeamSearchParams,
         lora_request: None = None,
         use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """The likeliest continuations of each prompt, by beam search."""
+        """The likeliest continuations of each prompt, by beam search. The last two arguments are
+        taken for vLLM's sake: there is no bar, and the schedule says how many run at one time."""
         _check_no_lora(lora_request)
         most = self._client.info.max_logprobs
         if 2 * params.beam_width > most:
