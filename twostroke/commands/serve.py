@@ -35,7 +35,6 @@ DESCRIPTION = (
 )
 OPERANDS = " [MODEL]"
 EVERYWHERE = "0.0.0.0"
-DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other names
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 LIMITS = {
     "max_body_bytes": "longest body of a request (default: 8 MiB, or 64 bytes a token of "
@@ -382,8 +381,6 @@ def _resolved(args: argparse.Namespace, parser: argparse.ArgumentParser) -> argp
             parser.error(f"the model is given twice: {args.operand} and --model {args.model}")
         args.model = args.operand
         del args.operand
-    if hasattr(args, "dtype"):
-        args.dtype = DTYPES.get(args.dtype, args.dtype)
     return args
 
 
