@@ -31,14 +31,20 @@ from twostroke.serve.ollama_request import (
 )
 from twostroke.serve.params import chat_params
 from twostroke.serve.protocol import Body, ChatRequest, ErrorBody, Name
-from twostroke.serve.response_fields import Json, LogprobWriter, ResponseHead, count_tokens
+from twostroke.serve.response_fields import (
+    Json,
+    LogprobWriter,
+    ResponseHead,
+    count_tokens,
+    timings,
+)
 from twostroke.serve.routing import Route
 from twostroke.serve.service import Service
 from twostroke.serve.sse import LazyList, encode_json
 
 API_VERSION = "0.12.0"  # of Ollama's, which some clients want to be new enough
 LATEST = ":latest"
-NS_PER_S = 1e9
+NS_PER_MS = 1e6
 
 R = TypeVar("R", bound=OllamaRequest)
 
@@ -231,18 +237,18 @@ class OllamaGeneration(Conversation[R]):
 
     def end(self, output: RequestOutput, num_tokens: int) -> Json:
         reason = output.outputs[0].finish_reason
-        times = output.metrics[0] if output.metrics else None
-        queue_s, prefill_s, decode_s = 0.0, 0.0, 0.0
-        if times is not None:
-            queue_s, prefill_s, decode_s = times.queue_s, times.prefill_s, times.decode_s
+        times = timings([output]) or {}
+        queue_ms, prefill_ms, decode_ms = (
+            times.get(name, 0.0) for name in ("queue_ms", "prefill_ms", "decode_ms")
+        )
         return {
             "done_reason": "length" if reason == "length" else "stop",
-            "total_duration": int((queue_s + prefill_s + decode_s) * NS_PER_S),
+            "total_duration": int((queue_ms + prefill_ms + decode_ms) * NS_PER_MS),
             "load_duration": 0,
             "prompt_eval_count": len(output.prompt_token_ids),
-            "prompt_eval_duration": int(prefill_s * NS_PER_S),
+            "prompt_eval_duration": int(prefill_ms * NS_PER_MS),
             "eval_count": num_tokens,
-            "eval_duration": int(decode_s * NS_PER_S),
+            "eval_duration": int(decode_ms * NS_PER_MS),
         }
 
 
