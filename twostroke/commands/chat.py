@@ -22,7 +22,7 @@ from twostroke.commands.flags import (
     OF_A_SERVER,
     add_engine_arguments,
     add_sampling_arguments,
-    engine_config,
+    checked,
     sampling_params,
 )
 from twostroke.commands.report import length_hint, print_dim, turn_line
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    config, _ = engine_config(args), sampling_params(args)  # a mistake is told before loading
+    config = checked(args)
     engine, _ = load(config)
     params = sampling_params(args, engine.sampling)
     if not has_chat_template(engine):

@@ -18,6 +18,7 @@ from twostroke.serve.chat import ChatGeneration
 from twostroke.serve.completions import CompletionGeneration
 from twostroke.serve.dash import DashRoutes
 from twostroke.serve.errors import ApiError, ClientGone, as_api_error
+from twostroke.serve.failure_log import FailureLog
 from twostroke.serve.generate import GenerateRoute
 from twostroke.serve.http import HttpRequest, Message, Receive, Send, check_head
 from twostroke.serve.info_routes import InfoRoutes
@@ -86,6 +87,7 @@ class App:
             self._by_path.setdefault(route.path, {})[route.method] = route
         self.service.metrics.expect_routes(self._by_path)
         self._keys = ApiKeys(settings.api_keys)
+        self._failures = FailureLog()
         self._max_head_bytes = settings.max_header_bytes
         self._description = msgspec.json.encode(_openapi(self.routes, bool(settings.api_keys)))
 
@@ -140,6 +142,8 @@ class App:
             await http.respond_error(as_api_error(error))
         finally:
             self.service.metrics.answered(path, http.status)
+            if http.error is not None:
+                self._failures.add(http, path, http.error)
 
     def _find(self, http: HttpRequest) -> Route | ApiError:
         methods = self._by_path.get(http.path)

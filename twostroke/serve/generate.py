@@ -142,6 +142,7 @@ class GenerateRoute:
                 request, num_bytes, generation.prepare
             )
         head = service.response_head(kind.id_prefix, request.request_id, request.model)
+        http.response_id = head.id
         generation.begin(head, requests)
         writer = generation.stream_writer() if request.stream else None
         async with self._running(http, requests, head.id, writer) as stream:
@@ -363,7 +364,8 @@ class ResponseStream:
         except Exception as error:
             if not http.status:
                 raise
-            await http.finish(writer.fail(as_api_error(error)))
+            http.error = as_api_error(error)
+            await http.finish(writer.fail(http.error))
 
 
 async def _write_chunks(http: HttpRequest, ready: list[Encoded]) -> None:

@@ -63,6 +63,8 @@ class HttpRequest:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.status = 0  # of the response; 0: none has begun
+        self.error: ApiError | None = None  # what the client was told, if it failed
+        self.response_id = ""  # of an answer, once it has one
         self.key_number: int | None = None  # which of the server's API keys it has
         self._receive = receive
         self._send = send
@@ -131,6 +133,7 @@ class HttpRequest:
     async def respond_error(self, error: ApiError) -> None:
         """A client that is still sending when the connection is closed loses the answer with it:
         so what it sends is read first, and if that is too much, for a moment after."""
+        self.error = error
         length = self.header(b"content-length") or b"0"
         chunked = self.header(b"transfer-encoding") is not None
         short = not chunked and length.isdigit() and int(length) <= DISCARD_BYTES

@@ -37,6 +37,11 @@ class ServeSettings(Strict):
     trust_request_chat_template: bool = False  # whether a request may bring its own template
     enable_auto_tool_choice: bool = True  # a model may call tools unless it is told not to
     tool_call_parser: str | None = None  # how its calls are read; None: by its chat template
+    reasoning_parser: str | None = None  # how thinking is parted from the answer; None: it is not
+
+    root_path: str = ""  # the prefix that a proxy in front strips
+    enable_request_id_headers: bool = False  # answers carry X-Request-Id
+    force_include_usage: bool = False  # every stream ends with its usage
 
     max_body_bytes: int | None = None  # None: 8 MiB, or 64 for each token of max_model_len
     # Of its JSON: a comma weighs 1, a bracket 4, a colon 8. None: 524288, or 8 for each token.
@@ -88,6 +93,8 @@ class ServeSettings(Strict):
             "log_stats",
             "trust_request_chat_template",
             "enable_auto_tool_choice",
+            "enable_request_id_headers",
+            "force_include_usage",
         )
         levels = ("critical", "error", "warning", "info", "debug", "trace")
         self._check_choice("uvicorn_log_level", levels)
