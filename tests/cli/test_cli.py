@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,7 @@ from twostroke.commands.chat import read_turns
 from twostroke.commands.flags import OF_A_SERVER, engine_config, parse_bytes, sampling_params
 from twostroke.config import EngineConfig
 from twostroke.model.gguf import GGUFFile
+from twostroke.model.hub import names_a_model
 from twostroke.model.tokenizer import Tokenizer
 
 SMALL = ["--device", "cpu", "--num-gpu-blocks-override", "90"]
@@ -151,6 +153,34 @@ def test_sizes(text: str, expected: int) -> None:
     assert parse_bytes(text) == expected
 
 
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("org/name", True),
+        ("org/name:Q4_K_M", True),
+        ("./x", True),
+        ("/models/x", True),
+        ("~/x.gguf", True),
+        ("x.gguf", True),
+        ("here", True),
+        ("empty", False),
+        ("Why", False),
+        ("Why is the sky blue?", False),
+        ("read ./x", False),
+        ("https://a.org/b", False),
+        ("...and", False),
+    ],
+)
+def test_the_first_word_is_a_model_if_it_names_one(
+    word: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "config.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert names_a_model(word) == expected
+
+
 def test_messages_go_on_after_a_backslash_and_may_be_dropped() -> None:
     lines = ["one", "", "two\\", "three", "four\\", None, "five", "six\\"]
     assert list(read_turns(iter(lines))) == ["one", "two\nthree", "five", "six"]
@@ -177,11 +207,12 @@ def test_run_prints_the_answer_alone_on_stdout_and_the_phases_on_stderr() -> Non
 
 def test_json_is_one_object_whose_fields_add_up() -> None:
     options = ["--json", "--max-tokens", "6", "--kv-cache-dtype", "float32"]
-    done = twostroke("run", *SMALL, *options, stdin="Say hello.\n")
+    # The model before the prompt, which is stdin's.
+    done = twostroke("run", str(default_model_path()), *SMALL, *options, stdin="Say hello.\n")
     assert done.returncode == 0
     said = json.loads(done.stdout)
     tokenizer = Tokenizer.from_gguf(GGUFFile.open(default_model_path()).metadata)
-    assert said["model"] == "SmolLM2-135M-Instruct"
+    assert said["model"] == default_model_path().stem
     assert said["text"] == tokenizer.decode(said["token_ids"])
     assert "user\nSay hello.\n" in tokenizer.decode(said["prompt_token_ids"])
     assert (said["finish_reason"], said["stop_reason"]) == ("length", None)
@@ -240,11 +271,12 @@ def test_a_reader_that_closes_the_pipe_ends_it_quietly() -> None:
 class Terminal:
     """`twostroke` on a pseudo-terminal of its own."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, columns: int = 80) -> None:
         import pty
 
         self.pid, self._fd = pty.fork()
         if self.pid == 0:
+            os.environ["COLUMNS"] = str(columns)
             os.execv(sys.executable, command(*arguments))
         self.seen = ""  # shown, and not waited for yet
 
@@ -278,7 +310,7 @@ class Terminal:
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
 def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on() -> None:
-    terminal = Terminal("chat", *SMALL, "--ignore-eos", "--max-tokens", "1000")
+    terminal = Terminal("chat", *SMALL, "--ignore-eos", "--max-tokens", "1000", columns=200)
     loading = terminal.wait_for("> ")
     assert "loading SmolLM2-135M-Instruct" in loading
     assert f"KV cache {KV_TOKENS:,} tokens" in loading
@@ -301,6 +333,18 @@ def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on() -> None:
     terminal.wait_for("> ")
     terminal.type("\x04")
     assert terminal.status() == 0
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
+def test_a_report_fits_a_narrow_terminal() -> None:
+    terminal = Terminal("run", *SMALL, "--ignore-eos", "--max-tokens", "3", "Hi", columns=44)
+    assert terminal.status() == 0
+    report = re.sub(r"\x1b\[[\d;]*m", "", terminal.seen).partition("cut off")[2]
+    lines = report.splitlines()
+    assert max(map(len, lines)) <= 44
+    words = report.split()
+    for word in ("prefill", "decode", "caller's", "reserved", "fragmented", "cached", "free"):
+        assert word in words, "whole"
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")

@@ -160,7 +160,7 @@ def test_what_changes_nothing_is_named_in_one_line() -> None:
     assert taken.problems == []
     assert taken.notice == (
         "--trust-remote-code, --async-scheduling, -O, --enable-expert-parallel, -cc, "
-        "--limit-mm-per-prompt changes nothing here; "
+        "--limit-mm-per-prompt change nothing here; "
         "-ngl 33: a model runs on one device, with all its layers"
     )
     assert read().notice == ""
@@ -446,7 +446,7 @@ def test_the_file_may_not_name_refused_flags_either(tmp_path: Path) -> None:
     assert told == ["-dp", "--config", "--speculative-config", "--model-impl", "--seed"]
     assert taken.config is not None
     assert taken.config.override_generation_config == {"temperature": 0.5}
-    assert taken.notice == "--async-scheduling, --numa-bind-nodes changes nothing here"
+    assert taken.notice == "--async-scheduling, --numa-bind-nodes change nothing here"
 
 
 # The banner
@@ -620,7 +620,12 @@ def test_serve_answers_a_chat_says_so_in_five_lines_and_ends_with_status_0() -> 
         status, said = server.terminate()
     assert status == 0
     lines = said.splitlines()
-    print(said)
+    time_and_level = r"INFO \d\d-\d\d \d\d:\d\d:\d\d "
+    refused = "401 POST /v1/chat/completions, request -: invalid_api_key: a valid API key is needed"
+    assert [bool(re.match(time_and_level, line)) for line in lines] == [False] * 5 + [True] * (
+        len(lines) - 5
+    )
+    assert any(refused in line for line in lines)
     assert re.fullmatch(r"twostroke [\d.]+: SmolLM2-135M-Instruct, Q4_1, Q8_0 on cpu", lines[0])
     assert "1,440 tokens; requests at one time: 1 of 1,440 tokens or 1 of 1,024" in lines[2]
     assert lines[3].endswith(f"http://127.0.0.1:{server.port}; /dash shows it at work")

@@ -67,7 +67,8 @@ class Parser(argparse.ArgumentParser):
         silent = [flag for flag, why in notes.items() if not why]
         said = [f"{flag}: {why}" for flag, why in notes.items() if why]
         if silent:
-            said.insert(0, f"{', '.join(silent)} changes nothing here")
+            verb = "changes" if len(silent) == 1 else "change"
+            said.insert(0, f"{', '.join(silent)} {verb} nothing here")
         return "; ".join(said)
 
     def finish(self) -> None:

@@ -139,11 +139,13 @@ class App:
         except Exception as error:
             if http.status:
                 raise  # part of a response is out: the connection is closed
-            await http.respond_error(as_api_error(error))
+            failure = as_api_error(error)
+            self._failures.add(http, path, failure)
+            await http.respond_error(failure)
         finally:
             self.service.metrics.answered(path, http.status)
-            if http.error is not None:
-                self._failures.add(http, path, http.error)
+            if http.late_error is not None:
+                self._failures.add(http, path, http.late_error)
 
     def _find(self, http: HttpRequest) -> Route | ApiError:
         methods = self._by_path.get(http.path)

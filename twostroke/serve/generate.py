@@ -364,8 +364,8 @@ class ResponseStream:
         except Exception as error:
             if not http.status:
                 raise
-            http.error = as_api_error(error)
-            await http.finish(writer.fail(http.error))
+            http.late_error = as_api_error(error)
+            await http.finish(writer.fail(http.late_error))
 
 
 async def _write_chunks(http: HttpRequest, ready: list[Encoded]) -> None:

@@ -63,7 +63,7 @@ class HttpRequest:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.status = 0  # of the response; 0: none has begun
-        self.error: ApiError | None = None  # what the client was told, if it failed
+        self.late_error: ApiError | None = None  # of a response that had begun
         self.response_id = ""  # of an answer, once it has one
         self.key_number: int | None = None  # which of the server's API keys it has
         self._receive = receive
@@ -133,7 +133,6 @@ class HttpRequest:
     async def respond_error(self, error: ApiError) -> None:
         """A client that is still sending when the connection is closed loses the answer with it:
         so what it sends is read first, and if that is too much, for a moment after."""
-        self.error = error
         length = self.header(b"content-length") or b"0"
         chunked = self.header(b"transfer-encoding") is not None
         short = not chunked and length.isdigit() and int(length) <= DISCARD_BYTES
