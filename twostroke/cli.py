@@ -26,7 +26,8 @@ PIPE_CLOSED = 128 + 13  # as a shell reports a program that SIGPIPE ended
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(list(sys.argv[1:] if argv is None else argv), make_parser())
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = parse(words, make_parser(words[0] if words else ""))
     if args is None:
         return 0
     for stream in (sys.stdin, sys.stdout, sys.stderr):
@@ -72,7 +73,8 @@ def parse(words: list[str], parser: Parser) -> argparse.Namespace | None:
     return args
 
 
-def make_parser() -> Parser:
+def make_parser(wanted: str | None = None) -> Parser:
+    """`wanted`: the one command whose options are needed; None: of all, which takes longer."""
     parser = Parser(
         prog="twostroke",
         description="An LLM inference engine built along the line between prefill and decode.",
@@ -87,7 +89,8 @@ def make_parser() -> Parser:
             description=module.DESCRIPTION,
             usage=f"twostroke {name} [options]{module.OPERANDS}",
         )
-        module.add_arguments(command)
+        if wanted in (None, name):
+            module.add_arguments(command)
         command.set_defaults(execute=module.execute, parser=command)
     return parser
 
