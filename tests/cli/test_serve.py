@@ -19,12 +19,14 @@ import pytest
 
 from tests.cli.reading import OPTIONS, PARSER, read
 from tests.support import default_model_path
+from tests.tiny import tiny_llm
 from twostroke.cli import main, parse
 from twostroke.commands import llama_flags, vllm_flags
 from twostroke.commands.banner import banner, concurrent_requests
 from twostroke.commands.serve_flags import parse_count, spelt
 from twostroke.config import GIB, EngineConfig
 from twostroke.engine.api import EngineInfo
+from twostroke.kernels import cpu
 from twostroke.request import SamplingParams
 from twostroke.serve.settings import ServeSettings
 
@@ -479,6 +481,18 @@ def test_the_banner_says_in_five_lines_what_was_started() -> None:
     assert lines[3].endswith("http://127.0.0.1:8000")
     assert "none, for this machine only" in lines[4]
     assert lines[4].endswith("ready in 2.3 s")
+
+
+@pytest.mark.skipif(not cpu.available(), reason="needs the native kernels")
+@pytest.mark.parametrize(
+    ("settings", "kept_in"), [({}, "float32"), ({"quantization": "int8"}, "int8, from float32")]
+)
+def test_the_banner_names_what_the_weights_are_kept_in(
+    settings: dict[str, str], kept_in: str, tmp_path: Path
+) -> None:
+    info = tiny_llm(tmp_path, **settings).engine.info()
+    first = banner(info, "u", 0, False, 1).splitlines()[0]
+    assert first.endswith(f", {kept_in} on cpu")
 
 
 @pytest.mark.parametrize(

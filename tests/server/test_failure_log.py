@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import logging
+import threading
 from collections.abc import Iterator
-from time import monotonic
+from itertools import count
+from time import monotonic, sleep
+from typing import Any
 
 import pytest
 
-from tests.server.running import JSON, Running, running
+from tests.server.running import JSON, PATIENCE_S, Running, running
 from tests.tiny import tiny_llm
 from twostroke import log_lines
 from twostroke.serve.errors import ApiError
@@ -47,6 +52,41 @@ def test_a_failed_request_is_one_line(server: Running, logged: pytest.LogCapture
     assert "context_length_exceeded" in lines[3]
     assert "secret" not in "".join(lines)
     assert {record.levelname for record in logged.records} == {"INFO"}
+
+
+def test_a_stream_that_fails_later_is_logged_too(
+    server: Running, logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core, going_on, steps = server.client.engine.core, threading.Event(), count()
+    step = core.step
+
+    def held() -> Any:
+        if next(steps) > 4:
+            going_on.wait(PATIENCE_S)
+        return step()
+
+    monkeypatch.setattr(core, "step", held)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)
+    try:
+        body = {"prompt": [5, 6], "max_tokens": 100, "ignore_eos": True, "stream": True}
+        connection.request("POST", ROUTE, json.dumps(body).encode(), JSON)
+        answer = connection.getresponse()
+        assert answer.readline().startswith(b"data: ")
+        assert server.server._loop is not None
+        server.server._loop.call_soon_threadsafe(server.app.service.end_streams)
+        assert b"the server was stopped" in answer.read()
+    finally:
+        going_on.set()
+        connection.close()
+    until = monotonic() + PATIENCE_S
+    while not logged.records and monotonic() < until:
+        sleep(0.005)
+    (record,) = logged.records
+    assert record.levelname == "ERROR"
+    assert record.getMessage().startswith(f"503 POST {ROUTE}, request cmpl-")
+    assert record.getMessage().endswith(
+        ": unavailable: the server was stopped before the answer was finished"
+    )
 
 
 def test_many_failures_do_not_fill_the_log(

@@ -13,7 +13,7 @@ from time import monotonic
 from twostroke.commands.banner import INDENT, banner
 from twostroke.commands.parser import Parser
 from twostroke.commands.serve_flags import add_server_arguments, settle, start_logging
-from twostroke.commands.terminal import columns, wrapped
+from twostroke.commands.terminal import columns, glued, wrapped
 
 SUMMARY = "serve a model over HTTP, as `vllm serve` does"
 DESCRIPTION = (
@@ -32,8 +32,11 @@ def execute(args: argparse.Namespace) -> int:
     config, settings, args = settle(args)
     start_logging(args, settings)
     from twostroke.engine.spawn import spawn
+    from twostroke.model.hub import check_path
     from twostroke.serve.sockets import bind
 
+    if config.model is not None:
+        check_path(config.model)
     # A port in use costs no model's loading, and the engine starts while the rest is imported.
     listener = bind(settings)
     spawned = spawn(config)
@@ -57,7 +60,8 @@ def execute(args: argparse.Namespace) -> int:
         where = f"{url}; /dash shows it at work" if settings.dash else url
         text = banner(client.info, where, len(settings.api_keys), exposed, ready_s)
         with contextlib.suppress(OSError):  # a full disk for the log is no reason not to serve
-            print(wrapped(text, columns(sys.stderr), INDENT), file=sys.stderr, flush=True)
+            text = wrapped(text.replace(" GiB", glued(" GiB")), columns(sys.stderr), INDENT)
+            print(text, file=sys.stderr, flush=True)
 
     try:
         serve(engine, settings, announce, listener)

@@ -10,9 +10,9 @@ GLUE = "\u00a0"
 LEAST_COLUMNS = 20  # narrower, a flag's name would not fit
 
 
-def columns(stream: TextIO) -> int | None:
+def columns(stream: TextIO | None) -> int | None:
     """The terminal's width; None for a file or a pipe, where lines may have any length."""
-    if not stream.isatty():
+    if stream is None or not stream.isatty():  # None: it was closed before the start
         return None
     said = os.environ.get("COLUMNS", "")
     if said.isdigit() and int(said) > 0:
