@@ -253,6 +253,28 @@ def test_a_piped_conversation_remembers_and_its_second_turn_hits_the_prefix_cach
     assert done.returncode == 1  # one of the turns was refused
 
 
+def test_a_batch_has_an_answer_or_an_error_for_every_line(tmp_path: Path) -> None:
+    ask = {"messages": [{"role": "user", "content": "Name the capital of France."}]}
+    lines = [
+        {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": ask},
+        {"custom_id": "2", "method": "POST", "url": "/v1/completions", "body": {"prompt": 5}},
+    ]
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join([*map(json.dumps, lines), "broken"]))
+    files = ["-i", str(source), "-o", str(target), "--override-generation-config.temperature", "0"]
+    done = twostroke("run-batch", *files, *SMALL, "--max-output-tokens", "12", "--api-key", "k")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert re.search(r"^1 answered, 2 failed, in [\d.]+ s: ", done.stderr, re.MULTILINE)
+    first, second, third = map(json.loads, target.read_text().splitlines())
+    assert "Paris" in first["response"]["body"]["choices"][0]["message"]["content"]
+    assert (second["custom_id"], second["response"]["status_code"]) == ("2", 400)
+    assert third["error"]["message"].startswith("line 3: it is not JSON")
+    again = twostroke("run-batch", "-i", str(source), "-o", str(source))
+    assert again.returncode == 1
+    assert "is the input file; give another" in again.stderr
+    assert twostroke("run-batch").stderr.count("is missing") == 2
+
+
 def test_a_reader_that_closes_the_pipe_ends_it_quietly() -> None:
     line = command("run", *SMALL, "--ignore-eos", "--max-tokens", "200", "Hi")
     writer = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)

@@ -80,7 +80,7 @@ def no_keys_around(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--allowed-origins", "[1]"], "--allowed-origins [1]: expected a JSON list of origins"),
         (["--uvicorn-log-level", "loud"], "--uvicorn-log-level loud: expected one of critical"),
         (["--port", "70000"], "--port must be a whole number from 0 to 65535, not 70000"),
-        (["--api-key", ""], "--api-key must be a list of non-empty strings"),
+        (["--api-key", "sesame", ""], "--api-key: a key is empty; give one, or leave the option"),
         (["--shutdown-timeout", "-5"], "--shutdown-timeout must be a number of seconds, not -5"),
         (["--ssl-keyfile", "k"], "--ssl-keyfile is given without --ssl-certfile; give both"),
         (["--port"], "--port: a value is missing"),

@@ -315,6 +315,9 @@ def serve_settings(args: argparse.Namespace) -> ServeSettings | None:
     renamed = {SETTINGS.get(name, name): value for name, value in vars(args).items()}
     given = given_of(argparse.Namespace(**renamed), ServeSettings)
     given.setdefault("api_keys", keys_of_environment())
+    if not all(given["api_keys"]):  # said here, where no other key is repeated
+        args.parser.problem("--api-key: a key is empty; give one, or leave the option out")
+        return None
     given["cors_origins"] = [one for some in given.get("cors_origins", ()) for one in some]
     try:
         settle_traces(given)

@@ -19,7 +19,7 @@ import msgspec
 
 from twostroke.errors import EngineError, shown
 from twostroke.serve.app import App
-from twostroke.serve.errors import ApiError, as_refusal
+from twostroke.serve.errors import ApiError, as_api_error, as_refusal
 from twostroke.serve.http import Message
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
@@ -169,7 +169,10 @@ async def _ask(app: App, request: Line) -> tuple[int, msgspec.Raw]:
 
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     scope: Message = {"type": "http", "method": "POST", "path": request.url, "headers": headers}
-    await app(scope, receive, send)
+    try:
+        await app(scope, receive, send)
+    except Exception as error:  # after the response had begun; it is this line's alone
+        return 500, msgspec.Raw(as_api_error(error).body())
     return status, msgspec.Raw(b"".join(parts))
 
 
