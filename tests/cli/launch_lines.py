@@ -1,7 +1,7 @@
 """Lines that people start vLLM and llama-server with, and which of their flags cannot be taken.
 
-From recipes, documentation and public repositories, without variables and paths; a few have the name
-of a model that runs here instead of another of its family."""
+From recipes, documentation and public repositories, without variables and paths; a few have the
+name of a model that runs here instead of another of its family."""
 
 from __future__ import annotations
 
