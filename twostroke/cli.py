@@ -49,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(words: list[str], parser: Parser) -> argparse.Namespace | None:
-    """What was asked for; None: for nothing, and help was printed. What is wrong with options is
-    kept by `args.parser` until the command has read its own (`Parser.finish`)."""
+    """What was asked for; None: for nothing, and help was printed. A command that `TELLS_ALL` has
+    yet to call `args.parser.finish`, once it has read its settings."""
     commands = _commands(parser)
     command = commands.get(words[0]) if words else None
     if words and command is None and not words[0].startswith("-"):
@@ -59,17 +59,19 @@ def parse(words: list[str], parser: Parser) -> argparse.Namespace | None:
     if command is not None:
         of_others = words[0] in ("serve", "run-batch")
         rest = spelt(words[1:]) if of_others else words[1:]
-        words = [words[0], *command.without_unknown(rest)]
+        words = [words[0], *(command.without_unknown(rest) if command.tells_all else rest)]
     args, unexpected = parser.parse_known_args(words)
     if args.command is None:
         parser.print_help()
         return None
     # argparse leaves words that stand after an option; `run` takes them as part of the prompt.
-    if hasattr(args, "prompt"):
+    if args.parser.tells_all and hasattr(args, "prompt"):
         args.prompt += unexpected
-    else:
-        for word in unexpected:
-            args.parser.problem(f"unexpected argument {shown(word)}")
+        return args
+    for word in args.parser.without_unknown(unexpected):
+        args.parser.problem(f"unexpected argument {shown(word)}")
+    if not args.parser.tells_all:
+        args.parser.finish()
     return args
 
 
@@ -82,13 +84,14 @@ def make_parser(wanted: str | None = None) -> Parser:
     parser.add_argument("--version", action="version", version=f"twostroke {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     for module in (run, chat, serve, run_batch):
-        name = module.__name__.rpartition(".")[2].replace("_", "-")
+        name = module.__name__.rpartition(".")[2].rstrip("_").replace("_", "-")
         command = commands.add_parser(
             name,
             help=module.SUMMARY,
             description=module.DESCRIPTION,
             usage=f"twostroke {name} [options]{module.OPERANDS}",
         )
+        command.tells_all = getattr(module, "TELLS_ALL", False)
         if wanted in (None, name):
             module.add_arguments(command)
         command.set_defaults(execute=module.execute, parser=command)

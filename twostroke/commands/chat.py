@@ -38,6 +38,7 @@ DESCRIPTION = (
     "of it is not computed again, and the line below each answer says how much that was."
 )
 OPERANDS = ""
+TELLS_ALL = True  # that is wrong with a line and its settings, at once
 COMMANDS = {
     "/clear": "forget the conversation",
     "/exit": "leave (Ctrl-D too)",

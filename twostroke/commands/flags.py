@@ -103,7 +103,12 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 
 def engine_config(args: argparse.Namespace) -> EngineConfig | None:
     """None: a problem was found."""
-    return settings(args.parser, EngineConfig, given_of(args, EngineConfig))
+    return settings(args.parser, EngineConfig, engine_settings(args))
+
+
+def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What the user gave of the engine's settings."""
+    return given_of(args, EngineConfig)
 
 
 def settings(

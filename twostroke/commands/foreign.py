@@ -102,8 +102,9 @@ class TakeOnly(Foreign):
 def add_hidden(
     parser: Parser, flags: Iterable[str], action: type[argparse.Action], **options: Any
 ) -> None:
+    """Those that the parser has already are left as they are."""
     hidden: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
-    for flag in flags:
+    for flag in set(flags) - parser._option_string_actions.keys():
         parser.add_argument(flag, action=action, dest="foreign", **hidden, **options)
 
 

@@ -46,8 +46,10 @@ class Help(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """What is wrong is collected (`problems`) and told by `finish`; options that are taken though
-    they change nothing are collected, too (`notes`)."""
+    """What is wrong is collected (`problems`) and told by `finish`, if `tells_all`, else at once;
+    options that are taken though they change nothing are collected, too (`notes`)."""
+
+    tells_all = False
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, "formatter_class": Help, **options})
@@ -131,15 +133,20 @@ class Parser(argparse.ArgumentParser):
         try:
             return super()._match_argument(action, arg_strings_pattern)
         except argparse.ArgumentError:
+            if not self.tells_all:
+                raise
             self.problem(f"{_flag(action)}: a value is missing")
             return 0
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        if action.option_strings and not arg_strings and action.nargs in (None, "+"):
+        missing = action.option_strings and not arg_strings and action.nargs in (None, "+")
+        if self.tells_all and missing:
             return argparse.SUPPRESS  # which `_match_argument` has told of
         try:
             return super()._get_values(action, arg_strings)
         except argparse.ArgumentError as error:
+            if not self.tells_all:
+                raise
             given = shortened(" ".join(arg_strings))
             self.problem(f"{_flag(action)} {given}: {_reason(action, error)}")
             return argparse.SUPPRESS

@@ -29,6 +29,7 @@ DESCRIPTION = (
     "cache took follows below it, or on stderr if stdout is not a terminal."
 )
 OPERANDS = " [MODEL] PROMPT ..."
+TELLS_ALL = True  # that is wrong with a line and its settings, at once
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

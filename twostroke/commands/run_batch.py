@@ -28,6 +28,7 @@ DESCRIPTION = (
     "write their answers to another, in the same order. The options are those of `serve`."
 )
 OPERANDS = " [MODEL]"
+TELLS_ALL = True  # that is wrong with a line and its settings, at once
 
 
 def add_arguments(parser: Parser) -> None:

@@ -21,6 +21,7 @@ DESCRIPTION = (
     "one that twostroke does not have is refused with the reason."
 )
 OPERANDS = " [MODEL]"
+TELLS_ALL = True  # that is wrong with a line and its settings, at once
 
 
 def add_arguments(parser: Parser) -> None:

@@ -31,7 +31,6 @@ from twostroke.commands.vllm_flags import add_foreign_arguments
 from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
 from twostroke.serve.settings import ServeSettings
-from twostroke.serve.tools import PARSERS
 
 EVERYWHERE = "0.0.0.0"
 DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other names
@@ -136,8 +135,7 @@ def add_server_arguments(parser: Parser) -> None:
         group,
         "--tool-call-parser",
         metavar="NAME",
-        help=f"how the model's calls of tools are read: {', '.join(PARSERS)} (default: by its "
-        "template)",
+        help="how the model's calls of tools are read (default: auto, by its template)",
     )
     _add(group, "--ssl-keyfile", metavar="FILE", help="key of the TLS certificate")
     _add(group, "--ssl-certfile", metavar="FILE", help="TLS certificate")

@@ -27,13 +27,13 @@ class OpenedModel:
     dtype: str  # the weights' own
 
     def stored_as(self) -> str:
-        """What the file has most of its matrices in: "Q8_0", "Q4_K, Q6_K", "bfloat16"."""
+        """What the file has most of its matrices in: "Q8_0", "Q4_K + Q6_K", "bfloat16"."""
         sizes: Counter[str] = Counter()
         for name, shape in self.spec.weight_shapes().items():
             if len(shape) == 2:
                 sizes[str(self.weights.stored_type(name) or self.dtype)] += prod(shape)
         least = sizes.total() / 20  # a few matrices in another type are no part of its name
-        return ", ".join(type for type, size in sizes.most_common() if size >= least)
+        return " + ".join(type for type, size in sizes.most_common() if size >= least)
 
 
 def open_model(config: EngineConfig, files: ModelFiles, device: str) -> OpenedModel:
