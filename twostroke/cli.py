@@ -15,7 +15,19 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from twostroke import __version__
-from twostroke.commands import chat, run, run_batch, serve
+from twostroke.commands import (
+    ab,
+    bench,
+    chat,
+    import_,
+    phases,
+    roofline,
+    run,
+    run_batch,
+    serve,
+    trace,
+    why,
+)
 from twostroke.commands.parser import Parser
 from twostroke.commands.serve_flags import spelt
 from twostroke.commands.terminal import columns, wrapped
@@ -83,7 +95,8 @@ def make_parser(wanted: str | None = None) -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"twostroke {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    for module in (run, chat, serve, run_batch):
+    modules = (run, chat, serve, run_batch, bench, phases, roofline, trace, why, ab, import_)
+    for module in modules:
         name = module.__name__.rpartition(".")[2].rstrip("_").replace("_", "-")
         command = commands.add_parser(
             name,

@@ -12,7 +12,8 @@ import pytest
 
 from tests.server.running import Running, running
 from tests.tiny import tiny_llm
-from twostroke.serve.chat import AssistantMessage
+from twostroke.serve.conversation import AssistantMessage
+from twostroke.serve.deltas import ToolCallDelta
 from twostroke.serve.tools import ToolCalls
 
 HELLO: Any = [{"role": "user", "content": "the quick fox"}]
@@ -114,9 +115,7 @@ def test_one_call_only_where_parallel_calls_are_not_wanted() -> None:
         answer = AssistantMessage(tools, parallel)
         deltas = answer.push("So:" + call + call) + answer.flush()
         assert len(answer.calls) == count
-        assert {d["tool_calls"][0]["index"] for d in deltas if "tool_calls" in d} == set(
-            range(count)
-        )
+        assert {d.index for d in deltas if isinstance(d, ToolCallDelta)} == set(range(count))
         assert answer.content == "So:"
         assert answer.finish_reason("stop") == "tool_calls"
         assert answer.finish_reason("length") == "length"

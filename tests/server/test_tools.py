@@ -14,7 +14,8 @@ import pytest
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke import LLM, SamplingParams
 from twostroke.errors import RequestError
-from twostroke.serve.tools import ContentDelta, Delta, ToolCallDelta, ToolCalls, choose_parser
+from twostroke.serve.deltas import ContentDelta, Delta, ToolCallDelta
+from twostroke.serve.tools import ToolCalls, choose_parser
 
 WEATHER = {
     "type": "object",

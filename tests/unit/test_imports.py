@@ -26,6 +26,7 @@ LAYERS = {
     "twostroke.commands": 8,
     "twostroke.serve": 7,
     "twostroke.llm": 7,
+    "twostroke.measure": 7,  # talks to servers; of the engine it knows model shapes and ceilings
     "twostroke.engine": 6,
     "twostroke.observe": 5,  # what explains a run to the engine and the server
     "twostroke.sched": 4,

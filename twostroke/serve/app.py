@@ -4,8 +4,6 @@ fails is answered, and `/openapi.json`, made from the route table and the reques
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
@@ -30,22 +28,14 @@ from twostroke.serve.protocol import (
     ResponsesRequest,
     TokenizeRequest,
 )
+from twostroke.serve.records import record_routes
 from twostroke.serve.responses import ResponsesGeneration
+from twostroke.serve.routing import Route, Router
 from twostroke.serve.service import Service
 from twostroke.serve.settings import ServeSettings
 
 CLIENT_GONE = 499  # nginx's number for it; only the metrics see it
 _REF = "#/components/schemas/{name}"
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    method: str
-    path: str
-    handler: Callable[[HttpRequest], Awaitable[None]]
-    summary: str
-    body: type[msgspec.Struct] | None = None
-    open: bool = False  # answers without a key
 
 
 class ApiKeys:
@@ -82,10 +72,8 @@ class App:
         self.service = Service(client, settings)
         self._info = InfoRoutes(self.service)
         self.routes = self._make_routes()
-        self._by_path: dict[str, dict[str, Route]] = {}
-        for route in self.routes:
-            self._by_path.setdefault(route.path, {})[route.method] = route
-        self.service.metrics.expect_routes(self._by_path)
+        self._router = Router(self.routes)
+        self.service.metrics.expect_routes(self._router)
         self._keys = ApiKeys(settings.api_keys)
         self._failures = FailureLog()
         self._max_head_bytes = settings.max_header_bytes
@@ -110,6 +98,7 @@ class App:
             Route("GET", "/version", info.version, "The server's version."),
             Route("GET", "/metrics", info.metrics, "Prometheus.", open=settings.metrics_open),
             Route("GET", "/openapi.json", self._describe, "This description."),
+            *record_routes(service),
         ]
         if settings.dash:
             dash = DashRoutes(service)
@@ -126,7 +115,7 @@ class App:
         path = "unknown"  # a label of the metrics, so not the client's to choose
         try:
             check_head(http, self._max_head_bytes)
-            route = self._find(http)
+            route = self._router.find(http)
             if isinstance(route, ApiError):
                 self._keys.check(http)  # without a key one does not learn what there is
                 raise route
@@ -146,16 +135,6 @@ class App:
             self.service.metrics.answered(path, http.status)
             if http.late_error is not None:
                 self._failures.add(http, path, http.late_error)
-
-    def _find(self, http: HttpRequest) -> Route | ApiError:
-        methods = self._by_path.get(http.path)
-        if methods is None:
-            return ApiError(404, f"there is no {http.path[:200]!r} here", code="not_found")
-        method = "GET" if http.method == "HEAD" else http.method
-        if method not in methods:
-            allow = ((b"allow", ", ".join(methods).encode()),)
-            return ApiError(405, f"{http.path} takes {' and '.join(methods)}", headers=allow)
-        return methods[method]
 
     async def close(self) -> None:
         """The server has ended."""
@@ -202,15 +181,21 @@ def _openapi(routes: list[Route], with_key: bool) -> dict[str, Any]:
 
 def _operation(route: Route, schema_of: dict[Any, Any]) -> dict[str, Any]:
     error = {"application/json": {"schema": schema_of[ErrorAnswer]}}
+    named = "".join(char if char.isalnum() else "_" for char in route.path)
     operation: dict[str, Any] = {
         "summary": route.summary,
-        "operationId": f"{route.method.lower()}{route.path.replace('/', '_').replace('.', '_')}",
+        "operationId": f"{route.method.lower()}{named}",
         "responses": {
             "200": {"description": "The answer.", "content": _answer(route)},
             "4XX": {"description": "What is wrong with the request.", "content": error},
             "5XX": {"description": "Why it cannot be answered now.", "content": error},
         },
     }
+    if params := [word[1:-1] for word in route.path.split("/") if word.startswith("{")]:
+        text = {"type": "string"}
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": text} for name in params
+        ]
     if route.body is not None:
         content = {"application/json": {"schema": schema_of[route.body]}}
         operation["requestBody"] = {"required": True, "content": content}

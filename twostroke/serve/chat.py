@@ -1,16 +1,14 @@
-"""`POST /v1/chat/completions`: the response's JSON and events, and tool calls in them."""
+"""`POST /v1/chat/completions`: the response's JSON and events."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
 from twostroke.outputs import CompletionOutput, RequestOutput
 from twostroke.request import EngineRequest
-from twostroke.serve.errors import ApiError
-from twostroke.serve.generate import ChunkWriter, Generation
-from twostroke.serve.params import chat_params
+from twostroke.serve.conversation import AssistantMessage, Conversation
+from twostroke.serve.deltas import ContentDelta, Delta, ReasoningDelta
+from twostroke.serve.generate import ChunkWriter
 from twostroke.serve.protocol import ChatRequest
 from twostroke.serve.response_fields import (
     Json,
@@ -19,7 +17,6 @@ from twostroke.serve.response_fields import (
     timings,
 )
 from twostroke.serve.service import Service
-from twostroke.serve.settings import ServeSettings
 from twostroke.serve.sse import (
     Encoded,
     LazyList,
@@ -28,37 +25,25 @@ from twostroke.serve.sse import (
     event,
     long_event,
 )
-from twostroke.serve.tools import ContentDelta, Delta, ToolCalls
 
 
-class ChatGeneration(Generation[ChatRequest]):
+class ChatGeneration(Conversation[ChatRequest]):
     request_type = ChatRequest
     id_prefix = "chatcmpl"
 
     def __init__(self, service: Service, request: ChatRequest) -> None:
         super().__init__(service, request)
-        self.num_choices = request.n or 1
-        self.tools: ToolCalls | None = None
         self.role = service.settings.response_role
         as_ids = bool(request.return_tokens_as_token_ids)
         self._logprobs = LogprobWriter(service.token_names, request.top_logprobs or 0, as_ids)
 
+    def as_chat(self) -> ChatRequest:
+        return self.request
+
     def prepare(self) -> list[EngineRequest]:
-        service, request = self.service, self.request
-        template = service.client.input_processor.chat_template
-        self.tools = requested_tools(request, service.settings, template)
-        forced = None
-        if self.tools is not None:
-            forced = self.tools.structured_outputs()
-            self.tools.drop_schemas()
-        params = chat_params(request, service.client.info, service.settings, forced)
-        variables: Json = {}
-        if request.reasoning_effort is not None:
-            variables["reasoning_effort"] = request.reasoning_effort
-        ids = service.prompts.render(request.messages, request, **variables)
-        if request.add_generation_prompt is False:
-            self.role = str(request.messages[-1].get("role"))
-        return [service.prompts.prepare(ids, params, request)]
+        if self.request.add_generation_prompt is False and self.request.messages:
+            self.role = str(self.request.messages[-1].get("role"))
+        return super().prepare()
 
     def stream_writer(self) -> ChatStreamWriter:
         return ChatStreamWriter(self)
@@ -75,16 +60,13 @@ class ChatGeneration(Generation[ChatRequest]):
             response["prompt_token_ids"] = output.prompt_token_ids
         return response
 
-    def new_message(self) -> AssistantMessage:
-        return AssistantMessage(self.tools, self.request.parallel_tool_calls is not False)
-
     def _choice(self, completion: CompletionOutput) -> Json:
         said = self.new_message()
         said.push(completion.text)
         said.flush()
         message: Json = {"role": self.role, "content": said.content, "refusal": None}
         if said.calls:
-            message["tool_calls"] = said.calls
+            message["tool_calls"] = [call.to_dict() for call in said.calls]
         choice = {
             "index": completion.index,
             "message": message,
@@ -172,10 +154,10 @@ class ChatStreamWriter(ChunkWriter[ChatGeneration]):
     def _chunks(self, output: RequestOutput, completion: CompletionOutput) -> list[Json]:
         """One chunk a token; with tools several, or none yet. The last has the finish reason."""
         generation, message = self.generation, self._messages[completion.index]
-        deltas = message.push(completion.text)
+        deltas = [_as_json(delta) for delta in message.push(completion.text)]
         reason = None
         if completion.finish_reason is not None:
-            deltas += message.flush()
+            deltas += [_as_json(delta) for delta in message.flush()]
             reason = message.finish_reason(completion.finish_reason)
         elif not deltas and completion.logprobs:
             deltas = [{}]  # the logprobs of a token whose text is held back
@@ -195,71 +177,10 @@ class ChatStreamWriter(ChunkWriter[ChatGeneration]):
         return chunks
 
 
-# ── tool calls ──────────────────────────────────────────────────────────────────────────────────
-
-
-def requested_tools(
-    request: ChatRequest, settings: ServeSettings, chat_template: str | None
-) -> ToolCalls | None:
-    """The tools that the model may call; None if there are none to call. The template shows them to
-    the model all the same."""
-    if not request.tools and request.tool_choice in (None, "none", "auto"):
-        return None
-    parser = settings.tool_call_parser or "auto"
-    tools = msgspec.to_builtins(request.tools or [])
-    calls = ToolCalls(parser, tools, request.tool_choice, chat_template)
-    if calls.choice == "auto" and not settings.enable_auto_tool_choice:
-        raise ApiError(
-            400,
-            'tool_choice "auto" is switched off here; use "required", "none" or name a tool',
-            param="tool_choice",
-        )
-    return None if calls.choice == "none" else calls
-
-
-class AssistantMessage:
-    """The message of one choice as it is written: text and tool calls."""
-
-    def __init__(self, tools: ToolCalls | None, parallel: bool = True) -> None:
-        self._tools = tools
-        self._stream = None if tools is None else tools.stream()
-        self._parallel = parallel
-        self._text: list[str] = []
-
-    @property
-    def calls(self) -> list[Json]:
-        if self._stream is None:
-            return []
-        calls = self._stream.calls if self._parallel else self._stream.calls[:1]
-        return [call.to_dict() for call in calls]
-
-    @property
-    def content(self) -> str | None:
-        """None in a message that has only tool calls."""
-        text = "".join(self._text)
-        return text if text or not self.calls else None
-
-    def push(self, text: str) -> list[Json]:
-        """What is new, as deltas of the message. Text that may become a tool call is held back."""
-        if self._stream is None:
-            self._text.append(text)
-            return [{"content": text}]
-        return self._take(self._stream.push(text))
-
-    def flush(self) -> list[Json]:
-        return [] if self._stream is None else self._take(self._stream.flush())
-
-    def finish_reason(self, reason: str | None) -> str | None:
-        """As OpenAI has it: "tool_calls" unless the tool was forced by name."""
-        named = self._tools is not None and self._tools.choice.startswith("name:")
-        return "tool_calls" if self.calls and reason == "stop" and not named else reason
-
-    def _take(self, deltas: list[Delta]) -> list[Json]:
-        shown: list[Json] = []
-        for delta in deltas:
-            if isinstance(delta, ContentDelta):
-                self._text.append(delta.text)
-                shown.append({"content": delta.text})
-            elif self._parallel or delta.index == 0:
-                shown.append({"tool_calls": [delta.to_dict()]})
-        return shown
+def _as_json(delta: Delta) -> Json:
+    """As a chunk's `delta` has it."""
+    if isinstance(delta, ContentDelta):
+        return {"content": delta.text}
+    if isinstance(delta, ReasoningDelta):
+        return {"reasoning": delta.text}
+    return {"tool_calls": [delta.to_dict()]}

@@ -28,7 +28,7 @@ from twostroke.plan import BROKEN_LOGITS
 from twostroke.request import EngineRequest
 from twostroke.serve.errors import ApiError, ClientGone, as_api_error
 from twostroke.serve.http import DirectWriter, HttpRequest
-from twostroke.serve.protocol import GenerateRequest, StreamOptions
+from twostroke.serve.protocol import Body, GenerateRequest, StreamOptions
 from twostroke.serve.response_fields import (
     Json,
     ResponseHead,
@@ -43,7 +43,7 @@ from twostroke.serve.sse import DONE, Encoded, error_event, event
 SUBMITTED_AT_ONCE = 16  # prompts of one request, before other requests get their turn
 LOGPROB_BYTES = 8  # of a token and its log-probability, as `Logprobs` keeps them
 
-R = TypeVar("R", bound=GenerateRequest)
+R = TypeVar("R", bound=Body)
 G = TypeVar("G", bound="Generation[Any]")
 
 
@@ -62,11 +62,14 @@ class Generation(ABC, Generic[R]):
 
     request_type: ClassVar[type[Any]]
     id_prefix: ClassVar[str]
+    fields: GenerateRequest  # of every route: the request's own, or what it was translated to
     head: ResponseHead
 
     def __init__(self, service: Service, request: R) -> None:
         self.service = service
         self.request = request
+        if isinstance(request, GenerateRequest):
+            self.fields = request
         self.num_choices = 1  # prompts times n
 
     @abstractmethod
@@ -106,7 +109,7 @@ class ChunkWriter(ABC, Generic[G]):
         return chunk | more
 
     def progress_event(self, output: RequestOutput) -> bytes:
-        if not self.generation.request.return_progress or not output.num_prefilled:
+        if not self.generation.fields.return_progress or not output.num_prefilled:
             return b""
         return event(self.chunk([], prompt_progress=progress(output)))
 
@@ -135,16 +138,17 @@ class GenerateRoute:
         service, kind = self._service, self._kind
         service.admission.check()
         async with service.read(http, kind.request_type) as (request, num_bytes):
-            service.check_model(request.model)
             generation = kind(service, request)
+            fields = generation.fields
+            service.check_model(fields.model)
+            service.apply_settings(http, fields)
             service.admission.check(generation.num_choices)
-            requests = await service.prompts.prepare_off_loop(
-                request, num_bytes, generation.prepare
-            )
-        head = service.response_head(kind.id_prefix, request.request_id, request.model)
+            requests = await service.prompts.prepare_off_loop(fields, num_bytes, generation.prepare)
+        fields.drop_input()
+        head = service.response_head(kind.id_prefix, fields.request_id, fields.model)
         http.response_id = head.id
         generation.begin(head, requests)
-        writer = generation.stream_writer() if request.stream else None
+        writer = generation.stream_writer() if fields.stream else None
         async with self._running(http, requests, head.id, writer) as stream:
             if writer is not None:
                 await stream.send(http, writer)

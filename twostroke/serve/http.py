@@ -62,6 +62,7 @@ class HttpRequest:
         self.scope = scope
         self.method: str = scope["method"]
         self.path: str = scope["path"]
+        self.path_params: dict[str, str] = {}  # what stands where the route's path has a {name}
         self.status = 0  # of the response; 0: none has begun
         self.late_error: ApiError | None = None  # of a response that had begun
         self.response_id = ""  # of an answer, once it has one

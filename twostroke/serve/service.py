@@ -23,7 +23,7 @@ from twostroke.serve.errors import ApiError, retry_after, unavailable
 from twostroke.serve.http import HttpRequest
 from twostroke.serve.metrics import Metrics
 from twostroke.serve.prompts import Prompts
-from twostroke.serve.protocol import GenerateRequest
+from twostroke.serve.protocol import Body, GenerateRequest
 from twostroke.serve.response_fields import ResponseHead, TokenNames
 from twostroke.serve.settings import ServeSettings
 from twostroke.serve.tracing import Tracing
@@ -62,13 +62,11 @@ class Service:
     async def read(self, http: HttpRequest, kind: type[T]) -> AsyncIterator[tuple[T, int]]:
         """The request and its size. Leave once a prompt is made of it: its memory is counted."""
         async with self.bodies.read(http, kind) as (request, num_bytes):
-            if isinstance(request, GenerateRequest):
-                self._apply_settings(http, request)
             yield request, num_bytes
-            if isinstance(request, GenerateRequest):
+            if isinstance(request, Body):
                 request.drop_input()
 
-    def _apply_settings(self, http: HttpRequest, request: GenerateRequest) -> None:
+    def apply_settings(self, http: HttpRequest, request: GenerateRequest) -> None:
         """What the server decides for a request, whatever the request says."""
         settings = self.settings
         if len(settings.api_keys) > 1 and not settings.prefix_cache_sharing:

@@ -13,11 +13,11 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from twostroke.errors import RequestError, nearest
 from twostroke.request import StructuredOutputs
+from twostroke.serve.deltas import ContentDelta, Delta, ToolCall, ToolCallDelta
 from twostroke.structured import JSON_SPACE
 
 PARSERS: Final = ("hermes", "llama3_json")
@@ -26,42 +26,6 @@ MAX_TOOLS: Final = 128
 NAME: Final = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 SPACE: Final = " \t\r\n"
 ARGUMENTS: Final = ("arguments", "parameters")  # either style is understood in both
-
-
-@dataclass(frozen=True, slots=True)
-class ContentDelta:
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCallDelta:
-    """A part of a call: the first has the id and the name, the others only arguments."""
-
-    index: int
-    id: str | None = None
-    name: str | None = None
-    arguments: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """As OpenAI streams it."""
-        if self.id is None:
-            return {"index": self.index, "function": {"arguments": self.arguments}}
-        function = {"name": self.name, "arguments": self.arguments}
-        return {"index": self.index, "id": self.id, "type": "function", "function": function}
-
-
-@dataclass(slots=True)
-class ToolCall:
-    id: str
-    name: str
-    arguments: str  # as the model wrote them: cut off, if the text was
-
-    def to_dict(self) -> dict[str, Any]:
-        function = {"name": self.name, "arguments": self.arguments}
-        return {"id": self.id, "type": "function", "function": function}
-
-
-Delta = ContentDelta | ToolCallDelta
 
 
 def choose_parser(chat_template: str | None) -> str:

@@ -1,0 +1,58 @@
+"""`twostroke phases`: one controlled request to a server, taken apart into prefill and decode."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from pathlib import Path
+
+from twostroke.commands.bench import NOT_CERTIFIED, add_server_url, api_key
+
+SUMMARY = "one request taken apart: slow to start, or slow to stream?"
+DESCRIPTION = (
+    "Send one controlled request (fixed prompt, fixed output, nobody else) to any server that "
+    "speaks OpenAI's API, and say where its time went: queue, prefill, decode. The evidence it had "
+    "is named: client only, /metrics, per request, step records. Exit status 3 if the figures do "
+    "not count. Example: twostroke phases http://localhost:8000 --prompt-tokens 2000"
+)
+OPERANDS = " URL"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_server_url(parser)
+    add = parser.add_argument
+    add("--model", help="default: the first that the server has")
+    add("--prompt-tokens", type=int, default=512, metavar="N", help="default 512")
+    add("--output-tokens", type=int, default=64, metavar="N", help="default 64")
+    add("--repeat", type=int, default=3, metavar="N", help="requests, one after the other")
+    add("--chat", action="store_true", help="over /v1/chat/completions")
+    add("--html", metavar="FILE", help="a report in one file")
+    add("--json", action="store_true")
+
+
+def execute(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from twostroke.measure.client import CHAT, COMPLETIONS
+    from twostroke.measure.phases import measure_phases
+    from twostroke.measure.phases_report import phases_page, show_phases
+
+    found = asyncio.run(
+        measure_phases(
+            args.url,
+            api_key(args),
+            args.model,
+            args.prompt_tokens,
+            args.output_tokens,
+            args.repeat,
+            CHAT if args.chat else COMPLETIONS,
+        )
+    )
+    if args.json:
+        print(json.dumps(found.as_json()))
+    else:
+        show_phases(Console(), found)
+    if args.html:
+        Path(args.html).write_text(phases_page(found), encoding="utf-8")
+    return NOT_CERTIFIED if found.problems else 0

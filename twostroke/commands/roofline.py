@@ -1,0 +1,89 @@
+"""`twostroke roofline`: how fast a model could be on a machine, for each phase."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from twostroke.commands.bench import api_key
+from twostroke.commands.trace import fetch_records
+from twostroke.errors import ConfigError
+
+if TYPE_CHECKING:
+    from twostroke.measure.roofline import MeasuredPhase
+
+SUMMARY = "how fast a model could be on a machine, by phase"
+DESCRIPTION = (
+    "Floors for prefill and decode from a model's shape and a machine's rates: FLOPs, bytes, TTFT "
+    "and TPOT that nobody can be faster than, KV bytes per token, how many requests fit, where "
+    "batching stops helping. MODEL is a known name (llama-3.1-8b), a size alone (7B), a folder, a "
+    "config.json or a GGUF file. Example: "
+    "twostroke roofline llama-3.1-8b --hardware H100 --batch 32"
+)
+OPERANDS = " MODEL"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", metavar="MODEL")
+    add("--hardware", default="here", metavar="H", help="such as A100, H100, 4090; here: measured")
+    add("--prompt", "--input-len", type=int, default=1024, metavar="N", help="tokens to prefill")
+    add("--context", type=int, metavar="N", help="of a decoding stream; default: the prompt")
+    add("--batch", type=int, default=1, metavar="N", help="streams that decode together")
+    add("--tensor-parallel-size", "-tp", type=int, default=1, metavar="N")
+    add("--weights", choices=("fp32", "fp16", "fp8", "int8", "int4", "fp4"), default="fp16")
+    add("--kv-cache-dtype", choices=("fp32", "fp16", "fp8", "int8"), default="fp16")
+    add("--server", metavar="URL", help="draw what this twostroke server's last minute reached")
+    add("--api-key", metavar="KEY", help="of --server; default: OPENAI_API_KEY, if set")
+    add("--html", metavar="FILE", help="with a picture, in one file")
+    add("--json", action="store_true")
+
+
+def execute(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from twostroke.measure.hardware import find_hardware
+    from twostroke.measure.roofline import Roofline, Settings, measured_phases
+    from twostroke.measure.roofline_report import roofline_page, show_roofline
+    from twostroke.measure.shapes import find_spec, parameter_count
+
+    for name in ("prompt", "batch", "tensor_parallel_size"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
+    settings = Settings(
+        prompt=args.prompt,
+        context=args.context or args.prompt,
+        batch=args.batch,
+        tensor_parallel=args.tensor_parallel_size,
+        weights=args.weights,
+        kv=args.kv_cache_dtype,
+    )
+    count = parameter_count(args.model)
+    spec = None if count else find_spec(args.model)
+    found = Roofline(spec, find_hardware(args.hardware), settings, count or 0.0)
+    measured = []
+    if args.server:
+        records = asyncio.run(fetch_records(args.server, api_key(args), 60.0))
+        measured = measured_phases(records["steps"])
+    if args.json:
+        print(json.dumps(found.as_json() | {"measured": [vars_of(one) for one in measured]}))
+    else:
+        show_roofline(Console(), args.model, found, measured)
+    if args.html:
+        page = roofline_page(args.model, found, measured)
+        Path(args.html).write_text(page, encoding="utf-8")
+        print(f"picture: {args.html}")
+    return 0
+
+
+def vars_of(one: MeasuredPhase) -> dict[str, Any]:
+    return {
+        "phase": one.name,
+        "steps": one.steps,
+        "intensity_flops_per_byte": one.intensity,
+        "flops_per_s": one.flops_per_s,
+        "bytes_per_s": one.num_bytes / one.seconds,
+    }

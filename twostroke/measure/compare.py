@@ -1,0 +1,139 @@
+"""Two ways to serve, compared by pairs of runs: ratio, interval, verdict.
+
+A run is the unit: requests of one run share its luck, so that their number is no evidence of its
+own. Runs come in pairs on the same requests (same seed), one of each arm, in the order A B, B A, A
+B, …, so that a machine that slows down slows both. The ratio B / A of each pair is taken as a
+logarithm; its mean has a t interval, widened for the number of metrics (Bonferroni).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+CONFIDENCE = 0.95
+POWER = 0.9
+SAME = 0.03  # arms whose interval lies within ±3% are the same
+# Metric → whether more is better.
+METRICS = {
+    "ttft": False,
+    "tpot": False,
+    "itl_p99": False,
+    "throughput": True,
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """B against A in one metric. `ratio` above 1: B's figure is larger."""
+
+    metric: str
+    ratio: float
+    low: float
+    high: float
+    pairs: int
+    detectable: float  # the relative change that so many pairs find in nine of ten cases
+    verdict: str  # WIN, LOSS, TIE, INCONCLUSIVE: of B
+
+    def as_json(self) -> dict[str, float | str | int]:
+        return {
+            "metric": self.metric,
+            "ratio": self.ratio,
+            "low": self.low,
+            "high": self.high,
+            "pairs": self.pairs,
+            "detectable": self.detectable,
+            "verdict": self.verdict,
+        }
+
+
+def compare(
+    metric: str, a: Sequence[float], b: Sequence[float], num_metrics: int, same: float = SAME
+) -> Comparison:
+    """`a` and `b`: one figure a run, in pairs."""
+    logs = [math.log(y / x) for x, y in zip(a, b, strict=True) if x > 0 and y > 0]
+    count = len(logs)
+    if count < 2:
+        return Comparison(metric, 1.0, 0.0, math.inf, count, math.inf, "INCONCLUSIVE")
+    mean, error = statistics.fmean(logs), statistics.stdev(logs) / math.sqrt(count)
+    t = t_quantile(1 - (1 - CONFIDENCE) / 2 / num_metrics, count - 1)
+    low, high = mean - t * error, mean + t * error
+    better = METRICS.get(metric, False)
+    if low > 0 or high < 0:
+        verdict = "WIN" if (low > 0) == better else "LOSS"
+        if max(abs(low), abs(high)) <= math.log1p(same):
+            verdict = "TIE"  # there is a difference, and it does not matter
+    elif max(-low, high) <= math.log1p(same):
+        verdict = "TIE"
+    else:
+        verdict = "INCONCLUSIVE"
+    found = math.expm1((t + t_quantile(POWER, count - 1)) * error)
+    return Comparison(metric, math.exp(mean), math.exp(low), math.exp(high), count, found, verdict)
+
+
+def overall(found: Sequence[Comparison]) -> str:
+    """One word for all metrics: a loss anywhere outweighs a win elsewhere."""
+    verdicts = {one.verdict for one in found}
+    if "LOSS" in verdicts:
+        return "MIXED" if "WIN" in verdicts else "LOSS"
+    if "WIN" in verdicts:
+        return "WIN"
+    return "TIE" if verdicts == {"TIE"} else "INCONCLUSIVE"
+
+
+def pairs_needed(spread: float, effect: float, num_metrics: int = 1) -> int:
+    """Pairs to find a relative `effect` in nine of ten cases, where the logarithm of a pair's
+    ratio has the standard deviation `spread`."""
+    for count in range(2, 1000):
+        t = t_quantile(1 - (1 - CONFIDENCE) / 2 / num_metrics, count - 1)
+        if (t + t_quantile(POWER, count - 1)) * spread / math.sqrt(count) <= math.log1p(effect):
+            return count
+    return 1000
+
+
+@lru_cache(maxsize=1024)
+def t_quantile(share: float, freedom: int) -> float:
+    """Below which value Student's t lies with probability `share` (at least one half)."""
+    low, high = 0.0, 1e3
+    for _ in range(80):
+        middle = (low + high) / 2
+        if t_share(middle, freedom) < share:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def t_share(value: float, freedom: int) -> float:
+    """The probability that Student's t is at most `value` (from 0 on): 1 − I(x; ν/2, 1/2) / 2."""
+    x = freedom / (freedom + value * value)
+    return 1 - 0.5 * _beta_share(x, freedom / 2, 0.5)
+
+
+def _beta_share(x: float, a: float, b: float) -> float:
+    """The regularised incomplete beta function, by its continued fraction (modified Lentz)."""
+    if x <= 0 or x >= 1:
+        return float(x >= 1)
+    if x > (a + 1) / (a + b + 2):
+        return 1 - _beta_share(1 - x, b, a)
+    front = math.exp(
+        math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
+    )
+    tiny, fraction, c, d = 1e-300, 1.0, 1.0, 0.0
+    for n in range(400):
+        half = n // 2
+        if n == 0:
+            numerator = 1.0
+        elif n % 2 == 0:
+            numerator = half * (b - half) * x / ((a + 2 * half - 1) * (a + 2 * half))
+        else:
+            numerator = -(a + half) * (a + b + half) * x / ((a + 2 * half) * (a + 2 * half + 1))
+        d = 1 / (1 + numerator * d if abs(1 + numerator * d) > tiny else tiny)
+        c = 1 + numerator / c if abs(1 + numerator / c) > tiny else tiny
+        fraction *= c * d
+        if abs(c * d - 1) < 1e-12:
+            break
+    return front * (fraction - 1) / a

@@ -1,0 +1,95 @@
+"""What the figures mean: one set of definitions for every command, report and test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+DEFINITIONS = {
+    "ttft": "time to first token: from when the request was due to be sent (its scheduled time, "
+    "not the time at which the client got round to it) to the first event with content; the "
+    "role, empty deltas and prefill progress are no content",
+    "itl": "inter-token latency: time between two successive events with content of one request; "
+    "an event that brings several tokens counts once",
+    "tpot": "time per output token: (last content event - first content event) / (output tokens "
+    "- 1), one figure a request; requests with one token have none",
+    "e2el": "end-to-end latency: from the scheduled time to the last content event",
+    "output tokens": "as the server's usage says; where it says nothing, events with content",
+    "throughput": "tokens of requests that succeeded, divided by the time from the first "
+    "scheduled send to the last answer's end",
+    "goodput": "requests a second that succeeded and met every goal given",
+}
+
+
+@dataclass(slots=True)
+class Sample:
+    """One request as the client saw it. Times are seconds on one monotonic clock."""
+
+    scheduled_s: float
+    sent_s: float = 0.0
+    content_s: list[float] = field(default_factory=list)  # when each event with content came
+    ended_s: float = 0.0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int | None = None  # None: the server does not say
+    text: str = ""
+    finish_reason: str | None = None
+    error: str = ""
+    timings: dict[str, Any] | None = None  # the server's own, as llama.cpp and twostroke send them
+
+    @property
+    def ok(self) -> bool:
+        return not self.error and bool(self.content_s)
+
+    @property
+    def lag_s(self) -> float:
+        """How much later than scheduled it was sent."""
+        return self.sent_s - self.scheduled_s
+
+    @property
+    def ttft_s(self) -> float:
+        return self.content_s[0] - self.scheduled_s
+
+    @property
+    def e2el_s(self) -> float:
+        return self.content_s[-1] - self.scheduled_s
+
+    @property
+    def itls_s(self) -> list[float]:
+        return [after - before for before, after in pairwise(self.content_s)]
+
+    @property
+    def tpot_s(self) -> float | None:
+        if self.output_tokens < 2:
+            return None
+        return (self.content_s[-1] - self.content_s[0]) / (self.output_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Goals:
+    """Seconds a request must stay within to count for goodput; None: no matter."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2el_s: float | None = None
+
+    @property
+    def given(self) -> bool:
+        return (self.ttft_s, self.tpot_s, self.e2el_s) != (None, None, None)
+
+    def met(self, sample: Sample) -> bool:
+        if not sample.ok:
+            return False
+        pairs = (
+            (self.ttft_s, sample.ttft_s),
+            (self.tpot_s, sample.tpot_s),
+            (self.e2el_s, sample.e2el_s),
+        )
+        return all(goal is None or took is None or took <= goal for goal, took in pairs)
+
+
+def goodput(samples: Sequence[Sample], goals: Goals, duration_s: float) -> float:
+    """Requests a second that met the goals."""
+    return sum(map(goals.met, samples)) / duration_s if duration_s else 0.0

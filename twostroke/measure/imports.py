@@ -1,0 +1,193 @@
+"""Result files of other tools, restated in our definitions, with what cannot be compared said.
+
+vllm bench serve      one JSON object with mean_ttft_ms … (ours too)
+sglang bench_serving  one JSON object a line, the same names with small differences
+guidellm              benchmarks[].metrics.time_to_first_token_ms …
+aiperf, genai-perf    records with time_to_first_token.avg …
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from twostroke.errors import ConfigError
+
+FIELDS = ("ttft", "tpot", "itl", "e2el")
+STATISTICS = ("mean", "median", "p90", "p95", "p99")
+
+
+def import_result(path: str) -> dict[str, Any]:
+    """What a file says, under our names; `differences` has what means something else there."""
+    text = _text(path)
+    for line in (text, text.splitlines()[-1] if text.strip() else ""):
+        try:
+            content = json.loads(line)
+        except ValueError:
+            continue
+        for name, (knows, read) in READERS.items():
+            if isinstance(content, dict) and knows(content):
+                return {"schema_version": 1, "tool": name, "file": path, **read(content)}
+    raise ConfigError(
+        f"{path} is no result that is known; there are readers for {', '.join(READERS)}"
+    )
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+
+
+# ── vLLM, SGLang, twostroke ─────────────────────────────────────────────────────────────────
+
+
+def _flat(content: dict[str, Any], source: str, differences: list[str]) -> dict[str, Any]:
+    metrics = {
+        field: {
+            name: content[key]
+            for name in STATISTICS
+            if isinstance(content.get(key := f"{name}_{field}_ms"), int | float)
+        }
+        for field in FIELDS
+    }
+    if source == "sglang":
+        metrics["e2el"] = {
+            name: content[key]
+            for name in STATISTICS
+            if isinstance(content.get(key := f"{name}_e2e_latency_ms"), int | float)
+        }
+    return {
+        "requests": content.get("completed"),
+        "failed": content.get("failed", 0),
+        "duration_s": content.get("duration"),
+        "request_throughput": content.get("request_throughput"),
+        "output_throughput": content.get("output_throughput"),
+        "metrics": metrics,
+        "differences": differences,
+    }
+
+
+def _vllm(content: dict[str, Any]) -> dict[str, Any]:
+    return _flat(
+        content,
+        "vllm",
+        [
+            "latency counts from when the client sent the request, not from when it was due: a "
+            "client that falls behind looks faster",
+            "TTFT is the first event of the stream, which for a chat may have no content",
+        ],
+    )
+
+
+def _sglang(content: dict[str, Any]) -> dict[str, Any]:
+    return _flat(
+        content,
+        "sglang",
+        [
+            "latency counts from when the client sent the request, not from when it was due",
+            "output tokens may be counted again by the client's tokenizer (…_retokenized)",
+        ],
+    )
+
+
+def _own(content: dict[str, Any]) -> dict[str, Any]:
+    return _flat(content, "twostroke", [])
+
+
+# ── guidellm ────────────────────────────────────────────────────────────────────────────────
+
+_GUIDELLM = {
+    "ttft": "time_to_first_token_ms",
+    "tpot": "time_per_output_token_ms",
+    "itl": "inter_token_latency_ms",
+    "e2el": "request_latency",
+}
+
+
+def _guidellm(content: dict[str, Any]) -> dict[str, Any]:
+    found = content["benchmarks"][0]
+    metrics = found["metrics"]
+    read: dict[str, dict[str, float]] = {}
+    for field, name in _GUIDELLM.items():
+        summary = metrics.get(name, {}).get("successful") or {}
+        scale = 1e3 if name == "request_latency" else 1.0  # that one is in seconds
+        values = {"mean": summary.get("mean"), "median": summary.get("median")}
+        values |= {p: summary.get("percentiles", {}).get(p) for p in ("p90", "p95", "p99")}
+        read[field] = {k: scale * v for k, v in values.items() if isinstance(v, int | float)}
+    # Its TPOT divides the whole latency by all tokens; its ITL is what others call TPOT.
+    read["tpot"], theirs = read["itl"], read["tpot"]
+    read["itl"] = {}
+    requests = metrics.get("request_totals") or found.get("run_stats", {}).get("requests_made", {})
+    rate = metrics.get("requests_per_second", {}).get("successful", {}).get("mean")
+    tokens = metrics.get("output_tokens_per_second", {}).get("successful", {}).get("mean")
+    return {
+        "requests": requests.get("successful"),
+        "failed": requests.get("errored", 0),
+        "duration_s": found.get("duration"),
+        "request_throughput": rate,
+        "output_throughput": tokens,
+        "metrics": read,
+        "theirs": {"time_per_output_token_ms": theirs},
+        "differences": [
+            "guidellm's inter_token_latency is (last - first token) / (tokens - 1), a figure a "
+            "request: our TPOT, and it is restated as such; gaps between single tokens (our ITL) "
+            "are not in the file",
+            "guidellm's time_per_output_token divides the request's whole latency by all its "
+            "tokens, so it has the TTFT in it: kept under `theirs`, not comparable",
+        ],
+    }
+
+
+# ── aiperf and genai-perf ───────────────────────────────────────────────────────────────────
+
+_AIPERF = {
+    "ttft": "time_to_first_token",
+    "tpot": "inter_token_latency",
+    "e2el": "request_latency",
+}
+
+
+def _aiperf(content: dict[str, Any]) -> dict[str, Any]:
+    records = content.get("records", content)
+    read: dict[str, dict[str, float]] = {"itl": {}}
+    for field, name in _AIPERF.items():
+        entry = records.get(name) or {}
+        scale = {"ns": 1e-6, "us": 1e-3, "ms": 1.0, "s": 1e3, "sec": 1e3}.get(
+            str(entry.get("unit", "ms")), 1.0
+        )
+        values = {"mean": entry.get("avg"), "median": entry.get("p50")}
+        values |= {p: entry.get(p) for p in ("p90", "p95", "p99")}
+        read[field] = {k: scale * v for k, v in values.items() if isinstance(v, int | float)}
+    count = records.get("request_count") or {}
+    return {
+        "requests": count.get("avg"),
+        "failed": (records.get("error_request_count") or {}).get("avg", 0),
+        "duration_s": None,
+        "request_throughput": (records.get("request_throughput") or {}).get("avg"),
+        "output_throughput": (records.get("output_token_throughput") or {}).get("avg"),
+        "metrics": read,
+        "differences": [
+            "aiperf's inter_token_latency is (latency - TTFT) / (tokens - 1), a figure a request: "
+            "our TPOT, and it is restated as such; gaps between single tokens are not in the file",
+        ],
+    }
+
+
+Reader = tuple[Callable[[dict[str, Any]], bool], Callable[[dict[str, Any]], dict[str, Any]]]
+READERS: dict[str, Reader] = {
+    "twostroke": (lambda c: "schema_version" in c and "mean_ttft_ms" in c, _own),
+    "sglang": (lambda c: "mean_ttft_ms" in c and "mean_e2e_latency_ms" in c, _sglang),
+    "vllm": (lambda c: "mean_ttft_ms" in c, _vllm),
+    "guidellm": (
+        lambda c: bool(c.get("benchmarks")) and "metrics" in c["benchmarks"][0],
+        _guidellm,
+    ),
+    "aiperf": (
+        lambda c: "avg" in (c.get("records", c).get("time_to_first_token") or {}),
+        _aiperf,
+    ),
+}

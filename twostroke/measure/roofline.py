@@ -1,0 +1,290 @@
+"""Floors of both phases from a model's shape and a machine's rates, by arithmetic one can follow.
+
+    prefill   FLOPs of the prompt / rate of products, or the bytes it must read / bandwidth
+    decode    bytes of a step (weights once, every stream's keys and values) / bandwidth, or FLOPs
+
+A floor is what no implementation can be faster than on that data sheet. An estimate is a floor
+divided by an efficiency that well-made kernels reach. Measured is what a running server reports.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from twostroke.measure.hardware import DECODE_EFFICIENCY, PREFILL_EFFICIENCY, Hardware
+from twostroke.model.cost import CostModel, cost_model
+from twostroke.model.spec import ModelSpec
+
+WEIGHT_BYTES = {"fp32": 4.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5625, "fp4": 0.5625}
+KV_BYTES = {"fp32": 4.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0}
+RESERVED = 0.9  # of the memory, for weights and KV: --gpu-memory-utilization's default
+
+
+@dataclass(frozen=True)
+class Settings:
+    prompt: int = 1024
+    context: int = 1024  # positions a decoding stream has behind it
+    batch: int = 1
+    tensor_parallel: int = 1
+    weights: str = "fp16"
+    kv: str = "fp16"
+
+
+@dataclass(frozen=True)
+class Floor:
+    """One piece of work: what it needs and the least time for it, in seconds."""
+
+    name: str
+    flops: float
+    num_bytes: float
+    compute_s: float
+    memory_s: float
+    comm_s: float
+    efficiency: float
+
+    @property
+    def floor_s(self) -> float:
+        return max(self.compute_s, self.memory_s) + self.comm_s
+
+    @property
+    def estimate_s(self) -> float:
+        return max(self.compute_s, self.memory_s) / self.efficiency + self.comm_s
+
+    @property
+    def bound(self) -> str:
+        return "compute" if self.compute_s >= self.memory_s else "memory"
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs a byte."""
+        return self.flops / self.num_bytes
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "flops": self.flops,
+            "bytes": self.num_bytes,
+            "intensity_flops_per_byte": self.intensity,
+            "compute_ms": 1e3 * self.compute_s,
+            "memory_ms": 1e3 * self.memory_s,
+            "communication_ms": 1e3 * self.comm_s,
+            "floor_ms": 1e3 * self.floor_s,
+            "estimate_ms": 1e3 * self.estimate_s,
+            "efficiency": self.efficiency,
+            "bound": self.bound,
+        }
+
+
+class Roofline:
+    """A model on a machine. `spec` None: only the number of parameters is known."""
+
+    def __init__(
+        self,
+        spec: ModelSpec | None,
+        hardware: Hardware,
+        settings: Settings,
+        parameters: float = 0.0,
+    ) -> None:
+        self.spec, self.hardware, self.settings = spec, hardware, settings
+        width = WEIGHT_BYTES[settings.weights]
+        if spec is None:
+            self.parameters = parameters
+            self.cost = CostModel(2 * parameters, 0.0, 0.0, parameters * width, 0.0, 0.0)
+        else:
+            self.parameters = float(spec.num_parameters())
+            stored = {
+                name: math.prod(shape) * width for name, shape in spec.weight_shapes().items()
+            }
+            self.cost = cost_model(spec, stored, KV_BYTES[settings.kv])
+
+    @property
+    def rate(self) -> float:
+        return self.hardware.rate(self.settings.weights) * self.settings.tensor_parallel
+
+    @property
+    def bandwidth(self) -> float:
+        return self.hardware.bandwidth * self.settings.tensor_parallel
+
+    @property
+    def ridge(self) -> float:
+        """FLOPs a byte from which on products, not memory, decide."""
+        return self.rate / self.bandwidth
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        return self.cost.kv_bytes_per_token
+
+    @property
+    def weight_bytes(self) -> float:
+        return self.parameters * WEIGHT_BYTES[self.settings.weights]
+
+    def prefill(self, prompt: int | None = None) -> Floor:
+        tokens = prompt or self.settings.prompt
+        attended = tokens * (tokens + 1) / 2
+        flops = (
+            tokens * self.cost.flops_per_token
+            + self.cost.flops_per_sample
+            + attended * self.cost.flops_per_kv_token
+        )
+        moved = self.cost.weight_bytes(1) + tokens * self.kv_bytes_per_token
+        return self._floor(f"prefill {tokens:,}", flops, moved, tokens, PREFILL_EFFICIENCY)
+
+    def decode(self, batch: int | None = None) -> Floor:
+        """One step of `batch` streams, each with a context behind it."""
+        streams, context = batch or self.settings.batch, self.settings.context
+        flops = streams * (
+            self.cost.flops_per_token
+            + self.cost.flops_per_sample
+            + context * self.cost.flops_per_kv_token
+        )
+        moved = self.cost.weight_bytes(1) + streams * (context + 1) * self.kv_bytes_per_token
+        return self._floor(f"decode, batch {streams}", flops, moved, streams, DECODE_EFFICIENCY)
+
+    def _floor(
+        self, name: str, flops: float, moved: float, tokens: int, efficiency: float
+    ) -> Floor:
+        if self.hardware.measured:
+            efficiency = 1.0  # the rates are what kernels reach here
+        return Floor(
+            name,
+            flops,
+            moved,
+            flops / self.rate,
+            moved / self.bandwidth,
+            self._comm_s(tokens),
+            efficiency,
+        )
+
+    def _comm_s(self, tokens: int) -> float:
+        """Two sums over the ranks a layer, of 16-bit activations, by a ring."""
+        ranks = self.settings.tensor_parallel
+        if ranks == 1 or self.spec is None or not self.hardware.link:
+            return 0.0
+        each = 2.0 * self.spec.hidden_size * tokens
+        return 2 * self.spec.num_layers * each * 2 * (ranks - 1) / ranks / self.hardware.link
+
+    @property
+    def kv_tokens(self) -> float | None:
+        """Tokens that fit beside the weights; None where a token's size is not known."""
+        room = RESERVED * self.hardware.memory * self.settings.tensor_parallel - self.weight_bytes
+        if not self.kv_bytes_per_token:
+            return None
+        return max(0.0, room / self.kv_bytes_per_token)
+
+    @property
+    def compute_bound_batch(self) -> float:
+        """Streams from which on a decode step is bound by products; inf if attention's reading
+        keeps it bound by memory for ever."""
+        per_stream = self.decode(1).flops / self.rate
+        kv = (self.settings.context + 1) * self.kv_bytes_per_token / self.bandwidth
+        weights = self.cost.weight_bytes(1) / self.bandwidth
+        return math.inf if per_stream <= kv else weights / (per_stream - kv)
+
+    @property
+    def kv_bound_batch(self) -> float:
+        """Streams whose keys and values are as many bytes as the weights: beyond it a larger batch
+        gains less than half of what it adds."""
+        each = (self.settings.context + 1) * self.kv_bytes_per_token
+        return self.cost.weight_bytes(1) / each if each else math.inf
+
+    def notes(self) -> list[str]:
+        """Where this differs from the rules of thumb, in figures."""
+        settings = self.settings
+        width = WEIGHT_BYTES[settings.weights]
+        thumb = 2 * self.parameters * settings.prompt / self.rate
+        read = self.parameters * width / self.bandwidth
+        found = [
+            f"Rule of thumb: prefill 2 × {self.parameters / 1e9:.2f}e9 parameters × "
+            f"{settings.prompt:,} tokens / {self.rate / 1e12:,.0f} TFLOP/s = {1e3 * thumb:.1f} ms; "
+            f"decode {width:g} bytes × parameters / {self.bandwidth / 1e9:,.0f} GB/s = "
+            f"{1e3 * read:.2f} ms."
+        ]
+        if self.spec is None:
+            found.append(
+                "Only the size is known: attention, keys and values are not counted; name a model "
+                "for them."
+            )
+            return found
+        found += [
+            "Ours counts the embedding as no product, the output head for the sampled token alone, "
+            "and adds attention over the prompt and the keys and values that decode reads.",
+            f"A token's keys and values: 2 × {self.spec.kv_elements_per_token // 2:,} numbers × "
+            f"{KV_BYTES[settings.kv]:g} bytes = {self.kv_bytes_per_token / 1e6:.3f} MB.",
+        ]
+        if settings.weights in ("int4", "fp4"):
+            found.append("4-bit weights count 4.5 bits each: a 16-bit scale for 32 of them.")
+        if not self.hardware.measured:
+            found.append(
+                "Rates are the data sheet's, dense and at full clock; estimates divide by "
+                f"{PREFILL_EFFICIENCY:.0%} (prefill) and {DECODE_EFFICIENCY:.0%} (decode), which "
+                "good kernels reach."
+            )
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        floors = {"prefill": self.prefill().as_json(), "decode": self.decode().as_json()}
+        return {
+            "schema_version": 1,
+            "hardware": {
+                "name": self.hardware.name,
+                "flops_per_s": self.rate,
+                "bytes_per_s": self.bandwidth,
+                "memory_bytes": self.hardware.memory,
+                "measured": self.hardware.measured,
+            },
+            "settings": self.settings.__dict__,
+            "parameters": self.parameters,
+            "weight_bytes": self.weight_bytes,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "kv_tokens": self.kv_tokens,
+            "ridge_flops_per_byte": self.ridge,
+            "compute_bound_batch": _finite(self.compute_bound_batch),
+            "kv_bound_batch": _finite(self.kv_bound_batch),
+            "floors": floors,
+            "notes": self.notes(),
+        }
+
+
+@dataclass(frozen=True)
+class MeasuredPhase:
+    """What a running server's steps of one phase did: work and time, summed."""
+
+    name: str
+    flops: float
+    num_bytes: float
+    seconds: float
+    steps: int
+
+    @property
+    def intensity(self) -> float:
+        return self.flops / self.num_bytes
+
+    @property
+    def flops_per_s(self) -> float:
+        return self.flops / self.seconds
+
+
+def measured_phases(steps: list[dict[str, Any]]) -> list[MeasuredPhase]:
+    """From step records (`/records`): steps that had one phase only, so that nothing is
+    attributed."""
+    found = []
+    for phase, other in (("prefill", "decode"), ("decode", "prefill")):
+        pure = [
+            s for s in steps if s[phase]["tokens"] and not s[other]["tokens"] and s["device_s"] > 0
+        ]
+        if pure:
+            found.append(
+                MeasuredPhase(
+                    phase,
+                    sum(step[phase]["flops"] for step in pure),
+                    sum(step[phase]["num_bytes"] for step in pure),
+                    sum(step["device_s"] for step in pure),
+                    len(pure),
+                )
+            )
+    return found
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
