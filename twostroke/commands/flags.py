@@ -84,6 +84,28 @@ TYPES = {"str": str, "int": int, "float": float}
 UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """`take_model` reads it."""
+    parser.add_argument(
+        "operand",
+        nargs="?",
+        default=argparse.SUPPRESS,
+        metavar="MODEL",
+        help="the model, as --model has it",
+    )
+
+
+def take_model(args: argparse.Namespace) -> None:
+    """One model, whichever way it was given."""
+    if hasattr(args, "operand"):
+        if hasattr(args, "model"):
+            args.parser.problem(
+                f"the model is given twice: {args.operand} and --model {args.model}"
+            )
+        args.model = args.operand
+        del args.operand
+
+
 def add_engine_arguments(parser: argparse.ArgumentParser, leave_out: set[str]) -> None:
     """An option for every field of `EngineConfig` except those that the command cannot use."""
     group = parser.add_argument_group("model and engine (the names are vLLM's)")

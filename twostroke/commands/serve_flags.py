@@ -19,11 +19,13 @@ from twostroke.commands.flags import (
     TYPES,
     MergeJson,
     add_engine_arguments,
+    add_model_argument,
     engine_config,
     given_of,
     json_object,
     parse_bytes,
     settings,
+    take_model,
 )
 from twostroke.commands.llama_flags import device
 from twostroke.commands.parser import NUMBER, Parser
@@ -85,13 +87,7 @@ SCALES = {"k": 1000, "m": 1000**2, "g": 1000**3, "K": 1024, "M": 1024**2, "G": 1
 
 def add_server_arguments(parser: Parser) -> None:
     # No option has a default: what is in the namespace was given, here or in the file.
-    parser.add_argument(
-        "operand",
-        nargs="?",
-        default=argparse.SUPPRESS,
-        metavar="MODEL",
-        help="the model, as --model has it",
-    )
+    add_model_argument(parser)
     _add(
         parser,
         "--config",
@@ -299,11 +295,11 @@ def start_logging(args: argparse.Namespace, settings: ServeSettings) -> None:
 def with_file(args: argparse.Namespace) -> argparse.Namespace:
     """The options of `--config`'s file, with those of the command line over them."""
     parser: Parser = args.parser
-    given = vars(_resolved(args, parser))
+    given = vars(_resolved(args))
     if "config" not in given:
         return argparse.Namespace(**given)
     words = file_words(Path(given["config"]), parser)
-    in_file = vars(_resolved(parser.parse_args(spelt(words)), parser))
+    in_file = vars(_resolved(parser.parse_args(spelt(words))))
     return argparse.Namespace(**{**in_file, **given})
 
 
@@ -358,13 +354,9 @@ def _add(group: Any, flag: str, **options: Any) -> None:
     group.add_argument(flag, default=argparse.SUPPRESS, **options)
 
 
-def _resolved(args: argparse.Namespace, parser: Parser) -> argparse.Namespace:
-    """One model, whichever way it was given, and the types under our names."""
-    if hasattr(args, "operand"):
-        if hasattr(args, "model"):
-            parser.problem(f"the model is given twice: {args.operand} and --model {args.model}")
-        args.model = args.operand
-        del args.operand
+def _resolved(args: argparse.Namespace) -> argparse.Namespace:
+    """The model and the types under our names."""
+    take_model(args)
     if hasattr(args, "hf_file") and hasattr(args, "model"):
         args.model = f"{args.model.partition(':')[0]}:{args.hf_file}"
     for name, names in (("dtype", DTYPES), ("load_format", LOAD_FORMATS)):
