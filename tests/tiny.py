@@ -56,7 +56,7 @@ def tiny_folder(path: Path, **config: Any) -> Path:
     write_json(path / "generation_config.json", {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID})
     names = {"bos_token": BOS, "eos_token": EOS, "chat_template": CHAT_TEMPLATE}
     write_json(path / "tokenizer_config.json", names)
-    (path / "tokenizer.json").write_text(_tokenizer_json(), encoding="utf-8")
+    (path / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
     save_file(tiny_weights(settings), path / "model.safetensors")
     return path
 
@@ -88,7 +88,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 @cache
-def _tokenizer_json() -> str:
+def tokenizer_json() -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -49,14 +49,23 @@ class LLM:
         *,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of messages) or several (a list of such lists)."""
+        """Answer one conversation (a list of messages) or several (a list of such lists).
+
+        With `continue_final_message` the last message is written on, whoever it is from.
+        """
+        continued = continue_final_message
         chats: Any = [messages] if not messages or isinstance(messages[0], dict) else messages
         prompts = [
             self.engine.input_processor.render_chat(
-                chat, add_generation_prompt, tools, variables=chat_template_kwargs
+                chat,
+                add_generation_prompt and not continued,
+                tools,
+                variables=chat_template_kwargs,
+                continue_final_message=continued,
             )
             for chat in chats
         ]

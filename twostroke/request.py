@@ -20,7 +20,7 @@ GREEDY_BELOW = 1e-5  # temperatures under this are greedy: the division would ov
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs(Strict):
-    """What a text must look like: exactly one of these. The names are vLLM's."""
+    """What a text must look like: exactly one of the first five. The names are vLLM's."""
 
     error = RequestError
 
@@ -29,6 +29,9 @@ class StructuredOutputs(Strict):
     choice: Sequence[str] | None = None
     grammar: str | None = None  # Lark or GBNF
     json_object: bool = False  # any JSON object
+    # Objects of a schema have no other names than its `properties`, unless it says something of
+    # `additionalProperties`.
+    disable_additional_properties: bool = True
 
     def __post_init__(self) -> None:
         kinds = ("json", "regex", "choice", "grammar", "json_object")
@@ -56,6 +59,7 @@ class StructuredOutputs(Strict):
                 raise RequestError("structured_outputs: choice must be a list of non-empty strings")
             object.__setattr__(self, "choice", choices)
         object.__setattr__(self, "json_object", bool(self.json_object))
+        self._check_bools("disable_additional_properties")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +181,19 @@ def _token_id(key: Any) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Thinking:
+    """A model's reasoning, as the engine follows it: it is bounded by a budget, and what a grammar
+    says applies after it."""
+
+    starts: tuple[bytes, ...]  # any of these opens it, if it is the first thing written
+    ends: tuple[bytes, ...]
+    start_ids: tuple[int, ...] = ()  # tokens that open it, which may stand before a grammar's text
+    forced_ids: tuple[int, ...] = ()  # what ends it where the budget is spent
+    is_open: bool = False  # from the first token on
+    budget: int | None = None  # tokens
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
     """A request that was found good (`engine/input_processor.py`), with its prompt as token ids.
 
@@ -197,6 +214,7 @@ class EngineRequest:
     family: str = ""  # siblings of one `n > 1` request share a name, and so their prompt's blocks
     prompt: str | None = None  # the text, if one was given
     tokenised_s: float = 0.0  # when the prompt had become token ids
+    thinking: Thinking | None = None  # None: none, or nothing is to be done about it
 
 
 class FinishReason(enum.StrEnum):

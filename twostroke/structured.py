@@ -8,8 +8,10 @@ the first time in a process that may crash (`engine/grammar_check.py`).
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any, Final
 
+from twostroke.closed_schema import close_objects
 from twostroke.errors import RequestError
 from twostroke.request import StructuredOutputs
 
@@ -20,6 +22,12 @@ MAX_BYTES: Final = 128 * 1024  # of a schema, an expression or a grammar
 # Between the parts of a JSON text: nothing, a space, or a new line and its indentation. Small
 # models write white space for ever where they may.
 JSON_SPACE: Final = r"\x20|\n\x20{0,12}"
+# In Lark: a schema's beginning, a token's name, or what may hold what looks like them (a text, a
+# remark, an expression).
+LARK: Final = re.compile(
+    r"(?P<schema>%json\s*(?=\{))|(?P<token><[^<>\s]+>)"
+    r'|"(?:[^"\\]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/'
+)
 # llguidance counts: 1,000 of the lexer's units are some 20 to 70 µs, of the parser's 50 µs.
 LIMITS: Final[dict[str, Any]] = {
     "initial_lexer_fuel": 200_000,
@@ -41,7 +49,7 @@ def check_size(outputs: StructuredOutputs) -> None:
         )
 
 
-def to_grammar(outputs: StructuredOutputs) -> str:
+def to_grammar(outputs: StructuredOutputs, tokenizer: LLTokenizer) -> str:
     """Raises `RequestError` if it cannot be parsed; `compile_grammar` finds the other errors."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
@@ -52,40 +60,48 @@ def to_grammar(outputs: StructuredOutputs) -> str:
         # One lexeme, which llguidance matches faster than as many rules.
         words = " | ".join(json.dumps(text) for text in outputs.choice)
         return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {words}"))
-    if outputs.grammar is not None:
-        try:
-            return str(LLMatcher.grammar_from_lark(any_to_lark(outputs.grammar)))
-        except RecursionError:
-            raise _refusal("it is too deeply nested") from None
-        except Exception as error:  # the converter raises nothing more particular
-            raise _refusal(str(error)) from None
-    schema = outputs.json or '{"type":"object"}'
-    settings: Any = {"whitespace_pattern": JSON_SPACE, "coerce_one_of": True}
+    closed = outputs.disable_additional_properties
     try:
+        if outputs.grammar is not None:
+            lark = _prepare_lark(any_to_lark(outputs.grammar), tokenizer, closed)
+            return str(LLMatcher.grammar_from_lark(lark))
+        schema: Any = outputs.json or '{"type":"object"}'
+        if closed:
+            schema = close_objects(json.loads(schema))
+        settings: Any = {"whitespace_pattern": JSON_SPACE, "coerce_one_of": True}
         return str(LLMatcher.grammar_from_json_schema(schema, overrides=settings))
+    except RecursionError:
+        raise _refusal("it is too deeply nested") from None
     except ValueError as error:
         raise _refusal(f"the schema is not JSON: {error}") from None
+    except Exception as error:  # the converter to Lark raises nothing more particular
+        raise _refusal(str(error)) from None
+
+
+def _prepare_lark(lark: str, tokenizer: LLTokenizer, closed: bool) -> str:
+    """Close the schemas in a grammar, and name tokens by their ids: `<tool_call>` stands for that
+    token, and llguidance knows the names of special ones only."""
+    parts, end = [], 0
+    while match := LARK.search(lark, end):
+        parts.append(lark[end : match.start()])
+        text, end = match[0], match.end()
+        if match["schema"] and closed:
+            schema, end = json.JSONDecoder().raw_decode(lark, end)
+            text += json.dumps(close_objects(schema))
+        elif match["token"] and len(ids := tokenizer.tokenize_str(text)) == 1:
+            text = f"<[{ids[0]}]>"
+        parts.append(text)
+    return "".join([*parts, lark[end:]])
 
 
 def compile_grammar(tokenizer: LLTokenizer, outputs: StructuredOutputs) -> LLMatcher:
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(**LIMITS)
-    matcher = LLMatcher(tokenizer, to_grammar(outputs), log_level=0, limits=limits)
+    matcher = LLMatcher(tokenizer, to_grammar(outputs, tokenizer), log_level=0, limits=limits)
     if matcher.is_error():
         raise _refusal(matcher.get_error())
     return matcher
-
-
-def make_tokenizer(tokenizer_json: str, end_ids: list[int]) -> LLTokenizer:
-    from llguidance import LLTokenizer
-
-    try:
-        return LLTokenizer(tokenizer_json, eos_token=end_ids or None)
-    except Exception as error:  # llguidance raises nothing more particular
-        raise RequestError(
-            f"structured_outputs cannot be used with this model's tokenizer ({error})"
-        ) from None
 
 
 def _refusal(reason: str) -> RequestError:

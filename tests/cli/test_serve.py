@@ -287,7 +287,8 @@ def test_what_llama_server_leaves_open_is_left_open(line: str) -> None:
 
 
 def test_more_of_llama_servers_means_the_same() -> None:
-    line = "-n 256 -to 600 -dev CUDA1 --reasoning off -hf org/name --hf-file F.gguf"
+    line = "-n 256 -to 600 -dev CUDA1 --reasoning off -hf org/name --hf-file F.gguf "
+    line += "--reasoning-format deepseek"
     taken = read(*line.split())
     assert taken.config == EngineConfig(model="org/name:F.gguf", device="cuda:1")
     assert taken.settings == ServeSettings(
@@ -295,6 +296,7 @@ def test_more_of_llama_servers_means_the_same() -> None:
         write_timeout_s=600,
         body_timeout_s=600,
         chat_template_kwargs={"enable_thinking": False},
+        reasoning_parser="auto",
     )
     assert taken.notice == "-n 256: read as llama-server's --n-predict"
     assert config_of("--device", "none").device == "cpu"
@@ -362,6 +364,27 @@ def test_vllm_flags_of_a_gpu_reach_the_engine(tmp_path: Path) -> None:
     assert problem.startswith("--cudagraph-capture-sizes and --max-cudagraph-capture-size both")
     (problem,) = read("--cudagraph-capture-sizes", "0").problems
     assert "--cudagraph-capture-sizes must be a list of whole numbers of at least 1" in problem
+
+
+def test_structured_outputs_are_set_as_vllms(tmp_path: Path) -> None:
+    flag = "--structured-outputs-config"
+    given = '{"backend": "guidance", "disable_fallback": true, "disable_any_whitespace": false}'
+    opened = '{"disable_additional_properties": false}'
+    file = tmp_path / "serve.yaml"
+    file.write_text(f"structured-outputs-config: {opened}\n")
+    closed = [settings_of(*words) for words in ((), (flag, given), (f"{flag}.backend", "auto"))]
+    assert [one.disable_additional_properties for one in closed] == [True, True, True]
+    for words in ((flag, opened), ("--config", str(file))):
+        assert not settings_of(*words).disable_additional_properties
+    for wrong, says in {
+        '{"backend": "xgrammar"}': "the one backend",
+        '{"disable_any_whitespace": true}': "disable_any_whitespace is not supported",
+        '{"disable_additional_properties": 0}': "must be true or false",
+        "[]": "expected a JSON object",
+    }.items():
+        (problem,) = read(flag, wrong).problems
+        assert problem.startswith(f"{flag} {wrong}: ")
+        assert says in problem
 
 
 def test_without_a_key_only_this_machine_is_served(monkeypatch: pytest.MonkeyPatch) -> None:

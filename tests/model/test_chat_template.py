@@ -12,10 +12,13 @@ import tokenizers
 from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
+from bench import chat_templates
+from tests.model.template_styles import HERMES, STYLES
 from twostroke.engine.input_processor import InputProcessor, ModelLimits
 from twostroke.errors import ModelError, RequestError
 from twostroke.limited import LimitedPool, Limits, OverLimit
-from twostroke.model.chat_template import ChatTemplate, check_messages, choose_template
+from twostroke.model.chat_messages import read_messages
+from twostroke.model.chat_template import ChatTemplate, choose_template
 from twostroke.model.tokenizer import Tokenizer
 
 CHATML = """\
@@ -58,6 +61,7 @@ DOUBLING = (
     "{%% macro twice(x) %%}{{ x }}{{ x }}{%% endmacro %%}{%% set ns = namespace(x='x') %%}"
     "{%% for n in range(64) %%}{%% set ns.x = %s %%}{%% endfor %%}"
 )
+REFERENCE = chat_templates.Reference()
 USER = {"role": "user", "content": "Hi <b>&</b> 'you'"}
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},
@@ -117,6 +121,64 @@ def test_the_arguments_of_a_tool_call_are_read_from_their_string() -> None:
     assert '[weather {"city": "Köln"}]' in expected
     assert render(WITH_TOOLS, chat('{"city": "Köln"}')) == expected
     assert '[weather "{\\"ci"]' in render(WITH_TOOLS, chat('{"ci'))  # cut short: left as it is
+    assert "[weather {}]" in render(WITH_TOOLS, chat(""))
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("last", chat_templates.LAST)
+def test_the_last_message_is_continued_as_transformers_continues_it(style: str, last: str) -> None:
+    assert chat_templates.continues(REFERENCE, STYLES[style], last) == "same"
+
+
+def test_white_space_at_the_end_of_the_last_message_is_kept() -> None:
+    def ends(last: str) -> str:
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": last}]
+        settings = {"add_generation_prompt": False, "continue_final_message": True}
+        return render(HERMES, messages, **settings).rpartition("assistant\n")[2]
+
+    assert [ends(last) for last in ("a", "", "So: ", "\n a\n\n")] == ["a", "", "So: ", "\n a\n\n"]
+
+
+def test_a_last_message_that_is_not_shown_is_not_continued() -> None:
+    hides = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    messages = [USER, {"role": "assistant", "content": "So"}]
+    for source in (hides, "{{ messages[-1].content[:3] }}"):
+        with pytest.raises(RequestError, match="does not show the last message's content"):
+            render(source, messages, continue_final_message=True)
+
+
+NO_CALLS = {
+    "chatml, trimmed",
+    "turns of user and model",
+    "one system message, ahead of the first question",
+    "a word before every message",
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_the_second_turn_of_an_agent_is_given_in_the_shape_the_template_wants(style: str) -> None:
+    found = chat_templates.second_turn(REFERENCE, STYLES[style])
+    assert found == ("no calls in this template" if style in NO_CALLS else "same")
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_developers_message_is_shown_or_refused(style: str) -> None:
+    refusing = {"instructions in brackets, strict order", "turns of user and model"}
+    assert chat_templates.developer(STYLES[style]) == ("refused" if style in refusing else "shown")
+
+
+def test_a_developers_message_becomes_the_system_message_where_there_can_be_one_only() -> None:
+    one = STYLES["one system message, ahead of the first question"]
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "Hello"},
+    ]
+    assert render(one, messages, add_generation_prompt=False) == (
+        "### Instruction:\nBe kind.\n\nBe brief.\n\nHello\n\n"
+    )
+    with pytest.raises(RequestError, match="send them as 'system' or 'user' messages"):
+        render(STYLES["turns of user and model"], messages)
 
 
 def test_json_is_not_escaped_for_html() -> None:
@@ -128,10 +190,40 @@ def test_a_template_can_ask_for_the_date() -> None:
 
 
 def test_content_parts_become_text() -> None:
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    parts = [{"type": "text", "text": "one"}, {"type": "input_text", "text": "two"}]
     given = [{"role": "user", "content": parts}]
     assert render("{{ messages[0].content }}", given) == "one\ntwo"
     assert given[0]["content"] is parts  # the caller's messages stay as they are
+    assert render(STYLES["contents in parts"], given) == "<|user|>onetwo<|end|>"
+    result = [*given, {"role": "tool", "content": parts}]
+    assert render(STYLES["contents in parts"], result).endswith("<|tool|>one\ntwo<|end|>")
+
+
+@pytest.mark.parametrize(
+    ("message", "read"),
+    [
+        ({"role": "assistant", "content": None}, {"role": "assistant", "content": ""}),
+        (
+            {"role": "tool", "tool_call_id": "1"},
+            {"role": "tool", "tool_call_id": "1", "content": ""},
+        ),
+        (
+            {"role": "assistant", "content": None, "refusal": "No.", "audio": None},
+            {"role": "assistant", "content": "No.", "refusal": "No."},
+        ),
+        (
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "No."}]},
+        ),
+        (
+            {"role": "assistant", "content": "4", "tool_calls": [], "reasoning": "2 + 2"},
+            {"role": "assistant", "content": "4"}
+            | dict.fromkeys(("reasoning", "reasoning_content", "thinking"), "2 + 2"),
+        ),
+    ],
+)
+def test_what_clients_leave_empty_is_empty(message: dict[str, Any], read: dict[str, Any]) -> None:
+    assert read_messages([message]) == [read]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +246,7 @@ def test_content_parts_become_text() -> None:
 )
 def test_messages_that_are_none_are_refused(messages: Any, says: str) -> None:
     with pytest.raises(RequestError, match=says):
-        check_messages(messages)
+        read_messages(messages)
 
 
 def test_a_template_may_refuse_in_its_own_words() -> None:
@@ -236,7 +328,9 @@ def test_a_template_cannot_leave_its_sandbox(source: str) -> None:
 )
 def test_a_template_cannot_take_the_machine(renderer: LimitedPool, source: str) -> None:
     def ask(source: str) -> Any:
-        return json.loads(renderer.ask(json.dumps([source, [USER], True, None, {}, 1000]).encode()))
+        return json.loads(
+            renderer.ask(json.dumps([source, [USER], True, None, False, {}, 1000]).encode())
+        )
 
     with pytest.raises((OverLimit, RequestError)):  # without limits: after hours, or gigabytes
         ask(source)
@@ -245,7 +339,7 @@ def test_a_template_cannot_take_the_machine(renderer: LimitedPool, source: str) 
 
 def test_a_text_too_long_to_be_wanted_is_only_measured(renderer: LimitedPool) -> None:
     def ask(max_chars: int) -> Any:
-        request = [None, [USER], True, None, {"times": 50}, max_chars]
+        request = [None, [USER], True, None, False, {"times": 50}, max_chars]
         return json.loads(renderer.ask(json.dumps(request).encode()))
 
     assert ask(50) == [50, "x" * 50]

@@ -40,6 +40,7 @@ LAYERS = {
     "twostroke.kv": 0,  # block bookkeeping
     "twostroke.observe.record": 0,
     "twostroke.observe.startup_timer": 0,
+    "twostroke.closed_schema": 0,
     "twostroke.config": 0,
     "twostroke.errors": 0,
     "twostroke.limited": 0,

@@ -98,6 +98,12 @@ def _thinking(text: str) -> dict[str, Any] | None:
     raise argparse.ArgumentTypeError("thinking is not limited in tokens; only 0 and -1 are taken")
 
 
+def _reasoning_format(text: str) -> str:
+    if text not in ("none", "auto", "deepseek"):
+        raise argparse.ArgumentTypeError("expected none, auto or deepseek")
+    return "none" if text == "none" else "auto"
+
+
 def _effort(text: str) -> dict[str, Any] | None:
     return None if text == "default" else {"reasoning_effort": text}
 
@@ -122,6 +128,7 @@ _TAKEN: list[tuple[str, str, Callable[[str], Any]]] = [
     ("--chat-template-kwargs", "default_chat_template_kwargs", json_object),
     ("-rea --reasoning --reasoning-budget", "default_chat_template_kwargs", _thinking),
     ("--reasoning-effort", "default_chat_template_kwargs", _effort),
+    ("--reasoning-format", "reasoning_parser", _reasoning_format),
     ("--api-key-file", "api_key", _lines),
     ("--ssl-key-file", "ssl_keyfile", str),
     ("--ssl-cert-file", "ssl_certfile", str),
@@ -149,10 +156,6 @@ ANYWAY: Table = table(
     }
 )
 ONLY: Only = {
-    "--reasoning-format": (
-        ("none", "auto", "deepseek"),
-        "--reasoning-parser says how thinking is parted from the answer",
-    ),
     "-sm --split-mode": (("none", "layer", "row"), "a model runs on one device for now"),
     "-mg --main-gpu": (("0",), "--device cuda:1 names another GPU"),
 }

@@ -133,6 +133,15 @@ def add_server_arguments(parser: Parser) -> None:
         metavar="NAME",
         help="how the model's calls of tools are read (default: auto, by its template)",
     )
+    _add(
+        group,
+        "--structured-outputs-config",
+        dest="disable_additional_properties",
+        type=_structured_outputs_config,
+        metavar="JSON",
+        help='{"disable_additional_properties": false}: where a JSON schema gives properties and '
+        "says nothing of others, an object may have others (default: it may not)",
+    )
     _add(group, "--ssl-keyfile", metavar="FILE", help="key of the TLS certificate")
     _add(group, "--ssl-certfile", metavar="FILE", help="TLS certificate")
     _add(
@@ -162,7 +171,8 @@ def add_server_arguments(parser: Parser) -> None:
         group,
         "--reasoning-parser",
         metavar="NAME",
-        help="how the model's thinking is parted from its answer",
+        help="how the model's thinking is parted from its answer (default: only where the prompt "
+        "leaves it thinking)",
     )
     _add(
         group,
@@ -363,6 +373,23 @@ def _resolved(args: argparse.Namespace) -> argparse.Namespace:
         if hasattr(args, name):
             setattr(args, name, names.get(getattr(args, name), getattr(args, name)))
     return args
+
+
+def _structured_outputs_config(text: str) -> bool:
+    """vLLM's settings of structured outputs: of those there is one to choose here, whether objects
+    are closed."""
+    given = json_object(text)
+    closed = given.pop("disable_additional_properties", True)
+    if not isinstance(closed, bool):
+        raise argparse.ArgumentTypeError("disable_additional_properties must be true or false")
+    if given.pop("backend", "auto") not in ("auto", "guidance"):
+        raise argparse.ArgumentTypeError("llguidance is the one backend of structured outputs")
+    given.pop("disable_fallback", None)  # there is no other backend
+    if others := [name for name, value in given.items() if value]:
+        raise argparse.ArgumentTypeError(
+            f"{others[0]} is not supported; disable_additional_properties is all there is to choose"
+        )
+    return closed
 
 
 def _quantization(text: str) -> str | None:

@@ -148,9 +148,9 @@ NOTED: Table = table(
         "--disable-chunked-mm-input --mm-hasher-algorithm= --mm-encoder-fp8-scale-path= "
         "--mm-encoder-fp8-scale-save-path= --mm-encoder-fp8-scale-save-margin= "
         "--mm-processor-device= --mm-ipc-gpu-memory-gb= --mm-device-do-normalize",
-        "llguidance is the one backend of structured outputs": "--structured-outputs-config= "
-        "--guided-decoding-backend= --guided-decoding-disable-fallback "
-        "--guided-decoding-disable-any-whitespace --guided-decoding-disable-additional-properties",
+        "llguidance is the one backend of structured outputs": "--guided-decoding-backend= "
+        "--guided-decoding-disable-fallback --guided-decoding-disable-any-whitespace "
+        "--guided-decoding-disable-additional-properties",
         "files are mapped and read once": "--safetensors-load-strategy= "
         "--safetensors-prefetch-num-threads= --safetensors-prefetch-block-size= "
         "--model-loader-extra-config= --ignore-patterns=+ --pt-load-map-location= "
@@ -209,8 +209,8 @@ ONLY: Only = {
     "--task": (("auto", "generate"), f"the server generates text ({DROPPED})"),
     "--convert": (("auto", "none"), "the server generates text"),
     "--chat-template-content-format": (
-        ("auto", "string"),
-        "text parts are joined before the template sees them",
+        ("auto",),
+        "a content in parts is joined where the template does not take it apart",
     ),
     "--logprobs-mode": (
         ("raw_logprobs",),

@@ -61,11 +61,13 @@ class EngineCore:
         return self.scheduler.num_waiting + len(self._compiling)
 
     def add(self, given: EngineRequest) -> None:
-        if given.params.structured_outputs is None:
+        if given.params.structured_outputs is None and given.thinking is None:
             self.scheduler.add(given)
             return
         if self._grammars is None:
-            raise RequestError("structured_outputs needs a tokenizer, and none is loaded")
+            raise RequestError(
+                "structured_outputs and thinking_token_budget need a tokenizer, and none is loaded"
+            )
         self.scheduler.check(given)
         if given.request_id in self._compiling:
             raise RequestError(f"a request with the id {given.request_id!r} is already running")

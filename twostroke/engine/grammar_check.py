@@ -17,8 +17,9 @@ from typing import Final
 
 from twostroke.errors import RequestError
 from twostroke.limited import LimitedPool, Limits, OverLimit, Work
+from twostroke.model.grammar_tokenizer import make_tokenizer
 from twostroke.request import StructuredOutputs
-from twostroke.structured import check_size, compile_grammar, make_tokenizer
+from twostroke.structured import check_size, compile_grammar
 
 WORKERS: Final = 2
 LIMITS: Final = Limits(

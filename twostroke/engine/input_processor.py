@@ -16,7 +16,7 @@ from typing import Any, Final
 from twostroke.engine.grammar_check import GrammarCheck
 from twostroke.errors import RequestError, nearest, shown
 from twostroke.limited import bounded_memory
-from twostroke.model.chat_template import ChatTemplate, check_messages
+from twostroke.model.chat_template import ChatTemplate
 from twostroke.model.tokenizer import Tokenizer
 from twostroke.request import MAX_PRIORITY, EngineRequest, SamplingParams
 
@@ -29,9 +29,9 @@ COUNTED_CHARS: Final = 16 * 1024  # of a text that may be too long are tokenised
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
-# (messages, add_generation_prompt, tools, variables) → text
+# (messages, add_generation_prompt, tools, continue_final_message, variables) → text
 TemplateRunner = Callable[
-    [Sequence[Message], bool, list[dict[str, Any]] | None, dict[str, Any]], str
+    [Sequence[Message], bool, list[dict[str, Any]] | None, bool, dict[str, Any]], str
 ]
 
 
@@ -77,9 +77,8 @@ class InputProcessor:
         without it the model's own is rendered here."""
         tokenizer = self._need_tokenizer("a chat")
         render = run or self._render_here
-        text = render(messages, add_generation_prompt, tools, dict(variables or {}))
-        if continue_final_message:
-            text = _up_to_final_message(text, check_messages(messages)[-1]["content"])
+        continued = continue_final_message
+        text = render(messages, add_generation_prompt, tools, continued, dict(variables or {}))
         self.check_length(text, max_prompt_tokens)
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
@@ -88,12 +87,15 @@ class InputProcessor:
         messages: Sequence[Message],
         add_generation_prompt: bool,
         tools: list[dict[str, Any]] | None,
+        continued: bool,
         variables: dict[str, Any],
     ) -> str:
         template = self._template
         try:
             with bounded_memory(RENDERING_BYTES):
-                return template.render(messages, add_generation_prompt, tools, **variables)
+                return template.render(
+                    messages, add_generation_prompt, tools, continued, **variables
+                )
         except MemoryError:
             raise RequestError(
                 f"the model's chat template takes more than {RENDERING_BYTES >> 20} MiB for these "
@@ -344,15 +346,3 @@ class InputProcessor:
         if self.tokenizer is None:
             raise RequestError(f"{what} needs a tokenizer, and none is loaded; give token ids")
         return self.tokenizer
-
-
-def _up_to_final_message(text: str, content: str | None) -> str:
-    """The conversation up to the end of its last message, which the model goes on writing."""
-    wanted = (content or "").strip()
-    start = text.rfind(wanted) if wanted else -1
-    if start < 0:
-        raise RequestError(
-            "continue_final_message: the chat template does not show the last message's content",
-            param="continue_final_message",
-        )
-    return text[: start + len(wanted)]

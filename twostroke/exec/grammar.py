@@ -1,4 +1,5 @@
-"""`Grammars`: which tokens each request with a grammar may write next. Owned by the engine's loop.
+"""`Grammars`: which tokens each request may write next that has a grammar or a budget for its
+reasoning. Owned by the engine's loop.
 
     add ─▶ (a thread compiles it) ─▶ take_compiled
         ─▶ samples(plan) ─▶ masks ─▶ (the step is sampled) ─▶ advance with the committed token ─▶ …
@@ -6,7 +7,7 @@
 
 A matcher knows the committed tokens of its request and nothing else, so that it neither knows nor
 minds rows, preemption or a step that failed. Nothing is imported or built before the first request
-that needs it.
+that needs it. A grammar applies to what comes after the reasoning (`thinking.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from twostroke.errors import RequestError
 from twostroke.exec.samples import decode_tokens, samples_of
+from twostroke.exec.thinking import ThinkingState
 from twostroke.exec.token_mask import Mask, mask_from_bytes, mask_of
 from twostroke.limited import run_when_idle
 from twostroke.plan import StepPlan
@@ -37,6 +39,7 @@ COMPILED: Final = 32  # grammars kept for the next request that has the same
 # ambiguous one takes longer with every token.
 SLOW_S: Final = 0.05
 STACK_BYTES: Final = 8 * 1024**2
+TOKENS_AHEAD: Final = 32  # more than steps in flight can write for one request
 
 
 class End(NamedTuple):
@@ -47,11 +50,18 @@ class End(NamedTuple):
 
 @dataclass(slots=True)
 class _Follower:
-    asked: StructuredOutputs
-    matcher: LLMatcher
+    asked: StructuredOutputs | None
+    matcher: LLMatcher | None  # None: no grammar
+    thinking: ThinkingState | None
     ends: Mask  # what may end the text where the grammar allows it
     never: Mask  # ends of text that the request ignores
     slow: bool = False
+
+    @property
+    def may_have_mask(self) -> bool:
+        """At the next few samples."""
+        left = self.thinking.left if self.thinking is not None else None
+        return self.matcher is not None or (left is not None and left <= TOKENS_AHEAD)
 
 
 class Grammars:
@@ -59,14 +69,16 @@ class Grammars:
         """`tokenizer` is asked for when the first grammar comes."""
         self._source = tokenizer
         self._vocab_size = vocab_size  # the model's, which may differ from the tokenizer's
+        self._text: Tokenizer | None = None  # once the thread has read it
         self._tokenizer: LLTokenizer | None = None  # the thread's, as is the next
         self._end_ids: list[int] = []
         self._compiled: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
         self._followers: dict[str, _Follower] = {}
         self._rows: dict[int, str] = {}  # rows taken by requests that have a grammar
-        self._waiting: dict[StructuredOutputs, list[EngineRequest]] = {}  # for it to be compiled
+        # For a grammar to be compiled; None: for the tokenizer to be read.
+        self._waiting: dict[StructuredOutputs | None, list[EngineRequest]] = {}
         self._to_compile: queue.SimpleQueue[StructuredOutputs | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[tuple[StructuredOutputs, LLMatcher | str]]
+        self._done: queue.SimpleQueue[tuple[StructuredOutputs | None, LLMatcher | str | None]]
         self._done = queue.SimpleQueue()
         self._compiler: threading.Thread | None = None
 
@@ -75,11 +87,17 @@ class Grammars:
         return bool(self._followers)
 
     def add(self, given: EngineRequest) -> bool:
-        """A request with a grammar has come. Whether it is ready, or else to be had from
-        `take_compiled` when it is."""
-        asked = given.params.structured_outputs
-        assert asked is not None
-        if asked in self._compiled:
+        """A request with a grammar or a budget has come. Whether it is ready, or else to be had
+        from `take_compiled` when it is."""
+        asked, thinking = given.params.structured_outputs, given.thinking
+        if thinking is not None:
+            ids = (*thinking.start_ids, *thinking.forced_ids)
+            if max(ids, default=0) >= self._vocab_size:
+                raise RequestError("the model cannot write the tags of its reasoning")
+        if asked is None and self._text is not None:
+            self._follow(given, None)
+            return True
+        if asked is not None and asked in self._compiled:
             self._compiled.move_to_end(asked)
             self._follow(given, self._compiled[asked])
             return True
@@ -108,25 +126,30 @@ class Grammars:
                 asked, matcher = self._done.get(timeout_s > 0, timeout_s)
                 timeout_s = 0.0
                 problem = matcher if isinstance(matcher, str) else ""
-                if not isinstance(matcher, str):
+                if asked is not None and not isinstance(matcher, str | None):
                     self._compiled[asked] = matcher
                     if len(self._compiled) > COMPILED:
                         self._compiled.popitem(last=False)
-                for given in self._waiting.pop(asked):
+                for given in self._waiting.pop(asked, ()):
                     if not isinstance(matcher, str):
                         self._follow(given, matcher)
                     ready.append((given.request_id, problem))
         return ready
 
-    def _follow(self, given: EngineRequest, compiled: LLMatcher) -> None:
+    def _follow(self, given: EngineRequest, compiled: LLMatcher | None) -> None:
         asked = given.params.structured_outputs
-        assert asked is not None
         if not self._followers:
             self._rows.clear()  # they may have changed hands while nobody looked
         never = set(self._end_ids) - given.stop_ids if given.params.ignore_eos else ()
+        thinking = None
+        if given.thinking is not None:
+            assert self._text is not None
+            token_bytes = self._text.token_bytes
+            thinking = ThinkingState(given.thinking, token_bytes, compiled is not None)
         self._followers[given.request_id] = _Follower(
             asked,
-            compiled.deep_copy(),
+            None if compiled is None else compiled.deep_copy(),
+            thinking,
             mask_of(sorted(given.stop_ids), self._vocab_size),
             mask_of(sorted(never), self._vocab_size),
         )
@@ -136,12 +159,14 @@ class Grammars:
         run_when_idle()
         while True:
             asked = self._to_compile.get()
-            if asked is None:
-                with contextlib.suppress(Exception):  # the first grammar will tell
-                    self._load_tokenizer()
-                continue
             try:
-                self._done.put((asked, self._compile(asked)))
+                if asked is None:
+                    self._load_text()
+                    self._done.put((None, None))
+                    with contextlib.suppress(Exception):  # the first grammar will tell
+                        self._load_tokenizer()
+                else:
+                    self._done.put((asked, self._compile(asked)))
             except RequestError as error:
                 self._done.put((asked, str(error)))
             except Exception as error:  # no request that waits for it may wait for ever
@@ -155,22 +180,29 @@ class Grammars:
         return matcher
 
     def _load_tokenizer(self) -> LLTokenizer:
-        from twostroke.structured import make_tokenizer
+        from twostroke.model.grammar_tokenizer import make_tokenizer
 
         if self._tokenizer is None:
-            text = self._source()
-            if text is None:
-                raise RequestError("structured outputs need a tokenizer, and none is loaded")
+            text = self._load_text()
             self._end_ids = sorted(n for n in text.stop_ids if n < self._vocab_size)
             self._tokenizer = make_tokenizer(text.to_json(), self._end_ids)
         return self._tokenizer
+
+    def _load_text(self) -> Tokenizer:
+        if self._text is None:
+            text = self._source()
+            if text is None:
+                raise RequestError("structured outputs need a tokenizer, and none is loaded")
+            text.token_bytes(0)  # makes its table
+            self._text = text
+        return self._text
 
     def drop(self, request_id: str) -> None:
         self._followers.pop(request_id, None)
 
     def samples(self, plan: StepPlan) -> dict[int, str]:
-        """The samples of this step that a grammar decides on: index → request. To be called for
-        every plan, in order, while there is a request that has a grammar."""
+        """The samples of this step that may have a mask: index → request. To be called for every
+        plan, in order, while there is a request that has a grammar or a budget."""
         rows, followers = self._rows, self._followers
         for row in plan.retired:
             rows.pop(row, None)
@@ -180,16 +212,36 @@ class Grammars:
                 rows[new.row] = new.request_id
         sampled = samples_of(decode_tokens(plan.decode), plan.prefill).rows.tolist()
         wanted = ((index, rows.get(row, "")) for index, row in enumerate(sampled))
-        return {index: name for index, name in wanted if name in followers}
+        return {
+            index: name
+            for index, name in wanted
+            if name in followers and followers[name].may_have_mask
+        }
 
     def masks(self, samples: Mapping[int, str]) -> dict[int, Mask]:
         """What may be written there, once all tokens before are committed. None for a request that
-        they have ended."""
-        followers = self._followers
-        return {i: self._mask(followers[name]) for i, name in samples.items() if name in followers}
+        they have ended, or that may write anything."""
+        masks = {}
+        for index, name in samples.items():
+            follower = self._followers.get(name)
+            mask = None if follower is None else self._mask(follower)
+            if mask is not None:
+                masks[index] = mask
+        return masks
 
-    def _mask(self, follower: _Follower) -> Mask:
-        started, matcher = thread_time(), follower.matcher
+    def _mask(self, follower: _Follower) -> Mask | None:
+        thinking, matcher = follower.thinking, follower.matcher
+        if thinking is not None and thinking.forced is not None:
+            return mask_of([thinking.forced], self._vocab_size)
+        if matcher is None or (thinking is not None and thinking.inside):
+            return None
+        allowed = self._grammar_mask(follower, matcher)
+        if thinking is not None and not thinking.over:
+            allowed |= mask_of(thinking.start_ids, self._vocab_size)
+        return allowed
+
+    def _grammar_mask(self, follower: _Follower, matcher: LLMatcher) -> Mask:
+        started = thread_time()
         allowed = mask_from_bytes(matcher.compute_bitmask(), self._vocab_size)
         if matcher.is_accepting():
             allowed |= follower.ends
@@ -204,10 +256,23 @@ class Grammars:
         follower = self._followers.get(request_id)
         if follower is None:
             return None
-        started, matcher = thread_time(), follower.matcher
+        matcher, thinking = follower.matcher, follower.thinking
+        if thinking is not None and not thinking.over:
+            tokens = thinking.advance(tokens)
+            if thinking.refused and not ended:
+                return End(
+                    "the end of the reasoning could not be written when its budget was spent: "
+                    "allowed_token_ids or bad_words forbid it"
+                )
+            if thinking.over and matcher is None:
+                self.drop(request_id)
+        if matcher is None or not tokens:
+            return None
+        started = thread_time()
         taken = 0 if ended or matcher.is_error() else matcher.try_consume_tokens(list(tokens))
         if matcher.is_error():
             # Copies share what the lexer has learnt, and with it the limit on that.
+            assert follower.asked is not None
             self._compiled.pop(follower.asked, None)
             return End(f"the grammar became too complex to follow ({_reason(matcher)})")
         if ended:  # by a token that need not be the grammar's

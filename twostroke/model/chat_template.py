@@ -12,6 +12,7 @@ import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any, Final, NoReturn
 
 import jinja2
@@ -22,8 +23,10 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from twostroke.errors import ModelError, RequestError
+from twostroke.model.chat_messages import Messages, join_parts, read_messages, with_end
 
 COMPILED: Final = 8  # templates that a renderer keeps
+END: Final = "[[the message ends here]] "  # marks it in a rendered text
 
 
 class ChatTemplate:
@@ -32,6 +35,7 @@ class ChatTemplate:
     ) -> None:
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._name = template_name(of_request)
+        self._parts_read: dict[str, bool] = {}  # by role
         advice = "Correct it." if of_request else "Give another one with --chat-template FILE."
         self._advice = advice
         try:
@@ -48,11 +52,13 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
+        continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """`kwargs` are further variables of the template, such as `enable_thinking`."""
+        """`continue_final_message`: the text ends where the last message does, for the model to
+        write on. `kwargs` are further variables of the template, such as `enable_thinking`."""
         variables: dict[str, Any] = {
-            "messages": check_messages(messages),
+            "messages": None,
             "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
@@ -65,8 +71,54 @@ class ChatTemplate:
                 "other names."
             )
         variables |= kwargs
+        given = self._with_developers_shown(read_messages(messages), variables)
+        if not continue_final_message:
+            return self._render(given, variables)
+        content = given[-1]["content"]
+        content = content if isinstance(content, str) else content[-1]["text"]
+        text = self._render(with_end(given, END), variables)
+        end = text.rfind(END.strip())
+        if end < 0 or content.strip() not in text:
+            raise RequestError(
+                f"continue_final_message: {self._name} does not show the last message's content",
+                param="continue_final_message",
+            )
+        # A template that trims a message has trimmed the space of END, and not what is before it.
+        return text[:end] if text.startswith(END, end) else text[:end].rstrip()
+
+    def _with_developers_shown(self, messages: Messages, variables: dict[str, Any]) -> Messages:
+        """Messages of the role 'developer' as they are, if the template shows them; else with the
+        role 'system', else as part of the first message of that role."""
+        if all(message["role"] != "developer" for message in messages):
+            return messages
+        system = [_with_role(message, "developer", "system") for message in messages]
+        for given in (messages, system, _with_one_system_message(system)):
+            if self._shows(given, ("developer", "system"), variables):
+                return given
+        if self._shows(messages, ("developer",), variables):  # a template that drops the others
+            return messages
+        raise RequestError(
+            f"{self._name} does not show messages of the role 'developer'; send them as 'system' "
+            "or 'user' messages."
+        )
+
+    def _shows(self, messages: Messages, roles: Sequence[str], variables: dict[str, Any]) -> bool:
+        """Whether all messages of these roles are in the text."""
+        marked, marks = list[dict[str, Any]](), []
+        for n, message in enumerate(messages):
+            if message["role"] in roles:
+                marks.append(f"[[message {n}]]")
+                (message,) = with_end([message], marks[-1])
+            marked.append(message)
         try:
-            return self._template.render(variables)
+            text = self._render(marked, variables)
+        except RequestError:
+            return False
+        return all(mark in text for mark in marks)
+
+    def _render(self, messages: Messages, variables: dict[str, Any]) -> str:
+        try:
+            return self._template.render(variables | {"messages": self._shaped(messages)})
         except _RaisedByTemplate as error:
             raise RequestError(f"{self._name} refuses these messages: {error}") from None
         except SecurityError as error:
@@ -81,6 +133,51 @@ class ChatTemplate:
                 f"{error}). Check their roles and their order, and that the template knows tools "
                 "if there are any."
             ) from None
+
+    # ── what this template wants to be given ────────────────────────────────────────────────
+
+    def _shaped(self, messages: Messages) -> Messages:
+        shaped = []
+        for message in messages:
+            if isinstance(message["content"], list) and not self._reads_parts(message["role"]):
+                message = message | {"content": join_parts(message["content"])}
+            if message.get("tool_calls"):
+                message = self._call_shape(message)
+            shaped.append(message)
+        return shaped
+
+    @cached_property
+    def _call_shape(self) -> Callable[[dict[str, Any]], dict[str, Any]]:
+        """How messages with tool calls are given: the first way in which the template shows a
+        call's arguments. Most want an empty content and an object, some null or JSON in a string.
+        """
+        for shape in CALL_SHAPES:
+            if "[[shown]]" in self._try([PROBE_USER, shape(PROBE_CALL), PROBE_RESULT]):
+                return shape
+        return CALL_SHAPES[0]
+
+    def _reads_parts(self, role: str) -> bool:
+        """Whether the template takes a content apart that is a list."""
+        if role not in ("system", "developer", "user", "assistant"):
+            return False
+        if role not in self._parts_read:
+            parts = [{"type": "text", "text": text} for text in ("[[one]]", "[[two]]")]
+            probe = {"role": role, "content": parts}
+            others = {"user": [probe], "assistant": [PROBE_USER, probe]}
+            text = self._try(others.get(role, [probe, PROBE_USER]))
+            as_code = "'[[one]]'" in text or '"[[one]]"' in text
+            self._parts_read[role] = "[[one]]" in text and "[[two]]" in text and not as_code
+        return self._parts_read[role]
+
+    def _try(self, messages: Messages) -> str:
+        """The text of a conversation of ours, empty if the template does not take it."""
+        variables = {"tools": [PROBE_TOOL], "documents": None, "add_generation_prompt": False}
+        try:
+            return self._template.render({"messages": messages, **variables, **self._tokens})
+        except MemoryError:
+            raise
+        except Exception:  # as in `_render`
+            return ""
 
 
 def template_name(of_request: bool) -> str:
@@ -103,8 +200,8 @@ def renderer(hello: bytes) -> Callable[[bytes], bytes]:
     def render(request: bytes) -> bytes:
         if not request:
             return b""
-        own, messages, add_generation_prompt, tools, variables, max_chars = json.loads(request)
-        text = compiled(own).render(messages, add_generation_prompt, tools, **variables)
+        own, messages, generate, tools, continued, variables, max_chars = json.loads(request)
+        text = compiled(own).render(messages, generate, tools, continued, **variables)
         return json.dumps([len(text), text if len(text) <= max_chars else None]).encode()
 
     return render
@@ -117,71 +214,65 @@ def choose_template(named: Mapping[str, str]) -> str | None:
     return named["default"] if "default" in named else named[min(named)]
 
 
-def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as templates read them: content as text, arguments of tool calls as objects."""
-    if not isinstance(messages, Sequence) or isinstance(messages, str):
-        raise RequestError("messages: expected a list of messages, each with a role and a content.")
-    if not messages:
-        raise RequestError("messages: the list is empty; at least one message is needed.")
-    return [_check_message(message, f"messages[{n}]") for n, message in enumerate(messages)]
+def _with_role(message: dict[str, Any], old: str, new: str) -> dict[str, Any]:
+    return message | {"role": new} if message["role"] == old else message
 
 
-def _check_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
-        raise RequestError(f"{where}: expected an object with a role and a content.")
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise RequestError(
-            f"{where}: the role is {'missing' if role is None else f'{role!r}'}; expected a text "
-            "such as 'system', 'user' or 'assistant'."
-        )
-    checked = {**message, "content": _text(message.get("content"), where)}
-    if checked["content"] is None and not message.get("tool_calls"):
-        raise RequestError(f"{where}: the content is missing; expected a text.")
-    if message.get("tool_calls"):
-        checked["tool_calls"] = _tool_calls(message["tool_calls"], where)
-    return checked
+def _with_one_system_message(messages: Messages) -> Messages:
+    system = [join_parts(one["content"]) for one in messages if one["role"] == "system"]
+    others = [one for one in messages if one["role"] != "system"]
+    return [{"role": "system", "content": "\n\n".join(system)}, *others]
 
 
-def _text(content: Any, where: str) -> str | None:
-    if content is None or isinstance(content, str):
-        return content
-    if not isinstance(content, Sequence):
-        raise RequestError(
-            f"{where}.content: expected a text or a list of parts, not {type(content).__name__}."
-        )
-    return "\n".join([_part_text(part, f"{where}.content[{n}]") for n, part in enumerate(content)])
+def _call_shape(null: bool, as_text: bool) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    def shape(message: dict[str, Any]) -> dict[str, Any]:
+        if null and not message["content"]:
+            message = message | {"content": None}
+        if as_text:
+            calls = [_arguments_as_text(call) for call in message["tool_calls"]]
+            message = message | {"tool_calls": calls}
+        return message
+
+    return shape
 
 
-def _part_text(part: Any, where: str) -> str:
-    if isinstance(part, str):
-        return part
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind != "text":
-        raise RequestError(
-            f"{where}: parts of the type {kind!r} are not supported; this model reads text only, "
-            "given as {'type': 'text', 'text': ...}."
-        )
-    if not isinstance(part.get("text"), str):
-        raise RequestError(f"{where}: a part of the type 'text' needs its text in 'text'.")
-    return str(part["text"])
+def _arguments_as_text(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict) or isinstance(function["arguments"], str):
+        return call
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """The API sends a call's arguments as JSON in a string; templates write them out themselves."""
-    if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) for call in calls):
-        raise RequestError(f"{where}.tool_calls: expected a list of calls.")
-    read = []
-    for call in calls:
-        function = call.get("function")
-        if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
-            try:
-                arguments = json.loads(function["arguments"] or "{}")
-            except ValueError:
-                arguments = function["arguments"]  # as a model wrote it, perhaps cut short
-            call = {**call, "function": {**function, "arguments": arguments}}
-        read.append(dict(call))
-    return read
+CALL_SHAPES: Final = tuple(
+    _call_shape(null, as_text) for as_text in (False, True) for null in (False, True)
+)
+PROBE_USER: Final[dict[str, Any]] = {"role": "user", "content": "Hello"}
+PROBE_TOOL: Final = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look around.",
+        "parameters": {"type": "object", "properties": {"where": {"type": "string"}}},
+    },
+}
+PROBE_CALL: Final = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {
+            "id": "a1b2c3d4e",  # as Mistral's templates want it
+            "type": "function",
+            "function": {"name": "look", "arguments": {"where": "[[shown]]"}},
+        }
+    ],
+}
+PROBE_RESULT: Final = {
+    "role": "tool",
+    "name": "look",
+    "tool_call_id": "a1b2c3d4e",
+    "content": "nothing",
+}
 
 
 class _RaisedByTemplate(jinja2.TemplateError):

@@ -171,8 +171,15 @@ class TokenTable:
             return token.encode()
         if self.is_byte_level:
             return byte_level_bytes(token)
-        piece = sentencepiece_piece(token)
-        return bytes([piece]) if isinstance(piece, int) else piece.encode()
+        return _piece_bytes(sentencepiece_piece(token))
+
+    def all_bytes(self) -> list[bytes]:
+        """What every id adds in the middle of a text, empty for an id without a token; of a
+        tokenizer for which there is a table."""
+        if self.is_byte_level:
+            return self._bytes
+        assert self.is_sentencepiece
+        return [_piece_bytes(piece) for piece in self._pieces]
 
     @cached_property
     def is_byte_level(self) -> bool:
@@ -241,6 +248,10 @@ def byte_level_bytes(token: str) -> bytes:
         return token.translate(_TO_LATIN_1).encode("latin-1")
     except UnicodeEncodeError:
         return token.encode()
+
+
+def _piece_bytes(piece: str | int | None) -> bytes:
+    return bytes([piece]) if isinstance(piece, int) else (piece or "").encode()
 
 
 def sentencepiece_piece(token: str) -> str | int:

@@ -52,7 +52,10 @@ class ChatGeneration(Conversation[ChatRequest]):
         (output,) = outputs
         response = self.head.as_json("chat.completion")
         response["choices"] = (self._choice(completion) for completion in output.outputs)
-        response["usage"] = count_tokens(outputs).usage()
+        counts = count_tokens(outputs)
+        for completion in output.outputs:
+            counts.add_reasoning(self.reasoning_tokens(completion.token_ids))
+        response["usage"] = counts.usage()
         response["timings"] = timings([output])
         if self.request.prompt_logprobs is not None:
             response["prompt_logprobs"] = self._logprobs.prompt(output)
@@ -65,6 +68,8 @@ class ChatGeneration(Conversation[ChatRequest]):
         said.push(completion.text)
         said.flush()
         message: Json = {"role": self.role, "content": said.content, "refusal": None}
+        if said.reasoning is not None:
+            message |= _reasoning_json(said.reasoning)
         if said.calls:
             message["tool_calls"] = [call.to_dict() for call in said.calls]
         choice = {
@@ -130,6 +135,8 @@ class ChatStreamWriter(ChunkWriter[ChatGeneration]):
             return text.encode(completion.text)
         begin = b"" if index in self._messages else self._begin(output, completion)
         events = b"".join([event(chunk) for chunk in self._chunks(output, completion)])
+        if self._plain_text and self._messages[index].is_plain:
+            self._templates[index] = self._text_template(index)
         return concat([begin, events])
 
     def _begin(self, output: RequestOutput, completion: CompletionOutput) -> Encoded:
@@ -138,10 +145,6 @@ class ChatStreamWriter(ChunkWriter[ChatGeneration]):
         self._messages[index] = generation.new_message()
         self.counts.prompt = len(output.prompt_token_ids)
         bare = CompletionOutput(index)
-        if self._plain_text:
-            self._templates[index] = TextEventTemplate(
-                lambda text: event(self.chunk([generation.delta(bare, {"content": text})]))
-            )
         more: Json = {}
         if generation.request.prompt_logprobs is not None and index == 0:
             more["prompt_logprobs"] = generation.prompt_logprobs(output)
@@ -151,18 +154,26 @@ class ChatStreamWriter(ChunkWriter[ChatGeneration]):
         first = self.chunk([choice], **more, **self.running_usage())
         return long_event(first) if "prompt_logprobs" in more else event(first)
 
+    def _text_template(self, index: int) -> TextEventTemplate:
+        bare, generation = CompletionOutput(index), self.generation
+        return TextEventTemplate(
+            lambda text: event(self.chunk([generation.delta(bare, {"content": text})]))
+        )
+
     def _chunks(self, output: RequestOutput, completion: CompletionOutput) -> list[Json]:
-        """One chunk a token; with tools several, or none yet. The last has the finish reason."""
+        """One chunk a token; with tools or reasoning several, or none yet. The last has the finish
+        reason."""
         generation, message = self.generation, self._messages[completion.index]
-        deltas = [_as_json(delta) for delta in message.push(completion.text)]
+        deltas = [_as_json(delta) for delta in message.push(completion.text, completion.token_ids)]
         reason = None
         if completion.finish_reason is not None:
             deltas += [_as_json(delta) for delta in message.flush()]
             reason = message.finish_reason(completion.finish_reason)
-        elif not deltas and completion.logprobs:
-            deltas = [{}]  # the logprobs of a token whose text is held back
+            self.counts.add_reasoning(message.reasoning_tokens)
+        elif not deltas and (completion.logprobs or generation.request.return_token_ids):
+            deltas = [{}]  # of a token whose text is held back
         if reason is not None and not deltas:
-            deltas = [{"content": ""}] if generation.tools is None else [{}]
+            deltas = [{}] if generation.tools or generation.reasoning else [{"content": ""}]
         chunks = []
         for n, delta in enumerate(deltas):
             # The ids and logprobs of this token go with the first chunk it makes.
@@ -182,5 +193,10 @@ def _as_json(delta: Delta) -> Json:
     if isinstance(delta, ContentDelta):
         return {"content": delta.text}
     if isinstance(delta, ReasoningDelta):
-        return {"reasoning": delta.text}
+        return _reasoning_json(delta.text)
     return {"tool_calls": [delta.to_dict()]}
+
+
+def _reasoning_json(text: str) -> Json:
+    """Under vLLM's name, and under that of DeepSeek and llama.cpp, which vLLM had before."""
+    return {"reasoning": text, "reasoning_content": text}

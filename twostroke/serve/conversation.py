@@ -4,6 +4,8 @@ message as it is written."""
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
@@ -13,8 +15,15 @@ from twostroke.serve.deltas import ContentDelta, Delta, ReasoningDelta, ToolCall
 from twostroke.serve.errors import ApiError
 from twostroke.serve.generate import Generation
 from twostroke.serve.params import chat_params
+from twostroke.serve.parsers.harmony import Harmony
+from twostroke.serve.parsers.reasoning import (
+    Reasoning,
+    ReasoningCounter,
+    ReasoningParser,
+    requested_reasoning,
+)
+from twostroke.serve.parsers.scanner import Scanner
 from twostroke.serve.protocol import Body, ChatRequest
-from twostroke.serve.response_fields import Json
 from twostroke.serve.service import Service
 from twostroke.serve.settings import ServeSettings
 from twostroke.serve.tools import ToolCalls
@@ -34,6 +43,7 @@ class Conversation(Generation[R]):
         self.fields = self.chat
         self.num_choices = self.chat.n or 1
         self.tools: ToolCalls | None = None
+        self.reasoning: Reasoning | None = None
 
     @abstractmethod
     def as_chat(self) -> ChatRequest:
@@ -48,14 +58,77 @@ class Conversation(Generation[R]):
             forced = self.tools.structured_outputs()
             self.tools.drop_schemas()
         params = chat_params(chat, service.client.info, service.settings, forced)
-        variables: Json = {}
+        ids = self.render()
+        self.reasoning = self._requested_reasoning(ids)
+        if self._tags_are_special():
+            params = replace(params, skip_special_tokens=False)
+        request = service.prompts.prepare(ids, params, chat)
+        budget = _thinking_budget(chat, self.reasoning)
+        if self.reasoning is None or (budget is None and params.structured_outputs is None):
+            return [request]
+        tokenizer = service.prompts.tokenizer
+        thinking = self.reasoning.for_engine(tokenizer, budget, forced is not None)
+        return [replace(request, thinking=thinking)]
+
+    def render(self) -> list[int]:
+        """The prompt's token ids. Called off the event loop."""
+        chat, variables = self.chat, {}
         if chat.reasoning_effort is not None:
             variables["reasoning_effort"] = chat.reasoning_effort
-        ids = service.prompts.render(chat.messages, chat, **variables)
-        return [service.prompts.prepare(ids, params, chat)]
+        return self.service.prompts.render(chat.messages, chat, **variables)
+
+    def _requested_reasoning(self, prompt: Sequence[int]) -> Reasoning | None:
+        service = self.service
+        template = self.chat.chat_template or service.client.input_processor.chat_template
+        parser = service.settings.reasoning_parser
+        continued = bool(self.chat.continue_final_message)
+        return requested_reasoning(parser, template, service.prompts.tokenizer, prompt, continued)
+
+    def _tags_are_special(self) -> bool:
+        """Whether what calls and reasoning are known by would be skipped with special tokens."""
+        if self.tools is not None and self.tools.format.special_tokens:
+            return True
+        tokenizer = self.service.prompts.tokenizer
+        return self.reasoning is not None and self.reasoning.form.has_special_tokens(tokenizer)
 
     def new_message(self) -> AssistantMessage:
-        return AssistantMessage(self.tools, self.chat.parallel_tool_calls is not False)
+        include = self.chat.include_reasoning is not False
+        parallel = self.chat.parallel_tool_calls is not False
+        counter = self._reasoning_counter()
+        return AssistantMessage(self.tools, parallel, self.reasoning, include, counter)
+
+    def reasoning_tokens(self, token_ids: Sequence[int]) -> int | None:
+        """How many of a whole choice's tokens are reasoning; None where it is not parted."""
+        counter = self._reasoning_counter()
+        if counter is None:
+            return None
+        counter.push(token_ids)
+        return counter.count
+
+    def _reasoning_counter(self) -> ReasoningCounter | None:
+        if self.reasoning is None:
+            return None
+        return ReasoningCounter(self.reasoning, self.service.prompts.tokenizer)
+
+
+def _thinking_budget(chat: ChatRequest, reasoning: Reasoning | None) -> int | None:
+    budget = chat.thinking_token_budget
+    if budget is None or budget == -1:
+        return None
+    if budget < -1:
+        raise ApiError(
+            400,
+            f"thinking_token_budget must be a number of tokens, or -1 for no limit, not {budget}",
+            param="thinking_token_budget",
+        )
+    if reasoning is None:
+        raise ApiError(
+            400,
+            "thinking_token_budget: this server does not know how the model thinks; start it with "
+            "--reasoning-parser",
+            param="thinking_token_budget",
+        )
+    return budget
 
 
 def requested_tools(
@@ -80,41 +153,73 @@ def requested_tools(
 class AssistantMessage:
     """The message of one choice as it is written: reasoning, text and tool calls."""
 
-    def __init__(self, tools: ToolCalls | None, parallel: bool = True) -> None:
+    def __init__(
+        self,
+        tools: ToolCalls | None,
+        parallel: bool = True,
+        reasoning: Reasoning | None = None,
+        include_reasoning: bool = True,
+        counter: ReasoningCounter | None = None,
+    ) -> None:
         """`parallel`: whether calls after the first are given."""
         self._tools = tools
-        self._stream = None if tools is None else tools.stream()
+        self._calls = None if tools is None else tools.stream()
+        self._parsers: list[Scanner] = [] if self._calls is None else [self._calls]
+        # Harmony's channels are read by one parser, whatever is on them.
+        if reasoning is not None and not isinstance(self._calls, Harmony):
+            self._parsers.insert(0, reasoning.parser())
         self._parallel = parallel
+        self._include_reasoning = include_reasoning
+        self._counter = counter
         self._text: list[str] = []
         self._reasoning: list[str] = []
 
     @property
     def calls(self) -> list[ToolCall]:
-        if self._stream is None:
+        if self._calls is None:
             return []
-        return self._stream.calls if self._parallel else self._stream.calls[:1]
+        return self._calls.calls if self._parallel else self._calls.calls[:1]
 
     @property
     def content(self) -> str | None:
-        """None in a message that has only tool calls."""
+        """None in a message that has only reasoning or tool calls."""
         text = "".join(self._text)
-        return text if text or not self.calls else None
+        return text if text or not (self.calls or self._reasoning) else None
 
     @property
     def reasoning(self) -> str | None:
-        """None where the model did not think aloud."""
+        """None where the model did not think aloud, or nobody wants to know."""
         return "".join(self._reasoning) or None
 
-    def push(self, text: str) -> list[Delta]:
-        """What is new. Text that may become a tool call is held back."""
-        if self._stream is None:
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Of the tokens that were pushed; None where reasoning is not parted from the answer."""
+        return None if self._counter is None else self._counter.count
+
+    @property
+    def is_plain(self) -> bool:
+        """All that comes is content, as it comes."""
+        return all(isinstance(one, ReasoningParser) and one.ended for one in self._parsers)
+
+    def push(self, text: str, token_ids: Sequence[int] = ()) -> list[Delta]:
+        """What is new. Text that may become something else is held back. `token_ids`: those that
+        came with it, for `reasoning_tokens`."""
+        if self._counter is not None:
+            self._counter.push(token_ids)
+        if not self._parsers:
             self._text.append(text)
             return [ContentDelta(text)]
-        return self._take(self._stream.push(text))
+        deltas: list[Delta] = [ContentDelta(text)]
+        for parser in self._parsers:
+            deltas = _through(parser, deltas)
+        return self._take(deltas)
 
     def flush(self) -> list[Delta]:
         """What was held back: the text has ended."""
-        return [] if self._stream is None else self._take(self._stream.flush())
+        deltas: list[Delta] = []
+        for parser in self._parsers:
+            deltas = _through(parser, deltas) + parser.flush()
+        return self._take(deltas)
 
     def finish_reason(self, reason: str | None) -> str | None:
         """As OpenAI has it: "tool_calls" unless the tool was forced by name."""
@@ -127,8 +232,18 @@ class AssistantMessage:
             if isinstance(delta, ContentDelta):
                 self._text.append(delta.text)
             elif isinstance(delta, ReasoningDelta):
+                if not self._include_reasoning:
+                    continue
                 self._reasoning.append(delta.text)
             elif isinstance(delta, ToolCallDelta) and not self._parallel and delta.index:
                 continue
             given.append(delta)
         return given
+
+
+def _through(parser: Scanner, deltas: list[Delta]) -> list[Delta]:
+    """The deltas, with what a parser finds in the content among them."""
+    found: list[Delta] = []
+    for delta in deltas:
+        found += parser.push(delta.text) if isinstance(delta, ContentDelta) else [delta]
+    return found

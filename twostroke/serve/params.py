@@ -14,6 +14,8 @@ from twostroke.serve.protocol import (
     GenerateRequest,
     ResponseFormat,
     ResponsesRequest,
+    StructuredFields,
+    TextFormat,
 )
 from twostroke.serve.settings import ServeSettings
 
@@ -60,7 +62,7 @@ def chat_params(
         n=request.n,
         max_tokens=_capped(max_tokens, settings),
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-        structured=forced or _structured(request, request.response_format),
+        structured=_structured(request, settings, request.response_format, forced),
     )
 
 
@@ -80,7 +82,7 @@ def completion_params(
         n=request.n,
         max_tokens=_capped(max_tokens, settings),
         logprobs=request.logprobs,
-        structured=_structured(request, request.response_format),
+        structured=_structured(request, settings, request.response_format),
     )
     if request.echo and request.logprobs is not None and params.prompt_logprobs is None:
         params = replace(params, prompt_logprobs=request.logprobs)
@@ -92,18 +94,13 @@ def responses_params(
 ) -> SamplingParams:
     wanted = "message.output_text.logprobs" in (request.include or ())
     form = request.text.format if request.text else None
-    form_json: StructuredOutputs | None = None
-    if form is not None and form.type == "json_schema":
-        form_json = _schema_structured(form.schema, "text.format.schema")
-    elif form is not None and form.type == "json_object":
-        form_json = StructuredOutputs(json_object=True)
     return _params(
         request,
         info,
         n=1,
         max_tokens=_capped(request.max_output_tokens, settings),
         logprobs=(request.top_logprobs or 0) if wanted else None,
-        structured=form_json or _structured(request, None),
+        structured=_structured(request, settings, form),
     )
 
 
@@ -157,24 +154,38 @@ def _refuse_unsupported(request: ChatRequest) -> None:
 # ── structured output ───────────────────────────────────────────────────────────────────────
 
 
-def _structured(request: GenerateRequest, form: ResponseFormat | None) -> StructuredOutputs | None:
-    fields = request.structured_outputs
-    if fields is not None:
-        kinds = {
-            name: value
-            for name in fields.__struct_fields__
-            if (value := getattr(fields, name)) is not None and value is not False
-        }
-        return StructuredOutputs(**kinds)
-    if form is None or form.type == "text":
+def _structured(
+    request: GenerateRequest,
+    settings: ServeSettings,
+    form: ResponseFormat | TextFormat | None,
+    forced: StructuredOutputs | None = None,
+) -> StructuredOutputs | None:
+    """`forced` goes before what the request asks for, and that before its format."""
+    fields = request.structured_outputs or StructuredFields()
+    asked = fields.disable_additional_properties
+    closed = settings.disable_additional_properties if asked is None else asked
+    if forced is not None:
+        return replace(forced, disable_additional_properties=closed)
+    kinds = {
+        name: value
+        for name in ("json", "regex", "choice", "grammar", "json_object")
+        if (value := getattr(fields, name)) is not None and value is not False
+    }
+    if not kinds and form is not None and form.type == "json_object":
+        kinds["json_object"] = True
+    elif not kinds and form is not None and form.type == "json_schema":
+        kinds["json"] = _schema(form)
+    if not kinds and (request.structured_outputs is None or asked is not None):
         return None
-    if form.type == "json_object":
-        return StructuredOutputs(json_object=True)
-    schema = form.json_schema.schema if form.json_schema is not None else None
-    return _schema_structured(schema, "response_format.json_schema.schema")
+    return StructuredOutputs(**kinds, disable_additional_properties=closed)
 
 
-def _schema_structured(schema: dict[str, Any] | None, where: str) -> StructuredOutputs:
+def _schema(form: ResponseFormat | TextFormat) -> dict[str, Any]:
+    if isinstance(form, TextFormat):
+        schema, where = form.schema, "text.format.schema"
+    else:
+        schema = None if form.json_schema is None else form.json_schema.schema
+        where = "response_format.json_schema.schema"
     if schema is None:
         raise ApiError(400, f"{where}: a JSON schema is needed here", param=where)
-    return StructuredOutputs(json=schema)
+    return schema

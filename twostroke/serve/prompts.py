@@ -34,7 +34,7 @@ from twostroke.serve.protocol import GenerateRequest, TemplatedRequest
 from twostroke.serve.settings import ServeSettings
 
 # What `ChatTemplate.render` is called with: no request may give these names to its variables.
-TAKEN = ("self", "messages", "add_generation_prompt", "tools")
+TAKEN = ("self", "messages", "add_generation_prompt", "tools", "continue_final_message")
 TEXT_THREADS: Final = 2
 MAX_GRAMMARS_WAITING: Final = 16  # requests with a grammar that is not known yet
 MAX_TEMPLATES_WAITING: Final = 8  # requests with a chat template of their own
@@ -115,7 +115,7 @@ class Prompts:
         )
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         self._input.check_length(text, self.max_tokens)
         return tokenizer.encode(text, add_special_tokens)
 
@@ -215,14 +215,14 @@ class Prompts:
         return self._render_pool(1, OWN_TEMPLATE_RENDERING)
 
     def _render_pool(self, workers: int, limits: Limits) -> LimitedPool:
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         hello = json.dumps([self._input.chat_template, tokenizer.bos_token, tokenizer.eos_token])
         return LimitedPool(
             "twostroke.model.chat_template:renderer", hello.encode(), workers, limits
         )
 
     @property
-    def _tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> Tokenizer:
         tokenizer = self._input.tokenizer
         if tokenizer is None:
             raise ApiError(400, "no tokenizer is loaded; send token ids to /v1/completions")

@@ -57,13 +57,15 @@ class StreamOptions(Body, kw_only=True):
 
 
 class StructuredFields(Body, kw_only=True):
-    """vLLM's `structured_outputs`: exactly one of these."""
+    """vLLM's `structured_outputs`: one of the first five, or none and what `response_format` or a
+    forced tool call asks for."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    disable_additional_properties: bool | None = None  # of a schema's objects
 
 
 class JsonSchema(msgspec.Struct, kw_only=True):
@@ -163,6 +165,8 @@ class ChatRequest(GenerateRequest, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None  # a model's calls are given as it writes them
     reasoning_effort: Name | None = None  # a variable of the chat template
+    include_reasoning: bool | None = None  # vLLM's: whether it is in the answer; true if not given
+    thinking_token_budget: int | None = None  # vLLM's: tokens of reasoning at most; -1: no limit
     verbosity: Name | None = None  # has no effect
     modalities: list[str] | None = None
     # Refused, with what to use instead:

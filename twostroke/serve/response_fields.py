@@ -48,6 +48,7 @@ class TokenCounts:
     prompt: int = 0
     cached: int = 0
     completion: int = 0
+    reasoning: int | None = None  # of the completion's; None: it is not parted from the answer
 
     def usage(self, details: bool = True) -> Json:
         usage: Json = {
@@ -57,7 +58,13 @@ class TokenCounts:
         }
         if details:
             usage["prompt_tokens_details"] = {"cached_tokens": self.cached}
+            if self.reasoning is not None:
+                usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning}
         return usage
+
+    def add_reasoning(self, tokens: int | None) -> None:
+        if tokens is not None:
+            self.reasoning = (self.reasoning or 0) + tokens
 
 
 def count_tokens(outputs: Sequence[RequestOutput]) -> TokenCounts:

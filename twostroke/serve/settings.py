@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from twostroke.errors import ConfigError
-from twostroke.serve.tools import PARSERS
+from twostroke.serve.parsers import REASONING_PARSERS, TOOL_PARSERS
 from twostroke.strict import Strict
 
 MIB = 1024**2
@@ -37,11 +37,13 @@ class ServeSettings(Strict):
     trust_request_chat_template: bool = False  # whether a request may bring its own template
     enable_auto_tool_choice: bool = True  # a model may call tools unless it is told not to
     tool_call_parser: str | None = None  # how its calls are read; None: by its chat template
-    reasoning_parser: str | None = None  # how thinking is parted from the answer; None: it is not
+    reasoning_parser: str | None = None  # None: only where the prompt leaves the model thinking
 
     root_path: str = ""  # the prefix that a proxy in front strips
     enable_request_id_headers: bool = False  # answers carry X-Request-Id
     force_include_usage: bool = False  # every stream ends with its usage
+    # A request's JSON schemas: an object has no other names than its `properties`.
+    disable_additional_properties: bool = True
 
     max_body_bytes: int | None = None  # None: 8 MiB, or 64 for each token of max_model_len
     # Of its JSON: a comma weighs 1, a bracket 4, a colon 8. None: 524288, or 8 for each token.
@@ -95,6 +97,7 @@ class ServeSettings(Strict):
             "enable_auto_tool_choice",
             "enable_request_id_headers",
             "force_include_usage",
+            "disable_additional_properties",
         )
         levels = ("critical", "error", "warning", "info", "debug", "trace")
         self._check_choice("uvicorn_log_level", levels)
@@ -108,7 +111,9 @@ class ServeSettings(Strict):
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError("ssl_keyfile is given without ssl_certfile; give both")
         if self.tool_call_parser is not None:
-            self._check_choice("tool_call_parser", ("auto", *PARSERS))
+            self._check_choice("tool_call_parser", ("auto", *TOOL_PARSERS))
+        if self.reasoning_parser is not None:
+            self._check_choice("reasoning_parser", ("auto", "none", *REASONING_PARSERS))
 
     @property
     def metrics_open(self) -> bool:

@@ -1,0 +1,78 @@
+"""`ThinkingState`: where a request stands with its reasoning, by the tokens it has written.
+
+    before ─▶ the opening tag ─▶ inside ─▶ the closing tag, or a forced one ─▶ over
+
+Tags are looked for in the bytes of the tokens, since a vocabulary may write one in several ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from twostroke.request import Thinking
+
+
+class ThinkingState:
+    def __init__(
+        self, asked: Thinking, token_bytes: Callable[[int], bytes], before_grammar: bool
+    ) -> None:
+        """`before_grammar`: what begins with no token that opens reasoning is a grammar's."""
+        self._asked = asked
+        self._token_bytes = token_bytes
+        self._before_grammar = before_grammar
+        self._longest = max(map(len, asked.ends))
+        self._written = b""  # the end of it, as far as a tag may reach
+        self._num_forced = 0
+        self._count = 0  # tokens of reasoning
+        self.inside = asked.is_open
+        self.over = before_grammar and not (asked.is_open or asked.start_ids)
+        self.refused = False  # another token was written than the forced one
+
+    @property
+    def start_ids(self) -> Sequence[int]:
+        """Tokens that open it."""
+        return self._asked.start_ids
+
+    @property
+    def left(self) -> int | None:
+        """Tokens that may come before the end is forced; None: any number."""
+        return None if self._asked.budget is None else max(0, self._asked.budget - self._count)
+
+    @property
+    def forced(self) -> int | None:
+        """The token that must come next, if one must."""
+        return self._asked.forced_ids[self._num_forced] if self.inside and self.left == 0 else None
+
+    def advance(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Tokens were written. Those that came after the reasoning, or instead of it."""
+        for n, token in enumerate(tokens):
+            if not (self.inside or self.over):
+                self._look_for_start(token)
+            elif self.inside:
+                self._think(token)
+                continue
+            if self.over:
+                return tokens[n:]
+        return ()
+
+    def _look_for_start(self, token: int) -> None:
+        self._written += self._token_bytes(token)
+        starts, written = self._asked.starts, self._written.lstrip()
+        if self._before_grammar:
+            self.inside = token in self.start_ids
+            self.over = not self.inside
+        else:
+            self.inside = written.startswith(starts)
+            self.over = not self.inside and not any(one.startswith(written) for one in starts)
+
+    def _think(self, token: int) -> None:
+        forced = self.forced
+        if forced is not None:
+            self.refused |= token != forced
+            self._num_forced += 1
+            self.over = self._num_forced == len(self._asked.forced_ids)
+        else:
+            self._count += 1
+            self._written = self._written[-self._longest :] + self._token_bytes(token)
+            self.over = any(end in self._written for end in self._asked.ends)
+        self.inside = not self.over

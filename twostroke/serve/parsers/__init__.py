@@ -1,0 +1,68 @@
+"""What models write → content, reasoning and tool calls. A format is a class over `Scanner`."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from twostroke.serve.parsers.calls import CallParser
+from twostroke.serve.parsers.harmony import Harmony
+from twostroke.serve.parsers.json_formats import (
+    DeepSeek,
+    DeepSeekV31,
+    Granite,
+    Hermes,
+    KimiK2,
+    Llama,
+    Mistral,
+    Phi4Mini,
+)
+from twostroke.serve.parsers.reasoning import FORMATS, is_harmony
+from twostroke.serve.parsers.untyped_formats import Glm45, Pythonic, Qwen3Coder
+
+# The names are vLLM's.
+TOOL_PARSERS: Final[dict[str, type[CallParser]]] = {
+    "hermes": Hermes,
+    "llama3_json": Llama,
+    "llama4_json": Llama,
+    "mistral": Mistral,
+    "deepseek_v3": DeepSeek,
+    "deepseek_v31": DeepSeekV31,
+    "qwen3_coder": Qwen3Coder,
+    "qwen3_xml": Qwen3Coder,
+    "pythonic": Pythonic,
+    "llama4_pythonic": Pythonic,
+    "granite": Granite,
+    "phi4_mini_json": Phi4Mini,
+    "glm45": Glm45,
+    "glm47": Glm45,
+    "kimi_k2": KimiK2,
+    "openai": Harmony,
+}
+REASONING_PARSERS: Final = tuple(FORMATS)
+# What a template shows of calls, what is most particular first.
+_SHOWN: Final = (
+    ("[TOOL_CALLS]", "mistral"),
+    ("<｜tool▁calls▁begin｜>", "deepseek_v3"),
+    ("<|tool_calls_section_begin|>", "kimi_k2"),
+    ("<|im_middle|>", "kimi_k2"),
+    ("<parameter=", "qwen3_coder"),
+    ("<arg_key>", "glm45"),
+    ("functools[", "phi4_mini_json"),
+    ("<|tool_call|>", "granite"),
+    ("<tool_call>", "hermes"),
+    ("[func_name1(", "pythonic"),
+    ("<|python_tag|>", "llama3_json"),
+    ("<|start_header_id|>", "llama3_json"),
+    ("<|header_start|>", "llama3_json"),
+)
+
+
+def choose_parser(chat_template: str | None) -> str:
+    """The style in which a chat template shows calls."""
+    template = chat_template or ""
+    if is_harmony(template):
+        return "openai"
+    name = next((name for shown, name in _SHOWN if shown in template), "hermes")
+    if name == "deepseek_v3" and "```json" not in template:
+        return "deepseek_v31"
+    return name

@@ -1,0 +1,185 @@
+"""`CallParser`: what the formats of tool calls share. A format says where its calls are, and reads
+their names; arguments in JSON are given as they are written, others one by one as JSON."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import string
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Final
+
+from twostroke.serve.deltas import ToolCall, ToolCallDelta
+from twostroke.serve.parsers.arguments import Kinds, as_json
+from twostroke.serve.parsers.scanner import SPACE, Scanner, Steps
+
+ARGUMENTS: Final = ("arguments", "parameters")  # either is understood wherever one of them is
+MAX_NAME: Final = 64  # characters
+_NAME_CHARS: Final = frozenset(string.ascii_letters + string.digits + "_.-")
+_BAD: Final = object()
+
+Tools = Mapping[str, Mapping[str, Kinds]]  # by name: the types that its arguments may have
+MakeId = Callable[[], str]
+
+
+class CallParser(Scanner):
+    """Content and calls. A call is emitted as soon as its name is known and its arguments begin;
+    what turns out to be no call before that point is content, as it was written."""
+
+    special_tokens: ClassVar[bool] = False  # its tags are, so that they must not be skipped
+    # How a call is written that a grammar forces: {name} stands for it, the arguments between.
+    forced: ClassVar[tuple[str, str]]
+    instead: ClassVar[type[CallParser] | None] = None  # reads forced calls, if this one cannot
+
+    def __init__(self, tools: Tools, make_id: MakeId | None = None, fenced: bool = False) -> None:
+        """`fenced`: whether a call may stand in ```json instead of in tags."""
+        super().__init__()
+        self.calls: list[ToolCall] = []
+        self.tools = tools
+        self.fenced = fenced
+        self._make_id = make_id or self.new_id
+        self._no_text = True  # since the last call
+        self._num_arguments = 0
+
+    @staticmethod
+    def new_id() -> str:
+        return f"call_{secrets.token_hex(12)}"
+
+    def emit_text(self, text: str) -> None:
+        self._no_text &= not text
+        super().emit_text(text)
+
+    def give_up(self) -> None:
+        # White space and separators after a last call belong to it.
+        if self._held is not None and self._ended and self.calls and self._no_text:
+            held = self._text[self._held : self._at]
+            if held.strip(SPACE) in ("", ";"):
+                self._held = None
+        super().give_up()
+
+    # ── calls ───────────────────────────────────────────────────────────────────────────────
+
+    def begin_call(self, name: str, arguments: str = "", id: str | None = None) -> None:
+        """From here on it is a call, whatever follows."""
+        self.drop()
+        self._settle()
+        call = ToolCall(id or self._make_id(), name, "")
+        self._deltas.append(ToolCallDelta(len(self.calls), call.id, call.name))
+        self.calls.append(call)
+        self._no_text = True
+        self._num_arguments = 0
+        self.emit_arguments(arguments)
+
+    def emit_arguments(self, text: str) -> None:
+        self._emit(self._arguments_delta, text)
+
+    def _arguments_delta(self, text: str) -> ToolCallDelta:
+        self.calls[-1].arguments += text
+        return ToolCallDelta(len(self.calls) - 1, arguments=text)
+
+    def emit_argument(self, key: str, value_json: str) -> None:
+        before = ", " if self._num_arguments else "{"
+        self.emit_arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: {value_json}")
+        self._num_arguments += 1
+
+    def end_arguments(self) -> None:
+        """After the last `emit_argument`."""
+        self.emit_arguments("}" if self._num_arguments else "{}")
+
+    def typed_argument(self, name: str, key: str, text: str) -> None:
+        self.emit_argument(key, as_json(text, self.tools[name].get(key, frozenset())))
+
+    # ── what several formats have ───────────────────────────────────────────────────────────
+
+    def name(self) -> Steps[str]:
+        """A tool's name; "" if none comes. It may be one that nobody knows."""
+        name = ""
+        while len(name) < MAX_NAME:
+            char = yield from self.peek()
+            if not char or char not in _NAME_CHARS:
+                break
+            self._at += 1
+            name += char
+        return name
+
+    def arguments(self, name: str, id: str | None = None) -> Steps[bool]:
+        """The object of arguments of a tool. False if the tool is not known or none comes."""
+        if name not in self.tools or (yield from self.peek()) != "{":
+            return False
+        self.begin_call(name, id=id)
+        yield from self.json_value(self.emit_arguments)
+        return True
+
+    def call_object(self) -> Steps[bool]:
+        """`{"name": …, "arguments": {…}}`, in either order. False if that is no call."""
+        if not (yield from self.accept("{")):
+            return False
+        name, arguments, begun = "", "", False
+        while True:
+            yield from self.space()
+            key = _loads((yield from self.json_value()))
+            if not isinstance(key, str) or not (yield from self.accept(":", after=SPACE)):
+                return begun
+            yield from self.space()
+            is_arguments = key in ARGUMENTS
+            if name and is_arguments and not begun and (yield from self.peek()) == "{":
+                self.begin_call(name)
+                begun = True
+                yield from self.json_value(self.emit_arguments)
+            else:
+                text = yield from self.json_value()
+                value = _loads(text)
+                if value is _BAD:
+                    return begun
+                if key == "name" and not begun:
+                    if name or not isinstance(value, str) or value not in self.tools:
+                        return False
+                    name = value
+                elif is_arguments and not begun and value is not None:
+                    arguments = text if isinstance(value, dict) else value
+                    if not isinstance(_loads(arguments), dict):  # some write it in a string
+                        return False
+                if name and arguments and not begun:
+                    self.begin_call(name, arguments)
+                    begun = True
+            if (yield from self.accept(",", after=SPACE)):
+                continue
+            if not (yield from self.accept("}", after=SPACE)):
+                return begun
+            if name and not begun:
+                self.begin_call(name, "{}")
+            return bool(name)
+
+    def call_list(self) -> Steps[bool]:
+        """`[{…}, {…}]`. False if its first entry is no call."""
+        found = False
+        if not (yield from self.accept("[")):
+            return False
+        while True:
+            yield from self.space()
+            if found:
+                self.hold()
+            if not (yield from self.call_object()):
+                if found:
+                    self.give_up()
+                return found
+            found = True
+            if not (yield from self.accept(",", after=SPACE)):
+                break
+        yield from self.accept("]", after=SPACE)
+        return True
+
+    def fence(self) -> Steps[bool]:
+        """A call after ```json, and the end of the fence."""
+        yield from self.space()
+        if not (yield from self.call_object()):
+            return False
+        yield from self.accept("```", after=SPACE)
+        return True
+
+
+def _loads(text: Any) -> Any:
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        return _BAD

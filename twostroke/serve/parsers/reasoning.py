@@ -1,0 +1,216 @@
+"""Reasoning: what a model writes before it answers, apart from the answer.
+
+    deepseek_r1, deepseek_v3, qwen3,
+    glm45, glm47, kimi_k2       <think>…</think>
+    mistral                     [THINK]…[/THINK]
+    granite                     Here is my thought process:…Here is my response:
+    openai_gptoss               Harmony's channel `analysis` (`harmony.py`)
+
+Where the prompt ends with the tag that opens it, the model is thinking from its first token on;
+where it ends with the closed tags, as templates write for `enable_thinking: false`, it is not.
+Otherwise it thinks if the tag is the first thing it writes. deepseek_r1 and kimi_k2, as in vLLM,
+need not write it; and Kimi's reasoning also ends where its calls begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from twostroke.request import Thinking
+from twostroke.serve.parsers.harmony import Harmony
+from twostroke.serve.parsers.json_formats import KimiK2
+from twostroke.serve.parsers.scanner import SPACE, Scanner, Steps
+
+if TYPE_CHECKING:  # the settings name the formats, and --help shall not wait for a tokenizer
+    from twostroke.model.tokenizer import Tokenizer
+
+PROMPT_END: Final = 24  # tokens of a prompt in which an opening tag is looked for
+CONTINUED_END: Final = 4096  # the same of one that ends within a message
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    starts: tuple[str, ...] = ("<think>",)
+    ends: tuple[str, ...] = ("</think>",)
+    ends_before: tuple[str, ...] = ()  # what ends it as well, and is part of the answer
+    begins_open: bool = False  # it thinks unless the prompt says that it does not
+    forced_end: str = ""  # what ends it where the budget is spent; "": the first of `ends`
+
+    def opened(self, prompt_end: str, continued: bool) -> bool | None:
+        """Whether a prompt leaves the model thinking; None if it does not say. `continued`: it ends
+        within a message, wherever in it the tags are."""
+        if continued:
+            start = max(prompt_end.rfind(text) for text in self.starts)
+            end = max(prompt_end.rfind(text) for text in self.ends)
+            return None if start == end else start > end
+        prompt_end = prompt_end.rstrip(SPACE)
+        if prompt_end.endswith(self.starts):
+            return True
+        return False if prompt_end.endswith(self.ends) else None
+
+    def has_special_tokens(self, tokenizer: Tokenizer) -> bool:
+        """Whether a text without special tokens would be one without the tags."""
+        (tag, *_) = self.ends
+        return tokenizer.decode(tokenizer.encode(tag, add_special_tokens=False)) != tag
+
+
+THINK: Final = ReasoningFormat()
+HARMONY: Final = ReasoningFormat(
+    ("<|channel|>analysis<|message|>",),
+    ("<|channel|>final<|message|>",),
+    begins_open=True,
+    forced_end="<|end|><|start|>assistant<|channel|>final<|message|>",
+)
+MISTRAL: Final = ReasoningFormat(("[THINK]",), ("[/THINK]",))
+FORMATS: Final = {
+    "deepseek_r1": replace(THINK, begins_open=True),
+    "deepseek_v3": THINK,
+    "glm45": THINK,
+    "glm47": THINK,
+    "granite": ReasoningFormat(
+        ("Here is my thought process:", "Here's my thought process:"),
+        ("Here is my response:", "Here's my response:"),
+    ),
+    "kimi_k2": replace(THINK, ends_before=(KimiK2.all_begin,), begins_open=True),
+    "mistral": MISTRAL,
+    "openai_gptoss": HARMONY,
+    "qwen3": THINK,
+}
+
+
+def choose_format(chat_template: str | None) -> ReasoningFormat | None:
+    """The style in which a chat template shows reasoning."""
+    template = chat_template or ""
+    if is_harmony(template):
+        return HARMONY
+    if "[THINK]" in template:
+        return MISTRAL
+    if "thought process:" in template and "<think>" not in template:
+        return FORMATS["granite"]
+    return THINK if "</think>" in template else None
+
+
+def is_harmony(chat_template: str | None) -> bool:
+    return "<|channel|>" in (chat_template or "") and "<|message|>" in (chat_template or "")
+
+
+class ReasoningParser(Scanner):
+    """Reasoning, without white space around it, and then content."""
+
+    def __init__(self, form: ReasoningFormat, is_open: bool) -> None:
+        super().__init__()
+        self._form = form
+        self.thinking = is_open
+        self.ended = False  # all that comes is content
+
+    def read(self) -> Steps[None]:
+        started = yield from self.accept(*self._form.starts, after=SPACE)
+        if started or self.thinking:
+            self.thinking = True
+            self._sink = self.emit_reasoning
+            yield from self.space()
+            found = yield from self.text_until(*self._form.ends, *self._form.ends_before)
+            self.drop()
+            self.thinking = False
+            self._sink = self.emit_text
+            if found in self._form.ends_before:
+                self._at -= len(found)
+            yield from self.space()
+        self.ended = True
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """How the reasoning of one request is read, and what the engine is told of it."""
+
+    form: ReasoningFormat
+    is_open: bool  # from the first token on
+    is_closed: bool  # the prompt says that the model does not think
+
+    def parser(self) -> Scanner:
+        return Harmony({}) if self.form is HARMONY else ReasoningParser(self.form, self.is_open)
+
+    def for_engine(
+        self, tokenizer: Tokenizer, budget: int | None, forces_call: bool
+    ) -> Thinking | None:
+        """`forces_call`: a grammar makes the model call a tool."""
+        if self.is_closed:
+            return None
+        form = self.form
+        starts: tuple[int, ...] = ()
+        if not self.is_open:
+            # A model that writes the tag itself is let do so before a grammar only if that is one
+            # token: of several, the first may begin what the grammar wants as well.
+            starts = tuple(
+                ids[0]
+                for text in form.starts
+                if len(ids := tokenizer.encode(text, add_special_tokens=False)) == 1
+            )
+        ends, forced_end = (*form.ends, *form.ends_before), form.forced_end or form.ends[0]
+        if form is HARMONY and forces_call:
+            ends, forced_end = ("<|start|>assistant",), "<|end|><|start|>assistant"
+        forced = tokenizer.encode(forced_end, add_special_tokens=False)
+        return Thinking(
+            starts=tuple(text.encode() for text in form.starts),
+            ends=tuple(text.encode() for text in ends),
+            start_ids=starts,
+            forced_ids=tuple(forced),
+            is_open=self.is_open,
+            budget=budget,
+        )
+
+
+def requested_reasoning(
+    parser: str | None,
+    chat_template: str | None,
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    continued: bool = False,
+) -> Reasoning | None:
+    """How the answer to a prompt is to be read.
+
+    `parser`: a format's name, "auto" to go by the chat template, "none" for no parsing. None, the
+    default: only where the prompt leaves the model thinking, or where its text cannot be read
+    otherwise (Harmony). `continued`: the prompt ends within the message that is to be written.
+    """
+    if parser == "none":
+        return None
+    form = choose_format(chat_template) if parser in (None, "auto") else FORMATS[parser]
+    if form is None:
+        return None
+    end = prompt[-(CONTINUED_END if continued else PROMPT_END) :]
+    opened = form.opened(tokenizer.decode(end, skip_special_tokens=False), continued)
+    if parser is None and form is not HARMONY and not opened:
+        return None
+    return Reasoning(form, form.begins_open if opened is None else opened, opened is False)
+
+
+class ReasoningCounter:
+    """How many of the tokens written are reasoning, its tags not counted."""
+
+    def __init__(self, reasoning: Reasoning, tokenizer: Tokenizer) -> None:
+        self._parser = reasoning.parser()
+        self._detokenizer = tokenizer.detokenizer(skip_special_tokens=False)
+        self._count = 0
+        self._maybe_tag = 0  # tokens that are reasoning unless they turn out to be a tag
+
+    @property
+    def count(self) -> int:
+        return self._count + self._maybe_tag
+
+    def push(self, token_ids: Sequence[int]) -> None:
+        parser = self._parser
+        for token in token_ids:
+            if isinstance(parser, ReasoningParser) and parser.ended:
+                return
+            before = parser.thinking
+            parser.push(self._detokenizer.push([token]))
+            if not parser.thinking:
+                self._maybe_tag = 0
+            elif parser.looks_ahead:
+                self._maybe_tag += 1
+            elif before:
+                self._count += self._maybe_tag + 1
+                self._maybe_tag = 0

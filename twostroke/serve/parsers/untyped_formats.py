@@ -1,0 +1,146 @@
+"""Formats that write arguments bare; their types are those of the tool's schema.
+
+    qwen3_coder  <tool_call>\\n<function=name>\\n<parameter=key>\\nvalue\\n</parameter>\\n
+                 </function>\\n</tool_call>, any number of them
+    glm45        <tool_call>name\\n<arg_key>key</arg_key>\\n<arg_value>value</arg_value>\\n
+                 </tool_call>, any number of them
+    pythonic     [name(key=value, …), …], the whole text; values are Python's
+
+An argument is emitted when it is complete.
+"""
+
+from __future__ import annotations
+
+from twostroke.serve.parsers.arguments import as_json, python_as_json
+from twostroke.serve.parsers.calls import MAX_NAME, CallParser
+from twostroke.serve.parsers.json_formats import Hermes, Llama
+from twostroke.serve.parsers.scanner import SPACE, Steps
+
+MAX_KEY = 256  # characters
+
+
+class Qwen3Coder(CallParser):
+    instead = Hermes
+
+    def read(self) -> Steps[None]:
+        while tag := (yield from self.text_until("<tool_call>", "<function=")):
+            if tag == "<tool_call>":
+                tag = yield from self.accept("<function=", after=SPACE)
+            if tag and (yield from self._call()):
+                yield from self.accept("</tool_call>", after=SPACE)
+            else:
+                self.give_up()
+
+    def _call(self) -> Steps[bool]:
+        name, tag = yield from self.until(">", most=MAX_NAME)
+        if not tag or name not in self.tools:
+            return False
+        self.begin_call(name)
+        while (yield from self.accept("<parameter=", after=SPACE)):
+            key, tag = yield from self.until(">", most=MAX_KEY)
+            if not tag:
+                return True
+            value, tag = yield from self.until("</parameter>")
+            if tag:
+                self.typed_argument(name, key, value.removeprefix("\n").removesuffix("\n"))
+        # Where the text was cut off, so are the arguments.
+        if (yield from self.accept("</function>", after=SPACE)):
+            self.end_arguments()
+        return True
+
+
+class Glm45(CallParser):
+    instead = Hermes
+
+    def read(self) -> Steps[None]:
+        while (yield from self.text_until("<tool_call>")):
+            yield from self.space()
+            if not (yield from self._call((yield from self.name()))):
+                self.give_up()
+
+    def _call(self, name: str) -> Steps[bool]:
+        tag = yield from self.accept("<arg_key>", "</tool_call>", after=SPACE)
+        if not tag or name not in self.tools:
+            return False
+        self.begin_call(name)
+        while tag == "<arg_key>":
+            key, tag = yield from self.until("</arg_key>", most=MAX_KEY)
+            if tag and (yield from self.accept("<arg_value>", after=SPACE)):
+                value, tag = yield from self.until("</arg_value>")
+                if tag:
+                    self.typed_argument(name, key.strip(SPACE), value)
+            tag = yield from self.accept("<arg_key>", "</tool_call>", after=SPACE)
+        if tag:
+            self.end_arguments()
+        return True
+
+
+class Pythonic(CallParser):
+    instead = Llama
+
+    def read(self) -> Steps[None]:
+        self.hold()
+        yield from self.space()
+        if (yield from self.accept("<|python_start|>")):
+            yield from self.space()
+        if not (yield from self.accept("[")):
+            return
+        while (yield from self._call()):
+            if not (yield from self.accept(",", after=SPACE)):
+                yield from self.accept("]", after=SPACE)
+                yield from self.accept("<|python_end|>", after=SPACE)
+                return
+            self.hold()
+
+    def _call(self) -> Steps[bool]:
+        yield from self.space()
+        name = yield from self.name()
+        if name not in self.tools or not (yield from self.accept("(")):
+            return False
+        begun = False
+        while not (yield from self.accept(")", after=SPACE)):
+            yield from self.space()
+            key = yield from self.name()
+            if not key or not (yield from self.accept("=", after=SPACE)):
+                return begun
+            value, ended = yield from self._value()
+            if not ended:
+                return begun
+            if not begun:
+                self.begin_call(name)
+                begun = True
+            self.emit_argument(key, self._as_json(name, key, value.strip(SPACE)))
+            yield from self.accept(",", after=SPACE)
+        if not begun:
+            self.begin_call(name)
+        self.end_arguments()
+        return True
+
+    def _value(self) -> Steps[tuple[str, bool]]:
+        """The source of a value, and whether it ended: before the comma or bracket after it."""
+        parts: list[str] = []
+        depth, quote = 0, ""
+        while char := (yield from self.peek()):
+            if quote and char == "\\":
+                if not (yield from self.peek(1)):
+                    break
+                char = self._text[self._at : self._at + 2]
+            elif char == quote:
+                quote = ""
+            elif not quote and char in "\"'":
+                quote = char
+            elif not quote and char in "([{":
+                depth += 1
+            elif not quote and char in ")]},":
+                if depth == 0:
+                    return "".join(parts), True
+                depth -= char != ","
+            self._at += len(char)
+            parts.append(char)
+        return "".join(parts), False
+
+    def _as_json(self, name: str, key: str, source: str) -> str:
+        literal = python_as_json(source)
+        if literal is not None:
+            return literal
+        return as_json(source, self.tools[name].get(key, frozenset({"boolean", "null"})))
