@@ -41,10 +41,17 @@ MESSAGES: list[Any] = [
         {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
      {"role": "tool", "tool_call_id": "1", "content": "3"}],
 ]  # fmt: skip
+ITEMS: list[Any] = [
+    {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+    {"type": "reasoning", "id": "rs_1", "summary": [], "content": None},
+    {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "1", "output": "3"},
+    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "ok"}]},
+]
 # Values that get further than the door: right in type, and as a user might send them.
 USUAL: dict[str, list[Any]] = {
     "messages": MESSAGES, "prompt": ["hi", "a small model", [4, 5, 6], ["a", "b"], [[4], [5]]],
-    "input": ["hi", [{"role": "user", "content": "hi"}]], "model": [None], "tools": [[TOOL],
+    "input": ["hi", [{"role": "user", "content": "hi"}], ITEMS], "model": [None], "tools": [[TOOL],
     None],
     "tokens": [[4, 5], []], "n": [1, 2, 3], "max_tokens": [1, 3, 20], "best_of": [None],
     "max_completion_tokens": [2, 5], "max_output_tokens": [1, 4], "stream": [True, False],
@@ -60,10 +67,10 @@ USUAL: dict[str, list[Any]] = {
     "response_format": [{"type": "text"}, {"type": "json_object"}],
     "structured_outputs": [{"choice": ["a", "b"]}, {"regex": "[ab]{1,3}"}, {"json_object": True}],
     "text": [{"format": {"type": "text"}}], "include": [["message.output_text.logprobs"]],
-    "modalities": [["text"]], "truncation": ["disabled"], "suffix": [None], "audio": [None],
+    "modalities": [["text"]], "truncation": ["disabled", "auto"], "suffix": [None], "audio": [None],
     "prediction": [None], "functions": [None], "function_call": [None], "conversation": [None],
-    "web_search_options": [None], "previous_response_id": [None], "background": [False],
-    "max_tool_calls": [None], "context_management": [None], "stream_options": [
+    "web_search_options": [None], "previous_response_id": [None], "background": [False, True],
+    "max_tool_calls": [None, 2], "context_management": [None], "stream_options": [
         {"include_usage": True}, {"continuous_usage_stats": True, "include_usage": True}],
 }  # fmt: skip
 

@@ -25,7 +25,7 @@ from twostroke.model.gguf import GGUFFile
 from twostroke.model.hub import names_a_model
 from twostroke.model.tokenizer import Tokenizer
 
-SMALL = ["--device", "cpu", "--num-gpu-blocks-override", "90"]
+SMALL = ["--device", "cpu", "--num-gpu-blocks-override", "90", "--temperature", "0"]
 KV_TOKENS = 90 * 16
 HEAVY = ("torch", "numpy", "rich", "tokenizers", "jinja2", "safetensors")
 

@@ -49,11 +49,12 @@ def test_every_route_but_health_is_closed_without_a_key(server: Running) -> None
 def test_every_route_is_open_with_one_of_the_keys(server: Running, key: str) -> None:
     for route in server.app.routes:
         body = b"{}" if route.method == "POST" else None
-        headers = {**JSON, "Authorization": f"Bearer {key}".encode().decode("latin-1")}
-        assert server.ask(route.method, route.path, body, headers)[0] in (200, 400, 501)
-        assert server.ask(route.method, route.path, body, {**JSON, "X-Api-Key": key.encode()})[
-            0
-        ] in (200, 400, 501)
+        for name, value in (
+            ("Authorization", f"Bearer {key}".encode().decode("latin-1")),
+            ("X-Api-Key", key.encode()),
+        ):
+            status = server.ask(route.method, route.path, body, {**JSON, name: value})[0]
+            assert status in (200, 400, 501) or (status == 404 and "{" in route.path)
 
 
 def test_without_a_key_one_does_not_learn_which_routes_there_are(server: Running) -> None:

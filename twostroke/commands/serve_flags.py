@@ -35,7 +35,6 @@ from twostroke.errors import ConfigError
 from twostroke.serve.settings import ServeSettings
 
 EVERYWHERE = "0.0.0.0"
-DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other names
 LOAD_FORMATS = {  # the same files, by other ways
     "hf": "auto",
     "mistral": "auto",
@@ -71,6 +70,9 @@ LIMITS = {
     "open_health": "/health and /ping answer without a key",
     "open_metrics": "/metrics answers without a key (default: only if there are no keys)",
     "dash": "there is a page at /dash",
+    "max_stored_responses": "answers of /v1/responses that are kept; 0: none",
+    "max_stored_response_bytes": "memory for them, and for what their requests keep while they run",
+    "stored_response_ttl_s": "seconds after which they are forgotten",
 }
 # Flags whose settings have other names.
 SETTINGS = {
@@ -365,13 +367,12 @@ def _add(group: Any, flag: str, **options: Any) -> None:
 
 
 def _resolved(args: argparse.Namespace) -> argparse.Namespace:
-    """The model and the types under our names."""
+    """The model and how it is loaded, under our names."""
     take_model(args)
     if hasattr(args, "hf_file") and hasattr(args, "model"):
         args.model = f"{args.model.partition(':')[0]}:{args.hf_file}"
-    for name, names in (("dtype", DTYPES), ("load_format", LOAD_FORMATS)):
-        if hasattr(args, name):
-            setattr(args, name, names.get(getattr(args, name), getattr(args, name)))
+    if hasattr(args, "load_format"):
+        args.load_format = LOAD_FORMATS.get(args.load_format, args.load_format)
     return args
 
 

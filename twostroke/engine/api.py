@@ -6,7 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from twostroke.kv.cache import GroupLimits, KVUsage
 from twostroke.observe.record import Records
@@ -55,6 +55,18 @@ class EngineLoad:
     kv: KVUsage
 
 
+class EngineStatus(Protocol):
+    """What the metrics say of an engine besides its records."""
+
+    info: EngineInfo
+    num_restarts: int
+
+    @property
+    def healthy(self) -> bool: ...
+
+    def load(self) -> EngineLoad: ...
+
+
 class EngineClient(ABC):
     """An engine as a server uses it: in a thread (`AsyncEngine`) or in a process of its own
     (`RemoteEngine`). Called in one event loop, where listeners are called as well."""
@@ -97,12 +109,13 @@ class EngineClient(ABC):
     def generate(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        sampling_params: SamplingParams,
         request_id: str | None = None,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
         """`stream`, from a prompt that has not been read yet; a refusal is raised at once."""
-        return self.stream(self.input_processor.process(prompt, params, priority), request_id)
+        request = self.input_processor.process(prompt, sampling_params, priority)
+        return self.stream(request, request_id)
 
     async def stream(
         self, request: EngineRequest, request_id: str | None = None

@@ -25,11 +25,10 @@ from twostroke.serve.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     ErrorAnswer,
-    ResponsesRequest,
     TokenizeRequest,
 )
 from twostroke.serve.records import record_routes
-from twostroke.serve.responses import ResponsesGeneration
+from twostroke.serve.responses_routes import responses_routes
 from twostroke.serve.routing import Route, Router
 from twostroke.serve.service import Service
 from twostroke.serve.settings import ServeSettings
@@ -83,12 +82,11 @@ class App:
         service, settings, info = self.service, self.service.settings, self._info
         chat = GenerateRoute(service, ChatGeneration)
         completions = GenerateRoute(service, CompletionGeneration)
-        responses = GenerateRoute(service, ResponsesGeneration)
         health = settings.open_health
         routes = [
             Route("POST", "/v1/chat/completions", chat, "Answer a conversation.", ChatRequest),
             Route("POST", "/v1/completions", completions, "Go on a text.", CompletionRequest),
-            Route("POST", "/v1/responses", responses, "Answer an input.", ResponsesRequest),
+            *responses_routes(service),
             Route("POST", "/v1/embeddings", info.embeddings, "Not supported: always 501."),
             Route("POST", "/tokenize", info.tokenize, "Text → token ids.", TokenizeRequest),
             Route("POST", "/detokenize", info.detokenize, "Ids → text.", DetokenizeRequest),
@@ -153,7 +151,7 @@ def asgi(app: App) -> Any:
     if not origins:
         return app
     return CORSMiddleware(
-        app, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+        app, allow_origins=origins, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"]
     )
 
 

@@ -22,7 +22,7 @@ from twostroke.serve.app import App
 from twostroke.serve.errors import ApiError, as_api_error, as_refusal
 from twostroke.serve.http import Message
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+URLS = ("/v1/chat/completions", "/v1/completions")
 # Lines are read ahead of the answers, so that the engine's steps are full and an answer that takes
 # long does not hold up those after it.
 LINES_PER_SEQ, MOST_BYTES = 4, 64 * 1024**2

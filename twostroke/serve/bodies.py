@@ -37,6 +37,10 @@ MAX_WAIT_S = 5.0  # of one body, for memory that others hold
 MAX_WAITING = 32
 
 
+def weight_of(body: bytes) -> int:
+    return sum(body.count(mark) * each for mark, each in WEIGHTS)
+
+
 class BodyReader:
     def __init__(self, settings: ServeSettings, max_model_len: int) -> None:
         self.max_bytes = settings.max_body_bytes or max(
@@ -89,7 +93,7 @@ class BodyReader:
                 raise self._too_slow(loop.time() >= until) from None
             if len(body) + len(chunk) > self.max_bytes:
                 raise self._too_large()
-            weight += sum(chunk.count(mark) * each for mark, each in WEIGHTS)
+            weight += weight_of(chunk)
             if weight > self.max_weight:
                 raise self._too_heavy()
             if len(body) + len(chunk) > FREE_BYTES:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from uuid import uuid4
@@ -71,6 +71,11 @@ class Generation(ABC, Generic[R]):
         if isinstance(request, GenerateRequest):
             self.fields = request
         self.num_choices = 1  # prompts times n
+        self.num_stored_bytes = 0  # of earlier requests that the prompt is made of, too
+
+    def holding_stored(self) -> AbstractContextManager[None]:
+        """Around `prepare`: what is stored and is read there is counted meanwhile."""
+        return nullcontext()
 
     @abstractmethod
     def prepare(self) -> list[EngineRequest]:
@@ -135,21 +140,39 @@ class GenerateRoute:
         self._kind = kind
 
     async def __call__(self, http: HttpRequest) -> None:
+        generation, requests = await self.prepare(http)
+        await self.respond(http, generation, requests)
+
+    def new_generation(self, http: HttpRequest, request: Any) -> Generation[Any]:
+        return self._kind(self._service, request)
+
+    async def prepare(self, http: HttpRequest) -> tuple[Generation[Any], list[EngineRequest]]:
+        """What was asked for, ready to run; nothing of the body is held any more."""
         service, kind = self._service, self._kind
         service.admission.check()
         async with service.read(http, kind.request_type) as (request, num_bytes):
-            generation = kind(service, request)
+            generation = self.new_generation(http, request)
             fields = generation.fields
             service.check_model(fields.model)
             service.apply_settings(http, fields)
             service.admission.check(generation.num_choices)
-            requests = await service.prompts.prepare_off_loop(fields, num_bytes, generation.prepare)
+            num_bytes += generation.num_stored_bytes
+            make = service.prompts.prepare_off_loop
+            with generation.holding_stored():
+                requests = await make(fields, num_bytes, generation.prepare)
         fields.drop_input()
         head = service.response_head(kind.id_prefix, fields.request_id, fields.model)
         http.response_id = head.id
         generation.begin(head, requests)
-        writer = generation.stream_writer() if fields.stream else None
-        async with self._running(http, requests, head.id, writer) as stream:
+        return generation, requests
+
+    async def respond(
+        self, http: HttpRequest, generation: Generation[Any], requests: Sequence[EngineRequest]
+    ) -> None:
+        """Run it and send its answer, whole or streamed."""
+        writer = generation.stream_writer() if generation.fields.stream else None
+        write = None if writer is None else writer.write
+        async with self.running(http, requests, generation.head.id, write) as stream:
             if writer is not None:
                 await stream.send(http, writer)
                 return
@@ -157,29 +180,31 @@ class GenerateRoute:
         await http.respond_json(generation.full_response(outputs))
 
     @asynccontextmanager
-    async def _running(
+    async def running(
         self,
         http: HttpRequest,
         requests: Sequence[EngineRequest],
         response_id: str,
-        writer: StreamWriter | None,
+        write: Callable[[int, RequestOutput], Encoded] | None,
+        *,
+        without_client: bool = False,
     ) -> AsyncIterator[ResponseStream]:
-        """The engine at work on a response, for as long as the client is there."""
+        """The engine at work on a response, for as long as the client is there or also
+        `without_client`; leaving aborts it."""
         service = self._service
-        if writer is None:
+        if write is None:
             self._check_logprobs_size(requests)
         tracing = service.tracing
         with service.admission.enter(sum(request.params.n for request in requests)):
             # A client may use an id again; the engine's name for a request is never another's.
             name = f"{response_id}-{uuid4().hex[:8]}"
-            write = None if writer is None else writer.write
             stream = ResponseStream(service.client, requests, name, service.unread, write)
             service.open_streams.add(stream)
             if tracing is not None:
                 params = [request.params for request in requests]
                 tracing.begin(stream.engine_ids, response_id, http, params)
             try:
-                with http.watch_disconnect(stream.fail):
+                with nullcontext() if without_client else http.watch_disconnect(stream.fail):
                     async with stream:
                         yield stream
             finally:

@@ -36,7 +36,8 @@ class Router:
 
     def find(self, http: HttpRequest) -> Route | ApiError:
         """The route, with the path's parameters in the request; or how it is refused."""
-        methods = self._by_path.get(http.path) or self._by_pattern(http)
+        methods = None if "{" in http.path else self._by_path.get(http.path)
+        methods = methods or self._by_pattern(http)
         if methods is None:
             return ApiError(404, f"there is no {http.path[:200]!r} here", code="not_found")
         method = "GET" if http.method == "HEAD" else http.method
