@@ -49,6 +49,7 @@ LAYERS = {
     "twostroke.config": 0,
     "twostroke.errors": 0,
     "twostroke.limited": 0,
+    "twostroke.log_lines": 0,
     "twostroke.outputs": 0,
     "twostroke.plan": 0,
     "twostroke.request": 0,

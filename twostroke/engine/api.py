@@ -37,6 +37,7 @@ class EngineInfo:
     kv_tokens: int  # of all KV groups together
     load_s: float
     sampling: SamplingParams  # what the model's makers recommend
+    weights: str = ""  # what they are kept in: "Q8_0", "int8, from bfloat16"; none: the dtype
     kv_groups: tuple[GroupLimits, ...] = ()
     state_bytes: int = 0  # measured on a GPU, as are the next two
     activation_bytes: int = 0

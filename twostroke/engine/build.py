@@ -30,7 +30,7 @@ from twostroke.model.load import (
     recommended_sampling,
 )
 from twostroke.model.native import default_threads
-from twostroke.model.opened import open_model
+from twostroke.model.opened import OpenedModel, open_model
 from twostroke.model.spec import ModelSpec
 from twostroke.observe.ceilings import Ceilings, measure_ceilings
 from twostroke.request import SamplingParams
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+DENSE = ("float32", "float16", "bfloat16", "f32", "f16", "bf16")
 NO_KERNELS = "this installation has no native kernels (they could not be built when it was made)"
 GET_KERNELS = "install a C++ compiler, then twostroke again (`pip install -v .` says what is wrong)"
 
@@ -61,6 +62,7 @@ class Engine:
     device: str
     dtype: str
     load_s: float
+    weights: str  # what they are kept in
 
     # Imported here: the engine's own process need not load what reads and writes text.
 
@@ -90,6 +92,7 @@ class Engine:
             max_num_batched_tokens=limits.max_num_batched_tokens,
             block_size=limits.block_size,
             dtype=self.dtype,
+            weights=self.weights,
             device=self.device,
             total_bytes=memory.total_bytes,
             weight_bytes=memory.weight_bytes,
@@ -149,7 +152,18 @@ def _build(config: EngineConfig, with_text: bool) -> Engine:
         device,
         dtype,
         monotonic() - started,
+        _kept_in(model, config, native, dtype),
     )
+
+
+def _kept_in(model: OpenedModel, config: EngineConfig, native: bool, dtype: str) -> str:
+    """The weights' type, and the file's if that is another."""
+    stored = model.stored_as()
+    dense = stored.lower() in DENSE
+    kept = config.quantization if dense else stored
+    if not native:
+        kept = dtype
+    return kept if kept == stored else f"{kept}, from {stored}" if kept else stored
 
 
 def _backend(native: bool) -> Start:

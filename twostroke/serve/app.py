@@ -16,6 +16,7 @@ from twostroke.serve.chat import ChatGeneration
 from twostroke.serve.completions import CompletionGeneration
 from twostroke.serve.dash import DashRoutes
 from twostroke.serve.errors import ApiError, ClientGone, as_api_error
+from twostroke.serve.failure_log import FailureLog
 from twostroke.serve.generate import GenerateRoute
 from twostroke.serve.http import HttpRequest, Message, Receive, Send, check_head
 from twostroke.serve.info_routes import InfoRoutes
@@ -77,6 +78,7 @@ class App:
         self._router = Router(self.routes)
         self.service.metrics.expect_routes(self._router)
         self._keys = ApiKeys(settings.api_keys)
+        self._failures = FailureLog()
         self._max_head_bytes = settings.max_header_bytes
         self._description = msgspec.json.encode(_openapi(self.routes, bool(settings.api_keys)))
 
@@ -134,10 +136,13 @@ class App:
         except Exception as error:
             if http.status:
                 raise  # part of a response is out: the connection is closed
-            refusal = as_api_error(error)
-            await http.respond_error(refusal, msgspec.json.encode(form.of(refusal)))
+            failure = as_api_error(error)
+            self._failures.add(http, path, failure)
+            await http.respond_error(failure, msgspec.json.encode(form.of(failure)))
         finally:
             self.service.metrics.answered(path, http.status)
+            if http.late_error is not None:
+                self._failures.add(http, path, http.late_error)
 
     async def close(self) -> None:
         """The server has ended."""

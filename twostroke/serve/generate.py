@@ -163,6 +163,7 @@ class GenerateRoute:
                 requests = await make(fields, num_bytes, generation.prepare)
         fields.drop_input()
         head = service.response_head(kind.id_prefix, fields.request_id, fields.model)
+        http.response_id = head.id
         generation.begin(head, requests)
         return generation, requests
 
@@ -393,7 +394,8 @@ class ResponseStream:
         except Exception as error:
             if not http.status:
                 raise
-            await http.finish(writer.fail(as_api_error(error)))
+            http.late_error = as_api_error(error)
+            await http.finish(writer.fail(http.late_error))
 
 
 async def _write_chunks(http: HttpRequest, ready: list[Encoded]) -> None:

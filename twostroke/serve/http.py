@@ -65,6 +65,8 @@ class HttpRequest:
         self.path: str = scope["path"]
         self.path_params: dict[str, str] = {}  # what stands where the route's path has a {name}
         self.status = 0  # of the response; 0: none has begun
+        self.late_error: ApiError | None = None  # of a response that had begun
+        self.response_id = ""  # of an answer, once it has one
         self.key_number: int | None = None  # which of the server's API keys it has
         self._receive = receive
         self._send = send

@@ -39,6 +39,9 @@ class ServeSettings(Strict):
     tool_call_parser: str | None = None  # how its calls are read; None: by its chat template
     reasoning_parser: str | None = None  # None: only where the prompt leaves the model thinking
 
+    root_path: str = ""  # the prefix that a proxy in front strips
+    enable_request_id_headers: bool = False  # answers carry X-Request-Id
+    force_include_usage: bool = False  # every stream ends with its usage
     # A request's JSON schemas: an object has no other names than its `properties`.
     disable_additional_properties: bool = True
 
@@ -99,6 +102,8 @@ class ServeSettings(Strict):
             "log_stats",
             "trust_request_chat_template",
             "enable_auto_tool_choice",
+            "enable_request_id_headers",
+            "force_include_usage",
             "disable_additional_properties",
         )
         levels = ("critical", "error", "warning", "info", "debug", "trace")
