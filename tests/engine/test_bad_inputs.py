@@ -481,7 +481,7 @@ def test_ids_a_tokenizer_knows_and_the_model_does_not_harm_nobody(
     folder = tiny_folder(tmp_path / "tiny", vocab_size=280)
     write_json(folder / "generation_config.json", {"eos_token_id": [EOS_ID, 290]})
     llm = tiny_llm(folder)
-    word = llm.get_tokenizer().token_text(290)
+    word = llm.engine.input_processor.tokenizer.token_text(290)
     params = SamplingParams(temperature=0, max_tokens=4, min_tokens=2, bad_words=[word, "q"])
     (output,) = llm.generate([[5]], params)
     assert len(output.outputs[0].token_ids) == 4

@@ -7,15 +7,17 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.server.running import JSON, Running, running
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke.engine.core import EngineCore
 from twostroke.request import EngineRequest
+from twostroke.serve.protocol import ErrorAnswer
 
 KEYS = ("first-key", "zweiter-schlüssel")
-OPEN = {"/health", "/ping", "/dash"}  # the page tells nothing: its feed does
+OPEN = {"/health", "/v1/health", "/ping", "/dash"}  # the page tells nothing: its feed does
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,10 @@ def test_every_route_but_health_is_closed_without_a_key(server: Running) -> None
                 assert status == 200
                 continue
             assert status == 401, (route.path, given, answer)
-            assert json.loads(answer)["error"]["code"] == "invalid_api_key"
+            error = msgspec.json.decode(answer, type=route.error)  # in the form of its API
+            assert "a valid API key is needed" in str(error)
+            if route.error is ErrorAnswer:
+                assert json.loads(answer)["error"]["code"] == "invalid_api_key"
             assert names["www-authenticate"] == "Bearer"
 
 

@@ -57,7 +57,7 @@ class BodyReader:
     @asynccontextmanager
     async def read(self, http: HttpRequest, kind: type[T]) -> AsyncIterator[tuple[T, int]]:
         """The body as the type it has to be, and its size. Leave once a prompt is made of it."""
-        _check_media(http)
+        _check_media(http, getattr(kind, "DECLARED", True))
         arrived, decoded = Reservation(self._arrived), Reservation(self._decoded)
         try:
             body, weight = await self._receive(http, arrived)
@@ -191,9 +191,12 @@ def _no_memory() -> ApiError:
     return ApiError(429, message, code="too_many_bytes", headers=retry_after(1))
 
 
-def _check_media(http: HttpRequest) -> None:
+def _check_media(http: HttpRequest, declared: bool) -> None:
+    """`declared`: it has to say that it is JSON. A browser lets the pages of any site send a body
+    that does not; it names the site then."""
     media = (http.header(b"content-type") or b"").split(b";")[0].strip().lower()
-    if media != b"application/json":
+    from_page = http.header(b"origin") is not None
+    if media != b"application/json" and (declared or from_page):
         raise ApiError(415, "send JSON, with the header 'Content-Type: application/json'")
     if (http.header(b"content-encoding") or b"identity").lower() != b"identity":
         raise ApiError(415, "compressed bodies are not read; send plain JSON")

@@ -27,7 +27,7 @@ from twostroke.outputs import RequestOutput
 from twostroke.plan import BROKEN_LOGITS
 from twostroke.request import EngineRequest
 from twostroke.serve.errors import ApiError, ClientGone, as_api_error
-from twostroke.serve.http import DirectWriter, HttpRequest
+from twostroke.serve.http import SSE, DirectWriter, Headers, HttpRequest
 from twostroke.serve.protocol import Body, GenerateRequest, StreamOptions
 from twostroke.serve.response_fields import (
     Json,
@@ -63,6 +63,7 @@ class Generation(ABC, Generic[R]):
 
     request_type: ClassVar[type[Any]]
     id_prefix: ClassVar[str]
+    stream_headers: ClassVar[Headers] = SSE
     fields: GenerateRequest  # of every route: the request's own, or what it was translated to
     head: ResponseHead
 
@@ -90,7 +91,7 @@ class Generation(ABC, Generic[R]):
     def stream_writer(self) -> StreamWriter: ...
 
     @abstractmethod
-    def full_response(self, outputs: Sequence[RequestOutput]) -> Json:
+    def full_response(self, outputs: Sequence[RequestOutput]) -> Json | list[Json]:
         """The whole answer; `outputs` are the last ones, in the order of the prompts."""
 
 
@@ -166,6 +167,7 @@ class GenerateRoute:
         fields.drop_input()
         request_id = _request_id(http) or fields.request_id
         head = service.response_head(kind.id_prefix, request_id, fields.model)
+        http.response_id = head.id
         generation.begin(head, requests)
         return generation, requests
 
@@ -178,7 +180,7 @@ class GenerateRoute:
         write = None if writer is None else writer.write
         async with self.running(http, requests, generation.head.id, write) as stream:
             if writer is not None:
-                await stream.send(http, writer)
+                await stream.send(http, writer, generation.stream_headers)
                 return
             outputs = await stream.final_outputs()
         await http.respond_json(generation.full_response(outputs))
@@ -388,12 +390,12 @@ class ResponseStream:
         self._num_handed = sum(map(_size, ready))
         return ready
 
-    async def send(self, http: HttpRequest, writer: StreamWriter) -> None:
+    async def send(self, http: HttpRequest, writer: StreamWriter, headers: Headers) -> None:
         """Until the last event is out. Before the first output a failure is still a status."""
         try:
             while ready := await self.next_chunks():
                 if not http.status:
-                    await http.start_sse()
+                    await http.start_stream(headers)
                 await _write_chunks(http, ready)
                 self._direct = http.direct
             last = writer.end()
@@ -407,7 +409,8 @@ class ResponseStream:
         except Exception as error:
             if not http.status:
                 raise
-            await http.finish(writer.fail(as_api_error(error)))
+            http.late_error = as_api_error(error)
+            await http.finish(writer.fail(http.late_error))
 
 
 async def _write_chunks(http: HttpRequest, ready: list[Encoded]) -> None:

@@ -7,10 +7,12 @@ are checked where they are used (`SamplingParams`).
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 from msgspec import Meta, Raw
+
+from twostroke.serve.errors import ApiError
 
 Name = Annotated[str, Meta(max_length=1024)]
 StopText = Annotated[str, Meta(max_length=4096)]
@@ -26,6 +28,8 @@ TokenIds = list[int]
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     # Fields that are dropped once the prompt and `SamplingParams` are made of them.
     INPUT: ClassVar[tuple[str, ...]] = ()
+    # Whether it has to be declared as JSON; clients of some APIs do not.
+    DECLARED: ClassVar[bool] = True
 
     def drop_input(self) -> None:
         for name in self.INPUT:
@@ -296,5 +300,19 @@ class ErrorContent(msgspec.Struct):
     code: str | None
 
 
-class ErrorAnswer(msgspec.Struct):
+class ErrorBody(msgspec.Struct):
+    """An error as an API writes it."""
+
+    @classmethod
+    def of(cls, error: ApiError) -> Self:
+        raise NotImplementedError
+
+
+class ErrorAnswer(ErrorBody):
+    """As OpenAI writes it."""
+
     error: ErrorContent
+
+    @classmethod
+    def of(cls, error: ApiError) -> Self:
+        return cls(ErrorContent(**error.content()))

@@ -276,7 +276,7 @@ class ResponsesRoutes(GenerateRoute):
                 run.notify()
 
         with self.store.holding(stored), http.watch_disconnect(leave):
-            await http.start_sse()
+            await http.start_stream()
             while not gone:
                 if batch := _batch(events, at):
                     at += len(batch)

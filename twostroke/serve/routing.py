@@ -9,6 +9,7 @@ import msgspec
 
 from twostroke.serve.errors import ApiError
 from twostroke.serve.http import HttpRequest
+from twostroke.serve.protocol import ErrorAnswer, ErrorBody
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class Route:
     summary: str
     body: type[msgspec.Struct] | None = None
     open: bool = False  # answers without a key
+    error: type[ErrorBody] = ErrorAnswer  # how this route's errors are written
+    stream_type: str = "text/event-stream"  # of an answer that is streamed
 
 
 class Router:
