@@ -399,6 +399,8 @@ class ResponseStream:
                 await _write_chunks(http, ready)
                 self._direct = http.direct
             last = writer.end()
+            if not http.status:  # nothing was written before
+                await http.start_stream(headers)
             if isinstance(last, bytes):
                 await http.finish(last)
             else:
