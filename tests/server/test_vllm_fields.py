@@ -208,6 +208,7 @@ def test_what_was_not_asked_for_is_null(server: Running) -> None:
     assert answer["prompt_logprobs"] is None
     assert answer["prompt_token_ids"] is None
     assert answer["choices"][0]["token_ids"] is None
+    assert answer["choices"][0]["message"]["reasoning"] is None
     (choice,) = server.post(TEXT, PROMPT)["choices"]
     assert choice["prompt_logprobs"] is None
     assert choice["prompt_token_ids"] is None

@@ -72,7 +72,7 @@ class ChatGeneration(Conversation[ChatRequest]):
         said.push(completion.text)
         said.flush()
         content = self.echoed + (said.content or "") if self.echoed else said.content
-        message: Json = {"role": self.role, "content": content, "refusal": None}
+        message: Json = {"role": self.role, "content": content, "refusal": None, "reasoning": None}
         if said.reasoning is not None:
             message |= _reasoning_json(said.reasoning)
         if said.calls:

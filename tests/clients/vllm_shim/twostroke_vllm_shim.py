@@ -32,7 +32,8 @@ VERSION = os.environ["TWOSTROKE_VERSION"]
 START_S, TEST_S = 120, 180
 
 # About the model, its adapters, the device and libraries, which are not the ones that those tests
-# were written for. Left out with the values that follow: tests that need an adapter find no model of its name.
+# were written for. Left out with the values that follow: tests that need an adapter find no model
+# of its name.
 LEFT_OUT = {
     "--dtype",
     "--gpu-memory-utilization",
@@ -368,6 +369,8 @@ def _judged(error: BaseException) -> tuple[str, str]:
         status = getattr(one, "status_code", None)
         if status in (404, 501) or getattr(one, "code", None) == "unknown_field":
             return "missing", reason
+    if "package to be installed" in text:
+        return "skipped", reason
     if re.search(r"\bName\b['\"]", text):
         return "internal", reason
     if re.search(r"unknown field|is not supported|40[45] Client Error|there is no '/", text):
