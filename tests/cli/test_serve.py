@@ -497,7 +497,9 @@ def test_serve_answers_a_chat_says_so_in_five_lines_and_ends_with_status_0() -> 
     assert status == 0
     lines = said.splitlines()
     assert len(lines) == 5
-    assert re.fullmatch(r"twostroke [\d.]+: SmolLM2-135M-Instruct, float32 on cpu", lines[0])
+    assert re.fullmatch(
+        r"twostroke [\d.]+: SmolLM2-135M-Instruct, (Q4_1 \+ Q8_0|float32) on cpu", lines[0]
+    )
     assert "1,440 tokens; requests at one time: 1 of 1,440 tokens or 1 of 1,024" in lines[2]
     assert lines[3].endswith(f"http://127.0.0.1:{server.port}; /dash shows it at work")
     assert re.search(r"key +required; ready in [\d.]+ s$", lines[4])

@@ -22,7 +22,8 @@ def banner(info: EngineInfo, url: str, num_keys: int, exposed: bool, ready_s: fl
     """`exposed`: others than this machine can reach the server."""
     return "\n".join(
         (
-            f"twostroke {__version__}: {info.model_name}, {info.dtype} on {info.device}",
+            f"twostroke {__version__}: {info.model_name}, "
+            f"{info.weights or info.dtype} on {info.device}",
             f"  memory    {_waterfall(info)}",
             f"  KV cache  {_capacity(info)}",
             f"  serving   {url}",

@@ -43,6 +43,8 @@ class EngineInfo:
     graph_bytes: int = 0
     read_bytes_per_s: float = 0.0  # the machine's ceilings, where they were measured
     ops_per_s: float = 0.0
+    weights: str = ""  # what they are kept as, such as "Q4_K + Q6_K"; "": as dtype
+    threads: int = 0  # of a decode step on a CPU
 
 
 @dataclass(frozen=True, slots=True)

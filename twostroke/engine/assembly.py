@@ -24,7 +24,8 @@ class Started(NamedTuple):
 
     core: EngineCore
     memory: MemoryPlan
-    dtype: str
+    dtype: str  # computed in
+    weights: str = ""  # kept as; "": as dtype
 
 
 class Start(Protocol):

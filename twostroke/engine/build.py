@@ -60,6 +60,7 @@ class Engine:
     sampling: SamplingParams  # what the model's makers recommend
     device: str
     dtype: str
+    weights: str
     load_s: float
 
     # Imported here: the engine's own process need not load what reads and writes text.
@@ -101,6 +102,8 @@ class Engine:
             state_bytes=memory.state_bytes,
             activation_bytes=memory.activation_bytes,
             graph_bytes=memory.graph_bytes,
+            weights=self.weights,
+            threads=self._threads() if self.device == "cpu" else 0,
             **self._ceilings()._asdict(),
         )
 
@@ -113,7 +116,10 @@ class Engine:
             from twostroke.observe.gpu_ceilings import measure_gpu_ceilings
 
             return measure_gpu_ceilings(torch.device(self.device), getattr(torch, self.dtype))
-        return measure_ceilings(self.config.threads or default_threads())
+        return measure_ceilings(self._threads())
+
+    def _threads(self) -> int:
+        return self.config.threads or default_threads()
 
 
 def build_engine(config: EngineConfig) -> Engine:
@@ -137,7 +143,7 @@ def _build(config: EngineConfig, with_text: bool) -> Engine:
     if with_text:
         tokenizer()  # a bad one is refused before memory is taken
     grammars = Grammars(tokenizer, model.spec.vocab_size)
-    core, memory, dtype = _backend(native)(config, model, device, grammars)
+    core, memory, dtype, weights = _backend(native)(config, model, device, grammars)
     return Engine(
         config,
         files.name,
@@ -148,6 +154,7 @@ def _build(config: EngineConfig, with_text: bool) -> Engine:
         SamplingParams(**recommended_sampling(config, files)),
         device,
         dtype,
+        weights,
         monotonic() - started,
     )
 

@@ -32,7 +32,7 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
     length, isa, exact = memory.max_model_len, config.isa, config.exact
     decoder = NativeDecoder(packing, length, threads, batch, isa, exact)
     core = assemble_native(decoder, limits, grammars, packing.weight_bytes())
-    return Started(core, memory, "float32")
+    return Started(core, memory, "float32", packing.description())
 
 
 def assemble_native(

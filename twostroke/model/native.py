@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -45,6 +46,7 @@ class Packing:
         isa: str = "auto",
     ) -> None:
         self.spec, self.source, self._isa = spec, source, isa
+        self.quantization = quantization
         self._dense = DTYPES.get(dtype, BlockType.F32)
         self._quantised = None if quantization is None else QUANTIZATION[quantization]
 
@@ -66,6 +68,15 @@ class Packing:
         if type != BlockType.F32 and cpu.module().has_fp16_products(self._isa):
             return "f16"
         return "bf16" if type == BlockType.BF16 else "f32"
+
+    def description(self) -> str:
+        """What the file's matrices are kept as, the most first: "Q4_K + Q6_K", "BF16", "int8"."""
+        shapes, sizes = self.spec.weight_shapes(), Counter[str]()
+        for name in (name for names in self.matrices() for name in names):
+            type = self.source.stored_type(name) or self._dense
+            rounded = self.quantization if type in DENSE else None
+            sizes[rounded or str(type)] += math.prod(shapes[name])
+        return " + ".join(name for name, _ in sizes.most_common())
 
     def matrices(self) -> list[list[str]]:
         layers = range(self.spec.num_layers)

@@ -21,6 +21,7 @@ from twostroke.serve.errors import ApiError, ClientGone, as_api_error
 from twostroke.serve.generate import GenerateRoute
 from twostroke.serve.http import HttpRequest, Message, Receive, Send, check_head
 from twostroke.serve.info_routes import InfoRoutes
+from twostroke.serve.metrics import CLIENT_GONE
 from twostroke.serve.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -33,7 +34,6 @@ from twostroke.serve.responses import ResponsesGeneration
 from twostroke.serve.service import Service
 from twostroke.serve.settings import ServeSettings
 
-CLIENT_GONE = 499  # nginx's number for it; only the metrics see it
 _REF = "#/components/schemas/{name}"
 
 
