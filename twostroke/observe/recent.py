@@ -269,8 +269,10 @@ class Recent:
         for one, mark in zip(slices, after, strict=False):  # of no slice there is a mark, too
             if now - one.last_s > seconds or one.from_s is None:
                 continue
-            work, took_s = mark.since(one.before), max(one.last_s - one.from_s, 1e-3)
-            rates = work.prefill_tokens / took_s, work.generated_tokens / took_s
+            before, took_s = one.before, max(one.last_s - one.from_s, 1e-3)
+            prefilled = mark.prefill_tokens - before.prefill_tokens
+            written = mark.generated_tokens - before.generated_tokens
+            rates = prefilled / took_s, written / took_s
             quantiles = one.quantiles or one.find_quantiles()
             points.append(Point(now - one.from_s, now - one.last_s, *rates, *quantiles))
         return points

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import sys
 
 from twostroke.engine.api import EngineClient
@@ -62,9 +63,15 @@ class Roof:
 
     async def _run(self, threads: int) -> bytes:
         """What the process prints; nothing if the engine got work before it ended."""
-        words = (sys.executable, "-m", "twostroke.observe.ceilings", str(threads))
-        pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
-        child = await asyncio.create_subprocess_exec(*words, stdin=null, stdout=pipe, stderr=null)
+        words = (sys.executable, "-P", "-m", "twostroke.observe.ceilings", str(threads))
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # as the engine's
+        child = await asyncio.create_subprocess_exec(
+            *words,
+            env=os.environ | {"PYTHONPATH": path},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
         reading = asyncio.create_task(child.communicate())
         try:
             while not reading.done():
