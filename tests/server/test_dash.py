@@ -173,8 +173,7 @@ def test_the_roof_is_measured_while_the_engine_is_idle_and_somebody_looks(
         assert monotonic() < until
         sleep(0.2)
     assert roof["idle_s"] is None
-    assert roof["bytes"] > 1e8
-    assert (roof["flops"] or 0) > 1e8 or not cpu.available()
+    assert (roof["flops"] is not None) == cpu.available()
 
 
 def test_work_ends_the_measurement_and_the_next_idle_time_begins_another() -> None:

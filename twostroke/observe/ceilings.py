@@ -1,14 +1,12 @@
 """What a CPU can do at the most, measured: the rates that the work of a step is compared with.
 
-`python -m twostroke.observe.ceilings THREADS` prints them as JSON, and gives way to whatever else
-runs or needs memory.
+`python -m twostroke.observe.ceilings THREADS` prints them as JSON.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -48,8 +46,6 @@ def _read_rate(threads: int) -> float:
 
 
 def main() -> None:
-    with contextlib.suppress(OSError):
-        os.nice(19)
     with contextlib.suppress(OSError):  # should memory be short, it is this process that goes
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     print(json.dumps(measure_ceilings(int(sys.argv[1]))._asdict()))
