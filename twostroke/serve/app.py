@@ -22,6 +22,7 @@ from twostroke.serve.http import HttpRequest, Message, Receive, Send, check_head
 from twostroke.serve.info_routes import InfoRoutes
 from twostroke.serve.llama_server import llama_server_routes
 from twostroke.serve.messages import messages_routes
+from twostroke.serve.metrics import CLIENT_GONE
 from twostroke.serve.ollama import ollama_routes
 from twostroke.serve.protocol import (
     ChatRequest,
@@ -37,7 +38,6 @@ from twostroke.serve.routing import Route, Router
 from twostroke.serve.service import Service
 from twostroke.serve.settings import ServeSettings
 
-CLIENT_GONE = 499  # nginx's number for it; only the metrics see it
 _REF = "#/components/schemas/{name}"
 
 
