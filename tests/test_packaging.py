@@ -17,10 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.cli import reading
 from twostroke import __version__
-from twostroke.cli import make_parser
-from twostroke.commands.flags import engine_config
-from twostroke.commands.serve import serve_settings, spelt, with_file
 from twostroke.serve.settings import ServeSettings
 
 ROOT = Path(__file__).parents[1]
@@ -40,9 +38,11 @@ def read(path: str) -> Any:
 
 def settings_of(words: list[str]) -> ServeSettings:
     """As `twostroke` would read them; a flag that it does not have is refused."""
-    args = with_file(make_parser().parse_args(spelt(words)))
-    engine_config(args)
-    return serve_settings(args)
+    assert words[0] == "serve"
+    found = reading.read(*words[1:])
+    assert not found.problems
+    assert found.settings is not None
+    return found.settings
 
 
 def manifest(name: str) -> dict[str, Any]:
