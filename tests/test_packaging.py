@@ -139,7 +139,7 @@ def test_wheels_are_built_for_the_pythons_that_the_project_takes() -> None:
     assert config["config-settings"] == {"wheel.cmake": "true"}
     program, *words = shlex.split(config["test-command"])
     assert program in PROJECT["project"]["scripts"]
-    assert make_parser().parse_args(words).prompt == ["hi"]
+    assert reading.PARSER.parse_args(words).prompt == ["hi"]
 
 
 # ── deploy/ ─────────────────────────────────────────────────────────────────────────────────────
