@@ -165,8 +165,8 @@ def test_the_curves_say_when_how_much_and_how_fast(server: Running) -> None:
 
 @pytest.mark.skipif(not cpu.available(), reason="this installation has no native kernels")
 def test_the_weights_are_named_by_what_they_are_kept_as(folder: Path) -> None:
-    assert tiny_llm(folder).engine.info().weights == "F32"
-    assert tiny_llm(folder, quantization="int8").engine.info().weights == "int8"
+    assert tiny_llm(folder).engine.info().weights == "float32"
+    assert tiny_llm(folder, quantization="int8").engine.info().weights == "int8, from float32"
 
 
 def test_the_roof_is_measured_while_the_engine_is_idle_and_somebody_looks(
