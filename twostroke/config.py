@@ -231,3 +231,10 @@ class EngineConfig(Strict):
 def hides_gpus() -> bool:
     """The environment lets this process see no GPU, even if there is one."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
+
+
+def visible_gpu(index: int) -> int | str:
+    """The driver's number, or its UUID, of the GPU that CUDA calls `index` in this process."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    name = visible[index].strip() if index < len(visible) else ""
+    return int(name or index) if not name or name.isdecimal() else name

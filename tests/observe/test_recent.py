@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from twostroke.kv.cache import KVUsage
-from twostroke.observe.recent import KEPT_SLICES, Recent, Spread, mark_of
+from twostroke.observe.recent import COARSE, FINE, HOUR_S, MINUTE_S, Recent, Spread, mark_of
 from twostroke.observe.record import Causes, FirstToken, PhaseRecord, StepRecord
 from twostroke.observe.totals import Totals
 
@@ -97,10 +97,41 @@ def test_the_first_seconds_are_not_spread_over_a_minute() -> None:
 
 def test_only_a_minute_is_kept_and_a_long_step_is_drawn_as_long_as_it_took() -> None:
     recent = told([step(1.1 * n, 0.1, streams=1) for n in range(1, 500)])
-    assert len(recent._slices) == KEPT_SLICES
-    series = recent.series(1.1 * 499)
+    assert len(recent.fine) == FINE[1]
+    series = recent.series(1.1 * 499, MINUTE_S)
     assert 53 <= len(series) <= 56
-    assert all(0 <= ended < began < 62 for began, ended, _, _ in series)
-    ((began, ended, prefill, written),) = told([step(20.0, 8.0, prefill=400)]).series(21.0)
-    assert (began, ended) == pytest.approx((9.0, 1.0))
-    assert (prefill, written) == pytest.approx((50.0, 0.125))
+    assert all(0 <= one.ended_s < one.began_s < 62 for one in series)
+    (point,) = told([step(20.0, 8.0, prefill=400)]).series(21.0, MINUTE_S)
+    assert (point.began_s, point.ended_s) == pytest.approx((9.0, 1.0))
+    assert (point.prefill_rate, point.written_rate) == pytest.approx((50.0, 0.125))
+    assert (point.first_p50_s, point.first_p95_s) == pytest.approx((24.0, 24.0), rel=0.012)
+    assert point.gap_p50_s is None
+
+
+def test_an_hour_is_kept_in_slices_that_are_as_many_whatever_the_load() -> None:
+    """Two hours of ten steps a second: quick ones, and in the last half hour slow ones."""
+    steps = [step(0.5 * n, 0.1 if n < 10800 else 0.4, streams=2) for n in range(1, 14401)]
+    recent = told(steps)
+    assert len(recent.coarse) == COARSE[1]
+    hour, ten_minutes = recent.window(7200.0, HOUR_S), recent.window(7200.0, 600.0)
+    for window, seconds in ((hour, HOUR_S), (ten_minutes, 600.0)):
+        assert seconds - 2 * COARSE[0] <= window.seconds <= seconds
+        assert window.work.generated_tokens / window.seconds == pytest.approx(4.0, rel=0.01)
+    assert hour.gaps.quantiles((0.25, 0.75)) == pytest.approx([0.1, 0.4], rel=0.012)
+    assert ten_minutes.gaps.quantiles((0.01,)) == pytest.approx([0.4], rel=0.012)
+    series = recent.series(7200.0, HOUR_S)
+    assert len(series) <= HOUR_S / COARSE[0] + 1
+    assert [round(one.gap_p50_s or 0, 1) for one in (series[0], series[-1])] == [0.1, 0.4]
+    assert {round(one.written_rate, 1) for one in series} <= {4.0, 4.1}
+
+
+def test_a_refusal_while_nothing_runs_is_in_the_windows_and_leaves_them() -> None:
+    recent = told([step(1.0, 0.1, streams=1)])
+    for at in (100.0, 100.5):
+        recent.before_change(at)
+        recent.totals.add_answer(429)
+    assert recent.window(105.0, 10.0).work.answered_429 == 2
+    assert recent.window(105.0, 10.0).work.generated_tokens == 0
+    assert recent.window(150.0, 10.0).work.answered_429 == 0
+    assert recent.window(150.0, 60.0).work.answered_429 == 2
+    assert recent.series(150.0, MINUTE_S) == [], "no step, no rate"

@@ -3,6 +3,7 @@ come and in what stays of them, and other streams go on meanwhile."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import http.client
 import json
@@ -281,6 +282,35 @@ def test_bodies_together_hold_no_more_than_there_is_room_for(folder: Path) -> No
         assert 200 in statuses
         assert min(seen) >= 0
         assert room.left == room.total == largest * 3 // 2
+
+
+def test_bodies_that_hold_a_part_and_wait_for_more_do_not_all_fail(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Four hold a quarter each and want another: refusing one is enough for the others."""
+    monkeypatch.setattr(bodies, "MAX_WAIT_S", 0.2)
+
+    async def main() -> list[bool]:
+        budget = bodies.ByteBudget(100)
+        all_hold = asyncio.Barrier(4)
+
+        async def read() -> bool:
+            held = bodies.Reservation(budget)
+            await held.grow(25)
+            await all_hold.wait()
+            try:
+                await held.grow(50)
+                return True
+            except bodies.ApiError:
+                return False
+            finally:
+                held.give_back()
+
+        done = await asyncio.gather(*(read() for _ in range(4)))
+        assert budget.left == budget.total
+        return done
+
+    assert sum(asyncio.run(main())) == 3
 
 
 # ── how slowly ──────────────────────────────────────────────────────────────────────────────

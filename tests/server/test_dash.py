@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,9 @@ import pytest
 from tests.server.running import Running, running
 from tests.server.test_metrics import scrape, value
 from tests.tiny import tiny_folder, tiny_llm
+from twostroke.kernels import cpu
 from twostroke.serve.dash import MOST_A_SECOND, SLOWEST, STEPS, page_headers
+from twostroke.serve.roof import IDLE_S, Roof
 
 CAUSES = ("decode", "prefill", "preemption", "host")
 
@@ -50,7 +54,7 @@ def test_before_the_first_request_there_is_nothing_and_it_says_so(server: Runnin
     assert told["num_steps"] == 0
     assert told["window"]["gap"] == {"count": 0, "p50": None, "p95": None, "p99": None}
     assert told["kv"]["free"] == told["kv"]["reserved"]
-    assert told["roof"] == {"flops": None, "bytes": None}
+    assert (told["roof"]["flops"], told["roof"]["bytes"]) == (None, None)
     assert (told["server"]["up"], told["server"]["draining"]) == (True, False)
 
 
@@ -64,7 +68,8 @@ def test_its_figures_are_those_of_metrics_and_of_the_books(server: Running) -> N
     assert totals["generation_tokens"] == value(said, "vllm:generation_tokens_total") == 110
     assert window["cached_tokens"] == value(said, "vllm:prefix_cache_hits_total")
     for reason, count in totals["requests"].items():
-        assert count == value(said, "vllm:request_success_total", finished_reason=reason)
+        ended = value(said, "vllm:request_success_total", finished_reason=reason)
+        assert count == window[f"ended_{reason}"] == ended
     assert window["gap"]["count"] == value(said, "vllm:inter_token_latency_seconds_count") == 105
     assert window["first"]["count"] == value(said, "vllm:time_to_first_token_seconds_count") == 5
     for cause in CAUSES:
@@ -126,6 +131,76 @@ def test_the_slowest_requests_are_told_with_their_ledger(server: Running) -> Non
     assert sum(longest["causes"].values()) == pytest.approx(longest["worst_gap"], abs=0.01)
     assert longest["reason"] == "length"
     assert not any("dog" in str(one) for one in slowest), "no text is told"
+
+
+def test_refusals_and_failures_are_counted_by_kind(folder: Path) -> None:
+    with running(tiny_llm(folder), max_queue=0) as server:
+        server.app.service.admission.num_open += 10**6  # as if so many were open
+        assert server.ask("POST", "/v1/completions", {"prompt": "x"})[0] == 429
+        server.app.service.admission.num_open -= 10**6
+        assert server.ask("POST", "/v1/completions", b"{")[0] == 400
+        assert server.ask("GET", "/nowhere")[0] == 404
+        assert server.ask("POST", "/v1/embeddings", {})[0] == 501
+        for window in ("10", "60", "600", "3600", "all"):
+            told = feed(server, window=window)["window"]
+            counts = [told[f"answered_{kind}"] for kind in ("429", "4xx", "5xx")]
+            assert counts == [1, 2, 1], window
+        server.ask("GET", "/dash/feed?since=x")
+        assert feed(server)["window"]["answered_4xx"] == 2, "the page's own are not counted"
+
+
+def test_the_curves_say_when_how_much_and_how_fast(server: Running) -> None:
+    write(server, "the quick brown fox", 30)
+    told = feed(server, window="all")
+    assert told["series_s"] == 60.0, "no longer than the server is up, and a minute at least"
+    began_s, ended_s, prefill, written, *quantiles = told["series"][-1]
+    assert 0 <= ended_s <= began_s < 60
+    assert prefill >= 0
+    assert written > 0
+    assert all(p50 <= p95 for p50, p95 in zip(quantiles[::2], quantiles[1::2], strict=True) if p50)
+    assert told["server"]["weights"]
+    assert told["server"]["weight_bytes"] == server.client.info.weight_bytes
+    assert told["gpu"] is None
+
+
+@pytest.mark.skipif(not cpu.available(), reason="this installation has no native kernels")
+def test_the_weights_are_named_by_what_they_are_kept_as(folder: Path) -> None:
+    assert tiny_llm(folder).engine.info().weights == "float32"
+    assert tiny_llm(folder, quantization="int8").engine.info().weights == "int8, from float32"
+
+
+def test_the_roof_is_measured_while_the_engine_is_idle_and_somebody_looks(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert feed(server)["roof"]["idle_s"] == IDLE_S
+    monkeypatch.setattr("twostroke.serve.roof.IDLE_S", 0.0)
+    until = monotonic() + 60
+    while not (roof := feed(server)["roof"])["bytes"]:
+        assert monotonic() < until
+        sleep(0.2)
+    assert roof["idle_s"] is None
+    assert (roof["flops"] is not None) == cpu.available()
+
+
+def test_work_ends_the_measurement_and_the_next_idle_time_begins_another() -> None:
+    """The process that measures is ended as soon as a request is there."""
+    client = SimpleNamespace(info=SimpleNamespace(read_bytes_per_s=0.0, ops_per_s=0.0, threads=1))
+    client.load = lambda: SimpleNamespace(running=1, waiting=0)
+
+    async def test() -> None:
+        roof = Roof(client)  # type: ignore[arg-type]
+        for _ in range(2):
+            roof.look(0.0)
+            assert roof._task is None, "not idle for long enough"
+            roof.look(IDLE_S)
+            assert roof._task is not None
+            await asyncio.wait_for(roof._task, 60)
+            assert not any(roof.ceilings)
+            assert roof.is_coming
+        client.info.threads = 0  # a GPU's is measured at the start or not at all
+        assert not roof.is_coming
+
+    asyncio.run(test())
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -113,6 +114,11 @@ def test_its_figures_are_those_of_metrics(chrome: Browser, server: Running) -> N
             ("cached-share", "vllm:prefix_cache_hits_total", {}),
             ("preemptions", "vllm:num_preemptions_total", {}),
             ("gaps-all-share", "vllm:inter_token_latency_seconds_count", {}),
+            ("gap-count", "vllm:inter_token_latency_seconds_count", {}),
+            ("first-count", "vllm:time_to_first_token_seconds_count", {}),
+            ("ended-length", "vllm:request_success_total", {"finished_reason": "length"}),
+            ("ended-abort", "vllm:request_success_total", {"finished_reason": "abort"}),
+            ("ended-error", "vllm:request_success_total", {"finished_reason": "error"}),
             ("gaps-all", "vllm:inter_token_latency_seconds_sum", {}),
             ("gaps-decode", "twostroke:gap_seconds_total", {"cause": "decode"}),
             ("gaps-prefill", "twostroke:gap_seconds_total", {"cause": "prefill"}),
@@ -134,6 +140,20 @@ def test_its_figures_are_those_of_metrics(chrome: Browser, server: Running) -> N
         below = value(said, "vllm:time_to_first_token_seconds_bucket", le=_above(first))
         assert below >= 0.99 * 24
         assert page.value("document.getElementById('slow').tBodies[0].rows.length") == 8
+        said_of_charts = page.value(
+            "[...document.querySelectorAll('figure canvas')].map(one => one.ariaLabel)"
+        )
+        for label, name in zip(
+            said_of_charts,
+            ("time to first token", "prompts read", "gap between tokens", "written"),
+            strict=True,
+        ):
+            assert re.fullmatch(f"{name}.*, the last 1 min: up to [0-9].*", label, re.DOTALL), label
+        assert "weights" in page.value("document.getElementById('about').textContent")
+        assert re.fullmatch(
+            r"[\d.]+ (K|M|G)iB",
+            page.value("document.getElementById('kv-reserved-share').textContent"),
+        )
         assert page.errors == []
         assert {url.split("?")[0] for url in page.asked if not url.startswith("data:")} == {
             f"{server.url}/dash",

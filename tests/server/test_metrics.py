@@ -32,8 +32,8 @@ from twostroke.observe.totals import (
     token_buckets,
 )
 from twostroke.request import SamplingParams
-from twostroke.serve import metrics as serve_metrics
-from twostroke.serve.metrics import Metrics
+from twostroke.serve.gpu import gpu_figures
+from twostroke.serve.metrics import Metrics, gpu_families
 
 MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
 TEXT = "/v1/completions"
@@ -278,20 +278,27 @@ def test_ceilings_are_told_if_they_were_measured(folder: Path) -> None:
 
 
 def test_the_gpu_is_told_of_where_its_driver_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
+    asked: list[int | str] = []
     nvml = SimpleNamespace(
         NVMLError=OSError,
         nvmlDeviceGetHandleByIndex=asked.append,
         nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=3, total=4),
         nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=75),
+        nvmlDeviceGetPowerUsage=lambda handle: 412_500,
+        nvmlDeviceGetHandleByUUID=asked.append,
     )
-    monkeypatch.setattr(serve_metrics, "_nvml", lambda: nvml)
-    told = {f.name: f.samples[0] for f in serve_metrics.gpu_families("cuda:2")}
+    monkeypatch.setattr("twostroke.serve.gpu._nvml", lambda: nvml)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    told = {f.name: f.samples[0] for f in gpu_families("cuda:2")}
     assert asked == [2]
+    assert told["twostroke:gpu_power_watts"].value == 412.5
     assert told["twostroke:gpu_utilisation"].value == 0.75
     assert told["twostroke:gpu_memory_used_bytes"].labels == {"gpu": "2"}
-    monkeypatch.setattr(serve_metrics, "_nvml", lambda: None)
-    assert not list(serve_metrics.gpu_families("cuda:2"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-1f,7")
+    assert gpu_figures("cuda:1") == gpu_figures("cuda") == (3, 4, 0.75, 412.5)
+    assert asked == [2, "GPU-1f", 3], "by the driver's number or name, not by CUDA's"
+    monkeypatch.setattr("twostroke.serve.gpu._nvml", lambda: None)
+    assert not list(gpu_families("cuda:2"))
 
 
 def test_an_engine_started_again_goes_on_counting(folder: Path) -> None:

@@ -45,6 +45,7 @@ class EngineInfo:
     graph_bytes: int = 0
     read_bytes_per_s: float = 0.0  # the machine's ceilings, where they were measured
     ops_per_s: float = 0.0
+    threads: int = 0  # of a decode step on a CPU
 
 
 @dataclass(frozen=True, slots=True)

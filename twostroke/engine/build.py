@@ -104,6 +104,7 @@ class Engine:
             state_bytes=memory.state_bytes,
             activation_bytes=memory.activation_bytes,
             graph_bytes=memory.graph_bytes,
+            threads=self._threads() if self.device == "cpu" else 0,
             **self._ceilings()._asdict(),
         )
 
@@ -116,7 +117,10 @@ class Engine:
             from twostroke.observe.gpu_ceilings import measure_gpu_ceilings
 
             return measure_gpu_ceilings(torch.device(self.device), getattr(torch, self.dtype))
-        return measure_ceilings(self.config.threads or default_threads())
+        return measure_ceilings(self._threads())
+
+    def _threads(self) -> int:
+        return self.config.threads or default_threads()
 
 
 def build_engine(config: EngineConfig) -> Engine:

@@ -1,14 +1,17 @@
-"""What a CPU can do at the most, measured: the rates that the work of a step is compared with."""
+"""What a CPU can do at the most, measured: the rates that the work of a step is compared with.
+
+`python -m twostroke.observe.ceilings THREADS` prints them as JSON.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
-
-import numpy as np
-
-from twostroke.kernels import cpu
 
 BUFFER_BYTES = 256 << 20  # more than any cache holds
 TRIES = 5
@@ -23,11 +26,15 @@ class Ceilings(NamedTuple):
 
 def measure_ceilings(threads: int) -> Ceilings:
     """Takes about a second, and all of the CPU."""
+    from twostroke.kernels import cpu
+
     rate = float(cpu.module().dot_rate("auto", threads)) if cpu.available() else 0.0
     return Ceilings(_read_rate(threads), rate)
 
 
 def _read_rate(threads: int) -> float:
+    import numpy as np
+
     parts = np.array_split(np.ones(BUFFER_BYTES // 8), threads)
     best = 0.0
     with ThreadPoolExecutor(threads) as pool:
@@ -36,3 +43,13 @@ def _read_rate(threads: int) -> float:
             list(pool.map(np.sum, parts))
             best = max(best, BUFFER_BYTES / (perf_counter() - start))
     return best
+
+
+def main() -> None:
+    with contextlib.suppress(OSError):  # should memory be short, it is this process that goes
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    print(json.dumps(measure_ceilings(int(sys.argv[1]))._asdict()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,11 +1,12 @@
-"""`Recent`: what happened lately, for whoever looks on: `Totals` as they were second by second, so
-that what a minute brought is one subtraction, and how times were spread in each of those seconds.
+"""`Recent`: what happened lately, for whoever looks on: `Totals` as they were each second of the
+last minute and each quarter minute of the last hour, so that what any window brought is one
+subtraction, and how times were spread in each of those slices.
 
     Records ──▶ Recent.add_step ──▶ Totals.add_step
-                  │ a new second: Mark of the totals as they were before this step
+                  │ a new slice: Mark of the totals as they were before this step
                   └ always: the step's gaps and first tokens, into bins 2 % wide
 
-A second without steps costs nothing, since nothing changed in it. No torch here.
+A second in which nothing happens costs nothing. No torch here.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from typing import NamedTuple
 from twostroke.observe.record import RequestRecord, StepRecord
 from twostroke.observe.totals import Totals
 
-SLICE_S = 1.0
-MINUTE_S = 60.0
-KEPT_SLICES = 64  # a minute, and what it takes to know where that began
+MINUTE_S, HOUR_S = 60.0, 3600.0
+# Of a minute and of an hour: the seconds of a slice, and how many are kept; the four more are what
+# it takes to know where the window began.
+FINE, COARSE = (1.0, 64), (15.0, 244)
 BINS = 32  # a doubling; each is 2.2 % wide
 LEAST_S = 1e-7
+SERIES_QUANTILES = (0.5, 0.95)
 
 
 class Spread:
@@ -87,6 +90,13 @@ class Mark(NamedTuple):
     gap_prefill_s: float
     gap_preemption_s: float
     gap_host_s: float
+    ended_stop: float
+    ended_length: float
+    ended_abort: float
+    ended_error: float
+    answered_429: float
+    answered_4xx: float
+    answered_5xx: float
 
     def since(self, before: Mark) -> Mark:
         return Mark(*map(sub, self, before))
@@ -105,19 +115,9 @@ def mark_of(totals: Totals) -> Mark:
         *(prefill.tokens, prefill.flops, prefill.num_bytes, prefill.device_s),
         *(decode.tokens, decode.flops, decode.num_bytes, decode.device_s),
         *totals.cause_s.values(),
+        *totals.ended.values(),
+        *totals.refused.values(),
     )
-
-
-@dataclass(slots=True)
-class Slice:
-    """About a second in which steps ended."""
-
-    from_s: float  # when the work on its first step began
-    began_s: float  # when that ended
-    last_s: float  # when its last step did
-    before: Mark
-    gaps: Spread = field(default_factory=Spread)
-    firsts: Spread = field(default_factory=Spread)
 
 
 class Window(NamedTuple):
@@ -127,47 +127,118 @@ class Window(NamedTuple):
     firsts: Spread
 
 
+class Point(NamedTuple):
+    """What a slice of time brought. None: nothing was measured in it."""
+
+    began_s: float  # ago
+    ended_s: float  # ago
+    prefill_rate: float  # prompt tokens computed a second
+    written_rate: float
+    first_p50_s: float | None
+    first_p95_s: float | None
+    gap_p50_s: float | None
+    gap_p95_s: float | None
+
+
+@dataclass(slots=True)
+class Slice:
+    """A stretch of time in which something happened."""
+
+    began_s: float  # when the first thing in it did
+    last_s: float  # when the last did
+    before: Mark
+    from_s: float | None = None  # when the work on its first step began; None: no step yet
+    gaps: Spread = field(default_factory=Spread)
+    firsts: Spread = field(default_factory=Spread)
+    quantiles: tuple[float | None, ...] | None = None  # once it has ended
+
+    def find_quantiles(self) -> tuple[float | None, ...]:
+        spreads = (self.firsts, self.gaps)
+        return tuple(q for one in spreads for q in one.quantiles(SERIES_QUANTILES))
+
+    def joined(self, newer: Slice) -> Slice:
+        """Both as one."""
+        return Slice(
+            self.began_s,
+            newer.last_s,
+            self.before,
+            newer.from_s if self.from_s is None else self.from_s,
+            merged((self.gaps, newer.gaps)),
+            merged((self.firsts, newer.firsts)),
+        )
+
+
 class Recent:
-    """A listener that must be told of a step before `totals` is."""
+    """A listener that must be told of a step or a request before `totals` is.
+
+    The newest second is in `fine` alone; when it has ended it is joined to the last slice of
+    `coarse`, and to what there was since the start."""
 
     def __init__(self, totals: Totals, started_s: float) -> None:
         self.totals = totals
         self.started_s = started_s
         self.num_steps = 0  # told so far, of all engines
-        self._slices: deque[Slice] = deque(maxlen=KEPT_SLICES)
-        self._gaps, self._firsts = Spread(), Spread()  # since the start
+        self.fine: deque[Slice] = deque(maxlen=FINE[1])
+        self.coarse: deque[Slice] = deque(maxlen=COARSE[1])
+        self._whole = Slice(started_s, started_s, NOTHING)
+        # Of a window's seconds: its first and last slice that has ended, and their spreads.
+        self._merged: dict[float, tuple[float, float, Spread, Spread]] = {}
 
     def add_step(self, record: StepRecord) -> None:
         now = record.committed_s
-        slices = self._slices
-        if not slices or now - slices[-1].began_s >= SLICE_S:
-            from_s = max(record.planned_s, now - record.since_s.total_s)
-            slices.append(Slice(from_s, now, now, mark_of(self.totals)))
-        current = slices[-1]
-        current.last_s = now
+        current = self._slice(now)
+        if current.from_s is None:
+            current.from_s = max(record.planned_s, now - record.since_s.total_s)
         if record.regular:
-            gap = record.since_s.total_s
-            current.gaps.add(gap, record.regular)
-            self._gaps.add(gap, record.regular)
+            current.gaps.add(record.since_s.total_s, record.regular)
         for late in record.late:
             current.gaps.add(late.total_s)
-            self._gaps.add(late.total_s)
         for first in record.first:
             current.firsts.add(first.ttft_s)
-            self._firsts.add(first.ttft_s)
         self.num_steps += 1
 
     def add_request(self, record: RequestRecord) -> None:
-        pass
+        self.before_change(record.finished_s)
+
+    def before_change(self, now: float) -> None:
+        """The totals are about to change without a step: an end, an answer."""
+        self._slice(now)
+
+    def _slice(self, now: float) -> Slice:
+        """The second that `now` is in."""
+        fine, coarse = self.fine, self.coarse
+        if fine and now - fine[-1].began_s < FINE[0]:
+            fine[-1].last_s = max(fine[-1].last_s, now)
+            return fine[-1]
+        mark = mark_of(self.totals)
+        if fine:
+            ended = fine[-1]
+            ended.quantiles = ended.find_quantiles()
+            coarse[-1] = coarse[-1].joined(ended)
+            self._whole = self._whole.joined(ended)
+        if not coarse or now - coarse[-1].began_s >= COARSE[0]:
+            if coarse:
+                coarse[-1].quantiles = coarse[-1].find_quantiles()
+            coarse.append(Slice(now, now, mark))
+        fine.append(Slice(now, now, mark))
+        return fine[-1]
+
+    def _slices(self, seconds: float) -> list[Slice]:
+        """As fine as there are for so long; the last of them has not ended."""
+        if seconds <= MINUTE_S or not self.fine:
+            return list(self.fine)
+        ended = list(self.coarse)
+        return [*ended[:-1], ended[-1].joined(self.fine[-1])]
 
     def window(self, now: float, seconds: float | None) -> Window:
-        """The last `seconds`, a minute at most, to within a second; None: since the start."""
+        """The last `seconds`, an hour at most, to within a slice; None: since the start."""
         whole, up_s = mark_of(self.totals), max(now - self.started_s, 1e-9)
         if seconds is None:
-            return Window(up_s, whole, merged([self._gaps]), merged([self._firsts]))
+            spreads = self._whole.joined(self.fine[-1]) if self.fine else self._whole
+            return Window(up_s, whole, spreads.gaps, spreads.firsts)
         began, before = now - seconds, None
         inside = []
-        for one in list(self._slices):
+        for one in self._slices(seconds):
             if one.began_s >= began:
                 inside.append(one)
             else:
@@ -176,19 +247,32 @@ class Recent:
         cut_s = began if before is None else max(began, before.last_s)
         covered_s = max(min(now - cut_s, up_s), 1e-9)
         work = whole.since(inside[0].before) if inside else NOTHING
-        gaps, firsts = ([getattr(one, name) for one in inside] for name in ("gaps", "firsts"))
-        return Window(covered_s, work, merged(gaps), merged(firsts))
+        return Window(covered_s, work, *self._spreads(seconds, inside))
 
-    def series(self, now: float) -> list[tuple[float, float, float, float]]:
-        """Of each slice of the last minute: how long ago it began and ended, and the rates in it:
-        prompt tokens computed and tokens written, a second."""
-        slices = list(self._slices)
+    def _spreads(self, seconds: float, inside: list[Slice]) -> tuple[Spread, Spread]:
+        """Their gaps and first tokens. Those of slices that have ended are added up once."""
+        if len(inside) < 2:
+            return merged(one.gaps for one in inside), merged(one.firsts for one in inside)
+        *ended, current = inside
+        ends = ended[0].began_s, ended[-1].began_s
+        known = self._merged.get(seconds)
+        if known is None or known[:2] != ends:
+            spreads = merged(one.gaps for one in ended), merged(one.firsts for one in ended)
+            known = self._merged[seconds] = (*ends, *spreads)
+        return merged((known[2], current.gaps)), merged((known[3], current.firsts))
+
+    def series(self, now: float, seconds: float) -> list[Point]:
+        """Of each slice of the last `seconds`, an hour at most, oldest first."""
+        slices = self._slices(seconds)
         after = [*(one.before for one in slices[1:]), mark_of(self.totals)]
-        told = []
+        points = []
         for one, mark in zip(slices, after, strict=False):  # of no slice there is a mark, too
-            if now - one.last_s > MINUTE_S:
+            if now - one.last_s > seconds or one.from_s is None:
                 continue
-            work, took_s = mark.since(one.before), max(one.last_s - one.from_s, 1e-3)
-            rates = work.prefill_tokens / took_s, work.generated_tokens / took_s
-            told.append((now - one.from_s, now - one.last_s, *rates))
-        return told
+            before, took_s = one.before, max(one.last_s - one.from_s, 1e-3)
+            prefilled = mark.prefill_tokens - before.prefill_tokens
+            written = mark.generated_tokens - before.generated_tokens
+            rates = prefilled / took_s, written / took_s
+            quantiles = one.quantiles or one.find_quantiles()
+            points.append(Point(now - one.from_s, now - one.last_s, *rates, *quantiles))
+        return points

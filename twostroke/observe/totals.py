@@ -20,6 +20,7 @@ PHASES = ("prefill", "decode")
 MIXES = ("prefill", "decode", "mixed")
 CAUSES = Causes._fields
 REASONS = ("stop", "length", "abort", "error")
+REFUSED = ("429", "4xx", "5xx")  # answers over HTTP; 4xx without 429
 FINISHED = ("stop", "length")  # whose latencies are somebody's answer
 
 GAP_BUCKETS = (
@@ -93,6 +94,7 @@ class Totals:
         self.predicted_s = self.predicted_actual_s = self.prediction_error_s = 0.0
         # Requests
         self.ended = dict.fromkeys(REASONS, 0)
+        self.refused = dict.fromkeys(REFUSED, 0)
         self.e2e_s, self.queue_s, self.inference_s, self.prefill_s, self.decode_s = (
             Histogram(REQUEST_BUCKETS) for _ in range(5)
         )
@@ -172,6 +174,11 @@ class Totals:
         self.request_computed.add(record.num_prompt - record.num_cached)
         self.request_generated.add(written)
         self.request_preemptions.add(len(record.preempted))
+
+    def add_answer(self, status: int) -> None:
+        """What HTTP was answered: refusals and failures are counted."""
+        if status >= 400:
+            self.refused["429" if status == 429 else f"{status // 100}xx"] += 1
 
     def _add_family(self, record: RequestRecord, written: int) -> None:
         """What is counted once for all continuations of a request, when the last has ended."""

@@ -26,6 +26,7 @@ from twostroke.serve.http import HttpRequest, Message, Receive, Send, check_head
 from twostroke.serve.info_routes import InfoRoutes
 from twostroke.serve.llama_server import llama_server_routes
 from twostroke.serve.messages import messages_routes
+from twostroke.serve.metrics import CLIENT_GONE
 from twostroke.serve.ollama import ollama_routes
 from twostroke.serve.pages import docs_page, index_page
 from twostroke.serve.protocol import (
@@ -43,7 +44,6 @@ from twostroke.serve.service import Service
 from twostroke.serve.settings import ServeSettings
 
 HTML = ((b"content-type", b"text/html; charset=utf-8"),)
-CLIENT_GONE = 499  # nginx's number for it; only the metrics see it
 _REF = "#/components/schemas/{name}"
 
 

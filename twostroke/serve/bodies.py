@@ -33,7 +33,8 @@ MEMORY_PER_BYTE = 5  # a text with one emoji has four bytes a character, after o
 MEMORY_PER_WEIGHT = 32
 FREE_BYTES = 8 * 1024  # bodies up to this are not counted, and wait for nobody
 RATE_WINDOW_S = 5.0
-MAX_WAIT_S = 5.0  # of one body, for memory that others hold
+MAX_WAIT_S = 5.0  # for memory that others hold, since some of it was last given back
+MOST_WAITS = 6  # how many times that it may be in all
 MAX_WAITING = 32
 
 
@@ -128,13 +129,18 @@ class BodyReader:
 
 
 class ByteBudget:
-    """Memory that all bodies share. One that finds too little left waits in turn, for a while."""
+    """Memory that all bodies share. One that finds too little left waits in turn, for a while.
+
+    Bodies that have arrived in part hold some and wait for more, so that all of them may wait for
+    each other. Who has waited too long is refused; the others go on waiting for what it gave back.
+    """
 
     def __init__(self, total: int) -> None:
         self.total = self.left = total
+        self._given_back_s = 0.0  # when that was, the last time
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
-    async def take(self, amount: int, max_wait_s: float) -> None:
+    async def take(self, amount: int) -> None:
         if amount <= self.left and not self._waiting:
             self.left -= amount
             return
@@ -142,20 +148,25 @@ class ByteBudget:
             raise _no_memory()
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append((amount, turn))
+        started = monotonic()
         try:
-            async with asyncio.timeout(max_wait_s):
-                await turn
-        except BaseException as error:
+            while not turn.done():
+                since = min(max(started, self._given_back_s), started + MOST_WAITS * MAX_WAIT_S)
+                left = since + MAX_WAIT_S - monotonic()
+                if left <= 0:
+                    raise _no_memory()
+                await asyncio.wait({turn}, timeout=left)
+        except BaseException:
             if turn.done() and not turn.cancelled():  # it came at the last moment
                 self.give_back(amount)
             turn.cancel()
             self._grant()
-            if isinstance(error, TimeoutError):
-                raise _no_memory() from None
             raise
 
     def give_back(self, amount: int) -> None:
-        self.left += amount
+        if amount:
+            self.left += amount
+            self._given_back_s = monotonic()
         self._grant()
 
     def _grant(self) -> None:
@@ -172,13 +183,10 @@ class Reservation:
     def __init__(self, budget: ByteBudget) -> None:
         self._budget = budget
         self._held = 0
-        self._max_wait_s = MAX_WAIT_S
 
     async def grow(self, to: int) -> None:
         more = min(to, self._budget.total) - self._held
-        started = monotonic()
-        await self._budget.take(more, self._max_wait_s)
-        self._max_wait_s -= monotonic() - started
+        await self._budget.take(more)
         self._held += more
 
     def give_back(self) -> None:

@@ -19,12 +19,14 @@ from uuid import uuid4
 
 from twostroke import __version__
 from twostroke.engine.api import EngineClient
-from twostroke.observe.recent import Recent, Spread, Window
+from twostroke.observe.recent import HOUR_S, MINUTE_S, Point, Spread, Window
 from twostroke.observe.record import Causes, RequestRecord, StepRecord
-from twostroke.observe.totals import Totals
 from twostroke.serve.errors import ApiError, retry_after
+from twostroke.serve.gpu import gpu_figures
 from twostroke.serve.http import JSON, Headers, HttpRequest
+from twostroke.serve.metrics import Metrics
 from twostroke.serve.response_fields import Json
+from twostroke.serve.roof import IDLE_S, Roof
 from twostroke.serve.service import Service
 
 MOST_A_SECOND = 20.0
@@ -32,7 +34,13 @@ NO_STORE = (b"cache-control", b"no-store")
 STEPS = 400  # on the timeline
 SLOWEST = 8
 QUANTILES = (0.5, 0.95, 0.99)
-WINDOWS: dict[str, float | None] = {"10": 10.0, "60": 60.0, "all": None}
+WINDOWS: dict[str, float | None] = {
+    "10": 10.0,
+    "60": MINUTE_S,
+    "600": 600.0,
+    "3600": HOUR_S,
+    "all": None,
+}
 STEP_FIELDS = (
     "ended_s",
     "decode",
@@ -68,7 +76,7 @@ SLOW_BY = {"total": _total_s, "first": _ttft_s, "gap": _worst_s}
 class DashRoutes:
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._data = DashData(service.client, service.metrics.totals)
+        self._data = DashData(service.client, service.metrics)
         self._page = files("twostroke.serve").joinpath("dash.html").read_bytes()
         self._headers = page_headers(self._page.decode())
         self._tokens, self._tokens_s = MOST_A_SECOND, 0.0  # of a token bucket, and when counted
@@ -133,30 +141,33 @@ class DashData:
     """What the page shows, as plain data, from the records that the engine's client mirrors and the
     totals of `/metrics`. Times are in milliseconds here: people read them."""
 
-    def __init__(self, client: EngineClient, totals: Totals) -> None:
+    def __init__(self, client: EngineClient, metrics: Metrics) -> None:
         self._client = client
         self._records = client.records
-        self._totals = totals
+        self._totals, self._recent = metrics.totals, metrics.recent
         self._id = uuid4().hex[:8]  # another after the server was started again
-        self._recent = Recent(totals, monotonic())
-        listeners = client.records.listeners
-        listeners.insert(listeners.index(totals), self._recent)
+        self._roof = Roof(client)
 
     def snapshot(self, model: str, since: int, window: str, slow_by: str) -> Json:
         """`since`: the `num_steps` of the last answer, whose steps are left out."""
         client, recent, now = self._client, self._recent, monotonic()
         load, info = client.load(), client.info
         seconds = WINDOWS[window]
+        up_s = now - recent.started_s
+        span_s = max(min(seconds or HOUR_S, up_s), MINUTE_S)  # of the curves
         newest = self._records.steps[-1] if self._records.steps else None
+        if not (load.running or load.waiting):
+            self._roof.look(now - (recent.started_s if newest is None else newest.committed_s))
         return {
             "server": {
                 "id": self._id,
                 "version": __version__,
                 "model": model,
                 "device": info.device,
-                "dtype": info.dtype,
+                "weights": info.weights or info.dtype,
+                "weight_bytes": info.weight_bytes,
                 "up": client.healthy,
-                "up_s": now - recent.started_s,
+                "up_s": up_s,
                 "restarts": client.num_restarts,
             },
             "load": {
@@ -173,12 +184,22 @@ class DashData:
                 "generation_tokens": self._totals.generation_tokens,
                 "requests": self._totals.ended,
             },
-            "roof": {"flops": info.ops_per_s or None, "bytes": info.read_bytes_per_s or None},
-            "series": [[round(value, 2) for value in point] for point in recent.series(now)],
+            "roof": self._roof_json(),
+            "gpu": _gpu_json(info.device),
+            "series_s": span_s,
+            "series": [_point_json(point) for point in recent.series(now, span_s)],
             "num_steps": recent.num_steps,
             "step_fields": STEP_FIELDS,
             "steps": self._steps(since),
             "slowest": self._slowest(now, seconds, slow_by),
+        }
+
+    def _roof_json(self) -> Json:
+        found = self._roof.ceilings
+        return {
+            "flops": found.ops_per_s or None,
+            "bytes": found.read_bytes_per_s or None,
+            "idle_s": IDLE_S if self._roof.is_coming else None,  # it is measured after so long
         }
 
     def _steps(self, since: int) -> list[list[float]]:
@@ -196,6 +217,19 @@ class DashData:
 
 def _ms(seconds: float) -> float:
     return round(seconds * 1e3, 3)
+
+
+def _point_json(point: Point) -> list[float | None]:
+    """Times ago and rates a second, then quantiles in milliseconds."""
+    return [
+        *(round(value, 2) for value in point[:4]),
+        *(None if value is None else _ms(value) for value in point[4:]),
+    ]
+
+
+def _gpu_json(device: str) -> Json | None:
+    figures = gpu_figures(device) if device.startswith("cuda") else None
+    return None if figures is None else figures._asdict()
 
 
 def _window_json(window: Window) -> Json:

@@ -1,23 +1,23 @@
 """`/metrics` for Prometheus: what the records add up to (`observe/totals.py`), as `families.py`
-names it, and what HTTP was answered."""
+names it, what HTTP was answered, and what the driver says of the GPU."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
-from functools import cache
-from typing import Any
+from time import monotonic
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from twostroke.engine.api import EngineClient
+from twostroke.observe.recent import Recent
 from twostroke.observe.totals import Totals
 from twostroke.serve.families import Families
+from twostroke.serve.gpu import gpu_figures
 
-log = logging.getLogger(__name__)
 TOO_MANY = 429
+CLIENT_GONE = 499  # nginx's number for it; no answer was sent
 
 
 class Metrics:
@@ -26,7 +26,8 @@ class Metrics:
     def __init__(self, client: EngineClient, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self.totals = Totals(client.info.max_model_len)
-        client.records.listeners.append(self.totals)
+        self.recent = Recent(self.totals, monotonic())
+        client.records.listeners += [self.recent, self.totals]  # in this order
         self.registry.register(_Engine(client, self.totals, model_name))
         labels = ("handler", "status")
         self._http = Counter("http_requests", "Answers, by route.", labels, registry=self.registry)
@@ -47,6 +48,9 @@ class Metrics:
         self._http.labels(route, str(status)).inc()
         if status == TOO_MANY:
             self._rejected.inc()
+        if status >= 400 and status != CLIENT_GONE and not route.startswith("/dash"):
+            self.recent.before_change(monotonic())
+            self.totals.add_answer(status)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
@@ -63,41 +67,22 @@ class _Engine(Collector):
             yield from gpu_families(self._client.info.device)
 
 
-@cache
-def _nvml() -> Any:
-    """`pynvml`, initialised; None if it is not installed or finds no driver."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception as error:
-        log.info("no figures of the GPU in /metrics: %s", error)
-        return None
-    return pynvml
-
-
 def gpu_families(device: str) -> Iterator[Metric]:
     """What the driver says of the GPU."""
-    nvml = _nvml()
-    if nvml is None:
-        return
-    index = int(device.partition(":")[2] or 0)
-    try:
-        handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-        busy = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
-    except nvml.NVMLError as error:
-        log.info("the driver does not answer for GPU %d: %s", index, error)
+    figures = gpu_figures(device)
+    if figures is None:
         return
     for name, text, value in (
-        ("memory_used_bytes", "Memory in use, by all processes.", memory.used),
-        ("memory_total_bytes", "Memory there is.", memory.total),
+        ("memory_used_bytes", "Memory in use, by all processes.", figures.memory_used_bytes),
+        ("memory_total_bytes", "Memory there is.", figures.memory_total_bytes),
         (
             "utilisation",
             "Share of time in which any kernel ran; not how much of it was used.",
-            busy,
+            figures.utilisation,
         ),
+        ("power_watts", "Power that it draws.", figures.power_w),
     ):
-        family = GaugeMetricFamily(f"twostroke:gpu_{name}", text, labels=["gpu"])
-        family.add_metric([str(index)], value)
-        yield family
+        if value is not None:
+            family = GaugeMetricFamily(f"twostroke:gpu_{name}", text, labels=["gpu"])
+            family.add_metric([device.partition(":")[2] or "0"], value)
+            yield family
