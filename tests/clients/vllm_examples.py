@@ -1,23 +1,27 @@
 """vLLM's own examples of offline inference, run on twostroke.
 
-    python tests/clients/vllm_examples.py PATH [--model MODEL] [--only NAME …]
+    python -m tests.clients.vllm_examples PATH [--model MODEL] [--only NAME …]
 
 PATH is a checkout of vLLM, its unpacked source distribution, or its examples folder; nothing of it
 is kept here. Of each script two things are changed: what it imports from `vllm` it imports from
 `twostroke`, and the model it names becomes MODEL (default: the default model). Each runs in a
 process of its own, and passes if that ends with status 0. "chat with tools" reads what the model
-writes as JSON: it passes only with a model that answers tools so, which the default model is not.
+writes as JSON, which the default model is too small for: unless MODEL is given, it runs on one
+whose weights write that call (`reciting_model.py`).
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import json
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from tests.clients.reciting_model import reciting_folder
 
 # Where each lies, in the layout since vLLM 0.2x and in the one before.
 EXAMPLES = {
@@ -60,6 +64,12 @@ EXAMPLES = {
 }
 ARGUMENTS = {"chat": ["--chat-template-path", "template_chatml.jinja", "--max-tokens", "32"]}
 LIMIT_S = 900
+CALL = [
+    {
+        "name": "get_current_weather",
+        "arguments": {"city": "Dallas", "state": "TX", "unit": "fahrenheit"},
+    }
+]
 
 
 class OnTwostroke(ast.NodeTransformer):
@@ -106,7 +116,10 @@ def main() -> int:
     passed = 0
     with tempfile.TemporaryDirectory() as folder:
         for name in args.only:
-            result = run(name, root.resolve(), args.model, Path(folder))
+            model = args.model
+            if name == "chat with tools" and model is None:
+                model = str(reciting_folder(Path(folder) / "caller", json.dumps(CALL)))
+            result = run(name, root.resolve(), model, Path(folder))
             passed += result == "passed"
             print(f"{name}: {result}", flush=True)
     print(f"{passed} of {len(args.only)} passed")
