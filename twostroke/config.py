@@ -71,7 +71,7 @@ class EngineConfig(Strict):
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     scheduling_policy: str = "fcfs"  # fcfs, priority
-    max_logprobs: int = 20
+    max_logprobs: int = 20  # that a request may ask for; -1: all of the vocabulary
     override_generation_config: dict[str, Any] | None = None  # over the makers' recommendation
     enforce_eager: bool = False  # no graphs, no compilation; the tokens stay the same
     max_cudagraph_capture_size: int | None = None  # largest decode batch run as a graph
@@ -122,7 +122,7 @@ class EngineConfig(Strict):
         self._check_int("block_size", 1, 1024)
         self._check_int("kv_cache_memory_bytes", 1, optional=True)
         self._check_int("num_gpu_blocks_override", 1, optional=True)
-        self._check_int("max_logprobs", 0)
+        self._check_int("max_logprobs", -1)
         self._check_int("max_cudagraph_capture_size", 0, optional=True)
         self._check_capture_sizes()
         self._check_override()

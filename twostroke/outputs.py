@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count, repeat
 from typing import Any, NamedTuple
 
 from twostroke.observe.record import RequestRecord
@@ -25,10 +26,15 @@ class Logprobs(Sequence[Any]):
     continuations may have a million; each dict is made when it is looked at.
     """
 
-    __slots__ = ("_ends", "_ids", "_ranks", "_text", "_values")
+    __slots__ = ("_ends", "_ids", "_named", "_ranks", "_text", "_values")
 
-    def __init__(self, text: Callable[[int], str | None] | None = None) -> None:
+    def __init__(
+        self, text: Callable[[int], str | None] | None = None, named: bool = False
+    ) -> None:
+        """`named`: in place of the best tokens there are those that the request names
+        (`logprob_token_ids`), whose ranks are not known."""
         self._text = text
+        self._named = named
         self._ids, self._values = array("i"), array("f")  # of all positions, the chosen one first
         self._ends, self._ranks = array("q"), array("i")  # one a position
 
@@ -48,7 +54,7 @@ class Logprobs(Sequence[Any]):
 
     def take(self) -> Logprobs:
         """Move everything out into a new one."""
-        taken = Logprobs(self._text)
+        taken = Logprobs(self._text, self._named)
         for name in ("_ids", "_values", "_ends", "_ranks"):
             full = getattr(self, name)
             setattr(taken, name, full)
@@ -57,7 +63,7 @@ class Logprobs(Sequence[Any]):
 
     def copy(self) -> Logprobs:
         """A copy that no longer grows."""
-        same = Logprobs(self._text)
+        same = Logprobs(self._text, self._named)
         same._ids, same._values = self._ids[:], self._values[:]
         same._ends, same._ranks = self._ends[:], self._ranks[:]
         return same
@@ -84,8 +90,11 @@ class Logprobs(Sequence[Any]):
             return None
         (chosen, *best), (own, *values) = self._ids[begin:end], self._values[begin:end]
         text = self._text or (lambda _: None)
-        ranked = enumerate(zip(best, values, strict=True), 1)
-        entry = {token: Logprob(value, rank, text(token)) for rank, (token, value) in ranked}
+        ranks = repeat(None) if self._named else count(1)
+        entry = {
+            token: Logprob(value, rank, text(token))
+            for token, value, rank in zip(best, values, ranks, strict=False)
+        }
         entry[chosen] = Logprob(own, self._ranks[at], text(chosen))
         return entry
 

@@ -82,8 +82,9 @@ class SamplingParams(Strict):
     ignore_eos: bool = False
     max_tokens: int | None = 16  # None: until max_model_len
     min_tokens: int = 0
-    logprobs: int | None = None
+    logprobs: int | None = None  # how many of the most likely tokens are told; -1: all
     prompt_logprobs: int | None = None
+    logprob_token_ids: Sequence[int] | None = None  # tokens to tell of, in place of the likeliest
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
@@ -121,9 +122,11 @@ class SamplingParams(Strict):
             "include_stop_str_in_output",
         )
         self._check_choice("output_kind", ("cumulative", "delta", "final_only"))
-        self._check_int("logprobs", 0, optional=True)
-        self._check_int("prompt_logprobs", 0, optional=True)
+        self._check_int("logprobs", -1, optional=True)
+        self._check_int("prompt_logprobs", -1, optional=True)
         self._check_lists()
+        if self.logprob_token_ids and self.logprobs is None:
+            object.__setattr__(self, "logprobs", 0)
         if not isinstance(self.structured_outputs, StructuredOutputs | None):
             self._refuse("structured_outputs", "StructuredOutputs(…) or None")
 
@@ -140,7 +143,7 @@ class SamplingParams(Strict):
             self._refuse("bad_words", "a list of non-empty strings")
         object.__setattr__(self, "stop", stops)
         object.__setattr__(self, "bad_words", words)
-        for name in ("stop_token_ids", "allowed_token_ids"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             ids = self._listed(name)
             if not all(type(token) is int and token >= 0 for token in ids):
                 self._refuse(name, "a list of token ids")

@@ -69,6 +69,28 @@ def test_a_cpu_runs_the_native_kernels_unless_told_otherwise(folder: Path) -> No
     assert isinstance(executor_of(plain), TorchExecutor)
 
 
+def test_named_tokens_have_the_same_logprobs_on_both_kernels(folder: Path) -> None:
+    named = SamplingParams(temperature=0, max_tokens=3, logprobs=0, logprob_token_ids=[5, 200])
+    best = SamplingParams(temperature=0, max_tokens=3, logprobs=2)
+    found = [
+        tiny_llm(folder, device="cpu", kernels=kernels).generate(
+            ["the fox", "a dog"], [named, best]
+        )
+        for kernels in ("native", "reference")
+    ]
+    for native, reference in zip(*found, strict=True):
+        ours, theirs = native.outputs[0].logprobs, reference.outputs[0].logprobs
+        for one, other in zip(ours, theirs, strict=True):
+            assert list(one) == list(other)
+            for token, told in one.items():
+                assert told.logprob == pytest.approx(other[token].logprob, abs=0.01)
+                assert told.rank == other[token].rank
+    first = found[0][0].outputs[0]
+    assert list(first.logprobs[0])[:2] == [5, 200]
+    assert first.logprobs[0][5].rank is None
+    assert first.logprobs[0][first.token_ids[0]].rank == 1
+
+
 @pytest.mark.parametrize(
     "wish", [{"dtype": "bfloat16"}, {"dtype": "float16"}, {"kv_cache_dtype": "float32"}], ids=str
 )

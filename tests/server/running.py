@@ -15,7 +15,7 @@ from typing import Any
 from twostroke import LLM
 from twostroke.engine.client import AsyncEngine
 from twostroke.serve.app import App
-from twostroke.serve.run import HttpServer, serve_forever
+from twostroke.serve.run import ClientFactory, HttpServer, serve_forever
 from twostroke.serve.settings import ServeSettings
 
 PATIENCE_S = 30
@@ -89,17 +89,27 @@ class Running:
 
 @contextmanager
 def running(llm: LLM, **settings: Any) -> Iterator[Running]:
+    """In the end the engine has nothing left of any request."""
+    with serving(lambda: AsyncEngine(llm.engine), **settings) as one:
+        yield one
+        if one.thread.is_alive():
+            one.assert_idle()
+
+
+@contextmanager
+def serving(client_factory: ClientFactory[Any], **settings: Any) -> Iterator[Running]:
+    """The same over any engine."""
     started = threading.Event()
     found: dict[str, Any] = {}
 
     def run() -> None:
-        def note(server: HttpServer, client: AsyncEngine, url: str) -> None:
+        def note(server: HttpServer, client: Any, url: str) -> None:
             found.update(server=server, client=client, url=url)
             started.set()
 
         options = ServeSettings(**{"port": 0, "drain_s": 5.0, "max_choices": 128, **settings})
         try:
-            asyncio.run(serve_forever(lambda: AsyncEngine(llm.engine), options, note))
+            asyncio.run(serve_forever(client_factory, options, note))
         except BaseException as error:
             found["error"] = error
             started.set()
@@ -112,11 +122,8 @@ def running(llm: LLM, **settings: Any) -> Iterator[Running]:
     server = found["server"]
     while not server.started:
         time.sleep(0.002)
-    one = Running(server, found["client"], found["url"], thread)
     try:
-        yield one
-        if thread.is_alive():
-            one.assert_idle()
+        yield Running(server, found["client"], found["url"], thread)
     finally:
         server.stop()
         thread.join(PATIENCE_S)

@@ -50,10 +50,10 @@ def test_every_route_is_open_with_one_of_the_keys(server: Running, key: str) -> 
     for route in server.app.routes:
         body = b"{}" if route.method == "POST" else None
         headers = {**JSON, "Authorization": f"Bearer {key}".encode().decode("latin-1")}
-        assert server.ask(route.method, route.path, body, headers)[0] in (200, 400, 501)
-        assert server.ask(route.method, route.path, body, {**JSON, "X-Api-Key": key.encode()})[
-            0
-        ] in (200, 400, 501)
+        expected = (200, 400, 404, 501) if "{" in route.path else (200, 400, 501)
+        assert server.ask(route.method, route.path, body, headers)[0] in expected
+        headers = {**JSON, "X-Api-Key": key.encode()}
+        assert server.ask(route.method, route.path, body, headers)[0] in expected
 
 
 def test_without_a_key_one_does_not_learn_which_routes_there_are(server: Running) -> None:

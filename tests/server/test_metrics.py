@@ -147,7 +147,13 @@ def test_vllms_series_have_vllms_names_and_labels(server: Running) -> None:
         assert all(labels.keys() == wanted for labels in found), name
         assert all(labels["model_name"] == "small" and labels["engine"] == "0" for labels in found)
     config = next(dict(labels) for name, labels in samples if name == "vllm:cache_config_info")
-    assert config == {"engine": "0", "block_size": "16", "num_gpu_blocks": "256"}
+    assert config == {
+        "engine": "0",
+        "block_size": "16",
+        "num_gpu_blocks": "256",
+        "kv_cache_size_tokens": "4096",
+        "kv_cache_max_concurrency": "16.00",
+    }
 
 
 def test_buckets_begin_at_a_millisecond_or_less_and_grow() -> None:

@@ -180,7 +180,7 @@ def test_the_description_names_every_route_and_the_fields_of_its_body(server: Ru
     described = json.loads(body)
     assert described["openapi"].startswith("3.1")
     for route in server.app.routes:
-        assert route.method.lower() in described["paths"][route.path]
+        assert route.method.lower() in described["paths"][route.path.replace("...}", "}")]
     fields = described["components"]["schemas"]["ChatRequest"]["properties"]
     assert {"messages", "temperature", "top_k", "tools", "response_format"} <= set(fields)
 

@@ -1,4 +1,4 @@
-"""What `serve` takes from the environment: keys, and where traces go."""
+"""What `serve` takes from the environment: keys, development mode, and where traces go."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ def keys_of_environment() -> list[str]:
         if key := os.environ.get(name):
             return [key]
     return []
+
+
+def dev_mode_of_environment() -> bool:
+    names = ("TWOSTROKE_SERVER_DEV_MODE", "VLLM_SERVER_DEV_MODE")
+    return any(os.environ.get(name) == "1" for name in names)
 
 
 def settle_traces(given: dict[str, Any]) -> None:

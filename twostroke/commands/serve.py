@@ -16,7 +16,11 @@ from time import monotonic
 from typing import Any
 
 from twostroke.commands.banner import banner
-from twostroke.commands.environment import keys_of_environment, settle_traces
+from twostroke.commands.environment import (
+    dev_mode_of_environment,
+    keys_of_environment,
+    settle_traces,
+)
 from twostroke.commands.flags import (
     TYPES,
     add_engine_arguments,
@@ -319,6 +323,7 @@ def serve_settings(args: argparse.Namespace) -> ServeSettings:
     renamed = {SETTINGS.get(name, name): value for name, value in vars(args).items()}
     given = {name: value for name, value in renamed.items() if name in known}
     given.setdefault("api_keys", keys_of_environment())
+    given.setdefault("dev_mode", dev_mode_of_environment())
     given["cors_origins"] = [one for some in given.get("cors_origins", ()) for one in some]
     settle_traces(given)
     given["log_stats"] = not renamed.get("disable_log_stats", False)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from twostroke.errors import RequestError
 from twostroke.kv.cache import GroupLimits, KVUsage
 from twostroke.observe.record import Records
 from twostroke.outputs import RequestOutput
@@ -62,6 +63,7 @@ class EngineClient(ABC):
     input_processor: InputProcessor
     records: Records  # outlive the engine, if another is started in its place
     num_restarts: int
+    asleep: bool = False  # its process has been ended until `wake_up`
 
     @property
     @abstractmethod
@@ -92,6 +94,20 @@ class EngineClient(ABC):
     @abstractmethod
     def abort(self, request_id: str) -> None:
         """End a request; its last output has the finish_reason "abort"."""
+
+    @abstractmethod
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix, so that requests submitted from now on find none. Those that
+        run keep their blocks."""
+
+    async def sleep(self, drain: bool = False) -> None:
+        """Free all memory of the engine until `wake_up`. Open requests are aborted, or waited for
+        (`drain`). Only an engine in a process of its own can."""
+        raise RequestError("this engine shares its process with the server, so it cannot sleep")
+
+    async def wake_up(self) -> None:
+        """Returns when requests are worked on again."""
+        return
 
     def generate(
         self,

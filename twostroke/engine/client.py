@@ -17,10 +17,14 @@ from twostroke.engine.api import EngineClient, EngineLoad
 from twostroke.engine.build import Engine
 from twostroke.engine.input_processor import Prompt
 from twostroke.engine.output_processor import OnError, OnOutput, RequestState
+from twostroke.engine.wire import ResetPrefixes
 from twostroke.errors import EngineError
 from twostroke.outputs import RequestOutput
 from twostroke.request import EngineRequest, SamplingParams
 from twostroke.sched.scheduler import Update
+
+# To the engine's thread: a request, the name of one to abort, or None to end.
+Inbound = tuple[RequestState, list[EngineRequest]] | ResetPrefixes | str | None
 
 
 class SyncClient:
@@ -104,7 +108,7 @@ class AsyncEngine(EngineClient):
         self._outputs.warm()
         self.records = engine.core.records
         self.num_restarts = 0
-        self._inbox: queue.SimpleQueue[tuple[RequestState, list[EngineRequest]] | str | None]
+        self._inbox: queue.SimpleQueue[Inbound]
         self._inbox = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._dead: Exception | None = None
@@ -155,6 +159,9 @@ class AsyncEngine(EngineClient):
         """End a request from anywhere; its stream closes with finish_reason "abort"."""
         self._inbox.put(request_id)
 
+    def reset_prefix_cache(self) -> None:
+        self._inbox.put(ResetPrefixes())
+
     # ── in the engine's thread ──────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
@@ -179,7 +186,9 @@ class AsyncEngine(EngineClient):
                 return True
             if message is None:
                 return False
-            if isinstance(message, str):
+            if isinstance(message, ResetPrefixes):
+                self.engine.core.reset_prefix_cache()
+            elif isinstance(message, str):
                 self._abort(message)
             else:
                 self._add(*message)

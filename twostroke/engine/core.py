@@ -102,6 +102,10 @@ class EngineCore:
             self._note_ends([update])
         return update
 
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix; running requests keep their blocks."""
+        self.scheduler.kv.reset_prefixes()
+
     def step(self) -> list[Update]:
         """Launch a step if there is one to launch; take in the oldest that must be waited for."""
         return [*self._take_compiled(), *self._step()]

@@ -143,6 +143,7 @@ class InputProcessor:
                     "stop strings need a tokenizer, and none is loaded; use stop_token_ids"
                 )
             params = replace(params, detokenize=False)
+        params = self._whole_vocabulary(params)
         self._validate(ids, params, max_prompt_tokens)
         stop_ids, bad_words = self._stop_ids(params), self._bad_words(params)
         self._check_allowed_tokens(params, stop_ids, bad_words)
@@ -272,23 +273,38 @@ class InputProcessor:
                     f"{name} is {asked}, but the model has only {limits.vocab_size} tokens; lower "
                     "it"
                 )
-            if asked is not None and asked > limits.max_logprobs:
-                raise RequestError(
-                    f"{name} is {asked}, but at most {limits.max_logprobs} are given; lower it "
-                    "or raise max_logprobs"
-                )
+            self._check_logprobs(name, asked or 0)
+        self._check_logprobs("logprob_token_ids", len(params.logprob_token_ids or ()))
         if len(params.allowed_token_ids or ()) > limits.vocab_size:
             raise RequestError(
                 f"allowed_token_ids has {len(params.allowed_token_ids or ())} ids, but the model "
                 f"has only {limits.vocab_size}; name each once"
             )
-        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids", "logprob_token_ids"):
             for token in getattr(params, name) or ():
                 if token >= limits.vocab_size:
                     raise RequestError(
                         f"{name}: token id {token} is out of range: the model's ids go from 0 to "
-                        f"{limits.vocab_size - 1}"
+                        f"{limits.vocab_size - 1} (its vocabulary has {limits.vocab_size} tokens)"
                     )
+
+    def _whole_vocabulary(self, params: SamplingParams) -> SamplingParams:
+        """With the vocabulary's size where -1 stands for it."""
+        every: dict[str, Any] = {
+            name: self.limits.vocab_size
+            for name in ("logprobs", "prompt_logprobs")
+            if getattr(params, name) == -1
+        }
+        return replace(params, **every) if every else params
+
+    def _check_logprobs(self, name: str, asked: int) -> None:
+        most = self.limits.max_logprobs
+        if asked > most >= 0:
+            raise RequestError(
+                f"{name} asks for {asked} log-probabilities a token, but at most {most} are "
+                "given; lower it or raise max_logprobs",
+                param=name,
+            )
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         """What ends a continuation. A tokenizer may name more tokens than the model can write."""

@@ -181,7 +181,8 @@ class OutputProcessor:
         params = request.params
         output = CompletionOutput(index)
         if params.logprobs is not None:
-            output.logprobs, output.cumulative_logprob = Logprobs(self._token_text), 0.0
+            named = bool(params.logprob_token_ids)
+            output.logprobs, output.cumulative_logprob = Logprobs(self._token_text, named), 0.0
         detokenizer = None
         if params.detokenize and self._tokenizer is not None:
             skip = params.skip_special_tokens

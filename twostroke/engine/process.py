@@ -36,6 +36,7 @@ from twostroke.engine.wire import (
     Heartbeat,
     Ready,
     Refused,
+    ResetPrefixes,
     Shutdown,
     decode_to_engine,
     encode,
@@ -108,6 +109,9 @@ class EngineServer:
                     self._add(message)
                 case Abort():
                     self._abort(message)
+                case ResetPrefixes():
+                    self._core.reset_prefix_cache()
+                    self._send_step([])  # whoever watches sees what is cached now
                 case Audit():
                     self._audit()
                 case Shutdown():

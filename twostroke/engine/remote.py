@@ -7,6 +7,9 @@ never wait for each other's Python. No torch on this side.
 When that process dies, or hangs and is killed, another is started. A request of which nothing has
 been delivered is sent to the new one; one that has begun ends with an `EngineError`. After
 several deaths in a row the engine has stopped for good: `lost` says why.
+
+To `sleep` is to end the process on purpose, which frees all its memory; to `wake_up` is to start
+another.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from twostroke.engine.wire import (
     Audited,
     FromEngine,
     Refused,
+    ResetPrefixes,
     Step,
     encode,
     unpack_error,
@@ -92,6 +96,11 @@ class RemoteEngine(EngineClient):
         self._audits: list[asyncio.Future[str]] = []
         self._some_ended = asyncio.Event()  # a request may have ended
         self._supervisors: list[asyncio.Task[None]] = []
+        self._sleep_lock = asyncio.Lock()
+        self._wanted = asyncio.Event()  # the engine is to run; cleared while it is to sleep
+        self._wanted.set()
+        self._settled = asyncio.Event()  # it runs, or never will again
+        self._settled.set()
 
     # ── life ────────────────────────────────────────────────────────────────────────────────
 
@@ -152,6 +161,34 @@ class RemoteEngine(EngineClient):
                     self._some_ended.clear()
                     await self._some_ended.wait()
         return not self._outputs
+
+    async def sleep(self, drain: bool = False) -> None:
+        async with self._sleep_lock:
+            if self.asleep or self._lost:
+                return
+            self.asleep = True  # the server admits nothing from here on
+            self._wanted.clear()
+            if not drain:
+                for state in list(self._outputs):
+                    self.abort(state.request_id)
+            await self.drain(None if drain else STOP_PATIENCE_S)
+            await self._child.stop(STOP_PATIENCE_S)
+            while self._up:  # until `_supervise` has seen it
+                await asyncio.sleep(0)
+
+    async def wake_up(self) -> None:
+        async with self._sleep_lock:
+            if not self.asleep:
+                return
+            self.asleep = False
+            self._wanted.set()
+            await self._settled.wait()
+        if self._lost:
+            raise EngineError(f"the engine could not be started again ({self._lost})")
+
+    def reset_prefix_cache(self) -> None:
+        if self._up:  # the next engine has nothing cached
+            self._child.send(ResetPrefixes())
 
     @property
     def healthy(self) -> bool:
@@ -280,9 +317,14 @@ class RemoteEngine(EngineClient):
             while deaths < self._restart_limit:
                 await self._child.wait()
                 lived_s, reason = monotonic() - self._child.ready_s, self._child.how_it_ended()
-                log.warning("the engine died (%s); starting another", reason)
-                self._died(reason)
-                deaths = 1 if lived_s > STEADY_S else deaths + 1
+                if self._wanted.is_set():
+                    log.warning("the engine died (%s); starting another", reason)
+                    self._died(reason)
+                    deaths = 1 if lived_s > STEADY_S else deaths + 1
+                else:
+                    self._died("it was put to sleep")
+                    await self._wanted.wait()
+                    deaths = 0
                 while not self._up and deaths < self._restart_limit:
                     try:
                         await self._restart(deaths)
@@ -341,6 +383,7 @@ class RemoteEngine(EngineClient):
 
     def _forget_engine(self) -> None:
         self._up = False
+        self._settled.clear()
         self._handles.clear()
         self._names.clear()
         for answer in self._audits:
@@ -358,7 +401,9 @@ class RemoteEngine(EngineClient):
         self._child.on_message = self._on_message
         ready = await self._child.start()
         self.info, self._load, self._up = ready.info, ready.load, True
-        self.num_restarts += 1
+        self._settled.set()
+        if deaths:
+            self.num_restarts += 1
         self.input_processor.limits = _limits(ready.info)
         for state in self._outputs:
             self._send(state, self._outputs.restart(state))
@@ -372,6 +417,7 @@ class RemoteEngine(EngineClient):
             if not self._outputs.lose(state):
                 self._outputs.close(state, EngineError(f"the engine has stopped ({self._lost})"))
         self._some_ended.set()
+        self._settled.set()
 
 
 def _limits(info: EngineInfo) -> ModelLimits:

@@ -1,6 +1,7 @@
 """The messages between the engine's process and the process it serves, as msgpack. No torch.
 
-    Add, Abort, Audit, Shutdown ──▶ engine ──▶ Ready | Failed; Step, Refused, Audited, Heartbeat
+    Add, Abort, ResetPrefixes, Audit, Shutdown ──▶ engine
+    engine ──▶ Ready | Failed; Step, Refused, Audited, Heartbeat
 
 A request is known by a number (its handle) that its sender gives it and never uses again, so that a
 late message about an old request cannot reach a new one of the same name. A step's tokens travel as
@@ -45,7 +46,11 @@ class Audit(msgspec.Struct, tag=4, array_like=True, frozen=True):
     """Check that every block and row has the owners it claims; answered by `Audited`."""
 
 
-ToEngine = Add | Abort | Shutdown | Audit
+class ResetPrefixes(msgspec.Struct, tag=5, array_like=True, frozen=True):
+    """Forget every cached prefix; requests added after it find none."""
+
+
+ToEngine = Add | Abort | Shutdown | Audit | ResetPrefixes
 
 # ── from the engine ─────────────────────────────────────────────────────────────────────────────
 

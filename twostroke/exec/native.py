@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import monotonic
 
@@ -93,7 +94,9 @@ class NativeExecutor:
             if raw is not None:
                 counts = [some[n].params.logprobs or 0 for n in asking]
                 found = self._top_logprobs(raw, [max(0, drawn[n]) for n in asking], counts)
-                logprobs.update(zip([start + n for n in asking], found, strict=True))
+                for n, lines, entry in zip(asking, raw, found, strict=True):
+                    pinned = some[n].params.logprob_token_ids
+                    logprobs[start + n] = _pinned(lines, entry, pinned) if pinned else entry
         prompts = self._prompt_logprobs(handle.plan)
         device_s = monotonic() - handle.started_s
         return Computed(StepResult(tokens, logprobs, prompts, device_s))
@@ -165,6 +168,15 @@ class NativeExecutor:
                 targets = self._tokens[part.row, part.start + 1 : part.stop + 1].tolist()
                 entries += self._top_logprobs(lines, targets, [part.num_best] * size)
         return found
+
+
+def _pinned(
+    logits: npt.NDArray[np.float32], entry: TokenLogprobs, token_ids: Sequence[int]
+) -> TokenLogprobs:
+    """The chosen token's entry with the tokens that the request names in place of the best."""
+    own, own_logprob = entry.token_ids[0], entry.logprobs[0]
+    values = logits[list(token_ids)] - logits[own] + own_logprob
+    return TokenLogprobs((own, *token_ids), (own_logprob, *values.tolist()), entry.rank)
 
 
 def _sampling_values(params: SamplingParams) -> tuple[float, ...]:

@@ -61,6 +61,19 @@ class Ranked(NamedTuple):
     which: Ints  # samples of the step
     counts: Ints  # how many each has asked for
     found: Triple
+    pinned: list[Pinned]
+
+
+class Pinned(NamedTuple):
+    """Log-probabilities of the tokens that a request names (`logprob_token_ids`)."""
+
+    sample: int
+    token_ids: tuple[int, ...]
+    values: torch.Tensor
+
+    def in_place_of_best(self, entry: TokenLogprobs) -> TokenLogprobs:
+        ids, values = (entry.token_ids[0], *self.token_ids), self.values.tolist()
+        return TokenLogprobs(ids, (entry.logprobs[0], *values), entry.rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +94,10 @@ class InFlight:
             idle_s = max(0.0, 1e-3 * self.before.elapsed_time(self.start))
         logprobs: dict[int, TokenLogprobs] = {}
         if self.ranked is not None:
-            which, counts, found = self.ranked
+            which, counts, found, pinned = self.ranked
             logprobs |= zip(which.tolist(), _split(found, counts.tolist()), strict=True)
+            for one in pinned:
+                logprobs[one.sample] = one.in_place_of_best(logprobs[one.sample])
         return StepResult(
             self.tokens.tolist(),
             logprobs,
@@ -212,7 +227,16 @@ class TorchExecutor:
         program, counts = self._program, counts[which]
         most = int(counts.max())
         found = program.sampler.logprobs(program.logits, which, program.tokens, most)
-        return Ranked(which, counts, self._fetch(found))
+        pinned = []
+        for n, sample in enumerate(which.tolist()):
+            token_ids = self._rows.rows[int(samples.rows[sample])].params.logprob_token_ids
+            if token_ids:
+                line, own = program.logits[sample].float(), program.tokens[sample].clamp(min=0)
+                named = self._send(torch.tensor(token_ids))
+                values = line[named] - line[own.long()] + found[1][n, 0]
+                at_host = values.to("cpu", non_blocking=True)
+                pinned.append(Pinned(sample, tuple(token_ids), at_host))
+        return Ranked(which, counts, self._fetch(found), pinned)
 
     def _prompt_logprobs(self, handle: Forwarded) -> dict[int, list[Triple]]:
         """For each prompt token after the first: how likely the model found it."""

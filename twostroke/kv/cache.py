@@ -45,6 +45,11 @@ class KVUsage(NamedTuple):
     cached: int  # filled, nobody's: reusable prefixes
     free: int
 
+    @property
+    def taken(self) -> float:
+        """The share that running requests have, 0 to 1."""
+        return (self.used + self.fragmented) / self.reserved if self.reserved else 0.0
+
 
 def table_length(tables: Sequence[Sequence[int]]) -> int:
     """Blocks of a sequence: its tables are equally long in every group, null blocks included."""

@@ -130,6 +130,15 @@ class Tokenizer:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
+    def vocabulary_entry(self, token_id: int) -> str:
+        """One token as the vocabulary writes it ("Ġthe"); empty if there is no such token."""
+        return self._token(token_id)
+
+    @property
+    def special_tokens(self) -> dict[int, str]:
+        added = self._backend.get_added_tokens_decoder().items()
+        return {token_id: token.content for token_id, token in added if token.special}
+
     def token_bytes(self, token_id: int) -> bytes:
         """What one token adds to a text, which need not be whole characters."""
         return self._table.token_bytes(token_id) or b""

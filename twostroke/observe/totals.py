@@ -36,6 +36,7 @@ REQUEST_BUCKETS = (
 )  # fmt: skip
 STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 N_BUCKETS = (1, 2, 5, 10, 20)
+PREEMPTION_BUCKETS = (0, 1, 2, 5, 10, 20)
 
 
 class Histogram:
@@ -82,7 +83,7 @@ class Totals:
         # Steps
         self.prefill, self.decode = PhaseTotals(), PhaseTotals()
         self.step_s = {mix: Histogram(GAP_BUCKETS) for mix in MIXES}
-        self.step_tokens = Histogram(STEP_TOKEN_BUCKETS)
+        self.iteration_tokens = Histogram(STEP_TOKEN_BUCKETS)
         self.gap_s = Histogram(GAP_BUCKETS)
         self.cause_s = dict.fromkeys(CAUSES, 0.0)
         self.part_s = {cause: Histogram(GAP_BUCKETS) for cause in CAUSES}
@@ -96,6 +97,7 @@ class Totals:
             Histogram(REQUEST_BUCKETS) for _ in range(5)
         )
         self.tpot_s = Histogram(GAP_BUCKETS)
+        self.request_preemptions = Histogram(PREEMPTION_BUCKETS)
         self.request_prompt, self.request_computed, self.request_generated = (
             Histogram(tokens) for _ in range(3)
         )
@@ -122,7 +124,9 @@ class Totals:
             total.num_bytes += prefill.num_bytes
             total.device_s += device_s - own_s
         self.step_s[mix_of(record)].add(device_s)
-        self.step_tokens.add(prefill.tokens + decode.tokens)
+        prompts = sum(first.num_prompt - first.num_cached for first in record.first)
+        if tokens := prompts + record.num_written:
+            self.iteration_tokens.add(tokens)
         self.preemptions += record.preempted
         self.recomputed_tokens += record.recomputed
         self.generation_tokens += record.num_written
@@ -167,6 +171,7 @@ class Totals:
         self.request_prompt.add(record.num_prompt)
         self.request_computed.add(record.num_prompt - record.num_cached)
         self.request_generated.add(written)
+        self.request_preemptions.add(len(record.preempted))
 
     def _add_family(self, record: RequestRecord, written: int) -> None:
         """What is counted once for all continuations of a request, when the last has ended."""

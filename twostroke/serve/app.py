@@ -1,11 +1,13 @@
 """`App`: the ASGI application. Which routes there are and who may use them, how a request that
-fails is answered, and `/openapi.json`, made from the route table and the request types."""
+fails is answered, and `/openapi.json` and `/docs`, made from the route table and the request types.
+"""
 
 from __future__ import annotations
 
 import hmac
 from hashlib import sha256
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 from starlette.middleware.cors import CORSMiddleware
@@ -15,10 +17,13 @@ from twostroke.engine.api import EngineClient
 from twostroke.serve.chat import ChatGeneration
 from twostroke.serve.completions import CompletionGeneration
 from twostroke.serve.dash import DashRoutes
+from twostroke.serve.dev_routes import DevRoutes
 from twostroke.serve.errors import ApiError, ClientGone, as_api_error
+from twostroke.serve.field_limits import add_limits
 from twostroke.serve.generate import GenerateRoute
 from twostroke.serve.http import HttpRequest, Message, Receive, Send, check_head
 from twostroke.serve.info_routes import InfoRoutes
+from twostroke.serve.pages import docs_page, index_page
 from twostroke.serve.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -33,6 +38,7 @@ from twostroke.serve.routing import Route, Router
 from twostroke.serve.service import Service
 from twostroke.serve.settings import ServeSettings
 
+HTML = ((b"content-type", b"text/html; charset=utf-8"),)
 CLIENT_GONE = 499  # nginx's number for it; only the metrics see it
 _REF = "#/components/schemas/{name}"
 
@@ -75,7 +81,14 @@ class App:
         self.service.metrics.expect_routes(self._router)
         self._keys = ApiKeys(settings.api_keys)
         self._max_head_bytes = settings.max_header_bytes
-        self._description = msgspec.json.encode(_openapi(self.routes, bool(settings.api_keys)))
+        self._root, self._name_requests = settings.root_path, settings.enable_request_id_headers
+        description = _openapi(self.routes, bool(settings.api_keys), self._root)
+        admission, models = self.service.admission, self.service.models
+        schemas = description["components"]["schemas"]
+        add_limits(schemas, client.info, models, admission.max_choices)
+        self._description = msgspec.json.encode(description)
+        self._docs = docs_page(description)
+        self._index = index_page(self.routes, self.service.models[0], self._root)
 
     def _make_routes(self) -> list[Route]:
         service, settings, info = self.service, self.service.settings, self._info
@@ -91,13 +104,22 @@ class App:
             Route("POST", "/tokenize", info.tokenize, "Text → token ids.", TokenizeRequest),
             Route("POST", "/detokenize", info.detokenize, "Ids → text.", DetokenizeRequest),
             Route("GET", "/v1/models", info.models, "The models that are served."),
+            Route("GET", "/v1/models/{model...}", info.model, "One of them."),
             Route("GET", "/health", info.health, "200 if requests are worked on.", open=health),
             Route("GET", "/ping", info.health, "As /health.", open=health),
             Route("GET", "/version", info.version, "The server's version."),
             Route("GET", "/metrics", info.metrics, "Prometheus.", open=settings.metrics_open),
+            Route("GET", "/load", info.load, "Requests that are being answered."),
             Route("GET", "/openapi.json", self._describe, "This description."),
             *record_routes(service),
+            Route("GET", "/docs", self._show_docs, "The same, to be read."),
+            Route("GET", "/", self._show_index, "What there is to look at."),
         ]
+        if settings.enable_tokenizer_info_endpoint:
+            text = "Special tokens and the chat template."
+            routes.append(Route("GET", "/tokenizer_info", info.tokenizer_info, text))
+        if settings.dev_mode:
+            routes += DevRoutes(service).routes()
         if settings.dash:
             dash = DashRoutes(service)
             routes += [
@@ -111,6 +133,11 @@ class App:
             raise RuntimeError(f"{scope['type']}: only HTTP is spoken here")
         http = HttpRequest(scope, receive, send, self.service.settings.write_timeout_s)
         path = "unknown"  # a label of the metrics, so not the client's to choose
+        if self._root and http.path.startswith(f"{self._root}/"):
+            http.path = http.path.removeprefix(self._root)
+        if self._name_requests:
+            name = http.header(b"x-request-id") or uuid4().hex.encode()
+            http.more_headers = ((b"x-request-id", name),)
         try:
             check_head(http, self._max_head_bytes)
             route = self._router.find(http)
@@ -140,6 +167,12 @@ class App:
     async def _describe(self, http: HttpRequest) -> None:
         await http.respond(200, self._description)
 
+    async def _show_docs(self, http: HttpRequest) -> None:
+        await http.respond(200, self._docs, HTML)
+
+    async def _show_index(self, http: HttpRequest) -> None:
+        await http.respond(200, self._index, HTML)
+
 
 def asgi(app: App) -> Any:
     """The application as a server runs it: with CORS where pages of other sites may ask."""
@@ -154,19 +187,22 @@ def asgi(app: App) -> Any:
 # ── /openapi.json ───────────────────────────────────────────────────────────────────────────────
 
 
-def _openapi(routes: list[Route], with_key: bool) -> dict[str, Any]:
+def _openapi(routes: list[Route], with_key: bool, root: str) -> dict[str, Any]:
     types = [ErrorAnswer, *(route.body for route in routes if route.body is not None)]
     schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
     schema_of = dict(zip(types, schemas, strict=True))
     paths: dict[str, Any] = {}
     for route in routes:
-        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, schema_of)
+        path = route.path.replace("...}", "}")
+        paths.setdefault(path, {})[route.method.lower()] = _operation(route, schema_of)
     described: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "twostroke", "version": __version__},
         "paths": paths,
         "components": {"schemas": components},
     }
+    if root:
+        described["servers"] = [{"url": root}]
     if with_key:
         described["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         described["security"] = [{"key": []}]
@@ -185,7 +221,7 @@ def _operation(route: Route, schema_of: dict[Any, Any]) -> dict[str, Any]:
             "5XX": {"description": "Why it cannot be answered now.", "content": error},
         },
     }
-    if params := [word[1:-1] for word in route.path.split("/") if word.startswith("{")]:
+    if params := [word.strip("{.}") for word in route.path.split("/") if word.startswith("{")]:
         text = {"type": "string"}
         operation["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": text} for name in params
@@ -201,7 +237,7 @@ def _operation(route: Route, schema_of: dict[Any, Any]) -> dict[str, Any]:
 def _answer(route: Route) -> dict[str, Any]:
     if route.path == "/metrics":
         return {"text/plain": {"schema": {"type": "string"}}}
-    if route.path == "/dash":
+    if route.path in ("/dash", "/docs", "/"):
         return {"text/html": {"schema": {"type": "string"}}}
     content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if route.body is not None and "stream" in route.body.__struct_fields__:

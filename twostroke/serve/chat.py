@@ -34,8 +34,10 @@ class ChatGeneration(Conversation[ChatRequest]):
     def __init__(self, service: Service, request: ChatRequest) -> None:
         super().__init__(service, request)
         self.role = service.settings.response_role
-        as_ids = bool(request.return_tokens_as_token_ids)
-        self._logprobs = LogprobWriter(service.token_names, request.top_logprobs or 0, as_ids)
+        self.echoed = ""  # the last message, with which the answer begins (`echo`)
+        as_ids = service.tokens_as_ids(request)
+        top = -1 if request.logprob_token_ids else request.top_logprobs or 0
+        self._logprobs = LogprobWriter(service.token_names, top, as_ids)
 
     def as_chat(self) -> ChatRequest:
         return self.request
@@ -43,6 +45,8 @@ class ChatGeneration(Conversation[ChatRequest]):
     def prepare(self) -> list[EngineRequest]:
         if self.request.add_generation_prompt is False and self.request.messages:
             self.role = str(self.request.messages[-1].get("role"))
+        if self.request.echo and self.request.messages:
+            self.echoed = _text_of(self.request.messages[-1], self.role)
         return super().prepare()
 
     def stream_writer(self) -> ChatStreamWriter:
@@ -57,17 +61,18 @@ class ChatGeneration(Conversation[ChatRequest]):
             counts.add_reasoning(self.reasoning_tokens(completion.token_ids))
         response["usage"] = counts.usage()
         response["timings"] = timings([output])
-        if self.request.prompt_logprobs is not None:
-            response["prompt_logprobs"] = self._logprobs.prompt(output)
-        if self.request.return_token_ids:
-            response["prompt_token_ids"] = output.prompt_token_ids
+        # vLLM's, which are there even if they were not asked for
+        asked, ids_asked = self.request.prompt_logprobs is not None, self.request.return_token_ids
+        response["prompt_logprobs"] = self._logprobs.prompt(output) if asked else None
+        response["prompt_token_ids"] = output.prompt_token_ids if ids_asked else None
         return response
 
     def _choice(self, completion: CompletionOutput) -> Json:
         said = self.new_message()
         said.push(completion.text)
         said.flush()
-        message: Json = {"role": self.role, "content": said.content, "refusal": None}
+        content = self.echoed + (said.content or "") if self.echoed else said.content
+        message: Json = {"role": self.role, "content": content, "refusal": None}
         if said.reasoning is not None:
             message |= _reasoning_json(said.reasoning)
         if said.calls:
@@ -79,8 +84,7 @@ class ChatGeneration(Conversation[ChatRequest]):
             "finish_reason": said.finish_reason(completion.finish_reason),
             "stop_reason": completion.stop_reason,
         }
-        if self.request.return_token_ids:
-            choice["token_ids"] = completion.token_ids
+        choice["token_ids"] = completion.token_ids if self.request.return_token_ids else None
         return choice
 
     def delta(
@@ -129,11 +133,12 @@ class ChatStreamWriter(ChunkWriter[ChatGeneration]):
         return concat([self._write_one(output, one) for one in output.outputs])
 
     def _write_one(self, output: RequestOutput, completion: CompletionOutput) -> Encoded:
-        index = completion.index
-        self.counts.completion += len(completion.token_ids)
+        index, written = completion.index, len(completion.token_ids)
         if completion.finish_reason is None and (text := self._templates.get(index)) is not None:
+            self.counts.completion += written
             return text.encode(completion.text)
         begin = b"" if index in self._messages else self._begin(output, completion)
+        self.counts.completion += written
         events = b"".join([event(chunk) for chunk in self._chunks(output, completion)])
         if self._plain_text and self._messages[index].is_plain:
             self._templates[index] = self._text_template(index)
@@ -152,7 +157,11 @@ class ChatStreamWriter(ChunkWriter[ChatGeneration]):
             more["prompt_token_ids"] = output.prompt_token_ids
         choice = generation.delta(bare, {"role": generation.role, "content": ""})
         first = self.chunk([choice], **more, **self.running_usage())
-        return long_event(first) if "prompt_logprobs" in more else event(first)
+        begin = long_event(first) if "prompt_logprobs" in more else event(first)
+        if not generation.echoed:
+            return begin
+        echo = generation.delta(bare, {"content": generation.echoed})
+        return concat([begin, event(self.chunk([echo], **self.running_usage()))])
 
     def _text_template(self, index: int) -> TextEventTemplate:
         bare, generation = CompletionOutput(index), self.generation
@@ -186,6 +195,14 @@ class ChatStreamWriter(ChunkWriter[ChatGeneration]):
                 more["timings"] = timings([output])
             chunks.append(self.chunk([choice], **more))
         return chunks
+
+
+def _text_of(message: Json, role: str) -> str:
+    """A message's text, if it is of this role."""
+    content = message.get("content") if message.get("role") == role else None
+    if isinstance(content, list):
+        content = "".join(part.get("text") or "" for part in content if isinstance(part, dict))
+    return content if isinstance(content, str) else ""
 
 
 def _as_json(delta: Delta) -> Json:

@@ -26,7 +26,7 @@ class CompletionGeneration(Generation[CompletionRequest]):
         self.echo = bool(request.echo)
         self.only_echo = self.echo and request.max_tokens == 0
         self._tokenizer = service.tokenizer
-        as_ids = bool(request.return_tokens_as_token_ids)
+        as_ids = service.tokens_as_ids(request)
         self._logprobs = LogprobWriter(service.token_names, request.logprobs or 0, as_ids)
 
     def prepare(self) -> list[EngineRequest]:
@@ -75,11 +75,11 @@ class CompletionGeneration(Generation[CompletionRequest]):
             completion.finish_reason,
             completion.stop_reason,
         )
-        if self.request.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = self._logprobs.prompt(output)
-        if self.request.return_token_ids:
-            choice["prompt_token_ids"] = output.prompt_token_ids
-            choice["token_ids"] = completion.token_ids
+        # vLLM's, which are there even if they were not asked for
+        asked, ids_asked = self.request.prompt_logprobs is not None, self.request.return_token_ids
+        choice["prompt_logprobs"] = self._logprobs.prompt(output) if asked else None
+        choice["prompt_token_ids"] = output.prompt_token_ids if ids_asked else None
+        choice["token_ids"] = completion.token_ids if ids_asked else None
         return choice
 
     def prompt_text(self, output: RequestOutput) -> str:

@@ -19,7 +19,10 @@ ENGINE = "0"  # there is one
 Values = Mapping[str, float]
 
 VLLM_HISTOGRAMS = {
-    "iteration_tokens_total": ("step_tokens", "Tokens computed in a step, of both phases."),
+    "iteration_tokens_total": (
+        "iteration_tokens",
+        "Tokens written in a step, and those computed of the prompts that it ended.",
+    ),
     "time_to_first_token_seconds": ("ttft_s", "Received → first token."),
     "inter_token_latency_seconds": ("gap_s", "Each gap between two tokens of one stream."),
     "request_time_per_output_token_seconds": ("tpot_s", "Decode time / (tokens - 1), a request."),
@@ -32,6 +35,7 @@ VLLM_HISTOGRAMS = {
     "request_prefill_kv_computed_tokens": ("request_computed", "Prompt tokens not cached."),
     "request_generation_tokens": ("request_generated", "Tokens written for a request."),
     "request_max_num_generation_tokens": ("most_generated", "Tokens of the longest of n."),
+    "request_num_preemptions": ("request_preemptions", "How often a request was sent back."),
     "request_params_n": ("n", "The parameter n."),
     "request_params_max_tokens": ("max_tokens", "The parameter max_tokens, where given."),
 }
@@ -46,7 +50,7 @@ class Families:
 
     def all(self, client: EngineClient, totals: Totals) -> Iterator[Metric]:
         load = client.load()
-        yield from self._vllm_now(load)
+        yield from self._vllm_now(load, client.asleep)
         yield self._cache_config(client.info)
         yield from self._vllm_counters(totals)
         for name, (field, text) in VLLM_HISTOGRAMS.items():
@@ -61,24 +65,28 @@ class Families:
 
     # ── vLLM's ──────────────────────────────────────────────────────────────────────────────
 
-    def _vllm_now(self, load: EngineLoad) -> Iterator[Metric]:
-        kv = load.kv
-        taken = (kv.used + kv.fragmented) / kv.reserved if kv.reserved else 0.0
+    def _vllm_now(self, load: EngineLoad, asleep: bool) -> Iterator[Metric]:
         yield self._gauge("vllm:num_requests_running", "Running requests.", load.running)
         yield self._gauge("vllm:num_requests_waiting", "Waiting requests.", load.waiting)
         reasons = {"capacity": float(load.waiting), "deferred": 0.0}
         name, text = "vllm:num_requests_waiting_by_reason", "Waiting requests, by reason."
         yield self._gauges(name, text, reasons, "reason")
         text = "Share of the KV cache that running requests have taken, 0 to 1."
-        yield self._gauge("vllm:kv_cache_usage_perc", text, taken)
-        states = {"awake": 1.0, "weights_offloaded": 0.0, "discard_all": 0.0}
-        text = "This engine never sleeps: awake is 1."
+        yield self._gauge("vllm:kv_cache_usage_perc", text, load.kv.taken)
+        states = {
+            "awake": float(not asleep),
+            "weights_offloaded": float(asleep),
+            "discard_all": 0.0,
+        }
+        text = "1 for the state that the engine is in: asleep after /sleep, its process ended."
         yield self._gauges("vllm:engine_sleep_state", text, states, "sleep_state")
 
     def _cache_config(self, info: EngineInfo) -> Metric:
         labels = {
             "block_size": str(info.block_size),
             "num_gpu_blocks": str(info.kv_tokens // info.block_size),
+            "kv_cache_size_tokens": str(info.kv_tokens),
+            "kv_cache_max_concurrency": f"{info.kv_tokens / info.max_model_len:.2f}",
             "engine": ENGINE,
         }
         text = "The KV cache's settings, as labels; always 1."

@@ -41,6 +41,7 @@ from twostroke.serve.service import Service, UnreadBytes
 from twostroke.serve.sse import DONE, Encoded, error_event, event
 
 SUBMITTED_AT_ONCE = 16  # prompts of one request, before other requests get their turn
+MAX_REQUEST_ID = 256  # characters
 LOGPROB_BYTES = 8  # of a token and its log-probability, as `Logprobs` keeps them
 
 R = TypeVar("R", bound=Body)
@@ -97,8 +98,10 @@ class ChunkWriter(ABC, Generic[G]):
         self.generation = generation
         self.counts = TokenCounts()
         self.finished: list[RequestOutput] = []
-        self.usage_at_end = bool(options and options.include_usage)
-        self.usage_always = self.usage_at_end and bool(options and options.continuous_usage_stats)
+        forced = generation.service.settings.force_include_usage
+        self.usage_at_end = forced or bool(options and options.include_usage)
+        continuous = forced or bool(options and options.continuous_usage_stats)
+        self.usage_always = self.usage_at_end and continuous
 
     @abstractmethod
     def write(self, prompt_index: int, output: RequestOutput) -> Encoded: ...
@@ -145,8 +148,10 @@ class GenerateRoute:
             service.admission.check(generation.num_choices)
             requests = await service.prompts.prepare_off_loop(fields, num_bytes, generation.prepare)
         fields.drop_input()
-        head = service.response_head(kind.id_prefix, fields.request_id, fields.model)
+        request_id = _request_id(http) or fields.request_id
+        head = service.response_head(kind.id_prefix, request_id, fields.model)
         generation.begin(head, requests)
+        http.more_headers += service.load_report(http)
         writer = generation.stream_writer() if fields.stream else None
         async with self._running(http, requests, head.id, writer) as stream:
             if writer is not None:
@@ -165,8 +170,7 @@ class GenerateRoute:
     ) -> AsyncIterator[ResponseStream]:
         """The engine at work on a response, for as long as the client is there."""
         service = self._service
-        if writer is None:
-            self._check_logprobs_size(requests)
+        self._check_logprobs_size(requests, whole=writer is None)
         tracing = service.tracing
         with service.admission.enter(sum(request.params.n for request in requests)):
             # A client may use an id again; the engine's name for a request is never another's.
@@ -186,24 +190,35 @@ class GenerateRoute:
                 if tracing is not None:
                     tracing.end(stream.engine_ids)
 
-    def _check_logprobs_size(self, requests: Sequence[EngineRequest]) -> None:
-        """Refuse a whole answer whose log-probabilities would take too much memory."""
+    def _check_logprobs_size(self, requests: Sequence[EngineRequest], whole: bool) -> None:
+        """Refuse an answer whose log-probabilities would take too much memory. Those of a prompt
+        come at once, even in a stream."""
         longest = self._service.client.info.max_model_len
         limit = self._service.unread.max_total_bytes
         num_bytes = 0
         for request in requests:
-            params = request.params
-            if params.logprobs is not None:
-                room = longest - len(request.prompt_token_ids)
-                tokens = min(params.max_tokens or longest, room)
-                num_bytes += params.n * tokens * (1 + params.logprobs) * LOGPROB_BYTES
+            params, prompt = request.params, len(request.prompt_token_ids)
+            if params.prompt_logprobs is not None:
+                num_bytes += prompt * (1 + params.prompt_logprobs) * LOGPROB_BYTES
+            if params.logprobs is not None and whole:
+                tokens = min(params.max_tokens or longest, longest - prompt)
+                told = 1 + max(params.logprobs, len(params.logprob_token_ids or ()))
+                num_bytes += params.n * tokens * told * LOGPROB_BYTES
         if num_bytes > limit:
             raise ApiError(
                 400,
                 f"the log-probabilities of this answer may take {num_bytes} bytes, and at most "
-                f"{limit} are kept for one that is sent whole; stream it, or "
-                "lower n, max_tokens or logprobs",
+                f"{limit} are kept (8 times --max-unread-bytes); stream it, or lower n, "
+                "max_tokens, logprobs or prompt_logprobs",
             )
+
+
+def _request_id(http: HttpRequest) -> str | None:
+    """The name that the client gives its request in a header."""
+    given = http.header(b"x-request-id")
+    if given is not None and len(given) > MAX_REQUEST_ID:
+        raise ApiError(400, f"X-Request-Id has more than {MAX_REQUEST_ID} characters")
+    return given.decode("latin-1") if given else None
 
 
 class ResponseStream:

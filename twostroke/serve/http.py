@@ -10,6 +10,7 @@ import os
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from itertools import chain
 from typing import Any, ClassVar
+from urllib.parse import parse_qsl
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -65,6 +66,7 @@ class HttpRequest:
         self.path_params: dict[str, str] = {}  # what stands where the route's path has a {name}
         self.status = 0  # of the response; 0: none has begun
         self.key_number: int | None = None  # which of the server's API keys it has
+        self.more_headers: Headers = ()  # of every response to it
         self._receive = receive
         self._send = send
         self._body_read = False
@@ -75,6 +77,16 @@ class HttpRequest:
             if key == name:
                 return bytes(value)
         return None
+
+    def query(self) -> dict[str, str]:
+        """What follows the `?`; of a name that is there twice, the last."""
+        try:
+            pairs = parse_qsl(
+                self.scope.get("query_string", b"").decode("ascii"), max_num_fields=64
+            )
+        except ValueError as error:
+            raise ApiError(400, f"the query cannot be read: {error}") from None
+        return dict(pairs)
 
     # ── reading ─────────────────────────────────────────────────────────────────────────────
 
@@ -186,6 +198,7 @@ class HttpRequest:
 
     async def _start(self, status: int, headers: Headers) -> None:
         self.status = status
+        headers = (*headers, *self.more_headers)
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
 

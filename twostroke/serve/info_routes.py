@@ -1,4 +1,4 @@
-"""The routes that generate nothing: models, health, version, metrics, tokenize, detokenize."""
+"""The routes that generate nothing: models, health, load, version, metrics, the tokenizer's."""
 
 from __future__ import annotations
 
@@ -29,9 +29,16 @@ class InfoRoutes:
         service = self._service
         if service.admission.draining:
             raise unavailable("the server is shutting down")
+        if service.client.asleep:  # as it should be: nobody is to restart the server for it
+            await http.respond_json({"status": "sleeping"})
+            return
         if not service.client.healthy:
             raise unavailable("the engine is not running")
         await http.respond_json({"status": "ok"})
+
+    async def load(self, http: HttpRequest) -> None:
+        """Requests that are being answered; vLLM's name for them."""
+        await http.respond_json({"server_load": len(self._service.open_streams)})
 
     async def version(self, http: HttpRequest) -> None:
         await http.respond_json({"version": __version__})
@@ -45,20 +52,25 @@ class InfoRoutes:
         await http.respond(200, text, kind)
 
     async def models(self, http: HttpRequest) -> None:
-        service = self._service
-        models = [
-            {
-                "id": name,
-                "object": "model",
-                "created": service.started,
-                "owned_by": "twostroke",
-                "root": service.models[0],
-                "parent": None,
-                "max_model_len": service.client.info.max_model_len,
-            }
-            for name in service.models
-        ]
+        models = [self._model(name) for name in self._service.models]
         await http.respond_json({"object": "list", "data": models})
+
+    async def model(self, http: HttpRequest) -> None:
+        name = http.path_params["model"]
+        self._service.check_model(name)
+        await http.respond_json(self._model(name))
+
+    def _model(self, name: str) -> Json:
+        service = self._service
+        return {
+            "id": name,
+            "object": "model",
+            "created": service.started,
+            "owned_by": "twostroke",
+            "root": service.models[0],
+            "parent": None,
+            "max_model_len": service.client.info.max_model_len,
+        }
 
     async def embeddings(self, http: HttpRequest) -> None:
         raise ApiError(
@@ -84,9 +96,31 @@ class InfoRoutes:
         tokenizer = self._service.tokenizer
         texts = None
         if request.return_token_strs and tokenizer is not None:
-            texts = [tokenizer.token_text(token) for token in ids]
+            texts = [tokenizer.vocabulary_entry(token) for token in ids]
         length = self._service.client.info.max_model_len
         return {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": texts}
+
+    async def tokenizer_info(self, http: HttpRequest) -> None:
+        tokenizer, service = self._service.tokenizer, self._service
+        if tokenizer is None:
+            raise ApiError(400, "no tokenizer is loaded")
+        special = tokenizer.special_tokens
+        named = (tokenizer.bos_token, tokenizer.eos_token)
+        await http.respond_json(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",  # transformers', for the same files
+                "vocab_size": tokenizer.vocab_size,
+                "model_max_length": service.client.info.max_model_len,
+                "bos_token": tokenizer.bos_token or None,
+                "eos_token": tokenizer.eos_token or None,
+                "additional_special_tokens": [t for t in special.values() if t not in named],
+                "added_tokens_decoder": {
+                    str(token_id): {"content": text, "special": True}
+                    for token_id, text in special.items()
+                },
+                "chat_template": service.client.input_processor.chat_template,
+            }
+        )
 
     async def detokenize(self, http: HttpRequest) -> None:
         service = self._service

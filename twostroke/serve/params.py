@@ -41,6 +41,7 @@ _SAME_NAME = (
     "spaces_between_special_tokens",
     "include_stop_str_in_output",
     "prompt_logprobs",
+    "logprob_token_ids",
 )
 
 
@@ -52,6 +53,7 @@ def chat_params(
 ) -> SamplingParams:
     """`forced`: the grammar of a required tool call, which overrides the request's own."""
     _refuse_unsupported(request)
+    _check_stream_options(request)
     if request.top_logprobs is not None and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     max_tokens = request.max_completion_tokens
@@ -61,7 +63,7 @@ def chat_params(
         info,
         n=request.n,
         max_tokens=_capped(max_tokens, settings),
-        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        logprobs=_count_logprobs(request, request.top_logprobs or 0 if request.logprobs else None),
         structured=_structured(request, settings, request.response_format, forced),
     )
 
@@ -71,6 +73,7 @@ def completion_params(
 ) -> SamplingParams:
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise ApiError(400, "best_of must equal n; nothing is ranked here", param="best_of")
+    _check_stream_options(request)
     if request.suffix:
         raise ApiError(400, "suffix is not supported; leave it out", param="suffix")
     max_tokens = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
@@ -81,7 +84,7 @@ def completion_params(
         info,
         n=request.n,
         max_tokens=_capped(max_tokens, settings),
-        logprobs=request.logprobs,
+        logprobs=_count_logprobs(request, request.logprobs),
         structured=_structured(request, settings, request.response_format),
     )
     if request.echo and request.logprobs is not None and params.prompt_logprobs is None:
@@ -127,6 +130,20 @@ def _params(
         output_kind=kind,
         **given,
     )
+
+
+def _count_logprobs(request: GenerateRequest, asked: int | None) -> int | None:
+    """How many of the best tokens are told: none where the request names the tokens itself."""
+    if not request.logprob_token_ids:
+        return asked
+    if asked is None:
+        raise ApiError(400, "logprob_token_ids needs logprobs", param="logprob_token_ids")
+    return 0
+
+
+def _check_stream_options(request: ChatRequest | CompletionRequest) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(400, "stream_options needs stream: true", param="stream_options")
 
 
 def _capped(max_tokens: int | None, settings: ServeSettings) -> int | None:

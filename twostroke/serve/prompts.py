@@ -101,6 +101,8 @@ class Prompts:
     def prepare(
         self, prompt: str | Sequence[int], params: SamplingParams, request: GenerateRequest
     ) -> EngineRequest:
+        if request.truncate_prompt_tokens is not None:
+            prompt = self._truncated(prompt, request)
         given = {
             "prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt,
             "cache_salt": request.cache_salt,
@@ -113,6 +115,22 @@ class Prompts:
             check_grammar=False,
             max_prompt_tokens=self.max_tokens,
         )
+
+    def _truncated(self, prompt: str | Sequence[int], request: GenerateRequest) -> Sequence[int]:
+        """The prompt's last tokens, or its first with `truncation_side: "right"`."""
+        count, from_left = request.truncate_prompt_tokens or 0, request.truncation_side != "right"
+        if count > self.max_tokens:
+            raise ApiError(
+                400,
+                f"truncate_prompt_tokens is {count}, and at most {self.max_tokens} tokens are read",
+                param="truncate_prompt_tokens",
+            )
+        count = self.max_tokens if count < 0 else count
+        if isinstance(prompt, str):
+            # What is far from the end that stays is not even tokenised.
+            most = self._max_chars
+            prompt = self.tokenizer.encode(prompt[-most:] if from_left else prompt[:most])
+        return prompt[max(0, len(prompt) - count) :] if from_left else prompt[:count]
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         tokenizer = self.tokenizer
@@ -132,6 +150,7 @@ class Prompts:
                 "continue_final_message and add_generation_prompt exclude each other",
                 param="continue_final_message",
             )
+        truncated = getattr(request, "truncate_prompt_tokens", None) is not None
         tools = None
         if request.tools:
             tools = [_without_none(msgspec.to_builtins(tool)) for tool in request.tools]
@@ -156,7 +175,7 @@ class Prompts:
             continue_final_message=continued,
             add_special_tokens=bool(request.add_special_tokens),
             run=partial(self._run_template, renderer, request.chat_template),
-            max_prompt_tokens=self.max_tokens,
+            max_prompt_tokens=None if truncated else self.max_tokens,
         )
 
     def _run_template(

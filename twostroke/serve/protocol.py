@@ -101,6 +101,7 @@ class GenerateRequest(IgnoredFields, kw_only=True):
         "logit_bias",
         "allowed_token_ids",
         "bad_words",
+        "logprob_token_ids",
         "structured_outputs",
     )
 
@@ -125,6 +126,9 @@ class GenerateRequest(IgnoredFields, kw_only=True):
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: Annotated[TokenIds, Meta(max_length=1024)] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None  # -1: as many as fit
+    truncation_side: Literal["left", "right"] | None = None  # which end is cut off; left
     structured_outputs: StructuredFields | None = None
     priority: int | None = None
     request_id: Annotated[str, Meta(max_length=256)] | None = None
@@ -148,6 +152,7 @@ class ChatRequest(GenerateRequest, kw_only=True):
     )
 
     messages: list[dict[str, Any]]
+    echo: bool | None = None  # the answer begins with the last message, if its role is the same
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None

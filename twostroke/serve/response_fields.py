@@ -161,15 +161,17 @@ class LogprobWriter:
     """Logprobs as OpenAI's two APIs write them."""
 
     def __init__(self, names: TokenNames, top: int, as_ids: bool) -> None:
+        """`top`: how many a chat's `top_logprobs` has, the chosen one among them; -1: all."""
         self._names = names
-        self._top = top
+        self._top = None if top < 0 else top
         self._as_ids = as_ids
 
     def chat(self, entries: Logprobs) -> Iterator[msgspec.Raw]:
         """One encoded object a token: with the twenty best of each, plain objects are too slow."""
         for entry in entries.plain():
             assert entry is not None
-            best = b",".join([self._token(t, value) for t, value in self._best(entry)])
+            listed = islice(_own_first(entry).items(), self._top)
+            best = b",".join([self._token(token, value) for token, value in listed])
             own = self._token(entry.token_ids[0], entry.logprobs[0])
             yield msgspec.Raw(b'%b,"top_logprobs":[%b]}' % (own[:-1], best))
 
@@ -196,16 +198,7 @@ class LogprobWriter:
     def _best_by_text(self, entry: TokenLogprobs | None) -> dict[str, float] | None:
         if entry is None:
             return None
-        shown = {self._text(token): _finite(value) for token, value in self._best(entry)}
-        shown[self._text(entry.token_ids[0])] = _finite(entry.logprobs[0])
-        return shown
-
-    def _best(self, entry: TokenLogprobs) -> list[tuple[int, float]]:
-        (chosen, *ids), (own, *values) = entry.token_ids, entry.logprobs
-        best = list(zip(ids, values, strict=True))[: self._top]
-        if entry.rank <= self._top and chosen not in ids:  # as likely as the last of them
-            best.append((chosen, own))
-        return best
+        return {self._text(token): _finite(value) for token, value in _own_first(entry).items()}
 
     def _token(self, token: int, value: float) -> bytes:
         before, after = self._names.json_around(token, self._as_ids)
@@ -223,7 +216,7 @@ class LogprobWriter:
 
     def _by_id(self, entry: TokenLogprobs) -> Json:
         (chosen, *ids), (own, *values) = entry.token_ids, entry.logprobs
-        ranked = [*zip(ids, values, range(1, len(ids) + 1), strict=True), (chosen, own, entry.rank)]
+        ranked = [(chosen, own, entry.rank), *zip(ids, values, range(1, len(ids) + 1), strict=True)]
         return {
             str(token): {
                 "logprob": _finite(value),
@@ -232,6 +225,11 @@ class LogprobWriter:
             }
             for token, value, rank in ranked
         }
+
+
+def _own_first(entry: TokenLogprobs) -> dict[int, float]:
+    """The chosen token's log-probability, then the others', as vLLM orders them."""
+    return dict(zip(entry.token_ids, entry.logprobs, strict=True))
 
 
 def _finite(value: float) -> float:

@@ -14,7 +14,8 @@ from twostroke.serve.http import HttpRequest
 @dataclass(frozen=True, slots=True)
 class Route:
     """`path` may end in one parameter, "/v1/responses/{response_id}", or have it before a last
-    word, "/v1/responses/{response_id}/cancel": the handler finds it in `http.path_params`."""
+    word, "/v1/responses/{response_id}/cancel": the handler finds it in `http.path_params`.
+    "/v1/models/{model...}": all that follows, with its slashes."""
 
     method: str
     path: str
@@ -36,7 +37,9 @@ class Router:
 
     def find(self, http: HttpRequest) -> Route | ApiError:
         """The route, with the path's parameters in the request; or how it is refused."""
-        methods = self._by_path.get(http.path) or self._by_pattern(http)
+        # A path with a parameter's name in place of its value matches only as a value.
+        exact = None if "{" in http.path else self._by_path.get(http.path)
+        methods = exact or self._by_pattern(http)
         if methods is None:
             return ApiError(404, f"there is no {http.path[:200]!r} here", code="not_found")
         method = "GET" if http.method == "HEAD" else http.method
@@ -48,11 +51,15 @@ class Router:
     def _by_pattern(self, http: HttpRequest) -> dict[str, Route] | None:
         words = http.path.split("/")
         for pattern in self._patterns:
-            if len(words) != len(pattern):
+            rest = len(pattern) - 1
+            given = words
+            if pattern[rest].endswith("...}"):
+                given = [*words[:rest], "/".join(words[rest:])]
+            if len(given) != len(pattern):
                 continue
-            pairs = list(zip(pattern, words, strict=True))
+            pairs = list(zip(pattern, given, strict=True))
             if all(known == word or (known[:1] == "{" and word) for known, word in pairs):
-                params = {known[1:-1]: word for known, word in pairs if known[:1] == "{"}
+                params = {known.strip("{.}"): word for known, word in pairs if known[:1] == "{"}
                 http.path_params = params
                 return self._by_path["/".join(pattern)]
         return None

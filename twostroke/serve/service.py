@@ -20,7 +20,7 @@ from twostroke.errors import shown
 from twostroke.model.tokenizer import Tokenizer
 from twostroke.serve.bodies import BodyReader
 from twostroke.serve.errors import ApiError, retry_after, unavailable
-from twostroke.serve.http import HttpRequest
+from twostroke.serve.http import Headers, HttpRequest
 from twostroke.serve.metrics import Metrics
 from twostroke.serve.prompts import Prompts
 from twostroke.serve.protocol import Body, GenerateRequest
@@ -75,9 +75,30 @@ class Service:
         if not settings.client_priority:
             request.priority = None
 
+    def tokens_as_ids(self, request: GenerateRequest) -> bool:
+        """Whether log-probabilities name their tokens by id; the request may say."""
+        asked = request.return_tokens_as_token_ids
+        return self.settings.return_tokens_as_token_ids if asked is None else asked
+
     def response_head(self, prefix: str, request_id: str | None, model: str | None) -> ResponseHead:
         name = f"{prefix}-{request_id or uuid4().hex}"
         return ResponseHead(name, int(time.time()), model or self.models[0], self.fingerprint)
+
+    def load_report(self, http: HttpRequest) -> Headers:
+        """How busy the engine is, for a load balancer that asks by ORCA's header."""
+        form = (http.header(b"endpoint-load-metrics-format") or b"").upper()
+        if form not in (b"TEXT", b"JSON"):
+            return ()
+        load = self.client.load()
+        figures = {
+            "kv_cache_usage_perc": load.kv.taken,
+            "num_requests_waiting": float(load.waiting),
+        }
+        if form == b"JSON":
+            told = msgspec.json.encode({"named_metrics": figures})
+        else:
+            told = ", ".join(f"named_metrics.{name}={figures[name]}" for name in figures).encode()
+        return ((b"endpoint-load-metrics", form + b" " + told),)
 
     def check_model(self, model: str | None) -> None:
         if model is not None and model not in self.models:
@@ -106,7 +127,7 @@ class Admission:
         # They run side by side, so every step of every stream takes longer by all of them.
         on_gpu = client.info.device.startswith("cuda")
         most = MAX_CHOICES if on_gpu else min(MAX_CHOICES, CHOICES_PER_CORE * (os.cpu_count() or 1))
-        self._max_choices = max_choices or most
+        self.max_choices = max_choices or most
         self.num_open = 0
         self.draining = False
 
@@ -115,12 +136,14 @@ class Admission:
         prompt is read."""
         if self.draining:
             raise unavailable("the server is shutting down; ask another one")
+        if self._client.asleep:
+            raise unavailable("the engine sleeps; POST /wake_up first")
         if not self._client.healthy:
             raise unavailable("the engine is not running; try again in a moment")
         # The engine's count may be a moment old, and memory may hold fewer than
         # max_num_seqs: so both counts are looked at.
         limit = self._client.info.max_num_seqs + self._max_queue
-        most = min(limit, self._max_choices)
+        most = min(limit, self.max_choices)
         if count > most:
             raise ApiError(
                 400,

@@ -28,11 +28,17 @@ class ServeSettings(Strict):
     open_health: bool = True  # /health and /ping answer without a key
     open_metrics: bool | None = None  # /metrics does; None: only if there are no keys
     dash: bool = True  # /dash is there
+    dev_mode: bool = False  # /sleep, /wake_up, /reset_prefix_cache, /server_info are there
+    enable_tokenizer_info_endpoint: bool = False  # /tokenizer_info is there
+    root_path: str = ""  # a prefix that routes may have, as behind a proxy that leaves it there
+    enable_request_id_headers: bool = False  # answers have X-Request-Id
     log_stats: bool = True  # a line of log about both phases while there is work
     cors_origins: tuple[str, ...] = ()  # none: other sites' pages may not ask
 
     served_model_names: tuple[str, ...] = ()  # the first is in the responses; none: the engine's
     response_role: str = "assistant"
+    return_tokens_as_token_ids: bool = False  # in log-probabilities, unless a request says
+    force_include_usage: bool = False  # every chunk of every stream has `usage`
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     trust_request_chat_template: bool = False  # whether a request may bring its own template
     enable_auto_tool_choice: bool = True  # a model may call tools unless it is told not to
@@ -89,6 +95,11 @@ class ServeSettings(Strict):
             "client_priority",
             "open_health",
             "dash",
+            "dev_mode",
+            "enable_tokenizer_info_endpoint",
+            "enable_request_id_headers",
+            "force_include_usage",
+            "return_tokens_as_token_ids",
             "log_stats",
             "trust_request_chat_template",
             "enable_auto_tool_choice",
@@ -105,6 +116,10 @@ class ServeSettings(Strict):
             object.__setattr__(self, name, tuple(given))
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError("ssl_keyfile is given without ssl_certfile; give both")
+        path = self.root_path
+        if not isinstance(path, str) or (path and not path.startswith("/")) or "?" in path:
+            self._refuse("root_path", "a path that begins with '/', such as /llm")
+        object.__setattr__(self, "root_path", path.rstrip("/"))
         if self.tool_call_parser is not None:
             self._check_choice("tool_call_parser", ("auto", *TOOL_PARSERS))
         if self.reasoning_parser is not None:

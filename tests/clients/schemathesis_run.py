@@ -1,0 +1,165 @@
+"""Requests that schemathesis makes of /openapi.json: valid ones must be answered, and no request
+may be a fault of the server.
+
+    python -m tests.clients.schemathesis_run http://HOST:PORT [--examples N] [--json FILE]
+
+Needs schemathesis. A server with a tiny model is best: `python -m tests.clients.tiny_server`.
+
+For each operation N requests that its schema allows are sent, with an answer of 200, 404 (no such
+model, in a path) or 501 expected; then N that the schema forbids, of which none may get a 5xx.
+A schema cannot say which fields go together: valid requests are mended first (`mended`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from schemathesis import GenerationMode
+from schemathesis.config import GenerationConfig
+
+# What a random text, schema or template in these is rightly refused for.
+DROPPED = {
+    *("structured_outputs", "response_format", "text", "tools", "tool_choice", "chat_template"),
+    *("chat_template_kwargs", "documents", "reasoning", "include", "bad_words", "logit_bias"),
+    *("allowed_token_ids", "truncation", "previous_response_id", "conversation", "background"),
+    *("continue_final_message", "max_tool_calls", "context_management", "best_of", "stop"),
+}
+ANSWERED = {200, 501}
+HELLO = [{"role": "user", "content": "the fox"}]
+
+
+def mended(body: Any, fields: set[str]) -> Any:
+    """A body that keeps the rules between fields, for a request that has these."""
+    if not isinstance(body, dict):
+        return body
+    body = {name: value for name, value in body.items() if name not in DROPPED}
+    short = {"max_tokens": 2, "max_completion_tokens": 2, "max_output_tokens": 2, "min_tokens": 0}
+    body |= {name: value for name, value in {**short, "n": 1}.items() if name in fields}
+    if "messages" in fields and "prompt" in fields:  # /tokenize wants one of them
+        body |= {"messages": HELLO, "prompt": None}
+    elif "messages" in fields:
+        body["messages"] = HELLO
+    elif "input" in fields:
+        body |= {"input": "the fox", "prompt": None}
+    elif "prompt" in fields:
+        body["prompt"] = "the fox"
+    if not body.get("stream"):
+        body.pop("stream_options", None)
+    if not body.get("logprobs"):
+        body.pop("logprob_token_ids", None)
+        body.pop("top_logprobs", None)
+    if body.get("truncate_prompt_tokens") == 0:
+        body["truncate_prompt_tokens"] = 1
+    return _whole(body)
+
+
+def _whole(value: Any) -> Any:
+    """1.0, which is an integer to a schema, written as one: the server wants no fraction there."""
+    if isinstance(value, dict):
+        return {name: _whole(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_whole(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("url")
+    parser.add_argument("--examples", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    schema = schemathesis.openapi.from_url(f"{args.url}/openapi.json")
+    operations, faults = {}, []
+    for result in schema.get_all_operations():
+        operation = result.ok()
+        for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
+            statuses, found = _send(operation, mode, args)
+            operations[f"{operation.label} {mode.value}"] = dict(sorted(statuses.items()))
+            faults += found
+            print(
+                f"{operation.label:32} {mode.value:9} {dict(sorted(statuses.items()))}", flush=True
+            )
+    sent = sum(sum(counts.values()) for counts in operations.values())
+    print(f"{sent} requests, {len(faults)} faults")
+    for fault in faults[:20]:
+        print(json.dumps(fault)[:600])
+    if args.json is not None:
+        found = {"requests": sent, "faults": faults, "statuses": operations}
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    return bool(faults)
+
+
+def _send(operation: Any, mode: GenerationMode, args: Any) -> tuple[Counter[str], list[Any]]:
+    statuses: Counter[str] = Counter()
+    faults: list[Any] = []
+    fields = _fields(operation)
+    config = GenerationConfig(modes=[mode])
+    try:
+        strategy = operation.as_strategy(generation_mode=mode, generation_config=config)
+    except TypeError:
+        strategy = operation.as_strategy(generation_mode=mode)
+
+    @seed(args.seed)
+    @settings(
+        max_examples=args.examples,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=strategy)
+    def send(case: Any) -> None:
+        if mode is GenerationMode.POSITIVE and fields:
+            case.body = mended(case.body, fields)
+        try:
+            answer = case.call(timeout=60)
+        except (requests.exceptions.InvalidHeader, UnicodeError, ValueError):
+            return  # nothing that HTTP can carry
+        statuses[str(answer.status_code)] += 1
+        allowed = ANSWERED | ({404} if "{" in operation.path else set())
+        refused = mode is GenerationMode.POSITIVE and answer.status_code not in allowed
+        if refused or (answer.status_code >= 500 and answer.status_code != 501):
+            body = case.body if fields else None
+            faults.append(
+                {
+                    "operation": operation.label,
+                    "mode": mode.value,
+                    "status": answer.status_code,
+                    "body": json.dumps(body, default=repr)[:2000],
+                    "answer": answer.text[:500],
+                }
+            )
+
+    try:
+        send()
+    except Exception as error:
+        if (
+            "Unsatisfiable" not in type(error).__name__
+            and "unsatisfiable" not in str(error).lower()
+        ):
+            raise
+    return statuses, faults
+
+
+def _fields(operation: Any) -> set[str]:
+    """Of its body, in the description; none if it takes no body."""
+    raw = operation.definition.raw
+    content = raw.get("requestBody", {}).get("content", {})
+    reference = content.get("application/json", {}).get("schema", {}).get("$ref", "")
+    if not reference:
+        return set()
+    schemas = operation.schema.raw_schema["components"]["schemas"]
+    return set(schemas[reference.rpartition("/")[2]]["properties"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,357 @@
+"""A pytest plugin under which vLLM's own tests of its server run against ours.
+
+It stands in for what those tests import: `tests.utils`, whose server is started as `twostroke
+serve`, and every module of `vllm`, of which a handful of helpers are here and the rest is a name
+without a body. A test that calls such a name tests vLLM's own code and not a server; it is told
+apart (`internal`). `vllm_tests.py` starts pytest with this and reads the outcomes that it writes.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = os.environ["TWOSTROKE_REPOSITORY"]
+TOKENIZER = os.environ["TWOSTROKE_TOKENIZER"]  # a folder that transformers can read
+OUTCOMES = os.environ["TWOSTROKE_OUTCOMES"]  # a file; one JSON object a line is added
+VERSION = os.environ["TWOSTROKE_VERSION"]
+START_S, TEST_S = 120, 180
+
+# About the model, its adapters and the device, which are not the ones those tests were written for.
+# Left out with the values that follow: tests that need an adapter find no model of its name.
+LEFT_OUT = {
+    "--dtype",
+    "--gpu-memory-utilization",
+    "--attention-backend",
+    "--trust-remote-code",
+    "--no-async-scheduling",
+    "--load-format",
+    "--model",
+    "--port",
+    "--host",
+    "--enable-lora",
+    "--lora-modules",
+    "--max-lora-rank",
+    "--max-cpu-loras",
+    "--max-loras",
+}
+
+
+class InternalOfVllmError(Exception):
+    """The test uses vLLM's own Python."""
+
+
+class ServerRefusedError(Exception):
+    """The server did not start with the flags of the test."""
+
+
+# ── modules that are not there ──────────────────────────────────────────────────────────────
+
+
+class Name:
+    """Stands for anything of vLLM's: can be named, and not be used."""
+
+    def __init__(self, name: str) -> None:
+        self.__dict__["_name"] = name
+
+    def __getattr__(self, name: str) -> Name:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Name(f"{self._name}.{name}")
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise InternalOfVllmError(self._name)
+
+    def __or__(self, other: Any) -> Any:
+        return object
+
+    __ror__ = __or__
+
+    def __getitem__(self, _: Any) -> Name:
+        return self
+
+    def __mro_entries__(self, _: Any) -> tuple[type, ...]:
+        return (object,)
+
+
+class NoPlatform:
+    """No accelerator: every question is answered with no."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: False
+
+
+class NoSettings:
+    def __getattr__(self, name: str) -> Any:
+        return False
+
+
+class ShimModule(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return PROVIDED[name] if name in PROVIDED else Name(f"{self.__name__}.{name}")
+
+
+class ShimFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name in ("vllm", "tests.utils") or name.startswith("vllm."):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        return ShimModule(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        if module.__name__ == "vllm.version":
+            module.__version__ = VERSION  # type: ignore[attr-defined]
+
+
+def get_tokenizer(*_: Any, **__: Any) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(TOKENIZER)
+
+
+class NoHub:
+    """Nothing is fetched: adapters are left out."""
+
+    def snapshot_download(self, **_: Any) -> str:
+        return TOKENIZER
+
+
+class VLLMValidationError(Exception):
+    pass
+
+
+class ModelConfig:
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def get_vocab_size(self) -> int:
+        return len(get_tokenizer())
+
+
+# ── the server ──────────────────────────────────────────────────────────────────────────────
+
+
+class RemoteOpenAIServer:
+    """Our server with the flags of a test, under the name of the model it wants."""
+
+    DUMMY_API_KEY = "token-abc123"
+    show_hidden_metrics = False
+
+    def __init__(
+        self,
+        model: str,
+        vllm_serve_args: list[str] | dict[str, Any],
+        *,
+        env_dict: dict[str, str] | None = None,
+        **_: Any,
+    ) -> None:
+        flags = _ours(_as_list(vllm_serve_args))
+        self.uds = _value(flags, "--uds")
+        self.host, self.port = "127.0.0.1", 0
+        if "--served-model-name" not in flags:
+            flags += ["--served-model-name", model]
+        where = [] if self.uds else ["--host", self.host, "--port", "0"]
+        command = [sys.executable, "-m", "twostroke", "serve", *flags, *where]
+        env = {**os.environ, **(env_dict or {}), "PYTHONPATH": REPOSITORY}
+        with tempfile.NamedTemporaryFile("w+", suffix=".log", delete=False) as log:
+            self._log = Path(log.name)
+            self.proc = subprocess.Popen(
+                command, env=env, cwd=tempfile.gettempdir(), stdout=log, stderr=log
+            )
+        self._wait()
+
+    def _wait(self) -> None:
+        until = time.monotonic() + START_S
+        while time.monotonic() < until:
+            said = self._log.read_text(errors="replace")
+            if found := re.search(r"http://[\w.:\[\]]+:(\d+)", said):
+                self.port = int(found[1])
+                return
+            if self.uds and Path(self.uds).exists():
+                return
+            if self.proc.poll() is not None:
+                raise ServerRefusedError(said.strip()[-600:])
+            time.sleep(0.05)
+        self.stop()
+        raise ServerRefusedError(f"no server within {START_S} s: {said[-600:]}")
+
+    def __enter__(self) -> RemoteOpenAIServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        self.proc.send_signal(signal.SIGTERM)
+        try:
+            self.proc.wait(10)
+        except subprocess.TimeoutExpired:
+            self.proc.kill()
+            self.proc.wait()
+        self._log.unlink(missing_ok=True)
+
+    @property
+    def url_root(self) -> str:
+        return f"http://{'localhost' if self.uds else self.host}:{self.port}"
+
+    def url_for(self, *parts: str) -> str:
+        return f"{self.url_root}/{'/'.join(part.strip('/') for part in parts if part)}"
+
+    def _options(self, given: dict[str, Any], *path: str) -> dict[str, Any]:
+        common = {"base_url": self.url_for(*path), "api_key": self.DUMMY_API_KEY}
+        return {**common, "max_retries": 0, "timeout": TEST_S, **given}
+
+    def get_client(self, **given: Any) -> Any:
+        import openai
+
+        return openai.OpenAI(**self._options(given, "v1"))
+
+    def get_async_client(self, **given: Any) -> Any:
+        import openai
+
+        return openai.AsyncOpenAI(**self._options(given, "v1"))
+
+    def get_client_anthropic(self, **given: Any) -> Any:
+        import anthropic
+
+        return anthropic.Anthropic(**self._options(given))
+
+    def get_async_client_anthropic(self, **given: Any) -> Any:
+        import anthropic
+
+        return anthropic.AsyncAnthropic(**self._options(given))
+
+
+def _as_list(given: list[str] | dict[str, Any]) -> list[str]:
+    if isinstance(given, list):
+        return [str(one) for one in given]
+    flags: list[str] = []
+    for name, value in given.items():
+        flag = "--" + name.replace("_", "-")
+        flags += [flag] if value is True else [flag, str(value)]
+    return flags
+
+
+def _ours(flags: list[str]) -> list[str]:
+    kept, leaving = [], False
+    for flag in flags:
+        if flag.startswith("--"):
+            leaving = flag.partition("=")[0] in LEFT_OUT
+        if not leaving:
+            kept.append(flag)
+    return kept
+
+
+def _value(flags: list[str], name: str) -> str | None:
+    return flags[flags.index(name) + 1] if name in flags else None
+
+
+PROVIDED: dict[str, Any] = {
+    "RemoteOpenAIServer": RemoteOpenAIServer,
+    "RemoteVLLMServer": RemoteOpenAIServer,
+    "get_tokenizer": get_tokenizer,
+    "current_platform": NoPlatform(),
+    "envs": NoSettings(),
+    "is_aiter_found_and_supported": lambda: False,
+    "ModelConfig": ModelConfig,
+    "hf_api": NoHub,
+    "VLLMValidationError": VLLMValidationError,
+    "ROCM_EXTRA_ARGS": [],
+    "ROCM_ENV_OVERRIDES": {},
+    "VLLM_PATH": Path.cwd(),
+    "multi_gpu_only": lambda test: test,
+}
+
+sys.meta_path.insert(0, ShimFinder())
+
+
+# ── pytest ──────────────────────────────────────────────────────────────────────────────────
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for mark in ("asyncio", "cpu_test", "core_model", "skip_global_cleanup", "slow_test"):
+        config.addinivalue_line("markers", f"{mark}: vLLM's")
+    try:
+        from transformers import AutoTokenizer
+
+        own = AutoTokenizer.from_pretrained
+        AutoTokenizer.from_pretrained = lambda *_, **__: own(TOKENIZER)
+    except ImportError:
+        pass
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    report = (yield).get_result()
+    ended = report.when == "call" or (report.when == "setup" and report.outcome != "passed")
+    if not ended:
+        return
+    outcome, reason = report.outcome, ""
+    if outcome == "failed":
+        error = call.excinfo.value if call.excinfo is not None else Exception()
+        outcome, reason = _judged(error)
+    elif outcome == "skipped":
+        reason = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else ""
+    elif outcome == "passed" and not _has_server(item):
+        outcome = "internal"
+    _note(item.nodeid, outcome, reason)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.outcome == "failed":
+        text = str(report.longrepr)
+        internal = "InternalOfVllmError" in text or "ModuleNotFoundError" in text
+        _note(report.nodeid, "internal" if internal else "not collected", text[-300:])
+
+
+def _has_server(item: pytest.Item) -> bool:
+    """Whether a server is among what the test is given; one that fails is judged by its error."""
+    given = getattr(item, "funcargs", {}).values()
+    names = getattr(item, "fixturenames", ())
+    return any(isinstance(one, RemoteOpenAIServer) for one in given) or any(
+        "server" in name or "client" in name for name in names
+    )
+
+
+def _judged(error: BaseException) -> tuple[str, str]:
+    """`missing`: the server has no such route, field or flag. `different`: it does otherwise."""
+    chain, seen = [], error
+    while seen is not None and seen not in chain:
+        chain.append(seen)
+        seen = seen.__cause__ or seen.__context__  # type: ignore[assignment]
+    text = " | ".join(f"{type(one).__name__}: {one}" for one in chain)
+    reason = " ".join(text.split())[:500]
+    for one in chain:
+        if isinstance(one, InternalOfVllmError):
+            return "internal", reason
+        if isinstance(one, ServerRefusedError):
+            return "missing", " ".join(str(one).split())[-300:]
+        status = getattr(one, "status_code", None)
+        if status in (404, 501) or getattr(one, "code", None) == "unknown_field":
+            return "missing", reason
+    if re.search(r"\bName\b['\"]", text):
+        return "internal", reason
+    if re.search(r"unknown field|is not supported|40[45] Client Error|there is no '/", text):
+        return "missing", reason
+    return "different", reason
+
+
+def _note(test: str, outcome: str, reason: str) -> None:
+    with open(OUTCOMES, "a") as file:
+        file.write(json.dumps({"test": test, "outcome": outcome, "reason": reason}) + "\n")
