@@ -15,7 +15,19 @@ from collections.abc import Sequence
 from typing import NoReturn, TextIO
 
 from twostroke import __version__
-from twostroke.commands import ab, bench, chat, import_, phases, roofline, run, serve, trace, why
+from twostroke.commands import (
+    ab,
+    bench,
+    chat,
+    import_,
+    phases,
+    profile,
+    roofline,
+    run,
+    serve,
+    trace,
+    why,
+)
 from twostroke.errors import TwostrokeError, nearest
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -64,7 +76,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"twostroke {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    for module in (run, chat, serve, bench, phases, roofline, trace, why, ab, import_):
+    for module in (run, chat, serve, bench, phases, roofline, trace, profile, why, ab, import_):
         name = module.__name__.rpartition(".")[2].rstrip("_")
         command = commands.add_parser(
             name,

@@ -11,7 +11,10 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import msgspec
 
 from twostroke.engine.api import EngineClient, EngineLoad
 from twostroke.engine.build import Engine
@@ -23,8 +26,9 @@ from twostroke.outputs import RequestOutput
 from twostroke.request import EngineRequest, SamplingParams
 from twostroke.sched.scheduler import Update
 
-# To the engine's thread: a request, the name of one to abort, or None to end.
-Inbound = tuple[RequestState, list[EngineRequest]] | ResetPrefixes | str | None
+T = TypeVar("T")
+# To the engine's thread: a request, what it is to call, the name of one to abort, None to end.
+Inbound = tuple[RequestState, list[EngineRequest]] | ResetPrefixes | Callable[[], None] | str | None
 
 
 class SyncClient:
@@ -162,6 +166,25 @@ class AsyncEngine(EngineClient):
     def reset_prefix_cache(self) -> None:
         self._inbox.put(ResetPrefixes())
 
+    async def start_profile(self) -> None:
+        await self._call(self.engine.core.profiler.start)
+
+    async def stop_profile(self) -> bytes:
+        return msgspec.json.encode(await self._call(self.engine.core.profiler.stop))
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        """What the function returns or raises in the engine's thread."""
+        done: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(function())
+            except Exception as error:
+                done.set_exception(error)
+
+        self._inbox.put(run)
+        return await asyncio.wrap_future(done)
+
     # ── in the engine's thread ──────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
@@ -190,6 +213,8 @@ class AsyncEngine(EngineClient):
                 self.engine.core.reset_prefix_cache()
             elif isinstance(message, str):
                 self._abort(message)
+            elif callable(message):
+                message()
             else:
                 self._add(*message)
             block = block and not self.engine.core.has_work

@@ -24,6 +24,7 @@ from twostroke.serve.generate import GenerateRoute
 from twostroke.serve.http import HttpRequest, Message, Receive, Send, check_head
 from twostroke.serve.info_routes import InfoRoutes
 from twostroke.serve.pages import docs_page, index_page
+from twostroke.serve.profile import profile_routes
 from twostroke.serve.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -112,6 +113,7 @@ class App:
             Route("GET", "/load", info.load, "Requests that are being answered."),
             Route("GET", "/openapi.json", self._describe, "This description."),
             *record_routes(service),
+            *profile_routes(service),
             Route("GET", "/docs", self._show_docs, "The same, to be read."),
             Route("GET", "/", self._show_index, "What there is to look at."),
         ]
