@@ -72,7 +72,6 @@ class CostModel:
             stage: Work(work.tokens * one.flops, one.num_bytes)
             for stage, one in self.products.items()
         }
-        found["store"] = Work(0.0, work.tokens * self.kv_bytes_per_token)
         attended, read = work.kv_tokens, work.kv_reads
         found["attend"] = Work(attended * self.flops_per_kv_token, read * self.kv_bytes_per_token)
         if samples:
