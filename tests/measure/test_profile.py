@@ -25,12 +25,12 @@ from twostroke.errors import RequestError
 from twostroke.exec.profile import Wraps
 from twostroke.exec.torch_profile import kernels
 from twostroke.kernels import cpu
-from twostroke.measure.profile import perfetto, stage_rows
+from twostroke.measure.profile import medians, perfetto, stage_rows
 from twostroke.observe.record import Records
 
 KEY = "secret"
 STAGES = {"embed", "norm", "qkv", "store", "attend", "merge", "output", "gate_up", "down", "head"}
-HOST = {"plan", "inputs", "threads", "sampling", "commit", "unaccounted"}
+HOST = {"plan", "inputs", "call", "sampling", "commit", "unaccounted"}
 SHAPE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
 needs_native = pytest.mark.skipif(not cpu.available(), reason="no native kernels here")
 
@@ -334,7 +334,10 @@ def test_wraps_come_off_in_any_depth() -> None:
 def test_the_share_of_the_roof_is_the_floor_over_the_time() -> None:
     stage = {"seconds": 2.0, "flops": 4e9, "num_bytes": 1e9}
     phase = {"steps": 2, "step_s": 4.0, "between_s": 0.5, "stages": {"down": stage}}
-    rows = stage_rows(phase, {"ops_per_s": 4e9, "read_bytes_per_s": 4e9})
-    assert rows[0] == ["down", "1,000 ms", "50.0%", "2.0", "0.5", "50%"]
+    found = {"stage_names": ["down"], "steps": [[1, "decode", 0.0, 0.5], [2, "decode", 1.0, 1.5]]}
+    middle = medians(found, "decode")
+    assert (middle, medians(found, "mixed")) == ({"down": 1.0, "step": 1.0}, {})
+    rows = stage_rows(phase, {"ops_per_s": 4e9, "read_bytes_per_s": 4e9}, middle)
+    assert rows[0] == ["down", "1,000 ms", "1,000 ms", "50.0%", "2.0", "0.5", "50%"]
     assert [row[0] for row in rows[1:]] == ["step", "between steps"]
-    assert stage_rows(phase, {"ops_per_s": 0.0, "read_bytes_per_s": 0.0})[0][5] == ""
+    assert stage_rows(phase, {"ops_per_s": 0.0, "read_bytes_per_s": 0.0}, {})[0][6] == ""

@@ -91,8 +91,10 @@ _BY_REASON: dict[str, str] = {
     "KV blocks are shared by what they say, compared token by token": "--prefix-caching-hash-algo",
     "there is one KV cache manager": "--disable-hybrid-kv-cache-manager",
     "a request's span, which --otlp-traces-endpoint exports, is all there is": (
-        "--collect-detailed-traces --enable-layerwise-nvtx-tracing --profiler-config"
+        "--collect-detailed-traces"
     ),
+    "--nvtx names steps and the parts of layers": "--enable-layerwise-nvtx-tracing",
+    "`twostroke profile URL` and POST /start_profile need no setting": "--profiler-config",
     "/metrics has one set of names": "--show-hidden-metrics-for-version --kv-cache-metrics "
     "--kv-cache-metrics-sample --enable-mfu-metrics --enable-logging-iteration-details "
     "--enable-server-load-tracking",

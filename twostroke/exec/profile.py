@@ -132,9 +132,9 @@ class StageProfile:
             after = self._executor.stage_seconds()
             self._plan = plan
             stages = {name: after[name] - seconds for name, seconds in before.items()}
-            # Starting the threads, and waiting for the last of them, is in no stage.
+            # In no stage: starting the threads, waiting for the last, the interpreter's lock.
             took_s = self._forward_end_s - started_s
-            self._stages = stages | {"threads": took_s - sum(stages.values())}
+            self._stages = stages | {"call": took_s - sum(stages.values())}
             return handle
 
         return run

@@ -142,6 +142,7 @@ class KernelProfile:
             }
         kept = ("name", "cat", "ph", "ts", "dur", "pid", "tid")
         shown = [{key: event[key] for key in kept} for event in events if event["cat"] != "Trace"]
+        shown.sort(key=lambda event: event["ts"])
         return {"kind": "kernels", "phases": told, "events": shown[:MAX_EVENTS]}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from html import escape
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -69,8 +70,17 @@ def headline(name: str, phase: Json) -> str:
     )
 
 
-def stage_rows(phase: Json, server: Json) -> list[list[str]]:
-    """A row a stage and one for the step: time a step, share, rates, share of the roof."""
+def medians(found: Json, phase: str) -> dict[str, float]:
+    """Of each stage and of the step, where every step is known."""
+    steps = [seconds for _, name, _, *seconds in found.get("steps", ()) if name == phase]
+    if not steps:
+        return {}
+    stages = {name: median(row[n] for row in steps) for n, name in enumerate(found["stage_names"])}
+    return stages | {"step": median(map(sum, steps))}
+
+
+def stage_rows(phase: Json, server: Json, middle: dict[str, float]) -> list[list[str]]:
+    """A row a stage and one for the step: mean and median time, share, rates, share of the roof."""
     steps, total = phase["steps"], phase["step_s"]
     rows = []
     for name, stage in phase["stages"].items():
@@ -79,15 +89,17 @@ def stage_rows(phase: Json, server: Json) -> list[list[str]]:
             [
                 name,
                 _per_step(seconds, steps),
+                _per_step(middle[name], 1) if name in middle else "",
                 f"{seconds / total:.1%}",
                 f"{flops / seconds / 1e9:,.1f}" if flops and seconds else "",
                 f"{num_bytes / seconds / 1e9:,.1f}" if num_bytes and seconds else "",
                 _roof(stage, server),
             ]
         )
-    rows.append(["step", _per_step(total, steps), "100.0%", "", "", ""])
+    whole = _per_step(middle["step"], 1) if middle else ""
+    rows.append(["step", _per_step(total, steps), whole, "100.0%", "", "", ""])
     beside = {"between steps": phase["between_s"]} if "host_s" not in phase else phase["host_s"]
-    return rows + [[name, _per_step(s, steps), "", "", "", ""] for name, s in beside.items()]
+    return rows + [[name, _per_step(s, steps), *[""] * 5] for name, s in beside.items()]
 
 
 def _per_step(seconds: float, steps: int) -> str:
@@ -106,7 +118,7 @@ def _roof(stage: Json, server: Json) -> str:
     return f"{floor / stage['seconds']:.0%}" if floor and stage["seconds"] else ""
 
 
-HEAD = ["", "a step", "share", "GFLOP/s", "GB/s", "of roof"]
+HEAD = ["", "a step", "median", "share", "GFLOP/s", "GB/s", "of roof"]
 KERNEL_HEAD = ["kernel", "part", "calls", "in all", "share"]
 
 
@@ -144,7 +156,7 @@ def show_profile(console: Console, found: Json) -> None:
     for name, phase in found["phases"].items():
         console.print()
         console.print(Text(headline(name, phase), style="bold"))
-        _show(console, HEAD, stage_rows(phase, found["server"]))
+        _show(console, HEAD, stage_rows(phase, found["server"], medians(found, name)))
         if phase.get("kernels"):
             _show(console, KERNEL_HEAD, kernel_rows(phase, SHOWN_KERNELS))
     for note in notes(found):
@@ -166,7 +178,7 @@ def profile_page(found: Json) -> str:
     body = [f"<h1>{escape(title(found))}</h1>"]
     for name, phase in found["phases"].items():
         body += [f"<h2>{escape(headline(name, phase))}</h2>"]
-        body += [table(HEAD, stage_rows(phase, found["server"]))]
+        body += [table(HEAD, stage_rows(phase, found["server"], medians(found, name)))]
         if phase.get("kernels"):
             body += [table(KERNEL_HEAD, kernel_rows(phase))]
     body += [f'<p class="dim">{escape(note)}</p>' for note in notes(found)]
