@@ -44,7 +44,7 @@ class Twostroke:
 
         params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
-        records = [done.metrics[0] for done in outputs]
+        records = [done.records[0] for done in outputs]
         return summary(min(r.received_s for r in records), [list(r.token_s) for r in records])
 
 

@@ -12,9 +12,9 @@ once, so that what one does to another shows.
 
 What is a failure: a 5xx (but 501 from a route that says so, and 503 with Retry-After, which are
 counted), any other server's error inside a stream, an engine that dies, no answer where one is
-due, none within 30 s, an error not in OpenAI's shape, a path or a traceback in an answer, an engine
-that is not idle or whose books are wrong at the end. Each is printed with the bytes that caused
-it. Exit code 1 if there are any. Ends with one JSON line.
+due, none within 30 s, an error not in its API's shape, a path or a traceback in an answer, an
+engine that is not idle or whose books are wrong at the end. Each is printed with the bytes that
+caused it. Exit code 1 if there are any. Ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -164,10 +164,16 @@ def problem_of(call: Call, answer: Answer) -> str:
         return f"the answer cannot be read: {error!r}"
 
 
+NOT_DONE = (
+    b"/v1/embeddings",
+    *(b"/api/" + name for name in (b"pull", b"push", b"create", b"copy", b"delete", b"embed")),
+)
+
+
 def _documented(call: Call, answer: Answer) -> bool:
     if answer.status == 503:
         return "retry-after" in answer.headers
-    return answer.status == 501 and b"/v1/embeddings" in call.data[:40]
+    return answer.status == 501 and call.data[:40].split(b" ")[1].startswith(NOT_DONE)
 
 
 def _wrong_shape(call: Call, answer: Answer) -> str:
@@ -177,7 +183,9 @@ def _wrong_shape(call: Call, answer: Answer) -> str:
             return f"an error as {kind!r}"
         return _wrong_error(_json(answer.body))
     if kind.startswith("text/event-stream"):
-        return _wrong_stream(answer.body)
+        return _wrong_stream(call, answer.body)
+    if kind.startswith("application/x-ndjson"):
+        return _wrong_lines(answer.body)
     if kind.startswith("application/json"):
         _json(answer.body)
         return ""
@@ -187,34 +195,67 @@ def _wrong_shape(call: Call, answer: Answer) -> str:
 
 
 def _wrong_error(content: Any) -> str:
+    """OpenAI's shape, Anthropic's or Ollama's."""
     error = content["error"]
+    if isinstance(error, str):
+        return "" if set(content) == {"error"} and error else f"no error: {str(content)[:300]}"
     texts = isinstance(error["message"], str) and isinstance(error["type"], str)
-    names = isinstance(error["param"], str | None) and isinstance(error["code"], str | int | None)
-    right = set(content) == {"error"} and texts and names and error["message"]
-    return "" if right else f"not an error in OpenAI's shape: {str(content)[:300]}"
+    if content.get("type") == "error":
+        right = set(content) == {"type", "error"} and set(error) - {"details"} == {
+            "type",
+            "message",
+        }
+    else:
+        names = isinstance(error["param"], str | None)
+        names = names and isinstance(error["code"], str | int | None)
+        right = set(content) == {"error"} and names
+    if right and texts and error["message"]:
+        return ""
+    return f"not an error in its API's shape: {str(content)[:300]}"
 
 
 ENDS = (b"completed", b"incomplete", b"failed")
 
 
-def _wrong_stream(body: bytes) -> str:
+def _wrong_stream(call: Call, body: bytes) -> str:
     """Every event is JSON, none tells of a server's error, and the last one says that it is."""
     data = [line[6:] for line in body.split(b"\n") if line.startswith(b"data: ")]
     last = b""
+    event: Any = {}
     for last in data:
         if last == b"[DONE]":
             continue
         event = _json(last)
-        if event.get("error"):
-            wrong = _wrong_error({"error": event["error"]})
-            if wrong or event["error"]["code"] != "unavailable":
-                return wrong or f"an error in the stream: {event['error']['message']}"
+        if event.get("error") and (wrong := _wrong_event_error(event)):
+            return wrong
         if event.get("type") == "response.failed":
             message = event["response"]["error"]["message"]
             if not message.startswith("the engine failed"):  # as a 503 would say
                 return f"an error in the stream: {message}"
     ends = (b"[DONE]", *(b'{"type":"response.%b"' % end for end in ENDS))
-    return "" if last.startswith(ends) else f"the stream ends with {last[:100]!r}"
+    # Anthropic's and llama-server's last events; of the latter some fields may have been asked for.
+    ended = event.get("type") in ("message_stop", "error") or event.get("stop") is True
+    ended = ended or last.startswith(ends) or "error" in event or b"response_fields" in call.data
+    return "" if ended else f"the stream ends with {last[:100]!r}"
+
+
+def _wrong_event_error(event: Any) -> str:
+    error = event["error"]
+    message = error if isinstance(error, str) else error["message"]
+    told = message.startswith("the engine failed")  # as a 503 would say
+    shape = event if event.get("type") == "error" else {"error": error}
+    return _wrong_error(shape) or ("" if told else f"an error in the stream: {message}")
+
+
+def _wrong_lines(body: bytes) -> str:
+    """Ollama's stream: lines of JSON, of which the last says that it is."""
+    lines = [_json(line) for line in body.splitlines()]
+    for line in lines:
+        if "error" in line and (wrong := _wrong_event_error(line)):
+            return wrong
+    if body[-1:] == b"\n" and (lines[-1].get("done") or "error" in lines[-1]):
+        return ""
+    return f"the stream ends with {body[-100:]!r}"
 
 
 def _json(body: bytes) -> Any:

@@ -28,9 +28,22 @@ GOOD: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
     "/v1/completions": {"prompt": "hi", "max_tokens": 3},
     "/v1/responses": {"input": "hi", "max_output_tokens": 3},
+    "/v1/responses/input_tokens": {"input": "hi"},
     "/v1/embeddings": {"input": "hi"},
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [4, 5]},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hi"}]},
+    "/api/chat": {
+        "messages": [{"role": "user", "content": "hi"}],
+        "options": {"num_predict": 3},
+    },
+    "/api/generate": {"prompt": "hi", "options": {"num_predict": 3}},
+    "/api/show": {"model": "tiny:latest"},
+    "/completion": {"prompt": "hi", "n_predict": 3},
+    "/completions": {"prompt": "hi", "n_predict": 3},
+    "/infill": {"input_prefix": "a", "input_suffix": "b", "n_predict": 3},
+    "/apply-template": {"messages": [{"role": "user", "content": "hi"}]},
 }
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 MESSAGES: list[Any] = [
@@ -41,10 +54,17 @@ MESSAGES: list[Any] = [
         {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
      {"role": "tool", "tool_call_id": "1", "content": "3"}],
 ]  # fmt: skip
+ITEMS: list[Any] = [
+    {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+    {"type": "reasoning", "id": "rs_1", "summary": [], "content": None},
+    {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "1", "output": "3"},
+    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "ok"}]},
+]
 # Values that get further than the door: right in type, and as a user might send them.
 USUAL: dict[str, list[Any]] = {
     "messages": MESSAGES, "prompt": ["hi", "a small model", [4, 5, 6], ["a", "b"], [[4], [5]]],
-    "input": ["hi", [{"role": "user", "content": "hi"}]], "model": [None], "tools": [[TOOL],
+    "input": ["hi", [{"role": "user", "content": "hi"}], ITEMS], "model": [None], "tools": [[TOOL],
     None],
     "tokens": [[4, 5], []], "n": [1, 2, 3], "max_tokens": [1, 3, 20], "best_of": [None],
     "max_completion_tokens": [2, 5], "max_output_tokens": [1, 4], "stream": [True, False],
@@ -60,11 +80,41 @@ USUAL: dict[str, list[Any]] = {
     "response_format": [{"type": "text"}, {"type": "json_object"}],
     "structured_outputs": [{"choice": ["a", "b"]}, {"regex": "[ab]{1,3}"}, {"json_object": True}],
     "text": [{"format": {"type": "text"}}], "include": [["message.output_text.logprobs"]],
-    "modalities": [["text"]], "truncation": ["disabled"], "suffix": [None], "audio": [None],
+    "modalities": [["text"]], "truncation": ["disabled", "auto"], "suffix": [None], "audio": [None],
     "prediction": [None], "functions": [None], "function_call": [None], "conversation": [None],
-    "web_search_options": [None], "previous_response_id": [None], "background": [False],
-    "max_tool_calls": [None], "context_management": [None], "stream_options": [
+    "web_search_options": [None], "previous_response_id": [None], "background": [False, True],
+    "max_tool_calls": [None, 2], "context_management": [None], "stream_options": [
         {"include_usage": True}, {"continuous_usage_stats": True, "include_usage": True}],
+    "n_predict": [0, 1, 3, 20, -1], "n_cmpl": [1, 2], "n_probs": [0, 2], "grammar": [
+        'root ::= "a" | "b"', ""], "json_schema": [{"type": "integer"}, {}],
+    "repeat_last_n": [-1, 0], "repeat_penalty": [1, 1.2],
+    "options": [{"num_predict": 3}, {"temperature": 0, "seed": 3}],
+    "format": ["", "json", {"type": "integer"}], "think": [True, False, "high"], "template": [None],
+    "context": [None], "images": [None], "typical_p": [1], "mirostat": [0], "top_n_sigma": [-1],
+    "dry_multiplier": [0], "xtc_probability": [0], "dynatemp_range": [0], "adaptive_target": [-1],
+    "min_keep": [0], "n_cache_reuse": [0], "post_sampling_probs": [False], "lora": [[]],
+    "samplers": [["top_k"], []], "stop_sequences": [["e"], []],
+    "mcp_servers": [None, []], "container": [None], "compaction": [None], "thread": [None],
+    "system": ["be brief"],
+    "thinking": [{"type": "enabled", "budget_tokens": 5}, {"type": "disabled"}],
+    "response_fields": [["content"], []],
+}  # fmt: skip
+# Routes whose fields of the same name mean something else.
+USUAL_OF: dict[str, dict[str, list[Any]]] = {
+    path: {
+        "tools": [None, [{"name": "f", "input_schema": {"type": "object"}}]],
+        "tool_choice": [{"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "f"}],
+        "messages": [
+            [{"role": "user", "content": "hi"}],
+            [{"role": "user", "content": [{"type": "text", "text": "größer"}]},
+             {"role": "assistant", "content": "an"}],
+            [{"role": "user", "content": "f?"},
+             {"role": "assistant", "content": [
+                 {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}}]},
+             {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1"}]}],
+        ],
+    }
+    for path in ("/v1/messages", "/v1/messages/count_tokens")
 }  # fmt: skip
 
 
@@ -213,6 +263,23 @@ HOSTILE: dict[str, list[Any]] = {
     "add_generation_prompt": [True, False], "return_token_ids": [True],
     "return_tokens_as_token_ids": [True], "return_progress": [True],
     "return_token_strs": [True], "reasoning_effort": ["high", "x"], "modalities": [["audio"], []],
+    "grammar": list(GRAMMARS), "json_schema": list(SCHEMAS), "format": ["x", *SCHEMAS],
+    "output_format": [{"type": "json_schema", "schema": one} for one in SCHEMAS],
+    "output_config": [{"effort": "\ud800"}, {"format": {"type": "json_schema", "schema": {}}}],
+    "system": ["\ud800", "x" * 100_000, [{"type": "text", "text": "a"}] * 500, [{"type": "image"}]],
+    "stop_sequences": [[""], ["x"] * 65, ["\ud800"]], "think": ["\ud800", "", True, 3],
+    "thinking": [{"type": "enabled", "budget_tokens": 2**64}, {"type": "x"}],
+    "options": [
+        {"num_predict": 0}, {"num_predict": 2**64}, {"seed": 2**63}, {"stop": [""]},
+        {"mirostat": 1}, {"temperature": -1}, {"temperature": 1e308}, {"top_k": -(2**63)},
+        {"repeat_penalty": 0}, {"repeat_last_n": 5, "repeat_penalty": 2}, {"num_ctx": 10**30},
+        {"x": 1}, {"top_p": 0}],
+    "suffix": ["", "b", "x" * 100_000], "raw": [True], "context": [[1], [-1], [2**64]],
+    "input_prefix": ["", "\ud800", "x" * 100_000], "input_suffix": ["", "\x00"],
+    "input_extra": [[{"text": "a"}] * 500, [{"text": "\ud800", "filename": "../x"}]],
+    "n_predict": [0, -1, -2, 2**31, 2**64, 10**40], "n_cmpl": [0, -1, 128, 129, 2**64],
+    "n_probs": [-1, 20, 21, 10**9], "response_fields": [["//"], ["a/b/c"] * 64, ["\ud800"]],
+    "mirostat_tau": [1e308], "images": [["x"], "x"], "keep_alive": [0, "5m", {"a": []}],
 }  # fmt: skip
 
 
@@ -261,7 +328,7 @@ class Maker:
         schema = operation["requestBody"]["content"]["application/json"]["schema"]
         if kind == "hostile":
             return self._hostile(random, path, schema)
-        content = self._from_schema(random, schema, 0)
+        content = self._from_schema(random, schema, 0, usual={**USUAL, **USUAL_OF.get(path, {})})
         if kind == "mutated":
             content = copy.deepcopy(content)  # the tables stay as they are
             for _ in range(random.choice([1, 1, 2, 4])):
@@ -294,13 +361,20 @@ class Maker:
             schema = self._described["components"]["schemas"][name]
         return schema
 
-    def _from_schema(self, random: Random, schema: Any, depth: int, name: str = "") -> Any:
+    def _from_schema(
+        self,
+        random: Random,
+        schema: Any,
+        depth: int,
+        name: str = "",
+        usual: dict[str, list[Any]] = USUAL,
+    ) -> Any:
         """Something the schema allows. Fields with a meaning mostly get a usual value."""
-        if name in USUAL and random.random() < 0.85:
-            return random.choice(USUAL[name])
+        if name in usual and random.random() < 0.85:
+            return random.choice(usual[name])
         schema = self._resolved(schema)
         if "anyOf" in schema:
-            return self._from_schema(random, random.choice(schema["anyOf"]), depth)
+            return self._from_schema(random, random.choice(schema["anyOf"]), depth, "", usual)
         if "enum" in schema:
             return random.choice(schema["enum"])
         match schema.get("type"):
@@ -313,7 +387,7 @@ class Maker:
                     if key in required or random.random() < share
                 }
                 return {
-                    key: self._from_schema(random, value, depth + 1, key)
+                    key: self._from_schema(random, value, depth + 1, key, usual)
                     for key, value in chosen.items()
                 }
             case "object":

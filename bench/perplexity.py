@@ -27,7 +27,9 @@ WINDOW = 512
 
 def measure(model: str | None, options: dict[str, Any], num_tokens: int | None) -> dict[str, float]:
     llm = LLM(model, **{"enable_prefix_caching": False, **options})
-    ids = llm.get_tokenizer().encode(TEXT.read_text(encoding="utf-8"), add_special_tokens=False)
+    tokenizer = llm.get_tokenizer()
+    assert tokenizer is not None
+    ids = tokenizer.encode(TEXT.read_text(encoding="utf-8"), add_special_tokens=False)
     if num_tokens is not None:
         ids = ids[:num_tokens]
     windows = [ids[start : start + WINDOW] for start in range(0, len(ids), WINDOW)]

@@ -10,27 +10,45 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from twostroke.engine.arg_utils import AsyncEngineArgs, EngineArgs
     from twostroke.engine.client import AsyncEngine
+    from twostroke.inputs import PromptType, TextPrompt, TokensPrompt
     from twostroke.llm import LLM
+    from twostroke.llm_engine import LLMEngine
     from twostroke.outputs import CompletionOutput, Logprob, RequestOutput
     from twostroke.request import SamplingParams
+    from twostroke.v1.engine.async_llm import AsyncLLMEngine
 
 __all__ = [
     "LLM",
     "AsyncEngine",
+    "AsyncEngineArgs",
+    "AsyncLLMEngine",
     "CompletionOutput",
+    "EngineArgs",
+    "LLMEngine",
     "Logprob",
+    "PromptType",
     "RequestOutput",
     "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
 ]
 
 _HOMES = {
     "LLM": "twostroke.llm",
+    "LLMEngine": "twostroke.llm_engine",
     "AsyncEngine": "twostroke.engine.client",
+    "AsyncLLMEngine": "twostroke.v1.engine.async_llm",
+    "EngineArgs": "twostroke.engine.arg_utils",
+    "AsyncEngineArgs": "twostroke.engine.arg_utils",
     "SamplingParams": "twostroke.request",
     "RequestOutput": "twostroke.outputs",
     "CompletionOutput": "twostroke.outputs",
     "Logprob": "twostroke.outputs",
+    "PromptType": "twostroke.inputs",
+    "TextPrompt": "twostroke.inputs",
+    "TokensPrompt": "twostroke.inputs",
 }
 
 

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn, TextIO
+from typing import TextIO
 
 from twostroke import __version__
 from twostroke.commands import (
@@ -24,33 +24,25 @@ from twostroke.commands import (
     profile,
     roofline,
     run,
+    run_batch,
     serve,
     trace,
     why,
 )
-from twostroke.errors import TwostrokeError, nearest
+from twostroke.commands.parser import Parser
+from twostroke.commands.serve_flags import spelt
+from twostroke.commands.terminal import columns, wrapped
+from twostroke.errors import TwostrokeError, nearest, shown
 
 INTERRUPTED = 128 + signal.SIGINT
 PIPE_CLOSED = 128 + 13  # as a shell reports a program that SIGPIPE ended
 
 
-class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong, instead of repeating every option there is."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"twostroke: error: {message}\nTry `{self.prog} --help`.\n")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser()
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["serve"]:
-        words = serve.spelt(words)
-    args, unknown = parser.parse_known_args(words)
-    if args.command is None:
-        parser.print_help()
+    args = parse(words, make_parser(words[0] if words else ""))
+    if args is None:
         return 0
-    _take_unknown(args, unknown)
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # what a terminal cannot show must not end the program
             stream.reconfigure(errors="replace")
@@ -59,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except TwostrokeError as error:
-        print(f"twostroke: error: {error}", file=sys.stderr)
+        text = wrapped(f"twostroke: error: {error}", columns(sys.stderr), "  ")
+        print(text, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -68,39 +61,73 @@ def main(argv: Sequence[str] | None = None) -> int:
         return PIPE_CLOSED
 
 
-def make_parser() -> Parser:
+def parse(words: list[str], parser: Parser) -> argparse.Namespace | None:
+    """What was asked for; None: for nothing, and help was printed. A command that `TELLS_ALL` has
+    yet to call `args.parser.finish`, once it has read its settings."""
+    commands = _commands(parser)
+    command = commands.get(words[0]) if words else None
+    if words and command is None and not words[0].startswith("-"):
+        hint = nearest(words[0], commands) or f"; there are {', '.join(commands)}"
+        parser.error(f"there is no command {shown(words[0])}{hint}")
+    if command is not None:
+        of_others = words[0] in ("serve", "run-batch")
+        rest = spelt(words[1:]) if of_others else words[1:]
+        words = [words[0], *(command.without_unknown(rest) if command.tells_all else rest)]
+    args, unexpected = parser.parse_known_args(words)
+    if args.command is None:
+        parser.print_help()
+        return None
+    # argparse leaves words that stand after an option; `run` takes them as part of the prompt.
+    if args.parser.tells_all and hasattr(args, "prompt"):
+        args.prompt += unexpected
+        return args
+    for word in args.parser.without_unknown(unexpected):
+        args.parser.problem(f"unexpected argument {shown(word)}")
+    if not args.parser.tells_all:
+        args.parser.finish()
+    return args
+
+
+def make_parser(wanted: str | None = None) -> Parser:
+    """`wanted`: the one command whose options are needed; None: of all, which takes longer."""
     parser = Parser(
         prog="twostroke",
         description="An LLM inference engine built along the line between prefill and decode.",
-        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"twostroke {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    for module in (run, chat, serve, bench, phases, roofline, trace, profile, why, ab, import_):
-        name = module.__name__.rpartition(".")[2].rstrip("_")
+    modules = (
+        run,
+        chat,
+        serve,
+        run_batch,
+        bench,
+        phases,
+        roofline,
+        trace,
+        profile,
+        why,
+        ab,
+        import_,
+    )
+    for module in modules:
+        name = module.__name__.rpartition(".")[2].rstrip("_").replace("_", "-")
         command = commands.add_parser(
             name,
             help=module.SUMMARY,
             description=module.DESCRIPTION,
             usage=f"twostroke {name} [options]{module.OPERANDS}",
-            allow_abbrev=False,
         )
-        module.add_arguments(command)
+        command.tells_all = getattr(module, "TELLS_ALL", False)
+        if wanted in (None, name):
+            module.add_arguments(command)
         command.set_defaults(execute=module.execute, parser=command)
     return parser
 
 
-def _take_unknown(args: argparse.Namespace, unknown: list[str]) -> None:
-    """argparse leaves words that stand after an option; `run` takes them as part of the prompt."""
-    known = [option for action in args.parser._actions for option in action.option_strings]
-    for word in unknown:
-        if word.startswith("-"):
-            option = word.partition("=")[0]
-            args.parser.error(f"unknown option {option}{nearest(option, known)}")
-    if unknown and not hasattr(args, "prompt"):
-        args.parser.error(f"unexpected argument {unknown[0]!r}")
-    if unknown:
-        args.prompt += unknown
+def _commands(parser: Parser) -> dict[str, Parser]:
+    action = next(one for one in parser._actions if one.dest == "command")
+    return dict(action.choices or {})
 
 
 def _send_to_nowhere(stream: TextIO) -> None:

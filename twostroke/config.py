@@ -18,6 +18,7 @@ from twostroke.request import SamplingParams
 from twostroke.strict import Strict
 
 GIB = 1024**3
+DTYPE_NAMES = {"half": "float16", "float": "float32"}  # vLLM's other names
 # What a model's makers, or `override_generation_config`, may recommend.
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 OVERRIDDEN = (*RECOMMENDED, "presence_penalty", "frequency_penalty")
@@ -50,7 +51,7 @@ class EngineConfig(Strict):
     skip_tokenizer_init: bool = False  # token ids in, token ids out
     chat_template: str | None = None  # a template, or the path of one, instead of the model's own
     load_format: str = "auto"  # auto, safetensors, gguf, dummy
-    dtype: str = "auto"  # auto: the model's own on a GPU, float32 on a CPU
+    dtype: str = "auto"  # auto: the model's own on a GPU, float32 on a CPU, which computes in that
     kv_cache_dtype: str = "auto"  # auto: as dtype
     device: str = "auto"  # auto: cuda if there is one
     seed: int = 0
@@ -94,6 +95,8 @@ class EngineConfig(Strict):
             if not isinstance(getattr(self, name), str | None):
                 self._refuse(name, "a string or None")
         self._check_choice("load_format", ("auto", "safetensors", "gguf", "dummy"))
+        dtype = str(self.dtype).removeprefix("torch.")
+        object.__setattr__(self, "dtype", DTYPE_NAMES.get(dtype, dtype))
         self._check_choice("dtype", ("auto", "float32", "float16", "bfloat16"))
         self._check_choice("kv_cache_dtype", ("auto", "float32", "float16", "bfloat16"))
         self._check_choice("scheduling_policy", ("fcfs", "priority"))

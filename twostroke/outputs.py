@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, repeat
+from time import monotonic, time
 from typing import Any, NamedTuple
 
 from twostroke.observe.record import RequestRecord
@@ -122,6 +123,43 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """When what happened to a request, in seconds: the names ending in `_ts`, which are vLLM's, on
+    the monotonic clock, `arrival_time` as the time of day. 0 for what never happened."""
+
+    num_generation_tokens: int  # of all continuations
+    arrival_time: float
+    received_ts: float
+    queued_ts: float
+    scheduled_ts: float
+    first_token_ts: float  # the first of any continuation
+    last_token_ts: float
+    tpot_s: float  # mean over the continuations of more than one token
+
+    @classmethod
+    def of(cls, records: Sequence[RequestRecord]) -> RequestMetrics:
+        begun = [record for record in records if record.token_s] or records
+        first = min(begun, key=lambda record: record.first_token_s)
+        tpots = [record.tpot_s for record in records if len(record.token_s) > 1]
+        return cls(
+            num_generation_tokens=sum(len(record.token_s) for record in records),
+            arrival_time=time() - (monotonic() - first.received_s),
+            received_ts=first.received_s,
+            queued_ts=first.queued_s,
+            scheduled_ts=first.scheduled_s,
+            first_token_ts=first.first_token_s,
+            last_token_ts=max(record.token_s[-1] if record.token_s else 0.0 for record in records),
+            tpot_s=sum(tpots) / len(tpots) if tpots else 0.0,
+        )
+
+    @property
+    def ttft_s(self) -> float:
+        return max(0.0, self.first_token_ts - self.received_ts)
+
+    first_token_latency = ttft_s  # vLLM's name
+
+
 @dataclass(slots=True)
 class RequestOutput:
     request_id: str
@@ -131,10 +169,16 @@ class RequestOutput:
     finished: bool = False
     prompt_logprobs: Logprobs | None = None  # the first entry is None
     num_cached_tokens: int = 0
-    metrics: list[RequestRecord] = field(default_factory=list)  # one per finished continuation
+    # One for each continuation that has ended, with every token's time:
+    records: list[RequestRecord] = field(default_factory=list, repr=False)
     num_prefilled: int = 0  # prompt tokens computed so far, where progress was asked for
     error: str = ""  # why the engine failed it, if it did
     impossible: bool = False  # the error is the request's own: nothing can run it
+
+    @property
+    def metrics(self) -> RequestMetrics | None:
+        """None while no continuation has ended."""
+        return RequestMetrics.of(self.records) if self.records else None
 
 
 class Deltas:
@@ -177,7 +221,7 @@ class Deltas:
             output.finished,
             output.prompt_logprobs,
             output.num_cached_tokens,
-            list(output.metrics),
+            list(output.records),
             output.num_prefilled,
             output.error,
             output.impossible,
@@ -196,4 +240,4 @@ def snapshot(output: RequestOutput) -> RequestOutput:
                 logprobs=None if logprobs is None else logprobs.copy(),
             )
         )
-    return replace(output, outputs=outputs, metrics=list(output.metrics))
+    return replace(output, outputs=outputs, records=list(output.records))

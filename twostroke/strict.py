@@ -12,18 +12,20 @@ class Strict:
     """A dataclass whose unknown keyword is an error that names the nearest right one."""
 
     error: ClassVar[type[TwostrokeError]] = ConfigError
+    known_as: ClassVar[str] = ""  # what errors call it, if not by its name
 
     def __new__(cls, *args: Any, **given: Any) -> Any:
         known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        name_of_class = cls.known_as or cls.__name__
         if args:
             raise cls.error(
-                f"{cls.__name__} takes its settings by name: write {known[0]}=…, not a bare "
+                f"{name_of_class} takes its settings by name: write {known[0]}=…, not a bare "
                 f"{shown(args[0])}"
             )
         for name in given:
             if name not in known:
                 hint = nearest(name, known) or f"; its settings are {', '.join(known)}"
-                raise cls.error(f"{cls.__name__} has no setting {shown(name)}{hint}")
+                raise cls.error(f"{name_of_class} has no setting {shown(name)}{hint}")
         return super().__new__(cls)
 
     def _refuse(self, name: str, expected: str) -> None:

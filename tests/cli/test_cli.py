@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -21,9 +22,10 @@ from twostroke.commands.chat import read_turns
 from twostroke.commands.flags import OF_A_SERVER, engine_config, parse_bytes, sampling_params
 from twostroke.config import EngineConfig
 from twostroke.model.gguf import GGUFFile
+from twostroke.model.hub import names_a_model
 from twostroke.model.tokenizer import Tokenizer
 
-SMALL = ["--device", "cpu", "--num-gpu-blocks-override", "90"]
+SMALL = ["--device", "cpu", "--num-gpu-blocks-override", "90", "--temperature", "0"]
 KV_TOKENS = 90 * 16
 HEAVY = ("torch", "numpy", "rich", "tokenizers", "jinja2", "safetensors")
 
@@ -72,19 +74,32 @@ def test_version_and_a_bare_call() -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [
-        (["run", "--max-tokns", "5", "hi"], 2, "unknown option --max-tokns; did you mean '--max-"),
-        (["run", "hi", "--max_tokens=5"], 2, "unknown option --max_tokens; did you mean '--max-"),
-        (["chat", "--json"], 2, "unknown option --json"),
-        (["chat", "hi"], 2, "unexpected argument 'hi'"),
-        (["run", "hi", "--seed", "x"], 2, "argument --seed: invalid int value: 'x'"),
-        (["run", "hi", "--kv-cache-memory-bytes", "4X"], 2, "'4X' is no size"),
+        (
+            ["run", "--max-tokns", "5", "hi"],
+            2,
+            "--max-tokns: there is no such option; did you mean",
+        ),
+        (["run", "hi", "--max_tokens=5"], 2, "--max_tokens: there is no such option; did you mean"),
+        (["chat", "--json"], 2, "--json: there is no such option"),
+        (["chat", "./nowhere", "hi"], 2, "unexpected argument 'hi'"),
+        (["chat", "./nowhere", "-m", "x"], 2, "the model is given twice: ./nowhere and --model x"),
+        (["chat", "./nowhere"], 1, "no such file or folder: nowhere"),
+        (["run", "hi", "--seed", "x"], 2, "--seed x: expected a whole number"),
+        (["run", "hi", "--kv-cache-memory-bytes", "4X"], 2, "4X: expected a size such as 512M"),
         (["run", "hi", "--raw", "--system", "s"], 2, "--system is part of a chat"),
         (["run"], 2, "the prompt is empty"),
-        (["rum", "hi"], 2, "invalid choice: 'rum'"),
-        (["run", "hi", "--max-tokens", "0"], 1, "max_tokens must be a whole number of at least 1"),
-        (["run", "hi", "--temperature", "nan"], 1, "temperature must be a number"),
-        (["run", "hi", "--dtype", "float23"], 1, "did you mean 'float32'?"),
+        (["rum", "hi"], 2, "there is no command 'rum'; did you mean 'run'?"),
+        (
+            ["run", "hi", "--max-tokens", "0"],
+            2,
+            "--max-tokens must be a whole number of at least 1",
+        ),
+        (["run", "hi", "--temperature", "nan"], 2, "--temperature must be a number"),
+        (["run", "hi", "--dtype", "float23"], 2, "did you mean 'float32'?"),
         (["run", "hi", "-m", "./nowhere.gguf"], 1, "no such file or folder: nowhere.gguf"),
+        (["run", "./nowhere.gguf"], 1, "no such file or folder: nowhere.gguf"),
+        (["run", "nowhere.gguf", "hi"], 1, "no such file or folder: nowhere.gguf"),
+        (["run", "/no/where", "hi"], 1, "no such file or folder: /no/where"),
     ],
 )
 def test_what_cannot_work_is_said_in_a_line(arguments: list[str], status: int, says: str) -> None:
@@ -140,6 +155,34 @@ def test_sizes(text: str, expected: int) -> None:
     assert parse_bytes(text) == expected
 
 
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("org/name", True),
+        ("org/name:Q4_K_M", True),
+        ("./x", True),
+        ("/models/x", True),
+        ("~/x.gguf", True),
+        ("x.gguf", True),
+        ("here", True),
+        ("empty", False),
+        ("Why", False),
+        ("Why is the sky blue?", False),
+        ("read ./x", False),
+        ("https://a.org/b", False),
+        ("...and", False),
+    ],
+)
+def test_the_first_word_is_a_model_if_it_names_one(
+    word: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "config.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert names_a_model(word) == expected
+
+
 def test_messages_go_on_after_a_backslash_and_may_be_dropped() -> None:
     lines = ["one", "", "two\\", "three", "four\\", None, "five", "six\\"]
     assert list(read_turns(iter(lines))) == ["one", "two\nthree", "five", "six"]
@@ -166,11 +209,12 @@ def test_run_prints_the_answer_alone_on_stdout_and_the_phases_on_stderr() -> Non
 
 def test_json_is_one_object_whose_fields_add_up() -> None:
     options = ["--json", "--max-tokens", "6", "--kv-cache-dtype", "float32"]
-    done = twostroke("run", *SMALL, *options, stdin="Say hello.\n")
+    # The model before the prompt, which is stdin's.
+    done = twostroke("run", str(default_model_path()), *SMALL, *options, stdin="Say hello.\n")
     assert done.returncode == 0
     said = json.loads(done.stdout)
     tokenizer = Tokenizer.from_gguf(GGUFFile.open(default_model_path()).metadata)
-    assert said["model"] == "SmolLM2-135M-Instruct"
+    assert said["model"] == default_model_path().stem
     assert said["text"] == tokenizer.decode(said["token_ids"])
     assert "user\nSay hello.\n" in tokenizer.decode(said["prompt_token_ids"])
     assert (said["finish_reason"], said["stop_reason"]) == ("length", None)
@@ -211,6 +255,28 @@ def test_a_piped_conversation_remembers_and_its_second_turn_hits_the_prefix_cach
     assert done.returncode == 1  # one of the turns was refused
 
 
+def test_a_batch_has_an_answer_or_an_error_for_every_line(tmp_path: Path) -> None:
+    ask = {"messages": [{"role": "user", "content": "Name the capital of France."}]}
+    lines = [
+        {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": ask},
+        {"custom_id": "2", "method": "POST", "url": "/v1/completions", "body": {"prompt": 5}},
+    ]
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join([*map(json.dumps, lines), "broken"]))
+    files = ["-i", str(source), "-o", str(target), "--override-generation-config.temperature", "0"]
+    done = twostroke("run-batch", *files, *SMALL, "--max-output-tokens", "12", "--api-key", "k")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert re.search(r"^1 answered, 2 failed, in [\d.]+ s: ", done.stderr, re.MULTILINE)
+    first, second, third = map(json.loads, target.read_text().splitlines())
+    assert "Paris" in first["response"]["body"]["choices"][0]["message"]["content"]
+    assert (second["custom_id"], second["response"]["status_code"]) == ("2", 400)
+    assert third["error"]["message"].startswith("line 3: it is not JSON")
+    again = twostroke("run-batch", "-i", str(source), "-o", str(source))
+    assert again.returncode == 1
+    assert "is the input file; give another" in again.stderr
+    assert twostroke("run-batch").stderr.count("is missing") == 2
+
+
 def test_a_reader_that_closes_the_pipe_ends_it_quietly() -> None:
     line = command("run", *SMALL, "--ignore-eos", "--max-tokens", "200", "Hi")
     writer = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
@@ -229,11 +295,12 @@ def test_a_reader_that_closes_the_pipe_ends_it_quietly() -> None:
 class Terminal:
     """`twostroke` on a pseudo-terminal of its own."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, columns: int = 80) -> None:
         import pty
 
         self.pid, self._fd = pty.fork()
         if self.pid == 0:
+            os.environ["COLUMNS"] = str(columns)
             os.execv(sys.executable, command(*arguments))
         self.seen = ""  # shown, and not waited for yet
 
@@ -267,7 +334,7 @@ class Terminal:
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
 def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on() -> None:
-    terminal = Terminal("chat", *SMALL, "--ignore-eos", "--max-tokens", "1000")
+    terminal = Terminal("chat", *SMALL, "--ignore-eos", "--max-tokens", "1000", columns=200)
     loading = terminal.wait_for("> ")
     assert "loading SmolLM2-135M-Instruct" in loading
     assert f"KV cache {KV_TOKENS:,} tokens" in loading
@@ -290,6 +357,18 @@ def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on() -> None:
     terminal.wait_for("> ")
     terminal.type("\x04")
     assert terminal.status() == 0
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
+def test_a_report_fits_a_narrow_terminal() -> None:
+    terminal = Terminal("run", *SMALL, "--ignore-eos", "--max-tokens", "3", "Hi", columns=44)
+    assert terminal.status() == 0
+    report = re.sub(r"\x1b\[[\d;]*m", "", terminal.seen).partition("cut off")[2]
+    lines = report.splitlines()
+    assert max(map(len, lines)) <= 44
+    words = report.split()
+    for word in ("prefill", "decode", "caller's", "reserved", "fragmented", "cached", "free"):
+        assert word in words, "whole"
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")

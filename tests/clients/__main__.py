@@ -54,7 +54,7 @@ def main() -> int:
             print(f"── {name}", flush=True)
             if not _run(name, url, args.model):
                 failed.append(name)
-    print(f"{len(names) - len(failed)} of {len(names)} clients work", *failed, sep="; failed: ")
+    print(f"{len(names) - len(failed)} of {len(names)} clients work; not: {failed or 'none'}")
     return bool(failed)
 
 

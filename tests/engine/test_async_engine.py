@@ -152,7 +152,7 @@ def test_abort_closes_the_stream_and_says_so(folder: Path) -> None:
         assert outputs[-1].finished
         assert outputs[-1].outputs[0].finish_reason == "abort"
         assert 3 <= len(outputs[-1].outputs[0].token_ids) < 200
-        assert [record.finish_reason for record in outputs[-1].metrics] == ["abort"]
+        assert [record.finish_reason for record in outputs[-1].records] == ["abort"]
 
     using(folder, test)
 

@@ -335,7 +335,7 @@ def test_a_path_object_is_a_model_like_its_text(folder: Path) -> None:
         ({"repetition_penalty": 0}, "repetition_penalty must be a number above 0 (1 means none)"),
         ({"seed": 2**64}, "seed must be a whole number from -9223372036854775808"),
         ({"min_tokens": 20}, "min_tokens 20 is above max_tokens 16; lower the first or raise"),
-        ({"logprobs": -1}, "logprobs must be a whole number of at least 0 or None, not -1"),
+        ({"logprobs": -2}, "logprobs must be a whole number of at least -1 or None, not -2"),
         ({"stop": 5}, "stop must be a non-empty string or a list of them, not 5"),
         ({"stop": [""]}, "stop must be a non-empty string or a list of them, not ['']"),
         ({"stop": "x", "detokenize": False}, "set detokenize=True or use stop_token_ids"),
@@ -375,8 +375,8 @@ BAD_REQUESTS: list[tuple[Any, dict[str, Any], str]] = [
     ({}, {}, "a prompt given as a dict needs 'prompt' or 'prompt_token_ids'"),
     ({"promt": "x"}, {}, "a prompt has no field 'promt'; did you mean 'prompt'?"),
     ({"prompt": "x", "cache_salt": 5}, {}, "cache_salt must be a string, not 5"),
-    ([VOCAB_SIZE], {}, "token id 300 is out of range: the model's ids go from 0 to 299"),
-    ([5, -1], {}, "token id -1 is out of range: the model's ids go from 0 to 299"),
+    ([VOCAB_SIZE], {}, "token id 300 is out of vocabulary: the model's ids go from 0 to 299"),
+    ([5, -1], {}, "token id -1 is out of vocabulary: the model's ids go from 0 to 299"),
     (
         [5] * MAX_LEN,
         {},
@@ -481,12 +481,12 @@ def test_ids_a_tokenizer_knows_and_the_model_does_not_harm_nobody(
     folder = tiny_folder(tmp_path / "tiny", vocab_size=280)
     write_json(folder / "generation_config.json", {"eos_token_id": [EOS_ID, 290]})
     llm = tiny_llm(folder)
-    word = llm.get_tokenizer().token_text(290)
+    word = llm.engine.input_processor.tokenizer.token_text(290)
     params = SamplingParams(temperature=0, max_tokens=4, min_tokens=2, bad_words=[word, "q"])
     (output,) = llm.generate([[5]], params)
     assert len(output.outputs[0].token_ids) == 4
     assert max(output.outputs[0].token_ids) < 280
-    assert "is out of range: the model's ids go from 0 to 279" in request_refusal(llm, word)
+    assert "is out of vocabulary: the model's ids go from 0 to 279" in request_refusal(llm, word)
     (record,) = caplog.records
     assert record.getMessage() == (
         "the tokenizer has 300 tokens and the model only 280: prompts that need one of the others "

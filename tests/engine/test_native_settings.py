@@ -91,17 +91,47 @@ def test_named_tokens_have_the_same_logprobs_on_both_kernels(folder: Path) -> No
     assert first.logprobs[0][first.token_ids[0]].rank == 1
 
 
-@pytest.mark.parametrize(
-    "wish", [{"dtype": "bfloat16"}, {"dtype": "float16"}, {"kv_cache_dtype": "float32"}], ids=str
-)
-def test_what_the_native_kernels_cannot_do_the_reference_does_or_is_refused(
-    wish: dict[str, str], folder: Path
+def test_a_kv_dtype_that_the_native_kernels_have_not_is_slow_or_refused(
+    folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert isinstance(executor_of(tiny_llm(folder, device="cpu", **wish)), TorchExecutor)
-    ((name, value),) = wish.items()
-    said = refusal(folder, device="cpu", kernels="native", **wish)
-    assert f"have no {name}='{value}'" in said
+    llm = tiny_llm(folder, device="cpu", kv_cache_dtype="float32")
+    assert isinstance(executor_of(llm), TorchExecutor)
+    assert "kv_cache_dtype=float32: computed with torch, which is slow" in caplog.text
+    said = refusal(folder, device="cpu", kernels="native", kv_cache_dtype="float32")
+    assert "have no kv_cache_dtype='float32'" in said
     assert "kernels='reference'" in said
+
+
+@pytest.mark.parametrize(("given", "dtype"), [("bfloat16", "bfloat16"), ("half", "float16")])
+def test_a_narrow_dtype_on_a_cpu_is_told_and_keeps_the_native_kernels(
+    given: str, dtype: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = write(tiny_llm(folder, device="cpu"))
+    assert not caplog.records
+    llm = tiny_llm(folder, device="cpu", dtype=given)
+    assert isinstance(executor_of(llm), NativeExecutor)
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"dtype={dtype} changes nothing: ")
+    assert write(llm) == expected
+
+
+def test_the_reference_rounds_weights_and_computes_in_float32_on_a_cpu(
+    folder: Path, bfloat16: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Weights that are bf16 already are what they are: the same log-probabilities, to the bit."""
+    llm = tiny_llm(folder, device="cpu", kernels="reference", dtype="bfloat16")
+    assert llm.engine.dtype == "float32"
+    assert "dtype=bfloat16: weights are rounded to it" in caplog.text
+    wide, narrow = (
+        prompt_logprobs(path, kernels="reference", dtype=dtype)
+        for path, dtype in ((bfloat16, "float32"), (bfloat16, "bfloat16"))
+    )
+    assert torch.equal(wide, narrow)
+    wide, narrow = (
+        prompt_logprobs(folder, kernels="reference", dtype=dtype)
+        for dtype in ("float32", "bfloat16")
+    )
+    assert 0 < (wide - narrow).abs().max() < 0.5
 
 
 def test_an_installation_without_native_kernels_says_so(
@@ -148,7 +178,7 @@ def test_an_instruction_set_of_another_machine_is_refused(folder: Path) -> None:
 
 
 def test_quantization_without_the_native_kernels_is_refused(folder: Path) -> None:
-    for settings in ({"kernels": "reference"}, {"dtype": "bfloat16"}):
+    for settings in ({"kernels": "reference"}, {"kv_cache_dtype": "bfloat16"}):
         said = refusal(folder, device="cpu", quantization="int8", **settings)
         assert "quantization needs the native kernels" in said
 

@@ -77,7 +77,7 @@ def test_a_stop_string_across_tokens_ends_the_text_before_it(llm: LLM) -> None:
 
 
 def test_a_stop_string_inside_the_text_of_one_token_is_found(llm: LLM) -> None:
-    tokenizer = llm.get_tokenizer()
+    tokenizer = llm.engine.input_processor.tokenizer
     (long,) = (n for n in range(300) if tokenizer.token_text(n) == "the")
     stopped = write(llm, allowed_token_ids=[long], stop="h", max_tokens=5)
     assert (stopped.text, stopped.stop_reason, stopped.token_ids) == ("t", "h", [long])
@@ -86,7 +86,7 @@ def test_a_stop_string_inside_the_text_of_one_token_is_found(llm: LLM) -> None:
 
 
 def test_the_stop_string_is_shown_if_asked_for_and_nothing_after_it(llm: LLM) -> None:
-    tokenizer = llm.get_tokenizer()
+    tokenizer = llm.engine.input_processor.tokenizer
     (long,) = (n for n in range(300) if tokenizer.token_text(n) == "the")
     params = {"allowed_token_ids": [long], "stop": "th", "include_stop_str_in_output": True}
     assert write(llm, **params).text == "th"
@@ -179,7 +179,7 @@ def test_a_stop_string_that_hits_leaves_metrics_and_cached_tokens(folder: Path) 
     (stopped,) = llm.generate([prompt], params)
     assert stopped.outputs[0].finish_reason == "stop"
     assert stopped.num_cached_tokens == plain.num_cached_tokens == 32
-    assert [record.finish_reason for record in stopped.metrics] == ["stop"]
+    assert [record.finish_reason for record in stopped.records] == ["stop"]
     assert llm.engine.core.records.requests[-1].finish_reason == "stop"
 
 
@@ -234,7 +234,7 @@ def test_continuations_are_numbered_and_differ(llm: LLM) -> None:
     (output,) = llm.generate(PROMPT, SamplingParams(n=4, max_tokens=12, ignore_eos=True))
     assert [completion.index for completion in output.outputs] == [0, 1, 2, 3]
     assert len({tuple(completion.token_ids) for completion in output.outputs}) == 4
-    assert len(output.metrics) == 4
+    assert len(output.records) == 4
 
 
 def test_a_seed_fixes_every_continuation(llm: LLM) -> None:
@@ -276,7 +276,7 @@ def test_logprobs_hold_the_best_and_the_chosen_with_their_ranks(llm: LLM) -> Non
         values = [logprob.logprob for logprob in entry.values()]
         assert values == sorted(values, reverse=True)
         assert sum(map(math.exp, values)) <= 1 + 1e-5
-        assert entry[token].decoded_token == llm.get_tokenizer().token_text(token)
+        assert entry[token].decoded_token == llm.engine.input_processor.tokenizer.token_text(token)
     assert sizes == {3, 4}  # the chosen one among the best, and further down
     chosen = [
         entry[token].logprob

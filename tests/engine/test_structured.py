@@ -158,7 +158,7 @@ def test_a_gbnf_and_a_lark_grammar_are_followed(llm: LLM) -> None:
 
 
 def test_a_json_object_begins_as_one_and_never_loops_on_white_space(llm: LLM) -> None:
-    space = [n for n in range(300) if llm.get_tokenizer().token_bytes(n).isspace()]
+    space = [n for n in range(300) if llm.engine.input_processor.tokenizer.token_bytes(n).isspace()]
     favoured = {"logit_bias": dict.fromkeys(space, 100.0)}
     text = write(llm, favoured, json_object=True).text
     assert text.startswith("{")
@@ -188,7 +188,7 @@ def test_a_preempted_request_goes_on_where_it_was(folder: Path, llm: LLM) -> Non
     calm = llm.generate([PROMPT] * 4, params, use_tqdm=False)
     crowded = tiny_llm(folder, num_gpu_blocks_override=18)
     outputs = crowded.generate([PROMPT] * 4, params, use_tqdm=False)
-    assert any(record.preempted for output in outputs for record in output.metrics)
+    assert any(record.preempted for output in outputs for record in output.records)
     for output, expected in zip(outputs, calm, strict=True):
         assert output.outputs[0].token_ids == expected.outputs[0].token_ids
         assert re.fullmatch(pattern["regex"], output.outputs[0].text)

@@ -50,7 +50,7 @@ asked = {
     "allowed": {"temperature": 0, "allowed_token_ids": [11, 12]},
     "min_tokens": {"min_tokens": 3, "stop_token_ids": [7]},
 }
-if llm.get_tokenizer() is not None:
+if llm.engine.tokenizer() is not None:
     asked["bad_words"] = {"bad_words": ["the"]}
     asked["grammar"] = {"structured_outputs": StructuredOutputs(json=schema), "max_tokens": 40}
 params = [SamplingParams(**(common | one)) for one in asked.values()]
@@ -155,7 +155,9 @@ def test_without_native_kernels_torch_computes(folder: Path) -> None:
     assert "no native kernels" in done.stderr
 
 
-@pytest.mark.parametrize("settings", [{"kernels": "reference"}, {"dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"kernels": "reference"}, {"kv_cache_dtype": "bfloat16"}], ids=str
+)
 def test_the_check_can_fail(
     settings: dict[str, str], folder: Path, torchless: dict[str, str]
 ) -> None:
@@ -210,11 +212,10 @@ def test_a_gpu_without_torch_is_told_in_one_line_and_the_cpu_computes(
     [
         ("", {"device": "cuda"}, ("device is 'cuda', which needs torch", GPU)),
         ("", {"kernels": "reference"}, ("kernels is 'reference'", "not installed", REFERENCE)),
-        ("", {"dtype": "bfloat16"}, ("dtype='bfloat16' on a CPU", "'auto'", REFERENCE)),
         ("", {"kv_cache_dtype": "float32"}, ("kv_cache_dtype='float32' on a CPU", REFERENCE)),
         (NO_KERNELS, {}, ("nothing to compute with", "install a C++ compiler", REFERENCE)),
     ],
-    ids=["cuda", "reference", "dtype", "kv_cache_dtype", "no kernels"],
+    ids=["cuda", "reference", "kv_cache_dtype", "no kernels"],
 )
 def test_what_needs_torch_says_what_to_install(
     before: str,

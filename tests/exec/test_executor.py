@@ -105,7 +105,7 @@ def test_records_count_what_was_done(folder: Path) -> None:
     )
     assert all(s.committed_s >= s.launched_s >= s.planned_s for s in steps)
     assert steps[3].kv.used == 41
-    (record,) = output.metrics
+    (record,) = output.records
     assert [(start, size) for _, _, start, size in record.chunks] == [(0, 16), (16, 16), (32, 8)]
     assert list(record.token_step) == [2, 3, 4, 5, 6]
     assert len(record.gap_steps()) == 4

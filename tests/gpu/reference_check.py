@@ -73,7 +73,7 @@ def start(shape: str, device: str, dtype: str) -> dict[str, float]:
         "load_s": loaded,
         "kv_tokens": llm.kv_usage().reserved,
         "kv_bytes": llm.engine.memory.kv_bytes,
-        "tpot_s": outputs[0].metrics[0].tpot_s,
+        "tpot_s": outputs[0].records[0].tpot_s,
     }
 
 

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,16 @@ for name in ("two groups", "post norm, full q/k norm"):
     for passed in cuda_check.compare_tokens(name, models[name], torch.device("cpu")):
         print("equal:", passed)
 """
+
+
+@pytest.fixture(autouse=True)
+def without_onednn() -> Iterator[None]:
+    """torch's own bf16 products: oneDNN's need a CPU with bf16 units, and where there are none it
+    is asked for each, and says so with its call stack."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    yield
+    torch._C._set_mkldnn_enabled(before)
 
 
 def test_every_way_to_schedule_equals_the_reference() -> None:

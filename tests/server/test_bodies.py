@@ -191,6 +191,8 @@ def test_a_chat_far_too_long_is_refused_before_it_is_rendered(
 
 # ── what stays ──────────────────────────────────────────────────────────────────────────────
 
+BIG_TOOLS = [{"name": "f", "input_schema": {"a": [[]] * 50_000}}]
+
 
 @pytest.mark.parametrize(
     ("path", "body"),
@@ -201,14 +203,38 @@ def test_a_chat_far_too_long_is_refused_before_it_is_rendered(
         (CHAT, {"messages": MESSAGES, "documents": [{"a": "x" * MIB}]}),
         (CHAT, {"messages": [{**MESSAGES[0], "other": "x" * MIB}]}),
         (RESPONSES, {"input": "a", "chat_template_kwargs": {"a": [[]] * 100_000}}),
+        ("/v1/messages", {"messages": MESSAGES, "metadata": {"a": [[]] * 100_000}}),
+        ("/v1/messages", {"messages": [{**MESSAGES[0], "other": "x" * MIB}], "tools": BIG_TOOLS}),
+        ("/api/chat", {"messages": [{**MESSAGES[0], "thinking": "x" * MIB}]}),
+        ("/api/generate", {"prompt": "a", "keep_alive": "x" * MIB}),
+        ("/completion", {"prompt": [4, 5], "dry_sequence_breakers": ["x" * MIB]}),
     ],
-    ids=("values", "text", "variables", "documents", "messages", "responses"),
+    ids=(
+        "values",
+        "text",
+        "variables",
+        "documents",
+        "messages",
+        "responses",
+        "metadata",
+        "tools",
+        "thoughts",
+        "keep_alive",
+        "breakers",
+    ),
 )
 def test_nothing_of_a_body_stays_while_its_answer_is_written(
     folder: Path, path: str, body: dict[str, Any]
 ) -> None:
-    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
-    sent = json.dumps({**body, limit: 100, "ignore_eos": True, "stream": True}).encode()
+    limits: dict[str, Any] = {
+        RESPONSES: {"max_output_tokens": 100, "ignore_eos": True},
+        "/v1/messages": {"max_tokens": 100, "temperature": 0},
+        "/api/chat": {"options": {"num_predict": 100, "temperature": 0}},
+        "/api/generate": {"options": {"num_predict": 100, "temperature": 0}},
+        "/completion": {"n_predict": 100, "ignore_eos": True},
+    }
+    limit = limits.get(path, {"max_tokens": 100, "ignore_eos": True})
+    sent = json.dumps({**body, **limit, "stream": True}).encode()
     with running(tiny_llm(folder)) as server:
         step = server.client.engine.core.step
 

@@ -86,6 +86,15 @@ def model_of(client: openai.OpenAI) -> str:
     return client.models.list().data[0].id
 
 
+def test_several_answers_to_one_question_differ(client: openai.OpenAI) -> None:
+    """What the model's makers recommend is sampling, which a request without parameters gets."""
+    asked: Any = [{"role": "user", "content": "Tell me a story about a robot."}]
+    answer = client.chat.completions.create(
+        model=model_of(client), messages=asked, n=4, max_tokens=24
+    )
+    assert len({choice.message.content for choice in answer.choices}) == 4
+
+
 def test_a_chat_whole_and_streamed(client: openai.OpenAI) -> None:
     model = model_of(client)
     assert model == "SmolLM2-135M-Instruct"

@@ -85,9 +85,9 @@ def refusal(answer: tuple[int, dict[str, str], bytes], status: int) -> dict[str,
         (TEXT, {"prompt": "a", "seed": 2**80}, "seed must be", None),
         (TEXT, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", None),
         (TEXT, {"prompt": "a", "logit_bias": {"1": 500}}, "logit_bias", None),
-        ("/v1/responses", {"input": "a", "previous_response_id": "r"}, "is kept", None),
+        ("/v1/responses", {"input": "a", "previous_response_id": "r"}, "not stored", None),
         ("/v1/responses", {"input": [{"type": "item_reference"}]}, "item_reference", None),
-        ("/v1/responses", {"input": "a", "tools": [{"type": "web"}]}, "/v1/chat", "tools"),
+        ("/v1/responses", {"input": "a", "tools": [{"type": "web"}]}, "not run here", "tools"),
         ("/tokenize", {}, "either prompt or messages", None),
         ("/detokenize", {"tokens": [-1]}, "0 to 299", "tokens"),
     ],
@@ -250,6 +250,10 @@ def test_a_full_queue_is_answered_429_and_those_in_it_are_served(folder: Path) -
             time.sleep(0.001)
         status, headers, body = server.ask("POST", TEXT, LONG)
         error = refusal((status, headers, body), 429)
+        counted = (
+            b'vllm:admission_rejections_total{model_name="tiny",reason="max_num_queued_reqs"} 1.0'
+        )
+        assert counted in server.ask("GET", "/metrics")[2]
         assert error["code"] == "queue_full"
         assert int(headers["retry-after"]) >= 1
         for thread in threads:

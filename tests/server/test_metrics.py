@@ -73,6 +73,7 @@ VLLM = {
     "request_generation_tokens_bucket": "le",
     "request_max_num_generation_tokens_bucket": "le",
     "request_params_n_bucket": "le",
+    "request_num_preemptions_bucket": "le",
     "request_params_max_tokens_bucket": "le",
 }
 

@@ -212,8 +212,8 @@ def test_all_that_a_request_may_ask_for_crosses_over(tiny: Running, alone: LLM) 
         assert output.prompt == expected.prompt
         assert output.prompt_logprobs == expected.prompt_logprobs
         assert output.outputs == expected.outputs
-        assert len(output.metrics) == 3
-        for record in output.metrics:
+        assert len(output.records) == 3
+        for record in output.records:
             times = [record.received_s, record.queued_s, record.scheduled_s, *record.token_s]
             assert times == sorted(times)
             assert len(record.token_s) == len(record.token_step) > 0
@@ -240,7 +240,7 @@ def test_a_stop_string_ends_the_request_here_and_there(tiny: Running, alone: LLM
             assert texts == [completion.text for completion in expected.outputs]
             ends = [piece for output in outputs for piece in output.outputs if piece.finished]
             assert [(end.finish_reason, end.stop_reason) for end in ends] == [("stop", stop)] * n
-            assert [record.finish_reason for record in outputs[-1].metrics] == ["stop"] * n
+            assert [record.finish_reason for record in outputs[-1].records] == ["stop"] * n
 
     tiny.run(test)
 
@@ -309,7 +309,7 @@ def test_abort_closes_the_stream_and_says_so(instant: Running) -> None:
                 engine.abort("mine")
         assert outputs[-1].outputs[0].finish_reason == "abort"
         assert 3 <= len(outputs[-1].outputs[0].token_ids) < 4000
-        assert [record.finish_reason for record in outputs[-1].metrics] == ["abort"]
+        assert [record.finish_reason for record in outputs[-1].records] == ["abort"]
         engine.abort("mine")
         engine.abort("nobody")
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.server.running import Running, running
 from tests.tiny import tiny_folder, tiny_llm
+from twostroke.serve.completions import CompletionStreamWriter
 from twostroke.serve.sse import TextEventTemplate, event
 
 CHAT = "/v1/chat/completions"
@@ -172,6 +173,13 @@ def test_requests_with_different_salts_share_no_prefix(server: Running) -> None:
     assert cached(long) == 0
     assert cached(long) > 0
     assert cached({**long, "cache_salt": "yours"}) == 0
+
+
+def test_a_stream_in_which_nothing_is_written_ends_as_one(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CompletionStreamWriter, "write", lambda *_: b"")
+    assert server.events(TEXT, {**PROMPT, "stream": True}) == ["[DONE]"]
 
 
 def test_the_description_names_every_route_and_the_fields_of_its_body(server: Running) -> None:

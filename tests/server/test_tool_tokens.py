@@ -245,7 +245,13 @@ def test_in_the_program_messages_are_read_in_the_same_way(llm: LLM) -> None:
     tokenizer = llm.get_tokenizer()
     assert tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False) == EXPECTED
     last = {"role": "assistant", "content": "it is  "}
-    (output,) = llm.chat([*HELLO, last], greedy, continue_final_message=True, use_tqdm=False)
+    (output,) = llm.chat(
+        [*HELLO, last],
+        greedy,
+        use_tqdm=False,
+        continue_final_message=True,
+        add_generation_prompt=False,
+    )
     text = tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
     assert text.endswith("<|im_start|>assistant\nit is  ")
 

@@ -27,7 +27,12 @@ LAYERS = {
     "twostroke.serve": 7,
     "twostroke.llm": 7,
     "twostroke.measure": 7,  # talks to servers; of the engine it knows model shapes and ceilings
+    "twostroke.llm_engine": 7,
+    "twostroke.llm_tokenizer": 7,
+    "twostroke.beam_search": 7,
+    "twostroke.v1": 7,
     "twostroke.engine": 6,
+    "twostroke.engine.arg_utils": 9,  # has the command line's options
     "twostroke.observe": 5,  # what explains a run to the engine and the server
     "twostroke.sched": 4,
     "twostroke.exec": 3,
@@ -44,11 +49,13 @@ LAYERS = {
     "twostroke.config": 0,
     "twostroke.errors": 0,
     "twostroke.limited": 0,
+    "twostroke.log_lines": 0,
     "twostroke.outputs": 0,
     "twostroke.plan": 0,
     "twostroke.request": 0,
     "twostroke.strict": 0,
     "twostroke.structured": 0,
+    "twostroke.vllm_settings": 0,
     "twostroke.__version__": 0,  # a constant of the package
 }
 

@@ -15,6 +15,7 @@ from twostroke.kv.cache import GroupLimits
 if TYPE_CHECKING:
     from twostroke.engine.api import EngineInfo
 
+INDENT = " " * 12  # of a line's text, after what it is about
 TYPICAL_TOKENS = 1024  # a request to give the cache's size a meaning
 
 
@@ -22,7 +23,8 @@ def banner(info: EngineInfo, url: str, num_keys: int, exposed: bool, ready_s: fl
     """`exposed`: others than this machine can reach the server."""
     return "\n".join(
         (
-            f"twostroke {__version__}: {info.model_name}, {info.dtype} on {info.device}",
+            f"twostroke {__version__}: {info.model_name}, {info.weights or info.dtype} on "
+            f"{info.device}",
             f"  memory    {_waterfall(info)}",
             f"  KV cache  {_capacity(info)}",
             f"  serving   {url}",

@@ -33,7 +33,9 @@ EXAMPLE = """example:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parsers = parser.add_subparsers(dest="bench", metavar="COMMAND", required=True)
+    parsers = parser.add_subparsers(
+        dest="bench", metavar="COMMAND", required=True, prog="twostroke bench"
+    )
     serve = parsers.add_parser(
         "serve",
         help="requests to a running server",

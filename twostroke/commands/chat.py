@@ -21,9 +21,11 @@ from twostroke.commands.answer import (
 from twostroke.commands.flags import (
     OF_A_SERVER,
     add_engine_arguments,
+    add_model_argument,
     add_sampling_arguments,
-    engine_config,
+    checked,
     sampling_params,
+    take_model,
 )
 from twostroke.commands.report import length_hint, print_dim, turn_line
 from twostroke.errors import RequestError, TwostrokeError, nearest
@@ -37,7 +39,8 @@ DESCRIPTION = (
     "Talk with a model. Each turn sends the whole conversation; what the prefix cache still holds "
     "of it is not computed again, and the line below each answer says how much that was."
 )
-OPERANDS = ""
+OPERANDS = " [MODEL]"
+TELLS_ALL = True  # that is wrong with a line and its settings, at once
 COMMANDS = {
     "/clear": "forget the conversation",
     "/exit": "leave (Ctrl-D too)",
@@ -53,13 +56,15 @@ HELP = "\n".join(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_argument(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message to start with")
     add_sampling_arguments(parser)
     add_engine_arguments(parser, leave_out=OF_A_SERVER)
 
 
 def execute(args: argparse.Namespace) -> int:
-    config, _ = engine_config(args), sampling_params(args)  # a mistake is told before loading
+    take_model(args)
+    config = checked(args)
     engine, _ = load(config)
     params = sampling_params(args, engine.sampling)
     if not has_chat_template(engine):

@@ -10,10 +10,14 @@ import argparse
 import dataclasses
 import json
 import re
-from typing import Any
+from typing import Any, TypeVar
 
+from twostroke.commands.parser import Parser
 from twostroke.config import EngineConfig
+from twostroke.errors import TwostrokeError
 from twostroke.request import SamplingParams
+
+S = TypeVar("S")
 
 ENGINE_HELP = {
     "model": "path of a .gguf file or a model folder, or a Hugging Face id (default: a small "
@@ -80,6 +84,28 @@ TYPES = {"str": str, "int": int, "float": float}
 UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """`take_model` reads it."""
+    parser.add_argument(
+        "operand",
+        nargs="?",
+        default=argparse.SUPPRESS,
+        metavar="MODEL",
+        help="the model, as --model has it",
+    )
+
+
+def take_model(args: argparse.Namespace) -> None:
+    """One model, whichever way it was given."""
+    if hasattr(args, "operand"):
+        if hasattr(args, "model"):
+            args.parser.problem(
+                f"the model is given twice: {args.operand} and --model {args.model}"
+            )
+        args.model = args.operand
+        del args.operand
+
+
 def add_engine_arguments(parser: argparse.ArgumentParser, leave_out: set[str]) -> None:
     """An option for every field of `EngineConfig` except those that the command cannot use."""
     group = parser.add_argument_group("model and engine (the names are vLLM's)")
@@ -90,20 +116,65 @@ def add_engine_arguments(parser: argparse.ArgumentParser, leave_out: set[str]) -
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        "sampling (what is not given is as the model's makers recommend)"
+        "sampling", "what is not given is as the model's makers recommend"
     )
     fields = {field.name: field for field in dataclasses.fields(SamplingParams)}
     for name, text in SAMPLING_HELP.items():
         _add(group, fields[name], text, MAX_TOKENS if name == "max_tokens" else None)
 
 
-def engine_config(args: argparse.Namespace) -> EngineConfig:
-    return EngineConfig(**engine_settings(args))
+def engine_config(args: argparse.Namespace) -> EngineConfig | None:
+    """None: a problem was found."""
+    return settings(args.parser, EngineConfig, engine_settings(args))
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """What the user gave of the engine's settings."""
-    return _given(args, EngineConfig)
+    return given_of(args, EngineConfig)
+
+
+def settings(
+    parser: Parser, kind: type[S], given: dict[str, Any], flags: dict[str, str] | None = None
+) -> S | None:
+    """A `kind` of what was given, or None: what is wrong is now among the parser's problems.
+
+    `flags` are those that have other names than their settings."""
+    try:
+        return kind(**given)
+    except TwostrokeError as error:
+        found = [str(error)]
+    for name, value in given.items():  # each alone, so that all wrong ones are told
+        try:
+            kind(**{name: value})
+        except TwostrokeError as error:
+            others = [one for one in given if one != name and "_" in one and one in str(error)]
+            if str(error).startswith(name) and not others:  # else it may be right beside them
+                found.append(str(error))
+    fields = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    for message in found:
+        parser.problem(_with_flags(message, fields, flags or {}))
+    return None
+
+
+def _with_flags(message: str, fields: list[str], flags: dict[str, str]) -> str:
+    """The same with the flags' names for the settings'."""
+
+    def flag(match: re.Match[str]) -> str:
+        return "--" + flags.get(match[0], match[0]).replace("_", "-")
+
+    several = [name for name in fields if "_" in name]
+    first = "|".join(sorted(fields, key=len, reverse=True))
+    message = re.sub(rf"^({first})\b", flag, message)
+    return re.sub(rf"(?<![-\w])({'|'.join(several)})(?!\w)", flag, message)
+
+
+def checked(args: argparse.Namespace) -> EngineConfig:
+    """The engine's settings; what is wrong with them, or with the sampling, ends the program."""
+    config = engine_config(args)
+    settings(args.parser, SamplingParams, given_of(args, SamplingParams))
+    args.parser.finish()
+    assert config is not None
+    return config
 
 
 def sampling_params(
@@ -112,7 +183,7 @@ def sampling_params(
     """What the user gave, over what the model's makers recommend, over the likeliest token."""
     if recommended is None or recommended == SamplingParams():
         recommended = SamplingParams(temperature=0)
-    given = {"max_tokens": MAX_TOKENS} | _given(args, SamplingParams)
+    given = {"max_tokens": MAX_TOKENS} | given_of(args, SamplingParams)
     return dataclasses.replace(recommended, **given)
 
 
@@ -120,7 +191,7 @@ def parse_bytes(text: str) -> int:
     """`4096`, `512M` and `4GiB` (powers of 1024), `4GB` (powers of 1000)."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgt]?)(i?b)?", text.strip().lower())
     if match is None or (match[3] == "ib" and not match[2]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; give one such as 512M or 4GiB")
+        raise argparse.ArgumentTypeError("expected a size such as 512M or 4GiB")
     base = 1000 if match[3] == "b" else 1024
     return int(float(match[1]) * base ** UNITS[match[2]])
 
@@ -131,11 +202,27 @@ def json_object(text: str) -> dict[str, Any]:
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+        raise argparse.ArgumentTypeError('expected a JSON object such as {"key": 1}')
     return value
 
 
-def _given(args: argparse.Namespace, settings: type[Any]) -> dict[str, Any]:
+class MergeJson(argparse.Action):
+    """Objects that are given one after the other are one."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        before = getattr(namespace, self.dest, None) or {}
+        setattr(namespace, self.dest, _merged(before, values))
+
+
+def _merged(one: Any, other: Any) -> Any:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return {**one, **{key: _merged(one.get(key), value) for key, value in other.items()}}
+    return [*one, *other] if isinstance(one, list) and isinstance(other, list) else other
+
+
+def given_of(args: argparse.Namespace, settings: type[Any]) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(settings)]
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
@@ -152,7 +239,7 @@ def _add(
         if default is not None:
             text += f" (default: {'yes' if default else 'no'})"
     elif kind == "dict[str, Any]":
-        options |= {"type": json_object, "metavar": "JSON"}
+        options |= {"type": json_object, "action": MergeJson, "metavar": "JSON"}
     elif kind == "tuple[int, ...]":
         options |= {"type": int, "nargs": "+", "action": "extend", "metavar": "N"}
     elif field.name == "stop":

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from twostroke.commands.answer import Answer
+from twostroke.commands.terminal import columns, glued, wrapped
 
 if TYPE_CHECKING:
     from twostroke.engine.build import Engine
@@ -54,16 +55,19 @@ def print_report(engine: Engine, answer: Answer, max_tokens: int | None) -> None
 
 
 def turn_line(answer: Answer) -> str:
-    return " │ ".join(
-        (
-            f"prefill {answer.prefilled_tokens:,} tok ({answer.cached_tokens:,} of "
-            f"{answer.prompt_tokens:,} cached) · TTFT {duration(answer.ttft_s)} · "
-            f"{rate(answer.prefill_tokens_per_s)} tok/s",
-            f"decode {len(answer.token_ids):,} tok · TPOT {duration(answer.tpot_s)} · "
-            f"{rate(answer.decode_tokens_per_s)} tok/s",
-            f"KV {answer.kv.used:,} of {answer.kv.reserved:,} tokens used",
-        )
+    prefill = (
+        f"prefill {answer.prefilled_tokens:,} tok ({answer.cached_tokens:,} of "
+        f"{answer.prompt_tokens:,} cached)",
+        glued(f"TTFT {duration(answer.ttft_s)}"),
+        glued(f"{rate(answer.prefill_tokens_per_s)} tok/s"),
     )
+    decode = (
+        glued(f"decode {len(answer.token_ids):,} tok"),
+        glued(f"TPOT {duration(answer.tpot_s)}"),
+        glued(f"{rate(answer.decode_tokens_per_s)} tok/s"),
+    )
+    kv = (f"KV {answer.kv.used:,} of {answer.kv.reserved:,} tokens used",)
+    return " │ ".join(" · ".join(part) for part in (prefill, decode, kv))
 
 
 def as_json(engine: Engine, answer: Answer, load_s: float) -> dict[str, Any]:
@@ -126,7 +130,9 @@ def rate(per_s: float | None) -> str:
 
 
 def print_dim(text: str) -> None:
+    """As wide as the terminal at most."""
     stream = report_stream()
+    text = wrapped(text, columns(stream), "  ")
     if not stream.isatty():
         print(text, file=stream)
         return
@@ -136,20 +142,22 @@ def print_dim(text: str) -> None:
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    """The first row is the heading; columns are right-aligned, except the first."""
+    """The first row is the heading; columns are right-aligned, except the first. A table that is
+    too wide for the terminal is turned on its side."""
     stream = report_stream()
-    if not stream.isatty():
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for first, *others in rows:
-            cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
-            print("  ".join((first.ljust(widths[0]), *cells)).rstrip(), file=stream)
-        return
-    from rich.console import Console
-    from rich.table import Table
+    width = columns(stream)
+    lines = aligned(rows)
+    if width is not None and max(map(len, lines)) > width:
+        lines = aligned(list(zip(*rows, strict=True)))
+    print_dim(lines[0])
+    for line in lines[1:]:
+        print(line, file=stream)
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for index, name in enumerate(rows[0]):
-        table.add_column(name, justify="right" if index else "left", no_wrap=True)
-    for row in rows[1:]:
-        table.add_row(*row)
-    Console(file=stream).print(table)
+
+def aligned(rows: Sequence[Row]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+        lines.append("  ".join((first.ljust(widths[0]), *cells)).rstrip())
+    return lines

@@ -13,7 +13,7 @@ from twostroke.commands.flags import (
     OF_A_SERVER,
     add_engine_arguments,
     add_sampling_arguments,
-    engine_config,
+    checked,
     sampling_params,
 )
 from twostroke.commands.report import as_json, print_report
@@ -28,12 +28,16 @@ DESCRIPTION = (
     "Answer one prompt. The text goes to stdout as it is written; what prefill, decode and the KV "
     "cache took follows below it, or on stderr if stdout is not a terminal."
 )
-OPERANDS = " PROMPT ..."
+OPERANDS = " [MODEL] PROMPT ..."
+TELLS_ALL = True  # that is wrong with a line and its settings, at once
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "prompt", nargs="*", metavar="PROMPT", help="the words of the prompt; - reads stdin"
+        "prompt",
+        nargs="*",
+        metavar="[MODEL] PROMPT",
+        help="a model, as --model has it, and the words of the prompt; - reads stdin",
     )
     parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
     parser.add_argument(
@@ -47,9 +51,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
+    from twostroke.model.hub import check_path, names_a_model
+
     if args.raw and args.system is not None:
-        args.parser.error("--system is part of a chat, which --raw leaves out; give one of them")
-    config, _ = engine_config(args), sampling_params(args)  # a mistake is told before loading
+        args.parser.problem("--system is part of a chat, which --raw leaves out; give one of them")
+    if not hasattr(args, "model") and args.prompt and names_a_model(args.prompt[0]):
+        args.model = args.prompt.pop(0)
+    config = checked(args)
+    if config.model is not None:
+        check_path(config.model)
     text = _read_prompt(args)
     engine, load_s = load(config)
     params = sampling_params(args, engine.sampling)

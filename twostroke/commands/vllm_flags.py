@@ -1,169 +1,211 @@
-"""Flags of vLLM's that `serve` does not have, so that none is ever silently ignored.
+"""vLLM's flags that `serve` does not have itself, so that none is ever silently left undone.
 
-A flag here is refused by name with the reason; or it asks for what happens anyway (`ANYWAY`,
-`ONLY`) and is taken. llama-server's are in `llama_flags.py`. What is in no table is a misspelling.
+All of `vllm serve` 0.32's are here or taken, and those of earlier versions that launch lines still
+carry. What is in no table is a misspelling. `foreign.py` says what the tables mean.
 """
 
 from __future__ import annotations
 
-from argparse import Namespace
+import argparse
+from dataclasses import fields
 
 from twostroke.commands import llama_flags
-from twostroke.commands.foreign import Foreign, Parser, add_hidden
+from twostroke.commands.foreign import (
+    DROPPED,
+    Foreign,
+    Only,
+    Table,
+    add_hidden,
+    add_tables,
+    negations,
+    table,
+)
+from twostroke.commands.parser import Parser
+from twostroke.config import RECOMMENDED
+from twostroke.request import SamplingParams
 
-_BY_REASON: dict[str, str] = {
-    "weights are taken as their files have them, or as --quantization makes them on a CPU": (
-        "--quantization-config --allow-deprecated-quantization "
-        "--quantization-param-path --calculate-kv-scales --kv-cache-dtype-skip-layers "
-        "--override-attention-dtype"
-    ),
-    "a model runs on one device in this version": "--distributed-executor-backend --master-addr "
-    "--master-port -r --node-rank --distributed-timeout-seconds --data-parallel-rank -dpn "
-    "--data-parallel-start-rank -dpr --data-parallel-size-local -dpl --data-parallel-address -dpa "
-    "--data-parallel-rpc-port -dpp --data-parallel-backend -dpb --data-parallel-hybrid-lb -dph "
-    "--data-parallel-external-lb -dpe --worker-cls --worker-extension-cls --worker-use-ray "
-    "--ray-workers-use-nsight --max-parallel-loading-workers --aggregate-engine-logging "
-    "--headless --cp-kv-cache-interleave-size --dcp-kv-cache-interleave-size --dcp-comm-backend "
-    "--disable-nccl-for-dp-synchronization --numa-bind --numa-bind-nodes --numa-bind-cpus",
-    "mixtures of experts are not supported yet": "--enable-expert-parallel -ep --enable-eplb "
-    "--eplb-config --enable-ep-weight-filter --all2all-backend --enable-elastic-ep "
-    "--expert-placement-strategy --enable-return-routed-experts --enable-dbo "
-    "--dbo-decode-token-threshold --dbo-prefill-token-threshold --moe-backend",
-    "speculative decoding is not there yet": "--speculative-config --speculative-model "
-    "--num-speculative-tokens --num-lookahead-slots --speculative-draft-tensor-parallel-size "
-    "--ngram-prompt-lookup-max --ngram-prompt-lookup-min --spec-decoding-acceptance-method",
-    "LoRA adapters are not there yet; merge the adapter into the model": "--enable-lora "
-    "--lora-modules --max-loras --max-lora-rank --max-cpu-loras --lora-dtype "
-    "--lora-extra-vocab-size --long-lora-scaling-factors --fully-sharded-loras "
-    "--lora-target-modules --default-mm-loras --specialize-active-lora "
-    "--enable-tower-connector-lora --lora-cache-dir --enable-prompt-adapter --prompt-adapters "
-    "--max-prompt-adapters --max-prompt-adapter-token",
-    "weights and KV blocks stay on the device; --kv-cache-memory-bytes and a smaller --dtype make "
-    "room": "--cpu-offload-params --offload-backend --offload-group-size --offload-num-in-group "
-    "--offload-prefetch-step --offload-params --kv-offloading-size --kv-offloading-backend "
-    "--enable-sleep-mode",
-    "KV blocks do not travel between engines yet": "--kv-transfer-config --kv-events-config "
-    "--ec-transfer-config --weight-transfer-config",
-    "code that comes with a model is never run; the supported families need none, so leave it "
-    "out": "--trust-remote-code --code-revision",
-    "code of others is not loaded into the server": "--middleware --tool-parser-plugin "
-    "--reasoning-parser-plugin --logits-processors --logits-processor-pattern "
-    "--io-processor-plugin --scheduler-cls --tool-server --additional-config",
-    "nothing is compiled, and graphs are of decode batches; --cudagraph-capture-sizes, "
-    "--max-cudagraph-capture-size and --enforce-eager are all there is to choose": (
-        "--compilation-config -cc --compilation-level -O --optimization-level --cuda-graph-sizes "
-        "--max-seq-len-to-capture --cudagraph-metrics --kernel-config "
-        "--enable-flashinfer-autotune --ir-op-priority"
-    ),
-    "there is one attention backend": "--attention-backend --attention-config "
-    "--gdn-prefill-backend --disable-sliding-window --kv-sharing-fast-prefill",
-    "state-space models are not supported": "--mamba-config --mamba-backend --mamba-cache-dtype "
-    "--mamba-ssm-cache-dtype --mamba-block-size --mamba-cache-mode --mamba-cache-philox-rounds "
-    "--enable-mamba-cache-stochastic-rounding",
-    "models read and write text only": "--limit-mm-per-prompt --media-io-kwargs "
-    "--mm-processor-kwargs --mm-processor-cache-gb --mm-processor-cache-type "
-    "--mm-shm-cache-max-object-size-mb --mm-encoder-only --mm-encoder-tp-mode "
-    "--mm-encoder-attn-backend --mm-encoder-attn-dtype --mm-tensor-ipc --interleave-mm-strings "
-    "--skip-mm-profiling --video-pruning-rate --enable-mm-embeds --allowed-local-media-path "
-    "--allowed-media-domains --disable-mm-preprocessor-cache --enable-mm-processor-stats "
-    "--disable-chunked-mm-input",
-    "the server generates text: no embeddings, scores or classes": "--pooler-config "
-    "--override-pooler-config --enable-prompt-embeds",
-    "thinking is not parted from the answer yet; it comes as text": "--reasoning-parser "
-    "--reasoning-config --enable-reasoning",
-    "llguidance is the one backend of structured outputs": (
-        "--guided-decoding-disable-fallback --guided-decoding-disable-any-whitespace"
-    ),
-    "config.json is read as it stands; change a copy of it and give its folder as the model": (
-        "--hf-overrides --hf-config-path --rope-scaling --rope-theta"
-    ),
-    "the token is read from HF_TOKEN or `hf auth login`, where others cannot see it": "--hf-token",
-    "models are kept under TWOSTROKE_CACHE": "--download-dir",
-    "--revision holds for the tokenizer too": "--tokenizer-revision",
-    "files are mapped and read once; there is nothing to choose": "--safetensors-load-strategy "
-    "--model-loader-extra-config --ignore-patterns --pt-load-map-location",
-    "prompts share a step's tokens in their order; --max-num-batched-tokens sets how many": (
-        "--max-num-partial-prefills --max-long-partial-prefills --long-prefill-token-threshold "
-        "--scheduler-delay-factor --scheduler-reserve-full-isl"
-    ),
-    "how far the engine plans ahead is not a setting": "--async-scheduling "
-    "--multi-step-stream-outputs",
-    "KV blocks are shared by what they say, compared token by token": "--prefix-caching-hash-algo",
-    "there is one KV cache manager": "--disable-hybrid-kv-cache-manager",
-    "a request's span, which --otlp-traces-endpoint exports, is all there is": (
-        "--collect-detailed-traces"
-    ),
-    "--nvtx names steps and the parts of layers": "--enable-layerwise-nvtx-tracing",
-    "`twostroke profile URL` and POST /start_profile need no setting": "--profiler-config",
-    "/metrics has one set of names": "--show-hidden-metrics-for-version --kv-cache-metrics "
-    "--kv-cache-metrics-sample --enable-mfu-metrics --enable-logging-iteration-details "
-    "--enable-server-load-tracking",
-    "the HTTP side and the engine are always two processes": "--disable-frontend-multiprocessing "
-    "--renderer-num-workers",
-    "client certificates are not checked; put a proxy in front": "--ssl-ca-certs --ssl-cert-reqs "
-    "--enable-ssl-refresh --ssl-ciphers",
-    "routes start at /; let the proxy in front strip its prefix": "--root-path",
-    "--allowed-origins is all there is of CORS: it allows GET and POST, never cookies": (
-        "--allow-credentials --allowed-methods --allowed-headers"
-    ),
-    "--max-header-bytes is the limit of a request's head": "--h11-max-incomplete-event-size "
-    "--h11-max-header-count",
-    "logs go to stderr; only --uvicorn-log-level changes them": "--log-config-file "
-    "--log-error-stack --enable-log-outputs --enable-log-deltas "
-    "--disable-access-log-for-endpoints",
-    "a request asks for this itself": "--return-tokens-as-token-ids --enable-force-include-usage",
-    "leave tools that must not be called out of the request": (
-        "--exclude-tools-when-tool-choice-none"
-    ),
-    "--skip-tokenizer-init goes without a tokenizer": "--tokens-only",
-    "the tokenizer's files are not served": "--enable-tokenizer-info-endpoint",
-    "there are no pages of documentation to serve": "--enable-offline-docs",
-    "HTTP is the only protocol": "--grpc",
-}
+ONE_DEVICE = "a model runs on one device for now"
 
-REFUSED: dict[str, str] = {
-    **llama_flags.REFUSED,
-    **{
-        flag: f"{flag} is vLLM's and not supported: {reason}"
-        for reason, flags in _BY_REASON.items()
-        for flag in flags.split()
-    },
-}
+REFUSED: Table = table(
+    {
+        "weights are taken as their files have them, or as --quantization int8 or int4 rounds them "
+        "on a CPU; leave it out": "--quantization-config= --quantization-param-path= "
+        "--calculate-kv-scales --kv-cache-dtype-skip-layers=+ --override-attention-dtype=",
+        f"{ONE_DEVICE}; start one server for each, behind a proxy": "--master-addr= --master-port= "
+        "-r= --node-rank= --data-parallel-rank= -dpn= --data-parallel-start-rank= -dpr= "
+        "--data-parallel-size-local= -dpl= --data-parallel-address= -dpa= "
+        "--data-parallel-rpc-port= -dpp= --data-parallel-hybrid-lb -dph "
+        "--data-parallel-external-lb -dpe --data-parallel-multi-port-external-lb -dpm --headless",
+        "mixtures of experts are not supported yet": "--enable-return-routed-experts "
+        "--aux-output-config=",
+        "speculative decoding is not there yet; leave it out, the answers are the same": (
+            "--speculative-config= -sc= --spec-method= --spec-model= --spec-tokens= "
+            "--speculative-model= --num-speculative-tokens= "
+            "--speculative-draft-tensor-parallel-size= --ngram-prompt-lookup-max= "
+            "--ngram-prompt-lookup-min= --spec-decoding-acceptance-method="
+        ),
+        "LoRA adapters are not there yet; merge the adapter into the model": "--enable-lora "
+        "--lora-modules=+ --default-mm-loras= --enable-prompt-adapter --prompt-adapters=+",
+        "weights and KV blocks stay on the device; --kv-cache-memory-bytes and a smaller --dtype "
+        "make room": "--cpu-offload-params=+ --kv-offloading-size= "
+        "--sleep-mode-offload-cudagraph --sleep-preserve-parameter-names=+",
+        "KV blocks and weights do not travel between engines yet; leave it out": (
+            "--kv-transfer-config= --kv-events-config= --ec-transfer-config= "
+            "--weight-transfer-config= --ec-manager-config="
+        ),
+        "code of others is not loaded into the server; leave it out": "--middleware= "
+        "--tool-parser-plugin= --reasoning-parser-plugin= --logits-processors=+ "
+        "--logits-processor-pattern= --io-processor-plugin= --scheduler-cls= --tool-server= "
+        "--worker-cls= --worker-extension-cls= --model-class-overrides=",
+        "models read and write text only; leave it out": "--mm-encoder-only --enable-mm-embeds "
+        "--allowed-local-media-path= --allowed-media-domains=+ --trust-request-mm-kwargs",
+        "the server generates text, token by token: no embeddings, scores, classes or diffusion": (
+            "--pooler-config= --override-pooler-config= --enable-prompt-embeds --diffusion-config= "
+            "-dc= --engram-config="
+        ),
+        "config.json is read as it stands; change a copy of it and give its folder as the model": (
+            "--hf-overrides= --hf-config-path= --rope-scaling= --rope-theta="
+        ),
+        "--revision holds for the tokenizer, too; give --tokenizer a folder for another": (
+            "--tokenizer-revision="
+        ),
+        "there are no such routes": "--enable-scale-out",
+        "client certificates are not checked, and ciphers are the system's; put a proxy in front": (
+            "--ssl-ca-certs= --enable-ssl-refresh --ssl-ciphers="
+        ),
+        "--allowed-origins is all there is of CORS; cookies are never allowed": (
+            "--allow-credentials"
+        ),
+        "no text of a prompt or an answer is ever logged; leave it out": "--enable-log-outputs",
+        "leave tools that must not be called out of the request": (
+            "--exclude-tools-when-tool-choice-none"
+        ),
+        "--skip-tokenizer-init goes without a tokenizer": "--tokens-only",
+        "HTTP is the only protocol": "--grpc --grpc-port=",
+        "the tokens that sampling left over are not told; logprobs are": "--return-sampling-mask",
+        "a request cannot force its tokens; prompt_logprobs judges given ones": (
+            "--enable-trace-replay"
+        ),
+        "texts are not watermarked": "--watermark-config=",
+        "the fingerprint is of version, model and device": "--fingerprint-value=",
+        "the queue is limited in requests: --max-queue": "--max-num-queued-tokens=",
+    }
+)
 
-# Switches that ask for what happens anyway.
-ANYWAY: dict[str, str] = {
-    **llama_flags.ANYWAY,
-    "--disable-log-requests": "requests are not logged unless --enable-log-requests asks for it",
-    "--disable-uvicorn-access-log": "there is none unless --enable-log-requests asks for it",
-    "--disable-fastapi-docs": "no pages of documentation are served",
-    "--enable-prompt-tokens-details": "usage always says how many prompt tokens were cached",
-    "--disable-custom-all-reduce": "one device reduces nothing",
-    "--disable-cascade-attn": "there is none",
-    "--guided-decoding-disable-additional-properties": "a schema's objects are closed",
-    "--use-v2-block-manager": "there is one block manager",
-    "--use-tqdm-on-load": "only what is shown while loading",
-    "--no-use-tqdm-on-load": "only what is shown while loading",
-    "--language-model-only": "models read and write text only",
-    "--fail-on-environ-validation": "a wrong setting always ends the start",
-    "--no-trust-remote-code": "code that comes with a model is never run",
-    "--no-async-scheduling": "the tokens are the same",
-    "--no-enable-lora": "there are no adapters",
-    "--no-enable-expert-parallel": "there are no experts",
-    "--no-enable-sleep-mode": "there is none",
-}
+NOTED: Table = table(
+    {
+        "code that comes with a model is never run; the supported families need none": (
+            "--trust-remote-code --code-revision="
+        ),
+        "one device": "--distributed-executor-backend= --distributed-timeout-seconds= "
+        "--cpu-distributed-timeout-seconds= --data-parallel-backend= -dpb= --worker-use-ray "
+        "--ray-workers-use-nsight --max-parallel-loading-workers= --aggregate-engine-logging "
+        "--cp-kv-cache-interleave-size= --dcp-kv-cache-interleave-size= --dcp-comm-backend= "
+        "--dcp-q-replicate --disable-nccl-for-dp-synchronization --numa-bind --numa-bind-nodes=+ "
+        "--numa-bind-cpus=+ --data-parallel-supervisor-port= --dp-supervisor-probe-interval-s= "
+        "--dp-supervisor-probe-timeout-s= --dp-supervisor-probe-failure-threshold= "
+        "--dp-sync-interval= --enable-hc-sp --enable-batch-sharded-sampling "
+        "--enable-shm-tensor-arena --enable-nccl-comm-suspend",
+        "no layer has experts": "--enable-expert-parallel -ep --enable-eplb --eplb-config= "
+        "--enable-ep-weight-filter --all2all-backend= --enable-elastic-ep "
+        "--elastic-ep-max-dp-size= --expert-placement-strategy= --enable-dbo "
+        "--dbo-decode-token-threshold= --dbo-prefill-token-threshold= --moe-backend=",
+        "no adapters": "--max-loras= --max-lora-rank= --max-cpu-loras= --lora-dtype= "
+        "--lora-extra-vocab-size= --long-lora-scaling-factors= --fully-sharded-loras "
+        "--lora-target-modules=+ --specialize-active-lora --enable-tower-connector-lora "
+        "--lora-cache-dir= --max-prompt-adapters= --max-prompt-adapter-token= "
+        "--enable-mixed-moe-lora-format --enable-moe-shared-loras --max-lora-cls-labels=",
+        "nothing is offloaded": "--offload-backend= --offload-group-size= --offload-num-in-group= "
+        "--offload-prefetch-step= --offload-params=+ --kv-offloading-backend= --swap-space= "
+        "--enable-cumem-allocator",
+        "nothing is compiled, and graphs are of decode batches": "--compilation-config= -cc= "
+        "--compilation-level= -O=? --optimization-level= --cuda-graph-sizes=+ "
+        "--max-seq-len-to-capture= --kernel-config= --enable-flashinfer-autotune "
+        "--ir-op-priority= --linear-backend= --jit-monitor-mode= --jit-monitor-verbose "
+        "--additional-config= --use-fp64-gumbel --sparse-indexer-topk-backend=",
+        "there is one attention backend": "--attention-backend= --attention-config= -ac= "
+        "--gdn-prefill-backend= --kda-prefill-backend= --kda-decode-backend= "
+        "--kv-sharing-fast-prefill --disable-cascade-attn --enable-flash-late-interaction "
+        "--swa-bounded-replay --disable-sliding-window",
+        "no layer has a state": "--mamba-config= --mamba-backend= --mamba-cache-dtype= "
+        "--mamba-ssm-cache-dtype= --mamba-block-size= --mamba-cache-mode= "
+        "--mamba-cache-philox-rounds= --enable-mamba-cache-stochastic-rounding "
+        "--mamba-ssu-algorithm= --enable-mamba-shared-prefix-checkpoint --replayssm-buffer-len= "
+        "--use-replayssm",
+        "text only: what is not text is refused with its request": "--limit-mm-per-prompt= "
+        "--media-io-kwargs= --mm-processor-kwargs= --mm-processor-cache-gb= "
+        "--mm-processor-cache-type= --mm-shm-cache-max-object-size-mb= --mm-encoder-tp-mode= "
+        "--mm-encoder-attn-backend= --mm-encoder-attn-dtype= --mm-tensor-ipc= "
+        "--interleave-mm-strings --skip-mm-profiling --video-pruning-rate= "
+        "--video-pruning-method= --disable-mm-preprocessor-cache --enable-mm-processor-stats "
+        "--disable-chunked-mm-input --mm-hasher-algorithm= --mm-encoder-fp8-scale-path= "
+        "--mm-encoder-fp8-scale-save-path= --mm-encoder-fp8-scale-save-margin= "
+        "--mm-processor-device= --mm-ipc-gpu-memory-gb= --mm-device-do-normalize",
+        "llguidance is the one backend of structured outputs": "--guided-decoding-backend= "
+        "--guided-decoding-disable-fallback --guided-decoding-disable-any-whitespace "
+        "--guided-decoding-disable-additional-properties",
+        "files are mapped and read once": "--safetensors-load-strategy= "
+        "--safetensors-prefetch-num-threads= --safetensors-prefetch-block-size= "
+        "--model-loader-extra-config= --ignore-patterns=+ --pt-load-map-location= "
+        "--use-tqdm-on-load --allow-deprecated-quantization",
+        "prompts share a step's tokens in their order": "--max-num-partial-prefills= "
+        "--max-long-partial-prefills= --long-prefill-token-threshold= "
+        "--long-prefill-token-threshold-adaptive --scheduler-delay-factor= "
+        "--scheduler-reserve-full-isl --watermark= --prefill-schedule-interval= "
+        "--max-num-scheduled-tokens=",
+        "how far the engine plans ahead is not a setting": "--async-scheduling "
+        "--multi-step-stream-outputs --num-scheduler-steps= --num-lookahead-slots= "
+        "--stream-interval=",
+        "there is one KV cache manager": "--prefix-caching-hash-algo= "
+        "--disable-hybrid-kv-cache-manager --prefix-cache-retention-interval= "
+        "--prefix-match-unit= --use-v2-block-manager --preemption-mode=",
+        "POST /start_profile is always there; `twostroke profile` calls it": "--profiler-config=",
+        "--nvtx names steps and the parts of layers": "--enable-layerwise-nvtx-tracing",
+        "/metrics has one set of names, and a request one span": "--collect-detailed-traces=+ "
+        "--show-hidden-metrics-for-version= --kv-cache-metrics "
+        "--kv-cache-metrics-sample= --cudagraph-metrics --enable-mfu-metrics "
+        "--enable-logging-iteration-details --custom-histogram-buckets= "
+        "--per-request-spec-decode-metrics=",
+        "HTTP is one process, the engine another, which is started again if it dies": (
+            "--api-server-count= -asc= --disable-frontend-multiprocessing --renderer-num-workers= "
+            "--enable-fault-tolerance --fault-tolerance-config="
+        ),
+        "a head is limited in bytes: --max-header-bytes": "--h11-max-header-count=",
+        "logs go to stderr": "--logging-config= --log-config-file= --log-error-stack "
+        "--enable-log-deltas --disable-access-log-for-endpoints=",
+        "/docs needs no network": "--enable-offline-docs",
+        "routes of others' APIs": "--cohere-is-reasoning-model --cohere-format= "
+        "--anthropic-disabled-thinking-effort=",
+        "requests are logged by --enable-log-requests": "--no-disable-uvicorn-access-log",
+        "usage always says how many prompt tokens were cached": "--no-enable-prompt-tokens-details",
+        "answers always have their timings": "--no-enable-per-request-metrics",
+        "--reasoning-parser asks for it": "--enable-reasoning --reasoning-config=",
+        "/docs and /openapi.json are there, and want the key": "--disable-fastapi-docs "
+        "--no-disable-fastapi-docs",
+    }
+)
 
-# Flags with a value: which values ask for what happens anyway, and why others are refused.
-ONLY: dict[str, tuple[tuple[str, ...], str]] = {
-    **llama_flags.ONLY,
-    "--generation-config": (
-        ("auto",),
-        "the model's own generation_config.json is what a request's fields go over",
-    ),
-    "--tokenizer-mode": (("auto",), "a model has one tokenizer here"),
-    "--config-format": (("auto", "hf"), "a model is described by config.json or by its GGUF file"),
-    "--model-impl": (("auto",), "every model runs on twostroke's own decoder"),
+ANYWAY: Table = table(
+    {
+        "requests are logged by --enable-log-requests only": "--disable-log-requests "
+        "--disable-uvicorn-access-log --max-log-len=",
+        "/load is always there": "--enable-server-load-tracking --no-enable-server-load-tracking",
+        "/sleep is there in development mode, with VLLM_SERVER_DEV_MODE=1": "--enable-sleep-mode "
+        "--no-enable-sleep-mode",
+        "usage always says how many prompt tokens were cached": "--enable-prompt-tokens-details",
+        "answers always have their timings": "--enable-per-request-metrics",
+        "one device reduces nothing": "--disable-custom-all-reduce --no-disable-custom-all-reduce",
+        "models read and write text only": "--language-model-only --no-language-model-only",
+        "a wrong setting always ends the start": "--fail-on-environ-validation "
+        "--no-fail-on-environ-validation",
+    }
+)
+ANYWAY |= {flag: why for flag, why in negations(REFUSED, NOTED).items() if flag not in NOTED}
+
+ONLY: Only = {
+    "--model-impl": (("auto", "vllm"), "every model runs on twostroke's own decoder"),
     "--runner": (("auto", "generate"), "the server generates text"),
-    "--task": (("auto", "generate"), "the server generates text"),
+    "--task": (("auto", "generate"), f"the server generates text ({DROPPED})"),
     "--convert": (("auto", "none"), "the server generates text"),
     "--chat-template-content-format": (
         ("auto",),
@@ -173,50 +215,130 @@ ONLY: dict[str, tuple[tuple[str, ...], str]] = {
         ("raw_logprobs",),
         "log-probabilities are the model's, before penalties and temperature",
     ),
-    "--guided-decoding-backend": (("auto", "guidance"), "llguidance is the one backend"),
-    "--preemption-mode": (("recompute",), "a preempted request is computed again"),
-    "--pipeline-parallel-size": (("1",), "a model runs on one device in this version"),
-    "--data-parallel-size": (("1",), "a server runs one engine; start several behind a proxy"),
-    "--decode-context-parallel-size": (("1",), "a model runs on one device in this version"),
-    "--prefill-context-parallel-size": (("1",), "a model runs on one device in this version"),
-    "--nnodes": (
-        ("1",),
-        "a model runs on one device in this version; llama-server's -n is --predict here",
+    "--pipeline-parallel-size -pp": (("1",), ONE_DEVICE),
+    "--data-parallel-size -dp": (("1",), f"{ONE_DEVICE}; start several behind a proxy"),
+    "--decode-context-parallel-size -dcp": (("1",), ONE_DEVICE),
+    "--prefill-context-parallel-size -pcp": (("1",), ONE_DEVICE),
+    "--nnodes": (("1",), ONE_DEVICE),
+    "--cpu-offload-gb": (("0", "0.0"), "weights stay on the device"),
+    "--ssl-cert-reqs": (("0",), "client certificates are not checked; put a proxy in front"),
+    "--allowed-methods": (('["*"]', "*"), "GET and POST are allowed"),
+    "--allowed-headers": (('["*"]', "*"), "all headers are allowed"),
+    "--tool-strict-level": (("auto",), "a request's tool_choice makes a call's form certain"),
+    "--fingerprint-mode": (("full", "hash"), "the fingerprint is of version, model and device"),
+    "--sse-keep-alive-interval": (
+        ("0",),
+        "nothing is sent between tokens; give the proxy a longer read time-out",
     ),
-    "--api-server-count": (("1",), "one HTTP process serves; start several behind a proxy"),
-    "--stream-interval": (("1",), "every token is sent as it is written"),
-    "--num-scheduler-steps": (("1",), "every step is planned"),
-    "--swap-space": (("0",), "KV blocks stay on the device; a preempted request is computed again"),
-    "--cpu-offload-gb": (("0",), "weights stay on the device"),
-}
-_SHORT = {
-    "-pp": "--pipeline-parallel-size",
-    "-dp": "--data-parallel-size",
-    "-dcp": "--decode-context-parallel-size",
-    "-pcp": "--prefill-context-parallel-size",
-    "-n": "--nnodes",
-    "-asc": "--api-server-count",
 }
 
+# Of the above, what vLLM 0.32 has not any more.
+_OF_EARLIER_VERSIONS = (
+    "--quantization-param-path --calculate-kv-scales --override-attention-dtype "
+    "--speculative-model --num-speculative-tokens --speculative-draft-tensor-parallel-size "
+    "--ngram-prompt-lookup-max --ngram-prompt-lookup-min --spec-decoding-acceptance-method "
+    "--enable-prompt-adapter --prompt-adapters --logits-processor-pattern "
+    "--override-pooler-config --rope-theta --worker-use-ray --lora-extra-vocab-size "
+    "--long-lora-scaling-factors --lora-cache-dir --max-prompt-adapters "
+    "--max-prompt-adapter-token --swap-space --compilation-level --cuda-graph-sizes "
+    "--max-seq-len-to-capture --mamba-config --disable-mm-preprocessor-cache "
+    "--enable-mm-processor-stats --guided-decoding-backend --guided-decoding-disable-fallback "
+    "--guided-decoding-disable-any-whitespace --guided-decoding-disable-additional-properties "
+    "--max-num-partial-prefills --max-long-partial-prefills --scheduler-delay-factor "
+    "--multi-step-stream-outputs --num-scheduler-steps --num-lookahead-slots "
+    "--use-v2-block-manager --preemption-mode --disable-frontend-multiprocessing "
+    "--enable-reasoning"
+)
+OF_EARLIER_VERSIONS = frozenset(_OF_EARLIER_VERSIONS.split())
 
-class _Refuse(Foreign):
-    def meet(self, parser: Parser, given: Namespace, flag: str, value: str) -> None:
-        parser.error(REFUSED[flag])
+# What an option sets under our names: reads its value, or says why it cannot.
+TAKEN = {
+    "--device-memory-utilization": ("gpu_memory_utilization", float),
+    "--max-num-active-seqs": ("max_num_seqs", int),
+    "--max-num-queued-reqs": ("max_queue", int),
+    "--h11-max-incomplete-event-size": ("max_header_bytes", int),
+}
+MISTRAL = {
+    "--tokenizer-mode": ("auto", "hf", "slow", "mistral"),
+    "--config-format": ("auto", "hf", "mistral"),
+}
+HUB_VARIABLES = {
+    "--hf-token": "HF_TOKEN",
+    "-hft": "HF_TOKEN",
+    "--download-dir": "HF_HUB_CACHE",
+    "--offline": "HF_HUB_OFFLINE",
+}
+NEUTRAL = {one.name: one.default for one in fields(SamplingParams) if one.name in RECOMMENDED}
 
 
-class _Only(Foreign):
-    def meet(self, parser: Parser, given: Namespace, flag: str, value: str) -> None:
-        allowed, reason = ONLY[_SHORT.get(flag, flag)]
-        if value not in allowed:
-            parser.error(f"{flag} {value} is not supported, only {' or '.join(allowed)}: {reason}")
+class _Take(Foreign):
+    def meet(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
+        name, read = TAKEN[flag]
+        try:
+            setattr(given, name, read(value))
+        except ValueError:
+            parser.problem(f"{flag} {value}: expected a number")
+
+
+class _Format(Foreign):
+    """How files are read: as Hugging Face has them, which Mistral's repositories have as well."""
+
+    def meet(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
+        if value not in MISTRAL[flag]:
+            parser.problem(f"{flag} {value}: expected one of {', '.join(MISTRAL[flag])}")
+        elif value == "mistral":
+            parser.note(f"{flag} mistral", "the model's Hugging Face files are read")
+
+
+class _GenerationConfig(Foreign):
+    def meet(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
+        if value == "vllm":  # not what the model's makers recommend
+            before = getattr(given, "override_generation_config", {})
+            given.override_generation_config = {**NEUTRAL, **before}
+        elif value != "auto":
+            parser.problem(
+                f"{flag} {value}: expected auto or vllm; put generation_config.json beside the "
+                "model, or its values into --override-generation-config"
+            )
+
+
+class _Environment(Foreign):
+    """What the Hub's library reads from the environment."""
+
+    def meet(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
+        name = HUB_VARIABLES[flag]
+        if name == "HF_HUB_OFFLINE":
+            value = "1"
+        if value:  # without one, --hf-token means what `hf auth login` has kept
+            given.environment = {**getattr(given, "environment", {}), name: value}
+
+
+class _DeviceIds(Foreign):
+    def meet(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
+        if value.isdigit():
+            given.device = f"cuda:{value}"
+        else:
+            parser.problem(f"{flag} {value}: {ONE_DEVICE}; give one number")
+
+
+class _LogLevel(Foreign):
+    def meet(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
+        level = value.lower()
+        given.uvicorn_log_level = "debug" if level == "notset" else level
 
 
 def add_foreign_arguments(parser: Parser) -> None:
     """What other servers have."""
-    # Perhaps with a value: whatever follows, the flag is what the message must be about.
-    add_hidden(parser, REFUSED, _Refuse, nargs="?")
-    add_hidden(parser, ANYWAY, Foreign, nargs=0)
-    with_value = [flag for flag in (*ONLY, *_SHORT) if flag not in llama_flags.OR_NOTHING]
-    add_hidden(parser, with_value, _Only)
-    add_hidden(parser, llama_flags.OR_NOTHING, _Only, nargs="?", const="on")
+    refused = {**llama_flags.REFUSED, **REFUSED}
+    noted = {**llama_flags.NOTED, **NOTED}
+    anyway = {**llama_flags.ANYWAY, **ANYWAY}
+    add_tables(parser, refused, noted, anyway, {**llama_flags.ONLY, **ONLY}, OF_EARLIER_VERSIONS)
+    add_hidden(parser, TAKEN, _Take)
+    add_hidden(parser, MISTRAL, _Format)
+    add_hidden(parser, ["--generation-config"], _GenerationConfig)
+    add_hidden(parser, ["--hf-token", "-hft"], _Environment, nargs="?")
+    add_hidden(parser, ["--download-dir"], _Environment)
+    add_hidden(parser, ["--offline"], _Environment, nargs=0)
+    add_hidden(parser, ["--device-ids"], _DeviceIds)
+    add_hidden(parser, ["--log-level"], _LogLevel)
     llama_flags.add_llama_arguments(parser)

@@ -6,7 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from twostroke.errors import RequestError
 from twostroke.kv.cache import GroupLimits, KVUsage
@@ -38,6 +38,7 @@ class EngineInfo:
     kv_tokens: int  # of all KV groups together
     load_s: float
     sampling: SamplingParams  # what the model's makers recommend
+    weights: str = ""  # what they are kept in: "Q8_0", "int8, from bfloat16"; none: the dtype
     kv_groups: tuple[GroupLimits, ...] = ()
     state_bytes: int = 0  # measured on a GPU, as are the next two
     activation_bytes: int = 0
@@ -53,6 +54,19 @@ class EngineLoad:
     waiting: int
     running: int
     kv: KVUsage
+
+
+class EngineStatus(Protocol):
+    """What the metrics say of an engine besides its records."""
+
+    info: EngineInfo
+    num_restarts: int
+    asleep: bool
+
+    @property
+    def healthy(self) -> bool: ...
+
+    def load(self) -> EngineLoad: ...
 
 
 class EngineClient(ABC):
@@ -120,12 +134,13 @@ class EngineClient(ABC):
     def generate(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        sampling_params: SamplingParams,
         request_id: str | None = None,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
         """`stream`, from a prompt that has not been read yet; a refusal is raised at once."""
-        return self.stream(self.input_processor.process(prompt, params, priority), request_id)
+        request = self.input_processor.process(prompt, sampling_params, priority)
+        return self.stream(request, request_id)
 
     async def stream(
         self, request: EngineRequest, request_id: str | None = None

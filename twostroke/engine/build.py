@@ -30,7 +30,7 @@ from twostroke.model.load import (
     recommended_sampling,
 )
 from twostroke.model.native import default_threads
-from twostroke.model.opened import open_model
+from twostroke.model.opened import OpenedModel, open_model
 from twostroke.model.spec import ModelSpec
 from twostroke.observe.ceilings import Ceilings, measure_ceilings
 from twostroke.request import SamplingParams
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+DENSE = ("float32", "float16", "bfloat16", "f32", "f16", "bf16")
 NO_KERNELS = "this installation has no native kernels (they could not be built when it was made)"
 GET_KERNELS = "install a C++ compiler, then twostroke again (`pip install -v .` says what is wrong)"
 
@@ -61,6 +62,7 @@ class Engine:
     device: str
     dtype: str
     load_s: float
+    weights: str  # what they are kept in
 
     # Imported here: the engine's own process need not load what reads and writes text.
 
@@ -90,6 +92,7 @@ class Engine:
             max_num_batched_tokens=limits.max_num_batched_tokens,
             block_size=limits.block_size,
             dtype=self.dtype,
+            weights=self.weights,
             device=self.device,
             total_bytes=memory.total_bytes,
             weight_bytes=memory.weight_bytes,
@@ -149,7 +152,18 @@ def _build(config: EngineConfig, with_text: bool) -> Engine:
         device,
         dtype,
         monotonic() - started,
+        _kept_in(model, config, native, dtype),
     )
+
+
+def _kept_in(model: OpenedModel, config: EngineConfig, native: bool, dtype: str) -> str:
+    """The weights' type, and the file's if that is another."""
+    stored = model.stored_as()
+    dense = stored.lower() in DENSE
+    kept = config.quantization if dense else stored
+    if not native:
+        kept = dtype
+    return kept if kept == stored else f"{kept}, from {stored}" if kept else stored
 
 
 def _backend(native: bool) -> Start:
@@ -165,32 +179,40 @@ def _backend(native: bool) -> Start:
 
 def _is_native(config: EngineConfig, device: str) -> bool:
     """The native kernels, unless they cannot do what is asked for."""
-    wishes = {
-        "dtype": config.dtype in ("auto", "float32"),
-        "kv_cache_dtype": config.kv_cache_dtype in ("auto", "float16"),
-    }
-    unmet = [name for name, met in wishes.items() if not met]
+    kv_unmet = config.kv_cache_dtype not in ("auto", "float16")
     if config.kernels == "native" and device != "cpu":
         raise ConfigError("kernels is 'native', which is for CPUs; use kernels='auto'")
     if config.kernels == "native" and not cpu.available():
         raise ConfigError(
             f"kernels is 'native', but {NO_KERNELS}; {GET_KERNELS}, or use kernels='auto'"
         )
-    if config.kernels == "native" and unmet:
+    if config.kernels == "native" and kv_unmet:
         raise ConfigError(
-            f"the native kernels have no {unmet[0]}={getattr(config, unmet[0])!r}; leave it at "
+            f"the native kernels have no kv_cache_dtype={config.kv_cache_dtype!r}; leave it at "
             "'auto', or use kernels='reference'"
         )
-    native = device == "cpu" and cpu.available() and not unmet
+    native = device == "cpu" and cpu.available() and not kv_unmet
     native = native and config.kernels != "reference"
     if not native and not has_torch():
-        raise ConfigError(_needs_torch(config, unmet))
+        raise ConfigError(_needs_torch(config, kv_unmet))
+    if native and config.dtype in ("float16", "bfloat16"):
+        log.warning(
+            "dtype=%s changes nothing: the kernels of a CPU keep weights as their files have them "
+            "and add up in float32",
+            config.dtype,
+        )
+    if kv_unmet and config.kernels == "auto" and device == "cpu" and cpu.available():
+        log.warning(
+            "kv_cache_dtype=%s: computed with torch, which is slow on a CPU; the native kernels "
+            "have float16, which 'auto' is",
+            config.kv_cache_dtype,
+        )
     if config.kernels == "auto" and device == "cpu" and not cpu.available():
         log.warning("running on torch's CPU paths, which are slow: %s; %s", NO_KERNELS, GET_KERNELS)
     if config.quantization is not None and not native:
         raise ConfigError(
             "quantization needs the native kernels of a CPU; leave it out, or see kernels, device "
-            "and dtype"
+            "and kv_cache_dtype"
         )
     if native and config.isa != "auto" and config.isa not in cpu.module().isas():
         raise ConfigError(
@@ -200,7 +222,7 @@ def _is_native(config: EngineConfig, device: str) -> bool:
     return native
 
 
-def _needs_torch(config: EngineConfig, unmet: list[str]) -> str:
+def _needs_torch(config: EngineConfig, kv_unmet: bool) -> str:
     """Why this cannot run without torch, and what to do."""
     get_torch = "pip install 'twostroke[reference]'"
     if config.kernels == "reference":
@@ -208,11 +230,10 @@ def _needs_torch(config: EngineConfig, unmet: list[str]) -> str:
             "kernels is 'reference', which computes with torch, and torch is not installed: "
             f"{get_torch}, or leave kernels at 'auto'"
         )
-    if unmet and cpu.available():
-        name = unmet[0]
+    if kv_unmet and cpu.available():
         return (
-            f"{name}={getattr(config, name)!r} on a CPU is computed with torch, and torch is not "
-            f"installed: {get_torch}, or leave {name} at 'auto'"
+            f"kv_cache_dtype={config.kv_cache_dtype!r} on a CPU is computed with torch, and torch "
+            f"is not installed: {get_torch}, or leave kv_cache_dtype at 'auto'"
         )
     return (
         f"there is nothing to compute with: {NO_KERNELS}, and torch is not installed; "

@@ -36,7 +36,14 @@ log = logging.getLogger(__name__)
 def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Grammars) -> Started:
     place = torch.device(device)
     on_gpu = place.type == "cuda"
-    dtype = _dtype(config.dtype, model.dtype if on_gpu else "float32")
+    weight_dtype = _dtype(config.dtype, model.dtype if on_gpu else "float32")
+    dtype = weight_dtype if on_gpu else torch.float32
+    if dtype != weight_dtype:
+        # Few CPUs have units for narrower types, and torch's products without them take a hundred
+        # times as long.
+        log.warning(
+            "dtype=%s: weights are rounded to it, and a CPU computes in float32", config.dtype
+        )
     name = str(dtype).removeprefix("torch.")
     kv_dtype = _dtype(config.kv_cache_dtype, name)
     total = torch.cuda.mem_get_info(place)[0] if on_gpu else host_memory_bytes()
@@ -48,7 +55,9 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
         return Started(core, memory, name)
     limits = scheduler_config(config, model.spec, memory, on_gpu)
     length = memory.max_model_len
-    decoder = Decoder(model.spec, model.weights, dtype, place, length, Kernels())
+    decoder = Decoder(
+        model.spec, model.weights, dtype, place, length, Kernels(), weight_dtype=weight_dtype
+    )
     return Started(assemble(decoder, limits, kv_dtype, grammars=grammars), memory, name)
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from twostroke.engine.api import EngineClient, EngineLoad
-from twostroke.engine.build import Engine
+from twostroke.engine.build import Engine, build_engine
 from twostroke.engine.input_processor import Prompt
 from twostroke.engine.output_processor import OnError, OnOutput, RequestState
 from twostroke.engine.wire import ResetPrefixes
@@ -25,6 +25,7 @@ from twostroke.errors import EngineError
 from twostroke.outputs import RequestOutput
 from twostroke.request import EngineRequest, SamplingParams
 from twostroke.sched.scheduler import Update
+from twostroke.vllm_settings import VLLMSettings
 
 T = TypeVar("T")
 # To the engine's thread: a request, what it is to call, the name of one to abort, None to end.
@@ -37,14 +38,29 @@ class SyncClient:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self.info = engine.info()
+        self.healthy, self.num_restarts = True, 0  # it is in this process: it lives as long
+        self.asleep = False
         engine.output_processor.warm()
         self._kept: dict[str, RequestOutput] = {}  # changed while somebody else ran the loop
 
-    def add(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> str:
-        """Queue a request; returns its id. Refusals are raised here and leave nothing behind."""
+    def load(self) -> EngineLoad:
+        return _load(self._engine)
+
+    def add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        request_id: str | None = None,
+        on_output: OnOutput | None = None,
+    ) -> str:
+        """Queue a request; returns its id. Refusals are raised here and leave nothing behind.
+
+        `on_output`: is told of outputs in the kind that was asked for, while the loop runs."""
         engine = self._engine
         request = engine.input_processor.process(prompt, params, priority)
-        state, requests = engine.output_processor.add(request)
+        state, requests = engine.output_processor.add(request, request_id, on_output)
         try:
             for one in requests:
                 engine.core.add(one)
@@ -66,13 +82,14 @@ class SyncClient:
         left = set(request_ids)
         while left and (self._engine.core.has_work or not left.isdisjoint(self._kept)):
             if left.isdisjoint(self._kept):
-                for output in self._step():
+                for output in self.step():
                     self._kept[output.request_id] = output
             changed = [self._kept.pop(name) for name in left & self._kept.keys()]
             left.difference_update([output.request_id for output in changed if output.finished])
             yield changed
 
-    def _step(self) -> list[RequestOutput]:
+    def step(self) -> list[RequestOutput]:
+        """Run one step; the outputs that changed, of whatever request, and go on growing."""
         engine = self._engine
         updates = engine.core.step()
         outputs, aborts = engine.output_processor.process(updates)
@@ -80,6 +97,11 @@ class SyncClient:
         engine.output_processor.process(ends)
         _note_ends(engine, (*updates, *ends))
         return outputs
+
+
+def _load(engine: Engine) -> EngineLoad:
+    scheduler = engine.core.scheduler
+    return EngineLoad(engine.core.num_waiting, scheduler.num_running, scheduler.kv.usage())
 
 
 def _abort_all(engine: Engine, names: Iterable[str]) -> list[Update]:
@@ -119,6 +141,10 @@ class AsyncEngine(EngineClient):
         self._thread = threading.Thread(target=self._run, name="twostroke-engine", daemon=True)
         self._thread.start()
 
+    @classmethod
+    def from_engine_args(cls, engine_args: VLLMSettings) -> AsyncEngine:
+        return cls(build_engine(engine_args.engine_config()))
+
     async def __aenter__(self) -> AsyncEngine:
         return self
 
@@ -130,13 +156,14 @@ class AsyncEngine(EngineClient):
         self._inbox.put(None)
         self._thread.join()
 
+    shutdown = close  # vLLM's name
+
     @property
     def healthy(self) -> bool:
         return self._dead is None
 
     def load(self) -> EngineLoad:
-        scheduler = self.engine.core.scheduler
-        return EngineLoad(scheduler.num_waiting, scheduler.num_running, scheduler.kv.usage())
+        return _load(self.engine)
 
     def submit(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from time import monotonic
 from typing import Any, Final
 
@@ -76,11 +76,31 @@ class InputProcessor:
         """A conversation → token ids. `run` renders the template elsewhere, or another template;
         without it the model's own is rendered here."""
         tokenizer = self._need_tokenizer("a chat")
-        render = run or self._render_here
-        continued = continue_final_message
-        text = render(messages, add_generation_prompt, tools, continued, dict(variables or {}))
+        text = self.chat_text(
+            messages,
+            add_generation_prompt,
+            tools,
+            variables=variables,
+            continue_final_message=continue_final_message,
+            run=run,
+        )
         self.check_length(text, max_prompt_tokens)
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def chat_text(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        run: TemplateRunner | None = None,
+    ) -> str:
+        """A conversation as its template writes it; `run` as for `render_chat`."""
+        render = run or self._render_here
+        given = dict(variables or {})
+        return render(messages, add_generation_prompt, tools, continue_final_message, given)
 
     def _render_here(
         self,
@@ -89,8 +109,9 @@ class InputProcessor:
         tools: list[dict[str, Any]] | None,
         continued: bool,
         variables: dict[str, Any],
+        template: ChatTemplate | None = None,
     ) -> str:
-        template = self._template
+        template = template or self._template
         try:
             with bounded_memory(RENDERING_BYTES):
                 return template.render(
@@ -98,9 +119,15 @@ class InputProcessor:
                 )
         except MemoryError:
             raise RequestError(
-                f"the model's chat template takes more than {RENDERING_BYTES >> 20} MiB for these "
+                f"the chat template takes more than {RENDERING_BYTES >> 20} MiB for these "
                 "messages; give another one (chat_template) or use a plain prompt"
             ) from None
+
+    def template_runner(self, source: str) -> TemplateRunner:
+        """Renders another template than the model's own, in this process."""
+        tokenizer = self._need_tokenizer("a chat")
+        names = tokenizer.bos_token, tokenizer.eos_token
+        return partial(self._render_here, template=ChatTemplate(source, *names, of_request=True))
 
     @cached_property
     def _template(self) -> ChatTemplate:
@@ -133,6 +160,7 @@ class InputProcessor:
             raise RequestError(
                 f"sampling parameters are given as SamplingParams(…), not {type(params).__name__}"
             )
+        params = params.clone()  # checked, and whoever has the original may change it
         if type(priority) is not int or abs(priority) > MAX_PRIORITY:
             bounds = f"from {-MAX_PRIORITY} to {MAX_PRIORITY}"
             raise RequestError(f"priority must be a whole number {bounds}, not {shown(priority)}")
@@ -217,7 +245,7 @@ class InputProcessor:
     ) -> tuple[str | None, tuple[int, ...], str]:
         """Text, token ids, or vLLM's dicts of either, with an optional `cache_salt`."""
         prompt: Any = given
-        salt = ""
+        salt, text = "", None  # of a prompt given as token ids, the text they were
         if isinstance(prompt, Mapping):
             known = ("prompt", "prompt_token_ids", "cache_salt")
             for key in prompt:
@@ -227,10 +255,12 @@ class InputProcessor:
             salt = prompt.get("cache_salt") or ""
             if not isinstance(salt, str):
                 raise RequestError(f"cache_salt must be a string, not {shown(salt)}")
-            ids = prompt.get("prompt_token_ids")
-            prompt = prompt.get("prompt") if ids is None else ids
+            ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
+            prompt = text if ids is None else ids
             if prompt is None:
                 raise RequestError("a prompt given as a dict needs 'prompt' or 'prompt_token_ids'")
+            if not isinstance(text, str | None):
+                raise RequestError(f"a prompt's text must be a string, not {shown(text)}")
         if max_prompt_tokens is not None and isinstance(prompt, Sequence):
             self.check_length(prompt, max_prompt_tokens)  # before time is spent on a long one
         if isinstance(prompt, str):
@@ -246,7 +276,7 @@ class InputProcessor:
                 f"a prompt is a text or a list of token ids, but entry {n} of this list is "
                 f"{shown(token)} ({type(token).__name__}), not an int"
             )
-        return None, ids, salt
+        return text, ids, salt
 
     def _validate(
         self, ids: Sequence[int], params: SamplingParams, max_prompt_tokens: int | None
@@ -257,7 +287,7 @@ class InputProcessor:
         worst = max(ids) if min(ids) >= 0 else min(ids)
         if not 0 <= worst < limits.vocab_size:
             raise RequestError(
-                f"token id {worst} is out of range: the model's ids go from 0 to "
+                f"token id {worst} is out of vocabulary: the model's ids go from 0 to "
                 f"{limits.vocab_size - 1}"
             )
         self.check_length(ids, max_prompt_tokens)
@@ -273,8 +303,9 @@ class InputProcessor:
                     f"{name} is {asked}, but the model has only {limits.vocab_size} tokens; lower "
                     "it"
                 )
-            self._check_logprobs(name, asked or 0)
-        self._check_logprobs("logprob_token_ids", len(params.logprob_token_ids or ()))
+            self._check_logprobs(name, f"is {asked}", asked or 0)
+        named = len(params.logprob_token_ids or ())
+        self._check_logprobs("logprob_token_ids", f"has {named} ids", named)
         if len(params.allowed_token_ids or ()) > limits.vocab_size:
             raise RequestError(
                 f"allowed_token_ids has {len(params.allowed_token_ids or ())} ids, but the model "
@@ -297,12 +328,11 @@ class InputProcessor:
         }
         return replace(params, **every) if every else params
 
-    def _check_logprobs(self, name: str, asked: int) -> None:
+    def _check_logprobs(self, name: str, said: str, asked: int) -> None:
         most = self.limits.max_logprobs
         if asked > most >= 0:
             raise RequestError(
-                f"{name} asks for {asked} log-probabilities a token, but at most {most} are "
-                "given; lower it or raise max_logprobs",
+                f"{name} {said}, but at most {most} are given; lower it or raise max_logprobs",
                 param=name,
             )
 

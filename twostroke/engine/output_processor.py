@@ -253,7 +253,7 @@ class OutputProcessor:
     def _add_record(self, state: RequestState, record: RequestRecord) -> None:
         record.tokenised_s = state.request.tokenised_s
         output = state.output
-        output.metrics.append(record)
+        output.records.append(record)
         output.num_cached_tokens = max(output.num_cached_tokens, record.num_cached)
 
     def _write(

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import zmq
 
+from twostroke import log_lines
 from twostroke.config import EngineConfig
 from twostroke.engine.api import EngineLoad
 from twostroke.engine.wire import (
@@ -195,6 +196,7 @@ class EngineServer:
 def main(send_to: str, builder: str) -> int:
     for name in (signal.SIGINT, signal.SIGTERM):  # the parent decides, and may still drain
         signal.signal(name, signal.SIG_IGN)
+    log_lines.configure()
     config = EngineConfig(**json.loads(_read_line(0)))
     folder = _folder_of(send_to)
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()

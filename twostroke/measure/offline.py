@@ -34,7 +34,7 @@ def latency(
         seconds, outputs = _generate(llm, prompts, [output_len] * batch)
         if turn >= warmups:
             taken.append(seconds)
-            records = [record for output in outputs for record in output.metrics]
+            records = [record for output in outputs for record in output.records]
             ttfts += [record.ttft_s for record in records]
             tpots += [record.tpot_s for record in records]
             tell(turn - warmups + 1)

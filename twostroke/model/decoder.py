@@ -117,12 +117,14 @@ class Decoder:
         max_len: int,
         kernels: Kernels,
         pdl: bool = False,
+        weight_dtype: torch.dtype | None = None,
     ) -> None:
-        """`pdl`: the launches of a small step are set up before the one in front has ended."""
+        """`pdl`: the launches of a small step are set up before the one in front has ended.
+        `weight_dtype`: what weights are rounded to before they are held in `dtype`."""
         self.spec, self.dtype, self.device, self.kernels = spec, dtype, device, kernels
         self.pdl = pdl
         self._embed_scale = float(torch.tensor(spec.embed_scale, dtype=dtype))
-        load = _Loader(spec, source, dtype, device, max_len, kernels)
+        load = _Loader(spec, source, dtype, device, max_len, kernels, weight_dtype or dtype)
         # Unpacking keeps one core busy at a time, and leaves Python free while it does.
         with ThreadPoolExecutor() as pool:
             embed = pool.submit(load.tensor, "embed")
@@ -421,9 +423,10 @@ class _Loader:
         device: torch.device,
         max_len: int,
         kernels: Kernels,
+        weight_dtype: torch.dtype,
     ) -> None:
         self._spec, self._source, self._kernels = spec, source, kernels
-        self._dtype, self._device = dtype, device
+        self._dtype, self._device, self._weight_dtype = dtype, device, weight_dtype
         groups = enumerate(spec.kv_groups())
         self._group_of = {index: n for n, group in groups for index in group.layers}
         self._kinds = list(dict.fromkeys(spec.layers))  # KV groups follow from the spec
@@ -454,11 +457,15 @@ class _Loader:
         )
 
     def tensor(self, name: str) -> torch.Tensor:
-        return read_tensor(self._source, name, self._dtype).to(self._device)
+        return self._read(name).to(self._device, self._dtype)
 
     def norm(self, name: str) -> torch.Tensor:
-        dtype = torch.float32 if self._spec.norm_fp32 else self._dtype
-        return read_tensor(self._source, name, dtype).to(self._device)
+        if self._spec.norm_fp32:
+            return read_tensor(self._source, name, torch.float32).to(self._device)
+        return self.tensor(name)
+
+    def _read(self, name: str) -> torch.Tensor:
+        return read_tensor(self._source, name, self._weight_dtype)
 
     def _norm_if_any(self, at: str, names: dict[str, Any], name: str) -> torch.Tensor | None:
         return self.norm(at + name) if name in names else None
@@ -476,5 +483,5 @@ class _Loader:
         whole = torch.empty(rows, *shapes[0][1:], dtype=self._dtype, device=self._device)
         places = torch.split(whole, [shape[0] for shape in shapes])
         for name, place in zip(names, places, strict=True):
-            place.copy_(read_tensor(self._source, name, self._dtype))
+            place.copy_(self._read(name))
         return whole

@@ -42,15 +42,20 @@ GPT4O_PATTERN: Final = (
     rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+GPT2_PATTERN: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# One after the other: each cuts what those before have left in one piece.
 PATTERNS: Final = {
-    "llama-bpe": LLAMA3_PATTERN,
-    "dbrx": LLAMA3_PATTERN,
-    "qwen2": QWEN2_PATTERN,
-    "gpt-4o": GPT4O_PATTERN,
+    "llama-bpe": (LLAMA3_PATTERN,),
+    "dbrx": (LLAMA3_PATTERN,),
+    "qwen2": (QWEN2_PATTERN,),
+    "gpt-4o": (GPT4O_PATTERN,),
+    # llama.cpp's, for a header that names none: signs apart from all else, then as GPT-2, then
+    # digits apart from the space before them and by threes.
+    "default": (r"[\p{P}$+<=>^~|]+", GPT2_PATTERN, r"\p{N}+", r"[0-9]{3}"),
 }
 # tokenizer.ggml.pre → how a text is cut before merging
 PRE_TOKENIZERS: Final = {
-    "default": "gpt-2",
+    "default": "default",
     "gpt-2": "gpt-2",
     "llama-bpe": "llama-bpe",
     "llama3": "llama-bpe",
@@ -189,9 +194,10 @@ def _pre_tokenizer(kind: str) -> pre_tokenizers.PreTokenizer:
         return byte_level
     if kind == "smollm":
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    cut = pre_tokenizers.Split(tokenizers.Regex(PATTERNS[kind]), behavior="isolated")
+    regexes = map(tokenizers.Regex, PATTERNS[kind])
+    cuts = [pre_tokenizers.Split(regex, behavior="isolated") for regex in regexes]
     alphabet_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([cut, alphabet_only])
+    return pre_tokenizers.Sequence([*cuts, alphabet_only])
 
 
 def _sentencepiece_bpe(header: _Header) -> tokenizers.Tokenizer:

@@ -82,6 +82,25 @@ def resolve(
     )
 
 
+def names_a_model(word: str) -> bool:
+    """Whether a word of a command line is meant as a model, not as a prompt: a path, a Hub id, or a
+    folder that holds a model."""
+    if "://" in word or len(word.split()) != 1 or word.startswith("..."):
+        return False
+    if HUB_ID.fullmatch(word) or _looks_like_path(word):
+        return True
+    folder = Path(word)
+    return folder.is_dir() and ((folder / "config.json").exists() or any(folder.glob("*.gguf")))
+
+
+def check_path(model: str) -> None:
+    """Refuses the path of nothing, before anything is loaded or fetched."""
+    path, hub_id = Path(os.path.expanduser(model)), HUB_ID.fullmatch(model)
+    of_hub = hub_id and (hub_id["file"] or hub_id["quant"])
+    if _looks_like_path(model) and not of_hub and not os.path.exists(path):
+        raise ModelError(_no_such_file(path))
+
+
 def cache_dir() -> Path:
     """The folder twostroke may fill and the user may delete; TWOSTROKE_CACHE moves it."""
     if chosen := os.environ.get("TWOSTROKE_CACHE"):

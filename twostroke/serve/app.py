@@ -19,10 +19,14 @@ from twostroke.serve.completions import CompletionGeneration
 from twostroke.serve.dash import DashRoutes
 from twostroke.serve.dev_routes import DevRoutes
 from twostroke.serve.errors import ApiError, ClientGone, as_api_error
+from twostroke.serve.failure_log import FailureLog
 from twostroke.serve.field_limits import add_limits
 from twostroke.serve.generate import GenerateRoute
 from twostroke.serve.http import HttpRequest, Message, Receive, Send, check_head
 from twostroke.serve.info_routes import InfoRoutes
+from twostroke.serve.llama_server import llama_server_routes
+from twostroke.serve.messages import messages_routes
+from twostroke.serve.ollama import ollama_routes
 from twostroke.serve.pages import docs_page, index_page
 from twostroke.serve.profile import profile_routes
 from twostroke.serve.protocol import (
@@ -30,11 +34,11 @@ from twostroke.serve.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     ErrorAnswer,
-    ResponsesRequest,
+    ErrorBody,
     TokenizeRequest,
 )
 from twostroke.serve.records import record_routes
-from twostroke.serve.responses import ResponsesGeneration
+from twostroke.serve.responses_routes import responses_routes
 from twostroke.serve.routing import Route, Router
 from twostroke.serve.service import Service
 from twostroke.serve.settings import ServeSettings
@@ -81,6 +85,7 @@ class App:
         self._router = Router(self.routes)
         self.service.metrics.expect_routes(self._router)
         self._keys = ApiKeys(settings.api_keys)
+        self._failures = FailureLog()
         self._max_head_bytes = settings.max_header_bytes
         self._root, self._name_requests = settings.root_path, settings.enable_request_id_headers
         description = _openapi(self.routes, bool(settings.api_keys), self._root)
@@ -95,28 +100,32 @@ class App:
         service, settings, info = self.service, self.service.settings, self._info
         chat = GenerateRoute(service, ChatGeneration)
         completions = GenerateRoute(service, CompletionGeneration)
-        responses = GenerateRoute(service, ResponsesGeneration)
         health = settings.open_health
         routes = [
             Route("POST", "/v1/chat/completions", chat, "Answer a conversation.", ChatRequest),
             Route("POST", "/v1/completions", completions, "Go on a text.", CompletionRequest),
-            Route("POST", "/v1/responses", responses, "Answer an input.", ResponsesRequest),
+            *responses_routes(service),
             Route("POST", "/v1/embeddings", info.embeddings, "Not supported: always 501."),
             Route("POST", "/tokenize", info.tokenize, "Text → token ids.", TokenizeRequest),
             Route("POST", "/detokenize", info.detokenize, "Ids → text.", DetokenizeRequest),
             Route("GET", "/v1/models", info.models, "The models that are served."),
+            Route("GET", "/models", info.models, "As /v1/models."),
             Route("GET", "/v1/models/{model...}", info.model, "One of them."),
             Route("GET", "/health", info.health, "200 if requests are worked on.", open=health),
             Route("GET", "/ping", info.health, "As /health.", open=health),
+            Route("GET", "/v1/health", info.health, "As /health.", open=health),
             Route("GET", "/version", info.version, "The server's version."),
             Route("GET", "/metrics", info.metrics, "Prometheus.", open=settings.metrics_open),
             Route("GET", "/load", info.load, "Requests that are being answered."),
             Route("GET", "/openapi.json", self._describe, "This description."),
-            *record_routes(service),
-            *profile_routes(service),
             Route("GET", "/docs", self._show_docs, "The same, to be read."),
             Route("GET", "/", self._show_index, "What there is to look at."),
+            *record_routes(service),
+            *profile_routes(service),
         ]
+        routes += messages_routes(service)
+        routes += ollama_routes(service)
+        routes += llama_server_routes(service)
         if settings.enable_tokenizer_info_endpoint:
             text = "Special tokens and the chat template."
             routes.append(Route("GET", "/tokenizer_info", info.tokenizer_info, text))
@@ -140,13 +149,14 @@ class App:
         if self._name_requests:
             name = http.header(b"x-request-id") or uuid4().hex.encode()
             http.more_headers = ((b"x-request-id", name),)
+        form: type[ErrorBody] = ErrorAnswer
         try:
             check_head(http, self._max_head_bytes)
             route = self._router.find(http)
             if isinstance(route, ApiError):
                 self._keys.check(http)  # without a key one does not learn what there is
                 raise route
-            path = route.path
+            path, form = route.path, route.error
             if not route.open:
                 self._keys.check(http)
             await route.handler(http)
@@ -155,9 +165,13 @@ class App:
         except Exception as error:
             if http.status:
                 raise  # part of a response is out: the connection is closed
-            await http.respond_error(as_api_error(error))
+            failure = as_api_error(error)
+            self._failures.add(http, path, failure)
+            await http.respond_error(failure, msgspec.json.encode(form.of(failure)))
         finally:
             self.service.metrics.answered(path, http.status)
+            if http.late_error is not None:
+                self._failures.add(http, path, http.late_error)
 
     async def close(self) -> None:
         """The server has ended."""
@@ -182,7 +196,7 @@ def asgi(app: App) -> Any:
     if not origins:
         return app
     return CORSMiddleware(
-        app, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+        app, allow_origins=origins, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"]
     )
 
 
@@ -190,7 +204,8 @@ def asgi(app: App) -> Any:
 
 
 def _openapi(routes: list[Route], with_key: bool, root: str) -> dict[str, Any]:
-    types = [ErrorAnswer, *(route.body for route in routes if route.body is not None)]
+    named = {kind: None for route in routes for kind in (route.error, route.body) if kind}
+    types = list(named)
     schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
     schema_of = dict(zip(types, schemas, strict=True))
     paths: dict[str, Any] = {}
@@ -212,7 +227,7 @@ def _openapi(routes: list[Route], with_key: bool, root: str) -> dict[str, Any]:
 
 
 def _operation(route: Route, schema_of: dict[Any, Any]) -> dict[str, Any]:
-    error = {"application/json": {"schema": schema_of[ErrorAnswer]}}
+    error = {"application/json": {"schema": schema_of[route.error]}}
     named = "".join(char if char.isalnum() else "_" for char in route.path)
     operation: dict[str, Any] = {
         "summary": route.summary,
@@ -243,5 +258,5 @@ def _answer(route: Route) -> dict[str, Any]:
         return {"text/html": {"schema": {"type": "string"}}}
     content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if route.body is not None and "stream" in route.body.__struct_fields__:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content[route.stream_type] = {"schema": {"type": "string"}}
     return content

@@ -37,6 +37,10 @@ MAX_WAIT_S = 5.0  # of one body, for memory that others hold
 MAX_WAITING = 32
 
 
+def weight_of(body: bytes) -> int:
+    return sum(body.count(mark) * each for mark, each in WEIGHTS)
+
+
 class BodyReader:
     def __init__(self, settings: ServeSettings, max_model_len: int) -> None:
         self.max_bytes = settings.max_body_bytes or max(
@@ -53,7 +57,7 @@ class BodyReader:
     @asynccontextmanager
     async def read(self, http: HttpRequest, kind: type[T]) -> AsyncIterator[tuple[T, int]]:
         """The body as the type it has to be, and its size. Leave once a prompt is made of it."""
-        _check_media(http)
+        _check_media(http, getattr(kind, "DECLARED", True))
         arrived, decoded = Reservation(self._arrived), Reservation(self._decoded)
         try:
             body, weight = await self._receive(http, arrived)
@@ -89,7 +93,7 @@ class BodyReader:
                 raise self._too_slow(loop.time() >= until) from None
             if len(body) + len(chunk) > self.max_bytes:
                 raise self._too_large()
-            weight += sum(chunk.count(mark) * each for mark, each in WEIGHTS)
+            weight += weight_of(chunk)
             if weight > self.max_weight:
                 raise self._too_heavy()
             if len(body) + len(chunk) > FREE_BYTES:
@@ -187,9 +191,12 @@ def _no_memory() -> ApiError:
     return ApiError(429, message, code="too_many_bytes", headers=retry_after(1))
 
 
-def _check_media(http: HttpRequest) -> None:
+def _check_media(http: HttpRequest, declared: bool) -> None:
+    """`declared`: it has to say that it is JSON. A browser lets the pages of any site send a body
+    that does not; it names the site then."""
     media = (http.header(b"content-type") or b"").split(b";")[0].strip().lower()
-    if media != b"application/json":
+    from_page = http.header(b"origin") is not None
+    if media != b"application/json" and (declared or from_page):
         raise ApiError(415, "send JSON, with the header 'Content-Type: application/json'")
     if (http.header(b"content-encoding") or b"identity").lower() != b"identity":
         raise ApiError(415, "compressed bodies are not read; send plain JSON")

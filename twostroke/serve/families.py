@@ -12,7 +12,7 @@ from prometheus_client.core import (
     Metric,
 )
 
-from twostroke.engine.api import EngineClient, EngineInfo, EngineLoad
+from twostroke.engine.api import EngineInfo, EngineLoad, EngineStatus
 from twostroke.observe.totals import Histogram, Totals
 
 ENGINE = "0"  # there is one
@@ -48,7 +48,7 @@ class Families:
         self._names = ["model_name", "engine"]
         self._values = [model_name, ENGINE]
 
-    def all(self, client: EngineClient, totals: Totals) -> Iterator[Metric]:
+    def all(self, client: EngineStatus, totals: Totals) -> Iterator[Metric]:
         load = client.load()
         yield from self._vllm_now(load, client.asleep)
         yield self._cache_config(client.info)
@@ -116,7 +116,7 @@ class Families:
 
     # ── ours ────────────────────────────────────────────────────────────────────────────────
 
-    def _own_now(self, client: EngineClient, load: EngineLoad) -> Iterator[Metric]:
+    def _own_now(self, client: EngineStatus, load: EngineLoad) -> Iterator[Metric]:
         text = "1 while requests are worked on, 0 while an engine is being started."
         yield self._gauge("twostroke:engine_up", text, float(client.healthy))
         text = "Engines that were started because the one before had died."

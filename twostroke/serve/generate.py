@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from uuid import uuid4
@@ -27,7 +27,7 @@ from twostroke.outputs import RequestOutput
 from twostroke.plan import BROKEN_LOGITS
 from twostroke.request import EngineRequest
 from twostroke.serve.errors import ApiError, ClientGone, as_api_error
-from twostroke.serve.http import DirectWriter, HttpRequest
+from twostroke.serve.http import SSE, DirectWriter, Headers, HttpRequest
 from twostroke.serve.protocol import Body, GenerateRequest, StreamOptions
 from twostroke.serve.response_fields import (
     Json,
@@ -63,6 +63,7 @@ class Generation(ABC, Generic[R]):
 
     request_type: ClassVar[type[Any]]
     id_prefix: ClassVar[str]
+    stream_headers: ClassVar[Headers] = SSE
     fields: GenerateRequest  # of every route: the request's own, or what it was translated to
     head: ResponseHead
 
@@ -72,6 +73,11 @@ class Generation(ABC, Generic[R]):
         if isinstance(request, GenerateRequest):
             self.fields = request
         self.num_choices = 1  # prompts times n
+        self.num_stored_bytes = 0  # of earlier requests that the prompt is made of, too
+
+    def holding_stored(self) -> AbstractContextManager[None]:
+        """Around `prepare`: what is stored and is read there is counted meanwhile."""
+        return nullcontext()
 
     @abstractmethod
     def prepare(self) -> list[EngineRequest]:
@@ -85,7 +91,7 @@ class Generation(ABC, Generic[R]):
     def stream_writer(self) -> StreamWriter: ...
 
     @abstractmethod
-    def full_response(self, outputs: Sequence[RequestOutput]) -> Json:
+    def full_response(self, outputs: Sequence[RequestOutput]) -> Json | list[Json]:
         """The whole answer; `outputs` are the last ones, in the order of the prompts."""
 
 
@@ -138,51 +144,72 @@ class GenerateRoute:
         self._kind = kind
 
     async def __call__(self, http: HttpRequest) -> None:
+        generation, requests = await self.prepare(http)
+        await self.respond(http, generation, requests)
+
+    def new_generation(self, http: HttpRequest, request: Any) -> Generation[Any]:
+        return self._kind(self._service, request)
+
+    async def prepare(self, http: HttpRequest) -> tuple[Generation[Any], list[EngineRequest]]:
+        """What was asked for, ready to run; nothing of the body is held any more."""
         service, kind = self._service, self._kind
         service.admission.check()
         async with service.read(http, kind.request_type) as (request, num_bytes):
-            generation = kind(service, request)
+            generation = self.new_generation(http, request)
             fields = generation.fields
             service.check_model(fields.model)
             service.apply_settings(http, fields)
             service.admission.check(generation.num_choices)
-            requests = await service.prompts.prepare_off_loop(fields, num_bytes, generation.prepare)
+            num_bytes += generation.num_stored_bytes
+            make = service.prompts.prepare_off_loop
+            with generation.holding_stored():
+                requests = await make(fields, num_bytes, generation.prepare)
         fields.drop_input()
         request_id = _request_id(http) or fields.request_id
         head = service.response_head(kind.id_prefix, request_id, fields.model)
+        http.response_id = head.id
         generation.begin(head, requests)
-        http.more_headers += service.load_report(http)
-        writer = generation.stream_writer() if fields.stream else None
-        async with self._running(http, requests, head.id, writer) as stream:
+        return generation, requests
+
+    async def respond(
+        self, http: HttpRequest, generation: Generation[Any], requests: Sequence[EngineRequest]
+    ) -> None:
+        """Run it and send its answer, whole or streamed."""
+        http.more_headers += self._service.load_report(http)
+        writer = generation.stream_writer() if generation.fields.stream else None
+        write = None if writer is None else writer.write
+        async with self.running(http, requests, generation.head.id, write) as stream:
             if writer is not None:
-                await stream.send(http, writer)
+                await stream.send(http, writer, generation.stream_headers)
                 return
             outputs = await stream.final_outputs()
         await http.respond_json(generation.full_response(outputs))
 
     @asynccontextmanager
-    async def _running(
+    async def running(
         self,
         http: HttpRequest,
         requests: Sequence[EngineRequest],
         response_id: str,
-        writer: StreamWriter | None,
+        write: Callable[[int, RequestOutput], Encoded] | None,
+        *,
+        without_client: bool = False,
     ) -> AsyncIterator[ResponseStream]:
-        """The engine at work on a response, for as long as the client is there."""
+        """The engine at work on a response, for as long as the client is there or also
+        `without_client`; leaving aborts it."""
         service = self._service
-        self._check_logprobs_size(requests, whole=writer is None)
+        self._check_logprobs_size(requests, whole=write is None)
         tracing = service.tracing
         with service.admission.enter(sum(request.params.n for request in requests)):
             # A client may use an id again; the engine's name for a request is never another's.
             name = f"{response_id}-{uuid4().hex[:8]}"
-            write = None if writer is None else writer.write
             stream = ResponseStream(service.client, requests, name, service.unread, write)
             service.open_streams.add(stream)
             if tracing is not None:
                 params = [request.params for request in requests]
                 tracing.begin(stream.engine_ids, response_id, http, params)
             try:
-                with http.watch_disconnect(stream.fail):
+                with nullcontext() if without_client else http.watch_disconnect(stream.fail):
                     async with stream:
                         yield stream
             finally:
@@ -363,15 +390,17 @@ class ResponseStream:
         self._num_handed = sum(map(_size, ready))
         return ready
 
-    async def send(self, http: HttpRequest, writer: StreamWriter) -> None:
+    async def send(self, http: HttpRequest, writer: StreamWriter, headers: Headers) -> None:
         """Until the last event is out. Before the first output a failure is still a status."""
         try:
             while ready := await self.next_chunks():
                 if not http.status:
-                    await http.start_sse()
+                    await http.start_stream(headers)
                 await _write_chunks(http, ready)
                 self._direct = http.direct
             last = writer.end()
+            if not http.status:  # nothing was written before
+                await http.start_stream(headers)
             if isinstance(last, bytes):
                 await http.finish(last)
             else:
@@ -382,7 +411,8 @@ class ResponseStream:
         except Exception as error:
             if not http.status:
                 raise
-            await http.finish(writer.fail(as_api_error(error)))
+            http.late_error = as_api_error(error)
+            await http.finish(writer.fail(http.late_error))
 
 
 async def _write_chunks(http: HttpRequest, ready: list[Encoded]) -> None:

@@ -31,6 +31,7 @@ SSE: Headers = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # a proxy must not collect tokens
 )
+NDJSON: Headers = ((b"content-type", b"application/x-ndjson"), *SSE[1:])
 CLOSE: Headers = ((b"connection", b"close"),)
 
 WRITE_BYTES = 64 * 1024  # of an answer that are given to the connection at once
@@ -65,6 +66,8 @@ class HttpRequest:
         self.path: str = scope["path"]
         self.path_params: dict[str, str] = {}  # what stands where the route's path has a {name}
         self.status = 0  # of the response; 0: none has begun
+        self.late_error: ApiError | None = None  # of a response that had begun
+        self.response_id = ""  # of an answer, once it has one
         self.key_number: int | None = None  # which of the server's API keys it has
         self.more_headers: Headers = ()  # of every response to it
         self._receive = receive
@@ -141,17 +144,18 @@ class HttpRequest:
             await asyncio.sleep(0)
         await self.finish()
 
-    async def respond_error(self, error: ApiError) -> None:
-        """A client that is still sending when the connection is closed loses the answer with it:
+    async def respond_error(self, error: ApiError, body: bytes) -> None:
+        """`body`: the error as the route's API writes it.
+
+        A client that is still sending when the connection is closed loses the answer with it:
         so what it sends is read first, and if that is too much, for a moment after."""
         length = self.header(b"content-length") or b"0"
         chunked = self.header(b"transfer-encoding") is not None
         short = not chunked and length.isdigit() and int(length) <= DISCARD_BYTES
         done = self._body_read or (short and await self._discard())
         if done:
-            await self.respond(error.status, error.body(), (*JSON, *error.headers))
+            await self.respond(error.status, body, (*JSON, *error.headers))
             return
-        body = error.body()
         headers = (*JSON, *error.headers, *CLOSE, (b"content-length", str(len(body)).encode()))
         await self._start(error.status, headers)
         await self.write(body)
@@ -172,8 +176,8 @@ class HttpRequest:
                         await asyncio.sleep(DISCARD_PAUSE_S)
         return False
 
-    async def start_sse(self) -> None:
-        await self._start(200, SSE)
+    async def start_stream(self, headers: Headers = SSE) -> None:
+        await self._start(200, headers)
 
     async def write(self, body: bytes) -> None:
         """More of a started stream. Waits while the client reads too slowly."""

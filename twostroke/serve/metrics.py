@@ -17,6 +17,7 @@ from twostroke.observe.totals import Totals
 from twostroke.serve.families import Families
 
 log = logging.getLogger(__name__)
+TOO_MANY = 429
 
 
 class Metrics:
@@ -29,6 +30,13 @@ class Metrics:
         self.registry.register(_Engine(client, self.totals, model_name))
         labels = ("handler", "status")
         self._http = Counter("http_requests", "Answers, by route.", labels, registry=self.registry)
+        rejections = Counter(
+            "vllm:admission_rejections",
+            "Requests that were answered 429, because a queue was full.",
+            ("model_name", "reason"),
+            registry=self.registry,
+        )
+        self._rejected = rejections.labels(model_name, "max_num_queued_reqs")
 
     def expect_routes(self, routes: Iterable[str]) -> None:
         """Routes that will be counted: a series that begins at one hides its first answer."""
@@ -37,6 +45,8 @@ class Metrics:
 
     def answered(self, route: str, status: int) -> None:
         self._http.labels(route, str(status)).inc()
+        if status == TOO_MANY:
+            self._rejected.inc()
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -13,9 +13,7 @@ from twostroke.serve.protocol import (
     CompletionRequest,
     GenerateRequest,
     ResponseFormat,
-    ResponsesRequest,
     StructuredFields,
-    TextFormat,
 )
 from twostroke.serve.settings import ServeSettings
 
@@ -92,21 +90,6 @@ def completion_params(
     return params
 
 
-def responses_params(
-    request: ResponsesRequest, info: EngineInfo, settings: ServeSettings
-) -> SamplingParams:
-    wanted = "message.output_text.logprobs" in (request.include or ())
-    form = request.text.format if request.text else None
-    return _params(
-        request,
-        info,
-        n=1,
-        max_tokens=_capped(request.max_output_tokens, settings),
-        logprobs=(request.top_logprobs or 0) if wanted else None,
-        structured=_structured(request, settings, form),
-    )
-
-
 def _params(
     request: GenerateRequest,
     info: EngineInfo,
@@ -174,7 +157,7 @@ def _refuse_unsupported(request: ChatRequest) -> None:
 def _structured(
     request: GenerateRequest,
     settings: ServeSettings,
-    form: ResponseFormat | TextFormat | None,
+    form: ResponseFormat | None,
     forced: StructuredOutputs | None = None,
 ) -> StructuredOutputs | None:
     """`forced` goes before what the request asks for, and that before its format."""
@@ -197,12 +180,9 @@ def _structured(
     return StructuredOutputs(**kinds, disable_additional_properties=closed)
 
 
-def _schema(form: ResponseFormat | TextFormat) -> dict[str, Any]:
-    if isinstance(form, TextFormat):
-        schema, where = form.schema, "text.format.schema"
-    else:
-        schema = None if form.json_schema is None else form.json_schema.schema
-        where = "response_format.json_schema.schema"
+def _schema(form: ResponseFormat) -> dict[str, Any]:
+    schema = None if form.json_schema is None else form.json_schema.schema
     if schema is None:
+        where = "response_format.json_schema.schema"
         raise ApiError(400, f"{where}: a JSON schema is needed here", param=where)
     return schema

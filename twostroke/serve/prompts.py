@@ -16,7 +16,7 @@ import contextlib
 import json
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from typing import Any, Final, TypeVar
 
@@ -86,7 +86,7 @@ class Prompts:
 
         def prepare() -> tuple[list[EngineRequest], Callable[[], None] | None]:
             requests = work()
-            grammar = requests[0].params.structured_outputs
+            grammar = requests[0].params.structured_outputs if requests else None
             if grammar is None or self._input.grammars.known(grammar):
                 return requests, None
             return requests, partial(self._input.grammars.check, grammar)
@@ -136,6 +136,17 @@ class Prompts:
         tokenizer = self.tokenizer
         self._input.check_length(text, self.max_tokens)
         return tokenizer.encode(text, add_special_tokens)
+
+    def encode_parts(self, parts: Iterable[int | str], add_special_tokens: bool) -> list[int]:
+        """Token ids and texts in a row, as one prompt; refused as soon as it is too long."""
+        ids: list[int] = []
+        for n, part in enumerate(parts):
+            if isinstance(part, int):
+                ids.append(part)
+            elif part or n == 0:
+                ids += self.encode(part, add_special_tokens and n == 0)
+            self._input.check_length(ids, self.max_tokens)
+        return ids
 
     def render(
         self, messages: list[dict[str, Any]], request: TemplatedRequest, **variables: Any
@@ -256,13 +267,13 @@ def _without_none(value: Any) -> Any:
 
 
 def split_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
-    """`/v1/completions` takes a text, token ids, or a list of either."""
+    """Completions are of a text, of token ids, or of a list of either."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
         raise ApiError(400, "the prompt is empty; give at least one token", param="prompt")
     kinds = {type(one) for one in prompt}
-    if len(kinds) > 1:
+    if int in kinds and len(kinds) > 1:
         raise ApiError(400, "prompt: give texts, token ids or lists of them, not a mixture")
     return [prompt] if kinds == {int} else list(prompt)
 

@@ -7,10 +7,12 @@ are checked where they are used (`SamplingParams`).
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 from msgspec import Meta, Raw
+
+from twostroke.serve.errors import ApiError
 
 Name = Annotated[str, Meta(max_length=1024)]
 StopText = Annotated[str, Meta(max_length=4096)]
@@ -26,6 +28,8 @@ TokenIds = list[int]
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     # Fields that are dropped once the prompt and `SamplingParams` are made of them.
     INPUT: ClassVar[tuple[str, ...]] = ()
+    # Whether it has to be declared as JSON; clients of some APIs do not.
+    DECLARED: ClassVar[bool] = True
 
     def drop_input(self) -> None:
         for name in self.INPUT:
@@ -210,13 +214,28 @@ class TextOptions(msgspec.Struct, kw_only=True):
     verbosity: str | None = None
 
 
+class ResponsesTool(msgspec.Struct, kw_only=True):
+    type: str  # only "function", and "namespace", a group of them
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    tools: list[ResponsesTool] | None = None  # of a namespace
+
+
+class ReasoningOptions(msgspec.Struct, kw_only=True):
+    effort: Name | None = None  # a variable of the chat template
+    summary: Name | None = None  # has no effect, as all others: reasoning is given as it is
+
+
 class ResponsesRequest(GenerateRequest, kw_only=True):
     INPUT: ClassVar[tuple[str, ...]] = (
         *GenerateRequest.INPUT,
         "input",
+        "instructions",
+        "text",
         "chat_template_kwargs",
         "include",
-        "reasoning",
         "tools",
         "tool_choice",
     )
@@ -226,26 +245,28 @@ class ResponsesRequest(GenerateRequest, kw_only=True):
     max_output_tokens: int | None = None
     top_logprobs: int | None = None
     text: TextOptions | None = None
-    include: list[str] | None = None
+    include: list[Name] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning: dict[str, Any] | None = None  # `effort` is a variable of the chat template
+    reasoning: ReasoningOptions | None = None
     stream_options: StreamOptions | None = None
-    truncation: str | None = None  # only "disabled"
-    tools: list[dict[str, Any]] | None = None  # only none
+    truncation: Literal["auto", "disabled"] | None = None
+    tools: list[ResponsesTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = None  # has no effect: it counts calls of OpenAI's own tools
+    previous_response_id: Name | None = None
+    background: bool | None = None
     # Given back in the answer, so within OpenAI's limits.
     metadata: Metadata | None = None  # type: ignore[assignment]
-    # Refused: nothing is kept between requests.
-    previous_response_id: str | None = None
+    client_metadata: Raw = None  # type: ignore[assignment]  # Codex's; has no effect
+    # Refused, with what to use instead:
     conversation: Any = None
-    background: bool | None = None
     prompt: Any = None
-    max_tool_calls: Any = None
     context_management: Any = None
 
     def __post_init__(self) -> None:
         self.prompt_cache_options = self.moderation = None  # type: ignore[assignment]
+        self.client_metadata = None  # type: ignore[assignment]
 
 
 class TokenizeRequest(Body, kw_only=True):
@@ -279,5 +300,19 @@ class ErrorContent(msgspec.Struct):
     code: str | None
 
 
-class ErrorAnswer(msgspec.Struct):
+class ErrorBody(msgspec.Struct):
+    """An error as an API writes it."""
+
+    @classmethod
+    def of(cls, error: ApiError) -> Self:
+        raise NotImplementedError
+
+
+class ErrorAnswer(ErrorBody):
+    """As OpenAI writes it."""
+
     error: ErrorContent
+
+    @classmethod
+    def of(cls, error: ApiError) -> Self:
+        return cls(ErrorContent(**error.content()))

@@ -78,7 +78,7 @@ def count_tokens(outputs: Sequence[RequestOutput]) -> TokenCounts:
 def cached_tokens(output: RequestOutput) -> int:
     """Prompt tokens found in the prefix cache. What continuations of one prompt share because the
     first of them has computed it is not counted."""
-    return min((record.num_cached for record in output.metrics), default=0)
+    return min((record.num_cached for record in output.records), default=0)
 
 
 def timings(outputs: Sequence[RequestOutput]) -> Json | None:
@@ -89,7 +89,7 @@ def timings(outputs: Sequence[RequestOutput]) -> Json | None:
     Then ours: the time in the queue, the gaps between tokens by cause (summed over continuations;
     with one they add up to `decode_ms`), the worst gap, and preemptions.
     """
-    records = [record for output in outputs for record in output.metrics]
+    records = [record for output in outputs for record in output.records]
     if not records:
         return None
     cached = sum(map(cached_tokens, outputs))

@@ -9,6 +9,7 @@ import msgspec
 
 from twostroke.serve.errors import ApiError
 from twostroke.serve.http import HttpRequest
+from twostroke.serve.protocol import ErrorAnswer, ErrorBody
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class Route:
     summary: str
     body: type[msgspec.Struct] | None = None
     open: bool = False  # answers without a key
+    error: type[ErrorBody] = ErrorAnswer  # how this route's errors are written
+    stream_type: str = "text/event-stream"  # of an answer that is streamed
 
 
 class Router:
@@ -37,9 +40,8 @@ class Router:
 
     def find(self, http: HttpRequest) -> Route | ApiError:
         """The route, with the path's parameters in the request; or how it is refused."""
-        # A path with a parameter's name in place of its value matches only as a value.
-        exact = None if "{" in http.path else self._by_path.get(http.path)
-        methods = exact or self._by_pattern(http)
+        methods = None if "{" in http.path else self._by_path.get(http.path)
+        methods = methods or self._by_pattern(http)
         if methods is None:
             return ApiError(404, f"there is no {http.path[:200]!r} here", code="not_found")
         method = "GET" if http.method == "HEAD" else http.method

@@ -24,6 +24,7 @@ import uvicorn
 
 from twostroke.engine.api import EngineClient
 from twostroke.errors import EngineError
+from twostroke.log_lines import uvicorn_config
 from twostroke.serve.app import App, asgi
 from twostroke.serve.http import limited_protocol
 from twostroke.serve.settings import ServeSettings
@@ -59,6 +60,7 @@ class HttpServer(uvicorn.Server):
                 http=limited_protocol(settings),
                 ws="none",
                 lifespan="off",
+                log_config=uvicorn_config(),
                 log_level="info" if settings.access_log else settings.uvicorn_log_level,
                 access_log=settings.access_log,
                 server_header=False,

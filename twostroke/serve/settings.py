@@ -59,6 +59,10 @@ class ServeSettings(Strict):
     max_prompt_tokens: int | None = None  # None: what the engine takes
     max_output_tokens: int | None = None  # requests that ask for more get this many
     max_unread_bytes: int = 4 * MIB  # of a stream that its client leaves unread; in total, 8 times
+    # What /v1/responses keeps. 0: nothing. In bytes: with what running requests keep for it.
+    max_stored_responses: int = 1024
+    max_stored_response_bytes: int = 64 * MIB
+    stored_response_ttl_s: float = 24 * 3600.0
     max_queue: int = 4096  # sequences that may wait; more are answered 429
     head_timeout_s: float = 30.0  # to send a request's headers
     body_timeout_s: float = 60.0  # to send its body
@@ -81,6 +85,8 @@ class ServeSettings(Strict):
         self._check_int("max_prompt_tokens", 1, optional=True)
         self._check_int("max_output_tokens", 1, optional=True)
         self._check_int("max_unread_bytes", 1024)
+        self._check_int("max_stored_responses", 0)
+        self._check_int("max_stored_response_bytes", MIB)
         self._check_int("max_queue", 0)
         self._check_int("engine_restart_limit", 1)
         self._check_number("engine_hang_timeout_s", 0.0, 1e6, "a number of seconds, or 0")
@@ -89,6 +95,7 @@ class ServeSettings(Strict):
         times = ("head_timeout_s", "body_timeout_s", "write_timeout_s", "keep_alive_s", "drain_s")
         for name in times:
             self._check_number(name, 0.0, 1e6, "a number of seconds")
+        self._check_number("stored_response_ttl_s", 0.0, 1e9, "a number of seconds")
         self._check_bools(
             "access_log",
             "prefix_cache_sharing",

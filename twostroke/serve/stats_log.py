@@ -6,13 +6,14 @@ From the same totals and the same load as `/metrics` and `/dash`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import sys
+import logging
 from time import monotonic
 
 from twostroke.engine.api import EngineClient
+from twostroke.log_lines import WORK
 from twostroke.observe.totals import Totals
 
+log = logging.getLogger(WORK)
 EVERY_S = 10.0
 
 
@@ -46,10 +47,9 @@ class StatsLog:
 
 async def log_stats(client: EngineClient, totals: Totals) -> None:
     """Until it is cancelled."""
-    log = StatsLog(client, totals, monotonic())
+    stats = StatsLog(client, totals, monotonic())
     while True:
         await asyncio.sleep(EVERY_S)
-        line = log.line(monotonic())
+        line = stats.line(monotonic())
         if line is not None:
-            with contextlib.suppress(OSError):  # a full disk for the log is no reason not to serve
-                print(line, file=sys.stderr, flush=True)
+            log.info(line)

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -30,8 +31,8 @@ OUTCOMES = os.environ["TWOSTROKE_OUTCOMES"]  # a file; one JSON object a line is
 VERSION = os.environ["TWOSTROKE_VERSION"]
 START_S, TEST_S = 120, 180
 
-# About the model, its adapters and the device, which are not the ones those tests were written for.
-# Left out with the values that follow: tests that need an adapter find no model of its name.
+# About the model, its adapters, the device and libraries, which are not the ones that those tests
+# were written for. Left out with the values that follow: tests that need an adapter find no model of its name.
 LEFT_OUT = {
     "--dtype",
     "--gpu-memory-utilization",
@@ -42,6 +43,7 @@ LEFT_OUT = {
     "--model",
     "--port",
     "--host",
+    "--structured-outputs-config.backend",
     "--enable-lora",
     "--lora-modules",
     "--max-lora-rank",
@@ -108,7 +110,8 @@ class ShimModule(types.ModuleType):
 
 class ShimFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name in ("vllm", "tests.utils") or name.startswith("vllm."):
+        shimmed = ("vllm", "tests.utils", "tests.conftest")
+        if name in shimmed or name.startswith("vllm."):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 
@@ -150,6 +153,7 @@ class ModelConfig:
 class RemoteOpenAIServer:
     """Our server with the flags of a test, under the name of the model it wants."""
 
+    num_started = 0
     DUMMY_API_KEY = "token-abc123"
     show_hidden_metrics = False
 
@@ -161,6 +165,7 @@ class RemoteOpenAIServer:
         env_dict: dict[str, str] | None = None,
         **_: Any,
     ) -> None:
+        RemoteOpenAIServer.num_started += 1
         flags = _ours(_as_list(vllm_serve_args))
         self.uds = _value(flags, "--uds")
         self.host, self.port = "127.0.0.1", 0
@@ -183,7 +188,7 @@ class RemoteOpenAIServer:
             if found := re.search(r"http://[\w.:\[\]]+:(\d+)", said):
                 self.port = int(found[1])
                 return
-            if self.uds and Path(self.uds).exists():
+            if self.uds and _listens(self.uds):
                 return
             if self.proc.poll() is not None:
                 raise ServerRefusedError(said.strip()[-600:])
@@ -238,6 +243,11 @@ class RemoteOpenAIServer:
         return anthropic.AsyncAnthropic(**self._options(given))
 
 
+def _listens(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as trial:
+        return trial.connect_ex(path) == 0
+
+
 def _as_list(given: list[str] | dict[str, Any]) -> list[str]:
     if isinstance(given, list):
         return [str(one) for one in given]
@@ -268,6 +278,7 @@ PROVIDED: dict[str, Any] = {
     "get_tokenizer": get_tokenizer,
     "current_platform": NoPlatform(),
     "envs": NoSettings(),
+    "version": types.SimpleNamespace(__version__=VERSION, _prev_minor_version=lambda: "0.0"),
     "is_aiter_found_and_supported": lambda: False,
     "ModelConfig": ModelConfig,
     "hf_api": NoHub,
@@ -275,7 +286,7 @@ PROVIDED: dict[str, Any] = {
     "ROCM_EXTRA_ARGS": [],
     "ROCM_ENV_OVERRIDES": {},
     "VLLM_PATH": Path.cwd(),
-    "multi_gpu_only": lambda test: test,
+    "multi_gpu_only": lambda **_: pytest.mark.skip(reason="one device"),
 }
 
 sys.meta_path.insert(0, ShimFinder())
@@ -296,6 +307,11 @@ def pytest_configure(config: pytest.Config) -> None:
         pass
 
 
+@pytest.fixture
+def local_asset_server() -> None:
+    """vLLM's, of images, which no test here may ask for."""
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
     report = (yield).get_result()
@@ -303,7 +319,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if not ended:
         return
     outcome, reason = report.outcome, ""
-    if outcome == "failed":
+    if outcome == "failed" and not _has_server(item):
+        outcome = "internal"
+    elif outcome == "failed":
         error = call.excinfo.value if call.excinfo is not None else Exception()
         outcome, reason = _judged(error)
     elif outcome == "skipped":
@@ -320,13 +338,18 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
         _note(report.nodeid, "internal" if internal else "not collected", text[-300:])
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.stash[SERVERS_BEFORE] = RemoteOpenAIServer.num_started
+
+
+SERVERS_BEFORE = pytest.StashKey[int]()
+
+
 def _has_server(item: pytest.Item) -> bool:
-    """Whether a server is among what the test is given; one that fails is judged by its error."""
-    given = getattr(item, "funcargs", {}).values()
+    """Whether the test is given a server, or has started one."""
     names = getattr(item, "fixturenames", ())
-    return any(isinstance(one, RemoteOpenAIServer) for one in given) or any(
-        "server" in name or "client" in name for name in names
-    )
+    started = RemoteOpenAIServer.num_started > item.stash.get(SERVERS_BEFORE, 0)
+    return started or any("server" in name or "client" in name for name in names)
 
 
 def _judged(error: BaseException) -> tuple[str, str]:

@@ -16,13 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from twostroke.model.tokenizer import Tokenizer
 from twostroke.request import Thinking
 from twostroke.serve.parsers.harmony import Harmony
 from twostroke.serve.parsers.json_formats import KimiK2
 from twostroke.serve.parsers.scanner import SPACE, Scanner, Steps
+
+if TYPE_CHECKING:  # the settings name the formats, and --help shall not wait for a tokenizer
+    from twostroke.model.tokenizer import Tokenizer
 
 PROMPT_END: Final = 24  # tokens of a prompt in which an opening tag is looked for
 CONTINUED_END: Final = 4096  # the same of one that ends within a message

@@ -1,0 +1,100 @@
+"""Launch lines of vLLM and llama-server, and every option they have: taken, or refused by name."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from tests.cli.launch_lines import LLAMA, VLLM
+from tests.cli.reading import OPTIONS, read
+from twostroke.commands import llama_flags, vllm_flags
+
+DATA = Path(__file__).parent / "data"
+ONCE = {"--help", "-h", "--usage", "--version", "--config"}  # which do something at once
+
+
+def options(name: str) -> list[tuple[list[str], str | None]]:
+    """Names of the same option, and a value for it; None: it takes none."""
+    found = []
+    for line in (DATA / name).read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            names, equals, value = line.partition(" =")
+            found.append((names.split(), value.strip() if equals else None))
+    return found
+
+
+def flags_of(problems: list[str]) -> set[str]:
+    return {problem.split()[0].rstrip(":") for problem in problems}
+
+
+@pytest.mark.parametrize(("line", "refused"), [*VLLM, *LLAMA])
+def test_a_launch_line_is_taken_or_all_that_is_wrong_is_told(
+    line: str, refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "serve.yaml").write_text("max-model-len: 4096\nasync-scheduling: true\n")
+    taken = read(*line.split())
+    assert flags_of(taken.problems) == set(refused.split()), taken.problems
+    for problem in taken.problems:
+        assert len(problem.partition(" ")[2]) > 20, "the reason, and what to do"
+    if not refused:
+        assert taken.config is not None
+        assert taken.config.model is not None
+        assert taken.settings is not None
+
+
+def test_so_many_lines_are_taken_whole() -> None:
+    assert len(VLLM) >= 30
+    assert len(LLAMA) >= 12
+    assert sum(not refused for _, refused in VLLM) >= 23
+    assert sum(not refused for _, refused in LLAMA) >= 9
+
+
+@pytest.mark.parametrize(("file", "least"), [("vllm_options.txt", 310), ("llama_options.txt", 250)])
+def test_every_option_is_taken_or_refused_by_its_name_with_a_reason(file: str, least: int) -> None:
+    listed = options(file)
+    assert len(listed) >= least
+    for names, value in listed:
+        for name in set(names) - ONCE:
+            given = [] if value is None else [value or "1"]
+            if value == "?":
+                given = ["auto"]
+            problems = read(name, *given).problems
+            assert len(problems) <= 1, (name, problems)
+            for problem in problems:
+                assert problem.split()[0].rstrip(":") in OPTIONS, problem
+                assert "no such option" not in problem
+                assert len(problem) > len(name) + 15
+
+
+def test_what_is_said_to_be_of_earlier_versions_is() -> None:
+    now = {name for names, _ in options("vllm_options.txt") for name in names}
+    llamas = {name for names, _ in options("llama_options.txt") for name in names}
+    ours = {*vllm_flags.REFUSED, *vllm_flags.NOTED}
+    assert ours - now - llamas - {"-O"} == vllm_flags.OF_EARLIER_VERSIONS
+    taken = read("--swap-space", "4", "--use-v2-block-manager")
+    assert taken.notice == (
+        "--swap-space: vLLM has dropped it, too; --use-v2-block-manager: vLLM has dropped it, too"
+    )
+    (problem,) = read("--speculative-model", "m").problems
+    assert problem.endswith("(vLLM has dropped it, too)")
+
+
+def test_no_flag_is_in_two_tables_or_in_a_table_and_in_the_help() -> None:
+    tables = [
+        table
+        for module in (vllm_flags, llama_flags)
+        for table in (module.REFUSED, module.NOTED, module.ANYWAY, module.TAKEN)
+    ]
+    only = [
+        flag
+        for module in (vllm_flags, llama_flags)
+        for flags in module.ONLY
+        for flag in flags.split()
+    ]
+    names = [flag for table in tables for flag in table] + only + list(llama_flags.SAMPLING)
+    assert sorted(names) == sorted(set(names))
+    shown = {name for name, action in OPTIONS.items() if action.help != argparse.SUPPRESS}
+    assert shown & set(names) == set(), "what is taken has no place in the tables"

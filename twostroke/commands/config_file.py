@@ -1,0 +1,62 @@
+"""`--config FILE.yaml`: options that a file holds, as words of the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from twostroke.commands.foreign import Note, Refuse, TakeOnly
+from twostroke.commands.parser import Parser
+
+
+def file_words(path: Path, parser: Parser) -> list[str]:
+    """What is wrong with the file is noted as the parser's problems."""
+    import yaml
+
+    try:
+        said = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        parser.problem(f"--config {path} cannot be read: {error}")
+        return []
+    except yaml.YAMLError as error:
+        parser.problem(f"--config {path} is not YAML: {' '.join(str(error).split())}")
+        return []
+    if not isinstance(said, dict):
+        parser.problem(f"--config {path} must have lines such as `port: 8000`")
+        return []
+    words: list[str] = []
+    for key, value in said.items():
+        flag = "--" + str(key).partition(".")[0].replace("_", "-")
+        if flag not in parser._option_string_actions or flag in ("--config", "--help"):
+            hint = parser.nearest(flag)
+            parser.problem(f"--config {path}: there is no option {key!r}{hint}")
+        else:
+            words += _words(path, parser, str(key), flag, value)
+    return words
+
+
+def _words(path: Path, parser: Parser, key: str, flag: str, value: object) -> Iterator[str]:
+    action = parser._option_string_actions[flag]
+    if value is None or (value is False and isinstance(action, Refuse | Note)):
+        return  # what happens anyway
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            parser.problem(f"--config {path}: {key} is true or false, not {value!r}")
+        elif value:
+            yield flag
+        elif f"--no-{flag[2:]}" in parser._option_string_actions:
+            yield f"--no-{flag[2:]}"
+    elif isinstance(value, list):
+        if isinstance(action, Note):
+            yield from (flag, *map(_word, value))
+        else:
+            yield from (f"{flag}={_word(item)}" for item in value)
+    elif isinstance(value, bool) and isinstance(action, TakeOnly | Note):
+        yield f"{flag}={'on' if value else 'off'}"  # as YAML reads those
+    else:
+        yield f"--{key}={_word(value)}"
+
+
+def _word(value: object) -> str:
+    return json.dumps(value) if isinstance(value, dict | list | bool) else str(value)

@@ -1,0 +1,194 @@
+"""`Parser`: a command's options, read so that everything wrong with a line is told at once."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from shutil import get_terminal_size
+from typing import Any, NoReturn
+
+from twostroke.commands.terminal import LEAST_COLUMNS, columns, wrapped
+from twostroke.errors import MAX_SHOWN_CHARS, shortened
+
+NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
+NARROW_COLUMNS = 60  # below, an option's help stands under it
+KINDS = {int: "a whole number", float: "a number"}
+
+
+class Help(argparse.HelpFormatter):
+    """Help that fits the terminal: no word is broken, and a switch's two forms are one word."""
+
+    def __init__(self, prog: str) -> None:
+        width = max(LEAST_COLUMNS, get_terminal_size().columns) - 2
+        self._narrow = width < NARROW_COLUMNS
+        super().__init__(prog, max_help_position=6 if self._narrow else 24, width=width)
+
+    def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any = None) -> None:
+        if usage is not None:
+            usage = wrapped(f"usage: {usage}", self._width, " " * 7).removeprefix("usage: ")
+        super().add_usage(usage, actions, groups, prefix)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return f"--[no-]{action.option_strings[0].removeprefix('--')}"
+        return super()._format_action_invocation(action)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = self._split_lines(text, width - len(indent))
+        return "\n".join(indent + line for line in lines)
+
+
+class Parser(argparse.ArgumentParser):
+    """What is wrong is collected (`problems`) and told by `finish`, if `tells_all`, else at once;
+    options that are taken though they change nothing are collected, too (`notes`)."""
+
+    tells_all = False
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, "formatter_class": Help, **options})
+        self.problems: list[str] = []
+        self.notes: dict[str, str] = {}  # flags, and what is to be said of them, if anything
+
+    def problem(self, message: str) -> None:
+        if message not in self.problems:
+            self.problems.append(message)
+
+    def note(self, flag: str, why: str = "") -> None:
+        self.notes[flag] = why
+
+    def notice(self) -> str:
+        """One line about what was noted, which is then forgotten; empty if nothing was."""
+        notes, self.notes = self.notes, {}
+        silent = [flag for flag, why in notes.items() if not why]
+        said = [f"{flag}: {why}" for flag, why in notes.items() if why]
+        if silent:
+            verb = "changes" if len(silent) == 1 else "change"
+            said.insert(0, f"{', '.join(silent)} {verb} nothing here")
+        return "; ".join(said)
+
+    def finish(self) -> None:
+        """Ends the program with status 2 if anything is wrong."""
+        problems, self.problems = self.problems, []
+        if not problems:
+            return
+        self.notes = {}
+        width = columns(sys.stderr)
+        if len(problems) == 1:
+            text = wrapped(f"twostroke: error: {problems[0]}", width, "  ")
+        else:
+            head = f"twostroke: error: {len(problems)} things in this line cannot be taken:"
+            lines = [wrapped(f"  {problem}", width, "    ") for problem in problems]
+            text = "\n".join([wrapped(head, width, "  "), *lines])
+        self.exit(2, f"{text}\nTry `{self.prog} --help`.\n")
+
+    def error(self, message: str) -> NoReturn:
+        """For what makes it useless to read on."""
+        self.problem(message)
+        self.finish()
+        raise AssertionError("unreachable")
+
+    def without_unknown(self, words: Sequence[str]) -> list[str]:
+        """The words less the options that there are not, each of which is a problem."""
+        kept: list[str] = []
+        value_of_unknown = False
+        for at, word in enumerate(words):
+            if word == "--":
+                return [*kept, *words[at:]]
+            if not word.startswith("-") or word == "-" or NUMBER.match(word):
+                if not value_of_unknown:
+                    kept.append(word)
+                value_of_unknown = False
+                continue
+            flag, equals, _ = word.partition("=")
+            joined = not word.startswith("--") and word[:2] in self._option_string_actions
+            value_of_unknown = False
+            if flag in self._option_string_actions or joined:
+                kept.append(word)
+                continue
+            self.problem(f"{shortened(flag)}: there is no such option{self.nearest(flag)}")
+            value_of_unknown = not equals
+        return kept
+
+    def nearest(self, flag: str) -> str:
+        """`; did you mean --x?`, of the options in the help before the others."""
+        shown: list[str] = []
+        hidden: list[str] = []
+        for option, action in self._option_string_actions.items():
+            if getattr(action, "unwanted", False):
+                continue
+            (hidden if action.help == argparse.SUPPRESS else shown).append(option)
+        found = nearest_flag(flag, shown) or nearest_flag(flag, hidden)
+        return f"; did you mean {found}?" if found else ""
+
+    # ── argparse calls these where it would end the program at the first mistake ────────────
+
+    def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
+        try:
+            return super()._match_argument(action, arg_strings_pattern)
+        except argparse.ArgumentError:
+            if not self.tells_all:
+                raise
+            self.problem(f"{_flag(action)}: a value is missing")
+            return 0
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        missing = action.option_strings and not arg_strings and action.nargs in (None, "+")
+        if self.tells_all and missing:
+            return argparse.SUPPRESS  # which `_match_argument` has told of
+        try:
+            return super()._get_values(action, arg_strings)
+        except argparse.ArgumentError as error:
+            if not self.tells_all:
+                raise
+            given = shortened(" ".join(arg_strings))
+            self.problem(f"{_flag(action)} {given}: {_reason(action, error)}")
+            return argparse.SUPPRESS
+
+
+def nearest_flag(flag: str, known: Iterable[str]) -> str | None:
+    """What a misspelt flag was meant to be: one that begins like it, or differs by few letters."""
+    known = list(known)
+    if len(flag) > MAX_SHOWN_CHARS:
+        return None
+    begun = [one for one in known if one.startswith(flag)] if len(flag) > 4 else []
+    if len(begun) == 1:
+        return begun[0]
+    distances = {one: _distance(flag, one) for one in known}
+    best = min(distances, key=lambda one: distances[one], default=None)
+    if best is not None and distances[best] <= max(1, len(flag.strip("-")) // 4):
+        return best
+    near = get_close_matches(flag, known, n=1, cutoff=0.75)
+    return near[0] if near else None
+
+
+def _distance(one: str, other: str) -> int:
+    """Letters added, left out, changed, or swapped with the next."""
+    before: list[int] = []
+    row = list(range(len(other) + 1))
+    for i, a in enumerate(one, 1):
+        before, last, row = row, before, [i]
+        for j, b in enumerate(other, 1):
+            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (a != b))
+            if i > 1 and j > 1 and a == other[j - 2] and one[i - 2] == b:
+                cost = min(cost, last[j - 2] + 1)
+            row.append(cost)
+    return row[-1]
+
+
+def _flag(action: argparse.Action) -> str:
+    """Its longest name."""
+    return max(action.option_strings, key=len, default=str(action.metavar or action.dest))
+
+
+def _reason(action: argparse.Action, error: argparse.ArgumentError) -> str:
+    if action.choices is not None:
+        return f"expected one of {', '.join(map(str, action.choices))}"
+    kind: Any = action.type
+    return f"expected {KINDS[kind]}" if kind in KINDS else error.message

@@ -1,0 +1,103 @@
+"""`twostroke run-batch`: a file of requests in, a file of answers out, as `vllm run-batch` does."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from time import monotonic
+from typing import TYPE_CHECKING, BinaryIO
+
+from twostroke.commands.foreign import Note, add_hidden
+from twostroke.commands.parser import Parser
+from twostroke.commands.serve_flags import add_server_arguments, settle, start_logging
+from twostroke.errors import ConfigError
+
+if TYPE_CHECKING:
+    from twostroke.engine.build import Engine
+    from twostroke.serve.batch import Counts
+    from twostroke.serve.settings import ServeSettings
+
+SUMMARY = "answer a file of requests, as `vllm run-batch` does"
+DESCRIPTION = (
+    "Answer the requests of a file, one JSON object a line in the format of OpenAI's batches, and "
+    "write their answers to another, in the same order. The options are those of `serve`."
+)
+OPERANDS = " [MODEL]"
+TELLS_ALL = True  # that is wrong with a line and its settings, at once
+
+
+def add_arguments(parser: Parser) -> None:
+    files = parser.add_argument_group("files")
+    files.add_argument("-i", "--input-file", metavar="FILE", help="requests, one a line")
+    files.add_argument("-o", "--output-file", metavar="FILE", help="where their answers go")
+    add_server_arguments(parser)
+    add_hidden(parser, ["--output-tmp-dir", "--url"], Note, why="")
+    add_hidden(parser, ["--enable-metrics"], Note, why="", nargs=0)
+
+
+def execute(args: argparse.Namespace) -> int:
+    for name in ("input_file", "output_file"):
+        value, flag = getattr(args, name), "--" + name.replace("_", "-")
+        if value is None:
+            args.parser.problem(f"{flag} is missing")
+        elif value.startswith(("http://", "https://")):
+            args.parser.problem(f"{flag} {value}: give the path of a local file")
+    source, target = args.input_file, args.output_file
+    config, settings, args = settle(args)
+    start_logging(args, settings)
+    if not (hasattr(args, "performance_mode") or hasattr(args, "max_decode_stall")):
+        config = replace(config, max_decode_stall=0)  # nobody reads along
+    with _files(source, target) as (requests, answers):
+        from twostroke.engine.build import build_engine
+
+        engine, started_s = build_engine(config), monotonic()
+        # There is nobody to show a key.
+        settings = replace(settings, api_keys=())
+        counts = asyncio.run(_answer(engine, settings, requests, answers))
+    seconds = monotonic() - started_s
+    print(
+        f"{counts.answered} answered, {counts.failed} failed, in {seconds:.1f} s: {target}",
+        file=sys.stderr,
+    )
+    return 0
+
+
+async def _answer(
+    engine: Engine, settings: ServeSettings, requests: BinaryIO, answers: BinaryIO
+) -> Counts:
+    from twostroke.engine.client import AsyncEngine
+    from twostroke.serve.app import App
+    from twostroke.serve.batch import answer_file
+    from twostroke.serve.stats_log import log_stats
+
+    async with AsyncEngine(engine) as client:
+        app = App(client, settings)
+        logging_stats = None
+        if settings.log_stats:
+            work = log_stats(client, app.service.metrics.totals)
+            logging_stats = asyncio.get_running_loop().create_task(work)
+        try:
+            return await answer_file(app, requests, answers)
+        finally:
+            if logging_stats is not None:
+                logging_stats.cancel()
+            await app.close()
+
+
+@contextlib.contextmanager
+def _files(source: str, target: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """Both, before a model is loaded in vain."""
+    with contextlib.ExitStack() as opened:
+        try:
+            requests = opened.enter_context(open(source, "rb"))
+            if os.path.exists(target) and os.path.samefile(source, target):
+                raise ConfigError(f"--output-file {target} is the input file; give another")
+            answers = opened.enter_context(open(target, "wb"))
+        except OSError as error:
+            raise ConfigError(f"{error.filename}: {error.strerror}") from None
+        yield requests, answers

@@ -1,0 +1,10 @@
+"""What vLLM's programs call between two engines."""
+
+from __future__ import annotations
+
+import gc
+
+
+def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
+    """Free the memory of engines that nothing refers to any more."""
+    gc.collect()

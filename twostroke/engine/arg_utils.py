@@ -1,0 +1,46 @@
+"""`EngineArgs`: an engine's settings as vLLM's users hold them, on a command line too."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+from twostroke.commands.flags import ENGINE_HELP, add_engine_arguments, json_object
+from twostroke.config import EngineConfig
+from twostroke.vllm_settings import NOTICES, REFUSED, VLLMSettings
+
+TYPES = {"int": int, "float": float, "str": str}
+
+
+class EngineArgs(VLLMSettings):
+    """Settings that may be changed until an engine is built from them, which checks them again."""
+
+    __setattr__ = object.__setattr__
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """An option for each setting. One that is not given is not in the parsed arguments, so that
+        `LLM(**vars(args))` has the defaults."""
+        own = {field.name for field in dataclasses.fields(EngineConfig)}
+        others = [field for field in dataclasses.fields(VLLMSettings) if field.name not in own]
+        add_engine_arguments(parser, leave_out=own - ENGINE_HELP.keys())
+        group = parser.add_argument_group("taken for vLLM's sake")
+        for field in others:
+            options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": field.name}
+            kind = str(field.type).removesuffix(" | None")
+            if kind == "bool":
+                options["action"] = argparse.BooleanOptionalAction
+            else:
+                options["type"] = TYPES.get(kind, json_object)
+            said = (NOTICES | REFUSED).get(field.name)
+            group.add_argument(f"--{field.name.replace('_', '-')}", help=said, **options)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)})
+
+
+AsyncEngineArgs = EngineArgs

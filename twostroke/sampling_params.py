@@ -1,0 +1,7 @@
+"""What a request may ask for, under vLLM's names."""
+
+from twostroke.beam_search import BeamSearchParams
+from twostroke.request import RequestOutputKind, SamplingParams
+from twostroke.request import StructuredOutputs as StructuredOutputsParams
+
+__all__ = ["BeamSearchParams", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams"]

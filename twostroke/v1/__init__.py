@@ -1,0 +1,1 @@
+"""Where vLLM's users import parts of its engine from."""

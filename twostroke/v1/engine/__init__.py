@@ -1,0 +1,1 @@
+"""Where vLLM's users import the asynchronous engine from."""

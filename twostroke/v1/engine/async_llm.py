@@ -1,0 +1,7 @@
+"""The asynchronous engine under vLLM's names."""
+
+from twostroke.engine.client import AsyncEngine as AsyncLLM
+
+AsyncLLMEngine = AsyncLLM
+
+__all__ = ["AsyncLLM", "AsyncLLMEngine"]

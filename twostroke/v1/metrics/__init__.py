@@ -1,0 +1,1 @@
+"""Where vLLM's users import the metrics of `LLM.get_metrics` from."""
