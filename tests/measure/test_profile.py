@@ -298,10 +298,10 @@ def test_what_nobody_stops_ends_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_a_profile_is_bounded_in_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     llm = tiny_llm(tmp_path)
     profiler = llm.engine.core.profiler
-    profiler.start()
+    llm.start_profile()
     monkeypatch.setattr(type(profiler._profile), "max_steps", 3)
     write(llm)
-    found = profiler.stop()
+    found = llm.stop_profile()
     assert found["ended_by"] == "step limit"
     assert sum(phase["steps"] for phase in found["phases"].values()) == 3
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-import msgspec
 
 from twostroke.engine.api import EngineClient, EngineLoad
 from twostroke.engine.build import Engine, build_engine
@@ -197,7 +197,7 @@ class AsyncEngine(EngineClient):
         await self._call(self.engine.core.profiler.start)
 
     async def stop_profile(self) -> bytes:
-        return msgspec.json.encode(await self._call(self.engine.core.profiler.stop))
+        return json.dumps(await self._call(self.engine.core.profiler.stop)).encode()
 
     async def _call(self, function: Callable[[], T]) -> T:
         """What the function returns or raises in the engine's thread."""
