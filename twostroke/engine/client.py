@@ -15,12 +15,10 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-
 from twostroke.engine.api import EngineClient, EngineLoad
 from twostroke.engine.build import Engine, build_engine
 from twostroke.engine.input_processor import Prompt
 from twostroke.engine.output_processor import OnError, OnOutput, RequestState
-from twostroke.engine.wire import ResetPrefixes
 from twostroke.errors import EngineError
 from twostroke.outputs import RequestOutput
 from twostroke.request import EngineRequest, SamplingParams
@@ -29,7 +27,7 @@ from twostroke.vllm_settings import VLLMSettings
 
 T = TypeVar("T")
 # To the engine's thread: a request, what it is to call, the name of one to abort, None to end.
-Inbound = tuple[RequestState, list[EngineRequest]] | ResetPrefixes | Callable[[], None] | str | None
+Inbound = tuple[RequestState, list[EngineRequest]] | Callable[[], None] | str | None
 
 
 class SyncClient:
@@ -191,7 +189,7 @@ class AsyncEngine(EngineClient):
         self._inbox.put(request_id)
 
     def reset_prefix_cache(self) -> None:
-        self._inbox.put(ResetPrefixes())
+        self._inbox.put(self.engine.core.reset_prefix_cache)
 
     async def start_profile(self) -> None:
         await self._call(self.engine.core.profiler.start)
@@ -204,12 +202,17 @@ class AsyncEngine(EngineClient):
         done: Future[T] = Future()
 
         def run() -> None:
+            if not done.set_running_or_notify_cancel():
+                return  # whoever asked has left
             try:
                 done.set_result(function())
             except Exception as error:
                 done.set_exception(error)
 
-        self._inbox.put(run)
+        with self._lock:
+            if self._dead is not None:
+                raise EngineError(f"the engine has stopped ({self._dead})")
+            self._inbox.put(run)
         return await asyncio.wrap_future(done)
 
     # ── in the engine's thread ──────────────────────────────────────────────────────────────
@@ -236,9 +239,7 @@ class AsyncEngine(EngineClient):
                 return True
             if message is None:
                 return False
-            if isinstance(message, ResetPrefixes):
-                self.engine.core.reset_prefix_cache()
-            elif isinstance(message, str):
+            if isinstance(message, str):
                 self._abort(message)
             elif callable(message):
                 message()
