@@ -32,8 +32,8 @@ VERSION = os.environ["TWOSTROKE_VERSION"]
 START_S, TEST_S = 120, 180
 
 # About the model, its adapters, the device and libraries, which are not the ones that those tests
-# were written for. Left out with the values that follow: tests that need an adapter find no model of
-# its name.
+# were written for. Left out with the values that follow: tests that need an adapter find no model
+# of its name.
 LEFT_OUT = {
     "--dtype",
     "--gpu-memory-utilization",
