@@ -21,6 +21,7 @@ from twostroke.commands import (
     chat,
     import_,
     phases,
+    profile,
     roofline,
     run,
     run_batch,
@@ -95,7 +96,20 @@ def make_parser(wanted: str | None = None) -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"twostroke {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    modules = (run, chat, serve, run_batch, bench, phases, roofline, trace, why, ab, import_)
+    modules = (
+        run,
+        chat,
+        serve,
+        run_batch,
+        bench,
+        phases,
+        roofline,
+        trace,
+        profile,
+        why,
+        ab,
+        import_,
+    )
     for module in modules:
         name = module.__name__.rpartition(".")[2].rstrip("_").replace("_", "-")
         command = commands.add_parser(

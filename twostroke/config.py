@@ -77,7 +77,7 @@ class EngineConfig(Strict):
     enforce_eager: bool = False  # no graphs, no compilation; the tokens stay the same
     max_cudagraph_capture_size: int | None = None  # largest decode batch run as a graph
     cudagraph_capture_sizes: tuple[int, ...] | None = None  # all of them, instead of our choice
-    nvtx: bool = False  # name steps for a profiler of a GPU
+    nvtx: bool = False  # name steps and the parts of layers for a profiler of a GPU
     tensor_parallel_size: int = 1
     quantization: str | None = None  # int8, int4: of weights that are not, on a CPU
     kernels: str = "auto"  # auto: the native ones on a CPU that has them; reference, native

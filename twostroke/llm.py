@@ -28,11 +28,6 @@ REFUSED = {
     **dict.fromkeys(("encode", "embed", "classify", "score", "reward"), TEXT_ONLY),
     **dict.fromkeys(("collective_rpc", "apply_model", "llm_engine", "get_world_size"), ONE_PROCESS),
     **dict.fromkeys(("sleep", "wake_up", "update_weights", "init_weight_transfer_engine"), STAYS),
-    **dict.fromkeys(
-        ("start_profile", "stop_profile"),
-        "each output's records and `LLM.get_metrics` say where time went; nvtx=True is for a GPU's "
-        "profiler",
-    ),
     "set_tokenizer": "give tokenizer=… to LLM(…)",
 }
 
@@ -183,6 +178,14 @@ class LLM:
 
         families = Families(self._client.info.model_name)
         return as_objects(families.all(self._client, self._totals))
+
+    def start_profile(self) -> None:
+        """Gather what steps are made of from now on, at most a minute of them."""
+        self.engine.core.profiler.start()
+
+    def stop_profile(self) -> dict[str, Any]:
+        """What was found: as a server's /stop_profile has it (docs/PROFILING.md)."""
+        return self.engine.core.profiler.stop()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget every cached prefix. Requests that run keep their own blocks, and what they have

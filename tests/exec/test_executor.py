@@ -28,7 +28,7 @@ def test_the_head_runs_only_on_positions_that_are_sampled(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = LLM(str(folder), max_num_batched_tokens=16, max_num_seqs=4, kernels="reference")
-    decoder = llm.engine.core._executor._program.decoder
+    decoder = llm.engine.core._executor.program.decoder
     head, rows = decoder.head, []
 
     def counted(hidden: torch.Tensor, **out: torch.Tensor) -> torch.Tensor:

@@ -54,7 +54,7 @@ ENGINE_HELP = {
     "max_cudagraph_capture_size": "largest decode batch that runs as a graph (default: all)",
     "cudagraph_capture_sizes": "decode batches that run as graphs, others padded up to them "
     "(default: 1, 2, 4, then by eights)",
-    "nvtx": "name each step for a profiler of a GPU",
+    "nvtx": "name steps and the parts of layers for a profiler of a GPU",
     "tensor_parallel_size": "GPUs that share the model",
     "quantization": "int8 or int4: round weights that are not quantised yet, on a CPU",
     "kernels": "auto, reference (plain torch) or native (a CPU's own)",

@@ -69,7 +69,6 @@ REFUSED: Table = table(
         "--revision holds for the tokenizer, too; give --tokenizer a folder for another": (
             "--tokenizer-revision="
         ),
-        "there are no such routes; --nvtx names the steps for a profiler": "--profiler-config=",
         "there are no such routes": "--enable-scale-out",
         "client certificates are not checked, and ciphers are the system's; put a proxy in front": (
             "--ssl-ca-certs= --enable-ssl-refresh --ssl-ciphers="
@@ -160,8 +159,10 @@ NOTED: Table = table(
         "there is one KV cache manager": "--prefix-caching-hash-algo= "
         "--disable-hybrid-kv-cache-manager --prefix-cache-retention-interval= "
         "--prefix-match-unit= --use-v2-block-manager --preemption-mode=",
+        "POST /start_profile is always there; `twostroke profile` calls it": "--profiler-config=",
+        "--nvtx names steps and the parts of layers": "--enable-layerwise-nvtx-tracing",
         "/metrics has one set of names, and a request one span": "--collect-detailed-traces=+ "
-        "--enable-layerwise-nvtx-tracing --show-hidden-metrics-for-version= --kv-cache-metrics "
+        "--show-hidden-metrics-for-version= --kv-cache-metrics "
         "--kv-cache-metrics-sample= --cudagraph-metrics --enable-mfu-metrics "
         "--enable-logging-iteration-details --custom-histogram-buckets= "
         "--per-request-spec-decode-metrics=",

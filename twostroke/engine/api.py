@@ -115,6 +115,14 @@ class EngineClient(ABC):
         """Forget every cached prefix, so that requests submitted from now on find none. Those that
         run keep their blocks."""
 
+    async def start_profile(self) -> None:
+        """Gather what steps are made of; refused (`RequestError`) while a profile runs."""
+        raise RequestError("this engine cannot be profiled")
+
+    async def stop_profile(self) -> bytes:
+        """What was found since, as JSON; refused if no profile was started."""
+        raise RequestError("this engine cannot be profiled")
+
     async def sleep(self, drain: bool = False) -> None:
         """Free all memory of the engine until `wake_up`. Open requests are aborted, or waited for
         (`drain`). Only an engine in a process of its own can."""

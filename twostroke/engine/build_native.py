@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from twostroke.config import EngineConfig
 from twostroke.engine.assembly import Started, scheduler_config
@@ -10,6 +11,7 @@ from twostroke.engine.core import EngineCore
 from twostroke.exec.grammar import Grammars
 from twostroke.exec.memory import host_memory_bytes, plan_memory
 from twostroke.exec.native import NativeExecutor
+from twostroke.exec.profile import StageProfile
 from twostroke.exec.rows import HostRows
 from twostroke.kv.host_pool import HostPool
 from twostroke.model.cost import cost_model
@@ -47,4 +49,5 @@ def assemble_native(
     state = HostRows(limits.max_num_seqs, limits.max_model_len, size, len(limits.groups))
     executor = NativeExecutor(decoder, pool, state)
     cost = cost_model(spec, weight_bytes, KV_ITEMSIZE)
-    return EngineCore(Scheduler(limits), executor, cost, grammars)
+    profile = partial(StageProfile, executor, cost)
+    return EngineCore(Scheduler(limits), executor, cost, grammars, profile)

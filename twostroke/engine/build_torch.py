@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -19,9 +20,10 @@ from twostroke.exec.memory import MemoryPlan, host_memory_bytes, plan_memory
 from twostroke.exec.program import StepProgram
 from twostroke.exec.start import start_executor
 from twostroke.exec.torch_executor import TorchExecutor
+from twostroke.exec.torch_profile import KernelProfile, name_ranges
 from twostroke.kernels.reference import Kernels
 from twostroke.kv.pool import KVPool
-from twostroke.model.cost import cost_model, dense_weight_bytes
+from twostroke.model.cost import CostModel, cost_model, dense_weight_bytes
 from twostroke.model.decoder import Decoder
 from twostroke.model.opened import OpenedModel
 from twostroke.observe.startup_timer import StartupTimer
@@ -84,7 +86,7 @@ def assemble(
     executor = TorchExecutor(program, graphs, pieces, max_in_flight)
     weight_bytes = dense_weight_bytes(spec, decoder.dtype.itemsize)
     cost = cost_model(spec, weight_bytes, kv_dtype.itemsize)
-    return EngineCore(Scheduler(limits), executor, cost, grammars)
+    return _core(Scheduler(limits), executor, cost, grammars)
 
 
 def _start_on_gpu(
@@ -109,7 +111,17 @@ def _start_on_gpu(
     log.info("memory: %s", memory.waterfall())
     limits = scheduler_config(config, spec, memory, on_gpu=True)
     cost = cost_model(spec, dense_weight_bytes(spec, dtype.itemsize), kv_dtype.itemsize)
-    return EngineCore(Scheduler(limits), executor, cost, grammars), memory
+    core = _core(Scheduler(limits), executor, cost, grammars)
+    if config.nvtx:
+        name_ranges(executor, core.scheduler, torch.cuda.nvtx.range)
+    return core, memory
+
+
+def _core(
+    scheduler: Scheduler, executor: TorchExecutor, cost: CostModel, grammars: Grammars | None
+) -> EngineCore:
+    profile = partial(KernelProfile, executor, scheduler)
+    return EngineCore(scheduler, executor, cost, grammars, profile)
 
 
 def _triton_kernels(device: torch.device) -> Kernels:

@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from twostroke.engine.api import EngineClient, EngineLoad
 from twostroke.engine.build import Engine, build_engine
 from twostroke.engine.input_processor import Prompt
 from twostroke.engine.output_processor import OnError, OnOutput, RequestState
-from twostroke.engine.wire import ResetPrefixes
 from twostroke.errors import EngineError
 from twostroke.outputs import RequestOutput
 from twostroke.request import EngineRequest, SamplingParams
 from twostroke.sched.scheduler import Update
 from twostroke.vllm_settings import VLLMSettings
 
-# To the engine's thread: a request, the name of one to abort, or None to end.
-Inbound = tuple[RequestState, list[EngineRequest]] | ResetPrefixes | str | None
+T = TypeVar("T")
+# To the engine's thread: a request, what it is to call, the name of one to abort, None to end.
+Inbound = tuple[RequestState, list[EngineRequest]] | Callable[[], None] | str | None
 
 
 class SyncClient:
@@ -187,7 +189,31 @@ class AsyncEngine(EngineClient):
         self._inbox.put(request_id)
 
     def reset_prefix_cache(self) -> None:
-        self._inbox.put(ResetPrefixes())
+        self._inbox.put(self.engine.core.reset_prefix_cache)
+
+    async def start_profile(self) -> None:
+        await self._call(self.engine.core.profiler.start)
+
+    async def stop_profile(self) -> bytes:
+        return json.dumps(await self._call(self.engine.core.profiler.stop)).encode()
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        """What the function returns or raises in the engine's thread."""
+        done: Future[T] = Future()
+
+        def run() -> None:
+            if not done.set_running_or_notify_cancel():
+                return  # whoever asked has left
+            try:
+                done.set_result(function())
+            except Exception as error:
+                done.set_exception(error)
+
+        with self._lock:
+            if self._dead is not None:
+                raise EngineError(f"the engine has stopped ({self._dead})")
+            self._inbox.put(run)
+        return await asyncio.wrap_future(done)
 
     # ── in the engine's thread ──────────────────────────────────────────────────────────────
 
@@ -213,10 +239,10 @@ class AsyncEngine(EngineClient):
                 return True
             if message is None:
                 return False
-            if isinstance(message, ResetPrefixes):
-                self.engine.core.reset_prefix_cache()
-            elif isinstance(message, str):
+            if isinstance(message, str):
                 self._abort(message)
+            elif callable(message):
+                message()
             else:
                 self._add(*message)
             block = block and not self.engine.core.has_work

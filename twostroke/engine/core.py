@@ -12,12 +12,15 @@ ever, then n is waited for and committed, and only then is n+1 sampled, with the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
+from twostroke.engine.profiler import Profiler
 from twostroke.errors import EngineError, RequestError
 from twostroke.exec.executor import Executor
 from twostroke.exec.grammar import End, Grammars
+from twostroke.exec.profile import Profile
 from twostroke.model.cost import CostModel
 from twostroke.observe.blame import Ledger
 from twostroke.observe.record import FirstToken, PhaseRecord, Records, StepRecord
@@ -36,9 +39,11 @@ class EngineCore:
         executor: Executor[Any],
         cost: CostModel,
         grammars: Grammars | None = None,
+        begin_profile: Callable[[], Profile] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.records = Records()
+        self.profiler = Profiler(begin_profile, self.records)
         self.ledger = Ledger(scheduler.pacer.times)
         self._executor = executor
         self._cost = cost

@@ -20,6 +20,7 @@ from importlib import import_module
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import zmq
 
 from twostroke import log_lines
@@ -35,10 +36,13 @@ from twostroke.engine.wire import (
     Failed,
     FromEngine,
     Heartbeat,
+    Profiled,
     Ready,
     Refused,
     ResetPrefixes,
     Shutdown,
+    StartProfile,
+    StopProfile,
     decode_to_engine,
     encode,
     pack_error,
@@ -115,6 +119,8 @@ class EngineServer:
                     self._send_step([])  # whoever watches sees what is cached now
                 case Audit():
                     self._audit()
+                case StartProfile() | StopProfile():
+                    self._profile(isinstance(message, StartProfile))
                 case Shutdown():
                     return False
 
@@ -147,6 +153,18 @@ class EngineServer:
         except AssertionError as error:
             problem = str(error) or "an assertion failed"
         self._send(Audited(problem))
+
+    def _profile(self, start: bool) -> None:
+        profiler, data = self._core.profiler, b""
+        try:
+            if start:
+                profiler.start()
+            else:
+                data = msgspec.json.encode(profiler.stop())
+        except Exception as error:
+            self._send(Profiled(*pack_error(error), b""))
+            return
+        self._send(Profiled("", "", data))
 
     def _send_step(self, updates: list[Update]) -> None:
         load, steps = self.load(), self._new_steps()

@@ -36,9 +36,12 @@ from twostroke.engine.wire import (
     Audit,
     Audited,
     FromEngine,
+    Profiled,
     Refused,
     ResetPrefixes,
+    StartProfile,
     Step,
+    StopProfile,
     encode,
     unpack_error,
     unpack_step,
@@ -94,6 +97,7 @@ class RemoteEngine(EngineClient):
         self._handles: dict[str, int] = {}  # engine request → handle, while the engine has it
         self._names: dict[int, str] = {}  # and back
         self._audits: list[asyncio.Future[str]] = []
+        self._profiles: list[asyncio.Future[bytes]] = []  # in the order of their answers
         self._some_ended = asyncio.Event()  # a request may have ended
         self._supervisors: list[asyncio.Task[None]] = []
         self._sleep_lock = asyncio.Lock()
@@ -186,6 +190,20 @@ class RemoteEngine(EngineClient):
         if self._lost:
             raise EngineError(f"the engine could not be started again ({self._lost})")
 
+    async def start_profile(self) -> None:
+        await self._profile(StartProfile())
+
+    async def stop_profile(self) -> bytes:
+        return await self._profile(StopProfile())
+
+    async def _profile(self, message: StartProfile | StopProfile) -> bytes:
+        if not self._up:
+            raise EngineError("the engine is not running")
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._profiles.append(answer)
+        self._child.send(message)
+        return await answer
+
     def reset_prefix_cache(self) -> None:
         if self._up:  # the next engine has nothing cached
             self._child.send(ResetPrefixes())
@@ -276,6 +294,18 @@ class RemoteEngine(EngineClient):
                 self._refused(message)
             case Audited():
                 self._audits.pop(0).set_result(message.problem)
+            case Profiled():
+                self._profiled(message)
+
+    def _profiled(self, message: Profiled) -> None:
+        answer = self._profiles.pop(0)
+        if answer.done():  # whoever asked has left
+            return
+        if message.problem:
+            reason = unpack_error(message.kind, message.problem, "profiling failed")
+            answer.set_exception(reason)
+        else:
+            answer.set_result(message.data)
 
     def _take(self, step: Step) -> None:
         self._load = step.load
@@ -389,6 +419,10 @@ class RemoteEngine(EngineClient):
         for answer in self._audits:
             answer.cancel()
         self._audits.clear()
+        for profile in self._profiles:
+            if not profile.done():
+                profile.set_exception(EngineError("the engine ended while it was profiled"))
+        self._profiles.clear()
         kv = self._load.kv
         self._load = EngineLoad(len(self._outputs), 0, KVUsage(kv.reserved, 0, 0, 0, kv.reserved))
 

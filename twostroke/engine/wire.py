@@ -1,7 +1,7 @@
 """The messages between the engine's process and the process it serves, as msgpack. No torch.
 
-    Add, Abort, ResetPrefixes, Audit, Shutdown ──▶ engine
-    engine ──▶ Ready | Failed; Step, Refused, Audited, Heartbeat
+    Add, Abort, ResetPrefixes, Audit, StartProfile, StopProfile, Shutdown ──▶ engine
+    engine ──▶ Ready | Failed; Step, Refused, Audited, Profiled, Heartbeat
 
 A request is known by a number (its handle) that its sender gives it and never uses again, so that a
 late message about an old request cannot reach a new one of the same name. A step's tokens travel as
@@ -50,7 +50,15 @@ class ResetPrefixes(msgspec.Struct, tag=5, array_like=True, frozen=True):
     """Forget every cached prefix; requests added after it find none."""
 
 
-ToEngine = Add | Abort | Shutdown | Audit | ResetPrefixes
+class StartProfile(msgspec.Struct, tag=6, array_like=True, frozen=True):
+    """Answered by `Profiled`, with no data."""
+
+
+class StopProfile(msgspec.Struct, tag=7, array_like=True, frozen=True):
+    """Answered by `Profiled`."""
+
+
+ToEngine = Add | Abort | Shutdown | Audit | ResetPrefixes | StartProfile | StopProfile
 
 # ── from the engine ─────────────────────────────────────────────────────────────────────────────
 
@@ -135,7 +143,13 @@ class Heartbeat(msgspec.Struct, tag=6, array_like=True, frozen=True):
     step_s: float  # how long the step that runs has taken so far; 0: none runs
 
 
-FromEngine = Ready | Failed | Step | Refused | Audited | Heartbeat
+class Profiled(msgspec.Struct, tag=7, array_like=True, frozen=True):
+    kind: str  # of the error, if it was refused
+    problem: str  # "" if there is none
+    data: bytes  # what was found, as JSON
+
+
+FromEngine = Ready | Failed | Step | Refused | Audited | Profiled | Heartbeat
 HEARTBEAT_S = 0.5
 
 # An engine that has sent so many steps waits until they are read: what it writes faster than the

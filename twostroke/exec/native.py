@@ -52,21 +52,21 @@ class NativeExecutor:
     def __init__(self, decoder: NativeDecoder, pool: HostPool, state: HostRows) -> None:
         self._decoder, self._state, self._native = decoder, state, cpu.module()
         self._tokens, self._tables, self._caches = state.tokens, state.tables, pool.data
+        self._inputs_s = 0.0  # what making the decoder's inputs took, all steps so far
 
     def forward(self, plan: StepPlan) -> Forwarded:
         started = monotonic()
         self._state.apply(plan)
         decode, chunks = decode_tokens(plan.decode), plan.prefill
         samples = samples_of(decode, chunks)
-        logits = self._decoder.forward(
-            self._tokens,
-            self._tables,
-            self._caches,
+        inputs = (
             self._with_index(decode.rows, decode.positions),
             self._with_index(*np.array([c[:3] for c in chunks], np.int64).reshape(-1, 3).T),
             samples.tokens.astype(np.int32),
-            keep_all=wants_prompt_logprobs(plan, self._state.rows),
+            wants_prompt_logprobs(plan, self._state.rows),
         )
+        self._inputs_s += monotonic() - started
+        logits = self._decoder.forward(self._tokens, self._tables, self._caches, *inputs)
         return Forwarded(plan, samples.rows.tolist(), samples.positions.tolist(), logits, started)
 
     def _with_index(self, rows: Ints, positions: Ints, *more: Ints) -> npt.NDArray[np.int32]:
@@ -100,6 +100,10 @@ class NativeExecutor:
         prompts = self._prompt_logprobs(handle.plan)
         device_s = monotonic() - handle.started_s
         return Computed(StepResult(tokens, logprobs, prompts, device_s))
+
+    def stage_seconds(self) -> dict[str, float]:
+        """What each stage of `forward` has taken, all steps so far."""
+        return {"inputs": self._inputs_s, **self._decoder.model.stage_seconds}
 
     def reset(self) -> None:
         self._state.reset()

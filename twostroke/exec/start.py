@@ -83,7 +83,7 @@ def start_executor(
                 pieces = PieceGraphs(program, piece_ladder(budget), record)
             _free_bytes(device)
             timer.end("graphs")
-            executor = TorchExecutor(program, graphs, pieces, nvtx=config.nvtx)
+            executor = TorchExecutor(program, graphs, pieces)
             for step in islice(warm_plans(rows.max_rows, budget, max_len), 1):
                 executor.sample(executor.forward(step)).wait()
                 executor.reset()

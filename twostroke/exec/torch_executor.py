@@ -117,24 +117,20 @@ class TorchExecutor:
         graphs: DecodeGraphs | None = None,
         pieces: PieceGraphs | None = None,
         max_in_flight: int = 2,
-        nvtx: bool = False,
     ) -> None:
         self.max_in_flight = max_in_flight
-        self._program, self._graphs, self._pieces, self._nvtx = program, graphs, pieces, nvtx
+        self.program, self._graphs, self._pieces = program, graphs, pieces
         self._rows, self._device = program.rows, program.rows.cells.device  # with its number
-        self._on_gpu = self._device.type == "cuda"
+        self.on_gpu = self._device.type == "cuda"
         self._end: Mark | None = None  # of the newest step
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Forwarded:
-        if self._on_gpu:
+        if self.on_gpu:
             torch.cuda.set_device(self._device)  # the engine may turn in a thread of its own
-        if self._nvtx:
-            prefill, decode = plan.prefill_work.tokens, plan.decode_work.tokens
-            _push(f"step {plan.step}: prefill {prefill}, decode {decode}")
         writes = self._rows.apply(plan)
         for new in plan.new:
-            self._program.sampler.take(new)
+            self.program.sampler.take(new)
         before, start = self._end, self._mark()
         hidden, size = None, self._graph_size(plan)
         if self._graphs is not None and size is not None:
@@ -166,7 +162,7 @@ class TorchExecutor:
         return NO_WRITES
 
     def _launch(self, step: StepBuffer, in_pieces: bool, keeps_all: bool) -> torch.Tensor:
-        program, pieces = self._program, self._pieces
+        program, pieces = self.program, self._pieces
         if pieces is not None and in_pieces and pieces.fits(step):
             return program.run(pieces.send(step, keeps_all), pieces.forward)
         buffer = step.data.to(self._device, non_blocking=True)
@@ -175,7 +171,7 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def sample(self, handle: Forwarded, masks: Masks | None = None) -> InFlight:
-        samples, program = handle.samples, self._program
+        samples, program = handle.samples, self.program
         special = program.sampler.special(samples.rows, samples.positions)
         if masks:
             special = np.union1d(special, np.array(list(masks)))
@@ -184,16 +180,14 @@ class TorchExecutor:
         ranked = self._rank(samples)
         prompts = self._prompt_logprobs(handle)
         tokens = program.tokens[: len(samples.rows)].to("cpu", non_blocking=True)
-        if not self._on_gpu:
+        if not self.on_gpu:
             tokens = tokens.clone()  # the next step will write here
         end = self._end = self._mark()
         end.record()
-        if self._nvtx:
-            _pop()
         return InFlight(tokens, ranked, prompts, handle.before, handle.start, end)
 
     def reset(self) -> None:
-        if self._on_gpu:
+        if self.on_gpu:
             torch.cuda.synchronize(self._device)
         self._rows.reset()
         self._end = None
@@ -202,7 +196,7 @@ class TorchExecutor:
 
     def _draw(self, samples: Samples, which: Ints, masks: Masks) -> None:
         """Draw these samples once more, with all that their requests ask for."""
-        program, state = self._program, self._rows
+        program, state = self.program, self._rows
         rows, positions = samples.rows[which], samples.positions[which]
         drawn = program.sampler.draw(
             program.logits,
@@ -224,7 +218,7 @@ class TorchExecutor:
         which = np.flatnonzero(counts >= 0)
         if not len(which):
             return None
-        program, counts = self._program, counts[which]
+        program, counts = self.program, counts[which]
         most = int(counts.max())
         found = program.sampler.logprobs(program.logits, which, program.tokens, most)
         pinned = []
@@ -247,8 +241,8 @@ class TorchExecutor:
             if size and handle.hidden is not None:
                 hidden = handle.hidden[part.first : part.first + size]
                 targets = self._rows.tokens[part.row, part.start + 1 : part.stop + 1]
-                logits = self._program.decoder.head(hidden)
-                best = self._program.sampler.logprobs(
+                logits = self.program.decoder.head(hidden)
+                best = self.program.sampler.logprobs(
                     logits, np.arange(size), targets, part.num_best
                 )
                 entries.append(self._fetch(best))
@@ -257,7 +251,7 @@ class TorchExecutor:
     # ── between host and device ─────────────────────────────────────────────────────────────
 
     def _send(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not self._on_gpu:
+        if not self.on_gpu:
             return tensor
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
@@ -267,17 +261,9 @@ class TorchExecutor:
         return ids, values, rank
 
     def _mark(self) -> Mark:
-        if not self._on_gpu:
+        if not self.on_gpu:
             return ClockMark()
         return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-def _push(name: str) -> None:
-    torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
-
-
-def _pop() -> None:
-    torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
 
 def _split(found: Triple, counts: Sequence[int] | None = None) -> list[TokenLogprobs]:

@@ -12,17 +12,21 @@ from collections.abc import Iterable
 from typing import Any
 
 ENGINE, REQUESTS = 1, 2
-SCHEDULER, PREFILL, DECODE, HOST = 1, 2, 3, 4
+SCHEDULER, PREFILL, DECODE, HOST, STAGES = 1, 2, 3, 4, 5
 LANES = {SCHEDULER: "scheduler", PREFILL: "prefill", DECODE: "decode", HOST: "host (idle device)"}
+STAGE_LANE = "stages (of all layers together)"
 Event = dict[str, Any]
 
 
-def timeline(records: dict[str, Any]) -> dict[str, Any]:
-    """`records`: as `/records` has them."""
+def timeline(records: dict[str, Any], profile: dict[str, Any] | None = None) -> dict[str, Any]:
+    """`records`: as `/records` has them; `profile`: of stages, as `/stop_profile` has it."""
     steps, requests = records["steps"], records["requests"]
     starts = [step["planned_s"] for step in steps] + [one["received_s"] for one in requests]
+    starts += [] if profile is None else [began for _, _, began, *_ in profile["steps"][:1]]
     begin = min(starts, default=0.0)
     events = [*_names(requests), *_steps(steps, begin), *_requests(requests, steps, begin)]
+    if profile is not None:
+        events += _stages(profile, begin)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -82,6 +86,16 @@ def _steps(steps: list[Any], begin: float) -> Iterable[Event]:
         yield _counter("KV tokens", committed, {
             name: step["kv"][name] for name in ("used", "fragmented", "cached", "free")
         })  # fmt: skip
+
+
+def _stages(profile: dict[str, Any], begin: float) -> Iterable[Event]:
+    yield _meta("thread_name", ENGINE, STAGES, name=STAGE_LANE)
+    yield _meta("thread_sort_index", ENGINE, STAGES, sort_index=STAGES)
+    for number, phase, began_s, *seconds in profile["steps"]:
+        at, args = _us(began_s - begin), {"step": number, "phase": phase}
+        for name, size_s in zip(profile["stage_names"], seconds, strict=True):
+            yield _slice(ENGINE, STAGES, name, at, _us(size_s), args)
+            at += max(0.0, _us(size_s))
 
 
 def _prefill_share(step: Any) -> float:

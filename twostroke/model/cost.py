@@ -14,10 +14,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from twostroke.model.spec import ModelSpec
 from twostroke.plan import PhaseWork
+
+# The matrices of a layer by the stage of the native decoder that multiplies with them.
+PRODUCTS = {
+    "q": "qkv",
+    "k": "qkv",
+    "v": "qkv",
+    "o": "output",
+    "gate": "gate_up",
+    "up": "gate_up",
+    "down": "down",
+}
+
+
+class Work(NamedTuple):
+    """FLOPs and bytes, of a stage or of one token in it."""
+
+    flops: float = 0.0
+    num_bytes: float = 0.0
+
+    def __add__(self, other: tuple[float, float]) -> Work:  # type: ignore[override]
+        return Work(self.flops + other[0], self.num_bytes + other[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +50,8 @@ class CostModel:
     layer_weight_bytes: float
     head_weight_bytes: float
     kv_bytes_per_token: float
+    # By stage, of all layers: FLOPs a token, bytes a step.
+    products: Mapping[str, Work] = field(default_factory=dict)
 
     def flops(self, work: PhaseWork, samples: int) -> float:
         return (
@@ -42,6 +66,18 @@ class CostModel:
     def weight_bytes(self, samples: int) -> float:
         return self.layer_weight_bytes + (self.head_weight_bytes if samples else 0.0)
 
+    def stages(self, work: PhaseWork, samples: int) -> dict[str, Work]:
+        """What the stages of a step do, where that is known; `work`: of both phases."""
+        found = {
+            stage: Work(work.tokens * one.flops, one.num_bytes)
+            for stage, one in self.products.items()
+        }
+        attended, read = work.kv_tokens, work.kv_reads
+        found["attend"] = Work(attended * self.flops_per_kv_token, read * self.kv_bytes_per_token)
+        if samples:
+            found["head"] = Work(samples * self.flops_per_sample, self.head_weight_bytes)
+        return found
+
 
 def cost_model(spec: ModelSpec, weight_bytes: Mapping[str, float], kv_itemsize: float) -> CostModel:
     """`weight_bytes`: of each matrix as it is stored, by canonical name."""
@@ -50,6 +86,11 @@ def cost_model(spec: ModelSpec, weight_bytes: Mapping[str, float], kv_itemsize: 
         name for name, shape in shapes.items() if len(shape) == 2 and name.startswith("layers.")
     ]
     head = "embed" if spec.tie_embeddings else "head"
+    products: dict[str, Work] = {}
+    for name in matrices:
+        stage = PRODUCTS[name.rpartition(".")[2]]
+        one = Work(2.0 * math.prod(shapes[name]), weight_bytes[name])
+        products[stage] = products.get(stage, Work()) + one
     return CostModel(
         flops_per_token=2.0 * sum(math.prod(shapes[name]) for name in matrices),
         flops_per_sample=2.0 * math.prod(shapes[head]),
@@ -57,6 +98,7 @@ def cost_model(spec: ModelSpec, weight_bytes: Mapping[str, float], kv_itemsize: 
         layer_weight_bytes=float(sum(weight_bytes[name] for name in matrices)),
         head_weight_bytes=float(weight_bytes[head]),
         kv_bytes_per_token=spec.kv_elements_per_token * kv_itemsize,
+        products=products,
     )
 
 

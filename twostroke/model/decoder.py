@@ -15,7 +15,7 @@ every block adds to. Nothing here looks at a value on the device or copies one t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, fields, replace
@@ -184,8 +184,7 @@ class Decoder:
             layer, cache = self._layers[index], pool.layers[index]
             if layer.kind not in bound:
                 bound[layer.kind] = list(self._bind(layer, inputs, cache, work))
-            for launch in bound[layer.kind]:
-                launch(*cache)
+            self._attend(bound[layer.kind], cache)
 
         return attend
 
@@ -204,7 +203,7 @@ class Decoder:
         queries = self._heads(part, work.qkv(part))[:, : part.num_heads]
         queries = queries.index_select(0, kept.tokens)
         attended = torch.empty_like(queries)
-        self._bind_rows(layer, queries, attended, inputs, kept.rows, cache)(*cache)
+        self._attend([self._bind_rows(layer, queries, attended, inputs, kept.rows, cache)], cache)
         return self._finish(index, attended, residual)
 
     def head(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -218,31 +217,42 @@ class Decoder:
     def _decode(self, inputs: StepInputs, decode: DecodeInputs, pool: KVPool) -> torch.Tensor:
         residual = F.embedding(inputs.token_ids, self._embed)
         normed = self._first_norm(residual)
-        rows = decode.num_tokens  # what comes after is padding
         for index, (layer, cache) in enumerate(zip(self._layers, pool.layers, strict=True)):
-            part, group = layer.spec.attention, layer.group
-            attended = normed.new_empty(normed.shape[0], part.num_heads, part.head_dim)
-            self.kernels.rope_decode_attention(
-                self._qkv(layer, normed)[:rows],
-                *layer.head_norms,
-                self.spec.norm_eps,
-                *layer.rope,
-                inputs.positions[:rows],
-                inputs.slots[group][:rows],
-                *cache,
-                inputs.tables[group],
-                decode.rows,
-                decode.lengths[group],
-                part.scale,
-                part.window,
-                part.softcap,
-                decode.splits[group],
-                decode.scratch[group],
-                out=attended[:rows],
-                pdl=self._pdl(rows),
-            )
+            attended = self._decode_attention(layer, normed, inputs, decode, cache)
             normed = self._finish(index, attended, residual)
         return normed
+
+    def _decode_attention(
+        self,
+        layer: Layer,
+        normed: torch.Tensor,
+        inputs: StepInputs,
+        decode: DecodeInputs,
+        cache: KV,
+    ) -> torch.Tensor:
+        part, group = layer.spec.attention, layer.group
+        rows = decode.num_tokens  # what comes after is padding
+        attended = normed.new_empty(normed.shape[0], part.num_heads, part.head_dim)
+        self.kernels.rope_decode_attention(
+            self._qkv(layer, normed)[:rows],
+            *layer.head_norms,
+            self.spec.norm_eps,
+            *layer.rope,
+            inputs.positions[:rows],
+            inputs.slots[group][:rows],
+            *cache,
+            inputs.tables[group],
+            decode.rows,
+            decode.lengths[group],
+            part.scale,
+            part.window,
+            part.softcap,
+            decode.splits[group],
+            decode.scratch[group],
+            out=attended[:rows],
+            pdl=self._pdl(rows),
+        )
+        return attended
 
     def _first_norm(self, residual: torch.Tensor) -> torch.Tensor:
         """What the first layer reads of the embedding, which is scaled in place."""
@@ -283,6 +293,10 @@ class Decoder:
             part.num_kv_heads,
             pdl=self._pdl(len(normed)),
         )
+
+    def _attend(self, launches: Iterable[Attend], cache: KV) -> None:
+        for launch in launches:
+            launch(*cache)
 
     def _bind(
         self, layer: Layer, inputs: StepInputs, cache: KV, work: Workspace
@@ -342,12 +356,27 @@ class Decoder:
 
     def _finish(self, index: int, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """The rest of a layer, and the norm that the next begins with."""
-        layer, pdl = self._layers[index], self._pdl(len(residual))
+        layer = self._layers[index]
         last = index + 1 == len(self._layers)
         next_norm = self._final_norm if last else self._layers[index + 1].attn_norm
+        normed = self._attention_output(layer, attended, residual)
+        return self._mlp(layer, normed, residual, next_norm)
+
+    def _attention_output(
+        self, layer: Layer, attended: torch.Tensor, residual: torch.Tensor
+    ) -> torch.Tensor:
+        pdl = self._pdl(len(residual))
         out = layer.o.product(attended.flatten(1), pdl=pdl)
-        normed = self._add(out, layer.attn_post_norm, residual, layer.mlp_norm, pdl)
-        activation = layer.spec.mlp.activation
+        return self._add(out, layer.attn_post_norm, residual, layer.mlp_norm, pdl)
+
+    def _mlp(
+        self,
+        layer: Layer,
+        normed: torch.Tensor,
+        residual: torch.Tensor,
+        next_norm: torch.Tensor | None,
+    ) -> torch.Tensor:
+        pdl, activation = self._pdl(len(residual)), layer.spec.mlp.activation
         out = layer.down.product(layer.gate_up.gated_product(normed, activation, pdl=pdl), pdl=pdl)
         return self._add(out, layer.mlp_post_norm, residual, next_norm, pdl)
 

@@ -29,6 +29,7 @@ from twostroke.serve.messages import messages_routes
 from twostroke.serve.metrics import CLIENT_GONE
 from twostroke.serve.ollama import ollama_routes
 from twostroke.serve.pages import docs_page, index_page
+from twostroke.serve.profile import profile_routes
 from twostroke.serve.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -120,6 +121,7 @@ class App:
             Route("GET", "/docs", self._show_docs, "The same, to be read."),
             Route("GET", "/", self._show_index, "What there is to look at."),
             *record_routes(service),
+            *profile_routes(service),
         ]
         routes += messages_routes(service)
         routes += ollama_routes(service)
