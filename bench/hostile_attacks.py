@@ -21,6 +21,7 @@ from bench.hostile import ATTACK_S, Attack, Fire, Target, engine_pid
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hi"}]
+MODEL = "SmolLM2-135M-Instruct"  # the default; some APIs want it named
 JSON = {"Content-Type": "application/json"}
 KEYS = ("first-key", "second-key")
 
@@ -390,6 +391,60 @@ def hang(target: Target) -> Fire:
     return fire
 
 
+# ── other APIs ──────────────────────────────────────────────────────────────────────────────
+
+
+def many_items() -> Any:
+    item = {"type": "function_call_output", "call_id": "c", "output": "x"}
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    return {"input": [call, item] * 30_000, "max_output_tokens": 4}
+
+
+def many_blocks() -> Any:
+    said = [{"type": "text", "text": "a"}] * 200_000
+    return {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": said}]}
+
+
+def many_tools() -> Any:
+    tools = [{"name": f"t{n}", "input_schema": {"type": "object"}} for n in range(100_000)]
+    return {"model": MODEL, "max_tokens": 4, "messages": HELLO, "tools": tools}
+
+
+def ollama_messages() -> Any:
+    return {"model": MODEL, "messages": many_messages()["messages"]}
+
+
+def stored_responses(target: Target) -> Fire:
+    """Answers that are kept, with long inputs, many more than there is room for."""
+    bodies = [
+        json.dumps({"input": f"{n} " + "x" * 20_000, "truncation": "auto", "max_output_tokens": 1})
+        for n in range(600)
+    ]
+    data = [body.encode() for body in bodies]
+
+    def fire() -> str:
+        with ThreadPoolExecutor(4) as pool:
+            asked = pool.map(lambda body: ask(target.port, "POST", "/v1/responses", body), data)
+            return told(list(asked))
+
+    return fire
+
+
+def background_responses(target: Target) -> Fire:
+    """Answers that nobody waits for, many more than may run."""
+    body = json.dumps({"input": "hi", "background": True, "max_output_tokens": 64}).encode()
+    return lambda: told(at_once(target.port, "/v1/responses", [body] * 200))
+
+
+def many_records(target: Target) -> Fire:
+    def fire() -> str:
+        with ThreadPoolExecutor(16) as pool:
+            path = "/records?seconds=600"
+            return told(list(pool.map(lambda _: ask(target.port, "GET", path), range(200))))
+
+    return fire
+
+
 ATTACKS = [
     Attack("nested metadata", sending(CHAT, nested_metadata)),
     Attack("nested metadata × 14", sending(CHAT, nested_metadata, 14)),
@@ -419,6 +474,26 @@ ATTACKS = [
         sending(COMPLETIONS, lambda: {"prompt": long_prompt(4000), "prompt_logprobs": 20,
                                       "max_tokens": 1}),
     ),
+    Attack(
+        "prompt log-probabilities of all tokens",
+        sending(COMPLETIONS, lambda: {"prompt": long_prompt(4000), "prompt_logprobs": -1,
+                                      "max_tokens": 1}),
+    ),
+    Attack("60,000 items of /v1/responses", sending("/v1/responses", many_items)),
+    Attack("stored responses", stored_responses, max_gap_ms=1e9),  # it is 600 prompts of work
+    Attack("200 background responses", background_responses, max_gap_ms=1e9),  # and this 200
+    Attack("200,000 blocks of /v1/messages", sending("/v1/messages", many_blocks)),
+    Attack("100,000 tools of /v1/messages", sending("/v1/messages", many_tools)),
+    Attack("20,000 messages to Ollama", sending("/api/chat", ollama_messages)),
+    Attack(
+        "a long text to /infill",
+        sending("/infill", lambda: {"input_prefix": "a " * 3_000_000, "input_suffix": "b"}),
+    ),
+    Attack(
+        "a long text to /completion",
+        sending("/completion", lambda: {"prompt": "word " * 2_500_000, "n_predict": 4}),
+    ),
+    Attack("/records 200 times", many_records),
     Attack("a reader that does not", never_read),
     Attack("slow senders", slow_senders),
     Attack("template of a request", foreign_templates,

@@ -61,7 +61,7 @@ class ServeSettings(Strict):
     max_unread_bytes: int = 4 * MIB  # of a stream that its client leaves unread; in total, 8 times
     # What /v1/responses keeps. 0: nothing. In bytes: with what running requests keep for it.
     max_stored_responses: int = 1024
-    max_stored_response_bytes: int = 64 * MIB
+    max_stored_response_bytes: int = 32 * MIB
     stored_response_ttl_s: float = 24 * 3600.0
     max_queue: int = 4096  # sequences that may wait; more are answered 429
     head_timeout_s: float = 30.0  # to send a request's headers
