@@ -25,11 +25,10 @@ DESCRIPTION = (
 )
 OPERANDS = " COMMAND …"
 NOT_CERTIFIED = 3
-EXAMPLE = """example:
-  twostroke serve &
-  twostroke bench serve --num-prompts 400 --request-rate 2 --random-input-len 256 \\
-      --random-output-len 32 --goodput ttft:500 tpot:50 --html report.html
-"""
+EXAMPLE = (
+    "Example: twostroke bench serve --num-prompts 400 --request-rate 2 --random-input-len 256 "
+    "--random-output-len 32 --goodput ttft:500 tpot:50 --html report.html"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         description=DESCRIPTION,
         usage="twostroke bench serve [options]",
         epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     _add_serve(serve)
