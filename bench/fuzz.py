@@ -189,7 +189,7 @@ def _wrong_shape(call: Call, answer: Answer) -> str:
     if kind.startswith("application/json"):
         _json(answer.body)
         return ""
-    texts = {b"/metrics": "text/plain", b"/dash": "text/html"}
+    texts = {b"/metrics": "text/plain"} | dict.fromkeys((b" / ", b"/dash", b"/docs"), "text/html")
     fits = any(route in call.data[:40] and kind.startswith(text) for route, text in texts.items())
     return "" if fits else f"an answer as {kind!r}"
 

@@ -85,7 +85,7 @@ def test_the_sdist_has_what_belongs_to_it_and_no_strays(sdist: tarfile.TarFile) 
     assert tops == folders | files
     endings = {Path(name).suffix for name in sizes}
     source = {".py", ".pyi", ".typed", ".html", ".cpp", ".h", ".txt", ".sh", ".md", ".toml", ""}
-    assert endings <= source | {".json", ".jsonl", ".yml", ".yaml", ".service", ".svg"}
+    assert endings <= source | {".json", ".jsonl", ".mjs", ".yml", ".yaml", ".service", ".svg"}
     assert not [name for name in sizes if "__pycache__" in name or "/." in name]
     assert not [name for name in sizes if name.startswith("docs/images")]
     assert {"twostroke/py.typed", "twostroke/serve/dash.html", "native/CMakeLists.txt"} <= set(
