@@ -415,9 +415,11 @@ def ollama_messages() -> Any:
 
 
 def stored_responses(target: Target) -> Fire:
-    """Answers that are kept, with long inputs, many more than there is room for."""
+    """Answers that are kept, many more than there is room for. Their long inputs begin alike, so
+    that they are quickly prefilled."""
+    text = "word " * 4000
     bodies = [
-        json.dumps({"input": f"{n} " + "x" * 20_000, "truncation": "auto", "max_output_tokens": 1})
+        json.dumps({"input": [{"role": "user", "content": f"{text} {n}"}], "max_output_tokens": 1})
         for n in range(600)
     ]
     data = [body.encode() for body in bodies]
@@ -480,7 +482,8 @@ ATTACKS = [
                                       "max_tokens": 1}),
     ),
     Attack("60,000 items of /v1/responses", sending("/v1/responses", many_items)),
-    Attack("stored responses", stored_responses, max_gap_ms=1e9),  # it is 600 prompts of work
+    Attack("stored responses", stored_responses, max_gap_ms=1e9,  # it is 600 prompts of work
+           flags=lambda _: ["--max-stored-response-bytes", str(8 << 20)]),
     Attack("200 background responses", background_responses, max_gap_ms=1e9),  # and this 200
     Attack("200,000 blocks of /v1/messages", sending("/v1/messages", many_blocks)),
     Attack("100,000 tools of /v1/messages", sending("/v1/messages", many_tools)),
