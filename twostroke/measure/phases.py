@@ -24,6 +24,7 @@ from twostroke.measure.definitions import DEFINITIONS, Sample
 from twostroke.measure.http import Connections, Endpoint, ServerError
 from twostroke.measure.result import environment
 from twostroke.measure.scrape import Metrics, change, identify, scrape
+from twostroke.measure.tables import duration
 from twostroke.measure.workload import Planned, Prompts
 
 LEVELS = ("client only", "/metrics", "per request", "step records")
@@ -69,19 +70,19 @@ class Phases:
     def sentence(self) -> str:
         sample, total = self.sample, self.sample.e2el_s
         tpot = sample.tpot_s
-        start = f"{self.ttft_s / total:.0%} of {_time(total)} passed before the first token"
+        start = f"{self.ttft_s / total:.0%} of {duration(total)} passed before the first token"
         if self.verdict == "slow to start":
             where = ""
             if self.queue_s is not None and self.queue_s > 0.5 * self.ttft_s:
-                where = f", {_time(self.queue_s)} of it in the queue"
+                where = f", {duration(self.queue_s)} of it in the queue"
             elif self.prefill_s is not None:
                 where = (
-                    f", {_time(self.prefill_s)} of it prefill of {sample.prompt_tokens:,} tokens"
+                    f", {duration(self.prefill_s)} of it prefill of {sample.prompt_tokens:,} tokens"
                 )
             return f"Slow to start: {start}{where}."
-        each = f", {_time(tpot)} a token" if tpot is not None else ""
+        each = f", {duration(tpot)} a token" if tpot is not None else ""
         share = 1 - self.ttft_s / total
-        return f"Slow to stream: {share:.0%} of {_time(total)} went into the later tokens{each}."
+        return f"Slow to stream: {share:.0%} of {duration(total)} went into the later tokens{each}."
 
     def as_json(self) -> dict[str, Any]:
         sample = self.sample
@@ -330,7 +331,3 @@ class GpuSamples:
 
 def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else 1e3 * seconds
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"

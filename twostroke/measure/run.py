@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -53,6 +54,19 @@ class LoopWatch:
             due = now + TICK_S
 
 
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """A garbage collection would be a gap in every stream."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
 async def run_open_loop(
     client: OpenAIClient,
     planned: Sequence[Planned],
@@ -64,9 +78,6 @@ async def run_open_loop(
     room = asyncio.Semaphore(max_concurrency) if max_concurrency else None
     running = most = 0
     samples: list[Sample | None] = [None] * len(planned)
-    gc.collect()
-    gc.freeze()
-    gc.disable()  # a collection would be a gap in every stream
 
     async def one(number: int, request: Planned, due_s: float) -> None:
         nonlocal running, most
@@ -83,7 +94,7 @@ async def run_open_loop(
         samples[number] = sample
         done(sample)
 
-    try:
+    with no_collections():
         async with LoopWatch() as watch, asyncio.TaskGroup() as tasks:
             started = perf_counter()
             for number, request in enumerate(planned):
@@ -91,9 +102,6 @@ async def run_open_loop(
                 if (wait := due - perf_counter()) > 0:
                     await asyncio.sleep(wait)
                 tasks.create_task(one(number, request, due))
-    finally:
-        gc.enable()
-        gc.unfreeze()
     found = [sample for sample in samples if sample is not None]
     return Run(found, started, max(s.ended_s for s in found), watch.lags_s, most)
 
@@ -115,16 +123,10 @@ async def run_closed_loop(
             samples.append(sample)
             done(sample)
 
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
+    with no_collections():
         async with LoopWatch() as watch, asyncio.TaskGroup() as tasks:
             started = perf_counter()
             for _ in range(min(concurrency, len(planned))):
                 tasks.create_task(user())
-    finally:
-        gc.enable()
-        gc.unfreeze()
     ended = max(sample.ended_s for sample in samples)
     return Run(samples, started, ended, watch.lags_s, min(concurrency, len(planned)))

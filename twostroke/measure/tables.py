@@ -28,6 +28,11 @@ def milliseconds(value: float | None) -> str:
     return f"{value:,.0f} ms" if value >= 100 else f"{value:.2f} ms"
 
 
+def duration(seconds: float) -> str:
+    """In a sentence."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
+
+
 def show_serve(console: Console, found: dict[str, Any], percentiles: Sequence[float]) -> None:
     narrow = console.width < 70
     table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)

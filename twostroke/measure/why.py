@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from twostroke.errors import RequestError, nearest
+from twostroke.measure.tables import duration
 
 Record = dict[str, Any]
 
@@ -55,10 +56,8 @@ class Ledger:
 
     def sentence(self) -> str:
         largest = self.largest
-        said = (
-            f"{self.request_id} took {seconds(self.total_s)}, {largest.seconds / self.total_s:.0%} "
-            f"of it {largest.part}"
-        )
+        share = largest.seconds / self.total_s
+        said = f"{self.request_id} took {duration(self.total_s)}, {share:.0%} of it {largest.part}"
         if largest.culprits:
             said += f" ({', '.join(largest.culprits[:2])})"
         said += "."
@@ -66,7 +65,7 @@ class Ledger:
             gap = self.worst
             who = f" of {gap.culprits[0]}" if gap.culprits else ""
             said += (
-                f" The worst gap, {seconds(gap.seconds)} before token {gap.token}, was {gap.cause}"
+                f" The worst gap, {duration(gap.seconds)} before token {gap.token}, was {gap.cause}"
                 f"{who} in step {gap.step}."
             )
         return said
@@ -249,7 +248,3 @@ class Explainer:
 
 def _total_s(request: Record) -> float:
     return max(request["finished_s"], request["sent_s"]) - request["received_s"]
-
-
-def seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.1f} ms"

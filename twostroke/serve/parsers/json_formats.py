@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import secrets
 import string
+from abc import abstractmethod
+from typing import ClassVar
 
 from twostroke.serve.parsers.calls import CallParser
 from twostroke.serve.parsers.scanner import SPACE, Steps
@@ -112,15 +114,12 @@ class Phi4Mini(CallParser):
                 self.give_up()
 
 
-class DeepSeek(CallParser):
-    special_tokens = True
-    begin, end = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
-    all_begin, all_end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-    separator = "<｜tool▁sep｜>"
-    forced = (
-        f"{all_begin}{begin}function{separator}{{name}}\n```json\n",
-        f"\n```{end}{all_end}",
-    )
+class TaggedCalls(CallParser):
+    """Calls between tags of their own, within a section between two more."""
+
+    begin: ClassVar[str]
+    all_begin: ClassVar[str]
+    all_end: ClassVar[str]
 
     def read(self) -> Steps[None]:
         while tag := (yield from self.text_until(self.all_begin, self.begin)):
@@ -130,6 +129,21 @@ class DeepSeek(CallParser):
                 yield from self.accept(self.all_end, after=SPACE)
             else:
                 self.give_up()
+
+    @abstractmethod
+    def _call(self) -> Steps[bool]:
+        """Read what comes after `begin`; whether it was a call."""
+
+
+class DeepSeek(TaggedCalls):
+    special_tokens = True
+    begin, end = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+    all_begin, all_end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+    separator = "<｜tool▁sep｜>"
+    forced = (
+        f"{all_begin}{begin}function{separator}{{name}}\n```json\n",
+        f"\n```{end}{all_end}",
+    )
 
     def _call(self) -> Steps[bool]:
         name = yield from self.name()
@@ -152,21 +166,12 @@ class DeepSeekV31(DeepSeek):
     )
 
 
-class KimiK2(CallParser):
+class KimiK2(TaggedCalls):
     special_tokens = True
     begin, end = "<|tool_call_begin|>", "<|tool_call_end|>"
     all_begin, all_end = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
     separator = "<|tool_call_argument_begin|>"
     forced = (f"{all_begin}{begin}functions.{{name}}:0{separator}", f"{end}{all_end}")
-
-    def read(self) -> Steps[None]:
-        while tag := (yield from self.text_until(self.all_begin, self.begin)):
-            if tag == self.all_begin:
-                yield from self.accept(self.begin, after=SPACE)
-            if (yield from self._call()):
-                yield from self.accept(self.all_end, after=SPACE)
-            else:
-                self.give_up()
 
     def _call(self) -> Steps[bool]:
         """What the model writes as the call's id names the tool: functions.name:0"""
