@@ -1,9 +1,9 @@
 """The doctor's verdict: what `twostroke doctor URL --json` prints, and what other commands read.
 
-    verdict     healthy, slow_to_start, slow_to_stream, both, not_enough_evidence
-    causes      why, the largest first, each with figures
-    ledger      where the time of the requests went; sums to 100%
-    experiment  the one change to try next on `twostroke serve`, and what it should gain
+verdict     healthy, slow_to_start, slow_to_stream, both, not_enough_evidence
+causes      why, the largest first, each with figures
+ledger      where the time of the requests went; sums to 100%
+experiment  the one change to try next on `twostroke serve`, and what it should gain
 """
 
 from __future__ import annotations
