@@ -19,6 +19,7 @@ from twostroke.commands import (
     ab,
     bench,
     chat,
+    doctor,
     import_,
     phases,
     profile,
@@ -107,6 +108,7 @@ def make_parser(wanted: str | None = None) -> Parser:
         trace,
         profile,
         why,
+        doctor,
         ab,
         import_,
     )

@@ -238,6 +238,7 @@ class EngineRequest:
     prompt: str | None = None  # the text, if one was given
     tokenised_s: float = 0.0  # when the prompt had become token ids
     thinking: Thinking | None = None  # None: none, or nothing is to be done about it
+    prefix_marks: tuple[str, ...] = ()  # digests of the first 64, 128, 256, … tokens
 
 
 class FinishReason(enum.StrEnum):

@@ -7,9 +7,12 @@ No torch here.
 from __future__ import annotations
 
 import logging
+import os
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from hashlib import blake2b
 from time import monotonic
 from typing import Any, Final
 
@@ -25,6 +28,7 @@ RENDERING_BYTES: Final = 256 * 1024**2  # for a chat template that is rendered i
 CHARS_PER_TOKEN: Final = 8  # a text with more of them is unusual
 MAX_CHARS_PER_TOKEN: Final = 32  # no text is read that has more of them for each token it may have
 MIN_CHARS: Final = 64 * 1024
+FIRST_MARK: Final = 64  # tokens; the next marks of a prompt are each twice as far
 COUNTED_CHARS: Final = 16 * 1024  # of a text that may be too long are tokenised at a time
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -51,6 +55,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.limits = limits
         self.chat_template = chat_template
+        self._mark_key = os.urandom(16)
         if tokenizer is not None and tokenizer.vocab_size > limits.vocab_size:
             log.warning(
                 "the tokenizer has %d tokens and the model only %d: prompts that need one of the "
@@ -190,7 +195,18 @@ class InputProcessor:
             progress=progress,
             prompt=text,
             tokenised_s=monotonic(),
+            prefix_marks=self._prefix_marks(ids, salt),
         )
+
+    def _prefix_marks(self, ids: Sequence[int], salt: str) -> tuple[str, ...]:
+        """Keyed by chance, so that nobody who reads them can try out which prompt they are of."""
+        digest = blake2b(salt.encode(), digest_size=8, key=self._mark_key)
+        packed, marks, start, end = array("i", ids), [], 0, FIRST_MARK
+        while end <= len(packed):
+            digest.update(packed[start:end].tobytes())
+            marks.append(digest.hexdigest())
+            start, end = end, 2 * end
+        return tuple(marks)
 
     def max_chars(self, max_prompt_tokens: int) -> int:
         """A text with more characters is refused without a look at it."""

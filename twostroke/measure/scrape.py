@@ -48,13 +48,19 @@ NAMES = {
 
 
 class Metrics:
-    """One scrape: the sum over the labels of every series, by name."""
+    """One scrape: the sum over the labels of every series, by name; of a histogram's buckets, by
+    their upper bounds, too."""
 
     def __init__(self, text: str) -> None:
         self.series: dict[str, float] = {}
+        self.buckets: dict[str, dict[float, float]] = {}  # by name, then by upper bound
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 self.series[sample.name] = self.series.get(sample.name, 0.0) + sample.value
+                if sample.name.endswith("_bucket") and "le" in sample.labels:
+                    bound = float(sample.labels["le"])
+                    of = self.buckets.setdefault(sample.name.removesuffix("_bucket"), {})
+                    of[bound] = of.get(bound, 0.0) + sample.value
 
     def get(self, what: str) -> float | None:
         """A figure of `NAMES`; None where the server does not have it."""

@@ -28,6 +28,7 @@ CAUSES = {
     "no_prefix_reuse": "Prompts begin alike, and the part they share is computed every time.",
     "tokenizer_or_template": "Template and tokenizer take long before a request reaches the queue.",
     "client_or_network": "Time is lost between the server and whoever reads the answer.",
+    "overloaded": "More arrives than the machine can compute: requests wait behind a full batch.",
     "cold_start": "The engine was starting while requests were there.",
     "host_bound_decode": "The device waits for the host between two steps.",
     "slow_interconnect": "Devices wait for each other's parts of a layer.",
@@ -38,16 +39,6 @@ NOTES = {
     "prompt_bound": "Most of the time goes into computing the requests' own prompts.",
     "memory_reserved": "The KV cache is reserved from the start; free room in it is not a leak.",
 }
-# Before the first token, or between tokens: which verdict a cause leads to.
-STARTS = (
-    "queueing_behind_prefills",
-    "batch_too_small",
-    "no_prefix_reuse",
-    "tokenizer_or_template",
-    "cold_start",
-)
-STREAMS = ("prefill_starves_decode", "host_bound_decode", "slow_interconnect")
-EITHER = ("kv_pressure", "client_or_network")  # each says by itself which
 
 
 @dataclass(frozen=True, slots=True)

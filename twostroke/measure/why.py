@@ -194,10 +194,15 @@ class Explainer:
         yield Entry("prefill of its own prompt", own, words)
         host = min(host, taken - own)
         between = [s for s in self.steps.values() if start < s["committed_s"] <= end]
-        others = self._others(request, between)
+        streams = sum(s["since_s"]["decode"] for s in between)
+        streams = min(streams, taken - own - host)
         yield Entry("host, during prefill", host, "planning and committing between its chunks")
-        words = "streams that decoded in the same steps, and other prompts"
-        yield Entry("others, during prefill", taken - own - host, words, others)
+        words = "streams that decoded in the same steps"
+        yield Entry("streams of others, during prefill", streams, words)
+        rest = taken - own - host - streams
+        words = "prompts that were computed meanwhile"
+        others = self._others(request, between)
+        yield Entry("prompts of others, during prefill", rest, words, others)
 
     def _decode(self, request: Record) -> Iterable[Entry]:
         gaps = request["gaps"]

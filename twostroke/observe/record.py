@@ -86,7 +86,7 @@ class StepRecord(NamedTuple):
 class RequestRecord:
     request_id: str
     num_prompt: int
-    received_s: float  # by the engine's front end
+    received_s: float  # by the front end, before its prompt is rendered and tokenised
     tokenised_s: float = 0.0
     queued_s: float = 0.0  # in the scheduler's queue
     scheduled_s: float = 0.0  # first token of it planned
@@ -105,6 +105,8 @@ class RequestRecord:
     gaps: Causes = NO_TIME  # all gaps between its tokens together, once it has ended
     worst_gap_s: float = 0.0
     worst_gap: Causes | None = None  # None: there was no gap, or it is too long ago to tell
+    # Digests of the prompt's first 64, 128, 256, … tokens: which requests begin alike, and how far.
+    prefix_marks: tuple[str, ...] = ()
 
     @property
     def queue_s(self) -> float:

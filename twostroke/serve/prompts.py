@@ -17,7 +17,9 @@ import json
 import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
+from time import monotonic
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -82,10 +84,12 @@ class Prompts:
     async def prepare_off_loop(
         self, request: GenerateRequest, num_bytes: int, work: Callable[[], list[EngineRequest]]
     ) -> list[EngineRequest]:
-        """`work`'s requests, with their grammar checked."""
+        """`work`'s requests, with their grammar checked. They count as received now, so that what
+        template and tokenizer take, and the wait for them, is in their times."""
+        received_s = monotonic()
 
         def prepare() -> tuple[list[EngineRequest], Callable[[], None] | None]:
-            requests = work()
+            requests = [replace(one, received_s=received_s) for one in work()]
             grammar = requests[0].params.structured_outputs if requests else None
             if grammar is None or self._input.grammars.known(grammar):
                 return requests, None

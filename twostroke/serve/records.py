@@ -47,6 +47,9 @@ class RecordRoute:
                 "model": info.model_name,
                 "device": info.device,
                 "kv_tokens": info.kv_tokens,
+                "block_size": info.block_size,
+                "max_num_seqs": info.max_num_seqs,
+                "max_num_batched_tokens": info.max_num_batched_tokens,
                 "steps": [_step(one) for one in steps],
                 "requests": [_request(one) for one in requests],
             }

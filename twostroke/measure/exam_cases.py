@@ -1,0 +1,194 @@
+"""What the doctor is examined on: 18 injected faults and 7 healthy controls."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Load(NamedTuple):
+    """Users who each send the next request when the last is answered. In tokens."""
+
+    users: int
+    prompt: int
+    output: int
+    pause_s: float = 0.0
+    chat: bool = False
+    prefix: int = 0  # of the prompt's tokens, shared by all
+    prefixes: int = 1  # taken in turn
+    stagger_s: float = 0.2  # between the starts of two users
+
+
+class Case(NamedTuple):
+    name: str
+    expected: str  # the cause; "": healthy
+    what: str
+    serve: tuple[str, ...] = ()  # flags
+    loads: tuple[Load, ...] = ()
+    faults: tuple[str, ...] = ()  # of `faulty_server.py`
+    template: str = ""  # a chat template
+    link: tuple[str, float] | None = None  # of `slow_link.py`, between everybody and the server
+    cold: bool = False  # the doctor comes when the server is started
+    kills_engine: bool = False
+
+
+# Renders as ChatML does, and counts to a hundred thousand before.
+SLOW_TEMPLATE = (
+    "{%- for n in range(COUNT) -%}{%- set _ = (n * 7) % 3 -%}{%- endfor -%}"
+    "{%- for message in messages -%}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "<|im_end|>\n{%- endfor -%}<|im_start|>assistant\n"
+)
+CHATS = Load(2, 40, 24, chat=True, pause_s=0.1)
+LIGHT = Load(1, 40, 16, pause_s=0.4, chat=True)
+THROUGHPUT = ("--performance-mode", "throughput")
+
+_FAULTS = (
+    Case(
+        "queue-long-prompts",
+        "queueing_behind_prefills",
+        "short requests beside somebody who sends prompts of 3,000 tokens all the time",
+        (),
+        (Load(1, 3000, 2), Load(3, 32, 4, pause_s=0.05)),
+    ),
+    Case(
+        "queue-prompt-bursts",
+        "queueing_behind_prefills",
+        "short requests beside bursts of three prompts of 1,500 tokens",
+        (),
+        (Load(3, 1500, 2, pause_s=0.2, stagger_s=0.0), Load(3, 32, 4, pause_s=0.05)),
+    ),
+    Case(
+        "starved-by-budget",
+        "prefill_starves_decode",
+        "streams beside prompts of 3,000 tokens, with nothing that bounds a step",
+        ("--max-decode-stall", "0", "--max-num-batched-tokens", "4096"),
+        (Load(3, 32, 200), Load(1, 3000, 2, pause_s=0.5)),
+    ),
+    Case(
+        "starved-unchunked",
+        "prefill_starves_decode",
+        "streams beside prompts of 2,000 tokens that are computed in one piece",
+        (*THROUGHPUT, "--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192"),
+        (Load(2, 32, 200), Load(1, 2000, 2, pause_s=0.4)),
+    ),
+    Case(
+        "one-seat",
+        "batch_too_small",
+        "six users and --max-num-seqs 1",
+        ("--max-num-seqs", "1"),
+        (Load(6, 32, 48),),
+    ),
+    Case(
+        "two-seats",
+        "batch_too_small",
+        "eight users and --max-num-seqs 2",
+        ("--max-num-seqs", "2"),
+        (Load(8, 24, 64),),
+    ),
+    Case(
+        "small-cache-queue",
+        "kv_pressure",
+        "six users, and a KV cache in which two of them find room",
+        ("--num-gpu-blocks-override", "48", "--max-model-len", "700"),
+        (Load(6, 250, 48),),
+    ),
+    Case(
+        "small-cache-preemption",
+        "kv_pressure",
+        "six users whose answers grow beyond what the KV cache holds",
+        ("--num-gpu-blocks-override", "80", "--max-model-len", "1024"),
+        (Load(6, 24, 400, stagger_s=0.0),),
+    ),
+    Case(
+        "no-prefix-caching",
+        "no_prefix_reuse",
+        "two users with the same system prompt of 1,024 tokens, and no prefix caching",
+        ("--no-enable-prefix-caching",),
+        (Load(2, 1060, 8, prefix=1024),),
+    ),
+    Case(
+        "prefixes-evicted",
+        "no_prefix_reuse",
+        "three system prompts in turn, and a KV cache that holds one of them",
+        ("--num-gpu-blocks-override", "110", "--max-model-len", "1600"),
+        (Load(1, 1060, 8, prefix=1024, prefixes=3),),
+    ),
+    Case(
+        "slow-template",
+        "tokenizer_or_template",
+        "a chat template that takes a third of a second",
+        loads=(CHATS,),
+        template=SLOW_TEMPLATE.replace("COUNT", "99999"),
+    ),
+    Case(
+        "slow-tokenizer",
+        "tokenizer_or_template",
+        "a tokenizer that takes 0.3 s a text",
+        loads=(CHATS,),
+        faults=("tokenizer_s=0.3",),
+    ),
+    Case(
+        "far-away",
+        "client_or_network",
+        "0.2 s of network in each direction",
+        loads=(LIGHT,),
+        link=("far", 0.2),
+    ),
+    Case(
+        "buffering-proxy",
+        "client_or_network",
+        "a proxy that collects an answer before it passes it on",
+        loads=(LIGHT,),
+        link=("buffering", 0.5),
+    ),
+    Case(
+        "starting",
+        "cold_start",
+        "the doctor and two users come while the server starts",
+        loads=(CHATS,),
+        cold=True,
+    ),
+    Case(
+        "engine-killed",
+        "cold_start",
+        "the engine's process dies under load and is started again",
+        loads=(CHATS,),
+        kills_engine=True,
+    ),
+    Case(
+        "slow-host",
+        "host_bound_decode",
+        "the host takes 25 ms before each step",
+        loads=(Load(2, 32, 64),),
+        faults=("plan_s=0.025",),
+    ),
+    Case(
+        "stuttering-host",
+        "host_bound_decode",
+        "the host stands still for 150 ms before every fifth step",
+        loads=(Load(2, 32, 64),),
+        faults=("plan_s=0.15", "plan_every=5"),
+    ),
+)
+
+_CONTROLS = (
+    Case("idle", "", "nobody but the doctor"),
+    Case("light", "", "one user who chats", loads=(LIGHT,)),
+    Case("batch", "", "eight users with answers of 128 tokens", loads=(Load(8, 24, 128),)),
+    Case("long-answers", "", "one user with answers of 400 tokens", loads=(Load(1, 32, 400),)),
+    Case("long-prompts", "", "one user with prompts of 1,500 tokens", loads=(Load(1, 1500, 24),)),
+    Case(
+        "reserved-memory",
+        "",
+        "4 GB of KV cache for one user",
+        ("--kv-cache-memory-bytes", "4G"),
+        (LIGHT,),
+    ),
+    Case(
+        "shared-prefix",
+        "",
+        "two users with the same system prompt of 1,024 tokens, which is kept",
+        loads=(Load(2, 1060, 24, prefix=1024),),
+    ),
+)
+
+CASES = {case.name: case for case in (*_FAULTS, *_CONTROLS)}
