@@ -177,6 +177,20 @@ def test_both_arms_get_the_same_requests() -> None:
     assert len({tuple(body["prompt"]) for body in one.bodies}) == 31
 
 
+def test_a_trace_is_replayed_to_both(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    lines = ["TIMESTAMP,ContextTokens,GeneratedTokens", "2024-05-10 00:00:00.0000000,5,2"]
+    lines.append("2024-05-10 00:00:00.0100000,9,3")
+    trace.write_text("\n".join(lines) + "\n")
+    with paced_server() as one, paced_server() as other:
+        words = ["ab", "--a", one.url, "--b", other.url, "--trace", str(trace), *WORKLOAD]
+        main([*words, "--pilot", "0"])
+    for server in (one, other):
+        sent = [(len(body["prompt"]), body["max_tokens"]) for body in server.bodies[1:]]
+        assert sorted(sent) == [(5, 2)] * 3 + [(9, 3)] * 3
+    assert one.bodies[1:] == other.bodies[1:]
+
+
 def test_one_server_as_both_arms_gets_no_prompt_twice() -> None:
     with paced_server() as server:
         main(["ab", "--aa", "--a", server.url, *WORKLOAD])

@@ -69,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load("--random-prefix-len", text="more tokens, that the prompts of a run share")
     load("--random-range-ratio", text="lengths vary by ± this share")
     load("--max-concurrency", text="requests at one time")
+    add("--trace", metavar="FILE", help="replay a trace instead (Azure, Mooncake), when it was due")
     add("--request-rate", type=float, default=float("inf"), metavar="R", help="default: inf")
     add("--model", help="default: the first that the servers have")
     add("--api-key", metavar="KEY", help="default: OPENAI_API_KEY, if set")
@@ -94,6 +95,9 @@ def execute(args: argparse.Namespace) -> int:
         return 0
     arms, load, experiment = _chosen(args)
     given = {name: value for name in LOAD if (value := getattr(args, name)) is not None}
+    if args.trace is not None:
+        # Its requests are due when it says so, and wait for nobody unless that is asked for.
+        load = {"dataset_name": "trace", "dataset_path": args.trace, "max_concurrency": None}
     options = ServeOptions(
         url="",
         api_key=api_key(args),

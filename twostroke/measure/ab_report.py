@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from twostroke.measure.ab import Trial
+from twostroke.measure.bench import ServeOptions
 from twostroke.measure.prediction import Outcome
 from twostroke.measure.result import environment
 
@@ -21,7 +22,9 @@ def named(arm: str) -> str:
     return arm or "defaults"
 
 
-def workload(options: Any) -> dict[str, Any]:
+def workload(options: ServeOptions) -> dict[str, Any]:
+    if options.dataset_name == "trace":
+        return {"trace": options.dataset_path, "max_concurrency": options.max_concurrency}
     return {
         "num_prompts": options.num_prompts,
         "input_len": options.random_input_len,
@@ -35,7 +38,7 @@ def workload(options: Any) -> dict[str, Any]:
 
 
 def trial_json(
-    trial: Trial, arms: tuple[str, str], options: Any, prediction: Outcome | None = None
+    trial: Trial, arms: tuple[str, str], options: ServeOptions, prediction: Outcome | None = None
 ) -> dict[str, Any]:
     pilot = trial.pilot
     return {
@@ -59,7 +62,7 @@ def trial_json(
 
 
 def markdown(
-    trial: Trial, arms: tuple[str, str], options: Any, prediction: Outcome | None = None
+    trial: Trial, arms: tuple[str, str], options: ServeOptions, prediction: Outcome | None = None
 ) -> str:
     """For a pull request."""
     a, b = map(named, arms)
