@@ -161,6 +161,7 @@ def of_metric(rows: list[dict[str, Any]], name: str, pairs: int) -> dict[str, An
         ]
         for row in rows
     ]
+    said = [row["pilot"]["detectable"][name] for row in rows if row["pilot"]]
     within = math.sqrt(statistics.fmean(statistics.variance(one) for one in logs))
     return {
         "ratio": math.exp(statistics.fmean(math.log(one["ratio"]) for one in told)),
@@ -170,9 +171,7 @@ def of_metric(rows: list[dict[str, Any]], name: str, pairs: int) -> dict[str, An
         "between": statistics.stdev(math.log(one["ratio"]) for one in told),
         "pairs_for_10_percent": pairs_needed(within, 0.1, len(METRICS)),
         "median_detectable": statistics.median(one["detectable"] for one in told),
-        "median_detectable_by_pilot": statistics.median(
-            row["pilot"]["detectable"][name] for row in rows if row["pilot"]
-        ),
+        "median_detectable_by_pilot": statistics.median(said) if said else None,
     }
 
 
@@ -205,12 +204,12 @@ def main() -> int:
     add("--cpus-per-job", type=int, default=2)
     add("--budget-s", type=float, default=340.0)
     add("--slowdown", type=float, default=0.1)
-    add("--pairs", type=int, default=6)
+    add("--pairs", type=int, default=8)
     add("--pilot", type=int, default=2)
-    add("--num-prompts", type=int, default=8)
+    add("--num-prompts", type=int, default=6)
     add("--input-len", type=int, default=24)
     add("--output-len", type=int, default=12)
-    add("--max-concurrency", type=int, default=4)
+    add("--max-concurrency", type=int, default=3)
     add("--json", metavar="FILE")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

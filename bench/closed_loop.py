@@ -46,7 +46,9 @@ def run_case(name: str, args: argparse.Namespace, folder: Path) -> dict[str, Any
     path, trace = folder / f"{name}.json", folder / "trace.jsonl"
     path.write_text(json.dumps(verdict))
     names = ("timestamp", "input_length", "output_length")
-    due = [dict(zip(names, one, strict=True)) | {"hash_ids": []} for one in STARVED]
+    due: list[dict[str, Any]] = [
+        dict(zip(names, one, strict=True)) | {"hash_ids": []} for one in STARVED
+    ]
     trace.write_text("".join(json.dumps(one) + "\n" for one in due))
     row: dict[str, Any] = {"case": name, "what": case.what, "verdict": verdict}
     if verdict["experiment"] is None:

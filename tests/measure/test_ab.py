@@ -45,7 +45,7 @@ def test_nothing_is_found_where_there_is_nothing() -> None:
         compare("tpot", runs(rng, 8, 10.0, 0.05), runs(rng, 8, 10.0, 0.05), 1).verdict
         for _ in range(1000)
     ]
-    assert verdicts.count("WIN") + verdicts.count("LOSS") <= 65  # 5%, and the chance of more
+    assert verdicts.count("WIN") + verdicts.count("LOSS") <= 22  # 1%, and the chance of more
 
 
 def test_a_change_of_the_size_told_is_found_nine_times_of_ten() -> None:
@@ -56,7 +56,7 @@ def test_a_change_of_the_size_told_is_found_nine_times_of_ten() -> None:
         for _ in range(500)
     ]
     assert sum(one.verdict == "LOSS" for one in found) >= 430
-    assert 6 <= needed <= 10
+    assert 9 <= needed <= 13
 
 
 def test_which_way_is_better_depends_on_the_metric() -> None:
@@ -75,7 +75,7 @@ def test_a_change_of_up_to_three_percent_is_none() -> None:
     small = compare("tpot", a, [10.2, 10.21, 10.2, 10.19, 10.2], 1)
     assert small.low > 1
     assert small.verdict == "TIE"
-    unclear = compare("tpot", a, [10.0, 10.4, 10.3, 10.2, 10.4], 1)
+    unclear = compare("tpot", a, [10.2, 10.3, 10.25, 10.2, 10.35], 1)
     assert 1 < unclear.low < unclear.ratio < 1.03 < unclear.high
     assert unclear.verdict == "INCONCLUSIVE"
     assert compare("tpot", a, [10.5, 10.6, 10.5, 10.4, 10.5], 1).verdict == "LOSS"
@@ -152,13 +152,13 @@ def test_a_slower_server_loses(tmp_path: Path, capsys: pytest.CaptureFixture[str
     """Ten times slower: no noise of a test machine hides that."""
     table = tmp_path / "table.md"
     with paced_server(itl_s=0.005) as fast, paced_server(itl_s=0.05) as slow:
-        words = ["ab", "--a", fast.url, "--b", slow.url, *WORKLOAD]
+        words = ["ab", "--a", fast.url, "--b", slow.url, *WORKLOAD, "--pairs", "5"]
         assert main([*words, "--json", "--markdown", str(table)]) == 4
         said = capsys.readouterr()
         found = json.loads(said.out)
         orders = [len(server.bodies) for server in (fast, slow)]
-    assert orders == [31, 31]  # a warm-up, two pilot runs of six, and three runs of six
-    assert "3 pairs find in nine of ten cases a change from: mean TTFT" in " ".join(
+    assert orders == [43, 43]  # a warm-up, two pilot runs of six, and five runs of six
+    assert "5 pairs find in nine of ten cases a change from: mean TTFT" in " ".join(
         said.err.split()
     )
     assert found["pilot"]["runs"] == 2

@@ -212,7 +212,7 @@ def show(
     console.print(Text(f"against A ({named(arms[0])}), {len(trial.a)} pairs of runs"))
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("", no_wrap=True)
-    for name in ("B / A", "95% interval", "finds", "verdict"):
+    for name in ("B / A", "99% interval", "finds", "verdict"):
         table.add_column(name, justify="right", no_wrap=True)
     for one in trial.comparisons:
         interval = f"{one.low:.3f}–{one.high:.3f}"

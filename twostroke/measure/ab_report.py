@@ -70,7 +70,7 @@ def markdown(
     if prediction is not None:
         lines += [prediction.sentence, ""]
     lines += [
-        "| metric | A | B | B / A | 95% interval | finds | verdict |",
+        "| metric | A | B | B / A | 99% interval | finds | verdict |",
         "|---|---|---|---|---|---|---|",
     ]
     for one in trial.comparisons:
