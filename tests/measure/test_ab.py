@@ -17,7 +17,7 @@ from tests.measure.paced_server import paced_server
 from tests.tiny import tiny_folder
 from twostroke.cli import main
 from twostroke.commands.ab import status
-from twostroke.measure.ab import Figures, Trial, compare_runs, plan
+from twostroke.measure.ab import Figures, Trial, compare_runs, pilot_of
 from twostroke.measure.ab_report import markdown
 from twostroke.measure.arms import command_line
 from twostroke.measure.bench import ServeOptions
@@ -126,7 +126,7 @@ def test_the_pilot_says_what_the_pairs_can_find() -> None:
     """The arms differ, and that is none of its business: only runs of one arm are compared."""
     a = [Figures(10.0 * math.exp(x), 5.0, 6.0, 100.0) for x in (-0.05, 0.0, 0.05)]
     b = [Figures(90.0 * math.exp(x), 5.0, 6.0, 100.0) for x in (0.05, -0.05, 0.0)]
-    pilot = plan(a, b)
+    pilot = pilot_of(a, b)
     assert pilot.spread["ttft"] == pytest.approx(math.sqrt(2) * 0.05)
     assert pilot.detectable(8)["ttft"] == detectable(pilot.spread["ttft"], 8, 4)
     assert pilot.detectable(8)["tpot"] == 0.03  # smaller changes are none

@@ -127,7 +127,7 @@ async def _trial(
             await bench.connect()
         if pilot_runs:
             # One seed: what differs between seeds is the same in both runs of a pair.
-            pilot = plan(*await alternating(pilot_runs, [options.seed] * pilot_runs))
+            pilot = pilot_of(*await alternating(pilot_runs, [options.seed] * pilot_runs))
             watcher.pilot(pilot)
         a, b = await alternating(pairs, range(options.seed, options.seed + pairs))
     finally:
@@ -136,7 +136,7 @@ async def _trial(
     return Trial(a, b, compare_runs(a, b), pilot)
 
 
-def plan(a: Sequence[Figures], b: Sequence[Figures]) -> Pilot:
+def pilot_of(a: Sequence[Figures], b: Sequence[Figures]) -> Pilot:
     """The spread of a pair's ratio, from the spread of the runs within each arm."""
     spread = {}
     for name in METRICS:
