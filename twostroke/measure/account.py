@@ -50,9 +50,11 @@ class Account:
     level: str
     requests: int = 0
     parts: list[dict[str, float]] = field(default_factory=list)
+    each: bool = True  # False: `parts` has one entry, the sums of all requests
     ttft_s: float = 0.0  # mean
     gap_s: float = 0.0  # median between two tokens
     worst_gap_s: float = 0.0
+    gaps: int = 0  # between tokens, that were looked at
     stalled_share: float = 0.0  # of the time between tokens: in gaps that prefill made long
     repeated_share: float = 0.0  # of the prompt tokens computed: were in an earlier prompt, too
     output_tokens: float = 0.0  # mean
@@ -123,7 +125,7 @@ def account_of_records(seen: Seen) -> Account:
     found.ttft_s = statistics.fmean(one["first_token_s"] - one["received_s"] for one in chosen)
     found.output_tokens = statistics.fmean(len(one["token_s"]) for one in chosen)
     found.prompt_tokens = statistics.fmean(one["num_prompt"] for one in chosen)
-    _look_at_gaps(found, steps)
+    _look_at_gaps(found, [step for step in steps if step["committed_s"] >= seen.since_s])
     found.repeated_share = _repeated_share(requests)
     return found
 
@@ -150,7 +152,8 @@ def _look_at_gaps(found: Account, steps: Sequence[Record]) -> None:
     if not gaps:
         return
     gaps.sort()
-    half, so_far = sum(count for _, count in gaps) / 2, 0
+    found.gaps = sum(count for _, count in gaps)
+    half, so_far = found.gaps / 2, 0
     for gap, count in gaps:
         so_far += count
         if so_far >= half:
@@ -223,39 +226,39 @@ class QueueReasons:
 
 
 def account_of_metrics(seen: Seen) -> Account | None:
-    """None: the server does not count what would be needed."""
+    """None: the server does not count the time in its queue."""
     grown = {
         name: change(seen.before, seen.after, name)
         for name in ("queue_s", "prefill_s", "decode_s", "requests", "output_tokens")
     }
-    prefill_s, decode_s = grown["prefill_s"], grown["decode_s"]
-    if prefill_s is None or decode_s is None or prefill_s + decode_s <= 0:
+    queue_s, prefill_s, decode_s = grown["queue_s"], grown["prefill_s"], grown["decode_s"]
+    count = int(grown["requests"] or 0)
+    if queue_s is None or prefill_s is None or decode_s is None or not count:
         return None
-    parts = {OWN_PREFILL: prefill_s, DECODE: decode_s}
-    if grown["queue_s"] is not None:
-        parts[QUEUE] = grown["queue_s"]
-    count = int(grown["requests"] or len(seen.probes))
-    found = Account("/metrics", count, [parts])
-    found.ttft_s = (prefill_s + (grown["queue_s"] or 0.0)) / max(1, count)
-    found.output_tokens = (grown["output_tokens"] or 0.0) / max(1, count)
+    parts = {QUEUE: queue_s, OWN_PREFILL: prefill_s, DECODE: decode_s}
+    found = Account("/metrics", count, [parts], each=False)
+    found.ttft_s = (prefill_s + queue_s) / count
+    found.output_tokens = (grown["output_tokens"] or 0.0) / count
     _gaps_of_histogram(found, seen)
-    if not found.gap_s:
-        _gaps_of_probes(found, seen)
     return found
 
 
 def account_of_probes(seen: Seen) -> Account:
-    """What the doctor's own requests took: all that there is where the server says nothing."""
+    """What the doctor's own requests took, where the server does not tell what others' did. With
+    gauges and counters beside them there is more to say about it."""
     good = [one for one in seen.probes if one.ok]
-    found = Account("client only", len(good))
+    counted = change(seen.before, seen.after, "output_tokens") is not None
+    found = Account("/metrics" if counted else "client only", len(good) + len(seen.stuck_s))
     for sample in good:
         prefill_s = 0.0
         if sample.timings and "prompt_ms" in sample.timings:
             prefill_s = min(sample.timings["prompt_ms"] / 1e3, sample.ttft_s)
         waited_s, stream_s = sample.ttft_s - prefill_s, sample.e2el_s - sample.ttft_s
         found.parts.append({OWN_PREFILL: prefill_s, BEFORE_PREFILL: waited_s, DECODE: stream_s})
+    found.parts += [{BEFORE_PREFILL: waited_s} for waited_s in seen.stuck_s]
+    if found.parts:
+        found.ttft_s = found.start_s / len(found.parts)
     if good:
-        found.ttft_s = statistics.fmean(one.ttft_s for one in good)
         found.output_tokens = statistics.fmean(one.output_tokens for one in good)
     _gaps_of_probes(found, seen)
     return found
@@ -271,6 +274,7 @@ def _gaps_of_histogram(found: Account, seen: Seen) -> None:
     count = below[-1][1]
     if count <= 0:
         return
+    found.gaps = int(count)
     found.gap_s = next(le for le, n in below if n >= count / 2)
     lower, before, stalled, total = 0.0, 0.0, 0.0, 0.0
     for le, n in below:
@@ -287,6 +291,7 @@ def _gaps_of_probes(found: Account, seen: Seen) -> None:
     gaps = [gap for one in seen.probes if one.ok for gap in one.itls_s]
     if not gaps:
         return
+    found.gaps = len(gaps)
     found.gap_s = statistics.median(gaps)
     found.worst_gap_s = max(gaps)
     found.stalled_share = sum(g for g in gaps if is_stall(g, found.gap_s)) / (sum(gaps) or 1.0)

@@ -32,6 +32,7 @@ from twostroke.measure.verdict import (
 START_SHARE, START_S = 0.35, 0.1  # of the time to the first token; mean a request
 STALLED_SHARE = 0.2  # of the time between tokens, in gaps that prompts made long
 PREFILL_SHARE = 0.7  # of the time between tokens, prompts of others
+STREAMS_SHARE = 0.1  # of all the time: where less is between tokens, nobody waits for them
 PREEMPTION_SHARE = 0.15
 HOST_SHARE, HOST_S = 0.3, 0.002  # of the time between tokens; mean a token
 REPEATED_SHARE = 0.4  # of the prompt tokens computed
@@ -127,19 +128,20 @@ class _Rules:
         """A cause, if so many seconds of all requests' times to the first token are enough."""
         account = self.account
         share = seconds / account.start_s if account.start_s > 0 else 0.0
-        mean_s = seconds / max(1, len(account.parts))
-        if account.level == "/metrics":
-            mean_s = seconds / max(1, account.requests)
+        mean_s = seconds / max(1, len(account.parts) if account.each else account.requests)
         if share >= START_SHARE and mean_s >= START_S:
             said = (
                 f"{duration(mean_s)} of {duration(account.ttft_s)} to the first token ({share:.0%})"
             )
             yield self._cause(cause, share, START_SHARE, "start", said, *evidence)
 
-    def _cause(self, cause: str, share: float, least: float, phase: str, *evidence: str) -> Cause:
+    def _cause(
+        self, cause: str, share: float, least: float, phase: str, *evidence: str, count: int = 0
+    ) -> Cause:
+        """`count`: of what was looked at; without it, of the requests."""
         sure = SURE[self.account.level]
         sure *= 0.75 + 0.25 * min(1.0, (share - least) / least)
-        if self.account.requests < 3 and cause != "cold_start":
+        if (count or self.account.requests) < 3:
             sure *= 0.7
         return Cause(cause, round(sure, 2), tuple(filter(None, evidence)), round(share, 3), phase)
 
@@ -194,50 +196,26 @@ class _Rules:
     def _queue_by_gauges(self) -> Iterator[Cause]:
         """What is waited for, where a server only says how many wait and run."""
         account, looks = self.account, self.seen.looks
-        waited = account.seconds(of.QUEUE)
-        if not waited:
-            waited = self._waited_by_probes()
+        away_s = self.round_trip_s * len(account.parts)
+        waited = account.seconds(of.QUEUE) + max(0.0, account.seconds(of.BEFORE_PREFILL) - away_s)
         queued = [look for look in looks if look.waiting]
-        share_queued = len(queued) / len(looks) if looks else 0.0
         running = [look.running or 0.0 for look in queued]
-        usage = [look.kv_usage for look in queued if look.kv_usage is not None]
+        usage = statistics.median([look.kv_usage or 0.0 for look in queued] or [0.0])
         preempted = change(self.seen.before, self.seen.after, "preemptions")
-        said = f"requests waited in {share_queued:.0%} of {len(looks)} looks at the server"
-        if (usage and statistics.median(usage) >= FULL_KV) or (queued and preempted):
-            how = f"{statistics.median(usage):.0%} full" if usage else "full"
-            yield from self._start("kv_pressure", waited, said, f"the KV cache was {how}")
+        said = f"requests waited in {len(queued)} of {len(looks)} looks at the server"
+        if usage >= FULL_KV or (queued and preempted):
+            yield from self._start(
+                "kv_pressure", waited, said, f"the KV cache was {usage:.0%} full"
+            )
             return
         seats = self.seen.seats or (max(running) if running else 0)
-        at_most = sum(one >= seats for one in running)
-        prefilling = account.seconds(of.OWN_PREFILL) > account.seconds(of.DECODE)
-        if queued and share_queued >= 0.3 and at_most >= 0.7 * len(queued):
+        taken = sum(one >= seats for one in running)
+        if queued and len(queued) >= 0.3 * len(looks) and taken >= 0.7 * len(queued):
             name = "batch_too_small" if self._is_small(seats) else "overloaded"
-            said += f", while {seats:g} ran, as many as it lets"
-            yield from self._start(name, waited, said)
-        elif queued and prefilling:
+            yield from self._start(name, waited, f"{said}, while {seats:g} ran: all that may")
+        elif self._others_prefill() >= 0.3:
+            said = f"prompts were computed in {self._others_prefill():.0%} of the time"
             yield from self._start("queueing_behind_prefills", waited, said)
-        elif waited and self.round_trip_s < OUTSIDE_S and self._others_prefill() >= 0.3:
-            said = f"prompts of others were computed in {self._others_prefill():.0%} of the time"
-            yield from self._start("queueing_behind_prefills", waited, said)
-
-    def _waited_by_probes(self) -> float:
-        """Seconds, in proportion to the account: what probes waited beyond prefill and network."""
-        good = [one for one in self.seen.probes if one.ok]
-        waited = sum(max(0.0, one.ttft_s - self.round_trip_s) for one in good)
-        prefill = sum((one.timings or {}).get("prompt_ms", 0.0) / 1e3 for one in good)
-        waited = max(0.0, waited - prefill) + sum(self.seen.stuck_s)
-        total = sum(one.ttft_s for one in good) + sum(self.seen.stuck_s)
-        if not total:
-            return 0.0
-        if not self.account.seconds(of.BEFORE_PREFILL):
-            # The counters know nothing of a queue: what the probes saw is added to them.
-            start_s = self.account.start_s
-            share = waited / total
-            added = start_s * share / (1 - share) if share < 1 else 9 * start_s
-            self.account.parts[0][of.QUEUE] = added
-            self.account.ttft_s = total / max(1, len(good) + len(self.seen.stuck_s))
-            return added
-        return waited
 
     def _others_prefill(self) -> float:
         prefill = change(self.seen.before, self.seen.after, "prefill_s")
@@ -313,10 +291,12 @@ class _Rules:
                 f"as usual, the longest {duration(account.worst_gap_s)}; the usual gap is "
                 f"{duration(account.gap_s)}"
             )
-            yield self._cause("prefill_starves_decode", share, STALLED_SHARE, "stream", said)
+            yield self._cause(
+                "prefill_starves_decode", share, STALLED_SHARE, "stream", said, count=account.gaps
+            )
             return
         share = account.stream_share(of.OTHERS_PREFILL)
-        if share >= PREFILL_SHARE:
+        if share >= PREFILL_SHARE and account.stream_s >= STREAMS_SHARE * account.total_s:
             said = f"{share:.0%} of the time between tokens went into the prompts of others"
             yield self._cause("prefill_starves_decode", share, PREFILL_SHARE, "stream", said)
 

@@ -26,6 +26,7 @@ from twostroke.measure.workload import Planned, Prompts
 
 LOOK_S = 0.5  # between two looks at the gauges
 RECORDS_S = 4.0  # between two fetches: the server keeps the last 2,048 steps
+EARLIER_S = 30.0  # of records, before the watch began
 DECIDE_S = 1.0  # after which it is known whether there is traffic
 GRACE_S = 15.0  # for a probe that has not ended when the time is over
 READY_POLL_S = 0.1
@@ -58,7 +59,8 @@ class Seen:
     probe_names: list[str] = field(default_factory=list)  # as the server's records have them
     stuck_s: list[float] = field(default_factory=list)  # probes without a token at the end
     seats: int | None = None  # how many requests may run at one time
-    steps: list[Record] | None = None  # None: the server keeps none
+    since_s: float = 0.0  # when the watch began, on the server's clock
+    steps: list[Record] | None = None  # earlier ones, too; None: the server keeps none
     requests: list[Record] = field(default_factory=list)
     limits: dict[str, Any] = field(default_factory=dict)  # as /records has them
     traffic: bool = False  # of others
@@ -99,7 +101,6 @@ class _Watch:
         self._seconds, self._probe, self._wait_s, self._model = seconds, probe, wait_s, model
         self._steps: dict[int, Record] = {}
         self._requests: dict[str, Record] = {}
-        self._since_s = 0.0  # the server's clock when the watch began
         self.seen = Seen({})
 
     async def run(self) -> Seen:
@@ -188,9 +189,11 @@ class _Watch:
         if self.seen.server["kind"] != "twostroke":
             return
         with suppress(ServerError):
-            found = await self._connections.fetch_json("/records?seconds=0.001")
-            self._since_s = found["now_s"]
+            # What ran before tells what the first requests waited for.
+            found = await self._connections.fetch_json(f"/records?seconds={EARLIER_S:g}")
+            self.seen.since_s = found["now_s"]
             self.seen.steps = []
+            self._steps = {step["step"]: step for step in found["steps"]}
             self.seen.limits = {
                 name: value
                 for name, value in found.items()
@@ -203,10 +206,9 @@ class _Watch:
         with suppress(ServerError):
             found = await self._connections.fetch_json(f"/records?seconds={2 * RECORDS_S:g}")
             for step in found["steps"]:
-                if step["committed_s"] >= self._since_s:
-                    self._steps[step["step"]] = step
+                self._steps[step["step"]] = step
             for request in found["requests"]:
-                if request["finished_s"] >= self._since_s:
+                if request["finished_s"] >= self.seen.since_s:
                     self._requests[request["request_id"]] = request
 
     async def _has_traffic(self) -> bool:

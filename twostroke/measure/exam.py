@@ -164,7 +164,7 @@ def result_json(answers: Sequence[Answer]) -> dict[str, Any]:
             for name, runs in cases.items()
         ],
         "answers": [
-            {"case": one.case.name, "said": one.said, "seconds": one.seconds} | one.verdict
+            {"case": one.case.name, "said": one.said, "case_s": one.seconds} | one.verdict
             for one in answers
         ],
         "environment": environment(),

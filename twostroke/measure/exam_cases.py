@@ -31,9 +31,9 @@ class Case(NamedTuple):
     kills_engine: bool = False
 
 
-# Renders as ChatML does, and counts to a hundred thousand before.
+# Renders as ChatML does, and counts to some millions before.
 SLOW_TEMPLATE = (
-    "{%- for n in range(COUNT) -%}{%- set _ = (n * 7) % 3 -%}{%- endfor -%}"
+    "{%- for m in range(COUNT) -%}{%- for n in range(99999) -%}{%- endfor -%}{%- endfor -%}"
     "{%- for message in messages -%}<|im_start|>{{ message.role }}\n{{ message.content }}"
     "<|im_end|>\n{%- endfor -%}<|im_start|>assistant\n"
 )
@@ -45,30 +45,30 @@ _FAULTS = (
     Case(
         "queue-long-prompts",
         "queueing_behind_prefills",
-        "short requests beside somebody who sends prompts of 3,000 tokens all the time",
+        "short requests beside somebody who sends prompts of 1,500 tokens all the time",
         (),
-        (Load(1, 3000, 2), Load(3, 32, 4, pause_s=0.05)),
+        (Load(1, 1500, 2), Load(3, 32, 4, pause_s=0.05)),
     ),
     Case(
         "queue-prompt-bursts",
         "queueing_behind_prefills",
-        "short requests beside bursts of three prompts of 1,500 tokens",
+        "short requests beside bursts of three prompts of 800 tokens",
         (),
-        (Load(3, 1500, 2, pause_s=0.2, stagger_s=0.0), Load(3, 32, 4, pause_s=0.05)),
+        (Load(3, 800, 2, pause_s=0.2, stagger_s=0.0), Load(3, 32, 4, pause_s=0.05)),
     ),
     Case(
         "starved-by-budget",
         "prefill_starves_decode",
-        "streams beside prompts of 3,000 tokens, with nothing that bounds a step",
+        "streams beside prompts of 1,500 tokens, with nothing that bounds a step",
         ("--max-decode-stall", "0", "--max-num-batched-tokens", "4096"),
-        (Load(3, 32, 200), Load(1, 3000, 2, pause_s=0.5)),
+        (Load(3, 32, 200), Load(1, 1500, 2, pause_s=0.5)),
     ),
     Case(
         "starved-unchunked",
         "prefill_starves_decode",
-        "streams beside prompts of 2,000 tokens that are computed in one piece",
+        "streams beside prompts of 1,200 tokens that are computed in one piece",
         (*THROUGHPUT, "--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192"),
-        (Load(2, 32, 200), Load(1, 2000, 2, pause_s=0.4)),
+        (Load(2, 32, 200), Load(1, 1200, 2, pause_s=0.4)),
     ),
     Case(
         "one-seat",
@@ -117,7 +117,7 @@ _FAULTS = (
         "tokenizer_or_template",
         "a chat template that takes a third of a second",
         loads=(CHATS,),
-        template=SLOW_TEMPLATE.replace("COUNT", "99999"),
+        template=SLOW_TEMPLATE.replace("COUNT", "15"),
     ),
     Case(
         "slow-tokenizer",
@@ -175,7 +175,7 @@ _CONTROLS = (
     Case("light", "", "one user who chats", loads=(LIGHT,)),
     Case("batch", "", "eight users with answers of 128 tokens", loads=(Load(8, 24, 128),)),
     Case("long-answers", "", "one user with answers of 400 tokens", loads=(Load(1, 32, 400),)),
-    Case("long-prompts", "", "one user with prompts of 1,500 tokens", loads=(Load(1, 1500, 24),)),
+    Case("long-prompts", "", "one user with prompts of 800 tokens", loads=(Load(1, 800, 24),)),
     Case(
         "reserved-memory",
         "",
