@@ -126,7 +126,7 @@ def account_of_records(seen: Seen) -> Account:
     found.output_tokens = statistics.fmean(len(one["token_s"]) for one in chosen)
     found.prompt_tokens = statistics.fmean(one["num_prompt"] for one in chosen)
     _look_at_gaps(found, [step for step in steps if step["committed_s"] >= seen.since_s])
-    found.repeated_share = _repeated_share(requests)
+    found.repeated_share = _repeated_share(requests, seen.known_marks)
     return found
 
 
@@ -167,10 +167,10 @@ def is_stall(gap_s: float, usual_s: float) -> bool:
     return gap_s >= 0.25 and gap_s >= 10 * usual_s
 
 
-def _repeated_share(requests: Sequence[Record]) -> float:
+def _repeated_share(requests: Sequence[Record], earlier: set[str]) -> float:
     """Of the prompt tokens that were computed, those that stood at the beginning of an earlier
     prompt, too: at least, since only the first 64, 128, 256, … tokens are compared."""
-    known: set[str] = set()
+    known = set(earlier)
     repeated = computed = 0
     for request in sorted(requests, key=lambda one: one["received_s"]):
         length, shared = 64, 0

@@ -48,7 +48,10 @@ FULL_KV = 0.9
 def diagnose(seen: Seen) -> Verdict:
     account = _account(seen)
     rules = _Rules(seen, account)
-    causes = sorted(rules.causes(), key=lambda one: -one.share * one.confidence)
+    # An engine that was not there explains all else, and comes first.
+    causes = sorted(
+        rules.causes(), key=lambda one: (one.cause != "cold_start", -one.share * one.confidence)
+    )
     sure = [one for one in causes if one.confidence >= LEAST_SURE]
     if sure:
         phases = {one.phase for one in sure}
@@ -233,7 +236,7 @@ class _Rules:
         evidence = [f"the engine was not up for {duration(seen.unready_s)}"] * bool(seen.unready_s)
         if restarts:
             evidence.append(f"{restarts:.0f} times an engine that had died was started again")
-        yield Cause("cold_start", SURE["step records"], tuple(evidence), max(share, 0.5), "start")
+        yield Cause("cold_start", SURE["step records"], tuple(evidence), round(share, 3), "start")
 
     # ── between the client and the server ───────────────────────────────────────────────────
 

@@ -62,6 +62,7 @@ class Seen:
     since_s: float = 0.0  # when the watch began, on the server's clock
     steps: list[Record] | None = None  # earlier ones, too; None: the server keeps none
     requests: list[Record] = field(default_factory=list)
+    known_marks: set[str] = field(default_factory=set)  # of prompts that were there before
     limits: dict[str, Any] = field(default_factory=dict)  # as /records has them
     traffic: bool = False  # of others
 
@@ -99,7 +100,8 @@ class _Watch:
     ) -> None:
         self._connections = connections
         self._seconds, self._probe, self._wait_s, self._model = seconds, probe, wait_s, model
-        self._steps: dict[int, Record] = {}
+        # By when they were committed: an engine that is started again counts from 0.
+        self._steps: dict[float, Record] = {}
         self._requests: dict[str, Record] = {}
         self.seen = Seen({})
 
@@ -125,7 +127,7 @@ class _Watch:
         seen.after = await scrape(self._connections)
         await self._take_records()
         if seen.steps is not None:
-            seen.steps = [self._steps[number] for number in sorted(self._steps)]
+            seen.steps = [self._steps[at] for at in sorted(self._steps)]
             seen.requests = sorted(self._requests.values(), key=lambda one: one["finished_s"])
             seen.traffic = seen.traffic or any(not is_probe(one) for one in seen.requests)
         return seen
@@ -193,7 +195,9 @@ class _Watch:
             found = await self._connections.fetch_json(f"/records?seconds={EARLIER_S:g}")
             self.seen.since_s = found["now_s"]
             self.seen.steps = []
-            self._steps = {step["step"]: step for step in found["steps"]}
+            self._steps = {step["committed_s"]: step for step in found["steps"]}
+            for request in found["requests"]:
+                self.seen.known_marks.update(request["prefix_marks"])
             self.seen.limits = {
                 name: value
                 for name, value in found.items()
@@ -206,7 +210,7 @@ class _Watch:
         with suppress(ServerError):
             found = await self._connections.fetch_json(f"/records?seconds={2 * RECORDS_S:g}")
             for step in found["steps"]:
-                self._steps[step["step"]] = step
+                self._steps[step["committed_s"]] = step
             for request in found["requests"]:
                 if request["finished_s"] >= self.seen.since_s:
                     self._requests[request["request_id"]] = request

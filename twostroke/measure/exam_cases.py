@@ -29,6 +29,7 @@ class Case(NamedTuple):
     link: tuple[str, float] | None = None  # of `slow_link.py`, between everybody and the server
     cold: bool = False  # the doctor comes when the server is started
     kills_engine: bool = False
+    watch_s: float = 8.0  # how long the doctor looks
 
 
 # Renders as ChatML does, and counts to some millions before.
@@ -108,9 +109,10 @@ _FAULTS = (
     Case(
         "prefixes-evicted",
         "no_prefix_reuse",
-        "three system prompts in turn, and a KV cache that holds one of them",
-        ("--num-gpu-blocks-override", "110", "--max-model-len", "1600"),
-        (Load(1, 1060, 8, prefix=1024, prefixes=3),),
+        "two system prompts in turn, and a KV cache that holds one of them",
+        ("--num-gpu-blocks-override", "90", "--max-model-len", "1400"),
+        (Load(1, 1060, 8, prefix=1024, prefixes=2),),
+        watch_s=14.0,
     ),
     Case(
         "slow-template",
