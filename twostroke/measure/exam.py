@@ -173,7 +173,7 @@ def result_json(answers: Sequence[Answer]) -> dict[str, Any]:
 # ── one case ────────────────────────────────────────────────────────────────────────────────────
 
 
-async def run_case(case: Case, model: str | None, watch_s: float = WATCH_S) -> dict[str, Any]:
+async def run_case(case: Case, model: str | None, watch_s: float | None = None) -> dict[str, Any]:
     """The verdict of a doctor who sees nothing but the address."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -190,7 +190,7 @@ async def run_case(case: Case, model: str | None, watch_s: float = WATCH_S) -> d
             await asyncio.sleep(0.0 if case.cold else WARM_S)
             if case.kills_engine:
                 asyncio.get_running_loop().call_later(KILL_S, _kill_engine, server.pid)
-            return await _doctor(url, watch_s)
+            return await _doctor(url, watch_s or case.watch_s)
         finally:
             load.cancel()
             with suppress(asyncio.CancelledError):
