@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from twostroke.measure.doctor import Seen, is_probe
 from twostroke.measure.scrape import change
@@ -56,6 +57,10 @@ class Account:
     worst_gap_s: float = 0.0
     gaps: int = 0  # between tokens, that were looked at
     stalled_share: float = 0.0  # of the time between tokens: in gaps that prefill made long
+    kv_waited_share: float = (
+        0.0  # of all the time: waited for KV blocks, by requests under way, too
+    )
+    preempted: int = 0  # requests
     repeated_share: float = 0.0  # of the prompt tokens computed: were in an earlier prompt, too
     output_tokens: float = 0.0  # mean
     prompt_tokens: float = 0.0
@@ -125,7 +130,10 @@ def account_of_records(seen: Seen) -> Account:
     found.ttft_s = statistics.fmean(one["first_token_s"] - one["received_s"] for one in chosen)
     found.output_tokens = statistics.fmean(len(one["token_s"]) for one in chosen)
     found.prompt_tokens = statistics.fmean(one["num_prompt"] for one in chosen)
-    _look_at_gaps(found, [step for step in steps if step["committed_s"] >= seen.since_s])
+    watched = [step for step in steps if step["committed_s"] >= seen.since_s]
+    _look_at_gaps(found, watched)
+    found.preempted = sum(step["preempted"] for step in watched)
+    found.kv_waited_share = queue.kv_waited_share(watched)
     found.repeated_share = _repeated_share(requests, seen.known_marks)
     return found
 
@@ -209,6 +217,17 @@ class QueueReasons:
         if total <= 0:
             return {QUEUE: seconds}
         return {name: seconds * part / total for name, part in found.items() if part > 0}
+
+    def kv_waited_share(self, steps: Sequence[Record]) -> float:
+        """Of the time of all requests that were there: those that waited for KV blocks. Requests
+        that have been sent back and have not ended are in no other figure."""
+        waited = total = 0.0
+        for before, step in pairwise(steps):
+            took = step["committed_s"] - before["committed_s"]
+            total += took * (step["running"] + step["waiting"])
+            if step["waiting"] and self._reason(step) == NO_KV_ROOM:
+                waited += took * step["waiting"]
+        return waited / total if total else 0.0
 
     def _reason(self, step: Record) -> str:
         kv = step["kv"]

@@ -50,7 +50,7 @@ def diagnose(seen: Seen) -> Verdict:
     rules = _Rules(seen, account)
     # An engine that was not there explains all else, and comes first.
     causes = sorted(
-        rules.causes(), key=lambda one: (one.cause != "cold_start", -one.share * one.confidence)
+        rules.causes(), key=lambda one: (one.cause != "cold_start", -one.weight * one.confidence)
     )
     sure = [one for one in causes if one.confidence >= LEAST_SURE]
     if sure:
@@ -142,11 +142,16 @@ class _Rules:
         self, cause: str, share: float, least: float, phase: str, *evidence: str, count: int = 0
     ) -> Cause:
         """`count`: of what was looked at; without it, of the requests."""
-        sure = SURE[self.account.level]
+        account = self.account
+        sure = SURE[account.level]
         sure *= 0.75 + 0.25 * min(1.0, (share - least) / least)
-        if (count or self.account.requests) < 3:
+        if (count or account.requests) < 3:
             sure *= 0.7
-        return Cause(cause, round(sure, 2), tuple(filter(None, evidence)), round(share, 3), phase)
+        # What is known of steps counts for streams that have not ended, too.
+        of_phase = account.start_s if phase == "start" else account.stream_s
+        weight = share if count else share * of_phase / (account.total_s or 1.0)
+        said = tuple(filter(None, evidence))
+        return Cause(cause, round(sure, 2), said, round(share, 3), phase, round(weight, 4))
 
     def tokenizer(self) -> Iterator[Cause]:
         yield from self._start(
@@ -272,12 +277,22 @@ class _Rules:
     # ── between tokens ──────────────────────────────────────────────────────────────────────
 
     def kv_preemption(self) -> Iterator[Cause]:
-        share = self.account.stream_share(of.PREEMPTION)
+        account = self.account
+        share, waited = account.stream_share(of.PREEMPTION), account.kv_waited_share
         if share >= PREEMPTION_SHARE:
-            times = sum(step["preempted"] for step in self.seen.steps or ())
-            said = f"{share:.0%} of the time between tokens was lost to {times} preemptions"
+            said = (
+                f"{share:.0%} of the time between tokens was lost to {account.preempted} "
+                "preemptions"
+            )
             yield self._cause("kv_pressure", share, PREEMPTION_SHARE, "stream", said)
-        elif self.account.level != "step records":
+        if waited >= PREEMPTION_SHARE and account.preempted:
+            said = (
+                f"{account.preempted} requests lost their blocks to others, and requests waited "
+                f"for blocks for {waited:.0%} of their time"
+            )
+            count = account.gaps
+            yield self._cause("kv_pressure", waited, PREEMPTION_SHARE, "stream", said, count=count)
+        if account.level != "step records":
             preempted = change(self.seen.before, self.seen.after, "preemptions") or 0.0
             if preempted >= 2:
                 said = f"{preempted:.0f} requests were sent back for want of KV blocks"
@@ -318,9 +333,12 @@ class _Rules:
     # ── what is no fault, and what could not be told ────────────────────────────────────────
 
     def unexplained_start(self) -> bool:
-        """Probes that a client-only doctor cannot explain: slow to start, for whatever reason."""
-        if self.account.level == "step records":
-            return False
+        """Slow to start, for a reason that no rule knows."""
+        account = self.account
+        if account.level == "step records":
+            seconds = account.seconds(of.NO_STEP)
+            mean_s = seconds / max(1, len(account.parts))
+            return account.start_share(of.NO_STEP) >= START_SHARE and mean_s >= START_S
         good = [one for one in self.seen.probes if one.ok]
         if not good:
             return bool(self.seen.stuck_s)
@@ -420,6 +438,7 @@ def _merged(before: Cause | None, now: Cause) -> Cause:
         before.evidence + now.evidence,
         max(before.share, now.share),
         phase,
+        max(before.weight, now.weight),
     )
 
 

@@ -137,6 +137,7 @@ class _Watch:
     async def _ready(self) -> float:
         """How long the server was not there yet."""
         began = perf_counter()
+        refused = False
         while True:
             try:
                 await self._connections.fetch("/health", timeout_s=max(10.0, self._wait_s))
@@ -146,9 +147,9 @@ class _Watch:
                     break  # it answers; it only has no /health
                 if perf_counter() - began >= self._wait_s:
                     raise
+                refused = True
                 await asyncio.sleep(READY_POLL_S)
-        took = perf_counter() - began
-        return took if took > LOOK_S else 0.0
+        return perf_counter() - began if refused else 0.0  # else it is only far away
 
     async def _find_seats(self) -> None:
         seen = self.seen

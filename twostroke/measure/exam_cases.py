@@ -89,8 +89,8 @@ _FAULTS = (
         "small-cache-queue",
         "kv_pressure",
         "six users, and a KV cache in which two of them find room",
-        ("--num-gpu-blocks-override", "48", "--max-model-len", "700"),
-        (Load(6, 250, 48),),
+        ("--num-gpu-blocks-override", "24", "--max-model-len", "380"),
+        (Load(6, 60, 100),),
     ),
     Case(
         "small-cache-preemption",
@@ -117,9 +117,9 @@ _FAULTS = (
     Case(
         "slow-template",
         "tokenizer_or_template",
-        "a chat template that takes a third of a second",
+        "a chat template that takes half a second",
         loads=(CHATS,),
-        template=SLOW_TEMPLATE.replace("COUNT", "15"),
+        template=SLOW_TEMPLATE.replace("COUNT", "35"),
     ),
     Case(
         "slow-tokenizer",
@@ -175,7 +175,7 @@ _FAULTS = (
 _CONTROLS = (
     Case("idle", "", "nobody but the doctor"),
     Case("light", "", "one user who chats", loads=(LIGHT,)),
-    Case("batch", "", "eight users with answers of 128 tokens", loads=(Load(8, 24, 128),)),
+    Case("batch", "", "eight users with answers of 64 tokens", loads=(Load(8, 24, 64),)),
     Case("long-answers", "", "one user with answers of 400 tokens", loads=(Load(1, 32, 400),)),
     Case("long-prompts", "", "one user with prompts of 800 tokens", loads=(Load(1, 800, 24),)),
     Case(

@@ -48,6 +48,7 @@ class Cause:
     evidence: tuple[str, ...]  # sentences with figures
     share: float  # of the time before the first token or of that between tokens, the worse of both
     phase: str  # "start", "stream" or "both"
+    weight: float = 0.0  # of all the time of the requests: by this the largest comes first
 
 
 @dataclass(frozen=True, slots=True)
