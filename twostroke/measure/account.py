@@ -113,11 +113,15 @@ def account_of_records(seen: Seen) -> Account:
     others = [one for one in ended if not is_probe(one)]
     requests = others or ended
     found = Account("step records", len(requests))
+    queue = QueueReasons(steps, seen.seats)
+    watched = [step for step in steps if step["committed_s"] >= seen.since_s]
+    _look_at_gaps(found, watched)
+    found.preempted = sum(step["preempted"] for step in watched)
+    found.kv_waited_share = queue.kv_waited_share(watched)
     if not requests:
         return found
     chosen = _evenly(requests, MOST_REQUESTS)
     explainer = Explainer({"requests": seen.requests, "steps": steps})
-    queue = QueueReasons(steps, seen.seats, seen.limits.get("kv_tokens", 0))
     for request in chosen:
         parts: defaultdict[str, float] = defaultdict(float)
         for entry in explainer.explain(request).entries:
@@ -130,10 +134,6 @@ def account_of_records(seen: Seen) -> Account:
     found.ttft_s = statistics.fmean(one["first_token_s"] - one["received_s"] for one in chosen)
     found.output_tokens = statistics.fmean(len(one["token_s"]) for one in chosen)
     found.prompt_tokens = statistics.fmean(one["num_prompt"] for one in chosen)
-    watched = [step for step in steps if step["committed_s"] >= seen.since_s]
-    _look_at_gaps(found, watched)
-    found.preempted = sum(step["preempted"] for step in watched)
-    found.kv_waited_share = queue.kv_waited_share(watched)
     found.repeated_share = _repeated_share(requests, seen.known_marks)
     return found
 
@@ -196,8 +196,8 @@ def _repeated_share(requests: Sequence[Record], earlier: set[str]) -> float:
 class QueueReasons:
     """What those who wait in the queue wait for, step by step."""
 
-    def __init__(self, steps: Sequence[Record], seats: int | None, kv_tokens: int) -> None:
-        self._steps, self._seats, self._kv_tokens = steps, seats, kv_tokens
+    def __init__(self, steps: Sequence[Record], seats: int | None) -> None:
+        self._steps, self._seats = steps, seats
         self._ends = [step["committed_s"] for step in steps]
 
     def split(self, start: float, end: float, seconds: float) -> dict[str, float]:
@@ -314,3 +314,36 @@ def _gaps_of_probes(found: Account, seen: Seen) -> None:
     found.gap_s = statistics.median(gaps)
     found.worst_gap_s = max(gaps)
     found.stalled_share = sum(g for g in gaps if is_stall(g, found.gap_s)) / (sum(gaps) or 1.0)
+
+
+# ── between client and server ───────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """What the probes' client saw beyond what the server did, medians in seconds."""
+
+    start_s: float
+    ttft_s: float
+    stream_s: float
+    span_s: float  # first to last token, at the client
+    count: int
+
+
+def outside_of(seen: Seen) -> Outside | None:
+    """None: no probe is known to the server."""
+    records = [one for one in seen.requests if is_probe(one) and one["token_s"]]
+    starts, ttfts, streams, spans = [], [], [], []
+    for sample, name in zip(seen.probes, seen.probe_names, strict=True):
+        record = next((one for one in records if name in one["request_id"]), None)
+        if record is None or not sample.ok:
+            continue
+        span = sample.content_s[-1] - sample.content_s[0]
+        starts.append(sample.ttft_s - (record["first_token_s"] - record["received_s"]))
+        ttfts.append(sample.ttft_s)
+        streams.append(span - (record["token_s"][-1] - record["token_s"][0]))
+        spans.append(span)
+    if not starts:
+        return None
+    start_s, ttft_s, stream_s, span_s = map(statistics.median, (starts, ttfts, streams, spans))
+    return Outside(start_s, ttft_s, stream_s, span_s, len(starts))

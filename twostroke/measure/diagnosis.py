@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from twostroke.measure import account as of
 from twostroke.measure.account import Account, is_stall
-from twostroke.measure.doctor import Seen, is_probe
+from twostroke.measure.doctor import Seen
 from twostroke.measure.scrape import change
 from twostroke.measure.tables import duration
 from twostroke.measure.treatment import experiment
@@ -42,7 +41,6 @@ SMALL_BATCH = {"cpu": 16}  # requests at one time; fewer leave a machine mostly 
 SMALL_BATCH_ELSEWHERE = 64
 SURE = {"step records": 0.95, "/metrics": 0.8, "client only": 0.65}
 LEAST_SURE = 0.5  # a cause that is less sure is no verdict
-FULL_KV = 0.9
 
 
 def diagnose(seen: Seen) -> Verdict:
@@ -85,21 +83,10 @@ def _account(seen: Seen) -> Account:
     return of.account_of_metrics(seen) or of.account_of_probes(seen)
 
 
-@dataclass(frozen=True, slots=True)
-class Outside:
-    """What the probes' client saw beyond what the server did, medians in seconds."""
-
-    start_s: float
-    ttft_s: float
-    stream_s: float
-    span_s: float  # first to last token, at the client
-    count: int
-
-
 class _Rules:
     def __init__(self, seen: Seen, account: Account) -> None:
         self.seen, self.account = seen, account
-        self.outside = _outside(seen)
+        self.outside = of.outside_of(seen)
         self.round_trip_s = statistics.median(seen.pings_s) if seen.pings_s else 0.0
         self.repeats = self._repeats()
 
@@ -211,7 +198,7 @@ class _Rules:
         usage = statistics.median([look.kv_usage or 0.0 for look in queued] or [0.0])
         preempted = change(self.seen.before, self.seen.after, "preemptions")
         said = f"requests waited in {len(queued)} of {len(looks)} looks at the server"
-        if usage >= FULL_KV or (queued and preempted):
+        if usage >= of.FULL_KV or (queued and preempted):
             yield from self._start(
                 "kv_pressure", waited, said, f"the KV cache was {usage:.0%} full"
             )
@@ -408,25 +395,6 @@ class _Rules:
         return found
 
 
-def _outside(seen: Seen) -> Outside | None:
-    """None: no probe is known to the server."""
-    records = [one for one in seen.requests if is_probe(one) and one["token_s"]]
-    starts, ttfts, streams, spans = [], [], [], []
-    for sample, name in zip(seen.probes, seen.probe_names, strict=True):
-        record = next((one for one in records if name in one["request_id"]), None)
-        if record is None or not sample.ok:
-            continue
-        span = sample.content_s[-1] - sample.content_s[0]
-        starts.append(sample.ttft_s - (record["first_token_s"] - record["received_s"]))
-        ttfts.append(sample.ttft_s)
-        streams.append(span - (record["token_s"][-1] - record["token_s"][0]))
-        spans.append(span)
-    if not starts:
-        return None
-    start_s, ttft_s, stream_s, span_s = map(statistics.median, (starts, ttfts, streams, spans))
-    return Outside(start_s, ttft_s, stream_s, span_s, len(starts))
-
-
 def _merged(before: Cause | None, now: Cause) -> Cause:
     """The same cause found in both phases."""
     if before is None:
@@ -440,19 +408,3 @@ def _merged(before: Cause | None, now: Cause) -> Cause:
         phase,
         max(before.weight, now.weight),
     )
-
-
-def headline(found: Verdict) -> str:
-    """The verdict in one sentence."""
-    from twostroke.measure.verdict import CAUSES
-
-    words = {
-        HEALTHY: "Healthy",
-        SLOW_TO_START: "Slow to start",
-        SLOW_TO_STREAM: "Slow to stream",
-        BOTH: "Slow to start and slow to stream",
-        NOT_ENOUGH: "Not enough evidence",
-    }[found.verdict]
-    if found.verdict in (HEALTHY, NOT_ENOUGH) or not found.causes:
-        return f"{words}."
-    return f"{words}: {CAUSES[found.causes[0].cause]}"

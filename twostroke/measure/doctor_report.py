@@ -9,9 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from twostroke.measure.diagnosis import headline
 from twostroke.measure.html import page, table
-from twostroke.measure.verdict import CAUSES, HEALTHY, NOT_ENOUGH, Experiment, Verdict
+from twostroke.measure.verdict import CAUSES, HEALTHY, NOT_ENOUGH, Experiment, Verdict, headline
 
 
 def show(console: Console, found: Verdict) -> None:

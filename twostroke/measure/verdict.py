@@ -112,3 +112,17 @@ class Verdict:
         if found.verdict not in VERDICTS:
             raise ConfigError(f"{name}: there is no verdict {found.verdict!r}")
         return found
+
+
+def headline(found: Verdict) -> str:
+    """The verdict in one sentence."""
+    words = {
+        HEALTHY: "Healthy",
+        SLOW_TO_START: "Slow to start",
+        SLOW_TO_STREAM: "Slow to stream",
+        BOTH: "Slow to start and slow to stream",
+        NOT_ENOUGH: "Not enough evidence",
+    }[found.verdict]
+    if found.verdict in (HEALTHY, NOT_ENOUGH) or not found.causes:
+        return f"{words}."
+    return f"{words}: {CAUSES[found.causes[0].cause]}"
