@@ -17,10 +17,11 @@ def show(console: Console, found: Verdict) -> None:
     style = {HEALTHY: "bold green", NOT_ENOUGH: "bold yellow"}.get(found.verdict, "bold red")
     console.print(Text(headline(found), style=style))
     console.print(Text(_evidence(found), style="dim"))
-    for cause in found.causes:
+    for number, cause in enumerate(found.causes):
         console.print()
         console.print(Text(f"{cause.cause} ({cause.confidence:.0%} sure)", style="bold"))
-        for sentence in (CAUSES[cause.cause], *cause.evidence):
+        told = () if number == 0 else (CAUSES[cause.cause],)  # the headline has the first
+        for sentence in (*told, *cause.evidence):
             console.print(Text(f"  {sentence}"))
     if found.ledger:
         console.print()
