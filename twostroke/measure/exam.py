@@ -36,7 +36,6 @@ from twostroke.measure.slow_link import slow_link
 from twostroke.measure.verdict import HEALTHY, NOT_ENOUGH
 from twostroke.measure.workload import Planned, Prompts
 
-WARM_S = 1.5  # of load, before it does
 KILL_S = 4.0  # after the doctor has begun, where the engine is to die
 CASE_S = 120.0  # then a case has failed
 FAILED = "failed"
@@ -187,7 +186,7 @@ async def run_case(case: Case, model: str | None, watch_s: float | None = None) 
             await _ready(f"http://127.0.0.1:{port}", server)
         load = asyncio.create_task(_load(case.loads, url))
         try:
-            await asyncio.sleep(0.0 if case.cold else WARM_S)
+            await asyncio.sleep(0.0 if case.cold else case.warm_s)
             if case.kills_engine:
                 asyncio.get_running_loop().call_later(KILL_S, _kill_engine, server.pid)
             return await _doctor(url, watch_s or case.watch_s)

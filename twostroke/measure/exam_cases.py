@@ -29,6 +29,7 @@ class Case(NamedTuple):
     link: tuple[str, float] | None = None  # of `slow_link.py`, between everybody and the server
     cold: bool = False  # the doctor comes when the server is started
     kills_engine: bool = False
+    warm_s: float = 1.5  # of load, before the doctor comes
     watch_s: float = 8.0  # how long the doctor looks
 
 
@@ -119,7 +120,7 @@ _FAULTS = (
         "tokenizer_or_template",
         "a chat template that takes half a second",
         loads=(CHATS,),
-        template=SLOW_TEMPLATE.replace("COUNT", "35"),
+        template=SLOW_TEMPLATE.replace("COUNT", "90"),
     ),
     Case(
         "slow-tokenizer",
@@ -188,8 +189,9 @@ _CONTROLS = (
     Case(
         "shared-prefix",
         "",
-        "two users with the same system prompt of 1,024 tokens, which is kept",
-        loads=(Load(2, 1060, 24, prefix=1024),),
+        "two users with the same system prompt of 512 tokens, which is kept",
+        loads=(Load(2, 540, 24, prefix=512),),
+        warm_s=6.0,  # until it has been computed once
     ),
 )
 
