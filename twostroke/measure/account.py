@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from twostroke.measure.doctor import Seen, is_probe
 from twostroke.measure.scrape import change
@@ -50,10 +51,16 @@ class Account:
     level: str
     requests: int = 0
     parts: list[dict[str, float]] = field(default_factory=list)
+    each: bool = True  # False: `parts` has one entry, the sums of all requests
     ttft_s: float = 0.0  # mean
     gap_s: float = 0.0  # median between two tokens
     worst_gap_s: float = 0.0
+    gaps: int = 0  # between tokens, that were looked at
     stalled_share: float = 0.0  # of the time between tokens: in gaps that prefill made long
+    kv_waited_share: float = (
+        0.0  # of all the time: waited for KV blocks, by requests under way, too
+    )
+    preempted: int = 0  # requests
     repeated_share: float = 0.0  # of the prompt tokens computed: were in an earlier prompt, too
     output_tokens: float = 0.0  # mean
     prompt_tokens: float = 0.0
@@ -106,11 +113,15 @@ def account_of_records(seen: Seen) -> Account:
     others = [one for one in ended if not is_probe(one)]
     requests = others or ended
     found = Account("step records", len(requests))
+    queue = QueueReasons(steps, seen.seats)
+    watched = [step for step in steps if step["committed_s"] >= seen.since_s]
+    _look_at_gaps(found, watched)
+    found.preempted = sum(step["preempted"] for step in watched)
+    found.kv_waited_share = queue.kv_waited_share(watched)
     if not requests:
         return found
     chosen = _evenly(requests, MOST_REQUESTS)
     explainer = Explainer({"requests": seen.requests, "steps": steps})
-    queue = QueueReasons(steps, seen.seats, seen.limits.get("kv_tokens", 0))
     for request in chosen:
         parts: defaultdict[str, float] = defaultdict(float)
         for entry in explainer.explain(request).entries:
@@ -123,8 +134,7 @@ def account_of_records(seen: Seen) -> Account:
     found.ttft_s = statistics.fmean(one["first_token_s"] - one["received_s"] for one in chosen)
     found.output_tokens = statistics.fmean(len(one["token_s"]) for one in chosen)
     found.prompt_tokens = statistics.fmean(one["num_prompt"] for one in chosen)
-    _look_at_gaps(found, steps)
-    found.repeated_share = _repeated_share(requests)
+    found.repeated_share = _repeated_share(requests, seen.known_marks)
     return found
 
 
@@ -150,7 +160,8 @@ def _look_at_gaps(found: Account, steps: Sequence[Record]) -> None:
     if not gaps:
         return
     gaps.sort()
-    half, so_far = sum(count for _, count in gaps) / 2, 0
+    found.gaps = sum(count for _, count in gaps)
+    half, so_far = found.gaps / 2, 0
     for gap, count in gaps:
         so_far += count
         if so_far >= half:
@@ -164,10 +175,10 @@ def is_stall(gap_s: float, usual_s: float) -> bool:
     return gap_s >= 0.25 and gap_s >= 10 * usual_s
 
 
-def _repeated_share(requests: Sequence[Record]) -> float:
+def _repeated_share(requests: Sequence[Record], earlier: set[str]) -> float:
     """Of the prompt tokens that were computed, those that stood at the beginning of an earlier
     prompt, too: at least, since only the first 64, 128, 256, … tokens are compared."""
-    known: set[str] = set()
+    known = set(earlier)
     repeated = computed = 0
     for request in sorted(requests, key=lambda one: one["received_s"]):
         length, shared = 64, 0
@@ -185,8 +196,8 @@ def _repeated_share(requests: Sequence[Record]) -> float:
 class QueueReasons:
     """What those who wait in the queue wait for, step by step."""
 
-    def __init__(self, steps: Sequence[Record], seats: int | None, kv_tokens: int) -> None:
-        self._steps, self._seats, self._kv_tokens = steps, seats, kv_tokens
+    def __init__(self, steps: Sequence[Record], seats: int | None) -> None:
+        self._steps, self._seats = steps, seats
         self._ends = [step["committed_s"] for step in steps]
 
     def split(self, start: float, end: float, seconds: float) -> dict[str, float]:
@@ -207,6 +218,17 @@ class QueueReasons:
             return {QUEUE: seconds}
         return {name: seconds * part / total for name, part in found.items() if part > 0}
 
+    def kv_waited_share(self, steps: Sequence[Record]) -> float:
+        """Of the time of all requests that were there: those that waited for KV blocks. Requests
+        that have been sent back and have not ended are in no other figure."""
+        waited = total = 0.0
+        for before, step in pairwise(steps):
+            took = step["committed_s"] - before["committed_s"]
+            total += took * (step["running"] + step["waiting"])
+            if step["waiting"] and self._reason(step) == NO_KV_ROOM:
+                waited += took * step["waiting"]
+        return waited / total if total else 0.0
+
     def _reason(self, step: Record) -> str:
         kv = step["kv"]
         taken = 1 - (kv["free"] + kv["cached"]) / kv["reserved"] if kv["reserved"] else 0.0
@@ -223,39 +245,39 @@ class QueueReasons:
 
 
 def account_of_metrics(seen: Seen) -> Account | None:
-    """None: the server does not count what would be needed."""
+    """None: the server does not count the time in its queue."""
     grown = {
         name: change(seen.before, seen.after, name)
         for name in ("queue_s", "prefill_s", "decode_s", "requests", "output_tokens")
     }
-    prefill_s, decode_s = grown["prefill_s"], grown["decode_s"]
-    if prefill_s is None or decode_s is None or prefill_s + decode_s <= 0:
+    queue_s, prefill_s, decode_s = grown["queue_s"], grown["prefill_s"], grown["decode_s"]
+    count = int(grown["requests"] or 0)
+    if queue_s is None or prefill_s is None or decode_s is None or not count:
         return None
-    parts = {OWN_PREFILL: prefill_s, DECODE: decode_s}
-    if grown["queue_s"] is not None:
-        parts[QUEUE] = grown["queue_s"]
-    count = int(grown["requests"] or len(seen.probes))
-    found = Account("/metrics", count, [parts])
-    found.ttft_s = (prefill_s + (grown["queue_s"] or 0.0)) / max(1, count)
-    found.output_tokens = (grown["output_tokens"] or 0.0) / max(1, count)
+    parts = {QUEUE: queue_s, OWN_PREFILL: prefill_s, DECODE: decode_s}
+    found = Account("/metrics", count, [parts], each=False)
+    found.ttft_s = (prefill_s + queue_s) / count
+    found.output_tokens = (grown["output_tokens"] or 0.0) / count
     _gaps_of_histogram(found, seen)
-    if not found.gap_s:
-        _gaps_of_probes(found, seen)
     return found
 
 
 def account_of_probes(seen: Seen) -> Account:
-    """What the doctor's own requests took: all that there is where the server says nothing."""
+    """What the doctor's own requests took, where the server does not tell what others' did. With
+    gauges and counters beside them there is more to say about it."""
     good = [one for one in seen.probes if one.ok]
-    found = Account("client only", len(good))
+    counted = change(seen.before, seen.after, "output_tokens") is not None
+    found = Account("/metrics" if counted else "client only", len(good) + len(seen.stuck_s))
     for sample in good:
         prefill_s = 0.0
         if sample.timings and "prompt_ms" in sample.timings:
             prefill_s = min(sample.timings["prompt_ms"] / 1e3, sample.ttft_s)
         waited_s, stream_s = sample.ttft_s - prefill_s, sample.e2el_s - sample.ttft_s
         found.parts.append({OWN_PREFILL: prefill_s, BEFORE_PREFILL: waited_s, DECODE: stream_s})
+    found.parts += [{BEFORE_PREFILL: waited_s} for waited_s in seen.stuck_s]
+    if found.parts:
+        found.ttft_s = found.start_s / len(found.parts)
     if good:
-        found.ttft_s = statistics.fmean(one.ttft_s for one in good)
         found.output_tokens = statistics.fmean(one.output_tokens for one in good)
     _gaps_of_probes(found, seen)
     return found
@@ -271,6 +293,7 @@ def _gaps_of_histogram(found: Account, seen: Seen) -> None:
     count = below[-1][1]
     if count <= 0:
         return
+    found.gaps = int(count)
     found.gap_s = next(le for le, n in below if n >= count / 2)
     lower, before, stalled, total = 0.0, 0.0, 0.0, 0.0
     for le, n in below:
@@ -287,6 +310,40 @@ def _gaps_of_probes(found: Account, seen: Seen) -> None:
     gaps = [gap for one in seen.probes if one.ok for gap in one.itls_s]
     if not gaps:
         return
+    found.gaps = len(gaps)
     found.gap_s = statistics.median(gaps)
     found.worst_gap_s = max(gaps)
     found.stalled_share = sum(g for g in gaps if is_stall(g, found.gap_s)) / (sum(gaps) or 1.0)
+
+
+# ── between client and server ───────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """What the probes' client saw beyond what the server did, medians in seconds."""
+
+    start_s: float
+    ttft_s: float
+    stream_s: float
+    span_s: float  # first to last token, at the client
+    count: int
+
+
+def outside_of(seen: Seen) -> Outside | None:
+    """None: no probe is known to the server."""
+    records = [one for one in seen.requests if is_probe(one) and one["token_s"]]
+    starts, ttfts, streams, spans = [], [], [], []
+    for sample, name in zip(seen.probes, seen.probe_names, strict=True):
+        record = next((one for one in records if name in one["request_id"]), None)
+        if record is None or not sample.ok:
+            continue
+        span = sample.content_s[-1] - sample.content_s[0]
+        starts.append(sample.ttft_s - (record["first_token_s"] - record["received_s"]))
+        ttfts.append(sample.ttft_s)
+        streams.append(span - (record["token_s"][-1] - record["token_s"][0]))
+        spans.append(span)
+    if not starts:
+        return None
+    start_s, ttft_s, stream_s, span_s = map(statistics.median, (starts, ttfts, streams, spans))
+    return Outside(start_s, ttft_s, stream_s, span_s, len(starts))

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from twostroke.measure import account as of
 from twostroke.measure.account import Account, is_stall
-from twostroke.measure.doctor import Seen, is_probe
+from twostroke.measure.doctor import Seen
 from twostroke.measure.scrape import change
 from twostroke.measure.tables import duration
 from twostroke.measure.treatment import experiment
@@ -32,6 +31,7 @@ from twostroke.measure.verdict import (
 START_SHARE, START_S = 0.35, 0.1  # of the time to the first token; mean a request
 STALLED_SHARE = 0.2  # of the time between tokens, in gaps that prompts made long
 PREFILL_SHARE = 0.7  # of the time between tokens, prompts of others
+STREAMS_SHARE = 0.1  # of all the time: where less is between tokens, nobody waits for them
 PREEMPTION_SHARE = 0.15
 HOST_SHARE, HOST_S = 0.3, 0.002  # of the time between tokens; mean a token
 REPEATED_SHARE = 0.4  # of the prompt tokens computed
@@ -41,13 +41,15 @@ SMALL_BATCH = {"cpu": 16}  # requests at one time; fewer leave a machine mostly 
 SMALL_BATCH_ELSEWHERE = 64
 SURE = {"step records": 0.95, "/metrics": 0.8, "client only": 0.65}
 LEAST_SURE = 0.5  # a cause that is less sure is no verdict
-FULL_KV = 0.9
 
 
 def diagnose(seen: Seen) -> Verdict:
     account = _account(seen)
     rules = _Rules(seen, account)
-    causes = sorted(rules.causes(), key=lambda one: -one.share * one.confidence)
+    # An engine that was not there explains all else, and comes first.
+    causes = sorted(
+        rules.causes(), key=lambda one: (one.cause != "cold_start", -one.weight * one.confidence)
+    )
     sure = [one for one in causes if one.confidence >= LEAST_SURE]
     if sure:
         phases = {one.phase for one in sure}
@@ -81,21 +83,10 @@ def _account(seen: Seen) -> Account:
     return of.account_of_metrics(seen) or of.account_of_probes(seen)
 
 
-@dataclass(frozen=True, slots=True)
-class Outside:
-    """What the probes' client saw beyond what the server did, medians in seconds."""
-
-    start_s: float
-    ttft_s: float
-    stream_s: float
-    span_s: float  # first to last token, at the client
-    count: int
-
-
 class _Rules:
     def __init__(self, seen: Seen, account: Account) -> None:
         self.seen, self.account = seen, account
-        self.outside = _outside(seen)
+        self.outside = of.outside_of(seen)
         self.round_trip_s = statistics.median(seen.pings_s) if seen.pings_s else 0.0
         self.repeats = self._repeats()
 
@@ -127,21 +118,27 @@ class _Rules:
         """A cause, if so many seconds of all requests' times to the first token are enough."""
         account = self.account
         share = seconds / account.start_s if account.start_s > 0 else 0.0
-        mean_s = seconds / max(1, len(account.parts))
-        if account.level == "/metrics":
-            mean_s = seconds / max(1, account.requests)
+        mean_s = seconds / max(1, len(account.parts) if account.each else account.requests)
         if share >= START_SHARE and mean_s >= START_S:
             said = (
                 f"{duration(mean_s)} of {duration(account.ttft_s)} to the first token ({share:.0%})"
             )
             yield self._cause(cause, share, START_SHARE, "start", said, *evidence)
 
-    def _cause(self, cause: str, share: float, least: float, phase: str, *evidence: str) -> Cause:
-        sure = SURE[self.account.level]
+    def _cause(
+        self, cause: str, share: float, least: float, phase: str, *evidence: str, count: int = 0
+    ) -> Cause:
+        """`count`: of what was looked at; without it, of the requests."""
+        account = self.account
+        sure = SURE[account.level]
         sure *= 0.75 + 0.25 * min(1.0, (share - least) / least)
-        if self.account.requests < 3 and cause != "cold_start":
+        if (count or account.requests) < 3:
             sure *= 0.7
-        return Cause(cause, round(sure, 2), tuple(filter(None, evidence)), round(share, 3), phase)
+        # What is known of steps counts for streams that have not ended, too.
+        of_phase = account.start_s if phase == "start" else account.stream_s
+        weight = share if count else share * of_phase / (account.total_s or 1.0)
+        said = tuple(filter(None, evidence))
+        return Cause(cause, round(sure, 2), said, round(share, 3), phase, round(weight, 4))
 
     def tokenizer(self) -> Iterator[Cause]:
         yield from self._start(
@@ -194,50 +191,26 @@ class _Rules:
     def _queue_by_gauges(self) -> Iterator[Cause]:
         """What is waited for, where a server only says how many wait and run."""
         account, looks = self.account, self.seen.looks
-        waited = account.seconds(of.QUEUE)
-        if not waited:
-            waited = self._waited_by_probes()
+        away_s = self.round_trip_s * len(account.parts)
+        waited = account.seconds(of.QUEUE) + max(0.0, account.seconds(of.BEFORE_PREFILL) - away_s)
         queued = [look for look in looks if look.waiting]
-        share_queued = len(queued) / len(looks) if looks else 0.0
         running = [look.running or 0.0 for look in queued]
-        usage = [look.kv_usage for look in queued if look.kv_usage is not None]
+        usage = statistics.median([look.kv_usage or 0.0 for look in queued] or [0.0])
         preempted = change(self.seen.before, self.seen.after, "preemptions")
-        said = f"requests waited in {share_queued:.0%} of {len(looks)} looks at the server"
-        if (usage and statistics.median(usage) >= FULL_KV) or (queued and preempted):
-            how = f"{statistics.median(usage):.0%} full" if usage else "full"
-            yield from self._start("kv_pressure", waited, said, f"the KV cache was {how}")
+        said = f"requests waited in {len(queued)} of {len(looks)} looks at the server"
+        if usage >= of.FULL_KV or (queued and preempted):
+            yield from self._start(
+                "kv_pressure", waited, said, f"the KV cache was {usage:.0%} full"
+            )
             return
         seats = self.seen.seats or (max(running) if running else 0)
-        at_most = sum(one >= seats for one in running)
-        prefilling = account.seconds(of.OWN_PREFILL) > account.seconds(of.DECODE)
-        if queued and share_queued >= 0.3 and at_most >= 0.7 * len(queued):
+        taken = sum(one >= seats for one in running)
+        if queued and len(queued) >= 0.3 * len(looks) and taken >= 0.7 * len(queued):
             name = "batch_too_small" if self._is_small(seats) else "overloaded"
-            said += f", while {seats:g} ran, as many as it lets"
-            yield from self._start(name, waited, said)
-        elif queued and prefilling:
+            yield from self._start(name, waited, f"{said}, while {seats:g} ran: all that may")
+        elif self._others_prefill() >= 0.3:
+            said = f"prompts were computed in {self._others_prefill():.0%} of the time"
             yield from self._start("queueing_behind_prefills", waited, said)
-        elif waited and self.round_trip_s < OUTSIDE_S and self._others_prefill() >= 0.3:
-            said = f"prompts of others were computed in {self._others_prefill():.0%} of the time"
-            yield from self._start("queueing_behind_prefills", waited, said)
-
-    def _waited_by_probes(self) -> float:
-        """Seconds, in proportion to the account: what probes waited beyond prefill and network."""
-        good = [one for one in self.seen.probes if one.ok]
-        waited = sum(max(0.0, one.ttft_s - self.round_trip_s) for one in good)
-        prefill = sum((one.timings or {}).get("prompt_ms", 0.0) / 1e3 for one in good)
-        waited = max(0.0, waited - prefill) + sum(self.seen.stuck_s)
-        total = sum(one.ttft_s for one in good) + sum(self.seen.stuck_s)
-        if not total:
-            return 0.0
-        if not self.account.seconds(of.BEFORE_PREFILL):
-            # The counters know nothing of a queue: what the probes saw is added to them.
-            start_s = self.account.start_s
-            share = waited / total
-            added = start_s * share / (1 - share) if share < 1 else 9 * start_s
-            self.account.parts[0][of.QUEUE] = added
-            self.account.ttft_s = total / max(1, len(good) + len(self.seen.stuck_s))
-            return added
-        return waited
 
     def _others_prefill(self) -> float:
         prefill = change(self.seen.before, self.seen.after, "prefill_s")
@@ -255,7 +228,7 @@ class _Rules:
         evidence = [f"the engine was not up for {duration(seen.unready_s)}"] * bool(seen.unready_s)
         if restarts:
             evidence.append(f"{restarts:.0f} times an engine that had died was started again")
-        yield Cause("cold_start", SURE["step records"], tuple(evidence), max(share, 0.5), "start")
+        yield Cause("cold_start", SURE["step records"], tuple(evidence), round(share, 3), "start")
 
     # ── between the client and the server ───────────────────────────────────────────────────
 
@@ -291,12 +264,22 @@ class _Rules:
     # ── between tokens ──────────────────────────────────────────────────────────────────────
 
     def kv_preemption(self) -> Iterator[Cause]:
-        share = self.account.stream_share(of.PREEMPTION)
+        account = self.account
+        share, waited = account.stream_share(of.PREEMPTION), account.kv_waited_share
         if share >= PREEMPTION_SHARE:
-            times = sum(step["preempted"] for step in self.seen.steps or ())
-            said = f"{share:.0%} of the time between tokens was lost to {times} preemptions"
+            said = (
+                f"{share:.0%} of the time between tokens was lost to {account.preempted} "
+                "preemptions"
+            )
             yield self._cause("kv_pressure", share, PREEMPTION_SHARE, "stream", said)
-        elif self.account.level != "step records":
+        if waited >= PREEMPTION_SHARE and account.preempted:
+            said = (
+                f"{account.preempted} requests lost their blocks to others, and requests waited "
+                f"for blocks for {waited:.0%} of their time"
+            )
+            count = account.gaps
+            yield self._cause("kv_pressure", waited, PREEMPTION_SHARE, "stream", said, count=count)
+        if account.level != "step records":
             preempted = change(self.seen.before, self.seen.after, "preemptions") or 0.0
             if preempted >= 2:
                 said = f"{preempted:.0f} requests were sent back for want of KV blocks"
@@ -313,10 +296,12 @@ class _Rules:
                 f"as usual, the longest {duration(account.worst_gap_s)}; the usual gap is "
                 f"{duration(account.gap_s)}"
             )
-            yield self._cause("prefill_starves_decode", share, STALLED_SHARE, "stream", said)
+            yield self._cause(
+                "prefill_starves_decode", share, STALLED_SHARE, "stream", said, count=account.gaps
+            )
             return
         share = account.stream_share(of.OTHERS_PREFILL)
-        if share >= PREFILL_SHARE:
+        if share >= PREFILL_SHARE and account.stream_s >= STREAMS_SHARE * account.total_s:
             said = f"{share:.0%} of the time between tokens went into the prompts of others"
             yield self._cause("prefill_starves_decode", share, PREFILL_SHARE, "stream", said)
 
@@ -335,9 +320,12 @@ class _Rules:
     # ── what is no fault, and what could not be told ────────────────────────────────────────
 
     def unexplained_start(self) -> bool:
-        """Probes that a client-only doctor cannot explain: slow to start, for whatever reason."""
-        if self.account.level == "step records":
-            return False
+        """Slow to start, for a reason that no rule knows."""
+        account = self.account
+        if account.level == "step records":
+            seconds = account.seconds(of.NO_STEP)
+            mean_s = seconds / max(1, len(account.parts))
+            return account.start_share(of.NO_STEP) >= START_SHARE and mean_s >= START_S
         good = [one for one in self.seen.probes if one.ok]
         if not good:
             return bool(self.seen.stuck_s)
@@ -407,25 +395,6 @@ class _Rules:
         return found
 
 
-def _outside(seen: Seen) -> Outside | None:
-    """None: no probe is known to the server."""
-    records = [one for one in seen.requests if is_probe(one) and one["token_s"]]
-    starts, ttfts, streams, spans = [], [], [], []
-    for sample, name in zip(seen.probes, seen.probe_names, strict=True):
-        record = next((one for one in records if name in one["request_id"]), None)
-        if record is None or not sample.ok:
-            continue
-        span = sample.content_s[-1] - sample.content_s[0]
-        starts.append(sample.ttft_s - (record["first_token_s"] - record["received_s"]))
-        ttfts.append(sample.ttft_s)
-        streams.append(span - (record["token_s"][-1] - record["token_s"][0]))
-        spans.append(span)
-    if not starts:
-        return None
-    start_s, ttft_s, stream_s, span_s = map(statistics.median, (starts, ttfts, streams, spans))
-    return Outside(start_s, ttft_s, stream_s, span_s, len(starts))
-
-
 def _merged(before: Cause | None, now: Cause) -> Cause:
     """The same cause found in both phases."""
     if before is None:
@@ -437,20 +406,5 @@ def _merged(before: Cause | None, now: Cause) -> Cause:
         before.evidence + now.evidence,
         max(before.share, now.share),
         phase,
+        max(before.weight, now.weight),
     )
-
-
-def headline(found: Verdict) -> str:
-    """The verdict in one sentence."""
-    from twostroke.measure.verdict import CAUSES
-
-    words = {
-        HEALTHY: "Healthy",
-        SLOW_TO_START: "Slow to start",
-        SLOW_TO_STREAM: "Slow to stream",
-        BOTH: "Slow to start and slow to stream",
-        NOT_ENOUGH: "Not enough evidence",
-    }[found.verdict]
-    if found.verdict in (HEALTHY, NOT_ENOUGH) or not found.causes:
-        return f"{words}."
-    return f"{words}: {CAUSES[found.causes[0].cause]}"

@@ -26,6 +26,7 @@ from twostroke.measure.workload import Planned, Prompts
 
 LOOK_S = 0.5  # between two looks at the gauges
 RECORDS_S = 4.0  # between two fetches: the server keeps the last 2,048 steps
+EARLIER_S = 30.0  # of records, before the watch began
 DECIDE_S = 1.0  # after which it is known whether there is traffic
 GRACE_S = 15.0  # for a probe that has not ended when the time is over
 READY_POLL_S = 0.1
@@ -58,8 +59,10 @@ class Seen:
     probe_names: list[str] = field(default_factory=list)  # as the server's records have them
     stuck_s: list[float] = field(default_factory=list)  # probes without a token at the end
     seats: int | None = None  # how many requests may run at one time
-    steps: list[Record] | None = None  # None: the server keeps none
+    since_s: float = 0.0  # when the watch began, on the server's clock
+    steps: list[Record] | None = None  # earlier ones, too; None: the server keeps none
     requests: list[Record] = field(default_factory=list)
+    known_marks: set[str] = field(default_factory=set)  # of prompts that were there before
     limits: dict[str, Any] = field(default_factory=dict)  # as /records has them
     traffic: bool = False  # of others
 
@@ -97,9 +100,9 @@ class _Watch:
     ) -> None:
         self._connections = connections
         self._seconds, self._probe, self._wait_s, self._model = seconds, probe, wait_s, model
-        self._steps: dict[int, Record] = {}
+        # By when they were committed: an engine that is started again counts from 0.
+        self._steps: dict[float, Record] = {}
         self._requests: dict[str, Record] = {}
-        self._since_s = 0.0  # the server's clock when the watch began
         self.seen = Seen({})
 
     async def run(self) -> Seen:
@@ -124,7 +127,7 @@ class _Watch:
         seen.after = await scrape(self._connections)
         await self._take_records()
         if seen.steps is not None:
-            seen.steps = [self._steps[number] for number in sorted(self._steps)]
+            seen.steps = [self._steps[at] for at in sorted(self._steps)]
             seen.requests = sorted(self._requests.values(), key=lambda one: one["finished_s"])
             seen.traffic = seen.traffic or any(not is_probe(one) for one in seen.requests)
         return seen
@@ -134,6 +137,7 @@ class _Watch:
     async def _ready(self) -> float:
         """How long the server was not there yet."""
         began = perf_counter()
+        refused = False
         while True:
             try:
                 await self._connections.fetch("/health", timeout_s=max(10.0, self._wait_s))
@@ -143,9 +147,9 @@ class _Watch:
                     break  # it answers; it only has no /health
                 if perf_counter() - began >= self._wait_s:
                     raise
+                refused = True
                 await asyncio.sleep(READY_POLL_S)
-        took = perf_counter() - began
-        return took if took > LOOK_S else 0.0
+        return perf_counter() - began if refused else 0.0  # else it is only far away
 
     async def _find_seats(self) -> None:
         seen = self.seen
@@ -188,9 +192,13 @@ class _Watch:
         if self.seen.server["kind"] != "twostroke":
             return
         with suppress(ServerError):
-            found = await self._connections.fetch_json("/records?seconds=0.001")
-            self._since_s = found["now_s"]
+            # What ran before tells what the first requests waited for.
+            found = await self._connections.fetch_json(f"/records?seconds={EARLIER_S:g}")
+            self.seen.since_s = found["now_s"]
             self.seen.steps = []
+            self._steps = {step["committed_s"]: step for step in found["steps"]}
+            for request in found["requests"]:
+                self.seen.known_marks.update(request["prefix_marks"])
             self.seen.limits = {
                 name: value
                 for name, value in found.items()
@@ -203,10 +211,9 @@ class _Watch:
         with suppress(ServerError):
             found = await self._connections.fetch_json(f"/records?seconds={2 * RECORDS_S:g}")
             for step in found["steps"]:
-                if step["committed_s"] >= self._since_s:
-                    self._steps[step["step"]] = step
+                self._steps[step["committed_s"]] = step
             for request in found["requests"]:
-                if request["finished_s"] >= self._since_s:
+                if request["finished_s"] >= self.seen.since_s:
                     self._requests[request["request_id"]] = request
 
     async def _has_traffic(self) -> bool:

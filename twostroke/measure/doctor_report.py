@@ -9,19 +9,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from twostroke.measure.diagnosis import headline
 from twostroke.measure.html import page, table
-from twostroke.measure.verdict import CAUSES, HEALTHY, NOT_ENOUGH, Experiment, Verdict
+from twostroke.measure.verdict import CAUSES, HEALTHY, NOT_ENOUGH, Experiment, Verdict, headline
 
 
 def show(console: Console, found: Verdict) -> None:
     style = {HEALTHY: "bold green", NOT_ENOUGH: "bold yellow"}.get(found.verdict, "bold red")
     console.print(Text(headline(found), style=style))
     console.print(Text(_evidence(found), style="dim"))
-    for cause in found.causes:
+    for number, cause in enumerate(found.causes):
         console.print()
         console.print(Text(f"{cause.cause} ({cause.confidence:.0%} sure)", style="bold"))
-        for sentence in (CAUSES[cause.cause], *cause.evidence):
+        told = () if number == 0 else (CAUSES[cause.cause],)  # the headline has the first
+        for sentence in (*told, *cause.evidence):
             console.print(Text(f"  {sentence}"))
     if found.ledger:
         console.print()
@@ -93,15 +93,15 @@ def show_exam(console: Console, found: dict[str, Any]) -> None:
         rows.add_row(case["name"], f"{case['right']} of {case['runs']}", wrong)
     console.print(rows)
     console.print()
-    matrix = Table(box=None, pad_edge=False, header_style="bold", title="confusion matrix")
-    matrix.add_column("injected ╲ said")
-    for name in found["said"]:
-        matrix.add_column(name, justify="right")
-    for name, counts in found["matrix"].items():
-        matrix.add_row(name, *(str(counts.get(one, 0) or "·") for one in found["said"]))
-    Console(width=max(console.width, 220)).print(matrix) if console.is_terminal else console.print(
-        matrix
-    )
+    matrix = Table(box=None, pad_edge=False, header_style="bold")
+    matrix.add_column("injected, said")
+    names = found["said"]
+    for number in range(1, len(names) + 1):
+        matrix.add_column(str(number), justify="right", no_wrap=True)
+    for number, name in enumerate(names, 1):
+        counts = found["matrix"].get(name, {})
+        matrix.add_row(f"{number} {name}", *(str(counts.get(one) or "·") for one in names))
+    console.print(matrix)
     style = "bold green" if found["passed"] else "bold red"
     console.print(
         Text(

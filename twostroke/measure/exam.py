@@ -36,8 +36,6 @@ from twostroke.measure.slow_link import slow_link
 from twostroke.measure.verdict import HEALTHY, NOT_ENOUGH
 from twostroke.measure.workload import Planned, Prompts
 
-WATCH_S = 8.0  # how long the doctor looks
-WARM_S = 1.5  # of load, before it does
 KILL_S = 4.0  # after the doctor has begun, where the engine is to die
 CASE_S = 120.0  # then a case has failed
 FAILED = "failed"
@@ -164,7 +162,7 @@ def result_json(answers: Sequence[Answer]) -> dict[str, Any]:
             for name, runs in cases.items()
         ],
         "answers": [
-            {"case": one.case.name, "said": one.said, "seconds": one.seconds} | one.verdict
+            {"case": one.case.name, "said": one.said, "case_s": one.seconds} | one.verdict
             for one in answers
         ],
         "environment": environment(),
@@ -174,7 +172,7 @@ def result_json(answers: Sequence[Answer]) -> dict[str, Any]:
 # ── one case ────────────────────────────────────────────────────────────────────────────────────
 
 
-async def run_case(case: Case, model: str | None) -> dict[str, Any]:
+async def run_case(case: Case, model: str | None, watch_s: float | None = None) -> dict[str, Any]:
     """The verdict of a doctor who sees nothing but the address."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -188,18 +186,18 @@ async def run_case(case: Case, model: str | None) -> dict[str, Any]:
             await _ready(f"http://127.0.0.1:{port}", server)
         load = asyncio.create_task(_load(case.loads, url))
         try:
-            await asyncio.sleep(0.0 if case.cold else WARM_S)
+            await asyncio.sleep(0.0 if case.cold else case.warm_s)
             if case.kills_engine:
                 asyncio.get_running_loop().call_later(KILL_S, _kill_engine, server.pid)
-            return await _doctor(url)
+            return await _doctor(url, watch_s or case.watch_s)
         finally:
             load.cancel()
             with suppress(asyncio.CancelledError):
                 await load
 
 
-async def _doctor(url: str) -> dict[str, Any]:
-    words = ("doctor", url, "--for", f"{WATCH_S:g}", "--wait", "60", "--json")
+async def _doctor(url: str, watch_s: float) -> dict[str, Any]:
+    words = ("doctor", url, "--for", f"{watch_s:g}", "--wait", "60", "--json")
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",

@@ -29,11 +29,13 @@ class Case(NamedTuple):
     link: tuple[str, float] | None = None  # of `slow_link.py`, between everybody and the server
     cold: bool = False  # the doctor comes when the server is started
     kills_engine: bool = False
+    warm_s: float = 1.5  # of load, before the doctor comes
+    watch_s: float = 8.0  # how long the doctor looks
 
 
-# Renders as ChatML does, and counts to a hundred thousand before.
+# Renders as ChatML does, and counts to some millions before.
 SLOW_TEMPLATE = (
-    "{%- for n in range(COUNT) -%}{%- set _ = (n * 7) % 3 -%}{%- endfor -%}"
+    "{%- for m in range(COUNT) -%}{%- for n in range(99999) -%}{%- endfor -%}{%- endfor -%}"
     "{%- for message in messages -%}<|im_start|>{{ message.role }}\n{{ message.content }}"
     "<|im_end|>\n{%- endfor -%}<|im_start|>assistant\n"
 )
@@ -45,30 +47,30 @@ _FAULTS = (
     Case(
         "queue-long-prompts",
         "queueing_behind_prefills",
-        "short requests beside somebody who sends prompts of 3,000 tokens all the time",
+        "short requests beside somebody who sends prompts of 1,500 tokens all the time",
         (),
-        (Load(1, 3000, 2), Load(3, 32, 4, pause_s=0.05)),
+        (Load(1, 1500, 2), Load(3, 32, 4, pause_s=0.05)),
     ),
     Case(
         "queue-prompt-bursts",
         "queueing_behind_prefills",
-        "short requests beside bursts of three prompts of 1,500 tokens",
+        "short requests beside bursts of three prompts of 800 tokens",
         (),
-        (Load(3, 1500, 2, pause_s=0.2, stagger_s=0.0), Load(3, 32, 4, pause_s=0.05)),
+        (Load(3, 800, 2, pause_s=0.2, stagger_s=0.0), Load(3, 32, 4, pause_s=0.05)),
     ),
     Case(
         "starved-by-budget",
         "prefill_starves_decode",
-        "streams beside prompts of 3,000 tokens, with nothing that bounds a step",
+        "streams beside prompts of 1,500 tokens, with nothing that bounds a step",
         ("--max-decode-stall", "0", "--max-num-batched-tokens", "4096"),
-        (Load(3, 32, 200), Load(1, 3000, 2, pause_s=0.5)),
+        (Load(3, 32, 200), Load(1, 1500, 2, pause_s=0.5)),
     ),
     Case(
         "starved-unchunked",
         "prefill_starves_decode",
-        "streams beside prompts of 2,000 tokens that are computed in one piece",
+        "streams beside prompts of 1,200 tokens that are computed in one piece",
         (*THROUGHPUT, "--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192"),
-        (Load(2, 32, 200), Load(1, 2000, 2, pause_s=0.4)),
+        (Load(2, 32, 200), Load(1, 1200, 2, pause_s=0.4)),
     ),
     Case(
         "one-seat",
@@ -88,8 +90,8 @@ _FAULTS = (
         "small-cache-queue",
         "kv_pressure",
         "six users, and a KV cache in which two of them find room",
-        ("--num-gpu-blocks-override", "48", "--max-model-len", "700"),
-        (Load(6, 250, 48),),
+        ("--num-gpu-blocks-override", "24", "--max-model-len", "380"),
+        (Load(6, 60, 100),),
     ),
     Case(
         "small-cache-preemption",
@@ -108,16 +110,17 @@ _FAULTS = (
     Case(
         "prefixes-evicted",
         "no_prefix_reuse",
-        "three system prompts in turn, and a KV cache that holds one of them",
-        ("--num-gpu-blocks-override", "110", "--max-model-len", "1600"),
-        (Load(1, 1060, 8, prefix=1024, prefixes=3),),
+        "two system prompts in turn, and a KV cache that holds one of them",
+        ("--num-gpu-blocks-override", "90", "--max-model-len", "1400"),
+        (Load(1, 1060, 8, prefix=1024, prefixes=2),),
+        watch_s=14.0,
     ),
     Case(
         "slow-template",
         "tokenizer_or_template",
-        "a chat template that takes a third of a second",
+        "a chat template that takes half a second",
         loads=(CHATS,),
-        template=SLOW_TEMPLATE.replace("COUNT", "99999"),
+        template=SLOW_TEMPLATE.replace("COUNT", "90"),
     ),
     Case(
         "slow-tokenizer",
@@ -173,9 +176,9 @@ _FAULTS = (
 _CONTROLS = (
     Case("idle", "", "nobody but the doctor"),
     Case("light", "", "one user who chats", loads=(LIGHT,)),
-    Case("batch", "", "eight users with answers of 128 tokens", loads=(Load(8, 24, 128),)),
+    Case("batch", "", "eight users with answers of 64 tokens", loads=(Load(8, 24, 64),)),
     Case("long-answers", "", "one user with answers of 400 tokens", loads=(Load(1, 32, 400),)),
-    Case("long-prompts", "", "one user with prompts of 1,500 tokens", loads=(Load(1, 1500, 24),)),
+    Case("long-prompts", "", "one user with prompts of 800 tokens", loads=(Load(1, 800, 24),)),
     Case(
         "reserved-memory",
         "",
@@ -186,8 +189,9 @@ _CONTROLS = (
     Case(
         "shared-prefix",
         "",
-        "two users with the same system prompt of 1,024 tokens, which is kept",
-        loads=(Load(2, 1060, 24, prefix=1024),),
+        "two users with the same system prompt of 512 tokens, which is kept",
+        loads=(Load(2, 540, 24, prefix=512),),
+        warm_s=6.0,  # until it has been computed once
     ),
 )
 

@@ -26,7 +26,7 @@ def experiment(cause: Cause, seen: Seen, account: Account) -> Experiment | None:
 
 
 def _let_short_prompts_overtake(cause: Cause, seen: Seen, account: Account) -> Experiment:
-    parts = (of.BEHIND_PROMPTS, of.OTHERS_PROMPTS, of.QUEUE)
+    parts = (of.BEHIND_PROMPTS, of.OTHERS_PROMPTS, of.QUEUE, of.BEFORE_PREFILL)
     unhindered_s = account.ttft_s * account.median_start_ratio(*parts)
     goal_ms = 50 * math.ceil(max(250.0, 4e3 * unhindered_s) / 50)
     return Experiment(
@@ -58,13 +58,14 @@ def _bound_stalls(cause: Cause, seen: Seen, account: Account) -> Experiment:
 def _more_seats(cause: Cause, seen: Seen, account: Account) -> Experiment:
     at_once = max(((look.running or 0) + (look.waiting or 0) for look in seen.looks), default=1)
     wanted = 1 << max(1, math.ceil(math.log2(max(at_once, 2 * (seen.seats or 1), 2))))
+    flag = " (llama-server: -np)" if seen.server.get("kind") == "llama-server" else ""
     return Experiment(
         "more-seats",
         {"--max-num-seqs": wanted},
         "ttft",
-        _rounded(account.median_start_ratio(of.NO_SEAT, of.QUEUE)),
-        f"{at_once:.0f} requests were there at one time and {seen.seats} may run; decoding them "
-        "together reads the weights once for all",
+        _rounded(account.median_start_ratio(of.NO_SEAT, of.QUEUE, of.BEFORE_PREFILL)),
+        f"{at_once:.0f} requests were there at one time and {seen.seats} may run{flag}; decoding "
+        "them together reads the weights once for all",
     )
 
 

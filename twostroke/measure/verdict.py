@@ -48,6 +48,7 @@ class Cause:
     evidence: tuple[str, ...]  # sentences with figures
     share: float  # of the time before the first token or of that between tokens, the worse of both
     phase: str  # "start", "stream" or "both"
+    weight: float = 0.0  # of all the time of the requests: by this the largest comes first
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,3 +112,17 @@ class Verdict:
         if found.verdict not in VERDICTS:
             raise ConfigError(f"{name}: there is no verdict {found.verdict!r}")
         return found
+
+
+def headline(found: Verdict) -> str:
+    """The verdict in one sentence."""
+    words = {
+        HEALTHY: "Healthy",
+        SLOW_TO_START: "Slow to start",
+        SLOW_TO_STREAM: "Slow to stream",
+        BOTH: "Slow to start and slow to stream",
+        NOT_ENOUGH: "Not enough evidence",
+    }[found.verdict]
+    if found.verdict in (HEALTHY, NOT_ENOUGH) or not found.causes:
+        return f"{words}."
+    return f"{words}: {CAUSES[found.causes[0].cause]}"
