@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from bench.paced import write_model
 from tests.measure.paced_server import paced_server
-from tests.tiny import tiny_folder
 from twostroke.cli import main
 from twostroke.commands.ab import status
 from twostroke.measure.ab import Figures, Trial, compare_runs, pilot_of
@@ -321,14 +321,19 @@ def test_a_prediction_of_what_was_not_measured_is_open() -> None:
 def test_the_doctors_experiment_on_real_servers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = tiny_folder(tmp_path / "tiny")
+    model = tmp_path / "model"  # small, with a vocabulary that has the ids of random prompts
+    model.mkdir()
+    write_model(model, pace_ms=0.0)
     proposed = experiment(setting={"--max-num-seqs": 8})
     path = verdict_file(tmp_path, proposed)
     assert read_experiment(path) == proposed
-    words = ["ab", "--json", "--from-doctor", path, "--a", f"{model} --max-num-seqs 1 --threads 1"]
+    a = f"{model} --load-format dummy --max-num-seqs 1 --threads 1"
+    words = ["ab", "--json", "--from-doctor", path, "--a", a]
     words += ["--num-prompts", "8", "--input-len", "8", "--output-len", "8", "--pairs", "2"]
     code = main([*words, "--pilot", "0", "--max-concurrency", "8"])
-    found = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    assert said.out, said.err
+    found = json.loads(said.out)
     assert found["b"] == f"{found['a']} --max-num-seqs 8"
     assert found["pilot"] is None
     prediction = found["prediction"]
