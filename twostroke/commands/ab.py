@@ -112,7 +112,7 @@ def execute(args: argparse.Namespace) -> int:
         lambda pair, arm, figures: _show_run(console, pair, arm, figures),
     )
     trial = run_ab(arms, options, args.pairs, args.pilot, watcher)
-    prediction = None if experiment is None else outcome(experiment, trial.comparisons)
+    prediction = None if experiment is None else outcome(experiment, trial.a, trial.b)
     if args.json:
         print(json.dumps(trial_json(trial, arms, options, prediction)))
     else:

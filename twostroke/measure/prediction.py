@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from twostroke.errors import ConfigError
+from twostroke.measure.ab import Figures
 from twostroke.measure.arms import PORT, is_url
-from twostroke.measure.compare import METRICS, Comparison
+from twostroke.measure.compare import METRICS, Comparison, compare
 from twostroke.measure.verdict import Experiment, Verdict
 
 NAMES = {"itl": "itl_p99"}  # the doctor's → ours, where they differ
@@ -93,9 +94,14 @@ class Outcome(NamedTuple):
         }
 
 
-def outcome(experiment: Experiment, found: Sequence[Comparison]) -> Outcome:
+def outcome(experiment: Experiment, a: Sequence[Figures], b: Sequence[Figures]) -> Outcome:
+    """Of the runs of both arms. The metric was named before they began, and is judged alone: its
+    interval needs no correction for the others, which might have shown something by chance."""
     metric = _metric(experiment)
-    measured = next((one for one in found if one.metric == metric), None)
+    before, after = ([getattr(one, metric) for one in runs] for runs in (a, b))
+    measured = None
+    if min(*before, *after) > 0:
+        measured = compare(metric, before, after, num_metrics=1)
     return Outcome(experiment.name, metric, experiment.predicted_ratio, measured)
 
 
