@@ -22,6 +22,7 @@ FULL_KV = 0.85  # share taken, from which on admission is bound by it
 TOKENISING = "template and tokenizer"
 QUEUE = "queue"
 BEHIND_PROMPTS, NO_SEAT = "queue, behind prompts", "queue, no free seat"
+UNDER_WAY = "queue, a step under way"
 NO_KV_ROOM, NO_STEP = "queue, no room in the KV cache", "queue, engine not running"
 OWN_PREFILL, OTHERS_PROMPTS = "prefill of its own prompt", "prompts of others, during prefill"
 OTHERS_STREAMS, PREFILL_HOST = "streams of others, during prefill", "host, during prefill"
@@ -35,6 +36,7 @@ START_PARTS = (
     NO_SEAT,
     NO_KV_ROOM,
     NO_STEP,
+    UNDER_WAY,
     OWN_PREFILL,
     OTHERS_PROMPTS,
     OTHERS_STREAMS,
@@ -236,8 +238,10 @@ class QueueReasons:
             return NO_KV_ROOM
         if self._seats is not None and step["running"] >= self._seats:
             return NO_SEAT
-        if step["prefill"]["tokens"] or not step["waiting"]:
-            return BEHIND_PROMPTS  # or behind a step that was under way
+        if step["prefill"]["tokens"]:
+            return BEHIND_PROMPTS
+        if not step["waiting"]:
+            return UNDER_WAY  # nobody waited when it was planned
         return NO_KV_ROOM if taken > 0.5 else BEHIND_PROMPTS
 
 

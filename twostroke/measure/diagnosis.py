@@ -29,6 +29,7 @@ from twostroke.measure.verdict import (
 )
 
 START_SHARE, START_S = 0.35, 0.1  # of the time to the first token; mean a request
+BEHIND_SHARE = 0.5  # of it, behind the prompts of others: longer than all its own work
 STALLED_SHARE = 0.2  # of the time between tokens, in gaps that prompts made long
 PREFILL_SHARE = 0.7  # of the time between tokens, prompts of others
 STREAMS_SHARE = 0.1  # of all the time: where less is between tokens, nobody waits for them
@@ -114,16 +115,18 @@ class _Rules:
         own = self.account.start_share(of.OWN_PREFILL, of.BEHIND_PROMPTS, of.OTHERS_PROMPTS)
         return share if share >= REPEATED_SHARE and own * share >= START_SHARE else 0.0
 
-    def _start(self, cause: str, seconds: float, *evidence: str) -> Iterator[Cause]:
+    def _start(
+        self, cause: str, seconds: float, *evidence: str, least: float = START_SHARE
+    ) -> Iterator[Cause]:
         """A cause, if so many seconds of all requests' times to the first token are enough."""
         account = self.account
         share = seconds / account.start_s if account.start_s > 0 else 0.0
         mean_s = seconds / max(1, len(account.parts) if account.each else account.requests)
-        if share >= START_SHARE and mean_s >= START_S:
+        if share >= least and mean_s >= START_S:
             said = (
                 f"{duration(mean_s)} of {duration(account.ttft_s)} to the first token ({share:.0%})"
             )
-            yield self._cause(cause, share, START_SHARE, "start", said, *evidence)
+            yield self._cause(cause, share, least, "start", said, *evidence)
 
     def _cause(
         self, cause: str, share: float, least: float, phase: str, *evidence: str, count: int = 0
@@ -171,6 +174,7 @@ class _Rules:
             "queueing_behind_prefills",
             behind,
             f"meanwhile the prompts of others were computed, the longest {longest:,} tokens",
+            least=BEHIND_SHARE,
         )
         full = seen.seats is not None and not self._is_small(seen.seats)
         yield from self._start(

@@ -30,7 +30,7 @@ EARLIER_S = 30.0  # of records, before the watch began
 DECIDE_S = 1.0  # after which it is known whether there is traffic
 GRACE_S = 15.0  # for a probe that has not ended when the time is over
 READY_POLL_S = 0.1
-PROBE_PROMPT, PROBE_OUTPUT, LIGHT_OUTPUT = 24, 32, 8  # tokens
+PROBE_PROMPT, PROBE_OUTPUT, LIGHT_OUTPUT = 24, 16, 8  # tokens
 LIGHT_PROBES = 3  # where others' requests are seen: as few as tell something
 NAME = "doctor"  # of the probes
 

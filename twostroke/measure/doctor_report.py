@@ -42,10 +42,8 @@ def show(console: Console, found: Verdict) -> None:
 def _evidence(found: Verdict) -> str:
     server = found.server
     who = " ".join(filter(None, (server.get("kind"), server.get("version")))) or "the server"
-    return (
-        f"{who}, {found.requests:,} requests in {found.seconds:.0f} s; evidence: "
-        f"{found.evidence_level}"
-    )
+    requests = f"{found.requests:,} request{'s' * (found.requests != 1)}"
+    return f"{who}, {requests} in {found.seconds:.0f} s; evidence: {found.evidence_level}"
 
 
 def _ledger(found: Verdict) -> list[tuple[str, float]]:

@@ -73,7 +73,8 @@ def _more_cache(cause: Cause, seen: Seen, account: Account) -> Experiment:
     blocks = seen.limits.get("kv_tokens", 0) // max(1, seen.limits.get("block_size", 16))
     wanted = {"--num-gpu-blocks-override": 4 * blocks} if blocks else {}
     if cause.phase == "stream":
-        metric, ratio = "tpot", 1 - account.stream_share(of.PREEMPTION)
+        lost = max(account.stream_share(of.PREEMPTION), account.kv_waited_share)
+        metric, ratio = "tpot", 1 - lost
     else:
         metric, ratio = "ttft", account.median_start_ratio(of.NO_KV_ROOM, of.QUEUE)
     return Experiment(

@@ -171,38 +171,35 @@ class Explainer:
         return Entry("waiting in the queue", max(0.0, end - start), because, ahead)
 
     def _prefill(self, request: Record, start: float, end: float) -> Iterable[Entry]:
-        """Its own tokens' share of the steps that computed them; the rest of the time was others'
-        or the host's."""
-        own = host = 0.0
-        steps = []
-        for _, number, _, size in request["chunks"]:
-            step = self.steps.get(number)
-            if step is None or step["committed_s"] > end + 1e-9:
-                continue
-            steps.append(step)
-            causes = step["since_s"]
-            share = size / max(1, step["prefill"]["tokens"])
-            busy = causes["prefill"] if step["decode"]["tokens"] else step["device_s"]
-            own += busy * share
-            host += step["host_gap_s"] if len(steps) > 1 else 0.0
+        """By whose work the steps meanwhile were: its own tokens' share of the prompts in them, the
+        prompts of others, streams. What no step worked on was the host's."""
+        sizes = {step: size for _, step, _, size in request["chunks"]}
+        own = prompts = streams = 0.0
+        between = [s for s in self.steps.values() if start < s["committed_s"] <= end + 1e-9]
+        for step in between:
+            tokens, causes = step["prefill"]["tokens"], step["since_s"]
+            if step["decode"]["tokens"]:
+                streams += causes["decode"]
+            if tokens:
+                busy = causes["prefill"] if step["decode"]["tokens"] else step["device_s"]
+                share = sizes.get(step["step"], 0) / tokens
+                own += busy * share
+                prompts += busy * (1 - share)
         taken = max(0.0, end - start)
         own = min(own, taken)
-        chunks = len(request["chunks"])
-        words = f"{request['num_prompt'] - request['num_cached']:,} tokens in {chunks} chunks"
+        streams = min(streams, taken - own)
+        prompts = min(prompts, taken - own - streams)
+        words = f"{request['num_prompt'] - request['num_cached']:,} tokens in {len(sizes)} chunks"
         if request["num_cached"]:
             words += f"; {request['num_cached']:,} more were cached"
         yield Entry("prefill of its own prompt", own, words)
-        host = min(host, taken - own)
-        between = [s for s in self.steps.values() if start < s["committed_s"] <= end]
-        streams = sum(s["since_s"]["decode"] for s in between)
-        streams = min(streams, taken - own - host)
-        yield Entry("host, during prefill", host, "planning and committing between its chunks")
         words = "streams that decoded in the same steps"
         yield Entry("streams of others, during prefill", streams, words)
-        rest = taken - own - host - streams
         words = "prompts that were computed meanwhile"
         others = self._others(request, between)
-        yield Entry("prompts of others, during prefill", rest, words, others)
+        yield Entry("prompts of others, during prefill", prompts, words, others)
+        words = "planning, committing, a process that did not get its CPU"
+        yield Entry("host, during prefill", taken - own - streams - prompts, words)
 
     def _decode(self, request: Record) -> Iterable[Entry]:
         gaps = request["gaps"]
