@@ -43,9 +43,18 @@ class Kernels:
         residual += x
         return self.rms_norm(residual, weight, eps, pdl=pdl)
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """As `rms_norm`, of x less its mean; the bias has the weight's type."""
+        wide = x.float()
+        normed = F.layer_norm(wide, wide.shape[-1:], eps=eps).to(weight.dtype) * weight
+        return (normed if bias is None else normed + bias).to(x.dtype)
+
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
+
     def act_and_mul(self, gate_up: Tensor, activation: str, *, pdl: bool = False) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+        return self.activate(gate, activation) * up
 
     def product(
         self, x: Tensor, weight: Tensor, *, pdl: bool = False, out: Tensor | None = None

@@ -7,7 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from twostroke.model.spec import ModelSpec
+
+Order = npt.NDArray[np.intp]
 
 
 class Place(NamedTuple):
@@ -34,6 +39,8 @@ class TensorNames:
     layer: Mapping[str, str]  # after `layer_prefix`
     layer_prefix: str  # with {n} for the layer's number
     norm_offset: float = 0.0  # the file has norm weights without it: 1 where it has w for 1 + w
+    # The rows of q and k are such that the channels rope turns together are neighbours.
+    rope_neighbours: bool = False
 
     def tensor(self, canonical: str) -> str:
         """`layers.3.q` → `model.layers.3.self_attn.q_proj.weight`, or `blk.3.attn_q.weight`."""
@@ -61,6 +68,29 @@ class TensorNames:
     def offset(self, canonical: str) -> float:
         return self.norm_offset if canonical.endswith("norm") else 0.0
 
-    def but(self, norm_offset: float = 0.0, **layer: str) -> TensorNames:
+    def row_order(self, canonical: str, spec: ModelSpec) -> Order | None:
+        """Which row of the file each of our rows is, or None if they stand as they should."""
+        part = canonical.rpartition(".")[2]
+        if not self.rope_neighbours or part not in ("q", "k", "q_bias", "k_bias"):
+            return None
+        attention = spec.layers[int(canonical.split(".")[1])].attention
+        num_heads = attention.num_heads if part.startswith("q") else attention.num_kv_heads
+        return halves_from_neighbours(num_heads, attention.head_dim, attention.rope.dim)
+
+    def but(
+        self, norm_offset: float = 0.0, rope_neighbours: bool = False, **layer: str
+    ) -> TensorNames:
         """These names with some of a layer's changed."""
-        return replace(self, layer={**self.layer, **layer}, norm_offset=norm_offset)
+        return replace(
+            self,
+            layer={**self.layer, **layer},
+            norm_offset=norm_offset,
+            rope_neighbours=rope_neighbours,
+        )
+
+
+def halves_from_neighbours(num_heads: int, head_dim: int, rope_dim: int) -> Order:
+    """Row order that takes rope's pairs from (2i, 2i + 1) to (i, i + rope_dim/2) in each head."""
+    rows = np.arange(num_heads * head_dim).reshape(num_heads, head_dim)
+    rotated, rest = rows[:, :rope_dim], rows[:, rope_dim:]
+    return np.concatenate([rotated[:, 0::2], rotated[:, 1::2], rest], axis=1).reshape(-1)

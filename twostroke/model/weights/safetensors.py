@@ -20,7 +20,7 @@ from twostroke.model.fields import listed_names, read_json, shown
 from twostroke.model.hf_config import NAMES
 from twostroke.model.on_disk import forget_pages
 from twostroke.model.spec import ModelSpec
-from twostroke.model.tensor_names import TensorNames
+from twostroke.model.tensor_names import Order, TensorNames
 from twostroke.model.weights import ALL_ROWS, Floats, PackedMatrix
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class SafetensorsWeights:
 
     def __init__(self, folder: Path, spec: ModelSpec, names: TensorNames = NAMES) -> None:
         self._folder = folder
-        self._num_layers = spec.num_layers
+        self._spec = spec
         self._names, self._places = names, names.places(spec)
         self._open_files: dict[Path, _File] = {}
         self.path, self._files = self._find_files()
@@ -91,7 +91,7 @@ class SafetensorsWeights:
 
     def is_changed(self, name: str) -> bool:
         """Whether the weight is not just the numbers that are stored."""
-        return self._names.offset(name) != 0.0
+        return self._names.offset(name) != 0.0 or self._order(name) is not None
 
     def stored(self, name: str) -> Stored:
         """The mapped file itself: read it, do not write to it."""
@@ -120,15 +120,15 @@ class SafetensorsWeights:
 
     def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats:
         type, shape, data = self.stored(name)
-        first, last, _ = rows.indices(shape[0])
-        part = (last - first, *shape[1:])
-        row_bytes = data.size // shape[0]
-        data = data[first * row_bytes : last * row_bytes]
+        order, stored = self._order(name), data.reshape(shape[0], -1)
+        stored = stored[rows] if order is None else stored[order[rows]]
+        part = (len(stored), *shape[1:])
         if type == "F64":
-            values = np.frombuffer(data, "<f8").astype(np.float32).reshape(part)
+            values = np.frombuffer(stored, "<f8").astype(np.float32).reshape(part)
         else:
-            values = dequantize(data, BlockType(type), part)
-        return values + np.float32(self._names.offset(name)) if self.is_changed(name) else values
+            values = dequantize(stored.reshape(-1), BlockType(type), part)
+        offset = self._names.offset(name)
+        return values + np.float32(offset) if offset else values
 
     def stored_type(self, name: str) -> BlockType | None:
         return None
@@ -144,6 +144,9 @@ class SafetensorsWeights:
         stored = self._stored_name(name)
         if stored is not None:
             self._open(self._files[stored]).forget(stored)
+
+    def _order(self, name: str) -> Order | None:
+        return self._names.row_order(name, self._spec)
 
     def _find_files(self) -> tuple[Path, dict[str, Path]]:
         """What lists the tensors, and the file that holds each of them."""
@@ -224,7 +227,7 @@ class SafetensorsWeights:
             layer = re.match(r"layers\.(\d{1,9})\.", name)
             if name in known or name.endswith(HARMLESS):
                 continue
-            if layer is not None and int(layer[1]) < self._num_layers:
+            if layer is not None and int(layer[1]) < self._spec.num_layers:
                 raise ModelError(
                     f"{path}: the tensor {shown(stored)} has no place in the model that "
                     "config.json describes (see model_type, attention_bias and mlp_bias). Use the "
@@ -236,7 +239,7 @@ class SafetensorsWeights:
             log.warning(
                 "%s: config.json says num_hidden_layers = %d, but there are tensors of %d layers",
                 self.path,
-                self._num_layers,
+                self._spec.num_layers,
                 num_layers,
             )
         if unused:
