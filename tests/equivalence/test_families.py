@@ -471,6 +471,45 @@ def test_of_a_mistral_with_images_the_text_part_runs(
     assert "1 tensors are not used: 'vision_tower.patch_conv.weight'" in caplog.text
 
 
+INTERNLM2 = {"model.embed_tokens": "model.tok_embeddings", "lm_head": "output"}
+INTERNLM2 |= {"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"}
+INTERNLM2 |= {"self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1"}
+INTERNLM2 |= {"mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2"}
+
+
+def as_internlm2(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Llama's weights under its names: each KV head with its queries, its key and its value."""
+    named = {}
+    for name, value in tensors.items():
+        for theirs, own in INTERNLM2.items():
+            name = name.replace(theirs, own)
+        named[name] = value
+    for n in range(SIZES["num_hidden_layers"]):
+        for kind in ("weight", "bias"):
+            at = [f"model.layers.{n}.self_attn.{part}_proj.{kind}" for part in "qkv"]
+            by_head = [named.pop(name).unflatten(0, (2, -1)) for name in at]
+            named[f"model.layers.{n}.attention.wqkv.{kind}"] = torch.cat(by_head, 1).flatten(0, 1)
+    return named
+
+
+@pytest.mark.parametrize("family", ["internlm2", "internlm3"])
+def test_internlm_gives_the_log_probabilities_of_a_llama_with_its_weights(
+    family: str, tmp_path: Path
+) -> None:
+    """transformers does not have it: it is Llama with other names, and biases."""
+    config = LlamaConfig(**SIZES | {"attention_bias": True, "mlp_bias": family == "internlm3"})
+    theirs = random_model(config)
+    own = {"model_type": family, "attention_bias": False, "bias": True, "qkv_bias": True}
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | own))
+    tensors = theirs.state_dict()
+    save_file(
+        as_internlm2(tensors) if family == "internlm2" else tensors, tmp_path / "model.safetensors"
+    )
+    for settings in ({}, {"kernels": "native", "exact": True}):
+        limit = 6e-3 if settings else TOLERANCE  # keys and values are halves there
+        assert largest_difference(write(tmp_path, **CHUNKS | settings), theirs) <= limit
+
+
 WITH_PREFIX = ["mistral_window", "gemma2", "gemma3", "olmo2", "phi3", "smollm3", "granite", "glm4"]
 WITH_PREFIX += ["olmo3", "exaone4", "cohere2", "stablelm", "starcoder2"]
 

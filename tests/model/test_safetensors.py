@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from tests.specs import make_spec
 from twostroke.errors import ModelError
-from twostroke.model.hf_config import NAMES, load_hf_config
+from twostroke.model.hf_config import load_hf_config
+from twostroke.model.hf_names import NAMES
 from twostroke.model.spec import ModelSpec, RopeSpec
 from twostroke.model.weights import check_weights
 from twostroke.model.weights.safetensors import INDEX, SafetensorsWeights

@@ -251,10 +251,11 @@ class Architecture(NamedTuple):
 _CAPS = (parts.ATTENTION_SOFTCAP, parts.LOGIT_SOFTCAP)
 _SCALES = (parts.ATTENTION_SCALE, "embedding_scale", "residual_scale", "logit_scale")
 _ROPE_FACTORS = (parts.ROPE_FACTORS_LONG, parts.ROPE_FACTORS_SHORT)
-ARCHITECTURES = {  # SmolLM2, Mistral, Falcon 3 and Llama 3.x call themselves llama
+ARCHITECTURES = {  # SmolLM2, Mistral, Falcon 3, InternLM 3 and Llama 3.x call themselves llama
     "llama": Architecture(_llama, LLAMA_NAMES, tensors=(parts.ROPE_FACTORS,)),
     "qwen2": Architecture(_llama, tensors=(parts.ROPE_FACTORS,)),
     "qwen3": Architecture(_qwen3, tensors=(parts.ROPE_FACTORS,)),
+    "internlm2": Architecture(_llama, LLAMA_NAMES),
     "smollm3": Architecture(_smollm3, LLAMA_NAMES, tensors=(parts.ROPE_FACTORS,)),
     "granite": Architecture(_granite, LLAMA_NAMES, _SCALES, tensors=(parts.ROPE_FACTORS,)),
     "glm4": Architecture(_glm4, GLM4_NAMES),

@@ -6,7 +6,7 @@
     mlp         down(activation(gate x) · up x), or down(activation(up x))
 
 The loader, the decoders, the memory plan, the cost model and the planner read the same spec. A new
-model family is a mapping to it (`hf_config.py`, `gguf_config.py`), and new code only where its
+model family is a mapping to it (`hf_families.py`, `gguf_config.py`), and new code only where its
 mathematics is new. No torch here.
 """
 

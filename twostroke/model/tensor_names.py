@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,13 @@ class Place(NamedTuple):
     first_row: int = 0
     rows_of_others: int = 0
     weights: tuple[str, ...] = ()  # all that the tensor holds
+    order: Order | None = None  # of the tensor's rows, where ours are not those from the first on
+
+    def rows_in(self, stored: Any, rows: slice) -> Any:
+        """Some of the weight's rows, of all those of its tensor."""
+        if self.order is not None:
+            return stored[self.order[rows]]
+        return stored[self.first_row : len(stored) - self.rows_of_others + self.first_row][rows]
 
     def shape_in(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         """The weight's shape in a tensor of that shape; not the expected one if rows lack."""
@@ -41,6 +48,8 @@ class TensorNames:
     norm_offset: float = 0.0  # the file has norm weights without it: 1 where it has w for 1 + w
     # The rows of q and k are such that the channels rope turns together are neighbours.
     rope_neighbours: bool = False
+    # q, k and v are in one tensor, in which each KV head has its queries, its key and its value.
+    grouped_qkv: bool = False
 
     def tensor(self, canonical: str) -> str:
         """`layers.3.q` → `model.layers.3.self_attn.q_proj.weight`, or `blk.3.attn_q.weight`."""
@@ -62,20 +71,28 @@ class TensorNames:
                 names.sort(key=lambda name: order.index(name.rpartition(".")[2]))
             rows = [shapes[name][0] for name in names]
             for n, name in enumerate(names):
-                places[name] = Place(tensor, sum(rows[:n]), sum(rows) - rows[n], tuple(names))
+                first, others = sum(rows[:n]), sum(rows) - rows[n]
+                moved = self._order(name, spec, first)
+                places[name] = Place(tensor, first, others, tuple(names), moved)
         return places
 
     def offset(self, canonical: str) -> float:
         return self.norm_offset if canonical.endswith("norm") else 0.0
 
-    def row_order(self, canonical: str, spec: ModelSpec) -> Order | None:
-        """Which row of the file each of our rows is, or None if they stand as they should."""
-        part = canonical.rpartition(".")[2]
-        if not self.rope_neighbours or part not in ("q", "k", "q_bias", "k_bias"):
+    def _order(self, canonical: str, spec: ModelSpec, first_row: int) -> Order | None:
+        part = canonical.rpartition(".")[2].removesuffix("_bias")
+        turned = self.rope_neighbours and part in ("q", "k")
+        grouped = self.grouped_qkv and part in ("q", "k", "v")
+        if not turned and not grouped:
             return None
         attention = spec.layers[int(canonical.split(".")[1])].attention
-        num_heads = attention.num_heads if part.startswith("q") else attention.num_kv_heads
-        return halves_from_neighbours(num_heads, attention.head_dim, attention.rope.dim)
+        kv_heads, group, dim = attention.num_kv_heads, attention.group_size, attention.head_dim
+        if grouped:
+            rows = np.arange(kv_heads * (group + 2) * dim).reshape(kv_heads, group + 2, dim)
+            first = {"q": 0, "k": group, "v": group + 1}[part]
+            return rows[:, first : group if part == "q" else first + 1].reshape(-1)
+        heads = kv_heads * group if part == "q" else kv_heads
+        return first_row + halves_from_neighbours(heads, dim, attention.rope.dim)
 
     def but(
         self, norm_offset: float = 0.0, rope_neighbours: bool = False, **layer: str

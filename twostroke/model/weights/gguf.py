@@ -18,7 +18,6 @@ from twostroke.model.weights import ALL_ROWS, Floats, PackedMatrix
 class GGUFWeights:
     def __init__(self, file: GGUFFile, spec: ModelSpec) -> None:
         self._file = file
-        self._spec = spec
         self._names = ARCHITECTURES[file.metadata["general.architecture"]].names
         self._places = self._names.places(spec)
 
@@ -36,24 +35,21 @@ class GGUFWeights:
         info = self._info(name)
         if len(info.shape) == 1:
             values = dequantize(self._file.raw(info.name), info.type, info.shape)
-            order = self._names.row_order(name, self._spec)
-            return (values if order is None else values[order])[rows]
+            found: Floats = self._places[name].rows_in(values, rows)
+            return found
         matrix = self.packed(name, rows)
         return dequantize(matrix.rows, matrix.type, matrix.shape)
 
     def packed(self, name: str, rows: slice = ALL_ROWS) -> PackedMatrix:
         """A matrix in its blocks: a read-only view of the file, or a copy if rows had to move."""
-        info, place = self._info(name), self._places[name]
+        info = self._info(name)
         if len(info.shape) != 2:
             raise ModelError(
                 f"{self._file.path}: the tensor {info.name!r} has shape {info.shape}, "
                 "expected a matrix. The file is damaged or belongs to another model."
             )
         stored = np.frombuffer(self._file.raw(info.name), np.uint8).reshape(info.shape[0], -1)
-        num_rows, _ = place.shape_in(info.shape)
-        stored = stored[place.first_row : place.first_row + num_rows]
-        order = self._names.row_order(name, self._spec)
-        found = stored[rows] if order is None else stored[order[rows]]
+        found = self._places[name].rows_in(stored, rows)
         return PackedMatrix(info.type, (len(found), info.shape[1]), found)
 
     def label(self, name: str) -> str:

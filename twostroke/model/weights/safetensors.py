@@ -17,10 +17,10 @@ from twostroke.errors import ModelError
 from twostroke.model.block_types import BlockType
 from twostroke.model.dequant import Bytes, dequantize
 from twostroke.model.fields import listed_names, read_json, shown
-from twostroke.model.hf_config import NAMES
+from twostroke.model.hf_names import NAMES
 from twostroke.model.on_disk import forget_pages
 from twostroke.model.spec import ModelSpec
-from twostroke.model.tensor_names import Order, TensorNames
+from twostroke.model.tensor_names import TensorNames
 from twostroke.model.weights import ALL_ROWS, Floats, PackedMatrix
 
 log = logging.getLogger(__name__)
@@ -91,10 +91,21 @@ class SafetensorsWeights:
 
     def is_changed(self, name: str) -> bool:
         """Whether the weight is not just the numbers that are stored."""
-        return self._names.offset(name) != 0.0 or self._order(name) is not None
+        return self._names.offset(name) != 0.0 or self._places[name].order is not None
 
     def stored(self, name: str) -> Stored:
-        """The mapped file itself: read it, do not write to it."""
+        """The mapped file itself: read it, do not write to it. Only of a weight that is not
+        changed."""
+        found, place = self._tensor(name), self._places[name]
+        if not place.rows_of_others:
+            return found
+        shape = place.shape_in(found.shape)
+        row_bytes = found.data.size // found.shape[0]
+        first = place.first_row * row_bytes
+        return Stored(found.type, shape, found.data[first : first + shape[0] * row_bytes])
+
+    def _tensor(self, name: str) -> Stored:
+        """All of the tensor that the weight is in."""
         stored = self._stored_name(name)
         if stored is None:
             raise ModelError(
@@ -107,21 +118,14 @@ class SafetensorsWeights:
                 f"{self._files[stored]}: the tensor {stored!r} is of type {found.type}, expected "
                 f"one of {', '.join(FLOATS)}. Use the unquantised model, or a GGUF of it."
             )
-        place = self._places[name]
-        if not place.rows_of_others:
-            return found
-        shape = place.shape_in(found.shape)
-        row_bytes = found.data.size // found.shape[0]
-        first = place.first_row * row_bytes
-        return Stored(found.type, shape, found.data[first : first + shape[0] * row_bytes])
+        return found
 
     def beside(self, name: str) -> Sequence[str]:
         return self._places[name].weights
 
     def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats:
-        type, shape, data = self.stored(name)
-        order, stored = self._order(name), data.reshape(shape[0], -1)
-        stored = stored[rows] if order is None else stored[order[rows]]
+        type, shape, data = self._tensor(name)
+        stored = self._places[name].rows_in(data.reshape(shape[0], -1), rows)
         part = (len(stored), *shape[1:])
         if type == "F64":
             values = np.frombuffer(stored, "<f8").astype(np.float32).reshape(part)
@@ -144,9 +148,6 @@ class SafetensorsWeights:
         stored = self._stored_name(name)
         if stored is not None:
             self._open(self._files[stored]).forget(stored)
-
-    def _order(self, name: str) -> Order | None:
-        return self._names.row_order(name, self._spec)
 
     def _find_files(self) -> tuple[Path, dict[str, Path]]:
         """What lists the tensors, and the file that holds each of them."""
