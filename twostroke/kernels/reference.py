@@ -44,10 +44,10 @@ class Kernels:
         return self.rms_norm(residual, weight, eps, pdl=pdl)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """As `rms_norm`, of x less its mean; the bias has the weight's type."""
-        wide = x.float()
-        normed = F.layer_norm(wide, wide.shape[-1:], eps=eps).to(weight.dtype) * weight
-        return (normed if bias is None else normed + bias).to(x.dtype)
+        """Over the last dimension, in fp32 inside; rounded to the weight's type, which the bias
+        has, too."""
+        x, dtype = x.to(weight.dtype), x.dtype
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps).to(dtype)
 
     def activate(self, x: Tensor, activation: str) -> Tensor:
         return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 def _llama(fields: Fields) -> ModelSpec:
-    return _plain(fields, "llama", windows=(None,) * parts.num_layers(fields))
+    return _plain(fields, "llama")
 
 
 def _mistral(fields: Fields) -> ModelSpec:
@@ -63,7 +63,7 @@ def _ministral(fields: Fields) -> ModelSpec:
     window = parts.window(fields, default=4096)
     usual = parts.FULL if window is None else parts.SLIDING
     kinds = parts.layer_kinds(fields, [usual] * parts.num_layers(fields))
-    windows = tuple(window if kind == parts.SLIDING else None for kind in kinds)
+    windows = parts.windows(kinds, window)
     return _plain(fields, "ministral", windows, qkv_bias=False, output_bias=False)
 
 
@@ -92,7 +92,7 @@ def _smollm3(fields: Fields) -> ModelSpec:
     window = parts.window(fields, None) if fields.boolean("use_sliding_window", False) else None
     usual = [parts.FULL if turns or window is None else parts.SLIDING for turns in has_rope[:count]]
     kinds = parts.layer_kinds(fields, usual)
-    windows = tuple(window if kind == parts.SLIDING else None for kind in kinds)
+    windows = parts.windows(kinds, window)
     fields = fields.with_defaults({"num_key_value_heads": 4})
     spec = _plain(fields, "smollm3", windows, theta=2e6, tied=True)
     return without_rope(spec, [n for n in range(count) if not has_rope[n]])
@@ -100,10 +100,9 @@ def _smollm3(fields: Fields) -> ModelSpec:
 
 def _granite(fields: Fields) -> ModelSpec:
     """Embedding, scores, residuals and logits are multiplied."""
-    windows = (None,) * parts.num_layers(fields)
     scale = parts.multiplier(fields, "attention_multiplier")
     return replace(
-        _plain(fields, "granite", windows, scale=scale),
+        _plain(fields, "granite", scale=scale),
         embed_scale=parts.multiplier(fields, "embedding_multiplier"),
         residual_scale=parts.multiplier(fields, "residual_multiplier"),
         logit_scale=1 / parts.multiplier(fields, "logits_scaling"),
@@ -111,9 +110,8 @@ def _granite(fields: Fields) -> ModelSpec:
 
 
 def _internlm2(fields: Fields) -> ModelSpec:
-    windows, bias = (None,) * parts.num_layers(fields), fields.boolean("bias", True)
-    mlp = parts.mlp(fields, parts.activation(fields))
-    return _plain(fields, "internlm2", windows, mlp=mlp, qkv_bias=bias, output_bias=bias)
+    bias, mlp = fields.boolean("bias", True), parts.mlp(fields, parts.activation(fields))
+    return _plain(fields, "internlm2", mlp=mlp, qkv_bias=bias, output_bias=bias)
 
 
 def _internlm3(fields: Fields) -> ModelSpec:
@@ -121,7 +119,6 @@ def _internlm3(fields: Fields) -> ModelSpec:
     return _plain(
         fields,
         "internlm3",
-        windows=(None,) * parts.num_layers(fields),
         mlp=parts.mlp(fields, parts.activation(fields), bias),
         qkv_bias=fields.boolean("qkv_bias", False),
         output_bias=bias,
@@ -132,7 +129,6 @@ def _seed_oss(fields: Fields) -> ModelSpec:
     return _plain(
         fields.with_defaults({"num_key_value_heads": 8, "head_dim": 128}),
         "seed_oss",
-        windows=(None,) * parts.num_layers(fields),
         qkv_bias=fields.boolean("attention_bias", True),
         output_bias=fields.boolean("attention_out_bias", False),
     )
@@ -146,7 +142,6 @@ def _glm(fields: Fields) -> ModelSpec:
     return _plain(
         fields.with_defaults(GLM_DEFAULTS),
         "glm",
-        windows=(None,) * parts.num_layers(fields),
         eps=1.5625e-7,
         qkv_bias=fields.boolean("attention_bias", True),
         output_bias=False,
@@ -161,7 +156,7 @@ def _glm4(fields: Fields) -> ModelSpec:
 def _plain(
     fields: Fields,
     family: str,
-    windows: tuple[int | None, ...],
+    windows: Sequence[int | None] | None = None,
     theta: float = 10000.0,
     tied: bool = False,
     eps: float = 1e-6,
@@ -169,14 +164,15 @@ def _plain(
     mlp: MLPSpec | None = None,
     **different: Any,
 ) -> ModelSpec:
-    """Llama and those whose attention is `different` in a detail. `theta`, `tied` and `eps`: where
-    the config does not say it."""
+    """Llama and those whose attention is `different` in a detail. `windows`: of each layer, if any
+    has one. `theta`, `tied` and `eps`: where the config does not say it."""
     parts.refuse_if_given(fields, "attn_logit_softcapping", "final_logit_softcapping")
     rope, max_context = parts.rope(fields, parts.heads(fields)[2], theta)
     attention = replace(parts.attention(fields, rope), **different)
     if mlp is None:
         mlp = parts.mlp(fields, parts.activation(fields), fields.boolean("mlp_bias", False))
-    layers = [LayerSpec(replace(attention, window=window), mlp) for window in windows]
+    count = parts.num_layers(fields)
+    layers = [LayerSpec(replace(attention, window=n), mlp) for n in windows or (None,) * count]
     return parts.model(fields, family, layers, max_context, tied, eps, eps_name)
 
 
@@ -190,7 +186,7 @@ def _qwen_windows(fields: Fields) -> tuple[int | None, ...]:
         return (None,) * count
     usual = [parts.SLIDING if n >= first else parts.FULL for n in range(count)]
     kinds = parts.layer_kinds(fields, usual)
-    return tuple(window if kind == parts.SLIDING else None for kind in kinds)
+    return parts.windows(kinds, window)
 
 
 def _gemma2(fields: Fields) -> ModelSpec:
@@ -342,7 +338,7 @@ def _exaone4(fields: Fields) -> ModelSpec:
         period = fields.integer("sliding_window_pattern", 0, LAYERS[1], default=4)
         usual = parts.one_full_in(period or 1, count)
     kinds = parts.layer_kinds(fields, [parts.FULL] * count if window is None else usual)
-    windows = tuple(window if kind == parts.SLIDING else None for kind in kinds)
+    windows = parts.windows(kinds, window)
     spec = _plain(fields, "exaone4", windows, eps=1e-5, qk_norm="head")
     full = [n for n in range(count) if window is not None and windows[n] is None]
     return without_rope(with_layers(spec, pre_norm=False, post_norm=True), full)
@@ -353,7 +349,7 @@ def _cohere(fields: Fields) -> ModelSpec:
     if "model_max_length" in fields:  # what its rope was made for
         longest = fields.integer("model_max_length", *CONTEXT)
         fields = fields.over(Fields(fields.where, {"max_position_embeddings": longest}))
-    return _command_r(fields, "cohere", (None,) * parts.num_layers(fields), theta=500000.0)
+    return _command_r(fields, "cohere", theta=500000.0)
 
 
 def _cohere2(fields: Fields) -> ModelSpec:
@@ -361,13 +357,16 @@ def _cohere2(fields: Fields) -> ModelSpec:
     count, window = parts.num_layers(fields), parts.window(fields, default=4096)
     period = fields.integer("sliding_window_pattern", 1, LAYERS[1], default=4)
     kinds = parts.layer_kinds(fields, parts.one_full_in(period, count))
-    windows = tuple(window if kind == parts.SLIDING else None for kind in kinds)
+    windows = parts.windows(kinds, window)
     spec = _command_r(fields, "cohere2", windows)
     return without_rope(spec, [n for n in range(count) if windows[n] is None])
 
 
 def _command_r(
-    fields: Fields, family: str, windows: tuple[int | None, ...], theta: float = 10000.0
+    fields: Fields,
+    family: str,
+    windows: Sequence[int | None] | None = None,
+    theta: float = 10000.0,
 ) -> ModelSpec:
     """Attention and MLP side by side, behind one LayerNorm without bias."""
     parts.refuse_if_given(fields, "use_qk_norm")
@@ -389,7 +388,6 @@ def _stablelm(fields: Fields) -> ModelSpec:
     spec = _plain(
         fields.with_defaults(STABLELM_DEFAULTS),
         "stablelm",
-        windows=(None,) * parts.num_layers(fields),
         eps=1e-5,
         eps_name="layer_norm_eps",
         mlp=parts.mlp(fields, parts.activation(fields)),

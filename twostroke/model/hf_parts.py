@@ -172,6 +172,11 @@ def layer_kinds(fields: Fields, otherwise: Sequence[str]) -> Sequence[str]:
     return kinds
 
 
+def windows(kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
+    """Of each layer, by its kind."""
+    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
 def one_full_in(period: int, count: int) -> list[str]:
     """The last of every `period` layers sees everything, the others slide."""
     return [FULL if (n + 1) % period == 0 else SLIDING for n in range(count)]
