@@ -43,7 +43,7 @@ def gguf_name(name: str, config: PreTrainedConfig) -> str:
 
 
 def architecture(config: PreTrainedConfig) -> str:
-    own = {"gemma3_text": "gemma3", "olmo3": "olmo2", "cohere": "command-r"}
+    own = {"gemma3_text": "gemma3", "olmo3": "olmo2", "cohere": "command-r", "glm": "chatglm"}
     return own.get(config.model_type, config.model_type)
 
 

@@ -26,6 +26,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
+    GlmConfig,
     GraniteConfig,
     LlamaConfig,
     Olmo2Config,
@@ -105,6 +106,7 @@ STABLELM = LAYER_NORMS | {"use_qkv_bias": True}
 FAMILIES |= {
     "smollm3": SmolLM3Config(**SIZES | FIVE),
     "granite": GraniteConfig(**SIZES | GRANITE),
+    "chatglm": GlmConfig(**SIZES | {"head_dim": 64}),
     "glm4": Glm4Config(**SIZES | {"head_dim": 64}),
     "olmo3": Olmo3Config(**SIZES | WINDOWS),
     "exaone4": Exaone4Config(**SIZES | WINDOWS),
@@ -124,7 +126,8 @@ KINDS += [
     for type in (Type.BF16, Type.Q4_0, Type.Q6_K)
 ]
 NEW = list(FAMILIES)[list(FAMILIES).index("smollm3") :]
-KINDS += [(family, Type.Q4_0) for family in NEW]
+# (Of what is fused in the file, nothing reads it back but we.)
+KINDS += [(family, Type.Q4_0) for family in NEW if family != "chatglm"]
 # Where a block of 256 has its half-precision scales, and how large each is in proportion: the
 # second one shifts the values, and this much of it centres them.
 K_SCALES = {
@@ -193,15 +196,22 @@ def write_gguf(
         writer.add_logit_scale(config.logits_scaling)
     if arch == "stablelm":
         writer.add_parallel_residual(True)
-    if arch in ("phi3", "glm4", "stablelm"):
+    if arch in ("phi3", "chatglm", "glm4", "stablelm"):
         head_dim = config.hidden_size // config.num_attention_heads
         writer.add_rope_dimension_count(int(rope["partial_rotary_factor"] * head_dim))
+    tensors = {}
     for name, weight in model.named_parameters():  # a tied head is named once, as the embedding
         values = weight.detach().numpy() + np.float32(norm_offset(name, config))
         heads = heads_reordered(name, config)
         if heads:
             values = neighbours_from_halves(values, heads)
-        own = gguf_name(name, config)
+        tensors[gguf_name(name, config)] = values
+    if arch == "chatglm":
+        for n in range(config.num_hidden_layers):
+            for kind in ("weight", "bias"):
+                parts = [tensors.pop(f"blk.{n}.attn_{part}.{kind}") for part in "qkv"]
+                tensors[f"blk.{n}.attn_qkv.{kind}"] = np.concatenate(parts)
+    for own, values in tensors.items():
         if values.ndim == 1:
             writer.add_tensor(own, values)
         else:

@@ -327,6 +327,10 @@ EPS = {"attention__layer_norm_epsilon": 2.0**-17}
         (SMOLLM3, of("smollm3")),
         (GRANITE, SCALES),
         (GLM4, of("glm4", rope__dimension_count=8)),
+        (
+            changed(SPEC, family="chatglm", rope=RopeSpec(1e4, 8), qkv_bias=True),
+            of("chatglm", rope__dimension_count=8),
+        ),
         (COHERE, of("command-r", logit_scale=0.25, **EPS)),
         (COHERE2, of("cohere2", logit_scale=0.25, attention__sliding_window=32, **EPS)),
         (STABLELM, of("stablelm", rope__dimension_count=4, use_parallel_residual=True, **EPS)),

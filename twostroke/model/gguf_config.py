@@ -65,6 +65,16 @@ PHI3_NAMES = NAMES.but(q=_QKV, k=_QKV, v=_QKV, gate=_GATE_UP, up=_GATE_UP)
 # Llama's conversions reorder the rows of q and k; GLM's and Cohere's files have them so.
 LLAMA_NAMES = NAMES.but(rope_neighbours=True)
 GLM4_NAMES = NAMES.but(rope_neighbours=True, gate=_GATE_UP, up=_GATE_UP)
+_QKV_BIAS = "attn_qkv.bias"
+CHATGLM_NAMES = GLM4_NAMES.but(
+    rope_neighbours=True,
+    q=_QKV,
+    k=_QKV,
+    v=_QKV,
+    q_bias=_QKV_BIAS,
+    k_bias=_QKV_BIAS,
+    v_bias=_QKV_BIAS,
+)
 SEED_OSS_NAMES = NAMES.but(mlp_norm="post_attention_norm.weight")
 
 # ── architectures ───────────────────────────────────────────────────────────────────────────────
@@ -258,6 +268,7 @@ ARCHITECTURES = {  # SmolLM2, Mistral, Falcon 3, InternLM 3 and Llama 3.x call t
     "internlm2": Architecture(_llama, LLAMA_NAMES),
     "smollm3": Architecture(_smollm3, LLAMA_NAMES, tensors=(parts.ROPE_FACTORS,)),
     "granite": Architecture(_granite, LLAMA_NAMES, _SCALES, tensors=(parts.ROPE_FACTORS,)),
+    "chatglm": Architecture(_llama, CHATGLM_NAMES),
     "glm4": Architecture(_glm4, GLM4_NAMES),
     "command-r": Architecture(_command_r, LLAMA_NAMES, ("logit_scale",)),
     "cohere2": Architecture(_cohere2, LLAMA_NAMES, ("logit_scale",)),
