@@ -369,9 +369,10 @@ class Decoder:
         layer = self._layers[index]
         last = index + 1 == len(self._layers)
         next_norm = self._final_norm if last else self._layers[index + 1].attn_norm
-        if layer.spec.parallel and layer.attn_norm is not None:
+        if layer.spec.parallel:
             # What attention has read, from the residual that nothing was added to as yet.
-            normed = self._norm(residual, layer.attn_norm, self._pdl(len(residual)))
+            norm, pdl = layer.attn_norm, self._pdl(len(residual))
+            normed = residual.clone() if norm is None else self._norm(residual, norm, pdl)
             self._attention_output(layer, attended, residual)
         else:
             normed = self._attention_output(layer, attended, residual)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,12 +23,14 @@ class Place(NamedTuple):
     first_row: int = 0
     rows_of_others: int = 0
     weights: tuple[str, ...] = ()  # all that the tensor holds
-    order: Order | None = None  # of the tensor's rows, where ours are not those from the first on
+    # Of the tensor's rows, where ours are not those from the first on. Made when it is needed: a
+    # config may promise any number of rows.
+    order: Callable[[], Order] | None = None
 
     def rows_in(self, stored: Any, rows: slice) -> Any:
         """Some of the weight's rows, of all those of its tensor."""
         if self.order is not None:
-            return stored[self.order[rows]]
+            return stored[self.order()[rows]]
         return stored[self.first_row : len(stored) - self.rows_of_others + self.first_row][rows]
 
     def shape_in(self, stored: tuple[int, ...]) -> tuple[int, ...]:
@@ -79,20 +82,20 @@ class TensorNames:
     def offset(self, canonical: str) -> float:
         return self.norm_offset if canonical.endswith("norm") else 0.0
 
-    def _order(self, canonical: str, spec: ModelSpec, first_row: int) -> Order | None:
+    def _order(self, canonical: str, spec: ModelSpec, first_row: int) -> Callable[[], Order] | None:
         part = canonical.rpartition(".")[2].removesuffix("_bias")
         turned = self.rope_neighbours and part in ("q", "k")
         grouped = self.grouped_qkv and part in ("q", "k", "v")
         if not turned and not grouped:
             return None
         attention = spec.layers[int(canonical.split(".")[1])].attention
-        kv_heads, group, dim = attention.num_kv_heads, attention.group_size, attention.head_dim
+        heads = (attention.num_kv_heads, attention.group_size, attention.head_dim)
         if grouped:
-            rows = np.arange(kv_heads * (group + 2) * dim).reshape(kv_heads, group + 2, dim)
-            first = {"q": 0, "k": group, "v": group + 1}[part]
-            return rows[:, first : group if part == "q" else first + 1].reshape(-1)
-        heads = kv_heads * group if part == "q" else kv_heads
-        return first_row + halves_from_neighbours(heads, dim, attention.rope.dim)
+            return partial(part_of_groups, part, *heads)
+        count = attention.num_heads if part == "q" else attention.num_kv_heads
+        return partial(
+            halves_from_neighbours, count, attention.head_dim, attention.rope.dim, first_row
+        )
 
     def but(
         self, norm_offset: float = 0.0, rope_neighbours: bool = False, **layer: str
@@ -106,8 +109,18 @@ class TensorNames:
         )
 
 
-def halves_from_neighbours(num_heads: int, head_dim: int, rope_dim: int) -> Order:
+def halves_from_neighbours(
+    num_heads: int, head_dim: int, rope_dim: int, first_row: int = 0
+) -> Order:
     """Row order that takes rope's pairs from (2i, 2i + 1) to (i, i + rope_dim/2) in each head."""
-    rows = np.arange(num_heads * head_dim).reshape(num_heads, head_dim)
+    rows = first_row + np.arange(num_heads * head_dim).reshape(num_heads, head_dim)
     rotated, rest = rows[:, :rope_dim], rows[:, rope_dim:]
     return np.concatenate([rotated[:, 0::2], rotated[:, 1::2], rest], axis=1).reshape(-1)
+
+
+def part_of_groups(part: str, num_kv_heads: int, group_size: int, head_dim: int) -> Order:
+    """The rows of q, k or v, where each KV head has its queries, its key and its value."""
+    rows = np.arange(num_kv_heads * (group_size + 2) * head_dim)
+    first = {"q": 0, "k": group_size, "v": group_size + 1}[part]
+    end = group_size if part == "q" else first + 1
+    return rows.reshape(num_kv_heads, group_size + 2, head_dim)[:, first:end].reshape(-1)
