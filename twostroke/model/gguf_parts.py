@@ -283,7 +283,7 @@ def rope(settings: Settings, head_dim: int) -> tuple[RopeSpec, int]:
         original,
         beta_fast=fast,
         beta_slow=slow,
-        attention_factor=yarn_attention_factor(factor) * _attention_factor(settings),
+        attention_factor=_attention_factor(settings, yarn_attention_factor(factor)),
     ), max_context
 
 
@@ -309,11 +309,12 @@ def _original_context(settings: Settings, positions: int) -> int:
     return original
 
 
-def _attention_factor(settings: Settings) -> float:
-    """What multiplies cos and sin besides the scaling's own."""
-    factor = 1.0
-    for key in ("attn_factor", "yarn_attn_factor"):
-        factor *= settings.number(f"rope.scaling.{key}", above=0.0, high=1e3, default=1.0)
+def _attention_factor(settings: Settings, usual: float = 1.0) -> float:
+    """What multiplies cos and sin. Conversions of yarn write the config's own factor, which takes
+    the place of the usual one."""
+    factor: float = 1.0
+    for key, default in (("yarn_attn_factor", usual), ("attn_factor", 1.0)):
+        factor *= settings.number(f"rope.scaling.{key}", above=0.0, high=1e3, default=default)
     return factor
 
 
