@@ -318,6 +318,12 @@ def yarn_scaling(writer: gguf.GGUFWriter) -> None:
     writer.add_rope_scaling_orig_ctx_len(int(YARN["original_max_position_embeddings"]))
 
 
+def yarn_with_a_factor(writer: gguf.GGUFWriter) -> None:
+    """As OLMo 3's config has it."""
+    yarn_scaling(writer)
+    writer.add_rope_scaling_yarn_attn_factor(0.75)
+
+
 LONGROPE = {"short_factor": [1 + n / 9 for n in range(24)], "partial_rotary_factor": 0.75}
 LONGROPE |= {"long_factor": [1 + n for n in range(24)]}
 
@@ -341,7 +347,7 @@ def rope(kind: str = "default", **values: Any) -> dict[str, Any]:
 
 
 def two_ropes() -> dict[str, Any]:
-    plain, scaled = rope(), rope("yarn", **YARN)
+    plain, scaled = rope(), rope("yarn", **YARN, attention_factor=0.75)
     kinds = {"sliding_attention": plain, "full_attention": scaled}
     return {"rope_parameters": {kind: one["rope_parameters"] for kind, one in kinds.items()}}
 
@@ -387,7 +393,11 @@ VARIANTS = [
     Variant("granite_residual", GraniteConfig, GRANITE, {"residual_multiplier": 1.0}),
     Variant("cohere2_window", Cohere2Config, WINDOWS | COHERE, {"sliding_window": 10}),
     Variant(
-        "olmo3_yarn", Olmo3Config, WINDOWS | two_ropes(), {"rope_parameters": None}, yarn_scaling
+        "olmo3_yarn",
+        Olmo3Config,
+        WINDOWS | two_ropes(),
+        {"rope_parameters": None},
+        yarn_with_a_factor,
     ),
 ]
 

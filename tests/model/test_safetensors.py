@@ -209,6 +209,7 @@ def test_a_tensor_the_description_does_not_know_is_refused(tmp_path: Path) -> No
     tensors = random_tensors()
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     tensors["model.layers.2.mlp.up_proj.weight"] = torch.ones(4)  # beyond the layers we run
+    tensors["model.layers.1.self_attn.o_proj.bias"] = torch.zeros(32)  # adds nothing
     save_file(tensors, tmp_path / "model.safetensors")
     SafetensorsWeights(tmp_path, SPEC)
     tensors["model.layers.0.self_attn.q_proj.bias"] = torch.ones(32)
