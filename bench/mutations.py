@@ -196,6 +196,7 @@ def write_bases(root: Path) -> None:
     vocabularies["qwen3"] = vocabularies["qwen2"]
     vocabularies["gemma3"] = made.gemma_metadata()
     vocabularies["phi3"] = vocabularies["llama"]
+    vocabularies["granite"] = vocabularies["qwen2"]
     for arch, vocabulary in vocabularies.items():
         model = _gguf(arch, vocabulary, F32_BLOCKS if arch != "qwen2" else Q8_0_BLOCKS)
         (root / f"{arch}.pickle").write_bytes(pickle.dumps(model))
@@ -212,6 +213,9 @@ def _gguf(arch: str, vocabulary: dict[str, Any], kind: int) -> GGUF:
     if arch == "gemma3":
         pairs[f"{arch}.attention.sliding_window"] = typed(U32, 64)
         pairs[f"{arch}.rope.freq_base_swa"] = typed(F32, 500.0)
+    if arch == "granite":
+        scales = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
+        pairs |= {f"{arch}.{key}": typed(F32, 0.5) for key in scales}
     if arch == "phi3":
         pairs[f"{arch}.rope.scaling.original_context_length"] = typed(U32, 64)
         pairs[f"{arch}.rope.scaling.attn_factor"] = typed(F32, 1.2)
@@ -412,7 +416,7 @@ def _metadata(arch: str, model: GGUF) -> Iterator[Mutation]:
     )
     optional = [f"{arch}.{key}" for key in GGUF_OPTIONAL]
     for key in dict.fromkeys([*model.pairs, *optional, *GGUF_GENERAL]):
-        if arch in ("qwen3", "phi3") and not key.startswith(arch):
+        if arch in ("qwen3", "phi3", "granite") and not key.startswith(arch):
             continue  # the vocabulary is that of another
         for label, value in GGUF_NASTY.items():
             yield _pair(arch, model, key, label, value)
