@@ -102,7 +102,7 @@ GRANITE |= {"residual_multiplier": 0.5, "logits_scaling": 0.5}
 LAYER_NORMS = {"layer_norm_eps": SIZES["rms_norm_eps"]}
 COHERE = LAYER_NORMS | {"logit_scale": 0.75}
 STABLELM = LAYER_NORMS | {"use_qkv_bias": True}
-# Written for each type of block are the families above; of these one type says all.
+# Types of blocks are tried with the families above; these are held to the model in float32.
 FAMILIES |= {
     "smollm3": SmolLM3Config(**SIZES | FIVE),
     "granite": GraniteConfig(**SIZES | GRANITE),
@@ -126,8 +126,7 @@ KINDS += [
     for type in (Type.BF16, Type.Q4_0, Type.Q6_K)
 ]
 NEW = list(FAMILIES)[list(FAMILIES).index("smollm3") :]
-# (Of what is fused in the file, nothing reads it back but we.)
-KINDS += [(family, Type.Q4_0) for family in NEW if family != "chatglm"]
+KINDS += [(family, Type.Q4_0) for family in ("smollm3", "glm4", "stablelm")]
 # Where a block of 256 has its half-precision scales, and how large each is in proportion: the
 # second one shifts the values, and this much of it centres them.
 K_SCALES = {
@@ -389,9 +388,6 @@ VARIANTS = [
         every_third_layer_sees_everything,
     ),
     Variant("phi3_window", Phi3Config, {"sliding_window": 9}, {"sliding_window": 10}),
-    Variant("smollm3_rope", SmolLM3Config, FIVE, {"no_rope_layers": [1] * 5}),
-    Variant("granite_residual", GraniteConfig, GRANITE, {"residual_multiplier": 1.0}),
-    Variant("cohere2_window", Cohere2Config, WINDOWS | COHERE, {"sliding_window": 10}),
     Variant(
         "olmo3_yarn",
         Olmo3Config,
