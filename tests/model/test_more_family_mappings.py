@@ -326,6 +326,10 @@ EPS = {"attention__layer_norm_epsilon": 2.0**-17}
     [
         (SMOLLM3, of("smollm3")),
         (GRANITE, SCALES),
+        (
+            without_rope(GRANITE, range(2)),
+            edits(SCALES, of("granite", rope__scaling__finetuned=False)),
+        ),
         (GLM4, of("glm4", rope__dimension_count=8)),
         (
             changed(SPEC, family="chatglm", rope=RopeSpec(1e4, 8), qkv_bias=True),

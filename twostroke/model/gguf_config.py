@@ -96,6 +96,8 @@ def _smollm3(settings: Settings) -> ModelSpec:
 
 def _granite(settings: Settings) -> ModelSpec:
     spec = _plain(settings)
+    if not settings.boolean("rope.scaling.finetuned", True):  # how its files say that it has none
+        spec = without_rope(spec, range(spec.num_layers))
     # 0 stands for what there is without it.
     scale = parts.multiplier(settings, parts.ATTENTION_SCALE) or spec.layers[0].attention.scale
     layers = (
