@@ -91,8 +91,8 @@ def activation(
     value = fields.value(name) if name in fields else first
     if not isinstance(value, str) or value not in known:
         raise ModelError(
-            f"{fields.where}: the activation {shown(value)} ({name}) is not supported, only "
-            f"{first!r}."
+            f"{fields.where}: the activation {shown(value)} ({name}) is not supported with this "
+            f"model_type, only {first!r}."
         )
     return known[value]
 
@@ -270,7 +270,8 @@ def _theta_and_dim(
     if dim % 2 or dim < smallest_dim:
         raise ModelError(
             f"{fields.where}: head_dim {head_dim} × partial_rotary_factor {partial:g} must be an "
-            f"even number of at least {smallest_dim} rotated channels, not {dim}."
+            f"even number of at least {smallest_dim} rotated channels, not {dim} (what is not "
+            "given is the usual of the model_type)."
         )
     return base, dim
 
