@@ -229,6 +229,11 @@ void check_small(const Kernels& k) {
     k.rms_norm(x.data(), w.data(), 1e-5f, n, a.data());
     plain.rms_norm(x.data(), w.data(), 1e-5f, n, b.data());
     expect_close("rms_norm", k.name, a, b, 1e-5f);
+    for (const float* bias : {y.data(), static_cast<const float*>(nullptr)}) {
+      k.layer_norm(x.data(), w.data(), bias, 1e-5f, n, a.data());
+      plain.layer_norm(x.data(), w.data(), bias, 1e-5f, n, b.data());
+      expect_close("layer_norm", k.name, a, b, 1e-4f);
+    }
     k.silu_mul(x.data(), y.data(), n, a.data());
     plain.silu_mul(x.data(), y.data(), n, b.data());
     expect_close("silu_mul", k.name, a, b, 1e-5f);

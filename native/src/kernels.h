@@ -166,6 +166,9 @@ struct Kernels {
   int (*quantise_residual)(const float* x, int n, int t, int places, int8_t* codes, float* scale,
                        float* sum, float* half_sums);
   void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);
+  // Of x less its mean; `bias` may be null.
+  void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int n,
+                     float* out);
   // Rotate `heads` heads of `dim` channels; `half` cosines and sines.
   void (*rope)(float* x, int heads, int dim, const float* cos, const float* sin, int half);
   void (*silu_mul)(const float* gate, const float* up, int n, float* out);

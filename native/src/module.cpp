@@ -78,6 +78,10 @@ std::vector<float> floats(const std::optional<Floats1>& a) {
   return a ? floats(*a) : std::vector<float>();
 }
 
+Norm norm_of(const std::optional<Floats1>& weight, const std::optional<Floats1>& bias) {
+  return {floats(weight), floats(bias)};
+}
+
 // Operations a second of a team that is busy with `work`, the best of some runs.
 double rate_of(double (*work)(int rounds), int threads) {
   if (work == nullptr) return 0;
@@ -346,26 +350,37 @@ NB_MODULE(_native, m) {
            [](Layer* self, std::shared_ptr<Matrix> qkv, std::shared_ptr<Matrix> o,
               std::shared_ptr<Matrix> gate_up, std::shared_ptr<Matrix> down, int heads,
               int kv_heads, int dim, float scale, float softcap, int window,
-              const std::string& activation, const std::optional<Floats1>& attn_norm,
-              const std::optional<Floats1>& mlp_norm, const std::optional<Floats1>& attn_post_norm,
-              const std::optional<Floats1>& mlp_post_norm, const std::optional<Floats1>& q_norm,
-              const std::optional<Floats1>& k_norm, int rope, int group, int in_group) {
+              const std::string& activation, bool gated, bool parallel,
+              const std::optional<Floats1>& attn_norm, const std::optional<Floats1>& mlp_norm,
+              const std::optional<Floats1>& attn_post_norm,
+              const std::optional<Floats1>& mlp_post_norm,
+              const std::optional<Floats1>& attn_norm_bias,
+              const std::optional<Floats1>& mlp_norm_bias,
+              const std::optional<Floats1>& attn_post_norm_bias,
+              const std::optional<Floats1>& mlp_post_norm_bias,
+              const std::optional<Floats1>& q_norm, const std::optional<Floats1>& k_norm, int rope,
+              int group, int in_group) {
              Layer layer{};
              layer.qkv = qkv, layer.o = o, layer.gate_up = gate_up, layer.down = down;
-             layer.attn_norm = floats(attn_norm), layer.mlp_norm = floats(mlp_norm);
-             layer.attn_post_norm = floats(attn_post_norm);
-             layer.mlp_post_norm = floats(mlp_post_norm);
+             layer.attn_norm = norm_of(attn_norm, attn_norm_bias);
+             layer.mlp_norm = norm_of(mlp_norm, mlp_norm_bias);
+             layer.attn_post_norm = norm_of(attn_post_norm, attn_post_norm_bias);
+             layer.mlp_post_norm = norm_of(mlp_post_norm, mlp_post_norm_bias);
              layer.q_norm = floats(q_norm), layer.k_norm = floats(k_norm);
              layer.heads = heads, layer.kv_heads = kv_heads, layer.dim = dim;
              layer.attention = {scale, softcap, window};
              layer.activation = activation_of(activation);
+             layer.gated = gated, layer.parallel = parallel;
              layer.rope = rope, layer.group = group, layer.in_group = in_group;
              new (self) Layer(std::move(layer));
            },
            nb::kw_only(), "qkv"_a, "o"_a, "gate_up"_a, "down"_a, "heads"_a, "kv_heads"_a, "dim"_a,
            "scale"_a, "softcap"_a = 0.0f, "window"_a = 0, "activation"_a = "silu",
-           "attn_norm"_a = nb::none(), "mlp_norm"_a = nb::none(), "attn_post_norm"_a = nb::none(),
-           "mlp_post_norm"_a = nb::none(), "q_norm"_a = nb::none(), "k_norm"_a = nb::none(),
+           "gated"_a = true, "parallel"_a = false, "attn_norm"_a = nb::none(),
+           "mlp_norm"_a = nb::none(), "attn_post_norm"_a = nb::none(),
+           "mlp_post_norm"_a = nb::none(), "attn_norm_bias"_a = nb::none(),
+           "mlp_norm_bias"_a = nb::none(), "attn_post_norm_bias"_a = nb::none(),
+           "mlp_post_norm_bias"_a = nb::none(), "q_norm"_a = nb::none(), "k_norm"_a = nb::none(),
            "rope"_a = 0, "group"_a = 0, "in_group"_a,
            "Weights and rules of one layer. `rope`: which of the model's tables; `in_group`: which "
            "layer of its KV group.");
@@ -388,11 +403,21 @@ NB_MODULE(_native, m) {
            [](Model* self, const std::string& isa, const std::vector<const Layer*>& layers,
               std::shared_ptr<Matrix> embed, std::shared_ptr<Matrix> head,
               const Floats1& final_norm, const std::vector<std::pair<Floats2, Floats2>>& ropes,
-              float eps, float embed_scale, float logit_softcap, int threads, int threads_prefill,
-              bool exact) {
+              float eps, float embed_scale, float residual_scale, float logit_scale,
+              float logit_softcap, bool layer_norms, const std::optional<Floats1>& final_norm_bias,
+              int threads, int threads_prefill, bool exact) {
              check(threads > 0 && threads_prefill > 0, "a team has at least one member");
-             ModelParts parts{{},         std::move(embed), std::move(head), floats(final_norm), {},
-                              eps,        embed_scale,      logit_softcap};
+             ModelParts parts{{},
+                              std::move(embed),
+                              std::move(head),
+                              norm_of(final_norm, final_norm_bias),
+                              {},
+                              eps,
+                              embed_scale,
+                              residual_scale,
+                              logit_scale,
+                              logit_softcap,
+                              layer_norms};
              for (const Layer* layer : layers) {
                check(layer != nullptr, "a layer is None");
                parts.layers.push_back(*layer);
@@ -406,8 +431,9 @@ NB_MODULE(_native, m) {
              new (self) Model(find_kernels(isa), std::move(parts), threads, threads_prefill, exact);
            },
            nb::kw_only(), "isa"_a, "layers"_a, "embed"_a, "head"_a, "final_norm"_a, "ropes"_a,
-           "eps"_a, "embed_scale"_a = 1.0f, "logit_softcap"_a = 0.0f, "threads"_a,
-           "threads_prefill"_a, "exact"_a, "`ropes`: tables of cosines and sines.")
+           "eps"_a, "embed_scale"_a = 1.0f, "residual_scale"_a = 1.0f, "logit_scale"_a = 1.0f,
+           "logit_softcap"_a = 0.0f, "layer_norms"_a = false, "final_norm_bias"_a = nb::none(),
+           "threads"_a, "threads_prefill"_a, "exact"_a, "`ropes`: tables of cosines and sines.")
       .def_prop_ro("num_bytes", &Model::num_bytes)
       .def_prop_ro("stage_seconds",
                    [](const Model& self) {

@@ -32,7 +32,8 @@ from twostroke.model.block_types import BlockType
 from twostroke.model.gguf import GGUFFile
 from twostroke.model.gguf_config import NAMES as GGUF_NAMES
 from twostroke.model.gguf_config import spec_from_gguf
-from twostroke.model.hf_config import NAMES, spec_from_hf
+from twostroke.model.hf_config import spec_from_hf
+from twostroke.model.hf_names import NAMES
 from twostroke.model.tokenizer import Tokenizer
 from twostroke.model.weights.gguf import GGUFWeights
 from twostroke.model.weights.tensors import read_tensor

@@ -27,8 +27,9 @@ from twostroke.model.dequant import dequantize
 from twostroke.model.gguf import GGUFFile
 from twostroke.model.gguf_config import NAMES, spec_from_gguf
 from twostroke.model.spec import ModelSpec, RopeSpec, yarn_attention_factor
+from twostroke.model.tensor_names import halves_from_neighbours
 from twostroke.model.weights import check_weights
-from twostroke.model.weights.gguf import GGUFWeights, halves_from_neighbours
+from twostroke.model.weights.gguf import GGUFWeights
 from twostroke.model.weights.tensors import read_tensor
 
 # Metadata → ModelSpec

@@ -42,13 +42,17 @@ GPT4O_PATTERN: Final = (
     rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# The same without contractions, and digits one by one.
+TEKKEN_PATTERN: Final = GPT4O_PATTERN.replace(_CONTRACTION, "").replace(r"\p{N}{1,3}", r"\p{N}")
 GPT2_PATTERN: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # One after the other: each cuts what those before have left in one piece.
 PATTERNS: Final = {
     "llama-bpe": (LLAMA3_PATTERN,),
     "dbrx": (LLAMA3_PATTERN,),
     "qwen2": (QWEN2_PATTERN,),
+    "stablelm2": (QWEN2_PATTERN,),
     "gpt-4o": (GPT4O_PATTERN,),
+    "tekken": (TEKKEN_PATTERN,),
     # llama.cpp's, for a header that names none: signs apart from all else, then as GPT-2, then
     # digits apart from the space before them and by threes.
     "default": (r"[\p{P}$+<=>^~|]+", GPT2_PATTERN, r"\p{N}+", r"[0-9]{3}"),
@@ -57,15 +61,26 @@ PATTERNS: Final = {
 PRE_TOKENIZERS: Final = {
     "default": "default",
     "gpt-2": "gpt-2",
+    "exaone4": "gpt-2",
     "llama-bpe": "llama-bpe",
     "llama3": "llama-bpe",
     "llama-v3": "llama-bpe",
+    "falcon3": "llama-bpe",
+    "tekken": "tekken",  # Mistral Nemo, Mistral Small 3
     "qwen2": "qwen2",
     "deepseek-r1-qwen": "qwen2",
+    "stablelm2": "stablelm2",
     "smollm": "smollm",
+    "refact": "smollm",  # Granite
+    "command-r": "smollm",
+    "starcoder": "smollm",
     "dbrx": "dbrx",  # Phi-4, OLMo 2
+    "smaug-bpe": "dbrx",  # SmolLM3
+    "chatglm-bpe": "dbrx",
+    "glm4": "dbrx",
     "gpt-4o": "gpt-4o",  # Phi-4-mini
 }
+BEGINNING: Final = ("llama-bpe", "tekken")  # a text begins with BOS unless the header denies it
 
 
 @dataclass(frozen=True)
@@ -167,8 +182,8 @@ def _byte_level_bpe(header: _Header) -> tokenizers.Tokenizer:
             f"{header.where}: names the pre-tokenizer {named!r} (tokenizer.ggml.pre), which is "
             f"not supported{nearest(named, PRE_TOKENIZERS) or '.'} Supported: {known}. {WAY_OUT}"
         )
-    # Llama 3 takes a word that is a token whole, even where its merges lead elsewhere.
-    tokenizer = _bpe(header, _merges(header), ignore_merges=kind == "llama-bpe")
+    # These take a word that is a token whole, even where its merges lead elsewhere.
+    tokenizer = _bpe(header, _merges(header), ignore_merges=kind in BEGINNING)
     if kind == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _pre_tokenizer(kind)
@@ -282,7 +297,7 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, header: _Header) -> None:
 
 
 def _add_bos_and_eos(tokenizer: tokenizers.Tokenizer, header: _Header) -> None:
-    begins = header.is_sentencepiece or PRE_TOKENIZERS.get(header.string("pre", "")) == "llama-bpe"
+    begins = header.is_sentencepiece or PRE_TOKENIZERS.get(header.string("pre", "")) in BEGINNING
     bos_id = header.bos_id if header.boolean("add_bos_token", begins) else None
     eos_id = header.eos_id if header.boolean("add_eos_token", False) else None
     around = [(header.tokens[n], n) for n in (bos_id, eos_id) if n is not None]
