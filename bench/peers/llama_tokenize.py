@@ -5,8 +5,9 @@
 A vocabulary is trained on `tests/model/hard_texts.py` with no cut at all, so that its merges reach
 over every cut that a pre-tokenizer could make: where one is made shows in the ids. A tiny model
 with that vocabulary and each name in `tokenizer.ggml.pre` is given to llama-server, and what its
-/tokenize answers is written to `tests/model/llama_cpp_tokens.json`: the vocabulary once, and for
-each name a digest of each text's ids. `tests/model/test_pre_tokenizers.py` compares ours with it.
+/tokenize answers is written to `tests/model/llama_cpp_tokens.json`: the vocabulary, and for each
+name (together, if they are alike) a digest of each text's ids, which
+`tests/model/test_pre_tokenizers.py` compares with ours.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def main() -> None:
     server = sys.argv[1]
     version = subprocess.run([server, "--version"], capture_output=True, text=True, check=True)
     texts, vocabulary = hard_texts(), train()
-    kinds = {}
+    alike: dict[str, list[str]] = {}  # digests of all texts' ids → the names that give them
     with tempfile.TemporaryDirectory() as folder:
         for pre in PRE_TOKENIZERS:
             path = Path(folder) / "model.gguf"
@@ -141,13 +142,13 @@ def main() -> None:
             except RuntimeError as error:
                 print(f"{pre}: {str(error)[-300:]}")
                 continue
-            kinds[pre] = "".join(map(digest, ids))
+            alike.setdefault("".join(map(digest, ids)), []).append(pre)
             print(pre, sum(map(len, ids)), flush=True)
     result = {
         "of": (version.stdout + version.stderr).split("\n")[0],
         "texts": hashlib.blake2b(json.dumps(texts).encode(), digest_size=8).hexdigest(),
         "merges": vocabulary["tokenizer.ggml.merges"],
-        "tokens": kinds,
+        "tokens": [{"pre": names, "digests": digests} for digests, names in alike.items()],
     }
     RESULT.write_text(json.dumps(result, ensure_ascii=True, indent=0) + "\n")
 
