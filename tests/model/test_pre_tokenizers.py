@@ -117,7 +117,6 @@ def test_another_pre_tokenizer_is_told_apart() -> None:
         ("deepseek-coder", "deepseek-llm"),
         ("seed-coder", "stablelm2"),
         ("viking", "bloom"),
-        ("jais-2", "dbrx"),
     ):
         assert len(texts_that_differ(one, other)) >= 2, (one, other)
 
@@ -134,7 +133,7 @@ def test_a_text_begins_with_bos_where_the_model_has_it_so(pre: str, begins: bool
 
 def test_long_runs_take_the_time_of_their_length() -> None:
     """Digits that are looked ahead from at every place, as others do, take minutes here."""
-    for pre in ("superbpe", "jais-2", "exaone-moe", "deepseek-v3", "gpt-4o", "kimi-k2"):
+    for pre in ("superbpe", "exaone-moe", "deepseek-v3", "gpt-4o", "kimi-k2"):
         cut = pre_tokenizer_of(PRE_TOKENIZERS[pre])
         start = time.monotonic()
         for text in ("1" * 100_000 + "x", " " * 20_000 + "x", "A" * 20_000):
@@ -148,7 +147,7 @@ def test_other_kinds_of_vocabularies_are_refused_by_name(kind: str) -> None:
         Tokenizer.from_gguf(stored()[0] | {"tokenizer.ggml.model": kind})
 
 
-@pytest.mark.parametrize("pre", ["tiny_aya", "afmoe", "whitespace", "new-one"])
+@pytest.mark.parametrize("pre", ["tiny_aya", "jais-2", "whitespace", "new-one"])
 def test_other_pre_tokenizers_are_refused_by_name(pre: str) -> None:
     with pytest.raises(ModelError, match=rf"names the pre-tokenizer '{pre}'.*Supported: a\.x-4\.0"):
         Tokenizer.from_gguf(stored()[0] | {"tokenizer.ggml.pre": pre})

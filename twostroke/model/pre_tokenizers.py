@@ -110,13 +110,6 @@ PRE_TOKENIZERS: Final[dict[str, PreTokenizer]] = {
     "minicpm5": PreTokenizer(
         (r"\p{N}{1,3}", LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}+")), ignore_merges=True
     ),
-    "jais-2": PreTokenizer(
-        (
-            LLAMA3_PATTERN.removesuffix(r"|\s+(?!\S)|\s+")
-            + "".join(rf"|\s{{{n}}}(?!\S)" for n in (512, 256, 128, 64, 32, 16, 8, 4, "1,2"))
-            + r"|\s",
-        )
-    ),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN2),
     "qwen35": PreTokenizer(
         (
