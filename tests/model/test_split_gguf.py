@@ -142,12 +142,14 @@ def test_as_many_tensors_as_were_announced_must_be_there(tmp_path: Path) -> None
 
 def test_a_tensor_that_two_parts_hold_is_told(tmp_path: Path) -> None:
     parts = write_split(tmp_path)
-    content = parts[2].read_bytes()
     held = GGUFFile.open(parts[0]).tensors
-    first = next(name for name, info in held.items() if info.part == 0)
-    own = next(n for n, info in held.items() if info.part == 2 and len(n) == len(first))
-    parts[2].write_bytes(content.replace(own.encode(), first.encode()))
-    assert refusal(parts[0]).startswith(f"{parts[2]}: holds the tensor {first!r}, which")
+    other, own = "blk.0.attn_q.weight", "blk.1.attn_q.weight"
+    assert held[other].part < held[own].part
+    path = parts[held[own].part]
+    path.write_bytes(path.read_bytes().replace(own.encode(), other.encode()))
+    assert refusal(parts[0]).startswith(
+        f"{path}: holds the tensor {other!r}, which {parts[0].name}"
+    )
 
 
 def test_absurd_counts_are_refused(tmp_path: Path) -> None:
