@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from twostroke.commands.bench import add_server_url, api_key
+from twostroke.commands.results import check_output
 from twostroke.errors import ConfigError
 
 SUMMARY = "the last seconds of a server as a timeline"
@@ -29,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
+    check_output(args.output)
     from twostroke.measure.timeline import timeline
 
     records = asyncio.run(fetch_records(args.url, api_key(args), args.seconds))

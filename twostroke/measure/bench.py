@@ -11,6 +11,7 @@ from typing import Any
 
 from twostroke.errors import ConfigError
 from twostroke.measure.arrivals import arrival_times, check_rate, ramp_times
+from twostroke.measure.causes import CausedGap, caused_gaps, summary
 from twostroke.measure.client import CHAT, COMPLETIONS, OpenAIClient, first_model
 from twostroke.measure.definitions import Goals, Sample
 from twostroke.measure.http import Connections, Endpoint, ServerError
@@ -117,7 +118,9 @@ class ServeBench:
         else:
             run = await run_open_loop(client, planned, options.max_concurrency, tell)
         after = await scrape(self.connections)
-        return Outcome(run, self._result(options, run, before, after))
+        gaps = caused_gaps(run.samples, await self._records(run))
+        found = self._result(options, run, before, after) | {"gap_causes": summary(gaps)}
+        return Outcome(run, found, gaps)
 
     def close(self) -> None:
         self.connections.close()
@@ -142,6 +145,17 @@ class ServeBench:
         return [replace(one, at_s=at) for one, at in zip(planned, times, strict=True)]
 
     # ── parts of it ─────────────────────────────────────────────────────────────────────────
+
+    async def _records(self, run: Run) -> dict[str, Any] | None:
+        """Of the run's steps and requests, as far back as the server has them."""
+        if self.server["kind"] != "twostroke":
+            return None
+        seconds = min(600.0, run.duration_s + 1)
+        try:
+            found: dict[str, Any] = await self.connections.fetch_json(f"/records?seconds={seconds}")
+        except ServerError:
+            return None
+        return found
 
     def _client(self) -> OpenAIClient:
         options = self.options
@@ -246,6 +260,7 @@ class ServeBench:
 class Outcome:
     run: Run
     result: dict[str, Any]
+    gaps: list[CausedGap]
 
 
 async def search_rate(
