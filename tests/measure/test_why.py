@@ -44,7 +44,7 @@ def post(connection: http.client.HTTPConnection, body: dict[str, Any]) -> None:
 def ledgers(server: Server, capsys: pytest.CaptureFixture[str], *words: str) -> list[Any]:
     url = f"http://127.0.0.1:{server.port}"
     assert main(["why", url, "--seconds", "600", "--json", *words]) == 0
-    return list(json.loads(capsys.readouterr().out))
+    return list(json.loads(capsys.readouterr().out)["requests"])
 
 
 def test_every_ledger_sums_to_the_whole(server: Server, capsys: pytest.CaptureFixture[str]) -> None:

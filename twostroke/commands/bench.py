@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from twostroke.measure.bench import ServeOptions
     from twostroke.measure.definitions import Goals
 
-SUMMARY = "measure a server: TTFT, TPOT, ITL, throughput, goodput"
 DESCRIPTION = (
     "Measure any OpenAI-compatible server under vLLM's option names. Latency counts from the time "
     "a request was due. A run that cannot be believed (client late, errors, answers from a cache, "

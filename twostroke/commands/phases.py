@@ -8,7 +8,6 @@ import asyncio
 from twostroke.commands.bench import NOT_CERTIFIED, add_server_url, api_key
 from twostroke.commands.results import add_result_arguments, check_output, tell
 
-SUMMARY = "one request taken apart: slow to start, or slow to stream?"
 DESCRIPTION = (
     "Send one controlled request (fixed prompt, fixed output, nobody else) to any server that "
     "speaks OpenAI's API, and say where its time went: queue, prefill, decode. The evidence it had "

@@ -9,7 +9,6 @@ import json
 from twostroke.commands.bench import add_server_url, api_key
 from twostroke.commands.results import add_result_arguments, check_output, tell, write
 
-SUMMARY = "what a server's steps are made of: stages or kernels, by phase"
 DESCRIPTION = (
     "Profile a running twostroke server for some seconds without restarting it: on a CPU the "
     "stages of every step, on a GPU (and with --kernels reference) torch's kernels, for steps that "

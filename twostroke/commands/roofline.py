@@ -10,7 +10,6 @@ from twostroke.commands.results import add_result_arguments, check_output, tell
 from twostroke.commands.trace import fetch_records
 from twostroke.errors import ConfigError
 
-SUMMARY = "how fast a model could be on a machine, by phase"
 DESCRIPTION = (
     "Floors for prefill and decode from a model's shape and a machine's rates: FLOPs, bytes, TTFT "
     "and TPOT that nobody can be faster than, KV bytes per token, how many requests fit, where "

@@ -12,7 +12,6 @@ from twostroke.commands.bench import add_server_url, api_key
 from twostroke.commands.results import check_output
 from twostroke.errors import ConfigError
 
-SUMMARY = "the last seconds of a server as a timeline"
 DESCRIPTION = (
     "Write what a running twostroke server did in the last seconds as a timeline that "
     "https://ui.perfetto.dev and chrome://tracing open. Nothing is switched on and nothing slows "

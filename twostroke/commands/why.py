@@ -10,7 +10,6 @@ from twostroke.commands.results import add_result_arguments, check_output, tell
 from twostroke.commands.trace import fetch_records
 from twostroke.errors import ConfigError, RequestError
 
-SUMMARY = "where the time of a slow request went, and who took it"
 DESCRIPTION = (
     "Explain requests that have ended on a twostroke server: a sentence, then a ledger that sums "
     "to the whole, with the requests and steps that caused the waits. Example: "

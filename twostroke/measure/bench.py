@@ -12,7 +12,7 @@ from typing import Any
 from twostroke.errors import ConfigError
 from twostroke.measure.arrivals import arrival_times, check_rate, ramp_times
 from twostroke.measure.causes import CausedGap, caused_gaps, summary
-from twostroke.measure.client import CHAT, COMPLETIONS, OpenAIClient, first_model
+from twostroke.measure.client import CHAT, COMPLETIONS, OpenAIClient, first_model, send_first
 from twostroke.measure.definitions import Goals, Sample
 from twostroke.measure.http import Connections, Endpoint, ServerError
 from twostroke.measure.result import result
@@ -102,9 +102,7 @@ class ServeBench:
             await self._fit_words()
         client = self._client()
         for planned in self._random(max(1, options.num_warmups), "warm up"):
-            sample = await client.send(replace(planned, at_s=0.0), 0.0)
-            if not sample.ok:
-                raise ServerError(f"a first request to {options.route} failed: {sample.error}")
+            await send_first(client, planned)
 
     async def run(self, tell: Tell = lambda sample: None, rate: float | None = None) -> Outcome:
         """`rate`: instead of the one that was asked for."""
@@ -209,9 +207,7 @@ class ServeBench:
         prompts = Prompts(0, secrets.token_hex(4), as_text=True)
         counts = []
         for words in (PROBE_WORDS, 3 * PROBE_WORDS):
-            sample = await client.send(Planned(0.0, prompts.unique(words, words), 0, 1), 0.0)
-            if sample.error:
-                raise ServerError(f"a first request to {CHAT} failed: {sample.error}")
+            sample = await send_first(client, Planned(0.0, prompts.unique(words, words), 0, 1))
             counts.append(sample.prompt_tokens)
         tokens = counts[1] - counts[0]
         if tokens > 0:

@@ -12,6 +12,7 @@ from twostroke.measure.http import Connections, ServerError
 from twostroke.measure.workload import Planned
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+OTHER_ROUTES = "bench serve --backend openai-chat, phases --chat"
 IDLE_TIMEOUT_S = 600.0  # between two pieces of an answer
 
 
@@ -56,10 +57,12 @@ class OpenAIClient:
         try:
             await self._read(sample, body)
         except ServerError as error:
-            sample.error = str(error)
+            sample.error, sample.status = str(error), error.status
         sample.ended_s = perf_counter()
         if not sample.error and not sample.content_s:
-            sample.error = "the server streamed no content"
+            sample.error = (
+                f"the server streamed no content; try another route ({OTHER_ROUTES}) or model"
+            )
         sample.prompt_tokens = sample.prompt_tokens or planned.prompt_tokens
         sample.output_tokens = sample.output_tokens or len(sample.content_s)
         return sample
@@ -111,6 +114,28 @@ def _content(choice: dict[str, Any]) -> str:
     if not text and delta.get("tool_calls"):
         text = json.dumps(delta["tool_calls"])
     return text or ""
+
+
+async def send_first(client: OpenAIClient, planned: Planned) -> Sample:
+    """A request that has to succeed before others make sense; raises with what to do."""
+    sample = await client.send(planned, perf_counter())
+    if sample.ok:
+        return sample
+    hint = ""
+    if sample.status == 404:
+        known = await known_models(client.connections)
+        if known and client.model not in known:
+            hint = f"; give a model that the server has with --model: {', '.join(known[:8])}"
+    raise ServerError(f"a first request to {client.route} failed: {sample.error}{hint}")
+
+
+async def known_models(connections: Connections) -> list[str]:
+    """What the server calls its models; nothing where it does not say."""
+    try:
+        listed = await connections.fetch_json("/v1/models")
+        return [str(one["id"]) for one in listed["data"]]
+    except (ServerError, KeyError, TypeError):
+        return []
 
 
 async def first_model(connections: Connections) -> dict[str, Any]:

@@ -43,6 +43,7 @@ class Sample:
     finish_reason: str | None = None
     answer_id: str = ""  # as the server calls it
     error: str = ""
+    status: int | None = None  # of a refusal
     timings: dict[str, Any] | None = None  # the server's own, as llama.cpp and twostroke send them
 
     @property

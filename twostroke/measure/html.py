@@ -77,8 +77,9 @@ dl{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:4px 18px}
 dt{color:var(--soft)}dd{min-width:0;overflow-wrap:anywhere}section ul{padding-left:20px}
 details summary{cursor:pointer;font-weight:650}details[open] summary{margin-bottom:8px}
 @media(max-width:760px){body{padding:12px 12px 24px}.plots{grid-template-columns:minmax(0,1fr)}
-.broad{display:none}.narrow{display:block}
-svg text{font-size:20px}td,th{padding-left:11px}td:first-child{white-space:normal;min-width:84px}.keys{margin-left:0;width:100%}.tiles{grid-template-columns:1fr 1fr}
+.broad{display:none}.narrow{display:block}svg text{font-size:20px}
+.keys{margin-left:0;width:100%}.tiles{grid-template-columns:1fr 1fr}
+td,th{padding-left:11px}td:first-child{white-space:normal;min-width:84px}
 dl{grid-template-columns:minmax(0,1fr)}dd{margin-bottom:6px}
 .ledger>div{grid-template-columns:minmax(0,1fr) 76px 60px;gap:3px 10px;
 grid-template-areas:"name took share" "bar bar bar" "why why why"}}
