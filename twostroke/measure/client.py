@@ -49,9 +49,12 @@ class OpenAIClient:
             body["prompt"] = planned.prompt
         return body | self._extra | (planned.extra or {})
 
-    async def send(self, planned: Planned, scheduled_s: float) -> Sample:
-        """Never raises for what the server does: the sample has the error."""
-        sample = Sample(scheduled_s)
+    async def send(
+        self, planned: Planned, scheduled_s: float, into: Sample | None = None
+    ) -> Sample:
+        """Never raises for what the server does: the sample has the error. `into`: a sample to fill
+        while the answer comes, for who looks at it meanwhile or breaks it off."""
+        sample = into or Sample(scheduled_s)
         body = json.dumps(self.body(planned)).encode()
         sample.sent_s = perf_counter()
         try:
