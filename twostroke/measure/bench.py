@@ -276,7 +276,8 @@ async def search_rate(
             "request_rate": rate,
             "share": met,
             "goodput": outcome.result["request_goodput"],
-            "p99_ttft_ms": outcome.result.get("p99_ttft_ms"),
+            "median_ttft_ms": outcome.result["median_ttft_ms"],
+            "median_tpot_ms": outcome.result["median_tpot_ms"],
             "met": met >= share,
         }
         rows.append(row)

@@ -98,11 +98,13 @@ def chart(
     x_log: bool | None = False,
     y_log: bool | None = False,
     marks: Sequence[tuple[float, str]] = (),
+    marks_below: bool = False,
     note: str = "",
     wide: bool = False,
 ) -> str:
     """A figure; "" without points. `marks`: vertical lines with words, such as goals and
-    percentiles. `x_log`, `y_log` None: where values differ a lot."""
+    percentiles; their words stand at the top or, with `marks_below`, where a curve that rises is
+    not. `x_log`, `y_log` None: where values differ a lot."""
     points = [point for one in series for point in one.points]
     if not points:
         return ""
@@ -116,7 +118,7 @@ def chart(
         drawn = [*_grid(across, up), *(_drawn(one, across, up) for one in series)]
         return (
             f'<svg class="{kind}" viewBox="0 0 {width} {HEIGHT}" role="img" '
-            f'aria-label="{escape(title)}">{"".join(drawn)}{"".join(_marks(marks, across))}</svg>'
+            f'aria-label="{escape(title)}">{"".join(drawn)}{"".join(_marks(marks, across, marks_below))}</svg>'
         )
 
     # A picture that is as wide as the page would have tiny letters on a phone: it is there twice.
@@ -169,7 +171,7 @@ def _drawn(one: Series, across: Axis, up: Axis) -> str:
             path = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in places)
             return f'<path class="dots c-{one.color}" d="{path}"/>'
         circles = (
-            f'<circle class="{one.kind} c-{one.color}" cx="{x:.1f}" cy="{y:.1f}" r="5"><title>'
+            f'<circle class="{one.kind} c-{one.color}" cx="{x:.1f}" cy="{y:.1f}" r="4"><title>'
             f"{escape(one.name)} {number(px, across.unit)}, {number(py, up.unit)}</title></circle>"
             for (x, y), (px, py) in zip(places, one.points, strict=True)
         )
@@ -183,17 +185,18 @@ def _drawn(one: Series, across: Axis, up: Axis) -> str:
     return line
 
 
-def _marks(marks: Sequence[tuple[float, str]], across: Axis) -> list[str]:
+def _marks(marks: Sequence[tuple[float, str]], across: Axis, below: bool) -> list[str]:
     """Words of marks that stand close together go below one another."""
     parts, row, last = [], 0, -math.inf
     for value, words in sorted(marks):
         x = across.at(value)
         row = (row + 1) % 4 if x - last < MARK_ROOM else 0
         last = x
+        line = HEIGHT - BOTTOM - MARK_LINE * (row + 1) if below else TOP + MARK_LINE * row
         side, shift = ("end", -6) if x > across.end - MARK_ROOM else ("start", 6)
         parts.append(
             f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
-            f'<text class="{side} said" x="{x + shift:.1f}" y="{TOP + MARK_LINE * row}" '
+            f'<text class="{side} said" x="{x + shift:.1f}" y="{line}" '
             f'dy=".9em">{escape(words)}</text>'
         )
     return parts

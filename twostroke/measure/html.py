@@ -56,7 +56,7 @@ text.end{text-anchor:end}text.mid{text-anchor:middle}
 .grid{stroke:var(--line)}.mark{stroke:var(--soft);stroke-dasharray:4 4}
 polyline{fill:none;stroke:var(--c);stroke-width:2.2;stroke-linejoin:round}
 polyline.dashes{stroke-dasharray:6 5}.fill{fill:var(--c);opacity:.16}
-path.dots{fill:none;stroke:var(--c);stroke-width:4;stroke-linecap:round}
+path.dots{fill:none;stroke:var(--c);stroke-width:5;stroke-linecap:round}
 circle.dots{fill:var(--c)}circle.rings{fill:var(--card);stroke:var(--c);stroke-width:3.5}
 .c-prefill{--c:var(--prefill)}.c-decode{--c:var(--decode)}.c-preemption{--c:var(--preemption)}
 .c-host{--c:var(--host)}.c-good{--c:var(--good)}.c-bad{--c:var(--bad)}.c-queue{--c:var(--queue)}

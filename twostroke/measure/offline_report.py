@@ -114,6 +114,7 @@ def _distributions(found: Json) -> list[str]:
                 (found[f"{key}_{name}_ms"], f"{key} {milliseconds(found[f'{key}_{name}_ms'])}")
                 for key in ("median", "p99")
             ],
+            marks_below=True,
         )
         for name, color in (("ttft", "prefill"), ("tpot", "decode"))
         if found[f"{name}s_ms"]

@@ -111,6 +111,7 @@ def _distributions(outcome: Outcome, shown: Sequence[str]) -> list[str]:
                 y_unit="%",
                 x_log=None,
                 marks=marks if values[metric] else (),
+                marks_below=True,
             )
         )
     return figures

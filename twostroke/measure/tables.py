@@ -24,7 +24,7 @@ CAUSE_NAMES = {
     "host": "host",
     "outside": "outside the engine",
 }
-SEARCH_HEAD = ("requests a second", "goals met by", "goodput", "TTFT, p99", "")
+SEARCH_HEAD = ("requests a second", "goals met by", "goodput", "TTFT, median", "TPOT, median", "")
 SHORT = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "end to end"}
 
 
@@ -95,7 +95,8 @@ def search_rows(tried: Sequence[dict[str, Any]]) -> list[list[str]]:
             f"{row['request_rate']:,.2f}",
             f"{row['share']:.0%}",
             f"{row['goodput'] or 0.0:,.2f}",
-            milliseconds(row["p99_ttft_ms"]),
+            milliseconds(row["median_ttft_ms"]),
+            milliseconds(row["median_tpot_ms"]),
             "met" if row["met"] else "not met",
         ]
         for row in sorted(tried, key=lambda row: row["request_rate"])
