@@ -116,9 +116,10 @@ def chart(
     def picture(width: int, kind: str) -> str:
         across = Axis(_low(xs, x_log), max(xs), LEFT, width - RIGHT, x_log, x_unit)
         drawn = [*_grid(across, up), *(_drawn(one, across, up) for one in series)]
+        drawn += _marks(marks, across, marks_below)
         return (
             f'<svg class="{kind}" viewBox="0 0 {width} {HEIGHT}" role="img" '
-            f'aria-label="{escape(title)}">{"".join(drawn)}{"".join(_marks(marks, across, marks_below))}</svg>'
+            f'aria-label="{escape(title)}">{"".join(drawn)}</svg>'
         )
 
     # A picture that is as wide as the page would have tiny letters on a phone: it is there twice.
