@@ -17,13 +17,13 @@ from twostroke.measure.tables import duration
 
 Record = dict[str, Any]
 SHORT_ID = 17  # "chatcmpl-" and 8 digits: no two of one server's records are alike
-# The parts of a request's time: their colour in a report, and whether they precede its first token.
+# Parts of a request's time: their colour in a report, and whether they precede its first token. What
+# is not here is others' work, such as "others, during prefill".
 PARTS = {
     "tokenising": ("host", True),
     "waiting in the queue": ("queue", True),
     "prefill of its own prompt": ("prefill", True),
     "host, during prefill": ("host", True),
-    "others, during prefill": ("preemption", True),
     "decode": ("decode", False),
     "prefill of others, between its tokens": ("prefill", False),
     "preemption": ("preemption", False),

@@ -57,7 +57,7 @@ def why_page(ledgers: Sequence[Ledger], server: dict[str, Any]) -> str:
 
 
 def _request(one: Ledger) -> str:
-    first = sum(e.seconds for e in one.entries if PARTS.get(e.part, ("", False))[1])
+    first = sum(entry.seconds for entry in one.entries if _look(entry)[1])
     figures = [
         ("in all", milliseconds(1e3 * one.total_s), "queue"),
         ("up to the first token", milliseconds(1e3 * first), "prefill"),
@@ -70,7 +70,7 @@ def _request(one: Ledger) -> str:
         (f"tokens written; ended: {one.finish_reason}", f"{one.output_tokens:,}", "decode"),
     ]
     parts = [
-        (entry.part, max(0.0, entry.seconds / one.total_s), _color(entry))
+        (entry.part, max(0.0, entry.seconds / one.total_s), _look(entry)[0])
         for entry in one.entries
         if entry.seconds >= 0.005 * one.total_s
     ]
@@ -78,7 +78,7 @@ def _request(one: Ledger) -> str:
         (
             entry.part,
             entry.seconds / one.total_s,
-            _color(entry),
+            _look(entry)[0],
             milliseconds(1e3 * entry.seconds),
             _because(entry),
         )
@@ -87,8 +87,8 @@ def _request(one: Ledger) -> str:
     return tiles(figures) + section(one.sentence(), stacked(parts) + ledger(rows))
 
 
-def _color(entry: Entry) -> str:
-    return PARTS.get(entry.part, ("soft", False))[0]
+def _look(entry: Entry) -> tuple[str, bool]:
+    return PARTS.get(entry.part, ("preemption", entry.part.endswith("during prefill")))
 
 
 def _sorted(one: Ledger) -> list[Entry]:
