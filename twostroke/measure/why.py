@@ -17,8 +17,8 @@ from twostroke.measure.tables import duration
 
 Record = dict[str, Any]
 SHORT_ID = 17  # "chatcmpl-" and 8 digits: no two of one server's records are alike
-# Parts of a request's time: their colour in a report, and whether they precede its first token. What
-# is not here is others' work, such as "others, during prefill".
+# Parts of a request's time: their colour in a report, and whether they precede its first token.
+# What is not here is others' work, such as "others, during prefill".
 PARTS = {
     "tokenising": ("host", True),
     "waiting in the queue": ("queue", True),
