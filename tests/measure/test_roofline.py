@@ -98,7 +98,7 @@ def test_the_command_prints_draws_and_refuses(
     words = ["roofline", "llama-3.1-8b", "--hardware", "H100"]
     assert main([*words, "--html", str(page)]) == 0
     assert "compute" in capsys.readouterr().out
-    assert page.read_text().count("<svg") == 3
+    assert page.read_text().count("<figure") == 3
     assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["kv_bytes_per_token"] == 131_072
     assert main(["roofline", "llama-3.1-8b", "--hardware", "H1000"]) == 1
