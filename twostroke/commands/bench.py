@@ -22,14 +22,12 @@ if TYPE_CHECKING:
 DESCRIPTION = (
     "Measure any OpenAI-compatible server under vLLM's option names. Latency counts from the time "
     "a request was due. A run that cannot be believed (client late, errors, answers from a cache, "
-    "too few requests for a percentile) is not certified, and exits with 3."
-)
-OPERANDS = " COMMAND …"
-NOT_CERTIFIED = 3
-EXAMPLE = (
+    "too few requests for a percentile) is not certified, and exits with 3. "
     "Example: twostroke bench serve --num-prompts 400 --request-rate 2 --random-input-len 256 "
     "--random-output-len 32 --goodput ttft:500 tpot:50 --html report.html"
 )
+OPERANDS = " COMMAND …"
+NOT_CERTIFIED = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests to a running server",
         description=DESCRIPTION,
         usage="twostroke bench serve [options]",
-        epilog=EXAMPLE,
         allow_abbrev=False,
     )
     _add_serve(serve)
