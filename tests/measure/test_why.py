@@ -13,6 +13,7 @@ import pytest
 from tests.server.test_load import Server, served
 from tests.tiny import tiny_folder
 from twostroke.cli import main
+from twostroke.errors import RequestError
 from twostroke.measure.why import Explainer
 
 STREAM = {"prompt": [60, 61], "max_tokens": 120, "ignore_eos": True, "stream": True}
@@ -148,3 +149,6 @@ def test_the_slowest_come_first(tmp_path: Path) -> None:
     requests = [record(f"r{n}", finished_s=5.0 + n) for n in range(4)]
     explainer = Explainer({"steps": [], "requests": requests})
     assert [one["request_id"] for one in explainer.slowest(2)] == ["r3", "r2"]
+    assert explainer.find("r3")["request_id"] == explainer.find("r3…")["request_id"] == "r3"
+    with pytest.raises(RequestError, match="4 requests begin with 'r'; give more of it"):
+        explainer.find("r")
