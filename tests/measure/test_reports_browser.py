@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tests.server.browser import Browser, browser, chromium
 from tests.server.test_load import served
 from tests.tiny import tiny_folder
 from twostroke.cli import main
+from twostroke.engine.spawn import DEFAULT_BUILDER
 from twostroke.measure.bench import ServeOptions, run_serve
 from twostroke.measure.definitions import Goals
 from twostroke.measure.serve_report import serve_page
@@ -83,7 +85,7 @@ POOR = """(() => {
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The real commands on a tiny model behind a real server, 5 ms a step."""
+    """The real commands on a tiny model behind a real server."""
     folder = tmp_path_factory.mktemp("reports")
     model = tiny_folder(folder / "tiny")
     made = {name: folder / f"{name}.html" for name in PLOTS}
@@ -94,7 +96,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
     with (
         pytest.MonkeyPatch.context() as patch,
-        served(model, step_s=0.005, num_gpu_blocks_override=256) as server,
+        served(model, DEFAULT_BUILDER, device="cpu", num_gpu_blocks_override=256) as server,
     ):
         patch.setattr("twostroke.measure.workload.FIRST_ID", 10)
         patch.setattr("twostroke.measure.workload.LAST_ID", 299)
@@ -103,7 +105,10 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         run("why", ["why", url, "--slowest", "3"])
         run("phases", ["phases", url, "--prompt-tokens", "40", "--output-tokens", "20"])
         run("roofline", ["roofline", "qwen3-0.6b", "--hardware", "H100", "--server", url])
-        run("profile", ["profile", url, "--seconds", "0.3"])
+        load = Thread(target=outcome, args=(url,))
+        load.start()
+        run("profile", ["profile", url, "--seconds", "1"])
+        load.join()
         sizes = ["--model", str(model), "--device", "cpu", "--num-gpu-blocks-override", "64"]
         sizes += ["--input-len", "16", "--output-len", "8"]
         run("latency", ["bench", "latency", *sizes, "--num-iters", "3", "--batch-size", "2"])
@@ -114,7 +119,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def outcome(url: str) -> Any:
     options = ServeOptions(
         url=url,
-        num_prompts=24,
+        num_prompts=36,
         random_input_len=60,
         random_range_ratio=0.8,
         random_output_len=20,
