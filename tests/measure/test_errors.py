@@ -78,7 +78,9 @@ def test_a_model_that_is_not_there(
     command: str, locked: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [locked if word == DEAD else word for word in COMMANDS[command]]
-    says = r"answered 404: .*; give a model that the server has with --model: tiny"
+    says = (
+        r"answered 404: the model 'nope' .*there is tiny; give one that the server has with --model"
+    )
     refused([*words, locked, "--api-key", "sesame", "--model", "nope"], says, capsys)
 
 

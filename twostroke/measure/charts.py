@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, WIDE, HEIGHT = 640, 1320, 280
-LEFT, RIGHT, TOP, BOTTOM = 88, 26, 16, 32
+LEFT, RIGHT, TOP, BOTTOM = 88, 40, 16, 32
 MARK_LINE = 24  # between the words of two marks that stand close together
 MARK_ROOM, TICK_ROOM = 260, 78  # what words take at most, on a phone
 MANY = 60  # points, from which on a dot says no more what it is

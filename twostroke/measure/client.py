@@ -128,8 +128,11 @@ async def send_first(client: OpenAIClient, planned: Planned) -> Sample:
     if sample.status == 404:
         known = await known_models(client.connections)
         if known and client.model not in known:
-            hint = f"; give a model that the server has with --model: {', '.join(known[:8])}"
-    raise ServerError(f"a first request to {client.route} failed: {sample.error}{hint}")
+            hint = "; give one that the server has with --model"
+            if not any(name in sample.error for name in known):
+                hint += f": {', '.join(known[:8])}"
+    said = sample.error.rstrip(".") if hint else sample.error
+    raise ServerError(f"a first request to {client.route} failed: {said}{hint}")
 
 
 async def known_models(connections: Connections) -> list[str]:
