@@ -185,13 +185,13 @@ def array(kind: int, values: list[Any]) -> bytes:
 def write_bases(root: Path) -> None:
     from tests.model import vocabularies as made
     from tests.tiny import tiny_folder
-    from twostroke.model.gguf_vocab import _pre_tokenizer
+    from twostroke.model.pre_tokenizers import QWEN2, pre_tokenizer_of
 
     for name, config in FOLDERS.items():
         tiny_folder(root / name, **config)
     vocabularies = {
         "llama": made.sentencepiece_metadata(),
-        "qwen2": made.byte_level_metadata(made.train_byte_level(_pre_tokenizer("qwen2")), "qwen2"),
+        "qwen2": made.byte_level_metadata(made.train_byte_level(pre_tokenizer_of(QWEN2)), "qwen2"),
     }
     vocabularies["qwen3"] = vocabularies["qwen2"]
     vocabularies["gemma3"] = made.gemma_metadata()

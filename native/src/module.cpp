@@ -31,6 +31,7 @@ using Ints2 = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::
 using OutFloats2 = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using OutInts2 = nb::ndarray<int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using OutInts1 = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Grid = nb::ndarray<const int8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Keys = nb::ndarray<const uint32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using PoolData = nb::ndarray<uint16_t, nb::ndim<6>, nb::c_contig, nb::device::cpu>;
 
@@ -38,6 +39,8 @@ namespace {
 
 Format format_of(const std::string& name, const Kernels& kernels) {
   if (name == "q4") return kernels.slow_fp16_loads ? Format::kQ4F : Format::kQ4;
+  if (name == "q4t") return Format::kQ4T;
+  if (name == "q4ts") return Format::kQ4TS;
   if (name == "q4f") return Format::kQ4F;
   if (name == "q8") return Format::kQ8;
   if (name == "q8f") return Format::kQ8F;
@@ -52,7 +55,9 @@ Format format_of(const std::string& name, const Kernels& kernels) {
 const char* name_of(Format format) {
   switch (format) {
     case Format::kQ4: return "q4";
+    case Format::kQ4T: return "q4t";
     case Format::kQ4F: return "q4f";
+    case Format::kQ4TS: return "q4ts";
     case Format::kQ8: return "q8";
     case Format::kQ8F: return "q8f";
     case Format::kQ8S: return "q8s";
@@ -273,13 +278,19 @@ NB_MODULE(_native, m) {
            "format"_a, "rows"_a, "cols"_a, "isa"_a = "auto")
       .def_prop_ro("num_bytes", &Matrix::num_bytes)
       .def("put_blocks",
-           [](Matrix& self, const std::string& type, const Bytes2& data, const Ints1& place) {
+           [](Matrix& self, const std::string& type, const Bytes2& data, const Ints1& place,
+              const std::optional<Grid>& grid) {
              check_places(self, data.shape(0), place);
+             const size_t entries = find_block_type(type).grid_entries;
+             check((grid ? grid->shape(0) : 0) == entries, "another grid than this type's");
+             check(!grid || grid->size() == entries * find_block_type(type).grid_columns,
+                   "another grid than this type's");
              nb::gil_scoped_release free;
              self.put_blocks(type, data.data(), data.shape(1), static_cast<int>(data.shape(0)),
-                             place.data());
+                             place.data(), grid ? grid->data() : nullptr);
            },
-           "type"_a, "data"_a, "place"_a)
+           "type"_a, "data"_a, "place"_a, "grid"_a = nb::none(),
+           "`grid`: the vectors that the type's codes choose from, where it has such.")
       .def("put_floats",
            [](Matrix& self, const Floats2& data, const Ints1& place) {
              check_places(self, data.shape(0), place);

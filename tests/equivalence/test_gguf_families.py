@@ -59,6 +59,8 @@ from tests.equivalence.rows import (
     same_weights_under,
     write_with_ours,
 )
+from tests.model.gguf_files import put_scales
+from twostroke.model.block_types import BlockType
 
 # A model that differs in the thing a test is about differs by more than this. The least that was
 # found is 0.023, with one matrix of fourteen wrong by one part in a hundred.
@@ -119,6 +121,8 @@ FAMILIES |= {
 }
 BLOCK_TYPES = [Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1]
 BLOCK_TYPES += [Type.Q8_0, Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K]
+LATER_TYPES = [Type.IQ4_NL, Type.IQ4_XS, Type.MXFP4, Type.IQ3_S, Type.IQ3_XXS, Type.IQ2_XXS]
+LATER_TYPES += [Type.IQ2_XS, Type.IQ2_S, Type.IQ1_S, Type.IQ1_M, Type.TQ1_0, Type.TQ2_0]
 KINDS = [(family, type) for family in ("llama", "qwen2", "qwen3") for type in BLOCK_TYPES]
 KINDS += [
     (family, type)
@@ -127,6 +131,7 @@ KINDS += [
 ]
 NEW = list(FAMILIES)[list(FAMILIES).index("smollm3") :]
 KINDS += [(family, Type.Q4_0) for family in ("smollm3", "glm4", "stablelm")]
+KINDS += [("llama", Type.IQ4_XS), ("qwen2", Type.IQ2_XXS)]
 # Where a block of 256 has its half-precision scales, and how large each is in proportion: the
 # second one shifts the values, and this much of it centres them.
 K_SCALES = {
@@ -135,6 +140,10 @@ K_SCALES = {
     Type.Q4_K: {0: 1.0, 2: 7.5},
     Type.Q5_K: {0: 1.0, 2: 15.5},
     Type.Q6_K: {208: 1.0},
+    Type.IQ1_M: {48: 1.0},
+}
+K_SCALES |= {
+    type: {0: 1.0} for type in LATER_TYPES if type.name.startswith("IQ") and type != Type.IQ1_M
 }
 
 Edit = Callable[[gguf.GGUFWriter], None]
@@ -230,8 +239,8 @@ def neighbours_from_halves(values: np.ndarray, heads: int) -> np.ndarray:
 
 
 def packed(values: np.ndarray, type: Type) -> np.ndarray:
-    """Bytes of the rows. The package cannot write K types: there the bits are random, the scales
-    such that the values are spread as those of the other types."""
+    """Bytes of the rows. The package cannot write K and IQ types: there the bits are random, the
+    scales such that the values are spread as those of the other types."""
     if type not in K_SCALES:
         return gguf.quants.quantize(values, type)
     random = np.random.default_rng(values.view(np.uint32)[0, :4])  # other bits for each matrix
@@ -242,8 +251,7 @@ def packed(values: np.ndarray, type: Type) -> np.ndarray:
 
     def rows(unit: float) -> np.ndarray:
         for at, proportion in K_SCALES[type].items():
-            scales = (unit * proportion * sizes).astype("<f2")
-            blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
+            put_scales(blocks, BlockType(type.name), at, unit * proportion * sizes)
         return blocks.reshape(len(values), -1)
 
     unit = 2.0**-10

@@ -98,9 +98,11 @@ def test_the_command_prints_draws_and_refuses(
     words = ["roofline", "llama-3.1-8b", "--hardware", "H100"]
     assert main([*words, "--html", str(page)]) == 0
     assert "compute" in capsys.readouterr().out
-    assert page.read_text().count("<svg") == 3
-    assert main([*words, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["kv_bytes_per_token"] == 131_072
+    assert page.read_text().count("<figure") == 3
+    assert main([*words, "--json", "--html", str(page)]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["kv_bytes_per_token"] == 131_072  # and nothing else is there
+    assert told.err == f"report: {page}\n"
     assert main(["roofline", "llama-3.1-8b", "--hardware", "H1000"]) == 1
     assert "is not in the table, did you mean" in capsys.readouterr().err.replace("; did", ", did")
     assert main(["roofline", "lama-3.1-8b"]) == 1

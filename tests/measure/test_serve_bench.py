@@ -145,7 +145,7 @@ def test_the_command_saves_reports_and_says_if_it_is_certified(
     assert saved["completed"] == 40
     assert saved["certified"] == (status == 0)
     html = page.read_text()
-    assert html.count("<svg") == 4
+    assert html.count("<figure") == 6
     assert "http://" not in html.replace(server.url, "")  # nothing is loaded from anywhere
     assert "paced" in capsys.readouterr().out
 

@@ -136,7 +136,6 @@ ONE = np.ones(1, np.float32)
             "llama.block_count is 1, but the file has 9 tensors of further",
         ),
         (setting("type", "adapter", "general"), "holds a GGUF 'adapter', not a model"),
-        (setting("count", 3, "split"), "one of 3 parts of a split model"),
         (extra_tensor("blk.0.attn_sub_norm.weight", ONE), "'blk.0.attn_sub_norm.weight' is not"),
         (extra_tensor("blk.1.ffn_up_exps.weight", ONE), "'blk.1.ffn_up_exps.weight' is not"),
         (extra_tensor("blk.1.attn_q_norm.weight", ONE), "'blk.1.attn_q_norm.weight' is not"),

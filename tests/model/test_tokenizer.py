@@ -234,7 +234,7 @@ def test_half_a_surrogate_pair_is_refused() -> None:
     [
         ({"model": "t5"}, r"'t5'.*'gpt2', 'llama'.*--tokenizer"),
         ({"model": None}, r"None.*Supported.*--tokenizer"),
-        ({"pre": "qwen3"}, r"'qwen3'.*mean 'qwen2'.*llama-bpe.*--tokenizer"),
+        ({"pre": "qwen-2"}, r"'qwen-2'.*mean 'qwen2'.*llama-bpe.*--tokenizer"),
         ({"tokens": []}, r"no tokenizer\.ggml\.tokens.*--tokenizer"),
         ({"token_type": [1]}, r"token_type; it has 1"),
         ({"merges": ["nospace"]}, r"tokenizer\.ggml\.merges"),

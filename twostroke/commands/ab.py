@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from twostroke.measure.prediction import Outcome
     from twostroke.measure.verdict import Experiment
 
-SUMMARY = "does a change help? two servers or settings, in pairs"
 DESCRIPTION = (
     "Compare B with A under the exact same requests, in interleaved pairs of runs (A B, B A, …): "
     "the ratio of each metric with its interval, corrected for several metrics, and WIN, LOSS, TIE "

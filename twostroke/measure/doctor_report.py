@@ -77,7 +77,7 @@ def verdict_page(found: Verdict) -> str:
         )
     unknown = [(name, why) for name, why in found.not_examined.items()]
     body += ["<h2>Not examined</h2>", table(["cause", "why"], unknown)]
-    return page(f"twostroke doctor: {found.verdict}", body, found.as_json())
+    return page("doctor", headline(found), _evidence(found), body, found.as_json())
 
 
 def show_exam(console: Console, found: dict[str, Any]) -> None:

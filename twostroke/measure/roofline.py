@@ -10,15 +10,25 @@ divided by an efficiency that well-made kernels reach. Measured is what a runnin
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from twostroke.measure.hardware import DECODE_EFFICIENCY, PREFILL_EFFICIENCY, Hardware
+from twostroke.measure.result import environment
 from twostroke.model.cost import CostModel, cost_model
 from twostroke.model.spec import ModelSpec
 
 WEIGHT_BYTES = {"fp32": 4.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5625, "fp4": 0.5625}
 KV_BYTES = {"fp32": 4.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0}
+DEFINITIONS = {
+    "floor": "the least time for the work at the machine's rates: the larger of FLOPs / rate of "
+    "products and bytes / bandwidth, plus what passes between devices",
+    "estimate": "the floor divided by what well-made kernels reach of a data sheet; where the "
+    "machine was measured, the floor",
+    "FLOPs a byte": "arithmetic intensity; below the ridge memory decides, above it products",
+    "measured": "what a running server's steps of one phase alone did, over their time",
+}
 RESERVED = 0.9  # of the memory, for weights and KV: --gpu-memory-utilization's default
 
 
@@ -196,7 +206,7 @@ class Roofline:
         read = self.parameters * width / self.bandwidth
         found = [
             f"Rule of thumb: prefill 2 × {self.parameters / 1e9:.2f}e9 parameters × "
-            f"{settings.prompt:,} tokens / {self.rate / 1e12:,.0f} TFLOP/s = {1e3 * thumb:.1f} ms; "
+            f"{settings.prompt:,} tokens / {rate_words(self.rate)} = {1e3 * thumb:.1f} ms; "
             f"decode {width:g} bytes × parameters / {self.bandwidth / 1e9:,.0f} GB/s = "
             f"{1e3 * read:.2f} ms."
         ]
@@ -264,6 +274,27 @@ class MeasuredPhase:
     def flops_per_s(self) -> float:
         return self.flops / self.seconds
 
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "phase": self.name,
+            "steps": self.steps,
+            "intensity_flops_per_byte": self.intensity,
+            "flops_per_s": self.flops_per_s,
+            "bytes_per_s": self.num_bytes / self.seconds,
+        }
+
+
+def roofline_json(model: str, found: Roofline, measured: Sequence[MeasuredPhase]) -> dict[str, Any]:
+    return (
+        {"model": model}
+        | found.as_json()
+        | {
+            "measured": [one.as_json() for one in measured],
+            "definitions": DEFINITIONS,
+            "environment": environment(),
+        }
+    )
+
 
 def measured_phases(steps: list[dict[str, Any]]) -> list[MeasuredPhase]:
     """From step records (`/records`): steps that had one phase only, so that nothing is
@@ -284,6 +315,10 @@ def measured_phases(steps: list[dict[str, Any]]) -> list[MeasuredPhase]:
                 )
             )
     return found
+
+
+def rate_words(flops: float) -> str:
+    return f"{flops / 1e12:,.1f} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:,.0f} GFLOP/s"
 
 
 def _finite(value: float) -> float | None:

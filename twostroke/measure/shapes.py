@@ -73,7 +73,7 @@ def find_spec(model: str) -> ModelSpec:
         config = EngineConfig(model=model, load_format="dummy")
         return open_model(config, find_model(config), "cpu").spec
     except ModelError as error:
-        known = nearest(model.lower(), SHAPES)
+        meant = nearest(model.lower(), SHAPES) or "."
         raise ModelError(
-            f"{error}{known}\nKnown by name: {', '.join(SHAPES)}; or a size alone, such as 7B"
+            f"{error}{meant} Known by name: {', '.join(SHAPES)}; or a size alone, such as 7B"
         ) from None

@@ -311,12 +311,6 @@ def _architecture(file: GGUFFile) -> str:
             f"{file.path}: the architecture {shown(arch)} is not supported. "
             f"Supported: {', '.join(ARCHITECTURES)} (general.architecture)."
         )
-    num_parts = general.integer("split.count", 0, 1 << 16, default=0)
-    if num_parts > 1:
-        raise ModelError(
-            f"{file.path}: this is one of {num_parts} parts of a split model (split.count), which "
-            "are not supported. Join the parts into one file, or download the model as one file."
-        )
     return arch
 
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from twostroke.errors import ModelError
 from twostroke.kernels import cpu
 from twostroke.model.block_types import BlockType
+from twostroke.model.grids import grid_of
 from twostroke.model.rope import rope_tables
 from twostroke.model.spec import LayerSpec, ModelSpec
 from twostroke.model.weights import WeightSource, not_finite
@@ -242,11 +243,12 @@ class _Loader:
         is_quantised = source.stored_type(name) not in {None, *DENSE}
         packed = source.packed(name) if is_quantised and format != "f32" else None
         if packed is not None:
-            matrix.put_blocks(str(packed.type), np.ascontiguousarray(packed.rows), places)
+            rows = np.ascontiguousarray(packed.rows)
+            matrix.put_blocks(str(packed.type), rows, places, grid_of(packed.type))
         else:
-            rows = max(1, ELEMENTS_AT_ONCE * len(places) // math.prod(source.shape(name) or ()))
-            for first in range(0, len(places), rows):
-                part = slice(first, first + rows)
+            count = max(1, ELEMENTS_AT_ONCE * len(places) // math.prod(source.shape(name) or ()))
+            for first in range(0, len(places), count):
+                part = slice(first, first + count)
                 matrix.put_floats(np.ascontiguousarray(source.floats(name, part)), places[part])
         source.forget(name)
 

@@ -45,15 +45,16 @@ class GGUFWeights:
         info = self._info(name)
         if len(info.shape) != 2:
             raise ModelError(
-                f"{self._file.path}: the tensor {info.name!r} has shape {info.shape}, "
-                "expected a matrix. The file is damaged or belongs to another model."
+                f"{self.label(name)} has shape {info.shape}, expected a matrix. "
+                " The file is damaged or belongs to another model."
             )
         stored = np.frombuffer(self._file.raw(info.name), np.uint8).reshape(info.shape[0], -1)
         found = self._places[name].rows_in(stored, rows)
         return PackedMatrix(info.type, (len(found), info.shape[1]), found)
 
     def label(self, name: str) -> str:
-        return f"{self._file.path}: the tensor {self._names.tensor(name)!r}"
+        tensor = self._names.tensor(name)
+        return f"{self._file.path_of(tensor)}: the tensor {tensor!r}"
 
     def forget(self, name: str) -> None:
         self._file.forget(self._info(name).name)
