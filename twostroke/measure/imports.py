@@ -138,6 +138,8 @@ def _guidellm(content: dict[str, Any]) -> dict[str, Any]:
             "are not in the file",
             "guidellm's time_per_output_token divides the request's whole latency by all its "
             "tokens, so it has the TTFT in it: kept under `theirs`, not comparable",
+            "guidellm's latency counts from when the request was sent (request_dispatch_delay has "
+            "how late that was) to the end of the stream, not to the last token",
         ],
     }
 
@@ -173,6 +175,8 @@ def _aiperf(content: dict[str, Any]) -> dict[str, Any]:
         "differences": [
             "aiperf's inter_token_latency is (latency - TTFT) / (tokens - 1), a figure a request: "
             "our TPOT, and it is restated as such; gaps between single tokens are not in the file",
+            "aiperf's latency counts from when the client sent the request, not from when it was "
+            "due",
         ],
     }
 
