@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 from bench.witness import Json, Witness, gaps_s, get_json, largest, request_figures, tpot_s
@@ -215,10 +214,10 @@ def main() -> None:
             "throughput_share": BOUND_THROUGHPUT,
         },
         "tools": {},
+        "out_of_bounds": [],
     }
     outside = {"guidellm": (guidellm, args.guidellm), "aiperf": (aiperf, args.aiperf)}
     outside = {name: one for name, one in outside.items() if one[1]}
-    start = perf_counter()
     with (
         tempfile.TemporaryDirectory() as name,
         arm_server(shlex.quote(args.model) if args.model else "") as url,
@@ -233,37 +232,41 @@ def main() -> None:
                 else:
                     command, binary = outside[tool]
                     path = command(binary, url, served, args.requests, folder, tokenizer)
-            restated = import_result(str(path))
-            # Other tools try the server first; and a warm-up is no request of the run.
-            known = witness.requests
-            counted = {n: one for n, one in known.items() if len(one["token_s"]) == OUTPUT}
-            entry: Json = {}
-            if tool == "twostroke":
-                detail = json.loads(path.read_text())
-                ids = set(detail["request_ids"])
-                counted = {n: one for n, one in counted.items() if n in ids}
-                entry["request_by_request"] = request_by_request(detail, known)
-                entry["server_says"] = detail["server_says"]
-                entry["records"] = steps_and_requests(witness.steps, known)
-                entry["certified"], entry["problems"] = detail["certified"], detail["problems"]
-                print(json.dumps(entry, indent=1))
-            server = request_figures(counted.values())
-            rows = compared(restated, server)
-            show(f"{tool}, {server['requests']} requests", rows)
-            more = {"requests": restated["requests"], "recorded": server["requests"]}
-            found["tools"][tool] = {**more, "rows": rows, **entry}
+            result = checked(tool, path, witness)
+            found["tools"][tool] = result
+            out = [one["figure"] for one in result["rows"] if not one["within"]]
+            found["out_of_bounds"] += [f"{tool}: {name}" for name in [*out, *result["wrong"]]]
             save(found, args.json)
-    out = [
-        f"{tool}: {one['figure']}"
-        for tool, result in found["tools"].items()
-        for one in result["rows"]
-        if not one["within"]
-    ]
-    found |= {"out_of_bounds": out, "seconds": perf_counter() - start}
     print(json.dumps(found))
-    save(found, args.json)
-    if out:
-        raise SystemExit(f"out of bounds: {', '.join(out)}")
+    if found["out_of_bounds"]:
+        raise SystemExit(f"out of bounds: {', '.join(found['out_of_bounds'])}")
+
+
+def checked(tool: str, path: Path, witness: Witness) -> Json:
+    """A tool's result beside the records of its run."""
+    restated, known = import_result(str(path)), witness.requests
+    # Other tools try the server first; and a warm-up is no request of the run.
+    counted = {n: one for n, one in known.items() if len(one["token_s"]) == OUTPUT}
+    more: Json = {"wrong": []}
+    if tool == "twostroke":
+        detail = json.loads(path.read_text())
+        counted = {n: one for n, one in counted.items() if n in set(detail["request_ids"])}
+        each = request_by_request(detail, known)
+        both = steps_and_requests(witness.steps, known)
+        names = ("without_record", "other_token_count", "tokens_dated_otherwise")
+        more["wrong"] = [name for name in names if (each | both)[name]]
+        more |= {"request_by_request": each, "records": both}
+        more |= {name: detail[name] for name in ("server_says", "certified", "problems")}
+        print(json.dumps(more, indent=1))
+    server = request_figures(counted.values())
+    rows = compared(restated, server)
+    show(f"{tool}, {server['requests']} requests", rows)
+    return {
+        "requests": restated["requests"],
+        "recorded": server["requests"],
+        "rows": rows,
+        **more,
+    }
 
 
 def save(found: Json, path: str | None) -> None:
