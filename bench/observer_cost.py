@@ -8,8 +8,8 @@ The same users load the server for a window at a time, once for each arm, in the
 A B C, so that what drifts meets all alike; a cycle's ratio to its arm without is one observation,
 and their mean has a t interval at 95%.
 
-trace: nothing; `twostroke trace` run once in the window, on the same cores; and the same records
-fetched without reading them, which is the server's own part of it.
+trace: nothing; `twostroke trace` run once in the window, on the same cores; the same records
+fetched without reading them, which is the server's own part of it (--arms 2 leaves it out).
 profile: nothing; a profile that runs for the whole window.
 off: this tree against CHECKOUT, whose native decoder does not count its stages (an `end_stage` in
 native/src/model.cpp that returns at once, built in place).
@@ -170,6 +170,7 @@ def main() -> None:
     parser.add_argument("--window", type=float, default=10.0, metavar="S")
     parser.add_argument("--limit", type=float, default=270.0, metavar="S", help="for all cycles")
     parser.add_argument("--without", metavar="CHECKOUT")
+    parser.add_argument("--arms", type=int, default=3, help="of trace; 2 leaves the fetching out")
     parser.add_argument("--json", help="also write the result here")
     args = parser.parse_args()
     if args.what == "off" and not args.without:
@@ -177,8 +178,8 @@ def main() -> None:
     with ExitStack() as stack:
         url = stack.enter_context(arm_server(""))
         if args.what == "trace":
-            arms = [Arm("nothing", url, nothing), Arm("records fetched", url, fetch)]
-            arms.append(Arm("twostroke trace", url, trace))
+            arms = [Arm("nothing", url, nothing), Arm("twostroke trace", url, trace)]
+            arms += [Arm("records fetched", url, fetch)][: args.arms - 2]
         elif args.what == "profile":
             arms = [Arm("nothing", url, nothing), Arm("profiled", url, profile)]
         else:
