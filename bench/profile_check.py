@@ -25,6 +25,7 @@ from twostroke.measure.ab import arm_server
 from twostroke.measure.result import environment
 
 SUM_SHARE = 0.05
+ROOFS = 5  # measured so often
 PHASES = ("prefill", "decode")
 HOST = ("plan", "sampling", "commit", "unaccounted")  # not part of the executor's forward call
 
@@ -45,6 +46,10 @@ def printed(*words: str) -> Json:
     if done.returncode:
         raise SystemExit(f"twostroke {' '.join(words)}: {done.stderr}")
     return dict(json.loads(done.stdout))
+
+
+def highest(roofline: Json) -> float:
+    return float(roofline["hardware"]["flops_per_s"] * roofline["hardware"]["bytes_per_s"])
 
 
 def stage_sums(profile: Json, steps: list[Json]) -> list[Json]:
@@ -122,8 +127,9 @@ def main() -> None:
                 users.wait()
         with Witness(url, 2.0) as alone:
             load(url, 1, 12, 256, 128).wait()
-        file = model_file(args.model or None)
-        roofline = printed("roofline", file, "--hardware", "here", "--server", url)
+        words = "roofline", model_file(args.model or None), "--hardware", "here", "--server", url
+        # The machine's best: whoever else uses it while a roof is measured makes it lower.
+        roofline = max((printed(*words) for _ in range(ROOFS)), key=highest)
     sums = stage_sums(profile, mixed.steps)
     hardware = roofline["hardware"]
     rates = hardware["flops_per_s"], hardware["bytes_per_s"]
