@@ -1,6 +1,7 @@
 """What looking at a server costs it: tokens a second with and without, in turn.
 
     python -m bench.observer_cost trace [--cycles 8] [--window 10] [--json FILE]
+    python -m bench.observer_cost once
     python -m bench.observer_cost profile
     python -m bench.observer_cost off --without CHECKOUT
 
@@ -12,6 +13,8 @@ same, and the latter can be had while others use the machine. It is what is judg
 
 trace: nothing; `twostroke trace` run once in the window, on the same cores; the same records
 fetched without reading them, which is the server's own part of it (--arms 2 leaves it out).
+once: one user, then a trace of all the steps that the server keeps, now that it is idle: processor
+time of server and command, over that of the cores in the time it shows, which it can cost at most.
 profile: nothing; a profile that runs for the whole window.
 off: this tree against CHECKOUT, whose native decoder does not count its stages (an `end_stage` in
 native/src/model.cpp that returns at once, built in place).
@@ -34,7 +37,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from bench.witness import Json
+from bench.witness import Json, get_json
 from twostroke.measure.ab import arm_server
 from twostroke.measure.client import COMPLETIONS, OpenAIClient
 from twostroke.measure.compare import compare
@@ -46,6 +49,7 @@ from twostroke.measure.workload import Planned, Prompts
 
 USERS, PROMPT, OUTPUT = 4, 16, 256
 SETTLE_S = 1.0  # before tokens are counted
+TRIES = 10
 MOST = 0.02
 METRICS = ("tokens a second", "tokens a second of processor time")
 
@@ -122,7 +126,9 @@ def cpu_s() -> float:
     return found / os.sysconf("SC_CLK_TCK") + ended.ru_utime + ended.ru_stime
 
 
-async def window(arm: Arm, window_s: float, salt: str) -> tuple[float, float]:
+async def window(
+    arm: Arm, window_s: float, salt: str, num_users: int = USERS
+) -> tuple[float, float]:
     """Tokens a second that the users of one window got, and tokens a second of processor time."""
     connections = Connections(Endpoint(arm.url))
     client, prompts = Counted(connections), Prompts(0, salt, as_text=False)
@@ -138,7 +144,7 @@ async def window(arm: Arm, window_s: float, salt: str) -> tuple[float, float]:
 
     with no_collections():
         begin = perf_counter() + SETTLE_S
-        users = [asyncio.create_task(user(number)) for number in range(USERS)]
+        users = [asyncio.create_task(user(number)) for number in range(num_users)]
         await asyncio.sleep(SETTLE_S)
         spent_s = cpu_s()
         looking = asyncio.create_task(arm.look(arm.url, window_s))
@@ -151,6 +157,21 @@ async def window(arm: Arm, window_s: float, salt: str) -> tuple[float, float]:
     connections.close()
     tokens = sum(begin <= at_s < end for at_s in client.token_s)
     return tokens / (end - begin), tokens / spent_s
+
+
+async def once(url: str, window_s: float) -> Json:
+    """Processor time of a trace of all that the server keeps, and of that the server's own."""
+    await window(Arm("load", url, nothing), window_s, f"{os.getpid()}", num_users=1)
+    await asyncio.sleep(1.0)
+    steps = len(get_json(f"{url}/records?seconds=600")["steps"])
+    found: Json = {"steps": steps, "cores": os.cpu_count() or 1, "window_s": window_s}
+    for name, look in (("server", fetch), ("with_command", trace)):
+        spent_s = cpu_s()
+        for _ in range(TRIES):
+            await look(url, 600.0)
+        found[f"{name}_s"] = each_s = (cpu_s() - spent_s) / TRIES
+        found[f"{name}_share"] = each_s / (window_s * found["cores"])
+    return found
 
 
 async def measure(arms: list[Arm], cycles: int, window_s: float, limit_s: float) -> list[Json]:
@@ -186,7 +207,7 @@ def judged(rows: list[Json], names: list[str]) -> list[Json]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("trace", "profile", "off"))
+    parser.add_argument("what", choices=("trace", "once", "profile", "off"))
     parser.add_argument("--cycles", type=int, default=100)
     parser.add_argument("--window", type=float, default=10.0, metavar="S")
     parser.add_argument("--limit", type=float, default=270.0, metavar="S", help="for all cycles")
@@ -198,6 +219,10 @@ def main() -> None:
         parser.error("off needs --without CHECKOUT")
     with ExitStack() as stack:
         url = stack.enter_context(arm_server(""))
+        if args.what == "once":
+            result = asyncio.run(once(url, args.window))
+            save({"bench": "observer_cost", "what": "once", **result}, args.json)
+            return
         if args.what == "trace":
             arms = [Arm("nothing", url, nothing), Arm("twostroke trace", url, trace)]
             arms += [Arm("records fetched", url, fetch)][: args.arms - 2]
@@ -218,14 +243,18 @@ def main() -> None:
             f"({one['low']:+.2%} to {one['high']:+.2%}), {one['cycles']} cycles"
         )
     load = {"users": USERS, "prompt": PROMPT, "output": OUTPUT, "window_s": args.window}
-    result = {"bench": "observer_cost", "what": args.what, "environment": environment()}
-    line = json.dumps(result | {"load": load, "changes": found, "metrics": METRICS, "rows": rows})
-    print(line)
-    if args.json:
-        Path(args.json).write_text(line + "\n")
+    result = {"bench": "observer_cost", "what": args.what}
+    save(result | {"load": load, "changes": found, "metrics": METRICS, "rows": rows}, args.json)
     judged_by = [one for one in found if one["metric"] == METRICS[1]]
     if args.what != "profile" and any(one["low"] <= -MOST for one in judged_by):
         raise SystemExit("it costs 2% or more, or more cycles are needed to say that it does not")
+
+
+def save(result: Json, path: str | None) -> None:
+    line = json.dumps({"environment": environment(), **result})
+    print(line)
+    if path:
+        Path(path).write_text(line + "\n")
 
 
 if __name__ == "__main__":
