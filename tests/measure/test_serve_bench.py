@@ -105,7 +105,7 @@ def test_a_request_is_cancelled_even_as_a_piece_of_its_answer_comes() -> None:
     async def work(url: str) -> bool:
         connection = await Connection.open(Endpoint(url))
         body = json.dumps({"prompt": [1], "max_tokens": 1}).encode()
-        pieces = connection.request("POST", "/v1/completions", body)
+        pieces = connection.request("POST", "/v1/completions", body, timeout_s=60.0)
         waiting = asyncio.ensure_future(anext(pieces))
         while connection._waiter is None:
             await asyncio.sleep(0)
