@@ -20,7 +20,7 @@ def request(tokens: list[float], steps: list[int], name: str = "cmpl-a-00000000"
 
 
 def sample(times: list[float]) -> Sample:
-    return Sample(0.0, 0.0, times, answer_id="cmpl-a")
+    return Sample(0.0, 0.0, times, request_id="cmpl-a")
 
 
 def test_the_largest_part_of_a_gap_is_its_cause() -> None:

@@ -38,7 +38,7 @@ def caused_gaps(samples: Sequence[Sample], records: dict[str, Any] | None) -> li
     requests = {_answer_id(one["request_id"]): one for one in found["requests"] if one["n"] == 1}
     gaps = []
     for sample in samples:
-        known = requests.get(sample.answer_id) if sample.answer_id else None
+        known = requests.get(sample.request_id) if sample.request_id else None
         parts = _parts(sample, known, steps) if known else iter([None] * len(sample.itls_s))
         for at_s, gap_s, part in zip(sample.content_s[1:], sample.itls_s, parts, strict=True):
             gaps.append(CausedGap(at_s, gap_s, part))

@@ -90,7 +90,7 @@ class OpenAIClient:
         if error := event.get("error"):
             said = error.get("message", error) if isinstance(error, dict) else error
             raise ServerError(f"the stream ended with an error: {said}")
-        sample.answer_id = sample.answer_id or str(event.get("id") or "")
+        sample.request_id = sample.request_id or str(event.get("id") or "")
         if isinstance(event.get("timings"), dict):
             sample.timings = event["timings"]
         if usage := event.get("usage"):

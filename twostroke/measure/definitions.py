@@ -40,8 +40,8 @@ class Sample:
     output_tokens: int = 0
     cached_tokens: int | None = None  # None: the server does not say
     text: str = ""
+    request_id: str = ""  # as the server named it
     finish_reason: str | None = None
-    answer_id: str = ""  # as the server calls it
     error: str = ""
     status: int | None = None  # of a refusal
     timings: dict[str, Any] | None = None  # the server's own, as llama.cpp and twostroke send them

@@ -246,7 +246,13 @@ async def _from_records(found: Phases, connections: Connections) -> None:
         records = await connections.fetch_json(f"/records?seconds={seconds:.0f}")
     except ServerError:
         return
-    steps = records["steps"]
+    # The warm-up, and whoever was there before, are in the records as well.
+    own = {sample.request_id for sample in found.samples}
+    numbers: set[int] = set()
+    for request in records["requests"]:
+        if request["request_id"].rsplit("-", 1)[0] in own:
+            numbers.update(request["token_step"], (step for _, step, _, _ in request["chunks"]))
+    steps = [step for step in records["steps"] if step["step"] in numbers]
     if not steps:
         return
     found.evidence = "step records"

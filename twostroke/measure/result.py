@@ -149,6 +149,7 @@ def detail(run: Run) -> dict[str, Any]:
     """Every request, under vLLM's names."""
     samples = run.samples
     return {
+        "request_ids": [sample.request_id for sample in samples],
         "input_lens": [sample.prompt_tokens for sample in samples],
         "output_lens": [sample.output_tokens for sample in samples],
         "start_times": [sample.scheduled_s - run.started_s for sample in samples],
@@ -156,4 +157,6 @@ def detail(run: Run) -> dict[str, Any]:
         "itls": [sample.itls_s for sample in samples],
         "generated_texts": [sample.text for sample in samples],
         "errors": [sample.error for sample in samples],
+        "cached_lens": [sample.cached_tokens for sample in samples],
+        "send_lags": [sample.lag_s for sample in samples],
     }
