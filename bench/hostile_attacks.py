@@ -333,8 +333,10 @@ def shared_prefix(target: Target) -> Fire:
 def logged_key(target: Target) -> Fire:
     def fire() -> str:
         ask(target.port, "GET", "/health?api_key=sk-secret-value&x=1")
-        sleep(0.5)
-        text = target.log.read_text(errors="replace")
+        text, until = "", perf_counter() + 10.0
+        while "/health" not in text and perf_counter() < until:
+            sleep(0.1)
+            text = target.log.read_text(errors="replace")
         failed = "FAILED " if "sk-secret-value" in text or "/health" not in text else ""
         return f"{failed}the log says {re.findall(r'.*/health.*', text)[-1:]}"
 
