@@ -3,7 +3,8 @@
 It stands in for what those tests import: `tests.utils`, whose server is started as `twostroke
 serve`, and every module of `vllm`, of which a handful of helpers are here and the rest is a name
 without a body. A test that calls such a name tests vLLM's own code and not a server; it is told
-apart (`internal`). `vllm_tests.py` starts pytest with this and reads the outcomes that it writes.
+apart (`internal`). Tests that start `python -m vllm…` themselves get our server, too.
+`vllm_tests.py` starts pytest with this and reads the outcomes that it writes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ REPOSITORY = os.environ["TWOSTROKE_REPOSITORY"]
 TOKENIZER = os.environ["TWOSTROKE_TOKENIZER"]  # a folder that transformers can read
 OUTCOMES = os.environ["TWOSTROKE_OUTCOMES"]  # a file; one JSON object a line is added
 VERSION = os.environ["TWOSTROKE_VERSION"]
+MAX_MODEL_LEN = 8192  # of the default model
 START_S, TEST_S = 120, 180
 
 # About the model, its adapters, the device and libraries, which are not the ones that those tests
@@ -65,7 +67,13 @@ class ServerRefusedError(Exception):
 
 
 class Name:
-    """Stands for anything of vLLM's: can be named, and not be used."""
+    """Stands for anything of vLLM's: can be named, and not be used by a test.
+
+    While modules are imported it can be called and walked through, so that one such line does not
+    take the module's other tests away.
+    """
+
+    in_test = False
 
     def __init__(self, name: str) -> None:
         self.__dict__["_name"] = name
@@ -75,8 +83,16 @@ class Name:
             raise AttributeError(name)
         return Name(f"{self._name}.{name}")
 
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        raise InternalOfVllmError(self._name)
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        if Name.in_test:
+            raise InternalOfVllmError(self._name)
+        is_decorator = len(given) == 1 and not named and callable(given[0])
+        return given[0] if is_decorator else Name(f"{self._name}()")
+
+    def __iter__(self) -> Any:
+        if Name.in_test:
+            raise InternalOfVllmError(self._name)
+        return iter(())
 
     def __or__(self, other: Any) -> Any:
         return object
@@ -151,6 +167,26 @@ class ModelConfig:
 # ── the server ──────────────────────────────────────────────────────────────────────────────
 
 
+class Popen(subprocess.Popen[Any]):
+    """Starts our server where a test starts vLLM's by `python -m vllm…`."""
+
+    def __init__(self, args: Any, *rest: Any, **given: Any) -> None:
+        if isinstance(args, list | tuple) and any("vllm.entrypoints" in str(one) for one in args):
+            RemoteOpenAIServer.num_started += 1
+            first = next(i for i, one in enumerate(args) if "vllm.entrypoints" in str(one)) + 1
+            flags = [str(one) for one in args[first:] if one != "serve"]
+            if "--served-model-name" not in flags and (model := _value(flags, "--model")):
+                flags += ["--served-model-name", model]
+            kept = [flag for name in ("--host", "--port") for flag in _pair(flags, name)]
+            args = [*SERVE, *_ours(flags), *kept]
+            env = given.get("env") or os.environ
+            given["env"] = {**env, "PYTHONPATH": REPOSITORY}
+        super().__init__(args, *rest, **given)
+
+
+SERVE = [sys.executable, "-m", "twostroke", "serve"]
+
+
 class RemoteOpenAIServer:
     """Our server with the flags of a test, under the name of the model it wants."""
 
@@ -173,12 +209,15 @@ class RemoteOpenAIServer:
         if "--served-model-name" not in flags:
             flags += ["--served-model-name", model]
         where = [] if self.uds else ["--host", self.host, "--port", "0"]
-        command = [sys.executable, "-m", "twostroke", "serve", *flags, *where]
         env = {**os.environ, **(env_dict or {}), "PYTHONPATH": REPOSITORY}
         with tempfile.NamedTemporaryFile("w+", suffix=".log", delete=False) as log:
             self._log = Path(log.name)
             self.proc = subprocess.Popen(
-                command, env=env, cwd=tempfile.gettempdir(), stdout=log, stderr=log
+                [*SERVE, *flags, *where],
+                env=env,
+                cwd=tempfile.gettempdir(),
+                stdout=log,
+                stderr=log,
             )
         self._wait()
 
@@ -260,12 +299,17 @@ def _as_list(given: list[str] | dict[str, Any]) -> list[str]:
 
 
 def _ours(flags: list[str]) -> list[str]:
-    kept, leaving = [], False
+    """Without what is about another model; a context is at most the default model's."""
+    kept: list[str] = []
+    leaving = False
     for flag in flags:
         if flag.startswith("--"):
             leaving = flag.partition("=")[0] in LEFT_OUT
-        if not leaving:
-            kept.append(flag)
+        if leaving:
+            continue
+        is_context = kept and kept[-1] in ("--max-model-len", "--max_model_len")
+        too_long = is_context and flag.isdigit() and int(flag) > MAX_MODEL_LEN
+        kept.append(str(MAX_MODEL_LEN) if too_long else flag)
     return kept
 
 
@@ -273,9 +317,21 @@ def _value(flags: list[str], name: str) -> str | None:
     return flags[flags.index(name) + 1] if name in flags else None
 
 
+def _pair(flags: list[str], name: str) -> list[str]:
+    value = _value(flags, name)
+    return [] if value is None else [name, value]
+
+
+class RemoteLaunchRenderServer:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        RemoteOpenAIServer.num_started += 1
+        raise ServerRefusedError("vllm launch render: templates without an engine")
+
+
 PROVIDED: dict[str, Any] = {
     "RemoteOpenAIServer": RemoteOpenAIServer,
     "RemoteVLLMServer": RemoteOpenAIServer,
+    "RemoteLaunchRenderServer": RemoteLaunchRenderServer,
     "get_tokenizer": get_tokenizer,
     "current_platform": NoPlatform(),
     "envs": NoSettings(),
@@ -287,7 +343,12 @@ PROVIDED: dict[str, Any] = {
     "ROCM_EXTRA_ARGS": [],
     "ROCM_ENV_OVERRIDES": {},
     "VLLM_PATH": Path.cwd(),
-    "multi_gpu_only": lambda **_: pytest.mark.skip(reason="one device"),
+    "download_weights_from_hf": lambda model, *_, **__: model,
+    "requires_fp8": pytest.mark.skip(reason="needs a GPU with fp8"),
+    **{
+        name: lambda **_: pytest.mark.skip(reason="needs several GPUs, or a large one")
+        for name in ("multi_gpu_only", "multi_gpu_test", "large_gpu_mark", "large_gpu_test")
+    },
 }
 
 sys.meta_path.insert(0, ShimFinder())
@@ -299,6 +360,7 @@ sys.meta_path.insert(0, ShimFinder())
 def pytest_configure(config: pytest.Config) -> None:
     for mark in ("asyncio", "cpu_test", "core_model", "skip_global_cleanup", "slow_test"):
         config.addinivalue_line("markers", f"{mark}: vLLM's")
+    subprocess.Popen = Popen  # type: ignore[misc]
     try:
         from transformers import AutoTokenizer
 
@@ -320,14 +382,14 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if not ended:
         return
     outcome, reason = report.outcome, ""
-    if outcome == "failed" and not _has_server(item):
-        outcome = "internal"
-    elif outcome == "failed":
+    if outcome == "failed":
         error = call.excinfo.value if call.excinfo is not None else Exception()
         outcome, reason = _judged(error)
     elif outcome == "skipped":
         reason = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else ""
-    elif outcome == "passed" and not _has_server(item):
+        reason = reason.removeprefix("Skipped: ")
+        outcome = "cannot run" if reason.startswith("needs ") else outcome
+    if outcome in ("passed", "different", "missing") and not _has_server(item):
         outcome = "internal"
     _note(item.nodeid, outcome, reason)
 
@@ -335,8 +397,14 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     if report.outcome == "failed":
         text = str(report.longrepr)
-        internal = "InternalOfVllmError" in text or "ModuleNotFoundError" in text
-        _note(report.nodeid, "internal" if internal else "not collected", text[-300:])
+        _note(report.nodeid, *(_cannot_run(text) or ("not collected", text[-300:])))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Whatever is not reached before the time is up stays so."""
+    Name.in_test = True
+    for item in session.items:
+        _note(item.nodeid, "not finished", "")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -347,10 +415,21 @@ SERVERS_BEFORE = pytest.StashKey[int]()
 
 
 def _has_server(item: pytest.Item) -> bool:
-    """Whether the test is given a server, or has started one."""
+    """Whether the test is given a server that was started, or has started one."""
     names = getattr(item, "fixturenames", ())
-    started = RemoteOpenAIServer.num_started > item.stash.get(SERVERS_BEFORE, 0)
-    return started or any("server" in name or "client" in name for name in names)
+    if RemoteOpenAIServer.num_started > item.stash.get(SERVERS_BEFORE, 0):
+        return True
+    given = any("server" in name or "client" in name for name in names)
+    return given and RemoteOpenAIServer.num_started > 0
+
+
+def _cannot_run(text: str) -> tuple[str, str] | None:
+    """The reason if a test needs what is not installed or not to be had without the network."""
+    if found := re.search(r"No module named '([\w.]+)'|(\w+) package to be installed", text):
+        return "cannot run", f"needs the package {found[1] or found[2]}"
+    if "huggingface.co" in text:
+        return "cannot run", "needs files of another model, from Hugging Face"
+    return None
 
 
 def _judged(error: BaseException) -> tuple[str, str]:
@@ -369,8 +448,8 @@ def _judged(error: BaseException) -> tuple[str, str]:
         status = getattr(one, "status_code", None)
         if status in (404, 501) or getattr(one, "code", None) == "unknown_field":
             return "missing", reason
-    if "package to be installed" in text:
-        return "skipped", reason
+    if cannot := _cannot_run(text):
+        return cannot
     if re.search(r"\bName\b['\"]", text):
         return "internal", reason
     if re.search(r"unknown field|is not supported|40[45] Client Error|there is no '/", text):
@@ -378,6 +457,6 @@ def _judged(error: BaseException) -> tuple[str, str]:
     return "different", reason
 
 
-def _note(test: str, outcome: str, reason: str) -> None:
+def _note(test: str, outcome: str, said: str) -> None:
     with open(OUTCOMES, "a") as file:
-        file.write(json.dumps({"test": test, "outcome": outcome, "reason": reason}) + "\n")
+        file.write(json.dumps({"test": test, "outcome": outcome, "said": said}) + "\n")
