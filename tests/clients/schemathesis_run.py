@@ -64,16 +64,7 @@ def mended(body: Any, fields: set[str]) -> Any:
         body.pop("top_logprobs", None)
     if body.get("truncate_prompt_tokens") == 0:
         body["truncate_prompt_tokens"] = 1
-    return _whole(body)
-
-
-def _whole(value: Any) -> Any:
-    """1.0, which is an integer to a schema, written as one: the server wants no fraction there."""
-    if isinstance(value, dict):
-        return {name: _whole(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_whole(one) for one in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    return body
 
 
 def main() -> int:

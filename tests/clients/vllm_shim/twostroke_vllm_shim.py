@@ -157,6 +157,21 @@ class VLLMValidationError(Exception):
     pass
 
 
+class BatchRequestOutput:
+    """A line of a batch's answers, in OpenAI's form."""
+
+    @staticmethod
+    def model_validate_json(line: str) -> None:
+        assert {"id", "custom_id", "response", "error"} <= json.loads(line).keys()
+
+
+def get_open_port() -> int:
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        port: int = trial.getsockname()[1]
+        return port
+
+
 class ModelConfig:
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -168,23 +183,23 @@ class ModelConfig:
 
 
 class Popen(subprocess.Popen[Any]):
-    """Starts our server where a test starts vLLM's by `python -m vllm…`."""
+    """Starts ours where a test starts `vllm COMMAND` or vLLM's server by `python -m vllm…`."""
 
     def __init__(self, args: Any, *rest: Any, **given: Any) -> None:
-        if isinstance(args, list | tuple) and any("vllm.entrypoints" in str(one) for one in args):
+        words = [str(one) for one in args] if isinstance(args, list | tuple) else [str(args)]
+        is_module = "vllm.entrypoints" in " ".join(words[1:3])
+        if is_module or words[0] == "vllm":
             RemoteOpenAIServer.num_started += 1
-            first = next(i for i, one in enumerate(args) if "vllm.entrypoints" in str(one)) + 1
-            flags = [str(one) for one in args[first:] if one != "serve"]
-            if "--served-model-name" not in flags and (model := _value(flags, "--model")):
-                flags += ["--served-model-name", model]
-            kept = [flag for name in ("--host", "--port") for flag in _pair(flags, name)]
-            args = [*SERVE, *_ours(flags), *kept]
-            env = given.get("env") or os.environ
-            given["env"] = {**env, "PYTHONPATH": REPOSITORY}
+            words = ["serve", *words[3:]] if is_module else words[1:]
+            if "--served-model-name" not in words and (model := _value(words, "--model")):
+                words += ["--served-model-name", model]
+            where = [word for name in ("--host", "--port") for word in _pair(words, name)]
+            args = [*TWOSTROKE, *_ours(words), *where]
+            given["env"] = {**(given.get("env") or os.environ), "PYTHONPATH": REPOSITORY}
         super().__init__(args, *rest, **given)
 
 
-SERVE = [sys.executable, "-m", "twostroke", "serve"]
+TWOSTROKE = [sys.executable, "-m", "twostroke"]
 
 
 class RemoteOpenAIServer:
@@ -213,7 +228,7 @@ class RemoteOpenAIServer:
         with tempfile.NamedTemporaryFile("w+", suffix=".log", delete=False) as log:
             self._log = Path(log.name)
             self.proc = subprocess.Popen(
-                [*SERVE, *flags, *where],
+                [*TWOSTROKE, "serve", *flags, *where],
                 env=env,
                 cwd=tempfile.gettempdir(),
                 stdout=log,
@@ -250,6 +265,9 @@ class RemoteOpenAIServer:
             self.proc.kill()
             self.proc.wait()
         self._log.unlink(missing_ok=True)
+
+    def _get_process_termination_timeout(self) -> float:
+        return 15.0
 
     @property
     def url_root(self) -> str:
@@ -340,6 +358,9 @@ PROVIDED: dict[str, Any] = {
     "ModelConfig": ModelConfig,
     "hf_api": NoHub,
     "VLLMValidationError": VLLMValidationError,
+    "BatchRequestOutput": BatchRequestOutput,
+    "get_open_port": get_open_port,
+    "MiB_bytes": 1024**2,
     "ROCM_EXTRA_ARGS": [],
     "ROCM_ENV_OVERRIDES": {},
     "VLLM_PATH": Path.cwd(),
@@ -452,7 +473,10 @@ def _judged(error: BaseException) -> tuple[str, str]:
         return cannot
     if re.search(r"\bName\b['\"]", text):
         return "internal", reason
-    if re.search(r"unknown field|is not supported|40[45] Client Error|there is no '/", text):
+    missing = (
+        r"unknown field|is not supported|40[45] Client Error|there is no '/|\bassert \(?40[45] =="
+    )
+    if re.search(missing, text):
         return "missing", reason
     return "different", reason
 
