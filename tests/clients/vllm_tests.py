@@ -3,10 +3,8 @@
     python -m tests.clients.vllm_tests PATH [WORD…] [--json FILE] [--page docs/COMPATIBILITY.md]
 
 PATH is a checkout of vLLM or its unpacked source archive; WORDs choose test modules by a part of
-their path. Needs, besides the test dependencies: pytest-asyncio, pytest-timeout, requests, httpx,
-jsonschema, regex, anthropic, fastapi, schemathesis, openai-harmony, rapidfuzz, pybase64,
-prometheus_client, psutil. Nothing of vLLM is imported, only its test modules: `vllm_shim` stands
-in for the rest.
+their path. README.md has what it needs besides the test dependencies. Nothing of vLLM is imported,
+only its test modules: `vllm_shim` stands in for the rest.
 
 Each module's server is started with the flags that its fixture gives, with our default model under
 the name that the test uses. A test counts as
