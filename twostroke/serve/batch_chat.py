@@ -15,11 +15,14 @@ from twostroke.serve.completions import CompletionGeneration
 from twostroke.serve.errors import ApiError
 from twostroke.serve.generate import GenerateRoute, Generation, StreamWriter
 from twostroke.serve.http import HttpRequest
-from twostroke.serve.protocol import BatchChatRequest, ChatRequest, InvocationRequest
+from twostroke.serve.protocol import (
+    NOT_IN_A_BATCH,
+    BatchChatRequest,
+    ChatRequest,
+    InvocationRequest,
+)
 from twostroke.serve.response_fields import Json, ResponseHead, count_tokens, timings
 from twostroke.serve.service import Service
-
-NOT_IN_A_BATCH = ("stream", "tools", "prompt_logprobs", "return_progress")
 
 
 class BatchChatGeneration(Generation[BatchChatRequest]):

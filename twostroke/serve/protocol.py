@@ -191,6 +191,9 @@ class ChatRequest(GenerateRequest, kw_only=True):
     web_search_options: Any = None
 
 
+NOT_IN_A_BATCH = ("stream", "tools", "prompt_logprobs", "return_progress")
+
+
 class BatchChatRequest(ChatRequest, kw_only=True):
     """vLLM's: several conversations, with one answer each."""
 
