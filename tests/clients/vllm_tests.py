@@ -167,7 +167,6 @@ def _outcomes(path: Path, module: str, folder: Path) -> dict[str, list[str]]:
         "TWOSTROKE_TOKENIZER": str(folder),
         "TWOSTROKE_OUTCOMES": str(file),
         "TWOSTROKE_VERSION": __version__,
-        "VLLM_SERVER_DEV_MODE": "1",
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "twostroke_vllm_shim"]
     command += [str(TESTS / module), "--confcutdir", str(TESTS), "-c", os.devnull]

@@ -111,7 +111,7 @@ class App:
             Route("POST", "/v1/chat/completions/batch", batch, "Several.", BatchChatRequest),
             Route("POST", "/invocations", invocations, "SageMaker's: either.", ChatRequest),
             *responses_routes(service),
-            Route("POST", "/v1/embeddings", info.embeddings, "Not supported: always 501."),
+            Route("POST", "/v1/embeddings", info.embeddings, "Always 501.", supported=False),
             Route("POST", "/tokenize", info.tokenize, "Text → token ids.", TokenizeRequest),
             Route("POST", "/detokenize", info.detokenize, "Ids → text.", DetokenizeRequest),
             Route("GET", "/v1/models", info.models, "The models that are served."),
@@ -211,6 +211,7 @@ def asgi(app: App) -> Any:
 
 
 def _openapi(routes: list[Route], with_key: bool, root: str) -> dict[str, Any]:
+    routes = [route for route in routes if route.supported]
     named = {kind: None for route in routes for kind in (route.error, route.body) if kind}
     types = list(named)
     schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
