@@ -44,6 +44,7 @@ LEFT_OUT = {
     "--no-async-scheduling",
     "--load-format",
     "--model",
+    "--tokenizer",
     "--runner",
     "--port",
     "--host",
