@@ -11,4 +11,5 @@ from twostroke.plan import StepPlan
 def put(rows: DeviceRows, plan: StepPlan) -> None:
     writes = rows.apply(plan)
     assert len(set(writes.at.tolist())) == len(writes.at)
-    rows.cells.scatter_(0, torch.from_numpy(writes.at), torch.from_numpy(writes.values))
+    at, values = (torch.from_numpy(part).to(rows.cells.device) for part in writes[:2])
+    rows.cells.scatter_(0, at, values)

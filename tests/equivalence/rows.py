@@ -90,11 +90,10 @@ def open_ours(model: Path, vocab_size: int, **settings: Any) -> LLM:
     return LLM(
         model=str(model),
         skip_tokenizer_init=True,
-        device="cpu",
         dtype="float32",
         num_gpu_blocks_override=NUM_BLOCKS,
         max_logprobs=vocab_size,
-        **{"kernels": "reference"} | settings,
+        **{"device": "cpu", "kernels": "reference"} | settings,
     )
 
 

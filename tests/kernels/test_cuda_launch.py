@@ -246,6 +246,15 @@ class AllKernels:
         cuda.gated_product(self.empty(16, 512), self.empty(2048, 512), "silu")
 
 
+def test_a_product_with_a_large_vocabulary_fits_the_grid(seen: Seen) -> None:
+    """The second and third dimension of a grid end at 65,535."""
+    from twostroke.kernels import cuda
+
+    launches, _ = seen.of(lambda: cuda.product(empty(1, 512), empty(262_144, 512)))
+    (grid,) = (launch[:3] for launch in launches)
+    assert grid == (131_072, 1, 1)
+
+
 def test_what_is_compiled_ahead_is_all_that_is_launched(
     seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,9 +103,9 @@ def stream(
     columns = weight.shape[0] if activation is None else weight.shape[0] // 2
     if out is None:
         out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
-    # The rows of a column are neighbours: the second finds the weight in the L2.
-    grid = (rows, ceil_div(columns, tuned.columns))
-    _stream_variant(columns, inner, tuned, activation, pdl)(grid, (x, weight, out), (), ())
+    # One dimension: a second one ends at 65,535, and a large vocabulary has more.
+    grid = (rows * ceil_div(columns, tuned.columns),)
+    _stream_variant(columns, inner, tuned, activation, pdl)(grid, (x, weight, out), (rows,), ())
     return out
 
 
@@ -157,11 +157,12 @@ def _tiled_variant(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _stream(
     x,
     weight,
     out,
+    num_rows,
     N: tl.constexpr,
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -170,8 +171,10 @@ def _stream(
     ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    # The rows of a column are neighbours: the second finds the weight in the L2.
+    program = tl.program_id(0)
+    row = (program % num_rows).to(tl.int64)
+    column = program // num_rows * COLUMNS + tl.arange(0, COLUMNS)
     inner = tl.arange(0, INNER)
     # Columns past the end read the last row of the weight again, and are dropped.
     line = tl.minimum(column, N - 1).to(tl.int64) * K
