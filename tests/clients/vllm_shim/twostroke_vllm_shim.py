@@ -132,6 +132,8 @@ class ShimFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         shimmed = ("vllm", "tests.utils", "tests.conftest")
         if name in shimmed or name.startswith("vllm."):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        if name == "transformers.models.auto.tokenization_auto":
+            return _with_our_tokenizer(importlib.machinery.PathFinder.find_spec(name, path))
         return None
 
     def create_module(self, spec: Any) -> types.ModuleType:
@@ -142,10 +144,23 @@ class ShimFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             module.__version__ = VERSION  # type: ignore[attr-defined]
 
 
+def _with_our_tokenizer(spec: Any) -> Any:
+    """Whatever tokenizer a test wants, it gets the default model's."""
+    execute = spec.loader.exec_module
+
+    def exec_module(module: Any) -> None:
+        execute(module)
+        own = module.AutoTokenizer.from_pretrained
+        module.AutoTokenizer.from_pretrained = lambda *_, **__: own(TOKENIZER)
+
+    spec.loader.exec_module = exec_module
+    return spec
+
+
 def get_tokenizer(*_: Any, **__: Any) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(TOKENIZER)
+    return AutoTokenizer.from_pretrained()
 
 
 class NoHub:
@@ -384,13 +399,6 @@ def pytest_configure(config: pytest.Config) -> None:
     for mark in ("asyncio", "cpu_test", "core_model", "skip_global_cleanup", "slow_test"):
         config.addinivalue_line("markers", f"{mark}: vLLM's")
     subprocess.Popen = Popen  # type: ignore[misc]
-    try:
-        from transformers import AutoTokenizer
-
-        own = AutoTokenizer.from_pretrained
-        AutoTokenizer.from_pretrained = lambda *_, **__: own(TOKENIZER)
-    except ImportError:
-        pass
 
 
 @pytest.fixture
