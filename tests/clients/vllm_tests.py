@@ -33,9 +33,11 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zlib
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="keep every outcome here, and go on from it")
     parser.add_argument("--again", action="store_true", help="run what is in the file, too")
     parser.add_argument("--for-s", type=float, help="begin no module after so many seconds")
+    parser.add_argument("--jobs", type=int, default=1, help="modules at a time")
     parser.add_argument("--page", type=Path, help="write the tables of this page")
     args = parser.parse_args()
     modules = [
@@ -71,18 +74,23 @@ def main() -> int:
     ]
     result = Result(args.json, args.path)
     begun_s = time.monotonic()
+    modules = [module for module in modules if args.again or not result.has(module)]
     with tempfile.TemporaryDirectory() as folder:
         _write_tokenizer(Path(folder))
-        for module in modules:
-            if not args.again and result.has(module):
-                continue
+
+        def run(module: str) -> bool:
+            """False if the time is up."""
             start_s = time.monotonic()
             if args.for_s is not None and start_s - begun_s > args.for_s:
-                print("not all modules were run; the same command goes on")
-                break
+                return False
             tests = _outcomes(args.path.resolve(), module, Path(folder))
             result.add(module, tests, round(time.monotonic() - start_s))
             _tell(module, tests)
+            return True
+
+        with ThreadPoolExecutor(args.jobs) as pool:
+            if not all(list(pool.map(run, modules))):
+                print("not all modules were run; the same command goes on")
     counts = result.counts()
     print(", ".join(f"{counts[name]} {name}" for name in COUNTED))
     print("besides:", {name: count for name, count in counts.items() if name not in COUNTED})
@@ -96,7 +104,7 @@ class Result:
     """What came out, module by module, in a file if one is given."""
 
     def __init__(self, file: Path | None, path: Path) -> None:
-        self._file, self._code = file, _code()
+        self._file, self._code, self._lock = file, _code(), threading.Lock()
         about = path / "PKG-INFO"  # of a source archive
         found = re.search(r"^Version: (\S+)", about.read_text(), re.M) if about.exists() else None
         self.data: dict[str, Any] = {
@@ -112,11 +120,12 @@ class Result:
         return self.data["modules"].get(module, {}).get("code") == self._code
 
     def add(self, module: str, tests: dict[str, list[str]], took_s: int) -> None:
-        self.data["modules"][module] = {"code": self._code, "took_s": took_s, "tests": tests}
-        self.data["modules"] = dict(sorted(self.data["modules"].items()))
-        self.data["counts"] = dict(sorted(self.counts().items()))
-        if self._file is not None:
-            self._file.write_text(json.dumps(self.data, indent=1, ensure_ascii=False) + "\n")
+        with self._lock:
+            self.data["modules"][module] = {"code": self._code, "took_s": took_s, "tests": tests}
+            self.data["modules"] = dict(sorted(self.data["modules"].items()))
+            self.data["counts"] = dict(sorted(self.counts().items()))
+            if self._file is not None:
+                self._file.write_text(json.dumps(self.data, indent=1, ensure_ascii=False) + "\n")
 
     def counts(self) -> Counter[str]:
         modules = self.data["modules"].values()
@@ -158,7 +167,7 @@ def _outcomes(path: Path, module: str, folder: Path) -> dict[str, list[str]]:
     for pattern, reason in CANNOT_RUN.items():
         if re.search(pattern, module):
             return {"": ["cannot run", reason]}
-    file = folder / "outcomes"
+    file = folder / module.replace("/", "-")
     file.write_text("")
     env = {
         **os.environ,

@@ -399,6 +399,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for mark in ("asyncio", "cpu_test", "core_model", "skip_global_cleanup", "slow_test"):
         config.addinivalue_line("markers", f"{mark}: vLLM's")
     subprocess.Popen = Popen  # type: ignore[misc]
+    json.JSONEncoder.default = lambda _, name: str(name)  # type: ignore[method-assign]
 
 
 @pytest.fixture
