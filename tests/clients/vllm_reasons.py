@@ -34,7 +34,14 @@ REASONS: list[tuple[str, str, str]] = [
     ),
     ("^generate/structured_decisions", "", "`/v1/systemone`: decisions between given answers"),
     ("^scale_out/", "", SCALE_OUT),
-    ("lora|zephyr-lora|llama-|/test_models", "404|index out of range|lora", "adapters"),
+    ("lora|test_models", "", "adapters"),
+    ("test_pause_resume", "", "`/pause`, `/resume`: for trainers that change the weights"),
+    ("test_weight_checker", "", "checksums of weights, for trainers that change them"),
+    ("test_sleep_mode", "", "the sleep's metrics, and to wake in parts: the whole engine wakes"),
+    ("sagemaker.*(handler_overrides|middleware)", "", "code of others in the server"),
+    ("sagemaker.*sessions", "", "SageMaker's sessions"),
+    ("test_v2_endpoint_accepts", "", "`/v2/embed`: embeddings"),
+    ("run_batch.*(embed|score|transcription|translation)", "", "embeddings, scores and speech"),
     ("", "--watermark-config", "`--watermark-config`"),
     ("", "--enable-prompt-embeds", "`--enable-prompt-embeds`: prompts as embeddings"),
     ("", "--worker-extension-cls", "`--worker-extension-cls`: code of others in the engine"),
@@ -49,6 +56,7 @@ REASONS: list[tuple[str, str, str]] = [
     ("test_anthropic_tool_call$|test_chat_completion_with_tool_use", "", NO_CALLS),
     ("test_function_tool_use.*auto", "", NO_CALLS),
     ("test_function_tool_use", "", NO_THINKING),
+    ("responses/test_function_call|^tool_parsers/", "", NO_CALLS),
     ("test_include_reasoning|test_reasoning_item|reasoning_tokens|test_thinking", "", NO_THINKING),
     (
         "test_anthropic_streaming_cache_usage",
@@ -63,6 +71,7 @@ REASONS: list[tuple[str, str, str]] = [
     ("test_named_tool_use", "no len", "`content` is null beside a tool call, as OpenAI has it"),
     ("test_long_seed|test_empty_prompt", "", WORDS),
     ("test_translategemma", "", "the model: it is no translator, and reads no images"),
+    ("test_request_cancellation", "", "the model: a context of 8,192 tokens, not 10,100"),
     (
         "test_more_than_one_prompt_logprobs|test_structured_outputs_|test_response_format_json"
         "|test_complex_message_content|test_completion_streaming|test_parallel_"
