@@ -45,6 +45,7 @@ from tests.clients.vllm_reasons import CANNOT_RUN, write_page
 from twostroke import __version__
 from twostroke.config import EngineConfig
 from twostroke.model.load import chat_template_source, find_model, open_tokenizer
+from twostroke.model.packaged import DEFAULT_MODEL
 
 HERE = Path(__file__).parent
 TESTS = Path("tests/entrypoints")
@@ -91,6 +92,7 @@ def main() -> int:
         with ThreadPoolExecutor(args.jobs) as pool:
             if not all(list(pool.map(run, modules))):
                 print("not all modules were run; the same command goes on")
+    result.write()
     counts = result.counts()
     print(", ".join(f"{counts[name]} {name}" for name in COUNTED))
     print("besides:", {name: count for name, count in counts.items() if name not in COUNTED})
@@ -109,7 +111,7 @@ class Result:
         found = re.search(r"^Version: (\S+)", about.read_text(), re.M) if about.exists() else None
         self.data: dict[str, Any] = {
             "vllm": found[1] if found else "a checkout",
-            "model": EngineConfig().model,
+            "model": DEFAULT_MODEL.name,
             "counts": {},
             "modules": {},
         }
@@ -122,10 +124,13 @@ class Result:
     def add(self, module: str, tests: dict[str, list[str]], took_s: int) -> None:
         with self._lock:
             self.data["modules"][module] = {"code": self._code, "took_s": took_s, "tests": tests}
-            self.data["modules"] = dict(sorted(self.data["modules"].items()))
-            self.data["counts"] = dict(sorted(self.counts().items()))
-            if self._file is not None:
-                self._file.write_text(json.dumps(self.data, indent=1, ensure_ascii=False) + "\n")
+            self.write()
+
+    def write(self) -> None:
+        self.data["modules"] = dict(sorted(self.data["modules"].items()))
+        self.data["counts"] = dict(sorted(self.counts().items()))
+        if self._file is not None:
+            self._file.write_text(json.dumps(self.data, indent=1, ensure_ascii=False) + "\n")
 
     def counts(self) -> Counter[str]:
         modules = self.data["modules"].values()
