@@ -23,7 +23,7 @@ from twostroke.engine.profiler import Profiler
 from twostroke.engine.spawn import DEFAULT_BUILDER
 from twostroke.errors import RequestError
 from twostroke.exec.profile import Wraps
-from twostroke.exec.torch_profile import kernels
+from twostroke.exec.torch_profile import KernelRun, between_kernels, kernels
 from twostroke.kernels import cpu
 from twostroke.measure.profile import medians, perfetto, stage_rows
 from twostroke.observe.record import Records
@@ -272,6 +272,14 @@ def test_kernels_of_a_gpu_belong_to_where_they_were_launched() -> None:
     found = [(one.name, one.step, one.stage) for one in kernels(events)]
     graph = ("k2", 3, "graph")
     assert found == [("k1", 3, "mlp"), graph, graph, ("k3", 4, "sampling"), ("k4", -1, "other")]
+
+
+def test_between_a_steps_kernels_is_when_none_ran() -> None:
+    def run(step: int, began_us: float, us: float) -> KernelRun:
+        return KernelRun("", step, "graph", 1e-6 * us, 1e-6 * began_us)
+
+    found = between_kernels([run(1, 10, 5), run(1, 18, 2), run(2, 30, 5), run(2, 33, 5)])
+    assert found == pytest.approx({1: 3e-6, 2: -2e-6})
 
 
 # ── the profiler ────────────────────────────────────────────────────────────────────────────

@@ -32,7 +32,7 @@ PARTS = {  # methods of the decoder → the part of a layer that they are
     "_mlp": "mlp",
     "head": "head",
 }
-SAMPLING, OTHER, GRAPH = "sampling", "other", "graph"
+SAMPLING, OTHER, GRAPH, BETWEEN = "sampling", "other", "graph", "between_kernels"
 STAGES = {*PARTS.values(), SAMPLING}
 STEP = re.compile(r"(?:prefill|decode|mixed) step (\d+)")
 DEVICE_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
@@ -121,6 +121,11 @@ class KernelProfile:
                 phase = phase_of(record.prefill.tokens, record.decode.tokens)
                 part = sums.setdefault(phase, PhaseSums())
                 part.add(record, record.device_s, record.host_gap_s)
+        between = between_kernels(works) if self._on_gpu else {}
+        for number, seconds in between.items():
+            record = self._records[number]
+            phase = phase_of(record.prefill.tokens, record.decode.tokens)
+            sums[phase].add_stage(BETWEEN, seconds)
         for one in works:
             record = self._records[one.step]
             phase = phase_of(record.prefill.tokens, record.decode.tokens)
@@ -151,6 +156,21 @@ class KernelRun(NamedTuple):
     step: int
     stage: str
     seconds: float
+    began_s: float
+
+
+def between_kernels(works: list[KernelRun]) -> dict[int, float]:
+    """Of each step, the time from its first kernel's start to its last one's end in which none ran;
+    below zero where kernels overlap."""
+    by_step: dict[int, list[KernelRun]] = {}
+    for one in works:
+        by_step.setdefault(one.step, []).append(one)
+    return {
+        step: max(one.began_s + one.seconds for one in mine)
+        - min(one.began_s for one in mine)
+        - sum(one.seconds for one in mine)
+        for step, mine in by_step.items()
+    }
 
 
 def kernels(events: list[dict[str, Any]]) -> Iterator[KernelRun]:
@@ -166,7 +186,8 @@ def kernels(events: list[dict[str, Any]]) -> Iterator[KernelRun]:
     for event in events:
         if event["cat"] in DEVICE_WORK:
             step, stage = launched.get(event["args"].get("correlation"), (-1, ""))
-            yield KernelRun(event["name"], step, stage, 1e-6 * event["dur"])
+            seconds, began_s = 1e-6 * event["dur"], 1e-6 * event["ts"]
+            yield KernelRun(event["name"], step, stage, seconds, began_s)
 
 
 def _walk(
@@ -179,7 +200,8 @@ def _walk(
         while open_events and open_events[-1]["ts"] + open_events[-1]["dur"] <= event["ts"]:
             done, spent = open_events.pop(), own_us.pop()
             if done["cat"] == "cpu_op" and not on_gpu:
-                yield KernelRun(done["name"], *_place(open_events), 1e-6 * spent)
+                place = _place(open_events)
+                yield KernelRun(done["name"], *place, 1e-6 * spent, 1e-6 * done["ts"])
         if event["cat"] == "cpu_op" and open_events and open_events[-1]["cat"] == "cpu_op":
             own_us[-1] -= event["dur"]
         if event["cat"] in LAUNCHES:

@@ -105,16 +105,18 @@ def stream(
         out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     # One dimension: a second one ends at 65,535, and a large vocabulary has more.
     grid = (rows * ceil_div(columns, tuned.columns),)
-    _stream_variant(columns, inner, tuned, activation, pdl)(grid, (x, weight, out), (rows,), ())
+    variant = _stream_variant(rows == 1, columns, inner, tuned, activation, pdl)
+    variant(grid, (x, weight, out), (rows,), ())
     return out
 
 
 @cache
 def _stream_variant(
-    columns: int, inner: int, tuned: Streaming, activation: str | None, pdl: bool
+    one_row: bool, columns: int, inner: int, tuned: Streaming, activation: str | None, pdl: bool
 ) -> Variant:
     return Variant(
         _stream,
+        ONE_ROW=one_row,
         N=columns,
         K=inner,
         COLUMNS=tuned.columns,
@@ -163,6 +165,7 @@ def _stream(
     weight,
     out,
     num_rows,
+    ONE_ROW: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -173,8 +176,9 @@ def _stream(
 ):
     # The rows of a column are neighbours: the second finds the weight in the L2.
     program = tl.program_id(0)
-    row = (program % num_rows).to(tl.int64)
-    column = program // num_rows * COLUMNS + tl.arange(0, COLUMNS)
+    row = 0 if ONE_ROW else (program % num_rows).to(tl.int64)
+    block = program if ONE_ROW else program // num_rows
+    column = block * COLUMNS + tl.arange(0, COLUMNS)
     inner = tl.arange(0, INNER)
     # Columns past the end read the last row of the weight again, and are dropped.
     line = tl.minimum(column, N - 1).to(tl.int64) * K
