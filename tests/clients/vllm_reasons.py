@@ -42,6 +42,8 @@ REASONS: list[tuple[str, str, str]] = [
     ("sagemaker.*sessions", "", "SageMaker's sessions"),
     ("test_v2_endpoint_accepts", "", "`/v2/embed`: embeddings"),
     ("run_batch.*(embed|score|transcription|translation)", "", "embeddings, scores and speech"),
+    ("test_completions_invalid_input", "", "a wrong line has an error as its answer; status 0"),
+    ("run_batch.*reasoning", "", NO_THINKING),
     ("", "--watermark-config", "`--watermark-config`"),
     ("", "--enable-prompt-embeds", "`--enable-prompt-embeds`: prompts as embeddings"),
     ("", "--worker-extension-cls", "`--worker-extension-cls`: code of others in the engine"),
@@ -75,7 +77,8 @@ REASONS: list[tuple[str, str, str]] = [
     (
         "test_more_than_one_prompt_logprobs|test_structured_outputs_|test_response_format_json"
         "|test_complex_message_content|test_completion_streaming|test_parallel_"
-        "|test_single_completion|test_comparison_with_prompt_logprobs",
+        "|test_single_completion|test_comparison_with_prompt_logprobs"
+        "|responses/test_basic|responses/test_stateful|responses/test_structured",
         "",
         SAYS_ELSE,
     ),
@@ -90,7 +93,7 @@ TITLES = {
 }
 
 
-def write_page(page: Path, result: dict[str, Any]) -> list[str]:
+def write_page(page: Path, result: dict[str, Any], not_run: list[str]) -> list[str]:
     """Writes the tables of the page; returns the tests for which no reason is known."""
     found = [
         (module, name, outcome, said)
@@ -119,6 +122,8 @@ def write_page(page: Path, result: dict[str, Any]) -> list[str]:
             ]
             rows.sort(key=lambda row: -len(row[1]))
             lines += [f"| {len(tests)} | {_where(tests, found)} | {why} |" for why, tests in rows]
+    if not_run:
+        lines += ["", "### Not run yet", "", ", ".join(f"`{module}`" for module in not_run)]
     text = page.read_text()
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]

@@ -97,7 +97,9 @@ def main() -> int:
     print(", ".join(f"{counts[name]} {name}" for name in COUNTED))
     print("besides:", {name: count for name, count in counts.items() if name not in COUNTED})
     if args.page is not None:
-        for test in write_page(args.page, result.data):
+        done = result.data["modules"]
+        not_run = [module for module in _modules(args.path) if module not in done]
+        for test in write_page(args.page, result.data, not_run):
             print(f"no reason is known for {test}")
     return 0
 
