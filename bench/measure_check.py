@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.witness import Json, Witness, gaps_s, get_json, largest, request_figures, tpot_s
-from twostroke.measure.ab import arm_server
+from twostroke.measure.arms import arm_server
 from twostroke.measure.imports import import_result
 from twostroke.measure.result import environment
 

@@ -38,7 +38,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from bench.witness import Json, get_json
-from twostroke.measure.ab import arm_server
+from twostroke.measure.arms import arm_server
 from twostroke.measure.client import COMPLETIONS, OpenAIClient
 from twostroke.measure.compare import compare
 from twostroke.measure.definitions import Sample

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from bench.measure_check import model_file
 from bench.witness import Json, Witness
-from twostroke.measure.ab import arm_server
+from twostroke.measure.arms import arm_server
 from twostroke.measure.result import environment
 
 SUM_SHARE = 0.05

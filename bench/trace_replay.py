@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.witness import Json, Witness, largest, request_figures
-from twostroke.measure.ab import arm_server
+from twostroke.measure.arms import arm_server
 from twostroke.measure.result import environment
 from twostroke.measure.stats import percentile
 

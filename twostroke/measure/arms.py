@@ -43,6 +43,13 @@ def serving(arms: Sequence[str]) -> Iterator[list[str]]:
         ]
 
 
+@contextmanager
+def arm_server(arm: str) -> Iterator[str]:
+    """The URL of one arm, ready."""
+    with serving([arm]) as (url,):
+        yield url
+
+
 def command_line(arm: str, port: int) -> list[str]:
     try:
         words = shlex.split(arm)
