@@ -211,6 +211,13 @@ def test_time_outside_the_server_is_the_networks() -> None:
     assert "500.0 ms" in found.causes[0].evidence[0] or "510.0 ms" in found.causes[0].evidence[0]
 
 
+def test_a_probe_that_waits_for_anothers_long_prompt_is_no_fault() -> None:
+    steps = [step(n, 512, waiting=1) for n in range(1, 61)]
+    probe_alone = request(0, 0, 50, 51, 9, request_id="chatcmpl-doctor-x-0-1")
+    found = diagnose(seen(steps, [probe_alone], traffic=True))
+    assert (found.verdict, found.causes) == ("not_enough_evidence", ())
+
+
 def test_an_engine_that_was_not_up_is_a_cold_start() -> None:
     given = waiting_for([step(n, 512, waiting=5) for n in range(1, 41)])
     given.unready_s = 3.0

@@ -112,8 +112,8 @@ class Account:
 def account_of_records(seen: Seen) -> Account:
     steps = seen.steps or []
     ended = [one for one in seen.requests if one["first_token_s"] and one["token_s"]]
-    others = [one for one in ended if not is_probe(one)]
-    requests = others or ended
+    # Probes that wait for others' long prompts say nothing of how the others fare.
+    requests = [one for one in ended if not is_probe(one)] if seen.traffic else ended
     found = Account("step records", len(requests))
     queue = QueueReasons(steps, seen.seats)
     watched = [step for step in steps if step["committed_s"] >= seen.since_s]

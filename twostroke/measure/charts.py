@@ -10,7 +10,7 @@ from html import escape
 
 WIDTH, WIDE, HEIGHT = 640, 1320, 280
 LEFT, RIGHT, TOP, BOTTOM = 88, 40, 16, 32
-MARK_LINE = 24  # between the words of two marks that stand close together
+MARK_LINE, MARK_ROWS = 24, 9  # lines of words of marks
 MARK_ROOM, TICK_ROOM = 260, 78  # what words take at most, on a phone
 MANY = 60  # points, from which on a dot says no more what it is
 Point = tuple[float, float]
@@ -187,12 +187,10 @@ def _drawn(one: Series, across: Axis, up: Axis) -> str:
 
 
 def _marks(marks: Sequence[tuple[float, str]], across: Axis, below: bool) -> list[str]:
-    """Words of marks that stand close together go below one another."""
-    parts, row, last = [], 0, -math.inf
-    for value, words in sorted(marks):
-        x = across.at(value)
-        row = (row + 1) % 4 if x - last < MARK_ROOM else 0
-        last = x
+    """Each has a line of words of its own, so that none is over another's."""
+    parts = []
+    for number, (value, words) in enumerate(sorted(marks)):
+        x, row = across.at(value), number % MARK_ROWS
         line = HEIGHT - BOTTOM - MARK_LINE * (row + 1) if below else TOP + MARK_LINE * row
         side, shift = ("end", -6) if x > across.end - MARK_ROOM else ("start", 6)
         parts.append(

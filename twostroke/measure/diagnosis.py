@@ -78,9 +78,7 @@ def diagnose(seen: Seen) -> Verdict:
 def _account(seen: Seen) -> Account:
     """Of the best evidence that there is."""
     if seen.steps is not None:
-        found = of.account_of_records(seen)
-        if found.requests or not seen.probes:
-            return found
+        return of.account_of_records(seen)
     return of.account_of_metrics(seen) or of.account_of_probes(seen)
 
 
