@@ -59,7 +59,7 @@ def _experiment(one: Experiment) -> str:
 
 
 def verdict_page(found: Verdict) -> str:
-    body = [f"<h1>{escape(headline(found))}</h1>", f'<p class="dim">{escape(_evidence(found))}</p>']
+    body: list[str] = []
     for cause in found.causes:
         sentences = "".join(f"<li>{escape(one)}</li>" for one in cause.evidence)
         body.append(
