@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.witness import Json, Witness, gaps_s, get_json, largest, request_figures, tpot_s
-from twostroke.measure.ab import arm_server
+from twostroke.measure.arms import serving
 from twostroke.measure.imports import import_result
 from twostroke.measure.result import environment
 
@@ -220,7 +220,7 @@ def main() -> None:
     outside = {name: one for name, one in outside.items() if one[1]}
     with (
         tempfile.TemporaryDirectory() as name,
-        arm_server(shlex.quote(args.model) if args.model else "") as url,
+        serving([shlex.quote(args.model) if args.model else ""]) as (url,),
     ):
         folder = Path(name)
         tokenizer = save_tokenizer(model_file(args.model), folder) if outside else folder

@@ -38,7 +38,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from bench.witness import Json, get_json
-from twostroke.measure.ab import arm_server
+from twostroke.measure.arms import serving
 from twostroke.measure.client import COMPLETIONS, OpenAIClient
 from twostroke.measure.compare import compare
 from twostroke.measure.definitions import Sample
@@ -218,7 +218,7 @@ def main() -> None:
     if args.what == "off" and not args.without:
         parser.error("off needs --without CHECKOUT")
     with ExitStack() as stack:
-        url = stack.enter_context(arm_server(""))
+        (url,) = stack.enter_context(serving([""]))
         if args.what == "once":
             result = asyncio.run(once(url, args.window))
             save({"bench": "observer_cost", "what": "once", **result}, args.json)
@@ -232,7 +232,7 @@ def main() -> None:
             own = os.environ.get("PYTHONPATH", "")
             os.environ["PYTHONPATH"] = args.without
             os.chdir(args.without)
-            other = stack.enter_context(arm_server(""))
+            (other,) = stack.enter_context(serving([""]))
             os.environ["PYTHONPATH"] = own
             arms = [Arm("no counters", other, nothing), Arm("as it is", url, nothing)]
         rows = asyncio.run(measure(arms, args.cycles, args.window, args.limit))

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from bench.measure_check import model_file
 from bench.witness import Json, Witness
-from twostroke.measure.ab import arm_server
+from twostroke.measure.arms import serving
 from twostroke.measure.result import environment
 
 SUM_SHARE = 0.05
@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="of the profile")
     parser.add_argument("--json", help="also write the result here")
     args = parser.parse_args()
-    with arm_server(args.model) as url:
+    with serving([args.model]) as (url,):
         with Witness(url, 2.0) as mixed:
             users = load(url, 4, 400, 128, 64)
             try:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.witness import Json, Witness, largest, request_figures
-from twostroke.measure.ab import arm_server
+from twostroke.measure.arms import serving
 from twostroke.measure.result import environment
 from twostroke.measure.stats import percentile
 
@@ -112,7 +112,7 @@ def main() -> None:
     options = f"--block-size {args.block_size} {args.serve}".strip()
     with (
         tempfile.TemporaryDirectory() as name,
-        arm_server(options) as url,
+        serving([options]) as (url,),
         Witness(url, 3.0) as witness,
     ):
         detail = replay(url, args, Path(name))
