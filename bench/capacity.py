@@ -24,6 +24,7 @@ import sys
 sys.path[0] = __file__.rpartition("/bench/")[0] or "."  # `bench` and `tests` are found there
 
 import argparse  # noqa: E402
+import asyncio  # noqa: E402
 import contextlib  # noqa: E402
 import json  # noqa: E402
 import multiprocessing  # noqa: E402
@@ -40,6 +41,10 @@ from collections.abc import Iterator  # noqa: E402
 from multiprocessing.connection import Connection  # noqa: E402
 from typing import Any, NamedTuple  # noqa: E402
 from urllib.parse import urlsplit  # noqa: E402
+
+from twostroke.measure.client import first_model  # noqa: E402
+from twostroke.measure.http import Connections, Endpoint  # noqa: E402
+from twostroke.measure.stats import percentile  # noqa: E402
 
 EVENT = b"\ndata:"  # JSON has no bare line feed, so this is where an event begins and nothing else
 DONE = b"[DONE]"
@@ -207,9 +212,9 @@ def measure(
         "failed": len(failed),
         "wall_s": wall,
         "tokens_per_s": tokens / wall,
-        "ttft_ms": _percentiles([(t, 1) for s in seen for t in s.ttft_s]),
-        "itl_ms": _percentiles([(gap / n, n) for s in seen for gap, n in s.gaps]),
-        "added_ms": _percentiles([(t, 1) for s in seen for t in s.added_s]),
+        "ttft_ms": _percentiles([t for s in seen for t in s.ttft_s]),
+        "itl_ms": _percentiles([gap / n for s in seen for gap, n in s.gaps for _ in range(n)]),
+        "added_ms": _percentiles([t for s in seen for t in s.added_s]),
         "client_cpu_s": sum(s.cpu_s for s in seen),
         "client_us_per_token": 1e6 * sum(s.cpu_s for s in seen) / max(1, tokens),
         "processes": [
@@ -228,17 +233,12 @@ def measure(
     return row
 
 
-def _percentiles(weighted: list[tuple[float, int]]) -> dict[str, float]:
-    """In milliseconds; each value counts as often as its weight says."""
-    weighted.sort()
-    total = sum(weight for _, weight in weighted)
-    found, passed = {}, 0
-    wanted = [("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0)]
-    for value, weight in weighted:
-        passed += weight
-        while wanted and passed >= wanted[0][1] * total:
-            found[wanted.pop(0)[0]] = 1e3 * value
-    return found
+def _percentiles(values: list[float]) -> dict[str, float]:
+    """In milliseconds."""
+    if not values:
+        return {}
+    found = {f"p{share}": 1e3 * percentile(values, share) for share in (50, 90, 99)}
+    return found | {"max": 1e3 * max(values)}
 
 
 def _family(pids: list[int]) -> Iterator[int]:
@@ -364,7 +364,7 @@ def make_target(url: str, args: argparse.Namespace) -> Target:
     split = urlsplit(url)
     assert split.hostname is not None
     body: dict[str, Any] = {
-        "model": args.model or _first_model(split.hostname, split.port or 80),
+        "model": args.model or _first_model(url),
         "max_tokens": args.tokens,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -379,15 +379,9 @@ def make_target(url: str, args: argparse.Namespace) -> Target:
     return Target(split.hostname, split.port or 80, path, json.dumps(body).encode())
 
 
-def _first_model(host: str, port: int) -> str:
-    with socket.create_connection((host, port), timeout=10) as sock:
-        head = f"GET /v1/models HTTP/1.1\r\nHost: {host}\r\n{_authorization()}"
-        sock.sendall(f"{head}Connection: close\r\n\r\n".encode())
-        answer = b""
-        while data := sock.recv(READ_BYTES):
-            answer += data
-    found = re.search(rb'"id": ?"([^"]+)"', answer)
-    return found[1].decode() if found else "default"
+def _first_model(url: str) -> str:
+    connections = Connections(Endpoint(url, os.environ.get("OPENAI_API_KEY")))
+    return str(asyncio.run(first_model(connections))["id"])
 
 
 def report(row: dict[str, Any]) -> None:

@@ -13,21 +13,22 @@ time, with steps of at most N tokens and no other bound.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import http.client
-import json
+import asyncio
 import os
 import statistics
 import sys
-import threading
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Any
 
 from bench.cpu_process import Quiet
 from bench.cpu_workers import tokens
+from twostroke.measure.client import OpenAIClient
+from twostroke.measure.definitions import Sample
+from twostroke.measure.http import Connections, Endpoint
+from twostroke.measure.workload import Planned
 
 STREAMS, PROMPT, LONG = 4, 128, 4000
 STEADY_S, AFTER_S = 3.0, 1.0
@@ -36,112 +37,96 @@ RUNS = 5
 FIRST_PORT = 8931
 
 
-class Stream(threading.Thread):
-    """One streamed completion: when each of its tokens came."""
-
-    def __init__(self, port: int, model: str, prompt: list[int], output: int) -> None:
-        super().__init__(daemon=True)
-        self.times: list[float] = []
-        self.error = ""
-        self._asked = {"model": model, "prompt": prompt, "max_tokens": output, "temperature": 0}
-        self._asked |= {"stream": True, "ignore_eos": True}
-        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=RUN_S)
-        self.sent_s = perf_counter()
-        self.start()
-
-    def run(self) -> None:
-        try:
-            headers = {"Content-Type": "application/json"}
-            body = json.dumps(self._asked)
-            self._connection.request("POST", "/v1/completions", body, headers)
-            answer = self._connection.getresponse()
-            if answer.status != 200:
-                self.error = answer.read().decode()[:300]
-                return
-            for line in answer:
-                if line.startswith(b"data: {"):
-                    self.times.append(perf_counter())
-        except (OSError, http.client.HTTPException, AttributeError, ValueError):
-            pass  # the connection was cut, by us or by them; what came is in `times`
-
-    def cut(self) -> None:
-        with contextlib.suppress(OSError):
-            if self._connection.sock is not None:
-                self._connection.sock.shutdown(2)
-            self._connection.close()
-
-
 class Server:
     def __init__(
         self, name: str, command: list[str], port: int, model: str, environment: dict[str, str]
     ) -> None:
-        self.name, self._port, self._model = name, port, model
+        self.name, self._model = name, model
+        self._endpoint = Endpoint(f"http://127.0.0.1:{port}")
         self.process = Quiet(command, environment, piped=False)
-        with self.process.awake():
-            ready = self._until(self._answers, START_S)
-        if not ready:
-            words = self.process.last_words()
+        try:
+            with self.process.awake():
+                asyncio.run(first_answer(self.process, self._client(), START_S, 0.2))
+        except RuntimeError:
             self.process.close()
-            raise RuntimeError(words)
-
-    def _answers(self) -> bool:
-        if self.process.dead:
-            raise RuntimeError(self.process.last_words())
-        one = Stream(self._port, self._model, tokens(8, 1), 1)
-        one.join(30)
-        if not one.times:
-            sleep(0.2)
-        return bool(one.times)
-
-    @staticmethod
-    def _until(done: Callable[[], bool], limit_s: float) -> bool:
-        start = perf_counter()
-        while not done():
-            if perf_counter() - start > limit_s:
-                return False
-            sleep(0.01)
-        return True
+            raise
 
     def measure(self, run: int) -> dict[str, float]:
         with self.process.awake():
-            return self._measure(run)
+            return asyncio.run(self._measure(run))
 
-    def _measure(self, run: int) -> dict[str, float]:
-        seed = 1000 * (run + 1)
-        streams = [
-            Stream(self._port, self._model, tokens(PROMPT, seed + n), 4000) for n in range(STREAMS)
-        ]
-        long = None
+    def _client(self) -> OpenAIClient:
+        return OpenAIClient(Connections(self._endpoint), self._model, extra={"temperature": 0})
+
+    async def _measure(self, run: int) -> dict[str, float]:
+        seed, client = 1000 * (run + 1), self._client()
+        tasks = []
+
+        def begin(request: Planned) -> Sample:
+            sample = Sample(perf_counter())
+            tasks.append(asyncio.create_task(client.send(request, sample.scheduled_s, sample)))
+            return sample
+
         try:
-            if not self._until(lambda: all(len(each.times) > 2 for each in streams), RUN_S):
-                raise RuntimeError(streams[0].error or "its streams do not write")
+            streams = [begin(planned(PROMPT, seed + n, 4000)) for n in range(STREAMS)]
+            await _until(lambda: all(len(each.content_s) > 2 for each in streams), streams)
             begun = perf_counter()
-            sleep(STEADY_S)
-            long = Stream(self._port, self._model, tokens(LONG, seed + 50), 16)
-            if not self._until(lambda: bool(long and (long.times or long.error)), RUN_S):
-                raise RuntimeError("the long prompt got no answer")
-            if long.error:
-                raise RuntimeError(long.error)
-            sleep(AFTER_S)
+            await asyncio.sleep(STEADY_S)
+            long = begin(planned(LONG, seed + 50, 16))
+            await _until(lambda: bool(long.content_s), [long])
+            await asyncio.sleep(AFTER_S)
         finally:
-            for each in [*streams, *([long] if long else [])]:
-                each.cut()
-        sleep(1.0)  # let the server notice that they left
-        end = long.times[0] + AFTER_S
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            client.connections.close()
+        await asyncio.sleep(1.0)  # let the server notice that they left
+        end = long.content_s[0] + AFTER_S
         steady, disturbed = [], []
         for each in streams:
             # A stream that stays silent until the end has a gap that reaches to it.
-            times = [when for when in each.times if when < end] + [end]
+            times = [when for when in each.content_s if when < end] + [end]
             for before, after in pairwise(times):
-                if before >= begun and after <= long.sent_s:
+                if before >= begun and after <= long.scheduled_s:
                     steady.append(after - before)
-                elif after > long.sent_s:
+                elif after > long.scheduled_s:
                     disturbed.append(after - before)
         return {
             "steady_gap_s": statistics.median(steady),
             "worst_gap_s": max(disturbed),
-            "ttft_s": long.times[0] - long.sent_s,
+            "ttft_s": long.ttft_s,
         }
+
+
+async def first_answer(
+    process: Quiet, client: OpenAIClient, limit_s: float, pause_s: float
+) -> Sample:
+    """Of a server that is just starting."""
+    try:
+        while perf_counter() - process.started_s < limit_s:
+            sample = await client.send(planned(8, 1, 1), perf_counter())
+            if sample.ok:
+                return sample
+            if process.dead:
+                break
+            await asyncio.sleep(pause_s)
+        raise RuntimeError(process.last_words())
+    finally:
+        client.connections.close()
+
+
+def planned(prompt: int, seed: int, output: int) -> Planned:
+    return Planned(0.0, tokens(prompt, seed), prompt, output)
+
+
+async def _until(done: Callable[[], bool], samples: list[Sample]) -> None:
+    start = perf_counter()
+    while not done():
+        if error := next((one.error for one in samples if one.error), ""):
+            raise RuntimeError(error)
+        if perf_counter() - start > RUN_S:
+            raise RuntimeError(f"no token for {RUN_S:.0f} s")
+        await asyncio.sleep(0.005)
 
 
 def as_flags(pairs: list[str]) -> list[str]:

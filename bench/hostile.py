@@ -1,6 +1,6 @@
 """One client against another: what an attack does to a victim's stream and the server's memory.
 
-    python -m bench.hostile [--only NAME ...] [--json FILE] [--list]
+    python -m bench.hostile [--only NAME ...] [--skip NAME ...] [--json FILE] [--list]
 
 Each attack (`hostile_attacks.py`) meets a fresh `twostroke serve` on the default model with default
 flags, or with those the attack names. One victim stream writes all the time. For two quiet seconds
@@ -10,6 +10,10 @@ answers and a second longer. A line says by how much the victim's worst gap exce
 their helpers exceeds what they had before (bound: 64 MiB each), and what the attacker got. Where an
 attack needs many requests, the gap is compared to what as many plain ones do. Blocks of the KV
 cache are reserved at the start, so pages of it that are touched are no growth.
+
+An attack during which other programs took more than `MAX_OTHERS` of a core is run again, up to
+`TRIES` times, and the run with the least of that is told: on a shared machine a neighbour can be
+worse than any attack. `others_cores` says what was left of it.
 
 The body of an attack is made before its clock starts; sending it still takes processor time from
 the server, so on a small machine the gaps are upper bounds. Exit code 1 if a bound is broken.
@@ -42,6 +46,7 @@ from typing import Any
 QUIET_S, AFTER_S = 2.0, 1.0
 START_S, ATTACK_S = 60.0, 180.0
 MAX_GAP_MS, MAX_GROWTH_MIB = 100.0, 64.0
+MAX_OTHERS, TRIES = 0.03, 2
 MIB = 1024**2
 CONTEXT = multiprocessing.get_context("fork")
 
@@ -184,6 +189,19 @@ def _children(pid: int) -> list[int]:
     return found
 
 
+def _others_cpu_s() -> float:
+    """CPU time since the machine's start of whatever is not this process or its children, the
+    hypervisor's other guests included."""
+    ticks = [int(n) for n in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+    user, nice, system, _, _, irq, softirq, steal = ticks[:8]
+    own = 0
+    for pid in [os.getpid(), *_children(os.getpid())]:
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            own += sum(map(int, fields[11:15]))  # its own and its ended children's
+    return (user + nice + system + irq + softirq + steal - own) / os.sysconf("SC_CLK_TCK")
+
+
 def engine_pid(http_pid: int) -> int:
     """The largest of the server's children."""
     return max(_children(http_pid), key=_rss, default=0)
@@ -249,6 +267,14 @@ def _attacker(attack: Attack, target: Target, pipe: Connection) -> None:
         pipe.send(f"FAILED {type(error).__name__}: {error}")
 
 
+def run_quietly(attack: Attack, port: int, control_ms: float) -> dict[str, Any]:
+    """The run that other programs disturbed least, of at most `TRIES`."""
+    rows: list[dict[str, Any]] = []
+    while len(rows) < TRIES and not (rows and rows[-1]["others_cores"] <= MAX_OTHERS):
+        rows.append(run(attack, port, control_ms))
+    return min(rows, key=lambda row: row["others_cores"])
+
+
 def run(attack: Attack, port: int, control_ms: float) -> dict[str, Any]:
     """`control_ms`: the victim's worst gap under the attack's control."""
     with tempfile.TemporaryDirectory() as name:
@@ -281,6 +307,7 @@ def _measure(attack: Attack, target: Target, control_ms: float) -> dict[str, Any
     sleep(QUIET_S)
     before = memory.restart()
     kv_before = _kv_bytes(engine_pid(target.pid))
+    others_s = _others_cpu_s()
     fired = perf_counter()
     ours.send("go")
     said = ours.recv() if ours.poll(ATTACK_S) else f"FAILED no end within {ATTACK_S:.0f} s"
@@ -289,6 +316,7 @@ def _measure(attack: Attack, target: Target, control_ms: float) -> dict[str, Any
     end = perf_counter()
     memory.end()
     row: dict[str, Any] = {"attack": attack.name, "outcome": said, "took_s": round(took_s, 2)}
+    row["others_cores"] = round((_others_cpu_s() - others_s) / (end - fired), 2)
     kv_growth = max(0, _kv_bytes(engine_pid(target.pid)) - kv_before)
     memory.peak["engine"] -= kv_growth
     growth = {name: (memory.peak[name] - before[name]) / MIB for name in before}
@@ -320,7 +348,8 @@ def words(row: dict[str, Any]) -> str:
     )
     sizes = " ".join(f"{grew[name]:+6.1f}" for name in ("http", "engine", "helpers"))
     verdict = "BROKEN" if row["broken"] else "ok"
-    return f"{row['attack']:26} {gap:22} {sizes} MiB  {verdict:6} {row['outcome'][:90]}"
+    others = f"{row['others_cores']:4.2f}"
+    return f"{row['attack']:26} {gap:22} {sizes} MiB  {others} {verdict:6} {row['outcome'][:90]}"
 
 
 def main() -> None:
@@ -328,34 +357,40 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="NAME", help="attacks whose name has this")
-    parser.add_argument("--json", help="also write the result here")
+    parser.add_argument("--skip", nargs="+", metavar="NAME", default=[], help="not these")
+    parser.add_argument("--json", help="keep the rows here, beside those of other attacks")
     parser.add_argument("--port", type=int, default=8960)
     parser.add_argument("--list", action="store_true", help="the names, and no more")
     args = parser.parse_args()
     chosen = [a for a in ATTACKS if not args.only or any(part in a.name for part in args.only)]
+    chosen = [a for a in chosen if not any(part in a.name for part in args.skip)]
     if args.list:
         print("\n".join(attack.name for attack in chosen))
         return
-    print(f"{'attack':26} victim: quiet → worst   growth: http engine helpers")
-    rows: list[dict[str, Any]] = []
-    worst: dict[str, float] = {}
+    print(f"{'attack':26} victim: quiet → worst   growth: http engine helpers, others' cores")
+    rows: dict[str, dict[str, Any]] = {}
+    if args.json and Path(args.json).exists():
+        rows = {row["attack"]: row for row in json.loads(Path(args.json).read_text())["attacks"]}
     for number, attack in enumerate(chosen):
-        row = run(attack, args.port + number % 20, worst.get(attack.control, 0.0))
-        worst[attack.name] = row.get("worst_gap_ms", 0.0)
-        rows.append(row)
+        control_ms = rows.get(attack.control, {}).get("worst_gap_ms", 0.0)
+        rows[attack.name] = row = run_quietly(attack, args.port + number % 20, control_ms)
         print(words(row), flush=True)
+        if args.json:
+            Path(args.json).write_text(as_json(rows))
+    sys.exit(any(rows[attack.name]["broken"] for attack in chosen))
+
+
+def as_json(rows: dict[str, dict[str, Any]]) -> str:
+    from bench.hostile_attacks import ATTACKS
+
     result = {
         "bench": "hostile",
         "machine": platform.machine(),
         "cores": os.cpu_count(),
         "bounds": {"gap_ms": MAX_GAP_MS, "growth_mib": MAX_GROWTH_MIB},
-        "attacks": rows,
+        "attacks": [rows[attack.name] for attack in ATTACKS if attack.name in rows],
     }
-    line = json.dumps(result)
-    print(line)
-    if args.json:
-        Path(args.json).write_text(line + "\n")
-    sys.exit(any(row["broken"] for row in rows))
+    return json.dumps(result) + "\n"
 
 
 if __name__ == "__main__":

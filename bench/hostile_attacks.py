@@ -185,16 +185,33 @@ def many_chats(target: Target, asked: list[dict[str, Any]]) -> Fire:
 # ── connections ─────────────────────────────────────────────────────────────────────────────
 
 
-def never_read(target: Target) -> Fire:
-    body = json.dumps(
-        {"prompt": "Once", "max_tokens": 4000, "n": 16, "logprobs": 20, "stream": True,
-         "ignore_eos": True, "temperature": 1.0}).encode()  # fmt: skip
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+SIXTEEN_TEXTS = {"prompt": "Once", "max_tokens": 4000, "n": 16, "logprobs": 20, "stream": True,
+                 "ignore_eos": True, "temperature": 1.0}  # fmt: skip
 
+
+def ask_for_texts(target: Target) -> socket.socket:
+    body = json.dumps(SIXTEEN_TEXTS).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    connection = socket.create_connection(("127.0.0.1", target.port))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    return connection
+
+
+def always_read(target: Target) -> Fire:
     def fire() -> str:
-        with socket.create_connection(("127.0.0.1", target.port)) as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        size, until = 0, perf_counter() + 25.0
+        with ask_for_texts(target) as connection:
+            while perf_counter() < until:
+                size += len(connection.recv(1 << 16))
+        return f"25 s read, then closed; {size:,} bytes"
+
+    return fire
+
+
+def never_read(target: Target) -> Fire:
+    def fire() -> str:
+        with ask_for_texts(target) as connection:
             sleep(25.0)
             first = connection.recv(12)
         return f"25 s unread, then closed; it began {first!r}"
@@ -316,8 +333,10 @@ def shared_prefix(target: Target) -> Fire:
 def logged_key(target: Target) -> Fire:
     def fire() -> str:
         ask(target.port, "GET", "/health?api_key=sk-secret-value&x=1")
-        sleep(0.5)
-        text = target.log.read_text(errors="replace")
+        text, until = "", perf_counter() + 10.0
+        while "/health" not in text and perf_counter() < until:
+            sleep(0.1)
+            text = target.log.read_text(errors="replace")
         failed = "FAILED " if "sk-secret-value" in text or "/health" not in text else ""
         return f"{failed}the log says {re.findall(r'.*/health.*', text)[-1:]}"
 
@@ -497,7 +516,8 @@ ATTACKS = [
         sending("/completion", lambda: {"prompt": "word " * 2_500_000, "n_predict": 4}),
     ),
     Attack("/records 200 times", many_records),
-    Attack("a reader that does not", never_read),
+    Attack("16 texts that are read", always_read, max_gap_ms=1e9),  # so many streams of one user
+    Attack("a reader that does not", never_read, control="16 texts that are read"),
     Attack("slow senders", slow_senders),
     Attack("template of a request", foreign_templates,
            flags=lambda _: ["--trust-request-chat-template"]),

@@ -58,6 +58,18 @@ GEMMA3 |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
 LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 4.0, 9.0]}
 PHI3: dict[str, Any] = {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 64}
 PHI3 |= {"sliding_window": 64}
+GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.2}
+GRANITE |= {"residual_multiplier": 0.22, "logits_scaling": 8.0}
+SMOLLM3: dict[str, Any] = {"no_rope_layers": [1, 0], "no_rope_layer_interval": 2}
+SMOLLM3 |= {"use_sliding_window": True, "sliding_window": 64}
+COHERE2: dict[str, Any] = {"layer_norm_eps": 1e-5, "logit_scale": 0.25, "sliding_window": 64}
+COHERE2 |= {"sliding_window_pattern": 2, "tie_word_embeddings": True}
+STABLELM: dict[str, Any] = {"layer_norm_eps": 1e-5, "use_qkv_bias": True, "qk_layernorm": False}
+STABLELM |= {"partial_rotary_factor": 0.25, "use_parallel_residual": True}
+STARCODER2: dict[str, Any] = {"norm_epsilon": 1e-5, "use_bias": True, "sliding_window": 64}
+STARCODER2 |= {"hidden_act": "gelu_pytorch_tanh"}
+MISTRAL3: dict[str, Any] = {name: GEMMA3[name] for name in list(GEMMA3)[:8]}
+MISTRAL3 |= {"model_type": "mistral", "sliding_window": None}
 FOLDERS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-llama3": {"rope_scaling": LLAMA3},
@@ -71,6 +83,20 @@ FOLDERS: dict[str, dict[str, Any]] = {
     "gemma3": {"model_type": "gemma3", "text_config": GEMMA3},
     "olmo2": {"model_type": "olmo2", "rms_norm_eps": 1e-5},
     "phi3": {"model_type": "phi3", "rope_scaling": LONGROPE, **PHI3},
+    "ministral": {"model_type": "ministral", "layer_types": ["full_attention"] * 2},
+    "mistral3": {"model_type": "mistral3", "text_config": MISTRAL3},
+    "smollm3": {"model_type": "smollm3", **SMOLLM3},
+    "granite": {"model_type": "granite", **GRANITE},
+    "glm4": {"model_type": "glm4", "head_dim": 8, "partial_rotary_factor": 0.5},
+    "olmo3": {"model_type": "olmo3", "rope_scaling": YARN, "sliding_window": 64},
+    "exaone4": {"model_type": "exaone4", "sliding_window": 64, "sliding_window_pattern": 2},
+    "internlm2": {"model_type": "internlm2", "bias": True},
+    "internlm3": {"model_type": "internlm3", "bias": True, "qkv_bias": True},
+    "seed_oss": {"model_type": "seed_oss", "head_dim": 8, "attention_out_bias": True},
+    "cohere": {"model_type": "cohere", "model_max_length": 256, "use_qk_norm": False},
+    "cohere2": {"model_type": "cohere2", **COHERE2},
+    "stablelm": {"model_type": "stablelm", **STABLELM},
+    "starcoder2": {"model_type": "starcoder2", **STARCODER2},
 }
 OPTIONAL: tuple[str, ...] = (
     "head_dim",
@@ -159,17 +185,18 @@ def array(kind: int, values: list[Any]) -> bytes:
 def write_bases(root: Path) -> None:
     from tests.model import vocabularies as made
     from tests.tiny import tiny_folder
-    from twostroke.model.gguf_vocab import _pre_tokenizer
+    from twostroke.model.pre_tokenizers import QWEN2, pre_tokenizer_of
 
     for name, config in FOLDERS.items():
         tiny_folder(root / name, **config)
     vocabularies = {
         "llama": made.sentencepiece_metadata(),
-        "qwen2": made.byte_level_metadata(made.train_byte_level(_pre_tokenizer("qwen2")), "qwen2"),
+        "qwen2": made.byte_level_metadata(made.train_byte_level(pre_tokenizer_of(QWEN2)), "qwen2"),
     }
     vocabularies["qwen3"] = vocabularies["qwen2"]
     vocabularies["gemma3"] = made.gemma_metadata()
     vocabularies["phi3"] = vocabularies["llama"]
+    vocabularies["granite"] = vocabularies["qwen2"]
     for arch, vocabulary in vocabularies.items():
         model = _gguf(arch, vocabulary, F32_BLOCKS if arch != "qwen2" else Q8_0_BLOCKS)
         (root / f"{arch}.pickle").write_bytes(pickle.dumps(model))
@@ -186,6 +213,9 @@ def _gguf(arch: str, vocabulary: dict[str, Any], kind: int) -> GGUF:
     if arch == "gemma3":
         pairs[f"{arch}.attention.sliding_window"] = typed(U32, 64)
         pairs[f"{arch}.rope.freq_base_swa"] = typed(F32, 500.0)
+    if arch == "granite":
+        scales = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
+        pairs |= {f"{arch}.{key}": typed(F32, 0.5) for key in scales}
     if arch == "phi3":
         pairs[f"{arch}.rope.scaling.original_context_length"] = typed(U32, 64)
         pairs[f"{arch}.rope.scaling.attn_factor"] = typed(F32, 1.2)
@@ -336,7 +366,7 @@ def _json_fields(files: Files, file: str, fields: tuple[str, ...]) -> Iterator[M
 
 def _config(name: str, files: Files) -> Iterator[Mutation]:
     """Every field of the first; of the others what they do not share with it."""
-    from twostroke.model.hf_config import FAMILIES
+    from twostroke.model.hf_families import FAMILIES
 
     config = json.loads(files["config.json"])
     own = list(FOLDERS[name]) if FOLDERS[name] else [*config, *OPTIONAL]
@@ -386,7 +416,7 @@ def _metadata(arch: str, model: GGUF) -> Iterator[Mutation]:
     )
     optional = [f"{arch}.{key}" for key in GGUF_OPTIONAL]
     for key in dict.fromkeys([*model.pairs, *optional, *GGUF_GENERAL]):
-        if arch in ("qwen3", "phi3") and not key.startswith(arch):
+        if arch in ("qwen3", "phi3", "granite") and not key.startswith(arch):
             continue  # the vocabulary is that of another
         for label, value in GGUF_NASTY.items():
             yield _pair(arch, model, key, label, value)

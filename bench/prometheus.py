@@ -17,6 +17,7 @@ import sys
 sys.path[0] = __file__.rpartition("/bench/")[0] or "."  # `bench` is found there
 
 import argparse  # noqa: E402
+import asyncio  # noqa: E402
 import contextlib  # noqa: E402
 import http.client  # noqa: E402
 import json  # noqa: E402
@@ -28,11 +29,16 @@ import statistics  # noqa: E402
 import subprocess  # noqa: E402
 import tempfile  # noqa: E402
 import time  # noqa: E402
-from collections.abc import Callable, Iterator  # noqa: E402
-from concurrent.futures import ThreadPoolExecutor  # noqa: E402
+from collections.abc import Callable, Iterator, Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
-from typing import Any, NamedTuple  # noqa: E402
+from typing import Any  # noqa: E402
 from urllib.parse import quote  # noqa: E402
+
+from twostroke.measure.client import OpenAIClient  # noqa: E402
+from twostroke.measure.definitions import Sample  # noqa: E402
+from twostroke.measure.http import Connections, Endpoint  # noqa: E402
+from twostroke.measure.run import run_closed_loop  # noqa: E402
+from twostroke.measure.workload import Planned  # noqa: E402
 
 MONITORING = Path(__file__).parent.parent / "deploy" / "monitoring"
 MODEL_NAME = "measured"
@@ -53,14 +59,6 @@ RATES = (
     "request_decode_time_seconds_sum",
     "request_max_num_generation_tokens_sum",
 )
-
-
-class Seen(NamedTuple):
-    """One answer, as its client saw it."""
-
-    first_s: float
-    decode_s: float
-    timings: dict[str, Any]
 
 
 def vllm_queries() -> list[str]:
@@ -186,41 +184,33 @@ def prometheus(binary: str, target: int, folder: Path) -> Iterator[Prometheus]:
 # ── load ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def stream(port: int, number: int) -> Seen:
+def stream(port: int, numbers: Sequence[int], at_once: int) -> list[Sample]:
+    """Requests of these numbers, so many at one time."""
+
+    async def work() -> list[Sample]:
+        client = OpenAIClient(Connections(Endpoint(f"http://127.0.0.1:{port}")), MODEL_NAME)
+        try:
+            return (await run_closed_loop(client, list(map(planned, numbers)), at_once)).samples
+        finally:
+            client.connections.close()
+
+    samples = asyncio.run(work())
+    if error := next((sample.error for sample in samples if sample.error), ""):
+        raise SystemExit(error)
+    return samples
+
+
+def planned(number: int) -> Planned:
     words = " ".join(f"{number}-{n} apples" for n in range(20 + 10 * (number % 4)))
-    body = {
-        "model": MODEL_NAME,
-        "prompt": f"Count these: {words}.",
-        "max_tokens": OUTPUT,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
-    started = time.monotonic()
-    headers = {"Content-Type": "application/json"}
-    connection.request("POST", "/v1/completions", json.dumps(body), headers)
-    answer = connection.getresponse()
-    if answer.status != 200:
-        raise SystemExit(f"{answer.status}: {answer.read()!r}")
-    times: list[float] = []
-    timings: dict[str, Any] = {}
-    for line in answer:
-        if line.startswith(b"data: {"):
-            event = json.loads(line[6:])
-            if event["choices"]:
-                times.append(time.monotonic())
-            timings = event.get("timings") or timings
-    connection.close()
-    return Seen(times[0] - started, times[-1] - times[0], timings)
+    return Planned(0.0, f"Count these: {words}.", 0, OUTPUT)
 
 
-def compare(one: Prometheus, seen: list[Seen], window: str) -> dict[str, dict[str, float]]:
+def compare(one: Prometheus, seen: list[Sample], window: str) -> dict[str, dict[str, float]]:
     """Mean seconds, as the clients saw them and as Prometheus tells them."""
-    queues = [answer.timings["queue_ms"] / 1e3 for answer in seen]
-    firsts = [answer.first_s for answer in seen]
+    queues = [(answer.timings or {})["queue_ms"] / 1e3 for answer in seen]
+    firsts = [answer.ttft_s for answer in seen]
     expected = {
-        "request_decode_time": statistics.mean(answer.decode_s for answer in seen),
+        "request_decode_time": statistics.mean(answer.e2el_s - answer.ttft_s for answer in seen),
         "request_prefill_time": statistics.mean(f - q for f, q in zip(firsts, queues, strict=True)),
         "time_to_first_token": statistics.mean(firsts),
     }
@@ -248,8 +238,7 @@ def main() -> int:
         with server(args.model, port, Path(name)):
             until("a first scrape", lambda: one.ask("vllm:num_requests_running"))
             one.settle()
-            with ThreadPoolExecutor(args.streams) as pool:
-                seen = list(pool.map(lambda n: stream(port, n), range(args.requests)))
+            seen = stream(port, range(args.requests), args.streams)
             one.settle()
             print(f"{len(seen)} streams, {args.streams} at one time:")
             load = compare(one, seen, "5m")
@@ -266,7 +255,7 @@ def main() -> int:
             began = time.monotonic()
             until("a scrape", lambda: one.ask("vllm:request_success_total") == [0.0] * 4)
             one.settle()
-            alone = [stream(port, 1000)]
+            alone = stream(port, [1000], 1)
             one.settle()
             print("one request after a restart:")
             window = f"{int(time.monotonic() - began)}s"

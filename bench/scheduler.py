@@ -18,6 +18,7 @@ from typing import Any
 
 from twostroke.engine.core import EngineCore
 from twostroke.kv.cache import GroupLimits
+from twostroke.measure.stats import percentile
 from twostroke.model.cost import CostModel
 from twostroke.plan import StepPlan, StepResult
 from twostroke.request import EngineRequest, SamplingParams
@@ -73,12 +74,12 @@ def time_steps(scheduler: Scheduler, steps: int) -> list[float]:
 
 
 def measure(running: int, waiting: int, output: int) -> dict[str, float]:
-    times = sorted(time_steps(scheduler_with(running, waiting, output), STEPS))
+    times = time_steps(scheduler_with(running, waiting, output), STEPS)
     return {
         "running": running,
         "waiting": waiting,
         "median_ms": 1e3 * statistics.median(times),
-        "p99_ms": 1e3 * times[int(0.99 * (len(times) - 1))],
+        "p99_ms": 1e3 * percentile(times, 99),
     }
 
 

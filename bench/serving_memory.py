@@ -9,16 +9,18 @@ Peak: VmHWM of the server's processes, added up, so that what they share counts 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import statistics
 import subprocess
 import sys
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Any
 
-from bench.cpu_interference import Stream
+from bench.cpu_interference import first_answer, planned
 from bench.cpu_process import Quiet
-from bench.cpu_workers import tokens
+from twostroke.measure.client import OpenAIClient
+from twostroke.measure.http import Connections, Endpoint
 
 PORT, PROMPT, OUTPUT, LIMIT_S = 8951, 2048, 8, 120.0
 # A start should not be timed without the compiled files that any installed package has.
@@ -27,22 +29,17 @@ ENVIRONMENT = {"PYTHONDONTWRITEBYTECODE": ""}
 
 def measure(command: list[str]) -> dict[str, float]:
     server = Quiet(command, ENVIRONMENT, piped=False)
+    client = OpenAIClient(Connections(Endpoint(f"http://127.0.0.1:{PORT}")), "m")
     try:
         with server.awake():
-            while True:
-                one = Stream(PORT, "m", tokens(8, 1), 1)
-                one.join(30)
-                if one.times:
-                    break
-                if server.dead or perf_counter() - server.started_s > LIMIT_S:
-                    raise SystemExit(server.last_words())
-                sleep(0.01)
-            first_s = one.times[0] - server.started_s
-            long = Stream(PORT, "m", tokens(PROMPT, 2), OUTPUT)
-            long.join(LIMIT_S)
-            if len(long.times) < OUTPUT:
+            first = asyncio.run(first_answer(server, client, LIMIT_S, 0.01))
+            first_s = first.content_s[0] - server.started_s
+            long = asyncio.run(client.send(planned(PROMPT, 2, OUTPUT), perf_counter()))
+            if not long.ok or long.output_tokens < OUTPUT:
                 raise SystemExit(long.error or "the long prompt got no answer")
             return {"first_token_s": first_s, "peak_bytes": server.peak_bytes()}
+    except RuntimeError as error:
+        raise SystemExit(str(error)) from None
     finally:
         server.close()
 

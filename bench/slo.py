@@ -30,6 +30,9 @@ from typing import Any
 
 from bench.slo_load import Arrival, mean_lengths, minute
 from twostroke import LLM
+from twostroke.measure.definitions import Goals, Sample, engine_sample
+from twostroke.measure.result import values_ms
+from twostroke.measure.stats import percentile
 from twostroke.observe.record import RequestRecord, StepRecord
 from twostroke.request import EngineRequest, SamplingParams
 
@@ -79,7 +82,7 @@ def off(steps: list[StepRecord]) -> dict[str, float]:
     errors = [abs(s.predicted_s - s.device_s) / s.device_s for s in steps if s.predicted_s]
     if len(errors) < 10:
         return {"median": 0.0, "p90": 0.0}
-    return {"median": statistics.median(errors), "p90": statistics.quantiles(errors, n=10)[-1]}
+    return {"median": statistics.median(errors), "p90": percentile(errors, 90)}
 
 
 # ── interference ────────────────────────────────────────────────────────────────────────────
@@ -124,7 +127,7 @@ def interfere(machine: Machine, case: str, goal_ms: float | None) -> dict[str, A
         "goal_ms": goal_ms,
         "steady_gap_ms": 1e3 * statistics.median(steady),
         "worst_gap_ms": 1e3 * max(gaps),
-        "p99_gap_ms": 1e3 * statistics.quantiles(gaps, n=100)[-1],
+        "p99_gap_ms": 1e3 * percentile(gaps, 99),
         "within": sum(1e3 * gap <= goal_ms for gap in gaps) / len(gaps) if goal_ms else None,
         "ttft_s": end - sent,
         "steps": len(steps),
@@ -197,11 +200,15 @@ def rate_for(machine: Machine, load: float, shrink: float) -> tuple[float, dict[
     return rate, {"input": prompt, "output": output, "prompt_s": prompt_s, "token_s": token_s}
 
 
-def judge(records: list[RequestRecord], ttft_ms: float, itl_ms: float) -> dict[str, int]:
-    first = [record for record in records if 1e3 * record.ttft_s <= ttft_ms]
-    tpot = [record for record in first if 1e3 * record.tpot_s <= itl_ms]
-    gaps = [r for r in first if all(1e3 * gap <= itl_ms for gap, _, _ in r.gap_steps())]
-    return {"requests": len(records), "first": len(first), "tpot": len(tpot), "gaps": len(gaps)}
+def judge(samples: list[Sample], ttft_ms: float, itl_ms: float) -> dict[str, int]:
+    first, tpot = Goals(ttft_ms / 1e3), Goals(ttft_ms / 1e3, itl_ms / 1e3)
+    gaps = [one for one in samples if all(1e3 * gap <= itl_ms for gap in one.itls_s)]
+    return {
+        "requests": len(samples),
+        "first": sum(map(first.met, samples)),
+        "tpot": sum(map(tpot.met, samples)),
+        "gaps": sum(map(first.met, gaps)),
+    }
 
 
 def goodput(args: argparse.Namespace) -> dict[str, Any]:
@@ -225,9 +232,10 @@ def goodput(args: argparse.Namespace) -> dict[str, Any]:
             start = monotonic()
             records, took = replay(machines[name], arrivals)
             row: dict[str, Any] = {"half": half, "took_s": took}
-            row |= judge(records, args.ttft_ms, args.itl_ms)
-            row["ttft_ms"] = quantiles([1e3 * record.ttft_s for record in records])
-            row["gap_ms"] = quantiles([1e3 * gap for r in records for gap, _, _ in r.gap_steps()])
+            samples = list(map(engine_sample, records))
+            values = values_ms(samples)
+            row |= judge(samples, args.ttft_ms, args.itl_ms)
+            row["ttft_ms"], row["gap_ms"] = quantiles(values["ttft"]), quantiles(values["itl"])
             row["off"] = off(machines[name].steps_since(start))
             found[name].append(row)
             print(f"  half {half + 1}, {name:14} {words(row)}", flush=True)
@@ -242,8 +250,7 @@ def goodput(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def quantiles(values: list[float]) -> dict[str, float]:
-    marks = statistics.quantiles(values, n=100)
-    return {"p50": marks[49], "p90": marks[89], "p99": marks[98], "max": max(values)}
+    return {f"p{share}": percentile(values, share) for share in (50, 90, 99)} | {"max": max(values)}
 
 
 def words(row: dict[str, Any]) -> str:

@@ -14,6 +14,8 @@ import math
 import random
 from typing import NamedTuple
 
+from twostroke.measure.arrivals import arrival_times
+
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 INPUT = (20, 207, 396, 1020, 1189, 2735, 4083, 4142, 6000)
 OUTPUT = (10, 54, 85, 129, 395, 424, 451, 601, 1000)
@@ -29,15 +31,8 @@ class Arrival(NamedTuple):
 def minute(seed: int, rate: float, seconds: float, shrink: float) -> list[Arrival]:
     """Requests at `rate` a second on average, all lengths divided by `shrink`."""
     rng = random.Random(seed)
-    shape = BURSTY**-2
-    count = round(rate * seconds)
-    gaps = [rng.gammavariate(shape, 1.0) for _ in range(count)]
-    scale = seconds / sum(gaps)  # exactly `count` in the time: seeds differ in shape, not in load
-    at, found = 0.0, []
-    for gap in gaps:
-        found.append(Arrival(at, _draw(rng, INPUT, shrink), _draw(rng, OUTPUT, shrink)))
-        at += scale * gap
-    return found
+    times = arrival_times(round(rate * seconds), rate, BURSTY**-2, seed)
+    return [Arrival(at, _draw(rng, INPUT, shrink), _draw(rng, OUTPUT, shrink)) for at in times]
 
 
 def mean_lengths(shrink: float) -> tuple[float, float]:

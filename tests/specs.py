@@ -10,7 +10,8 @@ from twostroke.model.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, R
 
 ATTENTION = {field.name for field in fields(AttentionSpec)}
 MLP = {"intermediate_size": "intermediate_size", "activation": "activation", "mlp_bias": "bias"}
-LAYER = {"pre_norm", "post_norm"}
+MLP |= {"gated": "gated"}
+LAYER = {"pre_norm", "post_norm", "parallel"}
 
 
 def make_spec(**given: Any) -> ModelSpec:

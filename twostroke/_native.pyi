@@ -1,5 +1,7 @@
 """native/src/module.cpp, for type checkers. Arrays are C-contiguous."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -9,63 +11,94 @@ _Halves = npt.NDArray[np.uint16]
 _Ints = npt.NDArray[np.int32]
 _Keys = npt.NDArray[np.uint32]
 
+def common_format(types: Sequence[str]) -> str: ...
 def dot_rate(isa: str, threads: int) -> float: ...
+def fp16_rate(isa: str, threads: int) -> float: ...
+def has_fp16_products(isa: str) -> bool: ...
 def isas() -> list[str]: ...
-def wide_from(isa: str) -> int: ...
 def lanes(isa: str) -> int: ...
+def matrix_unit_min_tokens(isa: str) -> int: ...
 def sample(
     logits: _Floats,
     tokens: _Ints,
     where: _Ints,
-    wishes: _Floats,
+    params: _Floats,
     keys: _Keys,
     out: _Ints,
     isa: str = "auto",
+) -> None: ...
+def top_logprobs(
+    logits: _Floats, tokens: _Ints, ids: _Ints, values: _Floats, ranks: _Ints, isa: str = "auto"
 ) -> None: ...
 
 class Matrix:
     def __init__(self, format: str, rows: int, cols: int, isa: str = "auto") -> None: ...
     @property
     def num_bytes(self) -> int: ...
-    def put_blocks(self, type: str, data: _Bytes, place: _Ints) -> None: ...
+    def put_blocks(
+        self, type: str, data: _Bytes, place: _Ints, grid: npt.NDArray[np.int8] | None = None
+    ) -> None: ...
     def put_floats(self, data: _Floats, place: _Ints) -> None: ...
     def put_bias(self, data: _Floats, place: _Ints) -> None: ...
     def rows(self, out: _Floats, isa: str = "auto") -> None: ...
     def multiply(
-        self, x: _Floats, out: _Floats, isa: str = "auto", exact: bool = False
+        self,
+        x: _Floats,
+        out: _Floats,
+        isa: str = "auto",
+        exact: bool = False,
+        with_residual: bool = False,
     ) -> None: ...
 
 class Layer:
     def __init__(
         self,
+        *,
         qkv: Matrix,
         o: Matrix,
         gate_up: Matrix,
         down: Matrix,
-        attn_norm: _Floats,
-        mlp_norm: _Floats,
-        q_norm: _Floats,
-        k_norm: _Floats,
-        window: int,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        scale: float,
+        softcap: float = 0.0,
+        window: int = 0,
+        activation: str = "silu",
+        gated: bool = True,
+        parallel: bool = False,
+        attn_norm: _Floats | None = None,
+        mlp_norm: _Floats | None = None,
+        attn_post_norm: _Floats | None = None,
+        mlp_post_norm: _Floats | None = None,
+        attn_norm_bias: _Floats | None = None,
+        mlp_norm_bias: _Floats | None = None,
+        attn_post_norm_bias: _Floats | None = None,
+        mlp_post_norm_bias: _Floats | None = None,
+        q_norm: _Floats | None = None,
+        k_norm: _Floats | None = None,
+        rope: int = 0,
+        group: int = 0,
+        in_group: int,
     ) -> None: ...
 
 class Model:
     def __init__(
         self,
+        *,
         isa: str,
-        vocab: int,
-        hidden: int,
-        inner: int,
-        heads: int,
-        kv_heads: int,
-        dim: int,
-        eps: float,
-        layers: list[Layer],
+        layers: Sequence[Layer],
         embed: Matrix,
         head: Matrix,
         final_norm: _Floats,
-        cos: _Floats,
-        sin: _Floats,
+        ropes: Sequence[tuple[_Floats, _Floats]],
+        eps: float,
+        embed_scale: float = 1.0,
+        residual_scale: float = 1.0,
+        logit_scale: float = 1.0,
+        logit_softcap: float = 0.0,
+        layer_norms: bool = False,
+        final_norm_bias: _Floats | None = None,
         threads: int,
         threads_prefill: int,
         exact: bool,
@@ -73,15 +106,16 @@ class Model:
     @property
     def num_bytes(self) -> int: ...
     @property
-    def spent(self) -> dict[str, float]: ...
+    def stage_seconds(self) -> dict[str, float]: ...
     def forward(
         self,
         tokens: _Ints,
-        tables: _Ints,
-        cache: _Halves,
+        tables: Sequence[_Ints],
+        caches: Sequence[_Halves],
         slots: _Ints,
         chunks: _Ints,
         which: _Ints,
         out: _Floats,
+        keep_all: bool = False,
     ) -> None: ...
     def logits(self, which: _Ints, out: _Floats) -> None: ...

@@ -12,29 +12,31 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import TextIO
 
 from twostroke import __version__
-from twostroke.commands import (
-    ab,
-    bench,
-    chat,
-    doctor,
-    import_,
-    phases,
-    profile,
-    roofline,
-    run,
-    run_batch,
-    serve,
-    trace,
-    why,
-)
 from twostroke.commands.parser import Parser
-from twostroke.commands.serve_flags import spelt
 from twostroke.commands.terminal import columns, wrapped
 from twostroke.errors import TwostrokeError, nearest, shown
 
+# What each is for; its module is read when it is the one that was asked for.
+COMMANDS = {
+    "run": "answer one prompt and show what each phase took",
+    "chat": "talk with a model in the terminal",
+    "serve": "serve a model over HTTP, as `vllm serve` does",
+    "run-batch": "answer a file of requests, as `vllm run-batch` does",
+    "bench": "measure a server: TTFT, TPOT, ITL, throughput, goodput",
+    "phases": "one request taken apart: slow to start, or slow to stream?",
+    "roofline": "how fast a model could be on a machine, by phase",
+    "trace": "the last seconds of a server as a timeline",
+    "profile": "what a server's steps are made of: stages or kernels, by phase",
+    "why": "where the time of a slow request went, and who took it",
+    "doctor": "is a server slow, where, why, and what to try next",
+    "ab": "does a change help? two servers or settings, in pairs",
+    "import": "results of vllm bench, guidellm, aiperf, sglang in one table",
+}
+MODULES = {"run-batch": "run_batch", "import": "import_"}  # where Python has other rules for names
 INTERRUPTED = 128 + signal.SIGINT
 PIPE_CLOSED = 128 + 13  # as a shell reports a program that SIGPIPE ended
 
@@ -72,7 +74,11 @@ def parse(words: list[str], parser: Parser) -> argparse.Namespace | None:
         parser.error(f"there is no command {shown(words[0])}{hint}")
     if command is not None:
         of_others = words[0] in ("serve", "run-batch")
-        rest = spelt(words[1:]) if of_others else words[1:]
+        rest = words[1:]
+        if of_others:
+            from twostroke.commands.serve_flags import spelt
+
+            rest = spelt(rest)
         words = [words[0], *(command.without_unknown(rest) if command.tells_all else rest)]
     args, unexpected = parser.parse_known_args(words)
     if args.command is None:
@@ -97,32 +103,19 @@ def make_parser(wanted: str | None = None) -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"twostroke {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    modules = (
-        run,
-        chat,
-        serve,
-        run_batch,
-        bench,
-        phases,
-        roofline,
-        trace,
-        profile,
-        why,
-        doctor,
-        ab,
-        import_,
-    )
-    for module in modules:
-        name = module.__name__.rpartition(".")[2].rstrip("_").replace("_", "-")
+    for name, summary in COMMANDS.items():
+        if wanted not in (None, name):
+            commands.add_parser(name, help=summary)
+            continue
+        module = import_module(f"twostroke.commands.{MODULES.get(name, name)}")
         command = commands.add_parser(
             name,
-            help=module.SUMMARY,
+            help=summary,
             description=module.DESCRIPTION,
             usage=f"twostroke {name} [options]{module.OPERANDS}",
         )
         command.tells_all = getattr(module, "TELLS_ALL", False)
-        if wanted in (None, name):
-            module.add_arguments(command)
+        module.add_arguments(command)
         command.set_defaults(execute=module.execute, parser=command)
     return parser
 

@@ -95,10 +95,15 @@ def _prepare_lark(lark: str, tokenizer: LLTokenizer, closed: bool) -> str:
 
 
 def compile_grammar(tokenizer: LLTokenizer, outputs: StructuredOutputs) -> LLMatcher:
+    return make_matcher(tokenizer, to_grammar(outputs, tokenizer))
+
+
+def make_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """Of what `to_grammar` gives. llguidance lets other threads run meanwhile."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(**LIMITS)
-    matcher = LLMatcher(tokenizer, to_grammar(outputs, tokenizer), log_level=0, limits=limits)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if matcher.is_error():
         raise _refusal(matcher.get_error())
     return matcher

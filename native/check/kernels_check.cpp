@@ -161,6 +161,8 @@ std::vector<uint8_t> blocks_of(const BlockType& type, size_t count, std::vector<
       const uint16_t half = float_to_fp16(noise(1, 0.05f)[0]);
       std::memcpy(&raw[n * type.bytes + at], &half, 2);
     }
+  if (scales_at.empty())  // an exponent
+    for (size_t n = 0; n < count; n++) raw[n * type.bytes] = static_cast<uint8_t>(120 + random_bits() % 4);
   return raw;
 }
 
@@ -171,11 +173,19 @@ void check_blocks(const Kernels& k) {
     std::vector<int> scales_at;
   } types[] = {{"Q4_0", {0}},     {"Q4_1", {0, 2}}, {"Q5_0", {0}},    {"Q5_1", {0, 2}},
                {"Q8_0", {0}},     {"Q2_K", {80, 82}}, {"Q3_K", {108}}, {"Q4_K", {0, 2}},
-               {"Q5_K", {0, 2}}, {"Q6_K", {208}}};
+               {"Q5_K", {0, 2}}, {"Q6_K", {208}},   {"IQ4_NL", {0}}, {"IQ4_XS", {0}},
+               {"MXFP4", {}},    {"TQ1_0", {52}},   {"TQ2_0", {64}}, {"IQ2_XXS", {0}},
+               {"IQ2_XS", {0}},  {"IQ2_S", {0}},    {"IQ3_XXS", {0}}, {"IQ3_S", {0}},
+               {"IQ1_S", {0}}};
   for (const auto& [name, scales_at] : types) {
     const BlockType& type = find_block_type(name);
-    for (Format f : {Format::kQ4, Format::kQ4F, Format::kQ8, Format::kQ8F, Format::kQ8S,
-                     Format::kQ8M}) {
+    // Any entries that the table has, with their signs taken off (the files' signs are apart).
+    std::vector<int8_t> grid(static_cast<size_t>(type.grid_entries) * type.grid_columns);
+    for (int8_t& v : grid) v = type.table == find_block_type("IQ1_S").table
+                                   ? static_cast<int8_t>(static_cast<int>(random_bits() % 3) - 1)
+                                   : type.table[random_bits() % 3];
+    for (Format f : {Format::kQ4, Format::kQ4T, Format::kQ4F, Format::kQ4TS, Format::kQ8,
+                     Format::kQ8F, Format::kQ8S, Format::kQ8M}) {
       if (!holds(f, type)) continue;
       for (int tokens : {1, 2, 5, 8, 17, 40}) {
         const int rows = 1 + random_bits() % 70, cols = 256 * (1 + random_bits() % 3);
@@ -183,8 +193,8 @@ void check_blocks(const Kernels& k) {
         const auto x = whole_numbers(size_t(tokens) * cols);
         const auto place = in_order(rows);
         Matrix own(f, rows, cols, k.lanes), other(f, rows, cols, plain.lanes);
-        own.put_blocks(name, raw.data(), raw.size() / rows, rows, place.data());
-        other.put_blocks(name, raw.data(), raw.size() / rows, rows, place.data());
+        own.put_blocks(name, raw.data(), raw.size() / rows, rows, place.data(), grid.data());
+        other.put_blocks(name, raw.data(), raw.size() / rows, rows, place.data(), grid.data());
         std::vector<float> a(cols), b(cols);
         for (int row = 0; row < rows; row++) {
           k.unpack_row(own.packed(), row, a.data());
@@ -229,6 +239,11 @@ void check_small(const Kernels& k) {
     k.rms_norm(x.data(), w.data(), 1e-5f, n, a.data());
     plain.rms_norm(x.data(), w.data(), 1e-5f, n, b.data());
     expect_close("rms_norm", k.name, a, b, 1e-5f);
+    for (const float* bias : {y.data(), static_cast<const float*>(nullptr)}) {
+      k.layer_norm(x.data(), w.data(), bias, 1e-5f, n, a.data());
+      plain.layer_norm(x.data(), w.data(), bias, 1e-5f, n, b.data());
+      expect_close("layer_norm", k.name, a, b, 1e-4f);
+    }
     k.silu_mul(x.data(), y.data(), n, a.data());
     plain.silu_mul(x.data(), y.data(), n, b.data());
     expect_close("silu_mul", k.name, a, b, 1e-5f);

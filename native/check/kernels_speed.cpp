@@ -134,6 +134,7 @@ void time_small(const Kernels& k) {
   });
   if (k.matrix_units.min_tokens > 0) tell("to_bf16", n, [&] { k.matrix_units.to_bf16(x.data(), n, fp16.data()); });
   tell("rms_norm", n, [&] { k.rms_norm(x.data(), w.data(), 1e-5f, n, out.data()); });
+  tell("layer_norm", n, [&] { k.layer_norm(x.data(), w.data(), w.data(), 1e-5f, n, out.data()); });
   tell("silu_mul", n, [&] { k.silu_mul(x.data(), w.data(), n, out.data()); });
   tell("gelu_tanh_mul", n, [&] { k.gelu_tanh_mul(x.data(), w.data(), n, out.data()); });
   tell("soft_cap", n, [&] { k.soft_cap(out.data(), n, 1, 30); });

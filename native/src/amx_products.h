@@ -46,21 +46,22 @@ static void to_bf16(const float* x, int n, uint16_t* out) {
 
 // A block of a group, 16 rows of 32 columns, as a tile B.
 template <Format F>
-static inline void unpack_tile(const uint8_t* p, uint16_t* tile) {
+static inline void unpack_tile(const uint8_t* p, i8v table, uint16_t* tile) {
   i8v codes[8];
   f32v scales[parts_of<F>], least[parts_of<F>];
-  unpack_codes<F>(p, codes);
+  unpack_codes<F>(p, table, codes);
   load_scales<F>(p, scales, least);
   // A code is set into the significand of a float: 128 + code, or 256 + (code + 128).
-  constexpr int shift = is_q4(F) ? 16 : 15;
+  constexpr bool is_signed = has_signed_codes(F);
+  constexpr int shift = is_signed ? 15 : 16;
   const __m512i mask = _mm512_set1_epi32(0xFF << shift);
-  const __m512i base = _mm512_set1_epi32(is_q4(F) ? 0x43000000 : 0x43800000);
+  const __m512i base = _mm512_set1_epi32(is_signed ? 0x43800000 : 0x43000000);
   for (int j = 0; j < 8; j++) {
     const int part = has_half_block_scales(F) ? j / 4 : 0;
     const f32v scale = scales[part];
-    const f32v offset = least[part] - scale * (is_q4(F) ? 128.0f : 384.0f);
+    const f32v offset = least[part] - scale * (is_signed ? 384.0f : 128.0f);
     __m512i c = (__m512i)codes[j];
-    if constexpr (!is_q4(F)) c = _mm512_xor_si512(c, _mm512_set1_epi8(static_cast<char>(0x80)));
+    if constexpr (is_signed) c = _mm512_xor_si512(c, _mm512_set1_epi8(static_cast<char>(0x80)));
     auto value = [&](__m512i moved) {
       const __m512i bits = _mm512_ternarylogic_epi32(moved, mask, base, 0xEA);  // (a & b) | c
       return (f32v)_mm512_fmadd_ps((__m512)scale, (__m512)bits, (__m512)offset);
@@ -74,7 +75,7 @@ static inline void unpack_tile(const uint8_t* p, uint16_t* tile) {
 }
 
 template <>
-inline void unpack_tile<Format::kBF16>(const uint8_t* p, uint16_t* tile) {
+inline void unpack_tile<Format::kBF16>(const uint8_t* p, i8v, uint16_t* tile) {
   for (int row = 0; row < kSide; row++)
     _mm512_store_si512(tile + 32 * row, in_pairs(_mm512_loadu_si512(p + 64 * row)));
 }
@@ -83,6 +84,7 @@ inline void unpack_tile<Format::kBF16>(const uint8_t* p, uint16_t* tile) {
 template <Format F>
 static void unpack_group(const Packed& w, int g, int from, int to, uint16_t* tiles) {
   const uint8_t* group = w.group(g);
+  const i8v table = table_of<F>(w);
   for (int b = from; b < to; b++, tiles += kTileElements) {
     if constexpr (F == Format::kBF16) {
       const int left = w.cols - b * kBlock;
@@ -92,9 +94,9 @@ static void unpack_group(const Packed& w, int g, int from, int to, uint16_t* til
         __builtin_memcpy(padded, p, left * 2 * kSide);
         p = padded;
       }
-      unpack_tile<F>(p, tiles);
+      unpack_tile<F>(p, table, tiles);
     } else {
-      unpack_tile<F>(group + b * block_bytes(F, W), tiles);
+      unpack_tile<F>(group + b * block_bytes(F, W), table, tiles);
     }
   }
 }
@@ -194,6 +196,8 @@ static void amx_matmul(const Packed& w, const Activations& a, int t0, int t1, in
   if (a.bf16_tiles != nullptr) {
     switch (w.format) {
       case Format::kQ4: return amx_matmul_of<Format::kQ4>(w, a, t0, t1, g0, g1, out, stride, add);
+      case Format::kQ4T: return amx_matmul_of<Format::kQ4T>(w, a, t0, t1, g0, g1, out, stride, add);
+      case Format::kQ4TS: return amx_matmul_of<Format::kQ4TS>(w, a, t0, t1, g0, g1, out, stride, add);
       case Format::kQ4F: return amx_matmul_of<Format::kQ4F>(w, a, t0, t1, g0, g1, out, stride, add);
       case Format::kQ8: return amx_matmul_of<Format::kQ8>(w, a, t0, t1, g0, g1, out, stride, add);
       case Format::kQ8F: return amx_matmul_of<Format::kQ8F>(w, a, t0, t1, g0, g1, out, stride, add);

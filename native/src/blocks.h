@@ -27,7 +27,10 @@ struct BlockType {
   bool minima;
   bool four_bits;  // a code is 0 … 15, or −8 … 7 where there are no minima
   // Columns [32 · n, 32 · (n + 1)) of a block.
-  void (*read)(const uint8_t* block, int n, Run& run);
+  void (*read)(const uint8_t* block, int n, const int8_t* grid, Run& run);
+  const int8_t* table = nullptr;  // all codes there are, if they are at most 16 but not in a row
+  // What `read` is to be given: [entries, columns] numbers; a code is the number of an entry.
+  int grid_entries = 0, grid_columns = 0;
 };
 
 const BlockType& find_block_type(const std::string& name);

@@ -11,13 +11,17 @@ constexpr int kHalfBlock = kBlock / 2;
 constexpr int kTile = 8;    // tokens that one pass over a block of weights serves
 
 // Those with codes come in the order of their size.
-enum class Format : int { kQ4, kQ4F, kQ8, kQ8F, kQ8S, kQ8M, kBF16, kF16, kF32 };
+enum class Format : int { kQ4, kQ4T, kQ4F, kQ4TS, kQ8, kQ8F, kQ8S, kQ8M, kBF16, kF16, kF32 };
 
-constexpr bool is_q4(Format f) { return f == Format::kQ4 || f == Format::kQ4F; }
-constexpr bool has_half_block_scales(Format f) { return f == Format::kQ8S || f == Format::kQ8M; }
+constexpr bool has_table(Format f) { return f == Format::kQ4T || f == Format::kQ4TS; }
+constexpr bool is_q4(Format f) { return f <= Format::kQ4TS; }
+constexpr bool has_signed_codes(Format f) { return has_table(f) || !is_q4(f); }
+constexpr bool has_half_block_scales(Format f) {
+  return f == Format::kQ4TS || f == Format::kQ8S || f == Format::kQ8M;
+}
 constexpr bool has_codes(Format f) { return f < Format::kBF16; }
 constexpr bool has_minima(Format f) {
-  return is_q4(f) || f == Format::kQ8F || f == Format::kQ8M;
+  return f == Format::kQ4 || f == Format::kQ4F || f == Format::kQ8F || f == Format::kQ8M;
 }
 constexpr bool has_float_scales(Format f) { return f != Format::kQ4 && f != Format::kQ8; }
 
@@ -30,6 +34,8 @@ constexpr bool has_float_scales(Format f) { return f != Format::kQ4 && f != Form
 //               of a byte.
 //   Q4F, Q8F    have scales and minima in single precision: for what fp16 cannot hold, and (Q4F)
 //               where fp16 is slow to read.
+//   Q4T, Q4TS   4-bit codes are places in the matrix's table of 16 signed bytes; one scale, in single
+//               precision, for 32 columns (Q4T) or for each 16 (Q4TS), and no minima.
 //   Q8S, Q8M    have, in single precision, a scale for each 16 columns: `lanes` scales of the first
 //               16, those of the last; then (Q8M) the minima likewise.
 //   BF16, F32   a group is its columns one after another.
@@ -46,6 +52,7 @@ struct Packed {
   size_t group_bytes;
   const uint8_t* data;
   const float* bias;   // or null
+  const int8_t* table = nullptr;  // of 16, where the format has one
 
   int groups() const { return (rows + lanes - 1) / lanes; }
   const uint8_t* group(int n) const { return data + n * group_bytes; }
@@ -166,6 +173,9 @@ struct Kernels {
   int (*quantise_residual)(const float* x, int n, int t, int places, int8_t* codes, float* scale,
                        float* sum, float* half_sums);
   void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);
+  // Of x less its mean; `bias` may be null.
+  void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int n,
+                     float* out);
   // Rotate `heads` heads of `dim` channels; `half` cosines and sines.
   void (*rope)(float* x, int heads, int dim, const float* cos, const float* sin, int half);
   void (*silu_mul)(const float* gate, const float* up, int n, float* out);

@@ -27,6 +27,7 @@ const Kernels kAmx = {
     amx::quantise,
     amx::quantise_residual,
     amx::rms_norm,
+    amx::layer_norm,
     amx::rope,
     amx::silu_mul,
     amx::gelu_tanh_mul,

@@ -23,6 +23,7 @@ const Kernels kAvx2 = {
     avx2::quantise,
     avx2::quantise_residual,
     avx2::rms_norm,
+    avx2::layer_norm,
     avx2::rope,
     avx2::silu_mul,
     avx2::gelu_tanh_mul,

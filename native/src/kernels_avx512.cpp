@@ -23,6 +23,7 @@ const Kernels kAvx512 = {
     avx512::quantise,
     avx512::quantise_residual,
     avx512::rms_norm,
+    avx512::layer_norm,
     avx512::rope,
     avx512::silu_mul,
     avx512::gelu_tanh_mul,

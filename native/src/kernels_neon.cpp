@@ -26,6 +26,7 @@ const Kernels kNeon = {
     neon::quantise,
     neon::quantise_residual,
     neon::rms_norm,
+    neon::layer_norm,
     neon::rope,
     neon::silu_mul,
     neon::gelu_tanh_mul,

@@ -22,6 +22,7 @@ const Kernels kPortable = {
     portable::quantise,
     portable::quantise_residual,
     portable::rms_norm,
+    portable::layer_norm,
     portable::rope,
     portable::silu_mul,
     portable::gelu_tanh_mul,

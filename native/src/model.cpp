@@ -10,12 +10,17 @@ namespace twostroke {
 
 namespace {
 constexpr int kSmall = 4;         // tokens of a step that every member norms for itself
-constexpr int kUnit = 2 * kBlock;  // rows of gate and up that make one block of the inner layer
 constexpr int kPanel = 512;       // tokens whose gate and up are kept at one time
 
 // Tasks of a product at the least. (Weights that pass by once are read best in long runs, one for
 // each member; with many tokens more tasks even out what the members lose to others.)
 constexpr int kTasks = 16;
+
+constexpr auto kOnes = [] {  // what an MLP without a gate multiplies by
+  std::array<float, kBlock> ones{};
+  for (float& one : ones) one = 1;
+  return ones;
+}();
 }  // namespace
 
 std::vector<KVGroup> check_model(const ModelParts& parts, const Kernels& kernels) {
@@ -32,7 +37,11 @@ std::vector<KVGroup> check_model(const ModelParts& parts, const Kernels& kernels
   const int hidden = parts.hidden();
   is(parts.embed, parts.vocab(), hidden, "the embedding");
   is(parts.head, parts.vocab(), hidden, "the head");
-  fit(parts.final_norm.size() == static_cast<size_t>(hidden), "the final norm");
+  auto is_norm = [&](const Norm& norm) {
+    const size_t size = hidden;
+    return norm.weight.size() == size && (norm.bias.empty() || norm.bias.size() == size);
+  };
+  fit(is_norm(parts.final_norm), "the final norm");
   fit(parts.eps >= 0 && parts.logit_softcap >= 0, "a negative number");
   for (const Rope& rope : parts.ropes)
     fit(rope.positions == parts.max_len(), "rope tables of different lengths");
@@ -47,10 +56,10 @@ std::vector<KVGroup> check_model(const ModelParts& parts, const Kernels& kernels
     is(layer.o, hidden, layer.q_size(), at + "o");
     fit(layer.down != nullptr, at + "down is missing");
     is(layer.down, hidden, layer.inner(), at + "down");
-    is(layer.gate_up, 2 * layer.inner(), hidden, at + "gate_up");
-    for (const auto* norm :
+    is(layer.gate_up, (layer.gated ? 2 : 1) * layer.inner(), hidden, at + "gate_up");
+    for (const Norm* norm :
          {&layer.attn_norm, &layer.mlp_norm, &layer.attn_post_norm, &layer.mlp_post_norm})
-      fit(norm->empty() || norm->size() == static_cast<size_t>(hidden), at + "a norm");
+      fit(norm->empty() ? norm->bias.empty() : is_norm(*norm), at + "a norm");
     const size_t q = layer.q_norm.size(), k = layer.k_norm.size(), dim = layer.dim;
     const size_t q_size = layer.q_size(), kv_size = layer.kv_size();
     fit((q == 0 && k == 0) || (q == dim && k == dim) || (q == q_size && k == kv_size),
@@ -96,8 +105,8 @@ Model::Model(const Kernels& kernels, ModelParts parts, int threads, int threads_
   for (const Layer& layer : parts_.layers) {
     for (const auto& m : {layer.qkv, layer.o, layer.gate_up, layer.down})
       any_fp16_ = any_fp16_ || is_f16(m);
-    any_post_norm_ =
-        any_post_norm_ || !layer.attn_post_norm.empty() || !layer.mlp_post_norm.empty();
+    any_branch_ = any_branch_ || parts_.residual_scale != 1 || !layer.attn_post_norm.empty() ||
+                  !layer.mlp_post_norm.empty();
     most_q_ = std::max(most_q_, layer.q_size());
     most_qkv_ = std::max(most_qkv_, layer.qkv_size());
     most_inner_ = std::max(most_inner_, layer.inner());
@@ -176,14 +185,22 @@ void Model::quantise(Quantised& a, int t, int from, int n, const Matrix& next, b
                                   a.half_sums.data());
 }
 
+void Model::norm(const float* x, const Norm& norm, float* out) const {
+  const float *weight = norm.weight.data(), *bias = norm.bias.empty() ? nullptr : norm.bias.data();
+  if (parts_.layer_norms)
+    k_.layer_norm(x, weight, bias, parts_.eps, hidden_, out);
+  else
+    k_.rms_norm(x, weight, parts_.eps, hidden_, out);
+}
+
 // A layer without a norm there takes x as it is.
-void Model::norm(const float* x, const std::vector<float>& weight, Quantised& a, int t,
-                 const Matrix& next, bool with_residual) const {
+void Model::norm_and_quantise(const float* x, const Norm& norm, Quantised& a, int t,
+                              const Matrix& next, bool with_residual) const {
   float* out = a.values.data() + static_cast<size_t>(t) * hidden_;
-  if (weight.empty())
+  if (norm.empty())
     std::copy(x, x + hidden_, out);
   else
-    k_.rms_norm(x, weight.data(), parts_.eps, hidden_, out);
+    this->norm(x, norm, out);
   quantise(a, t, 0, hidden_, next, with_residual);
 }
 
@@ -192,7 +209,7 @@ void Model::reserve(int tokens) {
   if (x_.size() < padded * hidden_) {
     x_.resize(padded * hidden_);
     qkv_.resize(padded * most_qkv_);
-    if (any_post_norm_) branch_.resize(padded * hidden_);
+    if (any_branch_) branch_.resize(padded * hidden_);
   }
   resize(normed_, tokens, hidden_);
   resize(attended_, tokens, most_q_);
@@ -305,11 +322,11 @@ Cache Model::cache_of(const Step& step, const Layer& layer) const {
           layer.kv_heads, layer.dim,   2 * part * groups_[layer.group].layers};
 }
 
-void Model::norm_all(const Step& step, const std::vector<float>& weight, const Matrix& next,
-                     bool with_residual, int member) {
+void Model::norm_all(const Step& step, const Norm& norm, const Matrix& next, bool with_residual,
+                     int member) {
   Quantised& normed = step.small ? own_[member] : normed_;
   auto one = [&](int t) {
-    norm(&x_[static_cast<size_t>(t) * hidden_], weight, normed, t, next, with_residual);
+    norm_and_quantise(&x_[static_cast<size_t>(t) * hidden_], norm, normed, t, next, with_residual);
   };
   if (step.small) {
     for (int t = 0; t < step.tokens; t++) one(t);
@@ -334,43 +351,51 @@ void Model::project(const Step& step, const Layer& layer, int member) {
   end_stage(kQkv, member);
 }
 
-// What comes after attention.
+// What comes after attention. A parallel MLP reads what attention has read: x before the sums.
 void Model::finish(const Step& step, const Layer& layer, int member) {
-  add_product(step, *layer.o, view(attended_, layer.q_size()), layer.attn_post_norm);
-  end_stage(kOutput, member);
-  norm_all(step, layer.mlp_norm, *layer.gate_up, false, member);
+  auto add_attention = [&] {
+    add_product(step, *layer.o, view(attended_, layer.q_size()), layer.attn_post_norm);
+    end_stage(kOutput, member);
+  };
+  if (!layer.parallel) add_attention();
+  norm_all(step, layer.parallel ? layer.attn_norm : layer.mlp_norm, *layer.gate_up, false, member);
   const Quantised& normed = step.small ? own_[member] : normed_;
   gate_and_up(layer, view(normed, hidden_), step.tokens, member);
   end_stage(kGateUp, member);
+  if (layer.parallel) add_attention();
   add_product(step, *layer.down, view(inner_, layer.inner()), layer.mlp_post_norm);
   end_stage(kDown, member);
 }
 
-// x += a · wᵀ, normed first where the layer has a norm there.
+// x += scale · a · wᵀ, normed first where the layer has a norm there.
 void Model::add_product(const Step& step, const Matrix& w, const Activations& a,
-                        const std::vector<float>& post_norm) {
-  if (post_norm.empty()) return multiply(w, a, step.tokens, x_.data(), hidden_, true);
+                        const Norm& post_norm) {
+  const float scale = parts_.residual_scale;
+  if (post_norm.empty() && scale == 1)
+    return multiply(w, a, step.tokens, x_.data(), hidden_, true);
   multiply(w, a, step.tokens, branch_.data(), hidden_, false);
   for_each_token(0, step.tokens, [&](int t) {
     float* branch = &branch_[static_cast<size_t>(t) * hidden_];
     float* x = &x_[static_cast<size_t>(t) * hidden_];
-    k_.rms_norm(branch, post_norm.data(), parts_.eps, hidden_, branch);
-    for (int n = 0; n < hidden_; n++) x[n] += branch[n];
+    if (!post_norm.empty()) norm(branch, post_norm, branch);
+    for (int n = 0; n < hidden_; n++) x[n] += scale * branch[n];
   });
 }
 
-// Gate and up of some channels, and at once what the next product wants of them: a panel of tokens
-// at a time, which stays in the caches in between.
+// Gate and up of some channels (or up alone), and at once what the next product wants of them: a
+// panel of tokens at a time, which stays in the caches in between.
 void Model::gate_and_up(const Layer& layer, const Activations& a, int tokens, int member) {
-  const int inner = layer.inner(), units = ceil_div(2 * inner, kUnit);
+  const int unit_rows = layer.gated ? 2 * kBlock : kBlock;  // rows that make one block of the inner layer
+  const int inner = layer.inner(), units = ceil_div(inner, kBlock);
   const int per_task = std::max(1, ceil_div(units, num_tasks(tokens)));
   const Packed& w = layer.gate_up->packed();
-  const auto activate = layer.activation == Activation::kSilu ? k_.silu_mul : k_.gelu_tanh_mul;
+  const bool silu = layer.activation == Activation::kSilu;
+  const auto activate = silu ? k_.silu_mul : k_.gelu_tanh_mul;
   std::vector<float>& both = both_[member];
   team_.parallel_for(ceil_div(units, per_task), [&](int task) {
     const int from = task * per_task, to = std::min(units, from + per_task);
-    const int g0 = from * kUnit / w.lanes, g1 = std::min(w.groups(), to * kUnit / w.lanes);
-    const int stride = (to - from) * kUnit;
+    const int g0 = from * unit_rows / w.lanes, g1 = std::min(w.groups(), to * unit_rows / w.lanes);
+    const int stride = (to - from) * unit_rows;
     const size_t needed = static_cast<size_t>(std::min(tokens, kPanel)) * stride;
     if (both.size() < needed) both.resize(needed);
     for (int t0 = 0; t0 < tokens; t0 += kPanel) {
@@ -378,9 +403,10 @@ void Model::gate_and_up(const Layer& layer, const Activations& a, int tokens, in
       k_.matmul(w, a, t0, t1, g0, g1, both.data(), stride, false);
       for (int unit = from; unit < to; unit++) {
         const int first = unit * kBlock, n = std::min(kBlock, inner - first);
-        const float* pair = &both[(unit - from) * kUnit];
+        const float* pair = &both[(unit - from) * unit_rows];
         for (int t = t0; t < t1; t++, pair += stride) {
-          activate(pair, pair + n, n, &inner_.values[static_cast<size_t>(t) * inner + first]);
+          const float* up = layer.gated ? pair + n : kOnes.data();
+          activate(pair, up, n, &inner_.values[static_cast<size_t>(t) * inner + first]);
           quantise(inner_, t, first, n, *layer.down);
         }
       }
@@ -413,7 +439,7 @@ void Model::logits(const int32_t* which, int count, float* out) {
 void Model::head(const int32_t* which, int count, float* out) {
   for_each_token(0, count, [&](int n) {
     const float* x = &x_[static_cast<size_t>(which[n]) * hidden_];
-    norm(x, parts_.final_norm, last_, n, *parts_.head, true);
+    norm_and_quantise(x, parts_.final_norm, last_, n, *parts_.head, true);
   });
   const Packed& w = parts_.head->packed();
   const int groups = w.groups(), per_task = std::max(1, ceil_div(groups, 64)), vocab = w.rows;
@@ -421,10 +447,16 @@ void Model::head(const int32_t* which, int count, float* out) {
     const int from = task * per_task, to = std::min(groups, from + per_task);
     float* logits = out + from * w.lanes;
     k_.matmul(w, view(last_, hidden_, true), 0, count, from, to, logits, vocab, false);
-    if (parts_.logit_softcap == 0) return;
+    const float scale = parts_.logit_scale, cap = parts_.logit_softcap;
+    if (scale == 1 && cap == 0) return;
     const int rows = std::min(vocab, to * w.lanes) - from * w.lanes;
-    for (int n = 0; n < count; n++)
-      k_.soft_cap(logits + static_cast<size_t>(n) * vocab, rows, 1, parts_.logit_softcap);
+    for (int n = 0; n < count; n++) {
+      float* line = logits + static_cast<size_t>(n) * vocab;
+      if (cap != 0)
+        k_.soft_cap(line, rows, scale, cap);
+      else
+        for (int i = 0; i < rows; i++) line[i] *= scale;
+    }
   });
 }
 

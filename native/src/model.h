@@ -14,14 +14,21 @@ namespace twostroke {
 
 enum class Activation { kSilu, kGeluTanh };
 
+struct Norm {
+  std::vector<float> weight, bias;  // empty where there is none
+
+  bool empty() const { return weight.empty(); }
+};
+
 // `AttentionSpec`, `MLPSpec` and `LayerSpec` of `twostroke/model/spec.py`, with their weights.
 struct Layer {
-  std::shared_ptr<Matrix> qkv, o, gate_up, down;  // gate and up: 32 rows of each in turn
-  // Empty where the layer has none. q_norm and k_norm: over each head, or over all heads.
-  std::vector<float> attn_norm, mlp_norm, attn_post_norm, mlp_post_norm, q_norm, k_norm;
+  std::shared_ptr<Matrix> qkv, o, gate_up, down;  // gate and up: 32 rows of each in turn, or up alone
+  Norm attn_norm, mlp_norm, attn_post_norm, mlp_post_norm;
+  std::vector<float> q_norm, k_norm;  // empty, over each head, or over all heads
   int heads, kv_heads, dim;
   AttentionParams attention;
   Activation activation;
+  bool gated = true, parallel = false;
   int rope;             // which of the model's tables
   int group, in_group;  // its KV group, and which of the group's layers it is
 
@@ -47,9 +54,10 @@ struct KVGroup {
 struct ModelParts {
   std::vector<Layer> layers;
   std::shared_ptr<Matrix> embed, head;
-  std::vector<float> final_norm;
+  Norm final_norm;
   std::vector<Rope> ropes;
-  float eps, embed_scale, logit_softcap;  // softcap 0: none
+  float eps, embed_scale, residual_scale, logit_scale, logit_softcap;  // softcap 0: none
+  bool layer_norms;  // less the mean, or (RMS) not
 
   int vocab() const { return embed->packed().rows; }
   int hidden() const { return embed->packed().cols; }
@@ -134,16 +142,16 @@ class Model {
   }
   Activations view(const Quantised& a, int width, bool with_residual = false) const;
   void quantise(Quantised& a, int t, int from, int n, const Matrix& next, bool with_residual = false) const;
-  void norm(const float* x, const std::vector<float>& weight, Quantised& a, int t,
-            const Matrix& next, bool with_residual) const;
+  void norm(const float* x, const Norm& norm, float* out) const;
+  void norm_and_quantise(const float* x, const Norm& norm, Quantised& a, int t, const Matrix& next,
+                         bool with_residual) const;
   void plan(Step& step, int members);
   Cache cache_of(const Step& step, const Layer& layer) const;
-  void norm_all(const Step& step, const std::vector<float>& weight, const Matrix& next, bool with_residual,
+  void norm_all(const Step& step, const Norm& norm, const Matrix& next, bool with_residual,
                 int member);
   void project(const Step& step, const Layer& layer, int member);
   void finish(const Step& step, const Layer& layer, int member);
-  void add_product(const Step& step, const Matrix& w, const Activations& a,
-                   const std::vector<float>& post_norm);
+  void add_product(const Step& step, const Matrix& w, const Activations& a, const Norm& post_norm);
   void pick(const Step& wanted, const Layer& layer, const int32_t* which);
   void gate_and_up(const Layer& layer, const Activations& a, int tokens, int member);
   void multiply(const Matrix& w, const Activations& a, int tokens, float* out, int stride,
@@ -167,12 +175,12 @@ class Model {
   ModelParts parts_;
   std::vector<KVGroup> groups_;
   int hidden_, most_q_ = 0, most_qkv_ = 0, most_inner_ = 0;  // widths: of a layer at the most
-  bool exact_, any_fp16_ = false, any_post_norm_ = false;
+  bool exact_, any_fp16_ = false, any_branch_ = false;
   int threads_, threads_prefill_;
   Team team_;
   int kept_ = 0;
   std::vector<float> x_, qkv_;
-  std::vector<float> branch_;  // what attention or MLP return, where a norm comes before the sum
+  std::vector<float> branch_;  // what attention or MLP return, where it is normed or scaled first
   Quantised normed_, attended_, inner_, last_;
   std::vector<Quantised> own_;  // of each member: what it norms for itself in a small step
   std::vector<std::vector<float>> scratch_, both_;

@@ -31,6 +31,7 @@ using Ints2 = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::
 using OutFloats2 = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using OutInts2 = nb::ndarray<int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using OutInts1 = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Grid = nb::ndarray<const int8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Keys = nb::ndarray<const uint32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using PoolData = nb::ndarray<uint16_t, nb::ndim<6>, nb::c_contig, nb::device::cpu>;
 
@@ -38,6 +39,8 @@ namespace {
 
 Format format_of(const std::string& name, const Kernels& kernels) {
   if (name == "q4") return kernels.slow_fp16_loads ? Format::kQ4F : Format::kQ4;
+  if (name == "q4t") return Format::kQ4T;
+  if (name == "q4ts") return Format::kQ4TS;
   if (name == "q4f") return Format::kQ4F;
   if (name == "q8") return Format::kQ8;
   if (name == "q8f") return Format::kQ8F;
@@ -52,7 +55,9 @@ Format format_of(const std::string& name, const Kernels& kernels) {
 const char* name_of(Format format) {
   switch (format) {
     case Format::kQ4: return "q4";
+    case Format::kQ4T: return "q4t";
     case Format::kQ4F: return "q4f";
+    case Format::kQ4TS: return "q4ts";
     case Format::kQ8: return "q8";
     case Format::kQ8F: return "q8f";
     case Format::kQ8S: return "q8s";
@@ -76,6 +81,10 @@ std::vector<float> floats(const Array& a) {
 }
 std::vector<float> floats(const std::optional<Floats1>& a) {
   return a ? floats(*a) : std::vector<float>();
+}
+
+Norm norm_of(const std::optional<Floats1>& weight, const std::optional<Floats1>& bias) {
+  return {floats(weight), floats(bias)};
 }
 
 // Operations a second of a team that is busy with `work`, the best of some runs.
@@ -269,13 +278,19 @@ NB_MODULE(_native, m) {
            "format"_a, "rows"_a, "cols"_a, "isa"_a = "auto")
       .def_prop_ro("num_bytes", &Matrix::num_bytes)
       .def("put_blocks",
-           [](Matrix& self, const std::string& type, const Bytes2& data, const Ints1& place) {
+           [](Matrix& self, const std::string& type, const Bytes2& data, const Ints1& place,
+              const std::optional<Grid>& grid) {
              check_places(self, data.shape(0), place);
+             const size_t entries = find_block_type(type).grid_entries;
+             check((grid ? grid->shape(0) : 0) == entries, "another grid than this type's");
+             check(!grid || grid->size() == entries * find_block_type(type).grid_columns,
+                   "another grid than this type's");
              nb::gil_scoped_release free;
              self.put_blocks(type, data.data(), data.shape(1), static_cast<int>(data.shape(0)),
-                             place.data());
+                             place.data(), grid ? grid->data() : nullptr);
            },
-           "type"_a, "data"_a, "place"_a)
+           "type"_a, "data"_a, "place"_a, "grid"_a = nb::none(),
+           "`grid`: the vectors that the type's codes choose from, where it has such.")
       .def("put_floats",
            [](Matrix& self, const Floats2& data, const Ints1& place) {
              check_places(self, data.shape(0), place);
@@ -346,26 +361,37 @@ NB_MODULE(_native, m) {
            [](Layer* self, std::shared_ptr<Matrix> qkv, std::shared_ptr<Matrix> o,
               std::shared_ptr<Matrix> gate_up, std::shared_ptr<Matrix> down, int heads,
               int kv_heads, int dim, float scale, float softcap, int window,
-              const std::string& activation, const std::optional<Floats1>& attn_norm,
-              const std::optional<Floats1>& mlp_norm, const std::optional<Floats1>& attn_post_norm,
-              const std::optional<Floats1>& mlp_post_norm, const std::optional<Floats1>& q_norm,
-              const std::optional<Floats1>& k_norm, int rope, int group, int in_group) {
+              const std::string& activation, bool gated, bool parallel,
+              const std::optional<Floats1>& attn_norm, const std::optional<Floats1>& mlp_norm,
+              const std::optional<Floats1>& attn_post_norm,
+              const std::optional<Floats1>& mlp_post_norm,
+              const std::optional<Floats1>& attn_norm_bias,
+              const std::optional<Floats1>& mlp_norm_bias,
+              const std::optional<Floats1>& attn_post_norm_bias,
+              const std::optional<Floats1>& mlp_post_norm_bias,
+              const std::optional<Floats1>& q_norm, const std::optional<Floats1>& k_norm, int rope,
+              int group, int in_group) {
              Layer layer{};
              layer.qkv = qkv, layer.o = o, layer.gate_up = gate_up, layer.down = down;
-             layer.attn_norm = floats(attn_norm), layer.mlp_norm = floats(mlp_norm);
-             layer.attn_post_norm = floats(attn_post_norm);
-             layer.mlp_post_norm = floats(mlp_post_norm);
+             layer.attn_norm = norm_of(attn_norm, attn_norm_bias);
+             layer.mlp_norm = norm_of(mlp_norm, mlp_norm_bias);
+             layer.attn_post_norm = norm_of(attn_post_norm, attn_post_norm_bias);
+             layer.mlp_post_norm = norm_of(mlp_post_norm, mlp_post_norm_bias);
              layer.q_norm = floats(q_norm), layer.k_norm = floats(k_norm);
              layer.heads = heads, layer.kv_heads = kv_heads, layer.dim = dim;
              layer.attention = {scale, softcap, window};
              layer.activation = activation_of(activation);
+             layer.gated = gated, layer.parallel = parallel;
              layer.rope = rope, layer.group = group, layer.in_group = in_group;
              new (self) Layer(std::move(layer));
            },
            nb::kw_only(), "qkv"_a, "o"_a, "gate_up"_a, "down"_a, "heads"_a, "kv_heads"_a, "dim"_a,
            "scale"_a, "softcap"_a = 0.0f, "window"_a = 0, "activation"_a = "silu",
-           "attn_norm"_a = nb::none(), "mlp_norm"_a = nb::none(), "attn_post_norm"_a = nb::none(),
-           "mlp_post_norm"_a = nb::none(), "q_norm"_a = nb::none(), "k_norm"_a = nb::none(),
+           "gated"_a = true, "parallel"_a = false, "attn_norm"_a = nb::none(),
+           "mlp_norm"_a = nb::none(), "attn_post_norm"_a = nb::none(),
+           "mlp_post_norm"_a = nb::none(), "attn_norm_bias"_a = nb::none(),
+           "mlp_norm_bias"_a = nb::none(), "attn_post_norm_bias"_a = nb::none(),
+           "mlp_post_norm_bias"_a = nb::none(), "q_norm"_a = nb::none(), "k_norm"_a = nb::none(),
            "rope"_a = 0, "group"_a = 0, "in_group"_a,
            "Weights and rules of one layer. `rope`: which of the model's tables; `in_group`: which "
            "layer of its KV group.");
@@ -388,11 +414,21 @@ NB_MODULE(_native, m) {
            [](Model* self, const std::string& isa, const std::vector<const Layer*>& layers,
               std::shared_ptr<Matrix> embed, std::shared_ptr<Matrix> head,
               const Floats1& final_norm, const std::vector<std::pair<Floats2, Floats2>>& ropes,
-              float eps, float embed_scale, float logit_softcap, int threads, int threads_prefill,
-              bool exact) {
+              float eps, float embed_scale, float residual_scale, float logit_scale,
+              float logit_softcap, bool layer_norms, const std::optional<Floats1>& final_norm_bias,
+              int threads, int threads_prefill, bool exact) {
              check(threads > 0 && threads_prefill > 0, "a team has at least one member");
-             ModelParts parts{{},         std::move(embed), std::move(head), floats(final_norm), {},
-                              eps,        embed_scale,      logit_softcap};
+             ModelParts parts{{},
+                              std::move(embed),
+                              std::move(head),
+                              norm_of(final_norm, final_norm_bias),
+                              {},
+                              eps,
+                              embed_scale,
+                              residual_scale,
+                              logit_scale,
+                              logit_softcap,
+                              layer_norms};
              for (const Layer* layer : layers) {
                check(layer != nullptr, "a layer is None");
                parts.layers.push_back(*layer);
@@ -406,8 +442,9 @@ NB_MODULE(_native, m) {
              new (self) Model(find_kernels(isa), std::move(parts), threads, threads_prefill, exact);
            },
            nb::kw_only(), "isa"_a, "layers"_a, "embed"_a, "head"_a, "final_norm"_a, "ropes"_a,
-           "eps"_a, "embed_scale"_a = 1.0f, "logit_softcap"_a = 0.0f, "threads"_a,
-           "threads_prefill"_a, "exact"_a, "`ropes`: tables of cosines and sines.")
+           "eps"_a, "embed_scale"_a = 1.0f, "residual_scale"_a = 1.0f, "logit_scale"_a = 1.0f,
+           "logit_softcap"_a = 0.0f, "layer_norms"_a = false, "final_norm_bias"_a = nb::none(),
+           "threads"_a, "threads_prefill"_a, "exact"_a, "`ropes`: tables of cosines and sines.")
       .def_prop_ro("num_bytes", &Model::num_bytes)
       .def_prop_ro("stage_seconds",
                    [](const Model& self) {

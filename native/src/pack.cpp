@@ -46,6 +46,9 @@ std::shared_ptr<uint8_t> allocate(size_t bytes) {
   return {chunk, here};
 }
 
+// Of a matrix that holds nothing yet: it is all zeros.
+constexpr int8_t kNoTable[16] = {};
+
 float to_half_and_back(float f) { return fp16_to_float(float_to_fp16(f)); }
 
 // What comes here is of finite weights, or is a scale as a file has it.
@@ -79,7 +82,7 @@ uint16_t to_bf16(float f) {  // to nearest, ties to even
 }  // namespace
 
 Matrix::Matrix(Format format, int rows, int cols, int lanes) {
-  packed_ = {format, rows, cols, lanes, (cols + kBlock - 1) / kBlock, 0, nullptr, nullptr};
+  packed_ = {format, rows, cols, lanes, (cols + kBlock - 1) / kBlock, 0, nullptr, nullptr, kNoTable};
   if (has_codes(format)) {
     packed_.group_bytes = packed_.blocks * block_bytes(format, lanes);
   } else {
@@ -120,8 +123,18 @@ void Matrix::put_run(int row, int block, const Run& run) {
   }
 }
 
+// The first rows decide which table a matrix has.
+void Matrix::set_table(const BlockType& type) {
+  static std::mutex mutex;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (packed_.table != kNoTable && packed_.table != type.table)
+    throw std::invalid_argument("blocks of type " + std::string(type.name) +
+                                " do not fit this matrix, which has the table of another type");
+  packed_.table = type.table;
+}
+
 void Matrix::put_blocks(const std::string& name, const uint8_t* data, size_t row_bytes, int count,
-                        const int32_t* place) {
+                        const int32_t* place, const int8_t* grid) {
   const BlockType& type = find_block_type(name);
   if (!holds(packed_.format, type))
     throw std::invalid_argument("blocks of type " + name + " do not fit this matrix");
@@ -130,13 +143,21 @@ void Matrix::put_blocks(const std::string& name, const uint8_t* data, size_t row
     throw std::invalid_argument("rows of " + std::to_string(row_bytes) + " bytes do not hold " +
                                 std::to_string(packed_.cols) + " columns of " + name);
   const int runs = type.cols / kBlock;
-  const bool from_zero = is_q4(packed_.format) && !type.minima;  // −8 … 7 → 0 … 15
+  uint8_t index_of[256];  // the place of a code in the table
+  if (has_table(packed_.format)) {
+    set_table(type);
+    for (int n = 15; n >= 0; n--)
+      index_of[static_cast<uint8_t>(type.table[n])] = static_cast<uint8_t>(n);
+  }
+  const bool from_zero = has_minima(packed_.format) && is_q4(packed_.format) && !type.minima;  // −8 … 7 → 0 … 15
   Run run;
   for (int n = 0; n < count; n++, data += row_bytes) {
     if (place[n] < 0 || place[n] >= packed_.rows)
       throw std::out_of_range("a row's place is outside");
     for (int b = 0; b < packed_.blocks; b++) {
-      type.read(data + static_cast<size_t>(b / runs) * type.bytes, b % runs, run);
+      type.read(data + static_cast<size_t>(b / runs) * type.bytes, b % runs, grid, run);
+      if (has_table(packed_.format))
+        for (int8_t& code : run.code) code = static_cast<int8_t>(index_of[static_cast<uint8_t>(code)]);
       if (from_zero) {
         for (int8_t& code : run.code) code = static_cast<int8_t>(code + 8);
         run.least[0] = -8.0f * run.scale[0];
@@ -187,7 +208,8 @@ void Matrix::put_float_row(const float* x, int row) {
 }
 
 void Matrix::put_floats(const float* data, int count, const int32_t* place) {
-  if (has_codes(packed_.format) && !is_q4(packed_.format) && packed_.format != Format::kQ8)
+  const Format format = packed_.format;
+  if (has_codes(format) && format != Format::kQ4 && format != Format::kQ4F && format != Format::kQ8)
     throw std::invalid_argument("floats are not rounded to this format");
   for (int n = 0; n < count; n++) {
     if (place[n] < 0 || place[n] >= packed_.rows)

@@ -18,15 +18,17 @@ class Matrix {
   const Packed& packed() const { return packed_; }
   size_t num_bytes() const { return bytes_; }
 
-  // `count` rows of GGUF blocks, of a type that the format holds; row n goes to place[n].
+  // `count` rows of GGUF blocks, of a type that the format holds; row n goes to place[n]. `grid` is
+  // the type's, if it has one. All types of a matrix with a table have the same.
   void put_blocks(const std::string& type, const uint8_t* data, size_t row_bytes, int count,
-                  const int32_t* place);
+                  const int32_t* place, const int8_t* grid = nullptr);
   // Rows of floats: as they are (F32), rounded to bfloat16 or fp16, or quantised here (Q8, Q4).
   void put_floats(const float* data, int count, const int32_t* place);
   void put_bias(const float* data, int count, const int32_t* place);
 
  private:
   void put_run(int row, int block, const Run& run);
+  void set_table(const BlockType& type);
   void put_float_row(const float* x, int row);
 
   Packed packed_;

@@ -1,14 +1,26 @@
 // Products with packed matrices, once for every instruction set: `kernels_*.cpp` include this
 // inside a namespace of their own, after `simd.h`. `twostroke/kernels/reference.py` defines what each must give.
 
+// A matrix's table, in a register; nothing where the format has none.
+template <Format F>
+static inline __attribute__((always_inline)) i8v table_of(const Packed& w) {
+  if constexpr (has_table(F)) return load_table(w.table);
+  return i8v{};
+}
+
 // How the codes of a block become 8 vectors, in registers.
 template <Format F>
-static inline __attribute__((always_inline)) void unpack_codes(const uint8_t* p, i8v* w) {
+static inline __attribute__((always_inline)) void unpack_codes(const uint8_t* p,
+                                                               [[maybe_unused]] i8v table, i8v* w) {
   if constexpr (is_q4(F)) {
     unrolled<4>([&](auto j) {
       u8v both = (u8v)load_codes(p + j * 4 * W);
       w[j] = (i8v)(both & 15);
       w[j + 4] = (i8v)(both >> 4);
+      if constexpr (has_table(F)) {
+        w[j] = look_up(table, (u8v)w[j]);
+        w[j + 4] = look_up(table, (u8v)w[j + 4]);
+      }
     });
   } else {
     unrolled<8>([&](auto j) { w[j] = load_codes(p + j * 4 * W); });
@@ -51,9 +63,9 @@ struct Unpacked {
 };
 
 template <Format F>
-static inline __attribute__((always_inline)) void unpack_block(const uint8_t* p,
+static inline __attribute__((always_inline)) void unpack_block(const uint8_t* p, i8v table,
                                                                Unpacked<F>& block) {
-  unpack_codes<F>(p, block.codes);
+  unpack_codes<F>(p, table, block.codes);
   load_scales<F>(p, block.scale, block.least);
   if constexpr (F == Format::kQ8 && signed_bias != 0) block.least[0] = block.scale[0] * -signed_bias;
 }
@@ -82,7 +94,7 @@ static inline __attribute__((always_inline)) void add_block(const Unpacked<F>& h
                                                             const Place& at, int m, f32v& acc) {
   constexpr bool has_least = has_minima(F) || (F == Format::kQ8 && signed_bias != 0);
   // Small codes would lose digits beside the bias: there it is taken off the whole numbers.
-  constexpr bool is_biased = has_float_scales(F) && !is_q4(F) && signed_bias != 0;
+  constexpr bool is_biased = has_float_scales(F) && has_signed_codes(F) && signed_bias != 0;
   const float *scale = at.scale, *half_sums = at.half_sums;
   if constexpr (has_half_block_scales(F)) {
     f32v one = dot_block<true, 4>(here.codes, at.codes + m * kBlock);
@@ -98,7 +110,7 @@ static inline __attribute__((always_inline)) void add_block(const Unpacked<F>& h
     }
     acc = mul_add(both, splat(scale[m]), acc);
   } else {
-    f32v dots = dot_block<!is_q4(F)>(here.codes, at.codes + m * kBlock);
+    f32v dots = dot_block<has_signed_codes(F)>(here.codes, at.codes + m * kBlock);
     if constexpr (is_biased) dots -= signed_bias * (half_sums[m] + half_sums[kTile + m]);
     acc = mul_add(dots, here.scale[0] * scale[m], acc);
     if constexpr (has_least) acc = mul_add(here.least[0], splat(at.sum[m]), acc);
@@ -107,8 +119,8 @@ static inline __attribute__((always_inline)) void add_block(const Unpacked<F>& h
 
 // A block of a group: from its packed bytes, or unpacked already.
 template <Format F, bool Ready>
-static inline __attribute__((always_inline)) void load_block(const void* group, int b,
-                                                             Unpacked<F>& here) {
+static inline __attribute__((always_inline)) void load_block(const void* group, i8v table,
+                                                             int b, Unpacked<F>& here) {
   if constexpr (Ready) {
     const Unpacked<F>& ready = static_cast<const Unpacked<F>*>(group)[b];
     unrolled<8>([&](auto j) { here.codes[j] = ready.codes[j]; });
@@ -117,30 +129,33 @@ static inline __attribute__((always_inline)) void load_block(const void* group, 
       here.least[n] = ready.least[n];
     });
   } else {
-    unpack_block<F>(static_cast<const uint8_t*>(group) + b * block_bytes(F, W), here);
+    unpack_block<F>(static_cast<const uint8_t*>(group) + b * block_bytes(F, W), table, here);
   }
 }
 
 // What the tokens' coarsest blocks have left over. Not inlined: the loop below wants its registers.
 template <Format F, int M, bool Ready>
-static __attribute__((noinline)) void residual_tile(const void* group, const Activations& a, int t,
-                                                 f32v* acc) {
+static __attribute__((noinline)) void residual_tile(const Packed& w, const void* group,
+                                                    const Activations& a, int t, f32v* acc) {
+  const i8v table = table_of<F>(w);
   const Place at(a, t, a.blocks);
   const int32_t* residual = a.residual_block + t;
   Unpacked<F> here;
-  load_block<F, Ready>(group, residual[0], here);
+  load_block<F, Ready>(group, table, residual[0], here);
   for (int m = 0; m < M; m++) {
     // Mostly the same block for all tokens: an outlier has its channel.
-    if (m > 0 && residual[m] != residual[m - 1]) load_block<F, Ready>(group, residual[m], here);
+    if (m > 0 && residual[m] != residual[m - 1]) load_block<F, Ready>(group, table, residual[m], here);
     add_block<F>(here, at, m, acc[m]);
   }
 }
 
 // M tokens' products with one group, block by block.
 template <Format F, int M, bool Ready>
-static inline __attribute__((always_inline)) void quantised_tile(const void* group,
+static inline __attribute__((always_inline)) void quantised_tile(const Packed& w,
+                                                                 const void* group,
                                                                  const Activations& a, int t,
                                                                  f32v* acc) {
+  const i8v table = table_of<F>(w);
   Place at(a, t, 0);
   f32v sums[M];
   unrolled<M>([&](auto m) { sums[m] = f32v{}; });
@@ -148,27 +163,30 @@ static inline __attribute__((always_inline)) void quantised_tile(const void* gro
     if constexpr (M <= 2 && !Ready)
       prefetch<block_bytes(F, W)>(static_cast<const uint8_t*>(group) + b * block_bytes(F, W));
     Unpacked<F> here;
-    load_block<F, Ready>(group, b, here);
+    load_block<F, Ready>(group, table, b, here);
     unrolled<M>([&](auto m) { add_block<F>(here, at, m, sums[m]); });
     at.next();
   }
   unrolled<M>([&](auto m) { acc[m] = sums[m]; });
-  if (a.residual_block != nullptr) residual_tile<F, M, Ready>(group, a, t, acc);
+  if (a.residual_block != nullptr) residual_tile<F, M, Ready>(w, group, a, t, acc);
 }
 
 // The exact product: codes unpacked to floats, activations as they are.
 template <Format F, int M>
-static inline __attribute__((always_inline)) void exact_tile(const uint8_t* p,
-                                                             const Activations& a, int cols, int t,
+static inline __attribute__((always_inline)) void exact_tile(const Packed& packed, int g,
+                                                             const Activations& a, int t,
                                                              f32v* acc) {
+  const uint8_t* p = packed.group(g);
+  const int cols = packed.cols;
   const size_t stride = a.stride;
   const float* x = a.values + t * stride;
   unrolled<M>([&](auto m) { acc[m] = f32v{}; });
   if constexpr (has_codes(F)) {
+    const i8v table = table_of<F>(packed);
     for (int b = 0; b < a.blocks; b++, p += block_bytes(F, W)) {
       i8v w[8];
       f32v d[2], least[2];
-      unpack_codes<F>(p, w);
+      unpack_codes<F>(p, table, w);
       load_scales<F>(p, d, least);
       for (int j = 0; j < 8; j++) {
         const int part = has_half_block_scales(F) ? j / 4 : 0;
@@ -225,14 +243,14 @@ static void one_tile(const Packed& w, const Activations& a, int g, const Unpacke
   f32v acc[M];
   if constexpr (has_codes(F)) {
     if (ready != nullptr) {
-      quantised_tile<F, M, true>(ready, a, t, acc);
+      quantised_tile<F, M, true>(w, ready, a, t, acc);
     } else if (a.codes != nullptr) {
-      quantised_tile<F, M, false>(w.group(g), a, t, acc);
+      quantised_tile<F, M, false>(w, w.group(g), a, t, acc);
     } else {
-      exact_tile<F, M>(w.group(g), a, w.cols, t, acc);
+      exact_tile<F, M>(w, g, a, t, acc);
     }
   } else {
-    exact_tile<F, M>(w.group(g), a, w.cols, t, acc);
+    exact_tile<F, M>(w, g, a, t, acc);
   }
   finish_tile<F, M>(w, g, acc, out, stride, add);
 }
@@ -253,7 +271,7 @@ static void matmul_of(const Packed& w, const Activations& a, int t0, int t1, int
       if constexpr (has_codes(F)) {
         if (unpack)
           for (int b = 0; b < w.blocks; b++)
-            unpack_block<F>(w.group(g) + b * block_bytes(F, W), ready[b]);
+            unpack_block<F>(w.group(g) + b * block_bytes(F, W), table_of<F>(w), ready[b]);
       }
       const Unpacked<F>* group = unpack ? ready : nullptr;
       for (int t = from; t < to; t += kTile) {
@@ -277,6 +295,8 @@ static void matmul(const Packed& w, const Activations& a, int t0, int t1, int g0
                    float* out, int stride, bool add) {
   switch (w.format) {
     case Format::kQ4: return matmul_of<Format::kQ4>(w, a, t0, t1, g0, g1, out, stride, add);
+    case Format::kQ4T: return matmul_of<Format::kQ4T>(w, a, t0, t1, g0, g1, out, stride, add);
+    case Format::kQ4TS: return matmul_of<Format::kQ4TS>(w, a, t0, t1, g0, g1, out, stride, add);
     case Format::kQ4F: return matmul_of<Format::kQ4F>(w, a, t0, t1, g0, g1, out, stride, add);
     case Format::kQ8: return matmul_of<Format::kQ8>(w, a, t0, t1, g0, g1, out, stride, add);
     case Format::kQ8F: return matmul_of<Format::kQ8F>(w, a, t0, t1, g0, g1, out, stride, add);
@@ -296,7 +316,7 @@ static void unpack_row_of(const Packed& w, int row, float* out) {
     for (int b = 0; b < w.blocks; b++, p += block_bytes(F, W)) {
       i8v c[8];
       f32v d[2], least[2];
-      unpack_codes<F>(p, c);
+      unpack_codes<F>(p, table_of<F>(w), c);
       load_scales<F>(p, d, least);
       for (int k = b * kBlock, n = 0; n < kBlock && k < w.cols; n++, k++) {
         const int part = has_half_block_scales(F) ? n / kHalfBlock : 0;
@@ -318,6 +338,8 @@ static void unpack_row_of(const Packed& w, int row, float* out) {
 static void unpack_row(const Packed& w, int row, float* out) {
   switch (w.format) {
     case Format::kQ4: return unpack_row_of<Format::kQ4>(w, row, out);
+    case Format::kQ4T: return unpack_row_of<Format::kQ4T>(w, row, out);
+    case Format::kQ4TS: return unpack_row_of<Format::kQ4TS>(w, row, out);
     case Format::kQ4F: return unpack_row_of<Format::kQ4F>(w, row, out);
     case Format::kQ8: return unpack_row_of<Format::kQ8>(w, row, out);
     case Format::kQ8F: return unpack_row_of<Format::kQ8F>(w, row, out);

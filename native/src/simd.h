@@ -39,6 +39,28 @@ static inline void store(float* p, f32v v) { *reinterpret_cast<f32u*>(p) = v; }
 static inline f32v splat(float x) { return f32v{} + x; }
 static inline i8v load_codes(const uint8_t* p) { return *reinterpret_cast<const i8u*>(p); }
 
+// Sixteen bytes, side by side as often as a vector has room for them.
+static inline i8v load_table(const int8_t* p) {
+  i8v table;
+  for (int n = 0; n < 4 * W; n += 16) __builtin_memcpy(reinterpret_cast<int8_t*>(&table) + n, p, 16);
+  return table;
+}
+
+// The table's byte for each index of 0 … 15.
+static inline i8v look_up(i8v table, u8v index) {
+#if defined(TS_NEON)
+  return (i8v)vqtbl1q_s8((int8x16_t)table, (uint8x16_t)index);
+#elif defined(TS_AVX2)
+  return (i8v)_mm256_shuffle_epi8((__m256i)table, (__m256i)index);
+#elif defined(TS_AVX512)
+  return (i8v)_mm512_shuffle_epi8((__m512i)table, (__m512i)index);
+#else
+  i8v found;
+  for (int i = 0; i < 4 * W; i++) found[i] = table[index[i]];
+  return found;
+#endif
+}
+
 // a · b + c, rounded once where the machine can: what a compiler makes of the plain expression differs
 // from one place to another (GCC 13 takes chains of them apart), and with it the last bit.
 static inline f32v mul_add(f32v a, f32v b, f32v c) {

@@ -12,6 +12,29 @@ static void rms_norm(const float* x, const float* weight, float eps, int n, floa
   for (; i < n; i++) out[i] = weight[i] * (x[i] * r);
 }
 
+static void layer_norm(const float* x, const float* weight, const float* bias, float eps, int n,
+                       float* out) {
+  f32v sums = {};
+  int i = 0;
+  for (; i + W <= n; i += W) sums += load(x + i);
+  float total = sum_lanes(sums);
+  for (; i < n; i++) total += x[i];
+  const float mean = total / static_cast<float>(n);
+  f32v squares = {};
+  for (i = 0; i + W <= n; i += W) {
+    const f32v d = load(x + i) - mean;
+    squares = mul_add(d, d, squares);
+  }
+  total = sum_lanes(squares);
+  for (; i < n; i++) total += (x[i] - mean) * (x[i] - mean);
+  const float r = 1.0f / __builtin_sqrtf(total / static_cast<float>(n) + eps);
+  for (i = 0; i + W <= n; i += W) {
+    const f32v normed = load(weight + i) * ((load(x + i) - mean) * r);
+    store(out + i, bias == nullptr ? normed : normed + load(bias + i));
+  }
+  for (; i < n; i++) out[i] = weight[i] * ((x[i] - mean) * r) + (bias == nullptr ? 0.0f : bias[i]);
+}
+
 static void rope(float* x, int heads, int dim, const float* cos, const float* sin, int half) {
   for (int h = 0; h < heads; h++, x += dim) {
     int i = 0;

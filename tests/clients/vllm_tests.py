@@ -1,11 +1,10 @@
-"""vLLM's own tests of its OpenAI-compatible server, run against ours.
+"""vLLM's own tests of its server (tests/entrypoints of its repository), run against ours.
 
-    python -m tests.clients.vllm_tests PATH [WORD…] [--json FILE]
+    python -m tests.clients.vllm_tests PATH [WORD…] [--json FILE] [--page docs/COMPATIBILITY.md]
 
 PATH is a checkout of vLLM or its unpacked source archive; WORDs choose test modules by a part of
-their path. Needs, besides the test dependencies: pytest-asyncio, pytest-timeout, requests, httpx,
-jsonschema, regex, anthropic, fastapi, schemathesis. Nothing of vLLM is imported, only its test
-modules: `vllm_shim` stands in for the rest.
+their path. README.md has what it needs besides the test dependencies. Nothing of vLLM is imported,
+only its test modules: `vllm_shim` stands in for the rest.
 
 Each module's server is started with the flags that its fixture gives, with our default model under
 the name that the test uses. A test counts as
@@ -13,8 +12,16 @@ the name that the test uses. A test counts as
     passed      it passes
     different   the server answers otherwise than the test expects
     missing     the server has no such route, field or flag, and says so
-    internal    it tests vLLM's Python code and asks no server (not counted)
-    skipped     by its own condition (not counted)
+
+and these are told apart from them:
+
+    cannot run  it needs a package, a device or a model that is not here
+    internal    it tests vLLM's Python code and asks no server
+    skipped     by its own condition
+
+With `--json` every outcome is kept, module by module: the same command goes on where it was
+interrupted, and runs again what was run with other code. `--page` writes the tables of the page,
+in which `vllm_reasons.py` says why each test does not pass.
 """
 
 from __future__ import annotations
@@ -22,105 +29,175 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+import zlib
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+from tests.clients.vllm_reasons import CANNOT_RUN, write_page
 from twostroke import __version__
 from twostroke.config import EngineConfig
 from twostroke.model.load import chat_template_source, find_model, open_tokenizer
+from twostroke.model.packaged import DEFAULT_MODEL
 
 HERE = Path(__file__).parent
-FOLDERS = ("openai", "serve", "anthropic")  # of tests/entrypoints: what a server of texts has
-MODULE_S, TEST_S = 900, 180
+TESTS = Path("tests/entrypoints")
+MODULE_S, TEST_S = 600, 120
 COUNTED = ("passed", "different", "missing")
+QUIET = ("passed", "internal", "skipped")
+# What a module says that starts a server, or is given one by its folder's conftest.py.
+STARTS_A_SERVER = re.compile(
+    r"Remote\w*Server\(|\bserver\(|-m\W+vllm|def test_\w+\([^)]*(server|client)"
+)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("path", type=Path)
     parser.add_argument("words", nargs="*")
-    parser.add_argument("--json", type=Path, help="keep every outcome here; others' stay in it")
+    parser.add_argument("--json", type=Path, help="keep every outcome here, and go on from it")
+    parser.add_argument("--again", action="store_true", help="run what is in the file, too")
+    parser.add_argument("--for-s", type=float, help="begin no module after so many seconds")
+    parser.add_argument("--jobs", type=int, default=1, help="modules at a time")
+    parser.add_argument("--page", type=Path, help="write the tables of this page")
     args = parser.parse_args()
     modules = [
-        module for module in _modules(args.path) if not args.words or _named(module, args.words)
+        module
+        for module in _modules(args.path)
+        if not args.words or any(word in module for word in args.words)
     ]
-    outcomes = _kept(args.json, modules)
+    result = Result(args.json, args.path)
+    begun_s = time.monotonic()
+    modules = [module for module in modules if args.again or not result.has(module)]
     with tempfile.TemporaryDirectory() as folder:
         _write_tokenizer(Path(folder))
-        for module in modules:
-            found = _run(args.path.resolve(), module, Path(folder))
-            outcomes += found
-            counts = Counter(one["outcome"] for one in found)
-            print(f"{module}: {dict(counts)}", flush=True)
-            for one in found:
-                if one["outcome"] not in ("passed", "internal", "skipped"):
-                    name = one["test"].rpartition("::")[2]
-                    print(f"    {one['outcome']:9} {name}: {one['reason'][:220]}", flush=True)
-            if args.json is not None:
-                _write(args.json, outcomes)
-    counts = Counter(one["outcome"] for one in outcomes)
+
+        def run(module: str) -> bool:
+            """False if the time is up."""
+            start_s = time.monotonic()
+            if args.for_s is not None and start_s - begun_s > args.for_s:
+                return False
+            tests = _outcomes(args.path.resolve(), module, Path(folder))
+            result.add(module, tests, round(time.monotonic() - start_s))
+            _tell(module, tests)
+            return True
+
+        with ThreadPoolExecutor(args.jobs) as pool:
+            if not all(list(pool.map(run, modules))):
+                print("not all modules were run; the same command goes on")
+    result.write()
+    counts = result.counts()
     print(", ".join(f"{counts[name]} {name}" for name in COUNTED))
-    others = {name: count for name, count in counts.items() if name not in COUNTED}
-    print(f"not counted: {others}")
+    print("besides:", {name: count for name, count in counts.items() if name not in COUNTED})
+    if args.page is not None:
+        done = result.data["modules"]
+        not_run = [module for module in _modules(args.path) if module not in done]
+        for test in write_page(args.page, result.data, not_run):
+            print(f"no reason is known for {test}")
     return 0
 
 
-def _kept(file: Path | None, modules: list[str]) -> list[dict[str, str]]:
-    """The outcomes of an earlier run, but for the modules that are run now."""
-    if file is None or not file.exists():
-        return []
-    tests: list[dict[str, str]] = json.loads(file.read_text())["tests"]
-    return [one for one in tests if one["test"].partition("::")[0] not in modules]
+class Result:
+    """What came out, module by module, in a file if one is given."""
+
+    def __init__(self, file: Path | None, path: Path) -> None:
+        self._file, self._code, self._lock = file, _code(), threading.Lock()
+        about = path / "PKG-INFO"  # of a source archive
+        found = re.search(r"^Version: (\S+)", about.read_text(), re.M) if about.exists() else None
+        self.data: dict[str, Any] = {
+            "vllm": found[1] if found else "a checkout",
+            "model": DEFAULT_MODEL.name,
+            "counts": {},
+            "modules": {},
+        }
+        if file is not None and file.exists():
+            self.data["modules"] = json.loads(file.read_text()).get("modules", {})
+
+    def has(self, module: str) -> bool:
+        return self.data["modules"].get(module, {}).get("code") == self._code
+
+    def add(self, module: str, tests: dict[str, list[str]], took_s: int) -> None:
+        with self._lock:
+            self.data["modules"][module] = {"code": self._code, "took_s": took_s, "tests": tests}
+            self.write()
+
+    def write(self) -> None:
+        self.data["modules"] = dict(sorted(self.data["modules"].items()))
+        self.data["counts"] = dict(sorted(self.counts().items()))
+        if self._file is not None:
+            self._file.write_text(json.dumps(self.data, indent=1, ensure_ascii=False) + "\n")
+
+    def counts(self) -> Counter[str]:
+        modules = self.data["modules"].values()
+        return Counter(one[0] for module in modules for one in module["tests"].values())
 
 
-def _write(file: Path, outcomes: list[dict[str, str]]) -> None:
-    counts = dict(sorted(Counter(one["outcome"] for one in outcomes).items()))
-    tests = sorted(outcomes, key=lambda one: one["test"])
-    file.write_text(json.dumps({"counts": counts, "tests": tests}, indent=1) + "\n")
+def _tell(module: str, tests: dict[str, list[str]]) -> None:
+    print(f"{module}: {dict(Counter(outcome for outcome, _ in tests.values()))}", flush=True)
+    for name, (outcome, said) in tests.items():
+        if outcome not in QUIET:
+            print(f"    {outcome:9} {name}: {said[:220]}", flush=True)
+
+
+def _code() -> str:
+    """What tells one state of the code that is tested from another."""
+    git = ["git", "-C", str(HERE.parents[1])]
+    names = ["HEAD:twostroke", "HEAD:tests/clients/vllm_shim"]
+    trees = subprocess.run([*git, "rev-parse", *names], capture_output=True, text=True)
+    if trees.returncode:
+        return __version__
+    places = [name.partition(":")[2] for name in names]
+    changes = subprocess.run([*git, "diff", "HEAD", "--", *places], capture_output=True, text=True)
+    changed = f"+{zlib.crc32(changes.stdout.encode()):08x}" if changes.stdout else ""
+    return "+".join(tree[:12] for tree in trees.stdout.split()) + changed
 
 
 def _modules(path: Path) -> list[str]:
     """Those that start a server."""
-    root = path / "tests" / "entrypoints"
-    found = [file for folder in FOLDERS for file in sorted((root / folder).rglob("test_*.py"))]
+    files = sorted((path / TESTS).rglob("test_*.py"))
     return [
-        str(file.relative_to(path))
-        for file in found
-        if any(word in file.read_text() for word in ("RemoteOpenAIServer(", "server:", "(server"))
+        str(file.relative_to(path / TESTS))
+        for file in files
+        if STARTS_A_SERVER.search(file.read_text())
     ]
 
 
-def _named(module: str, words: list[str]) -> bool:
-    return any(word in module for word in words)
-
-
-def _run(path: Path, module: str, folder: Path) -> list[dict[str, str]]:
-    outcomes = folder / "outcomes"
-    outcomes.write_text("")
+def _outcomes(path: Path, module: str, folder: Path) -> dict[str, list[str]]:
+    """Each test's outcome, and what was said where it did not pass."""
+    for pattern, reason in CANNOT_RUN.items():
+        if re.search(pattern, module):
+            return {"": ["cannot run", reason]}
+    file = folder / module.replace("/", "-")
+    file.write_text("")
     env = {
         **os.environ,
         "PYTHONPATH": str(HERE / "vllm_shim"),
         "TWOSTROKE_REPOSITORY": str(HERE.parents[1]),
         "TWOSTROKE_TOKENIZER": str(folder),
-        "TWOSTROKE_OUTCOMES": str(outcomes),
+        "TWOSTROKE_OUTCOMES": str(file),
         "TWOSTROKE_VERSION": __version__,
-        "VLLM_SERVER_DEV_MODE": "1",
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "twostroke_vllm_shim", module]
-    command += ["--confcutdir", "tests/entrypoints", "-c", os.devnull, "--rootdir", str(path)]
-    command += ["-o", "asyncio_mode=auto", "--timeout", str(TEST_S), "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "twostroke_vllm_shim"]
+    command += [str(TESTS / module), "--confcutdir", str(TESTS), "-c", os.devnull]
+    command += ["--rootdir", str(path), "-o", "asyncio_mode=auto", "-p", "no:cacheprovider"]
+    command += ["--timeout", str(TEST_S)]
     try:
         done = subprocess.run(
             command, env=env, cwd=path, timeout=MODULE_S, capture_output=True, text=True
         )
-        if not outcomes.read_text():
+        if not file.read_text():
             print(done.stdout[-1500:], done.stderr[-500:], sep="\n")
     except subprocess.TimeoutExpired:
         print(f"{module}: not finished within {MODULE_S} s")
-    return [json.loads(line) for line in outcomes.read_text().splitlines()]
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    return {one["test"].partition("::")[2]: [one["outcome"], one["said"]] for one in lines}
 
 
 def _write_tokenizer(folder: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 from tests.support import default_model_path
 from tests.tiny import EOS_ID, tiny_folder, tiny_llm
 from twostroke import LLM, SamplingParams
+from twostroke import structured as structured_module
 from twostroke.errors import EngineError, RequestError
 from twostroke.outputs import CompletionOutput
 from twostroke.request import EngineRequest, FinishReason, StructuredOutputs
@@ -344,6 +347,29 @@ def test_without_a_tokenizer_grammars_are_refused(folder: Path) -> None:
     llm = tiny_llm(folder, skip_tokenizer_init=True)
     with pytest.raises(RequestError, match="structured_outputs needs a tokenizer"):
         llm.generate([[5, 6]], structured(regex="a"), use_tqdm=False)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are Linux's")
+def test_whoever_holds_the_interpreter_does_not_wait_for_an_idle_processor(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policies = {}
+
+    def watched(name: str) -> None:
+        work = getattr(structured_module, name)
+
+        def note(*given: Any) -> Any:
+            policies[name] = os.sched_getscheduler(threading.get_native_id())
+            return work(*given)
+
+        monkeypatch.setattr(structured_module, name, note)
+
+    llm = tiny_llm(folder)
+    watched("to_grammar")  # Python: the engine's loop would wait for the interpreter
+    watched("make_matcher")  # not Python, and what takes long
+    assert write(llm, regex="[a-z]{7}").text
+    own = os.sched_getscheduler(0)
+    assert policies == {"to_grammar": own, "make_matcher": os.SCHED_IDLE}
 
 
 def test_others_write_while_a_grammar_is_compiled(folder: Path) -> None:

@@ -43,7 +43,8 @@ def gguf_name(name: str, config: PreTrainedConfig) -> str:
 
 
 def architecture(config: PreTrainedConfig) -> str:
-    return {"gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
+    own = {"gemma3_text": "gemma3", "olmo3": "olmo2", "cohere": "command-r", "glm": "chatglm"}
+    return own.get(config.model_type, config.model_type)
 
 
 def norm_offset(name: str, config: PreTrainedConfig) -> float:
@@ -59,11 +60,11 @@ def _names(arch: str, num_layers: int) -> gguf.TensorNameMap:
 
 def heads_reordered(name: str, config: PreTrainedConfig) -> int:
     """How many heads a weight has whose rows the converters of this architecture reorder."""
-    if config.model_type == "llama" and ".q_proj." in name:
+    if config.model_type not in ("llama", "smollm3", "granite"):
+        return 0
+    if ".q_proj." in name:
         return config.num_attention_heads
-    if config.model_type == "llama" and ".k_proj." in name:
-        return config.num_key_value_heads
-    return 0
+    return config.num_key_value_heads if ".k_proj." in name else 0
 
 
 def halves_from_neighbours(values: np.ndarray, heads: int) -> np.ndarray:

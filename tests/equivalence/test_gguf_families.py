@@ -20,15 +20,26 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 from transformers import (
+    Cohere2Config,
+    CohereConfig,
+    Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4Config,
+    GlmConfig,
+    GraniteConfig,
     LlamaConfig,
     Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    SeedOssConfig,
+    SmolLM3Config,
+    StableLmConfig,
+    Starcoder2Config,
 )
 
 from tests.equivalence.gguf_reading import (
@@ -48,6 +59,8 @@ from tests.equivalence.rows import (
     same_weights_under,
     write_with_ours,
 )
+from tests.model.gguf_files import put_scales
+from twostroke.model.block_types import BlockType
 
 # A model that differs in the thing a test is about differs by more than this. The least that was
 # found is 0.023, with one matrix of fourteen wrong by one part in a hundred.
@@ -84,14 +97,41 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "olmo2": Olmo2Config(**SIZES),
     "phi3": Phi3Config(**SIZES),
 }
+FIVE = {"num_hidden_layers": 5, "intermediate_size": 256}
+WINDOWS = FIVE | {"sliding_window": 9}
+GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.125}
+GRANITE |= {"residual_multiplier": 0.5, "logits_scaling": 0.5}
+LAYER_NORMS = {"layer_norm_eps": SIZES["rms_norm_eps"]}
+COHERE = LAYER_NORMS | {"logit_scale": 0.75}
+STABLELM = LAYER_NORMS | {"use_qkv_bias": True}
+# Types of blocks are tried with the families above; these are held to the model in float32.
+FAMILIES |= {
+    "smollm3": SmolLM3Config(**SIZES | FIVE),
+    "granite": GraniteConfig(**SIZES | GRANITE),
+    "chatglm": GlmConfig(**SIZES | {"head_dim": 64}),
+    "glm4": Glm4Config(**SIZES | {"head_dim": 64}),
+    "olmo3": Olmo3Config(**SIZES | WINDOWS),
+    "exaone4": Exaone4Config(**SIZES | WINDOWS),
+    "seed_oss": SeedOssConfig(**SIZES | {"head_dim": 128}),
+    "command-r": CohereConfig(**SIZES | COHERE),
+    "cohere2": Cohere2Config(**SIZES | WINDOWS | COHERE),
+    "stablelm": StableLmConfig(**SIZES | STABLELM),
+    "stablelm_parallel": StableLmConfig(**SIZES | STABLELM, use_parallel_residual=True),
+    "starcoder2": Starcoder2Config(**SIZES | {"norm_epsilon": SIZES["rms_norm_eps"]}),
+}
 BLOCK_TYPES = [Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1]
 BLOCK_TYPES += [Type.Q8_0, Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K]
+LATER_TYPES = [Type.IQ4_NL, Type.IQ4_XS, Type.MXFP4, Type.IQ3_S, Type.IQ3_XXS, Type.IQ2_XXS]
+LATER_TYPES += [Type.IQ2_XS, Type.IQ2_S, Type.IQ1_S, Type.IQ1_M, Type.TQ1_0, Type.TQ2_0]
 KINDS = [(family, type) for family in ("llama", "qwen2", "qwen3") for type in BLOCK_TYPES]
 KINDS += [
     (family, type)
     for family in ("gemma2", "gemma3", "olmo2", "phi3")
     for type in (Type.BF16, Type.Q4_0, Type.Q6_K)
 ]
+NEW = list(FAMILIES)[list(FAMILIES).index("smollm3") :]
+KINDS += [(family, Type.Q4_0) for family in ("smollm3", "glm4", "stablelm")]
+KINDS += [("llama", Type.IQ4_XS), ("qwen2", Type.IQ2_XXS)]
 # Where a block of 256 has its half-precision scales, and how large each is in proportion: the
 # second one shifts the values, and this much of it centres them.
 K_SCALES = {
@@ -100,6 +140,10 @@ K_SCALES = {
     Type.Q4_K: {0: 1.0, 2: 7.5},
     Type.Q5_K: {0: 1.0, 2: 15.5},
     Type.Q6_K: {208: 1.0},
+    Type.IQ1_M: {48: 1.0},
+}
+K_SCALES |= {
+    type: {0: 1.0} for type in LATER_TYPES if type.name.startswith("IQ") and type != Type.IQ1_M
 }
 
 Edit = Callable[[gguf.GGUFWriter], None]
@@ -127,10 +171,13 @@ def write_gguf(
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if arch in ("command-r", "cohere2", "stablelm", "starcoder2"):
+        writer.add_layer_norm_eps(SIZES["rms_norm_eps"])
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer.add_rope_freq_base(rope["rope_theta"])
-    if arch in ("qwen3", "gemma2", "gemma3"):
+    if arch in ("qwen3", "gemma2", "gemma3", "glm4", "seed_oss"):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     if arch in ("gemma2", "gemma3", "phi3"):
@@ -141,15 +188,38 @@ def write_gguf(
     if arch == "gemma3" and rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
-    if arch == "phi3":
+    if config.model_type in ("olmo3", "exaone4"):
+        writer.add_sliding_window(config.sliding_window)
+        kinds = config.layer_types
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
+    if arch == "cohere2":
+        writer.add_sliding_window(config.sliding_window)
+    if arch in ("command-r", "cohere2"):
+        writer.add_logit_scale(config.logit_scale)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+    if arch == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if arch == "stablelm":
+        writer.add_parallel_residual(True)
+    if arch in ("phi3", "chatglm", "glm4", "stablelm"):
         head_dim = config.hidden_size // config.num_attention_heads
         writer.add_rope_dimension_count(int(rope["partial_rotary_factor"] * head_dim))
+    tensors = {}
     for name, weight in model.named_parameters():  # a tied head is named once, as the embedding
         values = weight.detach().numpy() + np.float32(norm_offset(name, config))
         heads = heads_reordered(name, config)
         if heads:
             values = neighbours_from_halves(values, heads)
-        own = gguf_name(name, config)
+        tensors[gguf_name(name, config)] = values
+    if arch == "chatglm":
+        for n in range(config.num_hidden_layers):
+            for kind in ("weight", "bias"):
+                parts = [tensors.pop(f"blk.{n}.attn_{part}.{kind}") for part in "qkv"]
+                tensors[f"blk.{n}.attn_qkv.{kind}"] = np.concatenate(parts)
+    for own, values in tensors.items():
         if values.ndim == 1:
             writer.add_tensor(own, values)
         else:
@@ -169,8 +239,8 @@ def neighbours_from_halves(values: np.ndarray, heads: int) -> np.ndarray:
 
 
 def packed(values: np.ndarray, type: Type) -> np.ndarray:
-    """Bytes of the rows. The package cannot write K types: there the bits are random, the scales
-    such that the values are spread as those of the other types."""
+    """Bytes of the rows. The package cannot write K and IQ types: there the bits are random, the
+    scales such that the values are spread as those of the other types."""
     if type not in K_SCALES:
         return gguf.quants.quantize(values, type)
     random = np.random.default_rng(values.view(np.uint32)[0, :4])  # other bits for each matrix
@@ -181,8 +251,7 @@ def packed(values: np.ndarray, type: Type) -> np.ndarray:
 
     def rows(unit: float) -> np.ndarray:
         for at, proportion in K_SCALES[type].items():
-            scales = (unit * proportion * sizes).astype("<f2")
-            blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
+            put_scales(blocks, BlockType(type.name), at, unit * proportion * sizes)
         return blocks.reshape(len(values), -1)
 
     unit = 2.0**-10
@@ -256,6 +325,12 @@ def yarn_scaling(writer: gguf.GGUFWriter) -> None:
     writer.add_rope_scaling_orig_ctx_len(int(YARN["original_max_position_embeddings"]))
 
 
+def yarn_with_a_factor(writer: gguf.GGUFWriter) -> None:
+    """As OLMo 3's config has it."""
+    yarn_scaling(writer)
+    writer.add_rope_scaling_yarn_attn_factor(0.75)
+
+
 LONGROPE = {"short_factor": [1 + n / 9 for n in range(24)], "partial_rotary_factor": 0.75}
 LONGROPE |= {"long_factor": [1 + n for n in range(24)]}
 
@@ -276,6 +351,12 @@ def every_third_layer_sees_everything(writer: gguf.GGUFWriter) -> None:
 
 def rope(kind: str = "default", **values: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": THETA} | values}
+
+
+def two_ropes() -> dict[str, Any]:
+    plain, scaled = rope(), rope("yarn", **YARN, attention_factor=0.75)
+    kinds = {"sliding_attention": plain, "full_attention": scaled}
+    return {"rope_parameters": {kind: one["rope_parameters"] for kind, one in kinds.items()}}
 
 
 @dataclass(frozen=True)
@@ -315,6 +396,13 @@ VARIANTS = [
         every_third_layer_sees_everything,
     ),
     Variant("phi3_window", Phi3Config, {"sliding_window": 9}, {"sliding_window": 10}),
+    Variant(
+        "olmo3_yarn",
+        Olmo3Config,
+        WINDOWS | two_ropes(),
+        {"rope_parameters": None},
+        yarn_with_a_factor,
+    ),
 ]
 
 

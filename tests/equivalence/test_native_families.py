@@ -79,8 +79,12 @@ def test_every_variant_gives_the_log_probabilities_of_the_reference(
 
 
 KINDS = [("llama", type) for type in gguf_families.BLOCK_TYPES]
-OTHERS = [family for family in gguf_families.FAMILIES if family != "llama"]
+OTHERS = ("qwen2", "qwen3", "gemma2", "gemma3", "olmo2", "phi3")
 KINDS += [(family, type) for family in OTHERS for type in (Type.Q4_0, Type.Q8_0)]
+KINDS += [(family, Type.Q4_0) for family in gguf_families.NEW]
+KINDS += [
+    ("llama", type) for type in (Type.IQ4_NL, Type.IQ4_XS, Type.MXFP4, Type.IQ2_S, Type.IQ1_S)
+]
 
 
 @pytest.mark.parametrize(("family", "type"), KINDS, ids=str)
@@ -115,6 +119,16 @@ MIXTURES = {
         },
     ),
     "q2_k": (Type.Q2_K, {f"blk.{n}.attn_v.weight": Type.Q3_K for n in range(2)}),
+    "iq4_xs": (Type.IQ4_XS, {"blk.0.attn_v.weight": Type.Q5_K, "output.weight": Type.Q6_K}),
+    "iq2_s": (
+        Type.IQ2_S,
+        {
+            "blk.0.attn_q.weight": Type.IQ2_XXS,
+            "blk.0.attn_v.weight": Type.Q4_K,
+            "blk.1.ffn_gate.weight": Type.IQ3_XXS,
+            "blk.1.ffn_down.weight": Type.IQ3_S,
+        },
+    ),
     "plain": (
         Type.Q4_0,
         {
@@ -148,6 +162,8 @@ def test_parts_of_different_types_give_the_log_probabilities_of_the_reference(
 # Bytes of 32 weights. (Where halves are slow to read, 4-bit types have floats: 24.)
 PACKED_BYTES = {Type.Q4_0: 20, Type.Q4_1: 20, Type.Q4_K: 24, Type.Q5_0: 34, Type.Q8_0: 34}
 PACKED_BYTES |= {Type.Q5_1: 40, Type.Q5_K: 40, Type.Q3_K: 40, Type.Q6_K: 40, Type.Q2_K: 48}
+PACKED_BYTES |= dict.fromkeys(gguf_families.LATER_TYPES, 20)
+PACKED_BYTES |= dict.fromkeys((Type.IQ2_XS, Type.IQ2_S, Type.IQ1_M), 24)
 
 
 @pytest.mark.parametrize("type", PACKED_BYTES, ids=lambda type: type.name)

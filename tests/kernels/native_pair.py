@@ -48,20 +48,25 @@ class Reference:
     def logits(self, ids: Ints, rows: Ints, positions: Ints, indices: Ints) -> Floats:
         x = self.weights["embed"][ids] * np.float32(self.spec.embed_scale)
         for number, layer in enumerate(self.spec.layers):
-            w = self._of_layer(number)
-            h = self._norm(x, w.get("attn_norm"))
-            h = self._attention(number, layer.attention, w, h, rows, positions, indices)
-            x = x + self._norm(h, w.get("attn_post_norm"))
-            h = self._mlp(layer, w, self._norm(x, w.get("mlp_norm")))
-            x = x + self._norm(h, w.get("mlp_post_norm"))
+            w, scale = self._of_layer(number), np.float32(self.spec.residual_scale)
+            first = self._normed(x, w, "attn_norm")
+            h = self._attention(number, layer.attention, w, first, rows, positions, indices)
+            x = x + scale * self._normed(h, w, "attn_post_norm")
+            h = self._mlp(layer, w, first if layer.parallel else self._normed(x, w, "mlp_norm"))
+            x = x + scale * self._normed(h, w, "mlp_post_norm")
         head = self.weights["embed" if self.spec.tie_embeddings else "head"]
-        logits = self._norm(x, self.weights["final_norm"]) @ head.T
-        return _capped(logits, self.spec.logit_softcap)
+        logits = self._normed(x, self.weights, "final_norm") @ head.T
+        return _capped(logits * np.float32(self.spec.logit_scale), self.spec.logit_softcap)
 
     def _of_layer(self, number: int) -> dict[str, Floats]:
         at = f"layers.{number}."
         named = self.weights.items()
         return {name.removeprefix(at): w for name, w in named if name.startswith(at)}
+
+    def _normed(self, x: Floats, w: dict[str, Floats], name: str) -> Floats:
+        if self.spec.norm == "layer" and name in w:
+            x = x - x.mean(-1, keepdims=True)
+        return self._norm(x, w.get(name)) + w.get(f"{name}_bias", np.float32(0))
 
     def _norm(self, x: Floats, weight: Floats | None) -> Floats:
         """Over the last axis; without a weight there is no norm."""
@@ -70,13 +75,15 @@ class Reference:
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + self.spec.norm_eps) * weight
 
     def _mlp(self, layer: LayerSpec, w: dict[str, Floats], h: Floats) -> Floats:
-        gate, up = (h @ w[name].T + w.get(f"{name}_bias", 0) for name in ("gate", "up"))
+        names = ("gate", "up") if layer.mlp.gated else ("up",)
+        gate, *up = (h @ w[name].T + w.get(f"{name}_bias", 0) for name in names)
         if layer.mlp.activation == "silu":
             gate = gate / (1 + np.exp(-gate))
         else:
             inner = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
             gate = 0.5 * gate * (1 + np.tanh(inner))
-        return (gate * up) @ w["down"].T + w.get("down_bias", 0)
+        inner = gate * up[0] if up else gate
+        return inner @ w["down"].T + w.get("down_bias", 0)
 
     def _attention(
         self,

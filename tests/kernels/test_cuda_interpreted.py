@@ -156,6 +156,7 @@ if INTERPRETED:
             (Heads(4, 1, 64), 32, [0, 1, 128, 129, 130, 257, 258], 3),  # a split begins with it
             (Heads(3, 1, 80, 32), 40, [129, 0, 16, 17, 193], 2),
             (Heads(2, 2, 96), 24, [127, 128, 1], 2),  # half of the channels rotate
+            (Heads(4, 2, 64), 1, [65, 2], 1),  # two, as where a layer has no rope
             (Heads(8, 1, 128, 32), 64, [200, 33, 32], 1),
             (Heads(8, 1, 128), 16, [1300, 5], 30),
             (Heads(7, 1, 256), 128, [31, 32, 33, 34, 129], 2),
@@ -303,6 +304,7 @@ if INTERPRETED:
             (Heads(16, 8, 128), 64),
             (Heads(9, 3, 80, 32), 40),
             (Heads(4, 4, 96), 24),  # half of the channels rotate
+            (Heads(4, 2, 64), 1),  # two, as where a layer has no rope
             (Heads(10, 1, 256), 32),
         ],
     )

@@ -24,7 +24,14 @@ from tests.kernels.native_pair import (
     heads,
 )
 from twostroke.kernels import cpu
-from twostroke.model.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, RopeSpec
+from twostroke.model.spec import (
+    NO_ROPE,
+    AttentionSpec,
+    LayerSpec,
+    MLPSpec,
+    ModelSpec,
+    RopeSpec,
+)
 from twostroke.model.weights import ALL_ROWS, Floats
 
 pytestmark = pytest.mark.skipif(
@@ -73,6 +80,18 @@ SPECS: dict[str, dict[str, Any]] = {
     "gelu_tanh_inner_50": {"activation": "gelu_tanh", "intermediate_size": 50},
     "post_norm": {"post_norm": True},
     "post_norm_alone": {"pre_norm": False, "post_norm": True},
+    "layer_norm": {"norm": "layer"},
+    "layer_norm_bias": {"norm": "layer", "norm_bias": True},
+    "layer_post_norm": {"norm": "layer", "norm_bias": True, "post_norm": True},
+    "parallel": {"parallel": True},
+    "parallel_layer_norm": {"parallel": True, "norm": "layer", "residual_scale": 0.3},
+    "no_gate": {"gated": False, "mlp_bias": True, "activation": "gelu_tanh"},
+    "no_gate_inner_50": {"gated": False, "intermediate_size": 50},
+    "residual_scale": {"residual_scale": 0.4},
+    "residual_scale_after_norms": {"residual_scale": 0.4, "post_norm": True},
+    "logit_scale": {"logit_scale": 0.3},
+    "logit_scale_and_softcap": {"logit_scale": 0.3, "logit_softcap": 2.0},
+    "no_rope": {"rope": NO_ROPE},
     "no_norm": {"pre_norm": False, "windows": TWO},
     "full_qk_norm": {"qk_norm": "full"},
     "full_qk_norm_of_one_head": heads(1, 1, 16, qk_norm="full"),

@@ -49,7 +49,9 @@ AIPERF = {
     "records": {
         "time_to_first_token": {"unit": "ms", "avg": 100.0, "p50": 90.0, "p99": 300.0},
         "inter_token_latency": {"unit": "ms", "avg": 20.0, "p50": 19.0, "p99": 40.0},
+        "inter_chunk_latency": {"unit": "ms", "avg": 20.0, "p50": 12.0, "p99": 70.0},
         "request_latency": {"unit": "s", "avg": 1.5, "p50": 1.4, "p99": 3.0},
+        "benchmark_duration": {"unit": "sec", "avg": 30.0},
         "request_count": {"avg": 12},
         "request_throughput": {"avg": 0.4},
         "output_token_throughput": {"avg": 20.0},
@@ -86,6 +88,12 @@ def test_guidellms_itl_is_our_tpot_and_its_tpot_is_nobodys(tmp_path: Path) -> No
 def test_units_are_read(tmp_path: Path) -> None:
     found = import_result(write(tmp_path, "r.json", AIPERF))
     assert found["metrics"]["e2el"] == {"mean": 1500.0, "median": 1400.0, "p99": 3000.0}
+    assert found["duration_s"] == 30.0
+
+
+def test_aiperfs_gaps_between_chunks_are_our_itl_and_its_itl_our_tpot(tmp_path: Path) -> None:
+    found = import_result(write(tmp_path, "r.json", AIPERF))["metrics"]
+    assert (found["itl"]["median"], found["tpot"]["median"]) == (12.0, 19.0)
 
 
 def test_sglang_writes_lines(tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.model.gguf_files import write_model
 from twostroke.cli import main
 from twostroke.measure.hardware import HARDWARE, find_hardware
 from twostroke.measure.roofline import Roofline, Settings, measured_phases
-from twostroke.measure.shapes import SHAPES, find_spec, parameter_count
+from twostroke.measure.shapes import SHAPES, find_spec, parameter_count, stored_bytes
 
 
 def test_seven_billion_parameters_on_an_a100() -> None:
@@ -98,10 +99,27 @@ def test_the_command_prints_draws_and_refuses(
     words = ["roofline", "llama-3.1-8b", "--hardware", "H100"]
     assert main([*words, "--html", str(page)]) == 0
     assert "compute" in capsys.readouterr().out
-    assert page.read_text().count("<svg") == 3
-    assert main([*words, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["kv_bytes_per_token"] == 131_072
+    assert page.read_text().count("<figure") == 3
+    assert main([*words, "--json", "--html", str(page)]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["kv_bytes_per_token"] == 131_072  # and nothing else is there
+    assert told.err == f"report: {page}\n"
     assert main(["roofline", "llama-3.1-8b", "--hardware", "H1000"]) == 1
     assert "is not in the table, did you mean" in capsys.readouterr().err.replace("; did", ", did")
     assert main(["roofline", "lama-3.1-8b"]) == 1
     assert "Known by name: llama-2-7b" in capsys.readouterr().err
+
+
+def test_weights_of_a_gguf_file_count_as_they_are_stored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_model(path)  # in fp32
+    assert main(["roofline", str(path), "--hardware", "A100", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"]["weights"] == "file"
+    assert found["weight_bytes"] == 4 * found["parameters"]
+    assert main(["roofline", str(path), "--hardware", "A100", "--weights", "fp16", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["weight_bytes"] == 2 * found["parameters"]
+    assert stored_bytes("llama-3.1-8b") is None

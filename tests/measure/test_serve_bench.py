@@ -14,6 +14,7 @@ from tests.measure.paced_server import PacedServer, paced_server
 from twostroke.cli import main
 from twostroke.measure.bench import Outcome, ServeBench, ServeOptions
 from twostroke.measure.definitions import Goals
+from twostroke.measure.http import Connection, Endpoint
 
 
 def bench(server: PacedServer, **options: Any) -> Outcome:
@@ -100,6 +101,24 @@ def test_a_client_without_time_is_noticed() -> None:
     assert any("the client was late" in problem for problem in found["problems"])
 
 
+def test_a_request_is_cancelled_even_as_a_piece_of_its_answer_comes() -> None:
+    async def work(url: str) -> bool:
+        connection = await Connection.open(Endpoint(url))
+        body = json.dumps({"prompt": [1], "max_tokens": 1}).encode()
+        pieces = connection.request("POST", "/v1/completions", body, timeout_s=60.0)
+        waiting = asyncio.ensure_future(anext(pieces))
+        while connection._waiter is None:
+            await asyncio.sleep(0)
+        connection._wake()
+        waiting.cancel()
+        await asyncio.wait({waiting}, timeout=10)
+        connection.close()
+        return waiting.cancelled()
+
+    with paced_server(ttft_s=60.0) as server:
+        assert asyncio.run(work(server.url))
+
+
 def test_a_cache_that_answers_is_noticed() -> None:
     with paced_server(cached=8) as server:
         found = bench(server).result
@@ -145,7 +164,7 @@ def test_the_command_saves_reports_and_says_if_it_is_certified(
     assert saved["completed"] == 40
     assert saved["certified"] == (status == 0)
     html = page.read_text()
-    assert html.count("<svg") == 4
+    assert html.count("<figure") == 6
     assert "http://" not in html.replace(server.url, "")  # nothing is loaded from anywhere
     assert "paced" in capsys.readouterr().out
 

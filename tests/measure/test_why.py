@@ -13,6 +13,7 @@ import pytest
 from tests.server.test_load import Server, served
 from tests.tiny import tiny_folder
 from twostroke.cli import main
+from twostroke.errors import RequestError
 from twostroke.measure.why import Explainer
 
 STREAM = {"prompt": [60, 61], "max_tokens": 120, "ignore_eos": True, "stream": True}
@@ -44,7 +45,7 @@ def post(connection: http.client.HTTPConnection, body: dict[str, Any]) -> None:
 def ledgers(server: Server, capsys: pytest.CaptureFixture[str], *words: str) -> list[Any]:
     url = f"http://127.0.0.1:{server.port}"
     assert main(["why", url, "--seconds", "600", "--json", *words]) == 0
-    return list(json.loads(capsys.readouterr().out))
+    return list(json.loads(capsys.readouterr().out)["requests"])
 
 
 def test_every_ledger_sums_to_the_whole(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,3 +149,6 @@ def test_the_slowest_come_first(tmp_path: Path) -> None:
     requests = [record(f"r{n}", finished_s=5.0 + n) for n in range(4)]
     explainer = Explainer({"steps": [], "requests": requests})
     assert [one["request_id"] for one in explainer.slowest(2)] == ["r3", "r2"]
+    assert explainer.find("r3")["request_id"] == explainer.find("r3…")["request_id"] == "r3"
+    with pytest.raises(RequestError, match="4 requests begin with 'r'; give more of it"):
+        explainer.find("r")

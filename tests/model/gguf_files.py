@@ -31,13 +31,26 @@ SPEC = make_spec(
 )
 Edit = Callable[[gguf.GGUFWriter], None]
 
-# Where the types that the package cannot write have their scales, in half precision.
+# Where the types whose blocks are made of random bits have their scales: in half precision, but for
+# MXFP4 and IQ1_M (`put_scales`).
 SCALES_AT = {
     BlockType.Q2_K: (80, 82),
     BlockType.Q3_K: (108,),
     BlockType.Q4_K: (0, 2),
     BlockType.Q5_K: (0, 2),
     BlockType.Q6_K: (208,),
+    BlockType.IQ4_NL: (0,),
+    BlockType.IQ4_XS: (0,),
+    BlockType.MXFP4: (0,),
+    BlockType.IQ3_S: (0,),
+    BlockType.IQ3_XXS: (0,),
+    BlockType.IQ2_XXS: (0,),
+    BlockType.IQ2_XS: (0,),
+    BlockType.IQ2_S: (0,),
+    BlockType.IQ1_S: (0,),
+    BlockType.IQ1_M: (48,),
+    BlockType.TQ1_0: (52,),
+    BlockType.TQ2_0: (64,),
 }
 
 
@@ -91,14 +104,26 @@ def random_blocks(block_type: BlockType, num_blocks: int) -> np.ndarray:
     random = np.random.default_rng(1)
     blocks = random.integers(0, 256, (num_blocks, LAYOUTS[block_type].num_bytes), np.uint8)
     for at in SCALES_AT[block_type]:
-        scales = random.standard_normal(num_blocks).astype("<f2")
-        blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
+        put_scales(blocks, block_type, at, random.standard_normal(num_blocks))
     return blocks
+
+
+def put_scales(blocks: np.ndarray, block_type: BlockType, at: int, scales: np.ndarray) -> None:
+    """Write each block's scale, one of those that the type has, at its place."""
+    halves = np.ascontiguousarray(scales, "<f2")
+    if block_type == BlockType.MXFP4:  # an exponent alone
+        blocks[..., 0] = np.clip(np.frexp(np.abs(scales))[1] + 127, 0, 252)
+    elif block_type == BlockType.IQ1_M:  # a nibble in each of four half words
+        for n in range(4):
+            nibble = (halves.view("<u2") >> 4 * n & 15).astype(np.uint8)
+            blocks[..., at + 2 * n + 1] = blocks[..., at + 2 * n + 1] & 15 | nibble << 4
+    else:
+        blocks[..., at : at + 2] = halves.view(np.uint8).reshape(*halves.shape, 2)
 
 
 def packed_rows(block_type: BlockType, num_rows: int, row_length: int) -> np.ndarray:
     if block_type in SCALES_AT:
-        num_blocks = num_rows * row_length // 256
+        num_blocks = num_rows * row_length // LAYOUTS[block_type].elements
         return random_blocks(block_type, num_blocks).reshape(num_rows, -1)
     values = np.random.default_rng(2).standard_normal((num_rows, row_length)).astype(np.float32)
     packed = gguf.quants.quantize(values, gguf.GGMLQuantizationType[block_type])

@@ -23,4 +23,5 @@ def refusal(*args: Any, **kwargs: Any) -> str:
 def write_files(folder: Path, files: dict[str, bytes]) -> None:
     folder.mkdir(parents=True)
     for name, data in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(data)

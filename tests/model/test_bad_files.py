@@ -20,7 +20,16 @@ from safetensors.numpy import load_file, save_file
 from safetensors.torch import load_file as load_tensors
 from safetensors.torch import save_file as save_tensors
 
-from tests.model.gguf_files import SPEC, packed_rows, random_weights, save, setting, write_model
+from tests.model.gguf_files import (
+    SCALES_AT,
+    SPEC,
+    packed_rows,
+    put_scales,
+    random_weights,
+    save,
+    setting,
+    write_model,
+)
 from tests.model.vocabularies import sentencepiece_metadata
 from tests.specs import changed
 from tests.tiny import CONFIG, tiny_folder, tiny_llm, write_json
@@ -32,7 +41,8 @@ from twostroke.model.block_types import BlockType
 from twostroke.model.gguf import GGUFFile
 from twostroke.model.gguf_config import NAMES as GGUF_NAMES
 from twostroke.model.gguf_config import spec_from_gguf
-from twostroke.model.hf_config import NAMES, spec_from_hf
+from twostroke.model.hf_config import spec_from_hf
+from twostroke.model.hf_names import NAMES
 from twostroke.model.tokenizer import Tokenizer
 from twostroke.model.weights.gguf import GGUFWeights
 from twostroke.model.weights.tensors import read_tensor
@@ -416,12 +426,15 @@ def test_a_block_whose_scale_is_no_number_is_found_by_name(tmp_path: Path, kind:
     """In native kernels and in torch's: each block type at each of its scales."""
     spec = changed(SPEC, hidden_size=256, intermediate_size=256, num_heads=16, num_kv_heads=2)
     rows = packed_rows(kind, 256, 256)
-    places = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q4_K": (0, 2), "Q5_K": (0, 2)}
-    places |= {"Q3_K": (108,), "Q6_K": (208,)}
+    places = {"Q4_1": (0, 2), "Q5_1": (0, 2)} | SCALES_AT
     number = b"\x80\x7f" if kind == BlockType.BF16 else b"\x00\x7c"  # an infinity
     for place in (None, *places.get(kind, (0,))):
         blocks = rows.copy()
-        if place is not None:
+        if place is not None and kind == BlockType.MXFP4:
+            blocks[7, place] = 255
+        elif place is not None and kind == BlockType.IQ1_M:
+            put_scales(blocks[7:8], kind, place, np.array([np.inf]))
+        elif place is not None:
             blocks[7, place : place + 2] = list(number)
         path = tmp_path / f"{place}.gguf"
         _write_with(path, spec, "layers.1.up", kind, blocks)

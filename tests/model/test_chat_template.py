@@ -199,6 +199,21 @@ def test_content_parts_become_text() -> None:
     assert render(STYLES["contents in parts"], result).endswith("<|tool|>one\ntwo<|end|>")
 
 
+def test_a_template_is_given_the_fields_of_parts_that_it_asks_for() -> None:
+    """As translators ask for languages: such a template fails on any other content."""
+    source = (
+        "{% for m in messages %}{% for p in m.content %}"
+        "{% if not p.source_lang_code %}{{ raise_exception('which language?') }}{% endif %}"
+        "[{{ p.source_lang_code }}] {{ p.text }}{% endfor %}{% endfor %}"
+    )
+    part = {"type": "text", "text": "one", "source_lang_code": "en", "cache_control": None}
+    assert render(source, [{"role": "user", "content": [part]}]) == "[en] one"
+    with pytest.raises(RequestError, match="which language"):
+        render(source, [{"role": "user", "content": "one"}])
+    # One that knows no parts gets a text, whatever else they have.
+    assert render("{{ messages[0].content }}", [{"role": "user", "content": [part]}]) == "one"
+
+
 @pytest.mark.parametrize(
     ("message", "read"),
     [

@@ -438,11 +438,6 @@ def test_an_olmo_2_file_is_read_back(tmp_path: Path) -> None:
             of("gemma3", rope__freq_base=1e6, attn_logit_softcapping=50.0),
             "gemma3.attn_logit_softcapping = 50.0 is not supported",
         ),
-        (
-            OLMO2,
-            of("olmo2", attention__sliding_window=64),
-            "olmo2.attention.sliding_window must be absent in an OLMo 2 model",
-        ),
         (PHI3, factors(long=[1.0] * 8), "the tensor 'rope_factors_short.weight' is missing"),
         (
             PHI3,

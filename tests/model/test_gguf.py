@@ -41,7 +41,7 @@ def test_every_block_type_gives_the_values_the_reference_gives(
     expected = gguf.quants.dequantize(packed, raw_type)
     assert np.isfinite(expected).all()
     assert expected.std() > 0.1
-    np.testing.assert_array_equal(values, expected.reshape(6, 512))
+    assert values.tobytes() == expected.reshape(6, 512).tobytes()
 
 
 @pytest.mark.parametrize("block_type", [BlockType.BF16, BlockType.Q4_1, BlockType.Q6_K])
@@ -257,7 +257,7 @@ def test_absurd_counts_are_refused_at_once(tmp_path: Path) -> None:
             GGUFFile.open(path)
 
 
-@pytest.mark.parametrize(("number", "name"), [(9, "Q8_1"), (23, "IQ4_XS"), (99, "number 99")])
+@pytest.mark.parametrize(("number", "name"), [(9, "Q8_1"), (40, "NVFP4"), (99, "number 99")])
 def test_an_unknown_block_type_is_named_beside_the_supported(
     tmp_path: Path, number: int, name: str
 ) -> None:

@@ -27,8 +27,9 @@ from twostroke.model.dequant import dequantize
 from twostroke.model.gguf import GGUFFile
 from twostroke.model.gguf_config import NAMES, spec_from_gguf
 from twostroke.model.spec import ModelSpec, RopeSpec, yarn_attention_factor
+from twostroke.model.tensor_names import halves_from_neighbours
 from twostroke.model.weights import check_weights
-from twostroke.model.weights.gguf import GGUFWeights, halves_from_neighbours
+from twostroke.model.weights.gguf import GGUFWeights
 from twostroke.model.weights.tensors import read_tensor
 
 # Metadata → ModelSpec
@@ -135,7 +136,6 @@ ONE = np.ones(1, np.float32)
             "llama.block_count is 1, but the file has 9 tensors of further",
         ),
         (setting("type", "adapter", "general"), "holds a GGUF 'adapter', not a model"),
-        (setting("count", 3, "split"), "one of 3 parts of a split model"),
         (extra_tensor("blk.0.attn_sub_norm.weight", ONE), "'blk.0.attn_sub_norm.weight' is not"),
         (extra_tensor("blk.1.ffn_up_exps.weight", ONE), "'blk.1.ffn_up_exps.weight' is not"),
         (extra_tensor("blk.1.attn_q_norm.weight", ONE), "'blk.1.attn_q_norm.weight' is not"),

@@ -57,8 +57,8 @@ def test_one_gguf_file_of_a_hub_model_can_be_named(model: str, hub_cache: Path) 
     assert resolve(model) == expected
 
 
-SPLIT = "big-Q6_K-00001-of-00002.gguf"
-QUANTISED = ["m-F16.gguf", "m-Q4_K_M.gguf", "m.Q8_0.gguf", "IQ4_XS.gguf", SPLIT]
+SPLIT = [f"Q6_K/big-Q6_K-0000{n}-of-00002.gguf" for n in (1, 2)]
+QUANTISED = ["m-F16.gguf", "m-Q4_K_M.gguf", "m.Q8_0.gguf", "IQ4_XS.gguf", *SPLIT]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,6 @@ def test_a_quant_that_is_not_cached_is_looked_up_and_one_that_is_not_there_is_to
     message = refusal("org/repo-GGUF:Q5_0")
     assert "holds no GGUF file quantised to Q5_0; name one of those it holds: " in message
     assert "m-Q4_K_M.gguf" in message
-    assert "split GGUF" in refusal("org/repo-GGUF:Q6_K")
     files[:] = ["model.safetensors"]
     assert "it holds none at all" in refusal("org/repo-GGUF:Q4_0")
 
@@ -112,8 +111,25 @@ def test_an_unreachable_hub_gives_both_ways_out_and_near_names_on_disk(hub_cache
     assert "cannot be reached" in refusal("org/repo-GGUF:m.gguf")
 
 
-def test_a_split_gguf_on_the_hub_is_refused_before_it_is_fetched(hub_cache: Path) -> None:
-    assert "split GGUF" in refusal("org/repo-GGUF:big-00001-of-00003.gguf")
+@pytest.mark.parametrize("wanted", ["q6_k", *SPLIT])
+def test_all_parts_of_a_split_gguf_are_found_by_its_quant_or_any_of_them(
+    wanted: str, hub_cache: Path
+) -> None:
+    snapshot = put_in_hub_cache(hub_cache, "org/repo-GGUF", dict.fromkeys(QUANTISED, GGUF))
+    expected = ModelFiles("gguf", snapshot / SPLIT[0], "org/repo-GGUF:Q6_K/big-Q6_K.gguf")
+    assert resolve(f"org/repo-GGUF:{wanted}") == expected
+
+
+def test_parts_of_a_split_gguf_that_are_not_cached_are_fetched(
+    hub_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_in_hub_cache(hub_cache, "org/repo-GGUF", {SPLIT[0]: GGUF})
+    assert "cannot be reached" in refusal(f"org/repo-GGUF:{SPLIT[0]}"), "for the second part"
+    (hub_cache / "fetched.gguf").write_bytes(GGUF)
+    calls = stand_in_for_the_hub(monkeypatch, lambda: str(hub_cache / "fetched.gguf"))
+    files = resolve(f"org/repo-GGUF:{SPLIT[1]}")
+    assert files.name == "org/repo-GGUF:Q6_K/big-Q6_K.gguf"
+    assert [call["file"] for call in calls] == SPLIT
 
 
 def test_without_huggingface_hub_both_ways_out_are_given(

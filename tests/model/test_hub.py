@@ -51,6 +51,8 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "one-gguf": {"Qwen3-0.6B-Q8_0.gguf": GGUF, "README.md": b""},
         "two-ggufs": {"a.gguf": GGUF, "b.gguf": GGUF},
         "split": {f"big-0000{n}-of-00003.gguf": GGUF for n in (1, 2, 3)},
+        "split-numbers": {"big-00004-of-00003.gguf": GGUF},
+        "split-second": {"big-00002-of-00003.gguf": GGUF},
         "models--org--some-model/snapshots/0123abc": {"config.json": b"{}", "a.safetensors": b""},
         "empty": {},
     }.items():
@@ -86,6 +88,13 @@ def test_a_folder_with_one_gguf_means_that_file(models: Path) -> None:
     assert resolve("one-gguf") == ModelFiles("gguf", path, "Qwen3-0.6B-Q8_0")
 
 
+@pytest.mark.parametrize(
+    "model", ["split", *(f"split/big-0000{n}-of-00003.gguf" for n in (1, 2, 3))]
+)
+def test_any_part_of_a_split_gguf_and_their_folder_mean_the_first(model: str, models: Path) -> None:
+    assert resolve(model) == ModelFiles("gguf", Path("split/big-00001-of-00003.gguf"), "big")
+
+
 def test_a_home_relative_path_is_taken(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(models))
     monkeypatch.setenv("USERPROFILE", str(models))
@@ -108,8 +117,8 @@ def test_a_config_is_enough_where_weights_are_made_up(models: Path) -> None:
         ("config-only/config.json", "load_format='dummy'"),
         ("pickled", "it has pytorch_model.bin; convert that to safetensors"),
         ("two-ggufs", "holds 2 GGUF files; give the path of one: a.gguf, b.gguf"),
-        ("split", "big-00001-of-00003.gguf is one part of a split GGUF"),
-        ("split/big-00002-of-00003.gguf", "Merge the parts into one file"),
+        ("split-numbers/big-00004-of-00003.gguf", "there is no part 4 of 3"),
+        ("split-second/big-00002-of-00003.gguf", "big-00001-of-00003.gguf: cannot read this file"),
         ("smollm/model.safetensors", "give the folder, smollm"),
         ("notes.txt", "not a model. Expected a GGUF file"),
         ("pointer.gguf", "run `git lfs pull`"),

@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from tests.specs import make_spec
 from twostroke.errors import ModelError
-from twostroke.model.hf_config import NAMES, load_hf_config
+from twostroke.model.hf_config import load_hf_config
+from twostroke.model.hf_names import NAMES
 from twostroke.model.spec import ModelSpec, RopeSpec
 from twostroke.model.weights import check_weights
 from twostroke.model.weights.safetensors import INDEX, SafetensorsWeights
@@ -208,6 +209,7 @@ def test_a_tensor_the_description_does_not_know_is_refused(tmp_path: Path) -> No
     tensors = random_tensors()
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     tensors["model.layers.2.mlp.up_proj.weight"] = torch.ones(4)  # beyond the layers we run
+    tensors["model.layers.1.self_attn.o_proj.bias"] = torch.zeros(32)  # adds nothing
     save_file(tensors, tmp_path / "model.safetensors")
     SafetensorsWeights(tmp_path, SPEC)
     tensors["model.layers.0.self_attn.q_proj.bias"] = torch.ones(32)

@@ -44,6 +44,11 @@ QWEN2_CUT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+TEKKEN_CUT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 # llama.cpp's of a header that names none, as it writes them.
 DEFAULT_CUTS = (
     r"[\p{P}\$\+<=>\^~\|]+",
@@ -55,15 +60,16 @@ DEFAULT_CUTS = (
 
 def reference_pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if pre == "gpt-2":
+    if pre in ("gpt-2", "exaone4"):
         return gpt2
     if pre == "default":
         steps = [pre_tokenizers.Split(tokenizers.Regex(cut), "isolated") for cut in DEFAULT_CUTS]
         last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         return pre_tokenizers.Sequence([*steps, last])
-    if pre == "smollm":
+    if pre in ("smollm", "refact", "command-r", "starcoder"):
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
-    cut = tokenizers.Regex({"qwen2": QWEN2_CUT, "gpt-4o": GPT4O_CUT}.get(pre, LLAMA3_CUT))
+    cuts = {"qwen2": QWEN2_CUT, "stablelm2": QWEN2_CUT, "gpt-4o": GPT4O_CUT, "tekken": TEKKEN_CUT}
+    cut = tokenizers.Regex(cuts.get(pre, LLAMA3_CUT))
     return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(cut, "isolated", invert=False),
@@ -78,12 +84,13 @@ def byte_level_tokenizer(pre: str = "gpt-2", **header: Any) -> Tokenizer:
 
 
 PRES = ["gpt-2", "default", "llama-bpe", "llama3", "qwen2", "smollm", "dbrx", "gpt-4o"]
+PRES += ["tekken", "stablelm2", "refact", "glm4"]
 
 
 @pytest.mark.parametrize("pre", PRES)
 def test_a_byte_level_header_encodes_as_the_tokenizer_it_came_from(pre: str) -> None:
     trained = train_byte_level(reference_pre_tokenizer(pre))
-    if pre.startswith("llama"):
+    if pre.startswith("llama") or pre == "tekken":
         trained.model.ignore_merges = True
     if pre == "qwen2":
         trained.normalizer = tokenizers.normalizers.NFC()
@@ -102,6 +109,10 @@ def test_digits_are_cut_as_each_kind_says() -> None:
     assert cut("smollm") == ["in", "Ġ", "1", "2", "3", "4", "5"]
     assert cut("llama-bpe") == ["in", "Ġ", "123", "45"]
     assert cut("dbrx") == cut("gpt-4o") == cut("llama-bpe")
+    assert cut("glm4") == cut("chatglm-bpe") == cut("smaug-bpe") == cut("dbrx")
+    assert cut("tekken") == cut("stablelm2") == cut("qwen2")
+    assert cut("command-r") == cut("starcoder") == cut("refact") == cut("smollm")
+    assert cut("exaone4") == cut("gpt-2")
     assert cut("qwen2") == ["in", "Ġ", "1", "2", "3", "4", "5"]
     assert cut("default") == ["in", "Ġ", "123", "45"]
 
@@ -223,7 +234,7 @@ def test_half_a_surrogate_pair_is_refused() -> None:
     [
         ({"model": "t5"}, r"'t5'.*'gpt2', 'llama'.*--tokenizer"),
         ({"model": None}, r"None.*Supported.*--tokenizer"),
-        ({"pre": "qwen3"}, r"'qwen3'.*mean 'qwen2'.*llama-bpe.*--tokenizer"),
+        ({"pre": "qwen-2"}, r"'qwen-2'.*mean 'qwen2'.*llama-bpe.*--tokenizer"),
         ({"tokens": []}, r"no tokenizer\.ggml\.tokens.*--tokenizer"),
         ({"token_type": [1]}, r"token_type; it has 1"),
         ({"merges": ["nospace"]}, r"tokenizer\.ggml\.merges"),

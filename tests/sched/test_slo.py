@@ -163,6 +163,24 @@ def test_before_anything_is_known_chunks_are_small_and_then_grow_by_what_was_see
     assert max(sizes) > 500
 
 
+def test_the_first_chunks_beside_a_stream_do_not_stall_it_where_every_token_costs_a_step() -> None:
+    def slow(prefill: PhaseWork, decode: PhaseWork) -> float:
+        return 5e-3 * (prefill.tokens + decode.tokens)
+
+    engine = Engine(slow, max_decode_stall=8.0)
+    engine.add("stream", 1, 500)
+    for _ in range(20):
+        engine.step()
+    engine.add("long", 400, 1)
+    engine.until("long")
+    assert [size for _, _, _, size in engine.ended["long"].chunks][:2] == [8, 8]  # not 32
+    update = engine.scheduler.abort("stream")
+    assert update is not None
+    assert update.record is not None
+    gaps = [after - before for before, after in pairwise(update.record.token_s)]
+    assert max(gaps) < 0.05  # 8 steady gaps of 5 ms, the stream's own token and the host
+
+
 def test_one_step_in_sixteen_takes_half_so_that_sizes_differ() -> None:
     engine = Engine(a_cpu, itl_slo_s=0.1)
     engine.warm_up()

@@ -75,7 +75,7 @@ def test_a_broken_line_harms_only_itself(llm: LLM) -> None:
         line(3, url="/v1/embeddings"),
         line(4, method="GET"),
         line(5, body=body(5, temprature=1)),
-        line(6, body=body(6, stream=True)),
+        line(6, body=body(6, stream="True")),
         line(7, custom_id=7),
         line(8, body=7),
         b'"' + b"x" * 200_000 + b'"',

@@ -77,6 +77,25 @@ def test_settings_hold_for_every_answer_and_without_them_no_header_is_added(tmp_
         assert server.ask("POST", "/sleep")[0] == 404
 
 
+@pytest.mark.parametrize("excluded", [False, True])
+def test_tools_that_must_not_be_called_are_shown_unless_the_server_leaves_them_out(
+    tmp_path: Path, excluded: bool
+) -> None:
+    tools = [{"type": "function", "function": {"name": "dog"}}]
+    template = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}fox"
+    settings = {"exclude_tools_when_tool_choice_none": excluded}
+    with running(tiny_llm(tiny_folder(tmp_path), chat_template=template), **settings) as server:
+
+        def prompt(**given: Any) -> Any:
+            return server.post(CHAT, {**HELLO, "return_token_ids": True, **given})
+
+        without = prompt()["prompt_token_ids"]
+        auto = prompt(tools=tools)["prompt_token_ids"]
+        none = prompt(tools=tools, tool_choice="none")["prompt_token_ids"]
+        assert auto != without
+        assert none == (without if excluded else auto)
+
+
 def test_routes_are_there_with_and_without_the_root_path(server: Running) -> None:
     assert server.post("/llm" + TEXT, PROMPT)["choices"] == server.post(TEXT, PROMPT)["choices"]
     assert server.ask("GET", "/llmv1/models")[0] == 404
@@ -302,3 +321,76 @@ def test_prompt_logprobs_that_would_fill_the_memory_are_refused(tmp_path: Path) 
             assert (
                 "log-probabilities" in refused(server, TEXT, {**body, "stream": stream})["message"]
             )
+
+
+# ── what is read as vLLM reads it ───────────────────────────────────────────────────────────
+
+
+def test_numbers_and_booleans_may_be_written_as_texts(server: Running) -> None:
+    plain = server.post(TEXT, {**PROMPT, "logprobs": 2, "echo": True})
+    as_texts = {"max_tokens": "3", "temperature": "0.0", "logprobs": 2.0, "echo": "true"}
+    assert server.post(TEXT, {**PROMPT, **as_texts})["choices"] == plain["choices"]
+    # What is a text stays one.
+    assert (
+        server.post(TEXT, {**PROMPT, "prompt": "7", "echo": True})["choices"][0]["text"][0] == "7"
+    )
+    for value in ("yes", "", 2, [True]):
+        assert refused(server, TEXT, {**PROMPT, "echo": value})["param"] == "echo"
+    for value in ("inf", "nan", "1e400", "warm"):
+        assert "temperature" in refused(server, TEXT, {**PROMPT, "temperature": value})["message"]
+
+
+# ── routes over others ──────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT, HELLO), (TEXT, PROMPT)], ids=["chat", "text"])
+def test_an_invocation_is_answered_as_what_it_is(
+    server: Running, path: str, body: dict[str, Any]
+) -> None:
+    named, asked = server.post(path, body), server.post("/invocations", body)
+    assert asked.keys() == named.keys()
+    assert (asked["object"], asked["choices"]) == (named["object"], named["choices"])
+    assert asked["id"].partition("-")[0] == named["id"].partition("-")[0]
+    streamed = {**body, "stream": True}
+    events, expected = server.events("/invocations", streamed), server.events(path, streamed)
+    assert [one["choices"] for one in events[:-1]] == [one["choices"] for one in expected[:-1]]
+    assert refused(server, "/invocations", {**body, "temprature": 1})["param"] == "temprature"
+
+
+def test_an_invocation_of_neither_kind_is_refused(server: Running) -> None:
+    assert "neither" in refused(server, "/invocations", {"input": "the fox"})["message"]
+    assert server.ask("POST", "/ping", {})[0] == 200
+
+
+def test_several_conversations_have_one_answer_each(server: Running) -> None:
+    texts = ["the fox", "a dog", "the fox"]
+    conversations = [[{"role": "user", "content": text}] for text in texts]
+    batch = {**HELLO, "logprobs": True, "return_token_ids": True}
+    answer = server.post(f"{CHAT}/batch", {**batch, "messages": conversations})
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    alone = [server.post(CHAT, {**batch, "messages": one}) for one in conversations]
+    for choice, one in zip(answer["choices"], alone, strict=True):
+        assert choice["message"] == one["choices"][0]["message"]
+        assert choice["token_ids"] == one["choices"][0]["token_ids"]
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert answer["usage"][name] == sum(one["usage"][name] for one in alone)
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": HELLO["messages"]}, "messages[0]"),
+        ({"messages": [[]]}, "messages"),
+        ({"messages": [HELLO["messages"]] * 129}, "n"),
+        ({"stream": True}, "stream"),
+        ({"n": 2}, "n"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+    ],
+    ids=str,
+)
+def test_a_batch_of_conversations_says_what_it_does_not_take(
+    server: Running, given: dict[str, Any], param: str
+) -> None:
+    body = {**HELLO, "messages": [HELLO["messages"]], **given}
+    assert refused(server, f"{CHAT}/batch", body)["param"] == param

@@ -6,126 +6,222 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from twostroke.commands.bench import api_key
-from twostroke.errors import ConfigError, nearest
+from twostroke.commands.bench import NOT_CERTIFIED, api_key
+from twostroke.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from twostroke.measure.ab import Figures, Trial
+    from twostroke.measure.ab import Figures, Pilot, Trial
+    from twostroke.measure.prediction import Outcome
+    from twostroke.measure.verdict import Experiment
 
-SUMMARY = "does a change help? two servers or settings, in pairs"
 DESCRIPTION = (
     "Compare B with A under the exact same requests, in interleaved pairs of runs (A B, B A, …): "
     "the ratio of each metric with its interval, corrected for several metrics, and WIN, LOSS, TIE "
-    "or INCONCLUSIVE. An arm is a URL, or options of `twostroke serve`, which is then started. "
-    "Exit status: 0 B wins or ties, 4 it loses, 5 not enough runs to tell. Example: "
-    "twostroke ab --a '' --b '--max-num-batched-tokens 512' --pairs 8"
+    "or INCONCLUSIVE. An arm is a URL; or options of `twostroke serve`, which is then started; or "
+    "a command with {port} in it that starts a server. "
+    "Exit status: 0 B wins or ties, 3 requests failed, 4 B loses, 5 not enough runs to tell. "
+    "Example: twostroke ab --a '' --b '--max-num-batched-tokens 512' --pairs 8"
 )
 OPERANDS = ""
 LOST, INCONCLUSIVE = 4, 5
+EXAMPLE_EFFECT = 0.05
+# Lengths vary by default: equal ones make the users of a closed loop fall into step with each
+# other, differently in each server, and the same in all of its runs.
+LOAD: dict[str, Any] = {
+    "num_prompts": 40,
+    "random_input_len": 256,
+    "random_output_len": 32,
+    "random_prefix_len": 0,
+    "random_range_ratio": 0.5,
+    "max_concurrency": 4,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--a", default="", metavar="ARM", help="URL or options of serve; default: the defaults")
-    add("--b", metavar="ARM", help="URL or options of serve")
-    add("--playbook", metavar="NAME", help="a comparison that is often worth it; `list` shows them")
+    add("--a", default="", metavar="ARM", help="URL, options of serve, or a command with {port}")
+    add("--b", metavar="ARM", help="the same for B")
+    add("--playbook", metavar="NAME", help="a change that is often worth it, over --a; or `list`")
+    add("--from-doctor", metavar="FILE", help="the experiment of `doctor --json`, over --a")
     add("--aa", action="store_true", help="compare A with itself: nothing may be found")
     add("--pairs", type=int, default=8, metavar="N", help="runs of each arm; default 8")
-    add("--num-prompts", type=int, default=40, metavar="N", help="of each run; default 40")
-    add("--random-input-len", "--input-len", type=int, default=256, metavar="N")
-    add("--random-output-len", "--output-len", type=int, default=32, metavar="N")
-    add("--request-rate", type=float, default=float("inf"), metavar="R")
-    add("--max-concurrency", type=int, default=4, metavar="N")
+    add(
+        "--pilot",
+        type=int,
+        default=3,
+        metavar="N",
+        help="runs of each arm before, which say what the pairs can find; default 3, 0: none",
+    )
+
+    def load(flag: str, *flags: str, text: str) -> None:
+        name = flag.removeprefix("--").replace("-", "_")
+        kind, usual = type(LOAD[name]), LOAD[name]
+        add(flag, *flags, type=kind, metavar="N", help=f"{text}; default {usual}")
+
+    load("--num-prompts", text="requests of each run")
+    load("--random-input-len", "--input-len", text="tokens of a prompt")
+    load("--random-output-len", "--output-len", text="tokens of an answer")
+    load("--random-prefix-len", text="more tokens, that the prompts of a run share")
+    load("--random-range-ratio", text="lengths vary by ± this share")
+    load("--max-concurrency", text="requests at one time")
+    add("--trace", metavar="FILE", help="replay a trace instead (Azure, Mooncake), when it was due")
+    add("--request-rate", type=float, default=float("inf"), metavar="R", help="default: inf")
     add("--model", help="default: the first that the servers have")
     add("--api-key", metavar="KEY", help="default: OPENAI_API_KEY, if set")
     add("--seed", type=int, default=0)
-    add("--markdown", metavar="FILE", help="a table for a pull request")
-    add("--json", action="store_true")
+    add("--markdown", metavar="FILE", help="write a table for a pull request there")
+    add("--json", action="store_true", help="print the result as JSON")
 
 
 def execute(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from twostroke.measure.ab import PLAYBOOK, markdown, run_ab, trial_json
+    from twostroke.measure.ab import Watcher, run_ab
+    from twostroke.measure.ab_report import markdown, trial_json
     from twostroke.measure.bench import ServeOptions
+    from twostroke.measure.playbook import MISSING, PLAYBOOK
+    from twostroke.measure.prediction import outcome
 
     if args.playbook == "list":
-        for name, (a, b) in PLAYBOOK.items():
+        for name, (a, b, _) in PLAYBOOK.items():
             print(f"{name:18} {a or 'defaults'}  →  {b}")
+        for name, reason in MISSING.items():
+            print(f"{name:18} {reason}")
         return 0
-    arms = _arms(args, PLAYBOOK)
+    arms, load, experiment = _chosen(args)
+    given = {name: value for name in LOAD if (value := getattr(args, name)) is not None}
+    if args.trace is not None:
+        # Its requests are due when it says so, and wait for nobody unless that is asked for.
+        load = {"dataset_name": "trace", "dataset_path": args.trace, "max_concurrency": None}
     options = ServeOptions(
         url="",
         api_key=api_key(args),
         model=args.model,
-        num_prompts=args.num_prompts,
-        random_input_len=args.random_input_len,
-        random_output_len=args.random_output_len,
         request_rate=args.request_rate,
-        max_concurrency=args.max_concurrency,
         seed=args.seed,
+        **(LOAD | load | given),
     )
     console = Console(stderr=args.json)
-
-    def tell(pair: int, arm: str, figures: Figures) -> None:
-        if sys.stderr.isatty():
-            late = "" if figures.certified else "  (not certified)"
-            console.print(
-                f"pair {pair + 1} of {args.pairs}, {arm}: TTFT {figures.ttft:,.0f} ms, TPOT "
-                f"{figures.tpot:.2f} ms, {figures.throughput:,.1f} tokens/s{late}",
-                highlight=False,
-            )
-
-    trial = run_ab(arms, options, args.pairs, tell)
+    watcher = Watcher(
+        lambda pilot: show_pilot(console, pilot, args.pairs),
+        lambda pair, arm, figures: _show_run(console, pair, arm, figures),
+    )
+    trial = run_ab(arms, options, args.pairs, args.pilot, watcher)
+    prediction = None if experiment is None else outcome(experiment, trial.a, trial.b)
     if args.json:
-        print(json.dumps(trial_json(trial, arms)))
+        print(json.dumps(trial_json(trial, arms, options, prediction)))
     else:
-        show(console, trial, arms)
+        show(console, trial, arms, prediction)
     if args.markdown:
-        Path(args.markdown).write_text(markdown(trial, arms), encoding="utf-8")
-    if trial.verdict in ("LOSS", "MIXED") or (args.aa and trial.verdict == "WIN"):
-        return LOST
-    return INCONCLUSIVE if trial.verdict == "INCONCLUSIVE" and not args.aa else 0
+        text = markdown(trial, arms, options, prediction)
+        Path(args.markdown).write_text(text, encoding="utf-8")
+    return status(trial.verdict, args.aa, prediction)
 
 
-def _arms(args: argparse.Namespace, playbook: dict[str, tuple[str, str]]) -> tuple[str, str]:
-    if args.playbook is not None:
-        if args.playbook not in playbook:
-            raise ConfigError(
-                f"--playbook {args.playbook!r} is not known{nearest(args.playbook, playbook)}; "
-                "`--playbook list` shows them"
-            )
-        return playbook[args.playbook]
-    if args.aa:
-        return args.a, args.a
-    if args.b is None:
+def status(verdict: str, aa: bool = False, prediction: Outcome | None = None) -> int:
+    """The exit status. `aa`: A was compared with itself, and whatever was found is wrong."""
+    if verdict == "INVALID":
+        return NOT_CERTIFIED
+    if prediction is not None:
+        verdict = {"CONFIRMED": "WIN", "REFUTED": "LOSS"}.get(prediction.verdict, "INCONCLUSIVE")
+    if aa:
+        return LOST if verdict in ("WIN", "LOSS", "MIXED") else 0
+    return {"WIN": 0, "TIE": 0, "INCONCLUSIVE": INCONCLUSIVE}.get(verdict, LOST)
+
+
+def _chosen(
+    args: argparse.Namespace,
+) -> tuple[tuple[str, str], dict[str, Any], Experiment | None]:
+    """The arms, the load that shows the change best, and the experiment if a doctor chose it."""
+    from twostroke.measure.arms import is_url
+    from twostroke.measure.playbook import play
+    from twostroke.measure.prediction import arms_of, read_experiment
+
+    ways = {
+        "--b": args.b is not None,
+        "--playbook": args.playbook is not None,
+        "--from-doctor": args.from_doctor is not None,
+        "--aa": args.aa,
+    }
+    chosen = [flag for flag, given in ways.items() if given]
+    if not chosen:
         raise ConfigError("give the change as --b, such as --b '--max-num-batched-tokens 512'")
-    return args.a, args.b
+    if len(chosen) > 1:
+        raise ConfigError(f"{' and '.join(chosen)} each say what B is: give one of them")
+    if args.from_doctor is not None:
+        experiment = read_experiment(args.from_doctor)
+        return arms_of(experiment, args.a), {}, experiment
+    if args.playbook is not None:
+        found = play(args.playbook)
+        if is_url(args.a):
+            raise ConfigError(
+                "--playbook starts both servers: give as --a the options that both have"
+            )
+        a, b = (f"{args.a} {change}".strip() for change in (found.a, found.b))
+        return (a, b), dict(found.load), None
+    return (args.a, args.a if args.aa else args.b), {}, None
 
 
-def show(console: Console, trial: Trial, arms: tuple[str, str]) -> None:
+def show_pilot(console: Console, pilot: Pilot, pairs: int) -> None:
+    """What the trial can find, said before it begins."""
+    from rich.text import Text
+
+    from twostroke.measure.ab_report import WORDS
+
+    finds, needed = pilot.detectable(pairs), pilot.pairs_for(EXAMPLE_EFFECT)
+    parts = ", ".join(
+        f"{WORDS[name]} {_percent(finds[name])} ({needed[name]} pairs for {EXAMPLE_EFFECT:.0%})"
+        for name in finds
+    )
+    console.print(
+        Text(
+            f"by {pilot.runs} pilot runs of each arm, {pairs} pairs find in nine of ten cases a "
+            f"change from: {parts}"
+        )
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share < 1 else "over 100%"
+
+
+def _show_run(console: Console, pair: int, arm: str, figures: Figures) -> None:
+    if sys.stderr.isatty():
+        late = "  (not certified)" if figures.problems else ""
+        console.print(
+            f"{pair + 1:3} {arm}: TTFT {figures.ttft:,.0f} ms, TPOT {figures.tpot:.2f} ms, "
+            f"{figures.throughput:,.1f} tokens/s{late}",
+            highlight=False,
+        )
+
+
+def show(
+    console: Console, trial: Trial, arms: tuple[str, str], prediction: Outcome | None = None
+) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console.print(Text(f"{trial.verdict}: B ({arms[1] or 'defaults'})", style="bold"))
-    console.print(Text(f"against A ({arms[0] or 'defaults'}), {len(trial.a)} pairs of runs"))
+    from twostroke.measure.ab_report import WORDS, named, problems
+
+    console.print(Text(f"{trial.verdict}: B ({named(arms[1])})", style="bold"))
+    console.print(Text(f"against A ({named(arms[0])}), {len(trial.a)} pairs of runs"))
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("", no_wrap=True)
-    for name in ("B / A", "95% interval", "finds", "verdict"):
+    for name in ("B / A", "99% interval", "finds", "verdict"):
         table.add_column(name, justify="right", no_wrap=True)
     for one in trial.comparisons:
         interval = f"{one.low:.3f}–{one.high:.3f}"
-        cells = (f"{one.ratio:.3f}", interval, f"{one.detectable:.0%}", one.verdict)
-        table.add_row(one.metric, *cells)
+        cells = (f"{one.ratio:.3f}", interval, _percent(one.detectable), one.verdict)
+        table.add_row(WORDS[one.metric], *cells)
     console.print(table)
     console.print(
         Text("finds: the change that so many pairs find in nine of ten cases", style="dim")
     )
-    bad = sum(not one.certified for one in (*trial.a, *trial.b))
-    if bad:
-        reason = next(one.problems[0] for one in (*trial.a, *trial.b) if one.problems)
-        console.print(Text(f"{bad} runs were not certified: {reason}", style="red"))
+    if prediction is not None:
+        console.print(Text(prediction.sentence, style="bold"))
+    for problem in problems(trial):
+        console.print(Text(problem, style="red"))

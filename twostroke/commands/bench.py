@@ -7,28 +7,27 @@ import json
 import math
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twostroke.commands.flags import OF_A_SERVER, add_engine_arguments, engine_settings
+from twostroke.commands.results import add_result_arguments, check_output, tell, write
 from twostroke.errors import ConfigError
 
 if TYPE_CHECKING:
     from twostroke.measure.bench import ServeOptions
     from twostroke.measure.definitions import Goals
 
-SUMMARY = "measure a server: TTFT, TPOT, ITL, throughput, goodput"
 DESCRIPTION = (
     "Measure any OpenAI-compatible server under vLLM's option names. Latency counts from the time "
     "a request was due. A run that cannot be believed (client late, errors, answers from a cache, "
-    "too few requests for a percentile) is not certified, and exits with 3."
-)
-OPERANDS = " COMMAND …"
-NOT_CERTIFIED = 3
-EXAMPLE = (
+    "too few requests for a percentile) is not certified, and exits with 3. "
     "Example: twostroke bench serve --num-prompts 400 --request-rate 2 --random-input-len 256 "
     "--random-output-len 32 --goodput ttft:500 tpot:50 --html report.html"
 )
+OPERANDS = " COMMAND …"
+NOT_CERTIFIED = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests to a running server",
         description=DESCRIPTION,
         usage="twostroke bench serve [options]",
-        epilog=EXAMPLE,
         allow_abbrev=False,
     )
     _add_serve(serve)
@@ -59,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
         add(offline)
         offline.add_argument("--output-json", metavar="FILE", help="also write the result here")
-        offline.add_argument("--json", action="store_true", help="print the result as JSON")
+        add_result_arguments(offline)
         add_engine_arguments(offline, leave_out=OF_A_SERVER)
         offline.set_defaults(parser=offline, execute_bench=run)
 
@@ -131,8 +129,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add("--save-detailed", action="store_true", help="with every request in it")
     add("--result-dir", metavar="DIR", default=".")
     add("--result-filename", metavar="FILE")
-    add("--html", metavar="FILE", help="a report with plots, in one file")
-    add("--json", action="store_true", help="print the result as JSON")
+    add_result_arguments(parser)
     add("--disable-tqdm", action="store_true", help="no progress bar")
 
 
@@ -140,13 +137,12 @@ def _serve(args: argparse.Namespace) -> int:
     options = serve_options(args)
     if args.find_rate and not options.goals.given:
         raise ConfigError("--find-rate needs goals: --goodput ttft:200 tpot:50")
-    from rich.console import Console
-
+    check_output(args.html)
     from twostroke.measure.bench import run_serve
     from twostroke.measure.progress import Progress
+    from twostroke.measure.serve_report import serve_page
     from twostroke.measure.tables import show_serve
 
-    console = Console(stderr=args.json)
     share = args.goodput_share if args.find_rate else None
     shown = not args.disable_tqdm and sys.stderr.isatty()
     with Progress(None if args.find_rate else options.num_prompts, shown) as progress:
@@ -154,21 +150,17 @@ def _serve(args: argparse.Namespace) -> int:
     found = outcome.result
     if tried:
         found["search"] = tried
-    if args.json:
-        print(json.dumps(found))
-    else:
-        show_serve(console, found, options.metric_percentiles)
+    tell(
+        args,
+        found,
+        lambda console: show_serve(console, found, options.metric_percentiles),
+        lambda: serve_page(outcome),
+    )
     if args.save_result or args.save_detailed or args.result_filename:
         folder = Path(args.result_dir)
         folder.mkdir(parents=True, exist_ok=True)
         name = args.result_filename or f"{options.backend}-{found['date']}.json"
-        (folder / name).write_text(json.dumps(found) + "\n")
-        console.print(f"saved as {folder / name}", highlight=False)
-    if args.html:
-        from twostroke.measure.html import serve_page
-
-        Path(args.html).write_text(serve_page(outcome), encoding="utf-8")
-        console.print(f"report: {args.html}", highlight=False)
+        write(args, str(folder / name), json.dumps(found) + "\n", "result")
     return 0 if found["certified"] else NOT_CERTIFIED
 
 
@@ -193,43 +185,40 @@ def _latency(args: argparse.Namespace) -> int:
     _at_least_one(args, ("input_len", "output_len", "batch_size", "num_iters"))
     llm = _offline_llm(args)
     from twostroke.measure.offline import latency
+    from twostroke.measure.offline_report import latency_page
 
     counts = (args.batch_size, args.input_len, args.output_len)
     found = latency(llm, *counts, args.num_iters_warmup, args.num_iters)
-    line = (
-        f"batch of {args.batch_size}: {1e3 * found['avg_latency']:,.1f} ms on average of "
-        f"{args.num_iters}; TTFT {found['mean_ttft_ms']:,.1f} ms, "
-        f"TPOT {found['mean_tpot_ms']:.2f} ms"
-    )
-    return _tell_offline(args, found, line)
+    return _tell_offline(args, found, latency_page)
 
 
 def _throughput(args: argparse.Namespace) -> int:
     _at_least_one(args, ("input_len", "output_len", "num_prompts"))
     llm = _offline_llm(args)
     from twostroke.measure.offline import throughput
+    from twostroke.measure.offline_report import throughput_page
 
     counts = (args.num_prompts, args.input_len, args.output_len)
     found = throughput(llm, *counts, args.random_range_ratio, getattr(args, "seed", 0))
-    line = (
-        f"{found['requests_per_second']:,.2f} requests a second, "
-        f"{found['tokens_per_second']:,.1f} tokens a second, "
-        f"{found['output_tokens_per_second']:,.1f} of them written"
-    )
-    return _tell_offline(args, found, line)
+    return _tell_offline(args, found, throughput_page)
 
 
 def _offline_llm(args: argparse.Namespace) -> Any:
+    check_output(args.html, args.output_json)
     given = {"enable_prefix_caching": False} | engine_settings(args)
     from twostroke.llm import LLM
 
     return LLM(**given)
 
 
-def _tell_offline(args: argparse.Namespace, found: dict[str, Any], line: str) -> int:
-    print(json.dumps(found) if args.json else line)
+def _tell_offline(
+    args: argparse.Namespace, found: dict[str, Any], page: Callable[[dict[str, Any]], str]
+) -> int:
+    from twostroke.measure.offline_report import show_offline
+
+    tell(args, found, lambda console: show_offline(console, found), lambda: page(found))
     if args.output_json:
-        Path(args.output_json).write_text(json.dumps(found) + "\n")
+        write(args, args.output_json, json.dumps(found) + "\n", "result")
     return 0
 
 

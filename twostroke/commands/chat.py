@@ -34,7 +34,6 @@ from twostroke.request import SamplingParams
 if TYPE_CHECKING:
     from twostroke.engine.build import Engine
 
-SUMMARY = "talk with a model in the terminal"
 DESCRIPTION = (
     "Talk with a model. Each turn sends the whole conversation; what the prefix cache still holds "
     "of it is not computed again, and the line below each answer says how much that was."

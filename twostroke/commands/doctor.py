@@ -11,7 +11,6 @@ from pathlib import Path
 from twostroke.commands.bench import api_key
 from twostroke.errors import ConfigError
 
-SUMMARY = "is a server slow, where, why, and what to try next"
 DESCRIPTION = (
     "Watch a running server for a while and say whether it is healthy, slow to start or slow to "
     "stream, the cause with its evidence, where the time of requests went, and the next experiment "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 
-SUMMARY = "results of vllm bench, guidellm, aiperf, sglang in one table"
 DESCRIPTION = (
     "Read result files of vllm bench serve, sglang's bench_serving, guidellm, aiperf or twostroke "
     "bench, restate them in one set of definitions, and say what cannot be compared. Example: "

@@ -41,7 +41,11 @@ class Help(argparse.HelpFormatter):
         return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        lines = self._split_lines(text, width - len(indent))
+        """An example stands on lines of its own, so that it can be copied."""
+        said, example, command = text.partition(" Example: ")
+        lines = self._split_lines(said, width - len(indent))
+        if example:
+            lines += ["", *self._split_lines(f"Example: {command}", width - len(indent))]
         return "\n".join(indent + line for line in lines)
 
 

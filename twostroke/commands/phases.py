@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-from pathlib import Path
 
 from twostroke.commands.bench import NOT_CERTIFIED, add_server_url, api_key
+from twostroke.commands.results import add_result_arguments, check_output, tell
 
-SUMMARY = "one request taken apart: slow to start, or slow to stream?"
 DESCRIPTION = (
     "Send one controlled request (fixed prompt, fixed output, nobody else) to any server that "
     "speaks OpenAI's API, and say where its time went: queue, prefill, decode. The evidence it had "
@@ -27,13 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output-tokens", type=int, default=64, metavar="N", help="default 64")
     add("--repeat", type=int, default=3, metavar="N", help="requests, one after the other")
     add("--chat", action="store_true", help="over /v1/chat/completions")
-    add("--html", metavar="FILE", help="a report in one file")
-    add("--json", action="store_true")
+    add_result_arguments(parser)
 
 
 def execute(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
+    check_output(args.html)
     from twostroke.measure.client import CHAT, COMPLETIONS
     from twostroke.measure.phases import measure_phases
     from twostroke.measure.phases_report import phases_page, show_phases
@@ -49,10 +45,10 @@ def execute(args: argparse.Namespace) -> int:
             CHAT if args.chat else COMPLETIONS,
         )
     )
-    if args.json:
-        print(json.dumps(found.as_json()))
-    else:
-        show_phases(Console(), found)
-    if args.html:
-        Path(args.html).write_text(phases_page(found), encoding="utf-8")
+    tell(
+        args,
+        found.as_json(),
+        lambda console: show_phases(console, found),
+        lambda: phases_page(found),
+    )
     return NOT_CERTIFIED if found.problems else 0

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from twostroke.commands.bench import api_key
+from twostroke.commands.results import add_result_arguments, check_output, tell
 from twostroke.commands.trace import fetch_records
 from twostroke.errors import ConfigError
 
-if TYPE_CHECKING:
-    from twostroke.measure.roofline import MeasuredPhase
-
-SUMMARY = "how fast a model could be on a machine, by phase"
 DESCRIPTION = (
     "Floors for prefill and decode from a model's shape and a machine's rates: FLOPs, bytes, TTFT "
     "and TPOT that nobody can be faster than, KV bytes per token, how many requests fit, where "
@@ -34,56 +28,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--context", type=int, metavar="N", help="of a decoding stream; default: the prompt")
     add("--batch", type=int, default=1, metavar="N", help="streams that decode together")
     add("--tensor-parallel-size", "-tp", type=int, default=1, metavar="N")
-    add("--weights", choices=("fp32", "fp16", "fp8", "int8", "int4", "fp4"), default="fp16")
+    add(
+        "--weights",
+        choices=("fp32", "fp16", "fp8", "int8", "int4", "fp4"),
+        help="default: as a GGUF file has them, else fp16",
+    )
     add("--kv-cache-dtype", choices=("fp32", "fp16", "fp8", "int8"), default="fp16")
     add("--server", metavar="URL", help="draw what this twostroke server's last minute reached")
     add("--api-key", metavar="KEY", help="of --server; default: OPENAI_API_KEY, if set")
-    add("--html", metavar="FILE", help="with a picture, in one file")
-    add("--json", action="store_true")
+    add_result_arguments(parser)
 
 
 def execute(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
+    check_output(args.html)
     from twostroke.measure.hardware import find_hardware
-    from twostroke.measure.roofline import Roofline, Settings, measured_phases
+    from twostroke.measure.roofline import FILE, Roofline, Settings, measured_phases, roofline_json
     from twostroke.measure.roofline_report import roofline_page, show_roofline
-    from twostroke.measure.shapes import find_spec, parameter_count
+    from twostroke.measure.shapes import find_spec, parameter_count, stored_bytes
 
     for name in ("prompt", "batch", "tensor_parallel_size"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
+    count = parameter_count(args.model)
+    spec = None if count else find_spec(args.model)
+    stored = stored_bytes(args.model) if args.weights is None else None
     settings = Settings(
         prompt=args.prompt,
         context=args.context or args.prompt,
         batch=args.batch,
         tensor_parallel=args.tensor_parallel_size,
-        weights=args.weights,
+        weights=args.weights or ("fp16" if stored is None else FILE),
         kv=args.kv_cache_dtype,
     )
-    count = parameter_count(args.model)
-    spec = None if count else find_spec(args.model)
-    found = Roofline(spec, find_hardware(args.hardware), settings, count or 0.0)
+    found = Roofline(spec, find_hardware(args.hardware), settings, count or 0.0, stored)
     measured = []
     if args.server:
         records = asyncio.run(fetch_records(args.server, api_key(args), 60.0))
         measured = measured_phases(records["steps"])
-    if args.json:
-        print(json.dumps(found.as_json() | {"measured": [vars_of(one) for one in measured]}))
-    else:
-        show_roofline(Console(), args.model, found, measured)
-    if args.html:
-        page = roofline_page(args.model, found, measured)
-        Path(args.html).write_text(page, encoding="utf-8")
-        print(f"picture: {args.html}")
+    tell(
+        args,
+        roofline_json(args.model, found, measured),
+        lambda console: show_roofline(console, args.model, found, measured),
+        lambda: roofline_page(args.model, found, measured),
+    )
     return 0
-
-
-def vars_of(one: MeasuredPhase) -> dict[str, Any]:
-    return {
-        "phase": one.name,
-        "steps": one.steps,
-        "intensity_flops_per_byte": one.intensity,
-        "flops_per_s": one.flops_per_s,
-        "bytes_per_s": one.num_bytes / one.seconds,
-    }

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from twostroke.engine.build import Engine
     from twostroke.engine.input_processor import Prompt
 
-SUMMARY = "answer one prompt and show what each phase took"
 DESCRIPTION = (
     "Answer one prompt. The text goes to stdout as it is written; what prefill, decode and the KV "
     "cache took follows below it, or on stderr if stdout is not a terminal."

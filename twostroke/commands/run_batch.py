@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from twostroke.serve.batch import Counts
     from twostroke.serve.settings import ServeSettings
 
-SUMMARY = "answer a file of requests, as `vllm run-batch` does"
 DESCRIPTION = (
     "Answer the requests of a file, one JSON object a line in the format of OpenAI's batches, and "
     "write their answers to another, in the same order. The options are those of `serve`."

@@ -15,7 +15,6 @@ from twostroke.commands.parser import Parser
 from twostroke.commands.serve_flags import add_server_arguments, settle, start_logging
 from twostroke.commands.terminal import columns, glued, wrapped
 
-SUMMARY = "serve a model over HTTP, as `vllm serve` does"
 DESCRIPTION = (
     "Serve a model over HTTP with OpenAI's API. Flags and their names are those of `vllm serve`; "
     "one that twostroke does not have is refused with the reason."

@@ -135,6 +135,12 @@ def add_server_arguments(parser: Parser) -> None:
     )
     _add(
         group,
+        "--exclude-tools-when-tool-choice-none",
+        action=argparse.BooleanOptionalAction,
+        help='do not show the model the tools of a request whose tool_choice is "none"',
+    )
+    _add(
+        group,
         "--tool-call-parser",
         metavar="NAME",
         help="how the model's calls of tools are read (default: auto, by its template)",

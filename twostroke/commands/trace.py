@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from twostroke.commands.bench import add_server_url, api_key
+from twostroke.commands.results import check_output
 from twostroke.errors import ConfigError
 
-SUMMARY = "the last seconds of a server as a timeline"
 DESCRIPTION = (
     "Write what a running twostroke server did in the last seconds as a timeline that "
     "https://ui.perfetto.dev and chrome://tracing open. Nothing is switched on and nothing slows "
@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
+    check_output(args.output)
     from twostroke.measure.timeline import timeline
 
     records = asyncio.run(fetch_records(args.url, api_key(args), args.seconds))

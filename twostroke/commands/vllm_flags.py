@@ -77,9 +77,6 @@ REFUSED: Table = table(
             "--allow-credentials"
         ),
         "no text of a prompt or an answer is ever logged; leave it out": "--enable-log-outputs",
-        "leave tools that must not be called out of the request": (
-            "--exclude-tools-when-tool-choice-none"
-        ),
         "--skip-tokenizer-init goes without a tokenizer": "--tokens-only",
         "HTTP is the only protocol": "--grpc --grpc-port=",
         "the tokens that sampling left over are not told; logprobs are": "--return-sampling-mask",
@@ -208,7 +205,7 @@ ONLY: Only = {
     "--task": (("auto", "generate"), f"the server generates text ({DROPPED})"),
     "--convert": (("auto", "none"), "the server generates text"),
     "--chat-template-content-format": (
-        ("auto",),
+        ("auto", "openai"),
         "a content in parts is joined where the template does not take it apart",
     ),
     "--logprobs-mode": (

@@ -8,6 +8,7 @@ told to, or when stdin is closed: its parent is gone then.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import shutil
@@ -220,6 +221,7 @@ def main(send_to: str, builder: str) -> int:
         engine.core.warm()
         beating = threading.Thread(target=server.send_heartbeats, args=(beats, ending), daemon=True)
         beating.start()
+        gc.freeze()  # what is here stays; a full collection would hold up every stream
         server.run()
         code = 0
     except Exception as error:

@@ -17,6 +17,7 @@ import queue
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from time import thread_time
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -156,7 +157,6 @@ class Grammars:
 
     def _compile_all(self) -> None:
         """In a thread: llguidance takes up to 0.25 s for a grammar, and lets others run."""
-        run_when_idle()
         while True:
             asked = self._to_compile.get()
             try:
@@ -173,11 +173,19 @@ class Grammars:
                 self._done.put((asked, f"the grammar could not be compiled ({error})"))
 
     def _compile(self, asked: StructuredOutputs) -> LLMatcher:
-        from twostroke.structured import compile_grammar
+        from twostroke.structured import make_matcher, to_grammar
 
-        matcher = compile_grammar(self._load_tokenizer(), asked)
-        matcher.deep_copy().compute_bitmask()  # what the lexer learns for the first token
-        return matcher
+        tokenizer = self._load_tokenizer()
+        grammar = to_grammar(asked, tokenizer)
+
+        def compiled() -> LLMatcher:
+            matcher = make_matcher(tokenizer, grammar)
+            matcher.deep_copy().compute_bitmask()  # what the lexer learns for the first token
+            return matcher
+
+        # Only this much waits for an idle processor. What is Python holds the interpreter, and
+        # the loop would wait for it as long as others keep the processors busy.
+        return _when_idle(compiled)
 
     def _load_tokenizer(self) -> LLTokenizer:
         from twostroke.model.grammar_tokenizer import make_tokenizer
@@ -298,6 +306,21 @@ def _start_thread(work: Callable[[], None]) -> threading.Thread:
     finally:
         threading.stack_size(before)
     return thread
+
+
+def _when_idle(work: Callable[[], LLMatcher]) -> LLMatcher:
+    """What `work` returns or raises, in a thread that gives way to all others."""
+    done: Future[LLMatcher] = Future()
+
+    def run() -> None:
+        run_when_idle()
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    _start_thread(run)
+    return done.result()
 
 
 def _reason(matcher: LLMatcher) -> str:

@@ -43,9 +43,18 @@ class Kernels:
         residual += x
         return self.rms_norm(residual, weight, eps, pdl=pdl)
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """Over the last dimension, in fp32 inside; rounded to the weight's type, which the bias
+        has, too."""
+        x, dtype = x.to(weight.dtype), x.dtype
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps).to(dtype)
+
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
+
     def act_and_mul(self, gate_up: Tensor, activation: str, *, pdl: bool = False) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+        return self.activate(gate, activation) * up
 
     def product(
         self, x: Tensor, weight: Tensor, *, pdl: bool = False, out: Tensor | None = None

@@ -11,7 +11,8 @@ from typing import Any
 
 from twostroke.errors import ConfigError
 from twostroke.measure.arrivals import arrival_times, check_rate, ramp_times
-from twostroke.measure.client import CHAT, COMPLETIONS, OpenAIClient, first_model
+from twostroke.measure.causes import CausedGap, caused_gaps, summary
+from twostroke.measure.client import CHAT, COMPLETIONS, OpenAIClient, first_model, send_first
 from twostroke.measure.definitions import Goals, Sample
 from twostroke.measure.http import Connections, Endpoint, ServerError
 from twostroke.measure.result import result
@@ -101,9 +102,7 @@ class ServeBench:
             await self._fit_words()
         client = self._client()
         for planned in self._random(max(1, options.num_warmups), "warm up"):
-            sample = await client.send(replace(planned, at_s=0.0), 0.0)
-            if not sample.ok:
-                raise ServerError(f"a first request to {options.route} failed: {sample.error}")
+            await send_first(client, planned)
 
     async def run(self, tell: Tell = lambda sample: None, rate: float | None = None) -> Outcome:
         """`rate`: instead of the one that was asked for."""
@@ -117,7 +116,9 @@ class ServeBench:
         else:
             run = await run_open_loop(client, planned, options.max_concurrency, tell)
         after = await scrape(self.connections)
-        return Outcome(run, self._result(options, run, before, after))
+        gaps = caused_gaps(run.samples, await self._records(run))
+        found = self._result(options, run, before, after) | {"gap_causes": summary(gaps)}
+        return Outcome(run, found, gaps)
 
     def close(self) -> None:
         self.connections.close()
@@ -142,6 +143,17 @@ class ServeBench:
         return [replace(one, at_s=at) for one, at in zip(planned, times, strict=True)]
 
     # ── parts of it ─────────────────────────────────────────────────────────────────────────
+
+    async def _records(self, run: Run) -> dict[str, Any] | None:
+        """Of the run's steps and requests, as far back as the server has them."""
+        if self.server["kind"] != "twostroke":
+            return None
+        seconds = min(600.0, run.duration_s + 1)
+        try:
+            found: dict[str, Any] = await self.connections.fetch_json(f"/records?seconds={seconds}")
+        except ServerError:
+            return None
+        return found
 
     def _client(self) -> OpenAIClient:
         options = self.options
@@ -195,9 +207,7 @@ class ServeBench:
         prompts = Prompts(0, secrets.token_hex(4), as_text=True)
         counts = []
         for words in (PROBE_WORDS, 3 * PROBE_WORDS):
-            sample = await client.send(Planned(0.0, prompts.unique(words, words), 0, 1), 0.0)
-            if sample.error:
-                raise ServerError(f"a first request to {CHAT} failed: {sample.error}")
+            sample = await send_first(client, Planned(0.0, prompts.unique(words, words), 0, 1))
             counts.append(sample.prompt_tokens)
         tokens = counts[1] - counts[0]
         if tokens > 0:
@@ -246,6 +256,7 @@ class ServeBench:
 class Outcome:
     run: Run
     result: dict[str, Any]
+    gaps: list[CausedGap]
 
 
 async def search_rate(
@@ -265,7 +276,8 @@ async def search_rate(
             "request_rate": rate,
             "share": met,
             "goodput": outcome.result["request_goodput"],
-            "p99_ttft_ms": outcome.result.get("p99_ttft_ms"),
+            "median_ttft_ms": outcome.result["median_ttft_ms"],
+            "median_tpot_ms": outcome.result["median_tpot_ms"],
             "met": met >= share,
         }
         rows.append(row)

@@ -12,6 +12,7 @@ from twostroke.measure.http import Connections, ServerError
 from twostroke.measure.workload import Planned
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+OTHER_ROUTES = "bench serve --backend openai-chat, phases --chat"
 IDLE_TIMEOUT_S = 600.0  # between two pieces of an answer
 
 
@@ -48,18 +49,23 @@ class OpenAIClient:
             body["prompt"] = planned.prompt
         return body | self._extra | (planned.extra or {})
 
-    async def send(self, planned: Planned, scheduled_s: float) -> Sample:
-        """Never raises for what the server does: the sample has the error."""
-        sample = Sample(scheduled_s)
+    async def send(
+        self, planned: Planned, scheduled_s: float, into: Sample | None = None
+    ) -> Sample:
+        """Never raises for what the server does: the sample has the error. `into`: a sample to fill
+        while the answer comes, for who looks at it meanwhile or breaks it off."""
+        sample = into or Sample(scheduled_s)
         body = json.dumps(self.body(planned)).encode()
         sample.sent_s = perf_counter()
         try:
             await self._read(sample, body)
         except ServerError as error:
-            sample.error = str(error)
+            sample.error, sample.status = str(error), error.status
         sample.ended_s = perf_counter()
         if not sample.error and not sample.content_s:
-            sample.error = "the server streamed no content"
+            sample.error = (
+                f"the server streamed no content; try another route ({OTHER_ROUTES}) or model"
+            )
         sample.prompt_tokens = sample.prompt_tokens or planned.prompt_tokens
         sample.output_tokens = sample.output_tokens or len(sample.content_s)
         return sample
@@ -84,6 +90,7 @@ class OpenAIClient:
         if error := event.get("error"):
             said = error.get("message", error) if isinstance(error, dict) else error
             raise ServerError(f"the stream ended with an error: {said}")
+        sample.request_id = sample.request_id or str(event.get("id") or "")
         if isinstance(event.get("timings"), dict):
             sample.timings = event["timings"]
         if usage := event.get("usage"):
@@ -110,6 +117,31 @@ def _content(choice: dict[str, Any]) -> str:
     if not text and delta.get("tool_calls"):
         text = json.dumps(delta["tool_calls"])
     return text or ""
+
+
+async def send_first(client: OpenAIClient, planned: Planned) -> Sample:
+    """A request that has to succeed before others make sense; raises with what to do."""
+    sample = await client.send(planned, perf_counter())
+    if sample.ok:
+        return sample
+    hint = ""
+    if sample.status == 404:
+        known = await known_models(client.connections)
+        if known and client.model not in known:
+            hint = "; give one that the server has with --model"
+            if not any(name in sample.error for name in known):
+                hint += f": {', '.join(known[:8])}"
+    said = sample.error.rstrip(".") if hint else sample.error
+    raise ServerError(f"a first request to {client.route} failed: {said}{hint}")
+
+
+async def known_models(connections: Connections) -> list[str]:
+    """What the server calls its models; nothing where it does not say."""
+    try:
+        listed = await connections.fetch_json("/v1/models")
+        return [str(one["id"]) for one in listed["data"]]
+    except (ServerError, KeyError, TypeError):
+        return []
 
 
 async def first_model(connections: Connections) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from twostroke.observe.record import RequestRecord
+
 DEFINITIONS = {
     "ttft": "time to first token: from when the request was due to be sent (its scheduled time, "
     "not the time at which the client got round to it) to the first event with content; the "
@@ -20,6 +22,9 @@ DEFINITIONS = {
     "throughput": "tokens of requests that succeeded, divided by the time from the first "
     "scheduled send to the last answer's end",
     "goodput": "requests a second that succeeded and met every goal given",
+    "cause of a gap": "of the time between two tokens, in the server's step records: decode (the "
+    "stream's own step), prefill (prompts of others in it), preemption (steps without a slot for "
+    "it), host (the device had nothing to do); what the client saw beyond that is outside",
 }
 
 
@@ -35,8 +40,10 @@ class Sample:
     output_tokens: int = 0
     cached_tokens: int | None = None  # None: the server does not say
     text: str = ""
+    request_id: str = ""  # as the server named it
     finish_reason: str | None = None
     error: str = ""
+    status: int | None = None  # of a refusal
     timings: dict[str, Any] | None = None  # the server's own, as llama.cpp and twostroke send them
 
     @property
@@ -67,6 +74,15 @@ class Sample:
         return (self.content_s[-1] - self.content_s[0]) / (self.output_tokens - 1)
 
 
+def engine_sample(record: RequestRecord) -> Sample:
+    """A request as the engine saw it, without a client: due when it was received, its content
+    events its tokens."""
+    sample = Sample(record.received_s, record.received_s, record.token_s.tolist())
+    sample.ended_s = record.finished_s
+    sample.prompt_tokens, sample.output_tokens = record.num_prompt, len(record.token_s)
+    return sample
+
+
 @dataclass(frozen=True, slots=True)
 class Goals:
     """Seconds a request must stay within to count for goodput; None: no matter."""
@@ -76,8 +92,14 @@ class Goals:
     e2el_s: float | None = None
 
     @property
+    def given_ms(self) -> dict[str, float]:
+        """Those that are given, by metric."""
+        goals = {"ttft": self.ttft_s, "tpot": self.tpot_s, "e2el": self.e2el_s}
+        return {name: 1e3 * goal for name, goal in goals.items() if goal is not None}
+
+    @property
     def given(self) -> bool:
-        return (self.ttft_s, self.tpot_s, self.e2el_s) != (None, None, None)
+        return bool(self.given_ms)
 
     def met(self, sample: Sample) -> bool:
         if not sample.ok:

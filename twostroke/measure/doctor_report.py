@@ -59,7 +59,7 @@ def _experiment(one: Experiment) -> str:
 
 
 def verdict_page(found: Verdict) -> str:
-    body = [f"<h1>{escape(headline(found))}</h1>", f'<p class="dim">{escape(_evidence(found))}</p>']
+    body: list[str] = []
     for cause in found.causes:
         sentences = "".join(f"<li>{escape(one)}</li>" for one in cause.evidence)
         body.append(
@@ -77,7 +77,7 @@ def verdict_page(found: Verdict) -> str:
         )
     unknown = [(name, why) for name, why in found.not_examined.items()]
     body += ["<h2>Not examined</h2>", table(["cause", "why"], unknown)]
-    return page(f"twostroke doctor: {found.verdict}", body, found.as_json())
+    return page("doctor", headline(found), _evidence(found), body, found.as_json())
 
 
 def show_exam(console: Console, found: dict[str, Any]) -> None:

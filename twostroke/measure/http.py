@@ -119,7 +119,9 @@ class Connection(asyncio.Protocol):
             while not (self._pieces or self._complete or self._closed):
                 self._waiter = asyncio.get_running_loop().create_future()
                 try:
-                    await asyncio.wait_for(self._waiter, timeout_s)
+                    # Not wait_for: up to Python 3.11 it may lose a cancellation.
+                    async with asyncio.timeout(timeout_s):
+                        await self._waiter
                 except TimeoutError:
                     self.close()
                     raise ServerError(f"no answer for {timeout_s:.0f} s") from None

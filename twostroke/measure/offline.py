@@ -7,15 +7,23 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from twostroke.measure.result import environment
-from twostroke.measure.stats import percentile
+from twostroke.measure.definitions import DEFINITIONS, Sample, engine_sample
+from twostroke.measure.result import SCHEMA, environment, values_ms
+from twostroke.measure.stats import percentile, spread
 from twostroke.measure.workload import Prompts, random_lengths
+from twostroke.observe.record import RequestRecord
 from twostroke.request import SamplingParams
 
 if TYPE_CHECKING:
     from twostroke.llm import LLM
 
+OFFLINE = {
+    "without a server": "the engine's own times: a request is due when the engine received it, and "
+    "every token is an event",
+    "latency": "from handing a batch to the engine to the last token of its last request",
+}
 PERCENTILES = (10, 25, 50, 75, 90, 99)
+BINS = 60  # of the run, in the report's picture
 
 
 def latency(
@@ -28,27 +36,25 @@ def latency(
     tell: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Any]:
     """Seconds from a batch of prompts to all their answers, under vLLM's names, and by phase."""
-    taken, ttfts, tpots = [], [], []
+    taken: list[float] = []
+    samples: list[Sample] = []
     for turn in range(warmups + iterations):
         prompts = _prompts(f"latency {turn}", [(input_len, output_len)] * batch)
         seconds, outputs = _generate(llm, prompts, [output_len] * batch)
         if turn >= warmups:
             taken.append(seconds)
-            records = [record for output in outputs for record in output.records]
-            ttfts += [record.ttft_s for record in records]
-            tpots += [record.tpot_s for record in records]
+            samples += [engine_sample(one) for one in _records(outputs)]
             tell(turn - warmups + 1)
     return {
-        "schema_version": 1,
+        "schema_version": SCHEMA,
         "avg_latency": statistics.fmean(taken),
         "latencies": taken,
         "percentiles": {str(share): percentile(taken, share) for share in PERCENTILES},
-        "mean_ttft_ms": 1e3 * statistics.fmean(ttfts),
-        "mean_tpot_ms": 1e3 * statistics.fmean(tpots),
         "batch_size": batch,
         "input_len": input_len,
         "output_len": output_len,
-        "environment": environment(),
+        **_by_phase(samples),
+        **_about(llm),
     }
 
 
@@ -60,10 +66,11 @@ def throughput(
     _generate(llm, _prompts("warm up", lengths[:4]), [2] * len(lengths[:4]))
     prompts = _prompts("throughput", lengths)
     seconds, outputs = _generate(llm, prompts, [output for _, output in lengths])
+    records = _records(outputs)
     tokens_in = sum(len(prompt) for prompt in prompts)
     tokens_out = sum(len(output.outputs[0].token_ids) for output in outputs)
     return {
-        "schema_version": 1,
+        "schema_version": SCHEMA,
         "elapsed_time": seconds,
         "num_requests": count,
         "total_num_tokens": tokens_in + tokens_out,
@@ -71,8 +78,47 @@ def throughput(
         "requests_per_second": count / seconds,
         "tokens_per_second": (tokens_in + tokens_out) / seconds,
         "output_tokens_per_second": tokens_out / seconds,
+        "over_time": over_time(records),
+        **_by_phase([engine_sample(one) for one in records]),
+        **_about(llm),
+    }
+
+
+def over_time(records: Sequence[RequestRecord]) -> dict[str, Any]:
+    """Tokens read by prefill and written by decode, in equal stretches of the run. A chunk counts
+    when it was planned."""
+    begin = min(record.received_s for record in records)
+    size = max((record.finished_s - begin) / BINS for record in records) or 1.0
+    counts = {"prefill": [0] * BINS, "decode": [0] * BINS}
+    for record in records:
+        for at_s, _, _, tokens in record.chunks:
+            counts["prefill"][min(BINS - 1, int((at_s - begin) / size))] += tokens
+        for at_s in record.token_s:
+            counts["decode"][min(BINS - 1, int((at_s - begin) / size))] += 1
+    return {"bin_s": size, **counts}
+
+
+def _by_phase(samples: Sequence[Sample]) -> dict[str, Any]:
+    """TTFT and TPOT of the requests and the gaps between their tokens, with every value."""
+    values = values_ms(samples)
+    found: dict[str, Any] = {}
+    for name in ("ttft", "tpot", "itl"):
+        for key, value in spread(values[name], (90.0, 99.0)).items():
+            found[f"{key}_{name}_ms"] = value
+    return found | {"ttfts_ms": values["ttft"], "tpots_ms": values["tpot"]}
+
+
+def _about(llm: LLM) -> dict[str, Any]:
+    info = llm.engine.info()
+    return {
+        "server": {"model": info.model_name, "device": info.device, "dtype": info.dtype},
+        "definitions": DEFINITIONS | OFFLINE,
         "environment": environment(),
     }
+
+
+def _records(outputs: Sequence[Any]) -> list[RequestRecord]:
+    return [record for output in outputs for record in output.records]
 
 
 def _prompts(name: str, lengths: Sequence[tuple[int, int]]) -> list[list[int]]:

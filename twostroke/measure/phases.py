@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from twostroke.errors import ConfigError
-from twostroke.measure.client import CHAT, OpenAIClient, first_model
+from twostroke.measure.client import CHAT, OpenAIClient, first_model, send_first
 from twostroke.measure.definitions import DEFINITIONS, Sample
 from twostroke.measure.http import Connections, Endpoint, ServerError
 from twostroke.measure.result import environment
@@ -161,13 +161,13 @@ async def measure_phases(
             prompt = prompts.unique(number, prompt_tokens)
             return Planned(0.0, prompt, prompt_tokens, output_tokens)
 
-        await _send(client, planned(-1))  # a first one compiles, fills caches and connects
+        await send_first(client, planned(-1))  # a first one compiles, fills caches and connects
         problems = []
         if not await _quiet(connections):
             problems.append("others use the server: their requests are in these figures")
         before = await scrape(connections)
         with GpuSamples() as gpu:
-            samples = [await _send(client, planned(n)) for n in range(repeat)]
+            samples = [await send_first(client, planned(n)) for n in range(repeat)]
         after = await _settled(connections, before, repeat)
         found = Phases(samples, server, name, problems=problems, gpu=gpu.summary())
         _from_metrics(found, before, after, repeat)
@@ -177,15 +177,6 @@ async def measure_phases(
         return found
     finally:
         connections.close()
-
-
-async def _send(client: OpenAIClient, planned: Planned) -> Sample:
-    from time import perf_counter
-
-    sample = await client.send(planned, perf_counter())
-    if not sample.ok:
-        raise ServerError(f"the request failed: {sample.error}")
-    return sample
 
 
 async def _quiet(connections: Connections) -> bool:
@@ -255,7 +246,13 @@ async def _from_records(found: Phases, connections: Connections) -> None:
         records = await connections.fetch_json(f"/records?seconds={seconds:.0f}")
     except ServerError:
         return
-    steps = records["steps"]
+    # The warm-up, and whoever was there before, are in the records as well.
+    own = {sample.request_id for sample in found.samples}
+    numbers: set[int] = set()
+    for request in records["requests"]:
+        if request["request_id"].rsplit("-", 1)[0] in own:
+            numbers.update(request["token_step"], (step for _, step, _, _ in request["chunks"]))
+    steps = [step for step in records["steps"] if step["step"] in numbers]
     if not steps:
         return
     found.evidence = "step records"

@@ -10,15 +10,15 @@ from rich.table import Table
 from rich.text import Text
 
 from twostroke.measure.charts import Series, chart
-from twostroke.measure.html import definitions, page, table, tiles, verdict
+from twostroke.measure.html import footing, page, plots, section, stacked, table, tiles, verdict
 from twostroke.measure.phases import LEVELS, Phases
-from twostroke.measure.tables import milliseconds
+from twostroke.measure.tables import milliseconds, server_name
 
 
 def rows(found: Phases) -> list[tuple[str, str, str]]:
     """Name, time, and what it is."""
     sample = found.sample
-    parts = [
+    found_rows = [
         ("TTFT", milliseconds(1e3 * sample.ttft_s), "sent → first token"),
         ("  queue", _ms(found.queue_s), "before the first step"),
         ("  prefill", _ms(found.prefill_s), f"{sample.prompt_tokens:,} tokens"),
@@ -28,7 +28,7 @@ def rows(found: Phases) -> list[tuple[str, str, str]]:
         ("  decode", _ms(found.decode_s), f"{sample.output_tokens:,} tokens"),
         ("in all", milliseconds(1e3 * sample.e2el_s), "sent → last token"),
     ]
-    return [row for row in parts if row[1] != "–"]
+    return [row for row in found_rows if row[1] != "–"]
 
 
 def rates(found: Phases) -> str:
@@ -42,8 +42,7 @@ def rates(found: Phases) -> str:
 
 def show_phases(console: Console, found: Phases) -> None:
     console.print(Text(found.sentence(), style="bold"))
-    who = " ".join(filter(None, (found.server["kind"], found.server.get("version"))))
-    console.print(Text(f"{found.model} on {who}; {rates(found)}"))
+    console.print(Text(f"{found.model} on {server_name(found.server)}; {rates(found)}"))
     shown = Table(box=None, pad_edge=False, show_header=False)
     shown.add_column(no_wrap=True)
     shown.add_column(justify="right", no_wrap=True)
@@ -81,33 +80,58 @@ def phases_page(found: Phases) -> str:
     start = sample.scheduled_s
     written = [(1e3 * (at - start), float(n)) for n, at in enumerate(sample.content_s, 1)]
     gaps = [(float(n), 1e3 * gap) for n, gap in enumerate(sample.itls_s, 2)]
-    plots = [
+    figures = [
         chart(
             "Tokens by when they came",
-            [Series("", [(0.0, 0.0), (written[0][0], 0.0), *written], "decode")],
-            "ms after the request was sent",
-            "events with content",
-            marks=[(1e3 * sample.ttft_s, "first token")],
+            [Series("", [(0.0, 0.0), (written[0][0], 0.0), *written], "decode", "area")],
+            "after the request was sent",
+            "events with content so far",
+            x_unit="ms",
+            marks=[(1e3 * sample.ttft_s, f"first token {milliseconds(1e3 * sample.ttft_s)}")],
         ),
-        chart("Gap before each token", [Series("", gaps, "decode", dots=True)], "token", "ms"),
+        chart(
+            "Gap before each token",
+            [Series("", gaps, "decode", "dots")],
+            "number of the token",
+            "time since the token before",
+            y_unit="ms",
+        ),
     ]
-    figures = [
-        ("TTFT", milliseconds(1e3 * sample.ttft_s)),
-        ("TPOT", _ms(sample.tpot_s)),
-        ("evidence", found.evidence),
-        ("verdict", found.verdict),
+    tile_row = [
+        ("TTFT", milliseconds(1e3 * sample.ttft_s), "prefill"),
+        ("TPOT", _ms(sample.tpot_s), "decode"),
+        ("in all", milliseconds(1e3 * sample.e2el_s), "queue"),
+        (f"evidence, level {LEVELS.index(found.evidence) + 1} of 4", found.evidence, "queue"),
     ]
+    cells = [[name.replace("  ", "\u2003"), time, what] for name, time, what in rows(found)]
     body = [
-        f"<h1>{escape(found.model)}: {escape(found.verdict)}</h1>",
-        f"<p>{escape(found.sentence())}</p>",
         verdict(data),
-        tiles(figures),
-        table(["", "time", ""], [[name.strip(), time, what] for name, time, what in rows(found)]),
-        f'<h2>The request</h2><div class="plots">{"".join(plots)}</div>',
-        f"<h2>Memory</h2><p>{escape(found.kv_sentence())}</p>",
-        definitions(data),
+        tiles(tile_row),
+        section("Where the time went", stacked(parts(found)), found.sentence()),
+        section("The request in the middle", table(["", "time", ""], cells, 2), rates(found)),
+        plots(figures),
+        section("Memory", f"<p>{escape(found.kv_sentence())}</p>"),
+        footing(data),
     ]
-    return page(f"twostroke phases: {found.model}", body, data)
+    facts = (
+        f"{sample.prompt_tokens:,} prompt tokens, {sample.output_tokens:,} written, "
+        f"{len(found.samples)} times, nobody else served"
+    )
+    who = server_name(found.server)
+    return page("phases", f"{found.model} on {who}: {found.verdict}", facts, body, data)
+
+
+def parts(found: Phases) -> list[tuple[str, float, str]]:
+    """Shares of the request's time: as far as the evidence goes."""
+    total, first = found.sample.e2el_s, found.ttft_s
+    after = ("decode, after the first token", (total - first) / total, "decode")
+    if found.prefill_s is None:
+        return [("up to the first token", first / total, "prefill"), after]
+    queue = min(found.queue_s or 0.0, first)
+    prefill = min(found.prefill_s, first - queue)
+    before = [("queue", queue, "queue"), ("prefill", prefill, "prefill")]
+    before.append(("client, network, HTTP", first - queue - prefill, "host"))
+    return [(name, took / total, color) for name, took, color in before if took > 0] + [after]
 
 
 def _ms(seconds: float | None) -> str:

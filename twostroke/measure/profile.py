@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from html import escape
 from statistics import median
 from typing import Any
 
@@ -12,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from twostroke.errors import ConfigError
-from twostroke.measure.html import page, table
+from twostroke.measure.html import bullets, footing, ledger, page, section, stacked, table
 from twostroke.measure.http import Connections, Endpoint, ServerError
 from twostroke.measure.result import environment
 from twostroke.measure.tables import milliseconds
@@ -21,6 +20,14 @@ from twostroke.measure.timeline import timeline
 MAX_SECONDS = 60.0
 STOP_TIMEOUT_S = 120.0  # torch's profiler takes its time to sum up
 SHOWN_KERNELS = 8
+DEFINITIONS = {
+    "step": "on a CPU from the beginning of its plan to the end of its commit, on torch the "
+    "device's time; steps that only prefill, only decode, or do both (mixed) are told apart",
+    "share": "of all the phase's steps; a step is the mean, median the step in the middle",
+    "GFLOP/s, GB/s": "what the stage computes and must read at the least, over its time",
+    "of roof": "the least time that this takes at the machine's measured ceilings, over its time",
+    "between steps": "not part of a step: messages, and having nothing to do",
+}
 Json = dict[str, Any]
 
 
@@ -45,7 +52,7 @@ async def profile_server(url: str, api_key: str | None, seconds: float) -> tuple
         records = await connections.fetch_json(f"/records?seconds={seconds + 1:g}")
     finally:
         connections.close()
-    return found | {"environment": environment()}, records
+    return found | {"definitions": DEFINITIONS, "environment": environment()}, records
 
 
 def perfetto(found: Json, records: Json) -> Json:
@@ -174,13 +181,47 @@ def _show(console: Console, head: list[str], rows: list[list[str]]) -> None:
     console.print(shown)
 
 
+COLORS = {"prefill": "prefill", "decode": "decode", "mixed": "queue"}
+STAGE_COLORS = {  # beside prefill's and decode's: what belongs to neither
+    **dict.fromkeys(("plan", "commit", "call", "inputs", "unaccounted"), "host"),
+    "sampling": "preemption",
+}
+
+
 def profile_page(found: Json) -> str:
-    body = [f"<h1>{escape(title(found))}</h1>"]
-    for name, phase in found["phases"].items():
-        body += [f"<h2>{escape(headline(name, phase))}</h2>"]
-        body += [table(HEAD, stage_rows(phase, found["server"], medians(found, name)))]
+    phases = found["phases"]
+    total = sum(phase["step_s"] for phase in phases.values()) or 1.0
+    shares = [
+        (f"{name} ({phase['steps']:,} steps)", phase["step_s"] / total, COLORS.get(name, "queue"))
+        for name, phase in phases.items()
+    ]
+    body = [section("Time in steps, by phase", stacked(shares))] if phases else []
+    for name, phase in phases.items():
+        rows = stage_rows(phase, found["server"], medians(found, name))
+        content = ledger(_stage_bars(name, phase)) + table(HEAD, rows)
         if phase.get("kernels"):
-            body += [table(KERNEL_HEAD, kernel_rows(phase))]
-    body += [f'<p class="dim">{escape(note)}</p>' for note in notes(found)]
+            content += table(KERNEL_HEAD, kernel_rows(phase))
+        body.append(section(headline(name, phase), content))
+    if said := notes(found):
+        body.append(section("Notes", bullets(said)))
     kept = {key: value for key, value in found.items() if key not in ("steps", "events")}
-    return page(f"twostroke profile: {found['server']['model']}", body, kept)
+    facts = (
+        f"{sum(phase['steps'] for phase in phases.values()):,} steps in {found['seconds']:.1f} s"
+    )
+    return page("profile", title(found), facts, [*body, footing(kept)], kept)
+
+
+def _stage_bars(name: str, phase: Json) -> list[tuple[str, float, str, str, str]]:
+    """Those that took a share of the step that can be seen, the longest first."""
+    stages = sorted(phase["stages"].items(), key=lambda pair: -pair[1]["seconds"])
+    return [
+        (
+            stage,
+            one["seconds"] / phase["step_s"],
+            STAGE_COLORS.get(stage, COLORS.get(name, "queue")),
+            _per_step(one["seconds"], phase["steps"]),
+            "",
+        )
+        for stage, one in stages
+        if one["seconds"] >= 0.01 * phase["step_s"]
+    ]

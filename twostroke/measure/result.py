@@ -117,6 +117,7 @@ def result(
         "total_input_tokens": tokens_in,
         "total_output_tokens": tokens_out,
         "request_throughput": len(good) / duration if duration else 0.0,
+        "goals": goals.given_ms,
         "request_goodput": goodput(samples, goals, duration) if goals.given else None,
         "output_throughput": tokens_out / duration if duration else 0.0,
         "total_token_throughput": (tokens_in + tokens_out) / duration if duration else 0.0,
@@ -148,6 +149,7 @@ def detail(run: Run) -> dict[str, Any]:
     """Every request, under vLLM's names."""
     samples = run.samples
     return {
+        "request_ids": [sample.request_id for sample in samples],
         "input_lens": [sample.prompt_tokens for sample in samples],
         "output_lens": [sample.output_tokens for sample in samples],
         "start_times": [sample.scheduled_s - run.started_s for sample in samples],
@@ -155,4 +157,6 @@ def detail(run: Run) -> dict[str, Any]:
         "itls": [sample.itls_s for sample in samples],
         "generated_texts": [sample.text for sample in samples],
         "errors": [sample.error for sample in samples],
+        "cached_lens": [sample.cached_tokens for sample in samples],
+        "send_lags": [sample.lag_s for sample in samples],
     }

@@ -10,15 +10,26 @@ divided by an efficiency that well-made kernels reach. Measured is what a runnin
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from twostroke.measure.hardware import DECODE_EFFICIENCY, PREFILL_EFFICIENCY, Hardware
+from twostroke.measure.result import environment
 from twostroke.model.cost import CostModel, cost_model
 from twostroke.model.spec import ModelSpec
 
 WEIGHT_BYTES = {"fp32": 4.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5625, "fp4": 0.5625}
 KV_BYTES = {"fp32": 4.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0}
+DEFINITIONS = {
+    "floor": "the least time for the work at the machine's rates: the larger of FLOPs / rate of "
+    "products and bytes / bandwidth, plus what passes between devices",
+    "estimate": "the floor divided by what well-made kernels reach of a data sheet; where the "
+    "machine was measured, the floor",
+    "FLOPs a byte": "arithmetic intensity; below the ridge memory decides, above it products",
+    "measured": "what a running server's steps of one phase alone did, over their time",
+}
+FILE = "file"  # weights as a GGUF file has them: `Roofline`'s `stored`
 RESERVED = 0.9  # of the memory, for weights and KV: --gpu-memory-utilization's default
 
 
@@ -77,7 +88,8 @@ class Floor:
 
 
 class Roofline:
-    """A model on a machine. `spec` None: only the number of parameters is known."""
+    """A model on a machine. `spec` None: only the number of parameters is known. `stored`: bytes
+    of each weight, in the place of what `settings.weights` says."""
 
     def __init__(
         self,
@@ -85,18 +97,21 @@ class Roofline:
         hardware: Hardware,
         settings: Settings,
         parameters: float = 0.0,
+        stored: Mapping[str, float] | None = None,
     ) -> None:
         self.spec, self.hardware, self.settings = spec, hardware, settings
-        width = WEIGHT_BYTES[settings.weights]
+        self.width = WEIGHT_BYTES.get(settings.weights, 2.0)  # bytes of a parameter
         if spec is None:
             self.parameters = parameters
-            self.cost = CostModel(2 * parameters, 0.0, 0.0, parameters * width, 0.0, 0.0)
+            self.cost = CostModel(2 * parameters, 0.0, 0.0, parameters * self.width, 0.0, 0.0)
+            return
+        self.parameters = float(spec.num_parameters())
+        if stored is None:
+            shapes = spec.weight_shapes()
+            stored = {name: math.prod(shape) * self.width for name, shape in shapes.items()}
         else:
-            self.parameters = float(spec.num_parameters())
-            stored = {
-                name: math.prod(shape) * width for name, shape in spec.weight_shapes().items()
-            }
-            self.cost = cost_model(spec, stored, KV_BYTES[settings.kv])
+            self.width = sum(stored.values()) / self.parameters
+        self.cost = cost_model(spec, stored, KV_BYTES[settings.kv])
 
     @property
     def rate(self) -> float:
@@ -117,7 +132,7 @@ class Roofline:
 
     @property
     def weight_bytes(self) -> float:
-        return self.parameters * WEIGHT_BYTES[self.settings.weights]
+        return self.parameters * self.width
 
     def prefill(self, prompt: int | None = None) -> Floor:
         tokens = prompt or self.settings.prompt
@@ -190,14 +205,13 @@ class Roofline:
 
     def notes(self) -> list[str]:
         """Where this differs from the rules of thumb, in figures."""
-        settings = self.settings
-        width = WEIGHT_BYTES[settings.weights]
+        settings, width = self.settings, self.width
         thumb = 2 * self.parameters * settings.prompt / self.rate
         read = self.parameters * width / self.bandwidth
         found = [
             f"Rule of thumb: prefill 2 × {self.parameters / 1e9:.2f}e9 parameters × "
-            f"{settings.prompt:,} tokens / {self.rate / 1e12:,.0f} TFLOP/s = {1e3 * thumb:.1f} ms; "
-            f"decode {width:g} bytes × parameters / {self.bandwidth / 1e9:,.0f} GB/s = "
+            f"{settings.prompt:,} tokens / {rate_words(self.rate)} = {1e3 * thumb:.1f} ms; "
+            f"decode {width:.3g} bytes × parameters / {self.bandwidth / 1e9:,.0f} GB/s = "
             f"{1e3 * read:.2f} ms."
         ]
         if self.spec is None:
@@ -212,6 +226,8 @@ class Roofline:
             f"A token's keys and values: 2 × {self.spec.kv_elements_per_token // 2:,} numbers × "
             f"{KV_BYTES[settings.kv]:g} bytes = {self.kv_bytes_per_token / 1e6:.3f} MB.",
         ]
+        if settings.weights == FILE:
+            found.append(f"Weights are as the file has them, {8 * width:.2f} bits each on average.")
         if settings.weights in ("int4", "fp4"):
             found.append("4-bit weights count 4.5 bits each: a 16-bit scale for 32 of them.")
         if not self.hardware.measured:
@@ -264,6 +280,27 @@ class MeasuredPhase:
     def flops_per_s(self) -> float:
         return self.flops / self.seconds
 
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "phase": self.name,
+            "steps": self.steps,
+            "intensity_flops_per_byte": self.intensity,
+            "flops_per_s": self.flops_per_s,
+            "bytes_per_s": self.num_bytes / self.seconds,
+        }
+
+
+def roofline_json(model: str, found: Roofline, measured: Sequence[MeasuredPhase]) -> dict[str, Any]:
+    return (
+        {"model": model}
+        | found.as_json()
+        | {
+            "measured": [one.as_json() for one in measured],
+            "definitions": DEFINITIONS,
+            "environment": environment(),
+        }
+    )
+
 
 def measured_phases(steps: list[dict[str, Any]]) -> list[MeasuredPhase]:
     """From step records (`/records`): steps that had one phase only, so that nothing is
@@ -284,6 +321,10 @@ def measured_phases(steps: list[dict[str, Any]]) -> list[MeasuredPhase]:
                 )
             )
     return found
+
+
+def rate_words(flops: float) -> str:
+    return f"{flops / 1e12:,.1f} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:,.0f} GFLOP/s"
 
 
 def _finite(value: float) -> float | None:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from html import escape
 
 from rich.console import Console
+from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from twostroke.measure.charts import Series, chart
-from twostroke.measure.html import page, table, tiles
-from twostroke.measure.result import environment
-from twostroke.measure.roofline import Floor, MeasuredPhase, Roofline
+from twostroke.measure.html import bullets, footing, page, plots, section, table, tiles
+from twostroke.measure.roofline import Floor, MeasuredPhase, Roofline, rate_words, roofline_json
 from twostroke.measure.tables import milliseconds
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -23,12 +22,10 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 def show_roofline(
     console: Console, model: str, found: Roofline, measured: Sequence[MeasuredPhase]
 ) -> None:
-    hardware, settings = found.hardware, found.settings
     console.print(
-        f"[bold]{escape(model)}[/bold] on {hardware.name}"
-        + (f" × {settings.tensor_parallel}" if settings.tensor_parallel > 1 else "")
-        + f": {_rate(found.rate)}, {found.bandwidth / 1e9:,.0f} GB/s, "
-        + ("measured" if hardware.measured else "data sheet"),
+        f"[bold]{escape(model)}[/bold] on {machine_name(found)}: {rate_words(found.rate)}, "
+        f"{found.bandwidth / 1e9:,.0f} GB/s, "
+        + ("measured" if found.hardware.measured else "data sheet"),
         highlight=False,
     )
     rows = Table(box=None, pad_edge=False, header_style="bold")
@@ -86,51 +83,37 @@ def facts(found: Roofline) -> list[str]:
 def roofline_page(model: str, found: Roofline, measured: Sequence[MeasuredPhase]) -> str:
     prefill, decode = found.prefill(), found.decode()
     batches = [found.decode(batch) for batch in BATCHES]
-    points = [_point(one) for one in (prefill, decode, *batches)]
-    points += [(one.intensity, one.flops_per_s) for one in measured]
-    low = min(point[0] for point in points) / 2
-    high = max(found.ridge, *(point[0] for point in points)) * 3
-    roof = [(low, low * found.bandwidth), (found.ridge, found.rate), (high, found.rate)]
-    series = [
-        Series("roof", roof, "dim"),
-        Series(f"{prefill.name}, floor", [points[0]], "prefill", dots=True),
-        Series("decode, floors by batch", [_point(one) for one in batches], "decode", dots=True),
-    ]
-    if measured:
-        spots = [(one.intensity, one.flops_per_s) for one in measured]
-        series.append(Series("measured", spots, "good", dots=True))
-    picture = chart(
-        "Both phases under one roof",
-        series,
-        "FLOPs a byte",
-        "FLOP/s",
-        x_log=True,
-        y_log=True,
-        marks=[(found.ridge, f"ridge {found.ridge:,.0f}")],
-    )
+    tpot = [(float(batch), 1e3 * one.floor_s) for batch, one in zip(BATCHES, batches, strict=True)]
     per_s = [
         (float(batch), batch / one.floor_s) for batch, one in zip(BATCHES, batches, strict=True)
     ]
-    tpot = [(float(batch), 1e3 * one.floor_s) for batch, one in zip(BATCHES, batches, strict=True)]
-    plots = [
-        picture,
+    figures = [
+        _roof(found, batches, measured),
         chart(
             "Tokens a second by batch, at most",
-            [Series("", per_s, "decode")],
-            "streams",
+            [Series("", per_s, "decode", "area")],
+            "streams that decode together",
             "tokens a second",
             x_log=True,
             y_log=True,
         ),
-        chart("TPOT by batch, at least", [Series("", tpot, "decode")], "streams", "ms", x_log=True),
+        chart(
+            "TPOT by batch, at least",
+            [Series("", tpot, "decode", "area")],
+            "streams that decode together",
+            "time per output token",
+            y_unit="ms",
+            x_log=True,
+        ),
     ]
-    figures = [
-        (f"TTFT of {found.settings.prompt:,} tokens, floor", milliseconds(1e3 * prefill.floor_s)),
-        (f"TPOT, batch {found.settings.batch}, floor", milliseconds(1e3 * decode.floor_s)),
-        ("KV bytes a token", f"{found.kv_bytes_per_token:,.0f}"),
-        ("ridge, FLOPs a byte", f"{found.ridge:,.0f}"),
+    batch, prompt = found.settings.batch, found.settings.prompt
+    tile_row = [
+        (f"TTFT of {prompt:,} tokens, floor", milliseconds(1e3 * prefill.floor_s), "prefill"),
+        (f"TPOT at batch {batch}, floor", milliseconds(1e3 * decode.floor_s), "decode"),
+        ("KV bytes a token", f"{found.kv_bytes_per_token:,.0f}", "queue"),
+        ("ridge, FLOPs a byte", f"{found.ridge:,.0f}", "queue"),
     ]
-    head = ["", "floor", "estimate", "bound by", "FLOPs", "bytes", "FLOPs/byte"]
+    head = ["", "floor", "estimate", "bound by", "FLOPs", "bytes", "FLOPs a byte"]
     rows = [
         [
             one.name,
@@ -143,17 +126,48 @@ def roofline_page(model: str, found: Roofline, measured: Sequence[MeasuredPhase]
         ]
         for one in (prefill, *batches)
     ]
-    said = [*facts(found), *(_measured(one, found) for one in measured), *found.notes()]
-    body = [
-        f"<h1>{escape(model)} on {escape(found.hardware.name)}</h1>",
-        tiles(figures),
-        f'<div class="plots">{"".join(plots)}</div>',
-        "<h2>Floors</h2>",
-        table(head, rows),
-        "<h2>Notes</h2><ul>" + "".join(f"<li>{escape(line)}</li>" for line in said) + "</ul>",
+    body = [tiles(tile_row), plots(figures)]
+    if measured:
+        said = bullets([_measured(one, found) for one in measured])
+        body.append(section("Measured", said, "of a running server's last minute"))
+    body += [
+        section("Floors", table(head, rows), f"context {found.settings.context:,}"),
+        section("Notes", bullets([*facts(found), *found.notes()])),
     ]
-    data = found.as_json() | {"environment": environment()}
-    return page(f"twostroke roofline: {model}", body, data)
+    data = roofline_json(model, found, measured)
+    said = f"{rate_words(found.rate)}, {found.bandwidth / 1e9:,.0f} GB/s, "
+    said += "measured" if found.hardware.measured else "by the data sheet"
+    subject = f"{model} on {machine_name(found)}"
+    return page("roofline", subject, said, [*body, footing(data)], data)
+
+
+def _roof(found: Roofline, batches: Sequence[Floor], measured: Sequence[MeasuredPhase]) -> str:
+    prefill = found.prefill()
+    floors = [_point(one) for one in (prefill, *batches)]
+    spots = {one.name: (one.intensity, one.flops_per_s) for one in measured}
+    reach = [x for x, _ in (*floors, *spots.values())]
+    low, high = min(reach) / 2, 3 * max(found.ridge, *reach)
+    roof = [(low, low * found.bandwidth), (found.ridge, found.rate), (high, found.rate)]
+    return chart(
+        "Both phases under one roof",
+        [
+            Series("roof", roof, "soft"),
+            Series(f"{prefill.name}, floor", floors[:1], "prefill", "dots"),
+            Series("decode, floors by batch", floors[1:], "decode", "dots"),
+            *(Series(f"{name}, measured", [at], name, "rings") for name, at in spots.items()),
+        ],
+        "FLOPs a byte",
+        "FLOP/s",
+        x_log=True,
+        y_log=True,
+        marks=[(found.ridge, f"ridge {found.ridge:,.0f}")],
+        wide=True,
+    )
+
+
+def machine_name(found: Roofline) -> str:
+    ranks = found.settings.tensor_parallel
+    return found.hardware.name + (f" × {ranks}" if ranks > 1 else "")
 
 
 def _point(floor: Floor) -> tuple[float, float]:
@@ -164,13 +178,9 @@ def _point(floor: Floor) -> tuple[float, float]:
 def _measured(one: MeasuredPhase, found: Roofline) -> str:
     compute, memory = one.flops_per_s / found.rate, one.num_bytes / one.seconds / found.bandwidth
     return (
-        f"measured, {one.name}: {_rate(one.flops_per_s)} ({compute:.0%} of the roof), "
+        f"measured, {one.name}: {rate_words(one.flops_per_s)} ({compute:.0%} of the roof), "
         f"{one.num_bytes / one.seconds / 1e9:,.1f} GB/s ({memory:.0%}), over {one.steps:,} steps"
     )
-
-
-def _rate(flops: float) -> str:
-    return f"{flops / 1e12:,.1f} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:,.0f} GFLOP/s"
 
 
 def _count(value: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -73,7 +74,26 @@ def find_spec(model: str) -> ModelSpec:
         config = EngineConfig(model=model, load_format="dummy")
         return open_model(config, find_model(config), "cpu").spec
     except ModelError as error:
-        known = nearest(model.lower(), SHAPES)
+        meant = nearest(model.lower(), SHAPES) or "."
         raise ModelError(
-            f"{error}{known}\nKnown by name: {', '.join(SHAPES)}; or a size alone, such as 7B"
+            f"{error}{meant} Known by name: {', '.join(SHAPES)}; or a size alone, such as 7B"
         ) from None
+
+
+def stored_bytes(model: str) -> dict[str, float] | None:
+    """Bytes of each weight in a GGUF file; None where `model` is no such file."""
+    path = Path(model)
+    if path.suffix != ".gguf" or not path.is_file():
+        return None
+    from twostroke.model.block_types import num_bytes
+    from twostroke.model.gguf import GGUFFile
+    from twostroke.model.gguf_config import spec_from_gguf
+    from twostroke.model.weights.gguf import GGUFWeights
+
+    file = GGUFFile.open(path)
+    spec = spec_from_gguf(file)
+    weights = GGUFWeights(file, spec)
+    return {
+        name: float(num_bytes(weights.stored_type(name), math.prod(shape)))
+        for name, shape in spec.weight_shapes().items()
+    }

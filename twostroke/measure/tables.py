@@ -17,6 +17,14 @@ NAMES = {
     "itl": "ITL, between tokens",
     "e2el": "end to end",
 }
+CAUSE_NAMES = {
+    "decode": "decode",
+    "prefill": "prefill of others",
+    "preemption": "preemption",
+    "host": "host",
+    "outside": "outside the engine",
+}
+SEARCH_HEAD = ("requests a second", "goals met by", "goodput", "TTFT, median", "TPOT, median", "")
 SHORT = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "end to end"}
 
 
@@ -47,9 +55,10 @@ def show_serve(console: Console, found: dict[str, Any], percentiles: Sequence[fl
             found.get(f"{cell}_{metric}_ms") for cell in cells if not (narrow and cell == "mean")
         ]
         table.add_row(title, *map(milliseconds, values))
-    server = found["server"]
-    who = " ".join(filter(None, (server["kind"], server.get("version"))))
-    console.print(f"[bold]{found['model_id']}[/bold] on {who}", highlight=False)
+    if found.get("search"):
+        show_rows(console, SEARCH_HEAD, search_rows(found["search"]))
+        console.print()
+    console.print(Text(f"{found['model_id']} on {server_name(found['server'])}", style="bold"))
     console.print(
         f"{found['completed']:,} requests in {found['duration']:,.1f} s: "
         f"{found['request_throughput']:,.2f} a second, {found['output_throughput']:,.1f} tokens a "
@@ -62,7 +71,45 @@ def show_serve(console: Console, found: dict[str, Any], percentiles: Sequence[fl
             f"goodput: {found['request_goodput']:,.2f} requests a second met the goals",
             highlight=False,
         )
+    if found.get("gap_causes"):
+        console.print(Text(f"gaps: {cause_words(found['gap_causes']['seconds'])}"))
     show_problems(console, found)
+
+
+def server_name(server: dict[str, Any]) -> str:
+    return " ".join(filter(None, (server["kind"], server.get("version"))))
+
+
+def cause_words(seconds: dict[str, float]) -> str:
+    """Shares of the time between tokens, the largest first."""
+    total = sum(seconds.values()) or 1.0
+    order = sorted(seconds, key=lambda cause: -seconds[cause])
+    said = [(seconds[cause] / total, CAUSE_NAMES[cause]) for cause in order]
+    return ", ".join(f"{share:.0%} {name}" for share, name in said if share >= 0.005)
+
+
+def search_rows(tried: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """The rates of a search, the lowest first."""
+    return [
+        [
+            f"{row['request_rate']:,.2f}",
+            f"{row['share']:.0%}",
+            f"{row['goodput'] or 0.0:,.2f}",
+            milliseconds(row["median_ttft_ms"]),
+            milliseconds(row["median_tpot_ms"]),
+            "met" if row["met"] else "not met",
+        ]
+        for row in sorted(tried, key=lambda row: row["request_rate"])
+    ]
+
+
+def show_rows(console: Console, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for number, name in enumerate(head):
+        table.add_column(name, justify="right" if number else "left", no_wrap=bool(number))
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console.print(table)
 
 
 def show_problems(console: Console, found: dict[str, Any]) -> None:

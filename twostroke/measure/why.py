@@ -16,6 +16,26 @@ from twostroke.errors import RequestError, nearest
 from twostroke.measure.tables import duration
 
 Record = dict[str, Any]
+SHORT_ID = 17  # "chatcmpl-" and 8 digits: no two of one server's records are alike
+# Parts of a request's time: their colour in a report, and whether they precede its first token.
+# What is not here is others' work, such as "others, during prefill".
+PARTS = {
+    "tokenising": ("host", True),
+    "waiting in the queue": ("queue", True),
+    "prefill of its own prompt": ("prefill", True),
+    "host, during prefill": ("host", True),
+    "decode": ("decode", False),
+    "prefill of others, between its tokens": ("prefill", False),
+    "preemption": ("preemption", False),
+    "host, between its tokens": ("host", False),
+    "after the last token": ("soft", False),
+    "not accounted for": ("soft", False),
+}
+
+
+def short(request_id: str) -> str:
+    """The beginning of an id, which `--request` takes, too."""
+    return request_id if len(request_id) <= SHORT_ID + 1 else f"{request_id[:SHORT_ID]}…"
 
 
 @dataclass(frozen=True)
@@ -57,13 +77,14 @@ class Ledger:
     def sentence(self) -> str:
         largest = self.largest
         share = largest.seconds / self.total_s
-        said = f"{self.request_id} took {duration(self.total_s)}, {share:.0%} of it {largest.part}"
+        said = f"{short(self.request_id)} took {duration(self.total_s)}, {share:.0%} of it "
+        said += largest.part
         if largest.culprits:
-            said += f" ({', '.join(largest.culprits[:2])})"
+            said += f" ({', '.join(map(short, largest.culprits[:2]))})"
         said += "."
         if self.worst is not None and self.worst.seconds > 0.05 * self.total_s:
             gap = self.worst
-            who = f" of {gap.culprits[0]}" if gap.culprits else ""
+            who = f" of {short(gap.culprits[0])}" if gap.culprits else ""
             said += (
                 f" The worst gap, {duration(gap.seconds)} before token {gap.token}, was {gap.cause}"
                 f"{who} in step {gap.step}."
@@ -113,10 +134,13 @@ class Explainer:
                 self._prompts.setdefault(step, []).append((request["request_id"], size))
 
     def find(self, request_id: str) -> Record:
-        for request in reversed(self.requests):
-            if request_id in (request["request_id"], request["request_id"].rsplit("-", 1)[0]):
-                return request
+        begins = request_id.rstrip("…")
+        found = [one for one in self.requests if one["request_id"].startswith(begins)]
+        if len({one["request_id"].rsplit("-", 1)[0] for one in found}) == 1:
+            return found[-1]
         known = [request["request_id"] for request in self.requests]
+        if found:
+            raise RequestError(f"{len(found)} requests begin with {request_id!r}; give more of it")
         raise RequestError(
             f"no request {request_id!r} has ended in the time looked at"
             f"{nearest(request_id, known)}; look further back with --seconds"

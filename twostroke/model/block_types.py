@@ -20,6 +20,18 @@ class BlockType(StrEnum):
     Q4_K = "Q4_K"
     Q5_K = "Q5_K"
     Q6_K = "Q6_K"
+    IQ4_NL = "IQ4_NL"
+    IQ4_XS = "IQ4_XS"
+    MXFP4 = "MXFP4"
+    IQ3_S = "IQ3_S"
+    IQ3_XXS = "IQ3_XXS"
+    IQ2_XXS = "IQ2_XXS"
+    IQ2_XS = "IQ2_XS"
+    IQ2_S = "IQ2_S"
+    IQ1_S = "IQ1_S"
+    IQ1_M = "IQ1_M"
+    TQ1_0 = "TQ1_0"
+    TQ2_0 = "TQ2_0"
 
 
 class BlockLayout(NamedTuple):
@@ -41,6 +53,18 @@ LAYOUTS: dict[BlockType, BlockLayout] = {
     BlockType.Q4_K: BlockLayout(256, 144),
     BlockType.Q5_K: BlockLayout(256, 176),
     BlockType.Q6_K: BlockLayout(256, 210),
+    BlockType.IQ4_NL: BlockLayout(32, 18),
+    BlockType.IQ4_XS: BlockLayout(256, 136),
+    BlockType.MXFP4: BlockLayout(32, 17),
+    BlockType.IQ3_S: BlockLayout(256, 110),
+    BlockType.IQ3_XXS: BlockLayout(256, 98),
+    BlockType.IQ2_XXS: BlockLayout(256, 66),
+    BlockType.IQ2_XS: BlockLayout(256, 74),
+    BlockType.IQ2_S: BlockLayout(256, 82),
+    BlockType.IQ1_S: BlockLayout(256, 50),
+    BlockType.IQ1_M: BlockLayout(256, 56),
+    BlockType.TQ1_0: BlockLayout(256, 54),
+    BlockType.TQ2_0: BlockLayout(256, 66),
 }
 
 

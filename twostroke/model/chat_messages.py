@@ -22,6 +22,8 @@ TEXT_PARTS: Final = {  # the field that has the text
     "output_text": "text",
     "refusal": "refusal",
 }
+# What OpenAI's and Anthropic's clients send with a part that is nothing to a template.
+PART_FIELDS: Final = {"type", *TEXT_PARTS.values(), "annotations", "logprobs", "cache_control"}
 THINKING: Final = ("reasoning_content", "reasoning", "thinking")  # one thing in three dialects
 MAY_BE_EMPTY: Final = ("assistant", "tool", "function")  # roles whose content may be null
 
@@ -74,7 +76,7 @@ def _read_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     return read
 
 
-def _content(message: dict[str, Any], role: str, where: str) -> str | list[dict[str, str]]:
+def _content(message: dict[str, Any], role: str, where: str) -> str | list[dict[str, Any]]:
     content = message.get("content")
     if content is None and isinstance(message.get("refusal"), str):
         content = message["refusal"]
@@ -91,7 +93,17 @@ def _content(message: dict[str, Any], role: str, where: str) -> str | list[dict[
     texts = [_part_text(part, f"{where}.content[{n}]") for n, part in enumerate(content)]
     if role in ("tool", "function") or not texts:
         return "\n".join(texts)
-    return [{"type": "text", "text": text} for text in texts]
+    return [
+        {"type": "text", "text": text} | _other_fields(part)
+        for part, text in zip(content, texts, strict=True)
+    ]
+
+
+def _other_fields(part: Any) -> dict[str, Any]:
+    """For templates that know them, such as a translator's, which wants to be told languages."""
+    if isinstance(part, str):
+        return {}
+    return {name: value for name, value in part.items() if name not in PART_FIELDS}
 
 
 def _part_text(part: Any, where: str) -> str:

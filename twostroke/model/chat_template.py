@@ -35,7 +35,7 @@ class ChatTemplate:
     ) -> None:
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._name = template_name(of_request)
-        self._parts_read: dict[str, bool] = {}  # by role
+        self._parts_read: dict[str, bool | None] = {}  # by role
         advice = "Correct it." if of_request else "Give another one with --chat-template FILE."
         self._advice = advice
         try:
@@ -139,7 +139,7 @@ class ChatTemplate:
     def _shaped(self, messages: Messages) -> Messages:
         shaped = []
         for message in messages:
-            if isinstance(message["content"], list) and not self._reads_parts(message["role"]):
+            if isinstance(message["content"], list) and not self._reads_parts(message):
                 message = message | {"content": join_parts(message["content"])}
             if message.get("tool_calls"):
                 message = self._call_shape(message)
@@ -156,18 +156,31 @@ class ChatTemplate:
                 return shape
         return CALL_SHAPES[0]
 
-    def _reads_parts(self, role: str) -> bool:
+    def _reads_parts(self, message: dict[str, Any]) -> bool:
         """Whether the template takes a content apart that is a list."""
+        role = message["role"]
         if role not in ("system", "developer", "user", "assistant"):
             return False
         if role not in self._parts_read:
-            parts = [{"type": "text", "text": text} for text in ("[[one]]", "[[two]]")]
-            probe = {"role": role, "content": parts}
+            self._parts_read[role] = self._reads_probe(role)
+        reads = self._parts_read[role]
+        # A template that takes none of ours may want parts with fields of its own.
+        return any(len(part) > 2 for part in message["content"]) if reads is None else reads
+
+    def _reads_probe(self, role: str) -> bool | None:
+        """None if it takes our content neither in parts nor as one text."""
+        parts = [{"type": "text", "text": text} for text in ("[[one]]", "[[two]]")]
+
+        def tried(content: Any) -> str:
+            probe = {"role": role, "content": content}
             others = {"user": [probe], "assistant": [PROBE_USER, probe]}
-            text = self._try(others.get(role, [probe, PROBE_USER]))
-            as_code = "'[[one]]'" in text or '"[[one]]"' in text
-            self._parts_read[role] = "[[one]]" in text and "[[two]]" in text and not as_code
-        return self._parts_read[role]
+            return self._try(others.get(role, [probe, PROBE_USER]))
+
+        text = tried(parts)
+        if not text and not tried(join_parts(parts)):
+            return None
+        as_code = "'[[one]]'" in text or '"[[one]]"' in text
+        return "[[one]]" in text and "[[two]]" in text and not as_code
 
     def _try(self, messages: Messages) -> str:
         """The text of a conversation of ours, empty if the template does not take it."""

@@ -44,21 +44,26 @@ class Rope(NamedTuple):
     sin: torch.Tensor
 
 
+class Norm(NamedTuple):
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
 @dataclass(slots=True)
 class Layer:
     spec: LayerSpec
     group: int  # KV group
     kind: int  # layers of one kind differ in their weights and their cache alone
     rope: Rope
-    attn_norm: torch.Tensor | None
-    attn_post_norm: torch.Tensor | None
+    attn_norm: Norm | None
+    attn_post_norm: Norm | None
     qkv: Linear
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     o: Linear
-    mlp_norm: torch.Tensor | None
-    mlp_post_norm: torch.Tensor | None
-    gate_up: Linear
+    mlp_norm: Norm | None
+    mlp_post_norm: Norm | None
+    gate_up: Linear  # or up alone
     down: Linear
 
     @property
@@ -209,6 +214,8 @@ class Decoder:
     def head(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Logits in the model's dtype, [rows, vocab]."""
         logits = self._head.product(hidden, out=out)
+        if self.spec.logit_scale != 1.0:
+            logits.mul_(self.spec.logit_scale)
         cap = self.spec.logit_softcap
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
@@ -256,13 +263,16 @@ class Decoder:
 
     def _first_norm(self, residual: torch.Tensor) -> torch.Tensor:
         """What the first layer reads of the embedding, which is scaled in place."""
-        weight = self._layers[0].attn_norm
+        norm = self._layers[0].attn_norm
         if self._embed_scale != 1.0:
             residual *= self._embed_scale
-        if weight is None:
-            return residual
-        pdl = self._pdl(len(residual))
-        return self.kernels.rms_norm(residual, weight, self.spec.norm_eps, pdl=pdl)
+        return residual if norm is None else self._norm(residual, norm, self._pdl(len(residual)))
+
+    def _norm(self, x: torch.Tensor, norm: Norm, pdl: bool) -> torch.Tensor:
+        eps = self.spec.norm_eps
+        if self.spec.norm == "layer":
+            return self.kernels.layer_norm(x, *norm, eps)
+        return self.kernels.rms_norm(x, norm.weight, eps, pdl=pdl)
 
     def _qkv(
         self, layer: Layer, normed: torch.Tensor, out: torch.Tensor | None = None
@@ -359,7 +369,13 @@ class Decoder:
         layer = self._layers[index]
         last = index + 1 == len(self._layers)
         next_norm = self._final_norm if last else self._layers[index + 1].attn_norm
-        normed = self._attention_output(layer, attended, residual)
+        if layer.spec.parallel:
+            # What attention has read, from the residual that nothing was added to as yet.
+            norm, pdl = layer.attn_norm, self._pdl(len(residual))
+            normed = residual.clone() if norm is None else self._norm(residual, norm, pdl)
+            self._attention_output(layer, attended, residual)
+        else:
+            normed = self._attention_output(layer, attended, residual)
         return self._mlp(layer, normed, residual, next_norm)
 
     def _attention_output(
@@ -374,27 +390,35 @@ class Decoder:
         layer: Layer,
         normed: torch.Tensor,
         residual: torch.Tensor,
-        next_norm: torch.Tensor | None,
+        next_norm: Norm | None,
     ) -> torch.Tensor:
-        pdl, activation = self._pdl(len(residual)), layer.spec.mlp.activation
-        out = layer.down.product(layer.gate_up.gated_product(normed, activation, pdl=pdl), pdl=pdl)
+        pdl, mlp = self._pdl(len(residual)), layer.spec.mlp
+        if mlp.gated:
+            inner = layer.gate_up.gated_product(normed, mlp.activation, pdl=pdl)
+        else:
+            inner = self.kernels.activate(layer.gate_up.product(normed, pdl=pdl), mlp.activation)
+        out = layer.down.product(inner, pdl=pdl)
         return self._add(out, layer.mlp_post_norm, residual, next_norm, pdl)
 
     def _add(
         self,
         out: torch.Tensor,
-        post_norm: torch.Tensor | None,
+        post_norm: Norm | None,
         residual: torch.Tensor,
-        next_norm: torch.Tensor | None,
+        next_norm: Norm | None,
         pdl: bool,
     ) -> torch.Tensor:
         """Add what attention or MLP returned to the residual: what comes next reads this."""
-        eps = self.spec.norm_eps
         if post_norm is not None:
-            out = self.kernels.rms_norm(out, post_norm, eps, pdl=pdl)
+            out = self._norm(out, post_norm, pdl)
+        if self.spec.residual_scale != 1.0:
+            out *= self.spec.residual_scale
         if next_norm is None:
             return residual.add_(out)
-        return self.kernels.add_rms_norm(out, residual, next_norm, eps, pdl=pdl)
+        if self.spec.norm == "layer":
+            return self._norm(residual.add_(out), next_norm, pdl)
+        eps = self.spec.norm_eps
+        return self.kernels.add_rms_norm(out, residual, next_norm.weight, eps, pdl=pdl)
 
     def _pdl(self, tokens: int) -> bool:
         return self.pdl and tokens <= FEW_TOKENS
@@ -404,8 +428,8 @@ def _to_meta(part: Any) -> Any:
     """A tensor, a format or a layer, without memory."""
     if isinstance(part, torch.Tensor):
         return part.to("meta")
-    if isinstance(part, Rope):
-        return Rope(*map(_to_meta, part))
+    if isinstance(part, Rope | Norm):
+        return type(part)(*map(_to_meta, part))
     if isinstance(part, Layer):
         values = {field.name: _to_meta(getattr(part, field.name)) for field in fields(part)}
         return replace(part, **values)
@@ -438,7 +462,9 @@ class _Loader:
     def layer(self, index: int) -> Layer:
         spec, at = self._spec.layers[index], f"layers.{index}."
         part, names = spec.attention, spec.weight_shapes(self._spec.hidden_size)
-        norm = partial(self._norm_if_any, at, names)
+        norm = partial(self._if_any, self.norm, at, names)
+        weight = partial(self._if_any, self._norm_weight, at, names)
+        gate_up = ["gate", "up"] if spec.mlp.gated else ["up"]
         return Layer(
             spec=spec,
             group=self._group_of[index],
@@ -447,19 +473,23 @@ class _Loader:
             attn_norm=norm("attn_norm"),
             attn_post_norm=norm("attn_post_norm"),
             qkv=self._linear([at + "q", at + "k", at + "v"], part.qkv_bias),
-            q_norm=norm("q_norm"),
-            k_norm=norm("k_norm"),
+            q_norm=weight("q_norm"),
+            k_norm=weight("k_norm"),
             o=self._linear([at + "o"], part.output_bias),
             mlp_norm=norm("mlp_norm"),
             mlp_post_norm=norm("mlp_post_norm"),
-            gate_up=self._linear([at + "gate", at + "up"], spec.mlp.bias),
+            gate_up=self._linear([at + name for name in gate_up], spec.mlp.bias),
             down=self._linear([at + "down"], spec.mlp.bias),
         )
 
     def tensor(self, name: str) -> torch.Tensor:
         return self._read(name).to(self._device, self._dtype)
 
-    def norm(self, name: str) -> torch.Tensor:
+    def norm(self, name: str) -> Norm:
+        bias = self._norm_weight(f"{name}_bias") if self._spec.norm_bias else None
+        return Norm(self._norm_weight(name), bias)
+
+    def _norm_weight(self, name: str) -> torch.Tensor:
         if self._spec.norm_fp32:
             return read_tensor(self._source, name, torch.float32).to(self._device)
         return self.tensor(name)
@@ -467,8 +497,8 @@ class _Loader:
     def _read(self, name: str) -> torch.Tensor:
         return read_tensor(self._source, name, self._weight_dtype)
 
-    def _norm_if_any(self, at: str, names: dict[str, Any], name: str) -> torch.Tensor | None:
-        return self.norm(at + name) if name in names else None
+    def _if_any(self, read: Callable[[str], Any], at: str, names: dict[str, Any], name: str) -> Any:
+        return read(at + name) if name in names else None
 
     def _linear(self, names: list[str], biased: bool) -> Linear:
         bias = self._merged([name + "_bias" for name in names]) if biased else None

@@ -2,7 +2,8 @@
 
 A tensor is a run of blocks. A quantised block holds 32 or 256 neighbours of a row as small whole
 numbers `q` with the scales (and, for some types, offsets) that give the values back:
-`scale · q`, `scale · (q − centre)`, `scale · q + offset` or `scale · q − offset`.
+`scale · q`, `scale · (q − centre)`, `scale · q + offset` or `scale · q − offset`. The types whose
+whole numbers come from a table or a grid are in `dequant_iq.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from twostroke.model import dequant_iq
 from twostroke.model.block_types import LAYOUTS, BlockType, num_bytes
 
 Bytes = npt.NDArray[np.uint8]
@@ -193,4 +195,5 @@ _UNPACK: dict[BlockType, Callable[[Bytes], Floats]] = {
     BlockType.Q4_K: _q4_k,
     BlockType.Q5_K: _q5_k,
     BlockType.Q6_K: _q6_k,
+    **dequant_iq.UNPACK,
 }

@@ -3,7 +3,8 @@ that only speaks reads its vocabulary with this.
 
 A file is a header (magic, version, counts), key–value metadata, one entry per tensor, padding,
 and the tensors' bytes. All lengths come from the file, so every one is checked against the bytes
-that are left before it is believed.
+that are left before it is believed. A model may be split into several files, of which the first has
+the metadata and each some of the tensors.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from twostroke.errors import ModelError
 from twostroke.model.block_types import LAYOUTS, BlockType, num_bytes
 from twostroke.model.fields import shown
-from twostroke.model.on_disk import forget_pages
+from twostroke.model.on_disk import GGUF_PART, forget_pages, gguf_parts
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -63,47 +64,124 @@ SMALLEST_TENSOR = SMALLEST_STRING + 4 + 8 + 4 + 8
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """`shape` has the last dimension contiguous, as in torch; `offset` counts from byte 0."""
+    """`shape` has the last dimension contiguous, as in torch; `offset` counts from byte 0 of the
+    file, which is the `part`-th of a split model."""
 
     name: str
     shape: tuple[int, ...]
     type: BlockType
     offset: int
     num_bytes: int
+    part: int = 0
+
+
+class _Part(NamedTuple):
+    """One file of a model."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    buffer: mmap.mmap
 
 
 class GGUFFile:
-    """An open GGUF file. Only the header has been read; the tensors' bytes stay on disk."""
+    """An open GGUF model, of one file or of several. Only the headers have been read; the tensors'
+    bytes stay on disk. `path` and `metadata` are the first file's."""
 
-    def __init__(
-        self,
-        path: Path,
-        metadata: dict[str, Any],
-        tensors: dict[str, TensorInfo],
-        buffer: mmap.mmap,
-    ) -> None:
-        self.path = path
-        self.metadata = metadata
-        self.tensors = tensors
-        self._buffer = buffer
-        self._data = memoryview(buffer)
+    def __init__(self, parts: list[_Part]) -> None:
+        self.path, self.metadata = parts[0].path, parts[0].metadata
+        self.tensors = {name: info for part in parts for name, info in part.tensors.items()}
+        self._paths = [part.path for part in parts]
+        self._buffers = [part.buffer for part in parts]
+        self._data = [memoryview(part.buffer) for part in parts]
 
     @classmethod
     def open(cls, path: Path) -> GGUFFile:
-        buffer = _map(path)
-        header = _Header(path, buffer)
-        metadata, tensors = header.read()
-        return cls(path, metadata, tensors, buffer)
+        """`path` is the only file or the first of several, which are found by their names."""
+        first = _read(path, 0)
+        count = _split_field(first, "split.count", 1)
+        return cls([first] if count <= 1 else _read_parts(first, count))
+
+    def path_of(self, name: str) -> Path:
+        """The file that holds a tensor; the first one for a tensor that there is not."""
+        info = self.tensors.get(name)
+        return self.path if info is None else self._paths[info.part]
 
     def raw(self, name: str) -> memoryview:
         """The bytes of a tensor: a read-only view of the mapped file, nothing is copied."""
         info = self.tensors[name]
-        return self._data[info.offset : info.offset + info.num_bytes]
+        return self._data[info.part][info.offset : info.offset + info.num_bytes]
 
     def forget(self, name: str) -> None:
         """The tensor has been read: its pages need no memory until someone reads it again."""
         info = self.tensors[name]
-        forget_pages(self._buffer, info.offset, info.offset + info.num_bytes)
+        forget_pages(self._buffers[info.part], info.offset, info.offset + info.num_bytes)
+
+
+def _read(path: Path, part: int) -> _Part:
+    buffer = _map(path)
+    metadata, tensors = _Header(path, buffer, part).read()
+    return _Part(path, metadata, tensors, buffer)
+
+
+def _read_parts(first: _Part, count: int) -> list[_Part]:
+    """All parts of a split model, found to be of one."""
+    match = GGUF_PART.fullmatch(first.path.name)
+    if match is None or int(match[3]) != count or int(match[2]) != 1:
+        raise ModelError(
+            f"{first.path}: is one of {count} parts of a split GGUF (split.count), which are found "
+            f"by their names: the first is to be called NAME-00001-of-{count:05}.gguf, and the "
+            "others stand beside it. Give the file the name that it was published under."
+        )
+    paths = [first.path.with_name(name) for name in gguf_parts(first.path.name)]
+    if missing := [path.name for path in paths if not path.is_file()]:
+        raise ModelError(
+            f"{first.path.with_name(missing[0])}: there is no such file, which is one of {count} "
+            f"parts of a split GGUF ({len(missing)} of them missing). Download it into the folder."
+        )
+    parts = [first, *(_read(path, n) for n, path in enumerate(paths[1:], 1))]
+    num_tensors = _split_field(first, "split.tensors.count", None)
+    owner: dict[str, Path] = {}
+    for number, part in enumerate(parts):
+        expected = {"split.no": number, "split.count": count, "split.tensors.count": num_tensors}
+        for key, value in expected.items():
+            found = _split_field(part, key, None)
+            if found != value:
+                raise ModelError(
+                    f"{part.path}: {key} is {found}, where {value} was expected of part "
+                    f"{number + 1} of {first.path.name}. The parts are not of one model; download "
+                    "them again."
+                )
+        arch = part.metadata.get("general.architecture", first.metadata.get("general.architecture"))
+        if arch != first.metadata.get("general.architecture"):
+            raise ModelError(
+                f"{part.path}: is of the architecture {shown(arch)}, and {first.path.name} is of "
+                "another. The parts are not of one model; download them again."
+            )
+        for name in part.tensors:
+            if name in owner:
+                raise ModelError(
+                    f"{part.path}: holds the tensor {name!r}, which {owner[name].name} holds, too. "
+                    "The parts are not of one model; download them again."
+                )
+            owner[name] = part.path
+    if num_tensors is not None and len(owner) != num_tensors:
+        raise ModelError(
+            f"{first.path}: announces {num_tensors} tensors (split.tensors.count), but its {count} "
+            f"parts hold {len(owner)}. The parts are not of one model; download them again."
+        )
+    return parts
+
+
+def _split_field(part: _Part, key: str, default: int | None) -> Any:
+    """One of the numbers that say how a model is split."""
+    value = part.metadata.get(key, default)
+    if value is not None and (type(value) is not int or not 0 <= value <= MAX_TENSORS):
+        raise ModelError(
+            f"{part.path}: {key} must be a number from 0 to {MAX_TENSORS}, not {shown(value)}. The "
+            "file is damaged; download it again."
+        )
+    return value
 
 
 def _map(path: Path) -> mmap.mmap:
@@ -129,8 +207,9 @@ def _map(path: Path) -> mmap.mmap:
 class _Header:
     """Walks through the header once, from the first byte to the last."""
 
-    def __init__(self, path: Path, buffer: mmap.mmap) -> None:
+    def __init__(self, path: Path, buffer: mmap.mmap, part: int) -> None:
         self.path = path
+        self.part = part
         self.buffer = buffer
         self.size = len(buffer)
         self.at = len(MAGIC)
@@ -259,9 +338,7 @@ class _Header:
                 )
             offset = data_start + entry.offset
             needed_bytes = max(needed_bytes, offset + entry.num_bytes)
-            tensors[entry.name] = TensorInfo(
-                entry.name, entry.shape, entry.type, offset, entry.num_bytes
-            )
+            tensors[entry.name] = replace(entry, offset=offset, part=self.part)
         if needed_bytes > self.size:
             raise ModelError(
                 f"{self.path}: the file is truncated: {needed_bytes - self.size} bytes are "

@@ -20,7 +20,16 @@ from twostroke.model import gguf_parts as parts
 from twostroke.model.fields import REQUIRED, Fields, shown
 from twostroke.model.gguf import GGUFFile
 from twostroke.model.gguf_parts import Settings
-from twostroke.model.spec import LAYERS, WIDTH, LayerSpec, ModelSpec, QKNorm, RopeSpec
+from twostroke.model.spec import (
+    LAYERS,
+    WIDTH,
+    LayerSpec,
+    ModelSpec,
+    QKNorm,
+    RopeSpec,
+    with_layers,
+    without_rope,
+)
 from twostroke.model.tensor_names import TensorNames
 
 # A field of the spec → where the metadata says it, under the architecture's prefix. Of what is not
@@ -34,6 +43,7 @@ FIELDS |= {"vocab_size": "vocab_size", "family": "general.architecture"}
 
 _LAYER = {"attn_norm": "attn_norm.weight", "mlp_norm": "ffn_norm.weight"}
 _LAYER |= {"attn_post_norm": "post_attention_norm.weight", "mlp_post_norm": "post_ffw_norm.weight"}
+_LAYER |= {"attn_norm_bias": "attn_norm.bias", "mlp_norm_bias": "ffn_norm.bias"}
 _LAYER |= {"q": "attn_q.weight", "k": "attn_k.weight", "v": "attn_v.weight"}
 _LAYER |= {"o": "attn_output.weight", "o_bias": "attn_output.bias"}
 _LAYER |= {"q_bias": "attn_q.bias", "k_bias": "attn_k.bias", "v_bias": "attn_v.bias"}
@@ -44,6 +54,7 @@ NAMES = TensorNames(
     model={
         "embed": "token_embd.weight",
         "final_norm": "output_norm.weight",
+        "final_norm_bias": "output_norm.bias",
         "head": "output.weight",
     },
     layer=_LAYER,
@@ -51,6 +62,20 @@ NAMES = TensorNames(
 )
 _QKV, _GATE_UP = "attn_qkv.weight", "ffn_up.weight"
 PHI3_NAMES = NAMES.but(q=_QKV, k=_QKV, v=_QKV, gate=_GATE_UP, up=_GATE_UP)
+# Llama's conversions reorder the rows of q and k; GLM's and Cohere's files have them so.
+LLAMA_NAMES = NAMES.but(rope_neighbours=True)
+GLM4_NAMES = NAMES.but(rope_neighbours=True, gate=_GATE_UP, up=_GATE_UP)
+_QKV_BIAS = "attn_qkv.bias"
+CHATGLM_NAMES = GLM4_NAMES.but(
+    rope_neighbours=True,
+    q=_QKV,
+    k=_QKV,
+    v=_QKV,
+    q_bias=_QKV_BIAS,
+    k_bias=_QKV_BIAS,
+    v_bias=_QKV_BIAS,
+)
+SEED_OSS_NAMES = NAMES.but(mlp_norm="post_attention_norm.weight")
 
 # ── architectures ───────────────────────────────────────────────────────────────────────────────
 
@@ -63,13 +88,85 @@ def _qwen3(settings: Settings) -> ModelSpec:
     return _plain(settings, qk_norm="head")
 
 
-def _plain(settings: Settings, qk_norm: QKNorm = "none") -> ModelSpec:
+def _smollm3(settings: Settings) -> ModelSpec:
+    """Readers of the format know that every fourth layer has no rope."""
+    spec = _plain(settings)
+    return without_rope(spec, range(3, spec.num_layers, 4))
+
+
+def _granite(settings: Settings) -> ModelSpec:
+    spec = _plain(settings)
+    if not settings.boolean("rope.scaling.finetuned", True):  # how its files say that it has none
+        spec = without_rope(spec, range(spec.num_layers))
+    # 0 stands for what there is without it.
+    scale = parts.multiplier(settings, parts.ATTENTION_SCALE) or spec.layers[0].attention.scale
+    layers = (
+        replace(layer, attention=replace(layer.attention, scale=scale)) for layer in spec.layers
+    )
+    return replace(
+        spec,
+        layers=tuple(layers),
+        embed_scale=parts.multiplier(settings, "embedding_scale") or 1.0,
+        residual_scale=parts.multiplier(settings, "residual_scale") or 1.0,
+        logit_scale=1 / (parts.multiplier(settings, "logit_scale") or 1.0),
+    )
+
+
+def _glm4(settings: Settings) -> ModelSpec:
+    if "rope.dimension_sections" in settings:
+        settings.refuse("rope.dimension_sections", "absent in a GLM-4 model without images")
+    return with_layers(_plain(settings), post_norm=True)
+
+
+def _exaone4(settings: Settings) -> ModelSpec:
+    """In a model with windows only layers that slide have rope."""
+    spec = _plain(settings, qk_norm="head", period=4)
+    windows = [layer.attention.window for layer in spec.layers]
+    full = [n for n, window in enumerate(windows) if window is None and any(windows)]
+    return without_rope(with_layers(spec, pre_norm=False, post_norm=True), full)
+
+
+def _command_r(settings: Settings) -> ModelSpec:
+    spec = _with_layer_norms(settings, _plain(settings, period=4, eps=parts.LAYER_NORM_EPS))
+    scale = parts.multiplier(settings, "logit_scale") or 1.0
+    return replace(with_layers(spec, parallel=True), logit_scale=scale, norm_fp32=True)
+
+
+def _cohere2(settings: Settings) -> ModelSpec:
+    """Only layers that slide have rope."""
+    spec = _command_r(settings)
+    windows = [layer.attention.window for layer in spec.layers]
+    return without_rope(spec, [n for n, window in enumerate(windows) if window is None])
+
+
+def _stablelm(settings: Settings) -> ModelSpec:
+    """The absence of a second norm says that attention and MLP stand side by side: the setting
+    for it is true in all files."""
+    spec = _with_layer_norms(settings, _plain(settings, eps=parts.LAYER_NORM_EPS))
+    return with_layers(spec, parallel=not settings.in_any_layer("mlp_norm"))
+
+
+def _starcoder2(settings: Settings) -> ModelSpec:
+    mlp = replace(parts.mlp(settings, "gelu_tanh"), gated=False)
+    return with_layers(
+        _with_layer_norms(settings, _plain(settings, eps=parts.LAYER_NORM_EPS)), mlp=mlp
+    )
+
+
+def _with_layer_norms(settings: Settings, spec: ModelSpec) -> ModelSpec:
+    return replace(spec, norm="layer", norm_bias=settings.has_tensor("final_norm_bias"))
+
+
+def _plain(
+    settings: Settings, qk_norm: QKNorm = "none", period: int = 0, eps: str = parts.RMS_NORM_EPS
+) -> ModelSpec:
+    """`period`: see `parts.windows`."""
     rope, max_context = parts.rope(settings, parts.heads(settings)[2])
     attention = parts.attention(settings, rope, qk_norm)
     mlp = parts.mlp(settings)
-    windows = parts.windows(settings)
+    windows = parts.windows(settings, period)
     layers = [LayerSpec(replace(attention, window=window), mlp) for window in windows]
-    return parts.model(settings, layers, max_context)
+    return parts.model(settings, layers, max_context, eps)
 
 
 def _gemma2(settings: Settings) -> ModelSpec:
@@ -144,33 +241,43 @@ def _phi3(settings: Settings) -> ModelSpec:
 
 
 def _olmo2(settings: Settings) -> ModelSpec:
-    if any(parts.windows(settings)):  # OLMo 3 calls itself olmo2, too
-        settings.refuse(
-            "attention.sliding_window", "absent in an OLMo 2 model (OLMo 3 has windows)"
-        )
+    """OLMo 2 and, with windows, OLMo 3: the scaling of rope is that of layers without one."""
     rope, max_context = parts.rope(settings, parts.heads(settings)[2])
-    attention = parts.attention(settings, rope, qk_norm="full")
-    layer = LayerSpec(attention, parts.mlp(settings), pre_norm=False, post_norm=True)
-    spec = parts.model(settings, [layer] * parts.num_layers(settings), max_context)
+    full = parts.attention(settings, rope, qk_norm="full")
+    mlp, sliding = parts.mlp(settings), RopeSpec(rope.theta, rope.dim)
+    layers = []
+    for window in parts.windows(settings, period=4):
+        attention = full if window is None else replace(full, rope=sliding, window=window)
+        layers.append(LayerSpec(attention, mlp, pre_norm=False, post_norm=True))
+    spec = parts.model(settings, layers, max_context)
     return replace(spec, norm_fp32=True)
 
 
 class Architecture(NamedTuple):
     spec: Callable[[Settings], ModelSpec]
     names: TensorNames = NAMES
-    # Conversions reorder the rows of q and k so that the channels rope turns together are
-    # neighbours.
-    rope_neighbours: bool = False
     settings: tuple[str, ...] = ()  # of NEUTRAL_SETTINGS, those that it reads
     tensors: tuple[str, ...] = ()  # that it reads besides weights
 
 
 _CAPS = (parts.ATTENTION_SOFTCAP, parts.LOGIT_SOFTCAP)
+_SCALES = (parts.ATTENTION_SCALE, "embedding_scale", "residual_scale", "logit_scale")
 _ROPE_FACTORS = (parts.ROPE_FACTORS_LONG, parts.ROPE_FACTORS_SHORT)
-ARCHITECTURES = {  # SmolLM2, Mistral and Llama 3.x call themselves llama
-    "llama": Architecture(_llama, rope_neighbours=True, tensors=(parts.ROPE_FACTORS,)),
+ARCHITECTURES = {  # SmolLM2, Mistral, Falcon 3, InternLM 3 and Llama 3.x call themselves llama
+    "llama": Architecture(_llama, LLAMA_NAMES, tensors=(parts.ROPE_FACTORS,)),
     "qwen2": Architecture(_llama, tensors=(parts.ROPE_FACTORS,)),
     "qwen3": Architecture(_qwen3, tensors=(parts.ROPE_FACTORS,)),
+    "internlm2": Architecture(_llama, LLAMA_NAMES),
+    "smollm3": Architecture(_smollm3, LLAMA_NAMES, tensors=(parts.ROPE_FACTORS,)),
+    "granite": Architecture(_granite, LLAMA_NAMES, _SCALES, tensors=(parts.ROPE_FACTORS,)),
+    "chatglm": Architecture(_llama, CHATGLM_NAMES),
+    "glm4": Architecture(_glm4, GLM4_NAMES),
+    "command-r": Architecture(_command_r, LLAMA_NAMES, ("logit_scale",)),
+    "cohere2": Architecture(_cohere2, LLAMA_NAMES, ("logit_scale",)),
+    "stablelm": Architecture(_stablelm, settings=("use_parallel_residual",)),
+    "starcoder2": Architecture(_starcoder2),
+    "exaone4": Architecture(_exaone4, tensors=(parts.ROPE_FACTORS,)),
+    "seed_oss": Architecture(_llama, SEED_OSS_NAMES),
     "gemma2": Architecture(_gemma2, settings=_CAPS),
     "gemma3": Architecture(_gemma3, settings=(parts.LOGIT_SOFTCAP,)),
     "olmo2": Architecture(_olmo2),
@@ -203,12 +310,6 @@ def _architecture(file: GGUFFile) -> str:
         raise ModelError(
             f"{file.path}: the architecture {shown(arch)} is not supported. "
             f"Supported: {', '.join(ARCHITECTURES)} (general.architecture)."
-        )
-    num_parts = general.integer("split.count", 0, 1 << 16, default=0)
-    if num_parts > 1:
-        raise ModelError(
-            f"{file.path}: this is one of {num_parts} parts of a split model (split.count), which "
-            "are not supported. Join the parts into one file, or download the model as one file."
         )
     return arch
 

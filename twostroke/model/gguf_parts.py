@@ -18,6 +18,7 @@ from twostroke.model.spec import (
     HEAD_DIM,
     HEADS,
     LAYERS,
+    MULTIPLIER_MAX,
     NORM_EPS,
     ROPE_FACTOR,
     ROPE_THETA_MAX,
@@ -37,6 +38,8 @@ from twostroke.model.tensor_names import TensorNames
 
 ROPE_FACTORS = "rope_freqs.weight"
 ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+RMS_NORM_EPS, LAYER_NORM_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+ATTENTION_SCALE = "attention.scale"
 ATTENTION_SOFTCAP, LOGIT_SOFTCAP = "attn_logit_softcapping", "final_logit_softcapping"
 
 # Settings that not every architecture has, with the values at which they change nothing.
@@ -49,7 +52,7 @@ NEUTRAL_SETTINGS: dict[str, tuple[Any, ...]] = {
     "attention.max_alibi_bias": (0,),
     "attention.kv_lora_rank": (0,),
     "attention.temperature_scale": (0,),
-    "attention.scale": (0,),  # 0 stands for the usual 1/√head_dim
+    ATTENTION_SCALE: (0,),  # 0 stands for the usual 1/√head_dim
     "embedding_scale": (0, 1),
     "residual_scale": (0, 1),
     "logit_scale": (0, 1),
@@ -154,7 +157,9 @@ def mlp(settings: Settings, activation: Activation = "silu") -> MLPSpec:
     return MLPSpec(settings.integer("feed_forward_length", *WIDTH), activation, biased)
 
 
-def model(settings: Settings, layers: Sequence[LayerSpec], max_context: int) -> ModelSpec:
+def model(
+    settings: Settings, layers: Sequence[LayerSpec], max_context: int, eps: str = RMS_NORM_EPS
+) -> ModelSpec:
     vocabulary = settings.integer("vocab_size", *VOCABULARY, default=_num_embeddings(settings))
     low, high = NORM_EPS
     return ModelSpec(
@@ -162,7 +167,7 @@ def model(settings: Settings, layers: Sequence[LayerSpec], max_context: int) -> 
         vocab_size=vocabulary,
         hidden_size=settings.integer("embedding_length", *WIDTH),
         layers=tuple(layers),
-        norm_eps=settings.number("attention.layer_norm_rms_epsilon", low=low, high=high),
+        norm_eps=settings.number(eps, low=low, high=high),
         max_context=max_context,
         tie_embeddings=not settings.has_tensor("head"),
     )
@@ -175,6 +180,12 @@ def _num_embeddings(settings: Settings) -> Any:
         return embedding.shape[0]
     tokens = settings.file.metadata.get("tokenizer.ggml.tokens")
     return len(tokens) if isinstance(tokens, list) else REQUIRED
+
+
+def multiplier(settings: Settings, name: str) -> float:
+    """What something is multiplied by; 0: nothing is."""
+    factor: float = settings.number(name, high=MULTIPLIER_MAX, default=0.0)
+    return factor
 
 
 def softcap(settings: Settings, name: str, default: float) -> float:
@@ -272,7 +283,7 @@ def rope(settings: Settings, head_dim: int) -> tuple[RopeSpec, int]:
         original,
         beta_fast=fast,
         beta_slow=slow,
-        attention_factor=yarn_attention_factor(factor) * _attention_factor(settings),
+        attention_factor=_attention_factor(settings, yarn_attention_factor(factor)),
     ), max_context
 
 
@@ -298,11 +309,12 @@ def _original_context(settings: Settings, positions: int) -> int:
     return original
 
 
-def _attention_factor(settings: Settings) -> float:
-    """What multiplies cos and sin besides the scaling's own."""
-    factor = 1.0
-    for key in ("attn_factor", "yarn_attn_factor"):
-        factor *= settings.number(f"rope.scaling.{key}", above=0.0, high=1e3, default=1.0)
+def _attention_factor(settings: Settings, usual: float = 1.0) -> float:
+    """What multiplies cos and sin. Conversions of yarn write the config's own factor, which takes
+    the place of the usual one."""
+    factor: float = 1.0
+    for key, default in (("yarn_attn_factor", usual), ("attn_factor", 1.0)):
+        factor *= settings.number(f"rope.scaling.{key}", above=0.0, high=1e3, default=default)
     return factor
 
 

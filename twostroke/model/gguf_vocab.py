@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, processors
 
 from twostroke.errors import ModelError, nearest
 from twostroke.model.chat_template import choose_template
 from twostroke.model.detokenizer import SPACE_MARK
 from twostroke.model.fields import Fields, shown
+from twostroke.model.pre_tokenizers import PRE_TOKENIZERS, pre_tokenizer_of
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # token_type; 5 is unused, 6 a byte
 WAY_OUT: Final = (
@@ -25,47 +26,6 @@ WAY_OUT: Final = (
 MAX_TOKEN_CHARS: Final = 1024
 MAX_PIECES_CHARS: Final = 1 << 23  # of all tokens together
 MAX_TEMPLATE_CHARS: Final = 1 << 20
-
-LLAMA3_PATTERN: Final = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"  # contractions
-    r"|[^\r\n\p{L}\p{N}]?\p{L}+"  # a word, with the one character before it
-    r"|\p{N}{1,3}"  # digits, by threes
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*"  # signs, up to the end of their line
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"  # white space; the last blank stays with the next word
-)
-QWEN2_PATTERN: Final = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")  # digits one by one
-# A word is cut where its letters turn from small to capital, and takes its contraction along.
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-GPT4O_PATTERN: Final = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}"
-    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-GPT2_PATTERN: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# One after the other: each cuts what those before have left in one piece.
-PATTERNS: Final = {
-    "llama-bpe": (LLAMA3_PATTERN,),
-    "dbrx": (LLAMA3_PATTERN,),
-    "qwen2": (QWEN2_PATTERN,),
-    "gpt-4o": (GPT4O_PATTERN,),
-    # llama.cpp's, for a header that names none: signs apart from all else, then as GPT-2, then
-    # digits apart from the space before them and by threes.
-    "default": (r"[\p{P}$+<=>^~|]+", GPT2_PATTERN, r"\p{N}+", r"[0-9]{3}"),
-}
-# tokenizer.ggml.pre → how a text is cut before merging
-PRE_TOKENIZERS: Final = {
-    "default": "default",
-    "gpt-2": "gpt-2",
-    "llama-bpe": "llama-bpe",
-    "llama3": "llama-bpe",
-    "llama-v3": "llama-bpe",
-    "qwen2": "qwen2",
-    "deepseek-r1-qwen": "qwen2",
-    "smollm": "smollm",
-    "dbrx": "dbrx",  # Phi-4, OLMo 2
-    "gpt-4o": "gpt-4o",  # Phi-4-mini
-}
 
 
 @dataclass(frozen=True)
@@ -167,11 +127,10 @@ def _byte_level_bpe(header: _Header) -> tokenizers.Tokenizer:
             f"{header.where}: names the pre-tokenizer {named!r} (tokenizer.ggml.pre), which is "
             f"not supported{nearest(named, PRE_TOKENIZERS) or '.'} Supported: {known}. {WAY_OUT}"
         )
-    # Llama 3 takes a word that is a token whole, even where its merges lead elsewhere.
-    tokenizer = _bpe(header, _merges(header), ignore_merges=kind == "llama-bpe")
-    if kind == "qwen2":
+    tokenizer = _bpe(header, _merges(header), ignore_merges=kind.ignore_merges)
+    if kind.nfc:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = _pre_tokenizer(kind)
+    tokenizer.pre_tokenizer = pre_tokenizer_of(kind)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -185,19 +144,6 @@ def _merges(header: _Header) -> list[tuple[str, str]]:
             f"between, one pair for each merge of its byte-level vocabulary. {WAY_OUT}"
         )
     return pairs
-
-
-def _pre_tokenizer(kind: str) -> pre_tokenizers.PreTokenizer:
-    """What cuts a text into words, and writes the words in the byte-level alphabet."""
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)  # GPT-2's cut
-    if kind == "gpt-2":
-        return byte_level
-    if kind == "smollm":
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    regexes = map(tokenizers.Regex, PATTERNS[kind])
-    cuts = [pre_tokenizers.Split(regex, behavior="isolated") for regex in regexes]
-    alphabet_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([*cuts, alphabet_only])
 
 
 def _sentencepiece_bpe(header: _Header) -> tokenizers.Tokenizer:
@@ -282,7 +228,8 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, header: _Header) -> None:
 
 
 def _add_bos_and_eos(tokenizer: tokenizers.Tokenizer, header: _Header) -> None:
-    begins = header.is_sentencepiece or PRE_TOKENIZERS.get(header.string("pre", "")) == "llama-bpe"
+    kind = PRE_TOKENIZERS.get(header.string("pre", "default", longest=64))
+    begins = header.is_sentencepiece or (kind is not None and kind.begins)
     bos_id = header.bos_id if header.boolean("add_bos_token", begins) else None
     eos_id = header.eos_id if header.boolean("add_eos_token", False) else None
     around = [(header.tokens[n], n) for n in (bos_id, eos_id) if n is not None]

@@ -15,6 +15,7 @@ from twostroke.model.spec import (
     HEAD_DIM,
     HEADS,
     LAYERS,
+    MULTIPLIER_MAX,
     NORM_EPS,
     ROPE_FACTOR,
     ROPE_THETA_MAX,
@@ -90,8 +91,8 @@ def activation(
     value = fields.value(name) if name in fields else first
     if not isinstance(value, str) or value not in known:
         raise ModelError(
-            f"{fields.where}: the activation {shown(value)} ({name}) is not supported, only "
-            f"{first!r}."
+            f"{fields.where}: the activation {shown(value)} ({name}) is not supported with this "
+            f"model_type, only {first!r}."
         )
     return known[value]
 
@@ -103,20 +104,25 @@ def model(
     max_context: int,
     tied: bool = False,
     eps: float = 1e-6,
+    eps_name: str = "rms_norm_eps",
 ) -> ModelSpec:
     """`tied` and `eps`: what they are where the config does not say it."""
-    default_eps = REQUIRED if fields.given_as_null("rms_norm_eps") else eps
+    default_eps = REQUIRED if fields.given_as_null(eps_name) else eps
     return ModelSpec(
         family=family,
         vocab_size=fields.integer("vocab_size", *VOCABULARY),
         hidden_size=fields.integer("hidden_size", *WIDTH),
         layers=tuple(layers),
-        norm_eps=fields.number(
-            "rms_norm_eps", low=NORM_EPS[0], high=NORM_EPS[1], default=default_eps
-        ),
+        norm_eps=fields.number(eps_name, low=NORM_EPS[0], high=NORM_EPS[1], default=default_eps),
         max_context=max_context,
         tie_embeddings=fields.boolean("tie_word_embeddings", tied),
     )
+
+
+def multiplier(fields: Fields, name: str, default: float = 1.0) -> float:
+    """What something is multiplied by: above 0."""
+    factor: float = fields.number(name, above=0.0, high=MULTIPLIER_MAX, default=default)
+    return factor
 
 
 def softcap(fields: Fields, name: str, default: float) -> float:
@@ -166,6 +172,11 @@ def layer_kinds(fields: Fields, otherwise: Sequence[str]) -> Sequence[str]:
     return kinds
 
 
+def windows(kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
+    """Of each layer, by its kind."""
+    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
 def one_full_in(period: int, count: int) -> list[str]:
     """The last of every `period` layers sees everything, the others slide."""
     return [FULL if (n + 1) % period == 0 else SLIDING for n in range(count)]
@@ -179,11 +190,11 @@ def context(fields: Fields) -> int:
     return positions
 
 
-def rope(fields: Fields, head_dim: int) -> tuple[RopeSpec, int]:
+def rope(fields: Fields, head_dim: int, default_theta: float = 10000.0) -> tuple[RopeSpec, int]:
     """Rope from either spelling (`rope_parameters`, or `rope_theta` + `rope_scaling`), and the
     longest context with its scaling."""
     given = fields.nested("rope_scaling").over(fields.nested("rope_parameters"))
-    return rope_of(given, fields, head_dim, context(fields))
+    return rope_of(given, fields, head_dim, context(fields), default_theta)
 
 
 def rope_of(
@@ -212,6 +223,20 @@ def rope_of(
         fast = given.number("high_freq_factor", above=slow, high=1e6, default=4.0)
         return RopeSpec(base, dim, "llama3", factor, original, slow, fast), positions
     return _yarn(given, base, dim, factor, original), max(positions, stretched)
+
+
+def two_ropes(
+    fields: Fields, theta_sliding: float, theta_full: float
+) -> tuple[dict[str, RopeSpec], int]:
+    """One for each kind of layer: under `rope_parameters`, or at the top level of older configs;
+    and the longest context with the scaling, which is that of layers that see everything."""
+    head_dim, positions = heads(fields)[2], context(fields)
+    given, nothing = fields.nested("rope_parameters"), Fields(fields.where, {})
+    sliding = given.nested(SLIDING)
+    full = fields.nested("rope_scaling").over(given.nested(FULL))
+    rope, max_context = rope_of(full, nothing, head_dim, positions, theta_full)
+    other = rope_of(sliding, nothing, head_dim, positions, theta_sliding)[0]
+    return {SLIDING: other, FULL: rope}, max_context
 
 
 def theta(fields: Fields, name: str, default: float) -> float:
@@ -245,7 +270,8 @@ def _theta_and_dim(
     if dim % 2 or dim < smallest_dim:
         raise ModelError(
             f"{fields.where}: head_dim {head_dim} × partial_rotary_factor {partial:g} must be an "
-            f"even number of at least {smallest_dim} rotated channels, not {dim}."
+            f"even number of at least {smallest_dim} rotated channels, not {dim} (what is not "
+            "given is the usual of the model_type)."
         )
     return base, dim
 

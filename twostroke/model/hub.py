@@ -15,11 +15,10 @@ from typing import Literal
 
 from twostroke.errors import ModelError, nearest
 from twostroke.model import hf_hub
-from twostroke.model.on_disk import GGUF_MAGIC, listed, nearest_on_disk
+from twostroke.model.on_disk import GGUF_MAGIC, GGUF_PART, gguf_parts, listed, nearest_on_disk
 from twostroke.model.packaged import DEFAULT_MODEL, PackagedModel, packaged_file
 
 GIT_LFS_MAGIC = b"version https://git-lfs"
-SPLIT_GGUF = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 
 # `org/name`, or one GGUF file of it as `org/name:FILE.gguf`, `org/name/FILE.gguf`, or by what it
 # is quantised to, `org/name:Q4_K_M`.
@@ -32,8 +31,8 @@ HUB_ID = re.compile(
 @dataclass(frozen=True)
 class ModelFiles:
     kind: Literal["gguf", "folder"]
-    # The GGUF file, or the folder with config.json. Where a config is all that was asked for,
-    # it may also be a JSON file of another name than config.json.
+    # The GGUF file (of several parts the first), or the folder with config.json. Where a config is
+    # all that was asked for, it may also be a JSON file of another name than config.json.
     path: Path
     name: str  # what people call the model
 
@@ -68,8 +67,8 @@ def resolve(
     if hub_id and (is_file or hub_id["quant"]):
         repo = hub_id["repo"]
         file = hub_id["file"] or hf_hub.file_of_quant(repo, hub_id["quant"], revision)
-        _refuse_split_gguf(file)
-        return _gguf(hf_hub.fetch_file(repo, file, revision), f"{repo}:{file}")
+        paths = [hf_hub.fetch_file(repo, part, revision) for part in gguf_parts(file)]
+        return _gguf(paths[0], f"{repo}:{_gguf_name(file)}")
     if _looks_like_path(model):
         raise ModelError(_no_such_file(path))
     if hub_id:
@@ -133,7 +132,8 @@ def _from_path(path: Path, allow_config_only: bool) -> ModelFiles:
     if path.is_dir():
         return _from_folder(path, _folder_name(path), allow_config_only)
     if path.suffix.lower() == ".gguf" or _first_bytes(path).startswith(GGUF_MAGIC):
-        return _gguf(path, path.stem)
+        first = path.with_name(gguf_parts(path.name)[0])
+        return _gguf(first, Path(_gguf_name(path.name)).stem)
     if path.suffix.lower() == ".json":
         if not allow_config_only:
             raise ModelError(
@@ -152,7 +152,6 @@ def _from_path(path: Path, allow_config_only: bool) -> ModelFiles:
 
 
 def _gguf(path: Path, name: str) -> ModelFiles:
-    _refuse_split_gguf(path.name)
     start = _first_bytes(path)
     if start.startswith(GIT_LFS_MAGIC):
         raise ModelError(f"{path}: a Git LFS pointer, not the model itself; run `git lfs pull`")
@@ -164,12 +163,10 @@ def _gguf(path: Path, name: str) -> ModelFiles:
     return ModelFiles("gguf", path, name)
 
 
-def _refuse_split_gguf(file: str) -> None:
-    if SPLIT_GGUF.search(file):
-        raise ModelError(
-            f"{file} is one part of a split GGUF, which is not supported. Merge the parts into one "
-            "file (`llama-gguf-split --merge FIRST-PART OUTPUT`) and give that"
-        )
+def _gguf_name(file: str) -> str:
+    """The file's name, of one in parts without the part's number."""
+    part = GGUF_PART.fullmatch(file)
+    return file if part is None else part[1] + part[4]
 
 
 def _from_folder(folder: Path, name: str, allow_config_only: bool) -> ModelFiles:
@@ -182,13 +179,12 @@ def _from_folder(folder: Path, name: str, allow_config_only: bool) -> ModelFiles
     has_weights = any(file.endswith(".safetensors") for file in files)
     if has_config and (has_weights or allow_config_only):
         return ModelFiles("folder", folder, name)
-    if len(ggufs) == 1:
-        return _gguf(folder / ggufs[0], Path(ggufs[0]).stem)
-    for file in ggufs:
-        _refuse_split_gguf(str(folder / file))
-    if ggufs:
+    models = list(dict.fromkeys(gguf_parts(file)[0] for file in ggufs))  # parts are one model
+    if len(models) == 1:
+        return _gguf(folder / models[0], Path(_gguf_name(models[0])).stem)
+    if models:
         raise ModelError(
-            f"{folder} holds {len(ggufs)} GGUF files; give the path of one: {listed(ggufs)}"
+            f"{folder} holds {len(models)} GGUF files; give the path of one: {listed(models)}"
         )
     if has_config:
         pickled = [file for file in files if file.endswith((".bin", ".pt", ".pth"))]

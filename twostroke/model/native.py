@@ -19,8 +19,9 @@ import numpy.typing as npt
 from twostroke.errors import ModelError
 from twostroke.kernels import cpu
 from twostroke.model.block_types import BlockType
+from twostroke.model.grids import grid_of
 from twostroke.model.rope import rope_tables
-from twostroke.model.spec import ModelSpec
+from twostroke.model.spec import LayerSpec, ModelSpec
 from twostroke.model.weights import WeightSource, not_finite
 
 BLOCK = 32  # weights that share a scale
@@ -68,9 +69,11 @@ class Packing:
         return "bf16" if type == BlockType.BF16 else "f32"
 
     def matrices(self) -> list[list[str]]:
-        layers = range(self.spec.num_layers)
-        parts = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
-        found = [[f"layers.{n}.{name}" for name in names] for n in layers for names in parts]
+        found = [
+            [f"layers.{n}.{name}" for name in names]
+            for n, layer in enumerate(self.spec.layers)
+            for names in (("q", "k", "v"), ("o",), _gate_up(layer), ("down",))
+        ]
         return [*found, ["embed"], *([] if self.spec.tie_embeddings else [["head"]])]
 
     def weight_bytes(self) -> dict[str, float]:
@@ -116,9 +119,13 @@ class NativeDecoder:
             embed=embed.result(),
             head=head.result(),
             final_norm=load.vector("final_norm"),
+            final_norm_bias=load.vector("final_norm_bias") if spec.norm_bias else None,
+            layer_norms=spec.norm == "layer",
             ropes=[rope_tables(rope, max_len) for rope in spec.ropes()],
             eps=spec.norm_eps,
             embed_scale=spec.embed_scale,
+            residual_scale=spec.residual_scale,
+            logit_scale=spec.logit_scale,
             logit_softcap=spec.logit_softcap,
             threads=threads,
             threads_prefill=threads_prefill,
@@ -174,14 +181,15 @@ class _Loader:
         spec, at = self._packing.spec, f"layers.{index}."
         layer = spec.layers[index]
         attention, mlp = layer.attention, layer.mlp
-        names = layer.weight_shapes(spec.hidden_size)
+        names = layer.weight_shapes(spec.hidden_size, spec.norm_bias)
+        norms = [name for name in names if name.endswith(("_norm", "_norm_bias"))]
         group, in_group = self._places[index]
         return self._native.Layer(
             qkv=self.matrix([at + "q", at + "k", at + "v"], attention.qkv_bias),
             o=self.matrix([at + "o"], attention.output_bias),
-            gate_up=self.matrix([at + "gate", at + "up"], mlp.bias),
+            gate_up=self.matrix([at + name for name in _gate_up(layer)], mlp.bias),
             down=self.matrix([at + "down"], mlp.bias),
-            **{name: self.vector(at + name) for name in names if name.endswith("_norm")},
+            **{name: self.vector(at + name) for name in norms},
             heads=attention.num_heads,
             kv_heads=attention.num_kv_heads,
             dim=attention.head_dim,
@@ -189,6 +197,8 @@ class _Loader:
             softcap=attention.softcap,
             window=attention.window or 0,
             activation=mlp.activation,
+            gated=mlp.gated,
+            parallel=layer.parallel,
             rope=self._ropes.index(attention.rope),
             group=group,
             in_group=in_group,
@@ -233,13 +243,18 @@ class _Loader:
         is_quantised = source.stored_type(name) not in {None, *DENSE}
         packed = source.packed(name) if is_quantised and format != "f32" else None
         if packed is not None:
-            matrix.put_blocks(str(packed.type), np.ascontiguousarray(packed.rows), places)
+            rows = np.ascontiguousarray(packed.rows)
+            matrix.put_blocks(str(packed.type), rows, places, grid_of(packed.type))
         else:
-            rows = max(1, ELEMENTS_AT_ONCE * len(places) // math.prod(source.shape(name) or ()))
-            for first in range(0, len(places), rows):
-                part = slice(first, first + rows)
+            count = max(1, ELEMENTS_AT_ONCE * len(places) // math.prod(source.shape(name) or ()))
+            for first in range(0, len(places), count):
+                part = slice(first, first + count)
                 matrix.put_floats(np.ascontiguousarray(source.floats(name, part)), places[part])
         source.forget(name)
+
+
+def _gate_up(layer: LayerSpec) -> tuple[str, ...]:
+    return ("gate", "up") if layer.mlp.gated else ("up",)
 
 
 def _places(

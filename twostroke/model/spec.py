@@ -1,22 +1,25 @@
 """`ModelSpec`: a decoder-only transformer as data, and everything derived from it.
 
     layer       x += post_norm(attention(pre_norm(x)));  x += post_norm(mlp(pre_norm(x)))
+                parallel: x += attention(pre_norm(x)) + mlp(pre_norm(x))
     attention   q, k, v → q/k norm → rope → softmax(softcap(scale · q kᵀ)) v → output projection
-    mlp         down(activation(gate x) · up x)
+    mlp         down(activation(gate x) · up x), or down(activation(up x))
 
 The loader, the decoders, the memory plan, the cost model and the planner read the same spec. A new
-model family is a mapping to it (`hf_config.py`, `gguf_config.py`), and new code only where its
+model family is a mapping to it (`hf_families.py`, `gguf_config.py`), and new code only where its
 mathematics is new. No torch here.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Final, Literal
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
 
-RopeKind = Literal["none", "linear", "dynamic", "llama3", "yarn", "factors", "longrope"]
+RopeKind = Literal["none", "linear", "dynamic", "llama3", "yarn", "factors", "longrope", "still"]
 QKNorm = Literal["none", "head", "full"]  # RMSNorm of q and k over each head, or over all heads
+Norm = Literal["rms", "layer"]  # "layer": less the mean, divided by the standard deviation
 Activation = Literal["silu", "gelu_tanh"]
 
 # What every model is well within, lowest and highest: a wrong number is refused where it is read.
@@ -30,6 +33,7 @@ NORM_EPS: Final = (1e-20, 1.0)
 ROPE_THETA_MAX: Final = 1e15  # and above 1
 ROPE_FACTOR: Final = (1.0, 1e6)
 SOFTCAP_MAX: Final = 1e6
+MULTIPLIER_MAX: Final = 1e6  # of embeddings, scores, residuals and logits; and above 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,10 @@ class RopeSpec:
     freq_factors: tuple[float, ...] = ()  # "factors": frequency i is divided by freq_factors[i]
     # "longrope": these for an engine whose max_model_len is within original_context, else the above
     short_factors: tuple[float, ...] = ()
+
+
+# Of a layer without rope: all angles are 0, of as few channels as kernels take.
+NO_ROPE: Final = RopeSpec(1.0, 2, "still")
 
 
 def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
@@ -92,32 +100,40 @@ class MLPSpec:
     intermediate_size: int
     activation: Activation = "silu"
     bias: bool = False
+    gated: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer. Norms sit before attention and MLP, after them (before the residual), or both."""
+    """One layer. Norms sit before attention and MLP, after them (before the residual), or both.
+    `parallel`: the MLP reads what attention reads, through the same norm."""
 
     attention: AttentionSpec
     mlp: MLPSpec
     pre_norm: bool = True
     post_norm: bool = False
+    parallel: bool = False
 
-    def weight_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+    def weight_shapes(
+        self, hidden_size: int, norm_bias: bool = False
+    ) -> dict[str, tuple[int, ...]]:
         h, i = hidden_size, self.mlp.intermediate_size
         q, kv, head_dim = self.attention.q_size, self.attention.kv_size, self.attention.head_dim
         shapes: dict[str, tuple[int, ...]] = {"q": (q, h), "k": (kv, h), "v": (kv, h), "o": (h, q)}
-        shapes |= {"gate": (i, h), "up": (i, h), "down": (h, i)}
-        if self.pre_norm:
-            shapes |= {"attn_norm": (h,), "mlp_norm": (h,)}
-        if self.post_norm:
-            shapes |= {"attn_post_norm": (h,), "mlp_post_norm": (h,)}
+        shapes |= ({"gate": (i, h)} if self.mlp.gated else {}) | {"up": (i, h), "down": (h, i)}
+        norms = ["attn_norm"] if self.pre_norm else []
+        norms += ["mlp_norm"] if self.pre_norm and not self.parallel else []
+        norms += ["attn_post_norm", "mlp_post_norm"] if self.post_norm else []
+        shapes |= dict.fromkeys(norms, (h,))
+        if norm_bias:
+            shapes |= {f"{norm}_bias": (h,) for norm in norms}
         if self.attention.qkv_bias:
             shapes |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
         if self.attention.output_bias:
             shapes |= {"o_bias": (h,)}
         if self.mlp.bias:
-            shapes |= {"gate_bias": (i,), "up_bias": (i,), "down_bias": (h,)}
+            shapes |= {"gate_bias": (i,)} if self.mlp.gated else {}
+            shapes |= {"up_bias": (i,), "down_bias": (h,)}
         if self.attention.qk_norm == "head":
             shapes |= {"q_norm": (head_dim,), "k_norm": (head_dim,)}
         if self.attention.qk_norm == "full":
@@ -151,7 +167,11 @@ class ModelSpec:
     max_context: int  # longest sequence the model was made for, rope scaling included
     tie_embeddings: bool = False
     embed_scale: float = 1.0
+    residual_scale: float = 1.0  # of what attention and MLP add to the residual
+    logit_scale: float = 1.0  # before the softcap
     logit_softcap: float = 0.0  # 0: none
+    norm: Norm = "rms"
+    norm_bias: bool = False
     # Norms multiply by their weight in fp32 and round after, and the weights are kept in fp32.
     norm_fp32: bool = False
 
@@ -180,9 +200,11 @@ class ModelSpec:
         """Every weight of the model under its canonical name, matrices as (out, in)."""
         shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, self.hidden_size)}
         for n, layer in enumerate(self.layers):
-            parts = layer.weight_shapes(self.hidden_size)
+            parts = layer.weight_shapes(self.hidden_size, self.norm_bias)
             shapes |= {f"layers.{n}.{name}": shape for name, shape in parts.items()}
         shapes["final_norm"] = (self.hidden_size,)
+        if self.norm_bias:
+            shapes["final_norm_bias"] = (self.hidden_size,)
         if not self.tie_embeddings:
             shapes["head"] = (self.vocab_size, self.hidden_size)
         return shapes
@@ -191,10 +213,24 @@ class ModelSpec:
         """The fields of this spec that decide whether there is a weight, and its shape."""
         part = name.rpartition(".")[2]
         fields = ("num_layers",) if name.startswith("layers.") else ()
+        if part.endswith("norm_bias"):
+            return (*fields, "family", "hidden_size")
         return (*fields, *_SHAPED_BY[part])
 
     def num_parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.weight_shapes().values())
+
+
+def with_layers(spec: ModelSpec, **changes: Any) -> ModelSpec:
+    """The same with other values in every layer."""
+    return replace(spec, layers=tuple(replace(layer, **changes) for layer in spec.layers))
+
+
+def without_rope(spec: ModelSpec, layers: Collection[int]) -> ModelSpec:
+    """The same, with these layers without rope."""
+    still = (replace(one, attention=replace(one.attention, rope=NO_ROPE)) for one in spec.layers)
+    pairs = enumerate(zip(spec.layers, still, strict=True))
+    return replace(spec, layers=tuple(pair[n in layers] for n, pair in pairs))
 
 
 _SHAPED_BY: Final = {

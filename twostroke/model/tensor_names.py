@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from twostroke.model.spec import ModelSpec
+
+Order = npt.NDArray[np.intp]
 
 
 class Place(NamedTuple):
@@ -17,6 +23,15 @@ class Place(NamedTuple):
     first_row: int = 0
     rows_of_others: int = 0
     weights: tuple[str, ...] = ()  # all that the tensor holds
+    # Of the tensor's rows, where ours are not those from the first on. Made when it is needed: a
+    # config may promise any number of rows.
+    order: Callable[[], Order] | None = None
+
+    def rows_in(self, stored: Any, rows: slice) -> Any:
+        """Some of the weight's rows, of all those of its tensor."""
+        if self.order is not None:
+            return stored[self.order()[rows]]
+        return stored[self.first_row : len(stored) - self.rows_of_others + self.first_row][rows]
 
     def shape_in(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         """The weight's shape in a tensor of that shape; not the expected one if rows lack."""
@@ -34,6 +49,10 @@ class TensorNames:
     layer: Mapping[str, str]  # after `layer_prefix`
     layer_prefix: str  # with {n} for the layer's number
     norm_offset: float = 0.0  # the file has norm weights without it: 1 where it has w for 1 + w
+    # The rows of q and k are such that the channels rope turns together are neighbours.
+    rope_neighbours: bool = False
+    # q, k and v are in one tensor, in which each KV head has its queries, its key and its value.
+    grouped_qkv: bool = False
 
     def tensor(self, canonical: str) -> str:
         """`layers.3.q` → `model.layers.3.self_attn.q_proj.weight`, or `blk.3.attn_q.weight`."""
@@ -55,12 +74,53 @@ class TensorNames:
                 names.sort(key=lambda name: order.index(name.rpartition(".")[2]))
             rows = [shapes[name][0] for name in names]
             for n, name in enumerate(names):
-                places[name] = Place(tensor, sum(rows[:n]), sum(rows) - rows[n], tuple(names))
+                first, others = sum(rows[:n]), sum(rows) - rows[n]
+                moved = self._order(name, spec, first)
+                places[name] = Place(tensor, first, others, tuple(names), moved)
         return places
 
     def offset(self, canonical: str) -> float:
         return self.norm_offset if canonical.endswith("norm") else 0.0
 
-    def but(self, norm_offset: float = 0.0, **layer: str) -> TensorNames:
+    def _order(self, canonical: str, spec: ModelSpec, first_row: int) -> Callable[[], Order] | None:
+        part = canonical.rpartition(".")[2].removesuffix("_bias")
+        turned = self.rope_neighbours and part in ("q", "k")
+        grouped = self.grouped_qkv and part in ("q", "k", "v")
+        if not turned and not grouped:
+            return None
+        attention = spec.layers[int(canonical.split(".")[1])].attention
+        heads = (attention.num_kv_heads, attention.group_size, attention.head_dim)
+        if grouped:
+            return partial(part_of_groups, part, *heads)
+        count = attention.num_heads if part == "q" else attention.num_kv_heads
+        return partial(
+            halves_from_neighbours, count, attention.head_dim, attention.rope.dim, first_row
+        )
+
+    def but(
+        self, norm_offset: float = 0.0, rope_neighbours: bool = False, **layer: str
+    ) -> TensorNames:
         """These names with some of a layer's changed."""
-        return replace(self, layer={**self.layer, **layer}, norm_offset=norm_offset)
+        return replace(
+            self,
+            layer={**self.layer, **layer},
+            norm_offset=norm_offset,
+            rope_neighbours=rope_neighbours,
+        )
+
+
+def halves_from_neighbours(
+    num_heads: int, head_dim: int, rope_dim: int, first_row: int = 0
+) -> Order:
+    """Row order that takes rope's pairs from (2i, 2i + 1) to (i, i + rope_dim/2) in each head."""
+    rows = first_row + np.arange(num_heads * head_dim).reshape(num_heads, head_dim)
+    rotated, rest = rows[:, :rope_dim], rows[:, rope_dim:]
+    return np.concatenate([rotated[:, 0::2], rotated[:, 1::2], rest], axis=1).reshape(-1)
+
+
+def part_of_groups(part: str, num_kv_heads: int, group_size: int, head_dim: int) -> Order:
+    """The rows of q, k or v, where each KV head has its queries, its key and its value."""
+    rows = np.arange(num_kv_heads * (group_size + 2) * head_dim)
+    first = {"q": 0, "k": group_size, "v": group_size + 1}[part]
+    end = group_size if part == "q" else first + 1
+    return rows.reshape(num_kv_heads, group_size + 2, head_dim)[:, first:end].reshape(-1)

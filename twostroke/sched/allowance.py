@@ -20,7 +20,7 @@ FLOOR_SHARE = 0.25
 FLOOR_TOKENS = 64
 MIN_CHUNK = 2
 MAX_PREFILL_STEPS = 2048
-UNTIMED_CHUNK = 32  # while no step has been timed; later a chunk is at most twice the largest seen
+UNTIMED_CHUNK = 32  # at most, while no step has been timed; later twice the largest seen
 CHUNK_MULTIPLE = 4  # tokens that kernels take together: one more costs as much as four
 MIN_SECOND_CHUNK = 8  # a second chunk that time cuts below this is left for the next step
 
@@ -52,7 +52,7 @@ class Allowance:
         count = min(most, known)
         one = self._seconds(before, start, 1)
         if one is None:
-            count = min(count, UNTIMED_CHUNK) if first else 0
+            count = min(count, self._untimed_chunk()) if first else 0
         else:
             count = self._largest(self.limit_s, before, start, count)
             if first and count < FLOOR_TOKENS:
@@ -68,6 +68,12 @@ class Allowance:
                 count = min(most, max(count, MIN_CHUNK, -(-length // MAX_PREFILL_STEPS)))
         self.spent = count < most
         return 0 if self.spent and not first and count < MIN_SECOND_CHUNK else count
+
+    def _untimed_chunk(self) -> int:
+        """While no step with prefill has been timed: as if each token took a step of decode."""
+        alone = self._times.decode_only(self._decode)
+        tokens = UNTIMED_CHUNK if not alone else int(self.limit_s / alone)
+        return min(max(tokens, MIN_CHUNK), UNTIMED_CHUNK)
 
     def _largest(self, limit_s: float, before: PhaseWork, start: int, most: int) -> int:
         if most <= 0 or (self._seconds(before, start, most) or 0.0) <= limit_s:

@@ -14,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from twostroke import __version__
 from twostroke.engine.api import EngineClient
+from twostroke.serve.batch_chat import BatchChatGeneration, InvocationsRoute
 from twostroke.serve.chat import ChatGeneration
 from twostroke.serve.completions import CompletionGeneration
 from twostroke.serve.dash import DashRoutes
@@ -31,6 +32,7 @@ from twostroke.serve.ollama import ollama_routes
 from twostroke.serve.pages import docs_page, index_page
 from twostroke.serve.profile import profile_routes
 from twostroke.serve.protocol import (
+    BatchChatRequest,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -100,12 +102,16 @@ class App:
         service, settings, info = self.service, self.service.settings, self._info
         chat = GenerateRoute(service, ChatGeneration)
         completions = GenerateRoute(service, CompletionGeneration)
+        batch = GenerateRoute(service, BatchChatGeneration)
+        invocations = InvocationsRoute(service)
         health = settings.open_health
         routes = [
             Route("POST", "/v1/chat/completions", chat, "Answer a conversation.", ChatRequest),
             Route("POST", "/v1/completions", completions, "Go on a text.", CompletionRequest),
+            Route("POST", "/v1/chat/completions/batch", batch, "Several.", BatchChatRequest),
+            Route("POST", "/invocations", invocations, "SageMaker's: either.", ChatRequest),
             *responses_routes(service),
-            Route("POST", "/v1/embeddings", info.embeddings, "Not supported: always 501."),
+            Route("POST", "/v1/embeddings", info.embeddings, "Always 501.", supported=False),
             Route("POST", "/tokenize", info.tokenize, "Text → token ids.", TokenizeRequest),
             Route("POST", "/detokenize", info.detokenize, "Ids → text.", DetokenizeRequest),
             Route("GET", "/v1/models", info.models, "The models that are served."),
@@ -113,6 +119,7 @@ class App:
             Route("GET", "/v1/models/{model...}", info.model, "One of them."),
             Route("GET", "/health", info.health, "200 if requests are worked on.", open=health),
             Route("GET", "/ping", info.health, "As /health.", open=health),
+            Route("POST", "/ping", info.health, "SageMaker's, as /health.", open=health),
             Route("GET", "/v1/health", info.health, "As /health.", open=health),
             Route("GET", "/version", info.version, "The server's version."),
             Route("GET", "/metrics", info.metrics, "Prometheus.", open=settings.metrics_open),
@@ -204,6 +211,7 @@ def asgi(app: App) -> Any:
 
 
 def _openapi(routes: list[Route], with_key: bool, root: str) -> dict[str, Any]:
+    routes = [route for route in routes if route.supported]
     named = {kind: None for route in routes for kind in (route.error, route.body) if kind}
     types = list(named)
     schemas, components = msgspec.json.schema_components(types, ref_template=_REF)

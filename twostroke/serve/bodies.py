@@ -20,9 +20,10 @@ import msgspec
 
 from twostroke.serve.errors import ApiError, as_refusal, retry_after
 from twostroke.serve.http import HttpRequest
+from twostroke.serve.protocol import Body
 from twostroke.serve.settings import MIB, ServeSettings
 
-T = TypeVar("T", bound=msgspec.Struct)
+T = TypeVar("T", bound=Body)
 
 # What decoding costs, in tenths of a microsecond and in about as many tens of bytes. Characters
 # inside texts are counted too: telling them apart would take longer than decoding.
@@ -58,7 +59,7 @@ class BodyReader:
     @asynccontextmanager
     async def read(self, http: HttpRequest, kind: type[T]) -> AsyncIterator[tuple[T, int]]:
         """The body as the type it has to be, and its size. Leave once a prompt is made of it."""
-        _check_media(http, getattr(kind, "DECLARED", True))
+        _check_media(http, kind.DECLARED)
         arrived, decoded = Reservation(self._arrived), Reservation(self._decoded)
         try:
             body, weight = await self._receive(http, arrived)
@@ -66,7 +67,7 @@ class BodyReader:
             if num_bytes > FREE_BYTES:
                 await decoded.grow(MEMORY_PER_BYTE * num_bytes + MEMORY_PER_WEIGHT * weight)
             try:
-                request = msgspec.json.decode(body, type=kind)
+                request = kind.decode(body)
             except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
                 raise as_refusal(error, kind.__struct_fields__) from None
             finally:

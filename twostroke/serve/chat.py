@@ -55,7 +55,7 @@ class ChatGeneration(Conversation[ChatRequest]):
     def full_response(self, outputs: Sequence[RequestOutput]) -> Json:
         (output,) = outputs
         response = self.head.as_json("chat.completion")
-        response["choices"] = (self._choice(completion) for completion in output.outputs)
+        response["choices"] = (self.choice(completion) for completion in output.outputs)
         counts = count_tokens(outputs)
         for completion in output.outputs:
             counts.add_reasoning(self.reasoning_tokens(completion.token_ids))
@@ -67,7 +67,7 @@ class ChatGeneration(Conversation[ChatRequest]):
         response["prompt_token_ids"] = output.prompt_token_ids if ids_asked else None
         return response
 
-    def _choice(self, completion: CompletionOutput) -> Json:
+    def choice(self, completion: CompletionOutput) -> Json:
         said = self.new_message()
         said.push(completion.text)
         said.flush()

@@ -8,10 +8,12 @@ from typing import Any
 
 from twostroke.engine.api import EngineInfo
 from twostroke.request import MAX_PRIORITY, MAX_SEED
+from twostroke.serve.protocol import NOT_IN_A_BATCH
 
 Schema = dict[str, Any]
 REQUESTS = (
     "ChatRequest",
+    "BatchChatRequest",
     "CompletionRequest",
     "ResponsesRequest",
     "TokenizeRequest",
@@ -38,6 +40,11 @@ def add_limits(schemas: Schema, info: EngineInfo, models: tuple[str, ...], most_
                 for kind, limit in limits.get(field, {}).items():
                     if part.get("type") == kind:
                         part.update(limit)
+    batch = schemas.get("BatchChatRequest", {}).get("properties", {})
+    conversation = {"type": "array", "items": MESSAGE, "minItems": 1}
+    batch["messages"] = {"type": "array", "items": conversation, "maxItems": most_n, "minItems": 1}
+    batch["n"] = {"enum": [None, 1]}
+    batch |= {name: {"type": "null"} for name in NOT_IN_A_BATCH}
 
 
 def _limits(info: EngineInfo, models: tuple[str, ...], most_n: int) -> dict[str, Schema]:

@@ -142,6 +142,7 @@ class GenerateRoute:
     def __init__(self, service: Service, kind: type[Generation[Any]]) -> None:
         self._service = service
         self._kind = kind
+        self._request_type: type[Body] = kind.request_type
 
     async def __call__(self, http: HttpRequest) -> None:
         generation, requests = await self.prepare(http)
@@ -152,9 +153,9 @@ class GenerateRoute:
 
     async def prepare(self, http: HttpRequest) -> tuple[Generation[Any], list[EngineRequest]]:
         """What was asked for, ready to run; nothing of the body is held any more."""
-        service, kind = self._service, self._kind
+        service = self._service
         service.admission.check()
-        async with service.read(http, kind.request_type) as (request, num_bytes):
+        async with service.read(http, self._request_type) as (request, num_bytes):
             generation = self.new_generation(http, request)
             fields = generation.fields
             service.check_model(fields.model)
@@ -166,7 +167,7 @@ class GenerateRoute:
                 requests = await make(fields, num_bytes, generation.prepare)
         fields.drop_input()
         request_id = _request_id(http) or fields.request_id
-        head = service.response_head(kind.id_prefix, request_id, fields.model)
+        head = service.response_head(generation.id_prefix, request_id, fields.model)
         http.response_id = head.id
         generation.begin(head, requests)
         return generation, requests

@@ -87,7 +87,7 @@ def ollama_routes(service: Service) -> list[Route]:
         route("GET", "/api/ps", info.running, "The models that are loaded (Ollama)."),
         route("GET", "/api/version", info.version, "The version of Ollama's API."),
         *(
-            route(method, path, partial(_refuse, reason), "Not supported: always 501.")
+            route(method, path, partial(_refuse, reason), "Always 501.", supported=False)
             for method, path, reason in refused
         ),
     ]

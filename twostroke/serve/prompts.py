@@ -167,7 +167,8 @@ class Prompts:
             )
         truncated = getattr(request, "truncate_prompt_tokens", None) is not None
         tools = None
-        if request.tools:
+        unwanted = getattr(request, "tool_choice", None) == "none"
+        if request.tools and not (unwanted and self._settings.exclude_tools_when_tool_choice_none):
             tools = [_without_none(msgspec.to_builtins(tool)) for tool in request.tools]
         if request.documents is not None:
             variables["documents"] = request.documents

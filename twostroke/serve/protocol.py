@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
-from msgspec import Meta, Raw
+from msgspec import UNSET, Meta, Raw, UnsetType
 
 from twostroke.serve.errors import ApiError
 
@@ -30,6 +30,11 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     INPUT: ClassVar[tuple[str, ...]] = ()
     # Whether it has to be declared as JSON; clients of some APIs do not.
     DECLARED: ClassVar[bool] = True
+
+    @classmethod
+    def decode(cls, body: bytes | bytearray) -> Self:
+        # Not strict, as vLLM: "0.7" is a number, "true" a boolean and 1.0 a whole number.
+        return msgspec.json.decode(body, type=cls, strict=False)
 
     def drop_input(self) -> None:
         for name in self.INPUT:
@@ -186,6 +191,15 @@ class ChatRequest(GenerateRequest, kw_only=True):
     web_search_options: Any = None
 
 
+NOT_IN_A_BATCH = ("stream", "tools", "prompt_logprobs", "return_progress")
+
+
+class BatchChatRequest(ChatRequest, kw_only=True):
+    """vLLM's: several conversations, with one answer each."""
+
+    messages: list[list[dict[str, Any]]]  # type: ignore[assignment]
+
+
 class CompletionRequest(GenerateRequest, kw_only=True):
     INPUT: ClassVar[tuple[str, ...]] = (*GenerateRequest.INPUT, "prompt", "response_format")
 
@@ -199,6 +213,22 @@ class CompletionRequest(GenerateRequest, kw_only=True):
     stream_options: StreamOptions | None = None
     best_of: int | None = None  # only as n
     suffix: str | None = None  # refused
+
+
+class InvocationRequest(Body, kw_only=True, forbid_unknown_fields=False):
+    """SageMaker's: the request of another route, which is known by what it holds."""
+
+    messages: Raw | UnsetType = UNSET
+    prompt: Raw | UnsetType = UNSET
+
+    @classmethod
+    def decode(cls, body: bytes | bytearray) -> Any:
+        found = msgspec.json.decode(body, type=cls)
+        if found.messages is not UNSET:
+            return ChatRequest.decode(body)
+        if found.prompt is not UNSET:
+            return CompletionRequest.decode(body)
+        raise ApiError(400, "neither messages nor a prompt is given; give one of them")
 
 
 class TextFormat(msgspec.Struct, kw_only=True):

@@ -26,6 +26,7 @@ class Route:
     open: bool = False  # answers without a key
     error: type[ErrorBody] = ErrorAnswer  # how this route's errors are written
     stream_type: str = "text/event-stream"  # of an answer that is streamed
+    supported: bool = True  # False: it is there to say that it is not, and is not described
 
 
 class Router:

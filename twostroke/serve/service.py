@@ -28,7 +28,7 @@ from twostroke.serve.response_fields import ResponseHead, TokenNames
 from twostroke.serve.settings import ServeSettings
 from twostroke.serve.tracing import Tracing
 
-T = TypeVar("T", bound=msgspec.Struct)
+T = TypeVar("T", bound=Body)
 MAX_CHOICES, CHOICES_PER_CORE = 128, 8
 MOST_UNREAD = 8  # streams with all that one may have: so much may be unread in total
 
@@ -63,8 +63,7 @@ class Service:
         """The request and its size. Leave once a prompt is made of it: its memory is counted."""
         async with self.bodies.read(http, kind) as (request, num_bytes):
             yield request, num_bytes
-            if isinstance(request, Body):
-                request.drop_input()
+            request.drop_input()
 
     def apply_settings(self, http: HttpRequest, request: GenerateRequest) -> None:
         """What the server decides for a request, whatever the request says."""

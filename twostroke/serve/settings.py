@@ -42,6 +42,7 @@ class ServeSettings(Strict):
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     trust_request_chat_template: bool = False  # whether a request may bring its own template
     enable_auto_tool_choice: bool = True  # a model may call tools unless it is told not to
+    exclude_tools_when_tool_choice_none: bool = False  # the model is not shown them
     tool_call_parser: str | None = None  # how its calls are read; None: by its chat template
     reasoning_parser: str | None = None  # None: only where the prompt leaves the model thinking
 
@@ -110,6 +111,7 @@ class ServeSettings(Strict):
             "log_stats",
             "trust_request_chat_template",
             "enable_auto_tool_choice",
+            "exclude_tools_when_tool_choice_none",
             "disable_additional_properties",
         )
         levels = ("critical", "error", "warning", "info", "debug", "trace")

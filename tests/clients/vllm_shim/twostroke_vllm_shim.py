@@ -3,7 +3,8 @@
 It stands in for what those tests import: `tests.utils`, whose server is started as `twostroke
 serve`, and every module of `vllm`, of which a handful of helpers are here and the rest is a name
 without a body. A test that calls such a name tests vLLM's own code and not a server; it is told
-apart (`internal`). `vllm_tests.py` starts pytest with this and reads the outcomes that it writes.
+apart (`internal`). Tests that start `python -m vllm…` themselves get our server, too.
+`vllm_tests.py` starts pytest with this and reads the outcomes that it writes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ REPOSITORY = os.environ["TWOSTROKE_REPOSITORY"]
 TOKENIZER = os.environ["TWOSTROKE_TOKENIZER"]  # a folder that transformers can read
 OUTCOMES = os.environ["TWOSTROKE_OUTCOMES"]  # a file; one JSON object a line is added
 VERSION = os.environ["TWOSTROKE_VERSION"]
+MAX_MODEL_LEN = 8192  # of the default model
 START_S, TEST_S = 120, 180
 
 # About the model, its adapters, the device and libraries, which are not the ones that those tests
@@ -42,6 +44,8 @@ LEFT_OUT = {
     "--no-async-scheduling",
     "--load-format",
     "--model",
+    "--tokenizer",
+    "--runner",
     "--port",
     "--host",
     "--structured-outputs-config.backend",
@@ -65,7 +69,13 @@ class ServerRefusedError(Exception):
 
 
 class Name:
-    """Stands for anything of vLLM's: can be named, and not be used."""
+    """Stands for anything of vLLM's: can be named, and not be used by a test.
+
+    While modules are imported it can be called and walked through, so that one such line does not
+    take the module's other tests away.
+    """
+
+    in_test = False
 
     def __init__(self, name: str) -> None:
         self.__dict__["_name"] = name
@@ -75,8 +85,16 @@ class Name:
             raise AttributeError(name)
         return Name(f"{self._name}.{name}")
 
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        raise InternalOfVllmError(self._name)
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        if Name.in_test:
+            raise InternalOfVllmError(self._name)
+        is_decorator = len(given) == 1 and not named and callable(given[0])
+        return given[0] if is_decorator else Name(f"{self._name}()")
+
+    def __iter__(self) -> Any:
+        if Name.in_test:
+            raise InternalOfVllmError(self._name)
+        return iter(())
 
     def __or__(self, other: Any) -> Any:
         return object
@@ -114,6 +132,8 @@ class ShimFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         shimmed = ("vllm", "tests.utils", "tests.conftest")
         if name in shimmed or name.startswith("vllm."):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        if name == "transformers.models.auto.tokenization_auto":
+            return _with_our_tokenizer(importlib.machinery.PathFinder.find_spec(name, path))
         return None
 
     def create_module(self, spec: Any) -> types.ModuleType:
@@ -124,10 +144,23 @@ class ShimFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             module.__version__ = VERSION  # type: ignore[attr-defined]
 
 
+def _with_our_tokenizer(spec: Any) -> Any:
+    """Whatever tokenizer a test wants, it gets the default model's."""
+    execute = spec.loader.exec_module
+
+    def exec_module(module: Any) -> None:
+        execute(module)
+        own = module.AutoTokenizer.from_pretrained
+        module.AutoTokenizer.from_pretrained = lambda *_, **__: own(TOKENIZER)
+
+    spec.loader.exec_module = exec_module
+    return spec
+
+
 def get_tokenizer(*_: Any, **__: Any) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(TOKENIZER)
+    return AutoTokenizer.from_pretrained()
 
 
 class NoHub:
@@ -141,6 +174,21 @@ class VLLMValidationError(Exception):
     pass
 
 
+class BatchRequestOutput:
+    """A line of a batch's answers, in OpenAI's form."""
+
+    @staticmethod
+    def model_validate_json(line: str) -> None:
+        assert {"id", "custom_id", "response", "error"} <= json.loads(line).keys()
+
+
+def get_open_port() -> int:
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        port: int = trial.getsockname()[1]
+        return port
+
+
 class ModelConfig:
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -149,6 +197,26 @@ class ModelConfig:
 
 
 # ── the server ──────────────────────────────────────────────────────────────────────────────
+
+
+class Popen(subprocess.Popen[Any]):
+    """Starts ours where a test starts `vllm COMMAND` or vLLM's server by `python -m vllm…`."""
+
+    def __init__(self, args: Any, *rest: Any, **given: Any) -> None:
+        words = [str(one) for one in args] if isinstance(args, list | tuple) else [str(args)]
+        is_module = "vllm.entrypoints" in " ".join(words[1:3])
+        if is_module or words[0] == "vllm":
+            RemoteOpenAIServer.num_started += 1
+            words = ["serve", *words[3:]] if is_module else words[1:]
+            if "--served-model-name" not in words and (model := _value(words, "--model")):
+                words += ["--served-model-name", model]
+            where = [word for name in ("--host", "--port") for word in _pair(words, name)]
+            args = [*TWOSTROKE, *_ours(words), *where]
+            given["env"] = {**(given.get("env") or os.environ), "PYTHONPATH": REPOSITORY}
+        super().__init__(args, *rest, **given)
+
+
+TWOSTROKE = [sys.executable, "-m", "twostroke"]
 
 
 class RemoteOpenAIServer:
@@ -173,12 +241,15 @@ class RemoteOpenAIServer:
         if "--served-model-name" not in flags:
             flags += ["--served-model-name", model]
         where = [] if self.uds else ["--host", self.host, "--port", "0"]
-        command = [sys.executable, "-m", "twostroke", "serve", *flags, *where]
         env = {**os.environ, **(env_dict or {}), "PYTHONPATH": REPOSITORY}
         with tempfile.NamedTemporaryFile("w+", suffix=".log", delete=False) as log:
             self._log = Path(log.name)
             self.proc = subprocess.Popen(
-                command, env=env, cwd=tempfile.gettempdir(), stdout=log, stderr=log
+                [*TWOSTROKE, "serve", *flags, *where],
+                env=env,
+                cwd=tempfile.gettempdir(),
+                stdout=log,
+                stderr=log,
             )
         self._wait()
 
@@ -211,6 +282,9 @@ class RemoteOpenAIServer:
             self.proc.kill()
             self.proc.wait()
         self._log.unlink(missing_ok=True)
+
+    def _get_process_termination_timeout(self) -> float:
+        return 15.0
 
     @property
     def url_root(self) -> str:
@@ -260,12 +334,17 @@ def _as_list(given: list[str] | dict[str, Any]) -> list[str]:
 
 
 def _ours(flags: list[str]) -> list[str]:
-    kept, leaving = [], False
+    """Without what is about another model; a context is at most the default model's."""
+    kept: list[str] = []
+    leaving = False
     for flag in flags:
         if flag.startswith("--"):
             leaving = flag.partition("=")[0] in LEFT_OUT
-        if not leaving:
-            kept.append(flag)
+        if leaving:
+            continue
+        is_context = kept and kept[-1] in ("--max-model-len", "--max_model_len")
+        too_long = is_context and flag.isdigit() and int(flag) > MAX_MODEL_LEN
+        kept.append(str(MAX_MODEL_LEN) if too_long else flag)
     return kept
 
 
@@ -273,9 +352,21 @@ def _value(flags: list[str], name: str) -> str | None:
     return flags[flags.index(name) + 1] if name in flags else None
 
 
+def _pair(flags: list[str], name: str) -> list[str]:
+    value = _value(flags, name)
+    return [] if value is None else [name, value]
+
+
+class RemoteLaunchRenderServer:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        RemoteOpenAIServer.num_started += 1
+        raise ServerRefusedError("vllm launch render: templates without an engine")
+
+
 PROVIDED: dict[str, Any] = {
     "RemoteOpenAIServer": RemoteOpenAIServer,
     "RemoteVLLMServer": RemoteOpenAIServer,
+    "RemoteLaunchRenderServer": RemoteLaunchRenderServer,
     "get_tokenizer": get_tokenizer,
     "current_platform": NoPlatform(),
     "envs": NoSettings(),
@@ -284,10 +375,18 @@ PROVIDED: dict[str, Any] = {
     "ModelConfig": ModelConfig,
     "hf_api": NoHub,
     "VLLMValidationError": VLLMValidationError,
+    "BatchRequestOutput": BatchRequestOutput,
+    "get_open_port": get_open_port,
+    "MiB_bytes": 1024**2,
     "ROCM_EXTRA_ARGS": [],
     "ROCM_ENV_OVERRIDES": {},
     "VLLM_PATH": Path.cwd(),
-    "multi_gpu_only": lambda **_: pytest.mark.skip(reason="one device"),
+    "download_weights_from_hf": lambda model, *_, **__: model,
+    "requires_fp8": pytest.mark.skip(reason="needs a GPU with fp8"),
+    **{
+        name: lambda **_: pytest.mark.skip(reason="needs several GPUs, or a large one")
+        for name in ("multi_gpu_only", "multi_gpu_test", "large_gpu_mark", "large_gpu_test")
+    },
 }
 
 sys.meta_path.insert(0, ShimFinder())
@@ -299,18 +398,14 @@ sys.meta_path.insert(0, ShimFinder())
 def pytest_configure(config: pytest.Config) -> None:
     for mark in ("asyncio", "cpu_test", "core_model", "skip_global_cleanup", "slow_test"):
         config.addinivalue_line("markers", f"{mark}: vLLM's")
-    try:
-        from transformers import AutoTokenizer
-
-        own = AutoTokenizer.from_pretrained
-        AutoTokenizer.from_pretrained = lambda *_, **__: own(TOKENIZER)
-    except ImportError:
-        pass
+    subprocess.Popen = Popen  # type: ignore[misc]
+    json.JSONEncoder.default = lambda _, name: str(name)  # type: ignore[method-assign]
 
 
 @pytest.fixture
 def local_asset_server() -> None:
-    """vLLM's, of images, which no test here may ask for."""
+    """vLLM's, of images."""
+    pytest.skip("needs a model that reads images")
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -320,14 +415,14 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if not ended:
         return
     outcome, reason = report.outcome, ""
-    if outcome == "failed" and not _has_server(item):
-        outcome = "internal"
-    elif outcome == "failed":
+    if outcome == "failed":
         error = call.excinfo.value if call.excinfo is not None else Exception()
         outcome, reason = _judged(error)
     elif outcome == "skipped":
         reason = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else ""
-    elif outcome == "passed" and not _has_server(item):
+        reason = reason.removeprefix("Skipped: ")
+        outcome = "cannot run" if reason.startswith("needs ") else outcome
+    if outcome in ("passed", "different", "missing") and not _has_server(item):
         outcome = "internal"
     _note(item.nodeid, outcome, reason)
 
@@ -335,8 +430,14 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     if report.outcome == "failed":
         text = str(report.longrepr)
-        internal = "InternalOfVllmError" in text or "ModuleNotFoundError" in text
-        _note(report.nodeid, "internal" if internal else "not collected", text[-300:])
+        _note(report.nodeid, *(_cannot_run(text) or ("not collected", text[-300:])))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Whatever is not reached before the time is up stays so."""
+    Name.in_test = True
+    for item in session.items:
+        _note(item.nodeid, "not finished", "")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -347,10 +448,21 @@ SERVERS_BEFORE = pytest.StashKey[int]()
 
 
 def _has_server(item: pytest.Item) -> bool:
-    """Whether the test is given a server, or has started one."""
+    """Whether the test is given a server that was started, or has started one."""
     names = getattr(item, "fixturenames", ())
-    started = RemoteOpenAIServer.num_started > item.stash.get(SERVERS_BEFORE, 0)
-    return started or any("server" in name or "client" in name for name in names)
+    if RemoteOpenAIServer.num_started > item.stash.get(SERVERS_BEFORE, 0):
+        return True
+    given = any("server" in name or "client" in name for name in names)
+    return given and RemoteOpenAIServer.num_started > 0
+
+
+def _cannot_run(text: str) -> tuple[str, str] | None:
+    """The reason if a test needs what is not installed or not to be had without the network."""
+    if found := re.search(r"No module named '([\w.]+)'|(\w+) package to be installed", text):
+        return "cannot run", f"needs the package {found[1] or found[2]}"
+    if "huggingface.co" in text:
+        return "cannot run", "needs files of another model, from Hugging Face"
+    return None
 
 
 def _judged(error: BaseException) -> tuple[str, str]:
@@ -369,15 +481,20 @@ def _judged(error: BaseException) -> tuple[str, str]:
         status = getattr(one, "status_code", None)
         if status in (404, 501) or getattr(one, "code", None) == "unknown_field":
             return "missing", reason
-    if "package to be installed" in text:
-        return "skipped", reason
+    if cannot := _cannot_run(text):
+        return cannot
     if re.search(r"\bName\b['\"]", text):
         return "internal", reason
-    if re.search(r"unknown field|is not supported|40[45] Client Error|there is no '/", text):
+    missing = (
+        r"unknown field|is not supported|40[45] Client Error|there is no '/|\bassert \(?40[45] =="
+    )
+    if re.search(missing, text):
         return "missing", reason
     return "different", reason
 
 
-def _note(test: str, outcome: str, reason: str) -> None:
+def _note(test: str, outcome: str, said: str) -> None:
+    # Without what is another in every run.
+    said = re.sub(r"(127\.0\.0\.1|localhost):\d+|0x[0-9a-f]{6,}|/tmp/[\w./-]+", "…", said)[:300]
     with open(OUTCOMES, "a") as file:
-        file.write(json.dumps({"test": test, "outcome": outcome, "reason": reason}) + "\n")
+        file.write(json.dumps({"test": test, "outcome": outcome, "said": said}) + "\n")

@@ -17,7 +17,7 @@ from twostroke.errors import ModelError
 from twostroke.model.block_types import BlockType
 from twostroke.model.dequant import Bytes, dequantize
 from twostroke.model.fields import listed_names, read_json, shown
-from twostroke.model.hf_config import NAMES
+from twostroke.model.hf_names import NAMES
 from twostroke.model.on_disk import forget_pages
 from twostroke.model.spec import ModelSpec
 from twostroke.model.tensor_names import TensorNames
@@ -75,7 +75,7 @@ class SafetensorsWeights:
 
     def __init__(self, folder: Path, spec: ModelSpec, names: TensorNames = NAMES) -> None:
         self._folder = folder
-        self._num_layers = spec.num_layers
+        self._spec = spec
         self._names, self._places = names, names.places(spec)
         self._open_files: dict[Path, _File] = {}
         self.path, self._files = self._find_files()
@@ -91,10 +91,21 @@ class SafetensorsWeights:
 
     def is_changed(self, name: str) -> bool:
         """Whether the weight is not just the numbers that are stored."""
-        return self._names.offset(name) != 0.0
+        return self._names.offset(name) != 0.0 or self._places[name].order is not None
 
     def stored(self, name: str) -> Stored:
-        """The mapped file itself: read it, do not write to it."""
+        """The mapped file itself: read it, do not write to it. Only of a weight that is not
+        changed."""
+        found, place = self._tensor(name), self._places[name]
+        if not place.rows_of_others:
+            return found
+        shape = place.shape_in(found.shape)
+        row_bytes = found.data.size // found.shape[0]
+        first = place.first_row * row_bytes
+        return Stored(found.type, shape, found.data[first : first + shape[0] * row_bytes])
+
+    def _tensor(self, name: str) -> Stored:
+        """All of the tensor that the weight is in."""
         stored = self._stored_name(name)
         if stored is None:
             raise ModelError(
@@ -107,28 +118,21 @@ class SafetensorsWeights:
                 f"{self._files[stored]}: the tensor {stored!r} is of type {found.type}, expected "
                 f"one of {', '.join(FLOATS)}. Use the unquantised model, or a GGUF of it."
             )
-        place = self._places[name]
-        if not place.rows_of_others:
-            return found
-        shape = place.shape_in(found.shape)
-        row_bytes = found.data.size // found.shape[0]
-        first = place.first_row * row_bytes
-        return Stored(found.type, shape, found.data[first : first + shape[0] * row_bytes])
+        return found
 
     def beside(self, name: str) -> Sequence[str]:
         return self._places[name].weights
 
     def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats:
-        type, shape, data = self.stored(name)
-        first, last, _ = rows.indices(shape[0])
-        part = (last - first, *shape[1:])
-        row_bytes = data.size // shape[0]
-        data = data[first * row_bytes : last * row_bytes]
+        type, shape, data = self._tensor(name)
+        stored = self._places[name].rows_in(data.reshape(shape[0], -1), rows)
+        part = (len(stored), *shape[1:])
         if type == "F64":
-            values = np.frombuffer(data, "<f8").astype(np.float32).reshape(part)
+            values = np.frombuffer(stored, "<f8").astype(np.float32).reshape(part)
         else:
-            values = dequantize(data, BlockType(type), part)
-        return values + np.float32(self._names.offset(name)) if self.is_changed(name) else values
+            values = dequantize(stored.reshape(-1), BlockType(type), part)
+        offset = self._names.offset(name)
+        return values + np.float32(offset) if offset else values
 
     def stored_type(self, name: str) -> BlockType | None:
         return None
@@ -224,7 +228,9 @@ class SafetensorsWeights:
             layer = re.match(r"layers\.(\d{1,9})\.", name)
             if name in known or name.endswith(HARMLESS):
                 continue
-            if layer is not None and int(layer[1]) < self._num_layers:
+            if name.endswith(".bias") and not self._look(stored).data.any():
+                continue  # zeros change nothing
+            if layer is not None and int(layer[1]) < self._spec.num_layers:
                 raise ModelError(
                     f"{path}: the tensor {shown(stored)} has no place in the model that "
                     "config.json describes (see model_type, attention_bias and mlp_bias). Use the "
@@ -236,7 +242,7 @@ class SafetensorsWeights:
             log.warning(
                 "%s: config.json says num_hidden_layers = %d, but there are tensors of %d layers",
                 self.path,
-                self._num_layers,
+                self._spec.num_layers,
                 num_layers,
             )
         if unused:

@@ -22,6 +22,7 @@ from twostroke.serve.parsers.untyped_formats import Glm45, Pythonic, Qwen3Coder
 # The names are vLLM's.
 TOOL_PARSERS: Final[dict[str, type[CallParser]]] = {
     "hermes": Hermes,
+    "granite4": Hermes,
     "llama3_json": Llama,
     "llama4_json": Llama,
     "mistral": Mistral,

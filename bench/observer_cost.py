@@ -1,0 +1,261 @@
+"""What looking at a server costs it: tokens a second with and without, in turn.
+
+    python -m bench.observer_cost trace [--cycles 8] [--window 10] [--json FILE]
+    python -m bench.observer_cost once
+    python -m bench.observer_cost profile
+    python -m bench.observer_cost off --without CHECKOUT
+
+The same users load the server for a window at a time, once for each arm, in the order A B C, C B A,
+A B C, so that what drifts meets all alike; a cycle's ratio to its arm without is one observation,
+and their mean has a t interval at 95%. Tokens are counted by the second, and beside it by the
+second of processor time that server and command took together. Run it on cores that nobody else
+uses: where the server gets less of them, what is done beside it counts for more.
+
+trace: nothing; `twostroke trace` run once in the window, on the same cores; the same records
+fetched without reading them, which is the server's own part of it (--arms 2 leaves it out).
+once: one user, then a trace of all the steps that the server keeps, now that it is idle: processor
+time of server and command, over that of the cores in the time it shows, which it can cost at most.
+profile: nothing; a profile that runs for the whole window.
+off: this tree against CHECKOUT, whose native decoder does not count its stages (an `end_stage` in
+native/src/model.cpp that returns at once, built in place).
+Ends with one JSON line; exit status 1 if `trace` or `off` cost 2% or more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import resource
+import sys
+import tempfile
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack, suppress
+from itertools import count
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from bench.witness import Json, get_json
+from twostroke.measure.arms import serving
+from twostroke.measure.client import COMPLETIONS, OpenAIClient
+from twostroke.measure.compare import compare
+from twostroke.measure.definitions import Sample
+from twostroke.measure.http import Connections, Endpoint
+from twostroke.measure.result import environment
+from twostroke.measure.run import no_collections
+from twostroke.measure.workload import Planned, Prompts
+
+USERS, PROMPT, OUTPUT = 4, 16, 256
+SETTLE_S = 1.0  # before tokens are counted
+TRIES = 10
+MOST = 0.02
+METRICS = ("tokens a second", "tokens a second of processor time")
+
+
+class Arm(NamedTuple):
+    name: str
+    url: str
+    look: Callable[
+        [str, float], Coroutine[Any, Any, None]
+    ]  # what is done to the server in a window
+
+
+async def nothing(url: str, window_s: float) -> None: ...
+
+
+async def trace(url: str, window_s: float) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["trace", url, "--seconds", f"{window_s:g}", "-o", f"{folder}/timeline.json"]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "twostroke", *words, stdout=asyncio.subprocess.DEVNULL
+        )
+        if await process.wait():
+            raise SystemExit("twostroke trace failed")
+
+
+async def fetch(url: str, window_s: float) -> None:
+    connections = Connections(Endpoint(url))
+    try:
+        await connections.fetch(f"/records?seconds={window_s:g}")
+    finally:
+        connections.close()
+
+
+async def profile(url: str, window_s: float) -> None:
+    connections = Connections(Endpoint(url))
+    try:
+        await connections.fetch("/start_profile", {})
+        try:
+            await asyncio.sleep(window_s - 0.1)
+        finally:
+            await connections.fetch("/stop_profile", {})
+    finally:
+        connections.close()
+
+
+class Counted(OpenAIClient):
+    """Notes when each token came, also of answers that are cut off."""
+
+    def __init__(self, connections: Connections) -> None:
+        super().__init__(connections, None, COMPLETIONS)
+        self.token_s: list[float] = []
+
+    def _take(self, sample: Sample, at_s: float, data: bytes) -> None:
+        before = len(sample.content_s)
+        super()._take(sample, at_s, data)
+        self.token_s += sample.content_s[before:]
+
+
+def cpu_s() -> float:
+    """Processor time of all that this process has started: servers, and commands that ended."""
+    ticks, parents = {}, {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            words = path.read_text().rpartition(")")[2].split()
+            pid = int(path.parent.name)
+            parents[pid], ticks[pid] = int(words[1]), int(words[11]) + int(words[12])
+    own, found = os.getpid(), 0
+    for pid, spent in ticks.items():
+        above = parents[pid]
+        while above not in (0, own):
+            above = parents.get(above, 0)
+        found += spent if above == own else 0
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return found / os.sysconf("SC_CLK_TCK") + ended.ru_utime + ended.ru_stime
+
+
+async def window(
+    arm: Arm, window_s: float, salt: str, num_users: int = USERS
+) -> tuple[float, float]:
+    """Tokens a second that the users of one window got, and tokens a second of processor time."""
+    connections = Connections(Endpoint(arm.url))
+    client, prompts = Counted(connections), Prompts(0, salt, as_text=False)
+
+    async def user(number: int) -> None:
+        output = OUTPUT * (number + 1) // USERS  # of the first, so that they do not end together
+        for turn in count():
+            prompt = prompts.unique(1000 * number + turn, PROMPT)
+            sample = await client.send(Planned(0.0, prompt, PROMPT, output), perf_counter())
+            if sample.error:
+                raise SystemExit(sample.error)
+            output = OUTPUT
+
+    with no_collections():
+        begin = perf_counter() + SETTLE_S
+        users = [asyncio.create_task(user(number)) for number in range(num_users)]
+        await asyncio.sleep(SETTLE_S)
+        spent_s = cpu_s()
+        looking = asyncio.create_task(arm.look(arm.url, window_s))
+        await asyncio.sleep(begin + window_s - perf_counter())
+        await looking
+        end, spent_s = perf_counter(), cpu_s() - spent_s
+        for task in users:
+            task.cancel()
+        await asyncio.gather(*users, return_exceptions=True)
+    connections.close()
+    tokens = sum(begin <= at_s < end for at_s in client.token_s)
+    return tokens / (end - begin), tokens / spent_s
+
+
+async def once(url: str, window_s: float) -> Json:
+    """Processor time of a trace of all that the server keeps, and of that the server's own."""
+    await window(Arm("load", url, nothing), window_s, f"{os.getpid()}", num_users=1)
+    await asyncio.sleep(1.0)
+    steps = len(get_json(f"{url}/records?seconds=600")["steps"])
+    found: Json = {"steps": steps, "cores": os.cpu_count() or 1, "window_s": window_s}
+    for name, look in (("server", fetch), ("with_command", trace)):
+        spent_s = cpu_s()
+        for _ in range(TRIES):
+            await look(url, 600.0)
+        found[f"{name}_s"] = each_s = (cpu_s() - spent_s) / TRIES
+        found[f"{name}_share"] = each_s / (window_s * found["cores"])
+    return found
+
+
+async def measure(arms: list[Arm], cycles: int, window_s: float, limit_s: float) -> list[Json]:
+    begun = perf_counter()
+    for arm in arms:
+        await window(arm, 2.0, f"warm up {arm.name}")
+    found: list[Json] = []
+    for cycle in range(cycles):
+        if perf_counter() - begun + len(arms) * (SETTLE_S + window_s) > limit_s:
+            break
+        row: Json = {}
+        for arm in arms if cycle % 2 == 0 else arms[::-1]:
+            row[arm.name] = await window(arm, window_s, f"{os.getpid()} {cycle} {arm.name}")
+        found.append(row)
+        shown = [f"{name} {row[name][0]:.1f}, {row[name][1]:.1f}" for name in sorted(row)]
+        print("  ".join(shown), flush=True)
+    return found
+
+
+def judged(rows: list[Json], names: list[str]) -> list[Json]:
+    """Each arm against the first, as a change with its interval."""
+    base, *others = names
+    found = []
+    for name in others:
+        for n, metric in enumerate(METRICS):
+            one = compare(metric, [r[base][n] for r in rows], [r[name][n] for r in rows], 1)
+            change = {"change": one.ratio - 1, "low": one.low - 1, "high": one.high - 1}
+            found.append(
+                {"arm": name, "against": base, "metric": metric, **change, "cycles": one.pairs}
+            )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("trace", "once", "profile", "off"))
+    parser.add_argument("--cycles", type=int, default=100)
+    parser.add_argument("--window", type=float, default=10.0, metavar="S")
+    parser.add_argument("--limit", type=float, default=270.0, metavar="S", help="for all cycles")
+    parser.add_argument("--without", metavar="CHECKOUT")
+    parser.add_argument("--arms", type=int, default=3, help="of trace; 2 leaves the fetching out")
+    parser.add_argument("--json", help="also write the result here")
+    args = parser.parse_args()
+    if args.what == "off" and not args.without:
+        parser.error("off needs --without CHECKOUT")
+    with ExitStack() as stack:
+        (url,) = stack.enter_context(serving([""]))
+        if args.what == "once":
+            result = asyncio.run(once(url, args.window))
+            save({"bench": "observer_cost", "what": "once", **result}, args.json)
+            return
+        if args.what == "trace":
+            arms = [Arm("nothing", url, nothing), Arm("twostroke trace", url, trace)]
+            arms += [Arm("records fetched", url, fetch)][: args.arms - 2]
+        elif args.what == "profile":
+            arms = [Arm("nothing", url, nothing), Arm("profiled", url, profile)]
+        else:
+            own = os.environ.get("PYTHONPATH", "")
+            os.environ["PYTHONPATH"] = args.without
+            os.chdir(args.without)
+            (other,) = stack.enter_context(serving([""]))
+            os.environ["PYTHONPATH"] = own
+            arms = [Arm("no counters", other, nothing), Arm("as it is", url, nothing)]
+        rows = asyncio.run(measure(arms, args.cycles, args.window, args.limit))
+    found = judged(rows, [arm.name for arm in arms])
+    for one in found:
+        print(
+            f"{one['arm']} against {one['against']}, {one['metric']}: {one['change']:+.2%} "
+            f"({one['low']:+.2%} to {one['high']:+.2%}), {one['cycles']} cycles"
+        )
+    load = {"users": USERS, "prompt": PROMPT, "output": OUTPUT, "window_s": args.window}
+    result = {"bench": "observer_cost", "what": args.what}
+    save(result | {"load": load, "changes": found, "metrics": METRICS, "rows": rows}, args.json)
+    judged_by = [one for one in found if one["metric"] == METRICS[0]]
+    if args.what != "profile" and any(one["low"] <= -MOST for one in judged_by):
+        raise SystemExit("it costs 2% or more, or more cycles are needed to say that it does not")
+
+
+def save(result: Json, path: str | None) -> None:
+    line = json.dumps({"environment": environment(), **result})
+    print(line)
+    if path:
+        Path(path).write_text(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Why tests of vLLM's do not pass here, and the page that says so."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+# Modules that are not run, by a part of their path.
+CANNOT_RUN = {
+    "^multimodal/|_vlm.py$|_multimodal": "images, audio and video: models here read text",
+    "^pooling/": "embeddings, scores and classes: models here write text",
+    "^speech_to_text/": "speech: models here read text",
+    "^unit_tests/test_remote_vllm_server": "it tests what starts vLLM's server in its tests",
+}
+
+NO_THINKING = "the model does not think"
+NO_CALLS = "the model calls no tool unless it must"
+SAYS_ELSE = "the model: other texts, other counts of tokens, an end at once"
+SCALE_OUT = (
+    "`--enable-scale-out`, `vllm launch render`: prompts and answers made in other processes"
+)
+WORDS = "the words of a refusal; its status is the same"
+
+# By a part of "module::test" and by a part of what was said; the first that fits.
+REASONS: list[tuple[str, str, str]] = [
+    (
+        "",
+        r"--exclude-tools-when|Expected `bool \| null`, got `str`|column 167|_process_termination"
+        "|--runner pooling|--chat-template-content-format",
+        "mended since, here or in the runner; not run again yet",
+    ),
+    # missing
+    ("^cohere/", "", "Cohere's API"),
+    (
+        "^generate/generative_scoring",
+        "",
+        "`/generative_scoring`; `logprob_token_ids` tells as much",
+    ),
+    ("^generate/structured_decisions", "", "`/v1/systemone`: decisions between given answers"),
+    ("^scale_out/", "", SCALE_OUT),
+    ("lora|test_models", "", "adapters"),
+    ("test_pause_resume", "", "`/pause`, `/resume`: for trainers that change the weights"),
+    ("test_weight_checker", "", "checksums of weights, for trainers that change them"),
+    ("test_sleep_mode", "", "the sleep's metrics, and to wake in parts: the whole engine wakes"),
+    ("sagemaker.*(handler_overrides|middleware)", "", "code of others in the server"),
+    ("sagemaker.*sessions", "", "SageMaker's sessions"),
+    ("test_v2_endpoint_accepts", "", "`/v2/embed`: embeddings"),
+    ("run_batch.*(embed|score|transcription|translation)", "", "embeddings, scores and speech"),
+    ("test_completions_invalid_input", "", "a wrong line has an error as its answer; status 0"),
+    ("run_batch.*reasoning", "", NO_THINKING),
+    ("", "--watermark-config", "`--watermark-config`"),
+    ("", "--enable-prompt-embeds", "`--enable-prompt-embeds`: prompts as embeddings"),
+    ("", "--worker-extension-cls", "`--worker-extension-cls`: code of others in the engine"),
+    ("", "--speculative-config", "`--speculative-config`"),
+    ("", "--tool-server", "`--tool-server`: tools that the server runs itself"),
+    ("", "--enable-return-routed-experts", "`--enable-return-routed-experts`"),
+    ("", "--weight-transfer-config", "`--weight-transfer-config`: weights from a trainer"),
+    ("", "kv_transfer_params", "`kv_transfer_params`: KV blocks from another engine"),
+    ("", "use_beam_search", "`use_beam_search`"),
+    ("", "enable_response_messages", "`enable_response_messages`: the prompt as the model saw it"),
+    # different
+    ("test_anthropic_tool_call$|test_chat_completion_with_tool_use", "", NO_CALLS),
+    ("test_function_tool_use.*auto", "", NO_CALLS),
+    ("test_function_tool_use", "", NO_THINKING),
+    ("responses/test_function_call|^tool_parsers/", "", NO_CALLS),
+    ("test_include_reasoning|test_reasoning_item|reasoning_tokens|test_thinking", "", NO_THINKING),
+    (
+        "test_anthropic_streaming_cache_usage",
+        "",
+        "at a stream's start `input_tokens` is without the cached ones, as at its end",
+    ),
+    (
+        "test_single_chat_session|test_orca_metrics.*test_single_completion",
+        "Usa",
+        "`usage` always has `prompt_tokens_details`; vLLM's with `--enable-prompt-tokens-details`",
+    ),
+    ("test_named_tool_use", "no len", "`content` is null beside a tool call, as OpenAI has it"),
+    ("test_metrics_exist.*multimodal", "", "images"),
+    ("test_long_seed|test_empty_prompt", "", WORDS),
+    ("test_translategemma", "", "the model: it is no translator, and reads no images"),
+    ("test_request_cancellation", "", "the model: a context of 8,192 tokens, not 10,100"),
+    (
+        "test_more_than_one_prompt_logprobs|test_structured_outputs_|test_response_format_json"
+        "|test_complex_message_content|test_completion_streaming|test_parallel_"
+        "|test_single_completion|test_comparison_with_prompt_logprobs"
+        "|responses/test_basic|responses/test_stateful|responses/test_structured",
+        "",
+        SAYS_ELSE,
+    ),
+]
+
+BEGIN, END = "<!-- vllm_tests begin -->", "<!-- vllm_tests end -->"
+COUNTED = ("passed", "different", "missing")
+TITLES = {
+    "missing": ("### Missing", "what is missing"),
+    "different": ("### Different", "why"),
+    "cannot run": ("### Cannot be run", "why"),
+}
+
+
+def write_page(page: Path, result: dict[str, Any], not_run: list[str]) -> list[str]:
+    """Writes the tables of the page; returns the tests for which no reason is known."""
+    found = [
+        (module, name, outcome, said)
+        for module, run in result["modules"].items()
+        for name, (outcome, said) in run["tests"].items()
+    ]
+    unknown = []
+    groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for module, name, outcome, said in found:
+        if outcome not in (*TITLES, "not finished", "not collected"):
+            continue
+        reason = said if outcome == "cannot run" else _reason(f"{module}::{name}", said)
+        if reason is None:
+            unknown.append(f"{module}::{name} ({outcome}): {said}")
+        groups.setdefault((outcome, reason or "not looked into"), []).append((module, name))
+    lines = _counts(found)
+    for outcome, (title, column) in TITLES.items():
+        rows = [(reason, tests) for (kind, reason), tests in groups.items() if kind == outcome]
+        if rows:
+            lines += [
+                "",
+                title,
+                "",
+                f"| {'how many' if outcome == 'cannot run' else 'tests'} | in | {column} |",
+                "|---|---|---|",
+            ]
+            rows.sort(key=lambda row: -len(row[1]))
+            lines += [f"| {len(tests)} | {_where(tests, found)} | {why} |" for why, tests in rows]
+    if not_run:
+        lines += ["", "### Not run yet", "", ", ".join(f"`{module}`" for module in not_run)]
+    text = page.read_text()
+    before, _, rest = text.partition(BEGIN)
+    after = rest.partition(END)[2]
+    page.write_text("\n".join([before + BEGIN, "", *lines, "", END + after]))
+    return unknown
+
+
+def _counts(found: list[tuple[str, str, str, str]]) -> list[str]:
+    """By folder and in all."""
+    by_folder: dict[str, Counter[str]] = {}
+    for module, _, outcome, _ in found:
+        by_folder.setdefault(f"`{module.partition('/')[0]}`", Counter())[outcome] += 1
+    by_folder = {name: one for name, one in by_folder.items() if any(one[c] for c in COUNTED)}
+    total = sum(by_folder.values(), Counter[str]())
+    lines = [f"| | {' | '.join(COUNTED)} |", "|---|---|---|---|"]
+    for name, counts in [*by_folder.items(), ("all", total)]:
+        lines.append(f"| {name} | {' | '.join(str(counts[c]) for c in COUNTED)} |")
+    return lines
+
+
+def _reason(test: str, said: str) -> str | None:
+    for in_test, in_said, reason in REASONS:
+        if re.search(in_test, test) and re.search(in_said, said):
+            return reason
+    return None
+
+
+def _where(tests: list[tuple[str, str]], found: list[tuple[str, str, str, str]]) -> str:
+    """Modules, each with the names of its tests if they are not all that ask the server."""
+    counted = Counter(module for module, _, outcome, _ in found if outcome in COUNTED)
+    by_module: dict[str, list[str]] = {}
+    whole = Counter(module.partition("/")[0] for module, name in tests if not name)
+    parts = [f"{count} modules of `{folder}`" for folder, count in whole.items()]
+    for module, name in tests:
+        if name:
+            by_module.setdefault(module, []).append(name)
+    for module, names in by_module.items():
+        short = sorted({name.partition("[")[0].rpartition("::")[2] for name in names})
+        is_all = len(names) >= counted[module]
+        parts.append(f"`{module}`" + ("" if is_all else f": {', '.join(f'`{s}`' for s in short)}"))
+    return "; ".join(parts)

@@ -1,0 +1,388 @@
+"""Configs and GGUF files of the families that came after Gemma, Phi and OLMo 2 → specs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Cohere2Config,
+    Exaone4Config,
+    Glm4Config,
+    Olmo3Config,
+    PreTrainedConfig,
+    SmolLM3Config,
+    StableLmConfig,
+    Starcoder2Config,
+)
+
+from tests.model.gguf_files import SPEC, Edit, write_model
+from tests.model.test_family_mappings import APART, HEAD_NORMS, ROPES, TWO_NORMS, edits, kinds, of
+from tests.specs import changed
+from twostroke.errors import ModelError
+from twostroke.model.gguf_config import spec_from_gguf
+from twostroke.model.hf_config import load_hf_config, names_in_hf, spec_from_hf
+from twostroke.model.hf_families import FAMILIES
+from twostroke.model.rope import rope_tables
+from twostroke.model.spec import NO_ROPE, ModelSpec, RopeSpec, without_rope
+from twostroke.model.tensor_names import halves_from_neighbours
+from twostroke.model.weights import check_weights
+from twostroke.model.weights.gguf import GGUFWeights
+from twostroke.model.weights.safetensors import SafetensorsWeights
+from twostroke.model.weights.tensors import read_tensor
+
+# Published configs, less what nobody reads.
+
+
+def config(model_type: str, sizes: tuple[int, ...], **more: Any) -> dict[str, Any]:
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    names += ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")
+    return {"model_type": model_type} | dict(zip(names, sizes, strict=True)) | more
+
+
+SMOLLM3_3B = config("smollm3", (128256, 2048, 11008, 36, 16, 4, 65536), rope_theta=5e6)
+SMOLLM3_3B |= {"no_rope_layers": [1, 1, 1, 0] * 9, "layer_types": ["full_attention"] * 36}
+SMOLLM3_3B |= {"use_sliding_window": False, "sliding_window": None}
+GRANITE_8B = config("granite", (49155, 4096, 12800, 40, 32, 8, 131072), rope_theta=1e7)
+GRANITE_8B |= {"attention_multiplier": 0.0078125, "embedding_multiplier": 12.0}
+GRANITE_8B |= {"logits_scaling": 16.0, "residual_multiplier": 0.22, "tie_word_embeddings": True}
+GLM4_9B = config("glm", (151552, 4096, 13696, 40, 32, 2, 131072), attention_bias=True)
+GLM4_9B |= {"head_dim": 128, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-7}
+OLMO3_7B = config("olmo3", (100278, 4096, 11008, 32, 32, 32, 65536), sliding_window=4096)
+OLMO3_7B |= {"rope_theta": 500000, "rope_scaling": {"rope_type": "yarn", "factor": 8.0}}
+OLMO3_7B["rope_scaling"] |= {"original_max_position_embeddings": 8192}
+EXAONE4_32B = config("exaone4", (102400, 5120, 27392, 64, 40, 8, 131072), head_dim=128)
+EXAONE4_32B |= {"sliding_window": 4096, "sliding_window_pattern": "LLLG", "rope_theta": 1e6}
+EXAONE4_32B |= {"layer_types": [*["sliding_attention"] * 3, "full_attention"] * 16}
+NEMO_12B = config("mistral", (131072, 5120, 14336, 40, 32, 8, 131072), head_dim=128)
+NEMO_12B |= {"sliding_window": None, "rope_theta": 1e6}
+COMMAND_R = config("cohere", (256000, 8192, 22528, 40, 64, 64, 8192), logit_scale=0.0625)
+COMMAND_R |= {"model_max_length": 131072, "rope_theta": 8e6, "use_qk_norm": False}
+R7B = config("cohere2", (256000, 4096, 14336, 32, 32, 8, 132096), logit_scale=0.25)
+R7B |= {"rope_theta": 50000, "sliding_window": 4096, "sliding_window_pattern": 4}
+STABLELM2 = config("stablelm", (100352, 2048, 5632, 24, 32, 32, 4096), use_qkv_bias=True)
+STABLELM2 |= {"partial_rotary_factor": 0.25, "layer_norm_eps": 1e-5}
+STARCODER2_3B = config("starcoder2", (49152, 3072, 12288, 30, 24, 2, 16384), use_bias=True)
+STARCODER2_3B |= {"sliding_window": 4096, "hidden_act": "gelu_pytorch_tanh"}
+STARCODER2_3B |= {"norm_epsilon": 1e-5, "rope_theta": 999999.4420358813}
+INTERNLM2_7B = config("internlm2", (92544, 4096, 14336, 32, 32, 8, 32768), bias=False)
+INTERNLM3_8B = config("internlm3", (128512, 4096, 10240, 48, 32, 2, 32768), bias=False)
+INTERNLM3_8B |= {"head_dim": 128, "qkv_bias": False}
+SEED_36B = config("seed_oss", (155136, 5120, 27648, 64, 80, 8, 524288), rope_theta=1e7)
+
+
+@pytest.mark.parametrize(
+    ("published", "parameters"),
+    [
+        (SMOLLM3_3B, 3_075_098_624),
+        (GRANITE_8B, 8_170_848_256),
+        (GLM4_9B, 9_399_951_360),
+        (GLM4_9B | {"model_type": "glm4", "attention_bias": False}, 9_400_094_720),
+        (OLMO3_7B, 7_298_011_136),
+        (EXAONE4_32B, 32_003_216_384),
+        (NEMO_12B, 12_247_782_400),
+        (COMMAND_R, 34_980_831_232),
+        (R7B, 8_028_033_024),
+        (STABLELM2, 1_644_515_328),
+        (STARCODER2_3B, 3_030_371_328),
+        (INTERNLM2_7B, 7_737_708_544),
+        (INTERNLM3_8B, 8_804_241_408),
+        (SEED_36B, 36_151_104_512),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_a_published_config_has_the_parameters_of_its_model(
+    published: dict[str, Any], parameters: int
+) -> None:
+    assert spec_from_hf(published).num_parameters() == parameters
+
+
+def test_smollm3_has_no_rope_in_every_fourth_layer() -> None:
+    spec = spec_from_hf(SMOLLM3_3B)
+    assert kinds(spec, "rope") == [*[RopeSpec(5e6, 128)] * 3, NO_ROPE] * 9
+    assert (set(kinds(spec, "window")), spec.tie_embeddings) == ({None}, True)
+    implied = {**SMOLLM3_3B, "no_rope_layers": None, "rope_theta": None}
+    assert kinds(spec_from_hf(implied), "rope") == [*[RopeSpec(2e6, 128)] * 3, NO_ROPE] * 9
+
+
+def test_granite_has_four_multipliers() -> None:
+    spec = spec_from_hf(GRANITE_8B)
+    assert set(kinds(spec, "scale")) == {1 / 128}
+    assert (spec.embed_scale, spec.residual_scale, spec.logit_scale) == (12.0, 0.22, 1 / 16)
+
+
+def test_glm_turns_half_of_the_channels_and_glm4_has_norms_after() -> None:
+    spec = spec_from_hf(GLM4_9B)
+    assert set(kinds(spec, "rope")) == {RopeSpec(1e4, 64)}
+    assert (spec.layers[0].attention.qkv_bias, spec.layers[0].attention.output_bias) == (
+        True,
+        False,
+    )
+    later = spec_from_hf(GLM4_9B | {"model_type": "glm4", "partial_rotary_factor": None})
+    assert (later.layers[0].pre_norm, later.layers[0].post_norm) == (True, True)
+
+
+def test_olmo_3_scales_the_rope_of_layers_without_a_window() -> None:
+    spec = spec_from_hf(OLMO3_7B)
+    assert kinds(spec, "window") == [4096, 4096, 4096, None] * 8
+    sliding, full = spec.ropes()
+    assert sliding == RopeSpec(5e5, 128)
+    assert (full.kind, full.factor, full.original_context) == ("yarn", 8.0, 8192)
+    assert (spec.max_context, spec.norm_fp32, spec.layers[0].pre_norm) == (65536, True, False)
+
+
+@pytest.mark.parametrize("changes", [{}, {"layer_types": None}])
+def test_exaone_4_has_rope_where_it_slides(changes: dict[str, Any]) -> None:
+    spec = spec_from_hf(EXAONE4_32B | changes)
+    assert kinds(spec, "window") == [4096, 4096, 4096, None] * 16
+    assert kinds(spec, "rope") == [*[RopeSpec(1e6, 128)] * 3, NO_ROPE] * 16
+    whole = spec_from_hf(EXAONE4_32B | {"sliding_window": None, "layer_types": None})
+    assert whole.ropes() == (RopeSpec(1e6, 128),)
+
+
+def test_command_r_is_parallel_and_its_context_is_what_it_was_made_for() -> None:
+    spec = spec_from_hf(COMMAND_R)
+    assert (spec.norm, spec.norm_bias, spec.norm_fp32) == ("layer", False, True)
+    assert (spec.max_context, spec.logit_scale, spec.tie_embeddings) == (131072, 0.0625, True)
+    assert all(layer.parallel for layer in spec.layers)
+    small = spec_from_hf(R7B)
+    assert kinds(small, "window") == [4096, 4096, 4096, None] * 8
+    assert kinds(small, "rope") == [*[RopeSpec(5e4, 128)] * 3, NO_ROPE] * 8
+
+
+def test_stablelm_and_starcoder_2() -> None:
+    spec = spec_from_hf(STABLELM2)
+    assert (spec.norm, spec.norm_bias, spec.layers[0].parallel) == ("layer", True, False)
+    assert set(kinds(spec, "rope")) == {RopeSpec(1e4, 16)}
+    assert spec_from_hf(STABLELM2 | {"use_parallel_residual": True}).layers[0].parallel
+    code = spec_from_hf(STARCODER2_3B)
+    mlp = code.layers[0].mlp
+    assert (mlp.gated, mlp.activation, mlp.bias) == (False, "gelu_tanh", True)
+    assert (set(kinds(code, "window")), code.tie_embeddings) == ({4096}, True)
+    plain = spec_from_hf(STARCODER2_3B | {"use_bias": False})
+    assert not any(name.endswith(("q_bias", "o_bias", "up_bias")) for name in plain.weight_shapes())
+    assert "layers.0.mlp_norm_bias" in plain.weight_shapes()
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "says"),
+    [
+        (SMOLLM3_3B, {"no_rope_layers": [1, 0]}, "no_rope_layers must be a list of 0 or 1 for"),
+        (SMOLLM3_3B, {"no_rope_layers": "x"}, "no_rope_layers must be a list of 0 or 1"),
+        (SMOLLM3_3B, {"no_rope_layer_interval": 0}, "no_rope_layer_interval must be a whole"),
+        (GRANITE_8B, {"logits_scaling": 0}, "logits_scaling must be a number above 0"),
+        (GRANITE_8B, {"residual_multiplier": "x"}, "residual_multiplier must be a number above 0"),
+        (GRANITE_8B, {"embedding_multiplier": -1}, "embedding_multiplier must be a number above"),
+        (GRANITE_8B, {"attention_multiplier": 0}, "attention_multiplier must be a number above 0"),
+        (EXAONE4_32B, {"sliding_window_pattern": []}, "sliding_window_pattern must be a whole"),
+        (COMMAND_R, {"use_qk_norm": True}, "use_qk_norm = True is not supported"),
+        (COMMAND_R, {"logit_scale": 0}, "logit_scale must be a number above 0"),
+        (COMMAND_R, {"layer_norm_eps": 2}, "layer_norm_eps must be a number from 1e-20 to 1"),
+        (COMMAND_R, {"model_max_length": 1}, "model_max_length must be a whole number from 2"),
+        (STABLELM2, {"qk_layernorm": True}, "qk_layernorm = True is not supported"),
+        (STARCODER2_3B, {"hidden_act": "gelu"}, "the activation 'gelu' .hidden_act. is not"),
+        (STARCODER2_3B, {"norm_epsilon": None}, "has no norm_epsilon"),
+        (NEMO_12B, {"model_type": "mistral3"}, "has no text_config, which a model of model_type"),
+        (
+            {"model_type": "mistral3", "text_config": {"model_type": "ministral3"}},
+            {},
+            "text_config: the architecture 'ministral3' .model_type. is not supported",
+        ),
+        (NEMO_12B, {"model_type": "gemma3n"}, "the architecture 'gemma3n' is not supported"),
+        (NEMO_12B, {"model_type": "qwen2_5_vl"}, "the architecture 'qwen2_5_vl' is not supported"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(
+    config: dict[str, Any], changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ModelError, match=rf"^config\.json: .*({says})"):
+        spec_from_hf(config | changes)
+
+
+# Weights and angles
+
+SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+SIZES |= {"pad_token_id": None}
+TINY: dict[str, PreTrainedConfig] = {
+    "glm4": Glm4Config(**SIZES, head_dim=8),
+    "olmo3": Olmo3Config(**SIZES, rope_parameters=ROPES),
+    "exaone4": Exaone4Config(**SIZES),
+    "smollm3": SmolLM3Config(**SIZES),
+    "cohere2": Cohere2Config(**SIZES),
+    "stablelm": StableLmConfig(**SIZES),
+    "starcoder2": Starcoder2Config(**SIZES),
+}
+AFTER = {
+    "attn_post_norm": "post_attention_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+BIASED_NORMS = {f"{name}_bias": tensor for name, tensor in TWO_NORMS.items()}
+GATE_UP = {"gate": ("mlp.gate_up_proj", slice(0, 48)), "up": ("mlp.gate_up_proj", slice(48, 96))}
+GLM4_NORMS = {"attn_post_norm": "post_self_attn_layernorm", "mlp_post_norm": "post_mlp_layernorm"}
+C_MLP = {"up": "mlp.c_fc", "down": "mlp.c_proj"}
+# Of a layer: our name → transformers', some with the rows that are ours.
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "glm4": APART | GATE_UP | TWO_NORMS | GLM4_NORMS,
+    "olmo3": APART | AFTER | HEAD_NORMS,
+    "exaone4": APART | AFTER | HEAD_NORMS,
+    "smollm3": APART | TWO_NORMS,
+    "cohere2": APART | {"attn_norm": "input_layernorm"},
+    "stablelm": APART | TWO_NORMS | BIASED_NORMS,
+    "starcoder2": {name: APART[name] for name in "qkvo"} | C_MLP | TWO_NORMS | BIASED_NORMS,
+}
+WEIGHTS["glm4"] |= {f"{name}_bias": APART[name] for name in "qkv"}
+WEIGHTS["starcoder2"] |= {f"{name}_bias": APART[name] for name in "qkvo"}
+WEIGHTS["starcoder2"] |= {f"{name}_bias": tensor for name, tensor in C_MLP.items()}
+NEIGHBOURS = ("glm4", "cohere2")  # whose files have the channels that turn together side by side
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_every_weight_is_the_right_rows_of_the_right_tensor(family: str, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(TINY[family], dtype=torch.float32)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_()
+    model.save_pretrained(tmp_path)
+    spec, saved = load_hf_config(tmp_path)
+    source = SafetensorsWeights(tmp_path, spec, names_in_hf(saved))
+    check_weights(spec, source, "here")
+    stored = {name: value.detach() for name, value in model.state_dict().items()}
+    expected = {"embed": stored["model.embed_tokens.weight"]}
+    expected["final_norm"] = stored["model.norm.weight"]
+    if spec.norm_bias:
+        expected["final_norm_bias"] = stored["model.norm.bias"]
+    if not spec.tie_embeddings:
+        expected["head"] = stored["lm_head.weight"]
+    for n, layer in enumerate(spec.layers):
+        for name, theirs in WEIGHTS[family].items():
+            tensor, rows = theirs if isinstance(theirs, tuple) else (theirs, slice(None))
+            kind = "bias" if name.endswith("_bias") else "weight"
+            value = stored[f"model.layers.{n}.{tensor}.{kind}"][rows]
+            if family in NEIGHBOURS and name[0] in "qk":
+                heads = len(value) // layer.attention.head_dim
+                order = halves_from_neighbours(heads, 8, layer.attention.rope.dim)
+                value = value[torch.from_numpy(order)]
+            expected[f"layers.{n}.{name}"] = value
+    assert set(expected) == set(spec.weight_shapes())
+    for name, value in expected.items():
+        assert torch.equal(read_tensor(source, name, torch.float32), value), name
+        part = slice(1, 3)
+        np.testing.assert_array_equal(source.floats(name, part), value[part].numpy())
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_angles_are_those_of_transformers(family: str) -> None:
+    theirs = AutoModelForCausalLM.from_config(TINY[family]).model.rotary_emb
+    spec = spec_from_hf(TINY[family].to_dict())
+    positions, x = torch.arange(17)[None], torch.zeros(1)
+    compared = 0
+    for layer in spec.layers:
+        if layer.attention.rope == NO_ROPE:
+            cos, sin = rope_tables(NO_ROPE, 17)
+            assert (cos == 1).all()
+            assert (sin == 0).all()
+            continue
+        kind = "full_attention" if layer.attention.window is None else "sliding_attention"
+        which = (kind,) if family == "olmo3" else ()
+        for ours, other in zip(
+            rope_tables(layer.attention.rope, 17), theirs(x, positions, *which), strict=True
+        ):
+            dim = layer.attention.rope.dim
+            channels = slice(0, dim, 2) if family == "cohere2" else slice(dim // 2)
+            np.testing.assert_allclose(ours, other[0, :, channels].numpy(), atol=2e-6, rtol=0)
+            compared += 1
+    assert compared >= 6
+
+
+# GGUF
+
+SMOLLM3 = without_rope(changed(SPEC, family="smollm3", windows=(None,) * 5), [3])
+GRANITE = changed(SPEC, family="granite", scale=0.125, embed_scale=12.0, residual_scale=0.25)
+GRANITE = changed(GRANITE, logit_scale=1 / 16)
+SCALES = of("granite", attention__scale=0.125, embedding_scale=12.0, residual_scale=0.25)
+SCALES = edits(SCALES, of("granite", logit_scale=16.0))
+GLM4 = changed(SPEC, family="glm4", rope=RopeSpec(1e4, 8), post_norm=True, qkv_bias=True)
+COHERE = changed(SPEC, family="command-r", parallel=True, norm="layer", norm_fp32=True)
+COHERE = changed(COHERE, tie_embeddings=True, logit_scale=0.25)
+COHERE2 = changed(COHERE, family="cohere2", windows=(32, 32, 32, None, 32))
+COHERE2 = without_rope(COHERE2, [3])
+STABLELM = changed(SPEC, family="stablelm", norm="layer", norm_bias=True, rope=RopeSpec(1e4, 4))
+STARCODER2 = changed(SPEC, family="starcoder2", norm="layer", norm_bias=True, gated=False)
+STARCODER2 = changed(STARCODER2, activation="gelu_tanh", qkv_bias=True, output_bias=True)
+STARCODER2 = changed(STARCODER2, mlp_bias=True, tie_embeddings=True)
+OLMO3 = changed(SPEC, family="olmo2", pre_norm=False, post_norm=True, qk_norm="full")
+OLMO3 = changed(OLMO3, norm_fp32=True, windows=(32, 32, 32, None))
+EXAONE4 = changed(OLMO3, family="exaone4", qk_norm="head", norm_fp32=False)
+EPS = {"attention__layer_norm_epsilon": 2.0**-17}
+
+
+@pytest.mark.parametrize(
+    ("spec", "edit"),
+    [
+        (SMOLLM3, of("smollm3")),
+        (GRANITE, SCALES),
+        (
+            without_rope(GRANITE, range(2)),
+            edits(SCALES, of("granite", rope__scaling__finetuned=False)),
+        ),
+        (GLM4, of("glm4", rope__dimension_count=8)),
+        (
+            changed(SPEC, family="chatglm", rope=RopeSpec(1e4, 8), qkv_bias=True),
+            of("chatglm", rope__dimension_count=8),
+        ),
+        (COHERE, of("command-r", logit_scale=0.25, **EPS)),
+        (COHERE2, of("cohere2", logit_scale=0.25, attention__sliding_window=32, **EPS)),
+        (STABLELM, of("stablelm", rope__dimension_count=4, use_parallel_residual=True, **EPS)),
+        (
+            changed(STABLELM, parallel=True),
+            of("stablelm", rope__dimension_count=4, use_parallel_residual=True, **EPS),
+        ),
+        (STARCODER2, of("starcoder2", **EPS)),
+        (OLMO3, of("olmo2", attention__sliding_window=32)),
+        (without_rope(EXAONE4, [3]), of("exaone4", attention__sliding_window=32)),
+        (changed(EXAONE4, windows=(None,) * 2), of("exaone4")),
+        (changed(SPEC, family="seed_oss", qkv_bias=True), of("seed_oss")),
+        (changed(SPEC, family="internlm2"), of("internlm2")),
+    ],
+    ids=lambda value: value.family if isinstance(value, ModelSpec) else "",
+)
+def test_a_file_is_read_back(spec: ModelSpec, edit: Edit, tmp_path: Path) -> None:
+    file = write_model(tmp_path / "m.gguf", spec, edit)
+    assert spec_from_gguf(file) == spec
+    check_weights(spec, GGUFWeights(file, spec), "here")
+
+
+@pytest.mark.parametrize(
+    ("spec", "edit", "says"),
+    [
+        (GRANITE, of("granite", logit_scale=-1.0), "granite.logit_scale must be a number from 0"),
+        (GRANITE, of("granite", residual_scale="x"), "granite.residual_scale must be a number"),
+        (SPEC, of("llama", residual_scale=0.5), "llama.residual_scale = 0.5 is not supported"),
+        (
+            GLM4,
+            of("glm4", rope__dimension_sections=[2, 2]),
+            "glm4.rope.dimension_sections must be absent in a GLM-4 model",
+        ),
+        (COHERE, of("command-r"), "has no command-r.attention.layer_norm_epsilon"),
+        (
+            changed(COHERE, qk_norm="head"),
+            of("command-r", **EPS),
+            "the tensor 'blk.0.attn_._norm.weight' is not part of a command-r model",
+        ),
+    ],
+)
+def test_wrong_metadata_is_refused_by_name(
+    spec: ModelSpec, edit: Edit, says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=rf"m\.gguf: .*({says})"):
+        spec_from_gguf(write_model(tmp_path / "m.gguf", spec, edit))
+
+
+def test_all_families_are_named_in_the_docs() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "MODELS.md").read_text(encoding="utf-8")
+    assert [name for name in FAMILIES if f"`{name}`" not in text] == []

@@ -1,0 +1,48 @@
+"""Changes that people try first, each with a workload on which it can show what it does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from twostroke.errors import ConfigError, nearest
+
+
+class Play(NamedTuple):
+    a: str  # options of `twostroke serve`, besides those that both arms have
+    b: str
+    load: Mapping[str, Any] = {}  # fields of ServeOptions
+
+
+def _threads() -> str:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"--threads {max(1, (cores or 1) // 2)} --threads-batch {cores or 1}"
+
+
+# Long prompts arrive while others write; prompts that share three quarters; mostly decode.
+MIXED = {"random_input_len": 512, "random_range_ratio": 0.9}
+SHARED = {"random_prefix_len": 384, "random_input_len": 128}
+DECODE = {"random_input_len": 32, "random_output_len": 64}
+PLAYBOOK = {
+    "chunk-budget": Play("", "--max-num-batched-tokens 256", MIXED),
+    "prefix-caching": Play("--no-enable-prefix-caching", "--enable-prefix-caching", SHARED),
+    "throughput-mode": Play("", "--performance-mode throughput", MIXED),
+    "int8-weights": Play("", "--quantization int8", DECODE),
+    "int4-weights": Play("", "--quantization int4", DECODE),
+    "kv-cache-fp16": Play("", "--kv-cache-dtype float16", DECODE),
+    "attention-backend": Play("", "--kernels reference"),
+    "threads-per-phase": Play("", _threads()),
+}
+MISSING = {"speculative": "speculative decoding is not there yet, so there is nothing to compare"}
+
+
+def play(name: str) -> Play:
+    if name in MISSING:
+        raise ConfigError(f"--playbook {name}: {MISSING[name]}")
+    if name not in PLAYBOOK:
+        raise ConfigError(
+            f"--playbook {name!r} is not known{nearest(name, PLAYBOOK)}; `--playbook list` shows "
+            "them"
+        )
+    return PLAYBOOK[name]

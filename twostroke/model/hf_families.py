@@ -1,0 +1,449 @@
+"""The families: a function from a Hugging Face config to a `ModelSpec` for each.
+
+An entry of FAMILIES is that function and the family's names for the weights
+(docs/ADDING_A_FAMILY.md). `hf_parts.py` has what they share.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from twostroke.errors import ModelError
+from twostroke.model import hf_parts as parts
+from twostroke.model.fields import Fields, shown
+from twostroke.model.hf_names import (
+    COHERE_NAMES,
+    GEMMA_NAMES,
+    GLM4_NAMES,
+    GLM_NAMES,
+    INTERNLM2_NAMES,
+    NAMES,
+    OLMO2_NAMES,
+    PHI3_NAMES,
+    STARCODER2_NAMES,
+)
+from twostroke.model.spec import (
+    CONTEXT,
+    LAYERS,
+    AttentionSpec,
+    LayerSpec,
+    MLPSpec,
+    ModelSpec,
+    RopeSpec,
+    with_layers,
+    without_rope,
+)
+from twostroke.model.tensor_names import TensorNames
+
+log = logging.getLogger(__name__)
+
+
+def _llama(fields: Fields) -> ModelSpec:
+    return _plain(fields, "llama")
+
+
+def _mistral(fields: Fields) -> ModelSpec:
+    window = parts.window(fields, default=4096)
+    return _plain(fields, "mistral", windows=(window,) * parts.num_layers(fields))
+
+
+def _qwen2(fields: Fields) -> ModelSpec:
+    return _plain(fields, "qwen2", windows=_qwen_windows(fields), qkv_bias=True, output_bias=False)
+
+
+def _qwen3(fields: Fields) -> ModelSpec:
+    return _plain(fields, "qwen3", windows=_qwen_windows(fields), qk_norm="head")
+
+
+def _ministral(fields: Fields) -> ModelSpec:
+    """Mistral with windows in some layers."""
+    window = parts.window(fields, default=4096)
+    usual = parts.FULL if window is None else parts.SLIDING
+    kinds = parts.layer_kinds(fields, [usual] * parts.num_layers(fields))
+    windows = parts.windows(kinds, window)
+    return _plain(fields, "ministral", windows, qkv_bias=False, output_bias=False)
+
+
+def _mistral3(fields: Fields) -> ModelSpec:
+    """Mistral Small 3.1 and 3.2."""
+    text = _text_part(fields, "a Mistral without images is 'mistral'")
+    kind = text.value("model_type")
+    if kind not in (None, "mistral"):
+        raise ModelError(
+            f"{text.where}: the architecture {shown(kind)} (model_type) is not supported, only "
+            "'mistral'."
+        )
+    return _mistral(text)
+
+
+def _smollm3(fields: Fields) -> ModelSpec:
+    """Every fourth layer has no rope."""
+    count = parts.num_layers(fields)
+    period = fields.integer("no_rope_layer_interval", 1, LAYERS[1], default=4)
+    has_rope = [(n + 1) % period != 0 for n in range(count)]
+    if "no_rope_layers" in fields:  # 1: the layer has rope
+        has_rope = [bool(n) for n in fields.items("no_rope_layers", int, "0 or 1 for each layer")]
+        if len(has_rope) < count:
+            expected = f"a list of 0 or 1 for each of the {count} layers (num_hidden_layers)"
+            fields.refuse("no_rope_layers", expected)
+    window = parts.window(fields, None) if fields.boolean("use_sliding_window", False) else None
+    usual = [parts.FULL if turns or window is None else parts.SLIDING for turns in has_rope[:count]]
+    kinds = parts.layer_kinds(fields, usual)
+    windows = parts.windows(kinds, window)
+    fields = fields.with_defaults({"num_key_value_heads": 4})
+    spec = _plain(fields, "smollm3", windows, theta=2e6, tied=True)
+    return without_rope(spec, [n for n in range(count) if not has_rope[n]])
+
+
+def _granite(fields: Fields) -> ModelSpec:
+    """Embedding, scores, residuals and logits are multiplied."""
+    scale = parts.multiplier(fields, "attention_multiplier")
+    return replace(
+        _plain(fields, "granite", scale=scale),
+        embed_scale=parts.multiplier(fields, "embedding_multiplier"),
+        residual_scale=parts.multiplier(fields, "residual_multiplier"),
+        logit_scale=1 / parts.multiplier(fields, "logits_scaling"),
+    )
+
+
+def _internlm2(fields: Fields) -> ModelSpec:
+    bias, mlp = fields.boolean("bias", True), parts.mlp(fields, parts.activation(fields))
+    return _plain(fields, "internlm2", mlp=mlp, qkv_bias=bias, output_bias=bias)
+
+
+def _internlm3(fields: Fields) -> ModelSpec:
+    bias = fields.boolean("bias", False)
+    return _plain(
+        fields,
+        "internlm3",
+        mlp=parts.mlp(fields, parts.activation(fields), bias),
+        qkv_bias=fields.boolean("qkv_bias", False),
+        output_bias=bias,
+    )
+
+
+def _seed_oss(fields: Fields) -> ModelSpec:
+    return _plain(
+        fields.with_defaults({"num_key_value_heads": 8, "head_dim": 128}),
+        "seed_oss",
+        qkv_bias=fields.boolean("attention_bias", True),
+        output_bias=fields.boolean("attention_out_bias", False),
+    )
+
+
+GLM_DEFAULTS = {"num_key_value_heads": 2, "head_dim": 128, "partial_rotary_factor": 0.5}
+
+
+def _glm(fields: Fields) -> ModelSpec:
+    """Rope turns half of the channels."""
+    return _plain(
+        fields.with_defaults(GLM_DEFAULTS),
+        "glm",
+        eps=1.5625e-7,
+        qkv_bias=fields.boolean("attention_bias", True),
+        output_bias=False,
+    )
+
+
+def _glm4(fields: Fields) -> ModelSpec:
+    """GLM-4-0414: as GLM-4, with norms after attention and MLP, too."""
+    return with_layers(replace(_glm(fields), family="glm4"), post_norm=True)
+
+
+def _plain(
+    fields: Fields,
+    family: str,
+    windows: Sequence[int | None] | None = None,
+    theta: float = 10000.0,
+    tied: bool = False,
+    eps: float = 1e-6,
+    eps_name: str = "rms_norm_eps",
+    mlp: MLPSpec | None = None,
+    **different: Any,
+) -> ModelSpec:
+    """Llama and those whose attention is `different` in a detail. `windows`: of each layer, if any
+    has one. `theta`, `tied` and `eps`: where the config does not say it."""
+    parts.refuse_if_given(fields, "attn_logit_softcapping", "final_logit_softcapping")
+    rope, max_context = parts.rope(fields, parts.heads(fields)[2], theta)
+    attention = replace(parts.attention(fields, rope), **different)
+    if mlp is None:
+        mlp = parts.mlp(fields, parts.activation(fields), fields.boolean("mlp_bias", False))
+    count = parts.num_layers(fields)
+    layers = [LayerSpec(replace(attention, window=n), mlp) for n in windows or (None,) * count]
+    return parts.model(fields, family, layers, max_context, tied, eps, eps_name)
+
+
+def _qwen_windows(fields: Fields) -> tuple[int | None, ...]:
+    """As the family's own code reads its config, absent keys included."""
+    count = parts.num_layers(fields)
+    window = parts.window(fields, default=4096)
+    slides = fields.boolean("use_sliding_window", False)
+    first = fields.integer("max_window_layers", 0, LAYERS[1], default=28)
+    if not slides or window is None:
+        return (None,) * count
+    usual = [parts.SLIDING if n >= first else parts.FULL for n in range(count)]
+    kinds = parts.layer_kinds(fields, usual)
+    return parts.windows(kinds, window)
+
+
+def _gemma2(fields: Fields) -> ModelSpec:
+    """Every other layer slides; scores and logits are softcapped."""
+    rope, max_context = parts.rope(fields, parts.heads(fields)[2])
+    return _gemma(
+        fields,
+        "gemma2",
+        kinds=parts.layer_kinds(fields, parts.one_full_in(2, parts.num_layers(fields))),
+        ropes={parts.SLIDING: rope, parts.FULL: rope},
+        max_context=max_context,
+        logit_softcap=parts.softcap(fields, "final_logit_softcapping", 30.0),
+        softcap=parts.softcap(fields, "attn_logit_softcapping", 50.0),
+    )
+
+
+# What Gemma 3's own code takes for keys that are absent: configs of the models with images say
+# only what differs from it.
+GEMMA3_DEFAULTS = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4}
+GEMMA3_DEFAULTS |= {"head_dim": 256, "max_position_embeddings": 131072}
+
+
+def _gemma3_text(fields: Fields) -> ModelSpec:
+    """Five layers of six slide, with a rope of their own; norms on q and k take softcaps' place."""
+    fields = fields.with_defaults(GEMMA3_DEFAULTS)
+    parts.refuse_if_given(fields, "attn_logit_softcapping")
+    period = fields.integer("sliding_window_pattern", 1, LAYERS[1], default=6)
+    return _gemma(
+        fields,
+        "gemma3_text",
+        kinds=parts.layer_kinds(fields, parts.one_full_in(period, parts.num_layers(fields))),
+        ropes=_gemma3_ropes(fields),
+        max_context=parts.context(fields),  # of the model as it is, its rope scaling included
+        logit_softcap=parts.softcap(fields, "final_logit_softcapping", 0.0),
+        qk_norm="head",
+    )
+
+
+def _gemma3_ropes(fields: Fields) -> dict[str, RopeSpec]:
+    theta_sliding = parts.theta(fields, "rope_local_base_freq", 10000.0)
+    theta_full = parts.theta(fields, "rope_theta", 1000000.0)
+    return parts.two_ropes(fields, theta_sliding, theta_full)[0]
+
+
+def _gemma3(fields: Fields) -> ModelSpec:
+    return _gemma3_text(_text_part(fields, "one without images is 'gemma3_text'"))
+
+
+def _text_part(fields: Fields, otherwise: str) -> Fields:
+    """Of a model with images."""
+    if "text_config" not in fields:
+        raise ModelError(
+            f"{fields.where}: has no text_config, which a model of model_type "
+            f"{shown(fields.value('model_type'))} has ({otherwise})."
+        )
+    log.warning("%s: images are not supported; only the model's text part is run", fields.where)
+    return fields.nested("text_config")
+
+
+def _gemma(
+    fields: Fields,
+    family: str,
+    kinds: Sequence[str],
+    ropes: Mapping[str, RopeSpec],
+    max_context: int,
+    logit_softcap: float,
+    **different: Any,
+) -> ModelSpec:
+    """What all Gemmas share; `different` is the attention's."""
+    parts.refuse_if_given(fields, "use_bidirectional_attention")
+    scalar = fields.number("query_pre_attn_scalar", above=0.0, high=1e9, default=256.0)
+    attention = replace(parts.attention(fields, ropes[parts.FULL]), scale=scalar**-0.5, **different)
+    window = parts.window(fields, default=4096)
+    by_kind = {
+        parts.FULL: attention,
+        parts.SLIDING: replace(attention, rope=ropes[parts.SLIDING], window=window),
+    }
+    gelu = parts.activation(fields, "hidden_activation", {"gelu_pytorch_tanh": "gelu_tanh"})
+    mlp = parts.mlp(fields, gelu)
+    layers = [LayerSpec(by_kind[kind], mlp, post_norm=True) for kind in kinds]
+    spec = parts.model(fields, family, layers, max_context, tied=True)
+    return replace(
+        spec, embed_scale=spec.hidden_size**0.5, logit_softcap=logit_softcap, norm_fp32=True
+    )
+
+
+def _phi3(fields: Fields) -> ModelSpec:
+    """Phi-3, Phi-3.5 and Phi-4."""
+    parts.refuse_if_given(fields, "attn_logit_softcapping", "final_logit_softcapping")
+    fields = fields.with_defaults({"original_max_position_embeddings": 4096})
+    given = fields.nested("rope_scaling").over(fields.nested("rope_parameters"))
+    if parts.rope_kind(given) in ("su", "yarn"):  # what longrope was called at first
+        given = given.over(Fields(given.where, {"rope_type": "longrope"}))
+    head_dim = parts.heads(fields)[2]
+    rope, max_context = parts.rope_of(given, fields, head_dim, parts.context(fields))
+    window = parts.window(fields, default=None)
+    if window is not None and window >= max_context:
+        window = None  # it hides nothing
+    attention = replace(
+        parts.attention(fields, rope), window=window, qkv_bias=False, output_bias=False
+    )
+    layer = LayerSpec(attention, parts.mlp(fields, parts.activation(fields)))
+    layers = [layer] * parts.num_layers(fields)
+    return parts.model(fields, "phi3", layers, max_context, eps=1e-5)
+
+
+def _olmo2(fields: Fields) -> ModelSpec:
+    rope, max_context = parts.rope(fields, parts.heads(fields)[2])
+    attention = parts.attention(fields, rope)
+    return _olmo(fields, "olmo2", [attention] * parts.num_layers(fields), max_context)
+
+
+def _olmo3(fields: Fields) -> ModelSpec:
+    """Three layers of four slide; the scaling of rope is that of the others."""
+    theta = parts.theta(fields, "rope_theta", 500000.0)
+    ropes, max_context = parts.two_ropes(fields, theta, theta)
+    full = parts.attention(fields, ropes[parts.FULL])
+    window = parts.window(fields, default=4096)
+    sliding = replace(full, rope=ropes[parts.SLIDING], window=window)
+    by_kind = {parts.FULL: full, parts.SLIDING: sliding}
+    kinds = parts.layer_kinds(fields, parts.one_full_in(4, parts.num_layers(fields)))
+    return _olmo(fields, "olmo3", [by_kind[kind] for kind in kinds], max_context)
+
+
+def _olmo(
+    fields: Fields, family: str, attention: Sequence[AttentionSpec], max_context: int
+) -> ModelSpec:
+    """Norms come after attention and MLP, and on all of q and of k."""
+    parts.refuse_if_given(fields, "attn_logit_softcapping", "final_logit_softcapping")
+    mlp = parts.mlp(fields, parts.activation(fields))
+    layers = [
+        LayerSpec(replace(part, qk_norm="full"), mlp, pre_norm=False, post_norm=True)
+        for part in attention
+    ]
+    spec = parts.model(fields, family, layers, max_context, eps=1e-5)
+    return replace(spec, norm_fp32=True)
+
+
+def _exaone4(fields: Fields) -> ModelSpec:
+    """Norms come after attention and MLP. In a model with windows only layers that slide have
+    rope."""
+    count = parts.num_layers(fields)
+    window = parts.window(fields, default=4096)
+    pattern = fields.value("sliding_window_pattern")
+    if isinstance(pattern, str) and pattern:  # "LLLG"; the last layer sees everything
+        letters = [pattern[n % len(pattern)] for n in range(count - 1)] + ["G"]
+        usual = [parts.SLIDING if letter == "L" else parts.FULL for letter in letters]
+    else:
+        period = fields.integer("sliding_window_pattern", 0, LAYERS[1], default=4)
+        usual = parts.one_full_in(period or 1, count)
+    kinds = parts.layer_kinds(fields, [parts.FULL] * count if window is None else usual)
+    windows = parts.windows(kinds, window)
+    spec = _plain(fields, "exaone4", windows, eps=1e-5, qk_norm="head")
+    full = [n for n in range(count) if window is not None and windows[n] is None]
+    return without_rope(with_layers(spec, pre_norm=False, post_norm=True), full)
+
+
+def _cohere(fields: Fields) -> ModelSpec:
+    """Command R."""
+    if "model_max_length" in fields:  # what its rope was made for
+        longest = fields.integer("model_max_length", *CONTEXT)
+        fields = fields.over(Fields(fields.where, {"max_position_embeddings": longest}))
+    return _command_r(fields, "cohere", theta=500000.0)
+
+
+def _cohere2(fields: Fields) -> ModelSpec:
+    """Command R7B and A: three layers of four slide, and only those have rope."""
+    count, window = parts.num_layers(fields), parts.window(fields, default=4096)
+    period = fields.integer("sliding_window_pattern", 1, LAYERS[1], default=4)
+    kinds = parts.layer_kinds(fields, parts.one_full_in(period, count))
+    windows = parts.windows(kinds, window)
+    spec = _command_r(fields, "cohere2", windows)
+    return without_rope(spec, [n for n in range(count) if windows[n] is None])
+
+
+def _command_r(
+    fields: Fields,
+    family: str,
+    windows: Sequence[int | None] | None = None,
+    theta: float = 10000.0,
+) -> ModelSpec:
+    """Attention and MLP side by side, behind one LayerNorm without bias."""
+    parts.refuse_if_given(fields, "use_qk_norm")
+    spec = _plain(fields, family, windows, theta, tied=True, eps=1e-5, eps_name="layer_norm_eps")
+    return replace(
+        with_layers(spec, parallel=True),
+        norm="layer",
+        norm_fp32=True,
+        logit_scale=parts.multiplier(fields, "logit_scale", 0.0625),
+    )
+
+
+STABLELM_DEFAULTS = {"num_key_value_heads": 32, "partial_rotary_factor": 0.25}
+
+
+def _stablelm(fields: Fields) -> ModelSpec:
+    """LayerNorms with bias; rope turns a quarter of the channels."""
+    parts.refuse_if_given(fields, "qk_layernorm")
+    spec = _plain(
+        fields.with_defaults(STABLELM_DEFAULTS),
+        "stablelm",
+        eps=1e-5,
+        eps_name="layer_norm_eps",
+        mlp=parts.mlp(fields, parts.activation(fields)),
+        qkv_bias=fields.boolean("use_qkv_bias", False),
+        output_bias=False,
+    )
+    parallel = fields.boolean("use_parallel_residual", False)
+    return replace(with_layers(spec, parallel=parallel), norm="layer", norm_bias=True)
+
+
+def _starcoder2(fields: Fields) -> ModelSpec:
+    """LayerNorms with bias, and an MLP without a gate."""
+    bias, window = fields.boolean("use_bias", True), parts.window(fields, default=None)
+    gelu = parts.activation(fields, known={"gelu_pytorch_tanh": "gelu_tanh"})
+    spec = _plain(
+        fields.with_defaults({"num_key_value_heads": 2}),
+        "starcoder2",
+        windows=(window,) * parts.num_layers(fields),
+        tied=True,
+        eps=1e-5,
+        eps_name="norm_epsilon",
+        mlp=replace(parts.mlp(fields, gelu, bias), gated=False),
+        qkv_bias=bias,
+        output_bias=bias,
+    )
+    return replace(spec, norm="layer", norm_bias=True)
+
+
+class Family(NamedTuple):
+    spec: Callable[[Fields], ModelSpec]
+    names: TensorNames = NAMES
+
+
+FAMILIES = {  # by model_type
+    "cohere": Family(_cohere, COHERE_NAMES),
+    "cohere2": Family(_cohere2, COHERE_NAMES),
+    "exaone4": Family(_exaone4, OLMO2_NAMES),
+    "gemma2": Family(_gemma2, GEMMA_NAMES),
+    "gemma3": Family(_gemma3, GEMMA_NAMES),
+    "gemma3_text": Family(_gemma3_text, GEMMA_NAMES),
+    "glm": Family(_glm, GLM_NAMES),
+    "glm4": Family(_glm4, GLM4_NAMES),
+    "granite": Family(_granite),
+    "internlm2": Family(_internlm2, INTERNLM2_NAMES),
+    "internlm3": Family(_internlm3),
+    "llama": Family(_llama),
+    "ministral": Family(_ministral),
+    "mistral": Family(_mistral),
+    "mistral3": Family(_mistral3),
+    "olmo2": Family(_olmo2, OLMO2_NAMES),
+    "olmo3": Family(_olmo3, OLMO2_NAMES),
+    "phi3": Family(_phi3, PHI3_NAMES),
+    "qwen2": Family(_qwen2),
+    "qwen3": Family(_qwen3),
+    "seed_oss": Family(_seed_oss),
+    "smollm3": Family(_smollm3),
+    "stablelm": Family(_stablelm),
+    "starcoder2": Family(_starcoder2, STARCODER2_NAMES),
+}
