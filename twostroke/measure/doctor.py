@@ -129,7 +129,12 @@ class _Watch:
         if seen.steps is not None:
             seen.steps = [self._steps[at] for at in sorted(self._steps)]
             seen.requests = sorted(self._requests.values(), key=lambda one: one["finished_s"])
-            seen.traffic = seen.traffic or any(not is_probe(one) for one in seen.requests)
+            # Probes come one after the other: where two requests are, one is somebody else's.
+            seen.traffic = (
+                seen.traffic
+                or any(not is_probe(one) for one in seen.requests)
+                or any(one["running"] + one["waiting"] > 1 for one in seen.steps)
+            )
         return seen
 
     # ── is it there? ────────────────────────────────────────────────────────────────────────
@@ -221,8 +226,10 @@ class _Watch:
         seen = self.seen
         if any((look.running or 0) + (look.waiting or 0) for look in seen.looks):
             return True
-        written = change(seen.before, await scrape(self._connections), "output_tokens")
-        return bool(written)
+        now = await scrape(self._connections)
+        if now is not None and (now.get("running") or now.get("waiting")):
+            return True
+        return bool(change(seen.before, now, "output_tokens"))
 
     # ── probes ──────────────────────────────────────────────────────────────────────────────
 
