@@ -51,6 +51,7 @@ from twostroke.serve.run import HttpServer, serve_forever
 from twostroke.serve.settings import ServeSettings
 
 HANG_S = 30.0
+PAGES = (b" / ", b" /?", b"/dash", b"/docs")  # for people
 WORKERS = 6
 LIMITS: dict[str, Any] = {
     "port": 0,
@@ -189,7 +190,7 @@ def _wrong_shape(call: Call, answer: Answer) -> str:
     if kind.startswith("application/json"):
         _json(answer.body)
         return ""
-    texts = {b"/metrics": "text/plain"} | dict.fromkeys((b" / ", b"/dash", b"/docs"), "text/html")
+    texts = {b"/metrics": "text/plain"} | dict.fromkeys(PAGES, "text/html")
     fits = any(route in call.data[:40] and kind.startswith(text) for route, text in texts.items())
     return "" if fits else f"an answer as {kind!r}"
 

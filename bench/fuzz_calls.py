@@ -26,6 +26,11 @@ class Call(NamedTuple):
 
 GOOD: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
+    "/v1/chat/completions/batch": {
+        "messages": [[{"role": "user", "content": "hi"}]],
+        "max_tokens": 3,
+    },
+    "/invocations": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
     "/v1/completions": {"prompt": "hi", "max_tokens": 3},
     "/v1/responses": {"input": "hi", "max_output_tokens": 3},
     "/v1/responses/input_tokens": {"input": "hi"},

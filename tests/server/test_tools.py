@@ -343,7 +343,9 @@ def test_a_bad_request_is_refused(tools: Any, choice: Any, message: str) -> None
 
 
 def test_an_unknown_parser_is_refused_with_the_names_of_those_there_are() -> None:
-    with pytest.raises(RequestError, match="auto, hermes, llama3_json, llama4_json, mistral"):
+    with pytest.raises(
+        RequestError, match="auto, hermes, granite4, llama3_json, llama4_json, mistral"
+    ):
         ToolCalls("mistrall", TOOLS)
 
 
