@@ -25,12 +25,6 @@ WORDS = "the words of a refusal; its status is the same"
 
 # By a part of "module::test" and by a part of what was said; the first that fits.
 REASONS: list[tuple[str, str, str]] = [
-    (
-        "",
-        r"--exclude-tools-when|Expected `bool \| null`, got `str`|column 167|_process_termination"
-        "|--runner pooling|--chat-template-content-format",
-        "mended since, here or in the runner; not run again yet",
-    ),
     # missing
     ("^cohere/", "", "Cohere's API"),
     (
@@ -78,6 +72,13 @@ REASONS: list[tuple[str, str, str]] = [
     ),
     ("test_named_tool_use", "no len", "`content` is null beside a tool call, as OpenAI has it"),
     ("test_metrics_exist.*multimodal", "", "images"),
+    ("test_metrics_exist_run_batch", "", "embeddings, scores and speech"),
+    ("TestGPTOSSChat|test_namespace_tool_separator", "", NO_CALLS),
+    (
+        "test_openapi_stateless",
+        "_nodeid",
+        "schemathesis and this pytest do not fit together; `schemathesis_run` sends such requests",
+    ),
     ("test_long_seed|test_empty_prompt", "", WORDS),
     ("test_translategemma", "", "the model: it is no translator, and reads no images"),
     ("test_request_cancellation", "", "the model: a context of 8,192 tokens, not 10,100"),
