@@ -26,9 +26,16 @@ def sample(
     keys: _Keys,
     out: _Ints,
     isa: str = "auto",
+    model: Model | None = None,
 ) -> None: ...
 def top_logprobs(
-    logits: _Floats, tokens: _Ints, ids: _Ints, values: _Floats, ranks: _Ints, isa: str = "auto"
+    logits: _Floats,
+    tokens: _Ints,
+    ids: _Ints,
+    values: _Floats,
+    ranks: _Ints,
+    isa: str = "auto",
+    model: Model | None = None,
 ) -> None: ...
 
 class Matrix:

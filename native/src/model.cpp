@@ -429,6 +429,10 @@ void Model::multiply(const Matrix& w, const Activations& a, int tokens, float* o
   });
 }
 
+void Model::parallel(int count, const std::function<void(int)>& work) {
+  team_.run(std::min(threads_, count), [&](int) { team_.parallel_for(count, work); });
+}
+
 // ── the head ────────────────────────────────────────────────────────────────────────────────────
 
 void Model::logits(const int32_t* which, int count, float* out) {

@@ -111,6 +111,9 @@ class Model {
   // Logits of more tokens of a step that was kept.
   void logits(const int32_t* which, int count, float* out);
 
+  // `work(n)` for n of 0 … count − 1, by the threads that decode.
+  void parallel(int count, const std::function<void(int)>& work);
+
   int num_kept() const { return kept_; }
   // Seconds of each stage since the model was made, as its first member saw them.
   const std::array<double, kStages>& stage_seconds() const { return stage_seconds_; }

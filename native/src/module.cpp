@@ -189,6 +189,15 @@ struct CheckedStep {
   }
 };
 
+// Each row once: by the model's threads, or without a model by the caller alone.
+template <typename F>
+void for_rows(Model* model, size_t count, F&& work) {
+  if (model && count > 1)
+    model->parallel(static_cast<int>(count), [&](int n) { work(static_cast<size_t>(n)); });
+  else
+    for (size_t n = 0; n < count; n++) work(n);
+}
+
 void check_logits(const Model& model, int num_tokens, const Ints1& which, const OutFloats2& out) {
   check(out.shape(0) == which.size() &&
             out.shape(1) == static_cast<size_t>(model.parts().vocab()),
@@ -202,7 +211,7 @@ void check_logits(const Model& model, int num_tokens, const Ints1& which, const 
 NB_MODULE(_native, m) {
   m.def("sample",
         [](const OutFloats2& logits, const Ints2& tokens, const Ints2& where, const Floats2& params,
-           const Keys& keys, const OutInts1& out, const std::string& isa) {
+           const Keys& keys, const OutInts1& out, const std::string& isa, Model* model) {
           const size_t count = logits.shape(0);
           const int vocab = static_cast<int>(logits.shape(1));
           check(where.shape(0) == count && where.shape(1) == 3 && params.shape(0) == count &&
@@ -220,22 +229,23 @@ NB_MODULE(_native, m) {
           }
           const Kernels& kernels = find_kernels(isa);
           nb::gil_scoped_release free;
-          for (size_t n = 0; n < count; n++) {
+          for_rows(model, count, [&](size_t n) {
             const int32_t* p = where.data() + 3 * n;
             const float* w = params.data() + 7 * n;
             out.data()[n] = choose(kernels, logits.data() + n * vocab, vocab,
                                    {w[0], w[1], w[2], w[3], w[4], w[5], w[6]},
                                    tokens.data() + p[0] * tokens.shape(1), p[1], p[2],
                                    keys.data()[2 * n], keys.data()[2 * n + 1]);
-          }
+          });
         },
         "logits"_a.noconvert(), "tokens"_a.noconvert(), "where"_a, "params"_a, "keys"_a, "out"_a.noconvert(), "isa"_a = "auto",
+        "model"_a.none() = nb::none(),
         "A token for each row of logits (overwritten), or -1 if they are NaN or infinite. `where`: row, length of its prompt, length; "
-        "`params`: temperature, top_k, top_p, min_p, repetition, frequency, presence.");
+        "`params`: temperature, top_k, top_p, min_p, repetition, frequency, presence. `model`: whose threads share the rows.");
 
   m.def("top_logprobs",
         [](const Floats2& logits, const Ints1& tokens, const OutInts2& ids,
-           const OutFloats2& values, const OutInts1& ranks, const std::string& isa) {
+           const OutFloats2& values, const OutInts1& ranks, const std::string& isa, Model* model) {
           const size_t count = logits.shape(0), width = ids.shape(1);
           const int vocab = static_cast<int>(logits.shape(1));
           check(tokens.size() == count && ids.shape(0) == count && values.shape(0) == count &&
@@ -247,13 +257,14 @@ NB_MODULE(_native, m) {
                   "a token is outside the vocabulary");
           const Kernels& kernels = find_kernels(isa);
           nb::gil_scoped_release free;
-          for (size_t n = 0; n < count; n++)
+          for_rows(model, count, [&](size_t n) {
             top_logprobs(kernels, logits.data() + n * vocab, vocab, tokens.data()[n],
                          static_cast<int>(width) - 1, ids.data() + n * width,
                          values.data() + n * width, ranks.data() + n);
+          });
         },
         "logits"_a.noconvert(), "tokens"_a, "ids"_a.noconvert(), "values"_a.noconvert(),
-        "ranks"_a.noconvert(), "isa"_a = "auto",
+        "ranks"_a.noconvert(), "isa"_a = "auto", "model"_a.none() = nb::none(),
         "For each row of logits the log-probability of its token, then the best ones in order: "
         "as many as `ids` and `values` [rows, 1 + count] have room for; and the token's rank.");
 

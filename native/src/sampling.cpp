@@ -66,14 +66,11 @@ std::vector<Candidate> best_of(const float* x, int vocab, int count) {
 }
 
 // Top-k, then the fewest of those that have `top_p` of their probability together.
-std::vector<Candidate> bounded(const float* x, int vocab, int top_k, float top_p) {
+std::vector<Candidate> bounded(const Kernels& kernels, const float* x, int vocab, float most,
+                               int top_k, float top_p) {
   constexpr int kMany = 1024;  // candidates that mostly suffice for a top-p alone
   const bool all = top_k >= vocab;
-  double total = 0;
-  float most = -kInfinity;
-  for (int n = 0; n < vocab; n++) most = std::max(most, x[n]);
-  if (all)
-    for (int n = 0; n < vocab; n++) total += std::exp(x[n] - most);
+  double total = all ? std::exp(static_cast<double>(kernels.log_sum_exp(x, vocab)) - most) : 0;
   for (int count = std::min(top_k, kMany);; count = std::min(top_k, vocab)) {
     std::vector<Candidate> found = best_of(x, vocab, all ? count : top_k);
     if (!all) {
@@ -116,7 +113,7 @@ int choose(const Kernels& kernels, float* logits, int vocab, const SamplingParam
   const int top_k = has_k ? static_cast<int>(w.top_k) : vocab;
   int best = -1;
   float score = 0;
-  for (const Candidate& c : bounded(logits, vocab, top_k, w.top_p)) {
+  for (const Candidate& c : bounded(kernels, logits, vocab, most, top_k, w.top_p)) {
     const float now = c.score + gumbel(c.token, key0, key1);
     if (best < 0 || now > score) best = c.token, score = now;
   }

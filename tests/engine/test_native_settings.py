@@ -91,6 +91,24 @@ def test_named_tokens_have_the_same_logprobs_on_both_kernels(folder: Path) -> No
     assert first.logprobs[0][first.token_ids[0]].rank == 1
 
 
+def test_threads_that_share_the_rows_draw_what_one_draws(folder: Path) -> None:
+    params = [
+        SamplingParams(temperature=0.8, top_p=0.9, max_tokens=12, logprobs=3, seed=seed)
+        for seed in range(7)
+    ]
+    found = [
+        tiny_llm(folder, device="cpu", kernels="native", threads=threads).generate(
+            [PROMPT] * len(params), params, use_tqdm=False
+        )
+        for threads in (1, 2)
+    ]
+    one, two = (
+        [(out.outputs[0].token_ids, out.outputs[0].logprobs) for out in each] for each in found
+    )
+    assert one == two
+    assert len({tuple(ids) for ids, _ in one}) > 1
+
+
 def test_a_kv_dtype_that_the_native_kernels_have_not_is_slow_or_refused(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -53,7 +53,7 @@ class Draws:
         put(self.tensors, plan)
 
     def native(self, masks: dict[int, Mask]) -> StepResult:
-        decoder: Any = SimpleNamespace(isa="auto")
+        decoder: Any = SimpleNamespace(isa="auto", model=None)
         executor = NativeExecutor(decoder, SimpleNamespace(data=None), self.host)  # type: ignore[arg-type]
         given = Forwarded(NOTHING, self.rows, self.positions, self.lines.copy(), monotonic())
         return executor.sample(given, masks).wait()

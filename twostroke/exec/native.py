@@ -116,7 +116,8 @@ class NativeExecutor:
         ids, ranks = np.empty((rows, width), np.int32), np.empty(rows, np.int32)
         values = np.empty((rows, width), np.float32)
         given = np.array(tokens, np.int32)
-        self._native.top_logprobs(logits, given, ids, values, ranks, self._decoder.isa)
+        decoder = self._decoder
+        self._native.top_logprobs(logits, given, ids, values, ranks, decoder.isa, decoder.model)
         each = zip(ids.tolist(), values.tolist(), ranks.tolist(), counts, strict=True)
         return [TokenLogprobs(tuple(i[: 1 + n]), tuple(v[: 1 + n]), rank) for i, v, rank, n in each]
 
@@ -157,6 +158,7 @@ class NativeExecutor:
             np.array(keys, np.uint32),
             chosen,
             self._decoder.isa,
+            self._decoder.model,
         )
         self._tokens[rows, positions] = np.maximum(chosen, 0)
         tokens: list[int] = chosen.tolist()
