@@ -54,9 +54,7 @@ SCALES_AT = {
 }
 
 
-def write_model(path: Path, spec: ModelSpec = SPEC, edit: Edit = lambda writer: None) -> GGUFFile:
-    """A model of that spec with random float32 weights; `edit` adds what a test is about."""
-    writer = gguf.GGUFWriter(path, spec.family)
+def add_sizes(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
     writer.add_block_count(spec.num_layers)
     writer.add_context_length(spec.max_context)
     writer.add_embedding_length(spec.hidden_size)
@@ -64,6 +62,12 @@ def write_model(path: Path, spec: ModelSpec = SPEC, edit: Edit = lambda writer: 
     writer.add_head_count(spec.layers[0].attention.num_heads)
     writer.add_head_count_kv(spec.layers[0].attention.num_kv_heads)
     writer.add_layer_norm_rms_eps(spec.norm_eps)
+
+
+def write_model(path: Path, spec: ModelSpec = SPEC, edit: Edit = lambda writer: None) -> GGUFFile:
+    """A model of that spec with random float32 weights; `edit` adds what a test is about."""
+    writer = gguf.GGUFWriter(path, spec.family)
+    add_sizes(writer, spec)
     names = ARCHITECTURES[spec.family].names if spec.family in ARCHITECTURES else NAMES
     for name, values in merged(names, spec, random_weights(spec)).items():
         writer.add_tensor(name, values)

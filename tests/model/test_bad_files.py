@@ -23,6 +23,7 @@ from safetensors.torch import save_file as save_tensors
 from tests.model.gguf_files import (
     SCALES_AT,
     SPEC,
+    add_sizes,
     packed_rows,
     put_scales,
     random_weights,
@@ -449,13 +450,7 @@ def test_a_block_whose_scale_is_no_number_is_found_by_name(tmp_path: Path, kind:
 
 def _write_with(path: Path, spec: Any, name: str, kind: BlockType, blocks: np.ndarray) -> None:
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(spec.num_layers)
-    writer.add_context_length(spec.max_context)
-    writer.add_embedding_length(spec.hidden_size)
-    writer.add_feed_forward_length(spec.layers[0].mlp.intermediate_size)
-    writer.add_head_count(spec.layers[0].attention.num_heads)
-    writer.add_head_count_kv(spec.layers[0].attention.num_kv_heads)
-    writer.add_layer_norm_rms_eps(spec.norm_eps)
+    add_sizes(writer, spec)
     for other, values in random_weights(spec).items():
         if other == name:
             writer.add_tensor(

@@ -9,7 +9,15 @@ import gguf
 import numpy as np
 import pytest
 
-from tests.model.gguf_files import SPEC, Edit, random_weights, save, setting, write_model
+from tests.model.gguf_files import (
+    SPEC,
+    Edit,
+    add_sizes,
+    random_weights,
+    save,
+    setting,
+    write_model,
+)
 from tests.specs import changed
 from twostroke import LLM, SamplingParams
 from twostroke.errors import ModelError
@@ -25,13 +33,7 @@ def write_split(
     """The model of `write_model` in parts of at most eight tensors."""
     folder.mkdir(exist_ok=True)
     writer = gguf.GGUFWriter(folder / f"{name}.gguf", spec.family, split_max_tensors=8)
-    writer.add_block_count(spec.num_layers)
-    writer.add_context_length(spec.max_context)
-    writer.add_embedding_length(spec.hidden_size)
-    writer.add_feed_forward_length(spec.layers[0].mlp.intermediate_size)
-    writer.add_head_count(spec.layers[0].attention.num_heads)
-    writer.add_head_count_kv(spec.layers[0].attention.num_kv_heads)
-    writer.add_layer_norm_rms_eps(spec.norm_eps)
+    add_sizes(writer, spec)
     for weight, values in random_weights(spec).items():
         writer.add_tensor(NAMES.tensor(weight), values)
     if edit is not print:
