@@ -14,9 +14,10 @@ asked for it; others launch meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+import gc
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from hashlib import sha256
 from pathlib import Path
@@ -31,7 +32,6 @@ from triton.runtime import driver
 TESTED = ((3, 6), (3, 7), (3, 8), (3, 9))
 ALIGNED = 16  # bytes: what Triton specialises on
 FIRST = 9  # of the arguments of `run`: where the kernel's own begin
-TRIES = 4  # of a compilation that failed by Python's fault
 
 Tensors = tuple[torch.Tensor | None, ...]
 Numbers = tuple[int | float, ...]
@@ -50,7 +50,7 @@ def compile_ahead(run: Callable[[], object], of: object) -> None:
     if mark.exists():
         return
     asked: dict[object, Any] = {}
-    with CompilerThreads() as threads:
+    with _without_collections(), ThreadPoolExecutor() as threads:
         with _compiled_by(threads):
             token = _ahead.set(asked)
             try:
@@ -65,22 +65,21 @@ def compile_ahead(run: Callable[[], object], of: object) -> None:
         mark.touch()
 
 
-class CompilerThreads(ThreadPoolExecutor):
-    """Threads that compile. Before Python 3.13 a parser that another thread interrupts with its own
-    may fail with a SystemError, as they count their depth in one place: then it is tried again."""
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Threads that parse fail each other if one is interrupted by another, as before Python 3.13
+    they count their depth in one place ("AST constructor recursion depth mismatch"). Parsers are
+    interrupted by the garbage collector alone, where something in Python follows it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **given: Any) -> Future[Any]:
-        return super().submit(self._try, fn, *args, **given)
 
-    @staticmethod
-    def _try(fn: Callable[..., Any], /, *args: Any, **given: Any) -> Any:
-        for _ in range(TRIES - 1):
-            with suppress(SystemError):
-                return fn(*args, **given)
-        return fn(*args, **given)
-
-
-def _compiled_by(threads: CompilerThreads) -> AbstractContextManager[object]:
+def _compiled_by(threads: ThreadPoolExecutor) -> AbstractContextManager[object]:
     """What Triton is asked to compile in here, `threads` compile; what goes wrong there goes wrong
     again where it is launched, and is told there."""
     try:
