@@ -75,7 +75,7 @@ def gptj(fields: Fields) -> ModelSpec:
 
 
 def gpt_neox(fields: Fields) -> ModelSpec:
-    """Pythia and GPT-NeoX-20B: side by side, each behind a norm of its own, or one after another."""
+    """Pythia and GPT-NeoX-20B: side by side, each with a norm, or one after another."""
     bias = fields.boolean("attention_bias", True)
     fields = fields.with_defaults({"partial_rotary_factor": 0.25})
     spec = _model(fields, "gpt_neox", {**GELU, **GELU_TANH}, qkv_bias=bias, output_bias=bias)
