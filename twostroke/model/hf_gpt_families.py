@@ -1,6 +1,7 @@
 """The families with LayerNorms and MLPs without a gate: GPT-2, GPT-J, GPT-NeoX, Phi and Falcon.
 
-Functions and names as in `hf_families.py`, whose table has them; and the attention of gpt-oss.
+Functions and names as in `hf_families.py`, whose table has them. Of gpt-oss
+there is all but its experts, without which it is in no table.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from twostroke.model.hf_names import FALCON_NAMES, FALCON_TWO_NORMS_NAMES
 from twostroke.model.spec import (
     WIDTH,
     Activation,
-    AttentionSpec,
     LayerSpec,
+    MLPSpec,
     ModelSpec,
     RopeSpec,
     with_layers,
@@ -135,15 +136,14 @@ def _model(
     return replace(spec, norm="layer", norm_bias=True)
 
 
-# gpt-oss
-
-
-def gpt_oss_attention(fields: Fields) -> tuple[list[AttentionSpec], int]:
-    """Of each layer, and the longest context: every other layer slides, all have sinks."""
+def gpt_oss(fields: Fields, mlp: MLPSpec) -> ModelSpec:
+    """All of gpt-oss but the MLP: every other layer slides, and each head has a sink."""
     fields = fields.with_defaults({"head_dim": 64, "num_key_value_heads": 8})
     rope, max_context = parts.rope(fields, parts.heads(fields)[2], default_theta=150000.0)
     bias = fields.boolean("attention_bias", True)
     attention = replace(parts.attention(fields, rope), qkv_bias=bias, output_bias=bias, sinks=True)
     kinds = parts.layer_kinds(fields, parts.one_full_in(2, parts.num_layers(fields)))
     windows = parts.windows(kinds, parts.window(fields, default=128))
-    return [replace(attention, window=window) for window in windows], max_context
+    layers = [LayerSpec(replace(attention, window=window), mlp) for window in windows]
+    spec = parts.model(fields, "gpt_oss", layers, max_context, eps=1e-5)
+    return replace(spec, norm_fp32=True)

@@ -108,7 +108,8 @@ class MLPSpec:
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One layer. Norms sit before attention and MLP, after them (before the residual), or both.
-    `parallel`: the MLP reads what attention reads, through the same norm or, `two_norms`, its own."""
+    `parallel`: the MLP reads what attention reads, through the same norm or (`two_norms`) its own.
+    """
 
     attention: AttentionSpec
     mlp: MLPSpec
