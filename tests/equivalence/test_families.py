@@ -311,14 +311,20 @@ VARIANTS = [
     ),
     Variant("gpt2", GPT2Config, GPT, {"scale_attn_weights": False}),
     Variant(
-        "gpt2_scales", GPT2Config, GPT | INVERSE | {"activation_function": "gelu"}, {"n_head": 8}
+        "gpt2_scales",
+        GPT2Config,
+        GPT | INVERSE | {"activation_function": "gelu"},
+        {"scale_attn_by_inverse_layer_idx": False},
     ),
     Variant("gptj", GPTJConfig, GPT | {"rotary_dim": 8}, {"rotary_dim": 16}),
     Variant("phi", PhiConfig, GPT_NEOX, rope(partial_rotary_factor=1.0)),
     Variant("falcon", FalconConfig, FALCON, rope(rope_theta=500.0)),
     Variant("falcon_two_norms", FalconConfig, FALCON_40B, rope(rope_theta=500.0)),
     Variant(
-        "falcon_11b", FalconConfig, FALCON_40B | {"num_ln_in_parallel_attn": 1}, {"num_kv_heads": 4}
+        "falcon_11b",
+        FalconConfig,
+        FALCON_40B | {"num_ln_in_parallel_attn": 1},
+        rope(rope_theta=500.0),
     ),
     Variant("falcon_one_after_another", FalconConfig, FALCON_RW, {"bias": False}),
 ]
