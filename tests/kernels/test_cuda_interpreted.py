@@ -186,21 +186,17 @@ if INTERPRETED:
         assert error < BOUNDS[SINGLE]
 
     @pytest.mark.parametrize("dtype", [HALF, SINGLE])
-    @pytest.mark.parametrize(
-        ("window", "softcap", "dim"), [(None, 0.0, 64), (20, 0.0, 64), (40, 2.0, 80)]
-    )
+    @pytest.mark.parametrize(("window", "softcap", "dim"), [(None, 0.0, 64), (40, 2.0, 80)])
     def test_attention_with_sinks(
         window: int | None, softcap: float, dim: int, dtype: torch.dtype
     ) -> None:
         heads = Heads(6, 2, dim, window=window, softcap=softcap, sinks=True)
-        chunks, lengths, bound = [(0, 70), (130, 20), (0, 1)], [1, 21, 0, 64, 330], BOUNDS[dtype]
-        assert cases.check_prefill(heads, chunks, CPU, dtype) < bound
-        for splits in (1, 4):
+        lengths, bound = [1, 0, 130], BOUNDS[dtype]
+        assert cases.check_prefill(heads, [(0, 30), (50, 9)], CPU, dtype) < bound
+        for splits in (1, 2):
             assert cases.check_decode(heads, lengths, splits, CPU, dtype) < bound
-            assert cases.check_rope_decode(heads, dim // 2, None, lengths, splits, CPU, dtype) < (
-                bound
-            )
-        assert cases.check_decode(heads, [3, 0, 66, 260], 4, CPU, dtype, 3) < bound
+        assert cases.check_rope_decode(heads, dim // 2, None, lengths, 2, CPU, dtype) < bound
+        assert cases.check_decode(heads, [3, 130], 2, CPU, dtype, 3) < bound
 
     def test_a_sink_that_is_left_out_or_another_heads_is_noticed() -> None:
         heads = Heads(6, 2, 64, sinks=True)
@@ -209,7 +205,7 @@ if INTERPRETED:
             values = iter([given, wrong] * 4)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Heads, "sinks_on", lambda self, device, values=values: next(values))
-                assert cases.check_decode(heads, [300], 4, CPU, SINGLE) > 0.01
+                assert cases.check_decode(heads, [130], 2, CPU, SINGLE) > 0.01
 
     @pytest.mark.parametrize(("dtype", "kv_dtype"), [(SINGLE, HALF), (HALF, SINGLE)])
     @pytest.mark.parametrize("dim", [64, 96])
