@@ -66,6 +66,7 @@ from tests.equivalence.rows import (
     write_with_ours,
 )
 from twostroke import SamplingParams
+from twostroke.errors import ModelError
 from twostroke.model import hf_parts as parts
 from twostroke.model.hf_families import FAMILIES as OUR_FAMILIES
 from twostroke.model.hf_families import Family
@@ -519,6 +520,27 @@ def test_of_a_mistral_with_images_the_text_part_runs(
     assert largest_difference(write(tmp_path, **CHUNKS), theirs) <= TOLERANCE
     assert "images are not supported; only the model's text part is run" in caplog.text
     assert "1 tensors are not used: 'vision_tower.patch_conv.weight'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"), [("gpt2", "h.1.attn"), ("gpt_neox", "layers.1.attention")]
+)
+def test_checkpoints_as_they_were_first_published_are_read(
+    name: str, layer: str, tmp_path: Path
+) -> None:
+    """Without the prefix, and with the masks that older versions kept beside the weights."""
+    (variant,) = (variant for variant in VARIANTS if variant.name == name)
+    theirs = random_model(variant.described())
+    theirs.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    prefix = re.compile(r"^(transformer|gpt_neox)\.")
+    tensors = {prefix.sub("", key): value for key, value in load_file(path).items()}
+    masks = {f"{layer}.bias": torch.ones(1, 1, 8, 8), f"{layer}.masked_bias": torch.tensor(-1e9)}
+    save_file(tensors | masks, path)
+    assert largest_difference(write(tmp_path, **CHUNKS), theirs) <= TOLERANCE
+    save_file(tensors | {f"{layer}.another.weight": torch.ones(4)}, path)
+    with pytest.raises(ModelError, match="another.weight' has no place in the model"):
+        write(tmp_path, **CHUNKS)
 
 
 class WithoutExperts(torch.nn.Module):
