@@ -201,6 +201,7 @@ if INTERPRETED:
     def test_a_sink_that_is_left_out_or_another_heads_is_noticed() -> None:
         heads = Heads(6, 2, 64, sinks=True)
         given = heads.sinks_on(CPU)
+        assert given is not None
         for wrong in (None, given.roll(1)):
             values = iter([given, wrong] * 4)
             with pytest.MonkeyPatch.context() as patch:

@@ -304,7 +304,7 @@ def _falcon_names(file: GGUFFile) -> TensorNames:
     if "blk.0.attn_norm_2.weight" not in file.tensors:
         return FUSED_NAMES
     norms = {"attn_norm": "attn_norm_2.weight", "attn_norm_bias": "attn_norm_2.bias"}
-    return FUSED_NAMES.but(**norms, mlp_norm="attn_norm.weight", mlp_norm_bias="attn_norm.bias")
+    return FUSED_NAMES.but(norms, mlp_norm="attn_norm.weight", mlp_norm_bias="attn_norm.bias")
 
 
 _CAPS = (parts.ATTENTION_SOFTCAP, parts.LOGIT_SOFTCAP)

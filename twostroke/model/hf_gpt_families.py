@@ -35,10 +35,9 @@ FALCON_ALIASES = {"num_key_value_heads": "num_kv_heads", "attention_bias": "bias
 FALCON_ALIASES |= {"intermediate_size": "ffn_hidden_size", "hidden_act": "activation"}
 FALCON_ALIASES |= {"layer_norm_eps": "layer_norm_epsilon"}
 
-GELU_TANH: Mapping[str, Activation] = dict.fromkeys(
-    ("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh"
-)
-GELU: Mapping[str, Activation] = {"gelu": "gelu"}
+GELU_TANH: dict[str, Activation] = {"gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh"}
+GELU_TANH |= {"gelu_pytorch_tanh": "gelu_tanh"}
+GELU: dict[str, Activation] = {"gelu": "gelu"}
 
 
 def gpt2(fields: Fields) -> ModelSpec:
@@ -70,8 +69,7 @@ def gptj(fields: Fields) -> ModelSpec:
     if rotated % 2 or rotated > head_dim:
         fields.refuse("rotary_dim", f"even and at most the head's {head_dim} channels")
     rope = RopeSpec(10000.0, rotated)
-    different = {"rope": rope, "qkv_bias": False, "output_bias": False}
-    spec = _model(fields, "gptj", GELU_TANH | GELU, **different)
+    spec = _model(fields, "gptj", GELU_TANH | GELU, rope=rope, qkv_bias=False, output_bias=False)
     return replace(with_layers(spec, parallel=True), head_bias=True)
 
 
@@ -79,7 +77,7 @@ def gpt_neox(fields: Fields) -> ModelSpec:
     """Pythia and GPT-NeoX-20B: side by side, each with a norm, or one after another."""
     bias = fields.boolean("attention_bias", True)
     fields = fields.with_defaults({"partial_rotary_factor": 0.25})
-    spec = _model(fields, "gpt_neox", {**GELU, **GELU_TANH}, qkv_bias=bias, output_bias=bias)
+    spec = _model(fields, "gpt_neox", GELU | GELU_TANH, qkv_bias=bias, output_bias=bias)
     parallel = fields.boolean("use_parallel_residual", True)
     return with_layers(spec, parallel=parallel, two_norms=parallel)
 
@@ -101,7 +99,7 @@ def falcon(fields: Fields) -> ModelSpec:
         count = 1 if shared else fields.value("num_attention_heads")
         fields = fields.over(Fields(fields.where, {fields.called("num_key_value_heads"): count}))
     fields = fields.with_defaults({"max_position_embeddings": 2048})
-    spec = _model(fields, "falcon", {**GELU, **GELU_TANH}, tied=True, mlp_bias=None)
+    spec = _model(fields, "falcon", GELU | GELU_TANH, tied=True, mlp_bias=None)
     parallel = is_new or fields.boolean("parallel_attn", True)
     return with_layers(spec, parallel=parallel, two_norms=_falcon_has_two_norms(fields))
 

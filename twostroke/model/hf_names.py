@@ -87,7 +87,7 @@ def _body(prefix: str, embed: str, final_norm: str, head: str = "lm_head") -> di
 _H_TO_4H = {"up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}
 _FUSED = dict.fromkeys("qkv", "attention.query_key_value")
 GPT_NEOX_NAMES = replace(
-    NAMES.but(**_biased(**_FUSED, **_H_TO_4H, o="attention.dense")),
+    NAMES.but(_biased(**_FUSED, **_H_TO_4H, o="attention.dense")),
     model=_body("gpt_neox", "embed_in", "final_layer_norm", "embed_out"),
     layer_prefix="gpt_neox.layers.{n}.",
     grouped_qkv=True,
@@ -95,7 +95,7 @@ GPT_NEOX_NAMES = replace(
 _GPT2_LAYER = {"attn_norm": "ln_1", "mlp_norm": "ln_2", "o": "attn.c_proj"}
 _GPT2_LAYER |= dict.fromkeys("qkv", "attn.c_attn") | {"up": "mlp.c_fc", "down": "mlp.c_proj"}
 GPT2_NAMES = replace(
-    NAMES.but(**_biased(**_GPT2_LAYER)),
+    NAMES.but(_biased(**_GPT2_LAYER)),
     model={**_body("transformer", "wte", "ln_f"), "positions": "transformer.wpe.weight"},
     layer_prefix="transformer.h.{n}.",
     transposed=True,
@@ -103,20 +103,19 @@ GPT2_NAMES = replace(
 _GPTJ_LAYER = {"attn_norm": "ln_1", "o": "attn.out_proj", "up": "mlp.fc_in", "down": "mlp.fc_out"}
 GPTJ_NAMES = replace(
     NAMES.but(
+        {part: f"attn.{part}_proj.weight" for part in "qkv"} | _biased(**_GPTJ_LAYER),
         rope_neighbours=True,
-        **{part: f"attn.{part}_proj.weight" for part in "qkv"},
-        **_biased(**_GPTJ_LAYER),
     ),
     model=_body("transformer", "wte", "ln_f"),
     layer_prefix="transformer.h.{n}.",
 )
 PHI_NAMES = replace(
-    NAMES.but(**_biased(o="self_attn.dense", up="mlp.fc1", down="mlp.fc2")),
+    NAMES.but(_biased(o="self_attn.dense", up="mlp.fc1", down="mlp.fc2")),
     model=_body("model", "embed_tokens", "final_layernorm"),
 )
 FALCON_NAMES = replace(
     NAMES.but(
-        **_biased(
+        _biased(
             **dict.fromkeys("qkv", "self_attention.query_key_value"),
             **_H_TO_4H,
             o="self_attention.dense",
@@ -126,5 +125,5 @@ FALCON_NAMES = replace(
     layer_prefix="transformer.h.{n}.",
     grouped_qkv=True,
 )
-FALCON_TWO_NORMS_NAMES = FALCON_NAMES.but(**_biased(attn_norm="ln_attn", mlp_norm="ln_mlp"))
+FALCON_TWO_NORMS_NAMES = FALCON_NAMES.but(_biased(attn_norm="ln_attn", mlp_norm="ln_mlp"))
 GPT_OSS_NAMES = NAMES.but(sinks="self_attn.sinks")

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -103,12 +104,17 @@ class TensorNames:
         )
 
     def but(
-        self, norm_offset: float = 0.0, rope_neighbours: bool = False, **layer: str
+        self,
+        layer: Mapping[str, str] = MappingProxyType({}),
+        /,
+        norm_offset: float = 0.0,
+        rope_neighbours: bool = False,
+        **more: str,
     ) -> TensorNames:
         """These names with some of a layer's changed."""
         return replace(
             self,
-            layer={**self.layer, **layer},
+            layer={**self.layer, **layer, **more},
             norm_offset=norm_offset,
             rope_neighbours=rope_neighbours,
         )

@@ -131,7 +131,7 @@ class SafetensorsWeights:
     def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats:
         type, shape, data = self._tensor(name)
         place = self._places[name]
-        lines = data.reshape(shape[0], -1)
+        lines: Any = data.reshape(shape[0], -1)
         if place.transposed:
             lines = data.view(f"V{data.size // math.prod(shape)}").reshape(shape).T
         stored = np.ascontiguousarray(place.rows_in(lines, rows)).view(np.uint8)
