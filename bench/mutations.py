@@ -68,6 +68,15 @@ STABLELM: dict[str, Any] = {"layer_norm_eps": 1e-5, "use_qkv_bias": True, "qk_la
 STABLELM |= {"partial_rotary_factor": 0.25, "use_parallel_residual": True}
 STARCODER2: dict[str, Any] = {"norm_epsilon": 1e-5, "use_bias": True, "sliding_window": 64}
 STARCODER2 |= {"hidden_act": "gelu_pytorch_tanh"}
+GPT2: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
+GPT2 |= {"n_inner": 64, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
+GPT2 |= {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
+GPT2 |= {"add_cross_attention": False, "tie_word_embeddings": True, "num_key_value_heads": 4}
+GPT_NEOX: dict[str, Any] = {"rotary_pct": 0.25, "rotary_emb_base": 10000, "hidden_act": "gelu"}
+GPT_NEOX |= {"use_parallel_residual": True, "layer_norm_eps": 1e-5, "num_key_value_heads": 4}
+FALCON: dict[str, Any] = {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": False}
+FALCON |= {"ffn_hidden_size": 64, "activation": "gelu", "layer_norm_epsilon": 1e-5}
+FALCON |= {"num_ln_in_parallel_attn": 2, "alibi": False}
 MISTRAL3: dict[str, Any] = {name: GEMMA3[name] for name in list(GEMMA3)[:8]}
 MISTRAL3 |= {"model_type": "mistral", "sliding_window": None}
 FOLDERS: dict[str, dict[str, Any]] = {
@@ -97,6 +106,9 @@ FOLDERS: dict[str, dict[str, Any]] = {
     "cohere2": {"model_type": "cohere2", **COHERE2},
     "stablelm": {"model_type": "stablelm", **STABLELM},
     "starcoder2": {"model_type": "starcoder2", **STARCODER2},
+    "gpt2": {"model_type": "gpt2", **GPT2},
+    "gpt_neox": {"model_type": "gpt_neox", **GPT_NEOX},
+    "falcon": {"model_type": "falcon", **FALCON},
 }
 OPTIONAL: tuple[str, ...] = (
     "head_dim",

@@ -37,6 +37,7 @@ class CheckedKernels(Kernels):
         out: Tensor,
         chunk_kv: Tensor,
         max_first: int,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """First chunks may be attended to by their own keys and values: these must be what the
         cache has, if the row has any blocks."""
@@ -55,6 +56,7 @@ class CheckedKernels(Kernels):
         assert largest == {True: max_first, False: max_continued}
         where = (tables, chunk_rows, chunk_starts, cu_tokens, max_continued)
         more: dict[str, Any] = {"out": out, "chunk_kv": chunk_kv, "max_first": max_first}
+        more["sinks"] = sinks
         return super().prefill_attention(q, keys, values, *where, *how, **more)
 
     def decode_attention(self, *args: Any, **more: Any) -> Tensor:

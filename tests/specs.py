@@ -11,7 +11,7 @@ from twostroke.model.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, R
 ATTENTION = {field.name for field in fields(AttentionSpec)}
 MLP = {"intermediate_size": "intermediate_size", "activation": "activation", "mlp_bias": "bias"}
 MLP |= {"gated": "gated"}
-LAYER = {"pre_norm", "post_norm", "parallel"}
+LAYER = {"pre_norm", "post_norm", "parallel", "two_norms"}
 
 
 def make_spec(**given: Any) -> ModelSpec:

@@ -76,10 +76,16 @@ def merged(
 ) -> dict[str, np.ndarray]:
     """Weights by their canonical names → as a file has them, some in one tensor."""
     rows: dict[str, dict[int, np.ndarray]] = {}
-    for name, place in names.places(spec).items():
+    places = names.places(spec)
+    for name, place in places.items():
         rows.setdefault(place.tensor, {})[place.first_row] = weights[name]
-    return {
+    whole = {
         tensor: np.concatenate([part[n] for n in sorted(part)]) for tensor, part in rows.items()
+    }
+    turned = {place.tensor for place in places.values() if place.transposed}
+    return {
+        tensor: np.ascontiguousarray(values.T) if tensor in turned else values
+        for tensor, values in whole.items()
     }
 
 

@@ -253,6 +253,9 @@ void check_small(const Kernels& k) {
       b[i] = 0.5f * x[i] * (1 + std::tanh(inner)) * y[i];
     }
     expect_close("gelu_tanh_mul", k.name, a, b, 1e-5f);
+    k.gelu_mul(x.data(), y.data(), n, a.data());
+    for (int i = 0; i < n; i++) b[i] = 0.5f * x[i] * std::erfc(-x[i] / std::sqrt(2.0f)) * y[i];
+    expect_close("gelu_mul", k.name, a, b, 1e-6f);
     a = x;
     k.soft_cap(a.data(), n, 3.0f, 5.0f);
     for (int i = 0; i < n; i++) b[i] = 5 * std::tanh(3 * x[i] / 5);
@@ -315,7 +318,9 @@ void check_attention(const Kernels& k) {
     const int heads = 1 + random_bits() % 3, group = 1 + random_bits() % 5;
     const int size = 1 + random_bits() % 17, length = 1 + random_bits() % 400;
     const int blocks = (length + size - 1) / size + 1;
-    const AttentionParams params{0.125f, random_bits() % 2 * 0.7f, static_cast<int>(random_bits() % 2 * 20)};
+    const auto sinks = noise(heads * group, 3);
+    const AttentionParams params{0.125f, random_bits() % 2 * 0.7f, static_cast<int>(random_bits() % 2 * 20),
+                                 random_bits() % 2 ? sinks.data() : nullptr};
     std::vector<uint16_t> keys(size_t(blocks) * size * heads * dim), values(keys.size());
     const auto kf = noise(keys.size()), vf = noise(keys.size());
     plain.to_fp16(kf.data(), static_cast<int>(kf.size()), keys.data());

@@ -252,7 +252,8 @@ static void amx_attend_prefill(const Cache& cache, const int32_t* table, const f
   }
   for (int r = 0; r < used; r++) {
     float* to = out + (r / group) * out_stride + (kv * group + r % group) * dim;
-    const float inverse = 1.0f / _mm512_reduce_add_ps((__m512)load(sum + r * 16));
+    const float sink = params.sink_weight(kv * group + r % group, largest[r] / log2e);
+    const float inverse = 1.0f / (_mm512_reduce_add_ps((__m512)load(sum + r * 16)) + sink);
     for (int d = 0; d < dim; d++) to[d] = acc[static_cast<size_t>(r) * width + d] * inverse;
   }
 }

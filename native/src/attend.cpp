@@ -152,6 +152,7 @@ void Model::merge(const Step& step, const Layer& layer, int t, int kv) {
       total += part[group * (dim + 1) + g] * weight;
       for (int d = 0; d < dim; d++) out[d] += part[g * dim + d] * weight;
     }
+    total += layer.attention.sink_weight(kv * group + g, largest);
     for (int d = 0; d < dim; d++) out[d] /= total;
   }
   if ((group * dim) % kBlock == 0) quantise(attended_, t, kv * group * dim, group * dim, *layer.o);

@@ -262,7 +262,8 @@ static void attend_prefill_fp16(const Cache& cache, const int32_t* table, const 
                           out_stride);
   for (int r = 0; r < count * group; r++) {
     float* to = out + (r / group) * out_stride + (kv * group + r % group) * dim;
-    const float inverse = 1.0f / sum[r];
+    const float sink = params.sink_weight(kv * group + r % group, largest[r] * kLn2);
+    const float inverse = 1.0f / (sum[r] + sink);
     for (int d = 0; d < dim; d++) to[d] = acc[r * dim + d] * inverse;
   }
 }

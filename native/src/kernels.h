@@ -118,6 +118,13 @@ struct Cache {
 struct AttentionParams {
   float scale, softcap = 0;
   int window = 0;  // 0: none
+  // Of each query head, or null: a score of nothing, which takes its part of the softmax.
+  const float* sinks = nullptr;
+
+  // What a head's sink adds to the sum of e^(score − largest).
+  float sink_weight(int head, float largest) const {
+    return sinks == nullptr ? 0.0f : __builtin_expf(sinks[head] - largest);
+  }
 };
 
 // Queries at cache indices [first, first + count ≤ `queries`) of one sequence, all heads of KV head
@@ -131,7 +138,8 @@ struct PrefillAttention {
 };
 
 // One query, all heads of KV head `kv`, against cache indices [from, to), which are inside its window.
-// Unnormalised: `acc` [group, dim] with each head's largest score and sum, for `merge`.
+// Unnormalised: `acc` [group, dim] with each head's largest score and sum, for `merge`, which adds the
+// sinks.
 using DecodeAttention = void (*)(const Cache& cache, const int32_t* table, const float* q, int from,
                                  int to, int kv, int group, const AttentionParams& params,
                                  float* acc, float* largest, float* sum);
@@ -180,6 +188,7 @@ struct Kernels {
   void (*rope)(float* x, int heads, int dim, const float* cos, const float* sin, int half);
   void (*silu_mul)(const float* gate, const float* up, int n, float* out);
   void (*gelu_tanh_mul)(const float* gate, const float* up, int n, float* out);
+  void (*gelu_mul)(const float* gate, const float* up, int n, float* out);  // by erf
   // x = cap · tanh(scale · x / cap), in place.
   void (*soft_cap)(float* x, int n, float scale, float cap);
   void (*to_fp16)(const float* x, int n, uint16_t* out);

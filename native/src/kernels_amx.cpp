@@ -31,6 +31,7 @@ const Kernels kAmx = {
     amx::rope,
     amx::silu_mul,
     amx::gelu_tanh_mul,
+    amx::gelu_mul,
     amx::soft_cap,
     amx::to_fp16,
     amx::unpack_row,

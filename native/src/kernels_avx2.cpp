@@ -27,6 +27,7 @@ const Kernels kAvx2 = {
     avx2::rope,
     avx2::silu_mul,
     avx2::gelu_tanh_mul,
+    avx2::gelu_mul,
     avx2::soft_cap,
     avx2::to_fp16,
     avx2::unpack_row,

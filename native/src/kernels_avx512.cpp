@@ -27,6 +27,7 @@ const Kernels kAvx512 = {
     avx512::rope,
     avx512::silu_mul,
     avx512::gelu_tanh_mul,
+    avx512::gelu_mul,
     avx512::soft_cap,
     avx512::to_fp16,
     avx512::unpack_row,

@@ -30,6 +30,7 @@ const Kernels kNeon = {
     neon::rope,
     neon::silu_mul,
     neon::gelu_tanh_mul,
+    neon::gelu_mul,
     neon::soft_cap,
     neon::to_fp16,
     neon::unpack_row_any,

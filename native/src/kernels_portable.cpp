@@ -26,6 +26,7 @@ const Kernels kPortable = {
     portable::rope,
     portable::silu_mul,
     portable::gelu_tanh_mul,
+    portable::gelu_mul,
     portable::soft_cap,
     portable::to_fp16,
     portable::unpack_row,

@@ -45,6 +45,8 @@ std::vector<KVGroup> check_model(const ModelParts& parts, const Kernels& kernels
   fit(parts.eps >= 0 && parts.logit_softcap >= 0, "a negative number");
   for (const Rope& rope : parts.ropes)
     fit(rope.positions == parts.max_len(), "rope tables of different lengths");
+  const size_t table = static_cast<size_t>(parts.max_len()) * hidden;
+  fit(parts.positions.empty() || parts.positions.size() == table, "the embedding of positions");
   std::vector<KVGroup> groups;
   std::vector<std::vector<bool>> taken;  // which layers of each group there are
   for (size_t n = 0; n < parts.layers.size(); n++) {
@@ -64,6 +66,7 @@ std::vector<KVGroup> check_model(const ModelParts& parts, const Kernels& kernels
     const size_t q_size = layer.q_size(), kv_size = layer.kv_size();
     fit((q == 0 && k == 0) || (q == dim && k == dim) || (q == q_size && k == kv_size),
         at + "q_norm and k_norm");
+    fit(layer.sinks.empty() || layer.sinks.size() == static_cast<size_t>(layer.heads), at + "sinks");
     fit(layer.attention.scale > 0 && layer.attention.softcap >= 0 && layer.attention.window >= 0,
         at + "scale, softcap or window is negative");
     fit(layer.rope >= 0 && static_cast<size_t>(layer.rope) < parts.ropes.size(),
@@ -102,7 +105,8 @@ Model::Model(const Kernels& kernels, ModelParts parts, int threads, int threads_
   auto is_f16 = [](const std::shared_ptr<Matrix>& m) { return m->packed().format == Format::kF16; };
   any_fp16_ = is_f16(parts_.head);
   size_t scratch = 0;
-  for (const Layer& layer : parts_.layers) {
+  for (Layer& layer : parts_.layers) {
+    if (!layer.sinks.empty()) layer.attention.sinks = layer.sinks.data();
     for (const auto& m : {layer.qkv, layer.o, layer.gate_up, layer.down})
       any_fp16_ = any_fp16_ || is_f16(m);
     any_branch_ = any_branch_ || parts_.residual_scale != 1 || !layer.attn_post_norm.empty() ||
@@ -253,6 +257,9 @@ void Model::forward(const Rows& rows, const std::vector<Pool>& pools,
       k_.unpack_row(parts_.embed->packed(), token, x);
       if (parts_.embed_scale != 1)
         for (int n = 0; n < hidden_; n++) x[n] *= parts_.embed_scale;
+      if (parts_.positions.empty()) return;
+      const float* at = &parts_.positions[static_cast<size_t>(step.position[t]) * hidden_];
+      for (int n = 0; n < hidden_; n++) x[n] += at[n];
     });
     end_stage(kEmbed, member);
     for (const Layer& layer : parts_.layers) {
@@ -351,14 +358,16 @@ void Model::project(const Step& step, const Layer& layer, int member) {
   end_stage(kQkv, member);
 }
 
-// What comes after attention. A parallel MLP reads what attention has read: x before the sums.
+// What comes after attention. A parallel MLP reads x before the sums, as attention did, through the
+// same norm if it has none of its own.
 void Model::finish(const Step& step, const Layer& layer, int member) {
   auto add_attention = [&] {
     add_product(step, *layer.o, view(attended_, layer.q_size()), layer.attn_post_norm);
     end_stage(kOutput, member);
   };
   if (!layer.parallel) add_attention();
-  norm_all(step, layer.parallel ? layer.attn_norm : layer.mlp_norm, *layer.gate_up, false, member);
+  const bool shares_norm = layer.parallel && layer.mlp_norm.empty();
+  norm_all(step, shares_norm ? layer.attn_norm : layer.mlp_norm, *layer.gate_up, false, member);
   const Quantised& normed = step.small ? own_[member] : normed_;
   gate_and_up(layer, view(normed, hidden_), step.tokens, member);
   end_stage(kGateUp, member);
@@ -389,8 +398,9 @@ void Model::gate_and_up(const Layer& layer, const Activations& a, int tokens, in
   const int inner = layer.inner(), units = ceil_div(inner, kBlock);
   const int per_task = std::max(1, ceil_div(units, num_tasks(tokens)));
   const Packed& w = layer.gate_up->packed();
-  const bool silu = layer.activation == Activation::kSilu;
-  const auto activate = silu ? k_.silu_mul : k_.gelu_tanh_mul;
+  const auto activate = layer.activation == Activation::kSilu   ? k_.silu_mul
+                        : layer.activation == Activation::kGelu ? k_.gelu_mul
+                                                                : k_.gelu_tanh_mul;
   std::vector<float>& both = both_[member];
   team_.parallel_for(ceil_div(units, per_task), [&](int task) {
     const int from = task * per_task, to = std::min(units, from + per_task);

@@ -12,7 +12,7 @@
 
 namespace twostroke {
 
-enum class Activation { kSilu, kGeluTanh };
+enum class Activation { kSilu, kGeluTanh, kGelu };
 
 struct Norm {
   std::vector<float> weight, bias;  // empty where there is none
@@ -25,6 +25,7 @@ struct Layer {
   std::shared_ptr<Matrix> qkv, o, gate_up, down;  // gate and up: 32 rows of each in turn, or up alone
   Norm attn_norm, mlp_norm, attn_post_norm, mlp_post_norm;
   std::vector<float> q_norm, k_norm;  // empty, over each head, or over all heads
+  std::vector<float> sinks;           // empty, or of each head: what `attention.sinks` points to
   int heads, kv_heads, dim;
   AttentionParams attention;
   Activation activation;
@@ -58,6 +59,7 @@ struct ModelParts {
   std::vector<Rope> ropes;
   float eps, embed_scale, residual_scale, logit_scale, logit_softcap;  // softcap 0: none
   bool layer_norms;  // less the mean, or (RMS) not
+  std::vector<float> positions;  // [max_len, hidden], added to the embedding; or empty
 
   int vocab() const { return embed->packed().rows; }
   int hidden() const { return embed->packed().cols; }

@@ -72,6 +72,7 @@ const char* name_of(Format format) {
 Activation activation_of(const std::string& name) {
   if (name == "silu") return Activation::kSilu;
   if (name == "gelu_tanh") return Activation::kGeluTanh;
+  if (name == "gelu") return Activation::kGelu;
   throw std::invalid_argument("no activation is called '" + name + "'");
 }
 
@@ -380,8 +381,8 @@ NB_MODULE(_native, m) {
               const std::optional<Floats1>& mlp_norm_bias,
               const std::optional<Floats1>& attn_post_norm_bias,
               const std::optional<Floats1>& mlp_post_norm_bias,
-              const std::optional<Floats1>& q_norm, const std::optional<Floats1>& k_norm, int rope,
-              int group, int in_group) {
+              const std::optional<Floats1>& q_norm, const std::optional<Floats1>& k_norm,
+              const std::optional<Floats1>& sinks, int rope, int group, int in_group) {
              Layer layer{};
              layer.qkv = qkv, layer.o = o, layer.gate_up = gate_up, layer.down = down;
              layer.attn_norm = norm_of(attn_norm, attn_norm_bias);
@@ -389,6 +390,7 @@ NB_MODULE(_native, m) {
              layer.attn_post_norm = norm_of(attn_post_norm, attn_post_norm_bias);
              layer.mlp_post_norm = norm_of(mlp_post_norm, mlp_post_norm_bias);
              layer.q_norm = floats(q_norm), layer.k_norm = floats(k_norm);
+             layer.sinks = floats(sinks);
              layer.heads = heads, layer.kv_heads = kv_heads, layer.dim = dim;
              layer.attention = {scale, softcap, window};
              layer.activation = activation_of(activation);
@@ -403,7 +405,7 @@ NB_MODULE(_native, m) {
            "mlp_post_norm"_a = nb::none(), "attn_norm_bias"_a = nb::none(),
            "mlp_norm_bias"_a = nb::none(), "attn_post_norm_bias"_a = nb::none(),
            "mlp_post_norm_bias"_a = nb::none(), "q_norm"_a = nb::none(), "k_norm"_a = nb::none(),
-           "rope"_a = 0, "group"_a = 0, "in_group"_a,
+           "sinks"_a = nb::none(), "rope"_a = 0, "group"_a = 0, "in_group"_a,
            "Weights and rules of one layer. `rope`: which of the model's tables; `in_group`: which "
            "layer of its KV group.");
 
@@ -427,7 +429,7 @@ NB_MODULE(_native, m) {
               const Floats1& final_norm, const std::vector<std::pair<Floats2, Floats2>>& ropes,
               float eps, float embed_scale, float residual_scale, float logit_scale,
               float logit_softcap, bool layer_norms, const std::optional<Floats1>& final_norm_bias,
-              int threads, int threads_prefill, bool exact) {
+              const std::optional<Floats2>& positions, int threads, int threads_prefill, bool exact) {
              check(threads > 0 && threads_prefill > 0, "a team has at least one member");
              ModelParts parts{{},
                               std::move(embed),
@@ -439,7 +441,8 @@ NB_MODULE(_native, m) {
                               residual_scale,
                               logit_scale,
                               logit_softcap,
-                              layer_norms};
+                              layer_norms,
+                              positions ? floats(*positions) : std::vector<float>()};
              for (const Layer* layer : layers) {
                check(layer != nullptr, "a layer is None");
                parts.layers.push_back(*layer);
@@ -455,7 +458,8 @@ NB_MODULE(_native, m) {
            nb::kw_only(), "isa"_a, "layers"_a, "embed"_a, "head"_a, "final_norm"_a, "ropes"_a,
            "eps"_a, "embed_scale"_a = 1.0f, "residual_scale"_a = 1.0f, "logit_scale"_a = 1.0f,
            "logit_softcap"_a = 0.0f, "layer_norms"_a = false, "final_norm_bias"_a = nb::none(),
-           "threads"_a, "threads_prefill"_a, "exact"_a, "`ropes`: tables of cosines and sines.")
+           "positions"_a = nb::none(), "threads"_a, "threads_prefill"_a, "exact"_a,
+           "`ropes`: tables of cosines and sines; `positions`: learned embeddings of them.")
       .def_prop_ro("num_bytes", &Model::num_bytes)
       .def_prop_ro("stage_seconds",
                    [](const Model& self) {

@@ -44,6 +44,7 @@ def gguf_name(name: str, config: PreTrainedConfig) -> str:
 
 def architecture(config: PreTrainedConfig) -> str:
     own = {"gemma3_text": "gemma3", "olmo3": "olmo2", "cohere": "command-r", "glm": "chatglm"}
+    own |= {"gpt_neox": "gptneox", "phi": "phi2"}
     return own.get(config.model_type, config.model_type)
 
 

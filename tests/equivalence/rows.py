@@ -41,19 +41,23 @@ def random_prompts(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
     return [draw.tolist() for draw in draws]
 
 
-@torch.no_grad()
 def random_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """Biases and norms are random too: at the zeros and ones of a fresh model they are not seen."""
     model = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     )
+    draw_weights(model)
+    return model.eval()
+
+
+@torch.no_grad()
+def draw_weights(model: PreTrainedModel) -> None:
+    """Biases and norms are random too: at the zeros and ones of a fresh model they are not seen."""
     random = torch.Generator().manual_seed(0)
     for weight in model.parameters():
         if weight.dim() == 2:
             weight.normal_(0.0, SPREAD / weight.shape[1] ** 0.5, generator=random)
         else:
             weight.normal_(weight[0].item(), 0.3, generator=random)
-    return model.eval()
 
 
 def same_weights_under(config: PreTrainedConfig, model: PreTrainedModel) -> PreTrainedModel:

@@ -21,12 +21,18 @@ from transformers import (
     Cohere2Config,
     CohereConfig,
     Exaone4Config,
+    FalconConfig,
     Gemma2Config,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     Glm4Config,
     GlmConfig,
+    GPT2Config,
+    GPTJConfig,
+    GPTNeoXConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     LlamaConfig,
     MinistralConfig,
@@ -34,6 +40,7 @@ from transformers import (
     Olmo2Config,
     Olmo3Config,
     Phi3Config,
+    PhiConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -43,10 +50,12 @@ from transformers import (
     StableLmConfig,
     Starcoder2Config,
 )
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from tests.equivalence.rows import (
     TOLERANCE,
     Written,
+    draw_weights,
     largest_difference,
     open_ours,
     random_model,
@@ -57,6 +66,12 @@ from tests.equivalence.rows import (
     write_with_ours,
 )
 from twostroke import SamplingParams
+from twostroke.errors import ModelError
+from twostroke.model import hf_parts as parts
+from twostroke.model.hf_families import FAMILIES as OUR_FAMILIES
+from twostroke.model.hf_families import Family
+from twostroke.model.hf_gpt_families import gpt_oss
+from twostroke.model.hf_names import GPT_OSS_NAMES
 
 # Of the native kernels, which keep keys and values in fp16: twice the largest found, 1.1e-2.
 NATIVE_TOLERANCE = 2.2e-2
@@ -142,6 +157,14 @@ EXAONE4_FULL = {"sliding_window": None, "layer_types": [FULL] * 3}
 COHERE = {"layer_norm_eps": 1e-4, "logit_scale": 0.7}
 STABLELM = {"layer_norm_eps": 1e-4, "use_qkv_bias": True}
 STARCODER2 = {"norm_epsilon": 1e-4, "sliding_window": WINDOW, "num_key_value_heads": 1}
+
+# Each KV head has one query head; their own names for sizes.
+GPT = {"num_key_value_heads": 4, "n_inner": 96, "layer_norm_epsilon": 1e-4}
+GPT_NEOX = {"num_key_value_heads": 4, "layer_norm_eps": 1e-4}
+INVERSE = {"scale_attn_by_inverse_layer_idx": True}
+FALCON = {"ffn_hidden_size": 96, "layer_norm_epsilon": 1e-4}
+FALCON_40B = FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}
+FALCON_RW = FALCON | {"multi_query": False, "parallel_attn": False, "bias": True}
 
 VARIANTS = [
     Variant("llama2", LlamaConfig, {"num_key_value_heads": 4}, rope(rope_theta=500.0)),
@@ -280,6 +303,31 @@ VARIANTS = [
         {"use_parallel_residual": False},
     ),
     Variant("starcoder2", Starcoder2Config, STARCODER2, {"sliding_window": WINDOW + 1}),
+    Variant("gpt_neox", GPTNeoXConfig, GPT_NEOX, {"use_parallel_residual": False}),
+    Variant(
+        "gpt_neox_one_after_another",
+        GPTNeoXConfig,
+        GPT_NEOX | {"use_parallel_residual": False, "attention_bias": False},
+        rope(partial_rotary_factor=1.0),
+    ),
+    Variant("gpt2", GPT2Config, GPT, {"scale_attn_weights": False}),
+    Variant(
+        "gpt2_scales",
+        GPT2Config,
+        GPT | INVERSE | {"activation_function": "gelu"},
+        {"scale_attn_by_inverse_layer_idx": False},
+    ),
+    Variant("gptj", GPTJConfig, GPT | {"rotary_dim": 8}, {"rotary_dim": 16}),
+    Variant("phi", PhiConfig, GPT_NEOX, rope(partial_rotary_factor=1.0)),
+    Variant("falcon", FalconConfig, FALCON, rope(rope_theta=500.0)),
+    Variant("falcon_two_norms", FalconConfig, FALCON_40B, rope(rope_theta=500.0)),
+    Variant(
+        "falcon_11b",
+        FalconConfig,
+        FALCON_40B | {"num_ln_in_parallel_attn": 1},
+        rope(rope_theta=500.0),
+    ),
+    Variant("falcon_one_after_another", FalconConfig, FALCON_RW, {"bias": False}),
 ]
 
 
@@ -474,6 +522,73 @@ def test_of_a_mistral_with_images_the_text_part_runs(
     assert "1 tensors are not used: 'vision_tower.patch_conv.weight'" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("name", "layer"), [("gpt2", "h.1.attn"), ("gpt_neox", "layers.1.attention")]
+)
+def test_checkpoints_as_they_were_first_published_are_read(
+    name: str, layer: str, tmp_path: Path
+) -> None:
+    """Without the prefix, and with the masks that older versions kept beside the weights."""
+    (variant,) = (variant for variant in VARIANTS if variant.name == name)
+    theirs = random_model(variant.described())
+    theirs.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    prefix = re.compile(r"^(transformer|gpt_neox)\.")
+    tensors = {prefix.sub("", key): value for key, value in load_file(path).items()}
+    masks = {f"{layer}.bias": torch.ones(1, 1, 8, 8), f"{layer}.masked_bias": torch.tensor(-1e9)}
+    save_file(tensors | masks, path)
+    assert largest_difference(write(tmp_path, **CHUNKS), theirs) <= TOLERANCE
+    save_file(tensors | {f"{layer}.another.weight": torch.ones(4)}, path)
+    with pytest.raises(ModelError, match=r"another\.weight' has no place in the model"):
+        write(tmp_path, **CHUNKS)
+
+
+class WithoutExperts(torch.nn.Module):
+    """A plain MLP in the place of gpt-oss's experts."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.dense = LlamaMLP(config)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return self.dense(x), None
+
+
+def save_gpt_oss_without_experts(folder: Path) -> PreTrainedModel:
+    untruncated = rope("yarn", **YARN, truncate=False)
+    sizes = SIZES | {"num_hidden_layers": 4, "head_dim": 24, "sliding_window": WINDOW}
+    config = GptOssConfig(**sizes | untruncated, num_local_experts=2, num_experts_per_tok=1)
+    config.mlp_bias = False
+    theirs = GptOssForCausalLM._from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    )
+    for layer in theirs.model.layers:
+        layer.mlp = WithoutExperts(config)
+    draw_weights(theirs)
+    described = {name: value for name, value in config.to_dict().items() if "experts" not in name}
+    (folder / "config.json").write_text(json.dumps(described))
+    tensors = {name.replace(".dense.", "."): w for name, w in theirs.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors")
+    return theirs.eval()
+
+
+def test_gpt_oss_without_its_experts_gives_the_log_probabilities_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sinks, alternating windows, biases, yarn that is not truncated."""
+    family = Family(lambda fields: gpt_oss(fields, parts.mlp(fields)), GPT_OSS_NAMES)
+    monkeypatch.setitem(OUR_FAMILIES, "gpt_oss", family)
+    theirs = save_gpt_oss_without_experts(tmp_path)
+    for steps in (ONE_STEP, CHUNKS):
+        assert largest_difference(write(tmp_path, **steps), theirs) <= TOLERANCE
+        native = write(tmp_path, **steps, kernels="native", exact=True)
+        assert largest_difference(native, theirs) <= NATIVE_TOLERANCE
+    assert cached_prefix_difference(tmp_path, theirs, block_size=4) <= TOLERANCE
+    with torch.no_grad():
+        theirs.model.layers[1].self_attn.sinks.sub_(3.0)
+    assert largest_difference(write(tmp_path, **ONE_STEP), theirs) > 0.1
+
+
 INTERNLM2 = {"model.embed_tokens": "model.tok_embeddings", "lm_head": "output"}
 INTERNLM2 |= {"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"}
 INTERNLM2 |= {"self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1"}
@@ -514,7 +629,7 @@ def test_internlm_gives_the_log_probabilities_of_a_llama_with_its_weights(
 
 
 WITH_PREFIX = ["mistral_window", "gemma2", "gemma3", "olmo2", "phi3", "smollm3", "granite", "glm4"]
-WITH_PREFIX += ["olmo3", "exaone4", "cohere2", "stablelm", "starcoder2"]
+WITH_PREFIX += ["olmo3", "exaone4", "cohere2", "stablelm", "starcoder2", "gpt_neox", "gpt2"]
 
 
 @pytest.mark.parametrize("name", WITH_PREFIX)

@@ -23,15 +23,19 @@ from transformers import (
     Cohere2Config,
     CohereConfig,
     Exaone4Config,
+    FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
     GlmConfig,
+    GPT2Config,
+    GPTNeoXConfig,
     GraniteConfig,
     LlamaConfig,
     Olmo2Config,
     Olmo3Config,
     Phi3Config,
+    PhiConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -119,6 +123,18 @@ FAMILIES |= {
     "stablelm_parallel": StableLmConfig(**SIZES | STABLELM, use_parallel_residual=True),
     "starcoder2": Starcoder2Config(**SIZES | {"norm_epsilon": SIZES["rms_norm_eps"]}),
 }
+GPT = SIZES | {"num_key_value_heads": 4} | LAYER_NORMS
+GPT |= {"n_inner": 512, "ffn_hidden_size": 512, "layer_norm_epsilon": SIZES["rms_norm_eps"]}
+FALCON_40B = {"new_decoder_architecture": True, "num_kv_heads": 2, "num_key_value_heads": 2}
+FAMILIES |= {
+    "gptneox": GPTNeoXConfig(**GPT),
+    "gptneox_one_after_another": GPTNeoXConfig(**GPT, use_parallel_residual=False),
+    "gpt2": GPT2Config(**GPT),
+    "phi2": PhiConfig(**GPT),
+    "falcon": FalconConfig(**GPT | {"num_key_value_heads": 1}),
+    "falcon_two_norms": FalconConfig(**GPT | FALCON_40B),
+}
+GPTS = ("gptneox", "gpt2", "phi2", "falcon")
 BLOCK_TYPES = [Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1]
 BLOCK_TYPES += [Type.Q8_0, Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K]
 LATER_TYPES = [Type.IQ4_NL, Type.IQ4_XS, Type.MXFP4, Type.IQ3_S, Type.IQ3_XXS, Type.IQ2_XXS]
@@ -171,12 +187,16 @@ def write_gguf(
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    if arch in ("command-r", "cohere2", "stablelm", "starcoder2"):
+    if arch in ("command-r", "cohere2", "stablelm", "starcoder2", *GPTS):
         writer.add_layer_norm_eps(SIZES["rms_norm_eps"])
     else:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
-    writer.add_rope_freq_base(rope["rope_theta"])
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    if rope:
+        writer.add_rope_freq_base(rope["rope_theta"])
+    if arch == "gptneox":
+        writer.add_parallel_residual(config.use_parallel_residual)
     if arch in ("qwen3", "gemma2", "gemma3", "glm4", "seed_oss"):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
@@ -204,7 +224,7 @@ def write_gguf(
         writer.add_logit_scale(config.logits_scaling)
     if arch == "stablelm":
         writer.add_parallel_residual(True)
-    if arch in ("phi3", "chatglm", "glm4", "stablelm"):
+    if arch in ("phi3", "chatglm", "glm4", "stablelm", "gptneox", "phi2"):
         head_dim = config.hidden_size // config.num_attention_heads
         writer.add_rope_dimension_count(int(rope["partial_rotary_factor"] * head_dim))
     tensors = {}
@@ -213,6 +233,10 @@ def write_gguf(
         heads = heads_reordered(name, config)
         if heads:
             values = neighbours_from_halves(values, heads)
+        if arch == "gpt2" and ".c_" in name and values.ndim == 2:
+            values = np.ascontiguousarray(values.T)
+        if "query_key_value" in name:
+            values = by_part(values, config)
         tensors[gguf_name(name, config)] = values
     if arch == "chatglm":
         for n in range(config.num_hidden_layers):
@@ -230,6 +254,15 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def by_part(values: np.ndarray, config: PreTrainedConfig) -> np.ndarray:
+    """All queries, then keys, then values, where each KV head had its own of each together."""
+    kv_heads = config.num_key_value_heads
+    group = config.num_attention_heads // kv_heads
+    split = values.reshape(kv_heads, group + 2, -1, *values.shape[1:])
+    parts = (split[:, :group], split[:, group], split[:, group + 1])
+    return np.concatenate([part.reshape(-1, *values.shape[1:]) for part in parts])
 
 
 def neighbours_from_halves(values: np.ndarray, heads: int) -> np.ndarray:

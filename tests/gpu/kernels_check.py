@@ -45,12 +45,15 @@ def check_all(report: Report) -> None:
             Heads(8, 4, 256, window=70, softcap=5.0),
             Heads(32, 8, 128, kv_dtype=torch.float16),
             Heads(8, 4, 256, kv_dtype=torch.float32),
+            Heads(64, 8, 64, sinks=True),
+            Heads(64, 8, 64, window=128, sinks=True),
         ):
             if dtype != torch.bfloat16 and heads not in PLAIN:
                 continue
             name = f"{kind} {heads.num_heads}/{heads.num_kv_heads}×{heads.dim}"
             name += f" page {heads.page} window {heads.window} softcap {heads.softcap}"
             name += f" cache {heads.kv_dtype}" if heads.kv_dtype else ""
+            name += " sinks" if heads.sinks else ""
             report.check(
                 f"prefill {name}",
                 bound,

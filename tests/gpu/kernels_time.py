@@ -88,7 +88,7 @@ def decode_call(
         if rope:
             make = (weight, weight, 1e-6, angles, angles, ends, slots)
             query, new = decode.new_token_of(qkv, *make, keys)
-        where = (query, keys, values, tables, rows, contexts)
+        where = (query, keys, values, None, tables, rows, contexts)
         how = (shape.dim**-0.5, None, 0.0, splits, scratch, out)
         decode.make_launch(*where, *how, new=new, tuned=tuned)()
         return out
@@ -132,7 +132,8 @@ def time_prefill(
 
     def call() -> None:
         how = (shape.dim**-0.5, None, 0.0, out, qkv[:, num:], tuned)
-        for launch in prefill.make_launches(qkv[:, :num], keys, values, chunks, *longest, *how):
+        over = (qkv[:, :num], keys, values, None, chunks)
+        for launch in prefill.make_launches(*over, *longest, *how):
             if launch is not None:
                 launch()
 

@@ -42,10 +42,17 @@ class Heads:
     window: int | None = None
     softcap: float = 0.0
     kv_dtype: torch.dtype | None = None  # of the cache, if it is another than the model's
+    sinks: bool = False
 
     @property
     def scale(self) -> float:
         return 1.1 * self.dim**-0.5
+
+    def sinks_on(self, device: torch.device) -> torch.Tensor | None:
+        """From far below all scores to above them, where fp16 still has what is left of values."""
+        if not self.sinks:
+            return None
+        return torch.linspace(-20, 5, self.num_heads).roll(1).to(device)
 
     def bound(self, dtype: torch.dtype) -> float:
         """What is stored may round the other way."""
@@ -116,7 +123,7 @@ def largest(first: float, second: float) -> float:
 
 def expected_attention(q: torch.Tensor, cache: Cache, sequence: int, start: int) -> torch.Tensor:
     heads, table = cache.heads, cache.table(sequence)
-    how = (start, heads.scale, heads.window, heads.softcap)
+    how = (start, heads.scale, heads.window, heads.softcap, heads.sinks_on(q.device))
     return definitions.attention(q, cache.keys, cache.values, table, *how)
 
 
@@ -156,6 +163,7 @@ def check_prefill(
             out=poisoned(*q.shape, like=q),
             chunk_kv=given,
             max_first=first,
+            sinks=heads.sinks_on(device),
         )
         for index, (start, _) in enumerate(chunks):
             part = slice(ends[index], ends[index + 1])
@@ -196,6 +204,7 @@ def check_decode(
             scratch,
             out=poisoned(*q.shape, like=q),
             queries=queries,
+            sinks=heads.sinks_on(device),
         )
         for index, length in enumerate(lengths):
             part = slice(index * queries, (index + 1) * queries)
@@ -259,6 +268,7 @@ def check_rope_decode(
             splits,
             scratch,
             out=poisoned(batch, num, dim, like=qkv),
+            sinks=heads.sinks_on(device),
         )
         there = stored >= 0
         at = (stored[there] // page, stored[there] % page)

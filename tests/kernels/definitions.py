@@ -14,7 +14,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 def act_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+    if activation == "silu":
+        return F.silu(gate) * up
+    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
 
 
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -43,9 +45,11 @@ def attention(
     scale: float,
     window: int | None,
     softcap: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[n, H, D], at cache indices from `start` on, against all of the sequence up to each; in fp32,
-    from what is cached, rounded to the queries' type."""
+    from what is cached, rounded to the queries' type. `sinks`: [H], a column more of scores, of
+    which the values are zero."""
     end = start + q.shape[0]
     first = 0 if window is None else max(0, start - window + 1)
     k, v = (gather(cache, table, first, end, q.dtype).float() for cache in (keys, values))
@@ -60,4 +64,7 @@ def attention(
     if window is not None:
         visible &= key > query - window
     score = score.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        score = torch.cat([score, sinks.view(-1, 1, 1).expand(-1, len(q), 1)], dim=-1)
+        v = torch.cat([v, torch.zeros_like(v[:1])])
     return torch.einsum("hqk,khd->qhd", score.softmax(-1), v)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,15 +48,20 @@ class Reference:
 
     def logits(self, ids: Ints, rows: Ints, positions: Ints, indices: Ints) -> Floats:
         x = self.weights["embed"][ids] * np.float32(self.spec.embed_scale)
+        if self.spec.learned_positions:
+            x = x + self.weights["positions"][positions]
         for number, layer in enumerate(self.spec.layers):
             w, scale = self._of_layer(number), np.float32(self.spec.residual_scale)
-            first = self._normed(x, w, "attn_norm")
+            before, first = x, self._normed(x, w, "attn_norm")
             h = self._attention(number, layer.attention, w, first, rows, positions, indices)
             x = x + scale * self._normed(h, w, "attn_post_norm")
+            if layer.two_norms:
+                first = self._normed(before, w, "mlp_norm")
             h = self._mlp(layer, w, first if layer.parallel else self._normed(x, w, "mlp_norm"))
             x = x + scale * self._normed(h, w, "mlp_post_norm")
         head = self.weights["embed" if self.spec.tie_embeddings else "head"]
         logits = self._normed(x, self.weights, "final_norm") @ head.T
+        logits = logits + self.weights.get("head_bias", np.float32(0))
         return _capped(logits * np.float32(self.spec.logit_scale), self.spec.logit_softcap)
 
     def _of_layer(self, number: int) -> dict[str, Floats]:
@@ -79,6 +85,8 @@ class Reference:
         gate, *up = (h @ w[name].T + w.get(f"{name}_bias", 0) for name in names)
         if layer.mlp.activation == "silu":
             gate = gate / (1 + np.exp(-gate))
+        elif layer.mlp.activation == "gelu":
+            gate = gate * np.vectorize(lambda x: 0.5 * math.erfc(-x * 0.5**0.5))(gate)
         else:
             inner = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
             gate = 0.5 * gate * (1 + np.tanh(inner))
@@ -118,8 +126,10 @@ class Reference:
             seen = key <= at[:, None]
             if part.window is not None:
                 seen &= key > at[:, None] - part.window
-            weights = np.exp(np.where(seen, scores - scores.max(-1, keepdims=True), -np.inf))
-            weights /= weights.sum(-1, keepdims=True)
+            most = scores.max(-1, keepdims=True)
+            weights = np.exp(np.where(seen, scores - most, -np.inf))
+            sink = w["sinks"][:, None, None] if part.sinks else np.float32(-np.inf)
+            weights /= weights.sum(-1, keepdims=True) + np.exp(sink - most)
             out[mine] = (weights @ seen_values.transpose(1, 0, 2)).transpose(1, 0, 2)
         return out.reshape(len(h), -1) @ w["o"].T + w.get("o_bias", 0)
 

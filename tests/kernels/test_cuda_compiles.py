@@ -77,7 +77,9 @@ class Case:
         softcap: float = 0.0,
         dtype: torch.dtype = BF16,
         kv_dtype: torch.dtype | None = None,
+        sinks: bool = False,
     ) -> None:
+        self.sinks = empty(num_heads, dtype=torch.float32) if sinks else None
         self.num_heads, self.num_kv_heads, self.dim, self.dtype = (
             num_heads,
             num_kv_heads,
@@ -102,7 +104,14 @@ class Case:
         q, row = self.queries(batch * queries), self.rows[:batch]
         where = (self.keys, self.values, self.tables, row, row, *self.how)
         cuda.decode_attention(
-            q, *where, splits, self.scratch(splits), out=q, queries=queries, **given
+            q,
+            *where,
+            splits,
+            self.scratch(splits),
+            out=q,
+            queries=queries,
+            sinks=self.sinks,
+            **given,
         )
 
     def rope_decode(
@@ -116,7 +125,7 @@ class Case:
         where = (self.slots[:batch], self.keys, self.values, self.tables, row, row, *self.how)
         out, qkv = self.queries(batch), self.qkv(batch).flatten(1)
         cuda.rope_decode_attention(
-            qkv, *make, *where, splits, self.scratch(splits), out=out, **given
+            qkv, *make, *where, splits, self.scratch(splits), out=out, sinks=self.sinks, **given
         )
 
     def rope_store(self, norm: torch.dtype | None = None) -> None:
@@ -141,7 +150,12 @@ class Case:
         where = (self.keys, self.values, self.tables, row, row, self.rows[:3], 32, *self.how)
         q, others = qkv[:, : self.num_heads], qkv[:, self.num_heads :]
         cuda.prefill_attention(
-            q, *where, out=self.queries(64), chunk_kv=others if chunk_kv else None, max_first=32
+            q,
+            *where,
+            out=self.queries(64),
+            chunk_kv=others if chunk_kv else None,
+            max_first=32,
+            sinks=self.sinks,
         )
 
     def scratch(self, splits: int) -> Any:
@@ -196,6 +210,18 @@ def test_attention_of_several_queries_a_row(
     for kernel in compiled:
         assert kernel.metadata.shared <= 227 << 10
         assert "cp.async.cg.shared.global" in kernel.asm["ptx"]
+        assert spilled_bytes(kernel, tmp_path) <= 64
+
+
+def test_attention_with_sinks(compiled: list[Any], tmp_path: Path) -> None:
+    """As gpt-oss has it."""
+    case = Case(64, 8, 64, window=128, sinks=True)
+    case.decode(2, 4, 5)
+    case.rope_decode(2, 4)
+    case.prefill(chunk_kv=True)
+    assert len(compiled) == 4
+    for kernel in compiled:
+        assert kernel.metadata.shared <= 227 << 10
         assert spilled_bytes(kernel, tmp_path) <= 64
 
 
@@ -291,7 +317,7 @@ def test_a_device_is_asked_for_its_multiprocessors(monkeypatch: pytest.MonkeyPat
     splits._num_sms.cache_clear()
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
 def test_products_and_dependent_launches(
     compiled: list[Any], tmp_path: Path, activation: str
 ) -> None:

@@ -185,6 +185,29 @@ if INTERPRETED:
         error = cases.check_rope_decode(heads, 32, SINGLE, lengths, splits, CPU, SINGLE)
         assert error < BOUNDS[SINGLE]
 
+    @pytest.mark.parametrize("dtype", [HALF, SINGLE])
+    @pytest.mark.parametrize(("window", "softcap", "dim"), [(None, 0.0, 64), (40, 2.0, 80)])
+    def test_attention_with_sinks(
+        window: int | None, softcap: float, dim: int, dtype: torch.dtype
+    ) -> None:
+        heads = Heads(6, 2, dim, window=window, softcap=softcap, sinks=True)
+        lengths, bound = [1, 0, 130], BOUNDS[dtype]
+        assert cases.check_prefill(heads, [(0, 30), (50, 9)], CPU, dtype) < bound
+        for splits in (1, 2):
+            assert cases.check_decode(heads, lengths, splits, CPU, dtype) < bound
+        assert cases.check_rope_decode(heads, dim // 2, None, lengths, 2, CPU, dtype) < bound
+        assert cases.check_decode(heads, [3, 130], 2, CPU, dtype, 3) < bound
+
+    def test_a_sink_that_is_left_out_or_another_heads_is_noticed() -> None:
+        heads = Heads(6, 2, 64, sinks=True)
+        given = heads.sinks_on(CPU)
+        assert given is not None
+        for wrong in (None, given.roll(1)):
+            values = iter([given, wrong] * 4)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Heads, "sinks_on", lambda self, device, values=values: next(values))
+                assert cases.check_decode(heads, [130], 2, CPU, SINGLE) > 0.01
+
     @pytest.mark.parametrize(("dtype", "kv_dtype"), [(SINGLE, HALF), (HALF, SINGLE)])
     @pytest.mark.parametrize("dim", [64, 96])
     def test_a_cache_of_another_type_than_the_model(
@@ -270,7 +293,7 @@ if INTERPRETED:
         assert (twice == exact.half()).float().mean() < 0.9
 
     @pytest.mark.parametrize("dtype", [HALF, SINGLE])
-    @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+    @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
     @pytest.mark.parametrize(("rows", "width"), [(1, 4096), (5, 576), (3, 33)])
     def test_activations_equal_the_definition(
         rows: int, width: int, activation: str, dtype: torch.dtype
@@ -281,7 +304,7 @@ if INTERPRETED:
         gate = torch.tensor([-3e38, -1e5, -30.0, 0.0, 30.0, 1e5, 3e38])
         gate_up = torch.cat([gate, torch.ones(7)]).unsqueeze(0)
         right = torch.tensor([[0.0, 0.0, 0.0, 0.0, 30.0, 1e5, 3e38]])
-        for activation in ("silu", "gelu_tanh"):
+        for activation in ("silu", "gelu_tanh", "gelu"):
             out = cases.cuda.act_and_mul(gate_up, activation)
             assert torch.allclose(out, right, atol=1e-11)
 

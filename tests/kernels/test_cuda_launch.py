@@ -84,7 +84,9 @@ class Step:
         self.rows = self.ints[1:]  # of no alignment that a kernel may count on
         self.ends = empty(3, dtype=torch.int32)
 
-    def bind(self, keys: torch.Tensor, values: torch.Tensor) -> list[Callable[..., object]]:
+    def bind(
+        self, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> list[Callable[..., object]]:
         from twostroke.kernels import cuda
 
         where, two = (keys, values, self.tables), self.rows[:2]
@@ -92,7 +94,7 @@ class Step:
         q, prefill, prefill_out = self.qkv[:32, :32], self.qkv[32:], self.out[32:]
         how = (0.1, None, 0.0)
         slots = cuda.bind_decode_attention(
-            q, *where, self.rows, self.rows, *how, 2, scratch, out=self.out[:32]
+            q, *where, self.rows, self.rows, *how, 2, scratch, out=self.out[:32], sinks=sinks
         )
         chunks = cuda.bind_prefill_attention(
             prefill[:, :32],
@@ -105,6 +107,7 @@ class Step:
             out=prefill_out,
             chunk_kv=prefill[:, 32:],
             max_first=16,
+            sinks=sinks,
         )
         return [slots, chunks]
 
@@ -132,8 +135,25 @@ def test_layers_after_the_first_are_launched_as_triton_would(seen: Seen) -> None
     assert [_without_scratch(each) for each in again] == [_without_scratch(e) for e in wanted]
 
 
+def test_the_sinks_of_another_layer_are_given_with_its_cache(seen: Seen) -> None:
+    step, first, second = Step(), pool(8, 128), pool(8, 128)
+    sinks = [empty(32, dtype=torch.float32), empty(33, dtype=torch.float32)[1:]]
+    bound = step.bind(*first, sinks=sinks[0])
+    at = HOOKS.start + 3
+    for cache, own, dispatches in ((first, sinks[0], 3), (second, sinks[1], 0)):
+        launches, dispatched = seen.of(partial(attend_all, bound, *cache, own))
+        assert dispatched == dispatches
+        assert [launch[at] for launch in launches] == [own.data_ptr()] * 3
+        assert [launch[at - 2] for launch in launches[::2]] == [cache[0].data_ptr()] * 2
+
+
+def attend_all(bound: list[Callable[..., object]], *layer: torch.Tensor) -> None:
+    for attend in bound:
+        attend(*layer)
+
+
 def _without_scratch(launch: tuple[Any, ...]) -> tuple[Any, ...]:
-    slots_only = HOOKS.start + 7
+    slots_only = HOOKS.start + 8
     is_slots = launch[2] == 32
     return launch[:slots_only] + launch[slots_only + 3 :] if is_slots else launch
 

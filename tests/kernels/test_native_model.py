@@ -20,9 +20,11 @@ from tests.kernels.native_pair import (
     TWO,
     Life,
     Pair,
+    Reference,
     Step,
     heads,
 )
+from tests.specs import changed
 from twostroke.kernels import cpu
 from twostroke.model.spec import (
     NO_ROPE,
@@ -78,12 +80,20 @@ SPECS: dict[str, dict[str, Any]] = {
     "softcap_and_window": {"softcap": 0.7, "windows": (24,) * 2, "scale": 0.5},
     "gelu_tanh": {"activation": "gelu_tanh"},
     "gelu_tanh_inner_50": {"activation": "gelu_tanh", "intermediate_size": 50},
+    "gelu": {"activation": "gelu"},
+    "gelu_inner_50_without_a_gate": {"activation": "gelu", "gated": False, "intermediate_size": 50},
+    "sinks": {"sinks": True},
+    "sinks_and_some_windows": {"sinks": True, "windows": (24, None, 100), "softcap": 2.0},
+    "sinks_head_dim_20": heads(6, 2, 20, sinks=True),
+    "learned_positions": {"learned_positions": True, "rope": NO_ROPE},
+    "head_bias": {"head_bias": True, "vocab_size": 301},
     "post_norm": {"post_norm": True},
     "post_norm_alone": {"pre_norm": False, "post_norm": True},
     "layer_norm": {"norm": "layer"},
     "layer_norm_bias": {"norm": "layer", "norm_bias": True},
     "layer_post_norm": {"norm": "layer", "norm_bias": True, "post_norm": True},
     "parallel": {"parallel": True},
+    "parallel_two_norms": {"parallel": True, "two_norms": True, "norm": "layer"},
     "parallel_layer_norm": {"parallel": True, "norm": "layer", "residual_scale": 0.3},
     "no_gate": {"gated": False, "mlp_bias": True, "activation": "gelu_tanh"},
     "no_gate_inner_50": {"gated": False, "intermediate_size": 50},
@@ -289,6 +299,30 @@ def test_a_prompt_has_the_same_logits_to_the_bit_whoever_is_with_it(name: str, e
     assert np.array_equal(np.concatenate(alone), together)
 
 
+# Sinks
+
+
+class LargeSinks(Scaled):
+    """Of each head another, from far below the scores to far above."""
+
+    factors: ClassVar = {"sinks": 200.0}
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "rounded"])
+def test_each_head_has_its_own_sink_however_its_context_is_split(exact: bool, isa: str) -> None:
+    model = small_spec(sinks=True, windows=(24, None, 100))
+    source = LargeSinks(model)
+    assert np.ptp(source.floats("layers.0.sinks")) > 5
+    pair = Pair(model, isa, source=source, exact=exact, threads=(2, 3))
+    if exact:
+        assert largest_difference(pair) <= TOLERANCE
+    else:
+        assert_near_the_reference(pair, rounding(isa))
+    pair.reference = Reference(changed(model, sinks=False), source)
+    assert largest_difference(pair) > 5 * TOLERANCE
+
+
 # Indices and positions
 
 
@@ -403,6 +437,8 @@ MISTAKES = [
     Mistake("softcap", {"softcap": 1.5, "windows": (24,) * 3}),
     Mistake("scale", {"scale": 0.3, "windows": (24,) * 3}),
     Mistake("activation", {"activation": "gelu_tanh", "windows": (24,) * 3}),
+    Mistake("sinks", {"sinks": True, "windows": (24,) * 3}),
+    Mistake("learned_positions", {"learned_positions": True, "windows": (24,) * 3}),
     Mistake("embed_scale", {"embed_scale": 8.0, "windows": (24,) * 3}),
     Mistake("logit_softcap", {"logit_softcap": 4.0, "windows": (24,) * 3}),
     Mistake("post_norm", {"post_norm": True, "windows": (24,) * 3}),

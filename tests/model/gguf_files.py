@@ -13,7 +13,7 @@ from tests.specs import make_spec
 from tests.tiny import merged
 from twostroke.model.block_types import LAYOUTS, BlockType
 from twostroke.model.gguf import GGUFFile
-from twostroke.model.gguf_config import ARCHITECTURES, NAMES
+from twostroke.model.gguf_config import ARCHITECTURES, FUSED_NAMES, NAMES
 from twostroke.model.spec import ModelSpec, RopeSpec
 
 SPEC = make_spec(
@@ -68,7 +68,8 @@ def write_model(path: Path, spec: ModelSpec = SPEC, edit: Edit = lambda writer: 
     """A model of that spec with random float32 weights; `edit` adds what a test is about."""
     writer = gguf.GGUFWriter(path, spec.family)
     add_sizes(writer, spec)
-    names = ARCHITECTURES[spec.family].names if spec.family in ARCHITECTURES else NAMES
+    known = ARCHITECTURES[spec.family].names if spec.family in ARCHITECTURES else NAMES
+    names = NAMES if spec.family == "phi2" else FUSED_NAMES if callable(known) else known
     for name, values in merged(names, spec, random_weights(spec)).items():
         writer.add_tensor(name, values)
     edit(writer)

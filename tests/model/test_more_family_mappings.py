@@ -24,11 +24,13 @@ from tests.model.gguf_files import SPEC, Edit, write_model
 from tests.model.test_family_mappings import APART, HEAD_NORMS, ROPES, TWO_NORMS, edits, kinds, of
 from tests.specs import changed
 from twostroke.errors import ModelError
+from twostroke.model.fields import Fields
 from twostroke.model.gguf_config import spec_from_gguf
 from twostroke.model.hf_config import load_hf_config, names_in_hf, spec_from_hf
 from twostroke.model.hf_families import FAMILIES
+from twostroke.model.hf_gpt_families import gpt_oss
 from twostroke.model.rope import rope_tables
-from twostroke.model.spec import NO_ROPE, ModelSpec, RopeSpec, without_rope
+from twostroke.model.spec import NO_ROPE, MLPSpec, ModelSpec, RopeSpec, without_rope
 from twostroke.model.tensor_names import halves_from_neighbours
 from twostroke.model.weights import check_weights
 from twostroke.model.weights.gguf import GGUFWeights
@@ -75,9 +77,32 @@ INTERNLM3_8B |= {"head_dim": 128, "qkv_bias": False}
 SEED_36B = config("seed_oss", (155136, 5120, 27648, 64, 80, 8, 524288), rope_theta=1e7)
 
 
+PYTHIA_160M = config("gpt_neox", (50304, 768, 3072, 12, 12, 12, 2048), hidden_act="gelu")
+PYTHIA_160M |= {"rotary_pct": 0.25, "rotary_emb_base": 10000, "use_parallel_residual": True}
+GPT2 = {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12}
+GPT2 |= {"n_positions": 1024, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
+GPTJ_6B = {"model_type": "gptj", "vocab_size": 50400, "n_embd": 4096, "n_layer": 28, "n_head": 16}
+GPTJ_6B |= {"n_positions": 2048, "rotary_dim": 64, "tie_word_embeddings": False, "n_inner": None}
+PHI_2 = config("phi", (51200, 2560, 10240, 32, 32, 32, 2048), partial_rotary_factor=0.4)
+FALCON_7B: dict[str, Any] = {"model_type": "falcon", "vocab_size": 65024, "hidden_size": 4544}
+FALCON_7B |= {"num_hidden_layers": 32, "num_attention_heads": 71, "multi_query": True}
+FALCON_40B = FALCON_7B | {"hidden_size": 8192, "num_hidden_layers": 60, "num_kv_heads": 8}
+FALCON_40B |= {"num_attention_heads": 128, "new_decoder_architecture": True}
+GPT_OSS_20B = config("gpt_oss", (201088, 2880, 2880, 24, 64, 8, 131072), head_dim=64)
+GPT_OSS_20B |= {"sliding_window": 128, "rope_theta": 150000, "rms_norm_eps": 1e-5}
+GPT_OSS_20B["rope_scaling"] = {"rope_type": "yarn", "factor": 32.0, "truncate": False}
+GPT_OSS_20B["rope_scaling"] |= {"original_max_position_embeddings": 4096}
+
+
 @pytest.mark.parametrize(
     ("published", "parameters"),
     [
+        (PYTHIA_160M, 162_322_944),
+        (GPT2, 124_439_808),
+        (GPTJ_6B, 6_050_882_784),
+        (PHI_2, 2_779_683_840),
+        (FALCON_7B, 6_921_720_704),
+        (FALCON_40B, 41_303_293_952),
         (SMOLLM3_3B, 3_075_098_624),
         (GRANITE_8B, 8_170_848_256),
         (GLM4_9B, 9_399_951_360),
@@ -168,9 +193,51 @@ def test_stablelm_and_starcoder_2() -> None:
     assert "layers.0.mlp_norm_bias" in plain.weight_shapes()
 
 
+def test_gpt_2_and_its_heirs() -> None:
+    spec = spec_from_hf(PYTHIA_160M)
+    layer = spec.layers[0]
+    assert (layer.parallel, layer.two_norms, layer.mlp.activation) == (True, True, "gelu")
+    assert spec.ropes() == (RopeSpec(1e4, 16),)
+    later = spec_from_hf(PYTHIA_160M | {"use_parallel_residual": False, "hidden_act": "gelu_fast"})
+    assert (later.layers[0].parallel, later.layers[0].two_norms) == (False, False)
+    assert later.layers[0].mlp.activation == "gelu_tanh"
+    old = spec_from_hf(GPT2)
+    assert (old.learned_positions, old.ropes(), old.tie_embeddings) == (True, (NO_ROPE,), True)
+    assert old.weight_shapes()["positions"] == (1024, 768)
+    assert old.layers[0].mlp.intermediate_size == 3072
+    scaled = spec_from_hf(GPT2 | {"scale_attn_by_inverse_layer_idx": True})
+    assert kinds(scaled, "scale") == [1 / 8 / (n + 1) for n in range(12)]
+    assert spec_from_hf(GPTJ_6B).ropes() == (RopeSpec(1e4, 64),)
+    assert spec_from_hf(PHI_2).ropes() == (RopeSpec(1e4, 32),)
+    assert spec_from_hf(FALCON_7B).layers[0].attention.num_kv_heads == 1
+    assert spec_from_hf(FALCON_40B).layers[0].two_norms
+
+
+def test_all_of_gpt_oss_but_its_experts_is_read() -> None:
+    spec = gpt_oss(Fields("config.json", GPT_OSS_20B), MLPSpec(2880))
+    assert kinds(spec, "window") == [128, None] * 12
+    assert set(kinds(spec, "sinks")) == set(kinds(spec, "qkv_bias")) == {True}
+    (rope,) = spec.ropes()
+    assert (rope.theta, rope.kind, rope.factor) == (150000.0, "yarn", 32.0)
+    assert (rope.truncate, rope.original_context, spec.max_context) == (False, 4096, 131072)
+    assert spec.weight_shapes()["layers.3.sinks"] == (64,)
+
+
 @pytest.mark.parametrize(
     ("config", "changes", "says"),
     [
+        (GPT2, {"n_embd": 0}, "n_embd must be a whole number from 1"),
+        (GPT2, {"n_head": None}, "has no n_head, which must be"),
+        (GPT2, {"add_cross_attention": True}, "add_cross_attention = True is not supported"),
+        (GPT2, {"activation_function": "relu"}, "the activation 'relu' .activation_function. is"),
+        (GPTJ_6B, {"rotary_dim": 63}, "rotary_dim must be even"),
+        (GPTJ_6B, {"rotary_dim": None}, "has no rotary_dim"),
+        (GPTJ_6B, {"tie_word_embeddings": True}, "tie_word_embeddings = True is not supported"),
+        (PHI_2, {"qk_layernorm": True}, "qk_layernorm = True is not supported"),
+        (PYTHIA_160M, {"rotary_emb_base": 0}, "rotary_emb_base must be a number above 1"),
+        (FALCON_7B, {"alibi": True}, "alibi = True is not supported"),
+        (FALCON_40B, {"num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn must be a whole"),
+        (GPT_OSS_20B, {}, "the architecture 'gpt_oss' is not supported"),
         (SMOLLM3_3B, {"no_rope_layers": [1, 0]}, "no_rope_layers must be a list of 0 or 1 for"),
         (SMOLLM3_3B, {"no_rope_layers": "x"}, "no_rope_layers must be a list of 0 or 1"),
         (SMOLLM3_3B, {"no_rope_layer_interval": 0}, "no_rope_layer_interval must be a whole"),
@@ -192,8 +259,10 @@ def test_stablelm_and_starcoder_2() -> None:
             {},
             "text_config: the architecture 'ministral3' .model_type. is not supported",
         ),
-        (NEMO_12B, {"model_type": "gemma3n"}, "the architecture 'gemma3n' is not supported"),
-        (NEMO_12B, {"model_type": "qwen2_5_vl"}, "the architecture 'qwen2_5_vl' is not supported"),
+        *(
+            (NEMO_12B, {"model_type": name}, f"the architecture '{name}' is not supported")
+            for name in ("gemma3n", "gemma3n_text", "qwen2_5_vl", "llava", "siglip_vision_model")
+        ),
     ],
 )
 def test_wrong_values_are_refused_by_name(
@@ -319,6 +388,12 @@ OLMO3 = changed(SPEC, family="olmo2", pre_norm=False, post_norm=True, qk_norm="f
 OLMO3 = changed(OLMO3, norm_fp32=True, windows=(32, 32, 32, None))
 EXAONE4 = changed(OLMO3, family="exaone4", qk_norm="head", norm_fp32=False)
 EPS = {"attention__layer_norm_epsilon": 2.0**-17}
+GPTNEOX = changed(STARCODER2, family="gptneox", activation="gelu", tie_embeddings=False)
+GPTNEOX = changed(GPTNEOX, parallel=True, two_norms=True, rope=RopeSpec(1e4, 4))
+GPT2_FILE = changed(STARCODER2, family="gpt2", learned_positions=True, rope=NO_ROPE)
+PHI2 = changed(STARCODER2, family="phi2", parallel=True, head_bias=True, tie_embeddings=False)
+FALCON = changed(STARCODER2, family="falcon", parallel=True, activation="gelu", qkv_bias=False)
+FALCON = changed(FALCON, output_bias=False, mlp_bias=False)
 
 
 @pytest.mark.parametrize(
@@ -343,6 +418,14 @@ EPS = {"attention__layer_norm_epsilon": 2.0**-17}
             of("stablelm", rope__dimension_count=4, use_parallel_residual=True, **EPS),
         ),
         (STARCODER2, of("starcoder2", **EPS)),
+        (GPTNEOX, of("gptneox", rope__dimension_count=4, use_parallel_residual=True, **EPS)),
+        (
+            changed(GPTNEOX, parallel=False, two_norms=False),
+            of("gptneox", rope__dimension_count=4, use_parallel_residual=False, **EPS),
+        ),
+        (GPT2_FILE, of("gpt2", **EPS)),
+        (PHI2, of("phi2", **EPS)),
+        (FALCON, of("falcon", **EPS)),
         (OLMO3, of("olmo2", attention__sliding_window=32)),
         (without_rope(EXAONE4, [3]), of("exaone4", attention__sliding_window=32)),
         (changed(EXAONE4, windows=(None,) * 2), of("exaone4")),
@@ -357,9 +440,20 @@ def test_a_file_is_read_back(spec: ModelSpec, edit: Edit, tmp_path: Path) -> Non
     check_weights(spec, GGUFWeights(file, spec), "here")
 
 
+@pytest.mark.parametrize("arch", ["gemma3n", "clip", "qwen2vl", "gpt-oss", "gptj"])
+def test_files_of_other_architectures_are_refused_by_name(arch: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=rf"the architecture '{arch}' is not supported"):
+        spec_from_gguf(write_model(tmp_path / "m.gguf", changed(SPEC, family=arch)))
+
+
 @pytest.mark.parametrize(
     ("spec", "edit", "says"),
     [
+        (
+            changed(GPTNEOX, sinks=True),
+            of("gptneox", **EPS),
+            "the tensor 'blk.0.attn_sinks.weight' is not part of a gptneox model",
+        ),
         (GRANITE, of("granite", logit_scale=-1.0), "granite.logit_scale must be a number from 0"),
         (GRANITE, of("granite", residual_scale="x"), "granite.residual_scale must be a number"),
         (SPEC, of("llama", residual_scale=0.5), "llama.residual_scale = 0.5 is not supported"),

@@ -21,7 +21,8 @@ from twostroke.kernels import reference_sampling
 GATHER_TOKENS = 1 << 16  # cache entries that decode attention gathers at one time
 NEVER = float("-inf")
 
-Attend = Callable[[Tensor, Tensor], object]  # over the keys and values of a layer
+# Over the keys and values of a layer, with its sinks
+Attend = Callable[[Tensor, Tensor, Tensor | None], object]
 
 
 class Kernels:
@@ -50,7 +51,9 @@ class Kernels:
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps).to(dtype)
 
     def activate(self, x: Tensor, activation: str) -> Tensor:
-        return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
+        if activation == "silu":
+            return F.silu(x)
+        return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
     def act_and_mul(self, gate_up: Tensor, activation: str, *, pdl: bool = False) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -116,11 +119,13 @@ class Kernels:
         out: Tensor,
         chunk_kv: Tensor,
         max_first: int,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """All chunks: tokens [cu_tokens[c], cu_tokens[c + 1]) are cache entries from
         chunk_starts[c] on of the sequence in tables[chunk_rows[c]]. `chunk_kv`: their keys and
         values, [T, 2K, D], which the cache has, too. `max_first`: tokens of the largest chunk that
-        starts at 0, `max_continued`: of the largest other one."""
+        starts at 0, `max_continued`: of the largest other one. `sinks`: [H] in fp32, see
+        `attention`."""
         chunks = zip(
             chunk_rows.tolist(), chunk_starts.tolist(), pairwise(cu_tokens.tolist()), strict=True
         )
@@ -131,15 +136,20 @@ class Kernels:
             query = torch.arange(start, until, device=q.device).unsqueeze(1)
             key = torch.arange(since, until, device=q.device).unsqueeze(0)
             part = slice(first, end)
-            out[part] = attention(q[part], k, v, visible(query, key, window), scale, softcap)
+            seen = visible(query, key, window)
+            out[part] = attention(q[part], k, v, seen, scale, softcap, sinks)
         return out
 
     def bind_prefill_attention(
         self, q: Tensor, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
     ) -> Attend:
         """`prefill_attention` for many layers of a step: what is not a layer's own is looked at
-        once. Keys and values here are those of any layer of the same KV group."""
-        return lambda keys, values: self.prefill_attention(q, keys, values, *args, **kwargs)
+        once. Keys, values and sinks here are those of any layer of the same kind."""
+
+        def attend(keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
+            return self.prefill_attention(q, keys, values, *args, **kwargs | {"sinks": sinks})
+
+        return attend
 
     def decode_attention(
         self,
@@ -158,6 +168,7 @@ class Kernels:
         out: Tensor,
         queries: int = 1,
         pdl: bool = False,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """[rows · queries, H, D] against the first `lengths` cache entries of each row, all of its
         queries included: query j sees queries − 1 − j fewer."""
@@ -174,7 +185,7 @@ class Kernels:
             seen = visible(query.unsqueeze(2), key, window)
             k = keys[table].flatten(1, 2).to(q.dtype)
             v = values[table].flatten(1, 2).to(q.dtype)
-            found = attention(rows_of_q[part], k, v, seen, scale, softcap)
+            found = attention(rows_of_q[part], k, v, seen, scale, softcap, sinks)
             padding = lengths[part] == 0
             rows_of_out[part] = found.masked_fill_(padding[:, None, None, None], 0)
         return out
@@ -183,7 +194,11 @@ class Kernels:
         self, q: Tensor, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
     ) -> Attend:
         """`decode_attention`, in the same way."""
-        return lambda keys, values: self.decode_attention(q, keys, values, *args, **kwargs)
+
+        def attend(keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
+            return self.decode_attention(q, keys, values, *args, **kwargs | {"sinks": sinks})
+
+        return attend
 
     def rope_decode_attention(
         self,
@@ -208,6 +223,7 @@ class Kernels:
         *,
         out: Tensor,
         pdl: bool = False,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """`rope_store`, then `decode_attention`, where each token is the last of its sequence and
         its block is in no other table."""
@@ -217,7 +233,8 @@ class Kernels:
             qkv, q_norm, k_norm, eps, cos, sin, positions, slots, keys, values, *heads, pdl=pdl
         )
         q, how = stored[:, :num_heads], (scale, window, softcap, splits, scratch)
-        return self.decode_attention(q, keys, values, tables, rows, lengths, *how, out=out, pdl=pdl)
+        where = (keys, values, tables, rows, lengths)
+        return self.decode_attention(q, *where, *how, out=out, pdl=pdl, sinks=sinks)
 
     def decode_splits(self, batch: int, num_kv_heads: int, max_len: int) -> int:
         """Into how many parts decode attention cuts a context."""
@@ -263,20 +280,33 @@ def visible(query: Tensor, key: Tensor, window: int | None) -> Tensor:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, softcap: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """[…, queries, H, D] against […, entries, K, D], of which each query sees some."""
+    """[…, queries, H, D] against […, entries, K, D], of which each query sees some. A head's sink
+    is one score more in its softmax, as it is, whose weight goes to no value."""
     q, k, v = (part.transpose(-3, -2) for part in (q, k, v))
-    if not softcap:
+    if not softcap and sinks is None:
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=seen.unsqueeze(-3), scale=scale, enable_gqa=True
         )
         return out.transpose(-3, -2)
     k, v = (part.repeat_interleave(q.shape[-3] // k.shape[-3], dim=-3) for part in (k, v))
-    scores = softcap * torch.tanh((q @ k.transpose(-1, -2)).float() * (scale / softcap))
+    scores = (q @ k.transpose(-1, -2)).float() * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~seen.unsqueeze(-3), NEVER)
+    if sinks is not None:
+        column = sinks.view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], dim=-1)
     # A padded row sees nothing.
-    return (scores.softmax(-1).nan_to_num().to(q.dtype) @ v).transpose(-3, -2)
+    weights = scores.softmax(-1).nan_to_num()[..., : k.shape[-2]]
+    return (weights.to(q.dtype) @ v).transpose(-3, -2)
 
 
 def gather(

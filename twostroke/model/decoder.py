@@ -60,6 +60,7 @@ class Layer:
     qkv: Linear
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
+    sinks: torch.Tensor | None  # [H] in fp32
     o: Linear
     mlp_norm: Norm | None
     mlp_post_norm: Norm | None
@@ -135,9 +136,11 @@ class Decoder:
             embed = pool.submit(load.tensor, "embed")
             self._layers = list(pool.map(load.layer, range(spec.num_layers)))
             self._embed = embed.result()
+        self._positions = load.tensor("positions") if spec.learned_positions else None
         self._final_norm = load.norm("final_norm")
         head = self._embed if spec.tie_embeddings else load.tensor("head")
-        self._head: Linear = DenseLinear(head, None, kernels)
+        bias = load.tensor("head_bias") if spec.head_bias else None
+        self._head: Linear = DenseLinear(head, bias, kernels)
 
     def to_meta(self) -> Decoder:
         """One layer of each kind and the last, of tensors that have no memory: what it launches is
@@ -148,7 +151,7 @@ class Decoder:
         other.device = torch.device("meta")
         other.spec = replace(self.spec, layers=tuple(layer.spec for layer in layers))
         other._layers = [_to_meta(layer) for layer in layers]
-        for name in ("_embed", "_final_norm", "_head"):
+        for name in ("_embed", "_positions", "_final_norm", "_head"):
             setattr(other, name, _to_meta(getattr(self, name)))
         return other
 
@@ -172,7 +175,7 @@ class Decoder:
         are in the workspace, keys and values in the cache. It goes on with what attention has left
         in the workspace; after the last number `last_layer` is to be called."""
         torch.index_select(self._embed, 0, inputs.token_ids, out=work.residual)
-        normed = self._first_norm(work.residual)
+        normed = self._first_norm(work.residual, inputs)
         for index, layer in enumerate(self._layers):
             self._project(layer, normed, inputs, pool.layers[index], work)
             yield index
@@ -189,7 +192,7 @@ class Decoder:
             layer, cache = self._layers[index], pool.layers[index]
             if layer.kind not in bound:
                 bound[layer.kind] = list(self._bind(layer, inputs, cache, work))
-            self._attend(bound[layer.kind], cache)
+            self._attend(bound[layer.kind], layer, cache)
 
         return attend
 
@@ -208,7 +211,8 @@ class Decoder:
         queries = self._heads(part, work.qkv(part))[:, : part.num_heads]
         queries = queries.index_select(0, kept.tokens)
         attended = torch.empty_like(queries)
-        self._attend([self._bind_rows(layer, queries, attended, inputs, kept.rows, cache)], cache)
+        launch = self._bind_rows(layer, queries, attended, inputs, kept.rows, cache)
+        self._attend([launch], layer, cache)
         return self._finish(index, attended, residual)
 
     def head(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -223,7 +227,7 @@ class Decoder:
 
     def _decode(self, inputs: StepInputs, decode: DecodeInputs, pool: KVPool) -> torch.Tensor:
         residual = F.embedding(inputs.token_ids, self._embed)
-        normed = self._first_norm(residual)
+        normed = self._first_norm(residual, inputs)
         for index, (layer, cache) in enumerate(zip(self._layers, pool.layers, strict=True)):
             attended = self._decode_attention(layer, normed, inputs, decode, cache)
             normed = self._finish(index, attended, residual)
@@ -258,14 +262,17 @@ class Decoder:
             decode.scratch[group],
             out=attended[:rows],
             pdl=self._pdl(rows),
+            sinks=layer.sinks,
         )
         return attended
 
-    def _first_norm(self, residual: torch.Tensor) -> torch.Tensor:
-        """What the first layer reads of the embedding, which is scaled in place."""
+    def _first_norm(self, residual: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+        """What the first layer reads of the embedding, which is scaled and placed in place."""
         norm = self._layers[0].attn_norm
         if self._embed_scale != 1.0:
             residual *= self._embed_scale
+        if self._positions is not None:
+            residual += F.embedding(inputs.positions, self._positions)
         return residual if norm is None else self._norm(residual, norm, self._pdl(len(residual)))
 
     def _norm(self, x: torch.Tensor, norm: Norm, pdl: bool) -> torch.Tensor:
@@ -304,9 +311,9 @@ class Decoder:
             pdl=self._pdl(len(normed)),
         )
 
-    def _attend(self, launches: Iterable[Attend], cache: KV) -> None:
+    def _attend(self, launches: Iterable[Attend], layer: Layer, cache: KV) -> None:
         for launch in launches:
-            launch(*cache)
+            launch(*cache, layer.sinks)
 
     def _bind(
         self, layer: Layer, inputs: StepInputs, cache: KV, work: Workspace
@@ -334,6 +341,7 @@ class Decoder:
                 out=out[tokens],
                 chunk_kv=qkv[tokens, heads:],
                 max_first=prefill.max_first,
+                sinks=layer.sinks,
             )
 
     def _bind_rows(
@@ -359,6 +367,7 @@ class Decoder:
             decode.scratch[group],
             out=out,
             queries=decode.queries,
+            sinks=layer.sinks,
         )
 
     def _heads(self, part: AttentionSpec, qkv: torch.Tensor) -> torch.Tensor:
@@ -370,20 +379,24 @@ class Decoder:
         last = index + 1 == len(self._layers)
         next_norm = self._final_norm if last else self._layers[index + 1].attn_norm
         if layer.spec.parallel:
-            # What attention has read, from the residual that nothing was added to as yet.
-            norm, pdl = layer.attn_norm, self._pdl(len(residual))
+            # As attention did, from the residual that nothing was added to as yet.
+            norm, pdl = layer.mlp_norm or layer.attn_norm, self._pdl(len(residual))
             normed = residual.clone() if norm is None else self._norm(residual, norm, pdl)
-            self._attention_output(layer, attended, residual)
+            self._attention_output(layer, attended, residual, None)
         else:
-            normed = self._attention_output(layer, attended, residual)
+            normed = self._attention_output(layer, attended, residual, layer.mlp_norm)
         return self._mlp(layer, normed, residual, next_norm)
 
     def _attention_output(
-        self, layer: Layer, attended: torch.Tensor, residual: torch.Tensor
+        self,
+        layer: Layer,
+        attended: torch.Tensor,
+        residual: torch.Tensor,
+        next_norm: Norm | None,
     ) -> torch.Tensor:
         pdl = self._pdl(len(residual))
         out = layer.o.product(attended.flatten(1), pdl=pdl)
-        return self._add(out, layer.attn_post_norm, residual, layer.mlp_norm, pdl)
+        return self._add(out, layer.attn_post_norm, residual, next_norm, pdl)
 
     def _mlp(
         self,
@@ -475,6 +488,7 @@ class _Loader:
             qkv=self._linear([at + "q", at + "k", at + "v"], part.qkv_bias),
             q_norm=weight("q_norm"),
             k_norm=weight("k_norm"),
+            sinks=self._if_any(self._wide, at, names, "sinks"),
             o=self._linear([at + "o"], part.output_bias),
             mlp_norm=norm("mlp_norm"),
             mlp_post_norm=norm("mlp_post_norm"),
@@ -490,9 +504,10 @@ class _Loader:
         return Norm(self._norm_weight(name), bias)
 
     def _norm_weight(self, name: str) -> torch.Tensor:
-        if self._spec.norm_fp32:
-            return read_tensor(self._source, name, torch.float32).to(self._device)
-        return self.tensor(name)
+        return self._wide(name) if self._spec.norm_fp32 else self.tensor(name)
+
+    def _wide(self, name: str) -> torch.Tensor:
+        return read_tensor(self._source, name, torch.float32).to(self._device)
 
     def _read(self, name: str) -> torch.Tensor:
         return read_tensor(self._source, name, self._weight_dtype)

@@ -10,6 +10,7 @@ import json
 import reprlib
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
 from twostroke.errors import ModelError, nearest
@@ -55,34 +56,47 @@ class Fields:
     not.
     """
 
-    def __init__(self, where: str, entries: Mapping[str, Any], prefix: str = "") -> None:
-        """`where` is the file; `prefix` comes before each field's name in `entries`."""
+    def __init__(
+        self,
+        where: str,
+        entries: Mapping[str, Any],
+        prefix: str = "",
+        aliases: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """`where` is the file; `prefix` comes before each field's name in `entries`, which has
+        some under another name, their alias."""
         self.where = where
         self.prefix = prefix
         self._entries = entries
+        self._aliases = aliases
 
     def __contains__(self, name: str) -> bool:
         return self.value(name) is not None
 
     def given_as_null(self, name: str) -> bool:
         """Whether the entry is there and null, where that says something of its own."""
-        return self.prefix + name in self._entries and self.value(name) is None
+        return self.called(name) in self._entries and self.value(name) is None
 
     def over(self, other: Fields) -> Fields:
         """These entries with those of `other` in their place where it has any."""
         where = other.where if other._entries else self.where
-        return Fields(where, {**self._entries, **other._entries})
+        return Fields(where, {**self._entries, **other._entries}, aliases=self._aliases)
 
     def with_defaults(self, entries: Mapping[str, Any]) -> Fields:
         """These entries over others, which count where nothing is said, not even null."""
-        return Fields(self.where, {**entries, **self._entries}, self.prefix)
+        named = {self.called(name): value for name, value in entries.items()}
+        return Fields(self.where, {**named, **self._entries}, self.prefix, self._aliases)
 
     def names(self) -> list[str]:
         return [name for name in self._entries if name.startswith(self.prefix)]
 
+    def called(self, name: str) -> str:
+        """What the file calls a field."""
+        return self.prefix + self._aliases.get(name, name)
+
     def value(self, name: str) -> Any:
         """As it is, unchecked; None if it is not there."""
-        return self._entries.get(self.prefix + name)
+        return self._entries.get(self.called(name))
 
     def integer(self, name: str, low: int, high: int, default: Any = REQUIRED) -> Any:
         return self._integer(name, self.value(name), low, high, default)
@@ -140,7 +154,7 @@ class Fields:
         value = self.value(name)
         if value is not None and not isinstance(value, dict):
             self.refuse(name, "an object")
-        return Fields(f"{self.where}: {self.prefix}{name}", value or {})
+        return Fields(f"{self.where}: {self.called(name)}", value or {})
 
     def items(self, name: str, kind: type | tuple[type, ...], what: str) -> list[Any]:
         """A list whose every entry is of one kind, empty if there is none."""
@@ -154,7 +168,7 @@ class Fields:
 
     def refuse(self, name: str, expected: str, hint: str = "") -> NoReturn:
         raise ModelError(
-            f"{self.where}: {self.prefix}{name} must be {expected}, not "
+            f"{self.where}: {self.called(name)} must be {expected}, not "
             f"{shown(self.value(name))}{hint or '.'}"
         )
 
@@ -169,7 +183,7 @@ class Fields:
     def _default(self, name: str, default: Any, expected: str) -> Any:
         if default is REQUIRED:
             raise ModelError(
-                f"{self.where}: has no {self.prefix}{name}, which must be {expected}. The file is "
+                f"{self.where}: has no {self.called(name)}, which must be {expected}. The file is "
                 "incomplete; fetch it again, or use another conversion of the model."
             )
         return default

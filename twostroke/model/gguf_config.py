@@ -23,6 +23,7 @@ from twostroke.model.gguf_parts import Settings
 from twostroke.model.spec import (
     LAYERS,
     WIDTH,
+    Activation,
     LayerSpec,
     ModelSpec,
     QKNorm,
@@ -38,6 +39,7 @@ FIELDS = {"num_layers": "block_count", "num_heads": "attention.head_count"}
 FIELDS |= {"num_kv_heads": "attention.head_count_kv", "head_dim": "attention.key_length"}
 FIELDS |= {"hidden_size": "embedding_length", "intermediate_size": "feed_forward_length"}
 FIELDS |= {"vocab_size": "vocab_size", "family": "general.architecture"}
+FIELDS |= {"max_context": "context_length"}
 
 # ── names ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -48,6 +50,7 @@ _LAYER |= {"q": "attn_q.weight", "k": "attn_k.weight", "v": "attn_v.weight"}
 _LAYER |= {"o": "attn_output.weight", "o_bias": "attn_output.bias"}
 _LAYER |= {"q_bias": "attn_q.bias", "k_bias": "attn_k.bias", "v_bias": "attn_v.bias"}
 _LAYER |= {"q_norm": "attn_q_norm.weight", "k_norm": "attn_k_norm.weight"}
+_LAYER |= {"sinks": "attn_sinks.weight"}
 _LAYER |= {"gate": "ffn_gate.weight", "up": "ffn_up.weight", "down": "ffn_down.weight"}
 _LAYER |= {"gate_bias": "ffn_gate.bias", "up_bias": "ffn_up.bias", "down_bias": "ffn_down.bias"}
 NAMES = TensorNames(
@@ -56,6 +59,8 @@ NAMES = TensorNames(
         "final_norm": "output_norm.weight",
         "final_norm_bias": "output_norm.bias",
         "head": "output.weight",
+        "head_bias": "output.bias",
+        "positions": "position_embd.weight",
     },
     layer=_LAYER,
     layer_prefix="blk.{n}.",
@@ -74,6 +79,9 @@ CHATGLM_NAMES = GLM4_NAMES.but(
     q_bias=_QKV_BIAS,
     k_bias=_QKV_BIAS,
     v_bias=_QKV_BIAS,
+)
+FUSED_NAMES = NAMES.but(
+    q=_QKV, k=_QKV, v=_QKV, q_bias=_QKV_BIAS, k_bias=_QKV_BIAS, v_bias=_QKV_BIAS
 )
 SEED_OSS_NAMES = NAMES.but(mlp_norm="post_attention_norm.weight")
 
@@ -147,10 +155,36 @@ def _stablelm(settings: Settings) -> ModelSpec:
 
 
 def _starcoder2(settings: Settings) -> ModelSpec:
-    mlp = replace(parts.mlp(settings, "gelu_tanh"), gated=False)
-    return with_layers(
-        _with_layer_norms(settings, _plain(settings, eps=parts.LAYER_NORM_EPS)), mlp=mlp
-    )
+    return _without_gate(settings, "gelu_tanh")
+
+
+def _gptneox(settings: Settings) -> ModelSpec:
+    """Pythia. Files do not say which gelu it is: the one that its models have."""
+    spec = _without_gate(settings, "gelu")
+    parallel = settings.boolean("use_parallel_residual", True)
+    return with_layers(spec, parallel=parallel, two_norms=parallel)
+
+
+def _gpt2(settings: Settings) -> ModelSpec:
+    spec = _without_gate(settings, "gelu_tanh")
+    return replace(without_rope(spec, range(spec.num_layers)), learned_positions=True)
+
+
+def _phi2(settings: Settings) -> ModelSpec:
+    spec = replace(_without_gate(settings, "gelu_tanh"), head_bias=True)
+    return with_layers(spec, parallel=True)
+
+
+def _falcon(settings: Settings) -> ModelSpec:
+    spec = with_layers(_without_gate(settings, "gelu"), parallel=True)
+    return with_layers(spec, two_norms=settings.in_any_layer("mlp_norm"))
+
+
+def _without_gate(settings: Settings, activation: Activation) -> ModelSpec:
+    """LayerNorms, and an MLP without a gate."""
+    mlp = replace(parts.mlp(settings, activation), gated=False)
+    spec = _with_layer_norms(settings, _plain(settings, eps=parts.LAYER_NORM_EPS))
+    return with_layers(spec, mlp=mlp)
 
 
 def _with_layer_norms(settings: Settings, spec: ModelSpec) -> ModelSpec:
@@ -255,9 +289,22 @@ def _olmo2(settings: Settings) -> ModelSpec:
 
 class Architecture(NamedTuple):
     spec: Callable[[Settings], ModelSpec]
-    names: TensorNames = NAMES
+    names: TensorNames | Callable[[GGUFFile], TensorNames] = NAMES
     settings: tuple[str, ...] = ()  # of NEUTRAL_SETTINGS, those that it reads
     tensors: tuple[str, ...] = ()  # that it reads besides weights
+
+
+def _phi2_names(file: GGUFFile) -> TensorNames:
+    """Conversions of its first release have q, k and v in one tensor."""
+    return FUSED_NAMES if f"blk.0.{_QKV}" in file.tensors else NAMES
+
+
+def _falcon_names(file: GGUFFile) -> TensorNames:
+    """Where there are two norms (40B), attention has the second."""
+    if "blk.0.attn_norm_2.weight" not in file.tensors:
+        return FUSED_NAMES
+    norms = {"attn_norm": "attn_norm_2.weight", "attn_norm_bias": "attn_norm_2.bias"}
+    return FUSED_NAMES.but(norms, mlp_norm="attn_norm.weight", mlp_norm_bias="attn_norm.bias")
 
 
 _CAPS = (parts.ATTENTION_SOFTCAP, parts.LOGIT_SOFTCAP)
@@ -276,6 +323,10 @@ ARCHITECTURES = {  # SmolLM2, Mistral, Falcon 3, InternLM 3 and Llama 3.x call t
     "cohere2": Architecture(_cohere2, LLAMA_NAMES, ("logit_scale",)),
     "stablelm": Architecture(_stablelm, settings=("use_parallel_residual",)),
     "starcoder2": Architecture(_starcoder2),
+    "gptneox": Architecture(_gptneox, FUSED_NAMES, ("use_parallel_residual",)),
+    "gpt2": Architecture(_gpt2, FUSED_NAMES),
+    "phi2": Architecture(_phi2, _phi2_names),
+    "falcon": Architecture(_falcon, _falcon_names),
     "exaone4": Architecture(_exaone4, tensors=(parts.ROPE_FACTORS,)),
     "seed_oss": Architecture(_llama, SEED_OSS_NAMES),
     "gemma2": Architecture(_gemma2, settings=_CAPS),
@@ -290,11 +341,17 @@ ARCHITECTURES = {  # SmolLM2, Mistral, Falcon 3, InternLM 3 and Llama 3.x call t
 def spec_from_gguf(file: GGUFFile) -> ModelSpec:
     arch = _architecture(file)
     known = ARCHITECTURES[arch]
-    settings = Settings(file, arch, known.names)
+    settings = Settings(file, arch, names_in_gguf(file))
     settings.refuse_unsupported(known.settings)
     spec = known.spec(settings)
     _refuse_unknown_tensors(file, spec, known)
     return spec
+
+
+def names_in_gguf(file: GGUFFile) -> TensorNames:
+    """What the file calls its weights."""
+    names = ARCHITECTURES[_architecture(file)].names
+    return names if isinstance(names, TensorNames) else names(file)
 
 
 def _architecture(file: GGUFFile) -> str:
@@ -315,7 +372,8 @@ def _architecture(file: GGUFFile) -> str:
 
 
 def _refuse_unknown_tensors(file: GGUFFile, spec: ModelSpec, arch: Architecture) -> None:
-    known = {place.tensor for place in arch.names.places(spec).values()} | set(arch.tensors)
+    places = names_in_gguf(file).places(spec).values()
+    known = {place.tensor for place in places} | set(arch.tensors)
     unknown = [name for name in file.tensors if name not in known]
     beyond = {f"blk.{n}" for n in range(spec.num_layers, LAYERS[1])}
     layers = {name for name in unknown if ".".join(name.split(".")[:2]) in beyond}

@@ -17,7 +17,7 @@ DTYPES = ("float64", "float32", "float16", "bfloat16")
 FIELDS = {"family": "model_type", "num_layers": "num_hidden_layers", "qk_norm": "model_type"}
 FIELDS |= {"num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads"}
 FIELDS |= {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
-FIELDS |= {"tie_embeddings": "tie_word_embeddings"}
+FIELDS |= {"tie_embeddings": "tie_word_embeddings", "max_context": "max_position_embeddings"}
 
 
 def load_hf_config(folder: Path) -> tuple[ModelSpec, dict[str, Any]]:
@@ -33,15 +33,23 @@ def load_hf_config(folder: Path) -> tuple[ModelSpec, dict[str, Any]]:
 
 
 def spec_from_hf(config: Mapping[str, Any], where: str = "config.json") -> ModelSpec:
-    fields = Fields(where, config)
     family = _family(config, where)
+    fields = Fields(where, config, aliases=family.aliases)
     _refuse_unsupported(fields)
     return family.spec(fields)
 
 
 def names_in_hf(config: Mapping[str, Any]) -> TensorNames:
     """What the model's files call its weights."""
-    return _family(config, "config.json").names
+    names = _family(config, "config.json").names
+    return names if isinstance(names, TensorNames) else names(Fields("config.json", config))
+
+
+def fields_in_hf(config: Mapping[str, Any]) -> dict[str, str]:
+    """A field of the spec → what this config.json calls it."""
+    aliases = _family(config, "config.json").aliases
+    named = {**dict(zip(aliases, aliases, strict=True)), **FIELDS}
+    return {field: aliases.get(name, name) for field, name in named.items()}
 
 
 def dtype_of(config: Mapping[str, Any], where: str) -> str:

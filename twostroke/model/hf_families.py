@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from twostroke.errors import ModelError
+from twostroke.model import hf_gpt_families as gpt
 from twostroke.model import hf_parts as parts
 from twostroke.model.fields import Fields, shown
 from twostroke.model.hf_names import (
@@ -19,10 +20,14 @@ from twostroke.model.hf_names import (
     GEMMA_NAMES,
     GLM4_NAMES,
     GLM_NAMES,
+    GPT2_NAMES,
+    GPT_NEOX_NAMES,
+    GPTJ_NAMES,
     INTERNLM2_NAMES,
     NAMES,
     OLMO2_NAMES,
     PHI3_NAMES,
+    PHI_NAMES,
     STARCODER2_NAMES,
 )
 from twostroke.model.spec import (
@@ -418,18 +423,23 @@ def _starcoder2(fields: Fields) -> ModelSpec:
 
 class Family(NamedTuple):
     spec: Callable[[Fields], ModelSpec]
-    names: TensorNames = NAMES
+    names: TensorNames | Callable[[Fields], TensorNames] = NAMES
+    aliases: Mapping[str, str] = {}  # a field's usual name → the family's own
 
 
 FAMILIES = {  # by model_type
     "cohere": Family(_cohere, COHERE_NAMES),
     "cohere2": Family(_cohere2, COHERE_NAMES),
     "exaone4": Family(_exaone4, OLMO2_NAMES),
+    "falcon": Family(gpt.falcon, gpt.falcon_names, gpt.FALCON_ALIASES),
     "gemma2": Family(_gemma2, GEMMA_NAMES),
     "gemma3": Family(_gemma3, GEMMA_NAMES),
     "gemma3_text": Family(_gemma3_text, GEMMA_NAMES),
     "glm": Family(_glm, GLM_NAMES),
     "glm4": Family(_glm4, GLM4_NAMES),
+    "gpt2": Family(gpt.gpt2, GPT2_NAMES, gpt.GPT2_ALIASES),
+    "gpt_neox": Family(gpt.gpt_neox, GPT_NEOX_NAMES, gpt.GPT_NEOX_ALIASES),
+    "gptj": Family(gpt.gptj, GPTJ_NAMES, gpt.GPT2_ALIASES),
     "granite": Family(_granite),
     "internlm2": Family(_internlm2, INTERNLM2_NAMES),
     "internlm3": Family(_internlm3),
@@ -439,6 +449,7 @@ FAMILIES = {  # by model_type
     "mistral3": Family(_mistral3),
     "olmo2": Family(_olmo2, OLMO2_NAMES),
     "olmo3": Family(_olmo3, OLMO2_NAMES),
+    "phi": Family(gpt.phi, PHI_NAMES),
     "phi3": Family(_phi3, PHI3_NAMES),
     "qwen2": Family(_qwen2),
     "qwen3": Family(_qwen3),

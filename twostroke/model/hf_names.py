@@ -71,3 +71,59 @@ STARCODER2_NAMES = NAMES.but(
     down="mlp.c_proj.weight",
     down_bias="mlp.c_proj.bias",
 )
+
+
+def _biased(**tensors: str) -> dict[str, str]:
+    """Names of weights and, beside them, of their biases."""
+    named = {part: f"{tensor}.weight" for part, tensor in tensors.items()}
+    return named | {f"{part}_bias": f"{tensor}.bias" for part, tensor in tensors.items()}
+
+
+def _body(prefix: str, embed: str, final_norm: str, head: str = "lm_head") -> dict[str, str]:
+    named = _biased(final_norm=f"{prefix}.{final_norm}", head=head)
+    return named | {"embed": f"{prefix}.{embed}.weight"}
+
+
+_H_TO_4H = {"up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}
+_FUSED = dict.fromkeys("qkv", "attention.query_key_value")
+GPT_NEOX_NAMES = replace(
+    NAMES.but(_biased(**_FUSED, **_H_TO_4H, o="attention.dense")),
+    model=_body("gpt_neox", "embed_in", "final_layer_norm", "embed_out"),
+    layer_prefix="gpt_neox.layers.{n}.",
+    grouped_qkv=True,
+)
+_GPT2_LAYER = {"attn_norm": "ln_1", "mlp_norm": "ln_2", "o": "attn.c_proj"}
+_GPT2_LAYER |= dict.fromkeys("qkv", "attn.c_attn") | {"up": "mlp.c_fc", "down": "mlp.c_proj"}
+GPT2_NAMES = replace(
+    NAMES.but(_biased(**_GPT2_LAYER)),
+    model={**_body("transformer", "wte", "ln_f"), "positions": "transformer.wpe.weight"},
+    layer_prefix="transformer.h.{n}.",
+    transposed=True,
+)
+_GPTJ_LAYER = {"attn_norm": "ln_1", "o": "attn.out_proj", "up": "mlp.fc_in", "down": "mlp.fc_out"}
+GPTJ_NAMES = replace(
+    NAMES.but(
+        {part: f"attn.{part}_proj.weight" for part in "qkv"} | _biased(**_GPTJ_LAYER),
+        rope_neighbours=True,
+    ),
+    model=_body("transformer", "wte", "ln_f"),
+    layer_prefix="transformer.h.{n}.",
+)
+PHI_NAMES = replace(
+    NAMES.but(_biased(o="self_attn.dense", up="mlp.fc1", down="mlp.fc2")),
+    model=_body("model", "embed_tokens", "final_layernorm"),
+)
+FALCON_NAMES = replace(
+    NAMES.but(
+        _biased(
+            **dict.fromkeys("qkv", "self_attention.query_key_value"),
+            **_H_TO_4H,
+            o="self_attention.dense",
+        )
+    ),
+    model=_body("transformer", "word_embeddings", "ln_f"),
+    layer_prefix="transformer.h.{n}.",
+    grouped_qkv=True,
+)
+FALCON_TWO_NORMS_NAMES = FALCON_NAMES.but(_biased(attn_norm="ln_attn", mlp_norm="ln_mlp"))
+GPT_OSS_NAMES = NAMES.but(sinks="self_attn.sinks")

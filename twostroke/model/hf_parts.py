@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from twostroke.errors import ModelError
 from twostroke.model.fields import REQUIRED, Fields, shown
@@ -79,8 +80,11 @@ def heads(fields: Fields) -> tuple[int, int, int]:
     )
 
 
-def mlp(fields: Fields, activation: Activation = "silu", bias: bool = False) -> MLPSpec:
-    return MLPSpec(fields.integer("intermediate_size", *WIDTH), activation, bias)
+def mlp(
+    fields: Fields, activation: Activation = "silu", bias: bool = False, inner: Any = REQUIRED
+) -> MLPSpec:
+    """`inner`: its width where the config does not say it."""
+    return MLPSpec(fields.integer("intermediate_size", *WIDTH, default=inner), activation, bias)
 
 
 def activation(
@@ -91,8 +95,8 @@ def activation(
     value = fields.value(name) if name in fields else first
     if not isinstance(value, str) or value not in known:
         raise ModelError(
-            f"{fields.where}: the activation {shown(value)} ({name}) is not supported with this "
-            f"model_type, only {first!r}."
+            f"{fields.where}: the activation {shown(value)} ({fields.called(name)}) is not "
+            f"supported with this model_type, only {', '.join(map(repr, known))}."
         )
     return known[value]
 

@@ -112,7 +112,8 @@ class NativeDecoder:
         with ThreadPoolExecutor(max(threads, threads_prefill)) as pool:
             embed = pool.submit(load.matrix, ["embed"])
             layers = list(pool.map(load.layer, range(spec.num_layers)))
-            head = embed if spec.tie_embeddings else pool.submit(load.matrix, ["head"])
+            tied = spec.tie_embeddings
+            head = embed if tied else pool.submit(load.matrix, ["head"], spec.head_bias)
         self.model = cpu.module().Model(
             isa=isa,
             layers=layers,
@@ -120,6 +121,7 @@ class NativeDecoder:
             head=head.result(),
             final_norm=load.vector("final_norm"),
             final_norm_bias=load.vector("final_norm_bias") if spec.norm_bias else None,
+            positions=load.vector("positions", max_len) if spec.learned_positions else None,
             layer_norms=spec.norm == "layer",
             ropes=[rope_tables(rope, max_len) for rope in spec.ropes()],
             eps=spec.norm_eps,
@@ -182,14 +184,14 @@ class _Loader:
         layer = spec.layers[index]
         attention, mlp = layer.attention, layer.mlp
         names = layer.weight_shapes(spec.hidden_size, spec.norm_bias)
-        norms = [name for name in names if name.endswith(("_norm", "_norm_bias"))]
+        vectors = [name for name in names if name.endswith(("_norm", "_norm_bias", "sinks"))]
         group, in_group = self._places[index]
         return self._native.Layer(
             qkv=self.matrix([at + "q", at + "k", at + "v"], attention.qkv_bias),
             o=self.matrix([at + "o"], attention.output_bias),
             gate_up=self.matrix([at + name for name in _gate_up(layer)], mlp.bias),
             down=self.matrix([at + "down"], mlp.bias),
-            **{name: self.vector(at + name) for name in norms},
+            **{name: self.vector(at + name) for name in vectors},
             heads=attention.num_heads,
             kv_heads=attention.num_kv_heads,
             dim=attention.head_dim,
@@ -204,8 +206,9 @@ class _Loader:
             in_group=in_group,
         )
 
-    def vector(self, name: str) -> Floats:
-        values = np.ascontiguousarray(self._packing.source.floats(name))
+    def vector(self, name: str, count: int | None = None) -> Floats:
+        """A weight as floats, or the first `count` rows of it."""
+        values = np.ascontiguousarray(self._packing.source.floats(name, slice(count)))
         if not np.isfinite(values).all():
             raise not_finite(self._packing.source, name)
         return values

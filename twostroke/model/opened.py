@@ -44,7 +44,8 @@ def open_model(config: EngineConfig, files: ModelFiles, device: str) -> OpenedMo
     if config.load_format == "dummy":
         return OpenedModel(files, spec, _dummy(spec, config, device), dtype)
     weights = SafetensorsWeights(files.path, spec, hf_config.names_in_hf(settings))
-    check_weights(spec, weights, str(weights.path), "config.json", hf_config.FIELDS)
+    fields = hf_config.fields_in_hf(settings)
+    check_weights(spec, weights, str(weights.path), "config.json", fields)
     return OpenedModel(files, spec, weights, dtype)
 
 

@@ -3,6 +3,7 @@
     layer       x += post_norm(attention(pre_norm(x)));  x += post_norm(mlp(pre_norm(x)))
                 parallel: x += attention(pre_norm(x)) + mlp(pre_norm(x))
     attention   q, k, v → q/k norm → rope → softmax(softcap(scale · q kᵀ)) v → output projection
+                with a sink, one score more in the softmax, which has no value
     mlp         down(activation(gate x) · up x), or down(activation(up x))
 
 The loader, the decoders, the memory plan, the cost model and the planner read the same spec. A new
@@ -20,7 +21,7 @@ from typing import Any, Final, Literal
 RopeKind = Literal["none", "linear", "dynamic", "llama3", "yarn", "factors", "longrope", "still"]
 QKNorm = Literal["none", "head", "full"]  # RMSNorm of q and k over each head, or over all heads
 Norm = Literal["rms", "layer"]  # "layer": less the mean, divided by the standard deviation
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "gelu"]  # "gelu": by erf
 
 # What every model is well within, lowest and highest: a wrong number is refused where it is read.
 LAYERS: Final = (1, 1024)
@@ -80,6 +81,7 @@ class AttentionSpec:
     qk_norm: QKNorm = "none"
     qkv_bias: bool = False
     output_bias: bool = False
+    sinks: bool = False  # each head has a learned score that no key has
 
     @property
     def q_size(self) -> int:
@@ -106,13 +108,15 @@ class MLPSpec:
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One layer. Norms sit before attention and MLP, after them (before the residual), or both.
-    `parallel`: the MLP reads what attention reads, through the same norm."""
+    `parallel`: the MLP reads what attention reads, through the same norm or (`two_norms`) its own.
+    """
 
     attention: AttentionSpec
     mlp: MLPSpec
     pre_norm: bool = True
     post_norm: bool = False
     parallel: bool = False
+    two_norms: bool = False
 
     def weight_shapes(
         self, hidden_size: int, norm_bias: bool = False
@@ -122,7 +126,7 @@ class LayerSpec:
         shapes: dict[str, tuple[int, ...]] = {"q": (q, h), "k": (kv, h), "v": (kv, h), "o": (h, q)}
         shapes |= ({"gate": (i, h)} if self.mlp.gated else {}) | {"up": (i, h), "down": (h, i)}
         norms = ["attn_norm"] if self.pre_norm else []
-        norms += ["mlp_norm"] if self.pre_norm and not self.parallel else []
+        norms += ["mlp_norm"] if self.pre_norm and (self.two_norms or not self.parallel) else []
         norms += ["attn_post_norm", "mlp_post_norm"] if self.post_norm else []
         shapes |= dict.fromkeys(norms, (h,))
         if norm_bias:
@@ -131,6 +135,8 @@ class LayerSpec:
             shapes |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
         if self.attention.output_bias:
             shapes |= {"o_bias": (h,)}
+        if self.attention.sinks:
+            shapes |= {"sinks": (self.attention.num_heads,)}
         if self.mlp.bias:
             shapes |= {"gate_bias": (i,)} if self.mlp.gated else {}
             shapes |= {"up_bias": (i,), "down_bias": (h,)}
@@ -166,6 +172,8 @@ class ModelSpec:
     norm_eps: float
     max_context: int  # longest sequence the model was made for, rope scaling included
     tie_embeddings: bool = False
+    head_bias: bool = False
+    learned_positions: bool = False  # an embedding for each of max_context, added to the token's
     embed_scale: float = 1.0
     residual_scale: float = 1.0  # of what attention and MLP add to the residual
     logit_scale: float = 1.0  # before the softcap
@@ -199,6 +207,8 @@ class ModelSpec:
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every weight of the model under its canonical name, matrices as (out, in)."""
         shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, self.hidden_size)}
+        if self.learned_positions:
+            shapes["positions"] = (self.max_context, self.hidden_size)
         for n, layer in enumerate(self.layers):
             parts = layer.weight_shapes(self.hidden_size, self.norm_bias)
             shapes |= {f"layers.{n}.{name}": shape for name, shape in parts.items()}
@@ -207,6 +217,8 @@ class ModelSpec:
             shapes["final_norm_bias"] = (self.hidden_size,)
         if not self.tie_embeddings:
             shapes["head"] = (self.vocab_size, self.hidden_size)
+        if self.head_bias:
+            shapes["head_bias"] = (self.vocab_size,)
         return shapes
 
     def shaped_by(self, name: str) -> tuple[str, ...]:
@@ -236,6 +248,8 @@ def without_rope(spec: ModelSpec, layers: Collection[int]) -> ModelSpec:
 _SHAPED_BY: Final = {
     "embed": ("vocab_size", "hidden_size"),
     "head": ("vocab_size", "hidden_size", "tie_embeddings"),
+    "head_bias": ("vocab_size",),
+    "positions": ("max_context", "hidden_size"),
     "q": ("num_heads", "head_dim", "hidden_size"),
     "k": ("num_kv_heads", "head_dim", "hidden_size"),
     "v": ("num_kv_heads", "head_dim", "hidden_size"),
@@ -247,6 +261,7 @@ _SHAPED_BY: Final = {
     "k_bias": ("family", "qkv_bias", "num_kv_heads", "head_dim"),
     "v_bias": ("family", "qkv_bias", "num_kv_heads", "head_dim"),
     "o_bias": ("family", "output_bias", "hidden_size"),
+    "sinks": ("num_heads",),
     "gate_bias": ("mlp_bias", "intermediate_size"),
     "up_bias": ("mlp_bias", "intermediate_size"),
     "down_bias": ("mlp_bias", "hidden_size"),

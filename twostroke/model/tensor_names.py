@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ class Place(NamedTuple):
     # Of the tensor's rows, where ours are not those from the first on. Made when it is needed: a
     # config may promise any number of rows.
     order: Callable[[], Order] | None = None
+    transposed: bool = False  # the tensor is (in, out): its columns are our rows
 
     def rows_in(self, stored: Any, rows: slice) -> Any:
         """Some of the weight's rows, of all those of its tensor."""
@@ -35,6 +37,7 @@ class Place(NamedTuple):
 
     def shape_in(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         """The weight's shape in a tensor of that shape; not the expected one if rows lack."""
+        stored = stored[::-1] if self.transposed else stored
         if not self.rows_of_others or not stored:
             return stored
         return (max(0, stored[0] - self.rows_of_others), *stored[1:])
@@ -53,6 +56,7 @@ class TensorNames:
     rope_neighbours: bool = False
     # q, k and v are in one tensor, in which each KV head has its queries, its key and its value.
     grouped_qkv: bool = False
+    transposed: bool = False  # matrices of layers are (in, out)
 
     def tensor(self, canonical: str) -> str:
         """`layers.3.q` → `model.layers.3.self_attn.q_proj.weight`, or `blk.3.attn_q.weight`."""
@@ -76,7 +80,9 @@ class TensorNames:
             for n, name in enumerate(names):
                 first, others = sum(rows[:n]), sum(rows) - rows[n]
                 moved = self._order(name, spec, first)
-                places[name] = Place(tensor, first, others, tuple(names), moved)
+                is_matrix = name.startswith("layers.") and len(shapes[name]) == 2
+                turned = self.transposed and is_matrix
+                places[name] = Place(tensor, first, others, tuple(names), moved, turned)
         return places
 
     def offset(self, canonical: str) -> float:
@@ -98,12 +104,17 @@ class TensorNames:
         )
 
     def but(
-        self, norm_offset: float = 0.0, rope_neighbours: bool = False, **layer: str
+        self,
+        layer: Mapping[str, str] = MappingProxyType({}),
+        /,
+        norm_offset: float = 0.0,
+        rope_neighbours: bool = False,
+        **more: str,
     ) -> TensorNames:
         """These names with some of a layer's changed."""
         return replace(
             self,
-            layer={**self.layer, **layer},
+            layer={**self.layer, **layer, **more},
             norm_offset=norm_offset,
             rope_neighbours=rope_neighbours,
         )

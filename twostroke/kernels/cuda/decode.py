@@ -23,7 +23,7 @@ import triton.language as tl
 from twostroke.kernels.cuda.launch import Launch, Variant
 from twostroke.kernels.cuda.new_token import NewToken, queries_of_new
 from twostroke.kernels.cuda.pdl import launch_options, wait_for_previous
-from twostroke.kernels.cuda.scores import capped, unit_of
+from twostroke.kernels.cuda.scores import capped, sink_of, unit_of
 from twostroke.kernels.cuda.sizes import power_of_two
 from twostroke.kernels.cuda.splits import (
     MOST_SPLITS,
@@ -70,14 +70,16 @@ def decode_attention(
     out: torch.Tensor,
     queries: int = 1,
     pdl: bool = False,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`out`: [rows · queries, H, D] against the first `lengths` cache entries of table rows `rows`;
     zeros where the length is 0.
 
     A length counts the entries of all the row's queries: query j sees `length` − (queries − 1 − j),
     of these the last `window`. `scratch` is of as many tokens or more, of these splits or more.
+    `sinks`: [H] in fp32, a score more in the softmax of each head.
     """
-    where = (q, keys, values, tables, rows, lengths)
+    where = (q, keys, values, sinks, tables, rows, lengths)
     make_launch(*where, scale, window, softcap, splits, scratch, out, queries, pdl)()
     return out
 
@@ -97,9 +99,11 @@ def bind_decode_attention(
     *,
     out: torch.Tensor,
     queries: int = 1,
+    sinks: torch.Tensor | None = None,
 ) -> Attend:
-    """`decode_attention` over the keys and values of any layer whose cache is like this one."""
-    where = (q, keys, values, tables, rows, lengths)
+    """`decode_attention` over the keys and values of any layer whose cache is like this one, and
+    with its sinks."""
+    where = (q, keys, values, sinks, tables, rows, lengths)
     return make_launch(*where, scale, window, softcap, splits, scratch, out, queries).over
 
 
@@ -125,12 +129,13 @@ def rope_decode_attention(
     *,
     out: torch.Tensor,
     pdl: bool = False,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`rope_store` and `decode_attention` of [B, (H + 2K) · D] in one launch: each token is the
     last of its row's `lengths` cache entries, in a block that is in no other table, and its slot
     says where; nothing is stored where that is < 0."""
     q, new = new_token_of(qkv, q_norm, k_norm, eps, cos, sin, positions, slots, keys)
-    where = (q, keys, values, tables, rows, lengths)
+    where = (q, keys, values, sinks, tables, rows, lengths)
     make_launch(*where, scale, window, softcap, splits, scratch, out, 1, pdl, new)()
     return out
 
@@ -158,6 +163,7 @@ def make_launch(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
+    sinks: torch.Tensor | None,
     tables: torch.Tensor,
     rows: torch.Tensor,
     lengths: torch.Tensor,
@@ -194,6 +200,7 @@ def make_launch(
         splits > 1,
         window is not None,
         softcap > 0,
+        sinks is not None,
         new is not None,
         new is not None and new.q_norm is not None,
         pdl,
@@ -201,7 +208,7 @@ def make_launch(
     return Launch(
         variant,
         (num_kv_heads, splits, batch),
-        (q, keys, values, tables, rows, lengths, out, *scratch, *made),
+        (q, keys, values, sinks, tables, rows, lengths, out, *scratch, *made),
         (window or 0, splits),
         (
             eps,
@@ -226,6 +233,7 @@ def _variant(
     split: bool,
     has_window: bool,
     has_softcap: bool,
+    has_sinks: bool,
     is_new: bool,
     normed: bool,
     pdl: bool,
@@ -255,6 +263,7 @@ def _variant(
         SPLIT=split,
         WINDOW=has_window,
         SOFTCAP=has_softcap,
+        SINKS=has_sinks,
         NEW=is_new,
         NORM=normed,
         num_warps=num_warps,
@@ -265,12 +274,13 @@ def _variant(
 
 @triton.jit(
     do_not_specialize=["splits", "window"],
-    do_not_specialize_on_alignment=["rows", "lengths", "arrived", "positions", "slots"],
+    do_not_specialize_on_alignment=["sinks", "rows", "lengths", "arrived", "positions", "slots"],
 )
 def _decode(
     q,
     keys,
     values,
+    sinks,
     tables,
     rows,
     lengths,
@@ -312,6 +322,7 @@ def _decode(
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
     NEW: tl.constexpr,
     NORM: tl.constexpr,
     PDL: tl.constexpr,
@@ -377,6 +388,9 @@ def _decode(
         best = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         sums = tl.zeros([BLOCK_M, BLOCK_DIM], tl.float32)
+        if SINKS:  # counted once: by the first split, which always has keys
+            head = kv_head * GROUP + member % GROUP
+            best, total = sink_of(sinks + head, (member < MEMBERS) & (split == 0))
         unit = unit_of(scale, SOFTCAP)
         for tile in tl.range(begin, end):
             position = tile * TILE + tl.arange(0, TILE)

@@ -19,7 +19,7 @@ from twostroke.kernels.cuda.pdl import launch_options, wait_for_previous
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 
 TILE = 2048  # elements of one program: two 16-byte loads of a thread in flight
-ACTIVATIONS = ("silu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
 
 def rms_norm(
@@ -178,10 +178,13 @@ def _act_and_mul(
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
-    """Both are x · sigmoid(y): silu has y = x; since 0.5 (1 + tanh z) = sigmoid(2z), gelu by tanh
-    has y = 2 √(2/π) (x + 0.044715 x³)."""
-    if ACTIVATION == "gelu_tanh":
-        y = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+    """Gelu by erf; the others are x · sigmoid(y): silu has y = x; since 0.5 (1 + tanh z) =
+    sigmoid(2z), gelu by tanh has y = 2 √(2/π) (x + 0.044715 x³)."""
+    if ACTIVATION == "gelu":
+        result = x * (0.5 + 0.5 * tl.erf(x * 0.7071067811865476))
     else:
         y = x
-    return x / (1.0 + tl.exp(-y))
+        if ACTIVATION == "gelu_tanh":
+            y = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+        result = x / (1.0 + tl.exp(-y))
+    return result

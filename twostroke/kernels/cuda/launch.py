@@ -161,16 +161,29 @@ class Launch:
         else:
             self._dispatch(self._tensors, self._key)
 
-    def over(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """The same over the cache of another layer, like the one that it was made with."""
+    def over(
+        self, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> None:
+        """The same over the cache of another layer, like the one that it was made with, and with
+        that layer's sinks, of which alignment does not matter."""
         first, second = keys.data_ptr(), values.data_ptr()
         is_aligned = (first | second) % ALIGNED == 0
         if self._run is not None and is_aligned:
             self._args[FIRST + 1], self._args[FIRST + 2] = first, second
+            if sinks is not None:
+                self._args[FIRST + 3] = sinks.data_ptr()
             self._run(*self._args)
         else:
-            query, _, _, *others = self._tensors
-            self._dispatch((query, keys, values, *others), self._key if is_aligned else None)
+            query, _, _, _, *others = self._tensors
+            self._dispatch((query, keys, values, sinks, *others), self._key if is_aligned else None)
+
+    def with_sinks(self, sinks: torch.Tensor | None) -> None:
+        """The same over its own keys and values, with the sinks of another layer."""
+        _, keys, values, *_ = self._tensors
+        if sinks is None or keys is None or values is None:
+            self()
+        else:
+            self.over(keys, values, sinks)
 
     def _prepare(self, fixed: Numbers) -> None:
         pointers: list[int | None] = []

@@ -27,7 +27,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from twostroke.kernels.cuda.launch import Launch, Variant
-from twostroke.kernels.cuda.scores import capped, unit_of
+from twostroke.kernels.cuda.scores import capped, sink_of, unit_of
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 from twostroke.kernels.reference import Attend
 
@@ -81,6 +81,7 @@ def prefill_attention(
     out: torch.Tensor,
     chunk_kv: torch.Tensor | None,
     max_first: int,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`out`: chunk c is tokens [cu_tokens[c], cu_tokens[c + 1]) of q [T, H, D]; they stand from
     cache index chunk_starts[c] on in the sequence of table row chunk_rows[c], and see all of it
@@ -88,11 +89,12 @@ def prefill_attention(
 
     `max_first`: tokens of the longest first chunk, which starts at 0; `max_continued`: of the
     longest other. `chunk_kv`: keys and values of those tokens, [T, 2K, D]; without it, and where
-    the cache has another type, first chunks read the cache too.
+    the cache has another type, first chunks read the cache too. `sinks`: [H] in fp32, a score more
+    in the softmax of each head.
     """
     chunks = Chunks(tables, chunk_rows, chunk_starts, cu_tokens)
     how = (scale, window, softcap, out, chunk_kv)
-    for launch in make_launches(q, keys, values, chunks, max_first, max_continued, *how):
+    for launch in make_launches(q, keys, values, sinks, chunks, max_first, max_continued, *how):
         if launch is not None:
             launch()
     return out
@@ -114,18 +116,19 @@ def bind_prefill_attention(
     out: torch.Tensor,
     chunk_kv: torch.Tensor | None,
     max_first: int,
+    sinks: torch.Tensor | None = None,
 ) -> Attend:
-    """`prefill_attention` over the keys and values of any layer whose cache is like this one, and
-    over what `chunk_kv` holds then."""
+    """`prefill_attention` over the keys and values of any layer whose cache is like this one, with
+    its sinks, and over what `chunk_kv` holds then."""
     chunks = Chunks(tables, chunk_rows, chunk_starts, cu_tokens)
     how = (scale, window, softcap, out, chunk_kv)
-    of_own, of_cache = make_launches(q, keys, values, chunks, max_first, max_continued, *how)
+    of_own, of_cache = make_launches(q, keys, values, sinks, chunks, max_first, max_continued, *how)
 
-    def attend(keys: torch.Tensor, values: torch.Tensor) -> None:
+    def attend(keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
         if of_own is not None:
-            of_own()
+            of_own.with_sinks(sinks)
         if of_cache is not None:
-            of_cache.over(keys, values)
+            of_cache.over(keys, values, sinks)
 
     return attend
 
@@ -134,6 +137,7 @@ def make_launches(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
+    sinks: torch.Tensor | None,
     chunks: Chunks,
     max_first: int,
     max_continued: int,
@@ -148,12 +152,11 @@ def make_launches(
     how = (scale, window, softcap, out, tuned)
     if chunk_kv is None or not _can_fetch(chunk_kv, keys):
         longest = max(max_first, max_continued)
-        return None, _launch(ALL, q, keys, values, chunks, longest, *how, None)
+        return None, _launch(ALL, q, keys, values, sinks, chunks, longest, *how, None)
+    over = (q, keys, values, sinks, chunks)
     return (
-        _launch(FIRST, q, keys, values, chunks, max_first, *how, chunk_kv) if max_first else None,
-        _launch(CONTINUED, q, keys, values, chunks, max_continued, *how, None)
-        if max_continued
-        else None,
+        _launch(FIRST, *over, max_first, *how, chunk_kv) if max_first else None,
+        _launch(CONTINUED, *over, max_continued, *how, None) if max_continued else None,
     )
 
 
@@ -171,6 +174,7 @@ def _launch(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
+    sinks: torch.Tensor | None,
     chunks: Chunks,
     longest: int,
     scale: float,
@@ -195,10 +199,11 @@ def _launch(
             chunk_kv[:, num_kv_heads:],
         )  # for tiles at the edge
         strides = (0, *chunk_kv.stride())
+    kinds = (window is not None, softcap > 0, sinks is not None)
     return Launch(
-        _variant(which, group, num_kv_heads, dim, page, tuned, window is not None, softcap > 0),
+        _variant(which, group, num_kv_heads, dim, page, tuned, *kinds),
         (ceil_div(longest, tuned.queries // group), num_kv_heads, chunks.rows.shape[0]),
-        (q, keys, values, *chunks, out),
+        (q, keys, values, sinks, *chunks, out),
         (fetched, window or 0),
         (
             float(scale),
@@ -221,6 +226,7 @@ def _variant(
     tuned: Tuning,
     has_window: bool,
     has_softcap: bool,
+    has_sinks: bool,
 ) -> Variant:
     return Variant(
         _prefill,
@@ -233,6 +239,7 @@ def _variant(
         KEYS=tuned.keys,
         WINDOW=has_window,
         SOFTCAP=has_softcap,
+        SINKS=has_sinks,
         CHUNKS=which,
         num_warps=tuned.num_warps,
         num_stages=tuned.num_stages,
@@ -241,12 +248,13 @@ def _variant(
 
 @triton.jit(
     do_not_specialize=["window"],
-    do_not_specialize_on_alignment=["chunk_rows", "chunk_starts", "cu_tokens"],
+    do_not_specialize_on_alignment=["sinks", "chunk_rows", "chunk_starts", "cu_tokens"],
 )
 def _prefill(
     q,
     keys,
     values,
+    sinks,
     tables,
     chunk_rows,
     chunk_starts,
@@ -273,6 +281,7 @@ def _prefill(
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
     TOKENS: tl.constexpr = QUERIES // GROUP
@@ -315,6 +324,8 @@ def _prefill(
         best = tl.full([QUERIES], float("-inf"), tl.float32)
         total = tl.zeros([QUERIES], tl.float32)
         sums = tl.zeros([QUERIES, BLOCK_DIM], tl.float32)
+        if SINKS:
+            best, total = sink_of(sinks + head, row < TOKENS * GROUP)
         for part in tl.static_range(0 if WINDOW else 1, 3):
             best, total, sums = _visit(
                 best,

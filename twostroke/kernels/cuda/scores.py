@@ -20,6 +20,15 @@ def unit_of(scale, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def sink_of(at, there):
+    """A softmax that begins with a sink where `there`: the largest score so far, in powers of two,
+    and the sum of weights."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    best = tl.load(at, mask=there, other=float("-inf")) * LOG2E
+    return best, tl.where(there, 1.0, 0.0)
+
+
+@triton.jit
 def capped(score, scale, softcap, SOFTCAP: tl.constexpr):
     """As the product is, or scaled and bent towards ±softcap where the model does so."""
     if SOFTCAP:

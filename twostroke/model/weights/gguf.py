@@ -10,7 +10,7 @@ from twostroke.errors import ModelError
 from twostroke.model.block_types import BlockType
 from twostroke.model.dequant import dequantize
 from twostroke.model.gguf import GGUFFile, TensorInfo
-from twostroke.model.gguf_config import ARCHITECTURES
+from twostroke.model.gguf_config import names_in_gguf
 from twostroke.model.spec import ModelSpec
 from twostroke.model.weights import ALL_ROWS, Floats, PackedMatrix
 
@@ -18,7 +18,7 @@ from twostroke.model.weights import ALL_ROWS, Floats, PackedMatrix
 class GGUFWeights:
     def __init__(self, file: GGUFFile, spec: ModelSpec) -> None:
         self._file = file
-        self._names = ARCHITECTURES[file.metadata["general.architecture"]].names
+        self._names = names_in_gguf(file)
         self._places = self._names.places(spec)
 
     def shape(self, name: str) -> tuple[int, ...] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import mmap
 import re
 from collections.abc import Sequence
@@ -28,11 +29,14 @@ log = logging.getLogger(__name__)
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # Tensors that may be left out: they can be worked out from the config, or are a tied head's copy.
-HARMLESS = ("rotary_emb.inv_freq", "lm_head.weight")
+HARMLESS = ("rotary_emb.inv_freq", "lm_head.weight", ".masked_bias")
+MASK = re.compile(r"\.(attn|attention)\.bias$")  # which tokens see which, of older checkpoints
 FLOATS = ("F64", "F32", "F16", "BF16")
-# The body of a language model is under `model.`, or under nothing in checkpoints of the body alone;
-# a model with images has it under one of the longer ones.
-PREFIX = re.compile(r"^(language_model\.model\.|model\.language_model\.|language_model\.|model\.)")
+# The body of a language model is under `model.` or another of the short ones, or under nothing in
+# checkpoints of the body alone; a model with images has it under one of the longer ones.
+PREFIX = re.compile(
+    r"^(language_model\.model\.|model\.language_model\.|language_model\.|model\.|transformer\.|gpt_neox\.)"
+)
 
 
 class Stored(NamedTuple):
@@ -91,7 +95,8 @@ class SafetensorsWeights:
 
     def is_changed(self, name: str) -> bool:
         """Whether the weight is not just the numbers that are stored."""
-        return self._names.offset(name) != 0.0 or self._places[name].order is not None
+        place = self._places[name]
+        return self._names.offset(name) != 0.0 or place.order is not None or place.transposed
 
     def stored(self, name: str) -> Stored:
         """The mapped file itself: read it, do not write to it. Only of a weight that is not
@@ -125,8 +130,12 @@ class SafetensorsWeights:
 
     def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats:
         type, shape, data = self._tensor(name)
-        stored = self._places[name].rows_in(data.reshape(shape[0], -1), rows)
-        part = (len(stored), *shape[1:])
+        place = self._places[name]
+        lines: Any = data.reshape(shape[0], -1)
+        if place.transposed:
+            lines = data.view(f"V{data.size // math.prod(shape)}").reshape(shape).T
+        stored = np.ascontiguousarray(place.rows_in(lines, rows)).view(np.uint8)
+        part = (len(stored), *place.shape_in(shape)[1:])
         if type == "F64":
             values = np.frombuffer(stored, "<f8").astype(np.float32).reshape(part)
         else:
@@ -223,10 +232,12 @@ class SafetensorsWeights:
         """
         known = {_without_prefix(place.tensor) for place in self._places.values()}
         unused, num_layers = [], 0
+        before, after = _without_prefix(self._names.layer_prefix).split("{n}")
+        in_layer = re.compile(rf"{re.escape(before)}(\d{{1,9}}){re.escape(after)}")
         for stored, path in self._files.items():
             name = _without_prefix(stored)
-            layer = re.match(r"layers\.(\d{1,9})\.", name)
-            if name in known or name.endswith(HARMLESS):
+            layer = in_layer.match(name)
+            if name in known or name.endswith(HARMLESS) or MASK.search(name):
                 continue
             if name.endswith(".bias") and not self._look(stored).data.any():
                 continue  # zeros change nothing
