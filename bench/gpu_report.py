@@ -43,16 +43,17 @@ def floors_of(shape: str) -> dict[str, float]:
     found = {}
     for size in (1024, 4096):
         work = PhaseWork(1, size, size * (size + 1) // 2, size)
-        found[f"prefill {size}"] = _floor_ms(cost, work, 1)
+        found[f"prefill {size}"] = _floor_ms(cost, work, 1, cost.prefill_flops(work, 1))
     for batch in (1, 8, 32, 128):
         context = batch * (1024 + 64)
-        found[f"decode {batch}"] = _floor_ms(cost, PhaseWork(batch, batch, context, context), batch)
+        work = PhaseWork(batch, batch, context, context)
+        found[f"decode {batch}"] = _floor_ms(cost, work, batch, cost.decode_flops(work))
     return found
 
 
-def _floor_ms(cost: CostModel, work: PhaseWork, samples: int) -> float:
+def _floor_ms(cost: CostModel, work: PhaseWork, samples: int, flops: float) -> float:
     moved = cost.weight_bytes(samples) + cost.kv_bytes(work)
-    return 1e3 * max(moved / READ_BYTES_S, cost.flops(work, samples) / FLOPS_S)
+    return 1e3 * max(moved / READ_BYTES_S, flops / FLOPS_S)
 
 
 # ── pages ───────────────────────────────────────────────────────────────────────────────────

@@ -49,7 +49,9 @@ class CheckedKernels(Kernels):
         for row, start, size, at in zip(rows, starts, sizes, ends[:-1], strict=True):
             largest[start == 0] = max(largest[start == 0], size)
             if start == 0 and tables[row].any():
-                cached = torch.cat(gather(keys, values, tables[row], 0, size, q.dtype), dim=1)
+                cached = torch.cat(
+                    [gather(x, tables[row], 0, size, q.dtype) for x in (keys, values)], 1
+                )
                 held = cached.any(dim=2).all()  # not passed by a window
                 part = chunk_kv[at : at + size].to(keys.dtype).to(q.dtype)
                 assert not held or torch.equal(part, cached)

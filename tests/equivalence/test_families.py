@@ -20,6 +20,8 @@ from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
     CohereConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Exaone4Config,
     FalconConfig,
     Gemma2Config,
@@ -35,6 +37,7 @@ from transformers import (
     GptOssForCausalLM,
     GraniteConfig,
     LlamaConfig,
+    MiniCPM3Config,
     MinistralConfig,
     MistralConfig,
     Olmo2Config,
@@ -156,6 +159,11 @@ EXAONE4 = PERIODS | {"sliding_window_pattern": 4}
 EXAONE4_FULL = {"sliding_window": None, "layer_types": [FULL] * 3}
 COHERE = {"layer_norm_eps": 1e-4, "logit_scale": 0.7}
 STABLELM = {"layer_norm_eps": 1e-4, "use_qkv_bias": True}
+# Latents; no two sizes are alike, and all layers have dense MLPs.
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 20, "q_lora_rank": 28}
+LATENT |= {"qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
+DEEPSEEK = LATENT | {"first_k_dense_replace": 3}
+MINICPM3 = LATENT | {"scale_emb": 3, "scale_depth": 0.9, "dim_model_base": 40}
 STARCODER2 = {"norm_epsilon": 1e-4, "sliding_window": WINDOW, "num_key_value_heads": 1}
 
 # Each KV head has one query head; their own names for sizes.
@@ -328,6 +336,26 @@ VARIANTS = [
         rope(rope_theta=500.0),
     ),
     Variant("falcon_one_after_another", FalconConfig, FALCON_RW, {"bias": False}),
+    Variant("deepseek_v2", DeepseekV2Config, DEEPSEEK, rope(rope_theta=500.0)),
+    Variant(
+        "deepseek_v2_lite",
+        DeepseekV2Config,
+        DEEPSEEK | {"q_lora_rank": None, "v_head_dim": 24},
+        rope(rope_theta=500.0),
+    ),
+    Variant(
+        "deepseek_v3",
+        DeepseekV3Config,
+        DEEPSEEK | rope("yarn", **YARN, mscale=1.0, mscale_all_dim=1.0),
+        rope("yarn", **YARN, mscale=1.0, mscale_all_dim=0.0),
+    ),
+    Variant(
+        "deepseek_v3_yarn_mscale",
+        DeepseekV3Config,
+        DEEPSEEK | rope("yarn", **YARN, **MSCALE),
+        rope("yarn", **YARN, mscale=1.0, mscale_all_dim=1.0),
+    ),
+    Variant("minicpm3", MiniCPM3Config, MINICPM3, {"scale_depth": 1.4}),
 ]
 
 
@@ -630,6 +658,7 @@ def test_internlm_gives_the_log_probabilities_of_a_llama_with_its_weights(
 
 WITH_PREFIX = ["mistral_window", "gemma2", "gemma3", "olmo2", "phi3", "smollm3", "granite", "glm4"]
 WITH_PREFIX += ["olmo3", "exaone4", "cohere2", "stablelm", "starcoder2", "gpt_neox", "gpt2"]
+WITH_PREFIX += ["deepseek_v2_lite", "deepseek_v3", "minicpm3"]
 
 
 @pytest.mark.parametrize("name", WITH_PREFIX)

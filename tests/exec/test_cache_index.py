@@ -59,7 +59,7 @@ class HidesEntries(Kernels):
 
     def decode_attention(self, q, keys, values, tables, rows, lengths, scale, *how, out, **_):  # type: ignore[no-untyped-def, override]
         for n, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
-            k, v = reference.gather(keys, values, tables[row], 0, length, q.dtype)
+            k, v = (reference.gather(x, tables[row], 0, length, q.dtype) for x in (keys, values))
             seen = [n for n in range(length) if n not in self.hidden]
             everything = torch.ones(1, len(seen), dtype=torch.bool)
             out[n] = reference.attention(q[n : n + 1], k[seen], v[seen], everything, scale, 0.0)

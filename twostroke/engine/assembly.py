@@ -48,6 +48,14 @@ def scheduler_config(
         f"{length:,}",
         f"{concurrent_requests(groups, length, size):,}",
     )
+    if spec.has_latents:
+        held, plain = spec.kv_elements_per_token, spec.expanded_kv_elements_per_token
+        itemsize = memory.sizing.block_bytes[0] / size / spec.kv_groups()[0].elements_per_token
+        log.info(
+            "KV cache: latents, %s bytes a token; keys and values of all heads would take %s",
+            f"{held * itemsize:,.0f}",
+            f"{plain * itemsize:,.0f}",
+        )
     return SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.token_budget(on_gpu, memory.max_model_len),
@@ -70,7 +78,7 @@ def group_limits(spec: ModelSpec, group_blocks: Sequence[int]) -> tuple[GroupLim
         GroupLimits(
             num_blocks,
             group.window,
-            query_channels=sum(layers[index].attention.q_size for index in group.layers),
+            query_channels=sum(layers[index].attention.prefill_channels for index in group.layers),
             kv_elements=group.elements_per_token,
         )
         for group, num_blocks in zip(spec.kv_groups(), group_blocks, strict=True)

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DENSE = ("float32", "float16", "bfloat16", "f32", "f16", "bf16")
+GET_TORCH = "pip install 'twostroke[reference]'"
 NO_KERNELS = "this installation has no native kernels (they could not be built when it was made)"
 GET_KERNELS = "install a C++ compiler, then twostroke again (`pip install -v .` says what is wrong)"
 
@@ -139,6 +140,7 @@ def _build(config: EngineConfig, with_text: bool) -> Engine:
     native = _is_native(config, device)
     files = find_model(config)
     model = open_model(config, files, device)
+    native = native and not _needs_torch_for(config, model.spec)
     opened = partial(open_tokenizer, config, files)
     tokenizer = cache(opened) if with_text else opened
     if with_text:
@@ -226,9 +228,22 @@ def _is_native(config: EngineConfig, device: str) -> bool:
     return native
 
 
+def _needs_torch_for(config: EngineConfig, spec: ModelSpec) -> bool:
+    """Whether a model has what the native kernels do not compute."""
+    if not spec.has_latents:
+        return False
+    why = "latent attention (kv_lora_rank) is computed with torch, not by the native kernels"
+    if config.kernels == "native" or config.quantization is not None:
+        raise ConfigError(f"{why}; leave kernels at 'auto' and quantization out")
+    if not has_torch():
+        raise ConfigError(f"{why}, and torch is not installed: {GET_TORCH}")
+    log.warning("%s: slow on a CPU", why)
+    return True
+
+
 def _needs_torch(config: EngineConfig, kv_unmet: bool) -> str:
     """Why this cannot run without torch, and what to do."""
-    get_torch = "pip install 'twostroke[reference]'"
+    get_torch = GET_TORCH
     if config.kernels == "reference":
         return (
             "kernels is 'reference', which computes with torch, and torch is not installed: "

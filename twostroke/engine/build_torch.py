@@ -50,7 +50,11 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
     weight_bytes = model.spec.num_parameters() * dtype.itemsize
     sizes = (weight_bytes, dtype.itemsize, kv_dtype.itemsize, total)
     memory = plan_memory(config, model.spec, *sizes, on_gpu)
-    if on_gpu and config.kernels == "auto":
+    triton = on_gpu and config.kernels == "auto"
+    if triton and model.spec.has_latents:
+        log.warning("latent attention is computed by torch's own operations, without CUDA graphs")
+        triton = False
+    if triton:
         core, memory = _start_on_gpu(config, model, place, dtype, kv_dtype, memory, grammars)
         return Started(core, memory, name)
     limits = scheduler_config(config, model.spec, memory, on_gpu)

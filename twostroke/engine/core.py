@@ -213,8 +213,8 @@ class EngineCore:
         gap = started - self._device_free_s if self._device_free_s else 0.0
         gap = gap if result.idle_s is None else result.idle_s
         self._device_free_s = now
-        prefill_flops = cost.flops(prefill, samples)
-        decode_flops = cost.flops(decode, decode.tokens)
+        prefill_flops = cost.prefill_flops(prefill, samples)
+        decode_flops = cost.decode_flops(decode)
         ledger = self.ledger
         since = ledger.add_step(
             plan.step,

@@ -16,7 +16,7 @@ from twostroke.exec.executor import Masks
 from twostroke.exec.native import Computed, Forwarded, NativeExecutor
 from twostroke.model.cost import CostModel, Work
 from twostroke.observe.record import RequestRecord, StepRecord
-from twostroke.plan import PhaseWork, StepPlan
+from twostroke.plan import StepPlan
 
 PHASES = ("prefill", "decode", "mixed")
 UNACCOUNTED = "unaccounted"
@@ -164,8 +164,8 @@ class StageProfile:
         for name, value in seconds.items():
             sums.add_stage(name, value)
         samples = plan.decode_work.tokens + sum(chunk.last for chunk in plan.prefill)
-        both = PhaseWork(*map(sum, zip(plan.prefill_work, plan.decode_work, strict=True)))
-        for name, work in self._cost.stages(both, samples).items():
+        phases = plan.prefill_work, plan.decode_work
+        for name, work in self._cost.stages(*phases, samples).items():
             sums.work[name] = sums.work.get(name, Work()) + work
         self._names = list(seconds)
         self._steps.append([record.step, phase, record.planned_s, *seconds.values()])

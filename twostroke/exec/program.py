@@ -40,7 +40,7 @@ class _Group(NamedTuple):
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of what attention gives
     window: int | None
 
 
@@ -49,7 +49,7 @@ def _attention_groups(spec: ModelSpec) -> list[_Group]:
         _Group(
             max(spec.layers[index].attention.num_heads for index in group.layers),
             group.num_kv_heads,
-            group.head_dim,
+            group.latent_dim or group.head_dim,
             group.window,
         )
         for group in spec.kv_groups()

@@ -3,7 +3,8 @@
 Shapes: T tokens in a step, H query heads in groups that share one of K key/value heads, D channels
 a head. The paged cache of one layer is `keys` and `values`, each [blocks, block_size, K, D] (a
 strided view of its group's pool); a row of `tables` lists the blocks of one sequence in order;
-block 0 is null and all zero.
+block 0 is null and all zero. Latent attention (`LatentSpec`): the cache of a layer is `keys`,
+[blocks, block_size, 1, R + rope], whose first R channels are the latents and the `values`.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class Kernels:
         for row, start, (first, end) in chunks:
             until = start + end - first
             since = 0 if window is None else max(0, start - window + 1)
-            k, v = gather(keys, values, tables[row], since, until, q.dtype)
+            k, v = (gather(x, tables[row], since, until, q.dtype) for x in (keys, values))
             query = torch.arange(start, until, device=q.device).unsqueeze(1)
             key = torch.arange(since, until, device=q.device).unsqueeze(0)
             part = slice(first, end)
@@ -185,7 +186,10 @@ class Kernels:
             seen = visible(query.unsqueeze(2), key, window)
             k = keys[table].flatten(1, 2).to(q.dtype)
             v = values[table].flatten(1, 2).to(q.dtype)
-            found = attention(rows_of_q[part], k, v, seen, scale, softcap, sinks)
+            if k.shape[-2] > 1 or sinks is not None:
+                found = attention(rows_of_q[part], k, v, seen, scale, softcap, sinks)
+            else:
+                found = attention_of_one_key(rows_of_q[part], k, v, seen, scale, softcap)
             padding = lengths[part] == 0
             rows_of_out[part] = found.masked_fill_(padding[:, None, None, None], 0)
         return out
@@ -235,6 +239,68 @@ class Kernels:
         q, how = stored[:, :num_heads], (scale, window, softcap, splits, scratch)
         where = (keys, values, tables, rows, lengths)
         return self.decode_attention(q, *where, *how, out=out, pdl=pdl, sinks=sinks)
+
+    # Latent attention: see `model/latent.py`.
+
+    def latent_rope_store(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        kv_norm: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        keys: Tensor,
+    ) -> None:
+        """Rotate the last channels of [T, H, D] and of [T, R + rope], and norm the first R of the
+        latter, all in place; put the latter in the cache."""
+        rank, turned = len(kv_norm), 2 * cos.shape[-1]
+        kv[:, :rank] = self.rms_norm(kv[:, :rank].contiguous(), kv_norm, eps)
+        for part in (q[..., -turned:], kv[:, None, -turned:]):
+            part.copy_(rope(part, cos[positions], sin[positions]))
+        stored, size = slots >= 0, keys.shape[1]
+        at = slots[stored] // size, slots[stored] % size
+        keys[at] = kv[stored].unsqueeze(1).to(keys.dtype)
+
+    def latent_prefill_attention(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        kv_b: Tensor,
+        tables: Tensor,
+        chunk_rows: Tensor,
+        chunk_starts: Tensor,
+        cu_tokens: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float,
+        *,
+        out: Tensor,
+        chunk_kv: Tensor,
+    ) -> Tensor:
+        """`prefill_attention` over keys and values that `kv_b`, [H, key + value, R], makes of the
+        latents that each chunk sees. `chunk_kv`: its own, [T, R + rope], which the cache has, too.
+        """
+        chunks = zip(
+            chunk_rows.tolist(), chunk_starts.tolist(), pairwise(cu_tokens.tolist()), strict=True
+        )
+        for row, start, (first, end) in chunks:
+            until = start + end - first
+            since = 0 if window is None else max(0, start - window + 1)
+            entries = gather(keys, tables[row], since, until, q.dtype).squeeze(1)
+            k, v = expand_latents(entries, kv_b, q.shape[-1])
+            query = torch.arange(start, until, device=q.device).unsqueeze(1)
+            key = torch.arange(since, until, device=q.device).unsqueeze(0)
+            part = slice(first, end)
+            out[part] = attention(q[part], k, v, visible(query, key, window), scale, softcap)
+        return out
+
+    def latent_decode_attention(self, *args: Any, **kwargs: Any) -> Tensor:
+        """`decode_attention` with queries that were brought into the latents' space, [.., H, R +
+        rope]; out is [.., H, R]."""
+        return Kernels.decode_attention(self, *args, **kwargs)
 
     def decode_splits(self, batch: int, num_kv_heads: int, max_len: int) -> int:
         """Into how many parts decode attention cuts a context."""
@@ -309,15 +375,30 @@ def attention(
     return (weights.to(q.dtype) @ v).transpose(-3, -2)
 
 
-def gather(
-    keys: Tensor, values: Tensor, table: Tensor, first: int, end: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def attention_of_one_key(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, softcap: float
+) -> Tensor:
+    """The same where all heads share the key: heads are further queries, and nothing is repeated
+    for each of them."""
+    heads = q.shape[-2]
+    rows = q.flatten(-3, -2).unsqueeze(-2)
+    found = attention(rows, k, v, seen.repeat_interleave(heads, dim=-2), scale, softcap)
+    return torch.unflatten(found.squeeze(-2), -2, (-1, heads))
+
+
+def expand_latents(entries: Tensor, kv_b: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Keys [entries, H, D] and values [entries, H, value] of latents and rope keys, [entries, R +
+    rope]."""
+    heads, _, rank = kv_b.shape
+    made = torch.unflatten(entries[:, :rank] @ kv_b.flatten(0, 1).t(), 1, (heads, -1))
+    rope_keys = entries[:, None, rank:].expand(-1, heads, -1)
+    nope = head_dim - rope_keys.shape[-1]
+    return torch.cat([made[..., :nope], rope_keys], dim=-1), made[..., nope:]
+
+
+def gather(cache: Tensor, table: Tensor, first: int, end: int, dtype: torch.dtype) -> Tensor:
     """Cache entries [first, end) of a sequence, as [entries, K, D]."""
-    size = keys.shape[1]
+    size = cache.shape[1]
     blocks = table[first // size : -(-end // size)].long()
     skip = first % size
-    pair = []
-    for cache in (keys, values):
-        flat = cache[blocks].flatten(0, 1)
-        pair.append(flat[skip : skip + end - first].to(dtype))
-    return pair[0], pair[1]
+    return cache[blocks].flatten(0, 1)[skip : skip + end - first].to(dtype)

@@ -16,7 +16,8 @@ Cache = npt.NDArray[np.uint16]
 
 
 class HostPool:
-    """Keys and values in fp16, as bits: for each KV group [blocks, layers, 2, K, block_size, D].
+    """Keys and values in fp16, as bits: for each KV group [blocks, layers, 2, K, block_size, D], or
+    [blocks, layers, 1, 1, block_size, D] of latents with their rope keys.
 
     A block of a group is one contiguous piece. Block 0 of each is null: zeros.
     """
@@ -25,8 +26,8 @@ class HostPool:
         """`num_blocks`: of each group, the null block not counted."""
         self.data: list[Cache] = []
         for group, count in zip(spec.kv_groups(), num_blocks, strict=True):
-            block = (len(group.layers), 2, group.num_kv_heads, block_size, group.head_dim)
-            shape = (count + 1, *block)
+            each, heads, channels = group.block_shape
+            shape = (count + 1, len(group.layers), each, heads, block_size, channels)
             pages = zero_pages(2 * math.prod(shape))
             self.data.append(np.frombuffer(pages, np.uint16).reshape(shape))
 

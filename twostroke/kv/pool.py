@@ -2,6 +2,7 @@
 
     group    [ block 0: null, zeros │ block 1 │ … ]
     block    [ layer 0: keys, values │ layer 1: keys, values │ … ]        one contiguous piece
+    latent   [ layer 0: latents, rope keys │ layer 1: … │ … ]             the keys; a part is values
 
 So a block of a group can be read, written or sent as one. Without torch: `host_pool.py`.
 """
@@ -31,18 +32,21 @@ class KVPool:
         self.groups: list[torch.Tensor] = []
         layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for group, blocks in zip(spec.kv_groups(), num_blocks, strict=True):
-            heads = group.num_kv_heads, group.head_dim
-            shape = (blocks + 1, len(group.layers), 2, block_size, *heads)
+            each, *heads = group.block_shape
+            shape = (blocks + 1, len(group.layers), each, block_size, *heads)
             data = _zeros(shape, dtype, device)
             self.groups.append(data)
             for place, index in enumerate(group.layers):
-                layers[index] = data[:, place, 0], data[:, place, 1]
-        # Keys and values of each layer, [blocks, block_size, K, D] each.
+                keys = data[:, place, 0]
+                latent = keys[..., : group.latent_dim]
+                layers[index] = keys, latent if group.latent_dim else data[:, place, 1]
+        # Keys and values of each layer, [blocks, block_size, K, D] each; of a latent layer the
+        # latents with their rope keys, and the latents alone: the same memory.
         self.layers = [layers[index] for index in range(spec.num_layers)]
         self.num_bytes = sum(data.numel() * data.element_size() for data in self.groups)
 
     def block(self, group: int, number: int) -> torch.Tensor:
-        """A block of a group, all its layers: [layers, 2, block_size, K, D]."""
+        """A block of a group, all its layers: [layers, 2 (latent: 1), block_size, K, D]."""
         return self.groups[group][number]
 
 

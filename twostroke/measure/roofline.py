@@ -152,6 +152,7 @@ class Roofline:
             self.cost.flops_per_token
             + self.cost.flops_per_sample
             + context * self.cost.flops_per_kv_token
+            + context * self.cost.more_flops_per_decode_kv_token
         )
         moved = self.cost.weight_bytes(1) + streams * (context + 1) * self.kv_bytes_per_token
         return self._floor(f"decode, batch {streams}", flops, moved, streams, DECODE_EFFICIENCY)
@@ -223,9 +224,14 @@ class Roofline:
         found += [
             "Ours counts the embedding as no product, the output head for the sampled token alone, "
             "and adds attention over the prompt and the keys and values that decode reads.",
-            f"A token's keys and values: 2 × {self.spec.kv_elements_per_token // 2:,} numbers × "
-            f"{KV_BYTES[settings.kv]:g} bytes = {self.kv_bytes_per_token / 1e6:.3f} MB.",
+            f"A token's {self._cached()} × {KV_BYTES[settings.kv]:g} bytes = "
+            f"{self.kv_bytes_per_token / 1e6:.3f} MB.",
         ]
+        if self.spec.has_latents:
+            found.append(
+                "Prefill counts keys and values of all heads, expanded from the latents; decode "
+                "attends in the latents' space, with more FLOPs a position and fewer bytes."
+            )
         if settings.weights == FILE:
             found.append(f"Weights are as the file has them, {8 * width:.2f} bits each on average.")
         if settings.weights in ("int4", "fp4"):
@@ -237,6 +243,21 @@ class Roofline:
                 "good kernels reach."
             )
         return found
+
+    def _cached(self) -> str:
+        """What of a token is in the cache, and how much."""
+        assert self.spec is not None
+        count = self.spec.kv_elements_per_token
+        if not self.spec.has_latents:
+            return f"keys and values: 2 × {count // 2:,} numbers"
+        return f"latents and rope keys: {count:,} numbers"
+
+    @property
+    def expanded_kv_bytes_per_token(self) -> float:
+        """What a token would take if no layer cached latents."""
+        if self.spec is None:
+            return self.kv_bytes_per_token
+        return self.spec.expanded_kv_elements_per_token * KV_BYTES[self.settings.kv]
 
     def as_json(self) -> dict[str, Any]:
         floors = {"prefill": self.prefill().as_json(), "decode": self.decode().as_json()}
@@ -253,6 +274,7 @@ class Roofline:
             "parameters": self.parameters,
             "weight_bytes": self.weight_bytes,
             "kv_bytes_per_token": self.kv_bytes_per_token,
+            "expanded_kv_bytes_per_token": self.expanded_kv_bytes_per_token,
             "kv_tokens": self.kv_tokens,
             "ridge_flops_per_byte": self.ridge,
             "compute_bound_batch": _finite(self.compute_bound_batch),

@@ -59,7 +59,11 @@ def facts(found: Roofline) -> list[str]:
     if found.spec is None:
         return lines
     kv = found.kv_bytes_per_token
-    lines.append(f"KV cache: {kv:,.0f} bytes a token ({kv / 1e6:.3f} MB)")
+    held = f"KV cache: {kv:,.0f} bytes a token ({kv / 1e6:.3f} MB)"
+    if found.spec.has_latents:
+        plain = found.expanded_kv_bytes_per_token
+        held += f" of latents; keys and values of all heads would take {plain:,.0f}"
+    lines.append(held)
     tokens = found.kv_tokens or 0.0
     if tokens <= 0:
         lines.append(

@@ -3,7 +3,8 @@
 Floors, rooflines, the memory plan and the step-time model all count with this file:
 
     linear      2 FLOPs per weight of the layers and token; the head only where it is sampled
-    attention   4 FLOPs per query channel and visible position (QKᵀ and PV), layer by layer
+    attention   4 FLOPs per query channel and visible position (QKᵀ and PV), layer by layer; latent
+                attention has more channels in decode, and a chunk expands the latents before it
     bytes       the weights once a step, the keys and values read, those written
 
 This is how everyone counts. Our decoders do a little less: what comes after the keys and values of
@@ -25,6 +26,10 @@ PRODUCTS = {
     "q": "qkv",
     "k": "qkv",
     "v": "qkv",
+    "q_a": "qkv",
+    "q_b": "qkv",
+    "kv_a": "qkv",
+    "kv_b": "qkv",
     "o": "output",
     "gate": "gate_up",
     "up": "gate_up",
@@ -52,8 +57,20 @@ class CostModel:
     kv_bytes_per_token: float
     # By stage, of all layers: FLOPs a token, bytes a step.
     products: Mapping[str, Work] = field(default_factory=dict)
+    # Of layers with latents: what decode, in their space, does more for a position it attends to;
+    # and what it takes to expand a position, which a chunk does with those before it.
+    more_flops_per_decode_kv_token: float = 0.0
+    expand_flops_per_kv_token: float = 0.0
 
-    def flops(self, work: PhaseWork, samples: int) -> float:
+    def prefill_flops(self, work: PhaseWork, samples: int) -> float:
+        earlier = work.kv_reads - work.tokens
+        return self._flops(work, samples) + earlier * self.expand_flops_per_kv_token
+
+    def decode_flops(self, work: PhaseWork) -> float:
+        more = work.kv_tokens * self.more_flops_per_decode_kv_token
+        return self._flops(work, work.tokens) + more
+
+    def _flops(self, work: PhaseWork, samples: int) -> float:
         return (
             work.tokens * self.flops_per_token
             + samples * self.flops_per_sample
@@ -66,14 +83,16 @@ class CostModel:
     def weight_bytes(self, samples: int) -> float:
         return self.layer_weight_bytes + (self.head_weight_bytes if samples else 0.0)
 
-    def stages(self, work: PhaseWork, samples: int) -> dict[str, Work]:
-        """What the stages of a step do, where that is known; `work`: of both phases."""
+    def stages(self, prefill: PhaseWork, decode: PhaseWork, samples: int) -> dict[str, Work]:
+        """What the stages of a step do, where that is known."""
+        tokens, read = prefill.tokens + decode.tokens, prefill.kv_reads + decode.kv_reads
         found = {
-            stage: Work(work.tokens * one.flops, one.num_bytes)
-            for stage, one in self.products.items()
+            stage: Work(tokens * one.flops, one.num_bytes) for stage, one in self.products.items()
         }
-        attended, read = work.kv_tokens, work.kv_reads
-        found["attend"] = Work(attended * self.flops_per_kv_token, read * self.kv_bytes_per_token)
+        attended = (prefill.kv_tokens + decode.kv_tokens) * self.flops_per_kv_token
+        attended += decode.kv_tokens * self.more_flops_per_decode_kv_token
+        attended += (prefill.kv_reads - prefill.tokens) * self.expand_flops_per_kv_token
+        found["attend"] = Work(attended, read * self.kv_bytes_per_token)
         if samples:
             found["head"] = Work(samples * self.flops_per_sample, self.head_weight_bytes)
         return found
@@ -91,14 +110,20 @@ def cost_model(spec: ModelSpec, weight_bytes: Mapping[str, float], kv_itemsize: 
         stage = PRODUCTS[name.rpartition(".")[2]]
         one = Work(2.0 * math.prod(shapes[name]), weight_bytes[name])
         products[stage] = products.get(stage, Work()) + one
+    parts = [layer.attention for layer in spec.layers]
+    channels = sum(part.prefill_channels for part in parts)
+    expanding = [name for name in matrices if name.endswith(".kv_b")]
     return CostModel(
         flops_per_token=2.0 * sum(math.prod(shapes[name]) for name in matrices),
         flops_per_sample=2.0 * math.prod(shapes[head]),
-        flops_per_kv_token=4.0 * sum(layer.attention.q_size for layer in spec.layers),
+        flops_per_kv_token=2.0 * channels,
         layer_weight_bytes=float(sum(weight_bytes[name] for name in matrices)),
         head_weight_bytes=float(weight_bytes[head]),
         kv_bytes_per_token=spec.kv_elements_per_token * kv_itemsize,
         products=products,
+        more_flops_per_decode_kv_token=2.0
+        * (sum(part.decode_channels for part in parts) - channels),
+        expand_flops_per_kv_token=2.0 * sum(math.prod(shapes[name]) for name in expanding),
     )
 
 

@@ -6,7 +6,8 @@
 The linear layers see one flat run of tokens, decode rows first and then the chunks; attention sees
 the two lists. `pieces` stops wherever attention is due, so that what lies between can be recorded
 as a CUDA graph; `forward` runs the same pieces with attention in between. A step that only decodes
-has one launch for rope, store and attention.
+has one launch for rope, store and attention. Layers with latents attend in their own way
+(`latent.py`).
 
 Of a chunk only the last token is sampled, if that: after its keys and values the last layer works
 for the tokens that somebody wants, and not for the others. The residual stays in one tensor that
@@ -28,9 +29,10 @@ import torch.nn.functional as F
 from twostroke.kernels.reference import Attend, Kernels
 from twostroke.kv.pool import KVPool
 from twostroke.model.batch import DecodeInputs, StepInputs
+from twostroke.model.latent import LatentAttention
 from twostroke.model.linear import DenseLinear, Linear
 from twostroke.model.rope import rope_tables
-from twostroke.model.spec import AttentionSpec, LayerSpec, ModelSpec
+from twostroke.model.spec import AttentionSpec, LayerSpec, ModelSpec, projections
 from twostroke.model.weights import WeightSource
 from twostroke.model.weights.tensors import read_tensor
 
@@ -57,7 +59,8 @@ class Layer:
     rope: Rope
     attn_norm: Norm | None
     attn_post_norm: Norm | None
-    qkv: Linear
+    qkv: Linear  # or, of a layer with latents, q_a (or q) and kv_a
+    latent: LatentAttention | None
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     sinks: torch.Tensor | None  # [H] in fp32
@@ -83,8 +86,8 @@ class Workspace:
         self, spec: ModelSpec, tokens: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         parts = [layer.attention for layer in spec.layers]
-        qkv_size = max(part.q_size + 2 * part.kv_size for part in parts)
-        q_size = max(part.q_size for part in parts)
+        qkv_size = max(_qkv_size(part) for part in parts)
+        q_size = max(part.output_size for part in parts)
         self.residual, self._qkv, self._attended = (
             torch.empty(tokens, size, dtype=dtype, device=device)
             for size in (spec.hidden_size, qkv_size, q_size)
@@ -103,14 +106,25 @@ class Workspace:
 
     def qkv(self, part: AttentionSpec) -> torch.Tensor:
         """[T, (H + 2K) · D]"""
-        tokens, size = len(self._qkv), part.q_size + 2 * part.kv_size
+        tokens, size = len(self._qkv), _qkv_size(part)
         return self._qkv.view(-1)[: tokens * size].view(tokens, size)
+
+    def latent(self, part: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of a layer with latents: queries [T, H, D]; latents and rope keys, [T, R + rope]."""
+        flat, tokens = self.qkv(part).view(-1), len(self._qkv)
+        q, kv = flat[: tokens * part.q_size], flat[tokens * part.q_size :]
+        return q.view(tokens, part.num_heads, part.head_dim), kv.view(tokens, -1)
 
     def attended(self, part: AttentionSpec) -> torch.Tensor:
         """[T, H, D]"""
-        tokens, size = len(self._attended), part.q_size
+        tokens, size = len(self._attended), part.output_size
         flat = self._attended.view(-1)[: tokens * size]
-        return flat.view(tokens, part.num_heads, part.head_dim)
+        return flat.view(tokens, part.num_heads, part.value_dim)
+
+
+def _qkv_size(part: AttentionSpec) -> int:
+    """What a token's queries, keys and values (or its latent and rope key) take."""
+    return part.q_size + (2 * part.kv_size if part.latent is None else part.cached[1])
 
 
 class Decoder:
@@ -190,9 +204,11 @@ class Decoder:
 
         def attend(index: int) -> None:
             layer, cache = self._layers[index], pool.layers[index]
+            if layer.latent is not None:
+                return self._attend_latent(layer, layer.latent, inputs, cache, work)
             if layer.kind not in bound:
                 bound[layer.kind] = list(self._bind(layer, inputs, cache, work))
-            self._attend(bound[layer.kind], layer, cache)
+            return self._attend(bound[layer.kind], layer, cache)
 
         return attend
 
@@ -208,6 +224,12 @@ class Decoder:
         residual = work.residual.index_select(0, kept.tokens)
         if not len(residual):
             return residual
+        if layer.latent is not None:
+            queries = work.latent(part)[0].index_select(0, kept.tokens)
+            attended = queries.new_empty(len(queries), part.num_heads, part.value_dim)
+            tables = inputs.tables[layer.group]
+            layer.latent.decode(queries, cache, tables, kept.rows, layer.group, attended)
+            return self._finish(index, attended, residual)
         queries = self._heads(part, work.qkv(part))[:, : part.num_heads]
         queries = queries.index_select(0, kept.tokens)
         attended = torch.empty_like(queries)
@@ -243,7 +265,14 @@ class Decoder:
     ) -> torch.Tensor:
         part, group = layer.spec.attention, layer.group
         rows = decode.num_tokens  # what comes after is padding
-        attended = normed.new_empty(normed.shape[0], part.num_heads, part.head_dim)
+        attended = normed.new_empty(normed.shape[0], part.num_heads, part.value_dim)
+        if layer.latent is not None:
+            q = normed.new_empty(rows, part.num_heads, part.head_dim)
+            kv = normed.new_empty(rows, part.cached[1])
+            self._project_latent(layer, layer.latent, normed[:rows], inputs, cache, q, kv)
+            tables, out = inputs.tables[group], attended[:rows]
+            layer.latent.decode(q, cache, tables, decode, group, out)
+            return attended
         self.kernels.rope_decode_attention(
             self._qkv(layer, normed)[:rows],
             *layer.head_norms,
@@ -298,6 +327,10 @@ class Decoder:
     ) -> None:
         """Queries, keys and values; the latter also go to the cache."""
         part = layer.spec.attention
+        if layer.latent is not None:
+            places = work.latent(part)
+            self._project_latent(layer, layer.latent, normed, inputs, cache, *places)
+            return
         self.kernels.rope_store(
             self._qkv(layer, normed, work.qkv(part)),
             *layer.head_norms,
@@ -310,6 +343,41 @@ class Decoder:
             part.num_kv_heads,
             pdl=self._pdl(len(normed)),
         )
+
+    def _project_latent(
+        self,
+        layer: Layer,
+        latent: LatentAttention,
+        normed: torch.Tensor,
+        inputs: StepInputs,
+        cache: KV,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+    ) -> None:
+        """Queries to `q`; latents and rope keys to `kv` and the cache."""
+        tokens, pdl = len(normed), self._pdl(len(normed))
+        projected = layer.qkv.product(normed, pdl=pdl)
+        where = inputs.positions[:tokens], inputs.slots[layer.group][:tokens]
+        latent.project(projected, q, kv, *layer.rope, *where, cache[0], pdl=pdl)
+
+    def _attend_latent(
+        self,
+        layer: Layer,
+        latent: LatentAttention,
+        inputs: StepInputs,
+        cache: KV,
+        work: Workspace,
+    ) -> None:
+        """The two lists, each in its form."""
+        part, group = layer.spec.attention, layer.group
+        decode, prefill = inputs.decode, inputs.prefill
+        (q, kv), out, tables = work.latent(part), work.attended(part), inputs.tables[group]
+        first = 0 if decode is None else decode.num_tokens
+        if decode is not None:
+            latent.decode(q[:first], cache, tables, decode, group, out[:first])
+        if prefill is not None:
+            tokens = slice(first, first + prefill.num_tokens)
+            latent.prefill(q[tokens], kv[tokens], cache, tables, prefill, group, out[tokens])
 
     def _attend(self, launches: Iterable[Attend], layer: Layer, cache: KV) -> None:
         for launch in launches:
@@ -485,7 +553,8 @@ class _Loader:
             rope=self._ropes[part.rope],
             attn_norm=norm("attn_norm"),
             attn_post_norm=norm("attn_post_norm"),
-            qkv=self._linear([at + "q", at + "k", at + "v"], part.qkv_bias),
+            qkv=self._linear([at + name for name in projections(part)], part.qkv_bias),
+            latent=self._latent(part, at),
             q_norm=weight("q_norm"),
             k_norm=weight("k_norm"),
             sinks=self._if_any(self._wide, at, names, "sinks"),
@@ -494,6 +563,20 @@ class _Loader:
             mlp_post_norm=norm("mlp_post_norm"),
             gate_up=self._linear([at + name for name in gate_up], spec.mlp.bias),
             down=self._linear([at + "down"], spec.mlp.bias),
+        )
+
+    def _latent(self, part: AttentionSpec, at: str) -> LatentAttention | None:
+        latent = part.latent
+        if latent is None:
+            return None
+        return LatentAttention(
+            part,
+            latent,
+            self._norm_weight(at + "q_a_norm") if latent.q_lora_rank else None,
+            self._linear([at + "q_b"], biased=False) if latent.q_lora_rank else None,
+            self._norm_weight(at + "kv_a_norm"),
+            torch.unflatten(self.tensor(at + "kv_b"), 0, (part.num_heads, -1)),
+            self._kernels,
         )
 
     def tensor(self, name: str) -> torch.Tensor:

@@ -18,6 +18,8 @@ FIELDS = {"family": "model_type", "num_layers": "num_hidden_layers", "qk_norm": 
 FIELDS |= {"num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads"}
 FIELDS |= {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
 FIELDS |= {"tie_embeddings": "tie_word_embeddings", "max_context": "max_position_embeddings"}
+FIELDS |= {"nope_dim": "qk_nope_head_dim", "rope_dim": "qk_rope_head_dim"}
+FIELDS |= {"value_dim": "v_head_dim"}
 
 
 def load_hf_config(folder: Path) -> tuple[ModelSpec, dict[str, Any]]:
@@ -35,7 +37,7 @@ def load_hf_config(folder: Path) -> tuple[ModelSpec, dict[str, Any]]:
 def spec_from_hf(config: Mapping[str, Any], where: str = "config.json") -> ModelSpec:
     family = _family(config, where)
     fields = Fields(where, config, aliases=family.aliases)
-    _refuse_unsupported(fields)
+    _refuse_unsupported(fields, family)
     return family.spec(fields)
 
 
@@ -72,8 +74,8 @@ def _family(config: Mapping[str, Any], where: str) -> Family:
     return FAMILIES[name]
 
 
-def _refuse_unsupported(fields: Fields) -> None:
-    """What no family has."""
+def _refuse_unsupported(fields: Fields, family: Family) -> None:
+    """What no family has, or not this one."""
     quantization = fields.value("quantization_config")
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
@@ -82,7 +84,7 @@ def _refuse_unsupported(fields: Fields) -> None:
             "supported. Use the unquantised model, or a GGUF of it."
         )
     for key in ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank"):
-        if fields.value(key):
+        if fields.value(key) and key not in family.reads:
             raise ModelError(
                 f"{fields.where}: {key} = {shown(fields.value(key))} is not supported (dense "
                 "models are)."

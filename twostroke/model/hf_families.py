@@ -17,6 +17,7 @@ from twostroke.model import hf_parts as parts
 from twostroke.model.fields import Fields, shown
 from twostroke.model.hf_names import (
     COHERE_NAMES,
+    DEEPSEEK_NAMES,
     GEMMA_NAMES,
     GLM4_NAMES,
     GLM_NAMES,
@@ -32,7 +33,9 @@ from twostroke.model.hf_names import (
 )
 from twostroke.model.spec import (
     CONTEXT,
+    HEADS,
     LAYERS,
+    WIDTH,
     AttentionSpec,
     LayerSpec,
     MLPSpec,
@@ -421,15 +424,70 @@ def _starcoder2(fields: Fields) -> ModelSpec:
     return replace(spec, norm="layer", norm_bias=True)
 
 
+# What the family's own code takes for keys that are absent; q_lora_rank may be null.
+DEEPSEEK_DEFAULTS = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128}
+DEEPSEEK_DEFAULTS |= {"qk_rope_head_dim": 64, "v_head_dim": 128}
+
+
+def _deepseek_v2(fields: Fields) -> ModelSpec:
+    """DeepSeek-V2 and V2-Lite."""
+    return _deepseek(fields, "deepseek_v2", fields.boolean("mlp_bias", False), first_expert=0)
+
+
+def _deepseek_v3(fields: Fields) -> ModelSpec:
+    """DeepSeek-V3 and R1, Kimi K2, Moonlight."""
+    if not fields.boolean("rope_interleave", True):
+        fields.refuse("rope_interleave", "true: weights whose rope pairs are neighbours")
+    return _deepseek(fields, "deepseek_v3", False, first_expert=3)
+
+
+def _deepseek(fields: Fields, family: str, mlp_bias: bool, first_expert: int) -> ModelSpec:
+    """Latent attention. `first_expert`: the first layer with experts, if it is not given."""
+    count = parts.num_layers(fields)
+    first = fields.integer("first_k_dense_replace", 0, LAYERS[1], default=first_expert)
+    if fields.value("n_routed_experts") and first < count:
+        raise ModelError(
+            f"{fields.where}: layers with routed experts are not supported, and those from "
+            f"{first} on of {count} have them (n_routed_experts = "
+            f"{shown(fields.value('n_routed_experts'))}, first_k_dense_replace)."
+        )
+    attention, max_context = parts.latent_attention(fields.with_defaults(DEEPSEEK_DEFAULTS))
+    layer = LayerSpec(attention, parts.mlp(fields, parts.activation(fields), mlp_bias))
+    return parts.model(fields, family, [layer] * count, max_context)
+
+
+def _minicpm3(fields: Fields) -> ModelSpec:
+    """Latent attention; embedding, residuals and logits are multiplied."""
+    sizes = {"kv_lora_rank": 256, "q_lora_rank": 768, "qk_nope_head_dim": 64}
+    sizes |= {"qk_rope_head_dim": 32}
+    hidden, count = fields.integer("hidden_size", *WIDTH), parts.num_layers(fields)
+    usual = hidden // fields.integer("num_attention_heads", *HEADS)
+    if "v_head_dim" not in fields:
+        fields = fields.over(Fields(fields.where, {"v_head_dim": usual}))
+    attention, max_context = parts.latent_attention(fields.with_defaults(sizes))
+    mlp = parts.mlp(fields, parts.activation(fields), fields.boolean("mlp_bias", False))
+    spec = parts.model(fields, "minicpm3", [LayerSpec(attention, mlp)] * count, max_context, True)
+    return replace(
+        spec,
+        embed_scale=parts.multiplier(fields, "scale_emb", 12.0),
+        residual_scale=parts.multiplier(fields, "scale_depth", 1.4) / count**0.5,
+        logit_scale=parts.multiplier(fields, "dim_model_base", 256) / hidden,
+    )
+
+
 class Family(NamedTuple):
     spec: Callable[[Fields], ModelSpec]
     names: TensorNames | Callable[[Fields], TensorNames] = NAMES
     aliases: Mapping[str, str] = {}  # a field's usual name → the family's own
+    reads: tuple[str, ...] = ()  # fields for which other families are refused
 
 
+LATENT = ("kv_lora_rank",)
 FAMILIES = {  # by model_type
     "cohere": Family(_cohere, COHERE_NAMES),
     "cohere2": Family(_cohere2, COHERE_NAMES),
+    "deepseek_v2": Family(_deepseek_v2, DEEPSEEK_NAMES, reads=(*LATENT, "n_routed_experts")),
+    "deepseek_v3": Family(_deepseek_v3, DEEPSEEK_NAMES, reads=(*LATENT, "n_routed_experts")),
     "exaone4": Family(_exaone4, OLMO2_NAMES),
     "falcon": Family(gpt.falcon, gpt.falcon_names, gpt.FALCON_ALIASES),
     "gemma2": Family(_gemma2, GEMMA_NAMES),
@@ -444,6 +502,7 @@ FAMILIES = {  # by model_type
     "internlm2": Family(_internlm2, INTERNLM2_NAMES),
     "internlm3": Family(_internlm3),
     "llama": Family(_llama),
+    "minicpm3": Family(_minicpm3, reads=LATENT),
     "ministral": Family(_ministral),
     "mistral": Family(_mistral),
     "mistral3": Family(_mistral3),

@@ -13,6 +13,9 @@ _LAYER |= {"q_norm": "self_attn.q_norm.weight", "k_norm": "self_attn.k_norm.weig
 for _part in ("q", "k", "v", "o"):
     _LAYER[_part] = f"self_attn.{_part}_proj.weight"
     _LAYER[f"{_part}_bias"] = f"self_attn.{_part}_proj.bias"
+_LAYER |= {"q_a": "self_attn.q_a_proj.weight", "q_a_norm": "self_attn.q_a_layernorm.weight"}
+_LAYER |= {"q_b": "self_attn.q_b_proj.weight", "kv_a": "self_attn.kv_a_proj_with_mqa.weight"}
+_LAYER |= {"kv_a_norm": "self_attn.kv_a_layernorm.weight", "kv_b": "self_attn.kv_b_proj.weight"}
 for _part in ("gate", "up", "down"):
     _LAYER[_part] = f"mlp.{_part}_proj.weight"
     _LAYER[f"{_part}_bias"] = f"mlp.{_part}_proj.bias"
@@ -35,6 +38,7 @@ GEMMA_NAMES = NAMES.but(
 _QKV, _GATE_UP = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
 PHI3_NAMES = NAMES.but(q=_QKV, k=_QKV, v=_QKV, gate=_GATE_UP, up=_GATE_UP)
 COHERE_NAMES = NAMES.but(rope_neighbours=True)
+DEEPSEEK_NAMES = NAMES.but(rope_neighbours=True)
 GLM_NAMES = NAMES.but(rope_neighbours=True, gate=_GATE_UP, up=_GATE_UP)
 GLM4_NAMES = GLM_NAMES.but(
     rope_neighbours=True,

@@ -15,6 +15,7 @@ from twostroke.model.spec import (
     CONTEXT,
     HEAD_DIM,
     HEADS,
+    LATENT_RANK,
     LAYERS,
     MULTIPLIER_MAX,
     NORM_EPS,
@@ -25,6 +26,7 @@ from twostroke.model.spec import (
     WIDTH,
     Activation,
     AttentionSpec,
+    LatentSpec,
     LayerSpec,
     MLPSpec,
     ModelSpec,
@@ -78,6 +80,31 @@ def heads(fields: Fields) -> tuple[int, int, int]:
         num_kv_heads,
         fields.integer("head_dim", *HEAD_DIM, default=hidden // num_heads),
     )
+
+
+LATENT_NORM_EPS = 1e-6  # whatever rms_norm_eps is
+
+
+def latent_attention(fields: Fields) -> tuple[AttentionSpec, int]:
+    """Multi-head latent attention, and the longest context with the scaling of its rope."""
+    refuse_if_given(fields, "attention_bias")
+    num_heads = fields.integer("num_attention_heads", *HEADS)
+    nope = fields.integer("qk_nope_head_dim", *HEAD_DIM)
+    rope_spec, max_context = rope(fields, fields.integer("qk_rope_head_dim", *HEAD_DIM))
+    head_dim = nope + rope_spec.dim
+    scale = head_dim**-0.5
+    given = fields.nested("rope_scaling").over(fields.nested("rope_parameters"))
+    all_dim = given.number("mscale_all_dim", high=100.0, default=0.0)
+    if all_dim and rope_spec.kind != "none":
+        scale *= yarn_attention_factor(rope_spec.factor, all_dim) ** 2
+    latent = LatentSpec(
+        kv_lora_rank=fields.integer("kv_lora_rank", *LATENT_RANK),
+        q_lora_rank=fields.integer("q_lora_rank", *LATENT_RANK, default=0),
+        value_dim=fields.integer("v_head_dim", *HEAD_DIM),
+        norm_eps=LATENT_NORM_EPS,
+    )
+    heads = num_heads, num_heads, head_dim
+    return AttentionSpec(*heads, rope_spec, scale, latent=latent), max_context
 
 
 def mlp(

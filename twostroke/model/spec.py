@@ -4,6 +4,7 @@
                 parallel: x += attention(pre_norm(x)) + mlp(pre_norm(x))
     attention   q, k, v → q/k norm → rope → softmax(softcap(scale · q kᵀ)) v → output projection
                 with a sink, one score more in the softmax, which has no value
+                latent: k and v are made from a vector that all heads share, and only it is cached
     mlp         down(activation(gate x) · up x), or down(activation(up x))
 
 The loader, the decoders, the memory plan, the cost model and the planner read the same spec. A new
@@ -29,6 +30,7 @@ VOCABULARY: Final = (1, 1 << 22)
 WIDTH: Final = (1, 1 << 20)  # of the hidden state, and of the layer between up and down
 HEADS: Final = (1, 1 << 12)
 HEAD_DIM: Final = (1, 1 << 12)
+LATENT_RANK: Final = (1, 1 << 14)
 CONTEXT: Final = (2, 1 << 24)  # tokens: one to read and one to write
 NORM_EPS: Final = (1e-20, 1.0)
 ROPE_THETA_MAX: Final = 1e15  # and above 1
@@ -67,9 +69,30 @@ def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Multi-head latent attention (MLA): how keys and values are made, and what is cached of them.
+
+        x ─ kv_a ─▶ [ latent: kv_lora_rank │ rope key: rope.dim ]        one of each for all heads
+        latent ─ norm ─ kv_b ─▶ of each head [ key without rope │ value ]
+        x ─ q_a ─▶ norm ─ q_b ─▶ of each head [ query without rope │ query with rope ]
+
+    The cache holds the latent, normed, and the rope key, turned. Prefill computes attention in the
+    expanded form, with the keys and values above. Decode does it in the latents' space: a head's
+    query goes through its rows of kv_b, q · (W latent) = (qᵀ W) · latent, so that the latent is the
+    key of all heads, and their value, which kv_b expands once a query and not once a position.
+    """
+
+    kv_lora_rank: int
+    q_lora_rank: int  # 0: queries are made from x directly
+    value_dim: int  # of a head
+    norm_eps: float  # of the norms of the two latents
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Heads that share keys and values in groups. `window`: a query sees itself and window − 1
-    positions before it. `scale` multiplies the scores, `softcap` bends them towards ±softcap."""
+    positions before it. `scale` multiplies the scores, `softcap` bends them towards ±softcap.
+    `latent`: the heads as above, of which the last `rope.dim` channels are those with rope."""
 
     num_heads: int
     num_kv_heads: int
@@ -82,6 +105,7 @@ class AttentionSpec:
     qkv_bias: bool = False
     output_bias: bool = False
     sinks: bool = False  # each head has a learned score that no key has
+    latent: LatentSpec | None = None
 
     @property
     def q_size(self) -> int:
@@ -95,6 +119,59 @@ class AttentionSpec:
     def group_size(self) -> int:
         """Query heads that share one key and value head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def output_size(self) -> int:
+        """What attention leaves for the output projection."""
+        return self.num_heads * self.value_dim
+
+    @property
+    def nope_dim(self) -> int:
+        """Channels of a latent layer's head that have no rope."""
+        return self.head_dim - self.rope.dim
+
+    @property
+    def cached(self) -> tuple[int, int, int]:
+        """Heads of a cached token, their channels, and how many of those are a latent."""
+        if self.latent is None:
+            return self.num_kv_heads, self.head_dim, 0
+        return 1, self.latent.kv_lora_rank + self.rope.dim, self.latent.kv_lora_rank
+
+    @property
+    def prefill_channels(self) -> int:
+        """Multiplications of one query, all heads, with one cached token's keys and values."""
+        return self.q_size + self.output_size
+
+    @property
+    def decode_channels(self) -> int:
+        """The same in the form that decode computes."""
+        if self.latent is None:
+            return self.prefill_channels
+        return self.num_heads * (2 * self.latent.kv_lora_rank + self.rope.dim)
+
+    def weight_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """Matrices as (out, in), and norms over all of a latent."""
+        h, q, kv, latent = hidden_size, self.q_size, self.kv_size, self.latent
+        if latent is None:
+            return {"q": (q, h), "k": (kv, h), "v": (kv, h), "o": (h, q)}
+        rank, q_rank = latent.kv_lora_rank, latent.q_lora_rank
+        shapes: dict[str, tuple[int, ...]] = {"q": (q, h)}
+        if q_rank:
+            shapes = {"q_a": (q_rank, h), "q_a_norm": (q_rank,), "q_b": (q, q_rank)}
+        expanded = self.num_heads * (self.nope_dim + self.value_dim)
+        shapes |= {"kv_a": (rank + self.rope.dim, h), "kv_a_norm": (rank,)}
+        return shapes | {"kv_b": (expanded, rank), "o": (h, self.output_size)}
+
+
+def projections(part: AttentionSpec) -> tuple[str, ...]:
+    """The matrices of attention that read the hidden state."""
+    if part.latent is None:
+        return "q", "k", "v"
+    return "q_a" if part.latent.q_lora_rank else "q", "kv_a"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +200,7 @@ class LayerSpec:
     ) -> dict[str, tuple[int, ...]]:
         h, i = hidden_size, self.mlp.intermediate_size
         q, kv, head_dim = self.attention.q_size, self.attention.kv_size, self.attention.head_dim
-        shapes: dict[str, tuple[int, ...]] = {"q": (q, h), "k": (kv, h), "v": (kv, h), "o": (h, q)}
+        shapes = self.attention.weight_shapes(h)
         shapes |= ({"gate": (i, h)} if self.mlp.gated else {}) | {"up": (i, h), "down": (h, i)}
         norms = ["attn_norm"] if self.pre_norm else []
         norms += ["mlp_norm"] if self.pre_norm and (self.two_norms or not self.parallel) else []
@@ -150,17 +227,28 @@ class LayerSpec:
 @dataclass(frozen=True, slots=True)
 class KVGroup:
     """Layers whose cached keys and values have one shape and live equally long: they share block
-    tables and a pool, and a block holds the tokens of all of them."""
+    tables and a pool, and a block holds the tokens of all of them.
+
+        heads     a token leaves `num_kv_heads` keys and as many values, of `head_dim` channels
+        latent    it leaves one vector of `head_dim` channels: the first `latent_dim` are the latent
+                  and the value, all of them the key
+    """
 
     layers: tuple[int, ...]
     window: int | None
     num_kv_heads: int
     head_dim: int
+    latent_dim: int = 0  # 0: keys and values of heads
+
+    @property
+    def block_shape(self) -> tuple[int, int, int]:
+        """Of a token in a layer: keys and values or one vector, heads, channels."""
+        return 1 if self.latent_dim else 2, self.num_kv_heads, self.head_dim
 
     @property
     def elements_per_token(self) -> int:
-        """Of keys and values, in all layers of the group."""
-        return 2 * self.num_kv_heads * self.head_dim * len(self.layers)
+        """Of all that is cached, in all layers of the group."""
+        return math.prod(self.block_shape) * len(self.layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,15 +277,25 @@ class ModelSpec:
 
     @property
     def kv_elements_per_token(self) -> int:
-        """Elements of key and value that one token leaves in all layers."""
+        """Elements that one token leaves in the cache, in all layers."""
         return sum(group.elements_per_token for group in self.kv_groups())
+
+    @property
+    def has_latents(self) -> bool:
+        return any(layer.attention.latent is not None for layer in self.layers)
+
+    @property
+    def expanded_kv_elements_per_token(self) -> int:
+        """The same if every layer cached the keys and values of its heads, none a latent."""
+        parts = [layer.attention for layer in self.layers]
+        return sum(part.num_kv_heads * (part.head_dim + part.value_dim) for part in parts)
 
     def kv_groups(self) -> tuple[KVGroup, ...]:
         """In the order of their first layers."""
-        found: dict[tuple[int | None, int, int], list[int]] = {}
+        found: dict[tuple[int | None, int, int, int], list[int]] = {}
         for index, layer in enumerate(self.layers):
             part = layer.attention
-            found.setdefault((part.window, part.num_kv_heads, part.head_dim), []).append(index)
+            found.setdefault((part.window, *part.cached), []).append(index)
         return tuple(KVGroup(tuple(layers), *kind) for kind, layers in found.items())
 
     def ropes(self) -> tuple[RopeSpec, ...]:
@@ -267,6 +365,12 @@ _SHAPED_BY: Final = {
     "down_bias": ("mlp_bias", "hidden_size"),
     "q_norm": ("family", "qk_norm", "head_dim"),
     "k_norm": ("family", "qk_norm", "head_dim"),
+    "q_a": ("q_lora_rank", "hidden_size"),
+    "q_a_norm": ("q_lora_rank",),
+    "q_b": ("num_heads", "nope_dim", "rope_dim", "q_lora_rank"),
+    "kv_a": ("kv_lora_rank", "rope_dim", "hidden_size"),
+    "kv_a_norm": ("kv_lora_rank",),
+    "kv_b": ("num_heads", "nope_dim", "value_dim", "kv_lora_rank"),
 } | dict.fromkeys(
     ("attn_norm", "attn_post_norm", "mlp_norm", "mlp_post_norm", "final_norm"), ("hidden_size",)
 )

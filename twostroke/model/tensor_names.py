@@ -52,7 +52,8 @@ class TensorNames:
     layer: Mapping[str, str]  # after `layer_prefix`
     layer_prefix: str  # with {n} for the layer's number
     norm_offset: float = 0.0  # the file has norm weights without it: 1 where it has w for 1 + w
-    # The rows of q and k are such that the channels rope turns together are neighbours.
+    # The rows of q and k (of what makes them, with latents) are such that the channels rope turns
+    # together are neighbours.
     rope_neighbours: bool = False
     # q, k and v are in one tensor, in which each KV head has its queries, its key and its value.
     grouped_qkv: bool = False
@@ -90,7 +91,7 @@ class TensorNames:
 
     def _order(self, canonical: str, spec: ModelSpec, first_row: int) -> Callable[[], Order] | None:
         part = canonical.rpartition(".")[2].removesuffix("_bias")
-        turned = self.rope_neighbours and part in ("q", "k")
+        turned = self.rope_neighbours and part in ("q", "k", "q_b", "kv_a")
         grouped = self.grouped_qkv and part in ("q", "k", "v")
         if not turned and not grouped:
             return None
@@ -98,6 +99,12 @@ class TensorNames:
         heads = (attention.num_kv_heads, attention.group_size, attention.head_dim)
         if grouped:
             return partial(part_of_groups, part, *heads)
+        if attention.latent is not None:
+            shape = attention.num_heads, attention.head_dim
+            if part == "kv_a":
+                shape = attention.cached[:2]
+            skipped = shape[1] - attention.rope.dim
+            return partial(halves_from_neighbours, *shape, attention.rope.dim, first_row, skipped)
         count = attention.num_heads if part == "q" else attention.num_kv_heads
         return partial(
             halves_from_neighbours, count, attention.head_dim, attention.rope.dim, first_row
@@ -121,12 +128,14 @@ class TensorNames:
 
 
 def halves_from_neighbours(
-    num_heads: int, head_dim: int, rope_dim: int, first_row: int = 0
+    num_heads: int, head_dim: int, rope_dim: int, first_row: int = 0, skipped: int = 0
 ) -> Order:
-    """Row order that takes rope's pairs from (2i, 2i + 1) to (i, i + rope_dim/2) in each head."""
+    """Row order that takes rope's pairs from (2i, 2i + 1) to (i, i + rope_dim/2) in each head.
+    `skipped`: channels of a head before those that rope turns."""
     rows = first_row + np.arange(num_heads * head_dim).reshape(num_heads, head_dim)
-    rotated, rest = rows[:, :rope_dim], rows[:, rope_dim:]
-    return np.concatenate([rotated[:, 0::2], rotated[:, 1::2], rest], axis=1).reshape(-1)
+    before, rotated, rest = np.split(rows, [skipped, skipped + rope_dim], axis=1)
+    halves = [before, rotated[:, 0::2], rotated[:, 1::2], rest]
+    return np.concatenate(halves, axis=1).reshape(-1)
 
 
 def part_of_groups(part: str, num_kv_heads: int, group_size: int, head_dim: int) -> Order:
