@@ -116,13 +116,14 @@ def test_preempted_and_cached_on_ranks_gives_the_same(
     """Rows are retired and taken anew, blocks move, on every rank alike."""
 
     def use(core: EngineCore) -> list[Written]:
-        run(core, PROMPTS, 12)
+        first = run(core, PROMPTS, 12)
+        assert sum(one.num_preempted for one in first) > 0
         return run(core, PROMPTS, 12)
 
     spec = SPECS["windows"]
-    tight = {"num_blocks": 9, "lookahead": 0, "prefix_caching": True}
+    tight = {"num_blocks": 10, "lookahead": 0, "prefix_caching": True}
     got = run_model(threads, spec, Loud(spec), use, **tight)
-    assert sum(one.num_preempted for one in got) > 0
+    assert sum(one.num_cached for one in got) > 0
     assert_same(answers.of("windows"), got)
 
 
@@ -297,9 +298,7 @@ def test_the_smallest_rank_decides_the_cache_and_is_named(
 def test_a_size_that_does_not_divide_is_refused_by_name(
     given: dict[str, int], size: int, says: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"tensor_parallel_size is {size}, but the model has.*"):
+    with pytest.raises(ConfigError) as refused:
         check_ranks(small_spec(**given), size)
-    try:
-        check_ranks(small_spec(**given), size)
-    except ConfigError as error:
-        assert says in str(error)
+    assert str(refused.value).startswith(f"tensor_parallel_size is {size}, but the model has ")
+    assert says in str(refused.value)

@@ -63,6 +63,7 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
             others.wait_for_all()
             ranks = join_ranks(config, 0, others.meeting_place)
             built = build_executor(config, model, rank_device(device, 0), ranks)
+            ranks.all_numbers([0])  # until all have come so far
         executor = RanksExecutor(built.executor, others)
     on_gpu = torch.device(device).type == "cuda"
     limits = scheduler_config(config, built.executor.program.decoder.spec, built.memory, on_gpu)
@@ -107,7 +108,9 @@ def run_rank(config: EngineConfig, ranks: Ranks, plans: Iterable[bytes]) -> None
     """Be a rank other than the first, until the plans end."""
     device = rank_device(find_device(config), ranks.rank)
     model = open_model(config, find_model(config), device)
-    follow(build_executor(config, model, device, ranks).executor, plans)
+    executor = build_executor(config, model, device, ranks).executor
+    ranks.all_numbers([0])
+    follow(executor, plans)
 
 
 # ── an executor ─────────────────────────────────────────────────────────────────────────────
