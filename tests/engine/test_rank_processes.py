@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -18,6 +19,7 @@ from tests.server.running import Running, serving
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke import LLM, SamplingParams
 from twostroke.config import EngineConfig
+from twostroke.distributed import cleanup_dist_env_and_memory
 from twostroke.engine import build_torch
 from twostroke.engine.rank_processes import RankProcess, RankProcesses
 from twostroke.engine.remote import RemoteEngine
@@ -48,14 +50,25 @@ def other_rank(llm: LLM) -> RankProcess:
     return rank
 
 
-def wait_for_end(pid: int) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while os.path.exists(f"/proc/{pid}") and time.monotonic() < until:
-        with open(f"/proc/{pid}/stat", encoding="ascii") as file:
-            if file.read().rpartition(")")[2].split()[0] == "Z":
-                return
-        time.sleep(0.01)
-    assert not os.path.exists(f"/proc/{pid}")
+def state(pid: int) -> tuple[str, int]:
+    """Of a process, and its parent; "Z" once it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return "Z", 0
+    letter, parent, *_ = stat.rpartition(")")[2].split()
+    return letter, int(parent)
+
+
+def children(pid: int) -> list[int]:
+    """The ranks of an engine's process, the first aside."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and state(int(entry.name))[1] == pid:
+            with contextlib.suppress(OSError):
+                if b"twostroke.engine.rank" in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+    return found
 
 
 def test_a_library_has_ranks_that_write_the_same_and_a_killed_one_is_named(
@@ -75,6 +88,7 @@ def test_ranks_end_with_the_engine_that_started_them(folder: Path) -> None:
     process = other_rank(llm)._process
     assert process.poll() is None
     del llm
+    cleanup_dist_env_and_memory()
     assert process.wait(PATIENCE_S) == 0
 
 
@@ -99,21 +113,6 @@ def test_a_rank_that_ends_before_it_has_come_is_named(folder: Path) -> None:
 
 
 # ── a server ────────────────────────────────────────────────────────────────────────────────
-
-
-def children(pid: int) -> list[int]:
-    """The ranks of an engine's process, the first aside."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                stat = (entry / "stat").read_text(encoding="ascii")
-                line = (entry / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if int(stat.rpartition(")")[2].split()[1]) == pid and b"engine.rank" in line:
-                found.append(int(entry.name))
-    return found
 
 
 def ask(server: Running) -> str:
@@ -149,4 +148,7 @@ def test_a_server_answers_with_ranks_and_again_after_one_was_killed(
         )
         assert float(line.split()[-1]) > 0
         (rank,) = children(remote._child.pid)
-    wait_for_end(rank)
+    until = time.monotonic() + PATIENCE_S
+    while state(rank)[0] != "Z":
+        assert time.monotonic() < until, "the rank outlived its server"
+        time.sleep(0.01)
