@@ -78,7 +78,7 @@ class EngineConfig(Strict):
     max_cudagraph_capture_size: int | None = None  # largest decode batch run as a graph
     cudagraph_capture_sizes: tuple[int, ...] | None = None  # all of them, instead of our choice
     nvtx: bool = False  # name steps and the parts of layers for a profiler of a GPU
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int = 1  # ranks that share the model: GPUs, or processes of a CPU
     quantization: str | None = None  # int8, int4: of weights that are not, on a CPU
     kernels: str = "auto"  # auto: the native ones on a CPU that has them; reference, native
     isa: str = "auto"  # of the native kernels: auto, amx, avx512, avx2, neon, portable
@@ -139,12 +139,7 @@ class EngineConfig(Strict):
             "exact",
             "measure_ceilings",
         )
-        self._check_int("tensor_parallel_size", 1)
-        if self.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"tensor_parallel_size is {self.tensor_parallel_size}, but this version runs a "
-                "model on one device; set it to 1"
-            )
+        self._check_int("tensor_parallel_size", 1, 1024)
         self._check_contradictions()
 
     def _check_capture_sizes(self) -> None:
@@ -177,6 +172,12 @@ class EngineConfig(Strict):
             raise ConfigError(
                 "num_gpu_blocks_override and kv_cache_memory_bytes both set the size of the KV "
                 "cache; give one of them"
+            )
+        if self.tensor_parallel_size > 1 and self.device.startswith("cuda:"):
+            raise ConfigError(
+                f"device is {self.device!r}, one GPU, but tensor_parallel_size is "
+                f"{self.tensor_parallel_size}; use device='cuda', and CUDA_VISIBLE_DEVICES to say "
+                "which"
             )
         budget = self.max_num_batched_tokens
         if budget is not None and budget < self.max_num_seqs:

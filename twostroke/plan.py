@@ -120,6 +120,7 @@ class StepResult(NamedTuple):
     device_s: float
     idle_s: float | None = None  # what the device had waited before, where it can tell
     counts: list[int] | None = None  # tokens of each slot and last chunk; None: one of each
+    comm_s: float = 0.0  # of `device_s`, what went to collectives with other ranks; CPUs only
 
 
 class Pending(Protocol):

@@ -21,7 +21,7 @@ NOTICES = {
     "tokenizer_mode": "the tokenizer is read from the model's own files",
     "config_format": "a config.json or a GGUF header is read",
     "swap_space": "preempted requests are recomputed, not swapped",
-    "distributed_executor_backend": "the model runs in one process",
+    "distributed_executor_backend": "each rank is a process on this machine",
     "async_scheduling": "how far the engine plans ahead is not a setting",
     "compilation_config": "nothing is compiled; enforce_eager is for graphs",
     "attention_backend": "there is one attention backend",
@@ -31,13 +31,13 @@ NOTICES = {
     "limit_mm_per_prompt": "models read text only",
 }
 TEXT_ONLY = "the engine writes text: there are no embeddings, scores or classes"
-ONE_DEVICE = "a model runs on one device in this version"
 REFUSED = {
     "runner": TEXT_ONLY,
     "task": TEXT_ONLY,
     "convert": TEXT_ONLY,
-    "pipeline_parallel_size": ONE_DEVICE,
-    "data_parallel_size": ONE_DEVICE,
+    "pipeline_parallel_size": "layers are not spread over devices; tensor_parallel_size splits "
+    "each of them",
+    "data_parallel_size": "an engine is one copy of a model; start several",
     "cpu_offload_gb": "weights stay on the device",
     "enable_sleep_mode": "weights stay on the device",
     "enable_lora": "LoRA adapters are not there yet; merge the adapter into the model",

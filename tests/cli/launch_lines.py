@@ -13,7 +13,7 @@ VLLM: list[tuple[str, str]] = [
     (
         "meta-llama/Llama-3.1-8B-Instruct --host 0.0.0.0 --port 8000 --tensor-parallel-size 2 "
         "--gpu-memory-utilization 0.90 --max-model-len 8192 --api-key my-secret-key",
-        "--tensor-parallel-size",
+        "",
     ),
     (
         "--model meta-llama/Llama-3.1-8B-Instruct --swap-space 16 --disable-log-requests "
@@ -33,7 +33,7 @@ VLLM: list[tuple[str, str]] = [
     ("meta-llama/Llama-3.2-1B --config serve.yaml -O1", ""),
     (
         "meta-llama/Llama-3.3-70B-Instruct -tp 8 --disable-log-requests --trust-remote-code",
-        "--tensor-parallel-size",
+        "",
     ),
     (
         "meta-llama/Llama-3.1-8B-Instruct --async-scheduling --trust-remote-code "

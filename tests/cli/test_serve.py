@@ -69,10 +69,10 @@ def no_keys_around(monkeypatch: pytest.MonkeyPatch) -> None:
         (["-ctk", "f16", "-ctv", "f32"], "-ctv f32: keys and values have one type"),
         (["--temp", "hot"], "--temp hot: expected a number"),
         (["--api-key-file", "/nowhere"], "--api-key-file /nowhere: it cannot be read"),
-        (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size 2: only 1 is taken: a model"),
-        (["-tp", "2"], "--tensor-parallel-size is 2, but this version runs a model on one device"),
-        (["-dp", "2"], "-dp 2: only 1 is taken: a model runs on one device for now; start several"),
-        (["--device-ids", "0,1"], "--device-ids 0,1: a model runs on one device for now"),
+        (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size 2: only 1 is taken: layers"),
+        (["-tp", "0"], "--tensor-parallel-size must be a whole number from 1 to 1024, not 0"),
+        (["-dp", "2"], "-dp 2: only 1 is taken: a server runs one copy of a model, on one machine"),
+        (["--device-ids", "0,1"], "--device-ids 0,1: expected one number; CUDA_VISIBLE_DEVICES"),
         (["--generation-config", "x"], "--generation-config x: expected auto or vllm"),
         (["m", "--model", "n"], "the model is given twice: m and --model n"),
         (["m", "n"], "unexpected argument 'n'"),
@@ -95,7 +95,7 @@ def test_what_is_refused_says_why(words: list[str], says: str) -> None:
 
 def test_all_that_is_wrong_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     line = (
-        "m --prot 80 --enable-lora --lora-modules a=b c=d -dp 4 --seed x --port 70000 -tp 2 "
+        "m --prot 80 --enable-lora --lora-modules a=b c=d -dp 4 --seed x --port 70000 -tp 0 "
         "--max-num-seqs 0 --max-queue -1 --uds --trust-remote-code"
     )
     with pytest.raises(SystemExit) as ended:
@@ -532,7 +532,7 @@ def test_the_banner_never_shows_a_key_and_warns_if_there_is_none() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["--help"], ["--quantization", "awq"], ["--max-model-lem", "5"], ["--tensor-parallel-size=2"]],
+    [["--help"], ["--quantization", "awq"], ["--max-model-lem", "5"], ["--tensor-parallel-size=0"]],
 )
 def test_help_and_mistakes_import_nothing_heavy(words: list[str]) -> None:
     code = (

@@ -199,7 +199,7 @@ def test_without_network_and_cached_model_two_ways_out_are_given(
         ({"gpu_memory_utilization": float("nan")}, "at most 1, not nan"),
         ({"enable_prefix_caching": "yes"}, "must be True or False, not 'yes'"),
         ({"load_format": "gguf"}, "is a folder of safetensors; use load_format='auto'"),
-        ({"tensor_parallel_size": 2}, "runs a model on one device; set it to 1"),
+        ({"tensor_parallel_size": 2}, "the native kernels of a CPU run in one process"),
     ],
 )
 def test_a_setting_that_is_none_is_refused(llm: LLM, settings: dict[str, Any], says: str) -> None:

@@ -88,7 +88,7 @@ def test_settings_of_vllm_that_change_nothing_are_taken_and_told(
     ("settings", "says"),
     [
         ({"runner": "pooling"}, "runner is 'pooling', but the engine writes text"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2, but a model runs on one"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2, but layers are not spread"),
         ({"enable_lora": True}, "enable_lora is True, but LoRA adapters are not there yet"),
         ({"trust_remotecode": True}, "no setting 'trust_remotecode'; did you mean 'trust_remote_"),
     ],

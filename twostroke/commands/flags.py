@@ -55,7 +55,8 @@ ENGINE_HELP = {
     "cudagraph_capture_sizes": "decode batches that run as graphs, others padded up to them "
     "(default: 1, 2, 4, then by eights)",
     "nvtx": "name steps and the parts of layers for a profiler of a GPU",
-    "tensor_parallel_size": "GPUs that share the model",
+    "tensor_parallel_size": "ranks that share the model: GPUs, or on a CPU processes that compute "
+    "with torch (--kernels reference)",
     "quantization": "int8 or int4: round weights that are not quantised yet, on a CPU",
     "kernels": "auto, reference (plain torch) or native (a CPU's own)",
     "isa": "instruction set of the native kernels: auto, amx, avx512, avx2, neon or portable",

@@ -24,14 +24,16 @@ from twostroke.commands.parser import Parser
 from twostroke.config import RECOMMENDED
 from twostroke.request import SamplingParams
 
-ONE_DEVICE = "a model runs on one device for now"
+ONE_COPY = "a server runs one copy of a model, on one machine"
+WHOLE_CONTEXT = "ranks split heads, not contexts"
+NO_STAGES = "layers are not spread over devices; --tensor-parallel-size splits each of them"
 
 REFUSED: Table = table(
     {
         "weights are taken as their files have them, or as --quantization int8 or int4 rounds them "
         "on a CPU; leave it out": "--quantization-config= --quantization-param-path= "
         "--calculate-kv-scales --kv-cache-dtype-skip-layers=+ --override-attention-dtype=",
-        f"{ONE_DEVICE}; start one server for each, behind a proxy": "--master-addr= --master-port= "
+        f"{ONE_COPY}; start one server for each, behind a proxy": "--master-addr= --master-port= "
         "-r= --node-rank= --data-parallel-rank= -dpn= --data-parallel-start-rank= -dpr= "
         "--data-parallel-size-local= -dpl= --data-parallel-address= -dpa= "
         "--data-parallel-rpc-port= -dpp= --data-parallel-hybrid-lb -dph "
@@ -94,15 +96,18 @@ NOTED: Table = table(
         "code that comes with a model is never run; the supported families need none": (
             "--trust-remote-code --code-revision="
         ),
-        "one device": "--distributed-executor-backend= --distributed-timeout-seconds= "
-        "--cpu-distributed-timeout-seconds= --data-parallel-backend= -dpb= --worker-use-ray "
-        "--ray-workers-use-nsight --max-parallel-loading-workers= --aggregate-engine-logging "
-        "--cp-kv-cache-interleave-size= --dcp-kv-cache-interleave-size= --dcp-comm-backend= "
-        "--dcp-q-replicate --disable-nccl-for-dp-synchronization --numa-bind --numa-bind-nodes=+ "
-        "--numa-bind-cpus=+ --data-parallel-supervisor-port= --dp-supervisor-probe-interval-s= "
-        "--dp-supervisor-probe-timeout-s= --dp-supervisor-probe-failure-threshold= "
-        "--dp-sync-interval= --enable-hc-sp --enable-batch-sharded-sampling "
-        "--enable-shm-tensor-arena --enable-nccl-comm-suspend",
+        "all ranks are processes on this machine": (
+            "--distributed-executor-backend= --distributed-timeout-seconds= "
+            "--cpu-distributed-timeout-seconds= --data-parallel-backend= -dpb= --worker-use-ray "
+            "--ray-workers-use-nsight --max-parallel-loading-workers= --aggregate-engine-logging "
+            "--cp-kv-cache-interleave-size= --dcp-kv-cache-interleave-size= --dcp-comm-backend= "
+            "--dcp-q-replicate --disable-nccl-for-dp-synchronization --numa-bind "
+            "--numa-bind-nodes=+ --numa-bind-cpus=+ --data-parallel-supervisor-port= "
+            "--dp-supervisor-probe-interval-s= "
+            "--dp-supervisor-probe-timeout-s= --dp-supervisor-probe-failure-threshold= "
+            "--dp-sync-interval= --enable-hc-sp --enable-batch-sharded-sampling "
+            "--enable-shm-tensor-arena --enable-nccl-comm-suspend"
+        ),
         "no layer has experts": "--enable-expert-parallel -ep --enable-eplb --eplb-config= "
         "--enable-ep-weight-filter --all2all-backend= --enable-elastic-ep "
         "--elastic-ep-max-dp-size= --expert-placement-strategy= --enable-dbo "
@@ -191,7 +196,7 @@ ANYWAY: Table = table(
         "--no-enable-sleep-mode",
         "usage always says how many prompt tokens were cached": "--enable-prompt-tokens-details",
         "answers always have their timings": "--enable-per-request-metrics",
-        "one device reduces nothing": "--disable-custom-all-reduce --no-disable-custom-all-reduce",
+        "gloo or NCCL reduces": "--disable-custom-all-reduce --no-disable-custom-all-reduce",
         "models read and write text only": "--language-model-only --no-language-model-only",
         "a wrong setting always ends the start": "--fail-on-environ-validation "
         "--no-fail-on-environ-validation",
@@ -212,11 +217,11 @@ ONLY: Only = {
         ("raw_logprobs",),
         "log-probabilities are the model's, before penalties and temperature",
     ),
-    "--pipeline-parallel-size -pp": (("1",), ONE_DEVICE),
-    "--data-parallel-size -dp": (("1",), f"{ONE_DEVICE}; start several behind a proxy"),
-    "--decode-context-parallel-size -dcp": (("1",), ONE_DEVICE),
-    "--prefill-context-parallel-size -pcp": (("1",), ONE_DEVICE),
-    "--nnodes": (("1",), ONE_DEVICE),
+    "--pipeline-parallel-size -pp": (("1",), NO_STAGES),
+    "--data-parallel-size -dp": (("1",), f"{ONE_COPY}; start several behind a proxy"),
+    "--decode-context-parallel-size -dcp": (("1",), WHOLE_CONTEXT),
+    "--prefill-context-parallel-size -pcp": (("1",), WHOLE_CONTEXT),
+    "--nnodes": (("1",), "all ranks are on one machine for now"),
     "--cpu-offload-gb": (("0", "0.0"), "weights stay on the device"),
     "--ssl-cert-reqs": (("0",), "client certificates are not checked; put a proxy in front"),
     "--allowed-methods": (('["*"]', "*"), "GET and POST are allowed"),
@@ -315,7 +320,9 @@ class _DeviceIds(Foreign):
         if value.isdigit():
             given.device = f"cuda:{value}"
         else:
-            parser.problem(f"{flag} {value}: {ONE_DEVICE}; give one number")
+            parser.problem(
+                f"{flag} {value}: expected one number; CUDA_VISIBLE_DEVICES names several"
+            )
 
 
 class _LogLevel(Foreign):

@@ -117,7 +117,8 @@ class Engine:
 
             from twostroke.observe.gpu_ceilings import measure_gpu_ceilings
 
-            return measure_gpu_ceilings(torch.device(self.device), getattr(torch, self.dtype))
+            of_one = measure_gpu_ceilings(torch.device(self.device), getattr(torch, self.dtype))
+            return Ceilings(*(self.config.tensor_parallel_size * rate for rate in of_one))
         return measure_ceilings(self._threads())
 
     def _threads(self) -> int:
@@ -201,6 +202,12 @@ def _is_native(config: EngineConfig, device: str) -> bool:
     native = native and config.kernels != "reference"
     if not native and not has_torch():
         raise ConfigError(_needs_torch(config, kv_unmet))
+    if native and config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}, but the native kernels of a "
+            "CPU run in one process, which uses all its cores; leave it out, or use "
+            "kernels='reference' for ranks that compute with torch, which is slow on a CPU"
+        )
     if native and config.dtype in ("float16", "bfloat16"):
         log.warning(
             "dtype=%s changes nothing: the kernels of a CPU keep weights as their files have them "

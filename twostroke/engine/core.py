@@ -254,5 +254,6 @@ class EngineCore:
                 tuple([FirstToken(r.ttft_s, r.num_prompt, r.num_cached) for r in committed.first]),
                 step.predicted_s or None,
                 committed.drafted,
+                result.comm_s,
             )
         )

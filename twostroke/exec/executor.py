@@ -5,7 +5,8 @@ be asked for before step n is waited for, and its samples after that. A synchron
 finished when `sample` returns; an asynchronous one when `Pending.wait` does, and may be given
 `max_in_flight` plans before the first is waited for.
 
-Executors: `native.py` (no torch), `local.py` (torch, any device), `cuda.py`.
+Executors: `native.py` (no torch), `torch_executor.py` (any torch device), `ranks.py` (several of
+the latter, each with a part of the model).
 """
 
 from __future__ import annotations

@@ -169,6 +169,8 @@ class StepProgram:
         if len(hidden) != count:  # all, not only those that are sampled
             hidden = hidden.index_select(0, fields["sampled"])
         logits = self.decoder.head(hidden, out=self.logits[:count])
+        if self.decoder.ranks.rank:
+            return  # the first rank draws for all (`TorchExecutor.follow`)
         self.decoder.kernels.sample(
             logits,
             fields["temperature"],

@@ -34,6 +34,7 @@ from twostroke.exec.graphs import (
 )
 from twostroke.exec.memory import MemoryPlan, cache_setting, fit_length, gib
 from twostroke.exec.program import StepProgram
+from twostroke.exec.ranks import agree_on_memory
 from twostroke.exec.torch_executor import TorchExecutor
 from twostroke.kv.pool import KVPool
 from twostroke.model.decoder import Decoder
@@ -72,7 +73,7 @@ def start_executor(
         free = _free_bytes(device)
         timer.end("measuring")
         plan = fit_pool(config, estimate, free, activations, graphs_bytes)
-        plan = fit_length(plan, config, spec)
+        plan = agree_on_memory(fit_length(plan, config, spec), decoder.ranks)
         try:
             pool = KVPool(spec, plan.group_blocks, size, kv_dtype, device)
             program = StepProgram(decoder, pool, rows, sampler)

@@ -8,7 +8,7 @@ wait(n):      the one place where the host waits
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, NamedTuple, Protocol
@@ -21,7 +21,7 @@ from twostroke.exec.graphs import DecodeGraphs, PieceGraphs
 from twostroke.exec.program import StepProgram
 from twostroke.exec.rng import stream_keys
 from twostroke.exec.rows import NO_WRITES, Ints, Writes
-from twostroke.exec.samples import Samples, prompt_slices, wants_prompt_logprobs
+from twostroke.exec.samples import PromptSlice, Samples, prompt_slices, wants_prompt_logprobs
 from twostroke.exec.step_buffer import StepBuffer, fill_decode, fill_step
 from twostroke.plan import StepPlan, StepResult, TokenLogprobs
 
@@ -55,6 +55,7 @@ class Forwarded:
     hidden: torch.Tensor | None  # of a step with chunks
     start: Mark
     before: Mark | None  # end of the step before
+    comm_s: float  # in collectives, of all steps before
 
 
 class Ranked(NamedTuple):
@@ -86,6 +87,7 @@ class InFlight:
     before: Mark | None
     start: Mark
     end: Mark
+    comm_s: float
 
     def wait(self) -> StepResult:
         self.end.synchronize()
@@ -107,6 +109,7 @@ class InFlight:
             },
             1e-3 * self.start.elapsed_time(self.end),
             idle_s,
+            comm_s=self.comm_s,
         )
 
 
@@ -121,6 +124,7 @@ class TorchExecutor:
         self.max_in_flight = max_in_flight
         self.program, self._graphs, self._pieces = program, graphs, pieces
         self._rows, self._device = program.rows, program.rows.cells.device  # with its number
+        self._ranks = program.decoder.ranks
         self.on_gpu = self._device.type == "cuda"
         self._end: Mark | None = None  # of the newest step
 
@@ -131,7 +135,7 @@ class TorchExecutor:
         writes = self._rows.apply(plan)
         for new in plan.new:
             self.program.sampler.take(new)
-        before, start = self._end, self._mark()
+        before, start, comm_s = self._end, self._mark(), self._ranks.comm_s
         hidden, size = None, self._graph_size(plan)
         if self._graphs is not None and size is not None:
             writes = self._fit(writes, size)
@@ -144,7 +148,7 @@ class TorchExecutor:
             start.record()
             keeps_all = wants_prompt_logprobs(plan, self._rows.rows)
             hidden = self._launch(step, size is not None, keeps_all)
-        return Forwarded(plan, step.samples, hidden, start, before)
+        return Forwarded(plan, step.samples, hidden, start, before, comm_s)
 
     def _graph_size(self, plan: StepPlan) -> int | None:
         """Of the graph for a step that only decodes, a token a row."""
@@ -179,12 +183,26 @@ class TorchExecutor:
             self._draw(samples, special, masks or {})
         ranked = self._rank(samples)
         prompts = self._prompt_logprobs(handle)
-        tokens = program.tokens[: len(samples.rows)].to("cpu", non_blocking=True)
+        drawn = program.tokens[: len(samples.rows)]
+        self._ranks.broadcast(drawn)
+        tokens = drawn.to("cpu", non_blocking=True)
         if not self.on_gpu:
             tokens = tokens.clone()  # the next step will write here
         end = self._end = self._mark()
         end.record()
-        return InFlight(tokens, ranked, prompts, handle.before, handle.start, end)
+        comm_s = self._ranks.comm_s - handle.comm_s
+        return InFlight(tokens, ranked, prompts, handle.before, handle.start, end, comm_s)
+
+    @torch.inference_mode()
+    def follow(self, handle: Forwarded) -> None:
+        """`sample` on another rank than the first, which draws for all: takes its tokens."""
+        for _ in self._prompt_logits(handle):
+            pass
+        rows, positions, _ = handle.samples
+        drawn = self.program.tokens[: len(rows)]
+        self._ranks.broadcast(drawn)
+        at = torch.from_numpy(self._rows.token_cells(rows, positions))
+        self._rows.cells.scatter_(0, self._send(at), drawn.clamp(min=0))
 
     def reset(self) -> None:
         if self.on_gpu:
@@ -235,18 +253,27 @@ class TorchExecutor:
     def _prompt_logprobs(self, handle: Forwarded) -> dict[int, list[Triple]]:
         """For each prompt token after the first: how likely the model found it."""
         found: dict[int, list[Triple]] = {}
-        for part in prompt_slices(handle.plan, self._rows.rows):
+        for part, logits in self._prompt_logits(handle):
             entries = found.setdefault(part.row, [])
-            size = part.stop - part.start
-            if size and handle.hidden is not None:
-                hidden = handle.hidden[part.first : part.first + size]
+            if logits is not None:
+                size = len(logits)
                 targets = self._rows.tokens[part.row, part.start + 1 : part.stop + 1]
-                logits = self.program.decoder.head(hidden)
                 best = self.program.sampler.logprobs(
                     logits, np.arange(size), targets, part.num_best
                 )
                 entries.append(self._fetch(best))
         return found
+
+    def _prompt_logits(
+        self, handle: Forwarded
+    ) -> Iterator[tuple[PromptSlice, torch.Tensor | None]]:
+        """Of the prompt tokens that are judged, a slice at a time; None where a slice is empty."""
+        for part in prompt_slices(handle.plan, self._rows.rows):
+            size, logits = part.stop - part.start, None
+            if size and handle.hidden is not None:
+                hidden = handle.hidden[part.first : part.first + size]
+                logits = self.program.decoder.head(hidden)
+            yield part, logits
 
     # ── between host and device ─────────────────────────────────────────────────────────────
 

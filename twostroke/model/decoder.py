@@ -24,13 +24,20 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from twostroke.kernels.reference import Attend, Kernels
 from twostroke.kv.pool import KVPool
 from twostroke.model.batch import DecodeInputs, StepInputs
 from twostroke.model.latent import LatentAttention
-from twostroke.model.linear import DenseLinear, Linear
+from twostroke.model.linear import (
+    DenseLinear,
+    Embedding,
+    GatheredLinear,
+    Linear,
+    SplitEmbedding,
+    SummedLinear,
+)
+from twostroke.model.ranks import ONE_RANK, Ranks, is_summed, part_of, rank_spec, vocab_rows
 from twostroke.model.rope import rope_tables
 from twostroke.model.spec import AttentionSpec, LayerSpec, ModelSpec, projections
 from twostroke.model.weights import WeightSource
@@ -138,23 +145,25 @@ class Decoder:
         kernels: Kernels,
         pdl: bool = False,
         weight_dtype: torch.dtype | None = None,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
         """`pdl`: the launches of a small step are set up before the one in front has ended.
-        `weight_dtype`: what weights are rounded to before they are held in `dtype`."""
-        self.spec, self.dtype, self.device, self.kernels = spec, dtype, device, kernels
+        `weight_dtype`: what weights are rounded to before they are held in `dtype`. `ranks`: those
+        that share the model of `spec`; `self.spec` is of this one's part."""
+        self.spec, self.ranks = rank_spec(spec, ranks.size), ranks
+        self.dtype, self.device, self.kernels = dtype, device, kernels
         self.pdl = pdl
+        self._norm_all_heads = kernels.rms_norm if ranks.size == 1 else partial(_rms_norm, ranks)
         self._embed_scale = float(torch.tensor(spec.embed_scale, dtype=dtype))
-        load = _Loader(spec, source, dtype, device, max_len, kernels, weight_dtype or dtype)
+        load = _Loader(spec, source, dtype, device, max_len, kernels, weight_dtype or dtype, ranks)
         # Unpacking keeps one core busy at a time, and leaves Python free while it does.
         with ThreadPoolExecutor() as pool:
-            embed = pool.submit(load.tensor, "embed")
+            embed = pool.submit(load.embedding)
             self._layers = list(pool.map(load.layer, range(spec.num_layers)))
             self._embed = embed.result()
         self._positions = load.tensor("positions") if spec.learned_positions else None
         self._final_norm = load.norm("final_norm")
-        head = self._embed if spec.tie_embeddings else load.tensor("head")
-        bias = load.tensor("head_bias") if spec.head_bias else None
-        self._head: Linear = DenseLinear(head, bias, kernels)
+        self._head = load.head(self._embed)
 
     def to_meta(self) -> Decoder:
         """One layer of each kind and the last, of tensors that have no memory: what it launches is
@@ -188,7 +197,7 @@ class Decoder:
         """Runs up to the attention of each layer in turn and yields that layer's number: queries
         are in the workspace, keys and values in the cache. It goes on with what attention has left
         in the workspace; after the last number `last_layer` is to be called."""
-        torch.index_select(self._embed, 0, inputs.token_ids, out=work.residual)
+        self._embed.rows(inputs.token_ids, work.residual)
         normed = self._first_norm(work.residual, inputs)
         for index, layer in enumerate(self._layers):
             self._project(layer, normed, inputs, pool.layers[index], work)
@@ -248,7 +257,7 @@ class Decoder:
     # ── parts of a layer ────────────────────────────────────────────────────────────────────
 
     def _decode(self, inputs: StepInputs, decode: DecodeInputs, pool: KVPool) -> torch.Tensor:
-        residual = F.embedding(inputs.token_ids, self._embed)
+        residual = self._embed.rows(inputs.token_ids)
         normed = self._first_norm(residual, inputs)
         for index, (layer, cache) in enumerate(zip(self._layers, pool.layers, strict=True)):
             attended = self._decode_attention(layer, normed, inputs, decode, cache)
@@ -301,7 +310,7 @@ class Decoder:
         if self._embed_scale != 1.0:
             residual *= self._embed_scale
         if self._positions is not None:
-            residual += F.embedding(inputs.positions, self._positions)
+            residual += self._positions.index_select(0, inputs.positions)
         return residual if norm is None else self._norm(residual, norm, self._pdl(len(residual)))
 
     def _norm(self, x: torch.Tensor, norm: Norm, pdl: bool) -> torch.Tensor:
@@ -319,7 +328,7 @@ class Decoder:
         if part.qk_norm == "full" and layer.q_norm is not None and layer.k_norm is not None:
             q, k = qkv[:, : part.q_size], qkv[:, part.q_size : part.q_size + part.kv_size]
             for side, weight in ((q, layer.q_norm), (k, layer.k_norm)):
-                side.copy_(self.kernels.rms_norm(side.contiguous(), weight, self.spec.norm_eps))
+                side.copy_(self._norm_all_heads(side.contiguous(), weight, self.spec.norm_eps))
         return qkv
 
     def _project(
@@ -517,8 +526,16 @@ def _to_meta(part: Any) -> Any:
     return part.to_meta() if hasattr(part, "to_meta") else part
 
 
+def _rms_norm(ranks: Ranks, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Over the heads of all ranks, of which each has as many."""
+    wide = x.float()
+    mean = ranks.all_reduce(wide.pow(2).mean(-1, keepdim=True)) / ranks.size
+    return (weight * (wide * torch.rsqrt(mean + eps)).to(weight.dtype)).to(x.dtype)
+
+
 class _Loader:
-    """Reads weights into place, matrices that are used together side by side."""
+    """Reads weights into place, of each this rank's part, matrices that are used together side by
+    side."""
 
     def __init__(
         self,
@@ -529,8 +546,12 @@ class _Loader:
         max_len: int,
         kernels: Kernels,
         weight_dtype: torch.dtype,
+        ranks: Ranks,
     ) -> None:
-        self._spec, self._source, self._kernels = spec, source, kernels
+        self._shapes = spec.weight_shapes()
+        self._spec = spec = rank_spec(spec, ranks.size)
+        self._own_shapes = spec.weight_shapes()
+        self._ranks, self._source, self._kernels = ranks, source, kernels
         self._dtype, self._device, self._weight_dtype = dtype, device, weight_dtype
         groups = enumerate(spec.kv_groups())
         self._group_of = {index: n for n, group in groups for index in group.layers}
@@ -579,8 +600,37 @@ class _Loader:
             self._kernels,
         )
 
-    def tensor(self, name: str) -> torch.Tensor:
-        return self._read(name).to(self._device, self._dtype)
+    def embedding(self) -> Embedding:
+        ranks = self._ranks
+        if ranks.size == 1:
+            return Embedding(self.tensor("embed"))
+        first = vocab_rows(self._spec.vocab_size, ranks).start
+        return SplitEmbedding(self._vocab_part("embed"), first, ranks)
+
+    def head(self, embedding: Embedding) -> Linear:
+        ranks, tied = self._ranks, self._spec.tie_embeddings
+        if ranks.size == 1:
+            weight = embedding.weight if tied else self.tensor("head")
+            bias = self.tensor("head_bias") if self._spec.head_bias else None
+            return DenseLinear(weight, bias, self._kernels)
+        weight = embedding.weight if tied else self._vocab_part("head")
+        bias = self._vocab_part("head_bias") if self._spec.head_bias else None
+        part = DenseLinear(weight, bias, self._kernels)
+        return GatheredLinear(part, self._spec.vocab_size, ranks)
+
+    def _vocab_part(self, name: str) -> torch.Tensor:
+        """As many rows on every rank; those that the vocabulary does not have are zeros."""
+        vocab, *width = self._shapes[name]
+        rows = vocab_rows(vocab, self._ranks)
+        places = -(-vocab // self._ranks.size)
+        part = torch.zeros(places, *width, dtype=self._dtype, device=self._device)
+        if rows.stop > rows.start:
+            read = read_tensor(self._source, name, self._weight_dtype, (rows,))
+            part[: rows.stop - rows.start].copy_(read)
+        return part
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return self._read(name, dtype).to(self._device, dtype or self._dtype)
 
     def norm(self, name: str) -> Norm:
         bias = self._norm_weight(f"{name}_bias") if self._spec.norm_bias else None
@@ -590,23 +640,28 @@ class _Loader:
         return self._wide(name) if self._spec.norm_fp32 else self.tensor(name)
 
     def _wide(self, name: str) -> torch.Tensor:
-        return read_tensor(self._source, name, torch.float32).to(self._device)
+        return self.tensor(name, torch.float32)
 
-    def _read(self, name: str) -> torch.Tensor:
-        return read_tensor(self._source, name, self._weight_dtype)
+    def _read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        part = part_of(self._shapes[name], self._own_shapes[name], self._ranks)
+        return read_tensor(self._source, name, dtype or self._weight_dtype, part)
 
     def _if_any(self, read: Callable[[str], Any], at: str, names: dict[str, Any], name: str) -> Any:
         return read(at + name) if name in names else None
 
     def _linear(self, names: list[str], biased: bool) -> Linear:
+        summed = is_summed(self._shapes[names[0]], self._own_shapes[names[0]])
+        if summed and self._ranks.rank:
+            biased = False  # it is added once
         bias = self._merged([name + "_bias" for name in names]) if biased else None
-        return DenseLinear(self._merged(names), bias, self._kernels)
+        linear = DenseLinear(self._merged(names), bias, self._kernels)
+        return SummedLinear(linear, self._ranks) if summed else linear
 
     def _merged(self, names: list[str]) -> torch.Tensor:
         """One tensor of several; a part is in memory a second time only while it is put there."""
         if len(names) == 1:
             return self.tensor(names[0])
-        shapes = [self._source.shape(name) or () for name in names]
+        shapes = [self._own_shapes[name] for name in names]
         rows = sum(shape[0] for shape in shapes)
         whole = torch.empty(rows, *shapes[0][1:], dtype=self._dtype, device=self._device)
         places = torch.split(whole, [shape[0] for shape in shapes])

@@ -1,17 +1,20 @@
-"""Weight formats of torch's backends: a matrix that knows its bytes, its shards and its products.
+"""Weight formats of torch's backends: a matrix that knows its bytes and its products.
 
 A format packs once at load. Few rows (decode) stream the packed bytes once, many rows (prefill)
 feed the matrix units: which of the two runs follows from the number of rows, inside the format.
-Nobody else asks which format a matrix has.
+Nobody else asks which format a matrix has. Where several ranks share a model, each reads its part
+of a matrix into a format; what the parts give is put together around it (`SummedLinear`,
+`GatheredLinear`, `SplitEmbedding`).
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 
 from twostroke.kernels.reference import Kernels
+from twostroke.model.ranks import Ranks
 
 
 class Linear(Protocol):
@@ -25,14 +28,6 @@ class Linear(Protocol):
 
     def gated_product(self, x: torch.Tensor, activation: str, *, pdl: bool = False) -> torch.Tensor:
         """W is a gate and, below it, an up projection: activation(gate x) · up x."""
-        ...
-
-    def shard_rows(self, index: int, count: int) -> Linear:
-        """The index-th of `count` equal parts of the outputs."""
-        ...
-
-    def shard_columns(self, index: int, count: int) -> Linear:
-        """Of the inputs; the parts' products add up to the whole one."""
         ...
 
     def to_meta(self) -> Linear:
@@ -59,14 +54,82 @@ class DenseLinear:
             return self._kernels.gated_product(x, self.weight, activation, pdl=pdl)
         return self._kernels.act_and_mul(self.product(x), activation, pdl=pdl)
 
-    def shard_rows(self, index: int, count: int) -> DenseLinear:
-        bias = None if self.bias is None else self.bias.chunk(count)[index].clone()
-        return DenseLinear(self.weight.chunk(count)[index].clone(), bias, self._kernels)
-
-    def shard_columns(self, index: int, count: int) -> DenseLinear:
-        bias = self.bias if index == 0 else None  # added once
-        return DenseLinear(self.weight.chunk(count, 1)[index].contiguous(), bias, self._kernels)
-
     def to_meta(self) -> DenseLinear:
         bias = None if self.bias is None else self.bias.to("meta")
         return DenseLinear(self.weight.to("meta"), bias, self._kernels)
+
+
+class SummedLinear:
+    """Some columns of a matrix: the ranks' products add up. The bias, if any, is the first rank's
+    part's."""
+
+    def __init__(self, part: Linear, ranks: Ranks) -> None:
+        self._part, self._ranks = part, ranks
+        self.num_bytes = part.num_bytes
+
+    def product(
+        self, x: torch.Tensor, *, pdl: bool = False, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._ranks.all_reduce(self._part.product(x, pdl=pdl, out=out))
+
+    def gated_product(self, x: torch.Tensor, activation: str, *, pdl: bool = False) -> NoReturn:
+        raise TypeError("parts of a gated product do not add up")
+
+    def to_meta(self) -> Linear:
+        return self._part.to_meta()
+
+
+class GatheredLinear:
+    """Some rows of a matrix of `size` rows: the first rank gets all outputs, another its own."""
+
+    def __init__(self, part: Linear, size: int, ranks: Ranks) -> None:
+        self._part, self._size, self._ranks = part, size, ranks
+        self.num_bytes = part.num_bytes
+
+    def product(
+        self, x: torch.Tensor, *, pdl: bool = False, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        own = self._part.product(x, pdl=pdl)
+        parts = self._ranks.gather(own)
+        if self._ranks.rank:
+            return own
+        whole = own.new_empty(len(x), self._size) if out is None else out
+        width = own.shape[1]
+        for n, part in enumerate(parts):
+            place = whole[:, n * width : (n + 1) * width]
+            place.copy_(part[:, : place.shape[1]])
+        return whole
+
+    def gated_product(self, x: torch.Tensor, activation: str, *, pdl: bool = False) -> NoReturn:
+        raise TypeError("a gate and its up projection are on one rank")
+
+    def to_meta(self) -> Linear:
+        ranks = Ranks(self._ranks.rank, self._ranks.size)
+        return GatheredLinear(self._part.to_meta(), self._size, ranks)
+
+
+class Embedding:
+    """A row of numbers for each token."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+    def rows(self, token_ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.index_select(self.weight, 0, token_ids, out=out)
+
+    def to_meta(self) -> Embedding:
+        return Embedding(self.weight.to("meta"))
+
+
+class SplitEmbedding(Embedding):
+    """The rows of the tokens from `first` on; other ranks have those of the other tokens."""
+
+    def __init__(self, weight: torch.Tensor, first: int, ranks: Ranks) -> None:
+        super().__init__(weight)
+        self._first, self._ranks = first, ranks
+
+    def rows(self, token_ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        own = token_ids - self._first
+        elsewhere = (own < 0) | (own >= len(self.weight))
+        found = super().rows(own.masked_fill_(elsewhere, 0), out)
+        return self._ranks.all_reduce(found.masked_fill_(elsewhere.unsqueeze(1), 0))

@@ -76,6 +76,7 @@ class StepRecord(NamedTuple):
     first: tuple[FirstToken, ...] = ()
     predicted_s: float | None = None  # what the step-time model expected of `device_s`
     drafted: int = 0  # tokens beyond their stream's first in this step, which have no gap
+    comm_s: float = 0.0  # of `device_s`, what rank 0 spent in collectives; told by ranks on CPUs
 
     @property
     def num_written(self) -> int:

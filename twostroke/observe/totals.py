@@ -90,6 +90,7 @@ class Totals:
         self.part_s = {cause: Histogram(GAP_BUCKETS) for cause in CAUSES}
         self.ttft_s = Histogram(FIRST_BUCKETS)
         self.preemptions = self.recomputed_tokens = 0
+        self.comm_s = 0.0
         self.prompt_tokens = self.cached_tokens = self.generation_tokens = 0
         self.predicted_s = self.predicted_actual_s = self.prediction_error_s = 0.0
         # Requests
@@ -131,6 +132,7 @@ class Totals:
             self.iteration_tokens.add(tokens)
         self.preemptions += record.preempted
         self.recomputed_tokens += record.recomputed
+        self.comm_s += record.comm_s
         self.generation_tokens += record.num_written
         if record.regular:
             self._add_gap(since, record.regular)

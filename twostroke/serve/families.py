@@ -149,6 +149,7 @@ class Families:
             yield self._counters(f"twostroke:phase_{name}", text, values, "phase")
         for name, text, value in (
             ("recomputed_tokens", "Lost to preemption.", totals.recomputed_tokens),
+            ("collective_seconds", "Of the steps' time, in collectives of rank 0.", totals.comm_s),
             ("step_predicted_seconds", "As the step-time model foresaw.", totals.predicted_s),
             ("step_foreseen_seconds", "Those steps, as they ran.", totals.predicted_actual_s),
             ("step_error_seconds", "|foreseen - ran|, summed.", totals.prediction_error_s),

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from twostroke.errors import ModelError
-from twostroke.model.weights import WeightSource, all_finite, not_finite
+from twostroke.model.ranks import WHOLE, Part
+from twostroke.model.weights import ALL_ROWS, WeightSource, all_finite, not_finite
 from twostroke.model.weights.dummy import STD, TILE, DummyWeights, mean_of
 from twostroke.model.weights.safetensors import SafetensorsWeights
 
@@ -22,16 +23,18 @@ DTYPES = {
 }
 
 
-def read_tensor(source: WeightSource, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """A weight as a dense tensor of its own memory, every number of it finite."""
+def read_tensor(
+    source: WeightSource, name: str, dtype: torch.dtype, part: Part = WHOLE
+) -> torch.Tensor:
+    """A weight, or a part of it, as a dense tensor of its own memory, every number of it finite."""
     if isinstance(source, DummyWeights):
         if source.device != "cpu":
-            return _drawn_there(source, name, dtype)
-        return _converted(source, name, dtype)
+            return _drawn_there(source, name, dtype, part)
+        return _converted(source, name, dtype, part)
     if isinstance(source, SafetensorsWeights) and not source.is_changed(name):
-        tensor, narrows = _copied(source, name, dtype)
+        tensor, narrows = _copied(source, name, dtype, part)
     else:
-        tensor, narrows = _converted(source, name, dtype), True
+        tensor, narrows = _converted(source, name, dtype, part), True
     if narrows and dtype != torch.float32 and not bool(tensor.isfinite().all()):
         raise ModelError(
             f"{source.label(name)} holds a number that {dtype} does not; set dtype to another."
@@ -39,42 +42,70 @@ def read_tensor(source: WeightSource, name: str, dtype: torch.dtype) -> torch.Te
     return tensor
 
 
-def _copied(source: SafetensorsWeights, name: str, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
+def _copied(
+    source: SafetensorsWeights, name: str, dtype: torch.dtype, part: Part
+) -> tuple[torch.Tensor, bool]:
     """The second: whether the file's type has larger numbers than this one."""
     stored = source.stored(name)
-    data = stored.data if stored.data.ctypes.data % 8 == 0 else stored.data.copy()
-    there = torch.from_numpy(data).view(DTYPES[stored.type])
+    its_dtype = DTYPES[stored.type]
+    data = stored.data.reshape(*stored.shape, its_dtype.itemsize)[part]
+    shape, data = data.shape[:-1], np.ascontiguousarray(data).reshape(-1)
+    data = data if data.ctypes.data % 8 == 0 else data.copy()
     if not all_finite(data, stored.type):
         raise not_finite(source, name)
-    tensor = there.view(stored.shape).to(dtype, copy=True)  # it may be the mapped file itself
-    return tensor, torch.finfo(dtype).max < torch.finfo(there.dtype).max
+    there = torch.from_numpy(data).view(its_dtype).view(shape)
+    tensor = there.to(dtype, copy=True)  # it may be the mapped file itself
+    return tensor, torch.finfo(dtype).max < torch.finfo(its_dtype).max
 
 
-def _converted(source: WeightSource, name: str, dtype: torch.dtype) -> torch.Tensor:
+def _converted(source: WeightSource, name: str, dtype: torch.dtype, part: Part) -> torch.Tensor:
     shape = source.shape(name) or (1,)  # what is not there `floats` refuses
-    dense = torch.empty(shape, dtype=dtype)
+    first, end, own_shape = _extent(shape, part)
+    dense = torch.empty(own_shape, dtype=dtype)
     rows_per_part = max(1, ELEMENTS_PER_PART * shape[0] // math.prod(shape))
-    for first in range(0, shape[0], rows_per_part):
-        rows = slice(first, first + rows_per_part)
-        values = source.floats(name, rows)
-        if not all_finite(np.ascontiguousarray(values).view(np.uint8), "F32"):
+    for at in range(first, end, rows_per_part):
+        rows = slice(at, min(at + rows_per_part, end))
+        values = np.ascontiguousarray(source.floats(name, rows)[(ALL_ROWS, *part[1:])])
+        if not all_finite(values.view(np.uint8), "F32"):
             raise not_finite(source, name)
-        dense[rows].copy_(torch.from_numpy(values))
+        dense[rows.start - first : rows.stop - first].copy_(torch.from_numpy(values))
     return dense
 
 
-def _drawn_there(source: DummyWeights, name: str, dtype: torch.dtype) -> torch.Tensor:
+def _extent(shape: tuple[int, ...], part: Part) -> tuple[int, int, tuple[int, ...]]:
+    """The first row of a part, the one after its last, and its shape."""
+    ends = [one.indices(size)[:2] for one, size in zip(part, shape, strict=False)]
+    own = tuple(end - first for first, end in ends)
+    first, end = ends[0] if ends else (0, shape[0])
+    return first, end, (*own, *shape[len(own) :])
+
+
+def _drawn_there(source: DummyWeights, name: str, dtype: torch.dtype, part: Part) -> torch.Tensor:
     """Made on the device, in its dtype, with a tile as the only other memory.
 
     Drawn in float32, so that a narrower dtype holds the same weights rounded.
     """
-    weight = torch.empty(source.known_shape(name), dtype=dtype, device=source.device)
-    flat = weight.view(-1)
+    shape = source.known_shape(name)
+    first, end, own_shape = _extent(shape, part)
+    weight = torch.empty(own_shape, dtype=dtype, device=source.device)
     generator = torch.Generator(source.device)
     generator.manual_seed(source.seed_of(name))
-    tile = torch.empty(min(TILE, flat.numel()), device=source.device)
+    tile = torch.empty(min(TILE, math.prod(shape)), device=source.device)
     tile = tile.normal_(mean_of(name), STD, generator=generator).to(dtype)
-    for first in range(0, flat.numel(), TILE):
-        part = flat[first : first + TILE]
-        part.copy_(tile[: part.numel()])
+    width = math.prod(shape[1:])
+    if len(part) > 1:  # of some columns, row by row
+        for n, row in enumerate(range(first, end)):
+            columns = range(width)[part[1]]
+            _repeat(tile, row * width + columns.start, weight[n])
+    else:
+        _repeat(tile, first * width, weight.view(-1))
     return weight
+
+
+def _repeat(tile: torch.Tensor, start: int, out: torch.Tensor) -> None:
+    """Fill `out` with what stands from `start` on where the tile is repeated without end."""
+    at, filled = start % len(tile), 0
+    while filled < len(out):
+        piece = tile[at : at + len(out) - filled]
+        out[filled : filled + len(piece)].copy_(piece)
+        at, filled = 0, filled + len(piece)

@@ -1,0 +1,154 @@
+"""Ranks in processes of their own, as they run for real: they answer, die, are started again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server import running
+from tests.server.running import Running, serving
+from tests.tiny import tiny_folder, tiny_llm
+from twostroke import LLM, SamplingParams
+from twostroke.config import EngineConfig
+from twostroke.distributed import cleanup_dist_env_and_memory
+from twostroke.engine import build_torch
+from twostroke.engine.rank_processes import RankProcess, RankProcesses
+from twostroke.engine.remote import RemoteEngine
+from twostroke.errors import EngineError, ModelError
+
+PATIENCE_S = 120
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPTS = ["the quick brown fox", "a small model writes", "größer"]
+RANKS: dict[str, Any] = {"kernels": "reference", "tensor_parallel_size": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_folder(tmp_path_factory.mktemp("tiny") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[list[int]]:
+    return written(tiny_llm(folder, kernels="reference"))
+
+
+def written(llm: LLM) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, GREEDY)]
+
+
+def other_rank(llm: LLM) -> RankProcess:
+    (rank,) = llm.engine.core._executor._followers.ranks  # type: ignore[attr-defined]
+    return rank
+
+
+def state(pid: int) -> tuple[str, int]:
+    """Of a process, and its parent; "Z" once it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return "Z", 0
+    letter, parent, *_ = stat.rpartition(")")[2].split()
+    return letter, int(parent)
+
+
+def children(pid: int) -> list[int]:
+    """The ranks of an engine's process, the first aside."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and state(int(entry.name))[1] == pid:
+            with contextlib.suppress(OSError):
+                if b"twostroke.engine.rank" in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+    return found
+
+
+def test_a_library_has_ranks_that_write_the_same_and_a_killed_one_is_named(
+    folder: Path, expected: list[list[int]]
+) -> None:
+    llm = tiny_llm(folder, **RANKS)
+    assert written(llm) == expected
+    assert all(step.comm_s > 0 for step in llm.engine.core.records.steps)
+    rank = other_rank(llm)
+    rank._process.kill()
+    with pytest.raises(EngineError, match=r"^rank 1 was ended by signal 9.*all of them end$"):
+        written(llm)
+
+
+def test_ranks_end_with_the_engine_that_started_them(folder: Path) -> None:
+    llm = tiny_llm(folder, **RANKS)
+    process = other_rank(llm)._process
+    assert process.poll() is None
+    del llm
+    cleanup_dist_env_and_memory()
+    assert process.wait(PATIENCE_S) == 0
+
+
+def test_a_rank_without_memory_is_named_with_what_to_do(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poor = partial(RankProcesses, module="tests.engine.poor_rank")
+    monkeypatch.setattr(build_torch, "RankProcesses", poor)
+    with pytest.raises(ModelError) as refused:
+        tiny_llm(folder, **RANKS)
+    says = str(refused.value)
+    assert "rank 1 of 2 ran out of memory at the start" in says
+    assert "no memory for this weight" in says
+    assert "lower kv_cache_memory_bytes, or raise tensor_parallel_size" in says
+
+
+def test_a_rank_that_ends_before_it_has_come_is_named(folder: Path) -> None:
+    config = EngineConfig(model=str(folder), **RANKS)
+    others = RankProcesses(config, module="twostroke.engine.no_such_rank")
+    with pytest.raises(EngineError, match="rank 1 ended with exit code 1"), others.starting():
+        others.wait_for_all()
+
+
+# ── a server ────────────────────────────────────────────────────────────────────────────────
+
+
+def ask(server: Running) -> str:
+    body = {"prompt": PROMPTS[0], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    return server.post("/v1/completions", body)["choices"][0]["text"]
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="finds the ranks in /proc")
+def test_a_server_answers_with_ranks_and_again_after_one_was_killed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "PATIENCE_S", PATIENCE_S)  # torch is imported by each rank
+    config = EngineConfig(model=str(folder), num_gpu_blocks_override=256, **RANKS)
+
+    @asynccontextmanager
+    async def engine() -> AsyncIterator[RemoteEngine]:
+        async with await RemoteEngine.start(config) as remote:
+            yield remote
+
+    with serving(engine) as server:
+        first = ask(server)
+        assert len(first) > 0
+        remote: Any = server.client
+        (rank,) = children(remote._child.pid)
+        os.kill(rank, signal.SIGKILL)
+        assert ask(server) == first, "it was sent to the new engine"
+        assert remote.num_restarts == 1
+        _, _, metrics = server.ask("GET", "/metrics")
+        line = next(
+            line
+            for line in metrics.decode().splitlines()
+            if line.startswith("twostroke:collective_seconds_total")
+        )
+        assert float(line.split()[-1]) > 0
+        (rank,) = children(remote._child.pid)
+    until = time.monotonic() + PATIENCE_S
+    while state(rank)[0] != "Z":
+        assert time.monotonic() < until, "the rank outlived its server"
+        time.sleep(0.01)

@@ -1,0 +1,75 @@
+"""The process of a rank other than the first: `python -m twostroke.engine.rank`, started and spoken
+to by `rank_processes.py`.
+
+It reads its part of the weights, then runs whatever plans it is sent. It has no scheduler, no
+tokenizer and nobody to answer to, and ends when its stdin does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO
+
+from twostroke import log_lines
+from twostroke.config import EngineConfig
+from twostroke.engine.rank_processes import read_frame
+from twostroke.engine.wire import pack_error
+
+
+def main() -> int:
+    for name in (signal.SIGINT, signal.SIGTERM):  # the first rank decides
+        signal.signal(name, signal.SIG_IGN)
+    log_lines.configure()
+    with contextlib.suppress(BrokenPipeError), os.fdopen(os.dup(1), "w") as out:
+        os.dup2(2, 1)  # whatever prints does not speak to the first rank
+
+        def say(message: Any) -> None:
+            out.write(json.dumps(message) + "\n")
+            out.flush()
+
+        try:
+            _run(sys.stdin.buffer, say)
+        except Exception as error:
+            kind, message = pack_error(error)
+            if not kind:
+                traceback.print_exc()
+            say([kind, message])
+    sys.stderr.flush()
+    os._exit(1)  # at once: the others are to notice
+
+
+def _run(stdin: BinaryIO, say: Callable[[Any], None]) -> None:
+    first = read_frame(stdin)
+    if not first:
+        raise SystemExit("no settings on stdin; this process is started by twostroke itself")
+    settings, rank, meeting_place = json.loads(first)
+    frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_read_frames, args=(stdin, frames), daemon=True).start()
+    from twostroke.engine.build_torch import join_ranks, run_rank  # imports torch
+
+    config = EngineConfig(**settings)
+    say("here")
+    run_rank(config, join_ranks(config, rank, meeting_place), _taken(frames))
+
+
+def _read_frames(stdin: BinaryIO, frames: queue.SimpleQueue[bytes]) -> None:
+    while frame := read_frame(stdin):
+        frames.put(frame)
+    os._exit(0)  # in the middle of a step, too: the other ranks are gone or going
+
+
+def _taken(frames: queue.SimpleQueue[bytes]) -> Iterator[bytes]:
+    while True:
+        yield frames.get()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

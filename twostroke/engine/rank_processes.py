@@ -1,0 +1,166 @@
+"""`RankProcesses`: the ranks other than the first, each in a process of its own (`rank.py`), as the
+first one sees them.
+
+    to a rank     its settings, then a plan a step, as frames on its stdin; its end ends the rank
+    from a rank   lines of JSON on its stdout: that it has come, or why it ends
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from time import monotonic, sleep
+from typing import BinaryIO
+
+from twostroke.config import EngineConfig
+from twostroke.engine.wire import unpack_error
+from twostroke.errors import TwostrokeError
+
+MODULE = "twostroke.engine.rank"
+HEADER_BYTES = 8  # before each frame: its length
+GRACE_S = 5.0  # an end may be noticed in a step before the process is gone
+POLL_S = 0.01
+
+
+class RankProcess:
+    def __init__(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        self.rank, self._process = rank, process
+        self.has_come = threading.Event()  # or has ended
+        self.noticed_s: float | None = None  # when it said that it ends, or ended
+        self.kind = ""  # of the error that it ended with, if that is one meant for the user
+        self._last_words = ""
+        threading.Thread(target=self._listen, name=f"twostroke-rank-{rank}", daemon=True).start()
+
+    def send(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(len(data).to_bytes(HEADER_BYTES, "little") + data)
+        self._process.stdin.flush()
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            match json.loads(line):
+                case "here":
+                    self.has_come.set()
+                case [str(kind), str(message)]:
+                    self.kind, self._last_words = kind, message
+                    self.noticed_s = monotonic()
+        self._process.wait()
+        self.noticed_s = self.noticed_s or monotonic()
+        self.has_come.set()
+
+    def how_it_ended(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(GRACE_S)
+        code = self._process.returncode
+        if code is not None and code < 0:
+            memory = ", perhaps for want of memory" if -code == signal.SIGKILL else ""
+            status = f"was ended by signal {-code}{memory}"
+        else:
+            status = f"ended with exit code {code}"
+        words = f": {self._last_words}" if self._last_words else ""
+        return f"rank {self.rank} {status}{words}"
+
+
+class RankProcesses:
+    def __init__(self, config: EngineConfig, module: str = MODULE) -> None:
+        """Returns at once, while they start. `config.model` is the path of the model's files."""
+        self._folder = tempfile.mkdtemp(prefix="twostroke-ranks-")
+        self.meeting_place = os.path.join(self._folder, "store")
+        processes = [_spawn(module) for _ in range(1, config.tensor_parallel_size)]
+        self._finalizer = weakref.finalize(self, _end, processes, self._folder)
+        self.ranks = [RankProcess(n, process) for n, process in enumerate(processes, 1)]
+        settings = dataclasses.asdict(config)
+        for one in self.ranks:
+            with contextlib.suppress(OSError):  # `wait_for_all` tells that it has ended
+                one.send(json.dumps([settings, one.rank, self.meeting_place]).encode())
+
+    def wait_for_all(self) -> None:
+        """Until they are about to meet at the `meeting_place`; raises if one has ended."""
+        for one in self.ranks:
+            one.has_come.wait()
+        if any(one.noticed_s for one in self.ranks):
+            raise self._error()
+
+    def send(self, data: bytes) -> None:
+        for one in self.ranks:
+            one.send(data)
+
+    def failure(self) -> str:
+        first = self._first_to_end()
+        return "" if first is None else first.how_it_ended()
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """What is done in here is done by all; raises why one could not, if that is the reason."""
+        try:
+            yield
+        except BaseException as error:
+            try:
+                ours = isinstance(error, TwostrokeError) or not isinstance(error, Exception)
+                if not ours and self._first_to_end() is not None:
+                    raise self._error() from None
+                raise
+            finally:
+                self.close()
+
+    def close(self) -> None:
+        self._finalizer()
+
+    def _first_to_end(self) -> RankProcess | None:
+        """The others end because of it."""
+        until = monotonic() + GRACE_S
+        while not (ended := [one for one in self.ranks if one.noticed_s]) and monotonic() < until:
+            sleep(POLL_S)
+        return min(ended, key=lambda one: one.noticed_s or 0.0, default=None)
+
+    def _error(self) -> TwostrokeError:
+        first = self._first_to_end()
+        assert first is not None
+        return unpack_error(first.kind, first.how_it_ended(), "the engine could not start")
+
+
+def _spawn(module: str) -> subprocess.Popen[bytes]:
+    # It finds modules where this process does, "" being the present folder, and nowhere else.
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]], folder: str) -> None:
+    """The end of its stdin ends a rank, whatever it does at the time."""
+    for process in processes:
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+    for process in processes:
+        try:
+            process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def read_frame(file: BinaryIO) -> bytes:
+    """What `RankProcess.send` has sent; b"": the first rank is gone."""
+    header = file.read(HEADER_BYTES)
+    if len(header) < HEADER_BYTES:
+        return b""
+    size = int.from_bytes(header, "little")
+    data = file.read(size)
+    return data if len(data) == size else b""
