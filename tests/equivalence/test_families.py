@@ -28,16 +28,21 @@ from transformers import (
     Glm4Config,
     GlmConfig,
     GraniteConfig,
+    GraniteMoeConfig,
     LlamaConfig,
     MinistralConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     SeedOssConfig,
     SmolLM3Config,
     StableLmConfig,
@@ -142,6 +147,12 @@ EXAONE4_FULL = {"sliding_window": None, "layer_types": [FULL] * 3}
 COHERE = {"layer_norm_eps": 1e-4, "logit_scale": 0.7}
 STABLELM = {"layer_norm_eps": 1e-4, "use_qkv_bias": True}
 STARCODER2 = {"norm_epsilon": 1e-4, "sliding_window": WINDOW, "num_key_value_heads": 1}
+
+LOCAL_EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2}
+MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+QWEN2_MOE = MOE | {"shared_expert_intermediate_size": 72}
+QWEN3_MOE = MOE | {"head_dim": 24}
+OLMOE = {"num_experts": 6, "num_experts_per_tok": 3, "eos_token_id": None}
 
 VARIANTS = [
     Variant("llama2", LlamaConfig, {"num_key_value_heads": 4}, rope(rope_theta=500.0)),
@@ -280,6 +291,34 @@ VARIANTS = [
         {"use_parallel_residual": False},
     ),
     Variant("starcoder2", Starcoder2Config, STARCODER2, {"sliding_window": WINDOW + 1}),
+    Variant("mixtral", MixtralConfig, LOCAL_EXPERTS, {"num_experts_per_tok": 1}),
+    Variant(
+        "mixtral_window",
+        MixtralConfig,
+        LOCAL_EXPERTS | {"sliding_window": WINDOW},
+        {"sliding_window": WINDOW + 1},
+    ),
+    Variant("qwen2_moe", Qwen2MoeConfig, QWEN2_MOE, {"norm_topk_prob": True}),
+    Variant(
+        "qwen2_moe_every_other_layer",
+        Qwen2MoeConfig,
+        QWEN2_MOE | {"decoder_sparse_step": 2, "norm_topk_prob": True},
+        {"norm_topk_prob": False},
+    ),
+    Variant(
+        "qwen3_moe",
+        Qwen3MoeConfig,
+        QWEN3_MOE | {"norm_topk_prob": True},
+        {"norm_topk_prob": False},
+    ),
+    Variant(
+        "qwen3_moe_dense_layers",
+        Qwen3MoeConfig,
+        QWEN3_MOE | {"mlp_only_layers": [0, 2]},
+        {"num_experts_per_tok": 2},
+    ),
+    Variant("olmoe", OlmoeConfig, OLMOE, {"norm_topk_prob": True}),
+    Variant("granitemoe", GraniteMoeConfig, GRANITE | LOCAL_EXPERTS, {"num_experts_per_tok": 1}),
 ]
 
 

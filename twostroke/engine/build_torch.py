@@ -26,6 +26,7 @@ from twostroke.kv.pool import KVPool
 from twostroke.model.cost import CostModel, cost_model, dense_weight_bytes
 from twostroke.model.decoder import Decoder
 from twostroke.model.opened import OpenedModel
+from twostroke.model.spec import ExpertsSpec
 from twostroke.observe.startup_timer import StartupTimer
 from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig
@@ -103,6 +104,11 @@ def _start_on_gpu(
     estimate = replace(estimate, device_bytes=torch.cuda.mem_get_info(device)[1])
     pdl = torch.cuda.get_device_capability(device) >= (9, 0)  # Hopper is the first that can
     timer, kernels = StartupTimer(), _triton_kernels(device)
+    mixed = any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers)
+    if mixed and type(kernels).experts is Kernels.experts:
+        raise ConfigError(
+            "the kernels of a GPU have no mixtures of experts as yet; set kernels='reference'"
+        )
     timer.end("imports")
     decoder = Decoder(spec, model.weights, dtype, device, length, kernels, pdl)
     timer.end("weights")

@@ -5,6 +5,8 @@ Floors, rooflines, the memory plan and the step-time model all count with this f
     linear      2 FLOPs per weight of the layers and token; the head only where it is sampled
     attention   4 FLOPs per query channel and visible position (QKᵀ and PV), layer by layer
     bytes       the weights once a step, the keys and values read, those written
+    experts     FLOPs of those that a token goes through, bytes of those that a step's tokens are
+                expected to choose (`ExpertsSpec.experts_in_use`)
 
 This is how everyone counts. Our decoders do a little less: what comes after the keys and values of
 the last layer they do for the tokens that are sampled alone.
@@ -13,11 +15,11 @@ the last layer they do for the tokens that are sampled alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from twostroke.model.spec import ModelSpec
+from twostroke.model.spec import ExpertsSpec, ModelSpec
 from twostroke.plan import PhaseWork
 
 # The matrices of a layer by the stage of the native decoder that multiplies with them.
@@ -29,6 +31,7 @@ PRODUCTS = {
     "gate": "gate_up",
     "up": "gate_up",
     "down": "down",
+    "router": "route",
 }
 
 
@@ -50,8 +53,10 @@ class CostModel:
     layer_weight_bytes: float
     head_weight_bytes: float
     kv_bytes_per_token: float
-    # By stage, of all layers: FLOPs a token, bytes a step.
+    # By stage, of all layers: FLOPs a token, bytes a step, experts aside.
     products: Mapping[str, Work] = field(default_factory=dict)
+    # By stage, of each mixture of experts: FLOPs a token, bytes of all experts.
+    experts: Sequence[tuple[ExpertsSpec, str, Work]] = ()
 
     def flops(self, work: PhaseWork, samples: int) -> float:
         return (
@@ -63,8 +68,11 @@ class CostModel:
     def kv_bytes(self, work: PhaseWork) -> float:
         return (work.kv_reads + work.tokens) * self.kv_bytes_per_token
 
-    def weight_bytes(self, samples: int) -> float:
-        return self.layer_weight_bytes + (self.head_weight_bytes if samples else 0.0)
+    def weight_bytes(self, samples: int, tokens: float = math.inf) -> float:
+        """What a step of so many tokens reads of the weights."""
+        unused = sum(work.num_bytes * _unused(spec, tokens) for spec, _, work in self.experts)
+        head = self.head_weight_bytes if samples else 0.0
+        return self.layer_weight_bytes - unused + head
 
     def stages(self, work: PhaseWork, samples: int) -> dict[str, Work]:
         """What the stages of a step do, where that is known; `work`: of both phases."""
@@ -72,6 +80,10 @@ class CostModel:
             stage: Work(work.tokens * one.flops, one.num_bytes)
             for stage, one in self.products.items()
         }
+        for spec, stage, one in self.experts:
+            used = 1 - _unused(spec, work.tokens)
+            done = Work(work.tokens * one.flops, one.num_bytes * used)
+            found[stage] = found.get(stage, Work()) + done
         attended, read = work.kv_tokens, work.kv_reads
         found["attend"] = Work(attended * self.flops_per_kv_token, read * self.kv_bytes_per_token)
         if samples:
@@ -87,19 +99,36 @@ def cost_model(spec: ModelSpec, weight_bytes: Mapping[str, float], kv_itemsize: 
     ]
     head = "embed" if spec.tie_embeddings else "head"
     products: dict[str, Work] = {}
+    experts: dict[tuple[int, str], Work] = {}
     for name in matrices:
         stage = PRODUCTS[name.rpartition(".")[2]]
         one = Work(2.0 * math.prod(shapes[name]), weight_bytes[name])
-        products[stage] = products.get(stage, Work()) + one
+        if ".experts." in name:
+            number = int(name.split(".")[1])
+            mlp = spec.layers[number].mlp
+            assert isinstance(mlp, ExpertsSpec)
+            share = mlp.routing.experts_per_token / mlp.num_experts
+            one = Work(one.flops * share, one.num_bytes)
+            experts[number, stage] = experts.get((number, stage), Work()) + one
+        else:
+            products[stage] = products.get(stage, Work()) + one
+    mixtures = [(spec.layers[n].mlp, stage, work) for (n, stage), work in experts.items()]
+    works = [*products.values(), *experts.values()]
     return CostModel(
-        flops_per_token=2.0 * sum(math.prod(shapes[name]) for name in matrices),
+        flops_per_token=sum(work.flops for work in works),
         flops_per_sample=2.0 * math.prod(shapes[head]),
         flops_per_kv_token=4.0 * sum(layer.attention.q_size for layer in spec.layers),
         layer_weight_bytes=float(sum(weight_bytes[name] for name in matrices)),
         head_weight_bytes=float(weight_bytes[head]),
         kv_bytes_per_token=spec.kv_elements_per_token * kv_itemsize,
         products=products,
+        experts=tuple(mixtures),  # type: ignore[arg-type]
     )
+
+
+def _unused(spec: ExpertsSpec, tokens: float) -> float:
+    """The share of the experts that no token of a step is expected to choose."""
+    return 1 - spec.experts_in_use(tokens) / spec.num_experts
 
 
 def dense_weight_bytes(spec: ModelSpec, itemsize: int) -> dict[str, float]:
