@@ -149,7 +149,7 @@ QWEN3_30B |= {"norm_topk_prob": True, "rms_norm_eps": 1e-6}
     ("published", "parameters", "active"),
     [
         (MIXTRAL_8X7B, 46_702_792_704, 12_879_925_248),
-        (QWEN3_30B, 30_532_122_624, 3_353_147_392),
+        (QWEN3_30B, 30_532_122_624, 3_353_032_704),
     ],
     ids=["mixtral", "qwen3_moe"],
 )
