@@ -55,7 +55,7 @@ def config_of(
         "model_type": "llama",
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
-        "intermediate_size": layer.mlp.intermediate_size,
+        "intermediate_size": layer.mlp.width,
         "num_hidden_layers": spec.num_layers,
         "num_attention_heads": part.num_heads,
         "num_key_value_heads": part.num_kv_heads,

@@ -76,7 +76,7 @@ class Transformers:
         config = LlamaConfig(
             vocab_size=spec.vocab_size,
             hidden_size=spec.hidden_size,
-            intermediate_size=mlp.intermediate_size,
+            intermediate_size=mlp.width,
             num_hidden_layers=spec.num_layers,
             num_attention_heads=part.num_heads,
             num_key_value_heads=part.num_kv_heads,

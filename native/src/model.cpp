@@ -56,9 +56,30 @@ std::vector<KVGroup> check_model(const ModelParts& parts, const Kernels& kernels
         at + "heads come in whole groups");
     is(layer.qkv, layer.qkv_size(), hidden, at + "qkv");
     is(layer.o, hidden, layer.q_size(), at + "o");
-    fit(layer.down != nullptr, at + "down is missing");
-    is(layer.down, hidden, layer.inner(), at + "down");
-    is(layer.gate_up, (layer.gated ? 2 : 1) * layer.inner(), hidden, at + "gate_up");
+    auto is_mlp = [&](const MLP& mlp, const std::string& what) {
+      fit(mlp.down != nullptr, what + "down is missing");
+      is(mlp.down, hidden, mlp.inner(), what + "down");
+      is(mlp.gate_up, (layer.gated ? 2 : 1) * mlp.inner(), hidden, what + "gate_up");
+    };
+    if (layer.experts == nullptr || layer.mlp.down != nullptr) is_mlp(layer.mlp, at);
+    if (layer.experts != nullptr) {
+      const Experts& experts = *layer.experts;
+      const Routing& routing = experts.routing;
+      const int count = experts.count(), groups = routing.groups, used = routing.groups_used;
+      fit(count > 0 && routing.experts_per_token > 0 && groups > 0 && used > 0 && used <= groups &&
+              count % groups == 0 && routing.experts_per_token <= used * (count / groups) &&
+              (!routing.top2_sum || count / groups > 1),
+          at + "as many experts as a token is to have");
+      fit(!experts.shared_gate || layer.mlp.down != nullptr, at + "a gate without a shared expert");
+      fit(experts.correction.empty() || experts.correction.size() == experts.each.size(),
+          at + "the correction");
+      is(experts.router, count + (experts.shared_gate ? 1 : 0), hidden, at + "the router");
+      fit(experts.router->packed().format == Format::kF32, at + "the router is not in floats");
+      for (const MLP& mlp : experts.each) {
+        is_mlp(mlp, at + "an expert's ");
+        fit(mlp.inner() == experts.inner(), at + "experts of different widths");
+      }
+    }
     for (const Norm* norm :
          {&layer.attn_norm, &layer.mlp_norm, &layer.attn_post_norm, &layer.mlp_post_norm})
       fit(norm->empty() ? norm->bias.empty() : is_norm(*norm), at + "a norm");
@@ -107,13 +128,23 @@ Model::Model(const Kernels& kernels, ModelParts parts, int threads, int threads_
   size_t scratch = 0;
   for (Layer& layer : parts_.layers) {
     if (!layer.sinks.empty()) layer.attention.sinks = layer.sinks.data();
-    for (const auto& m : {layer.qkv, layer.o, layer.gate_up, layer.down})
-      any_fp16_ = any_fp16_ || is_f16(m);
+    auto look_at = [&](const MLP& mlp) {
+      if (mlp.down == nullptr) return;
+      any_fp16_ = any_fp16_ || is_f16(mlp.gate_up) || is_f16(mlp.down);
+    };
+    any_fp16_ = any_fp16_ || is_f16(layer.qkv) || is_f16(layer.o);
+    look_at(layer.mlp);
+    if (layer.experts != nullptr) {
+      for (const MLP& mlp : layer.experts->each) look_at(mlp);
+      most_experts_ = std::max(most_experts_, layer.experts->router->packed().rows);
+      most_expert_inner_ = std::max(most_expert_inner_, layer.experts->inner());
+      most_per_token_ = std::max(most_per_token_, layer.experts->routing.experts_per_token);
+    }
     any_branch_ = any_branch_ || parts_.residual_scale != 1 || !layer.attn_post_norm.empty() ||
                   !layer.mlp_post_norm.empty();
     most_q_ = std::max(most_q_, layer.q_size());
     most_qkv_ = std::max(most_qkv_, layer.qkv_size());
-    most_inner_ = std::max(most_inner_, layer.inner());
+    most_inner_ = std::max(most_inner_, layer.mlp.inner());
     const int group = layer.heads_per_kv();
     scratch = std::max(scratch, prefill_attention(layer).scratch_floats(group, layer.dim));
     if (k_.matrix_units.min_tokens > 0)
@@ -128,18 +159,24 @@ Model::Model(const Kernels& kernels, ModelParts parts, int threads, int threads_
 size_t Model::num_bytes() const {
   size_t total = parts_.embed->num_bytes();
   if (parts_.head != parts_.embed) total += parts_.head->num_bytes();
-  for (const Layer& layer : parts_.layers)
-    total += layer.qkv->num_bytes() + layer.o->num_bytes() + layer.gate_up->num_bytes() +
-             layer.down->num_bytes();
+  auto bytes = [](const MLP& mlp) {
+    return mlp.down == nullptr ? 0 : mlp.gate_up->num_bytes() + mlp.down->num_bytes();
+  };
+  for (const Layer& layer : parts_.layers) {
+    total += layer.qkv->num_bytes() + layer.o->num_bytes() + bytes(layer.mlp);
+    if (layer.experts == nullptr) continue;
+    total += layer.experts->router->num_bytes();
+    for (const MLP& mlp : layer.experts->each) total += bytes(mlp);
+  }
   return total;
 }
 
 // ── activations ─────────────────────────────────────────────────────────────────────────────────
 
-void Model::resize(Quantised& a, int tokens, int width) const {
+void Model::resize(Quantised& a, int tokens, int width, bool matrix_units) const {
   const size_t padded = ceil_div(tokens, kTile) * static_cast<size_t>(kTile);
   const size_t blocks = ceil_div(width, kBlock);
-  a.uses_matrix_units = uses_matrix_units(tokens);
+  a.uses_matrix_units = matrix_units;
   if (a.uses_matrix_units) {
     const size_t rows = ceil_div(tokens, kTileTokens) * static_cast<size_t>(kTileTokens);
     const size_t needed = rows * blocks * kBlock;
@@ -218,6 +255,13 @@ void Model::reserve(int tokens) {
   resize(normed_, tokens, hidden_);
   resize(attended_, tokens, most_q_);
   resize(inner_, tokens, most_inner_);
+  if (most_experts_ > 0 && mixed_.size() < padded * hidden_) {
+    mixed_.resize(padded * hidden_);
+    router_.resize(padded * most_experts_);
+    share_.resize(padded * most_per_token_);
+    chosen_.resize(padded * most_per_token_);
+    place_.resize(padded * most_per_token_);
+  }
 }
 
 // ── a step ──────────────────────────────────────────────────────────────────────────────────────
@@ -366,13 +410,21 @@ void Model::finish(const Step& step, const Layer& layer, int member) {
     end_stage(kOutput, member);
   };
   if (!layer.parallel) add_attention();
+  const Matrix& next = layer.mlp.gate_up ? *layer.mlp.gate_up : *layer.experts->router;
   const bool shares_norm = layer.parallel && layer.mlp_norm.empty();
-  norm_all(step, shares_norm ? layer.attn_norm : layer.mlp_norm, *layer.gate_up, false, member);
-  const Quantised& normed = step.small ? own_[member] : normed_;
-  gate_and_up(layer, view(normed, hidden_), step.tokens, member);
-  end_stage(kGateUp, member);
+  norm_all(step, shares_norm ? layer.attn_norm : layer.mlp_norm, next, false, member);
+  if (layer.experts != nullptr) {
+    mix_experts(step, layer, member);
+  } else {
+    const Quantised& normed = step.small ? own_[member] : normed_;
+    gate_and_up(layer, view(normed, hidden_), step.tokens, member);
+    end_stage(kGateUp, member);
+  }
   if (layer.parallel) add_attention();
-  add_product(step, *layer.down, view(inner_, layer.inner()), layer.mlp_post_norm);
+  if (layer.experts != nullptr)
+    add_branch(step, mixed_, layer.mlp_post_norm);
+  else
+    add_product(step, *layer.mlp.down, view(inner_, layer.mlp.inner()), layer.mlp_post_norm);
   end_stage(kDown, member);
 }
 
@@ -383,45 +435,56 @@ void Model::add_product(const Step& step, const Matrix& w, const Activations& a,
   if (post_norm.empty() && scale == 1)
     return multiply(w, a, step.tokens, x_.data(), hidden_, true);
   multiply(w, a, step.tokens, branch_.data(), hidden_, false);
+  add_branch(step, branch_, post_norm);
+}
+
+void Model::add_branch(const Step& step, std::vector<float>& branch, const Norm& post_norm) {
+  const float scale = parts_.residual_scale;
   for_each_token(0, step.tokens, [&](int t) {
-    float* branch = &branch_[static_cast<size_t>(t) * hidden_];
+    float* own = &branch[static_cast<size_t>(t) * hidden_];
     float* x = &x_[static_cast<size_t>(t) * hidden_];
-    if (!post_norm.empty()) norm(branch, post_norm, branch);
-    for (int n = 0; n < hidden_; n++) x[n] += scale * branch[n];
+    if (!post_norm.empty()) norm(own, post_norm, own);
+    for (int n = 0; n < hidden_; n++) x[n] += scale * own[n];
   });
 }
 
-// Gate and up of some channels (or up alone), and at once what the next product wants of them: a
-// panel of tokens at a time, which stays in the caches in between.
 void Model::gate_and_up(const Layer& layer, const Activations& a, int tokens, int member) {
-  const int unit_rows = layer.gated ? 2 * kBlock : kBlock;  // rows that make one block of the inner layer
-  const int inner = layer.inner(), units = ceil_div(inner, kBlock);
+  const int units = ceil_div(layer.mlp.inner(), kBlock);
   const int per_task = std::max(1, ceil_div(units, num_tasks(tokens)));
-  const Packed& w = layer.gate_up->packed();
+  team_.parallel_for(ceil_div(units, per_task), [&](int task) {
+    const int from = task * per_task, to = std::min(units, from + per_task);
+    gate_units(layer, layer.mlp, a, 0, tokens, from, to, member, inner_);
+  });
+}
+
+// Gate and up of some channels (or up alone), 32 to a unit, and at once what the next product wants of
+// them: a panel of tokens at a time, which stays in the caches in between.
+void Model::gate_units(const Layer& layer, const MLP& mlp, const Activations& a, int first, int end,
+                       int from, int to, int member, Quantised& inner) {
+  const int unit_rows = layer.gated ? 2 * kBlock : kBlock;  // rows that make one block of the inner layer
+  const int width = mlp.inner();
+  const Packed& w = mlp.gate_up->packed();
   const auto activate = layer.activation == Activation::kSilu   ? k_.silu_mul
                         : layer.activation == Activation::kGelu ? k_.gelu_mul
                                                                 : k_.gelu_tanh_mul;
+  const int g0 = from * unit_rows / w.lanes, g1 = std::min(w.groups(), to * unit_rows / w.lanes);
+  const int stride = (to - from) * unit_rows;
   std::vector<float>& both = both_[member];
-  team_.parallel_for(ceil_div(units, per_task), [&](int task) {
-    const int from = task * per_task, to = std::min(units, from + per_task);
-    const int g0 = from * unit_rows / w.lanes, g1 = std::min(w.groups(), to * unit_rows / w.lanes);
-    const int stride = (to - from) * unit_rows;
-    const size_t needed = static_cast<size_t>(std::min(tokens, kPanel)) * stride;
-    if (both.size() < needed) both.resize(needed);
-    for (int t0 = 0; t0 < tokens; t0 += kPanel) {
-      const int t1 = std::min(tokens, t0 + kPanel);
-      k_.matmul(w, a, t0, t1, g0, g1, both.data(), stride, false);
-      for (int unit = from; unit < to; unit++) {
-        const int first = unit * kBlock, n = std::min(kBlock, inner - first);
-        const float* pair = &both[(unit - from) * unit_rows];
-        for (int t = t0; t < t1; t++, pair += stride) {
-          const float* up = layer.gated ? pair + n : kOnes.data();
-          activate(pair, up, n, &inner_.values[static_cast<size_t>(t) * inner + first]);
-          quantise(inner_, t, first, n, *layer.down);
-        }
+  const size_t needed = static_cast<size_t>(std::min(end - first, kPanel)) * stride;
+  if (both.size() < needed) both.resize(needed);
+  for (int t0 = first; t0 < end; t0 += kPanel) {
+    const int t1 = std::min(end, t0 + kPanel);
+    k_.matmul(w, a, t0, t1, g0, g1, both.data(), stride, false);
+    for (int unit = from; unit < to; unit++) {
+      const int at = unit * kBlock, n = std::min(kBlock, width - at);
+      const float* pair = &both[(unit - from) * unit_rows];
+      for (int t = t0; t < t1; t++, pair += stride) {
+        const float* up = layer.gated ? pair + n : kOnes.data();
+        activate(pair, up, n, &inner.values[static_cast<size_t>(t) * width + at]);
+        quantise(inner, t, at, n, *mlp.down);
       }
     }
-  });
+  }
 }
 
 int Model::num_tasks(int tokens) const {

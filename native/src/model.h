@@ -20,9 +20,38 @@ struct Norm {
   bool empty() const { return weight.empty(); }
 };
 
+// `RoutingSpec` of `twostroke/model/spec.py`.
+struct Routing {
+  int experts_per_token = 1;
+  bool sigmoid = false, normalised = true;
+  float scale = 1;
+  int groups = 1, groups_used = 1;
+  bool top2_sum = false;  // of a group's scores, or the largest
+};
+
+struct MLP {
+  std::shared_ptr<Matrix> gate_up, down;  // gate and up: 32 rows of each in turn, or up alone
+
+  int inner() const { return down == nullptr ? 0 : down->packed().cols; }
+};
+
+// `ExpertsSpec`, with its weights. The shared expert is the layer's MLP.
+struct Experts {
+  std::shared_ptr<Matrix> router;  // in floats; where the shared expert has a gate, that is the last row
+  bool shared_gate = false;
+  std::vector<float> correction;   // or empty
+  std::vector<MLP> each;
+  Routing routing;
+
+  int count() const { return static_cast<int>(each.size()); }
+  int inner() const { return each[0].inner(); }
+};
+
 // `AttentionSpec`, `MLPSpec` and `LayerSpec` of `twostroke/model/spec.py`, with their weights.
 struct Layer {
-  std::shared_ptr<Matrix> qkv, o, gate_up, down;  // gate and up: 32 rows of each in turn, or up alone
+  std::shared_ptr<Matrix> qkv, o;
+  MLP mlp;  // empty in a layer of experts without a shared one
+  std::shared_ptr<const Experts> experts;  // or null
   Norm attn_norm, mlp_norm, attn_post_norm, mlp_post_norm;
   std::vector<float> q_norm, k_norm;  // empty, over each head, or over all heads
   std::vector<float> sinks;           // empty, or of each head: what `attention.sinks` points to
@@ -37,7 +66,6 @@ struct Layer {
   int q_size() const { return heads * dim; }
   int kv_size() const { return kv_heads * dim; }
   int qkv_size() const { return q_size() + 2 * kv_size(); }
-  int inner() const { return down->packed().cols; }
   bool has_head_norms() const { return !q_norm.empty() && !has_full_norms(); }
   bool has_full_norms() const { return heads > 1 && q_norm.size() == static_cast<size_t>(q_size()); }
 };
@@ -94,9 +122,9 @@ struct Pool {  // of one KV group, as `kv/host_pool.py` makes it
 };
 
 // What a step's time goes to.
-enum Stage { kEmbed, kNorm, kQkv, kStore, kAttend, kMerge, kOutput, kGateUp, kDown, kHead, kStages };
+enum Stage { kEmbed, kNorm, kQkv, kStore, kAttend, kMerge, kOutput, kRoute, kGateUp, kDown, kHead, kStages };
 constexpr const char* kStageNames[kStages] = {"embed", "norm",   "qkv",     "store", "attend",
-                                              "merge", "output", "gate_up", "down",  "head"};
+                                              "merge", "output", "route", "gate_up", "down", "head"};
 
 // Throws unless the parts of a model fit each other; its KV groups.
 std::vector<KVGroup> check_model(const ModelParts& parts, const Kernels& kernels);
@@ -139,7 +167,10 @@ class Model {
   };
 
   void reserve(int tokens);
-  void resize(Quantised& a, int tokens, int width) const;
+  void resize(Quantised& a, int tokens, int width) const {
+    resize(a, tokens, width, uses_matrix_units(tokens));
+  }
+  void resize(Quantised& a, int tokens, int width, bool matrix_units) const;
   bool uses_matrix_units(int tokens) const;
   bool in_fp16(const Layer& layer) const { return !exact_ && k_.fp16.take(layer.dim); }
   const PrefillAttention& prefill_attention(const Layer& layer) const {
@@ -156,9 +187,15 @@ class Model {
                 int member);
   void project(const Step& step, const Layer& layer, int member);
   void finish(const Step& step, const Layer& layer, int member);
+  void add_branch(const Step& step, std::vector<float>& branch, const Norm& post_norm);
+  void mix_experts(const Step& step, const Layer& layer, int member);
+  void route(const Experts& experts, int t);
+  void group_by_expert(const Layer& layer, int from, int to, bool matrix_units);
   void add_product(const Step& step, const Matrix& w, const Activations& a, const Norm& post_norm);
   void pick(const Step& wanted, const Layer& layer, const int32_t* which);
   void gate_and_up(const Layer& layer, const Activations& a, int tokens, int member);
+  void gate_units(const Layer& layer, const MLP& mlp, const Activations& a, int first, int end,
+                  int from, int to, int member, Quantised& inner);
   void multiply(const Matrix& w, const Activations& a, int tokens, float* out, int stride,
                 bool add);
   void rotate_and_store(const Step& step, const Layer& layer, const Cache& cache, int t, int kv);
@@ -180,6 +217,7 @@ class Model {
   ModelParts parts_;
   std::vector<KVGroup> groups_;
   int hidden_, most_q_ = 0, most_qkv_ = 0, most_inner_ = 0;  // widths: of a layer at the most
+  int most_experts_ = 0, most_per_token_ = 0, most_expert_inner_ = 0;
   bool exact_, any_fp16_ = false, any_branch_ = false;
   int threads_, threads_prefill_;
   Team team_;
@@ -187,6 +225,18 @@ class Model {
   std::vector<float> x_, qkv_;
   std::vector<float> branch_;  // what attention or MLP return, where it is normed or scaled first
   Quantised normed_, attended_, inner_, last_;
+  // Of a step's tokens in a layer of experts: the router's products, whom it chooses and how much of
+  // each; where a token's rows are among those of the experts; and what comes of them all.
+  std::vector<float> router_, share_, mixed_;
+  std::vector<int32_t> chosen_, place_;
+  // An expert in use, its rows, and the first of its tasks in both products.
+  struct InUse {
+    int expert, first, count, gate_task, down_task, units_per_task, groups_per_task;
+  };
+  std::vector<InUse> in_use_;
+  int gate_tasks_ = 0, down_tasks_ = 0;
+  Quantised expert_in_, expert_inner_;
+  std::vector<float> expert_out_;
   std::vector<Quantised> own_;  // of each member: what it norms for itself in a small step
   std::vector<std::vector<float>> scratch_, both_;
   std::vector<float> partial_;  // of split decode attention: acc, largest, sum

@@ -368,10 +368,34 @@ NB_MODULE(_native, m) {
            "x"_a, "out"_a.noconvert(), "isa"_a = "auto", "exact"_a = false,
            "with_residual"_a = false, "out = x · selfᵀ + bias.");
 
+  nb::class_<Experts>(m, "Experts")
+      .def("__init__",
+           [](Experts* self, std::shared_ptr<Matrix> router,
+              const std::vector<std::shared_ptr<Matrix>>& gate_up,
+              const std::vector<std::shared_ptr<Matrix>>& down,
+              const std::optional<Floats1>& correction, bool shared_gate, int experts_per_token,
+              const std::string& scoring, bool normalised, float scale, int num_groups,
+              int groups_used, const std::string& group_score) {
+             check(!gate_up.empty() && gate_up.size() == down.size(), "experts have both matrices");
+             check(scoring == "softmax" || scoring == "sigmoid", "no scoring is called so");
+             check(group_score == "max" || group_score == "top2_sum", "no score of a group is called so");
+             Experts experts{router, shared_gate, floats(correction), {}, {}};
+             for (size_t e = 0; e < gate_up.size(); e++) experts.each.push_back({gate_up[e], down[e]});
+             experts.routing = {experts_per_token, scoring == "sigmoid", normalised, scale,
+                                num_groups,        groups_used,          group_score == "top2_sum"};
+             new (self) Experts(std::move(experts));
+           },
+           nb::kw_only(), "router"_a, "gate_up"_a, "down"_a, "correction"_a = nb::none(),
+           "shared_gate"_a = false, "experts_per_token"_a, "scoring"_a = "softmax",
+           "normalised"_a = true, "scale"_a = 1.0f, "num_groups"_a = 1, "groups_used"_a = 1,
+           "group_score"_a = "max",
+           "A layer's experts. `shared_gate`: the router's last row is the gate of the shared one.");
+
   nb::class_<Layer>(m, "Layer")
       .def("__init__",
            [](Layer* self, std::shared_ptr<Matrix> qkv, std::shared_ptr<Matrix> o,
-              std::shared_ptr<Matrix> gate_up, std::shared_ptr<Matrix> down, int heads,
+              std::shared_ptr<Matrix> gate_up, std::shared_ptr<Matrix> down,
+              std::shared_ptr<Experts> experts, int heads,
               int kv_heads, int dim, float scale, float softcap, int window,
               const std::string& activation, bool gated, bool parallel,
               const std::optional<Floats1>& attn_norm, const std::optional<Floats1>& mlp_norm,
@@ -384,7 +408,7 @@ NB_MODULE(_native, m) {
               const std::optional<Floats1>& q_norm, const std::optional<Floats1>& k_norm,
               const std::optional<Floats1>& sinks, int rope, int group, int in_group) {
              Layer layer{};
-             layer.qkv = qkv, layer.o = o, layer.gate_up = gate_up, layer.down = down;
+             layer.qkv = qkv, layer.o = o, layer.mlp = {gate_up, down}, layer.experts = experts;
              layer.attn_norm = norm_of(attn_norm, attn_norm_bias);
              layer.mlp_norm = norm_of(mlp_norm, mlp_norm_bias);
              layer.attn_post_norm = norm_of(attn_post_norm, attn_post_norm_bias);
@@ -398,7 +422,8 @@ NB_MODULE(_native, m) {
              layer.rope = rope, layer.group = group, layer.in_group = in_group;
              new (self) Layer(std::move(layer));
            },
-           nb::kw_only(), "qkv"_a, "o"_a, "gate_up"_a, "down"_a, "heads"_a, "kv_heads"_a, "dim"_a,
+           nb::kw_only(), "qkv"_a, "o"_a, "gate_up"_a.none() = nb::none(),
+           "down"_a.none() = nb::none(), "experts"_a.none() = nb::none(), "heads"_a, "kv_heads"_a, "dim"_a,
            "scale"_a, "softcap"_a = 0.0f, "window"_a = 0, "activation"_a = "silu",
            "gated"_a = true, "parallel"_a = false, "attn_norm"_a = nb::none(),
            "mlp_norm"_a = nb::none(), "attn_post_norm"_a = nb::none(),

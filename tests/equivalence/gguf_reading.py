@@ -39,12 +39,13 @@ def gguf_name(name: str, config: PreTrainedConfig) -> str:
     names = _names(architecture(config), config.num_hidden_layers)
     found = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None
-    return found
+    return found if found.endswith((".weight", ".bias")) else f"{found}.weight"
 
 
 def architecture(config: PreTrainedConfig) -> str:
     own = {"gemma3_text": "gemma3", "olmo3": "olmo2", "cohere": "command-r", "glm": "chatglm"}
     own |= {"gpt_neox": "gptneox", "phi": "phi2"}
+    own |= {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
     return own.get(config.model_type, config.model_type)
 
 
@@ -61,7 +62,7 @@ def _names(arch: str, num_layers: int) -> gguf.TensorNameMap:
 
 def heads_reordered(name: str, config: PreTrainedConfig) -> int:
     """How many heads a weight has whose rows the converters of this architecture reorder."""
-    if config.model_type not in ("llama", "smollm3", "granite"):
+    if config.model_type not in ("llama", "smollm3", "granite", "mixtral"):
         return 0
     if ".q_proj." in name:
         return config.num_attention_heads

@@ -54,8 +54,8 @@ def draw_weights(model: PreTrainedModel) -> None:
     """Biases and norms are random too: at the zeros and ones of a fresh model they are not seen."""
     random = torch.Generator().manual_seed(0)
     for weight in model.parameters():
-        if weight.dim() == 2:
-            weight.normal_(0.0, SPREAD / weight.shape[1] ** 0.5, generator=random)
+        if weight.dim() >= 2:  # 3: of all experts
+            weight.normal_(0.0, SPREAD / weight.shape[-1] ** 0.5, generator=random)
         else:
             weight.normal_(weight[0].item(), 0.3, generator=random)
 

@@ -36,18 +36,23 @@ from transformers import (
     GptOssConfig,
     GptOssForCausalLM,
     GraniteConfig,
+    GraniteMoeConfig,
     LlamaConfig,
     MiniCPM3Config,
     MinistralConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     PhiConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     SeedOssConfig,
     SmolLM3Config,
     StableLmConfig,
@@ -173,6 +178,11 @@ INVERSE = {"scale_attn_by_inverse_layer_idx": True}
 FALCON = {"ffn_hidden_size": 96, "layer_norm_epsilon": 1e-4}
 FALCON_40B = FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}
 FALCON_RW = FALCON | {"multi_query": False, "parallel_attn": False, "bias": True}
+LOCAL_EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2}
+MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+QWEN2_MOE = MOE | {"shared_expert_intermediate_size": 72}
+QWEN3_MOE = MOE | {"head_dim": 24}
+OLMOE = {"num_experts": 6, "num_experts_per_tok": 3, "eos_token_id": None}
 
 VARIANTS = [
     Variant("llama2", LlamaConfig, {"num_key_value_heads": 4}, rope(rope_theta=500.0)),
@@ -356,6 +366,34 @@ VARIANTS = [
         rope("yarn", **YARN, mscale=1.0, mscale_all_dim=1.0),
     ),
     Variant("minicpm3", MiniCPM3Config, MINICPM3, {"scale_depth": 1.4}),
+    Variant("mixtral", MixtralConfig, LOCAL_EXPERTS, {"num_experts_per_tok": 1}),
+    Variant(
+        "mixtral_window",
+        MixtralConfig,
+        LOCAL_EXPERTS | {"sliding_window": WINDOW},
+        {"sliding_window": WINDOW + 1},
+    ),
+    Variant("qwen2_moe", Qwen2MoeConfig, QWEN2_MOE, {"norm_topk_prob": True}),
+    Variant(
+        "qwen2_moe_every_other_layer",
+        Qwen2MoeConfig,
+        QWEN2_MOE | {"decoder_sparse_step": 2, "norm_topk_prob": True},
+        {"norm_topk_prob": False},
+    ),
+    Variant(
+        "qwen3_moe",
+        Qwen3MoeConfig,
+        QWEN3_MOE | {"norm_topk_prob": True},
+        {"norm_topk_prob": False},
+    ),
+    Variant(
+        "qwen3_moe_dense_layers",
+        Qwen3MoeConfig,
+        QWEN3_MOE | {"mlp_only_layers": [0, 2]},
+        {"num_experts_per_tok": 2},
+    ),
+    Variant("olmoe", OlmoeConfig, OLMOE, {"norm_topk_prob": True}),
+    Variant("granitemoe", GraniteMoeConfig, GRANITE | LOCAL_EXPERTS, {"num_experts_per_tok": 1}),
 ]
 
 

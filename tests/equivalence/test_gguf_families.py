@@ -8,7 +8,7 @@ reader, our dequantisation or our row order is on both sides of a comparison.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -32,14 +32,18 @@ from transformers import (
     GPTNeoXConfig,
     GraniteConfig,
     LlamaConfig,
+    MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     PhiConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     SeedOssConfig,
     SmolLM3Config,
     StableLmConfig,
@@ -135,6 +139,14 @@ FAMILIES |= {
     "falcon_two_norms": FalconConfig(**GPT | FALCON_40B),
 }
 GPTS = ("gptneox", "gpt2", "phi2", "falcon")
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+MOE |= {"num_hidden_layers": 2}
+FAMILIES |= {
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "qwen2moe": Qwen2MoeConfig(**SIZES | MOE, shared_expert_intermediate_size=256),
+    "qwen3moe": Qwen3MoeConfig(**SIZES | MOE | {"head_dim": 64, "norm_topk_prob": True}),
+    "olmoe": OlmoeConfig(**SIZES | MOE | {"eos_token_id": None}),
+}
 BLOCK_TYPES = [Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1]
 BLOCK_TYPES += [Type.Q8_0, Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K]
 LATER_TYPES = [Type.IQ4_NL, Type.IQ4_XS, Type.MXFP4, Type.IQ3_S, Type.IQ3_XXS, Type.IQ2_XXS]
@@ -197,7 +209,7 @@ def write_gguf(
         writer.add_rope_freq_base(rope["rope_theta"])
     if arch == "gptneox":
         writer.add_parallel_residual(config.use_parallel_residual)
-    if arch in ("qwen3", "gemma2", "gemma3", "glm4", "seed_oss"):
+    if arch in ("qwen3", "qwen3moe", "gemma2", "gemma3", "glm4", "seed_oss"):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     if arch in ("gemma2", "gemma3", "phi3"):
@@ -228,7 +240,14 @@ def write_gguf(
         head_dim = config.hidden_size // config.num_attention_heads
         writer.add_rope_dimension_count(int(rope["partial_rotary_factor"] * head_dim))
     tensors = {}
-    for name, weight in model.named_parameters():  # a tied head is named once, as the embedding
+    if arch in ("qwen2moe", "qwen3moe", "olmoe") or config.model_type == "mixtral":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if arch in ("qwen2moe", "qwen3moe"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if arch == "qwen2moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    for name, weight in parameters(model):
         values = weight.detach().numpy() + np.float32(norm_offset(name, config))
         heads = heads_reordered(name, config)
         if heads:
@@ -244,7 +263,9 @@ def write_gguf(
                 parts = [tensors.pop(f"blk.{n}.attn_{part}.{kind}") for part in "qkv"]
                 tensors[f"blk.{n}.attn_qkv.{kind}"] = np.concatenate(parts)
     for own, values in tensors.items():
-        if values.ndim == 1:
+        if own.endswith("ffn_gate_inp_shexp.weight"):
+            values = values.reshape(-1)
+        if values.ndim == 1 or own.endswith("ffn_gate_inp.weight"):
             writer.add_tensor(own, values)
         else:
             of_this = others.get(own, type)
@@ -265,6 +286,16 @@ def by_part(values: np.ndarray, config: PreTrainedConfig) -> np.ndarray:
     return np.concatenate([part.reshape(-1, *values.shape[1:]) for part in parts])
 
 
+def parameters(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Gate and up of the experts apart. A tied head is named once, as the embedding."""
+    for name, weight in model.named_parameters():
+        if name.endswith("experts.gate_up_proj"):
+            for part, half in zip(("gate", "up"), weight.chunk(2, dim=1), strict=True):
+                yield name.replace("gate_up", part), half
+        else:
+            yield name, weight
+
+
 def neighbours_from_halves(values: np.ndarray, heads: int) -> np.ndarray:
     """In each head (0 1 2 3 4 5) → (0 3 1 4 2 5): the pairs that rope rotates come together."""
     split = values.reshape(heads, 2, -1, *values.shape[1:])
@@ -272,8 +303,11 @@ def neighbours_from_halves(values: np.ndarray, heads: int) -> np.ndarray:
 
 
 def packed(values: np.ndarray, type: Type) -> np.ndarray:
-    """Bytes of the rows. The package cannot write K and IQ types: there the bits are random, the
-    scales such that the values are spread as those of the other types."""
+    """Bytes of the rows; of experts one after another. The package cannot write K and IQ types:
+    there the bits are random, the scales such that the values are spread as those of the other
+    types."""
+    if values.ndim == 3:
+        return np.stack([packed(np.ascontiguousarray(one), type) for one in values])
     if type not in K_SCALES:
         return gguf.quants.quantize(values, type)
     random = np.random.default_rng(values.view(np.uint32)[0, :4])  # other bits for each matrix

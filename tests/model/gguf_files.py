@@ -14,7 +14,7 @@ from tests.tiny import merged
 from twostroke.model.block_types import LAYOUTS, BlockType
 from twostroke.model.gguf import GGUFFile
 from twostroke.model.gguf_config import ARCHITECTURES, FUSED_NAMES, NAMES
-from twostroke.model.spec import ModelSpec, RopeSpec
+from twostroke.model.spec import ExpertsSpec, ModelSpec, RopeSpec
 
 SPEC = make_spec(
     family="llama",
@@ -58,7 +58,9 @@ def add_sizes(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
     writer.add_block_count(spec.num_layers)
     writer.add_context_length(spec.max_context)
     writer.add_embedding_length(spec.hidden_size)
-    writer.add_feed_forward_length(spec.layers[0].mlp.intermediate_size)
+    mlp = spec.layers[0].mlp
+    one = mlp.expert if isinstance(mlp, ExpertsSpec) else mlp
+    writer.add_feed_forward_length(one.intermediate_size)
     writer.add_head_count(spec.layers[0].attention.num_heads)
     writer.add_head_count_kv(spec.layers[0].attention.num_kv_heads)
     writer.add_layer_norm_rms_eps(spec.norm_eps)

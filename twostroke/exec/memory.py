@@ -138,7 +138,7 @@ def _kv_bytes(
         return min(CPU_KV_BYTES, total_bytes // CPU_KV_SHARE, fillable)
     tokens = config.token_budget(on_gpu, max_len)
     widest = max(
-        2 * layer.mlp.intermediate_size + layer.attention.q_size + 2 * layer.attention.kv_size
+        2 * layer.mlp.width + layer.attention.q_size + 2 * layer.attention.kv_size
         for layer in spec.layers
     )
     activations = ACTIVATION_COPIES * tokens * (widest + 2 * spec.hidden_size) * itemsize

@@ -21,6 +21,7 @@ from twostroke.kernels import reference_sampling
 
 GATHER_TOKENS = 1 << 16  # cache entries that decode attention gathers at one time
 NEVER = float("-inf")
+TINY = 1e-20  # what a sum of scores is at the least before something is divided by it
 
 # Over the keys and values of a layer, with its sinks
 Attend = Callable[[Tensor, Tensor, Tensor | None], object]
@@ -71,6 +72,73 @@ class Kernels:
     ) -> Tensor:
         """`act_and_mul` of the product."""
         return self.act_and_mul(self.product(x, weight), activation)
+
+    def route(
+        self,
+        x: Tensor,
+        router: Tensor,
+        bias: Tensor | None,
+        correction: Tensor | None,
+        experts_per_token: int,
+        scoring: str,
+        normalised: bool,
+        scale: float,
+        num_groups: int,
+        groups_used: int,
+        group_score: str,
+    ) -> tuple[Tensor, Tensor]:
+        """The experts of each token, best first, and what their outputs are multiplied by: [T, n]
+        each. `RoutingSpec` says by which rule. In fp32: a rounding could choose another expert."""
+        logits = F.linear(x.float(), router, bias)
+        scores = logits.sigmoid() if scoring == "sigmoid" else logits.softmax(-1)
+        choice = scores if correction is None else scores + correction
+        if num_groups > groups_used:
+            grouped = choice.unflatten(-1, (num_groups, -1))
+            best = 2 if group_score == "top2_sum" else 1
+            of_group = grouped.topk(best, dim=-1).values.sum(-1)
+            used = torch.zeros_like(of_group, dtype=torch.bool)
+            used.scatter_(-1, of_group.topk(groups_used, dim=-1).indices, True)
+            choice = grouped.masked_fill(~used.unsqueeze(-1), NEVER).flatten(-2)
+        chosen = choice.topk(experts_per_token, dim=-1).indices
+        weights = scores.gather(-1, chosen)
+        if normalised:
+            weights = weights / weights.sum(-1, keepdim=True).clamp_min(TINY)
+        return chosen, weights * scale
+
+    def experts(
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        gate_up: Tensor,
+        gate_up_bias: Tensor | None,
+        down: Tensor,
+        down_bias: Tensor | None,
+        activation: str,
+        gated: bool,
+    ) -> Tensor:
+        """Σ weight · mlp(x) over the experts that `route` has chosen: [T, hidden], added up in
+        fp32, best expert first. Weights are stacked, [experts, out, in].
+
+        Tokens are sorted by expert, and each expert in use multiplies its own at once. This asks
+        the device how many those are: a backend that is recorded in graphs has its own."""
+        per_token = chosen.shape[1]
+        order = chosen.flatten().argsort(stable=True)
+        sorted_x = x[order // per_token]
+        counts = torch.bincount(chosen.flatten(), minlength=len(down)).tolist()
+        parts = []
+        for expert, part in enumerate(sorted_x.split(counts)):
+            if not len(part):
+                continue
+            bias = None if gate_up_bias is None else gate_up_bias[expert]
+            inner = F.linear(part, gate_up[expert], bias)
+            act = self.act_and_mul if gated else self.activate
+            bias = None if down_bias is None else down_bias[expert]
+            parts.append(F.linear(act(inner, activation), down[expert], bias))
+        outputs = torch.empty_like(sorted_x)
+        outputs[order] = torch.cat(parts)
+        by_token = outputs.unflatten(0, (-1, per_token)).float()
+        return (by_token * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
     def rope_store(
         self,

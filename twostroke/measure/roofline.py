@@ -142,7 +142,7 @@ class Roofline:
             + self.cost.flops_per_sample
             + attended * self.cost.flops_per_kv_token
         )
-        moved = self.cost.weight_bytes(1) + tokens * self.kv_bytes_per_token
+        moved = self.cost.weight_bytes(1, tokens) + tokens * self.kv_bytes_per_token
         return self._floor(f"prefill {tokens:,}", flops, moved, tokens, PREFILL_EFFICIENCY)
 
     def decode(self, batch: int | None = None) -> Floor:
@@ -154,7 +154,8 @@ class Roofline:
             + context * self.cost.flops_per_kv_token
             + context * self.cost.more_flops_per_decode_kv_token
         )
-        moved = self.cost.weight_bytes(1) + streams * (context + 1) * self.kv_bytes_per_token
+        moved = self.cost.weight_bytes(1, streams)
+        moved += streams * (context + 1) * self.kv_bytes_per_token
         return self._floor(f"decode, batch {streams}", flops, moved, streams, DECODE_EFFICIENCY)
 
     def _floor(

@@ -6,6 +6,8 @@ Floors, rooflines, the memory plan and the step-time model all count with this f
     attention   4 FLOPs per query channel and visible position (QKᵀ and PV), layer by layer; latent
                 attention has more channels in decode, and a chunk expands the latents before it
     bytes       the weights once a step, the keys and values read, those written
+    experts     FLOPs of those that a token goes through, bytes of those that a step's tokens are
+                expected to choose (`ExpertsSpec.experts_in_use`)
 
 This is how everyone counts. Our decoders do a little less: what comes after the keys and values of
 the last layer they do for the tokens that are sampled alone.
@@ -14,11 +16,11 @@ the last layer they do for the tokens that are sampled alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from twostroke.model.spec import ModelSpec
+from twostroke.model.spec import ExpertsSpec, ModelSpec
 from twostroke.plan import PhaseWork
 
 # The matrices of a layer by the stage of the native decoder that multiplies with them.
@@ -34,6 +36,7 @@ PRODUCTS = {
     "gate": "gate_up",
     "up": "gate_up",
     "down": "down",
+    "router": "route",
 }
 
 
@@ -55,12 +58,14 @@ class CostModel:
     layer_weight_bytes: float
     head_weight_bytes: float
     kv_bytes_per_token: float
-    # By stage, of all layers: FLOPs a token, bytes a step.
+    # By stage, of all layers: FLOPs a token, bytes a step, experts aside.
     products: Mapping[str, Work] = field(default_factory=dict)
     # Of layers with latents: what decode, in their space, does more for a position it attends to;
     # and what it takes to expand a position, which a chunk does with those before it.
     more_flops_per_decode_kv_token: float = 0.0
     expand_flops_per_kv_token: float = 0.0
+    # By stage, of each mixture of experts: FLOPs a token, bytes of all experts.
+    experts: Sequence[tuple[ExpertsSpec, str, Work]] = ()
 
     def prefill_flops(self, work: PhaseWork, samples: int) -> float:
         earlier = work.kv_reads - work.tokens
@@ -80,8 +85,11 @@ class CostModel:
     def kv_bytes(self, work: PhaseWork) -> float:
         return (work.kv_reads + work.tokens) * self.kv_bytes_per_token
 
-    def weight_bytes(self, samples: int) -> float:
-        return self.layer_weight_bytes + (self.head_weight_bytes if samples else 0.0)
+    def weight_bytes(self, samples: int, tokens: float = math.inf) -> float:
+        """What a step of so many tokens reads of the weights."""
+        unused = sum(work.num_bytes * _unused(spec, tokens) for spec, _, work in self.experts)
+        head = self.head_weight_bytes if samples else 0.0
+        return self.layer_weight_bytes - unused + head
 
     def stages(self, prefill: PhaseWork, decode: PhaseWork, samples: int) -> dict[str, Work]:
         """What the stages of a step do, where that is known."""
@@ -89,6 +97,10 @@ class CostModel:
         found = {
             stage: Work(tokens * one.flops, one.num_bytes) for stage, one in self.products.items()
         }
+        for spec, stage, one in self.experts:
+            used = 1 - _unused(spec, tokens)
+            done = Work(tokens * one.flops, one.num_bytes * used)
+            found[stage] = found.get(stage, Work()) + done
         attended = (prefill.kv_tokens + decode.kv_tokens) * self.flops_per_kv_token
         attended += decode.kv_tokens * self.more_flops_per_decode_kv_token
         attended += (prefill.kv_reads - prefill.tokens) * self.expand_flops_per_kv_token
@@ -106,15 +118,26 @@ def cost_model(spec: ModelSpec, weight_bytes: Mapping[str, float], kv_itemsize: 
     ]
     head = "embed" if spec.tie_embeddings else "head"
     products: dict[str, Work] = {}
+    experts: dict[tuple[int, str], Work] = {}
     for name in matrices:
         stage = PRODUCTS[name.rpartition(".")[2]]
         one = Work(2.0 * math.prod(shapes[name]), weight_bytes[name])
-        products[stage] = products.get(stage, Work()) + one
+        if ".experts." in name:
+            number = int(name.split(".")[1])
+            mlp = spec.layers[number].mlp
+            assert isinstance(mlp, ExpertsSpec)
+            share = mlp.routing.experts_per_token / mlp.num_experts
+            one = Work(one.flops * share, one.num_bytes)
+            experts[number, stage] = experts.get((number, stage), Work()) + one
+        else:
+            products[stage] = products.get(stage, Work()) + one
+    mixtures = [(spec.layers[n].mlp, stage, work) for (n, stage), work in experts.items()]
+    works = [*products.values(), *experts.values()]
     parts = [layer.attention for layer in spec.layers]
     channels = sum(part.prefill_channels for part in parts)
     expanding = [name for name in matrices if name.endswith(".kv_b")]
     return CostModel(
-        flops_per_token=2.0 * sum(math.prod(shapes[name]) for name in matrices),
+        flops_per_token=sum(work.flops for work in works),
         flops_per_sample=2.0 * math.prod(shapes[head]),
         flops_per_kv_token=2.0 * channels,
         layer_weight_bytes=float(sum(weight_bytes[name] for name in matrices)),
@@ -124,7 +147,13 @@ def cost_model(spec: ModelSpec, weight_bytes: Mapping[str, float], kv_itemsize: 
         more_flops_per_decode_kv_token=2.0
         * (sum(part.decode_channels for part in parts) - channels),
         expand_flops_per_kv_token=2.0 * sum(math.prod(shapes[name]) for name in expanding),
+        experts=tuple(mixtures),  # type: ignore[arg-type]
     )
+
+
+def _unused(spec: ExpertsSpec, tokens: float) -> float:
+    """The share of the experts that no token of a step is expected to choose."""
+    return 1 - spec.experts_in_use(tokens) / spec.num_experts
 
 
 def dense_weight_bytes(spec: ModelSpec, itemsize: int) -> dict[str, float]:

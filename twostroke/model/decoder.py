@@ -16,7 +16,7 @@ every block adds to. Nothing here looks at a value on the device or copies one t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, fields, replace
@@ -37,9 +37,17 @@ from twostroke.model.linear import (
     SplitEmbedding,
     SummedLinear,
 )
+from twostroke.model.mlp import MLP, DenseMLP, ExpertsMLP
 from twostroke.model.ranks import ONE_RANK, Ranks, is_summed, part_of, rank_spec, vocab_rows
 from twostroke.model.rope import rope_tables
-from twostroke.model.spec import AttentionSpec, LayerSpec, ModelSpec, projections
+from twostroke.model.spec import (
+    AttentionSpec,
+    ExpertsSpec,
+    LayerSpec,
+    MLPSpec,
+    ModelSpec,
+    projections,
+)
 from twostroke.model.weights import WeightSource
 from twostroke.model.weights.tensors import read_tensor
 
@@ -74,8 +82,7 @@ class Layer:
     o: Linear
     mlp_norm: Norm | None
     mlp_post_norm: Norm | None
-    gate_up: Linear  # or up alone
-    down: Linear
+    mlp: MLP
 
     @property
     def head_norms(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -482,12 +489,8 @@ class Decoder:
         residual: torch.Tensor,
         next_norm: Norm | None,
     ) -> torch.Tensor:
-        pdl, mlp = self._pdl(len(residual)), layer.spec.mlp
-        if mlp.gated:
-            inner = layer.gate_up.gated_product(normed, mlp.activation, pdl=pdl)
-        else:
-            inner = self.kernels.activate(layer.gate_up.product(normed, pdl=pdl), mlp.activation)
-        out = layer.down.product(inner, pdl=pdl)
+        pdl = self._pdl(len(residual))
+        out = layer.mlp(normed, pdl=pdl)
         return self._add(out, layer.mlp_post_norm, residual, next_norm, pdl)
 
     def _add(
@@ -533,6 +536,10 @@ def _rms_norm(ranks: Ranks, x: torch.Tensor, weight: torch.Tensor, eps: float) -
     return (weight * (wide * torch.rsqrt(mean + eps)).to(weight.dtype)).to(x.dtype)
 
 
+def _gate_up(mlp: MLPSpec) -> list[str]:
+    return ["gate", "up"] if mlp.gated else ["up"]
+
+
 class _Loader:
     """Reads weights into place, of each this rank's part, matrices that are used together side by
     side."""
@@ -566,7 +573,6 @@ class _Loader:
         part, names = spec.attention, spec.weight_shapes(self._spec.hidden_size)
         norm = partial(self._if_any, self.norm, at, names)
         weight = partial(self._if_any, self._norm_weight, at, names)
-        gate_up = ["gate", "up"] if spec.mlp.gated else ["up"]
         return Layer(
             spec=spec,
             group=self._group_of[index],
@@ -582,9 +588,45 @@ class _Loader:
             o=self._linear([at + "o"], part.output_bias),
             mlp_norm=norm("mlp_norm"),
             mlp_post_norm=norm("mlp_post_norm"),
-            gate_up=self._linear([at + name for name in gate_up], spec.mlp.bias),
-            down=self._linear([at + "down"], spec.mlp.bias),
+            mlp=self._mlp(spec.mlp, at)
+            if isinstance(spec.mlp, MLPSpec)
+            else self._experts(spec.mlp, at, names),
         )
+
+    def _mlp(self, spec: MLPSpec, at: str) -> DenseMLP:
+        gate_up = self._linear([at + name for name in _gate_up(spec)], spec.bias)
+        return DenseMLP(spec, gate_up, self._linear([at + "down"], spec.bias), self._kernels)
+
+    def _experts(self, spec: ExpertsSpec, at: str, names: dict[str, Any]) -> ExpertsMLP:
+        wide = partial(self._if_any, self._wide, at, names)
+        biased, gate_up = spec.expert.bias, _gate_up(spec.expert)
+        return ExpertsMLP(
+            spec,
+            wide("router"),
+            wide("router_bias"),
+            wide("router_correction"),
+            self._stacked(spec, at, gate_up),
+            self._stacked(spec, at, [f"{name}_bias" for name in gate_up]) if biased else None,
+            self._stacked(spec, at, ["down"]),
+            self._stacked(spec, at, ["down_bias"]) if biased else None,
+            None if spec.shared is None else self._mlp(spec.shared, f"{at}shared."),
+            wide("shared_gate"),
+            self._kernels,
+        )
+
+    def _stacked(self, spec: ExpertsSpec, at: str, names: Sequence[str]) -> torch.Tensor:
+        """These weights of all experts in one tensor; an expert's are in memory a second time only
+        while they are put there."""
+        each = [f"{at}experts.{{}}.{name}" for name in names]
+        shapes = [self._source.shape(name.format(0)) or () for name in each]
+        rows, rest = [shape[0] for shape in shapes], shapes[0][1:]
+        whole = torch.empty(
+            spec.num_experts, sum(rows), *rest, dtype=self._dtype, device=self._device
+        )
+        for expert in range(spec.num_experts):
+            for name, place in zip(each, whole[expert].split(rows), strict=True):
+                place.copy_(self._read(name.format(expert)))
+        return whole
 
     def _latent(self, part: AttentionSpec, at: str) -> LatentAttention | None:
         latent = part.latent

@@ -21,6 +21,7 @@ from twostroke.model.fields import REQUIRED, Fields, shown
 from twostroke.model.gguf import GGUFFile
 from twostroke.model.gguf_parts import Settings
 from twostroke.model.spec import (
+    EXPERTS,
     LAYERS,
     WIDTH,
     Activation,
@@ -40,6 +41,9 @@ FIELDS |= {"num_kv_heads": "attention.head_count_kv", "head_dim": "attention.key
 FIELDS |= {"hidden_size": "embedding_length", "intermediate_size": "feed_forward_length"}
 FIELDS |= {"vocab_size": "vocab_size", "family": "general.architecture"}
 FIELDS |= {"max_context": "context_length"}
+FIELDS |= {"num_experts": "expert_count"}
+FIELDS |= {"expert_intermediate_size": "expert_feed_forward_length or feed_forward_length"}
+FIELDS |= {"shared_intermediate_size": "expert_shared_feed_forward_length"}
 
 # ── names ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -53,6 +57,11 @@ _LAYER |= {"q_norm": "attn_q_norm.weight", "k_norm": "attn_k_norm.weight"}
 _LAYER |= {"sinks": "attn_sinks.weight"}
 _LAYER |= {"gate": "ffn_gate.weight", "up": "ffn_up.weight", "down": "ffn_down.weight"}
 _LAYER |= {"gate_bias": "ffn_gate.bias", "up_bias": "ffn_up.bias", "down_bias": "ffn_down.bias"}
+_LAYER |= {"router": "ffn_gate_inp.weight", "router_bias": "ffn_gate_inp.bias"}
+_LAYER |= {"router_correction": "exp_probs_b.bias", "shared_gate": "ffn_gate_inp_shexp.weight"}
+for _part in ("gate", "up", "down"):
+    _LAYER[f"experts.{_part}"] = f"ffn_{_part}_exps.weight"
+    _LAYER[f"shared.{_part}"] = f"ffn_{_part}_shexp.weight"
 NAMES = TensorNames(
     model={
         "embed": "token_embd.weight",
@@ -64,6 +73,8 @@ NAMES = TensorNames(
     },
     layer=_LAYER,
     layer_prefix="blk.{n}.",
+    # As the first conversions of Mixtral have them.
+    otherwise={f"experts.{part}": f"ffn_{part}.{{e}}.weight" for part in ("gate", "up", "down")},
 )
 _QKV, _GATE_UP = "attn_qkv.weight", "ffn_up.weight"
 PHI3_NAMES = NAMES.but(q=_QKV, k=_QKV, v=_QKV, gate=_GATE_UP, up=_GATE_UP)
@@ -89,7 +100,32 @@ SEED_OSS_NAMES = NAMES.but(mlp_norm="post_attention_norm.weight")
 
 
 def _llama(settings: Settings) -> ModelSpec:
-    return _plain(settings)
+    """With experts it is Mixtral."""
+    spec = _plain(settings)
+    if not settings.integer(parts.EXPERT_COUNT, 0, EXPERTS[1], default=0):
+        return spec
+    return with_layers(spec, mlp=parts.experts(settings, "feed_forward_length", normalised=True))
+
+
+def _qwen2_moe(settings: Settings) -> ModelSpec:
+    """The width of the shared expert is that of the dense MLP, where files do not say it."""
+    experts = parts.experts(settings, normalised=False)
+    inner = settings.integer("feed_forward_length", *WIDTH, default=5632)
+    width = settings.integer("expert_shared_feed_forward_length", *WIDTH, default=inner)
+    shared = replace(experts.expert, intermediate_size=width)
+    experts = replace(experts, shared=shared, shared_gate=True)
+    return with_layers(_plain(settings), mlp=experts)
+
+
+def _qwen3_moe(settings: Settings) -> ModelSpec:
+    """Readers of the format know that weights are normalised."""
+    experts = parts.experts(settings, normalised=True)
+    return with_layers(_plain(settings, qk_norm="head"), mlp=experts)
+
+
+def _olmoe(settings: Settings) -> ModelSpec:
+    experts = parts.experts(settings, "feed_forward_length", normalised=False)
+    return with_layers(_plain(settings, qk_norm="full"), mlp=experts)
 
 
 def _qwen3(settings: Settings) -> ModelSpec:
@@ -309,9 +345,14 @@ def _falcon_names(file: GGUFFile) -> TensorNames:
 
 _CAPS = (parts.ATTENTION_SOFTCAP, parts.LOGIT_SOFTCAP)
 _SCALES = (parts.ATTENTION_SCALE, "embedding_scale", "residual_scale", "logit_scale")
+_EXPERTS = (parts.EXPERT_COUNT,)
 _ROPE_FACTORS = (parts.ROPE_FACTORS_LONG, parts.ROPE_FACTORS_SHORT)
-ARCHITECTURES = {  # SmolLM2, Mistral, Falcon 3, InternLM 3 and Llama 3.x call themselves llama
-    "llama": Architecture(_llama, LLAMA_NAMES, tensors=(parts.ROPE_FACTORS,)),
+# SmolLM2, Mistral, Mixtral, Falcon 3, InternLM 3 and Llama 3.x call themselves llama
+ARCHITECTURES = {
+    "llama": Architecture(_llama, LLAMA_NAMES, _EXPERTS, tensors=(parts.ROPE_FACTORS,)),
+    "qwen2moe": Architecture(_qwen2_moe, settings=_EXPERTS, tensors=(parts.ROPE_FACTORS,)),
+    "qwen3moe": Architecture(_qwen3_moe, settings=_EXPERTS, tensors=(parts.ROPE_FACTORS,)),
+    "olmoe": Architecture(_olmoe, settings=_EXPERTS),
     "qwen2": Architecture(_llama, tensors=(parts.ROPE_FACTORS,)),
     "qwen3": Architecture(_qwen3, tensors=(parts.ROPE_FACTORS,)),
     "internlm2": Architecture(_llama, LLAMA_NAMES),
@@ -351,7 +392,8 @@ def spec_from_gguf(file: GGUFFile) -> ModelSpec:
 def names_in_gguf(file: GGUFFile) -> TensorNames:
     """What the file calls its weights."""
     names = ARCHITECTURES[_architecture(file)].names
-    return names if isinstance(names, TensorNames) else names(file)
+    names = names if isinstance(names, TensorNames) else names(file)
+    return names.as_stored(file.tensors)
 
 
 def _architecture(file: GGUFFile) -> str:

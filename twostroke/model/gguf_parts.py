@@ -15,6 +15,7 @@ from twostroke.model.fields import REQUIRED, Fields, shown
 from twostroke.model.gguf import GGUFFile
 from twostroke.model.spec import (
     CONTEXT,
+    EXPERTS,
     HEAD_DIM,
     HEADS,
     LAYERS,
@@ -27,11 +28,14 @@ from twostroke.model.spec import (
     WIDTH,
     Activation,
     AttentionSpec,
+    ExpertsSpec,
     LayerSpec,
     MLPSpec,
     ModelSpec,
     QKNorm,
     RopeSpec,
+    RoutingSpec,
+    Scoring,
     yarn_attention_factor,
 )
 from twostroke.model.tensor_names import TensorNames
@@ -40,11 +44,12 @@ ROPE_FACTORS = "rope_freqs.weight"
 ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 RMS_NORM_EPS, LAYER_NORM_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 ATTENTION_SCALE = "attention.scale"
+EXPERT_COUNT = "expert_count"
 ATTENTION_SOFTCAP, LOGIT_SOFTCAP = "attn_logit_softcapping", "final_logit_softcapping"
 
 # Settings that not every architecture has, with the values at which they change nothing.
 NEUTRAL_SETTINGS: dict[str, tuple[Any, ...]] = {
-    "expert_count": (0,),
+    EXPERT_COUNT: (0,),
     ATTENTION_SOFTCAP: (0,),
     LOGIT_SOFTCAP: (0,),
     "attention.causal": (True,),
@@ -155,6 +160,39 @@ def heads(settings: Settings) -> tuple[int, int, int]:
 def mlp(settings: Settings, activation: Activation = "silu") -> MLPSpec:
     biased = settings.in_any_layer("gate_bias", "up_bias", "down_bias")
     return MLPSpec(settings.integer("feed_forward_length", *WIDTH), activation, biased)
+
+
+# How a file numbers what the router's products go through; 0 is not said.
+SCORING: dict[int, Scoring] = {1: "softmax", 2: "sigmoid", 3: "softmax"}  # 3: of the chosen alone
+
+
+def experts(
+    settings: Settings, width: str = "expert_feed_forward_length", *, normalised: bool
+) -> ExpertsSpec:
+    """`width`: the field that says how wide an expert is. `normalised`: where the file does not
+    say whether the weights of a token's experts add up to one."""
+    count = settings.integer(EXPERT_COUNT, *EXPERTS)
+    chosen = settings.integer("expert_used_count", *EXPERTS)
+    if chosen > count:
+        raise ModelError(
+            f"{settings.where}: {settings.prefix}expert_used_count {chosen} is more than the "
+            f"{count} experts there are ({settings.prefix}{EXPERT_COUNT})."
+        )
+    for name in ("expert_group_count", "expert_group_used_count", "leading_dense_block_count"):
+        if settings.integer(name, 0, EXPERTS[1], default=0) > (0 if "dense" in name else 1):
+            settings.refuse(name, "absent with this architecture")
+    function = settings.integer("expert_gating_func", 0, max(SCORING), default=0)
+    normalised = settings.boolean("expert_weights_norm", normalised) or function == 3
+    mlp = MLPSpec(settings.integer(width, *WIDTH))
+    routing = RoutingSpec(
+        chosen,
+        SCORING.get(function, "softmax"),
+        normalised,
+        multiplier(settings, "expert_weights_scale") or 1.0,
+        bias=settings.in_any_layer("router_bias"),
+        correction_bias=settings.in_any_layer("router_correction"),
+    )
+    return ExpertsSpec(count, mlp, routing)
 
 
 def model(

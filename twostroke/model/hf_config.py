@@ -9,7 +9,7 @@ from typing import Any
 from twostroke.errors import ModelError
 from twostroke.model.fields import Fields, read_json, shown
 from twostroke.model.hf_families import FAMILIES, Family
-from twostroke.model.spec import ModelSpec
+from twostroke.model.spec import ExpertsSpec, ModelSpec
 from twostroke.model.tensor_names import TensorNames
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -20,6 +20,8 @@ FIELDS |= {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
 FIELDS |= {"tie_embeddings": "tie_word_embeddings", "max_context": "max_position_embeddings"}
 FIELDS |= {"nope_dim": "qk_nope_head_dim", "rope_dim": "qk_rope_head_dim"}
 FIELDS |= {"value_dim": "v_head_dim"}
+FIELDS |= {"expert_intermediate_size": "moe_intermediate_size or intermediate_size"}
+FIELDS |= {"shared_intermediate_size": "shared_expert_intermediate_size"}
 
 
 def load_hf_config(folder: Path) -> tuple[ModelSpec, dict[str, Any]]:
@@ -38,7 +40,10 @@ def spec_from_hf(config: Mapping[str, Any], where: str = "config.json") -> Model
     family = _family(config, where)
     fields = Fields(where, config, aliases=family.aliases)
     _refuse_unsupported(fields, family)
-    return family.spec(fields)
+    spec = family.spec(fields)
+    if not any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers):
+        _refuse(fields, family, "num_experts", "num_local_experts", "n_routed_experts")
+    return spec
 
 
 def names_in_hf(config: Mapping[str, Any]) -> TensorNames:
@@ -83,9 +88,13 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
             f"{fields.where}: weights quantised by {shown(method)} (quantization_config) are not "
             "supported. Use the unquantised model, or a GGUF of it."
         )
-    for key in ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank"):
+    _refuse(fields, family, "kv_lora_rank")
+
+
+def _refuse(fields: Fields, family: Family, *names: str) -> None:
+    for key in names:
         if fields.value(key) and key not in family.reads:
             raise ModelError(
-                f"{fields.where}: {key} = {shown(fields.value(key))} is not supported (dense "
-                "models are)."
+                f"{fields.where}: {key} = {shown(fields.value(key))} is not supported with this "
+                "model_type."
             )

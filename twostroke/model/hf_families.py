@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from twostroke.errors import ModelError
+from twostroke.model import hf_experts
 from twostroke.model import hf_gpt_families as gpt
 from twostroke.model import hf_parts as parts
 from twostroke.model.fields import Fields, shown
@@ -24,11 +25,14 @@ from twostroke.model.hf_names import (
     GPT2_NAMES,
     GPT_NEOX_NAMES,
     GPTJ_NAMES,
+    GRANITE_MOE_NAMES,
     INTERNLM2_NAMES,
+    MIXTRAL_NAMES,
     NAMES,
     OLMO2_NAMES,
     PHI3_NAMES,
     PHI_NAMES,
+    QWEN2_MOE_NAMES,
     STARCODER2_NAMES,
 )
 from twostroke.model.spec import (
@@ -37,6 +41,7 @@ from twostroke.model.spec import (
     LAYERS,
     WIDTH,
     AttentionSpec,
+    ExpertsSpec,
     LayerSpec,
     MLPSpec,
     ModelSpec,
@@ -117,6 +122,59 @@ def _granite(fields: Fields) -> ModelSpec:
     )
 
 
+def _granite_moe(fields: Fields) -> ModelSpec:
+    experts = hf_experts.experts(fields, 8, 2, "intermediate_size", 11008)
+    return with_layers(replace(_granite(fields), family="granitemoe"), mlp=experts)
+
+
+def _mixtral(fields: Fields) -> ModelSpec:
+    windows = (parts.window(fields, default=None),) * parts.num_layers(fields)
+    experts = hf_experts.experts(fields, 8, 2, "intermediate_size", 14336)
+    return _plain(fields, "mixtral", windows, theta=1e6, eps=1e-5, mlp=experts)
+
+
+def _qwen2_moe(fields: Fields) -> ModelSpec:
+    """With a shared expert, behind a gate of its own."""
+    count, window = parts.num_layers(fields), None
+    kinds: Sequence[str] = [parts.FULL] * count
+    if fields.boolean("use_sliding_window", False):  # else the size says nothing
+        window = parts.window(fields, default=4096)
+        first = fields.integer("max_window_layers", 0, LAYERS[1], default=28)
+        usual = [parts.SLIDING if n < first and n % 2 == 0 else parts.FULL for n in range(count)]
+        kinds = parts.layer_kinds(fields, usual)
+    normalised = fields.boolean("norm_topk_prob", False)
+    experts = hf_experts.experts(
+        fields, 60, 4, "moe_intermediate_size", 1408, normalised=normalised
+    )
+    width = fields.integer("shared_expert_intermediate_size", *WIDTH, default=5632)
+    shared = replace(experts.expert, intermediate_size=width)
+    experts = replace(experts, shared=shared, shared_gate=True)
+    biased = fields.boolean("qkv_bias", True)
+    bias = {"qkv_bias": biased, "output_bias": False}
+    spec = _plain(fields, "qwen2_moe", parts.windows(kinds, window), mlp=experts, **bias)
+    return hf_experts.with_mlps(spec, hf_experts.in_every(fields, experts))
+
+
+def _qwen3_moe(fields: Fields) -> ModelSpec:
+    slides = fields.boolean("use_sliding_window", False)
+    window = parts.window(fields, default=4096) if slides else None
+    normalised = fields.boolean("norm_topk_prob", False)
+    experts = hf_experts.experts(
+        fields, 128, 8, "moe_intermediate_size", 768, normalised=normalised
+    )
+    windows = (window,) * parts.num_layers(fields)
+    spec = _plain(fields, "qwen3_moe", windows, mlp=experts, qk_norm="head")
+    return hf_experts.with_mlps(spec, hf_experts.in_every(fields, experts))
+
+
+def _olmoe(fields: Fields) -> ModelSpec:
+    """Norms on all of q and of k, and the usual ones before attention and experts."""
+    parts.refuse_if_given(fields, "clip_qkv")
+    normalised = fields.boolean("norm_topk_prob", False)
+    experts = hf_experts.experts(fields, 64, 8, "intermediate_size", 2048, normalised=normalised)
+    return _plain(fields, "olmoe", eps=1e-5, mlp=experts, qk_norm="full")
+
+
 def _internlm2(fields: Fields) -> ModelSpec:
     bias, mlp = fields.boolean("bias", True), parts.mlp(fields, parts.activation(fields))
     return _plain(fields, "internlm2", mlp=mlp, qkv_bias=bias, output_bias=bias)
@@ -169,7 +227,7 @@ def _plain(
     tied: bool = False,
     eps: float = 1e-6,
     eps_name: str = "rms_norm_eps",
-    mlp: MLPSpec | None = None,
+    mlp: MLPSpec | ExpertsSpec | None = None,
     **different: Any,
 ) -> ModelSpec:
     """Llama and those whose attention is `different` in a detail. `windows`: of each layer, if any
@@ -499,6 +557,7 @@ FAMILIES = {  # by model_type
     "gpt_neox": Family(gpt.gpt_neox, GPT_NEOX_NAMES, gpt.GPT_NEOX_ALIASES),
     "gptj": Family(gpt.gptj, GPTJ_NAMES, gpt.GPT2_ALIASES),
     "granite": Family(_granite),
+    "granitemoe": Family(_granite_moe, GRANITE_MOE_NAMES),
     "internlm2": Family(_internlm2, INTERNLM2_NAMES),
     "internlm3": Family(_internlm3),
     "llama": Family(_llama),
@@ -506,12 +565,16 @@ FAMILIES = {  # by model_type
     "ministral": Family(_ministral),
     "mistral": Family(_mistral),
     "mistral3": Family(_mistral3),
+    "mixtral": Family(_mixtral, MIXTRAL_NAMES),
     "olmo2": Family(_olmo2, OLMO2_NAMES),
     "olmo3": Family(_olmo3, OLMO2_NAMES),
+    "olmoe": Family(_olmoe),
     "phi": Family(gpt.phi, PHI_NAMES),
     "phi3": Family(_phi3, PHI3_NAMES),
     "qwen2": Family(_qwen2),
+    "qwen2_moe": Family(_qwen2_moe, QWEN2_MOE_NAMES),
     "qwen3": Family(_qwen3),
+    "qwen3_moe": Family(_qwen3_moe),
     "seed_oss": Family(_seed_oss),
     "smollm3": Family(_smollm3),
     "stablelm": Family(_stablelm),

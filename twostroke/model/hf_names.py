@@ -19,6 +19,14 @@ _LAYER |= {"kv_a_norm": "self_attn.kv_a_layernorm.weight", "kv_b": "self_attn.kv
 for _part in ("gate", "up", "down"):
     _LAYER[_part] = f"mlp.{_part}_proj.weight"
     _LAYER[f"{_part}_bias"] = f"mlp.{_part}_proj.bias"
+for _part in ("gate", "up", "down"):
+    _LAYER[f"experts.{_part}"] = f"mlp.experts.{{e}}.{_part}_proj.weight"
+    _LAYER[f"shared.{_part}"] = f"mlp.shared_experts.{_part}_proj.weight"
+_LAYER |= {"router": "mlp.gate.weight", "router_correction": "mlp.gate.e_score_correction_bias"}
+_LAYER |= {"shared_gate": "mlp.shared_expert_gate.weight"}
+# As transformers holds experts in memory, and saves them if it is not told to undo that.
+_STACKED = dict.fromkeys(("experts.gate", "experts.up"), "mlp.experts.gate_up_proj")
+_STACKED |= {"experts.down": "mlp.experts.down_proj"}
 NAMES = TensorNames(
     model={
         "embed": "model.embed_tokens.weight",
@@ -28,6 +36,39 @@ NAMES = TensorNames(
     },
     layer=_LAYER,
     layer_prefix="model.layers.{n}.",
+    otherwise=_STACKED,
+)
+QWEN2_MOE_NAMES = NAMES.but(
+    **{f"shared.{part}": f"mlp.shared_expert.{part}_proj.weight" for part in ("gate", "up", "down")}
+)
+_SPARSE = "block_sparse_moe"
+MIXTRAL_NAMES = replace(
+    NAMES.but(
+        router=f"{_SPARSE}.gate.weight",
+        **{
+            "experts.gate": f"{_SPARSE}.experts.{{e}}.w1.weight",
+            "experts.up": f"{_SPARSE}.experts.{{e}}.w3.weight",
+            "experts.down": f"{_SPARSE}.experts.{{e}}.w2.weight",
+        },
+    ),
+    otherwise=_STACKED | {"router": "mlp.gate.weight"},
+)
+_INPUT = f"{_SPARSE}.input_linear.weight"
+GRANITE_MOE_NAMES = replace(
+    NAMES.but(
+        router=f"{_SPARSE}.router.layer.weight",
+        **{
+            "experts.gate": _INPUT,
+            "experts.up": _INPUT,
+            "experts.down": f"{_SPARSE}.output_linear.weight",
+        },
+    ),
+    otherwise={
+        "router": f"{_SPARSE}.router.weight",
+        "experts.gate": f"{_SPARSE}.experts.gate_up_proj",
+        "experts.up": f"{_SPARSE}.experts.gate_up_proj",
+        "experts.down": f"{_SPARSE}.experts.down_proj",
+    },
 )
 GEMMA_NAMES = NAMES.but(
     attn_post_norm="post_attention_layernorm.weight",

@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from twostroke.kernels import cpu
 from twostroke.model.block_types import BlockType
 from twostroke.model.grids import grid_of
 from twostroke.model.rope import rope_tables
-from twostroke.model.spec import LayerSpec, ModelSpec
+from twostroke.model.spec import ExpertsSpec, MLPSpec, ModelSpec
 from twostroke.model.weights import WeightSource, not_finite
 
 BLOCK = 32  # weights that share a scale
@@ -47,6 +48,7 @@ class Packing:
     ) -> None:
         self.spec, self.source, self._isa = spec, source, isa
         self._dense = DTYPES.get(dtype, BlockType.F32)
+        self._sizes: dict[str, float] = {}  # bytes of a weight in each format
         self._quantised = None if quantization is None else QUANTIZATION[quantization]
 
     def format(self, names: Sequence[str]) -> str:
@@ -69,10 +71,11 @@ class Packing:
         return "bf16" if type == BlockType.BF16 else "f32"
 
     def matrices(self) -> list[list[str]]:
+        """All but the routers, which are kept in floats."""
         found = [
             [f"layers.{n}.{name}" for name in names]
             for n, layer in enumerate(self.spec.layers)
-            for names in (("q", "k", "v"), ("o",), _gate_up(layer), ("down",))
+            for names in (("q", "k", "v"), ("o",), *_mlp_matrices(layer.mlp))
         ]
         return [*found, ["embed"], *([] if self.spec.tie_embeddings else [["head"]])]
 
@@ -82,17 +85,20 @@ class Packing:
         sizes: dict[str, float] = {}
         for names in self.matrices():
             each = self._bytes_of(self.format(names))
-            sizes |= {name: float(each * np.prod(shapes[name])) for name in names}
-        return sizes
+            sizes |= {name: each * math.prod(shapes[name]) for name in names}
+        routers = [name for name in shapes if name.endswith(".router")]
+        return sizes | {name: 4.0 * math.prod(shapes[name]) for name in routers}
 
     def num_bytes(self) -> int:
         return int(sum(self.weight_bytes().values()))
 
     def _bytes_of(self, format: str) -> float:
         """A weight's, which the instruction set has a say in."""
-        rows = 64  # whole groups of every instruction set
-        matrix = cpu.module().Matrix(format, rows, BLOCK, self._isa)
-        return float(matrix.num_bytes / (rows * BLOCK))
+        if format not in self._sizes:
+            rows = 64  # whole groups of every instruction set
+            matrix = cpu.module().Matrix(format, rows, BLOCK, self._isa)
+            self._sizes[format] = float(matrix.num_bytes / (rows * BLOCK))
+        return self._sizes[format]
 
 
 class NativeDecoder:
@@ -172,7 +178,7 @@ class _Loader:
 
     def __init__(self, packing: Packing, isa: str) -> None:
         self._packing, self._isa, self._native = packing, isa, cpu.module()
-        self._ropes = packing.spec.ropes()
+        self._ropes, self._shapes = packing.spec.ropes(), packing.spec.weight_shapes()
         self._places = {  # layer → its KV group, and which layer of it
             layer: (number, place)
             for number, group in enumerate(packing.spec.kv_groups())
@@ -189,8 +195,7 @@ class _Loader:
         return self._native.Layer(
             qkv=self.matrix([at + "q", at + "k", at + "v"], attention.qkv_bias),
             o=self.matrix([at + "o"], attention.output_bias),
-            gate_up=self.matrix([at + name for name in _gate_up(layer)], mlp.bias),
-            down=self.matrix([at + "down"], mlp.bias),
+            **self._experts(mlp, at) if isinstance(mlp, ExpertsSpec) else self._mlp(mlp, at),
             **{name: self.vector(at + name) for name in vectors},
             heads=attention.num_heads,
             kv_heads=attention.num_kv_heads,
@@ -198,13 +203,51 @@ class _Loader:
             scale=attention.scale,
             softcap=attention.softcap,
             window=attention.window or 0,
-            activation=mlp.activation,
-            gated=mlp.gated,
             parallel=layer.parallel,
             rope=self._ropes.index(attention.rope),
             group=group,
             in_group=in_group,
         )
+
+    def _mlp(self, mlp: MLPSpec, at: str) -> dict[str, Any]:
+        return {
+            "gate_up": self.matrix([at + name for name in _gate_up(mlp)], mlp.bias),
+            "down": self.matrix([f"{at}down"], mlp.bias),
+            "activation": mlp.activation,
+            "gated": mlp.gated,
+        }
+
+    def _experts(self, mlp: ExpertsSpec, at: str) -> dict[str, Any]:
+        """The layer's own MLP is the shared one, if there is any."""
+        rule = {field.name: getattr(mlp.routing, field.name) for field in fields(mlp.routing)}
+        del rule["bias"], rule["correction_bias"]
+        each = [self._mlp(mlp.expert, f"{at}experts.{n}.") for n in range(mlp.num_experts)]
+        experts = self._native.Experts(
+            router=self._router(mlp, at),
+            gate_up=[one["gate_up"] for one in each],
+            down=[one["down"] for one in each],
+            correction=self.vector(f"{at}router_correction")
+            if mlp.routing.correction_bias
+            else None,
+            shared_gate=mlp.shared_gate,
+            **rule,
+        )
+        shared = {} if mlp.shared is None else self._mlp(mlp.shared, f"{at}shared.")
+        common = {"activation": mlp.expert.activation, "gated": mlp.expert.gated}
+        return common | shared | {"experts": experts}
+
+    def _router(self, mlp: ExpertsSpec, at: str) -> Any:
+        """In floats, and with the shared expert's gate as its last row."""
+        rows, hidden = mlp.num_experts, self._packing.spec.hidden_size
+        matrix = self._native.Matrix("f32", rows + int(mlp.shared_gate), hidden, self._isa)
+        places = np.arange(rows, dtype=np.int32)
+        matrix.put_floats(self.vector(f"{at}router"), places)
+        if mlp.routing.bias:
+            matrix.put_bias(self.vector(f"{at}router_bias"), places)
+        if mlp.shared_gate:
+            gate = self.vector(f"{at}shared_gate").reshape(1, -1)
+            matrix.put_floats(gate, np.array([rows], np.int32))
+        return matrix
 
     def vector(self, name: str, count: int | None = None) -> Floats:
         """A weight as floats, or the first `count` rows of it."""
@@ -226,7 +269,7 @@ class _Loader:
             return self._packed("f32", names, biased)
 
     def _packed(self, format: str, names: list[str], biased: bool) -> Any:
-        shapes = self._packing.spec.weight_shapes()
+        shapes = self._shapes
         rows, cols = sum(shapes[name][0] for name in names), shapes[names[0]][1]
         matrix = self._native.Matrix(format, rows, cols, self._isa)
         in_turn = names[0].endswith(".gate")
@@ -256,8 +299,19 @@ class _Loader:
         source.forget(name)
 
 
-def _gate_up(layer: LayerSpec) -> tuple[str, ...]:
-    return ("gate", "up") if layer.mlp.gated else ("up",)
+def _gate_up(mlp: MLPSpec) -> tuple[str, ...]:
+    return ("gate", "up") if mlp.gated else ("up",)
+
+
+def _mlp_matrices(mlp: MLPSpec | ExpertsSpec) -> list[list[str]]:
+    """Those that are kept side by side."""
+    if isinstance(mlp, MLPSpec):
+        return [[*_gate_up(mlp)], ["down"]]
+    found = {f"experts.{n}.": mlp.expert for n in range(mlp.num_experts)}
+    found |= {} if mlp.shared is None else {"shared.": mlp.shared}
+    return [
+        [at + name for name in names] for at, one in found.items() for names in _mlp_matrices(one)
+    ]
 
 
 def _places(

@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from twostroke.errors import ConfigError
-from twostroke.model.spec import LayerSpec, ModelSpec
+from twostroke.model.spec import ExpertsSpec, LayerSpec, MLPSpec, ModelSpec
 
 if TYPE_CHECKING:
     import torch
@@ -72,12 +72,23 @@ def _rank_layer(layer: LayerSpec, size: int) -> LayerSpec:
             num_heads=attention.num_heads // size,
             num_kv_heads=max(1, attention.num_kv_heads // size),
         ),
-        mlp=replace(mlp, intermediate_size=mlp.intermediate_size // size),
+        mlp=_rank_mlp(mlp, size),
     )
+
+
+def _rank_mlp(mlp: MLPSpec | ExpertsSpec, size: int) -> MLPSpec | ExpertsSpec:
+    if isinstance(mlp, ExpertsSpec):  # which `check_ranks` refuses
+        return mlp
+    return replace(mlp, intermediate_size=mlp.intermediate_size // size)
 
 
 def check_ranks(spec: ModelSpec, size: int) -> None:
     """Refuse a number of ranks that the model cannot be shared out to."""
+    if size > 1 and any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers):
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, and mixtures of experts are not split between ranks "
+            "as yet; leave it out"
+        )
     problem = _unequal(spec, size)
     if problem:
         most = min(layer.attention.num_heads for layer in spec.layers)
@@ -97,8 +108,9 @@ def _unequal(spec: ModelSpec, size: int) -> str:
             return f"{heads} attention heads"
         if kv_heads % size and size % kv_heads:
             return f"{kv_heads} key and value heads"
-        if layer.mlp.intermediate_size % size:
-            return f"an intermediate_size of {layer.mlp.intermediate_size}"
+        mlp = layer.mlp
+        if isinstance(mlp, MLPSpec) and mlp.intermediate_size % size:
+            return f"an intermediate_size of {mlp.intermediate_size}"
     return ""
 
 

@@ -6,6 +6,7 @@
                 with a sink, one score more in the softmax, which has no value
                 latent: k and v are made from a vector that all heads share, and only it is cached
     mlp         down(activation(gate x) · up x), or down(activation(up x))
+    experts     Σ weight · mlp(x) over the experts that a router chooses for the token, + shared mlp
 
 The loader, the decoders, the memory plan, the cost model and the planner read the same spec. A new
 model family is a mapping to it (`hf_families.py`, `gguf_config.py`), and new code only where its
@@ -23,6 +24,8 @@ RopeKind = Literal["none", "linear", "dynamic", "llama3", "yarn", "factors", "lo
 QKNorm = Literal["none", "head", "full"]  # RMSNorm of q and k over each head, or over all heads
 Norm = Literal["rms", "layer"]  # "layer": less the mean, divided by the standard deviation
 Activation = Literal["silu", "gelu_tanh", "gelu"]  # "gelu": by erf
+Scoring = Literal["softmax", "sigmoid"]
+GroupScore = Literal["max", "top2_sum"]  # of the scores of a group's experts
 
 # What every model is well within, lowest and highest: a wrong number is refused where it is read.
 LAYERS: Final = (1, 1024)
@@ -31,6 +34,7 @@ WIDTH: Final = (1, 1 << 20)  # of the hidden state, and of the layer between up 
 HEADS: Final = (1, 1 << 12)
 HEAD_DIM: Final = (1, 1 << 12)
 LATENT_RANK: Final = (1, 1 << 14)
+EXPERTS: Final = (1, 1 << 10)  # of a layer
 CONTEXT: Final = (2, 1 << 24)  # tokens: one to read and one to write
 NORM_EPS: Final = (1e-20, 1.0)
 ROPE_THETA_MAX: Final = 1e15  # and above 1
@@ -181,6 +185,72 @@ class MLPSpec:
     bias: bool = False
     gated: bool = True
 
+    def weight_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        h, i = hidden_size, self.intermediate_size
+        shapes: dict[str, tuple[int, ...]] = {"gate": (i, h)} if self.gated else {}
+        shapes |= {"up": (i, h), "down": (h, i)}
+        if self.bias:
+            shapes |= {f"{name}_bias": shape[:1] for name, shape in shapes.items()}
+        return shapes
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingSpec:
+    """How a router chooses the experts of a token, and what it multiplies their outputs by.
+
+    Scores are the softmax or the sigmoid of the router's product. The `experts_per_token` best are
+    chosen by score + correction bias; with groups, out of the `groups_used` best groups alone. An
+    expert's weight is its score, divided by the sum of the chosen ones (`normalised`), times
+    `scale`. A softmax over the chosen experts alone is the same as a normalised one over all.
+    """
+
+    experts_per_token: int
+    scoring: Scoring = "softmax"
+    normalised: bool = True
+    scale: float = 1.0
+    bias: bool = False  # of the router's product
+    correction_bias: bool = False
+    num_groups: int = 1
+    groups_used: int = 1
+    group_score: GroupScore = "max"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """A mixture of experts in the place of an MLP: of `num_experts` MLPs each token goes through a
+    few, and through the `shared` one besides (times the sigmoid of a product, if `shared_gate`)."""
+
+    num_experts: int
+    expert: MLPSpec
+    routing: RoutingSpec
+    shared: MLPSpec | None = None
+    shared_gate: bool = False
+
+    @property
+    def width(self) -> int:
+        """Of what one token has between the two products, in all experts that it goes through."""
+        chosen = self.routing.experts_per_token * self.expert.intermediate_size
+        return chosen + (0 if self.shared is None else self.shared.intermediate_size)
+
+    def weight_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """An expert's matrices are weights of their own, `experts.7.gate`, however a file keeps
+        them."""
+        shapes: dict[str, tuple[int, ...]] = {"router": (self.num_experts, hidden_size)}
+        shapes |= {"router_bias": (self.num_experts,)} if self.routing.bias else {}
+        shapes |= {"router_correction": (self.num_experts,)} if self.routing.correction_bias else {}
+        each = self.expert.weight_shapes(hidden_size)
+        for number in range(self.num_experts):
+            shapes |= {f"experts.{number}.{name}": shape for name, shape in each.items()}
+        if self.shared is not None:
+            own = self.shared.weight_shapes(hidden_size)
+            shapes |= {f"shared.{name}": shape for name, shape in own.items()}
+        return shapes | ({"shared_gate": (hidden_size,)} if self.shared_gate else {})
+
+    def experts_in_use(self, tokens: float) -> float:
+        """How many different ones so many tokens are expected to choose, all being as likely."""
+        missed = 1 - self.routing.experts_per_token / self.num_experts
+        return float(self.num_experts * (1 - missed**tokens))
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
@@ -189,7 +259,7 @@ class LayerSpec:
     """
 
     attention: AttentionSpec
-    mlp: MLPSpec
+    mlp: MLPSpec | ExpertsSpec
     pre_norm: bool = True
     post_norm: bool = False
     parallel: bool = False
@@ -198,10 +268,9 @@ class LayerSpec:
     def weight_shapes(
         self, hidden_size: int, norm_bias: bool = False
     ) -> dict[str, tuple[int, ...]]:
-        h, i = hidden_size, self.mlp.intermediate_size
+        h = hidden_size
         q, kv, head_dim = self.attention.q_size, self.attention.kv_size, self.attention.head_dim
-        shapes = self.attention.weight_shapes(h)
-        shapes |= ({"gate": (i, h)} if self.mlp.gated else {}) | {"up": (i, h), "down": (h, i)}
+        shapes = self.attention.weight_shapes(h) | self.mlp.weight_shapes(h)
         norms = ["attn_norm"] if self.pre_norm else []
         norms += ["mlp_norm"] if self.pre_norm and (self.two_norms or not self.parallel) else []
         norms += ["attn_post_norm", "mlp_post_norm"] if self.post_norm else []
@@ -214,9 +283,6 @@ class LayerSpec:
             shapes |= {"o_bias": (h,)}
         if self.attention.sinks:
             shapes |= {"sinks": (self.attention.num_heads,)}
-        if self.mlp.bias:
-            shapes |= {"gate_bias": (i,)} if self.mlp.gated else {}
-            shapes |= {"up_bias": (i,), "down_bias": (h,)}
         if self.attention.qk_norm == "head":
             shapes |= {"q_norm": (head_dim,), "k_norm": (head_dim,)}
         if self.attention.qk_norm == "full":
@@ -323,12 +389,25 @@ class ModelSpec:
         """The fields of this spec that decide whether there is a weight, and its shape."""
         part = name.rpartition(".")[2]
         fields = ("num_layers",) if name.startswith("layers.") else ()
+        if ".experts." in name or ".shared." in name:
+            width = "shared_intermediate_size" if ".shared." in name else "expert_intermediate_size"
+            return (*fields, "num_experts", width, "hidden_size")
         if part.endswith("norm_bias"):
             return (*fields, "family", "hidden_size")
         return (*fields, *_SHAPED_BY[part])
 
     def num_parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.weight_shapes().values())
+
+    def num_active_parameters(self) -> int:
+        """Those that one token meets: of each layer's experts only as many as it goes through."""
+        idle = 0
+        for layer in self.layers:
+            if isinstance(layer.mlp, ExpertsSpec):
+                each = layer.mlp.expert.weight_shapes(self.hidden_size).values()
+                unused = layer.mlp.num_experts - layer.mlp.routing.experts_per_token
+                idle += unused * sum(math.prod(shape) for shape in each)
+        return self.num_parameters() - idle
 
 
 def with_layers(spec: ModelSpec, **changes: Any) -> ModelSpec:
@@ -363,6 +442,10 @@ _SHAPED_BY: Final = {
     "gate_bias": ("mlp_bias", "intermediate_size"),
     "up_bias": ("mlp_bias", "intermediate_size"),
     "down_bias": ("mlp_bias", "hidden_size"),
+    "router": ("num_experts", "hidden_size"),
+    "router_bias": ("family", "num_experts"),
+    "router_correction": ("family", "num_experts"),
+    "shared_gate": ("family", "hidden_size"),
     "q_norm": ("family", "qk_norm", "head_dim"),
     "k_norm": ("family", "qk_norm", "head_dim"),
     "q_a": ("q_lora_rank", "hidden_size"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -18,7 +21,11 @@ Order = npt.NDArray[np.intp]
 
 
 class Place(NamedTuple):
-    """A weight is rows of a tensor: all of them, but for tensors that hold several weights."""
+    """A weight is rows of a tensor: all of them, but for tensors that hold several weights.
+
+    A tensor of more dimensions than its weights have is looked at as rows: [experts, out, in] has
+    experts · out of them.
+    """
 
     tensor: str
     first_row: int = 0
@@ -28,6 +35,12 @@ class Place(NamedTuple):
     # config may promise any number of rows.
     order: Callable[[], Order] | None = None
     transposed: bool = False  # the tensor is (in, out): its columns are our rows
+    dims: int = 2  # of the weight
+
+    def flattened(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the whole tensor as rows of its weights."""
+        extra = len(stored) - self.dims
+        return stored if extra <= 0 else (math.prod(stored[: extra + 1]), *stored[extra + 1 :])
 
     def rows_in(self, stored: Any, rows: slice) -> Any:
         """Some of the weight's rows, of all those of its tensor."""
@@ -37,6 +50,7 @@ class Place(NamedTuple):
 
     def shape_in(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         """The weight's shape in a tensor of that shape; not the expected one if rows lack."""
+        stored = self.flattened(stored)
         stored = stored[::-1] if self.transposed else stored
         if not self.rows_of_others or not stored:
             return stored
@@ -46,7 +60,8 @@ class Place(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class TensorNames:
     """Canonical name → the file's. Weights of a layer under one name lie in that tensor one after
-    another, in the order of the table: `{"q": "qkv", "k": "qkv", "v": "qkv"}`."""
+    another, in the order of the table: `{"q": "qkv", "k": "qkv", "v": "qkv"}`. An expert's name has
+    {e} for its number; without it all experts lie in one tensor, one after another."""
 
     model: Mapping[str, str]
     layer: Mapping[str, str]  # after `layer_prefix`
@@ -58,17 +73,27 @@ class TensorNames:
     # q, k and v are in one tensor, in which each KV head has its queries, its key and its value.
     grouped_qkv: bool = False
     transposed: bool = False  # matrices of layers are (in, out)
+    # Names that take the place of the others in files which have one of them.
+    otherwise: Mapping[str, str] = field(default_factory=dict)
 
     def tensor(self, canonical: str) -> str:
         """`layers.3.q` → `model.layers.3.self_attn.q_proj.weight`, or `blk.3.attn_q.weight`."""
         if canonical in self.model:
             return self.model[canonical]
-        _, number, part = canonical.split(".")
-        return self.layer_prefix.format(n=number) + self.layer[part]
+        _, number, part = canonical.split(".", 2)
+        stem, expert = _split_expert(part)
+        return self.layer_prefix.format(n=number) + self.layer[stem].format(e=expert)
+
+    def as_stored(self, tensors: Iterable[str]) -> TensorNames:
+        """With the other names, if these are the tensors of a file that has them."""
+        endings = tuple(name.format(e=0) for name in self.otherwise.values())
+        if not endings or not any(tensor.endswith(endings) for tensor in tensors):
+            return self
+        return replace(self, layer={**self.layer, **self.otherwise}, otherwise={})
 
     def places(self, spec: ModelSpec) -> dict[str, Place]:
         """Where each weight of the model is."""
-        order = list(self.layer)
+        order = {part: number for number, part in enumerate(self.layer)}
         shapes = spec.weight_shapes()
         inside: dict[str, list[str]] = defaultdict(list)
         for name in shapes:
@@ -76,14 +101,15 @@ class TensorNames:
         places = {}
         for tensor, names in inside.items():
             if len(names) > 1:
-                names.sort(key=lambda name: order.index(name.rpartition(".")[2]))
-            rows = [shapes[name][0] for name in names]
-            for n, name in enumerate(names):
-                first, others = sum(rows[:n]), sum(rows) - rows[n]
+                names.sort(key=partial(_place_in_tensor, order))
+            ends, weights = list(accumulate(shapes[name][0] for name in names)), tuple(names)
+            for name, end in zip(names, ends, strict=True):
+                rows, dims = shapes[name][0], len(shapes[name])
+                first, others = end - rows, ends[-1] - rows
                 moved = self._order(name, spec, first)
                 is_matrix = name.startswith("layers.") and len(shapes[name]) == 2
                 turned = self.transposed and is_matrix
-                places[name] = Place(tensor, first, others, tuple(names), moved, turned)
+                places[name] = Place(tensor, first, others, weights, moved, turned, dims)
         return places
 
     def offset(self, canonical: str) -> float:
@@ -125,6 +151,17 @@ class TensorNames:
             norm_offset=norm_offset,
             rope_neighbours=rope_neighbours,
         )
+
+
+def _split_expert(part: str) -> tuple[str, int]:
+    """`experts.7.gate` → `experts.gate`, 7. Of what is no expert's, the number is 0."""
+    found = re.match(r"experts\.(\d+)\.", part)
+    return (part, 0) if found is None else (f"experts.{part[found.end() :]}", int(found[1]))
+
+
+def _place_in_tensor(order: Mapping[str, int], canonical: str) -> tuple[int, int]:
+    stem, expert = _split_expert(canonical.split(".", 2)[2])
+    return expert, order[stem]
 
 
 def halves_from_neighbours(

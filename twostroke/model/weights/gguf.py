@@ -32,25 +32,26 @@ class GGUFWeights:
         return self._places[name].weights
 
     def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats:
-        info = self._info(name)
-        if len(info.shape) == 1:
+        info, place = self._info(name), self._places[name]
+        if place.dims == 1:
             values = dequantize(self._file.raw(info.name), info.type, info.shape)
-            found: Floats = self._places[name].rows_in(values, rows)
+            found: Floats = place.rows_in(values.reshape(-1), rows)
             return found
         matrix = self.packed(name, rows)
         return dequantize(matrix.rows, matrix.type, matrix.shape)
 
     def packed(self, name: str, rows: slice = ALL_ROWS) -> PackedMatrix:
         """A matrix in its blocks: a read-only view of the file, or a copy if rows had to move."""
-        info = self._info(name)
-        if len(info.shape) != 2:
+        info, place = self._info(name), self._places[name]
+        shape = place.flattened(info.shape)
+        if len(shape) != 2:
             raise ModelError(
                 f"{self.label(name)} has shape {info.shape}, expected a matrix. "
-                " The file is damaged or belongs to another model."
+                "The file is damaged or belongs to another model."
             )
-        stored = np.frombuffer(self._file.raw(info.name), np.uint8).reshape(info.shape[0], -1)
-        found = self._places[name].rows_in(stored, rows)
-        return PackedMatrix(info.type, (len(found), info.shape[1]), found)
+        stored = np.frombuffer(self._file.raw(info.name), np.uint8).reshape(shape[0], -1)
+        found = place.rows_in(stored, rows)
+        return PackedMatrix(info.type, (len(found), shape[1]), found)
 
     def label(self, name: str) -> str:
         tensor = self._names.tensor(name)

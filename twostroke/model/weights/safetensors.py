@@ -80,9 +80,10 @@ class SafetensorsWeights:
     def __init__(self, folder: Path, spec: ModelSpec, names: TensorNames = NAMES) -> None:
         self._folder = folder
         self._spec = spec
-        self._names, self._places = names, names.places(spec)
         self._open_files: dict[Path, _File] = {}
         self.path, self._files = self._find_files()
+        self._names = names.as_stored(self._files)
+        self._places = self._names.places(spec)
         # Of two tensors that differ in the prefix alone, the longer name is the one we take.
         self._stored = {_without_prefix(name): name for name in sorted(self._files, key=len)}
         self._refuse_unknown_tensors()
@@ -102,10 +103,10 @@ class SafetensorsWeights:
         """The mapped file itself: read it, do not write to it. Only of a weight that is not
         changed."""
         found, place = self._tensor(name), self._places[name]
-        if not place.rows_of_others:
-            return found
         shape = place.shape_in(found.shape)
-        row_bytes = found.data.size // found.shape[0]
+        if not place.rows_of_others:
+            return Stored(found.type, shape, found.data)
+        row_bytes = found.data.size // place.flattened(found.shape)[0]
         first = place.first_row * row_bytes
         return Stored(found.type, shape, found.data[first : first + shape[0] * row_bytes])
 
@@ -129,13 +130,14 @@ class SafetensorsWeights:
         return self._places[name].weights
 
     def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats:
-        type, shape, data = self._tensor(name)
+        type, whole, data = self._tensor(name)
         place = self._places[name]
+        shape = place.flattened(whole)
         lines: Any = data.reshape(shape[0], -1)
         if place.transposed:
             lines = data.view(f"V{data.size // math.prod(shape)}").reshape(shape).T
         stored = np.ascontiguousarray(place.rows_in(lines, rows)).view(np.uint8)
-        part = (len(stored), *place.shape_in(shape)[1:])
+        part = (len(stored), *place.shape_in(whole)[1:])
         if type == "F64":
             values = np.frombuffer(stored, "<f8").astype(np.float32).reshape(part)
         else:

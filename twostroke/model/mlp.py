@@ -1,0 +1,89 @@
+"""What a layer of torch's backends has for its MLP: a dense one, or a mixture of experts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Protocol
+
+import torch
+
+from twostroke.kernels.reference import Kernels
+from twostroke.model.linear import Linear
+from twostroke.model.spec import ExpertsSpec, MLPSpec
+
+
+class MLP(Protocol):
+    def __call__(self, x: torch.Tensor, *, pdl: bool = False) -> torch.Tensor: ...
+
+    def to_meta(self) -> MLP:
+        """The same without memory, for compiling ahead."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DenseMLP:
+    spec: MLPSpec
+    gate_up: Linear  # or up alone
+    down: Linear
+    kernels: Kernels
+
+    def __call__(self, x: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
+        activation = self.spec.activation
+        if self.spec.gated:
+            inner = self.gate_up.gated_product(x, activation, pdl=pdl)
+        else:
+            inner = self.kernels.activate(self.gate_up.product(x, pdl=pdl), activation)
+        return self.down.product(inner, pdl=pdl)
+
+    def to_meta(self) -> DenseMLP:
+        return DenseMLP(self.spec, self.gate_up.to_meta(), self.down.to_meta(), self.kernels)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsMLP:
+    """The router's weights are in fp32, the experts' stacked: [experts, out, in]."""
+
+    spec: ExpertsSpec
+    router: torch.Tensor
+    router_bias: torch.Tensor | None
+    correction: torch.Tensor | None
+    gate_up: torch.Tensor  # or up alone
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+    shared: DenseMLP | None
+    shared_gate: torch.Tensor | None
+    kernels: Kernels
+
+    def __call__(self, x: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
+        rule = asdict(self.spec.routing)
+        del rule["bias"], rule["correction_bias"]
+        chosen, weights = self.kernels.route(
+            x, self.router, self.router_bias, self.correction, **rule
+        )
+        out = self.kernels.experts(
+            x,
+            chosen,
+            weights,
+            self.gate_up,
+            self.gate_up_bias,
+            self.down,
+            self.down_bias,
+            self.spec.expert.activation,
+            self.spec.expert.gated,
+        )
+        if self.shared is None:
+            return out
+        shared = self.shared(x, pdl=pdl)
+        if self.shared_gate is not None:
+            shared *= (x.float() @ self.shared_gate).sigmoid().unsqueeze(1).to(x.dtype)
+        return out.add_(shared)
+
+    def to_meta(self) -> ExpertsMLP:
+        return ExpertsMLP(*(_to_meta(getattr(self, field.name)) for field in fields(self)))
+
+
+def _to_meta(part: Any) -> Any:
+    if isinstance(part, torch.Tensor):
+        return part.to("meta")
+    return part.to_meta() if isinstance(part, DenseMLP) else part
