@@ -75,7 +75,7 @@ if INTERPRETED:
         biases = [torch.randn(experts, n).to(dtype) if biased else None for n in (rows, hidden)]
         weights = torch.rand(chosen.shape)
         given = (x, chosen, weights, gate_up, biases[0], down, biases[1], activation, gated)
-        out = cuda.experts(*given)
+        out = cuda.mix_experts(*given)
         assert out.dtype == dtype
         return worst(out, plain_mlps(*given))
 
@@ -122,6 +122,10 @@ if INTERPRETED:
         tokens: int, how: dict[str, Any]
     ) -> None:
         assert check_experts(draws(tokens, 2, 5), 5, SINGLE, **how) < BOUNDS[SINGLE]
+
+    def test_few_tokens_of_many_experts_in_wider_tiles() -> None:
+        assert cuda.tiling(120, 100, 200, 64, True).columns == 32
+        assert check_experts(draws(20, 6, 100), 100, SINGLE, inner=200) < BOUNDS[SINGLE]
 
     @pytest.mark.parametrize("tokens", [1, 40, 300])
     def test_all_tokens_on_the_same_experts(tokens: int) -> None:
@@ -241,7 +245,7 @@ else:
         gate_up, down = empty(128, 1536, 2048), empty(128, 2048, 768)
         chosen, weights = cuda.route(empty(tokens, 128), None, None, 8, **rule, pdl=pdl)
         how = (gate_up, None, down, None, "silu", True)
-        cuda.experts(empty(tokens, 2048), chosen, weights, *how, pdl=pdl)
+        cuda.mix_experts(empty(tokens, 2048), chosen, weights, *how, pdl=pdl)
         sorts = ["_sort"] if tokens * 8 <= cuda.MOST_SORTED else []
         names = ["_route", *sorts, "_grouped_product", "_grouped_product", "_combine"]
         assert [kernel.metadata.name for kernel in compiled] == names
@@ -266,6 +270,6 @@ else:
             chosen = torch.zeros(tokens, 8, dtype=torch.int32)
             weights = empty(tokens, 8, dtype=torch.float32)
             how = (gate_up, None, down, None, "silu", True)
-            cuda.experts(empty(tokens, 2048), chosen, weights, *how)
+            cuda.mix_experts(empty(tokens, 2048), chosen, weights, *how)
         assert len(compiled) == 12
         assert len({kernel.hash for kernel in compiled}) == 4

@@ -161,7 +161,7 @@ def experts_down(
     return out
 
 
-def experts(
+def mix_experts(
     x: torch.Tensor,
     chosen: torch.Tensor,
     weights: torch.Tensor,
@@ -350,9 +350,9 @@ def _route(
         free = group < GROUPS
         used = expert < 0
         for _ in tl.static_range(USED):
-            number = _first_of_best(total, group, free, BLOCK_GROUPS)
-            used = used | (expert // SIZE == number)
-            free = free & (group != number)
+            winner = _first_of_best(total, group, free, BLOCK_GROUPS)
+            used = used | (expert // SIZE == winner)
+            free = free & (group != winner)
         left = left & used
     place = tl.arange(0, BLOCK_EACH)
     ids = tl.zeros([BLOCK_EACH], tl.int32)
