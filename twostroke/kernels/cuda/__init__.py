@@ -14,6 +14,7 @@ from twostroke.kernels.cuda.decode import (
     rope_decode_attention,
 )
 from twostroke.kernels.cuda.elementwise import act_and_mul, add_rms_norm, rms_norm
+from twostroke.kernels.cuda.experts import mix_experts, route
 from twostroke.kernels.cuda.launch import compile_ahead
 from twostroke.kernels.cuda.logprobs import token_logprobs
 from twostroke.kernels.cuda.prefill import bind_prefill_attention, prefill_attention
@@ -40,12 +41,14 @@ __all__ = [
     "decode_scratch",
     "decode_splits",
     "gated_product",
+    "mix_experts",
     "num_sms",
     "prefill_attention",
     "product",
     "rms_norm",
     "rope_decode_attention",
     "rope_store",
+    "route",
     "sample",
     "token_logprobs",
 ]

@@ -202,7 +202,7 @@ def _stream(
         sums += of_x * part.to(tl.float32)
     result = tl.sum(sums, axis=1)
     if GATED:
-        result = _gated(result, tl.sum(others, axis=1), out.dtype.element_ty, ACTIVATION)
+        result = gate_times_up(result, tl.sum(others, axis=1), out.dtype.element_ty, ACTIVATION)
     tl.store(out + row * N + column, result.to(out.dtype.element_ty), mask=column < N)
 
 
@@ -237,13 +237,13 @@ def _tiled(
         up = tl.load(at + HALF + start, eviction_policy="evict_first")
         first = tl.dot(part, tl.trans(gate), first)
         second = tl.dot(part, tl.trans(up), second)
-    result = _gated(first, second, out.dtype.element_ty, ACTIVATION)
+    result = gate_times_up(first, second, out.dtype.element_ty, ACTIVATION)
     to = out + row[:, None] * N + column[None, :]
     tl.store(to, result.to(out.dtype.element_ty), mask=there & (column < N)[None, :])
 
 
 @triton.jit
-def _gated(gate, up, kind: tl.constexpr, ACTIVATION: tl.constexpr):
+def gate_times_up(gate, up, kind: tl.constexpr, ACTIVATION: tl.constexpr):
     """Rounded where the products and `act_and_mul` would, one after another."""
     gate = activated(gate.to(kind).to(tl.float32), ACTIVATION)
     return gate.to(kind).to(tl.float32) * up.to(kind).to(tl.float32)

@@ -1,0 +1,119 @@
+"""The kernels of experts on a GPU: right in bf16, and how fast against the bytes they must read.
+
+    python -m tests.gpu.experts_check
+
+A layer of Qwen3-30B-A3B: 128 experts of 768 channels, 8 a token, hidden 2048. Outputs are compared
+with a plain loop over the experts in fp32. Times are those of a CUDA graph over four layers with
+weights of their own, told for all 48, beside what the bytes of the experts in use (or at many
+tokens the operations) take at the rates of `report.py`. Ends with one JSON line; exits with 1 if a
+result is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from tests.gpu.report import FLOPS, READ
+from tests.kernels.cuda_cases import BOUNDS, worst
+from twostroke.kernels.cuda import experts as cuda
+
+HIDDEN, INNER, EXPERTS, EACH, LAYERS = 2048, 768, 128, 8, 48
+OWN = 4  # layers with weights of their own: many times the L2
+EXPERT_BYTES = 3 * INNER * HIDDEN * 2
+RULE = {"scoring": "softmax", "normalised": True, "scale": 1.0}
+RULE |= {"num_groups": 1, "groups_used": 1, "group_score": "max"}
+DEVICE = torch.device("cuda")
+
+Layer = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def random_layer() -> Layer:
+    """Router, gate and up, down."""
+    shapes = ((EXPERTS, HIDDEN), (EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, HIDDEN, INNER))
+    router, gate_up, down = (
+        torch.randn(shape, device=DEVICE, dtype=torch.bfloat16).mul_(shape[-1] ** -0.5)
+        for shape in shapes
+    )
+    return router, gate_up, down
+
+
+def forward(x: torch.Tensor, layer: Layer, pdl: bool) -> torch.Tensor:
+    router, gate_up, down = layer
+    chosen, weights = cuda.route(F.linear(x, router), None, None, EACH, **RULE, pdl=pdl)
+    return cuda.mix_experts(x, chosen, weights, gate_up, None, down, None, "silu", True, pdl=pdl)
+
+
+def plain(x: torch.Tensor, layer: Layer) -> torch.Tensor:
+    router, gate_up, down = layer
+    scores, chosen = F.linear(x, router).float().softmax(-1).topk(EACH)
+    scores = scores / scores.sum(-1, keepdim=True)
+    out = torch.zeros(x.shape, device=DEVICE)
+    for expert in range(EXPERTS):
+        token, which = (chosen == expert).nonzero(as_tuple=True)
+        gate, up = F.linear(x[token].float(), gate_up[expert].float()).chunk(2, dim=-1)
+        part = F.linear(F.silu(gate) * up, down[expert].float())
+        out.index_add_(0, token, part * scores[token, which, None])
+    return out
+
+
+def graph_us(run: Callable[[], object], rounds: int = 20) -> float:
+    """Of one replay, the median."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    times = []
+    for _ in range(rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return sorted(times)[rounds // 2]
+
+
+@torch.inference_mode()
+def main() -> int:
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    layers = [random_layer() for _ in range(OWN)]
+    errors, timings = {}, {}
+    for tokens in (1, 3, 17, 128, 200, 1024, 4096):
+        x = torch.randn(tokens, HIDDEN, device=DEVICE, dtype=torch.bfloat16)
+        errors[tokens] = worst(forward(x, layers[0], pdl=False), plain(x, layers[0]))
+        if tokens <= 64:
+            again = worst(forward(x, layers[0], pdl=True), plain(x, layers[0]))
+            errors[tokens] = max(errors[tokens], again)
+    for tokens in (1, 8, 32, 128, 1024, 4096):
+        x = torch.randn(tokens, HIDDEN, device=DEVICE, dtype=torch.bfloat16)
+        run = lambda x=x: [forward(x, one, pdl=len(x) <= 64) for one in layers]  # noqa: E731
+        us = graph_us(run) / OWN
+        in_use = [
+            len(set(F.linear(x, router).float().topk(EACH).indices.flatten().tolist()))
+            for router, _, _ in layers
+        ]
+        read_us = 1e6 * sum(in_use) / OWN * EXPERT_BYTES / READ
+        flops_us = 1e6 * tokens * EACH * EXPERT_BYTES / FLOPS  # 2 operations for 2 bytes
+        timings[tokens] = {
+            "layer_us": round(us, 1),
+            "model_ms": round(us * LAYERS / 1e3, 2),
+            "floor_us": round(max(read_us, flops_us), 1),
+            "of_floor": round(max(read_us, flops_us) / us, 3),
+        }
+    wrong = [tokens for tokens, error in errors.items() if not error < BOUNDS[torch.bfloat16]]
+    print(json.dumps({"errors": errors, "timings": timings, "wrong": wrong}))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
