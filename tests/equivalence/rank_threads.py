@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from twostroke.engine.assembly import group_limits
 from twostroke.engine.build_torch import make_executor
@@ -53,8 +52,7 @@ class RankThreads:
     def _join(self, rank: int) -> Ranks:
         if self.size == 1:
             return ONE_RANK
-        store = dist.FileStore(self._store, self.size)
-        return GroupRanks(rank, self.size, store, torch.device("cpu"))
+        return GroupRanks(rank, self.size, self._store, torch.device("cpu"))
 
     def _be(self, rank: int, inbox: queue.SimpleQueue[Work | None]) -> None:
         ranks = self._join(rank)

@@ -97,12 +97,10 @@ def check_gpus(device: str, size: int) -> None:
 def join_ranks(config: EngineConfig, rank: int, meeting_place: str) -> Ranks:
     """Wait for the other ranks of an engine, in whatever processes they are."""
     # Imported here: only several ranks need it.
-    import torch.distributed as dist
-
     from twostroke.exec.collectives import GroupRanks
 
     size, device = config.tensor_parallel_size, rank_device(find_device(config), rank)
-    return GroupRanks(rank, size, dist.FileStore(meeting_place, size), torch.device(device))
+    return GroupRanks(rank, size, meeting_place, torch.device(device))
 
 
 def run_rank(config: EngineConfig, ranks: Ranks, plans: Iterable[bytes]) -> None:

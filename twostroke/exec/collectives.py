@@ -13,28 +13,34 @@ from time import monotonic
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 
 from twostroke.model.ranks import Ranks
 
+c10d: Any = torch.distributed  # its stubs lack most of what is used here
 # A rank that is gone is noticed when its connection ends; one that still reads its weights is
 # waited for.
 PATIENCE = timedelta(hours=1)
 
 
 class GroupRanks(Ranks):
-    def __init__(self, rank: int, size: int, store: dist.Store, device: torch.device) -> None:
-        """Returns when all ranks have come. `store`: where they find each other."""
+    def __init__(self, rank: int, size: int, meeting_place: str, device: torch.device) -> None:
+        """Returns when all ranks have come. `meeting_place`: a file in which they find each other,
+        new with every group."""
         super().__init__(rank, size)
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        store = c10d.FileStore(meeting_place, size)
+        options = c10d.ProcessGroupGloo._Options()
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         options._timeout = PATIENCE
-        self._on_host = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)
-        self._group: Any = self._on_host
+        self._on_host: Any = c10d.ProcessGroupGloo(
+            c10d.PrefixStore("gloo", store), rank, size, options
+        )
+        self._group = self._on_host
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            own = dist.PrefixStore("nccl", store)
-            self._group = dist.ProcessGroupNCCL(own, rank, size, PATIENCE)
+            own, options = c10d.PrefixStore("nccl", store), c10d.ProcessGroupNCCL.Options()
+            options._timeout = PATIENCE
+            self._group = c10d.ProcessGroupNCCL(own, rank, size, options)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self._wait(self._group.allreduce([x]))
@@ -42,14 +48,14 @@ class GroupRanks(Ranks):
 
     def gather(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         parts = [torch.empty_like(x) for _ in range(0 if self.rank else self.size)]
-        options = dist.GatherOptions()
+        options = c10d.GatherOptions()
         options.rootRank = 0
         self._wait(self._group.gather([parts] if parts else [], [x], options))
         return parts
 
     def broadcast(self, x: torch.Tensor) -> None:
         if len(x):  # a step may sample nothing
-            options = dist.BroadcastOptions()
+            options = c10d.BroadcastOptions()
             options.rootRank = 0
             self._wait(self._group.broadcast([x], options))
 
