@@ -204,7 +204,11 @@ SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embe
 STACKED = {
     "mixtral": MixtralConfig(**SIZES, num_local_experts=3, num_experts_per_tok=2),
     "qwen2_moe": Qwen2MoeConfig(
-        **SIZES, num_experts=3, moe_intermediate_size=20, shared_expert_intermediate_size=24
+        **SIZES,
+        num_experts=3,
+        num_experts_per_tok=2,
+        moe_intermediate_size=20,
+        shared_expert_intermediate_size=24,
     ),
     "granitemoe": GraniteMoeConfig(**SIZES, num_local_experts=3, num_experts_per_tok=2),
 }
