@@ -204,7 +204,11 @@ SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embe
 STACKED = {
     "mixtral": MixtralConfig(**SIZES, num_local_experts=3, num_experts_per_tok=2),
     "qwen2_moe": Qwen2MoeConfig(
-        **SIZES, num_experts=3, moe_intermediate_size=20, shared_expert_intermediate_size=24
+        **SIZES,
+        num_experts=3,
+        num_experts_per_tok=2,
+        moe_intermediate_size=20,
+        shared_expert_intermediate_size=24,
     ),
     "granitemoe": GraniteMoeConfig(**SIZES, num_local_experts=3, num_experts_per_tok=2),
 }
@@ -238,10 +242,10 @@ def test_experts_are_found_each_in_its_tensors_and_all_in_one(family: str, tmp_p
     assert torch.equal(values["layers.1.experts.2.up"], stacked[2, inner:])
     some = together.floats("layers.1.experts.2.up", slice(3, 5))
     assert torch.equal(torch.from_numpy(some), stacked[2, inner + 3 : inner + 5])
-    stored = load_file(path)
-    stored.pop(next(name for name in stored if "layers.1." in name and "moe" in name))
-    save_file(stored, path)
     if family == "mixtral":
+        stored = load_file(path)
+        stored.pop("model.layers.1.block_sparse_moe.experts.0.w1.weight")
+        save_file(stored, path)
         with pytest.raises(ModelError, match=r"the weight 'layers.1.experts.0.gate' is missing"):
             check_weights(spec, SafetensorsWeights(tmp_path, spec, names), "here")
 

@@ -185,6 +185,11 @@ class MLPSpec:
     bias: bool = False
     gated: bool = True
 
+    @property
+    def width(self) -> int:
+        """Of what one token has between the two products."""
+        return self.intermediate_size
+
     def weight_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
         h, i = hidden_size, self.intermediate_size
         shapes: dict[str, tuple[int, ...]] = {"gate": (i, h)} if self.gated else {}
