@@ -23,8 +23,9 @@ from typing import Any
 from twostroke.measure.exam_cases import CASES
 
 CASE_S = 240.0
-# Three streams, and a prompt of 1,500 tokens while they write.
-STARVED = [(0, 32, 50), (50, 32, 50), (100, 32, 50), (800, 1500, 2)]
+# Three streams, and three prompts of 1,500 tokens while they write: more than one gap in 100.
+STARVED = [(0, 32, 120), (50, 32, 120), (100, 32, 120)]
+STARVED += [(300, 1500, 2), (800, 1500, 2), (1300, 1500, 2)]
 LOADS = {
     "one-seat": "--max-concurrency 6 --num-prompts 12 --input-len 32 --output-len 32",
     "no-prefix-caching": "--max-concurrency 2 --num-prompts 12 --random-prefix-len 1024 "
