@@ -93,7 +93,7 @@ class Kernels:
         scores = logits.sigmoid() if scoring == "sigmoid" else logits.softmax(-1)
         choice = scores if correction is None else scores + correction
         if num_groups > groups_used:
-            grouped = choice.unflatten(-1, (num_groups, -1))
+            grouped = torch.unflatten(choice, -1, (num_groups, -1))
             best = 2 if group_score == "top2_sum" else 1
             of_group = grouped.topk(best, dim=-1).values.sum(-1)
             used = torch.zeros_like(of_group, dtype=torch.bool)
@@ -127,7 +127,7 @@ class Kernels:
         sorted_x = x[order // per_token]
         counts = torch.bincount(chosen.flatten(), minlength=len(down)).tolist()
         parts = []
-        for expert, part in enumerate(sorted_x.split(counts)):
+        for expert, part in enumerate(torch.split(sorted_x, counts)):
             if not len(part):
                 continue
             bias = None if gate_up_bias is None else gate_up_bias[expert]
@@ -137,7 +137,7 @@ class Kernels:
             parts.append(F.linear(act(inner, activation), down[expert], bias))
         outputs = torch.empty_like(sorted_x)
         outputs[order] = torch.cat(parts)
-        by_token = outputs.unflatten(0, (-1, per_token)).float()
+        by_token = torch.unflatten(outputs, 0, (-1, per_token)).float()
         return (by_token * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
     def rope_store(

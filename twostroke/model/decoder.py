@@ -624,7 +624,7 @@ class _Loader:
             spec.num_experts, sum(rows), *rest, dtype=self._dtype, device=self._device
         )
         for expert in range(spec.num_experts):
-            for name, place in zip(each, whole[expert].split(rows), strict=True):
+            for name, place in zip(each, torch.split(whole[expert], rows), strict=True):
                 place.copy_(self._read(name.format(expert)))
         return whole
 

@@ -150,7 +150,7 @@ def _qwen2_moe(fields: Fields) -> ModelSpec:
     shared = replace(experts.expert, intermediate_size=width)
     experts = replace(experts, shared=shared, shared_gate=True)
     biased = fields.boolean("qkv_bias", True)
-    bias = {"qkv_bias": biased, "output_bias": False}
+    bias: dict[str, Any] = {"qkv_bias": biased, "output_bias": False}
     spec = _plain(fields, "qwen2_moe", parts.windows(kinds, window), mlp=experts, **bias)
     return hf_experts.with_mlps(spec, hf_experts.in_every(fields, experts))
 

@@ -39,13 +39,13 @@ NAMES = TensorNames(
     otherwise=_STACKED,
 )
 QWEN2_MOE_NAMES = NAMES.but(
-    **{f"shared.{part}": f"mlp.shared_expert.{part}_proj.weight" for part in ("gate", "up", "down")}
+    {f"shared.{part}": f"mlp.shared_expert.{part}_proj.weight" for part in ("gate", "up", "down")}
 )
 _SPARSE = "block_sparse_moe"
 MIXTRAL_NAMES = replace(
     NAMES.but(
-        router=f"{_SPARSE}.gate.weight",
-        **{
+        {
+            "router": f"{_SPARSE}.gate.weight",
             "experts.gate": f"{_SPARSE}.experts.{{e}}.w1.weight",
             "experts.up": f"{_SPARSE}.experts.{{e}}.w3.weight",
             "experts.down": f"{_SPARSE}.experts.{{e}}.w2.weight",
@@ -56,8 +56,8 @@ MIXTRAL_NAMES = replace(
 _INPUT = f"{_SPARSE}.input_linear.weight"
 GRANITE_MOE_NAMES = replace(
     NAMES.but(
-        router=f"{_SPARSE}.router.layer.weight",
-        **{
+        {
+            "router": f"{_SPARSE}.router.layer.weight",
             "experts.gate": _INPUT,
             "experts.up": _INPUT,
             "experts.down": f"{_SPARSE}.output_linear.weight",
