@@ -333,7 +333,7 @@ VARIANTS = [
         "gpt2_scales",
         GPT2Config,
         GPT | INVERSE | {"activation_function": "gelu"},
-        {"scale_attn_by_inverse_layer_idx": False},
+        {"scale_attn_weights": False},
     ),
     Variant("gptj", GPTJConfig, GPT | {"rotary_dim": 8}, {"rotary_dim": 16}),
     Variant("phi", PhiConfig, GPT_NEOX, rope(partial_rotary_factor=1.0)),
