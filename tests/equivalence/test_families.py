@@ -168,6 +168,10 @@ STABLELM = {"layer_norm_eps": 1e-4, "use_qkv_bias": True}
 LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 20, "q_lora_rank": 28}
 LATENT |= {"qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
 DEEPSEEK = LATENT | {"first_k_dense_replace": 3}
+DEEPSEEK_MOE = LATENT | {"first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 2}
+DEEPSEEK_MOE |= {"num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_group": 4}
+DEEPSEEK_MOE |= {"topk_group": 2, "routed_scaling_factor": 1.5}
+GROUP_LIMITED = {"topk_method": "group_limited_greedy"}
 MINICPM3 = LATENT | {"scale_emb": 3, "scale_depth": 0.9, "dim_model_base": 40}
 STARCODER2 = {"norm_epsilon": 1e-4, "sliding_window": WINDOW, "num_key_value_heads": 1}
 
@@ -365,6 +369,13 @@ VARIANTS = [
         DEEPSEEK | rope("yarn", **YARN, **MSCALE),
         rope("yarn", **YARN, mscale=1.0, mscale_all_dim=1.0),
     ),
+    Variant(
+        "deepseek_v2_experts",
+        DeepseekV2Config,
+        DEEPSEEK_MOE | GROUP_LIMITED,
+        {"routed_scaling_factor": 4.0},
+    ),
+    Variant("deepseek_v3_experts", DeepseekV3Config, DEEPSEEK_MOE, {"routed_scaling_factor": 4.0}),
     Variant("minicpm3", MiniCPM3Config, MINICPM3, {"scale_depth": 1.4}),
     Variant("mixtral", MixtralConfig, LOCAL_EXPERTS, {"num_experts_per_tok": 1}),
     Variant(

@@ -489,29 +489,29 @@ DEEPSEEK_DEFAULTS |= {"qk_rope_head_dim": 64, "v_head_dim": 128}
 
 def _deepseek_v2(fields: Fields) -> ModelSpec:
     """DeepSeek-V2 and V2-Lite."""
-    return _deepseek(fields, "deepseek_v2", fields.boolean("mlp_bias", False), first_expert=0)
+    return _deepseek(fields, "deepseek_v2", v3=False)
 
 
 def _deepseek_v3(fields: Fields) -> ModelSpec:
     """DeepSeek-V3 and R1, Kimi K2, Moonlight."""
     if not fields.boolean("rope_interleave", True):
         fields.refuse("rope_interleave", "true: weights whose rope pairs are neighbours")
-    return _deepseek(fields, "deepseek_v3", False, first_expert=3)
+    return _deepseek(fields, "deepseek_v3", v3=True)
 
 
-def _deepseek(fields: Fields, family: str, mlp_bias: bool, first_expert: int) -> ModelSpec:
-    """Latent attention. `first_expert`: the first layer with experts, if it is not given."""
+def _deepseek(fields: Fields, family: str, v3: bool) -> ModelSpec:
+    """Latent attention, and experts in all but the first layers."""
     count = parts.num_layers(fields)
-    first = fields.integer("first_k_dense_replace", 0, LAYERS[1], default=first_expert)
-    if fields.value("n_routed_experts") and first < count:
-        raise ModelError(
-            f"{fields.where}: layers with routed experts are not supported, and those from "
-            f"{first} on of {count} have them (n_routed_experts = "
-            f"{shown(fields.value('n_routed_experts'))}, first_k_dense_replace)."
-        )
     attention, max_context = parts.latent_attention(fields.with_defaults(DEEPSEEK_DEFAULTS))
-    layer = LayerSpec(attention, parts.mlp(fields, parts.activation(fields), mlp_bias))
-    return parts.model(fields, family, [layer] * count, max_context)
+    biased = not v3 and fields.boolean("mlp_bias", False)
+    layer = LayerSpec(attention, parts.mlp(fields, parts.activation(fields), biased))
+    spec = parts.model(fields, family, [layer] * count, max_context)
+    first = fields.integer("first_k_dense_replace", 0, LAYERS[1], default=3 if v3 else 0)
+    if not fields.value("n_routed_experts") or first >= count:
+        return spec
+    if biased:
+        fields.refuse("mlp_bias", "false in a model with experts")
+    return hf_experts.with_mlps(spec, hf_experts.deepseek(fields, v3))
 
 
 def _minicpm3(fields: Fields) -> ModelSpec:
