@@ -27,6 +27,7 @@ if INTERPRETED:
         unwritten_memory_is_nan,
     )
     from twostroke.kernels.cuda import experts as cuda
+    from twostroke.kernels.cuda.backend import CudaKernels
 
     HALF, SINGLE = torch.float16, torch.float32
 
@@ -214,6 +215,17 @@ if INTERPRETED:
         right = (logits + bias).topk(3)
         assert chosen.tolist() == right.indices.tolist()
         assert torch.allclose(weights, right.values.softmax(-1), rtol=2e-6, atol=0)
+
+    def test_the_backend_routes_by_a_product_in_fp32_and_adds_the_chosen_up() -> None:
+        kernels = CudaKernels(torch.device("cpu"))
+        x, router = torch.randn(3, 32).half(), torch.randn(6, 32)
+        chosen, weights = kernels.route(x, router, None, None, 2, **PLAIN)
+        ids, right = plain_route(F.linear(x.float(), router), None, 2, PLAIN)
+        assert chosen.tolist() == ids.tolist()
+        assert torch.allclose(weights, right, rtol=2e-6, atol=0)
+        mlps = [torch.randn(shape).half() / 6 for shape in ((6, 32, 32), (6, 32, 16))]
+        given = (x, chosen, weights, mlps[0], None, mlps[1], None, "silu", True)
+        assert worst(kernels.experts(*given), plain_mlps(*given)) < BOUNDS[HALF]
 
     @pytest.mark.parametrize("rule", ["softmax", "sigmoid_groups"])
     def test_equal_scores_go_to_the_lower_expert_and_nan_to_some_expert(rule: str) -> None:
