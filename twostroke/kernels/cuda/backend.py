@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from twostroke.kernels import cuda
 from twostroke.kernels.reference import Kernels
@@ -14,6 +15,7 @@ class CudaKernels(Kernels):
     act_and_mul = staticmethod(cuda.act_and_mul)
     product = staticmethod(cuda.product)
     gated_product = staticmethod(cuda.gated_product)
+    experts = staticmethod(cuda.mix_experts)
     rope_store = staticmethod(cuda.rope_store)
     prefill_attention = staticmethod(cuda.prefill_attention)
     bind_prefill_attention = staticmethod(cuda.bind_prefill_attention)
@@ -29,6 +31,25 @@ class CudaKernels(Kernels):
 
     def __init__(self, device: torch.device) -> None:
         self._num_sms = cuda.num_sms(device)
+
+    def route(
+        self,
+        x: torch.Tensor,
+        router: torch.Tensor,
+        bias: torch.Tensor | None,
+        correction: torch.Tensor | None,
+        experts_per_token: int,
+        scoring: str,
+        normalised: bool,
+        scale: float,
+        num_groups: int,
+        groups_used: int,
+        group_score: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The router is in fp32: a rounding could choose another expert."""
+        logits = F.linear(x.float(), router)
+        how = (scoring, normalised, scale, num_groups, groups_used, group_score)
+        return cuda.route(logits, bias, correction, experts_per_token, *how)
 
     def decode_splits(self, batch: int, num_kv_heads: int, max_len: int) -> int:
         return cuda.decode_splits(batch, num_kv_heads, max_len, self._num_sms)
