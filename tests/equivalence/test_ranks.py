@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 
 from tests.equivalence.harness import MOVES, Loud, Written, assert_same, run, small_spec
 from tests.equivalence.rank_threads import RankThreads, run_model
+from tests.equivalence.test_latent_matrix import latent_spec
 from tests.support import default_model_path
 from tests.tiny import CONFIG, tiny_folder
 from twostroke.config import EngineConfig
@@ -58,6 +60,10 @@ SPECS: dict[str, ModelSpec] = {
         activation="gelu_tanh",
         logit_scale=0.5,
         num_kv_heads=4,
+    ),
+    "latents": latent_spec("mixed"),
+    "sinks, learned positions": replace(
+        small_spec(sinks=True, head_bias=True), learned_positions=True
     ),
 }
 CPU = torch.device("cpu")
@@ -302,3 +308,10 @@ def test_a_size_that_does_not_divide_is_refused_by_name(
         check_ranks(small_spec(**given), size)
     assert str(refused.value).startswith(f"tensor_parallel_size is {size}, but the model has ")
     assert says in str(refused.value)
+
+
+def test_mixtures_of_experts_are_refused_by_name() -> None:
+    config = CONFIG | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    with pytest.raises(ConfigError, match="mixtures of experts are not split"):
+        check_ranks(spec_from_hf(config), 2)
+    check_ranks(spec_from_hf(config), 1)
