@@ -95,7 +95,9 @@ def test_an_unknown_architecture_is_named_beside_the_supported(tmp_path: Path) -
     config = json.loads((folder / "config.json").read_text())
     write_json(folder / "config.json", config | {"model_type": "mamba"})
     says = model_refusal(folder)
-    assert "the architecture 'mamba' is not supported. Supported: cohere, cohere2, exaone4" in says
+    assert (
+        "the architecture 'mamba' is not supported. Supported: cohere, cohere2, deepseek_v2" in says
+    )
 
 
 def test_an_unknown_architecture_of_a_gguf_is_named_beside_the_supported(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tests.tiny import tiny_folder, tiny_llm
 from twostroke import LLM, SamplingParams
 from twostroke.config import EngineConfig
 from twostroke.distributed import cleanup_dist_env_and_memory
-from twostroke.engine import build_torch
+from twostroke.engine import rank_processes
 from twostroke.engine.rank_processes import RankProcess, RankProcesses
 from twostroke.engine.remote import RemoteEngine
 from twostroke.errors import EngineError, ModelError
@@ -96,7 +96,7 @@ def test_a_rank_without_memory_is_named_with_what_to_do(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poor = partial(RankProcesses, module="tests.engine.poor_rank")
-    monkeypatch.setattr(build_torch, "RankProcesses", poor)
+    monkeypatch.setattr(rank_processes, "RankProcesses", poor)
     with pytest.raises(ModelError) as refused:
         tiny_llm(folder, **RANKS)
     says = str(refused.value)

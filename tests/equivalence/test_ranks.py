@@ -33,6 +33,7 @@ from twostroke.model.decoder import Decoder
 from twostroke.model.gguf import GGUFFile
 from twostroke.model.gguf_config import spec_from_gguf
 from twostroke.model.hf_config import names_in_hf, spec_from_hf
+from twostroke.model.mlp import DenseMLP
 from twostroke.model.ranks import Ranks, check_ranks, part_of, rank_parameters, rank_spec
 from twostroke.model.spec import ModelSpec
 from twostroke.model.weights import WeightSource
@@ -237,7 +238,8 @@ def test_a_rank_reads_and_holds_its_part_only(
         matrices = [held._embed.weight.numel(), held._head.num_bytes // 4]
         matrices = matrices[:1] if spec.tie_embeddings else matrices
         for layer in held._layers:
-            parts = (layer.qkv, layer.o, layer.gate_up, layer.down)
+            assert isinstance(layer.mlp, DenseMLP)
+            parts = (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)
             matrices += [part.num_bytes // 4 for part in parts]
         assert sum(matrices) <= expected
         assert sum(read) <= expected

@@ -14,7 +14,6 @@ from twostroke.config import EngineConfig
 from twostroke.engine.assembly import Started, scheduler_config
 from twostroke.engine.core import EngineCore
 from twostroke.engine.device import find_device
-from twostroke.engine.rank_processes import RankProcesses
 from twostroke.errors import ConfigError, ModelError
 from twostroke.exec.device_rows import DeviceRows
 from twostroke.exec.executor import Executor
@@ -57,6 +56,9 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
         built = build_executor(config, model, device)
         executor: Executor[Any] = built.executor
     else:
+        # Imported here: only several ranks need it, and what it needs.
+        from twostroke.engine.rank_processes import RankProcesses
+
         check_ranks(spec, size)
         check_gpus(device, size)
         others = RankProcesses(replace(config, model=str(model.files.path), revision=None))
@@ -96,7 +98,6 @@ def check_gpus(device: str, size: int) -> None:
 
 def join_ranks(config: EngineConfig, rank: int, meeting_place: str) -> Ranks:
     """Wait for the other ranks of an engine, in whatever processes they are."""
-    # Imported here: only several ranks need it.
     from twostroke.exec.collectives import GroupRanks
 
     size, device = config.tensor_parallel_size, rank_device(find_device(config), rank)

@@ -131,7 +131,7 @@ class StageProfile:
             self._forward_end_s = monotonic()
             after = self._executor.stage_seconds()
             self._plan = plan
-            stages = {name: after[name] - seconds for name, seconds in before.items()}
+            stages = {name: after[name] - was for name, was in before.items() if after[name]}
             # In no stage: starting the threads, waiting for the last, the interpreter's lock.
             took_s = self._forward_end_s - started_s
             self._stages = stages | {"call": took_s - sum(stages.values())}

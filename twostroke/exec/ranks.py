@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import cache
 from typing import Protocol
-
-import msgspec
 
 from twostroke.errors import EngineError
 from twostroke.exec.executor import Masks
@@ -29,8 +28,20 @@ from twostroke.plan import StepPlan
 
 log = logging.getLogger(__name__)
 
-encode_plan = msgspec.msgpack.Encoder().encode
-decode_plan = msgspec.msgpack.Decoder(StepPlan).decode
+
+@cache
+def _msgpack() -> tuple[Callable[[StepPlan], bytes], Callable[[bytes], StepPlan]]:
+    import msgspec  # which one rank does without
+
+    return msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(StepPlan).decode
+
+
+def encode_plan(plan: StepPlan) -> bytes:
+    return _msgpack()[0](plan)
+
+
+def decode_plan(data: bytes) -> StepPlan:
+    return _msgpack()[1](data)
 
 
 class Followers(Protocol):
