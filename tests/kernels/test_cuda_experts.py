@@ -219,7 +219,7 @@ if INTERPRETED:
     def test_the_backend_routes_by_a_product_in_fp32_and_adds_the_chosen_up() -> None:
         kernels = CudaKernels(torch.device("cpu"))
         x, router = torch.randn(3, 32).half(), torch.randn(6, 32)
-        chosen, weights = kernels.route(x, router, None, None, 2, **PLAIN)
+        chosen, weights = kernels.route(x, router, None, None, experts_per_token=2, **PLAIN)
         ids, right = plain_route(F.linear(x.float(), router), None, 2, PLAIN)
         assert chosen.tolist() == ids.tolist()
         assert torch.allclose(weights, right, rtol=2e-6, atol=0)

@@ -156,7 +156,7 @@ ANYWAY: Table = table(
     }
 )
 ONLY: Only = {
-    "-sm --split-mode": (("none", "layer", "row"), "a model runs on one device for now"),
+    "-sm --split-mode": (("none", "layer", "row"), "--tensor-parallel-size splits it"),
     "-mg --main-gpu": (("0",), "--device cuda:1 names another GPU"),
 }
 NOTED: Table = table(
@@ -193,9 +193,9 @@ NOTED: Table = table(
 REFUSED: Table = table(
     {
         "download the file and give its path": "-mu= --model-url= -dr= --docker-repo=",
-        "a model runs on one device for now; give --device": "-ts= --tensor-split= -ot= "
-        "--override-tensor= -cmoe --cpu-moe -ncmoe= --n-cpu-moe= -ncffn= --n-cpu-ffn= --rpc= "
-        "-nkvo --no-kv-offload",
+        "a model is on one device, or in equal parts on several (--tensor-parallel-size)": "-ts= "
+        "--tensor-split= -ot= --override-tensor= -cmoe --cpu-moe -ncmoe= "
+        "--n-cpu-moe= -ncffn= --n-cpu-ffn= --rpc= -nkvo --no-kv-offload",
         "use taskset or numactl": "-C= --cpu-mask= -Cr= --cpu-range= -Cb= --cpu-mask-batch= -Crb= "
         "--cpu-range-batch=",
         "the model's file is read as it stands": "--rope-scale= --rope-freq-base= "

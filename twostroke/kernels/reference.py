@@ -79,6 +79,7 @@ class Kernels:
         router: Tensor,
         bias: Tensor | None,
         correction: Tensor | None,
+        *,
         experts_per_token: int,
         scoring: str,
         normalised: bool,

@@ -536,10 +536,6 @@ def _rms_norm(ranks: Ranks, x: torch.Tensor, weight: torch.Tensor, eps: float) -
     return (weight * (wide * torch.rsqrt(mean + eps)).to(weight.dtype)).to(x.dtype)
 
 
-def _gate_up(mlp: MLPSpec) -> list[str]:
-    return ["gate", "up"] if mlp.gated else ["up"]
-
-
 class _Loader:
     """Reads weights into place, of each this rank's part, matrices that are used together side by
     side."""
@@ -594,14 +590,15 @@ class _Loader:
         )
 
     def _mlp(self, spec: MLPSpec, at: str) -> DenseMLP:
-        gate_up = self._linear([at + name for name in _gate_up(spec)], spec.bias)
+        gate_up = self._linear([at + name for name in spec.gate_up], spec.bias)
         return DenseMLP(spec, gate_up, self._linear([at + "down"], spec.bias), self._kernels)
 
     def _experts(self, spec: ExpertsSpec, at: str, names: dict[str, Any]) -> ExpertsMLP:
         wide = partial(self._if_any, self._wide, at, names)
-        biased, gate_up = spec.expert.bias, _gate_up(spec.expert)
+        biased, gate_up = spec.expert.bias, spec.expert.gate_up
         return ExpertsMLP(
             spec,
+            spec.routing.rule(),
             wide("router"),
             wide("router_bias"),
             wide("router_correction"),

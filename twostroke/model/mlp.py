@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import torch
@@ -44,6 +45,7 @@ class ExpertsMLP:
     """The router's weights are in fp32, the experts' stacked: [experts, out, in]."""
 
     spec: ExpertsSpec
+    rule: Mapping[str, Any]  # of its routing
     router: torch.Tensor
     router_bias: torch.Tensor | None
     correction: torch.Tensor | None
@@ -56,10 +58,8 @@ class ExpertsMLP:
     kernels: Kernels
 
     def __call__(self, x: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
-        rule = asdict(self.spec.routing)
-        del rule["bias"], rule["correction_bias"]
         chosen, weights = self.kernels.route(
-            x, self.router, self.router_bias, self.correction, **rule
+            x, self.router, self.router_bias, self.correction, **self.rule
         )
         out = self.kernels.experts(
             x,

@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -211,7 +210,7 @@ class _Loader:
 
     def _mlp(self, mlp: MLPSpec, at: str) -> dict[str, Any]:
         return {
-            "gate_up": self.matrix([at + name for name in _gate_up(mlp)], mlp.bias),
+            "gate_up": self.matrix([at + name for name in mlp.gate_up], mlp.bias),
             "down": self.matrix([f"{at}down"], mlp.bias),
             "activation": mlp.activation,
             "gated": mlp.gated,
@@ -219,8 +218,6 @@ class _Loader:
 
     def _experts(self, mlp: ExpertsSpec, at: str) -> dict[str, Any]:
         """The layer's own MLP is the shared one, if there is any."""
-        rule = {field.name: getattr(mlp.routing, field.name) for field in fields(mlp.routing)}
-        del rule["bias"], rule["correction_bias"]
         each = [self._mlp(mlp.expert, f"{at}experts.{n}.") for n in range(mlp.num_experts)]
         experts = self._native.Experts(
             router=self._router(mlp, at),
@@ -230,7 +227,7 @@ class _Loader:
             if mlp.routing.correction_bias
             else None,
             shared_gate=mlp.shared_gate,
-            **rule,
+            **mlp.routing.rule(),
         )
         shared = {} if mlp.shared is None else self._mlp(mlp.shared, f"{at}shared.")
         common = {"activation": mlp.expert.activation, "gated": mlp.expert.gated}
@@ -299,14 +296,10 @@ class _Loader:
         source.forget(name)
 
 
-def _gate_up(mlp: MLPSpec) -> tuple[str, ...]:
-    return ("gate", "up") if mlp.gated else ("up",)
-
-
 def _mlp_matrices(mlp: MLPSpec | ExpertsSpec) -> list[list[str]]:
     """Those that are kept side by side."""
     if isinstance(mlp, MLPSpec):
-        return [[*_gate_up(mlp)], ["down"]]
+        return [[*mlp.gate_up], ["down"]]
     found = {f"experts.{n}.": mlp.expert for n in range(mlp.num_experts)}
     found |= {} if mlp.shared is None else {"shared.": mlp.shared}
     return [

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal
 
 RopeKind = Literal["none", "linear", "dynamic", "llama3", "yarn", "factors", "longrope", "still"]
@@ -190,6 +190,11 @@ class MLPSpec:
         """Of what one token has between the two products."""
         return self.intermediate_size
 
+    @property
+    def gate_up(self) -> tuple[str, ...]:
+        """The matrices that are one product."""
+        return ("gate", "up") if self.gated else ("up",)
+
     def weight_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
         h, i = hidden_size, self.intermediate_size
         shapes: dict[str, tuple[int, ...]] = {"gate": (i, h)} if self.gated else {}
@@ -218,6 +223,12 @@ class RoutingSpec:
     num_groups: int = 1
     groups_used: int = 1
     group_score: GroupScore = "max"
+
+    def rule(self) -> dict[str, Any]:
+        """All but which weights there are: what `Kernels.route` is told."""
+        found = asdict(self)
+        del found["bias"], found["correction_bias"]
+        return found
 
 
 @dataclass(frozen=True, slots=True)

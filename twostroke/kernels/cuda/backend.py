@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -38,18 +40,11 @@ class CudaKernels(Kernels):
         router: torch.Tensor,
         bias: torch.Tensor | None,
         correction: torch.Tensor | None,
-        experts_per_token: int,
-        scoring: str,
-        normalised: bool,
-        scale: float,
-        num_groups: int,
-        groups_used: int,
-        group_score: str,
+        **rule: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The router is in fp32: a rounding could choose another expert."""
         logits = F.linear(x.float(), router)
-        how = (scoring, normalised, scale, num_groups, groups_used, group_score)
-        return cuda.route(logits, bias, correction, experts_per_token, *how)
+        return cuda.route(logits, bias, correction, **rule)
 
     def decode_splits(self, batch: int, num_kv_heads: int, max_len: int) -> int:
         return cuda.decode_splits(batch, num_kv_heads, max_len, self._num_sms)
