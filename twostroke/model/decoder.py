@@ -599,7 +599,7 @@ class _Loader:
         return ExpertsMLP(
             spec,
             spec.routing.rule(),
-            wide("router"),
+            self._router(at),
             wide("router_bias"),
             wide("router_correction"),
             self._stacked(spec, at, gate_up),
@@ -674,6 +674,13 @@ class _Loader:
     def norm(self, name: str) -> Norm:
         bias = self._norm_weight(f"{name}_bias") if self._spec.norm_bias else None
         return Norm(self._norm_weight(name), bias)
+
+    def _router(self, at: str) -> torch.Tensor:
+        """A rounding could choose another expert: in the model's dtype only if that changes none
+        of its values."""
+        exact = self._wide(at + "router")
+        narrow = exact.to(self._dtype)
+        return narrow if torch.equal(narrow.float(), exact) else exact
 
     def _norm_weight(self, name: str) -> torch.Tensor:
         return self._wide(name) if self._spec.norm_fp32 else self.tensor(name)

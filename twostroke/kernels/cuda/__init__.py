@@ -18,7 +18,7 @@ from twostroke.kernels.cuda.experts import mix_experts, route
 from twostroke.kernels.cuda.launch import compile_ahead
 from twostroke.kernels.cuda.logprobs import token_logprobs
 from twostroke.kernels.cuda.prefill import bind_prefill_attention, prefill_attention
-from twostroke.kernels.cuda.product import gated_product, product
+from twostroke.kernels.cuda.product import exact_product, gated_product, product
 from twostroke.kernels.cuda.rope_store import rope_store
 from twostroke.kernels.cuda.sampling import sample
 from twostroke.kernels.cuda.splits import (
@@ -40,6 +40,7 @@ __all__ = [
     "decode_attention",
     "decode_scratch",
     "decode_splits",
+    "exact_product",
     "gated_product",
     "mix_experts",
     "num_sms",

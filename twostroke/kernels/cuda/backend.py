@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from twostroke.kernels import cuda
 from twostroke.kernels.reference import Kernels
@@ -40,11 +39,12 @@ class CudaKernels(Kernels):
         router: torch.Tensor,
         bias: torch.Tensor | None,
         correction: torch.Tensor | None,
+        *,
+        pdl: bool = False,
         **rule: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The router is in fp32: a rounding could choose another expert."""
-        logits = F.linear(x.float(), router)
-        return cuda.route(logits, bias, correction, **rule)
+        logits = cuda.exact_product(x, router, pdl=pdl)
+        return cuda.route(logits, bias, correction, **rule, pdl=pdl)
 
     def decode_splits(self, batch: int, num_kv_heads: int, max_len: int) -> int:
         return cuda.decode_splits(batch, num_kv_heads, max_len, self._num_sms)
