@@ -65,11 +65,7 @@ def write(path: Path, module: Any, **settings: Any) -> list[Written]:
     return write_with_ours(path, prompts, module.MAX_TOKENS, module.VOCAB, **settings)
 
 
-# Latent attention is not computed natively.
-VARIANTS = [one for one in families.VARIANTS if "kv_lora_rank" not in one.config]
-
-
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+@pytest.mark.parametrize("variant", families.VARIANTS, ids=lambda variant: variant.name)
 def test_every_variant_gives_the_log_probabilities_of_the_reference(
     variant: families.Variant, tmp_path: Path
 ) -> None:

@@ -21,13 +21,14 @@ from twostroke.kernels import cpu
 from twostroke.model.block_types import BlockType
 from twostroke.model.grids import grid_of
 from twostroke.model.rope import rope_tables
-from twostroke.model.spec import ExpertsSpec, MLPSpec, ModelSpec
+from twostroke.model.spec import AttentionSpec, ExpertsSpec, MLPSpec, ModelSpec, projections
 from twostroke.model.weights import WeightSource, not_finite
 
 BLOCK = 32  # weights that share a scale
 DENSE = {BlockType.F32, BlockType.F16, BlockType.BF16}
 DTYPES = {"bfloat16": BlockType.BF16, "float16": BlockType.F16}
 QUANTIZATION = {"int4": "q4", "int8": "q8"}
+KV_B = ".kv_b"
 ELEMENTS_AT_ONCE = 1 << 22  # of a matrix that is read as floats
 
 Ints = npt.NDArray[np.int32]
@@ -51,15 +52,23 @@ class Packing:
         self._quantised = None if quantization is None else QUANTIZATION[quantization]
 
     def format(self, names: Sequence[str]) -> str:
-        """One for all of them: the smallest that loses nothing of what the file has."""
+        """One for all of them: the smallest that loses nothing of what the file has, or the one
+        that is asked for. kv_b, of which prefill has one form and decode another, is never rounded:
+        the two would differ."""
         types = {self.source.stored_type(name) or self._dense for name in names}
         dense, packed = types & DENSE, types - DENSE
+        rounded = None if names[0].endswith(KV_B) else self._quantised
         formats = set()
         if packed:
             formats.add(str(cpu.module().common_format([str(type) for type in packed])))
         if dense:
-            formats.add(self._quantised or self._dense_format(dense))
+            formats.add(rounded or self._dense_format(dense))
         return formats.pop() if len(formats) == 1 else "f32"
+
+    def transposed_format(self, name: str) -> str:
+        """Of a matrix whose columns are to be rows: blocks of a row do not hold them."""
+        type = self.source.stored_type(name) or self._dense
+        return self._dense_format({type}) if type in DENSE else "f32"
 
     def _dense_format(self, types: set[BlockType]) -> str:
         """In fp16, which some machines multiply, bfloat16 loses only the last bits of weights
@@ -74,7 +83,7 @@ class Packing:
         found = [
             [f"layers.{n}.{name}" for name in names]
             for n, layer in enumerate(self.spec.layers)
-            for names in (("q", "k", "v"), ("o",), *_mlp_matrices(layer.mlp))
+            for names in (*_attention_matrices(layer.attention), *_mlp_matrices(layer.mlp))
         ]
         return [*found, ["embed"], *([] if self.spec.tie_embeddings else [["head"]])]
 
@@ -85,6 +94,11 @@ class Packing:
         for names in self.matrices():
             each = self._bytes_of(self.format(names))
             sizes |= {name: each * math.prod(shapes[name]) for name in names}
+        for n, layer in enumerate(self.spec.layers):
+            part, name = layer.attention, f"layers.{n}{KV_B}"
+            if part.latent is not None:  # its keys' rows once more
+                count = part.num_heads * part.nope_dim * part.latent.kv_lora_rank
+                sizes[name] += count * self._bytes_of(self.transposed_format(name))
         routers = [name for name in shapes if name.endswith(".router")]
         return sizes | {name: 4.0 * math.prod(shapes[name]) for name in routers}
 
@@ -192,10 +206,11 @@ class _Loader:
         vectors = [name for name in names if name.endswith(("_norm", "_norm_bias", "sinks"))]
         group, in_group = self._places[index]
         return self._native.Layer(
-            qkv=self.matrix([at + "q", at + "k", at + "v"], attention.qkv_bias),
+            qkv=self.matrix([at + name for name in projections(attention)], attention.qkv_bias),
+            latent=self._latent(attention, at),
             o=self.matrix([at + "o"], attention.output_bias),
             **self._experts(mlp, at) if isinstance(mlp, ExpertsSpec) else self._mlp(mlp, at),
-            **{name: self.vector(at + name) for name in vectors},
+            **{name: self.vector(at + name) for name in vectors if "_a_" not in name},
             heads=attention.num_heads,
             kv_heads=attention.num_kv_heads,
             dim=attention.head_dim,
@@ -204,9 +219,63 @@ class _Loader:
             window=attention.window or 0,
             parallel=layer.parallel,
             rope=self._ropes.index(attention.rope),
+            rope_dim=attention.rope.dim,
             group=group,
             in_group=in_group,
         )
+
+    def _latent(self, part: AttentionSpec, at: str) -> Any:
+        latent = part.latent
+        if latent is None:
+            return None
+        name, source, nope = at + "kv_b", self._packing.source, part.nope_dim
+        format, transposed = self._packing.format([name]), self._packing.transposed_format(name)
+        floats = self.vector(name).reshape(part.num_heads, -1, latent.kv_lora_rank)
+        stored = source.packed(name) if source.stored_type(name) not in {None, *DENSE} else None
+        packed = None if stored is None else stored.rows.reshape(*floats.shape[:2], -1)
+        rows = {"keys": slice(nope), "values": slice(nope, None)}
+        made = {
+            which: self._by_head(
+                format,
+                floats[:, part],
+                None if stored is None else stored.type,
+                None if packed is None else packed[:, part],
+            )
+            for which, part in rows.items()
+        }
+        source.forget(name)
+        return self._native.Latent(
+            q_b=self.matrix([at + "q_b"]) if latent.q_lora_rank else None,
+            keys_transposed=self._by_head(transposed, floats[:, :nope].swapaxes(1, 2)),
+            **made,
+            q_a_norm=self.vector(at + "q_a_norm") if latent.q_lora_rank else None,
+            kv_a_norm=self.vector(at + "kv_a_norm"),
+            eps=latent.norm_eps,
+            value_dim=latent.value_dim,
+        )
+
+    def _by_head(
+        self,
+        format: str,
+        floats: Floats,
+        type: BlockType | None = None,
+        packed: npt.NDArray[np.uint8] | None = None,
+    ) -> Any:
+        """[heads, rows, columns], each head's rows from a whole group of rows on. `packed`: the
+        same in blocks of that type."""
+        heads, rows, cols = floats.shape
+        each = -(-rows // self._native.head_rows) * self._native.head_rows
+        places = (np.arange(heads)[:, None] * each + np.arange(rows)).astype(np.int32).reshape(-1)
+        matrix = self._native.Matrix(format, heads * each, cols, self._isa)
+        try:
+            if packed is not None and type is not None and format != "f32":
+                lines = np.ascontiguousarray(packed).reshape(heads * rows, -1)
+                matrix.put_blocks(str(type), lines, places, grid_of(type))
+            else:
+                matrix.put_floats(np.ascontiguousarray(floats).reshape(-1, cols), places)
+        except OverflowError:  # a weight above 255
+            return self._by_head("f32", floats)
+        return matrix
 
     def _mlp(self, mlp: MLPSpec, at: str) -> dict[str, Any]:
         return {
@@ -294,6 +363,13 @@ class _Loader:
                 part = slice(first, first + count)
                 matrix.put_floats(np.ascontiguousarray(source.floats(name, part)), places[part])
         source.forget(name)
+
+
+def _attention_matrices(part: AttentionSpec) -> list[tuple[str, ...]]:
+    """Likewise. Of kv_b, keys and values are apart."""
+    if part.latent is None:
+        return [projections(part), ("o",)]
+    return [projections(part), *([("q_b",)] if part.latent.q_lora_rank else []), ("kv_b",), ("o",)]
 
 
 def _mlp_matrices(mlp: MLPSpec | ExpertsSpec) -> list[list[str]]:
