@@ -2,8 +2,8 @@
 //
 //   decode    a head's query goes through its rows of kv_b, attends to the latents as they are
 //             cached, and what it gets of them goes through kv_b's rows for values
-//   prefill   the latents that a chunk sees become keys and values of some heads at a time, in fp16,
-//             which attention reads as it reads a cache
+//   prefill   the latents that a chunk sees become keys and values of some heads at a time, which
+//             attention reads as it reads a cache: in fp16, or as floats where it computes in those
 #include <algorithm>
 #include <cstring>
 
@@ -134,7 +134,7 @@ int Model::first_seen(const Layer& layer, const Chunk& chunk) {
 
 // Of which keys and values are expanded at one time.
 int Model::heads_at_once(const Layer& layer, int keys) const {
-  const size_t each = static_cast<size_t>(keys) * 2 * layer.expanded_dim() * sizeof(uint16_t);
+  const size_t each = static_cast<size_t>(keys) * 2 * layer.expanded_dim() * sizeof(float);
   return static_cast<int>(std::clamp<size_t>(kExpandedBytes / each, 1, layer.heads));
 }
 
@@ -147,10 +147,22 @@ void Model::attend_expanded(const Step& step, const Layer& layer, const Cache& c
   const int since = first_seen(layer, chunk), keys = chunk.index + chunk.size - since;
   const int at_once = heads_at_once(layer, keys), blocks = ceil_div(keys, kExpandedKeys);
   const bool matrix_units = uses_matrix_units(step.tokens);
-  const PrefillAttention& tile = matrix_units ? k_.matrix_units.prefill : prefill_attention(dim);
+  const bool to_fp16 = matrix_units || in_fp16(dim);
+  const PrefillAttention& tile = matrix_units ? k_.matrix_units.prefill
+                                 : to_fp16    ? k_.fp16.prefill
+                                              : k_.prefill_floats;
   const int tiles = ceil_div(chunk.size, tile.queries);
   const int32_t *table = step.table(layer, first), no_blocks = 0;
-  uint16_t *all_keys = expanded_.data(), *all_values = all_keys + static_cast<size_t>(at_once) * keys * dim;
+  const size_t element = to_fp16 ? sizeof(uint16_t) : sizeof(float), of_head = keys * dim * element;
+  uint8_t *all_keys = reinterpret_cast<uint8_t*>(expanded_.data()), *all_values = all_keys + at_once * of_head;
+  // n channels that follow each other of a key or value.
+  auto put = [&](const float* from, int n, uint8_t* to) {
+    if (to_fp16)
+      k_.to_fp16(from, n, reinterpret_cast<uint16_t*>(to));
+    else
+      std::memcpy(to, from, n * sizeof(float));
+  };
+  const size_t line = dim * element;
   for (int head0 = 0; head0 < layer.heads; head0 += at_once) {
     const int heads = std::min(at_once, layer.heads - head0), shares = ceil_div(heads, kExpandedHeads);
     team_.parallel_for(blocks * shares, [&](int task) {
@@ -158,32 +170,34 @@ void Model::attend_expanded(const Step& step, const Layer& layer, const Cache& c
       const int h0 = task % shares * kExpandedHeads, h1 = std::min(heads, h0 + kExpandedHeads);
       Quantised& in = head_in_[member];
       resize(in, count, rank, matrix_units);
-      const uint16_t* cached[kExpandedKeys];
+      std::vector<float> turned(static_cast<size_t>(count) * layer.rope_dim);
       for (int n = 0; n < count; n++) {
-        cached[n] = cache.keys + cache.offset(table, since + from + n, 0);
-        for (int d = 0; d < rank; d++) in.values[static_cast<size_t>(n) * rank + d] = fp16_to_float(cached[n][d]);
+        const uint16_t* cached = cache.keys + cache.offset(table, since + from + n, 0);
+        float *latents = &in.values[static_cast<size_t>(n) * rank], *rope = &turned[static_cast<size_t>(n) * layer.rope_dim];
+        for (int d = 0; d < rank; d++) latents[d] = fp16_to_float(cached[d]);
+        for (int d = 0; d < layer.rope_dim; d++) rope[d] = fp16_to_float(cached[rank + d]);
       }
       for (int h = h0; h < h1; h++) {
-        uint16_t* to = all_keys + (static_cast<size_t>(h) * keys + from) * dim;
+        uint8_t* to = all_keys + h * of_head + from * line;
         const float* made = multiply_head(*latent.keys, head0 + h, nope, in, count, member);
-        for (int n = 0; n < count; n++, to += dim, made += Latent::head_rows(nope)) {
-          k_.to_fp16(made, nope, to);
-          std::memcpy(to + nope, cached[n] + rank, layer.rope_dim * sizeof(uint16_t));
-          std::fill(to + layer.dim, to + dim, 0);
+        for (int n = 0; n < count; n++, to += line, made += Latent::head_rows(nope)) {
+          put(made, nope, to);
+          put(&turned[static_cast<size_t>(n) * layer.rope_dim], layer.rope_dim, to + nope * element);
+          std::memset(to + layer.dim * element, 0, (dim - layer.dim) * element);
         }
-        to = all_values + (static_cast<size_t>(h) * keys + from) * dim;
+        to = all_values + h * of_head + from * line;
         made = multiply_head(*latent.values, head0 + h, value_dim, in, count, member);
-        for (int n = 0; n < count; n++, to += dim, made += Latent::head_rows(value_dim)) {
-          k_.to_fp16(made, value_dim, to);
-          std::fill(to + value_dim, to + dim, 0);
+        for (int n = 0; n < count; n++, to += line, made += Latent::head_rows(value_dim)) {
+          put(made, value_dim, to);
+          std::memset(to + value_dim * element, 0, (dim - value_dim) * element);
         }
       }
     });
     team_.parallel_for(tiles * heads, [&](int task) {
       const int from = (tiles - 1 - task / heads) * tile.queries;  // the last have the most keys
       const int h = task % heads, head = head0 + h, count = std::min(tile.queries, chunk.size - from);
-      const size_t at = static_cast<size_t>(h) * keys * dim;
-      const Cache own{all_keys + at, all_values + at, keys, 1, dim, 0};
+      const Cache own{reinterpret_cast<uint16_t*>(all_keys + h * of_head),
+                      reinterpret_cast<uint16_t*>(all_values + h * of_head), keys, 1, dim, 0};
       std::vector<float>& lines = head_out_[member];  // queries, then what they get
       const size_t size = static_cast<size_t>(count) * dim;
       if (lines.size() < 2 * size) lines.resize(2 * size);

@@ -295,7 +295,7 @@ class Model {
   // and values of some heads; and of each member, inputs and outputs of one head's products.
   std::vector<float> latent_q_, among_latents_;
   Quantised q_latent_;
-  std::vector<uint16_t> expanded_;
+  std::vector<float> expanded_;  // or fp16
   std::vector<Quantised> head_in_;
   std::vector<std::vector<float>> head_out_;
   std::array<double, kStages> stage_seconds_{};
