@@ -130,8 +130,9 @@ def test_another_scale_makes_the_comparison_fail() -> None:
 needs_native = pytest.mark.skipif(
     not cpu.available(), reason="this installation was built without the native kernels"
 )
-# Twice what moves the most, with `exact`: a log-probability by TODO.
-NATIVE_TAU = 4e-3
+# With `exact`, log-probabilities of about 3 move by 5e-6 when what decode cached is computed anew; a
+# key or latent past the middle between two halves would move them more.
+NATIVE_TAU = 1e-3
 WAYS: dict[str, dict[str, object]] = {
     "chunks": {"max_num_batched_tokens": 7, "max_num_seqs": 1},
     "mixed": {"max_num_batched_tokens": 32, "max_num_seqs": 4},
@@ -184,4 +185,4 @@ def test_native_kernels_give_the_log_probabilities_of_the_reference(name: str) -
         other = run(make_core(own), [prompt], 3)[0]
         assert other.tokens == one.tokens[:3]
         for mine, theirs in zip(other.logprobs, one.logprobs, strict=False):
-            assert mine.logprobs == pytest.approx(theirs.logprobs, abs=0.02)
+            assert mine.logprobs == pytest.approx(theirs.logprobs, abs=6e-3)  # 2.6e-3 was found

@@ -78,6 +78,17 @@ def test_every_variant_gives_the_log_probabilities_of_the_reference(
         )
 
 
+@pytest.mark.parametrize("name", ["deepseek_v2_lite", "deepseek_v3", "minicpm3"])
+def test_a_cached_prefix_of_latents_gives_the_log_probabilities_of_transformers(
+    name: str, tmp_path: Path
+) -> None:
+    (variant,) = (variant for variant in families.VARIANTS if variant.name == name)
+    theirs = random_model(variant.described())
+    theirs.save_pretrained(tmp_path)
+    found = families.cached_prefix_difference(tmp_path, theirs, block_size=4, **NATIVE)
+    assert found <= families.NATIVE_TOLERANCE
+
+
 KINDS = [("llama", type) for type in gguf_families.BLOCK_TYPES]
 OTHERS = ("qwen2", "qwen3", "gemma2", "gemma3", "olmo2", "phi3")
 KINDS += [(family, type) for family in OTHERS for type in (Type.Q4_0, Type.Q8_0)]
