@@ -130,8 +130,8 @@ def test_another_scale_makes_the_comparison_fail() -> None:
 needs_native = pytest.mark.skipif(
     not cpu.available(), reason="this installation was built without the native kernels"
 )
-# With `exact`, log-probabilities of about 3 move by 5e-6 when what decode cached is computed anew; a
-# key or latent past the middle between two halves would move them more.
+# With `exact`, log-probabilities move by 5e-6 when what decode cached is computed anew; a latent or
+# key past the middle between two halves would move them more.
 NATIVE_TAU = 1e-3
 WAYS: dict[str, dict[str, object]] = {
     "chunks": {"max_num_batched_tokens": 7, "max_num_seqs": 1},

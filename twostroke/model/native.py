@@ -21,14 +21,20 @@ from twostroke.kernels import cpu
 from twostroke.model.block_types import BlockType
 from twostroke.model.grids import grid_of
 from twostroke.model.rope import rope_tables
-from twostroke.model.spec import AttentionSpec, ExpertsSpec, MLPSpec, ModelSpec, projections
-from twostroke.model.weights import WeightSource, not_finite
+from twostroke.model.spec import (
+    LATENT_EXPANDING,
+    AttentionSpec,
+    ExpertsSpec,
+    MLPSpec,
+    ModelSpec,
+    projections,
+)
+from twostroke.model.weights import ALL_ROWS, PackedMatrix, WeightSource, not_finite
 
 BLOCK = 32  # weights that share a scale
 DENSE = {BlockType.F32, BlockType.F16, BlockType.BF16}
 DTYPES = {"bfloat16": BlockType.BF16, "float16": BlockType.F16}
 QUANTIZATION = {"int4": "q4", "int8": "q8"}
-KV_B = ".kv_b"
 ELEMENTS_AT_ONCE = 1 << 22  # of a matrix that is read as floats
 
 Ints = npt.NDArray[np.int32]
@@ -57,7 +63,8 @@ class Packing:
         the two would differ."""
         types = {self.source.stored_type(name) or self._dense for name in names}
         dense, packed = types & DENSE, types - DENSE
-        rounded = None if names[0].endswith(KV_B) else self._quantised
+        kept = names[0].rpartition(".")[2] in LATENT_EXPANDING
+        rounded = None if kept else self._quantised
         formats = set()
         if packed:
             formats.add(str(cpu.module().common_format([str(type) for type in packed])))
@@ -95,8 +102,9 @@ class Packing:
             each = self._bytes_of(self.format(names))
             sizes |= {name: each * math.prod(shapes[name]) for name in names}
         for n, layer in enumerate(self.spec.layers):
-            part, name = layer.attention, f"layers.{n}{KV_B}"
+            part = layer.attention
             if part.latent is not None:  # its keys' rows once more
+                name = f"layers.{n}." + ("k_b" if part.latent.split else "kv_b")
                 count = part.num_heads * part.nope_dim * part.latent.kv_lora_rank
                 sizes[name] += count * self._bytes_of(self.transposed_format(name))
         routers = [name for name in shapes if name.endswith(".router")]
@@ -228,25 +236,21 @@ class _Loader:
         latent = part.latent
         if latent is None:
             return None
-        name, source, nope = at + "kv_b", self._packing.source, part.nope_dim
-        format, transposed = self._packing.format([name]), self._packing.transposed_format(name)
-        floats = self.vector(name).reshape(part.num_heads, -1, latent.kv_lora_rank)
-        stored = source.packed(name) if source.stored_type(name) not in {None, *DENSE} else None
-        packed = None if stored is None else stored.rows.reshape(*floats.shape[:2], -1)
-        rows = {"keys": slice(nope), "values": slice(nope, None)}
-        made = {
-            which: self._by_head(
-                format,
-                floats[:, part],
-                None if stored is None else stored.type,
-                None if packed is None else packed[:, part],
-            )
-            for which, part in rows.items()
-        }
-        source.forget(name)
+        heads, nope = part.num_heads, part.nope_dim
+        if latent.split:
+            made = {
+                "keys_transposed": self._by_head(at + "k_b", heads),
+                "keys": self._by_head(at + "k_b", heads, transposed=True),
+                "values": self._by_head(at + "v_b", heads),
+            }
+        else:
+            made = {
+                "keys": self._by_head(at + "kv_b", heads, slice(nope)),
+                "keys_transposed": self._by_head(at + "kv_b", heads, slice(nope), transposed=True),
+                "values": self._by_head(at + "kv_b", heads, slice(nope, None)),
+            }
         return self._native.Latent(
             q_b=self.matrix([at + "q_b"]) if latent.q_lora_rank else None,
-            keys_transposed=self._by_head(transposed, floats[:, :nope].swapaxes(1, 2)),
             **made,
             q_a_norm=self.vector(at + "q_a_norm") if latent.q_lora_rank else None,
             kv_a_norm=self.vector(at + "kv_a_norm"),
@@ -255,26 +259,44 @@ class _Loader:
         )
 
     def _by_head(
+        self, name: str, heads: int, rows: slice = ALL_ROWS, transposed: bool = False
+    ) -> Any:
+        """Some rows (or columns, `transposed`) of each head of a weight, each head's from a whole
+        group of rows on."""
+        source = self._packing.source
+        weight = self.vector(name)
+        floats = weight.reshape(heads, -1, weight.shape[1])[:, rows]
+        if transposed:
+            return self._packed_heads(self._packing.transposed_format(name), floats.swapaxes(1, 2))
+        stored, format = self._blocks_of(name), self._packing.format([name])
+        if stored is None or format == "f32":
+            made = self._packed_heads(format, floats)
+        else:
+            blocks = stored.rows.reshape(heads, -1, stored.rows.shape[1])[:, rows]
+            made = self._packed_heads(format, floats, stored.type, blocks)
+        source.forget(name)
+        return made
+
+    def _packed_heads(
         self,
         format: str,
         floats: Floats,
         type: BlockType | None = None,
-        packed: npt.NDArray[np.uint8] | None = None,
+        blocks: npt.NDArray[np.uint8] | None = None,
     ) -> Any:
-        """[heads, rows, columns], each head's rows from a whole group of rows on. `packed`: the
-        same in blocks of that type."""
+        """[heads, rows, columns]; `blocks`: the same in blocks of that type."""
         heads, rows, cols = floats.shape
         each = -(-rows // self._native.head_rows) * self._native.head_rows
         places = (np.arange(heads)[:, None] * each + np.arange(rows)).astype(np.int32).reshape(-1)
         matrix = self._native.Matrix(format, heads * each, cols, self._isa)
         try:
-            if packed is not None and type is not None and format != "f32":
-                lines = np.ascontiguousarray(packed).reshape(heads * rows, -1)
-                matrix.put_blocks(str(type), lines, places, grid_of(type))
-            else:
+            if blocks is None or type is None:
                 matrix.put_floats(np.ascontiguousarray(floats).reshape(-1, cols), places)
+            else:
+                lines = np.ascontiguousarray(blocks).reshape(heads * rows, -1)
+                matrix.put_blocks(str(type), lines, places, grid_of(type))
         except OverflowError:  # a weight above 255
-            return self._by_head("f32", floats)
+            return self._packed_heads("f32", floats)
         return matrix
 
     def _mlp(self, mlp: MLPSpec, at: str) -> dict[str, Any]:
@@ -350,10 +372,14 @@ class _Loader:
                 matrix.put_bias(self.vector(name + "_bias"), places)
         return matrix
 
+    def _blocks_of(self, name: str) -> PackedMatrix | None:
+        """Of what the file has in blocks."""
+        source = self._packing.source
+        return None if source.stored_type(name) in {None, *DENSE} else source.packed(name)
+
     def _put(self, matrix: Any, format: str, name: str, places: Ints) -> None:
         source = self._packing.source
-        is_quantised = source.stored_type(name) not in {None, *DENSE}
-        packed = source.packed(name) if is_quantised and format != "f32" else None
+        packed = self._blocks_of(name) if format != "f32" else None
         if packed is not None:
             rows = np.ascontiguousarray(packed.rows)
             matrix.put_blocks(str(packed.type), rows, places, grid_of(packed.type))
@@ -369,7 +395,8 @@ def _attention_matrices(part: AttentionSpec) -> list[tuple[str, ...]]:
     """Likewise. Of kv_b, keys and values are apart."""
     if part.latent is None:
         return [projections(part), ("o",)]
-    return [projections(part), *([("q_b",)] if part.latent.q_lora_rank else []), ("kv_b",), ("o",)]
+    others = [name for name in part.weight_shapes(1) if name in ("q_b", *LATENT_EXPANDING, "o")]
+    return [projections(part), *((name,) for name in others)]
 
 
 def _mlp_matrices(mlp: MLPSpec | ExpertsSpec) -> list[list[str]]:
