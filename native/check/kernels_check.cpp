@@ -316,7 +316,7 @@ void check_fp16(const Kernels& k, const Cache& cache, const std::vector<int32_t>
 void check_attention(const Kernels& k) {
   const Kernels& plain = find_kernels("portable");
   for (int round = 0; round < 30; round++) {
-    const int dims[] = {32, 40, 44, 64, 80, 96, 128}, dim = dims[random_bits() % 7];
+    const int dims[] = {32, 40, 44, 64, 80, 96, 128, 192, 576}, dim = dims[random_bits() % 9];
     const int heads = 1 + random_bits() % 3, group = 1 + random_bits() % 5;
     const int size = 1 + random_bits() % 17, length = 1 + random_bits() % 400;
     const int blocks = (length + size - 1) / size + 1;
@@ -338,6 +338,14 @@ void check_attention(const Kernels& k) {
                       params);
     };
     expect_close("attend_prefill", k.name, both(k.prefill, q), both(plain.prefill, q), 1e-5f);
+    std::vector<float> wide_keys, wide_values;
+    for (uint16_t x : keys) wide_keys.push_back(fp16_to_float(x));
+    for (uint16_t x : values) wide_values.push_back(fp16_to_float(x));
+    const Cache wide{reinterpret_cast<uint16_t*>(wide_keys.data()),
+                     reinterpret_cast<uint16_t*>(wide_values.data()), size, heads, dim, cache.block_stride};
+    expect_close("attend_prefill of floats", k.name,
+                 attended(k.prefill_floats, wide, table, q, group, length, count, kv, params),
+                 both(k.prefill, q), 0.0f);
     if (k.matrix_units.min_tokens > 0) {
       const int more = std::min(length, 1 + static_cast<int>(random_bits() % k.matrix_units.prefill.queries));
       const auto many = noise(size_t(more) * width);

@@ -43,6 +43,7 @@ from twostroke.model.rope import rope_tables
 from twostroke.model.spec import (
     AttentionSpec,
     ExpertsSpec,
+    LatentSpec,
     LayerSpec,
     MLPSpec,
     ModelSpec,
@@ -635,9 +636,18 @@ class _Loader:
             self._norm_weight(at + "q_a_norm") if latent.q_lora_rank else None,
             self._linear([at + "q_b"], biased=False) if latent.q_lora_rank else None,
             self._norm_weight(at + "kv_a_norm"),
-            torch.unflatten(self.tensor(at + "kv_b"), 0, (part.num_heads, -1)),
+            self._expanding(latent, part.num_heads, at),
             self._kernels,
         )
+
+    def _expanding(self, latent: LatentSpec, heads: int, at: str) -> torch.Tensor:
+        """kv_b, by head."""
+        if not latent.split:
+            return torch.unflatten(self.tensor(at + "kv_b"), 0, (heads, -1))
+        keys, values = (
+            torch.unflatten(self.tensor(at + name), 0, (heads, -1)) for name in ("k_b", "v_b")
+        )
+        return torch.cat([keys.transpose(1, 2), values], dim=1)
 
     def embedding(self) -> Embedding:
         ranks = self._ranks
