@@ -44,8 +44,8 @@ if INTERPRETED:
             (SMALL, [1, 0, 7, 63, 64, 65], 1),
             (SMALL, [1, 0, 7, 63, 64, 65, 300], 3),
             (EVEN, [129, 0, 16, 17], 2),  # twenty heads: a tile is not full
-            (replace(EVEN, page=32, num_heads=70), [128, 33], 4),
-            (SMALL, [700], 40),  # more splits than tiles
+            (replace(EVEN, page=32, num_heads=70), [128], 3),
+            (SMALL, [300], 40),  # more splits than tiles
             (replace(cases.V2_LITE, rank=128), [150], 2),
         ],
     )
@@ -56,16 +56,14 @@ if INTERPRETED:
 
     @pytest.mark.parametrize("positions_first", [False, True])
     @pytest.mark.parametrize("queries", [1, 3])
-    @pytest.mark.parametrize(
-        ("window", "softcap"), [(None, 0.0), (1, 0.0), (40, 0.0), (None, 2.0), (40, 2.0)]
-    )
+    @pytest.mark.parametrize(("window", "softcap"), [(None, 0.0), (1, 0.0), (40, 2.0)])
     def test_decode_with_a_window_a_softcap_and_several_queries(
         window: int | None, softcap: float, queries: int, positions_first: bool
     ) -> None:
         sizes = replace(SMALL, window=window, softcap=softcap)
         tuned = Tuning(16, 32, positions_first, 4, 2, 1)
         for splits in (1, 4):
-            lengths = [queries, 0, 32, 34, 130]
+            lengths = [queries, 0, 34, 100]
             error = cases.check_decode(sizes, lengths, splits, CPU, SINGLE, queries, tuned)
             assert error < BOUNDS[SINGLE]
 
@@ -74,7 +72,7 @@ if INTERPRETED:
         ("sizes", "chunks"),
         [
             (SMALL, [(0, 1), (0, 31), (5, 40)]),
-            (SMALL, [(127, 2), (0, 130), (64, 64)]),
+            (SMALL, [(64, 2), (0, 130), (63, 40)]),
             (EVEN, [(0, 17)]),
             (replace(EVEN, page=32, num_heads=3), [(40, 9), (200, 16)]),
         ],
@@ -84,10 +82,10 @@ if INTERPRETED:
     ) -> None:
         assert cases.check_prefill(sizes, chunks, CPU, dtype) < 2 * BOUNDS[dtype]
 
-    @pytest.mark.parametrize(("window", "softcap"), [(1, 0.0), (20, 0.0), (None, 2.0), (40, 2.0)])
+    @pytest.mark.parametrize(("window", "softcap"), [(1, 0.0), (None, 2.0), (20, 2.0)])
     def test_prefill_with_a_window_and_a_softcap(window: int | None, softcap: float) -> None:
         sizes = replace(SMALL, window=window, softcap=softcap)
-        error = cases.check_prefill(sizes, [(0, 70), (150, 40), (127, 1)], CPU, SINGLE)
+        error = cases.check_prefill(sizes, [(0, 40), (70, 20), (63, 1)], CPU, SINGLE)
         assert error < 2 * BOUNDS[SINGLE]
 
     def test_keys_and_values_of_some_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

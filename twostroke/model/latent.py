@@ -101,7 +101,8 @@ class LatentAttention(Attention):
         else:
             made = self.q_and_kv_a.product(normed, pdl=pdl)
             width = kv.shape[1]
-            latent = self.kernels.rms_norm(made[:, :-width], self.q_a_norm, self.spec.norm_eps)
+            eps, of_q = self.spec.norm_eps, made[:, :-width]
+            latent = self.kernels.rms_norm(of_q, self.q_a_norm, eps, pdl=pdl)
             self.q_b.product(latent, pdl=pdl, out=q.flatten(1))
             projected = made[:, -width:]
         self.kernels.latent_rope_store(
