@@ -47,7 +47,7 @@ STEPS = {  # slots, chunks
 }
 
 
-def no_weights(source: DummyWeights, name: str, dtype: torch.dtype) -> torch.Tensor:
+def no_weights(source: DummyWeights, name: str, dtype: torch.dtype, *_: Any) -> torch.Tensor:
     shape = source.shape(name)
     assert shape is not None
     return torch.empty(shape, dtype=dtype, device=NOWHERE)
