@@ -99,7 +99,8 @@ class Bench:
                 return self.program.run(self.pieces.send(buffer), self.pieces.forward)
             largest = buffer.max_first, buffer.max_continued
             data = buffer.data.to(NOWHERE)
-            step = self.program.prepare(buffer.layout, data, *largest, buffer.longest)
+            known = (*largest, buffer.longest, buffer.spans)
+            step = self.program.prepare(buffer.layout, data, *known)
             return self.program.run(step)
 
         return run

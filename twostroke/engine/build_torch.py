@@ -138,12 +138,8 @@ def build_executor(
     memory = agree_on_memory(memory, ranks)
     if size > 1 and not on_gpu:
         torch.set_num_threads(max(1, (config.threads or default_threads()) // size))
-    triton = on_gpu and config.kernels == "auto"
-    if triton and model.spec.has_latents:
-        log.warning("latent attention is computed by torch's own operations, without CUDA graphs")
-        triton = False
     try:
-        if triton:
+        if on_gpu and config.kernels == "auto":
             executor, memory = _start_on_gpu(config, model, place, dtype, kv_dtype, memory, ranks)
             return Built(executor, memory, dtype, kv_dtype)
         length = memory.max_model_len

@@ -15,6 +15,12 @@ from twostroke.kernels.cuda.decode import (
 )
 from twostroke.kernels.cuda.elementwise import act_and_mul, add_rms_norm, rms_norm
 from twostroke.kernels.cuda.experts import mix_experts, route
+from twostroke.kernels.cuda.latent import (
+    latent_decode_attention,
+    latent_decode_splits,
+    latent_rope_store,
+)
+from twostroke.kernels.cuda.latent_prefill import latent_prefill_attention
 from twostroke.kernels.cuda.launch import compile_ahead
 from twostroke.kernels.cuda.logprobs import token_logprobs
 from twostroke.kernels.cuda.prefill import bind_prefill_attention, prefill_attention
@@ -42,6 +48,10 @@ __all__ = [
     "decode_splits",
     "exact_product",
     "gated_product",
+    "latent_decode_attention",
+    "latent_decode_splits",
+    "latent_prefill_attention",
+    "latent_rope_store",
     "mix_experts",
     "num_sms",
     "prefill_attention",

@@ -23,6 +23,9 @@ class CudaKernels(Kernels):
     decode_attention = staticmethod(cuda.decode_attention)
     bind_decode_attention = staticmethod(cuda.bind_decode_attention)
     rope_decode_attention = staticmethod(cuda.rope_decode_attention)
+    latent_rope_store = staticmethod(cuda.latent_rope_store)
+    latent_prefill_attention = staticmethod(cuda.latent_prefill_attention)
+    latent_decode_attention = staticmethod(cuda.latent_decode_attention)
     decode_scratch = staticmethod(cuda.decode_scratch)
     adjust_logits = staticmethod(cuda.adjust_logits)
     sample = staticmethod(cuda.sample)
@@ -48,3 +51,6 @@ class CudaKernels(Kernels):
 
     def decode_splits(self, batch: int, num_kv_heads: int, max_len: int) -> int:
         return cuda.decode_splits(batch, num_kv_heads, max_len, self._num_sms)
+
+    def latent_decode_splits(self, batch: int, num_heads: int, width: int, max_len: int) -> int:
+        return cuda.latent_decode_splits(batch, num_heads, width, max_len, self._num_sms)
