@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from twostroke.errors import ModelError
+from twostroke.kernels.activations import Activation
 from twostroke.model.dequant import dequantize
 from twostroke.model.fields import REQUIRED, Fields, shown
 from twostroke.model.gguf import GGUFFile
@@ -26,7 +27,6 @@ from twostroke.model.spec import (
     SOFTCAP_MAX,
     VOCABULARY,
     WIDTH,
-    Activation,
     AttentionSpec,
     ExpertsSpec,
     LayerSpec,

@@ -84,10 +84,11 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
     quantization = fields.value("quantization_config")
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise ModelError(
-            f"{fields.where}: weights quantised by {shown(method)} (quantization_config) are not "
-            "supported. Use the unquantised model, or a GGUF of it."
-        )
+        if method not in family.quant_methods:
+            raise ModelError(
+                f"{fields.where}: weights quantised by {shown(method)} (quantization_config) are "
+                "not supported with this model_type. Use the unquantised model, or a GGUF of it."
+            )
     _refuse(fields, family, "kv_lora_rank")
 
 

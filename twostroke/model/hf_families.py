@@ -538,6 +538,7 @@ class Family(NamedTuple):
     names: TensorNames | Callable[[Fields], TensorNames] = NAMES
     aliases: Mapping[str, str] = {}  # a field's usual name → the family's own
     reads: tuple[str, ...] = ()  # fields for which other families are refused
+    quant_methods: tuple[str, ...] = ()  # of quantised files that are read
 
 
 LATENT = ("kv_lora_rank",)
@@ -555,6 +556,7 @@ FAMILIES = {  # by model_type
     "glm4": Family(_glm4, GLM4_NAMES),
     "gpt2": Family(gpt.gpt2, GPT2_NAMES, gpt.GPT2_ALIASES),
     "gpt_neox": Family(gpt.gpt_neox, GPT_NEOX_NAMES, gpt.GPT_NEOX_ALIASES),
+    "gpt_oss": Family(gpt.gpt_oss, gpt.gpt_oss_names, quant_methods=("mxfp4",)),
     "gptj": Family(gpt.gptj, GPTJ_NAMES, gpt.GPT2_ALIASES),
     "granite": Family(_granite),
     "granitemoe": Family(_granite_moe, GRANITE_MOE_NAMES),

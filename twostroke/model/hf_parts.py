@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from twostroke.errors import ModelError
+from twostroke.kernels.activations import Activation
 from twostroke.model.fields import REQUIRED, Fields, shown
 from twostroke.model.spec import (
     CONTEXT,
@@ -24,7 +25,6 @@ from twostroke.model.spec import (
     SOFTCAP_MAX,
     VOCABULARY,
     WIDTH,
-    Activation,
     AttentionSpec,
     LatentSpec,
     LayerSpec,

@@ -212,8 +212,7 @@ class _Loader:
         return {
             "gate_up": self.matrix([at + name for name in mlp.gate_up], mlp.bias),
             "down": self.matrix([f"{at}down"], mlp.bias),
-            "activation": mlp.activation,
-            "gated": mlp.gated,
+            **_activation(mlp),
         }
 
     def _experts(self, mlp: ExpertsSpec, at: str) -> dict[str, Any]:
@@ -230,8 +229,7 @@ class _Loader:
             **mlp.routing.rule(),
         )
         shared = {} if mlp.shared is None else self._mlp(mlp.shared, f"{at}shared.")
-        common = {"activation": mlp.expert.activation, "gated": mlp.expert.gated}
-        return common | shared | {"experts": experts}
+        return _activation(mlp.expert) | shared | {"experts": experts}
 
     def _router(self, mlp: ExpertsSpec, at: str) -> Any:
         """In floats, and with the shared expert's gate as its last row."""
@@ -294,6 +292,13 @@ class _Loader:
                 part = slice(first, first + count)
                 matrix.put_floats(np.ascontiguousarray(source.floats(name, part)), places[part])
         source.forget(name)
+
+
+def _activation(mlp: MLPSpec) -> dict[str, Any]:
+    how = mlp.activation
+    if isinstance(how, str):
+        return {"activation": how, "gated": mlp.gated}
+    return {"activation": how.kind, "alpha": how.alpha, "limit": how.limit, "gated": mlp.gated}
 
 
 def _mlp_matrices(mlp: MLPSpec | ExpertsSpec) -> list[list[str]]:

@@ -22,10 +22,10 @@ import torch
 import triton
 import triton.language as tl
 
-from twostroke.kernels.cuda.elementwise import activated
+from twostroke.kernels.activations import Activation
+from twostroke.kernels.cuda.elementwise import activated, gate_times_up
 from twostroke.kernels.cuda.launch import Variant
 from twostroke.kernels.cuda.pdl import launch_options, wait_for_previous
-from twostroke.kernels.cuda.product import gate_times_up
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 
 MOST_SORTED = 1024  # pairs that one program sorts; the library's sort has the rest
@@ -127,7 +127,7 @@ def gated_experts(
     experts_per_token: int,
     gate_up: torch.Tensor,
     bias: torch.Tensor | None,
-    activation: str,
+    activation: Activation,
     gated: bool,
     *,
     pdl: bool = False,
@@ -169,7 +169,7 @@ def mix_experts(
     gate_up_bias: torch.Tensor | None,
     down: torch.Tensor,
     down_bias: torch.Tensor | None,
-    activation: str,
+    activation: Activation,
     gated: bool,
     *,
     pdl: bool = False,
@@ -190,7 +190,7 @@ def _grouped(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
-    activation: str,
+    activation: Activation | str,
     gated: bool,
     by_token: bool,
     pdl: bool,
@@ -254,7 +254,7 @@ def _grouped_variant(
     columns: int,
     inner: int,
     tuned: Tiling,
-    activation: str,
+    activation: Activation | str,
     gated: bool,
     by_token: bool,
     exact: bool,
