@@ -30,6 +30,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from tests.model.gguf_files import SPEC, Edit, setting, write_model
 from tests.model.test_family_mappings import edits
 from tests.specs import changed, make_spec
+from twostroke import LLM
 from twostroke.errors import ModelError
 from twostroke.kernels.activations import ClampedSwiglu
 from twostroke.kernels.reference import Kernels
@@ -316,6 +317,18 @@ def test_a_file_with_fewer_experts_than_it_says_is_refused(tmp_path: Path) -> No
 
 
 # Cost
+
+
+def test_the_start_tells_how_many_parameters_a_token_goes_through(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    STACKED["mixtral"].save_pretrained(tmp_path)
+    fixed = {"skip_tokenizer_init": True, "load_format": "dummy", "num_gpu_blocks_override": 9}
+    spec = LLM(model=str(tmp_path), device="cpu", max_model_len=64, **fixed).engine.spec
+    total, active = spec.num_parameters(), spec.num_active_parameters()
+    assert total - active == 2 * 3 * 32 * 48  # an expert in each of two layers
+    assert f"parameters: {total:,}, of which a token goes through {active:,}" in caplog.text
 
 
 def test_a_step_is_expected_to_read_the_experts_that_its_tokens_choose() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from twostroke.errors import ModelError
 from twostroke.model.fields import Fields, read_json, shown
 from twostroke.model.hf_families import FAMILIES, Family
-from twostroke.model.spec import ExpertsSpec, ModelSpec
+from twostroke.model.spec import ModelSpec
 from twostroke.model.tensor_names import TensorNames
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -41,7 +41,7 @@ def spec_from_hf(config: Mapping[str, Any], where: str = "config.json") -> Model
     fields = Fields(where, config, aliases=family.aliases)
     _refuse_unsupported(fields, family)
     spec = family.spec(fields)
-    if not any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers):
+    if not spec.has_experts:
         _refuse(fields, family, "num_experts", "num_local_experts", "n_routed_experts")
     return spec
 

@@ -368,6 +368,10 @@ class ModelSpec:
         return any(layer.attention.latent is not None for layer in self.layers)
 
     @property
+    def has_experts(self) -> bool:
+        return any(isinstance(layer.mlp, ExpertsSpec) for layer in self.layers)
+
+    @property
     def expanded_kv_elements_per_token(self) -> int:
         """The same if every layer cached the keys and values of its heads, none a latent."""
         parts = [layer.attention for layer in self.layers]
