@@ -20,8 +20,9 @@ FIELDS |= {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
 FIELDS |= {"tie_embeddings": "tie_word_embeddings", "max_context": "max_position_embeddings"}
 FIELDS |= {"nope_dim": "qk_nope_head_dim", "rope_dim": "qk_rope_head_dim"}
 FIELDS |= {"value_dim": "v_head_dim"}
+FIELDS |= {"num_experts": "num_experts, num_local_experts or n_routed_experts"}
 FIELDS |= {"expert_intermediate_size": "moe_intermediate_size or intermediate_size"}
-FIELDS |= {"shared_intermediate_size": "shared_expert_intermediate_size"}
+FIELDS |= {"shared_intermediate_size": "shared_expert_intermediate_size or n_shared_experts"}
 
 
 def load_hf_config(folder: Path) -> tuple[ModelSpec, dict[str, Any]]:

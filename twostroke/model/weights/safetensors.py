@@ -175,7 +175,8 @@ class SafetensorsWeights:
 
     def label(self, name: str) -> str:
         stored = self._stored_name(name) or self._names.tensor(name)
-        return f"{self._files.get(stored, self.path)}: the tensor {stored!r}"
+        scales = f" (its scales are {_scales(stored)!r})" if stored.endswith(BLOCKS) else ""
+        return f"{self._files.get(stored, self.path)}: the tensor {stored!r}{scales}"
 
     def forget(self, name: str) -> None:
         stored = self._stored_name(name)
@@ -285,8 +286,8 @@ class SafetensorsWeights:
             if layer is not None and int(layer[1]) < self._spec.num_layers:
                 raise ModelError(
                     f"{path}: the tensor {shown(stored)} has no place in the model that "
-                    "config.json describes (see model_type, attention_bias and mlp_bias). Use the "
-                    "config.json and the unquantised weights of one model."
+                    f"config.json describes (see {_deciding(name)}). Use the config.json and the "
+                    "unquantised weights of one model."
                 )
             unused.append(stored)
             num_layers = max(num_layers, 1 + int(layer[1]) if layer else 0)
@@ -305,6 +306,19 @@ class SafetensorsWeights:
 def _scales(tensor: str) -> str:
     """What the scales of a tensor of blocks are called; of another one, itself."""
     return tensor.removesuffix(BLOCKS) + SCALES if tensor.endswith(BLOCKS) else tensor
+
+
+def _deciding(tensor: str) -> str:
+    """The fields of config.json that decide whether a layer has such a tensor."""
+    found = "model_type, attention_bias and mlp_bias"
+    if re.search(r"experts|\bmlp\b|_moe\b", tensor):
+        found += ", num_experts, num_local_experts or n_routed_experts, mlp_only_layers, "
+        found += "decoder_sparse_step and first_k_dense_replace"
+    if "shared" in tensor:
+        found += ", n_shared_experts"
+    if ".q_a_" in tensor:
+        found += ", q_lora_rank"
+    return f"{found}, quantization_config" if tensor.endswith((BLOCKS, SCALES)) else found
 
 
 def _without_prefix(tensor: str) -> str:
