@@ -90,6 +90,8 @@ class Layer:
         softcap: float = 0.0,
         window: int = 0,
         activation: str = "silu",
+        alpha: float = 1.0,
+        limit: float = 0.0,
         gated: bool = True,
         parallel: bool = False,
         attn_norm: _Floats | None = None,

@@ -258,6 +258,12 @@ void check_small(const Kernels& k) {
     k.gelu_mul(x.data(), y.data(), n, a.data());
     for (int i = 0; i < n; i++) b[i] = 0.5f * x[i] * std::erfc(-x[i] / std::sqrt(2.0f)) * y[i];
     expect_close("gelu_mul", k.name, a, b, 1e-6f);
+    k.clamped_swiglu(x.data(), y.data(), 1.7f, 0.8f, n, a.data());
+    for (int i = 0; i < n; i++) {
+      const float gate = std::min(x[i], 0.8f), up = std::min(std::max(y[i], -0.8f), 0.8f);
+      b[i] = (up + 1) * gate / (1 + std::exp(-1.7f * gate));
+    }
+    expect_close("clamped_swiglu", k.name, a, b, 1e-5f);
     a = x;
     k.soft_cap(a.data(), n, 3.0f, 5.0f);
     for (int i = 0; i < n; i++) b[i] = 5 * std::tanh(3 * x[i] / 5);

@@ -32,6 +32,7 @@ const Kernels kAmx = {
     amx::silu_mul,
     amx::gelu_tanh_mul,
     amx::gelu_mul,
+    amx::clamped_swiglu,
     amx::soft_cap,
     amx::to_fp16,
     amx::unpack_row,

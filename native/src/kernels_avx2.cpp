@@ -28,6 +28,7 @@ const Kernels kAvx2 = {
     avx2::silu_mul,
     avx2::gelu_tanh_mul,
     avx2::gelu_mul,
+    avx2::clamped_swiglu,
     avx2::soft_cap,
     avx2::to_fp16,
     avx2::unpack_row,

@@ -28,6 +28,7 @@ const Kernels kAvx512 = {
     avx512::silu_mul,
     avx512::gelu_tanh_mul,
     avx512::gelu_mul,
+    avx512::clamped_swiglu,
     avx512::soft_cap,
     avx512::to_fp16,
     avx512::unpack_row,

@@ -31,6 +31,7 @@ const Kernels kNeon = {
     neon::silu_mul,
     neon::gelu_tanh_mul,
     neon::gelu_mul,
+    neon::clamped_swiglu,
     neon::soft_cap,
     neon::to_fp16,
     neon::unpack_row_any,

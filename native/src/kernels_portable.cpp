@@ -27,6 +27,7 @@ const Kernels kPortable = {
     portable::silu_mul,
     portable::gelu_tanh_mul,
     portable::gelu_mul,
+    portable::clamped_swiglu,
     portable::soft_cap,
     portable::to_fp16,
     portable::unpack_row,

@@ -509,9 +509,10 @@ void Model::gate_units(const Layer& layer, const MLP& mlp, const Activations& a,
   const int unit_rows = layer.gated ? 2 * kBlock : kBlock;  // rows that make one block of the inner layer
   const int width = mlp.inner();
   const Packed& w = mlp.gate_up->packed();
-  const auto activate = layer.activation == Activation::kSilu   ? k_.silu_mul
-                        : layer.activation == Activation::kGelu ? k_.gelu_mul
-                                                                : k_.gelu_tanh_mul;
+  const Activation& how = layer.activation;
+  const auto activate = how.kind == ActivationKind::kSilu   ? k_.silu_mul
+                        : how.kind == ActivationKind::kGelu ? k_.gelu_mul
+                                                            : k_.gelu_tanh_mul;
   const int g0 = from * unit_rows / w.lanes, g1 = std::min(w.groups(), to * unit_rows / w.lanes);
   const int stride = (to - from) * unit_rows;
   std::vector<float>& both = both_[member];
@@ -525,7 +526,11 @@ void Model::gate_units(const Layer& layer, const MLP& mlp, const Activations& a,
       const float* pair = &both[(unit - from) * unit_rows];
       for (int t = t0; t < t1; t++, pair += stride) {
         const float* up = layer.gated ? pair + n : kOnes.data();
-        activate(pair, up, n, &inner.values[static_cast<size_t>(t) * width + at]);
+        float* out = &inner.values[static_cast<size_t>(t) * width + at];
+        if (how.kind == ActivationKind::kClampedSwiglu)
+          k_.clamped_swiglu(pair, up, how.alpha, how.limit, n, out);
+        else
+          activate(pair, up, n, out);
         quantise(inner, t, at, n, *mlp.down);
       }
     }

@@ -13,7 +13,12 @@
 
 namespace twostroke {
 
-enum class Activation { kSilu, kGeluTanh, kGelu };
+enum class ActivationKind { kSilu, kGeluTanh, kGelu, kClampedSwiglu };
+
+struct Activation {
+  ActivationKind kind;
+  float alpha, limit;  // of a clamped swiglu
+};
 
 struct Norm {
   std::vector<float> weight, bias;  // empty where there is none

@@ -69,10 +69,11 @@ const char* name_of(Format format) {
   return "";
 }
 
-Activation activation_of(const std::string& name) {
-  if (name == "silu") return Activation::kSilu;
-  if (name == "gelu_tanh") return Activation::kGeluTanh;
-  if (name == "gelu") return Activation::kGelu;
+ActivationKind activation_of(const std::string& name) {
+  if (name == "silu") return ActivationKind::kSilu;
+  if (name == "gelu_tanh") return ActivationKind::kGeluTanh;
+  if (name == "gelu") return ActivationKind::kGelu;
+  if (name == "clamped_swiglu") return ActivationKind::kClampedSwiglu;
   throw std::invalid_argument("no activation is called '" + name + "'");
 }
 
@@ -412,7 +413,7 @@ NB_MODULE(_native, m) {
               std::shared_ptr<Matrix> gate_up, std::shared_ptr<Matrix> down,
               std::shared_ptr<Experts> experts, std::shared_ptr<Latent> latent, int heads,
               int kv_heads, int dim, float scale, float softcap, int window,
-              const std::string& activation, bool gated, bool parallel,
+              const std::string& activation, float alpha, float limit, bool gated, bool parallel,
               const std::optional<Floats1>& attn_norm, const std::optional<Floats1>& mlp_norm,
               const std::optional<Floats1>& attn_post_norm,
               const std::optional<Floats1>& mlp_post_norm,
@@ -433,7 +434,9 @@ NB_MODULE(_native, m) {
              layer.sinks = floats(sinks);
              layer.heads = heads, layer.kv_heads = kv_heads, layer.dim = dim;
              layer.attention = {scale, softcap, window};
-             layer.activation = activation_of(activation);
+             layer.activation = {activation_of(activation), alpha, limit};
+             check(gated || layer.activation.kind != ActivationKind::kClampedSwiglu,
+                   "a clamped swiglu has a gate");
              layer.gated = gated, layer.parallel = parallel;
              layer.rope = rope, layer.group = group, layer.in_group = in_group;
              new (self) Layer(std::move(layer));
@@ -441,7 +444,7 @@ NB_MODULE(_native, m) {
            nb::kw_only(), "qkv"_a, "o"_a, "gate_up"_a.none() = nb::none(),
            "down"_a.none() = nb::none(), "experts"_a.none() = nb::none(), "latent"_a.none() = nb::none(), "heads"_a, "kv_heads"_a, "dim"_a,
            "scale"_a, "softcap"_a = 0.0f, "window"_a = 0, "activation"_a = "silu",
-           "gated"_a = true, "parallel"_a = false, "attn_norm"_a = nb::none(),
+           "alpha"_a = 1.0f, "limit"_a = 0.0f, "gated"_a = true, "parallel"_a = false, "attn_norm"_a = nb::none(),
            "mlp_norm"_a = nb::none(), "attn_post_norm"_a = nb::none(),
            "mlp_post_norm"_a = nb::none(), "attn_norm_bias"_a = nb::none(),
            "mlp_norm_bias"_a = nb::none(), "attn_post_norm_bias"_a = nb::none(),

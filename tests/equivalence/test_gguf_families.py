@@ -32,6 +32,7 @@ from transformers import (
     GlmConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MiniCPM3Config,
@@ -164,6 +165,10 @@ FAMILIES |= {
     "deepseek_v3": DeepseekV3Config(**DEEPSEEK, rope_parameters=MSCALE),
     "minicpm3": MiniCPM3Config(**LATENT | {"v_head_dim": 64}),
 }
+UNTRUNCATED = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "truncate": False}
+UNTRUNCATED |= {"original_max_position_embeddings": 32}
+GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 64, "sliding_window": 9}
+FAMILIES["gpt-oss"] = GptOssConfig(**SIZES | GPT_OSS, rope_parameters=UNTRUNCATED)
 BLOCK_TYPES = [Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1]
 BLOCK_TYPES += [Type.Q8_0, Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K]
 LATER_TYPES = [Type.IQ4_NL, Type.IQ4_XS, Type.MXFP4, Type.IQ3_S, Type.IQ3_XXS, Type.IQ2_XXS]
@@ -227,10 +232,10 @@ def write_gguf(
         writer.add_rope_freq_base(rope["rope_theta"])
     if arch == "gptneox":
         writer.add_parallel_residual(config.use_parallel_residual)
-    if arch in ("qwen3", "qwen3moe", "gemma2", "gemma3", "glm4", "seed_oss"):
+    if arch in ("qwen3", "qwen3moe", "gemma2", "gemma3", "glm4", "seed_oss", "gpt-oss"):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
-    if arch in ("gemma2", "gemma3", "phi3"):
+    if arch in ("gemma2", "gemma3", "phi3", "gpt-oss"):
         writer.add_sliding_window(config.sliding_window or 0)
     if arch == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
@@ -260,11 +265,14 @@ def write_gguf(
     if arch in ("deepseek2", "minicpm3"):
         add_latent_settings(writer, config, split)
     tensors = {}
-    if arch in ("qwen2moe", "qwen3moe", "olmoe") or config.model_type == "mixtral":
+    if arch in ("qwen2moe", "qwen3moe", "olmoe", "gpt-oss") or config.model_type == "mixtral":
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
     if arch in ("qwen2moe", "qwen3moe"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if arch == "gpt-oss":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        yarn_scaling(writer)
     if arch == "qwen2moe":
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     for name, weight in parameters(model):
@@ -289,7 +297,7 @@ def write_gguf(
     for own, values in tensors.items():
         if own.endswith("ffn_gate_inp_shexp.weight"):
             values = values.reshape(-1)
-        if values.ndim == 1 or own.endswith("ffn_gate_inp.weight"):
+        if values.ndim == 1 or own.endswith(("ffn_gate_inp.weight", "_exps.bias")):
             writer.add_tensor(own, values)
         else:
             of_this = others.get(own, type)
@@ -358,11 +366,24 @@ def parameters(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
         if name.endswith("e_score_correction_bias")
     )
     for name, weight in model.named_parameters():
-        if name.endswith("experts.gate_up_proj"):
+        if model.config.model_type == "gpt_oss" and ".experts." in name:
+            yield from gpt_oss_experts(name, weight)
+        elif name.endswith("experts.gate_up_proj"):
             for part, half in zip(("gate", "up"), weight.chunk(2, dim=1), strict=True):
                 yield name.replace("gate_up", part), half
         else:
             yield name, weight
+
+
+def gpt_oss_experts(name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """As (out, in), and gate and up, which take turns, apart."""
+    rows = weight if name.endswith("_bias") else weight.transpose(1, 2).contiguous()
+    name = name.replace("_bias", ".bias")
+    if "gate_up" in name:
+        yield name.replace("gate_up", "gate"), rows[:, 0::2].contiguous()
+        yield name.replace("gate_up", "up"), rows[:, 1::2].contiguous()
+    else:
+        yield name, rows
 
 
 def neighbours_from_halves(values: np.ndarray, heads: int) -> np.ndarray:

@@ -17,15 +17,19 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
+from twostroke.kernels.activations import ClampedSwiglu
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ROOT = Path(__file__).parents[2]
 
 if INTERPRETED:
+    from tests.kernels import definitions
     from tests.kernels.cuda_cases import BOUNDS, worst
     from tests.kernels.test_cuda_interpreted import (  # noqa: F401
         seeded,
         unwritten_memory_is_nan,
     )
+    from twostroke.kernels.activations import Activation
     from twostroke.kernels.cuda import experts as cuda
     from twostroke.kernels.cuda.backend import CudaKernels
 
@@ -39,7 +43,7 @@ if INTERPRETED:
         gate_up_bias: torch.Tensor | None,
         down: torch.Tensor,
         down_bias: torch.Tensor | None,
-        activation: str,
+        activation: Activation,
         gated: bool,
     ) -> torch.Tensor:
         """A token and an expert at a time, in float64."""
@@ -47,14 +51,14 @@ if INTERPRETED:
         def wide(tensor: torch.Tensor | None, expert: int) -> torch.Tensor | None:
             return None if tensor is None else tensor[expert].double()
 
-        act = F.silu if activation == "silu" else lambda y: F.gelu(y, approximate="tanh")
         out = torch.zeros(x.shape, dtype=torch.float64)
         for token, (ids, shares) in enumerate(zip(chosen.tolist(), weights.double(), strict=True)):
             for expert, share in zip(ids, shares, strict=True):
                 row = x[token].double()
                 inner = F.linear(row, gate_up[expert].double(), wide(gate_up_bias, expert))
-                gate, up = inner.chunk(2) if gated else (inner, torch.ones(()).double())
-                part = F.linear(act(gate) * up, down[expert].double(), wide(down_bias, expert))
+                both = inner if gated else torch.cat([inner, torch.ones_like(inner)])
+                middle = definitions.act_and_mul(both, activation)
+                part = F.linear(middle, down[expert].double(), wide(down_bias, expert))
                 out[token] += share * part
         return out
 
@@ -64,7 +68,7 @@ if INTERPRETED:
         dtype: torch.dtype,
         hidden: int = 32,
         inner: int = 24,
-        activation: str = "silu",
+        activation: Activation = "silu",
         gated: bool = True,
         biased: bool = False,
     ) -> float:
@@ -118,6 +122,7 @@ if INTERPRETED:
             {"activation": "gelu_tanh"},
             {"gated": False, "activation": "gelu_tanh"},
             {"biased": True},
+            {"biased": True, "activation": ClampedSwiglu(limit=0.5)},
             {"biased": True, "gated": False},
         ],
     )
@@ -274,6 +279,23 @@ else:
             assert ("wgmma" in kernel.asm["ptx"]) == (tokens >= 1024)
             if tokens < 1024:
                 assert 2 * (kernel.metadata.shared + 1024) <= 228 << 10  # two on a multiprocessor
+
+    @pytest.mark.parametrize("tokens", [1, 1024])
+    def test_a_layer_of_gpt_oss_compiles_and_fits_in_registers(
+        compiled: list[Any],  # noqa: F811
+        tmp_path: Path,
+        tokens: int,
+    ) -> None:
+        from twostroke.kernels.cuda import experts as cuda
+
+        gate_up, down = empty(32, 5760, 2880), empty(32, 2880, 2880)
+        chosen = torch.zeros(tokens, 4, dtype=torch.int32)
+        weights = empty(tokens, 4, dtype=torch.float32)
+        how = (gate_up, empty(32, 5760), down, empty(32, 2880), ClampedSwiglu(), True)
+        cuda.mix_experts(empty(tokens, 2880), chosen, weights, *how)
+        for kernel in compiled:
+            assert kernel.metadata.shared <= 227 << 10
+            assert spilled_bytes(kernel, tmp_path) == 0
 
     def test_experts_compile_once_for_batches_of_one_tiling(
         compiled: list[Any],  # noqa: F811

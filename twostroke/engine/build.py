@@ -141,6 +141,12 @@ def _build(config: EngineConfig, with_text: bool) -> Engine:
     native = _is_native(config, device)
     files = find_model(config)
     model = open_model(config, files, device)
+    if model.spec.has_experts:
+        log.info(
+            "parameters: %s, of which a token goes through %s",
+            f"{model.spec.num_parameters():,}",
+            f"{model.spec.num_active_parameters():,}",
+        )
     opened = partial(open_tokenizer, config, files)
     tokenizer = cache(opened) if with_text else opened
     if with_text:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twostroke.kernels import reference_sampling
+from twostroke.kernels.activations import Activation, ClampedSwiglu
 
 GATHER_TOKENS = 1 << 16  # cache entries that decode attention gathers at one time
 NEVER = float("-inf")
@@ -52,13 +53,17 @@ class Kernels:
         x, dtype = x.to(weight.dtype), x.dtype
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps).to(dtype)
 
-    def activate(self, x: Tensor, activation: str) -> Tensor:
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
         if activation == "silu":
             return F.silu(x)
         return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
-    def act_and_mul(self, gate_up: Tensor, activation: str, *, pdl: bool = False) -> Tensor:
+    def act_and_mul(self, gate_up: Tensor, activation: Activation, *, pdl: bool = False) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
+        if isinstance(activation, ClampedSwiglu):
+            limit = activation.limit
+            gate, up = gate.float().clamp(max=limit), up.float().clamp(-limit, limit)
+            return ((up + 1) * gate * (activation.alpha * gate).sigmoid()).to(gate_up.dtype)
         return self.activate(gate, activation) * up
 
     def product(
@@ -68,7 +73,7 @@ class Kernels:
         return torch.mm(x, weight.t(), out=out)
 
     def gated_product(
-        self, x: Tensor, weight: Tensor, activation: str, *, pdl: bool = False
+        self, x: Tensor, weight: Tensor, activation: Activation, *, pdl: bool = False
     ) -> Tensor:
         """`act_and_mul` of the product."""
         return self.act_and_mul(self.product(x, weight), activation)
@@ -116,7 +121,7 @@ class Kernels:
         gate_up_bias: Tensor | None,
         down: Tensor,
         down_bias: Tensor | None,
-        activation: str,
+        activation: Activation,
         gated: bool,
         *,
         pdl: bool = False,

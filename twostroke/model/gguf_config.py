@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from twostroke.errors import ModelError
+from twostroke.kernels.activations import Activation, ClampedSwiglu
 from twostroke.model import gguf_parts as parts
 from twostroke.model.fields import REQUIRED, Fields, shown
 from twostroke.model.gguf import GGUFFile
@@ -24,7 +25,6 @@ from twostroke.model.spec import (
     EXPERTS,
     LAYERS,
     WIDTH,
-    Activation,
     ExpertsSpec,
     LayerSpec,
     MLPSpec,
@@ -69,6 +69,7 @@ _LAYER |= {"router": "ffn_gate_inp.weight", "router_bias": "ffn_gate_inp.bias"}
 _LAYER |= {"router_correction": "exp_probs_b.bias", "shared_gate": "ffn_gate_inp_shexp.weight"}
 for _part in ("gate", "up", "down"):
     _LAYER[f"experts.{_part}"] = f"ffn_{_part}_exps.weight"
+    _LAYER[f"experts.{_part}_bias"] = f"ffn_{_part}_exps.bias"
     _LAYER[f"shared.{_part}"] = f"ffn_{_part}_shexp.weight"
 NAMES = TensorNames(
     model={
@@ -102,7 +103,8 @@ CHATGLM_NAMES = GLM4_NAMES.but(
 FUSED_NAMES = NAMES.but(
     q=_QKV, k=_QKV, v=_QKV, q_bias=_QKV_BIAS, k_bias=_QKV_BIAS, v_bias=_QKV_BIAS
 )
-SEED_OSS_NAMES = NAMES.but(mlp_norm="post_attention_norm.weight")
+# What stands before the MLP is called as if it came after attention.
+POST_ATTENTION_NAMES = NAMES.but(mlp_norm="post_attention_norm.weight")
 
 # ── architectures ───────────────────────────────────────────────────────────────────────────────
 
@@ -134,6 +136,21 @@ def _qwen3_moe(settings: Settings) -> ModelSpec:
 def _olmoe(settings: Settings) -> ModelSpec:
     experts = parts.experts(settings, "feed_forward_length", normalised=False)
     return with_layers(_plain(settings, qk_norm="full"), mlp=experts)
+
+
+def _gpt_oss(settings: Settings) -> ModelSpec:
+    """Files do not say that every other layer slides, that yarn is not truncated (llama.cpp does
+    that), nor the activation."""
+    experts = parts.experts(settings, normalised=True)
+    expert = replace(experts.expert, activation=ClampedSwiglu(), bias=True)
+    rope, max_context = parts.rope(settings, parts.heads(settings)[2])
+    attention = parts.attention(settings, replace(rope, truncate=False))
+    attention = replace(attention, sinks=True)
+    layers = [
+        LayerSpec(replace(attention, window=window), replace(experts, expert=expert))
+        for window in parts.windows(settings, period=2)
+    ]
+    return replace(parts.model(settings, layers, max_context), norm_fp32=True)
 
 
 def _qwen3(settings: Settings) -> ModelSpec:
@@ -402,7 +419,8 @@ ARCHITECTURES = {
     "phi2": Architecture(_phi2, _phi2_names),
     "falcon": Architecture(_falcon, _falcon_names),
     "exaone4": Architecture(_exaone4, tensors=(parts.ROPE_FACTORS,)),
-    "seed_oss": Architecture(_llama, SEED_OSS_NAMES),
+    "seed_oss": Architecture(_llama, POST_ATTENTION_NAMES),
+    "gpt-oss": Architecture(_gpt_oss, POST_ATTENTION_NAMES, _EXPERTS),
     "gemma2": Architecture(_gemma2, settings=_CAPS),
     "gemma3": Architecture(_gemma3, settings=(parts.LOGIT_SOFTCAP,)),
     "olmo2": Architecture(_olmo2),

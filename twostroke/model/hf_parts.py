@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from twostroke.errors import ModelError
+from twostroke.kernels.activations import Activation
 from twostroke.model.fields import REQUIRED, Fields, shown
 from twostroke.model.spec import (
     CONTEXT,
@@ -24,7 +25,6 @@ from twostroke.model.spec import (
     SOFTCAP_MAX,
     VOCABULARY,
     WIDTH,
-    Activation,
     AttentionSpec,
     LatentSpec,
     LayerSpec,
@@ -87,7 +87,10 @@ def latent_attention(fields: Fields) -> tuple[AttentionSpec, int]:
     refuse_if_given(fields, "attention_bias")
     num_heads = fields.integer("num_attention_heads", *HEADS)
     nope = fields.integer("qk_nope_head_dim", *HEAD_DIM)
-    rope_spec, max_context = rope(fields, fields.integer("qk_rope_head_dim", *HEAD_DIM))
+    turned = fields.integer("qk_rope_head_dim", *HEAD_DIM)
+    if turned % 2:
+        fields.refuse("qk_rope_head_dim", "even")
+    rope_spec, max_context = rope(fields, turned)
     head_dim = nope + rope_spec.dim
     scale = head_dim**-0.5
     given = fields.nested("rope_scaling").over(fields.nested("rope_parameters"))

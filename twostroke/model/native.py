@@ -303,8 +303,7 @@ class _Loader:
         return {
             "gate_up": self.matrix([at + name for name in mlp.gate_up], mlp.bias),
             "down": self.matrix([f"{at}down"], mlp.bias),
-            "activation": mlp.activation,
-            "gated": mlp.gated,
+            **_activation(mlp),
         }
 
     def _experts(self, mlp: ExpertsSpec, at: str) -> dict[str, Any]:
@@ -321,8 +320,7 @@ class _Loader:
             **mlp.routing.rule(),
         )
         shared = {} if mlp.shared is None else self._mlp(mlp.shared, f"{at}shared.")
-        common = {"activation": mlp.expert.activation, "gated": mlp.expert.gated}
-        return common | shared | {"experts": experts}
+        return _activation(mlp.expert) | shared | {"experts": experts}
 
     def _router(self, mlp: ExpertsSpec, at: str) -> Any:
         """In floats, and with the shared expert's gate as its last row."""
@@ -397,6 +395,13 @@ def _attention_matrices(part: AttentionSpec) -> list[tuple[str, ...]]:
         return [projections(part), ("o",)]
     others = [name for name in part.weight_shapes(1) if name in ("q_b", *LATENT_EXPANDING, "o")]
     return [projections(part), *((name,) for name in others)]
+
+
+def _activation(mlp: MLPSpec) -> dict[str, Any]:
+    how = mlp.activation
+    if isinstance(how, str):
+        return {"activation": how, "gated": mlp.gated}
+    return {"activation": how.kind, "alpha": how.alpha, "limit": how.limit, "gated": mlp.gated}
 
 
 def _mlp_matrices(mlp: MLPSpec | ExpertsSpec) -> list[list[str]]:

@@ -5,7 +5,7 @@
     attention   q, k, v → q/k norm → rope → softmax(softcap(scale · q kᵀ)) v → output projection
                 with a sink, one score more in the softmax, which has no value
                 latent: k and v are made from a vector that all heads share, and only it is cached
-    mlp         down(activation(gate x) · up x), or down(activation(up x))
+    mlp         down(activation(gate x) · up x), or down(activation(up x)); see `ClampedSwiglu`
     experts     Σ weight · mlp(x) over the experts that a router chooses for the token, + shared mlp
 
 The loader, the decoders, the memory plan, the cost model and the planner read the same spec. A new
@@ -20,10 +20,11 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal
 
+from twostroke.kernels.activations import Activation
+
 RopeKind = Literal["none", "linear", "dynamic", "llama3", "yarn", "factors", "longrope", "still"]
 QKNorm = Literal["none", "head", "full"]  # RMSNorm of q and k over each head, or over all heads
 Norm = Literal["rms", "layer"]  # "layer": less the mean, divided by the standard deviation
-Activation = Literal["silu", "gelu_tanh", "gelu"]  # "gelu": by erf
 Scoring = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2_sum"]  # of the scores of a group's experts
 
@@ -375,6 +376,10 @@ class ModelSpec:
     @property
     def has_latents(self) -> bool:
         return any(layer.attention.latent is not None for layer in self.layers)
+
+    @property
+    def has_experts(self) -> bool:
+        return any(isinstance(layer.mlp, ExpertsSpec) for layer in self.layers)
 
     @property
     def expanded_kv_elements_per_token(self) -> int:

@@ -25,10 +25,10 @@ import torch
 import triton
 import triton.language as tl
 
-from twostroke.kernels.cuda.elementwise import activated
+from twostroke.kernels.activations import Activation
+from twostroke.kernels.cuda.elementwise import activated, gate_times_up
 from twostroke.kernels.cuda.launch import Variant
 from twostroke.kernels.cuda.pdl import launch_options, wait_for_previous
-from twostroke.kernels.cuda.product import gate_times_up
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 
 MOST_STREAMED = 16  # pairs that share no weights: each reads its own
@@ -126,7 +126,7 @@ def gated_experts(
     experts_per_token: int,
     gate_up: torch.Tensor,
     bias: torch.Tensor | None,
-    activation: str,
+    activation: Activation,
     gated: bool,
     *,
     pdl: bool = False,
@@ -168,7 +168,7 @@ def mix_experts(
     gate_up_bias: torch.Tensor | None,
     down: torch.Tensor,
     down_bias: torch.Tensor | None,
-    activation: str,
+    activation: Activation,
     gated: bool,
     *,
     pdl: bool = False,
@@ -218,7 +218,7 @@ def _grouped(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
-    activation: str,
+    activation: Activation | str,
     gated: bool,
     by_token: bool,
     pdl: bool,
@@ -314,7 +314,7 @@ def _grouped_variant(
     columns: int,
     inner: int,
     tuned: Tiling,
-    activation: str,
+    activation: Activation | str,
     gated: bool,
     by_token: bool,
     exact: bool,

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from twostroke.kernels.cuda.elementwise import act_and_mul, activated
+from twostroke.kernels.activations import Activation
+from twostroke.kernels.cuda.elementwise import act_and_mul, gate_times_up
 from twostroke.kernels.cuda.launch import Variant
 from twostroke.kernels.cuda.pdl import launch_options, wait_for_previous
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
@@ -85,7 +86,7 @@ def exact_product(x: torch.Tensor, weight: torch.Tensor, *, pdl: bool = False) -
 
 
 def gated_product(
-    x: torch.Tensor, weight: torch.Tensor, activation: str, *, pdl: bool = False
+    x: torch.Tensor, weight: torch.Tensor, activation: Activation, *, pdl: bool = False
 ) -> torch.Tensor:
     """activation(x @ first half of the weight) · (x @ second half), rounded as by `act_and_mul`."""
     if _is_plain(x, weight):
@@ -106,7 +107,7 @@ def stream(
     x: torch.Tensor,
     weight: torch.Tensor,
     tuned: Streaming,
-    activation: str | None,
+    activation: Activation | None,
     pdl: bool,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -124,7 +125,12 @@ def stream(
 
 @cache
 def _stream_variant(
-    one_row: bool, columns: int, inner: int, tuned: Streaming, activation: str | None, pdl: bool
+    one_row: bool,
+    columns: int,
+    inner: int,
+    tuned: Streaming,
+    activation: Activation | None,
+    pdl: bool,
 ) -> Variant:
     return Variant(
         _stream,
@@ -142,7 +148,7 @@ def _stream_variant(
 
 
 def tiled(
-    x: torch.Tensor, weight: torch.Tensor, tuned: Tiling, activation: str, pdl: bool
+    x: torch.Tensor, weight: torch.Tensor, tuned: Tiling, activation: Activation, pdl: bool
 ) -> torch.Tensor:
     rows, inner = x.shape
     columns = weight.shape[0] // 2
@@ -155,7 +161,7 @@ def tiled(
 
 @cache
 def _tiled_variant(
-    columns: int, inner: int, block: int, tuned: Tiling, activation: str, pdl: bool
+    columns: int, inner: int, block: int, tuned: Tiling, activation: Activation, pdl: bool
 ) -> Variant:
     return Variant(
         _tiled,
@@ -252,10 +258,3 @@ def _tiled(
     result = gate_times_up(first, second, out.dtype.element_ty, ACTIVATION)
     to = out + row[:, None] * N + column[None, :]
     tl.store(to, result.to(out.dtype.element_ty), mask=there & (column < N)[None, :])
-
-
-@triton.jit
-def gate_times_up(gate, up, kind: tl.constexpr, ACTIVATION: tl.constexpr):
-    """Rounded where the products and `act_and_mul` would, one after another."""
-    gate = activated(gate.to(kind).to(tl.float32), ACTIVATION)
-    return gate.to(kind).to(tl.float32) * up.to(kind).to(tl.float32)
