@@ -10,6 +10,7 @@ import torch
 
 from twostroke.kernels.reference import Kernels
 from twostroke.model.linear import Linear
+from twostroke.model.ranks import ONE_RANK, Ranks
 from twostroke.model.spec import ExpertsSpec, MLPSpec
 
 
@@ -42,7 +43,9 @@ class DenseMLP:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsMLP:
-    """The router's weights are in fp32, the experts' stacked: [experts, out, in]."""
+    """The router's weights are in fp32, the experts' stacked: [experts, out, in]. Of several ranks
+    each has channels of every expert: what they read has the same bits, so that all of them choose
+    the same experts, and their results add up."""
 
     spec: ExpertsSpec
     rule: Mapping[str, Any]  # of its routing
@@ -56,6 +59,7 @@ class ExpertsMLP:
     shared: DenseMLP | None
     shared_gate: torch.Tensor | None
     kernels: Kernels
+    ranks: Ranks
 
     def __call__(self, x: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
         chosen, weights = self.kernels.route(
@@ -72,12 +76,12 @@ class ExpertsMLP:
             self.spec.expert.activation,
             self.spec.expert.gated,
         )
-        if self.shared is None:
-            return out
-        shared = self.shared(x, pdl=pdl)
-        if self.shared_gate is not None:
-            shared *= (x.float() @ self.shared_gate).sigmoid().unsqueeze(1).to(x.dtype)
-        return out.add_(shared)
+        if self.shared is not None:
+            shared = self.shared(x, pdl=pdl)
+            if self.shared_gate is not None:
+                shared *= (x.float() @ self.shared_gate).sigmoid().unsqueeze(1).to(x.dtype)
+            out.add_(shared)
+        return self.ranks.all_reduce(out)
 
     def to_meta(self) -> ExpertsMLP:
         return ExpertsMLP(*(_to_meta(getattr(self, field.name)) for field in fields(self)))
@@ -86,4 +90,6 @@ class ExpertsMLP:
 def _to_meta(part: Any) -> Any:
     if isinstance(part, torch.Tensor):
         return part.to("meta")
+    if isinstance(part, Ranks):
+        return ONE_RANK
     return part.to_meta() if isinstance(part, DenseMLP) else part
