@@ -199,6 +199,7 @@ struct Kernels {
   void (*unpack_row)(const Packed& w, int row, float* out);
 
   PrefillAttention prefill;
+  PrefillAttention prefill_floats;  // of a cache that holds floats, as which its pointers are read
   DecodeAttention decode;
   // Bring what `decode` is going to read closer.
   void (*prefetch_keys)(const Cache& cache, const int32_t* table, int from, int to, int kv);

@@ -37,6 +37,7 @@ const Kernels kAmx = {
     amx::to_fp16,
     amx::unpack_row,
     {kQueries, prefill_scratch_floats, amx::attend_prefill},
+    {kQueries, prefill_scratch_floats, amx::attend_prefill_of<float>},
     amx::attend_decode,
     amx::prefetch_keys,
     amx::argmax,

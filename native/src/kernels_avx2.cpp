@@ -33,6 +33,7 @@ const Kernels kAvx2 = {
     avx2::to_fp16,
     avx2::unpack_row,
     {kQueries, prefill_scratch_floats, avx2::attend_prefill},
+    {kQueries, prefill_scratch_floats, avx2::attend_prefill_of<float>},
     avx2::attend_decode,
     avx2::prefetch_keys,
     avx2::argmax,

@@ -33,6 +33,7 @@ const Kernels kAvx512 = {
     avx512::to_fp16,
     avx512::unpack_row,
     {kQueries, prefill_scratch_floats, avx512::attend_prefill},
+    {kQueries, prefill_scratch_floats, avx512::attend_prefill_of<float>},
     avx512::attend_decode,
     avx512::prefetch_keys,
     avx512::argmax,

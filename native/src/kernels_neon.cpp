@@ -36,6 +36,7 @@ const Kernels kNeon = {
     neon::to_fp16,
     neon::unpack_row_any,
     {kQueries, prefill_scratch_floats, neon::attend_prefill},
+    {kQueries, prefill_scratch_floats, neon::attend_prefill_of<float>},
     neon::attend_decode,
     neon::prefetch_keys,
     neon::argmax,

@@ -32,6 +32,7 @@ const Kernels kPortable = {
     portable::to_fp16,
     portable::unpack_row,
     {kQueries, prefill_scratch_floats, portable::attend_prefill},
+    {kQueries, prefill_scratch_floats, portable::attend_prefill_of<float>},
     portable::attend_decode,
     portable::prefetch_keys,
     portable::argmax,

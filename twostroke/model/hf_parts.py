@@ -82,9 +82,6 @@ def heads(fields: Fields) -> tuple[int, int, int]:
     )
 
 
-LATENT_NORM_EPS = 1e-6  # whatever rms_norm_eps is
-
-
 def latent_attention(fields: Fields) -> tuple[AttentionSpec, int]:
     """Multi-head latent attention, and the longest context with the scaling of its rope."""
     refuse_if_given(fields, "attention_bias")
@@ -104,7 +101,6 @@ def latent_attention(fields: Fields) -> tuple[AttentionSpec, int]:
         kv_lora_rank=fields.integer("kv_lora_rank", *LATENT_RANK),
         q_lora_rank=fields.integer("q_lora_rank", *LATENT_RANK, default=0),
         value_dim=fields.integer("v_head_dim", *HEAD_DIM),
-        norm_eps=LATENT_NORM_EPS,
     )
     heads = num_heads, num_heads, head_dim
     return AttentionSpec(*heads, rope_spec, scale, latent=latent), max_context

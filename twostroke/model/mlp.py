@@ -43,9 +43,10 @@ class DenseMLP:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsMLP:
-    """The router's weights are in fp32, the experts' stacked: [experts, out, in]. Of several ranks
-    each has channels of every expert: what they read has the same bits, so that all of them choose
-    the same experts, and their results add up."""
+    """The experts' weights are stacked: [experts, out, in]. The router's are in the model's dtype
+    where that has all of their values, else in fp32. Of several ranks each has channels of every
+    expert: what they read has the same bits, so that all of them choose the same experts, and their
+    results add up."""
 
     spec: ExpertsSpec
     rule: Mapping[str, Any]  # of its routing
@@ -63,7 +64,7 @@ class ExpertsMLP:
 
     def __call__(self, x: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
         chosen, weights = self.kernels.route(
-            x, self.router, self.router_bias, self.correction, **self.rule
+            x, self.router, self.router_bias, self.correction, **self.rule, pdl=pdl
         )
         out = self.kernels.experts(
             x,
@@ -75,6 +76,7 @@ class ExpertsMLP:
             self.down_bias,
             self.spec.expert.activation,
             self.spec.expert.gated,
+            pdl=pdl,
         )
         if self.shared is not None:
             shared = self.shared(x, pdl=pdl)

@@ -90,7 +90,9 @@ class LatentSpec:
     kv_lora_rank: int
     q_lora_rank: int  # 0: queries are made from x directly
     value_dim: int  # of a head
-    norm_eps: float  # of the norms of the two latents
+    norm_eps: float = 1e-6  # of the norms of the two latents, whatever the other norms have
+    # kv_b comes as two weights: its keys' part, each head's transposed (k_b), and its values'.
+    split: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +171,15 @@ class AttentionSpec:
             shapes = {"q_a": (q_rank, h), "q_a_norm": (q_rank,), "q_b": (q, q_rank)}
         expanded = self.num_heads * (self.nope_dim + self.value_dim)
         shapes |= {"kv_a": (rank + self.rope.dim, h), "kv_a_norm": (rank,)}
-        return shapes | {"kv_b": (expanded, rank), "o": (h, self.output_size)}
+        if latent.split:
+            shapes |= {"k_b": (self.num_heads * rank, self.nope_dim)}
+            shapes |= {"v_b": (self.output_size, rank)}
+        else:
+            shapes |= {"kv_b": (expanded, rank)}
+        return shapes | {"o": (h, self.output_size)}
+
+
+LATENT_EXPANDING: Final = ("kv_b", "k_b", "v_b")  # what makes keys and values of a latent
 
 
 def projections(part: AttentionSpec) -> tuple[str, ...]:
@@ -475,6 +485,8 @@ _SHAPED_BY: Final = {
     "kv_a": ("kv_lora_rank", "rope_dim", "hidden_size"),
     "kv_a_norm": ("kv_lora_rank",),
     "kv_b": ("num_heads", "nope_dim", "value_dim", "kv_lora_rank"),
+    "k_b": ("num_heads", "nope_dim", "kv_lora_rank"),
+    "v_b": ("num_heads", "value_dim", "kv_lora_rank"),
 } | dict.fromkeys(
     ("attn_norm", "attn_post_norm", "mlp_norm", "mlp_post_norm", "final_norm"), ("hidden_size",)
 )

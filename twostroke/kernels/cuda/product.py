@@ -73,6 +73,18 @@ def product(
     return F.linear(x, weight) if out is None else torch.mm(x, weight.t(), out=out)
 
 
+def exact_product(x: torch.Tensor, weight: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
+    """x @ weight.T in fp32, whatever the two are in."""
+    if x.dtype == weight.dtype and x.dtype.itemsize == 2:
+        tuned = streaming(x.shape[0], weight) if _is_plain(x, weight) else None
+        if tuned is not None:
+            out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
+            return stream(x, weight, tuned, None, pdl, out)
+        if not x.is_cpu:  # where the library has no such product
+            return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return F.linear(x.float(), weight.float())
+
+
 def gated_product(
     x: torch.Tensor, weight: torch.Tensor, activation: Activation, *, pdl: bool = False
 ) -> torch.Tensor:
