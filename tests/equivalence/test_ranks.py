@@ -18,6 +18,7 @@ import torch
 
 from tests.equivalence.harness import MOVES, Loud, Written, assert_same, run, small_spec
 from tests.equivalence.rank_threads import RankThreads, run_model
+from tests.equivalence.test_experts_matrix import EXPERTS, PLAIN
 from tests.equivalence.test_latent_matrix import latent_spec
 from tests.support import default_model_path
 from tests.tiny import CONFIG, tiny_folder
@@ -27,6 +28,7 @@ from twostroke.errors import ConfigError, EngineError
 from twostroke.exec.memory import plan_memory
 from twostroke.exec.ranks import agree_on_memory, decode_plan, encode_plan
 from twostroke.exec.start import warm_plan
+from twostroke.kernels.activations import ClampedSwiglu
 from twostroke.kernels.reference import Kernels
 from twostroke.model import decoder as decoder_module
 from twostroke.model.attention import HeadsAttention
@@ -36,7 +38,7 @@ from twostroke.model.gguf_config import spec_from_gguf
 from twostroke.model.hf_config import names_in_hf, spec_from_hf
 from twostroke.model.mlp import DenseMLP
 from twostroke.model.ranks import Ranks, check_ranks, part_of, rank_parameters, rank_spec
-from twostroke.model.spec import ModelSpec
+from twostroke.model.spec import ExpertsSpec, MLPSpec, ModelSpec, RoutingSpec, with_layers
 from twostroke.model.weights import WeightSource
 from twostroke.model.weights.dummy import DummyWeights
 from twostroke.model.weights.gguf import GGUFWeights
@@ -64,6 +66,14 @@ SPECS: dict[str, ModelSpec] = {
         num_kv_heads=4,
     ),
     "latents": latent_spec("mixed"),
+    "experts, a shared one": with_layers(small_spec(), mlp=EXPERTS),
+    "experts without a gate": with_layers(
+        small_spec(), mlp=replace(PLAIN, expert=replace(PLAIN.expert, intermediate_size=52))
+    ),
+    "experts of gpt-oss": with_layers(
+        small_spec(sinks=True, windows=(24, None)),
+        mlp=ExpertsSpec(5, MLPSpec(40, ClampedSwiglu(), bias=True), RoutingSpec(2, bias=True)),
+    ),
     "sinks, learned positions": replace(
         small_spec(sinks=True, head_bias=True), learned_positions=True
     ),
@@ -209,11 +219,16 @@ def sources(folder: Path) -> dict[str, tuple[ModelSpec, WeightSource]]:
     phi = CONFIG | {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "vocab_size": 301}
     merged = spec_from_hf(phi)
     plain = small_spec(qk_norm="full", qkv_bias=True)
+    oss = CONFIG | {"model_type": "gpt_oss", "num_local_experts": 3, "num_experts_per_tok": 2}
+    oss |= {"head_dim": 8}
+    experts = spec_from_hf(oss)
     tiny_folder(folder, **phi)
+    tiny_folder(folder / "experts", **oss)
     return {
         "gguf": (of_gguf, GGUFWeights(file, of_gguf)),
         "safetensors": (merged, SafetensorsWeights(folder, merged, names_in_hf(phi))),
         "dummy": (plain, DummyWeights(plain)),
+        "experts": (experts, SafetensorsWeights(folder / "experts", experts, names_in_hf(oss))),
     }
 
 
@@ -249,7 +264,7 @@ def test_a_rank_reads_and_holds_its_part_only(
         assert expected < 1.1 * spec.num_parameters() / size
 
 
-@pytest.mark.parametrize("kind", ["gguf", "safetensors", "dummy"])
+@pytest.mark.parametrize("kind", ["gguf", "safetensors", "dummy", "experts"])
 def test_the_parts_of_a_weight_are_the_whole_of_it(kind: str, tmp_path: Path) -> None:
     spec, source = sources(tmp_path)[kind]
     size = 3 if kind == "gguf" else 2
@@ -314,8 +329,14 @@ def test_a_size_that_does_not_divide_is_refused_by_name(
     assert says in str(refused.value)
 
 
-def test_mixtures_of_experts_are_refused_by_name() -> None:
-    config = CONFIG | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-    with pytest.raises(ConfigError, match="mixtures of experts are not split"):
-        check_ranks(spec_from_hf(config), 2)
-    check_ranks(spec_from_hf(config), 1)
+@pytest.mark.parametrize(
+    ("expert", "shared", "says"),
+    [(41, None, "an intermediate_size of 41"), (40, 30, "an intermediate_size of 30")],
+)
+def test_experts_that_do_not_divide_are_refused_by_name(
+    expert: int, shared: int | None, says: str
+) -> None:
+    beside = None if shared is None else MLPSpec(shared)
+    experts = ExpertsSpec(4, MLPSpec(expert), RoutingSpec(2), beside)
+    with pytest.raises(ConfigError, match=says):
+        check_ranks(with_layers(SPECS["plain"], mlp=experts), 4)

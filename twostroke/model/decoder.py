@@ -330,13 +330,16 @@ class _Loader:
             else self._experts(spec.mlp, at, names),
         )
 
-    def _mlp(self, spec: MLPSpec, at: str) -> DenseMLP:
+    def _mlp(self, spec: MLPSpec, at: str, add_up: bool = True) -> DenseMLP:
+        """`add_up`: what comes of it is the sum over the ranks."""
         gate_up = self._linear([at + name for name in spec.gate_up], spec.bias)
-        return DenseMLP(spec, gate_up, self._linear([at + "down"], spec.bias), self._kernels)
+        down = self._linear([at + "down"], spec.bias, add_up)
+        return DenseMLP(spec, gate_up, down, self._kernels)
 
     def _experts(self, spec: ExpertsSpec, at: str, names: dict[str, Any]) -> ExpertsMLP:
         wide = partial(self._if_any, self._wide, at, names)
         biased, gate_up = spec.expert.bias, spec.expert.gate_up
+        first = self._ranks.rank == 0  # the bias of what is added up is added once
         return ExpertsMLP(
             spec,
             spec.routing.rule(),
@@ -346,17 +349,18 @@ class _Loader:
             self._stacked(spec, at, gate_up),
             self._stacked(spec, at, [f"{name}_bias" for name in gate_up]) if biased else None,
             self._stacked(spec, at, ["down"]),
-            self._stacked(spec, at, ["down_bias"]) if biased else None,
-            None if spec.shared is None else self._mlp(spec.shared, f"{at}shared."),
+            self._stacked(spec, at, ["down_bias"]) if biased and first else None,
+            None if spec.shared is None else self._mlp(spec.shared, f"{at}shared.", add_up=False),
             wide("shared_gate"),
             self._kernels,
+            self._ranks,
         )
 
     def _stacked(self, spec: ExpertsSpec, at: str, names: Sequence[str]) -> torch.Tensor:
         """These weights of all experts in one tensor; an expert's are in memory a second time only
         while they are put there."""
         each = [f"{at}experts.{{}}.{name}" for name in names]
-        shapes = [self._source.shape(name.format(0)) or () for name in each]
+        shapes = [self._own_shapes[name.format(0)] for name in each]
         rows, rest = [shape[0] for shape in shapes], shapes[0][1:]
         whole = torch.empty(
             spec.num_experts, sum(rows), *rest, dtype=self._dtype, device=self._device
@@ -464,13 +468,13 @@ class _Loader:
     def _if_any(self, read: Callable[[str], Any], at: str, names: dict[str, Any], name: str) -> Any:
         return read(at + name) if name in names else None
 
-    def _linear(self, names: list[str], biased: bool) -> Linear:
+    def _linear(self, names: list[str], biased: bool, add_up: bool = True) -> Linear:
         summed = is_summed(self._shapes[names[0]], self._own_shapes[names[0]])
         if summed and self._ranks.rank:
             biased = False  # it is added once
         bias = self._merged([name + "_bias" for name in names]) if biased else None
         linear = DenseLinear(self._merged(names), bias, self._kernels)
-        return SummedLinear(linear, self._ranks) if summed else linear
+        return SummedLinear(linear, self._ranks) if summed and add_up else linear
 
     def _merged(self, names: list[str]) -> torch.Tensor:
         """One tensor of several; a part is in memory a second time only while it is put there."""

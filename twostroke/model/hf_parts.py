@@ -67,8 +67,8 @@ def heads(fields: Fields) -> tuple[int, int, int]:
     num_kv_heads = fields.integer("num_key_value_heads", *HEADS, default=num_heads)
     if "head_dim" not in fields and hidden % num_heads:
         raise ModelError(
-            f"{fields.where}: hidden_size {hidden} is not a multiple of num_attention_heads "
-            f"{num_heads} and no head_dim is given."
+            f"{fields.where}: {fields.called('hidden_size')} {hidden} is not a multiple of "
+            f"{fields.called('num_attention_heads')} {num_heads} and no head_dim is given."
         )
     if num_heads % num_kv_heads:
         raise ModelError(

@@ -10,6 +10,7 @@ import torch
 
 from twostroke.kernels.reference import Kernels
 from twostroke.model.linear import Linear
+from twostroke.model.ranks import ONE_RANK, Ranks
 from twostroke.model.spec import ExpertsSpec, MLPSpec
 
 
@@ -43,7 +44,9 @@ class DenseMLP:
 @dataclass(frozen=True, slots=True)
 class ExpertsMLP:
     """The experts' weights are stacked: [experts, out, in]. The router's are in the model's dtype
-    where that has all of their values, else in fp32."""
+    where that has all of their values, else in fp32. Of several ranks each has channels of every
+    expert: what they read has the same bits, so that all of them choose the same experts, and their
+    results add up."""
 
     spec: ExpertsSpec
     rule: Mapping[str, Any]  # of its routing
@@ -57,6 +60,7 @@ class ExpertsMLP:
     shared: DenseMLP | None
     shared_gate: torch.Tensor | None
     kernels: Kernels
+    ranks: Ranks
 
     def __call__(self, x: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
         chosen, weights = self.kernels.route(
@@ -74,12 +78,12 @@ class ExpertsMLP:
             self.spec.expert.gated,
             pdl=pdl,
         )
-        if self.shared is None:
-            return out
-        shared = self.shared(x, pdl=pdl)
-        if self.shared_gate is not None:
-            shared *= (x.float() @ self.shared_gate).sigmoid().unsqueeze(1).to(x.dtype)
-        return out.add_(shared)
+        if self.shared is not None:
+            shared = self.shared(x, pdl=pdl)
+            if self.shared_gate is not None:
+                shared *= (x.float() @ self.shared_gate).sigmoid().unsqueeze(1).to(x.dtype)
+            out.add_(shared)
+        return self.ranks.all_reduce(out)
 
     def to_meta(self) -> ExpertsMLP:
         return ExpertsMLP(*(_to_meta(getattr(self, field.name)) for field in fields(self)))
@@ -88,4 +92,6 @@ class ExpertsMLP:
 def _to_meta(part: Any) -> Any:
     if isinstance(part, torch.Tensor):
         return part.to("meta")
+    if isinstance(part, Ranks):
+        return ONE_RANK
     return part.to_meta() if isinstance(part, DenseMLP) else part

@@ -2,6 +2,7 @@
 
     q, k, v, gate, up   rows split: a rank has whole heads, and channels of the MLP
     o, down             columns split: the ranks' products add up                    all_reduce
+    experts             each as an MLP, on every rank: one sum, the shared one in it all_reduce
     embed               rows split: zeros for the tokens of other ranks' rows        all_reduce
     head                rows split: the first rank puts the logits side by side      gather
 
@@ -77,18 +78,18 @@ def _rank_layer(layer: LayerSpec, size: int) -> LayerSpec:
 
 
 def _rank_mlp(mlp: MLPSpec | ExpertsSpec, size: int) -> MLPSpec | ExpertsSpec:
-    if isinstance(mlp, ExpertsSpec):  # which `check_ranks` refuses
-        return mlp
+    if isinstance(mlp, ExpertsSpec):
+        shared = None if mlp.shared is None else _rank_dense(mlp.shared, size)
+        return replace(mlp, expert=_rank_dense(mlp.expert, size), shared=shared)
+    return _rank_dense(mlp, size)
+
+
+def _rank_dense(mlp: MLPSpec, size: int) -> MLPSpec:
     return replace(mlp, intermediate_size=mlp.intermediate_size // size)
 
 
 def check_ranks(spec: ModelSpec, size: int) -> None:
     """Refuse a number of ranks that the model cannot be shared out to."""
-    if size > 1 and any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers):
-        raise ConfigError(
-            f"tensor_parallel_size is {size}, and mixtures of experts are not split between ranks "
-            "as yet; leave it out"
-        )
     problem = _unequal(spec, size)
     if problem:
         most = min(layer.attention.num_heads for layer in spec.layers)
@@ -108,10 +109,16 @@ def _unequal(spec: ModelSpec, size: int) -> str:
             return f"{heads} attention heads"
         if kv_heads % size and size % kv_heads:
             return f"{kv_heads} key and value heads"
-        mlp = layer.mlp
-        if isinstance(mlp, MLPSpec) and mlp.intermediate_size % size:
-            return f"an intermediate_size of {mlp.intermediate_size}"
+        for mlp in _dense(layer.mlp):
+            if mlp.intermediate_size % size:
+                return f"an intermediate_size of {mlp.intermediate_size}"
     return ""
+
+
+def _dense(mlp: MLPSpec | ExpertsSpec) -> list[MLPSpec]:
+    if isinstance(mlp, MLPSpec):
+        return [mlp]
+    return [mlp.expert] if mlp.shared is None else [mlp.expert, mlp.shared]
 
 
 def part_of(whole: tuple[int, ...], own: tuple[int, ...], ranks: Ranks) -> Part:

@@ -193,7 +193,7 @@ def stream_experts(
     gate_up_bias: torch.Tensor | None,
     down: torch.Tensor,
     down_bias: torch.Tensor | None,
-    activation: str,
+    activation: Activation,
     gated: bool,
     *,
     pdl: bool = False,
@@ -277,7 +277,7 @@ def _sort_variant(experts: int, at_once: int, pdl: bool) -> Variant:
 
 @cache
 def _stream_up_variant(
-    each: int, columns: int, inner: int, activation: str, gated: bool, pdl: bool
+    each: int, columns: int, inner: int, activation: Activation, gated: bool, pdl: bool
 ) -> Variant:
     return Variant(
         _stream_up,

@@ -34,6 +34,16 @@ MASK = re.compile(r"\.(attn|attention)\.bias$")  # which tokens see which, of ol
 FLOATS = ("F64", "F32", "F16", "BF16")
 # MXFP4: a tensor of blocks, [..., out, in / 32, 16 bytes], and beside it one of their scales.
 BLOCKS, SCALES, BLOCK = "_blocks", "_scales", 32
+# What a tensor's name has → the fields of config.json that decide whether there is such a tensor.
+DECIDING = {
+    r"\.bias$|_bias$": "attention_bias, mlp_bias, qkv_bias, bias",
+    r"experts|\bmlp\b|_moe\b": "num_experts, num_local_experts, n_routed_experts, "
+    "mlp_only_layers, decoder_sparse_step, first_k_dense_replace",
+    r"shared": "n_shared_experts",
+    r"\.q_a_": "q_lora_rank",
+    r"\.ln_(attn|mlp)\.": "new_decoder_architecture",
+    f"({BLOCKS}|{SCALES})$": "quantization_config",
+}
 # The body of a language model is under `model.` or another of the short ones, or under nothing in
 # checkpoints of the body alone; a model with images has it under one of the longer ones.
 PREFIX = re.compile(
@@ -310,15 +320,8 @@ def _scales(tensor: str) -> str:
 
 def _deciding(tensor: str) -> str:
     """The fields of config.json that decide whether a layer has such a tensor."""
-    found = "model_type, attention_bias and mlp_bias"
-    if re.search(r"experts|\bmlp\b|_moe\b", tensor):
-        found += ", num_experts, num_local_experts or n_routed_experts, mlp_only_layers, "
-        found += "decoder_sparse_step and first_k_dense_replace"
-    if "shared" in tensor:
-        found += ", n_shared_experts"
-    if ".q_a_" in tensor:
-        found += ", q_lora_rank"
-    return f"{found}, quantization_config" if tensor.endswith((BLOCKS, SCALES)) else found
+    found = [fields for pattern, fields in DECIDING.items() if re.search(pattern, tensor)]
+    return ", ".join(["model_type", *found])
 
 
 def _without_prefix(tensor: str) -> str:
