@@ -20,6 +20,7 @@ from twostroke.model.dequant import Bytes, dequantize
 from twostroke.model.fields import listed_names, read_json, shown
 from twostroke.model.hf_names import NAMES
 from twostroke.model.on_disk import forget_pages
+from twostroke.model.ranks import WHOLE, Part
 from twostroke.model.spec import ModelSpec
 from twostroke.model.tensor_names import TensorNames
 from twostroke.model.weights import ALL_ROWS, Floats, PackedMatrix
@@ -144,6 +145,13 @@ class SafetensorsWeights:
             values = dequantize(stored.reshape(-1), BlockType(type), part)
         offset = self._names.offset(name)
         return values + np.float32(offset) if offset else values
+
+    def fp8_scales(self, name: str) -> int:
+        """The scales that a row of a matrix has, if it is stored in fp8; else 0."""
+        return 0
+
+    def fp8(self, name: str, part: Part = WHOLE) -> tuple[Bytes, Floats]:
+        raise NotImplementedError
 
     def stored_type(self, name: str) -> BlockType | None:
         return None
