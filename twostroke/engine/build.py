@@ -167,10 +167,13 @@ def _build(config: EngineConfig, with_text: bool) -> Engine:
 def _kept_in(model: OpenedModel, config: EngineConfig, native: bool, dtype: str) -> str:
     """The weights' type, and the file's if that is another."""
     stored = model.stored_as()
-    dense = stored.lower() in DENSE
-    kept = config.quantization if dense else stored
-    if not native:
-        kept = "fp8" if fp8_matrices(model.spec, model.weights, config.quantization) else dtype
+    in_fp8 = "fp8" in stored
+    if native:
+        kept = config.quantization if stored.lower() in DENSE else model.dtype if in_fp8 else stored
+    elif fp8_matrices(model.spec, model.weights, config.quantization):
+        kept = stored if in_fp8 else "fp8"
+    else:
+        kept = dtype
     return kept if kept == stored else f"{kept}, from {stored}" if kept else stored
 
 

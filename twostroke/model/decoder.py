@@ -29,6 +29,7 @@ from twostroke.kernels.fp8 import E4M3, Fp8Weight, fp8_weight, quantised
 from twostroke.kernels.reference import Attend, Kernels
 from twostroke.kv.pool import KVPool
 from twostroke.model.batch import DecodeInputs, StepInputs
+from twostroke.model.fp8 import is_weight_only
 from twostroke.model.latent import LatentAttention
 from twostroke.model.linear import (
     DenseLinear,
@@ -704,7 +705,8 @@ class _Loader:
         bias = self._merged([name + "_bias" for name in names]) if biased else None
         linear: Linear
         if names[0] in self._fp8:
-            linear = Fp8Linear(self._fp8_weight(names), bias, self._kernels)
+            weight_only = is_weight_only(self._source)
+            linear = Fp8Linear(self._fp8_weight(names), bias, self._kernels, weight_only)
         else:
             linear = DenseLinear(self._merged(names), bias, self._kernels)
         return SummedLinear(linear, self._ranks) if summed else linear

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from twostroke.errors import ConfigError
 from twostroke.model.block_types import BlockType
+from twostroke.model.hf_fp8 import Fp8Config
 from twostroke.model.spec import ExpertsSpec, LayerSpec, ModelSpec, projections
 from twostroke.model.weights import WeightSource
 from twostroke.model.weights.safetensors import SafetensorsWeights
@@ -18,16 +19,27 @@ DENSE = (None, BlockType.F32, BlockType.F16, BlockType.BF16)
 def fp8_matrices(spec: ModelSpec, source: WeightSource, quantization: str | None) -> dict[str, int]:
     """The weights that are kept in fp8, as their file has them or as `quantization` asks, with the
     scales that a row of each has. Matrices that are one product are so together or not at all;
-    embedding, head, routers and experts never."""
+    embedding, head, routers and experts never. In a file that is in fp8, what is not is left."""
     found: dict[str, int] = {}
+    wanted = quantization == "fp8" and _quantized(source) is None
+    if wanted and any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers):
+        raise ConfigError(
+            "quantization is 'fp8', which does not quantise experts as yet; leave quantization out"
+        )
     for names in _products(spec):
         stored = [_stored_scales(source, name) for name in names]
         if all(stored):
             found |= dict(zip(names, stored, strict=True))
-        elif quantization == "fp8":
+        elif wanted:
             _refuse_quantised(source, names)
             found |= dict.fromkeys(names, 1)
     return found
+
+
+def is_weight_only(source: WeightSource) -> bool:
+    """Whether the model was made for activations as they are."""
+    quantized = _quantized(source)
+    return quantized is not None and quantized.weight_only
 
 
 def fp8_bytes(shape: tuple[int, ...], scales_of_a_row: int) -> int:
@@ -62,6 +74,10 @@ def _layer_products(layer: LayerSpec) -> Iterator[Sequence[str]]:
     else:
         yield mlp.gate_up
         yield ("down",)
+
+
+def _quantized(source: WeightSource) -> Fp8Config | None:
+    return source.quantized if isinstance(source, SafetensorsWeights) else None
 
 
 def _stored_scales(source: WeightSource, name: str) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 from twostroke.errors import ModelError
 from twostroke.model.fields import Fields, read_json, shown
 from twostroke.model.hf_families import FAMILIES, Family
+from twostroke.model.hf_fp8 import fp8_config
 from twostroke.model.spec import ExpertsSpec, ModelSpec
 from twostroke.model.tensor_names import TensorNames
 
@@ -40,8 +41,15 @@ def spec_from_hf(config: Mapping[str, Any], where: str = "config.json") -> Model
     family = _family(config, where)
     fields = Fields(where, config, aliases=family.aliases)
     _refuse_unsupported(fields, family)
+    quantized = fp8_config(config, where)
     spec = family.spec(fields)
-    if not any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers):
+    has_experts = any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers)
+    if has_experts and quantized is not None:
+        raise ModelError(
+            f"{where}: experts in fp8 (quantization_config) are not supported as yet. Use the "
+            "unquantised model, or a GGUF of it."
+        )
+    if not has_experts:
         _refuse(fields, family, "num_experts", "num_local_experts", "n_routed_experts")
     return spec
 
@@ -81,13 +89,6 @@ def _family(config: Mapping[str, Any], where: str) -> Family:
 
 def _refuse_unsupported(fields: Fields, family: Family) -> None:
     """What no family has, or not this one."""
-    quantization = fields.value("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise ModelError(
-            f"{fields.where}: weights quantised by {shown(method)} (quantization_config) are not "
-            "supported. Use the unquantised model, or a GGUF of it."
-        )
     _refuse(fields, family, "kv_lora_rank")
 
 
