@@ -350,13 +350,13 @@ def test_blocks_of_a_gguf_file_are_not_rounded_once_more(tmp_path: Path) -> None
     write_quantised(tmp_path / "model.gguf", gguf.GGMLQuantizationType.Q8_0)
     file = GGUFFile.open(tmp_path / "model.gguf")
     spec = spec_from_gguf(file)
-    with pytest.raises(ConfigError, match="is quantised already .Q8_0.; leave quantization out"):
+    with pytest.raises(ConfigError, match=r"is quantised already \(Q8_0\); leave quantization out"):
         fp8_matrices(spec, GGUFWeights(file, spec), "fp8")
     assert fp8_matrices(spec, GGUFWeights(file, spec), None) == {}
 
 
 def test_a_gpu_without_fp8_is_refused_with_what_to_do() -> None:
-    with pytest.raises(ConfigError, match="and this one has 8.0; leave quantization out"):
+    with pytest.raises(ConfigError, match=r"and this one has 8\.0; leave quantization out"):
         check_fp8((8, 0))
     check_fp8((8, 9))
     check_fp8((9, 0))

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from twostroke.kernels.cuda.elementwise import act_and_mul, activated
 from twostroke.kernels.cuda.launch import Variant
-from twostroke.kernels.cuda.pdl import launch_options, wait_for_previous
+from twostroke.kernels.cuda.pdl import fetch_to_l2, launch_options, wait_for_previous
 from twostroke.kernels.cuda.product import gate_times_up
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 from twostroke.kernels.cuda.splits import num_sms
@@ -40,6 +40,9 @@ MOST_TILED = 128  # rows of e4m3 whose products have tiles here; the library has
 LIBRARY_STEP = 16  # the library takes matrices whose sizes are multiples of it
 PROGRAMS_PER_SM = 4  # that share the columns of a matrix with few of them
 LEAST_STEPS = 4  # of a program's part of K
+FETCHED = tl.constexpr(
+    512
+)  # bytes of each column that are on their way before a tile's launch waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,19 +376,25 @@ def _tiled(
     ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_previous(PDL)
     block, split = tl.program_id(0), tl.program_id(2)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     inner = tl.arange(0, INNER)
     line = tl.minimum(column, N - 1).to(tl.int64)
-    at = weight + (line * K)[:, None] + inner[None, :]
-    x_at = x + row[:, None] * K + inner[None, :]
-    there = (row < num_rows)[:, None]
     GROUPS: tl.constexpr = K // GROUP
     HALF: tl.constexpr = N * K
     HALF_SCALES: tl.constexpr = N * GROUPS
     EACH: tl.constexpr = (K // INNER + SPLITS - 1) // SPLITS * INNER
+    if PDL:
+        AHEAD: tl.constexpr = EACH if EACH < FETCHED else FETCHED
+        begin = weight + line * K + tl.minimum(split * EACH, K - AHEAD)
+        fetch_to_l2(begin, AHEAD)
+        if GATED:
+            fetch_to_l2(begin + HALF, AHEAD)
+    wait_for_previous(PDL)
+    at = weight + (line * K)[:, None] + inner[None, :]
+    x_at = x + row[:, None] * K + inner[None, :]
+    there = (row < num_rows)[:, None]
     if WEIGHT_FIRST:
         sums = tl.zeros([COLUMNS, ROWS], tl.float32)
     else:
