@@ -76,6 +76,8 @@ def launch_all(x: torch.Tensor, weight: Fp8Weight, pdl: bool) -> dict[str, Any]:
     if not weight.is_grouped:
         found["tiled"] = fp8.fp8_rows_product(found["quantise"], weight, pdl=pdl)
         found["library"] = fp8.library_product(found["quantise"], weight)
+        how = (found["quantise"], weight, "silu")
+        found["tiled_gated"] = fp8.fp8_rows_gated_product(*how, pdl=pdl)
     return found
 
 
@@ -96,11 +98,13 @@ def check(rows: int, columns: int, inner: int, groups: int, pdl: bool) -> dict[s
     if groups == 1:
         of_rows = plain.fp8_rows_product(rows8._replace(dtype=torch.float32), weight)
         errors |= {kind: worst(found[kind], of_rows) for kind in ("tiled", "library")}
+        of_gate, of_up = of_rows.to(BF16).float().chunk(2, dim=1)
+        errors["tiled_gated"] = worst(found["tiled_gated"], F.silu(of_gate) * of_up)
         errors["of_fp8_activations"] = worst(of_rows, right)
     return errors
 
 
-LIMITS = dict.fromkeys(("weight_only", "gated", "tiled", "library"), BOUNDS[BF16])
+LIMITS = dict.fromkeys(("weight_only", "gated", "tiled", "library", "tiled_gated"), BOUNDS[BF16])
 # Three bits of mantissa: 2^-4 at the most, of each number.
 LIMITS |= {"quantise": 1e-3, "of_fp8_activations": 0.05, "act_and_quantise": 0.05}
 
@@ -148,16 +152,17 @@ def variants(
     name: str, rows: int, weights: list[Fp8Weight], x: torch.Tensor, rows8: Fp8Rows
 ) -> Iterator[tuple[str, list[Call]]]:
     gated, pdl = MATRICES[name][2], rows <= 64
-    if rows <= fp8.MOST_WEIGHT_ONLY:
-        if gated:
-            each = lambda w: fp8.fp8_gated_product(x, w, "silu", pdl=pdl)  # noqa: E731
-        else:
-            each = lambda w: fp8.fp8_product(x, w, pdl=pdl)  # noqa: E731
-        yield "weight_only", [lambda w=w: each(w) for w in weights]
+    run = partial(fp8.fp8_product, x, pdl=pdl)
+    if gated:
+        run = partial(fp8.fp8_gated_product, x, activation="silu", pdl=pdl)
+    yield "weight_only", [partial(run, weight=w) for w in weights]
     if 8 <= rows <= fp8.MOST_TILED:
-        yield "tiled", [lambda w=w: fp8.fp8_rows_product(rows8, w, pdl=pdl) for w in weights]
+        run = partial(fp8.fp8_rows_product, rows8, pdl=pdl)
+        if gated:
+            run = partial(fp8.fp8_rows_gated_product, rows8, activation="silu", pdl=pdl)
+        yield "tiled", [partial(run, weight=w) for w in weights]
     if rows >= 8:
-        yield "library", [lambda w=w: fp8.library_product(rows8, w) for w in weights]
+        yield "library", [partial(fp8.library_product, rows8, w) for w in weights]
 
 
 def time_all() -> dict[str, dict[str, list[float]]]:

@@ -93,16 +93,25 @@ class Kernels:
         """Activations [T, N], quantised token by token."""
         return Fp8Rows(*quantised(x), x.dtype)
 
-    def fp8_act_and_mul(self, gate_up: Tensor, activation: str, *, pdl: bool = False) -> Fp8Rows:
-        """`act_and_mul`, quantised."""
-        return self.fp8_rows(self.act_and_mul(gate_up, activation))
-
     def fp8_rows_product(
         self, x: Fp8Rows, weight: Fp8Weight, *, pdl: bool = False, out: Tensor | None = None
     ) -> Tensor:
         """The product of both as they are quantised. The weight has one scale a row."""
         sums = x.values.float() @ weight.values.float().t()
         return _to(sums * x.scale.unsqueeze(1) * weight.scale.t(), x.dtype, out)
+
+    def fp8_rows_gated_product(
+        self,
+        x: Fp8Rows,
+        weight: Fp8Weight,
+        activation: str,
+        *,
+        pdl: bool = False,
+        to_fp8: bool = False,
+    ) -> Tensor | Fp8Rows:
+        """`act_and_mul` of it; quantised again if asked for."""
+        acted = self.act_and_mul(self.fp8_rows_product(x, weight), activation)
+        return self.fp8_rows(acted) if to_fp8 else acted
 
     def route(
         self,

@@ -112,9 +112,12 @@ class Fp8Linear:
         self, x: torch.Tensor, activation: str, *, pdl: bool = False, to_fp8: bool = False
     ) -> Activations:
         kernels = self._kernels
-        if self.bias is not None or self.wants_fp8(len(x)):
-            act_and_mul = kernels.fp8_act_and_mul if to_fp8 else kernels.act_and_mul
-            return act_and_mul(self.product(x, pdl=pdl), activation, pdl=pdl)
+        if self.bias is not None:
+            return kernels.act_and_mul(self.product(x, pdl=pdl), activation, pdl=pdl)
+        if self.wants_fp8(len(x)):
+            rows = kernels.fp8_rows(x, pdl=pdl)
+            how = {"pdl": pdl, "to_fp8": to_fp8}
+            return kernels.fp8_rows_gated_product(rows, self.weight, activation, **how)
         return kernels.fp8_gated_product(x, self.weight, activation, pdl=pdl)
 
     def wants_fp8(self, rows: int) -> bool:

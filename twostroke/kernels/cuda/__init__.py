@@ -16,10 +16,10 @@ from twostroke.kernels.cuda.decode import (
 from twostroke.kernels.cuda.elementwise import act_and_mul, add_rms_norm, rms_norm
 from twostroke.kernels.cuda.experts import mix_experts, route
 from twostroke.kernels.cuda.fp8 import (
-    fp8_act_and_mul,
     fp8_gated_product,
     fp8_product,
     fp8_rows,
+    fp8_rows_gated_product,
     fp8_rows_product,
 )
 from twostroke.kernels.cuda.launch import compile_ahead
@@ -47,10 +47,10 @@ __all__ = [
     "decode_attention",
     "decode_scratch",
     "decode_splits",
-    "fp8_act_and_mul",
     "fp8_gated_product",
     "fp8_product",
     "fp8_rows",
+    "fp8_rows_gated_product",
     "fp8_rows_product",
     "gated_product",
     "mix_experts",

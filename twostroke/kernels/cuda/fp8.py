@@ -35,10 +35,13 @@ from twostroke.kernels.fp8 import (
     dequantised,
 )
 
-MOST_WEIGHT_ONLY = 64  # rows whose products have tiles here, the activations as they are
+# Rows whose products have tiles here, the activations as they are; with more of them the weight is
+# dequantised as a whole, and the library multiplies.
+MOST_WEIGHT_ONLY = 256
 MOST_TILED = 128  # rows of e4m3 whose products have tiles here; the library has the rest
 LIBRARY_STEP = 16  # the library takes matrices whose sizes are multiples of it
 PROGRAMS_PER_SM = 4  # that share the columns of a matrix with few of them
+DEQUANTISED = 2048  # numbers of a program
 LEAST_STEPS = 4  # of a program's part of K
 FETCHED = tl.constexpr(
     512
@@ -84,11 +87,11 @@ def tiling(rows: int, weight: Fp8Weight, gated: bool, quantised: bool) -> Tiling
         step //= 2
     if step < 64:
         return None
-    block = max(16, power_of_two(rows))
+    block = min(128, max(16, power_of_two(rows)))
     weight_first = block >= 64 or quantised
     tile = 32 if gated and block == 16 else 64
     splits = 1
-    if not gated:
+    if not gated and rows <= block:
         room = PROGRAMS_PER_SM * num_sms(weight.values.device) // ceil_div(width, tile)
         splits = max(1, min(room, inner // step // LEAST_STEPS))
     return Tiling(block, tile, step, splits, weight_first, 4, 4 if block < 128 else 3)
@@ -113,7 +116,7 @@ def fp8_product(
         tuned = tiling(x.shape[0], weight, gated=False, quantised=False)
         if tuned is not None:
             return tiled(x, None, weight, tuned, None, pdl, out)
-    whole = dequantised(weight.values, weight.scale, x.dtype)
+    whole = dequantise(weight, x.dtype)
     return F.linear(x, whole) if out is None else torch.mm(x, whole.t(), out=out)
 
 
@@ -144,21 +147,52 @@ def fp8_rows_product(
     return fp8_product(whole, weight, out=out)
 
 
+def fp8_rows_gated_product(
+    x: Fp8Rows, weight: Fp8Weight, activation: str, *, pdl: bool = False, to_fp8: bool = False
+) -> torch.Tensor | Fp8Rows:
+    """The gated product of both, rounded as by `act_and_mul`; quantised again if asked for."""
+    tuned = tiling(len(x.values), weight, gated=True, quantised=True)
+    if tuned is not None and x.dtype.itemsize == 2:
+        acted = tiled(x.values, x, weight, tuned, activation, pdl)
+        return fp8_rows(acted, pdl=pdl) if to_fp8 else acted
+    gate_up = fp8_rows_product(x, weight, pdl=pdl)
+    act = fp8_act_and_mul if to_fp8 else act_and_mul
+    return act(gate_up, activation, pdl=pdl)
+
+
 def library_product(x: Fp8Rows, weight: Fp8Weight, out: torch.Tensor | None = None) -> torch.Tensor:
     if out is None:
         out = torch.empty(len(x.values), len(weight.values), dtype=x.dtype, device=x.values.device)
     if x.values.is_meta:
         return out  # there is nothing to compile
-    made: torch.Tensor = torch._scaled_mm(
+    # Scales of rows and columns go with results in bf16 alone.
+    made = out if x.dtype == torch.bfloat16 else torch.empty_like(out, dtype=torch.bfloat16)
+    torch._scaled_mm(
         x.values,
         weight.values.t(),
         scale_a=x.scale.unsqueeze(1),
         scale_b=weight.scale.t(),
-        out_dtype=x.dtype,
+        out_dtype=torch.bfloat16,
         use_fast_accum=True,
-        out=out,
+        out=made,
     )
-    return made
+    return out if made is out else out.copy_(made)
+
+
+def dequantise(weight: Fp8Weight, dtype: torch.dtype) -> torch.Tensor:
+    """What the weight stands for, whole."""
+    columns, inner = weight.values.shape
+    out = torch.empty(columns, inner, dtype=dtype, device=weight.values.device)
+    # Rows along the grid's x: its y ends at 65,535.
+    grid = (columns, ceil_div(inner, DEQUANTISED))
+    variant = _dequantise_variant(inner, _group(weight))
+    variant(grid, (weight.values, weight.scale, out), (), ())
+    return out
+
+
+@cache
+def _dequantise_variant(inner: int, group: int) -> Variant:
+    return Variant(_dequantise, K=inner, GROUP=group, BLOCK=DEQUANTISED, num_warps=4)
 
 
 def fp8_rows(x: torch.Tensor, *, pdl: bool = False) -> Fp8Rows:
@@ -479,6 +513,16 @@ def _finish(
         sums = gate_times_up(sums, others, out.dtype.element_ty, ACTIVATION)
     to = out + row.to(tl.int64)[:, None] * N + column[None, :]
     tl.store(to, sums.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _dequantise(values, scale, out, K: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < K
+    factor = tl.load(scale + row * (K // GROUP) + column // GROUP, mask=mask, other=0.0)
+    wide = tl.load(values + row * K + column, mask=mask, other=0.0).to(tl.float32) * factor
+    tl.store(out + row * K + column, wide.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
