@@ -40,7 +40,8 @@ from twostroke.kernels.fp8 import (
 MOST_WEIGHT_ONLY = 256
 MOST_TILED = 128  # rows of e4m3 whose products have tiles here; the library has the rest
 LIBRARY_STEP = 16  # the library takes matrices whose sizes are multiples of it
-PROGRAMS_PER_SM = 4  # that share the columns of a matrix with few of them
+PROGRAMS_PER_SM = 4  # of a matrix whose columns are shared
+SHARED_BYTES = 224 << 10  # of a multiprocessor, for its programs' tiles
 DEQUANTISED = 2048  # numbers of a program
 LEAST_STEPS = 4  # of a program's part of K
 FETCHED = tl.constexpr(
@@ -81,20 +82,29 @@ def tiling(rows: int, weight: Fp8Weight, gated: bool, quantised: bool) -> Tiling
     if rows > (MOST_TILED if quantised else MOST_WEIGHT_ONLY):
         return None
     columns, inner = weight.values.shape
-    width = columns // 2 if gated else columns
-    step = 256 if quantised else 128
-    while step >= 64 and (inner % step or _group(weight) % step):
-        step //= 2
-    if step < 64:
+    step = next((n for n in (128, 64) if inner % n == 0 and _group(weight) % n == 0), None)
+    if step is None:
         return None
     block = min(128, max(16, power_of_two(rows)))
-    weight_first = block >= 64 or quantised
-    tile = 32 if gated and block == 16 else 64
-    splits = 1
+    tile = 32 if gated and block == 16 and not quantised else 64
+    stages = 4 if block < 128 else 3
+    stage_bytes = step * ((2 * tile if gated else tile) + (block if quantised else 2 * block))
+    splits, sms = 1, num_sms(weight.values.device)
     if not gated and rows <= block:
-        room = PROGRAMS_PER_SM * num_sms(weight.values.device) // ceil_div(width, tile)
-        splits = max(1, min(room, inner // step // LEAST_STEPS))
-    return Tiling(block, tile, step, splits, weight_first, 4, 4 if block < 128 else 3)
+        room = sms * min(PROGRAMS_PER_SM, SHARED_BYTES // (stages * stage_bytes))
+        splits = _splits(ceil_div(columns, tile), inner // step, room, sms)
+    return Tiling(block, tile, step, splits, block >= 64 or quantised, 4, stages)
+
+
+def _splits(tiles: int, steps: int, room: int, sms: int) -> int:
+    """Parts of K such that all programs run at one time and the multiprocessor with the most to do
+    has the least; of equals the most parts, which have more under way."""
+
+    def longest(splits: int) -> int:
+        return ceil_div(tiles * splits, sms) * ceil_div(steps, splits)
+
+    most = max(1, min(room // tiles, steps // LEAST_STEPS))
+    return min(range(most, 0, -1), key=longest)
 
 
 def _group(weight: Fp8Weight) -> int:
