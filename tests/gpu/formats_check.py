@@ -33,8 +33,12 @@ from tests.gpu.report import FLOPS, READ, replayed, round_to
 from tests.kernels.cuda_cases import BOUNDS, largest, worst
 from twostroke.kernels import cuda
 from twostroke.kernels.cuda import fp8
+from twostroke.kernels.cuda.backend import CudaKernels
+from twostroke.kernels.cuda.fp8 import dequantise
 from twostroke.kernels.fp8 import E4M3, Fp8Rows, Fp8Weight, dequantised, fp8_weight, quantised
 from twostroke.kernels.reference import Kernels
+from twostroke.model import linear
+from twostroke.model.linear import DenseLinear, Fp8Linear, Linear
 
 DEVICE, BF16 = torch.device("cuda"), torch.bfloat16
 FP8_FLOPS = 1429e12  # measured, at 8192³
@@ -212,6 +216,44 @@ def time_all() -> dict[str, dict[str, list[float]]]:
     return found
 
 
+def time_layers() -> dict[str, dict[str, float]]:
+    """All 32 layers without their attention, ms: norms, quantising and launches are in it."""
+    kernels, found = CudaKernels(DEVICE), {}
+    count, norm = 6, torch.ones(4096, device=DEVICE, dtype=BF16)
+    weights = [[random_weight(*sizes[:2]) for sizes in MATRICES.values()] for _ in range(count)]
+    dense = [[dequantise(w, BF16) for w in layer] for layer in weights]
+
+    def forward(layers: list[list[Linear]], x: torch.Tensor, residual: torch.Tensor) -> None:
+        normed, pdl = x, len(x) <= 64
+        for qkv, o, gate_up, down in layers:
+            qkv.product(normed, pdl=pdl)
+            out = o.product(x, pdl=pdl)
+            normed = kernels.add_rms_norm(out, residual, norm, 1e-5, pdl=pdl)
+            to_fp8 = down.wants_fp8(len(x))
+            inner = gate_up.gated_product(normed, "silu", pdl=pdl, to_fp8=to_fp8)
+            out = down.product(inner, pdl=pdl)
+            normed = kernels.add_rms_norm(out, residual, norm, 1e-5, pdl=pdl)
+
+    for rows in ROWS:
+        x, residual = random_x(rows, 4096), random_x(rows, 4096)
+        kinds: dict[str, list[list[Linear]]] = {
+            "weight_only": [
+                [Fp8Linear(w, None, kernels, True) for w in layer] for layer in weights
+            ],
+            "bf16": [[DenseLinear(w, None, kernels) for w in layer] for layer in dense],
+        }
+        if rows >= 8:
+            kinds["fp8"] = [[Fp8Linear(w, None, kernels) for w in layer] for layer in weights]
+        usual, linear.WEIGHT_ONLY_ROWS = linear.WEIGHT_ONLY_ROWS, 0
+        found[f"layers {rows}"] = {
+            kind: round_to(32e3 / count * replayed([partial(forward, layers, x, residual)]))
+            for kind, layers in kinds.items()
+        }
+        linear.WEIGHT_ONLY_ROWS = usual
+        print(f"layers {rows:5} {found[f'layers {rows}']} ms", flush=True)
+    return found
+
+
 def tunings(name: str, rows: int, quantised_x: bool) -> Iterator[fp8.Tiling]:
     columns, inner, gated = MATRICES[name]
     width = columns // 2 if gated else columns
@@ -225,7 +267,7 @@ def tunings(name: str, rows: int, quantised_x: bool) -> Iterator[fp8.Tiling]:
             programs = -(-width // tile) * splits
             if (splits > 1 and programs > 1100) or inner // step // splits < 2:
                 continue
-            for stages in (3, 5):
+            for stages in (3, 4):
                 size = (
                     stages * step * (tile * (2 if gated else 1) + block * (1 if quantised_x else 2))
                 )
@@ -241,7 +283,7 @@ def call_all(calls: list[Call]) -> None:
 def tune(limit_s: float) -> dict[str, list[object]]:
     """The fastest tilings of each matrix and number of rows."""
     begun, best = perf_counter(), {}
-    for rows, (name, (columns, inner, gated)) in product((16, 32, 64, 128), MATRICES.items()):
+    for rows, (name, (columns, inner, gated)) in product((16, 32, 64, 128, 256), MATRICES.items()):
         weights, x = copies(name), random_x(rows, inner)
         rows8 = fp8.fp8_rows(x)
         for kind in ("weight_only", "tiled"):
@@ -289,6 +331,8 @@ def main() -> int:
     errors, wrong = check_all()
     print(f"errors {errors}\nwrong {wrong}\n{perf_counter() - begun:.1f} s", flush=True)
     timings = time_all()
+    print(f"{perf_counter() - begun:.1f} s", flush=True)
+    timings |= time_layers()
     print(f"{perf_counter() - begun:.1f} s", flush=True)
     tuned = tune(args.limit) if args.tune else {}
     print(json.dumps({"errors": errors, "wrong": wrong, "timings": timings, "tuned": tuned}))
