@@ -9,8 +9,8 @@ from typing import Any
 from twostroke.errors import ModelError
 from twostroke.model.fields import Fields, read_json, shown
 from twostroke.model.hf_families import FAMILIES, Family
-from twostroke.model.hf_fp8 import fp8_config
-from twostroke.model.spec import ExpertsSpec, ModelSpec
+from twostroke.model.hf_fp8 import Fp8Config, fp8_config
+from twostroke.model.spec import ModelSpec
 from twostroke.model.tensor_names import TensorNames
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -21,8 +21,9 @@ FIELDS |= {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
 FIELDS |= {"tie_embeddings": "tie_word_embeddings", "max_context": "max_position_embeddings"}
 FIELDS |= {"nope_dim": "qk_nope_head_dim", "rope_dim": "qk_rope_head_dim"}
 FIELDS |= {"value_dim": "v_head_dim"}
+FIELDS |= {"num_experts": "num_experts, num_local_experts or n_routed_experts"}
 FIELDS |= {"expert_intermediate_size": "moe_intermediate_size or intermediate_size"}
-FIELDS |= {"shared_intermediate_size": "shared_expert_intermediate_size"}
+FIELDS |= {"shared_intermediate_size": "shared_expert_intermediate_size or n_shared_experts"}
 
 
 def load_hf_config(folder: Path) -> tuple[ModelSpec, dict[str, Any]]:
@@ -41,15 +42,14 @@ def spec_from_hf(config: Mapping[str, Any], where: str = "config.json") -> Model
     family = _family(config, where)
     fields = Fields(where, config, aliases=family.aliases)
     _refuse_unsupported(fields, family)
-    quantized = fp8_config(config, where)
+    fp8_in_hf(config, where)
     spec = family.spec(fields)
-    has_experts = any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers)
-    if has_experts and quantized is not None:
+    if spec.has_experts and fp8_in_hf(config, where) is not None:
         raise ModelError(
             f"{where}: experts in fp8 (quantization_config) are not supported as yet. Use the "
             "unquantised model, or a GGUF of it."
         )
-    if not has_experts:
+    if not spec.has_experts:
         _refuse(fields, family, "num_experts", "num_local_experts", "n_routed_experts")
     return spec
 
@@ -58,6 +58,14 @@ def names_in_hf(config: Mapping[str, Any]) -> TensorNames:
     """What the model's files call its weights."""
     names = _family(config, "config.json").names
     return names if isinstance(names, TensorNames) else names(Fields("config.json", config))
+
+
+def fp8_in_hf(config: Mapping[str, Any], where: str) -> Fp8Config | None:
+    """How weights are in fp8, if they are; refuses what else quantization_config may say."""
+    quantization = config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    known = method in _family(config, where).quant_methods
+    return None if known else fp8_config(config, where)
 
 
 def fields_in_hf(config: Mapping[str, Any]) -> dict[str, str]:

@@ -13,6 +13,7 @@ from typing import NoReturn, Protocol
 
 import torch
 
+from twostroke.kernels.activations import Activation
 from twostroke.kernels.fp8 import Fp8Rows, Fp8Weight
 from twostroke.kernels.reference import Kernels
 from twostroke.model.ranks import Ranks
@@ -36,7 +37,7 @@ class Linear(Protocol):
         ...
 
     def gated_product(
-        self, x: torch.Tensor, activation: str, *, pdl: bool = False, to_fp8: bool = False
+        self, x: torch.Tensor, activation: Activation, *, pdl: bool = False, to_fp8: bool = False
     ) -> Activations:
         """W is a gate and, below it, an up projection: activation(gate x) · up x. `to_fp8`: who
         reads it would quantise it."""
@@ -67,7 +68,7 @@ class DenseLinear:
         return torch.addmm(self.bias, x, self.weight.t(), out=out)
 
     def gated_product(
-        self, x: torch.Tensor, activation: str, *, pdl: bool = False, to_fp8: bool = False
+        self, x: torch.Tensor, activation: Activation, *, pdl: bool = False, to_fp8: bool = False
     ) -> torch.Tensor:
         if self.bias is None:
             return self._kernels.gated_product(x, self.weight, activation, pdl=pdl)
@@ -109,7 +110,7 @@ class Fp8Linear:
         return made if self.bias is None else made.add_(self.bias)
 
     def gated_product(
-        self, x: torch.Tensor, activation: str, *, pdl: bool = False, to_fp8: bool = False
+        self, x: torch.Tensor, activation: Activation, *, pdl: bool = False, to_fp8: bool = False
     ) -> Activations:
         kernels = self._kernels
         if self.bias is not None:
@@ -142,7 +143,7 @@ class SummedLinear:
         return self._ranks.all_reduce(self._part.product(x, pdl=pdl, out=out))
 
     def gated_product(
-        self, x: torch.Tensor, activation: str, *, pdl: bool = False, to_fp8: bool = False
+        self, x: torch.Tensor, activation: Activation, *, pdl: bool = False, to_fp8: bool = False
     ) -> NoReturn:
         raise TypeError("parts of a gated product do not add up")
 
@@ -175,7 +176,7 @@ class GatheredLinear:
         return whole
 
     def gated_product(
-        self, x: torch.Tensor, activation: str, *, pdl: bool = False, to_fp8: bool = False
+        self, x: torch.Tensor, activation: Activation, *, pdl: bool = False, to_fp8: bool = False
     ) -> NoReturn:
         raise TypeError("a gate and its up projection are on one rank")
 

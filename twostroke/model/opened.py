@@ -10,7 +10,6 @@ from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
 from twostroke.model import gguf_config, hf_config
 from twostroke.model.gguf import GGUFFile
-from twostroke.model.hf_fp8 import fp8_config
 from twostroke.model.hub import ModelFiles
 from twostroke.model.spec import ModelSpec
 from twostroke.model.weights import WeightSource, check_weights
@@ -51,7 +50,7 @@ def open_model(config: EngineConfig, files: ModelFiles, device: str) -> OpenedMo
     dtype = hf_config.dtype_of(settings, str(files.path / "config.json"))
     if config.load_format == "dummy":
         return OpenedModel(files, spec, _dummy(spec, config, device), dtype)
-    fp8 = fp8_config(settings, str(files.path / "config.json"))
+    fp8 = hf_config.fp8_in_hf(settings, str(files.path / "config.json"))
     if fp8 is not None and config.quantization in ("int8", "int4"):
         raise ConfigError(
             f"quantization is {config.quantization!r}, but {files.path} is quantised already "

@@ -22,10 +22,16 @@ from twostroke.kernels.cuda.fp8 import (
     fp8_rows_gated_product,
     fp8_rows_product,
 )
+from twostroke.kernels.cuda.latent import (
+    latent_decode_attention,
+    latent_decode_splits,
+    latent_rope_store,
+)
+from twostroke.kernels.cuda.latent_prefill import latent_prefill_attention
 from twostroke.kernels.cuda.launch import compile_ahead
 from twostroke.kernels.cuda.logprobs import token_logprobs
 from twostroke.kernels.cuda.prefill import bind_prefill_attention, prefill_attention
-from twostroke.kernels.cuda.product import gated_product, product
+from twostroke.kernels.cuda.product import exact_product, gated_product, product
 from twostroke.kernels.cuda.rope_store import rope_store
 from twostroke.kernels.cuda.sampling import sample
 from twostroke.kernels.cuda.splits import (
@@ -47,12 +53,17 @@ __all__ = [
     "decode_attention",
     "decode_scratch",
     "decode_splits",
+    "exact_product",
     "fp8_gated_product",
     "fp8_product",
     "fp8_rows",
     "fp8_rows_gated_product",
     "fp8_rows_product",
     "gated_product",
+    "latent_decode_attention",
+    "latent_decode_splits",
+    "latent_prefill_attention",
+    "latent_rope_store",
     "mix_experts",
     "num_sms",
     "prefill_attention",

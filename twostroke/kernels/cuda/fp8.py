@@ -19,10 +19,10 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from twostroke.kernels.cuda.elementwise import act_and_mul, activated
+from twostroke.kernels.activations import Activation
+from twostroke.kernels.cuda.elementwise import act_and_mul, gate_times_up
 from twostroke.kernels.cuda.launch import Variant
 from twostroke.kernels.cuda.pdl import fetch_to_l2, launch_options, wait_for_previous
-from twostroke.kernels.cuda.product import gate_times_up
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 from twostroke.kernels.cuda.splits import num_sms
 from twostroke.kernels.fp8 import (
@@ -131,7 +131,7 @@ def fp8_product(
 
 
 def fp8_gated_product(
-    x: torch.Tensor, weight: Fp8Weight, activation: str, *, pdl: bool = False
+    x: torch.Tensor, weight: Fp8Weight, activation: Activation, *, pdl: bool = False
 ) -> torch.Tensor:
     """activation(x @ first half of the weight) · (x @ second half), rounded as by `act_and_mul`."""
     if _is_plain(x):
@@ -158,7 +158,12 @@ def fp8_rows_product(
 
 
 def fp8_rows_gated_product(
-    x: Fp8Rows, weight: Fp8Weight, activation: str, *, pdl: bool = False, to_fp8: bool = False
+    x: Fp8Rows,
+    weight: Fp8Weight,
+    activation: Activation,
+    *,
+    pdl: bool = False,
+    to_fp8: bool = False,
 ) -> torch.Tensor | Fp8Rows:
     """The gated product of both, rounded as by `act_and_mul`; quantised again if asked for."""
     tuned = tiling(len(x.values), weight, gated=True, quantised=True)
@@ -207,16 +212,16 @@ def _dequantise_variant(inner: int, group: int) -> Variant:
 
 def fp8_rows(x: torch.Tensor, *, pdl: bool = False) -> Fp8Rows:
     """Activations [T, N], quantised token by token."""
-    return _quantise(x, x.shape[1], "", pdl)
+    return _quantise(x, x.shape[1], None, pdl)
 
 
-def fp8_act_and_mul(gate_up: torch.Tensor, activation: str, *, pdl: bool = False) -> Fp8Rows:
+def fp8_act_and_mul(gate_up: torch.Tensor, activation: Activation, *, pdl: bool = False) -> Fp8Rows:
     """[T, 2N] → [T, N]: the activation of the first half times the second, rounded as by
     `act_and_mul`, and quantised."""
     return _quantise(gate_up, gate_up.shape[1] // 2, activation, pdl)
 
 
-def _quantise(x: torch.Tensor, width: int, activation: str, pdl: bool) -> Fp8Rows:
+def _quantise(x: torch.Tensor, width: int, activation: Activation | None, pdl: bool) -> Fp8Rows:
     assert x.stride(1) == 1
     values = torch.empty(len(x), width, dtype=E4M3, device=x.device)
     scale = torch.empty(len(x), dtype=torch.float32, device=x.device)
@@ -226,13 +231,14 @@ def _quantise(x: torch.Tensor, width: int, activation: str, pdl: bool) -> Fp8Row
 
 
 @cache
-def _quantise_variant(width: int, activation: str, pdl: bool) -> Variant:
+def _quantise_variant(width: int, activation: Activation | None, pdl: bool) -> Variant:
     block = power_of_two(width)
     return Variant(
         _quantise_row,
         WIDTH=width,
         BLOCK=block,
-        ACTIVATION=activation,
+        GATED=activation is not None,
+        ACTIVATION=activation or "",
         MOST=LARGEST,
         LEAST=SMALLEST_SCALE,
         num_warps=min(max(block // 512, 2), 16),
@@ -248,7 +254,7 @@ def stream(
     x: torch.Tensor,
     weight: Fp8Weight,
     tuned: Streaming,
-    activation: str | None,
+    activation: Activation | None,
     pdl: bool,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -265,7 +271,7 @@ def stream(
 
 @cache
 def _stream_variant(
-    columns: int, inner: int, group: int, tuned: Streaming, activation: str | None, pdl: bool
+    columns: int, inner: int, group: int, tuned: Streaming, activation: Activation | None, pdl: bool
 ) -> Variant:
     return Variant(
         _stream,
@@ -287,7 +293,7 @@ def tiled(
     quantised: Fp8Rows | None,
     weight: Fp8Weight,
     tuned: Tiling,
-    activation: str | None,
+    activation: Activation | None,
     pdl: bool,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -315,7 +321,7 @@ def tiled(
 
 @cache
 def _tiled_variant(
-    columns: int, inner: int, group: int, tuned: Tiling, activation: str | None, pdl: bool
+    columns: int, inner: int, group: int, tuned: Tiling, activation: Activation | None, pdl: bool
 ) -> Variant:
     return Variant(
         _tiled,
@@ -543,6 +549,7 @@ def _quantise_row(
     stride,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     MOST: tl.constexpr,
     LEAST: tl.constexpr,
@@ -554,10 +561,10 @@ def _quantise_row(
     mask = column < WIDTH
     at = x + row * stride + column
     wide = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    if ACTIVATION != "":
+    if GATED:
         up = tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)
-        wide = activated(wide, ACTIVATION).to(x.dtype.element_ty).to(tl.float32) * up
-        wide = wide.to(x.dtype.element_ty).to(tl.float32)
+        kind: tl.constexpr = x.dtype.element_ty
+        wide = gate_times_up(wide, up, kind, ACTIVATION).to(kind).to(tl.float32)
     unit = tl.maximum(tl.max(tl.abs(wide), axis=0) / MOST, LEAST)
     small = tl.minimum(tl.maximum(wide / unit, -MOST), MOST)
     tl.store(values + row * WIDTH + column, small.to(values.dtype.element_ty), mask=mask)

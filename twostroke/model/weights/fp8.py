@@ -12,7 +12,7 @@ from twostroke.model.weights import Bytes, Floats
 Block = tuple[int, int]  # rows and columns that share a scale
 
 FP8 = "F8_E4M3"
-SCALES = ("_scale", "_scale_inv")  # after a weight's name: what its values are multiplied by
+FP8_SCALES = ("_scale", "_scale_inv")  # after a weight's name: what its values are multiplied by
 SCALE_TYPES = ("F32", "F16", "BF16")
 # Beside weights in fp8: what activations, keys and values are divided by where that is fixed.
 STATIC_SCALES = (".input_scale", ".k_scale", ".v_scale", ".q_scale", ".prob_scale")
