@@ -193,7 +193,7 @@ def stream_experts(
     gate_up_bias: torch.Tensor | None,
     down: torch.Tensor,
     down_bias: torch.Tensor | None,
-    activation: str,
+    activation: Activation,
     gated: bool,
     *,
     pdl: bool = False,
