@@ -69,7 +69,8 @@ def main() -> None:
     deadline = args.deadline or (FINAL_S if args.final else None)
     settings = json.loads(args.settings)
     run = Run(args.quick, args.timeout, deadline, args.json, args.budgets, settings)
-    run.results["floors"] = {shape: floors_of(shape) for shape in SHAPES}
+    quantization = settings.get("quantization")
+    run.results["floors"] = {shape: floors_of(shape, quantization) for shape in SHAPES}
     for shape, found in run.results["floors"].items():
         print(f"floors of {shape}: " + ", ".join(f"{k} {v:.2f} ms" for k, v in found.items()))
     if args.final:

@@ -12,11 +12,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from twostroke.model.cost import CostModel, cost_model, dense_weight_bytes
+from twostroke.model.cost import CostModel, cost_model
+from twostroke.model.fp8 import fp8_matrices, weight_bytes
 from twostroke.model.hf_config import load_hf_config
+from twostroke.model.weights.dummy import DummyWeights
 from twostroke.plan import PhaseWork
 
-READ_BYTES_S, FLOPS_S = 3.99e12, 783e12  # the card's ceilings, measured
+# The card's ceilings, measured. In fp8 all operations are counted at fp8's rate, attention's too.
+READ_BYTES_S, FLOPS_S, FP8_FLOPS_S = 3.99e12, 783e12, 1429e12
 SHAPES = SMALL, LARGE, EXPERTS = ("qwen3-0.6b", "llama-3.1-8b", "qwen3-30b-a3b")
 VLLM = "bench/results/vllm_h200.json"  # as `peers/vllm_gpu.py` wrote it, on a card of the same kind
 PICTURE = "interference_h200.svg"  # beside the page; `bench.gpu --picture`
@@ -36,24 +39,25 @@ GROUPS = {
 # ── floors ──────────────────────────────────────────────────────────────────────────────────
 
 
-def floors_of(shape: str) -> dict[str, float]:
+def floors_of(shape: str, quantization: str | None = None) -> dict[str, float]:
     """Milliseconds below which no step can be, from the spec and the card's ceilings."""
     spec, _ = load_hf_config(Path(f"bench/shapes/{shape}.json"))
-    cost = cost_model(spec, dense_weight_bytes(spec, 2), 2)
+    fp8 = fp8_matrices(spec, DummyWeights(spec), quantization)
+    cost, flops_s = cost_model(spec, weight_bytes(spec, 2, fp8), 2), FP8_FLOPS_S if fp8 else FLOPS_S
     found = {}
     for size in (1024, 4096):
         work = PhaseWork(1, size, size * (size + 1) // 2, size)
-        found[f"prefill {size}"] = _floor_ms(cost, work, 1, cost.prefill_flops(work, 1))
+        found[f"prefill {size}"] = _floor_ms(cost, work, 1, cost.prefill_flops(work, 1) / flops_s)
     for batch in (1, 8, 32, 128):
         context = batch * (1024 + 64)
         work = PhaseWork(batch, batch, context, context)
-        found[f"decode {batch}"] = _floor_ms(cost, work, batch, cost.decode_flops(work))
+        found[f"decode {batch}"] = _floor_ms(cost, work, batch, cost.decode_flops(work) / flops_s)
     return found
 
 
-def _floor_ms(cost: CostModel, work: PhaseWork, samples: int, flops: float) -> float:
+def _floor_ms(cost: CostModel, work: PhaseWork, samples: int, computing_s: float) -> float:
     moved = cost.weight_bytes(samples, work.tokens) + cost.kv_bytes(work)
-    return 1e3 * max(moved / READ_BYTES_S, flops / FLOPS_S)
+    return 1e3 * max(moved / READ_BYTES_S, computing_s)
 
 
 # ── pages ───────────────────────────────────────────────────────────────────────────────────
@@ -125,7 +129,8 @@ def _figures(results: dict[str, Any], vllm: dict[str, dict[str, float]]) -> Iter
     ):
         for shape, row in _rows(results, part):
             name, taken = f"{part} {row[size]}", row[value]
-            floor, peer = floors_of(shape)[name], vllm[shape].get(name)
+            floors = results.get("floors", {}).get(shape) or floors_of(shape)
+            floor, peer = floors[name], vllm[shape].get(name)
             beside = f"{peer:.2f} ms | {peer / taken:.2f}×" if peer else " | "
             yield (
                 f"| {shape}, {part}, {row[size]:,} {unit} | {floor:.2f} ms | **{taken:.2f} ms** | "

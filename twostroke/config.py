@@ -79,7 +79,8 @@ class EngineConfig(Strict):
     cudagraph_capture_sizes: tuple[int, ...] | None = None  # all of them, instead of our choice
     nvtx: bool = False  # name steps and the parts of layers for a profiler of a GPU
     tensor_parallel_size: int = 1  # ranks that share the model: GPUs, or processes of a CPU
-    quantization: str | None = None  # int8, int4: of weights that are not, on a CPU
+    # Of weights that are not: int8, int4 on a CPU, fp8 on torch.
+    quantization: str | None = None
     kernels: str = "auto"  # auto: the native ones on a CPU that has them; reference, native
     isa: str = "auto"  # of the native kernels: auto, amx, avx512, avx2, neon, portable
     exact: bool = False  # native kernels: products and attention in floats; slower
@@ -102,7 +103,7 @@ class EngineConfig(Strict):
         self._check_choice("scheduling_policy", ("fcfs", "priority"))
         self._check_choice("performance_mode", tuple(MODES))
         if self.quantization is not None:
-            self._check_choice("quantization", ("int8", "int4"))
+            self._check_choice("quantization", ("int8", "int4", "fp8"))
         self._check_choice("kernels", ("auto", "reference", "native"))
         self._check_choice("isa", ("auto", "amx", "avx512", "avx2", "neon", "portable"))
         self._check_int("threads", 1, 1024, optional=True)

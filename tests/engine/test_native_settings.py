@@ -178,7 +178,7 @@ def test_an_installation_without_native_kernels_says_so(
         ("threads_batch", 5000, "threads_batch must be a whole number"),
         ("exact", 1, "exact must be True or False, not 1"),
         ("exact", "yes", "exact must be True or False"),
-        ("quantization", "int2", "quantization must be one of int8, int4, not 'int2'"),
+        ("quantization", "int2", "quantization must be one of int8, int4, fp8, not 'int2'"),
         ("quantization", 8, "quantization must be one of"),
     ],
 )
@@ -198,7 +198,9 @@ def test_an_instruction_set_of_another_machine_is_refused(folder: Path) -> None:
 def test_quantization_without_the_native_kernels_is_refused(folder: Path) -> None:
     for settings in ({"kernels": "reference"}, {"kv_cache_dtype": "bfloat16"}):
         said = refusal(folder, device="cpu", quantization="int8", **settings)
-        assert "quantization needs the native kernels" in said
+        assert "quantization='int8' needs the native kernels" in said
+    said = refusal(folder, device="cpu", quantization="fp8", kernels="native")
+    assert "the native kernels have no quantization='fp8'; use int8" in said
 
 
 # What settings change, and what not

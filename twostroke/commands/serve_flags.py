@@ -417,12 +417,13 @@ def _structured_outputs_config(text: str) -> bool:
 
 
 def _quantization(text: str) -> str | None:
-    if text in ("gguf", "none", "None"):
-        return None  # a GGUF file's weights are as it has them, whatever is asked for
-    if text not in ("int8", "int4"):
+    if text in ("gguf", "compressed-tensors", "none", "None"):
+        return None  # weights that are quantised are as their files have them
+    if text not in ("int8", "int4", "fp8"):
         raise argparse.ArgumentTypeError(
-            "int8 and int4 round weights on a CPU, and a GGUF file is quantised already; other "
-            "formats are not read: give a GGUF file, or the model's own weights"
+            "int8 and int4 round weights on a CPU, fp8 on a GPU; what is read as it is are GGUF "
+            "files, and fp8 as such or of compressed-tensors: give one of these, or the model's "
+            "own weights"
         )
     return text
 

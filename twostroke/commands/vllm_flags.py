@@ -30,8 +30,8 @@ NO_STAGES = "layers are not spread over devices; --tensor-parallel-size splits e
 
 REFUSED: Table = table(
     {
-        "weights are taken as their files have them, or as --quantization int8 or int4 rounds them "
-        "on a CPU; leave it out": "--quantization-config= --quantization-param-path= "
+        "weights are taken as their files have them, or as --quantization rounds them; leave it "
+        "out": "--quantization-config= --quantization-param-path= "
         "--calculate-kv-scales --kv-cache-dtype-skip-layers=+ --override-attention-dtype=",
         f"{ONE_COPY}; start one server for each, behind a proxy": "--master-addr= --master-port= "
         "-r= --node-rank= --data-parallel-rank= -dpn= --data-parallel-start-rank= -dpr= "

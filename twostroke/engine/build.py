@@ -23,6 +23,7 @@ from twostroke.errors import ConfigError
 from twostroke.exec.grammar import Grammars
 from twostroke.exec.memory import MemoryPlan
 from twostroke.kernels import cpu
+from twostroke.model.fp8 import fp8_matrices
 from twostroke.model.load import (
     chat_template_source,
     find_model,
@@ -171,9 +172,12 @@ def _build(config: EngineConfig, with_text: bool) -> Engine:
 def _kept_in(model: OpenedModel, config: EngineConfig, native: bool, dtype: str) -> str:
     """The weights' type, and the file's if that is another."""
     stored = model.stored_as()
-    dense = stored.lower() in DENSE
-    kept = config.quantization if dense else stored
-    if not native:
+    in_fp8 = "fp8" in stored
+    if native:
+        kept = config.quantization if stored.lower() in DENSE else model.dtype if in_fp8 else stored
+    elif fp8_matrices(model.spec, model.weights, config.quantization):
+        kept = stored if in_fp8 else "fp8"
+    else:
         kept = dtype
     return kept if kept == stored else f"{kept}, from {stored}" if kept else stored
 
@@ -203,7 +207,12 @@ def _is_native(config: EngineConfig, device: str) -> bool:
             f"the native kernels have no kv_cache_dtype={config.kv_cache_dtype!r}; leave it at "
             "'auto', or use kernels='reference'"
         )
-    native = device == "cpu" and cpu.available() and not kv_unmet
+    fp8 = config.quantization == "fp8"
+    if config.kernels == "native" and fp8:
+        raise ConfigError(
+            "the native kernels have no quantization='fp8'; use int8, or kernels='reference'"
+        )
+    native = device == "cpu" and cpu.available() and not kv_unmet and not fp8
     native = native and config.kernels != "reference"
     if not native and not has_torch():
         raise ConfigError(_needs_torch(config, kv_unmet))
@@ -227,10 +236,15 @@ def _is_native(config: EngineConfig, device: str) -> bool:
         )
     if config.kernels == "auto" and device == "cpu" and not cpu.available():
         log.warning("running on torch's CPU paths, which are slow: %s; %s", NO_KERNELS, GET_KERNELS)
-    if config.quantization is not None and not native:
+    if fp8 and config.kernels == "auto" and device == "cpu" and cpu.available():
+        log.warning(
+            "quantization=fp8: computed with torch, which is slow on a CPU; the native kernels "
+            "have int8 and int4"
+        )
+    if config.quantization in ("int8", "int4") and not native:
         raise ConfigError(
-            "quantization needs the native kernels of a CPU; leave it out, or see kernels, device "
-            "and kv_cache_dtype"
+            f"quantization={config.quantization!r} needs the native kernels of a CPU; leave it "
+            "out, or see kernels, device and kv_cache_dtype; on a GPU there is 'fp8'"
         )
     if native and config.isa != "auto" and config.isa not in cpu.module().isas():
         raise ConfigError(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,17 +28,21 @@ from twostroke.exec.torch_executor import TorchExecutor
 from twostroke.exec.torch_profile import KernelProfile, name_ranges
 from twostroke.kernels.reference import Kernels
 from twostroke.kv.pool import KVPool
-from twostroke.model.cost import cost_model, dense_weight_bytes
+from twostroke.model.cost import cost_model
 from twostroke.model.decoder import Decoder
+from twostroke.model.fp8 import fp8_bytes, fp8_matrices, weight_bytes
 from twostroke.model.load import find_model
 from twostroke.model.native import default_threads
 from twostroke.model.opened import OpenedModel, open_model
 from twostroke.model.ranks import ONE_RANK, Ranks, check_ranks, rank_parameters, rank_spec
+from twostroke.model.spec import ModelSpec
 from twostroke.observe.startup_timer import StartupTimer
 from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig
 
 log = logging.getLogger(__name__)
+
+FP8_CAPABILITY = (8, 9)  # the first whose instructions know e4m3
 
 
 class Built(NamedTuple):
@@ -70,8 +75,8 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
     on_gpu = torch.device(device).type == "cuda"
     limits = scheduler_config(config, built.executor.program.decoder.spec, built.memory, on_gpu)
     # A step's work is that of all ranks.
-    weight_bytes = dense_weight_bytes(spec, built.dtype.itemsize)
-    cost = cost_model(spec, weight_bytes, built.kv_dtype.itemsize)
+    sizes = weight_bytes(spec, built.dtype.itemsize, built.executor.program.decoder.fp8)
+    cost = cost_model(spec, sizes, built.kv_dtype.itemsize)
     scheduler = Scheduler(limits)
     profile = partial(KernelProfile, built.executor, scheduler)
     core = EngineCore(scheduler, executor, cost, grammars, profile)
@@ -132,19 +137,30 @@ def build_executor(
     kv_dtype = _dtype(config.kv_cache_dtype, str(dtype).removeprefix("torch."))
     # Ranks on CPUs are on the same one.
     total = torch.cuda.mem_get_info(place)[0] if on_gpu else host_memory_bytes() // size
-    weight_bytes = rank_parameters(model.spec, size) * dtype.itemsize
-    sizes = (weight_bytes, dtype.itemsize, kv_dtype.itemsize, total)
+    fp8 = fp8_matrices(model.spec, model.weights, config.quantization)
+    held_bytes = rank_weight_bytes(model.spec, size, dtype.itemsize, fp8)
+    sizes = (held_bytes, dtype.itemsize, kv_dtype.itemsize, total)
     memory = plan_memory(config, rank_spec(model.spec, size), *sizes, on_gpu)
     memory = agree_on_memory(memory, ranks)
     if size > 1 and not on_gpu:
         torch.set_num_threads(max(1, (config.threads or default_threads()) // size))
     try:
         if on_gpu and config.kernels == "auto":
-            executor, memory = _start_on_gpu(config, model, place, dtype, kv_dtype, memory, ranks)
+            how = (dtype, kv_dtype, memory, ranks, fp8)
+            executor, memory = _start_on_gpu(config, model, place, *how)
             return Built(executor, memory, dtype, kv_dtype)
         length = memory.max_model_len
-        how = (dtype, place, length, Kernels())
-        decoder = Decoder(model.spec, model.weights, *how, weight_dtype=weight_dtype, ranks=ranks)
+        decoder = Decoder(
+            model.spec,
+            model.weights,
+            dtype,
+            place,
+            length,
+            Kernels(),
+            weight_dtype=weight_dtype,
+            ranks=ranks,
+            fp8=fp8,
+        )
         budget = config.token_budget(on_gpu, length)
         rows = (config.max_num_seqs, length, config.block_size, budget)
         executor = make_executor(decoder, memory.group_blocks, *rows, kv_dtype)
@@ -153,10 +169,20 @@ def build_executor(
         if size == 1 or not _is_out_of_memory(error):
             raise
         raise ModelError(
-            f"rank {ranks.rank} of {size} ran out of memory at the start, for {gib(weight_bytes)} "
+            f"rank {ranks.rank} of {size} ran out of memory at the start, for {gib(held_bytes)} "
             f"of weights and {gib(memory.kv_bytes)} of KV cache ({error}); take a smaller model, "
             "lower kv_cache_memory_bytes, or raise tensor_parallel_size"
         ) from None
+
+
+def rank_weight_bytes(spec: ModelSpec, size: int, itemsize: int, fp8: Mapping[str, int]) -> int:
+    """What a rank holds at most."""
+    shapes = rank_spec(spec, size).weight_shapes()
+    saved = (
+        itemsize * math.prod(shapes[name]) - fp8_bytes(shapes[name], scales)
+        for name, scales in fp8.items()
+    )
+    return rank_parameters(spec, size) * itemsize - sum(saved)
 
 
 def make_executor(
@@ -209,8 +235,8 @@ def assemble(
         record,
     )
     spec, scheduler = decoder.spec, Scheduler(limits)
-    weight_bytes = dense_weight_bytes(spec, decoder.dtype.itemsize)
-    cost = cost_model(spec, weight_bytes, kv_dtype.itemsize)
+    sizes = weight_bytes(spec, decoder.dtype.itemsize, decoder.fp8)
+    cost = cost_model(spec, sizes, kv_dtype.itemsize)
     profile = partial(KernelProfile, executor, scheduler)
     return EngineCore(scheduler, executor, cost, grammars, profile)
 
@@ -223,8 +249,11 @@ def _start_on_gpu(
     kv_dtype: torch.dtype,
     estimate: MemoryPlan,
     ranks: Ranks,
+    fp8: Mapping[str, int],
 ) -> tuple[TorchExecutor, MemoryPlan]:
     """The Triton kernels, on a GPU whose memory is measured before the rest goes to the cache."""
+    if fp8:
+        check_fp8(torch.cuda.get_device_capability(device))
     estimate = replace(estimate, device_bytes=torch.cuda.mem_get_info(device)[1])
     pdl = torch.cuda.get_device_capability(device) >= (9, 0)  # Hopper is the first that can
     if ranks.size > 1:
@@ -233,12 +262,22 @@ def _start_on_gpu(
     timer, kernels = StartupTimer(), _triton_kernels(device)
     timer.end("imports")
     how = (dtype, device, estimate.max_model_len, kernels, pdl)
-    decoder = Decoder(model.spec, model.weights, *how, ranks=ranks)
+    decoder = Decoder(model.spec, model.weights, *how, ranks=ranks, fp8=fp8)
     timer.end("weights")
     executor, memory = start_executor(config, decoder, kv_dtype, estimate, timer)
     log.info("start: %s", timer)
     log.info("memory: %s", memory.waterfall())
     return executor, memory
+
+
+def check_fp8(capability: tuple[int, int]) -> None:
+    if capability < FP8_CAPABILITY:
+        raise ConfigError(
+            f"fp8 weights need a GPU of compute capability {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} "
+            f"(Ada, Hopper) or later, and this one has {capability[0]}.{capability[1]}; leave "
+            "quantization out and use the model's unquantised weights, or set kernels='reference', "
+            "which is slow"
+        )
 
 
 def _triton_kernels(device: torch.device) -> Kernels:

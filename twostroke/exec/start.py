@@ -128,7 +128,7 @@ def compile_kernels(
             DecodeGraphs(program, sizes, _run_once)
             PieceGraphs(program, piece_ladder(budget), _run_once)
 
-    of = (decoder.spec, decoder.dtype, kv_dtype, decoder.pdl, size, groups)
+    of = (decoder.spec, decoder.dtype, decoder.fp8, kv_dtype, decoder.pdl, size, groups)
     decoder.kernels.compile_ahead(run, (*of, rows.max_rows, rows.max_len, budget, sizes))
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from twostroke.kernels import reference_sampling
 from twostroke.kernels.activations import Activation, ClampedSwiglu
+from twostroke.kernels.fp8 import Fp8Rows, Fp8Weight, dequantised, quantised
 
 GATHER_TOKENS = 1 << 16  # cache entries that decode attention gathers at one time
 NEVER = float("-inf")
@@ -77,6 +78,45 @@ class Kernels:
     ) -> Tensor:
         """`act_and_mul` of the product."""
         return self.act_and_mul(self.product(x, weight), activation)
+
+    # Weights in fp8: see `fp8.py`.
+
+    def fp8_product(
+        self, x: Tensor, weight: Fp8Weight, *, pdl: bool = False, out: Tensor | None = None
+    ) -> Tensor:
+        """x @ what the weight stands for, transposed; x as it is."""
+        wide = dequantised(weight.values, weight.scale, torch.float32)
+        return _to(x.float() @ wide.t(), x.dtype, out)
+
+    def fp8_gated_product(
+        self, x: Tensor, weight: Fp8Weight, activation: Activation, *, pdl: bool = False
+    ) -> Tensor:
+        """`act_and_mul` of it."""
+        return self.act_and_mul(self.fp8_product(x, weight), activation)
+
+    def fp8_rows(self, x: Tensor, *, pdl: bool = False) -> Fp8Rows:
+        """Activations [T, N], quantised token by token."""
+        return Fp8Rows(*quantised(x), x.dtype)
+
+    def fp8_rows_product(
+        self, x: Fp8Rows, weight: Fp8Weight, *, pdl: bool = False, out: Tensor | None = None
+    ) -> Tensor:
+        """The product of both as they are quantised. The weight has one scale a row."""
+        sums = x.values.float() @ weight.values.float().t()
+        return _to(sums * x.scale.unsqueeze(1) * weight.scale.t(), x.dtype, out)
+
+    def fp8_rows_gated_product(
+        self,
+        x: Fp8Rows,
+        weight: Fp8Weight,
+        activation: Activation,
+        *,
+        pdl: bool = False,
+        to_fp8: bool = False,
+    ) -> Tensor | Fp8Rows:
+        """`act_and_mul` of it; quantised again if asked for."""
+        acted = self.act_and_mul(self.fp8_rows_product(x, weight), activation)
+        return self.fp8_rows(acted) if to_fp8 else acted
 
     def route(
         self,
@@ -426,6 +466,10 @@ class Kernels:
     def compile_ahead(self, run: Callable[[], object], of: object) -> None:
         """Make ready what `run` calls, on tensors without memory; it may be run or not. `of`: all
         that decides what it calls, of which the `repr` is the same in another process."""
+
+
+def _to(x: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    return x.to(dtype) if out is None else out.copy_(x)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

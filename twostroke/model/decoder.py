@@ -16,7 +16,7 @@ every block adds to. Nothing here looks at a value on the device or copies one t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, fields, replace
@@ -25,21 +25,24 @@ from typing import Any, NamedTuple
 
 import torch
 
+from twostroke.kernels.fp8 import E4M3, Fp8Weight, fp8_weight, quantised
 from twostroke.kernels.reference import Kernels
 from twostroke.kv.pool import KVPool
 from twostroke.model.attention import KV, Attention, HeadsAttention, Rope, Workspace
 from twostroke.model.batch import DecodeInputs, StepInputs
+from twostroke.model.fp8 import is_weight_only
 from twostroke.model.latent import LatentAttention
 from twostroke.model.linear import (
     DenseLinear,
     Embedding,
+    Fp8Linear,
     GatheredLinear,
     Linear,
     SplitEmbedding,
     SummedLinear,
 )
 from twostroke.model.mlp import MLP, DenseMLP, ExpertsMLP
-from twostroke.model.ranks import ONE_RANK, Ranks, is_summed, part_of, rank_spec, vocab_rows
+from twostroke.model.ranks import ONE_RANK, Part, Ranks, is_summed, part_of, rank_spec, vocab_rows
 from twostroke.model.rope import rope_tables
 from twostroke.model.spec import (
     AttentionSpec,
@@ -51,7 +54,7 @@ from twostroke.model.spec import (
     projections,
 )
 from twostroke.model.weights import WeightSource
-from twostroke.model.weights.tensors import read_tensor
+from twostroke.model.weights.tensors import read_fp8, read_tensor
 
 FEW_TOKENS = 64  # where the time between two launches shows
 
@@ -86,15 +89,18 @@ class Decoder:
         pdl: bool = False,
         weight_dtype: torch.dtype | None = None,
         ranks: Ranks = ONE_RANK,
+        fp8: Mapping[str, int] | None = None,
     ) -> None:
         """`pdl`: the launches of a small step are set up before the one in front has ended.
         `weight_dtype`: what weights are rounded to before they are held in `dtype`. `ranks`: those
-        that share the model of `spec`; `self.spec` is of this one's part."""
-        self.spec, self.ranks = rank_spec(spec, ranks.size), ranks
+        that share the model of `spec`; `self.spec` is of this one's part. `fp8`: the weights that
+        are kept in it, as `fp8_matrices` gives them."""
+        self.spec, self.ranks, self.fp8 = rank_spec(spec, ranks.size), ranks, fp8 or {}
         self.dtype, self.device, self.kernels = dtype, device, kernels
         self.pdl = pdl
         self._embed_scale = float(torch.tensor(spec.embed_scale, dtype=dtype))
-        load = _Loader(spec, source, dtype, device, max_len, kernels, weight_dtype or dtype, ranks)
+        how = (dtype, device, max_len, kernels, weight_dtype or dtype, ranks, self.fp8)
+        load = _Loader(spec, source, *how)
         # Unpacking keeps one core busy at a time, and leaves Python free while it does.
         with ThreadPoolExecutor() as pool:
             embed = pool.submit(load.embedding)
@@ -298,7 +304,9 @@ class _Loader:
         kernels: Kernels,
         weight_dtype: torch.dtype,
         ranks: Ranks,
+        fp8: Mapping[str, int],
     ) -> None:
+        self._fp8 = fp8
         self._shapes = spec.weight_shapes()
         self._spec = spec = rank_spec(spec, ranks.size)
         self._own_shapes = spec.weight_shapes()
@@ -462,8 +470,10 @@ class _Loader:
         return self.tensor(name, torch.float32)
 
     def _read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        part = part_of(self._shapes[name], self._own_shapes[name], self._ranks)
-        return read_tensor(self._source, name, dtype or self._weight_dtype, part)
+        return read_tensor(self._source, name, dtype or self._weight_dtype, self._part(name))
+
+    def _part(self, name: str) -> Part:
+        return part_of(self._shapes[name], self._own_shapes[name], self._ranks)
 
     def _if_any(self, read: Callable[[str], Any], at: str, names: dict[str, Any], name: str) -> Any:
         return read(at + name) if name in names else None
@@ -473,8 +483,29 @@ class _Loader:
         if summed and self._ranks.rank:
             biased = False  # it is added once
         bias = self._merged([name + "_bias" for name in names]) if biased else None
-        linear = DenseLinear(self._merged(names), bias, self._kernels)
+        linear: Linear
+        if names[0] in self._fp8:
+            weight_only = is_weight_only(self._source)
+            linear = Fp8Linear(self._fp8_weight(names), bias, self._kernels, weight_only)
+        else:
+            linear = DenseLinear(self._merged(names), bias, self._kernels)
         return SummedLinear(linear, self._ranks) if summed and add_up else linear
+
+    def _fp8_weight(self, names: list[str]) -> Fp8Weight:
+        """Of several matrices one below another; each is there in another type only while it is
+        quantised."""
+        rows = [self._own_shapes[name][0] for name in names]
+        inner = self._own_shapes[names[0]][1]
+        values = torch.empty(sum(rows), inner, dtype=E4M3, device=self._device)
+        groups, scales = max(self._fp8[name] for name in names), []
+        for name, place in zip(names, torch.split(values, rows), strict=True):
+            found = read_fp8(self._source, name, self._part(name))
+            if found is None:
+                found = quantised(self._read(name).to(self._device))
+            place.copy_(found[0])
+            scale = found[1].to(self._device).view(len(place), -1)
+            scales.append(scale.repeat_interleave(groups // scale.shape[1], dim=1))
+        return fp8_weight(values, torch.cat(scales))
 
     def _merged(self, names: list[str]) -> torch.Tensor:
         """One tensor of several; a part is in memory a second time only while it is put there."""

@@ -9,6 +9,7 @@ from typing import Any
 from twostroke.errors import ModelError
 from twostroke.model.fields import Fields, read_json, shown
 from twostroke.model.hf_families import FAMILIES, Family
+from twostroke.model.hf_fp8 import Fp8Config, fp8_config
 from twostroke.model.spec import ModelSpec
 from twostroke.model.tensor_names import TensorNames
 
@@ -41,7 +42,13 @@ def spec_from_hf(config: Mapping[str, Any], where: str = "config.json") -> Model
     family = _family(config, where)
     fields = Fields(where, config, aliases=family.aliases)
     _refuse_unsupported(fields, family)
+    fp8_in_hf(config, where)
     spec = family.spec(fields)
+    if spec.has_experts and fp8_in_hf(config, where) is not None:
+        raise ModelError(
+            f"{where}: experts in fp8 (quantization_config) are not supported as yet. Use the "
+            "unquantised model, or a GGUF of it."
+        )
     if not spec.has_experts:
         _refuse(fields, family, "num_experts", "num_local_experts", "n_routed_experts")
     return spec
@@ -51,6 +58,14 @@ def names_in_hf(config: Mapping[str, Any]) -> TensorNames:
     """What the model's files call its weights."""
     names = _family(config, "config.json").names
     return names if isinstance(names, TensorNames) else names(Fields("config.json", config))
+
+
+def fp8_in_hf(config: Mapping[str, Any], where: str) -> Fp8Config | None:
+    """How weights are in fp8, if they are; refuses what else quantization_config may say."""
+    quantization = config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    known = method in _family(config, where).quant_methods
+    return None if known else fp8_config(config, where)
 
 
 def fields_in_hf(config: Mapping[str, Any]) -> dict[str, str]:
@@ -82,14 +97,6 @@ def _family(config: Mapping[str, Any], where: str) -> Family:
 
 def _refuse_unsupported(fields: Fields, family: Family) -> None:
     """What no family has, or not this one."""
-    quantization = fields.value("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        if method not in family.quant_methods:
-            raise ModelError(
-                f"{fields.where}: weights quantised by {shown(method)} (quantization_config) are "
-                "not supported with this model_type. Use the unquantised model, or a GGUF of it."
-            )
     _refuse(fields, family, "kv_lora_rank")
 
 

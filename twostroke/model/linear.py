@@ -14,8 +14,15 @@ from typing import NoReturn, Protocol
 import torch
 
 from twostroke.kernels.activations import Activation
+from twostroke.kernels.fp8 import Fp8Rows, Fp8Weight
 from twostroke.kernels.reference import Kernels
 from twostroke.model.ranks import Ranks
+
+# Rows (tokens) up to which an fp8 weight is multiplied with activations as they are, which costs
+# nothing while the weight's bytes decide; with more rows the activations are fp8, too.
+WEIGHT_ONLY_ROWS = 16
+
+Activations = torch.Tensor | Fp8Rows
 
 
 class Linear(Protocol):
@@ -24,13 +31,20 @@ class Linear(Protocol):
     num_bytes: int
 
     def product(
-        self, x: torch.Tensor, *, pdl: bool = False, out: torch.Tensor | None = None
-    ) -> torch.Tensor: ...
+        self, x: Activations, *, pdl: bool = False, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`x` is quantised only if `wants_fp8` has said so."""
+        ...
 
     def gated_product(
-        self, x: torch.Tensor, activation: Activation, *, pdl: bool = False
-    ) -> torch.Tensor:
-        """W is a gate and, below it, an up projection: activation(gate x) · up x."""
+        self, x: torch.Tensor, activation: Activation, *, pdl: bool = False, to_fp8: bool = False
+    ) -> Activations:
+        """W is a gate and, below it, an up projection: activation(gate x) · up x. `to_fp8`: who
+        reads it would quantise it."""
+        ...
+
+    def wants_fp8(self, rows: int) -> bool:
+        """Whether a product with so many rows is one of quantised activations."""
         ...
 
     def to_meta(self) -> Linear:
@@ -46,22 +60,73 @@ class DenseLinear:
         self.num_bytes = weight.numel() * weight.element_size()
 
     def product(
-        self, x: torch.Tensor, *, pdl: bool = False, out: torch.Tensor | None = None
+        self, x: Activations, *, pdl: bool = False, out: torch.Tensor | None = None
     ) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor)
         if self.bias is None:
             return self._kernels.product(x, self.weight, pdl=pdl, out=out)
         return torch.addmm(self.bias, x, self.weight.t(), out=out)
 
     def gated_product(
-        self, x: torch.Tensor, activation: Activation, *, pdl: bool = False
+        self, x: torch.Tensor, activation: Activation, *, pdl: bool = False, to_fp8: bool = False
     ) -> torch.Tensor:
         if self.bias is None:
             return self._kernels.gated_product(x, self.weight, activation, pdl=pdl)
         return self._kernels.act_and_mul(self.product(x), activation, pdl=pdl)
 
+    def wants_fp8(self, rows: int) -> bool:
+        return False
+
     def to_meta(self) -> DenseLinear:
         bias = None if self.bias is None else self.bias.to("meta")
         return DenseLinear(self.weight.to("meta"), bias, self._kernels)
+
+
+class Fp8Linear:
+    """Weights in fp8 with a scale for each row or block. Few rows are multiplied as they are; more
+    are quantised token by token, unless the weight's scales are those of blocks or the checkpoint
+    wants its activations as they are."""
+
+    def __init__(
+        self,
+        weight: Fp8Weight,
+        bias: torch.Tensor | None,
+        kernels: Kernels,
+        weight_only: bool = False,
+    ) -> None:
+        self.weight, self.bias, self._kernels = weight, bias, kernels
+        self._weight_only = weight_only or weight.is_grouped
+        self.num_bytes = weight.num_bytes
+
+    def product(
+        self, x: Activations, *, pdl: bool = False, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if isinstance(x, torch.Tensor) and self.wants_fp8(len(x)):
+            x = self._kernels.fp8_rows(x, pdl=pdl)
+        if isinstance(x, torch.Tensor):
+            made = self._kernels.fp8_product(x, self.weight, pdl=pdl, out=out)
+        else:
+            made = self._kernels.fp8_rows_product(x, self.weight, pdl=pdl, out=out)
+        return made if self.bias is None else made.add_(self.bias)
+
+    def gated_product(
+        self, x: torch.Tensor, activation: Activation, *, pdl: bool = False, to_fp8: bool = False
+    ) -> Activations:
+        kernels = self._kernels
+        if self.bias is not None:
+            return kernels.act_and_mul(self.product(x, pdl=pdl), activation, pdl=pdl)
+        if self.wants_fp8(len(x)):
+            rows = kernels.fp8_rows(x, pdl=pdl)
+            how = {"pdl": pdl, "to_fp8": to_fp8}
+            return kernels.fp8_rows_gated_product(rows, self.weight, activation, **how)
+        return kernels.fp8_gated_product(x, self.weight, activation, pdl=pdl)
+
+    def wants_fp8(self, rows: int) -> bool:
+        return rows > WEIGHT_ONLY_ROWS and not self._weight_only
+
+    def to_meta(self) -> Fp8Linear:
+        bias = None if self.bias is None else self.bias.to("meta")
+        return Fp8Linear(self.weight.to_meta(), bias, self._kernels, self._weight_only)
 
 
 class SummedLinear:
@@ -73,14 +138,17 @@ class SummedLinear:
         self.num_bytes = part.num_bytes
 
     def product(
-        self, x: torch.Tensor, *, pdl: bool = False, out: torch.Tensor | None = None
+        self, x: Activations, *, pdl: bool = False, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         return self._ranks.all_reduce(self._part.product(x, pdl=pdl, out=out))
 
     def gated_product(
-        self, x: torch.Tensor, activation: Activation, *, pdl: bool = False
+        self, x: torch.Tensor, activation: Activation, *, pdl: bool = False, to_fp8: bool = False
     ) -> NoReturn:
         raise TypeError("parts of a gated product do not add up")
+
+    def wants_fp8(self, rows: int) -> bool:
+        return self._part.wants_fp8(rows)
 
     def to_meta(self) -> Linear:
         return self._part.to_meta()
@@ -94,13 +162,13 @@ class GatheredLinear:
         self.num_bytes = part.num_bytes
 
     def product(
-        self, x: torch.Tensor, *, pdl: bool = False, out: torch.Tensor | None = None
+        self, x: Activations, *, pdl: bool = False, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         own = self._part.product(x, pdl=pdl)
         parts = self._ranks.gather(own)
         if self._ranks.rank:
             return own
-        whole = own.new_empty(len(x), self._size) if out is None else out
+        whole = own.new_empty(len(own), self._size) if out is None else out
         width = own.shape[1]
         for n, part in enumerate(parts):
             place = whole[:, n * width : (n + 1) * width]
@@ -108,9 +176,12 @@ class GatheredLinear:
         return whole
 
     def gated_product(
-        self, x: torch.Tensor, activation: Activation, *, pdl: bool = False
+        self, x: torch.Tensor, activation: Activation, *, pdl: bool = False, to_fp8: bool = False
     ) -> NoReturn:
         raise TypeError("a gate and its up projection are on one rank")
+
+    def wants_fp8(self, rows: int) -> bool:
+        return self._part.wants_fp8(rows)
 
     def to_meta(self) -> Linear:
         ranks = Ranks(self._ranks.rank, self._ranks.size)

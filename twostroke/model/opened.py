@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from twostroke.config import EngineConfig
+from twostroke.errors import ConfigError
 from twostroke.model import gguf_config, hf_config
 from twostroke.model.gguf import GGUFFile
 from twostroke.model.hub import ModelFiles
@@ -31,9 +32,15 @@ class OpenedModel:
         sizes: Counter[str] = Counter()
         for name, shape in self.spec.weight_shapes().items():
             if len(shape) == 2:
-                sizes[str(self.weights.stored_type(name) or self.dtype)] += prod(shape)
+                sizes[self._stored_type(name)] += prod(shape)
         least = sizes.total() / 20  # a few matrices in another type are no part of its name
         return " + ".join(type for type, size in sizes.most_common() if size >= least)
+
+    def _stored_type(self, name: str) -> str:
+        weights = self.weights
+        if isinstance(weights, SafetensorsWeights) and weights.fp8_scales(name):
+            return "fp8"
+        return str(weights.stored_type(name) or self.dtype)
 
 
 def open_model(config: EngineConfig, files: ModelFiles, device: str) -> OpenedModel:
@@ -43,7 +50,13 @@ def open_model(config: EngineConfig, files: ModelFiles, device: str) -> OpenedMo
     dtype = hf_config.dtype_of(settings, str(files.path / "config.json"))
     if config.load_format == "dummy":
         return OpenedModel(files, spec, _dummy(spec, config, device), dtype)
-    weights = SafetensorsWeights(files.path, spec, hf_config.names_in_hf(settings))
+    fp8 = hf_config.fp8_in_hf(settings, str(files.path / "config.json"))
+    if fp8 is not None and config.quantization in ("int8", "int4"):
+        raise ConfigError(
+            f"quantization is {config.quantization!r}, but {files.path} is quantised already "
+            "(fp8); leave quantization out, or use the unquantised model"
+        )
+    weights = SafetensorsWeights(files.path, spec, hf_config.names_in_hf(settings), fp8)
     fields = hf_config.fields_in_hf(settings)
     check_weights(spec, weights, str(weights.path), "config.json", fields)
     return OpenedModel(files, spec, weights, dtype)

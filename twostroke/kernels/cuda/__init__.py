@@ -15,6 +15,13 @@ from twostroke.kernels.cuda.decode import (
 )
 from twostroke.kernels.cuda.elementwise import act_and_mul, add_rms_norm, rms_norm
 from twostroke.kernels.cuda.experts import mix_experts, route
+from twostroke.kernels.cuda.fp8 import (
+    fp8_gated_product,
+    fp8_product,
+    fp8_rows,
+    fp8_rows_gated_product,
+    fp8_rows_product,
+)
 from twostroke.kernels.cuda.latent import (
     latent_decode_attention,
     latent_decode_splits,
@@ -47,6 +54,11 @@ __all__ = [
     "decode_scratch",
     "decode_splits",
     "exact_product",
+    "fp8_gated_product",
+    "fp8_product",
+    "fp8_rows",
+    "fp8_rows_gated_product",
+    "fp8_rows_product",
     "gated_product",
     "latent_decode_attention",
     "latent_decode_splits",

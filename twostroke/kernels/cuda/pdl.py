@@ -18,6 +18,21 @@ def launch_options(pdl: bool) -> dict[str, bool]:
 
 
 @triton.jit
+def fetch_to_l2(at, SIZE: tl.constexpr):
+    """Have the SIZE bytes at each address fetched, of memory that no launch in front writes: while
+    they run, the memory is idle. Nothing waits for it."""
+    sizes = tl.full(at.shape, SIZE, tl.int32)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [at, sizes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def wait_for_previous(PDL: tl.constexpr):
     """Nothing that the launches in front write may be read before."""
     if PDL:

@@ -18,11 +18,22 @@ from twostroke.errors import ModelError
 from twostroke.model.block_types import BlockType
 from twostroke.model.dequant import Bytes, dequantize
 from twostroke.model.fields import listed_names, read_json, shown
+from twostroke.model.hf_fp8 import Fp8Config
 from twostroke.model.hf_names import NAMES
 from twostroke.model.on_disk import forget_pages
+from twostroke.model.ranks import WHOLE, Part
 from twostroke.model.spec import ModelSpec
 from twostroke.model.tensor_names import TensorNames
-from twostroke.model.weights import ALL_ROWS, Floats, PackedMatrix
+from twostroke.model.weights import ALL_ROWS, Floats, PackedMatrix, not_finite
+from twostroke.model.weights.fp8 import (
+    FP8,
+    FP8_SCALES,
+    STATIC_SCALES,
+    dequantise_fp8,
+    fp8_is_finite,
+    row_scales,
+    scales_of_a_row,
+)
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +65,7 @@ PREFIX = re.compile(
 class Stored(NamedTuple):
     """A tensor as its file has it."""
 
-    type: str  # one of FLOATS, or U8
+    type: str  # one of FLOATS, FP8 or U8
     shape: tuple[int, ...]
     data: Bytes
 
@@ -89,9 +100,16 @@ class SafetensorsWeights:
     `path` is what lists the tensors: the only file, or the index of the shards.
     """
 
-    def __init__(self, folder: Path, spec: ModelSpec, names: TensorNames = NAMES) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        spec: ModelSpec,
+        names: TensorNames = NAMES,
+        quantized: Fp8Config | None = None,
+    ) -> None:
         self._folder = folder
         self._spec = spec
+        self.quantized = quantized
         self._open_files: dict[Path, _File] = {}
         self.path, self._files = self._find_files()
         self._names = names.as_stored(self._files)
@@ -114,7 +132,7 @@ class SafetensorsWeights:
         """Whether the weight is not just the numbers that are stored."""
         place = self._places[name]
         moved = self._names.offset(name) != 0.0 or place.order is not None or place.transposed
-        return moved or self.stored_type(name) is not None
+        return moved or self.stored_type(name) is not None or self.fp8_scales(name) > 0
 
     def stored(self, name: str) -> Stored:
         """The mapped file itself: read it, do not write to it. Only of a weight that is not
@@ -136,6 +154,9 @@ class SafetensorsWeights:
                 "incomplete or its config.json belongs to another one; download the folder again."
             )
         found = self._look(stored)
+        place = self._places[name]
+        if found.type == FP8 and self.quantized and place.dims == 2 and not place.transposed:
+            return found
         if found.type not in FLOATS:
             raise ModelError(
                 f"{self._files[stored]}: the tensor {stored!r} is of type {found.type}, expected "
@@ -151,6 +172,8 @@ class SafetensorsWeights:
         if packed is not None:
             return dequantize(packed.rows, packed.type, packed.shape)
         type, whole, data = self._tensor(name)
+        if type == FP8:
+            return dequantise_fp8(*self.fp8(name, (rows,)))
         place = self._places[name]
         shape, data = place.part(whole), place.part_of(data)
         lines: Any = data.reshape(shape[0], -1)
@@ -164,6 +187,53 @@ class SafetensorsWeights:
             values = dequantize(stored.reshape(-1), BlockType(type), part)
         offset = self._names.offset(name)
         return values + np.float32(offset) if offset else values
+
+    def fp8_scales(self, name: str) -> int:
+        """The scales that a row of a matrix has, if it is stored in fp8; else 0."""
+        stored = self._stored_name(name)
+        if self.quantized is None or stored is None or self._look(stored).type != FP8:
+            return 0
+        where, scale = self._fp8_scale(name)
+        shape = self._look(stored).shape
+        return scales_of_a_row(where, scale.type, scale.shape, shape, self.quantized.block)
+
+    def fp8(self, name: str, part: Part = WHOLE) -> tuple[Bytes, Floats]:
+        """The bits of a matrix in fp8, or of a part of it, and its scales, [rows, groups]."""
+        found, place, groups = self._tensor(name), self._places[name], self.fp8_scales(name)
+        assert self.quantized is not None
+        rows, columns = (*part, ALL_ROWS, ALL_ROWS)[:2]
+        where, scale = self._fp8_scale(name)
+        all_scales = row_scales(
+            scale.data, scale.type, scale.shape, found.shape[0], self.quantized.block
+        )
+        bits = place.rows_in(found.data.reshape(found.shape), rows)[:, columns]
+        scales = place.rows_in(all_scales, rows)
+        if not fp8_is_finite(bits):
+            raise not_finite(self, name)
+        if not np.isfinite(scales).all():
+            raise ModelError(f"{where} holds NaN or infinity. Download the model again.")
+        if groups > 1:
+            first, end, _ = columns.indices(found.shape[1])
+            size = found.shape[1] // groups
+            if first % size or end % size:
+                raise ModelError(
+                    f"{self.label(name)} has blocks of {size} columns, which the ranks would cut. "
+                    "Lower tensor_parallel_size."
+                )
+            scales = scales[:, first // size : end // size]
+        return np.ascontiguousarray(bits), scales.copy()
+
+    def _fp8_scale(self, name: str) -> tuple[str, Stored]:
+        """The tensor that has the scales of a matrix in fp8, and what a message calls it."""
+        stored = self._stored_name(name) or ""
+        for scale in (stored + ending for ending in FP8_SCALES):
+            if scale in self._files:
+                return f"{self._files[scale]}: the tensor {scale!r}", self._look(scale)
+        names = " or ".join(repr(stored + ending) for ending in FP8_SCALES)
+        raise ModelError(
+            f"{self.label(name)} is in fp8, and its scales are missing ({names}). The model is "
+            "incomplete; download the folder again."
+        )
 
     def stored_type(self, name: str) -> BlockType | None:
         return BlockType.MXFP4 if self._names.tensor(name).endswith(BLOCKS) else None
@@ -290,6 +360,11 @@ class SafetensorsWeights:
             name = _without_prefix(stored)
             layer = in_layer.match(name)
             if name in known or name.endswith(HARMLESS) or MASK.search(name):
+                continue
+            if self.quantized and (
+                name.removesuffix("_inv").removesuffix("_scale") in known
+                or name.endswith(STATIC_SCALES)
+            ):
                 continue
             if name.endswith(".bias") and not self._look(stored).data.any():
                 continue  # zeros change nothing

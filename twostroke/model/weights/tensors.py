@@ -42,6 +42,17 @@ def read_tensor(
     return tensor
 
 
+def read_fp8(
+    source: WeightSource, name: str, part: Part = WHOLE
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The e4m3 values of a matrix, or of a part of it, and their scales, [rows, groups]; None if it
+    is not stored so."""
+    if not isinstance(source, SafetensorsWeights) or not source.fp8_scales(name):
+        return None
+    values, scales = source.fp8(name, part)
+    return torch.from_numpy(values).view(torch.float8_e4m3fn), torch.from_numpy(scales)
+
+
 def _copied(
     source: SafetensorsWeights, name: str, dtype: torch.dtype, part: Part
 ) -> tuple[torch.Tensor, bool]:

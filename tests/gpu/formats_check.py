@@ -1,0 +1,343 @@
+"""Products with fp8 weights on a GPU: right in bf16, and how fast against the bytes they must read.
+
+    python -m tests.gpu.formats_check              under a minute
+    python -m tests.gpu.formats_check --tune       tiles of other sizes, too; some minutes
+
+The matrices of Llama-3.1-8B. Outputs are compared with fp32 products of what the numbers stand for.
+Times are those of a CUDA graph over copies of a matrix that the L2 does not hold, beside the time
+that the weight's bytes (or the operations) take at the card's rates:
+
+    weight_only   activations as they are
+    tiled         activations quantised before, which is not counted, by our tiles
+    library       the same by the library
+    bf16          the library's product of a bf16 weight
+
+Ends with one JSON line; exits with 1 if a result is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tests.gpu.report import FLOPS, READ, replayed, round_to
+from tests.kernels.cuda_cases import BOUNDS, largest, worst
+from twostroke.kernels import cuda
+from twostroke.kernels.cuda import fp8
+from twostroke.kernels.cuda.backend import CudaKernels
+from twostroke.kernels.cuda.fp8 import dequantise
+from twostroke.kernels.fp8 import E4M3, Fp8Rows, Fp8Weight, dequantised, fp8_weight, quantised
+from twostroke.kernels.reference import Kernels
+from twostroke.model import linear
+from twostroke.model.linear import DenseLinear, Fp8Linear, Linear
+
+DEVICE, BF16 = torch.device("cuda"), torch.bfloat16
+FP8_FLOPS = 1429e12  # measured, at 8192³
+# Of a layer: columns (both halves, if gated), inner, gated.
+MATRICES = {
+    "qkv": (6144, 4096, False),
+    "o": (4096, 4096, False),
+    "gate_up": (28672, 4096, True),
+    "down": (4096, 14336, False),
+}
+ROWS = (1, 8, 16, 32, 64, 128, 256, 1024, 4096)
+COPIES_BYTES = 300 << 20  # of a matrix, all copies together: several times the L2
+Call = Callable[[], object]
+
+
+def random_weight(columns: int, inner: int, groups: int = 1) -> Fp8Weight:
+    values, scale = quantised(torch.randn(columns, inner, device=DEVICE) * inner**-0.5)
+    scale = scale.unsqueeze(1)
+    if groups > 1:
+        scale = scale * torch.rand(columns, groups, device=DEVICE).add_(0.5)
+    return fp8_weight(values, scale)
+
+
+def random_x(rows: int, inner: int) -> torch.Tensor:
+    return torch.randn(rows, inner, device=DEVICE, dtype=BF16)
+
+
+# ── right ───────────────────────────────────────────────────────────────────────────────────
+
+
+def launch_all(x: torch.Tensor, weight: Fp8Weight, pdl: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    out = x.new_full((len(x), len(weight.values)), float("nan"))
+    found["weight_only"] = fp8.fp8_product(x, weight, pdl=pdl, out=out)
+    found["again"] = fp8.fp8_product(x, weight, pdl=pdl)  # the counters are as they were
+    found["gated"] = fp8.fp8_gated_product(x, weight, "silu", pdl=pdl)
+    found["quantise"] = fp8.fp8_rows(x, pdl=pdl)
+    found["act_and_quantise"] = fp8.fp8_act_and_mul(out, "silu", pdl=pdl)
+    if not weight.is_grouped:
+        found["tiled"] = fp8.fp8_rows_product(found["quantise"], weight, pdl=pdl)
+        found["library"] = fp8.library_product(found["quantise"], weight)
+        how = (found["quantise"], weight, "silu")
+        found["tiled_gated"] = fp8.fp8_rows_gated_product(*how, pdl=pdl)
+    return found
+
+
+def check(rows: int, columns: int, inner: int, groups: int, pdl: bool) -> dict[str, float]:
+    x, weight, plain = random_x(rows, inner), random_weight(2 * columns, inner, groups), Kernels()
+    found = launch_all(x, weight, pdl)
+    right = x.float() @ dequantised(weight.values, weight.scale, torch.float32).t()
+    gated = F.silu(right[:, :columns]) * right[:, columns:]
+    rows8, expected = found["quantise"], plain.fp8_rows(x)
+    differ = (rows8.values.float() != expected.values.float()).float().mean()
+    acted = found["act_and_quantise"]
+    errors = {
+        "weight_only": largest(worst(found["weight_only"], right), worst(found["again"], right)),
+        "gated": worst(found["gated"], gated),
+        "quantise": float(differ) + worst(rows8.scale, expected.scale),
+        "act_and_quantise": worst(acted.values.float() * acted.scale.unsqueeze(1), gated),
+    }
+    if groups == 1:
+        of_rows = plain.fp8_rows_product(rows8._replace(dtype=torch.float32), weight)
+        errors |= {kind: worst(found[kind], of_rows) for kind in ("tiled", "library")}
+        of_gate, of_up = of_rows.to(BF16).float().chunk(2, dim=1)
+        errors["tiled_gated"] = worst(found["tiled_gated"], F.silu(of_gate) * of_up)
+        errors["of_fp8_activations"] = worst(of_rows, right)
+    return errors
+
+
+LIMITS = dict.fromkeys(("weight_only", "gated", "tiled", "library", "tiled_gated"), BOUNDS[BF16])
+# Three bits of mantissa: 2^-4 at the most, of each number.
+LIMITS |= {"quantise": 1e-3, "of_fp8_activations": 0.05, "act_and_quantise": 0.05}
+
+
+def check_all() -> tuple[dict[str, float], list[str]]:
+    worsts: dict[str, float] = {}
+    wrong = []
+    sizes = [(1, 4096, 4096, 1), (1, 100, 1536, 1), (1, 512, 4096, 32), (7, 3072, 4096, 1)]
+    sizes += [(16, 64, 14336, 1), (16, 2048, 4096, 32), (33, 2064, 4096, 1), (64, 2048, 4096, 1)]
+    sizes += [(64, 512, 1024, 8), (128, 2048, 14336, 1), (300, 512, 4096, 1), (100, 64, 4096, 32)]
+    cases = [*((size, False) for size in sizes), *((size, True) for size in sizes[:8:2])]
+
+    def launch_without_memory() -> None:
+        for (rows, columns, inner, groups), pdl in cases:
+            scale = torch.empty(2 * columns, groups, device="meta")
+            values = torch.empty(2 * columns, inner, dtype=E4M3, device="meta")
+            x = torch.empty(rows, inner, dtype=BF16, device="meta")
+            launch_all(x, fp8_weight(values, scale), pdl)
+
+    cuda.compile_ahead(launch_without_memory, cases)
+    for (rows, columns, inner, groups), pdl in cases:
+        for name, error in check(rows, columns, inner, groups, pdl).items():
+            worsts[name] = largest(worsts.get(name, 0.0), error)
+            if not error < LIMITS[name]:
+                wrong.append(f"{name} {rows}×{columns}×{inner}/{groups} pdl {pdl}: {error:.2e}")
+    return worsts, wrong
+
+
+# ── fast ────────────────────────────────────────────────────────────────────────────────────
+
+
+def floor_us(rows: int, columns: int, inner: int, itemsize: int, flops: float) -> float:
+    moved = columns * inner * itemsize + rows * (inner + columns) * 2
+    return 1e6 * max(moved / READ, 2 * rows * columns * inner / flops)
+
+
+def copies(name: str) -> list[Fp8Weight]:
+    columns, inner, _ = MATRICES[name]
+    first = random_weight(columns, inner)
+    count = max(2, COPIES_BYTES // first.num_bytes)
+    return [first, *(Fp8Weight(*(part.clone() for part in first)) for _ in range(count - 1))]
+
+
+def variants(
+    name: str, rows: int, weights: list[Fp8Weight], x: torch.Tensor, rows8: Fp8Rows
+) -> Iterator[tuple[str, list[Call]]]:
+    gated, pdl = MATRICES[name][2], rows <= 64
+    run = partial(fp8.fp8_product, x, pdl=pdl)
+    if gated:
+        run = partial(fp8.fp8_gated_product, x, activation="silu", pdl=pdl)
+    yield "weight_only", [partial(run, weight=w) for w in weights]
+    if 8 <= rows <= fp8.MOST_TILED:
+        run = partial(fp8.fp8_rows_product, rows8, pdl=pdl)
+        if gated:
+            run = partial(fp8.fp8_rows_gated_product, rows8, activation="silu", pdl=pdl)
+        yield "tiled", [partial(run, weight=w) for w in weights]
+    if rows >= 8:
+        yield "library", [partial(fp8.library_product, rows8, w) for w in weights]
+
+
+def time_all() -> dict[str, dict[str, list[float]]]:
+    """Of each matrix, rows and variant: µs, and the share of it that the floor is."""
+    found: dict[str, dict[str, list[float]]] = {}
+
+    def launch_without_memory() -> None:
+        for name, (columns, inner, _) in MATRICES.items():
+            values = torch.empty(columns, inner, dtype=E4M3, device="meta")
+            weight = fp8_weight(values, torch.empty(columns, 1, device="meta"))
+            for rows in ROWS:
+                x = torch.empty(rows, inner, dtype=BF16, device="meta")
+                for _, calls in variants(name, rows, [weight], x, fp8.fp8_rows(x)):
+                    calls[0]()
+
+    cuda.compile_ahead(launch_without_memory, MATRICES)
+    for name, (columns, inner, _) in MATRICES.items():
+        weights = copies(name)
+        dense = [dequantised(w.values, w.scale, BF16) for w in weights[: 1 + len(weights) // 2]]
+        for rows in ROWS:
+            x = random_x(rows, inner)
+            rows8 = fp8.fp8_rows(x)
+            timed = {
+                kind: replayed(calls) for kind, calls in variants(name, rows, weights, x, rows8)
+            }
+            bf16 = replayed([partial(F.linear, x, w) for w in dense])
+            floor = floor_us(rows, columns, inner, 1, FP8_FLOPS)
+            at = f"{name} {rows}"
+            found[at] = {kind: [1e6 * s, floor / 1e6 / s] for kind, s in timed.items()}
+            dense_floor = floor_us(rows, columns, inner, 2, FLOPS)
+            found[at]["bf16"] = [1e6 * bf16, dense_floor / 1e6 / bf16]
+            found[at] = {k: [round_to(n) for n in v] for k, v in found[at].items()}
+            told = "  ".join(f"{k} {us:8.1f} µs {of:4.0%}" for k, (us, of) in found[at].items())
+            print(f"{at:14} floor {floor:7.1f} µs   {told}", flush=True)
+        del weights, dense
+    for rows in (16, 64, 1024, 4096):
+        x, gate_up = random_x(rows, 4096), random_x(rows, 28672)
+        times = {
+            "quantise": [1e6 * replayed([lambda x=x: fp8.fp8_rows(x)] * 8)],
+            "act_and_quantise": [
+                1e6 * replayed([lambda g=gate_up: fp8.fp8_act_and_mul(g, "silu")] * 8)
+            ],
+            "act": [1e6 * replayed([lambda g=gate_up: cuda.act_and_mul(g, "silu")] * 8)],
+        }
+        found[f"quantise {rows}"] = {k: [round_to(v[0])] for k, v in times.items()}
+        print(f"quantise {rows:5} {found[f'quantise {rows}']}", flush=True)
+    return found
+
+
+def time_layers() -> dict[str, dict[str, float]]:
+    """All 32 layers without their attention, ms: norms, quantising and launches are in it."""
+    kernels, found = CudaKernels(DEVICE), {}
+    count, norm = 6, torch.ones(4096, device=DEVICE, dtype=BF16)
+    weights = [[random_weight(*sizes[:2]) for sizes in MATRICES.values()] for _ in range(count)]
+    dense = [[dequantise(w, BF16) for w in layer] for layer in weights]
+
+    def forward(layers: list[list[Linear]], x: torch.Tensor, residual: torch.Tensor) -> None:
+        normed, pdl = x, len(x) <= 64
+        for qkv, o, gate_up, down in layers:
+            qkv.product(normed, pdl=pdl)
+            out = o.product(x, pdl=pdl)
+            normed = kernels.add_rms_norm(out, residual, norm, 1e-5, pdl=pdl)
+            to_fp8 = down.wants_fp8(len(x))
+            inner = gate_up.gated_product(normed, "silu", pdl=pdl, to_fp8=to_fp8)
+            out = down.product(inner, pdl=pdl)
+            normed = kernels.add_rms_norm(out, residual, norm, 1e-5, pdl=pdl)
+
+    for rows in ROWS:
+        x, residual = random_x(rows, 4096), random_x(rows, 4096)
+        kinds: dict[str, list[list[Linear]]] = {
+            "weight_only": [
+                [Fp8Linear(w, None, kernels, True) for w in layer] for layer in weights
+            ],
+            "bf16": [[DenseLinear(w, None, kernels) for w in layer] for layer in dense],
+        }
+        if rows >= 8:
+            kinds["fp8"] = [[Fp8Linear(w, None, kernels) for w in layer] for layer in weights]
+        usual, linear.WEIGHT_ONLY_ROWS = linear.WEIGHT_ONLY_ROWS, 0
+        found[f"layers {rows}"] = {
+            kind: round_to(32e3 / count * replayed([partial(forward, layers, x, residual)]))
+            for kind, layers in kinds.items()
+        }
+        linear.WEIGHT_ONLY_ROWS = usual
+        print(f"layers {rows:5} {found[f'layers {rows}']} ms", flush=True)
+    return found
+
+
+def tunings(name: str, rows: int, quantised_x: bool) -> Iterator[fp8.Tiling]:
+    columns, inner, gated = MATRICES[name]
+    width = columns // 2 if gated else columns
+    block = max(16, 1 << (rows - 1).bit_length())
+    for tile, step, first, warps in product((32, 64, 128), (128, 256), (False, True), (4, 8)):
+        if (quantised_x and not first) or (first and tile < 64) or (not first and block > 32):
+            continue
+        if (warps == 8 and tile < 128) or (gated and tile == 128):
+            continue
+        for splits in (1,) if gated else (1, 2, 4, 8):
+            programs = -(-width // tile) * splits
+            if (splits > 1 and programs > 1100) or inner // step // splits < 2:
+                continue
+            for stages in (3, 4):
+                size = (
+                    stages * step * (tile * (2 if gated else 1) + block * (1 if quantised_x else 2))
+                )
+                if size <= 200 << 10:
+                    yield fp8.Tiling(block, tile, step, splits, first, warps, stages)
+
+
+def call_all(calls: list[Call]) -> None:
+    for call in calls:
+        call()
+
+
+def tune(limit_s: float) -> dict[str, list[object]]:
+    """The fastest tilings of each matrix and number of rows."""
+    begun, best = perf_counter(), {}
+    for rows, (name, (columns, inner, gated)) in product((16, 32, 64, 128, 256), MATRICES.items()):
+        weights, x = copies(name), random_x(rows, inner)
+        rows8 = fp8.fp8_rows(x)
+        for kind in ("weight_only", "tiled"):
+            if kind == "weight_only" and rows > 64:
+                continue
+            given = None if kind == "weight_only" else rows8
+            activation = "silu" if gated else None
+            found = []
+            todo = list(tunings(name, rows, kind == "tiled"))
+
+            shape = x if given is None else rows8.values
+            run = partial(fp8.tiled, activation=activation, pdl=rows <= 64)
+            meta, without = shape.to("meta"), weights[0].to_meta()
+            on_meta = None if given is None else Fp8Rows(*(p.to("meta") for p in given[:2]), BF16)
+            calls = [partial(run, meta, on_meta, without, t) for t in todo]
+            cuda.compile_ahead(partial(call_all, calls), (name, rows, kind))
+            for t in todo:
+                if perf_counter() - begun > limit_s:
+                    break
+                try:
+                    us = 1e6 * replayed([partial(run, shape, given, w, t) for w in weights])
+                    found.append((round_to(us), t))
+                except Exception as error:
+                    print(f"{name} {rows} {t}: {type(error).__name__} {str(error)[:100]}")
+            found.sort(key=lambda pair: pair[0])
+            floor = floor_us(rows, columns, inner, 1, FP8_FLOPS)
+            for us, t in found[:3]:
+                print(
+                    f"{name:8} {rows:4} {kind:12} {us:7.1f} µs {floor / us:4.0%}  {t}", flush=True
+                )
+            best[f"{name} {rows} {kind}"] = [(us, str(t)) for us, t in found[:2]]
+        del weights
+    return best
+
+
+@torch.inference_mode()
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds of tuning")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    begun = perf_counter()
+    errors, wrong = check_all()
+    print(f"errors {errors}\nwrong {wrong}\n{perf_counter() - begun:.1f} s", flush=True)
+    timings = time_all()
+    print(f"{perf_counter() - begun:.1f} s", flush=True)
+    timings |= time_layers()
+    print(f"{perf_counter() - begun:.1f} s", flush=True)
+    tuned = tune(args.limit) if args.tune else {}
+    print(json.dumps({"errors": errors, "wrong": wrong, "timings": timings, "tuned": tuned}))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
