@@ -15,15 +15,15 @@ from twostroke.kv.cache import KVCache, KVSequence
 from twostroke.kv.host_pool import HostPool
 from twostroke.kv.prefix import seed_digest
 from twostroke.kv.transfer import (
-    Damaged,
+    DamagedError,
     KVTransfer,
-    Mismatched,
+    MismatchedError,
     Offer,
-    OfferWithdrawn,
-    ReceiverFull,
-    SenderGone,
+    OfferWithdrawnError,
+    ReceiverFullError,
+    SenderGoneError,
     SharedPools,
-    Truncated,
+    TruncatedError,
 )
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux only")
@@ -65,7 +65,7 @@ def test_an_offer_that_was_released_is_refused_though_its_bytes_are_there() -> N
     _, _, sending, fetching = pools()
     offer = sending.offer([[3], [4]], 4)
     sending.release(offer.number)
-    with pytest.raises(OfferWithdrawn):
+    with pytest.raises(OfferWithdrawnError):
         fetching.fetch(offer, [[(0, 1)], [(0, 1)]])
     again = sending.offer([[3], [4]], 4)
     assert again.number != offer.number
@@ -85,7 +85,7 @@ def test_a_release_while_blocks_are_copied_is_noticed() -> None:
 
     block_bytes = [data[0].nbytes for data in sender.data]
     own = [memoryview(bytearray(9 * size)) for size in block_bytes]
-    with pytest.raises(OfferWithdrawn):
+    with pytest.raises(OfferWithdrawnError):
         KVTransfer(own, block_bytes, 4).fetch(offer, [Slow([(0, 1)]), [(0, 1)]])
 
 
@@ -94,7 +94,7 @@ def test_a_damaged_block_is_noticed_where_checksums_are_sent() -> None:
     offer = sending.offer([[3], [4]], 4)
     assert fetching.fetch(offer, [[(0, 1)], [(0, 1)]])
     sender.data[1][4].reshape(-1)[-1] ^= 1
-    with pytest.raises(Damaged, match="block 4 of group 1"):
+    with pytest.raises(DamagedError, match="block 4 of group 1"):
         fetching.fetch(offer, [[(0, 1)], [(0, 1)]])
 
 
@@ -102,7 +102,7 @@ def test_memory_that_is_too_short_is_refused_before_it_is_read() -> None:
     _, _, sending, fetching = pools()
     offer = sending.offer([[3], [4]], 4)
     beyond = offer._replace(tables=((3,), (4000,)))
-    with pytest.raises(Truncated, match="block 4000 of group 1"):
+    with pytest.raises(TruncatedError, match="block 4000 of group 1"):
         fetching.fetch(beyond, [[(0, 1)], [(0, 1)]])
 
 
@@ -110,7 +110,7 @@ def test_memory_that_is_no_pool_is_refused(tmp_path) -> None:
     _, _, sending, fetching = pools()
     (tmp_path / "short").write_bytes(b"x" * 10)
     offer = sending.offer([[3], [4]], 4)._replace(memory=str(tmp_path / "short"))
-    with pytest.raises(Truncated):
+    with pytest.raises(TruncatedError):
         fetching.fetch(offer, [[(0, 1)], [(0, 1)]])
 
 
@@ -118,7 +118,7 @@ def test_blocks_of_another_size_are_refused_by_name() -> None:
     _, _, sending, _ = pools()
     _, _, _, other = pools(block_size=8)
     offer = sending.offer([[3], [4]], 4)
-    with pytest.raises(Mismatched, match="blocks of 4 tokens"):
+    with pytest.raises(MismatchedError, match="blocks of 4 tokens"):
         other.fetch(offer, [[(0, 1)], [(0, 1)]])
 
 
@@ -148,7 +148,7 @@ def test_another_process_s_blocks_are_fetched_and_outlive_it_once_mapped() -> No
     own[:] = bytes(len(own))
     assert mapped.fetch(offer, [[(0, 1), (1, 2)]]) == 128
     assert own[64:192].tobytes() == expected
-    with pytest.raises(SenderGone):
+    with pytest.raises(SenderGoneError):
         late.fetch(offer, [[(0, 1), (1, 2)]])
 
 
@@ -216,7 +216,7 @@ def test_a_full_receiver_says_so_and_has_lost_nothing() -> None:
     cache = KVCache(groups(4), 4)
     seq = KVSequence(ROOT)
     cache.open(seq, cache.match(seq, list(range(20))))
-    with pytest.raises(ReceiverFull, match="5 blocks are needed, 4 are free"):
+    with pytest.raises(ReceiverFullError, match="5 blocks are needed, 4 are free"):
         cache.receive(seq, 19, step=0)
     cache.audit()
     assert cache.usage().free == 16

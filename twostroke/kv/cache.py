@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from twostroke.kv.blocks import NULL_BLOCK, BlockPool
 from twostroke.kv.prefix import BlockKey, block_key
-from twostroke.kv.transfer import ReceiverFull
+from twostroke.kv.transfer import ReceiverFullError
 
 
 class GroupLimits(NamedTuple):
@@ -316,13 +316,13 @@ class KVCache:
         """Make room for the first `num_tokens` of a sequence just opened on its cached prefix, as
         if `step` had computed them: the table entries of each group that are to be fetched.
 
-        Raises `ReceiverFull` if a group has too few blocks, and then nothing has changed."""
+        Raises `ReceiverFullError` if a group has too few blocks, and then nothing has changed."""
         start, end = len(seq.tables[0]), -(-num_tokens // self.block_size)
         # Where a window has passed, nothing is wanted.
         visible = [min(end, self._first_visible(num_tokens, window)) for window in self.windows]
         for pool, first in zip(self.pools, visible, strict=True):
             if end - max(start, first) > pool.num_available:
-                raise ReceiverFull(
+                raise ReceiverFullError(
                     f"{end - max(start, first)} blocks are needed, {pool.num_available} are free"
                 )
         for group, first in enumerate(visible):

@@ -36,27 +36,27 @@ class TransferError(EngineError):
     """KV blocks could not be fetched; the request's tokens are to be computed again."""
 
 
-class SenderGone(TransferError):
+class SenderGoneError(TransferError):
     """The memory that the blocks were in cannot be opened any more: its engine has ended."""
 
 
-class OfferWithdrawn(TransferError):
+class OfferWithdrawnError(TransferError):
     """Fetched too late: the sender has released the blocks."""
 
 
-class Truncated(TransferError):
+class TruncatedError(TransferError):
     """The sender's memory is shorter than the blocks that were offered."""
 
 
-class Damaged(TransferError):
+class DamagedError(TransferError):
     """A block's checksum is another than the sender's."""
 
 
-class Mismatched(TransferError):
+class MismatchedError(TransferError):
     """The two engines keep their blocks in different sizes."""
 
 
-class ReceiverFull(TransferError):
+class ReceiverFullError(TransferError):
     """The receiver has too few free blocks."""
 
 
@@ -175,7 +175,7 @@ class KVTransfer:
 
         Raises a `TransferError`; what the blocks hold then is of no use."""
         if (offer.block_size, offer.block_bytes) != (self._block_size, self._block_bytes):
-            raise Mismatched(
+            raise MismatchedError(
                 f"blocks of {offer.block_size} tokens and {offer.block_bytes} bytes were offered, "
                 f"and those here have {self._block_size} tokens and {self._block_bytes} bytes"
             )
@@ -183,7 +183,7 @@ class KVTransfer:
         source = memoryview(memory)
         try:
             self._check_stands(offer, source)
-        except OfferWithdrawn:
+        except OfferWithdrawnError:
             self._mapped.pop(offer.memory)  # perhaps another engine's, of the same path before
             raise
         num_bytes = 0
@@ -192,7 +192,7 @@ class KVTransfer:
             for entry, target in places[group]:
                 at = start + table[entry] * size
                 if at + size > len(memory):
-                    raise Truncated(
+                    raise TruncatedError(
                         f"block {table[entry]} of group {group} ends at byte {at + size}, and the "
                         f"sender's memory has {len(memory)}"
                     )
@@ -213,10 +213,12 @@ class KVTransfer:
             try:
                 file = os.open(offer.memory, os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
-                raise SenderGone(f"{offer.memory} cannot be opened ({error.strerror})") from None
+                raise SenderGoneError(
+                    f"{offer.memory} cannot be opened ({error.strerror})"
+                ) from None
             try:
                 if os.fstat(file).st_size < SLOTS * SLOT_BYTES:
-                    raise Truncated(f"{offer.memory} has {os.fstat(file).st_size} bytes")
+                    raise TruncatedError(f"{offer.memory} has {os.fstat(file).st_size} bytes")
                 self._mapped[offer.memory] = mmap.mmap(file, 0, prot=mmap.PROT_READ)
             finally:
                 os.close(file)
@@ -230,13 +232,15 @@ class KVTransfer:
     def _check_stands(self, offer: Offer, source: memoryview) -> None:
         at = offer.number % SLOTS * SLOT_BYTES
         if int.from_bytes(source[at : at + SLOT_BYTES], "little") != offer.number:
-            raise OfferWithdrawn(f"offer {offer.number} had been released before it was fetched")
+            raise OfferWithdrawnError(
+                f"offer {offer.number} had been released before it was fetched"
+            )
 
     def _check_sums(self, offer: Offer, places: Sequence[Sequence[tuple[int, int]]]) -> None:
         for group, wanted in enumerate(places):
             for entry, target in wanted:
                 if crc32(self._block(group, target)) != offer.checksums[group][entry]:
-                    raise Damaged(
+                    raise DamagedError(
                         f"block {offer.tables[group][entry]} of group {group} has arrived with "
                         "another checksum than it was sent with"
                     )
