@@ -197,7 +197,7 @@ def test_received_blocks_follow_the_cached_prefix_and_leave_out_what_a_window_ha
         cache.close(before)
     seq = KVSequence(ROOT)
     assert cache.open(seq, cache.match(seq, [*tokens, 99])) == cached
-    wanted = cache.receive(seq, 19, step=1)
+    wanted = cache.receive(seq, 19)
     cache.register(seq, [*tokens, 99])
     cache.audit()
     assert wanted[0] == list(range(cached // 4, 5))
@@ -217,6 +217,6 @@ def test_a_full_receiver_says_so_and_has_lost_nothing() -> None:
     seq = KVSequence(ROOT)
     cache.open(seq, cache.match(seq, list(range(20))))
     with pytest.raises(ReceiverFullError, match="5 blocks are needed, 4 are free"):
-        cache.receive(seq, 19, step=0)
+        cache.receive(seq, 19)
     cache.audit()
     assert cache.usage().free == 16

@@ -122,7 +122,7 @@ class Engine:
         return measure_ceilings(self._threads())
 
     def _threads(self) -> int:
-        return self.config.threads or default_threads()
+        return self.config.threads or default_threads(self.config.engines_on_host)
 
 
 def build_engine(config: EngineConfig) -> Engine:

@@ -18,6 +18,7 @@ import msgspec
 from twostroke import errors
 from twostroke.engine.api import EngineInfo, EngineLoad
 from twostroke.errors import EngineError, TwostrokeError
+from twostroke.kv.transfer import Offer
 from twostroke.observe.record import Causes, RequestRecord, StepRecord
 from twostroke.plan import TokenLogprobs
 from twostroke.request import EngineRequest, FinishReason
@@ -115,6 +116,7 @@ class FullUpdate(msgspec.Struct, array_like=True, frozen=True):
     error: str
     progress: int
     impossible: bool
+    offer: Offer | None
 
 
 class Step(msgspec.Struct, tag=3, array_like=True, frozen=True):
@@ -173,7 +175,10 @@ def pack_step(
     plain: list[int] = []
     full: list[FullUpdate] = []
     for update in updates:
-        name, tokens, logprobs, finish, stop, prompt_logprobs, record, error, progress, bad = update
+        (
+            name, tokens, logprobs, finish, stop, prompt_logprobs, record, error, progress, bad,
+            offer,
+        ) = update  # fmt: skip
         handle = handles[name]
         if finish is None and not (logprobs or progress or error) and prompt_logprobs is None:
             for token in tokens:
@@ -193,6 +198,7 @@ def pack_step(
                     error,
                     progress,
                     bad,
+                    offer,
                 )
             )
     return Step(named, plain, full, load, steps)
@@ -202,7 +208,7 @@ def unpack_step(step: Step, names: Mapping[int, str]) -> list[Update]:
     """The updates of requests that are still listened to."""
     name_of, new = names.get, tuple.__new__  # `Update(…)` with its defaults takes twice as long
     updates: list[Update] = [
-        new(Update, (name, (token,), (), None, None, None, None, "", 0, False))
+        new(Update, (name, (token,), (), None, None, None, None, "", 0, False, None))
         for handle, token in zip(step.handles, step.tokens, strict=True)
         if (name := name_of(handle)) is not None
     ]
@@ -220,6 +226,7 @@ def unpack_step(step: Step, names: Mapping[int, str]) -> list[Update]:
                     full.error,
                     full.progress,
                     full.impossible,
+                    full.offer,
                 )
             )
     return updates

@@ -312,9 +312,9 @@ class KVCache:
         """Offers that own blocks."""
         return len(self._held)
 
-    def receive(self, seq: KVSequence, num_tokens: int, step: int) -> list[list[int]]:
+    def receive(self, seq: KVSequence, num_tokens: int) -> list[list[int]]:
         """Make room for the first `num_tokens` of a sequence just opened on its cached prefix, as
-        if `step` had computed them: the table entries of each group that are to be fetched.
+        if they were computed: the table entries of each group that are to be fetched.
 
         Raises `ReceiverFullError` if a group has too few blocks, and then nothing has changed."""
         start, end = len(seq.tables[0]), -(-num_tokens // self.block_size)
@@ -336,7 +336,7 @@ class KVCache:
             table += self.pools[group].allocate(end - len(table))
         self._fragmented += end * self.block_size - num_tokens
         seq.capacity = end * self.block_size
-        seq.num_computed, seq.last_step = num_tokens, step
+        seq.num_computed = num_tokens
         return [list(range(max(start, first), end)) for first in visible]
 
     def commit(self, step: int) -> None:

@@ -25,7 +25,8 @@ class Causes(NamedTuple):
 
     decode: float = 0.0  # the stream's own work, and that of those it decodes with
     prefill: float = 0.0  # prompts that shared its steps
-    preemption: float = 0.0  # steps in which it had no slot: sent back, recomputed, no block free
+    # Steps in which it had no slot: sent back, recomputed, no block free, between two engines
+    preemption: float = 0.0
     host: float = 0.0  # the executor had nothing to do: planning, committing, stalls
 
     @property
