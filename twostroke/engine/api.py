@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -61,6 +61,7 @@ class EngineStatus(Protocol):
     """What the metrics say of an engine besides its records."""
 
     info: EngineInfo
+    records: Records
     num_restarts: int
     asleep: bool
 
@@ -87,6 +88,10 @@ class EngineClient(ABC):
 
     @abstractmethod
     def load(self) -> EngineLoad: ...
+
+    def each_engine(self) -> Mapping[str, EngineStatus]:
+        """All engines that it has, by name."""
+        return {"0": self}
 
     @abstractmethod
     def submit(

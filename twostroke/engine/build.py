@@ -142,6 +142,7 @@ def _build(config: EngineConfig, with_text: bool) -> Engine:
     files = find_model(config)
     model = open_model(config, files, device)
     native = native and not _needs_torch_for(config, model.spec)
+    _check_several(config, native)
     opened = partial(open_tokenizer, config, files)
     tokenizer = cache(opened) if with_text else opened
     if with_text:
@@ -161,6 +162,16 @@ def _build(config: EngineConfig, with_text: bool) -> Engine:
         monotonic() - started,
         _kept_in(model, config, native, dtype),
     )
+
+
+def _check_several(config: EngineConfig, native: bool) -> None:
+    """Whether this can be one of several engines of a machine."""
+    if config.engines_on_host > 1 and not native:
+        raise ConfigError(
+            "several engines on one machine run on the native kernels of a CPU as yet, not on GPUs "
+            "and not with torch; leave out --prefill-engines, --decode-engines and "
+            "--data-parallel-size"
+        )
 
 
 def _kept_in(model: OpenedModel, config: EngineConfig, native: bool, dtype: str) -> str:

@@ -115,7 +115,8 @@ class EngineCore:
         return self._idle_step and scheduler.kv.num_held > 0 and not scheduler.in_flight
 
     def release_offers(self, numbers: list[int]) -> None:
-        """Other engines have fetched these blocks, or will not."""
+        """Other engines have fetched these blocks, or will not. Numbers that are not known, of an
+        engine that was here before this one, are ignored."""
         for number in numbers:
             self.scheduler.release_offer(number)
 

@@ -1,7 +1,7 @@
 """The messages between the engine's process and the process it serves, as msgpack. No torch.
 
-    Add, Abort, ResetPrefixes, Audit, StartProfile, StopProfile, Shutdown ──▶ engine
-    engine ──▶ Ready | Failed; Step, Refused, Audited, Profiled, Heartbeat
+    Add, Abort, Release, ResetPrefixes, Audit, StartProfile, StopProfile, Shutdown ──▶ engine
+    engine ──▶ Ready | Failed; Step, Refused, FetchedOffer, Audited, Profiled, Heartbeat
 
 A request is known by a number (its handle) that its sender gives it and never uses again, so that a
 late message about an old request cannot reach a new one of the same name. A step's tokens travel as
@@ -59,7 +59,13 @@ class StopProfile(msgspec.Struct, tag=7, array_like=True, frozen=True):
     """Answered by `Profiled`."""
 
 
-ToEngine = Add | Abort | Shutdown | Audit | ResetPrefixes | StartProfile | StopProfile
+class Release(msgspec.Struct, tag=8, array_like=True, frozen=True):
+    """Blocks that were offered to other engines are needed no more."""
+
+    offers: list[int]
+
+
+ToEngine = Add | Abort | Shutdown | Audit | ResetPrefixes | StartProfile | StopProfile | Release
 
 # ── from the engine ─────────────────────────────────────────────────────────────────────────────
 
@@ -131,6 +137,7 @@ class Refused(msgspec.Struct, tag=4, array_like=True, frozen=True):
     """The answer to an `Add`; nothing of it is left in the engine."""
 
     first: int
+    count: int  # of its requests
     kind: str
     message: str
 
@@ -151,7 +158,16 @@ class Profiled(msgspec.Struct, tag=7, array_like=True, frozen=True):
     data: bytes  # what was found, as JSON
 
 
-FromEngine = Ready | Failed | Step | Refused | Audited | Profiled | Heartbeat
+class FetchedOffer(msgspec.Struct, tag=8, array_like=True, frozen=True):
+    """What was offered to a request of this engine's is needed no more."""
+
+    handle: int
+    num_bytes: int
+    seconds: float
+    problem: str  # why it could not be fetched, and is computed again; "" if it was
+
+
+FromEngine = Ready | Failed | Step | Refused | Audited | Profiled | Heartbeat | FetchedOffer
 HEARTBEAT_S = 0.5
 
 # An engine that has sent so many steps waits until they are read: what it writes faster than the

@@ -304,7 +304,7 @@ class KVCache:
         seq.num_computed = seq.num_registered = seq.capacity = 0
 
     def release_held(self, offer: int) -> None:
-        for group, blocks in enumerate(self._held.pop(offer)):
+        for group, blocks in enumerate(self._held.pop(offer, ())):
             self.pools[group].release(blocks[::-1])
 
     @property

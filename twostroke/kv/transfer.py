@@ -116,7 +116,8 @@ class SharedPools:
         return number
 
     def close_offer(self, number: int) -> None:
-        self._slots[number % SLOTS] = 0
+        if self._slots[number % SLOTS] == number:
+            self._slots[number % SLOTS] = 0
 
     @property
     def num_offers(self) -> int:

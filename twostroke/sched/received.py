@@ -1,5 +1,5 @@
-"""`ReceivedQueue`: requests that another engine has prefilled. Their blocks are fetched when there is
-room for them, and they go straight on to decode."""
+"""`ReceivedQueue`: requests that another engine has prefilled. Their blocks are fetched when there
+is room for them, and they go straight on to decode."""
 
 from __future__ import annotations
 

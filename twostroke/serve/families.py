@@ -15,7 +15,6 @@ from prometheus_client.core import (
 from twostroke.engine.api import EngineInfo, EngineLoad, EngineStatus
 from twostroke.observe.totals import Histogram, Totals
 
-ENGINE = "0"  # there is one
 Values = Mapping[str, float]
 
 VLLM_HISTOGRAMS = {
@@ -42,11 +41,12 @@ VLLM_HISTOGRAMS = {
 
 
 class Families:
-    """Every series carries the model's name and vLLM's number of the engine."""
+    """Of one engine. Every series carries the model's name and the engine's, which is vLLM's
+    number, 0, where there is one engine."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, engine: str = "0") -> None:
         self._names = ["model_name", "engine"]
-        self._values = [model_name, ENGINE]
+        self._values = [model_name, engine]
 
     def all(self, client: EngineStatus, totals: Totals) -> Iterator[Metric]:
         load = client.load()
@@ -87,7 +87,7 @@ class Families:
             "num_gpu_blocks": str(info.kv_tokens // info.block_size),
             "kv_cache_size_tokens": str(info.kv_tokens),
             "kv_cache_max_concurrency": f"{info.kv_tokens / info.max_model_len:.2f}",
-            "engine": ENGINE,
+            "engine": self._values[1],
         }
         text = "The KV cache's settings, as labels; always 1."
         family = GaugeMetricFamily("vllm:cache_config_info", text, labels=list(labels))
