@@ -251,7 +251,7 @@ def add_server_arguments(parser: Parser) -> None:
         help="how long running requests may go on after SIGTERM (default: 30)",
     )
     _add_limits(parser.add_argument_group("limits (the names are twostroke's)"))
-    _add_pools(parser.add_argument_group("several engines on this machine (see docs/CLUSTER.md)"))
+    _add_pools(parser.add_argument_group("several engines on this machine"))
     add_engine_arguments(parser, leave_out={"skip_tokenizer_init"})
     _add(
         parser,
@@ -314,7 +314,7 @@ def settle(args: argparse.Namespace) -> tuple[EngineConfig, ServeSettings, argpa
     args = with_file(args)
     config = engine_config(args)
     server = serve_settings(args)
-    args.pools = settings(args.parser, PoolSettings, given_of(args, PoolSettings))
+    args.pools = pool_settings(args)
     args.parser.finish()
     assert config is not None
     assert server is not None
@@ -360,6 +360,11 @@ def serve_settings(args: argparse.Namespace) -> ServeSettings | None:
     given.setdefault("host", EVERYWHERE if given["api_keys"] else "127.0.0.1")
     flags = {setting: flag for flag, setting in SETTINGS.items()}
     return settings(args.parser, ServeSettings, given, flags)
+
+
+def pool_settings(args: argparse.Namespace) -> PoolSettings | None:
+    """How many engines there are. None: a problem was found."""
+    return settings(args.parser, PoolSettings, given_of(args, PoolSettings))
 
 
 def parse_length(text: str) -> int | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from twostroke.errors import RequestError
 from twostroke.kv.cache import GroupLimits, KVUsage
 from twostroke.observe.record import Records
+from twostroke.observe.totals import TransferTotals
 from twostroke.outputs import RequestOutput
 from twostroke.request import EngineRequest, SamplingParams
 
@@ -62,6 +63,7 @@ class EngineStatus(Protocol):
 
     info: EngineInfo
     records: Records
+    transfers: TransferTotals | None
     num_restarts: int
     asleep: bool
 
@@ -79,6 +81,7 @@ class EngineClient(ABC):
     input_processor: InputProcessor
     records: Records  # outlive the engine, if another is started in its place
     num_restarts: int
+    transfers: TransferTotals | None = None  # of an engine among several
     asleep: bool = False  # its process has been ended until `wake_up`
 
     @property

@@ -37,6 +37,7 @@ class SyncClient:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.info, self.records = engine.info(), engine.core.records
+        self.transfers = None
         self.healthy, self.num_restarts = True, 0  # it is in this process: it lives as long
         self.asleep = False
         engine.output_processor.warm()

@@ -11,6 +11,7 @@ from twostroke.engine.supervised import SupervisedEngine
 from twostroke.engine.wire import FetchedOffer, Ready
 from twostroke.kv.transfer import Offer
 from twostroke.observe.record import RequestRecord, StepRecord
+from twostroke.observe.totals import TransferTotals
 from twostroke.request import EngineRequest
 from twostroke.route.router import EngineState
 from twostroke.sched.scheduler import Update
@@ -48,6 +49,7 @@ class Member(SupervisedEngine):
     ) -> None:
         super().__init__(config, builder, child, ready, hang_timeout_s, restart_limit)
         self.state, self._owner = state, owner
+        self.transfers = TransferTotals()
         self.records.listeners.append(self)
 
     @property
@@ -72,6 +74,11 @@ class Member(SupervisedEngine):
         self._owner.on_refused(self, names, reason)
 
     def on_fetched(self, name: str, fetched: FetchedOffer) -> None:
+        totals = self.transfers
+        totals.num_bytes += fetched.num_bytes
+        totals.seconds += fetched.seconds
+        totals.fetched += not fetched.problem
+        totals.failed += bool(fetched.problem)
         self._owner.on_fetched(self, name, fetched)
 
     def on_death(self, reason: str) -> None:

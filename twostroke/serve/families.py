@@ -13,7 +13,7 @@ from prometheus_client.core import (
 )
 
 from twostroke.engine.api import EngineInfo, EngineLoad, EngineStatus
-from twostroke.observe.totals import Histogram, Totals
+from twostroke.observe.totals import Histogram, Totals, TransferTotals
 
 Values = Mapping[str, float]
 
@@ -60,6 +60,8 @@ class Families:
         text = "As vllm:inter_token_latency_seconds, which replaces it."
         yield self._histogram(old, text, {"": totals.gap_s})
         yield from self._own_now(client, load)
+        if client.transfers is not None:
+            yield from self._own_transfers(client.transfers)
         yield from self._own_steps(totals)
         yield from self._own_gaps(totals)
 
@@ -134,6 +136,16 @@ class Families:
         yield self._gauge(name, "The KV cache's size: the sum of the four states.", reserved)
         text = "KV cache by state; fragmented: in a request's block, not filled yet."
         yield self._gauges("twostroke:kv_cache_tokens", text, states, "state")
+
+    def _own_transfers(self, transfers: TransferTotals) -> Iterator[Metric]:
+        """Where there are several engines."""
+        outcomes = {"fetched": transfers.fetched, "failed": transfers.failed}
+        text = "Requests whose KV blocks came from another engine; failed: were computed again."
+        yield self._counters("twostroke:kv_transfers", text, outcomes, "outcome")
+        text = "KV bytes fetched from other engines."
+        yield self._counters("twostroke:kv_transfer_bytes", text, {"": transfers.num_bytes})
+        text = "Time that fetching them took, in which the engine ran no step."
+        yield self._counters("twostroke:kv_transfer_seconds", text, {"": transfers.seconds})
 
     def _own_steps(self, totals: Totals) -> Iterator[Metric]:
         phases = {"prefill": totals.prefill, "decode": totals.decode}
