@@ -25,7 +25,9 @@ from twostroke.model.cost import dense_weight_bytes
 from twostroke.model.native import NativeDecoder, Packing
 from twostroke.plan import TokenLogprobs
 from twostroke.request import EngineRequest, FinishReason, Resumed, StructuredOutputs, Thinking
+from twostroke.sched import received
 from twostroke.sched.received import Fetched
+from twostroke.sched.scheduler import Update
 from twostroke.sched.step import SchedulerConfig
 
 pytestmark = pytest.mark.skipif(
@@ -363,3 +365,51 @@ def test_a_full_receiver_lets_requests_wait_and_a_full_sender_waits_for_it(
     assert most_waiting > 0, "the receiver was full"
     assert stalled > 0, "so was the sender"
     assert_nothing_left(alone, sender, receiver)
+
+
+def test_while_others_write_blocks_are_copied_some_with_each_step(
+    windowed: NativeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One block a step: the stream that writes has a token in every step of the transfer."""
+    monkeypatch.setattr(received, "FETCH_BYTES", 1)
+    alone, sender, receiver = (core_of(windowed, 64, way) for way in ("none", "shared", "none"))
+    writes, long = request("w", PROMPT[:5], max_tokens=60), request("l", PROMPT)
+    expected = run(alone, writes, long)
+    (begun,) = run(sender, replace(long, hand_over=True))
+    assert begun.offer is not None
+    for ends_early in (True, False):
+        receiver.add(writes)
+        receiver.step()
+        receiver.add(resumed(long, begun, begun.offer))
+        got: dict[str, list[int]] = {"w": [], "l": list(begun.tokens)}
+        during, fetched = 0, []
+        while not fetched:
+            updates = receiver.step()
+            receiver.scheduler.audit()
+            fetched = receiver.scheduler.take_fetched()
+            assert updates[0].request_id == "w", "it writes on"
+            for update in updates:
+                got[update.request_id] += update.tokens
+            during += not fetched
+            if ends_early and during == 3:  # in the midst of the transfer
+                assert receiver.abort("l") is not None
+                break
+        if ends_early:
+            receiver.abort("w")
+            assert not fetched
+            assert_nothing_left(receiver)
+            continue
+        assert during >= 6, "as many as there are blocks of the group that keeps all"
+        assert not fetched[0].problem
+        for update in iter_updates(receiver):
+            got[update.request_id] += update.tokens
+        assert got["l"] == expected[1].tokens
+        assert got["w"] == expected[0].tokens[-len(got["w"]) :]
+    sender.release_offers([begun.offer.number])
+    assert_nothing_left(alone, sender, receiver)
+
+
+def iter_updates(core: EngineCore) -> Iterator[Update]:
+    while core.has_work:
+        yield from core.step()
+        core.scheduler.audit()

@@ -252,7 +252,7 @@ class Scheduler:
         def has_room(request: Request, tables: list[list[int]]) -> bool:
             return self._prefill.has_room(request, tables, decode.requests)
 
-        self._received.plan(builder, has_room, decode.add, self._prefill.waiting.push)
+        self._received.plan(builder, has_room, decode, self._prefill.waiting.push)
 
     def _last_in_order(self) -> Request:
         ends = [queue.requests[-1] for queue in (self._prefill, self._decode) if queue.requests]
