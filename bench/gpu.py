@@ -26,7 +26,7 @@ from time import perf_counter, time
 from typing import Any
 
 from bench.gpu_picture import draw
-from bench.gpu_report import SHAPES, floors_of, put_into, read, tables
+from bench.gpu_report import LARGE, SHAPES, SMALL, floors_of, put_into, read, tables
 
 LONG = {"max_model_len": 40960, "max_num_batched_tokens": 8192}
 PARTS = ("check", "nano", "decode", "prefill", "interference", "mixed", "profile", "start")
@@ -58,11 +58,11 @@ def main() -> None:
         return
     if args.picture:
         found, svg = args.picture
-        Path(svg).write_text(draw(read([found])[SHAPES[-1]]["interference"]))
+        Path(svg).write_text(draw(read([found])[LARGE]["interference"]))
         return
     usual = "check,nano,decode,prefill" if args.quick else ",".join(PARTS)
     parts = (args.parts or usual).split(",")
-    shapes = (args.shapes or (SHAPES[0] if args.quick else ",".join(SHAPES))).split(",")
+    shapes = (args.shapes or (SMALL if args.quick else ",".join(SHAPES))).split(",")
     unknown = set(parts) - set(PARTS)
     if unknown:
         parser.error(f"no such part: {', '.join(sorted(unknown))}")
@@ -119,18 +119,17 @@ class Run:
     def final(self) -> None:
         """In order of importance. The first process starts on empty caches, the others on what
         it left there."""
-        small, large = SHAPES
         self._budgets = self._budgets or "16384,8192,4096,2048"
         with tempfile.TemporaryDirectory() as folder:
             caches = {"TRITON_CACHE_DIR": folder}
             self._timeout_s = 180  # about twice what it should take, so that one that hangs …
             first = ["start", "prefill", "decode", "nano", "profile"]  # warm cards prefill slower
-            self._parts(large, first, {}, caches, "cold")
+            self._parts(LARGE, first, {}, caches, "cold")
             self._timeout_s = 70  # … leaves time for the others
             self._budgets = self._budgets.split(",")[0]
-            self._parts(small, ["nano", "mixed", "decode", "prefill", "profile"], {}, caches)
-            self._parts(large, ["interference"], LONG, caches)
-            self._parts(large, ["start"], {}, caches, "warm")
+            self._parts(SMALL, ["nano", "mixed", "decode", "prefill", "profile"], {}, caches)
+            self._parts(LARGE, ["interference"], LONG, caches)
+            self._parts(LARGE, ["start"], {}, caches, "warm")
 
     def check(self) -> None:
         for name in ("kernels_check", "cuda_check"):
@@ -145,11 +144,11 @@ class Run:
 
     def shape(self, shape: str, parts: Sequence[str]) -> None:
         usual = [part for part in ("decode", "prefill", "nano", "profile") if part in parts]
-        if "mixed" in parts and shape == SHAPES[0]:
+        if "mixed" in parts and shape == SMALL:
             usual.append("mixed")
         if usual:
             self._parts(shape, usual, {})
-        if "interference" in parts and shape == SHAPES[-1]:
+        if "interference" in parts and shape == LARGE:
             self._parts(shape, ["interference"], LONG)
 
     def start(self, shape: str) -> None:

@@ -47,7 +47,7 @@ STEPS = {  # slots, chunks
 }
 
 
-def no_weights(source: DummyWeights, name: str, dtype: torch.dtype) -> torch.Tensor:
+def no_weights(source: DummyWeights, name: str, dtype: torch.dtype, _: object) -> torch.Tensor:
     shape = source.shape(name)
     assert shape is not None
     return torch.empty(shape, dtype=dtype, device=NOWHERE)
@@ -99,7 +99,8 @@ class Bench:
                 return self.program.run(self.pieces.send(buffer), self.pieces.forward)
             largest = buffer.max_first, buffer.max_continued
             data = buffer.data.to(NOWHERE)
-            step = self.program.prepare(buffer.layout, data, *largest, buffer.longest)
+            known = (*largest, buffer.longest, buffer.spans)
+            step = self.program.prepare(buffer.layout, data, *known)
             return self.program.run(step)
 
         return run

@@ -17,7 +17,7 @@ from twostroke.model.hf_config import load_hf_config
 from twostroke.plan import PhaseWork
 
 READ_BYTES_S, FLOPS_S = 3.99e12, 783e12  # the card's ceilings, measured
-SHAPES = ("qwen3-0.6b", "llama-3.1-8b")
+SHAPES = SMALL, LARGE, EXPERTS = ("qwen3-0.6b", "llama-3.1-8b", "qwen3-30b-a3b")
 VLLM = "bench/results/vllm_h200.json"  # as `peers/vllm_gpu.py` wrote it, on a card of the same kind
 PICTURE = "interference_h200.svg"  # beside the page; `bench.gpu --picture`
 BEGIN, END = "<!-- tables of bench.gpu -->", "<!-- end of the tables -->"
@@ -52,7 +52,7 @@ def floors_of(shape: str) -> dict[str, float]:
 
 
 def _floor_ms(cost: CostModel, work: PhaseWork, samples: int, flops: float) -> float:
-    moved = cost.weight_bytes(samples) + cost.kv_bytes(work)
+    moved = cost.weight_bytes(samples, work.tokens) + cost.kv_bytes(work)
     return 1e3 * max(moved / READ_BYTES_S, flops / FLOPS_S)
 
 

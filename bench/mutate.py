@@ -97,6 +97,7 @@ def try_all(
     """As many processes at a time as there are workers, each forked from this one, which has
     imported everything and has no threads."""
     import twostroke.engine.build_native
+    import twostroke.engine.build_torch  # for latents
     import twostroke.engine.output_processor
     import twostroke.llm
     import twostroke.model.tokenizer  # noqa: F401

@@ -79,6 +79,22 @@ FALCON |= {"ffn_hidden_size": 64, "activation": "gelu", "layer_norm_epsilon": 1e
 FALCON |= {"num_ln_in_parallel_attn": 2, "alibi": False}
 MISTRAL3: dict[str, Any] = {name: GEMMA3[name] for name in list(GEMMA3)[:8]}
 MISTRAL3 |= {"model_type": "mistral", "sliding_window": None}
+LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MOE |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [0]}
+QWEN2_MOE = MOE | {"shared_expert_intermediate_size": 48}
+OLMOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": None}
+GPT_OSS: dict[str, Any] = LOCAL_EXPERTS | {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
+GPT_OSS |= {"head_dim": 8, "sliding_window": 64, "attention_bias": True}
+LATENT: dict[str, Any] = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8}
+LATENT |= {"qk_rope_head_dim": 8, "v_head_dim": 12, "num_key_value_heads": 4}
+DEEPSEEK: dict[str, Any] = LATENT | {"first_k_dense_replace": 1, "n_routed_experts": 4}
+DEEPSEEK |= {"n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+DEEPSEEK |= {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5, "moe_layer_freq": 1}
+DEEPSEEK |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True}
+MINICPM3 = LATENT | {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+PACKED = "gpt_oss-mxfp4"  # its experts are packed once it is written
 FOLDERS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-llama3": {"rope_scaling": LLAMA3},
@@ -109,6 +125,15 @@ FOLDERS: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", **GPT2},
     "gpt_neox": {"model_type": "gpt_neox", **GPT_NEOX},
     "falcon": {"model_type": "falcon", **FALCON},
+    "mixtral": {"model_type": "mixtral", **LOCAL_EXPERTS},
+    "qwen2_moe": {"model_type": "qwen2_moe", **QWEN2_MOE},
+    "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 8, **MOE},
+    "olmoe": {"model_type": "olmoe", **OLMOE},
+    "granitemoe": {"model_type": "granitemoe", **LOCAL_EXPERTS, **GRANITE},
+    "gpt_oss": {"model_type": "gpt_oss", **GPT_OSS},
+    PACKED: {"model_type": "gpt_oss", **GPT_OSS, "quantization_config": MXFP4},
+    "deepseek_v3": {"model_type": "deepseek_v3", **DEEPSEEK},
+    "minicpm3": {"model_type": "minicpm3", **MINICPM3},
 }
 OPTIONAL: tuple[str, ...] = (
     "head_dim",
@@ -142,7 +167,7 @@ U32, I32, F32, BOOL, STRING, ARRAY, U64, F64 = 4, 5, 6, 7, 8, 9, 10, 12
 CODES = {U32: "I", I32: "i", F32: "f", BOOL: "?", U64: "Q", F64: "d"}
 F32_BLOCKS, Q8_0_BLOCKS = 0, 8
 LONG_SHORT = ("long", "short")
-HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 64, 96, 4, 2, 2
+HIDDEN, INNER, HEADS, KV_HEADS, LAYERS, EXPERTS = 64, 96, 4, 2, 2, 3
 
 
 @dataclass
@@ -201,6 +226,7 @@ def write_bases(root: Path) -> None:
 
     for name, config in FOLDERS.items():
         tiny_folder(root / name, **config)
+    _pack_experts(root / PACKED)
     vocabularies = {
         "llama": made.sentencepiece_metadata(),
         "qwen2": made.byte_level_metadata(made.train_byte_level(pre_tokenizer_of(QWEN2)), "qwen2"),
@@ -209,9 +235,24 @@ def write_bases(root: Path) -> None:
     vocabularies["gemma3"] = made.gemma_metadata()
     vocabularies["phi3"] = vocabularies["llama"]
     vocabularies["granite"] = vocabularies["qwen2"]
+    vocabularies["qwen3moe"] = vocabularies["gpt-oss"] = vocabularies["qwen2"]
     for arch, vocabulary in vocabularies.items():
         model = _gguf(arch, vocabulary, F32_BLOCKS if arch != "qwen2" else Q8_0_BLOCKS)
         (root / f"{arch}.pickle").write_bytes(pickle.dumps(model))
+
+
+def _pack_experts(folder: Path) -> None:
+    """The experts of a gpt-oss as MXFP4, of any codes."""
+    from safetensors.numpy import load_file, save_file
+
+    draw, path = np.random.default_rng(0), folder / "model.safetensors"
+    tensors = load_file(path)
+    for name in [name for name in tensors if name.endswith("_blocks")]:
+        experts, rows, width = tensors[name].shape
+        shape = experts, rows, width // 32
+        tensors[name] = draw.integers(0, 256, (*shape, 16), np.uint8)
+        tensors[name.replace("_blocks", "_scales")] = np.full(shape, 124, np.uint8)
+    save_file(tensors, path)
 
 
 def _gguf(arch: str, vocabulary: dict[str, Any], kind: int) -> GGUF:
@@ -228,6 +269,11 @@ def _gguf(arch: str, vocabulary: dict[str, Any], kind: int) -> GGUF:
     if arch == "granite":
         scales = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
         pairs |= {f"{arch}.{key}": typed(F32, 0.5) for key in scales}
+    if arch in ("qwen3moe", "gpt-oss"):
+        whole = {"expert_count": EXPERTS, "expert_used_count": 2, "expert_feed_forward_length": 32}
+        pairs |= {f"{arch}.{key}": typed(U32, value) for key, value in whole.items()}
+    if arch == "gpt-oss":
+        pairs[f"{arch}.attention.sliding_window"] = typed(U32, 64)
     if arch == "phi3":
         pairs[f"{arch}.rope.scaling.original_context_length"] = typed(U32, 64)
         pairs[f"{arch}.rope.scaling.attn_factor"] = typed(F32, 1.2)
@@ -263,7 +309,9 @@ def _tensors(arch: str, vocab: int, kind: int) -> dict[str, tuple[list[int], int
                 del shapes[f"{at}{part}.weight"]
             shapes |= {f"{at}attn_qkv.weight": [HIDDEN, HIDDEN + 2 * kv]}
             shapes |= {f"{at}ffn_up.weight": [HIDDEN, 2 * INNER]}
-        if arch == "qwen2":
+        if arch in ("qwen3moe", "gpt-oss"):
+            _add_experts(arch, at, shapes)
+        if arch in ("qwen2", "gpt-oss"):
             shapes |= {f"{at}attn_q.bias": [HIDDEN]}
             shapes |= {f"{at}attn_{part}.bias": [kv] for part in ("k", "v")}
     if arch == "phi3":
@@ -278,6 +326,22 @@ def _tensors(arch: str, vocab: int, kind: int) -> dict[str, tuple[list[int], int
             norm = values + 1 if "norm" in name else np.exp(values) if "rope" in name else values
             tensors[name] = (dims, F32_BLOCKS, norm.astype("<f4").tobytes())
     return tensors
+
+
+def _add_experts(arch: str, at: str, shapes: dict[str, list[int]]) -> None:
+    """In the place of the MLP, with what else the architecture has."""
+    for part, dims in {"gate": [HIDDEN, 32], "up": [HIDDEN, 32], "down": [32, HIDDEN]}.items():
+        del shapes[f"{at}ffn_{part}.weight"]
+        shapes[f"{at}ffn_{part}_exps.weight"] = [*dims, EXPERTS]
+        if arch == "gpt-oss":
+            shapes[f"{at}ffn_{part}_exps.bias"] = [dims[1], EXPERTS]
+    shapes[f"{at}ffn_gate_inp.weight"] = [HIDDEN, EXPERTS]
+    if arch == "qwen3moe":
+        shapes |= {f"{at}attn_{part}_norm.weight": [HIDDEN // HEADS] for part in ("q", "k")}
+    else:
+        del shapes[f"{at}ffn_norm.weight"]
+        shapes |= {f"{at}post_attention_norm.weight": [HIDDEN], f"{at}attn_sinks.weight": [HEADS]}
+        shapes |= {f"{at}attn_output.bias": [HIDDEN], f"{at}ffn_gate_inp.bias": [EXPERTS]}
 
 
 def _q8_0(values: np.ndarray) -> bytes:
@@ -428,7 +492,7 @@ def _metadata(arch: str, model: GGUF) -> Iterator[Mutation]:
     )
     optional = [f"{arch}.{key}" for key in GGUF_OPTIONAL]
     for key in dict.fromkeys([*model.pairs, *optional, *GGUF_GENERAL]):
-        if arch in ("qwen3", "phi3", "granite") and not key.startswith(arch):
+        if arch in ("qwen3", "phi3", "granite", "qwen3moe", "gpt-oss") and not key.startswith(arch):
             continue  # the vocabulary is that of another
         for label, value in GGUF_NASTY.items():
             yield _pair(arch, model, key, label, value)
@@ -562,7 +626,7 @@ def _weights(folders: dict[str, Files], ggufs: dict[str, GGUF]) -> Iterator[Muta
     from safetensors.numpy import load, save
 
     values = {"NaN": np.nan, "∞": np.inf, "−∞": -np.inf}
-    for family in ("llama", "qwen2", "gemma2", "phi3"):
+    for family in ("llama", "qwen2", "gemma2", "phi3", "qwen2_moe", PACKED, "deepseek_v3"):
         files = folders[family]
         tensors = load(files["model.safetensors"])
         for name, tensor in tensors.items():
@@ -570,7 +634,9 @@ def _weights(folders: dict[str, Files], ggufs: dict[str, GGUF]) -> Iterator[Muta
                 if family != "llama" and label != "NaN":
                     continue
                 spoilt = tensor.copy()
-                spoilt.flat[-1] = value
+                if tensor.dtype == np.uint8 and not name.endswith("_scales"):
+                    continue  # every code is a number
+                spoilt.flat[-1] = 255 if tensor.dtype == np.uint8 else value
                 data = save(tensors | {name: spoilt})
                 what = f"{family} {name} holds {label}"
                 made = _with(files, "model.safetensors", data)
@@ -674,7 +740,7 @@ def _damaged_bytes(
 ) -> Iterator[Mutation]:
     whole = {arch: model.data() for arch, model in ggufs.items()}
     for arch, data in whole.items():
-        head = data.index(b"blk.1.ffn_down.weight") + 64
+        head = data.index(b"blk.1.ffn_down") + 64
         for _ in range(120):
             yield _flipped(f"{arch} GGUF", {}, GGUF_NAME, data, draw, head)
         for _ in range(40):

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from twostroke import LLM
 from twostroke.model.hf_config import names_in_hf, spec_from_hf
 from twostroke.model.spec import ModelSpec
-from twostroke.model.tensor_names import TensorNames
+from twostroke.model.tensor_names import Place, TensorNames
 
 BOS, EOS, TURN, TURN_END = "<s>", "</s>", "<|im_start|>", "<|im_end|>"
 BOS_ID, EOS_ID, TURN_ID, TURN_END_ID = range(4)
@@ -75,18 +75,18 @@ def merged(
     names: TensorNames, spec: ModelSpec, weights: dict[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
     """Weights by their canonical names → as a file has them, some in one tensor."""
-    rows: dict[str, dict[int, np.ndarray]] = {}
-    places = names.places(spec)
-    for name, place in places.items():
-        rows.setdefault(place.tensor, {})[place.first_row] = weights[name]
-    whole = {
-        tensor: np.concatenate([part[n] for n in sorted(part)]) for tensor, part in rows.items()
-    }
-    turned = {place.tensor for place in places.values() if place.transposed}
-    return {
-        tensor: np.ascontiguousarray(values.T) if tensor in turned else values
-        for tensor, values in whole.items()
-    }
+    inside: dict[str, list[tuple[Place, np.ndarray]]] = {}
+    for name, place in names.places(spec).items():
+        inside.setdefault(place.tensor, []).append((place, weights[name]))
+    whole = {}
+    for tensor, parts in inside.items():
+        rows: list[list[np.ndarray]] = [[] for _ in range(max(1, parts[0][0].num_experts))]
+        for place, values in sorted(parts, key=lambda part: part[0].first_row):
+            rows[place.expert if place.num_experts else 0].append(values)
+        each = [np.concatenate(one) for one in rows]
+        each = [np.ascontiguousarray(one.T) if parts[0][0].transposed else one for one in each]
+        whole[tensor] = np.stack(each) if parts[0][0].num_experts else each[0]
+    return whole
 
 
 def write_json(path: Path, content: Any) -> None:

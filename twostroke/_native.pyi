@@ -14,6 +14,9 @@ _Keys = npt.NDArray[np.uint32]
 def common_format(types: Sequence[str]) -> str: ...
 def dot_rate(isa: str, threads: int) -> float: ...
 def fp16_rate(isa: str, threads: int) -> float: ...
+
+head_rows: int
+
 def has_fp16_products(isa: str) -> bool: ...
 def isas() -> list[str]: ...
 def lanes(isa: str) -> int: ...
@@ -57,12 +60,27 @@ class Matrix:
         with_residual: bool = False,
     ) -> None: ...
 
+class Latent:
+    def __init__(
+        self,
+        *,
+        q_b: Matrix | None = None,
+        keys: Matrix,
+        values: Matrix,
+        keys_transposed: Matrix,
+        q_a_norm: _Floats | None = None,
+        kv_a_norm: _Floats,
+        eps: float,
+        value_dim: int,
+    ) -> None: ...
+
 class Layer:
     def __init__(
         self,
         *,
         qkv: Matrix,
         o: Matrix,
+        latent: Latent | None = None,
         gate_up: Matrix,
         down: Matrix,
         heads: int,
@@ -72,6 +90,8 @@ class Layer:
         softcap: float = 0.0,
         window: int = 0,
         activation: str = "silu",
+        alpha: float = 1.0,
+        limit: float = 0.0,
         gated: bool = True,
         parallel: bool = False,
         attn_norm: _Floats | None = None,
@@ -86,6 +106,7 @@ class Layer:
         k_norm: _Floats | None = None,
         sinks: _Floats | None = None,
         rope: int = 0,
+        rope_dim: int = 0,
         group: int = 0,
         in_group: int,
     ) -> None: ...

@@ -27,7 +27,7 @@ std::vector<float> noise(size_t n, float size = 1.0f) {
 
 void expect_close(const char* what, const char* isa, const std::vector<float>& got,
                   const std::vector<float>& wanted, float bound) {
-  float worst = 0, most = 1e-6f;
+  float worst = 0, most = 1e-4f;
   for (size_t n = 0; n < wanted.size(); n++) {
     const float gap = std::fabs(got[n] - wanted[n]);
     worst = gap > worst || std::isnan(gap) ? gap : worst;
@@ -201,11 +201,13 @@ void check_blocks(const Kernels& k) {
           plain.unpack_row(other.packed(), row, b.data());
           if (a != b) std::printf("%s %s: another row\n", k.name, name), failures++;
         }
+        // Where codes are counted from zero on, sums that are taken off again leave their rounding.
+        const float bound = type.table != nullptr ? 2e-5f : 2e-6f;
         for (bool exact : {false, true})
           expect_close(name, k.name, product(k, own, x, tokens, exact),
-                       product(plain, other, x, tokens, exact), 2e-6f);
+                       product(plain, other, x, tokens, exact), bound);
         expect_close(name, k.name, product(k, own, x, tokens, false, true),
-                     product(plain, other, x, tokens, false, true), 2e-6f);
+                     product(plain, other, x, tokens, false, true), bound);
         const auto all = product(k, own, x, tokens, false);
         const std::vector<float> last(x.end() - cols, x.end());
         if (product(k, own, last, 1, false) != std::vector<float>(all.end() - rows, all.end()))
@@ -256,6 +258,12 @@ void check_small(const Kernels& k) {
     k.gelu_mul(x.data(), y.data(), n, a.data());
     for (int i = 0; i < n; i++) b[i] = 0.5f * x[i] * std::erfc(-x[i] / std::sqrt(2.0f)) * y[i];
     expect_close("gelu_mul", k.name, a, b, 1e-6f);
+    k.clamped_swiglu(x.data(), y.data(), 1.7f, 0.8f, n, a.data());
+    for (int i = 0; i < n; i++) {
+      const float gate = std::min(x[i], 0.8f), up = std::min(std::max(y[i], -0.8f), 0.8f);
+      b[i] = (up + 1) * gate / (1 + std::exp(-1.7f * gate));
+    }
+    expect_close("clamped_swiglu", k.name, a, b, 1e-5f);
     a = x;
     k.soft_cap(a.data(), n, 3.0f, 5.0f);
     for (int i = 0; i < n; i++) b[i] = 5 * std::tanh(3 * x[i] / 5);
@@ -314,7 +322,7 @@ void check_fp16(const Kernels& k, const Cache& cache, const std::vector<int32_t>
 void check_attention(const Kernels& k) {
   const Kernels& plain = find_kernels("portable");
   for (int round = 0; round < 30; round++) {
-    const int dims[] = {32, 40, 44, 64, 80, 96, 128}, dim = dims[random_bits() % 7];
+    const int dims[] = {32, 40, 44, 64, 80, 96, 128, 192, 576}, dim = dims[random_bits() % 9];
     const int heads = 1 + random_bits() % 3, group = 1 + random_bits() % 5;
     const int size = 1 + random_bits() % 17, length = 1 + random_bits() % 400;
     const int blocks = (length + size - 1) / size + 1;
@@ -336,6 +344,14 @@ void check_attention(const Kernels& k) {
                       params);
     };
     expect_close("attend_prefill", k.name, both(k.prefill, q), both(plain.prefill, q), 1e-5f);
+    std::vector<float> wide_keys, wide_values;
+    for (uint16_t x : keys) wide_keys.push_back(fp16_to_float(x));
+    for (uint16_t x : values) wide_values.push_back(fp16_to_float(x));
+    const Cache wide{reinterpret_cast<uint16_t*>(wide_keys.data()),
+                     reinterpret_cast<uint16_t*>(wide_values.data()), size, heads, dim, cache.block_stride};
+    expect_close("attend_prefill of floats", k.name,
+                 attended(k.prefill_floats, wide, table, q, group, length, count, kv, params),
+                 both(k.prefill, q), 0.0f);
     if (k.matrix_units.min_tokens > 0) {
       const int more = std::min(length, 1 + static_cast<int>(random_bits() % k.matrix_units.prefill.queries));
       const auto many = noise(size_t(more) * width);

@@ -138,6 +138,8 @@ void time_small(const Kernels& k) {
   tell("silu_mul", n, [&] { k.silu_mul(x.data(), w.data(), n, out.data()); });
   tell("gelu_tanh_mul", n, [&] { k.gelu_tanh_mul(x.data(), w.data(), n, out.data()); });
   tell("gelu_mul", n, [&] { k.gelu_mul(x.data(), w.data(), n, out.data()); });
+  tell("clamped_swiglu", n,
+       [&] { k.clamped_swiglu(x.data(), w.data(), 1.7f, 7.0f, n, out.data()); });
   tell("soft_cap", n, [&] { k.soft_cap(out.data(), n, 1, 30); });
   const std::vector<float> cos(32, 0.6f), sin(32, 0.8f);
   tell("rope", n, [&] { k.rope(out.data(), 9, 64, cos.data(), sin.data(), 32); });

@@ -29,11 +29,13 @@ void Model::rotate_and_store(const Step& step, const Layer& layer, const Cache& 
 
 void Model::store(const Step& step, const Layer& layer, const Cache& cache, int from, int to) {
   for_each_token(from, to, [&](int t) {
+    if (layer.latent != nullptr) return rotate_and_store_latent(step, layer, cache, t);
     for (int kv = 0; kv < layer.kv_heads; kv++) rotate_and_store(step, layer, cache, t, kv);
   });
 }
 
 void Model::attend(const Step& step, const Layer& layer, const Cache& cache, int member) {
+  if (layer.latent != nullptr) return attend_latent(step, layer, cache, member);
   const int group = layer.heads_per_kv(), dim = layer.dim, q = layer.q_size();
   const int kv_heads = layer.kv_heads, stride = layer.qkv_size();
   const int decoding = static_cast<int>(step.decode.size());
@@ -49,7 +51,7 @@ void Model::attend(const Step& step, const Layer& layer, const Cache& cache, int
   }
   end_stage(kStore, member);
   const PrefillAttention& tile =
-      uses_matrix_units(step.tokens) ? k_.matrix_units.prefill : prefill_attention(layer);
+      uses_matrix_units(step.tokens) ? k_.matrix_units.prefill : prefill_attention(layer.dim);
   std::vector<int> tiles;  // of each chunk
   int tasks = 0;
   for (const Chunk& chunk : step.prefill) {
@@ -87,74 +89,87 @@ void Model::attend(const Step& step, const Layer& layer, const Cache& cache, int
   end_stage(kMerge, member);
 }
 
-// A decode slot, all of it; or (if there are few) one part of its context for one KV head.
+// A decode slot, all of it; or (if there are few) one part of its context for some of its heads.
 void Model::attend_slot(const Step& step, const Layer& layer, const Cache& cache, int task) {
   if (!step.whole) return attend_part(step, layer, cache, task);
-  const int parts = splits(step, layer) * layer.kv_heads, first = task * parts;
-  if (!step.stored && step.one_each)
+  const bool plain = layer.latent == nullptr;
+  const int parts = splits(step, layer) * layer.groups_of_heads(), first = task * parts;
+  if (plain && !step.stored && step.one_each)
     for (int kv = 0; kv < layer.kv_heads; kv++) rotate_and_store(step, layer, cache, task, kv);
   prefetch_part(step, layer, cache, first);
   for (int n = first; n < first + parts; n++) {
     if (n + 1 < first + parts) prefetch_part(step, layer, cache, n + 1);
     attend_part(step, layer, cache, n);
   }
-  for (int kv = 0; kv < layer.kv_heads; kv++) merge(step, layer, task, kv);
+  if (plain)
+    for (int kv = 0; kv < layer.kv_heads; kv++) merge(step, layer, task, kv);
 }
 
-// Parts that a slot's context is cut into: `kSplit` cache indices each, of which a window reaches
+// Parts that a slot's context is cut into: as many cache indices each, of which a window reaches
 // into the last few.
 int Model::splits(const Step& step, const Layer& layer) const {
-  const int window = layer.attention.window;
-  return window > 0 ? std::min(step.splits, (window - 2) / kSplit + 2) : step.splits;
+  const int window = layer.attention.window, size = split_size(layer);
+  const int all = ceil_div(step.longest, size);
+  return window > 0 ? std::min(all, (window - 2) / size + 2) : all;
 }
 
-// Part n of all decode slots' contexts: by slot, KV head, and place.
+// Part n of all decode slots' contexts: by slot, heads, and place.
 Model::Part Model::part(const Step& step, const Layer& layer, int n) const {
-  const int parts = splits(step, layer), t = n / parts / layer.kv_heads;
-  const int end = step.index[t] + 1, window = layer.attention.window;
+  const int parts = splits(step, layer), groups = layer.groups_of_heads(), t = n / parts / groups;
+  const int end = step.index[t] + 1, window = layer.attention.window, size = split_size(layer);
   const int begin = window > 0 ? std::max(0, end - window) : 0;
-  const int place = begin / kSplit + n % parts;
-  const int from = std::max(begin, place * kSplit), to = std::min(end, (place + 1) * kSplit);
-  return {t, n / parts % layer.kv_heads, from, std::max(from, to)};
+  const int place = begin / size + n % parts;
+  const int from = std::max(begin, place * size), to = std::min(end, (place + 1) * size);
+  return {t, n / parts % groups, from, std::max(from, to)};
 }
 
 void Model::prefetch_part(const Step& step, const Layer& layer, const Cache& cache, int n) const {
   const Part p = part(step, layer, n);
-  k_.prefetch_keys(cache, step.table(layer, p.t), p.from, p.to, p.kv);
+  if (layer.latent == nullptr) k_.prefetch_keys(cache, step.table(layer, p.t), p.from, p.to, p.group);
 }
 
 void Model::attend_part(const Step& step, const Layer& layer, const Cache& cache, int n) {
-  const int group = layer.heads_per_kv(), dim = layer.dim;
+  const int together = layer.heads_together(), dim = layer.cached_dim();
   const Part p = part(step, layer, n);
-  float* acc = &partial_[static_cast<size_t>(n) * group * (dim + 2)];
-  float *largest = acc + group * dim, *sum = largest + group;
-  const float* queries = &qkv_[static_cast<size_t>(p.t) * layer.qkv_size()];
+  float* acc = &partial_[static_cast<size_t>(n) * together * (dim + 2)];
+  float *largest = acc + together * dim, *sum = largest + together;
   const int32_t* table = step.table(layer, p.t);
-  if (!step.whole) k_.prefetch_keys(cache, table, p.from, p.to, p.kv);
-  const DecodeAttention attend_one = in_fp16(layer) ? k_.fp16.decode : k_.decode;
-  attend_one(cache, table, queries, p.from, p.to, p.kv, group, layer.attention, acc, largest, sum);
+  const DecodeAttention attend_one = in_fp16(dim) ? k_.fp16.decode : k_.decode;
+  if (layer.latent != nullptr) {
+    const int first = p.group * together, count = std::min(together, layer.heads - first);
+    const float* queries = &among_latents_[(static_cast<size_t>(p.t) * layer.heads + first) * dim];
+    return attend_one(cache, table, queries, p.from, p.to, 0, count, layer.attention, acc, largest, sum);
+  }
+  const float* queries = &qkv_[static_cast<size_t>(p.t) * layer.qkv_size()];
+  if (!step.whole) k_.prefetch_keys(cache, table, p.from, p.to, p.group);
+  attend_one(cache, table, queries, p.from, p.to, p.group, together, layer.attention, acc, largest, sum);
+}
+
+// What a head's parts come to, as `cached_dim` channels.
+void Model::merge_head(const Step& step, const Layer& layer, int t, int head, float* out) const {
+  const int together = layer.heads_together(), dim = layer.cached_dim(), num_parts = splits(step, layer);
+  const int group = head / together, g = head % together;
+  const size_t size = static_cast<size_t>(together) * (dim + 2);
+  const float* parts = &partial_[static_cast<size_t>(t * layer.groups_of_heads() + group) * num_parts * size];
+  float largest = -INFINITY, total = 0;
+  for (int p = 0; p < num_parts; p++)
+    largest = std::max(largest, parts[p * size + together * dim + g]);
+  std::fill(out, out + dim, 0.0f);
+  for (int p = 0; p < num_parts; p++) {
+    const float* part = parts + p * size;
+    const float weight = std::exp(part[together * dim + g] - largest);
+    total += part[together * (dim + 1) + g] * weight;
+    for (int d = 0; d < dim; d++) out[d] += part[g * dim + d] * weight;
+  }
+  total += layer.attention.sink_weight(head, largest);
+  for (int d = 0; d < dim; d++) out[d] /= total;
 }
 
 void Model::merge(const Step& step, const Layer& layer, int t, int kv) {
-  const int group = layer.heads_per_kv(), dim = layer.dim, q = layer.q_size();
-  const int num_parts = splits(step, layer);
-  const size_t size = static_cast<size_t>(group) * (dim + 2);
-  const float* parts = &partial_[static_cast<size_t>(t * layer.kv_heads + kv) * num_parts * size];
-  for (int g = 0; g < group; g++) {
-    float* out = &attended_.values[static_cast<size_t>(t) * q + (kv * group + g) * dim];
-    float largest = -INFINITY, total = 0;
-    for (int p = 0; p < num_parts; p++)
-      largest = std::max(largest, parts[p * size + group * dim + g]);
-    std::fill(out, out + dim, 0.0f);
-    for (int p = 0; p < num_parts; p++) {
-      const float* part = parts + p * size;
-      const float weight = std::exp(part[group * dim + g] - largest);
-      total += part[group * (dim + 1) + g] * weight;
-      for (int d = 0; d < dim; d++) out[d] += part[g * dim + d] * weight;
-    }
-    total += layer.attention.sink_weight(kv * group + g, largest);
-    for (int d = 0; d < dim; d++) out[d] /= total;
-  }
+  const int group = layer.heads_per_kv(), dim = layer.dim;
+  float* out = &attended_.values[static_cast<size_t>(t) * layer.q_size()];
+  for (int head = kv * group; head < (kv + 1) * group; head++)
+    merge_head(step, layer, t, head, out + head * dim);
   if ((group * dim) % kBlock == 0) quantise(attended_, t, kv * group * dim, group * dim, *layer.o);
 }
 

@@ -2,13 +2,14 @@
 // inside a namespace of their own, after `simd.h`. `twostroke/kernels/reference.py` defines what each must give.
 
 // Where the keys (or values) of one head are, for consecutive cache indices.
+template <typename T>
 struct Reader {
-  const uint16_t* base;
+  const T* base;
   const int32_t* table;
   int block_size, dim;
   size_t block_stride;
 
-  Reader(const uint16_t* data, const Cache& c, const int32_t* table, int kv)
+  Reader(const T* data, const Cache& c, const int32_t* table, int kv)
       : base(data + static_cast<size_t>(kv) * c.block_size * c.dim),
         table(table),
         block_size(c.block_size),
@@ -20,7 +21,7 @@ struct Reader {
   inline __attribute__((always_inline)) void each(int first, int count, F&& f) const {
     int block = first / block_size, offset = first % block_size;
     for (int n = 0; n < count; block++, offset = 0) {
-      const uint16_t* p = base + table[block] * block_stride + static_cast<size_t>(offset) * dim;
+      const T* p = base + table[block] * block_stride + static_cast<size_t>(offset) * dim;
       for (; offset < block_size && n < count; offset++, n++, p += dim) f(n, p);
     }
   }
@@ -38,6 +39,10 @@ static inline void widen(const uint16_t* p, int dim, float* out) {
   int d = 0;
   for (; d + W <= dim; d += W) store(out + d, load_fp16(p + d));
   for (; d < dim; d++) out[d] = fp16_to_float(p[d]);
+}
+
+static inline void widen(const float* p, int dim, float* out) {
+  __builtin_memcpy(out, p, sizeof(float) * dim);
 }
 
 // Scores of `keys` keys [keys, dim] with `rows` queries, which stand in columns [dim, rows].
@@ -113,10 +118,12 @@ static inline void weigh(const float* s, const float* v, int keys, int rows, int
   }
 }
 
-static void attend_prefill(const Cache& cache, const int32_t* table, const float* q, int q_stride,
-                           int first, int count, int kv, int group,
-                           const AttentionParams& params, float* scratch, float* out,
-                           int out_stride) {
+// T: what the cache holds, fp16 or floats.
+template <typename T>
+static void attend_prefill_of(const Cache& cache, const int32_t* table, const float* q,
+                              int q_stride, int first, int count, int kv, int group,
+                              const AttentionParams& params, float* scratch, float* out,
+                              int out_stride) {
   const int window = params.window;
   const int dim = cache.dim, rows = (count * group + W - 1) / W * W, end = first + count;
   float* k = scratch;           // [kKeys, dim]
@@ -137,13 +144,14 @@ static void attend_prefill(const Cache& cache, const int32_t* table, const float
     sum[r] = 0;
   }
   __builtin_memset(acc, 0, sizeof(float) * rows * dim);
-  const Reader keys_at(cache.keys, cache, table, kv), values_at(cache.values, cache, table, kv);
+  const Reader keys_at(reinterpret_cast<const T*>(cache.keys), cache, table, kv);
+  const Reader values_at(reinterpret_cast<const T*>(cache.values), cache, table, kv);
   int key = 0;
   if (window > 0 && first - window + 1 > 0) key = first - window + 1;
   for (; key < end; key += kKeys) {
     const int keys = end - key < kKeys ? end - key : kKeys;
-    keys_at.each(key, keys, [&](int n, const uint16_t* p) { widen(p, dim, k + n * dim); });
-    values_at.each(key, keys, [&](int n, const uint16_t* p) { widen(p, dim, v + n * dim); });
+    keys_at.each(key, keys, [&](int n, const T* p) { widen(p, dim, k + n * dim); });
+    values_at.each(key, keys, [&](int n, const T* p) { widen(p, dim, v + n * dim); });
     score(k, keys, qt, rows, dim, s);
     if (params.softcap > 0) soft_cap(s, keys * rows, 1, params.softcap);
     const bool edges = key + keys - 1 > first || window > 0;  // some query does not see them all
@@ -187,6 +195,8 @@ static void attend_prefill(const Cache& cache, const int32_t* table, const float
     for (int d = 0; d < dim; d++) to[d] = acc[r * dim + d] * inverse;
   }
 }
+
+static constexpr auto attend_prefill = attend_prefill_of<uint16_t>;
 
 // G heads that share a KV head, over indices [from, to).
 template <int G>

@@ -7,7 +7,7 @@
 // 1,000) is recomputed in floats.
 
 constexpr int kRun = 32;
-constexpr int kMostDim = 512;
+constexpr int kMostDim = 1024;
 constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 
 static inline float16x8_t load_fp16x8(const uint16_t* p) {

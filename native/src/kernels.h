@@ -189,6 +189,9 @@ struct Kernels {
   void (*silu_mul)(const float* gate, const float* up, int n, float* out);
   void (*gelu_tanh_mul)(const float* gate, const float* up, int n, float* out);
   void (*gelu_mul)(const float* gate, const float* up, int n, float* out);  // by erf
+  // (up + 1) · gate · sigmoid(alpha · gate), with the gate at most `limit` and up within ±`limit`.
+  void (*clamped_swiglu)(const float* gate, const float* up, float alpha, float limit, int n,
+                         float* out);
   // x = cap · tanh(scale · x / cap), in place.
   void (*soft_cap)(float* x, int n, float scale, float cap);
   void (*to_fp16)(const float* x, int n, uint16_t* out);
@@ -196,6 +199,7 @@ struct Kernels {
   void (*unpack_row)(const Packed& w, int row, float* out);
 
   PrefillAttention prefill;
+  PrefillAttention prefill_floats;  // of a cache that holds floats, as which its pointers are read
   DecodeAttention decode;
   // Bring what `decode` is going to read closer.
   void (*prefetch_keys)(const Cache& cache, const int32_t* table, int from, int to, int kv);

@@ -54,8 +54,20 @@ std::vector<KVGroup> check_model(const ModelParts& parts, const Kernels& kernels
     const std::string at = "layer " + std::to_string(n) + ": ";
     fit(layer.dim > 0 && layer.kv_heads > 0 && layer.heads > 0 && layer.heads % layer.kv_heads == 0,
         at + "heads come in whole groups");
+    if (layer.latent != nullptr) {
+      const Latent& latent = *layer.latent;
+      const int rank = latent.rank(), heads = layer.heads, nope = layer.nope_dim();
+      fit(rank > 0 && latent.value_dim > 0 && latent.eps >= 0 && layer.rope_dim > 0 && nope > 0 &&
+              layer.kv_heads == heads && layer.q_norm.empty() && layer.sinks.empty(),
+          at + "latent attention");
+      fit((latent.q_b == nullptr) == latent.q_norm.empty(), at + "the norm of queries' latents");
+      if (latent.q_b != nullptr) is(latent.q_b, layer.q_size(), latent.q_rank(), at + "q_b");
+      is(latent.keys, heads * Latent::head_rows(nope), rank, at + "kv_b's keys");
+      is(latent.values, heads * Latent::head_rows(latent.value_dim), rank, at + "kv_b's values");
+      is(latent.keys_transposed, heads * Latent::head_rows(rank), nope, at + "kv_b's keys, transposed");
+    }
     is(layer.qkv, layer.qkv_size(), hidden, at + "qkv");
-    is(layer.o, hidden, layer.q_size(), at + "o");
+    is(layer.o, hidden, layer.output_size(), at + "o");
     auto is_mlp = [&](const MLP& mlp, const std::string& what) {
       fit(mlp.down != nullptr, what + "down is missing");
       is(mlp.down, hidden, mlp.inner(), what + "down");
@@ -92,7 +104,9 @@ std::vector<KVGroup> check_model(const ModelParts& parts, const Kernels& kernels
         at + "scale, softcap or window is negative");
     fit(layer.rope >= 0 && static_cast<size_t>(layer.rope) < parts.ropes.size(),
         at + "it has no rope table");
-    fit(2 * parts.ropes[layer.rope].half <= layer.dim, at + "angles of another shape");
+    const int angles = 2 * parts.ropes[layer.rope].half;
+    fit(layer.latent == nullptr ? angles <= layer.dim : angles == layer.rope_dim,
+        at + "angles of another shape");
     const size_t most = parts.layers.size();
     fit(layer.group >= 0 && static_cast<size_t>(layer.group) < most && layer.in_group >= 0 &&
             static_cast<size_t>(layer.in_group) < most,
@@ -103,10 +117,12 @@ std::vector<KVGroup> check_model(const ModelParts& parts, const Kernels& kernels
     std::vector<bool>& own = taken[layer.group];
     own.resize(std::max<size_t>(own.size(), layer.in_group + 1));
     fit(!own[layer.in_group], at + "its place in the KV group is taken");
-    fit(group.layers++ == 0 || (group.kv_heads == layer.kv_heads && group.dim == layer.dim),
+    const int parts_of = layer.latent == nullptr ? 2 : 1;
+    fit(group.layers++ == 0 || (group.heads == layer.cached_heads() &&
+                                group.dim == layer.cached_dim() && group.parts == parts_of),
         at + "heads of another shape than its KV group has");
     own[layer.in_group] = true;
-    group.kv_heads = layer.kv_heads, group.dim = layer.dim;
+    group.heads = layer.cached_heads(), group.dim = layer.cached_dim(), group.parts = parts_of;
   }
   for (size_t n = 0; n < groups.size(); n++)
     fit(groups[n].layers > 0 && static_cast<size_t>(groups[n].layers) == taken[n].size(),
@@ -142,16 +158,26 @@ Model::Model(const Kernels& kernels, ModelParts parts, int threads, int threads_
     }
     any_branch_ = any_branch_ || parts_.residual_scale != 1 || !layer.attn_post_norm.empty() ||
                   !layer.mlp_post_norm.empty();
-    most_q_ = std::max(most_q_, layer.q_size());
+    most_output_ = std::max(most_output_, layer.output_size());
     most_qkv_ = std::max(most_qkv_, layer.qkv_size());
     most_inner_ = std::max(most_inner_, layer.mlp.inner());
-    const int group = layer.heads_per_kv();
-    scratch = std::max(scratch, prefill_attention(layer).scratch_floats(group, layer.dim));
+    int group = layer.heads_per_kv(), dim = layer.dim;
+    if (layer.latent != nullptr) {
+      const Latent& latent = *layer.latent;
+      any_fp16_ = any_fp16_ || is_f16(latent.keys) || is_f16(latent.values) ||
+                  is_f16(latent.keys_transposed) || (latent.q_b != nullptr && is_f16(latent.q_b));
+      most_q_rank_ = std::max(most_q_rank_, latent.q_rank());
+      if (latent.q_b != nullptr) most_latent_q_ = std::max(most_latent_q_, layer.q_size());
+      group = 1, dim = layer.expanded_dim();
+    }
+    scratch = std::max(scratch, prefill_attention(dim).scratch_floats(group, dim));
     if (k_.matrix_units.min_tokens > 0)
-      scratch = std::max(scratch, k_.matrix_units.prefill.scratch_floats(group, layer.dim));
+      scratch = std::max(scratch, k_.matrix_units.prefill.scratch_floats(group, dim));
   }
   own_.resize(team_.size());
   both_.resize(team_.size());
+  head_in_.resize(team_.size());
+  head_out_.resize(team_.size());
   for (Quantised& own : own_) resize(own, kTile, hidden_);
   scratch_.assign(team_.size(), std::vector<float>(scratch));
 }
@@ -164,6 +190,11 @@ size_t Model::num_bytes() const {
   };
   for (const Layer& layer : parts_.layers) {
     total += layer.qkv->num_bytes() + layer.o->num_bytes() + bytes(layer.mlp);
+    if (layer.latent != nullptr) {
+      const Latent& latent = *layer.latent;
+      for (const auto& matrix : {latent.q_b, latent.keys, latent.values, latent.keys_transposed})
+        if (matrix != nullptr) total += matrix->num_bytes();
+    }
     if (layer.experts == nullptr) continue;
     total += layer.experts->router->num_bytes();
     for (const MLP& mlp : layer.experts->each) total += bytes(mlp);
@@ -176,23 +207,24 @@ size_t Model::num_bytes() const {
 void Model::resize(Quantised& a, int tokens, int width, bool matrix_units) const {
   const size_t padded = ceil_div(tokens, kTile) * static_cast<size_t>(kTile);
   const size_t blocks = ceil_div(width, kBlock);
+  auto grow = [](auto& numbers, size_t size) {
+    if (numbers.size() < size) numbers.resize(size);
+  };
   a.uses_matrix_units = matrix_units;
   if (a.uses_matrix_units) {
     const size_t rows = ceil_div(tokens, kTileTokens) * static_cast<size_t>(kTileTokens);
-    const size_t needed = rows * blocks * kBlock;
-    if (a.bf16_tiles.size() < needed) a.bf16_tiles.resize(needed);
+    grow(a.bf16_tiles, rows * blocks * kBlock);
   }
-  if (a.values.size() >= padded * width) return;
   const size_t places = padded * (blocks + 1);
-  a.values.resize(padded * width);
-  a.codes.resize(places * kBlock);
-  a.scale.resize(places);
-  a.sum.resize(places);
-  a.half_sums.resize(places * 2);
-  a.residual_block.resize(padded);
+  grow(a.values, padded * width);
+  grow(a.codes, places * kBlock);
+  grow(a.scale, places);
+  grow(a.sum, places);
+  grow(a.half_sums, places * 2);
+  grow(a.residual_block, padded);
   if (any_fp16_) {
-    a.fp16.resize(padded * blocks * kBlock);
-    a.fp16_scale.resize(padded * blocks);
+    grow(a.fp16, padded * blocks * kBlock);
+    grow(a.fp16_scale, padded * blocks);
   }
 }
 
@@ -251,9 +283,11 @@ void Model::reserve(int tokens) {
     x_.resize(padded * hidden_);
     qkv_.resize(padded * most_qkv_);
     if (any_branch_) branch_.resize(padded * hidden_);
+    latent_q_.resize(padded * most_latent_q_);
   }
   resize(normed_, tokens, hidden_);
-  resize(attended_, tokens, most_q_);
+  resize(attended_, tokens, most_output_);
+  if (most_q_rank_ > 0) resize(q_latent_, tokens, most_q_rank_);
   resize(inner_, tokens, most_inner_);
   if (most_experts_ > 0 && mixed_.size() < padded * hidden_) {
     mixed_.resize(padded * hidden_);
@@ -336,13 +370,19 @@ void Model::plan(Step& step, int members) {
   std::sort(rows.begin(), rows.end());
   step.one_each = std::adjacent_find(rows.begin(), rows.end()) == rows.end();
   // Always the same parts, whoever else is in the step: so a stream's sums never depend on others.
-  int longest = 0;
-  for (int t = 0; t < decoding; t++) longest = std::max(longest, step.index[t] + 1);
-  step.splits = std::max(1, ceil_div(longest, kSplit));
+  for (int t = 0; t < decoding; t++) step.longest = std::max(step.longest, step.index[t] + 1);
   size_t floats = 0;
   for (const Layer& layer : parts_.layers) {
-    const size_t parts = static_cast<size_t>(decoding) * layer.kv_heads * splits(step, layer);
-    floats = std::max(floats, parts * layer.heads_per_kv() * (layer.dim + 2));
+    const size_t dim = layer.cached_dim(), heads = layer.groups_of_heads() * layer.heads_together();
+    floats = std::max(floats, decoding * splits(step, layer) * heads * (dim + 2));
+    if (layer.latent == nullptr) continue;
+    const size_t among = decoding * layer.heads * dim;
+    if (among_latents_.size() < among) among_latents_.resize(among);
+    for (const Chunk& chunk : step.prefill) {
+      const int keys = chunk.index + chunk.size - first_seen(layer, chunk);
+      const size_t room = 2 * static_cast<size_t>(heads_at_once(layer, keys)) * keys * layer.expanded_dim();
+      if (expanded_.size() < room) expanded_.resize(room);
+    }
   }
   if (partial_.size() < floats) partial_.resize(floats);
 }
@@ -353,6 +393,9 @@ void Model::pick(const Step& wanted, const Layer& layer, const int32_t* which) {
   for (int n = 0; n < wanted.tokens; n++) {
     std::memmove(&x_[n * hidden], &x_[which[n] * hidden], hidden * sizeof(float));
     std::memmove(&qkv_[n * line], &qkv_[which[n] * line], line * sizeof(float));
+    if (layer.latent == nullptr || layer.latent->q_b == nullptr) continue;
+    std::memmove(latent_queries(layer, n), latent_queries(layer, which[n]),
+                 layer.q_size() * sizeof(float));
   }
   reserve(wanted.tokens);
 }
@@ -367,10 +410,11 @@ void Model::end_stage(Stage stage, int member) {
 
 Cache Model::cache_of(const Step& step, const Layer& layer) const {
   const Pool& pool = step.pools[layer.group];
-  const size_t part = static_cast<size_t>(pool.block_size) * layer.kv_size();  // keys of one layer
-  uint16_t* keys = pool.data + 2 * part * layer.in_group;
-  return {keys,           keys + part, pool.block_size,
-          layer.kv_heads, layer.dim,   2 * part * groups_[layer.group].layers};
+  const KVGroup& group = groups_[layer.group];
+  const size_t part = static_cast<size_t>(pool.block_size) * group.heads * group.dim;  // keys of one layer
+  uint16_t* keys = pool.data + group.parts * part * layer.in_group;
+  uint16_t* values = group.parts == 1 ? keys : keys + part;  // a latent is the key, and the value
+  return {keys, values, pool.block_size, group.heads, group.dim, group.parts * part * group.layers};
 }
 
 void Model::norm_all(const Step& step, const Norm& norm, const Matrix& next, bool with_residual,
@@ -393,6 +437,7 @@ void Model::project(const Step& step, const Layer& layer, int member) {
   norm_all(step, layer.attn_norm, *layer.qkv, true, member);
   const Quantised& normed = step.small ? own_[member] : normed_;
   multiply(*layer.qkv, view(normed, hidden_, true), step.tokens, qkv_.data(), width, false);
+  if (layer.latent != nullptr) project_latent_queries(step, layer);
   if (layer.has_full_norms())
     for_each_token(0, step.tokens, [&](int t) {
       float *queries = &qkv_[static_cast<size_t>(t) * width], *keys = queries + q;
@@ -406,7 +451,7 @@ void Model::project(const Step& step, const Layer& layer, int member) {
 // same norm if it has none of its own.
 void Model::finish(const Step& step, const Layer& layer, int member) {
   auto add_attention = [&] {
-    add_product(step, *layer.o, view(attended_, layer.q_size()), layer.attn_post_norm);
+    add_product(step, *layer.o, view(attended_, layer.output_size()), layer.attn_post_norm);
     end_stage(kOutput, member);
   };
   if (!layer.parallel) add_attention();
@@ -464,9 +509,10 @@ void Model::gate_units(const Layer& layer, const MLP& mlp, const Activations& a,
   const int unit_rows = layer.gated ? 2 * kBlock : kBlock;  // rows that make one block of the inner layer
   const int width = mlp.inner();
   const Packed& w = mlp.gate_up->packed();
-  const auto activate = layer.activation == Activation::kSilu   ? k_.silu_mul
-                        : layer.activation == Activation::kGelu ? k_.gelu_mul
-                                                                : k_.gelu_tanh_mul;
+  const Activation& how = layer.activation;
+  const auto activate = how.kind == ActivationKind::kSilu   ? k_.silu_mul
+                        : how.kind == ActivationKind::kGelu ? k_.gelu_mul
+                                                            : k_.gelu_tanh_mul;
   const int g0 = from * unit_rows / w.lanes, g1 = std::min(w.groups(), to * unit_rows / w.lanes);
   const int stride = (to - from) * unit_rows;
   std::vector<float>& both = both_[member];
@@ -480,7 +526,11 @@ void Model::gate_units(const Layer& layer, const MLP& mlp, const Activations& a,
       const float* pair = &both[(unit - from) * unit_rows];
       for (int t = t0; t < t1; t++, pair += stride) {
         const float* up = layer.gated ? pair + n : kOnes.data();
-        activate(pair, up, n, &inner.values[static_cast<size_t>(t) * width + at]);
+        float* out = &inner.values[static_cast<size_t>(t) * width + at];
+        if (how.kind == ActivationKind::kClampedSwiglu)
+          k_.clamped_swiglu(pair, up, how.alpha, how.limit, n, out);
+        else
+          activate(pair, up, n, out);
         quantise(inner, t, at, n, *mlp.down);
       }
     }

@@ -1,6 +1,7 @@
 // One decoder, a step at a time: `twostroke/model/decoder.py` says the same in torch.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <memory>
@@ -12,7 +13,12 @@
 
 namespace twostroke {
 
-enum class Activation { kSilu, kGeluTanh, kGelu };
+enum class ActivationKind { kSilu, kGeluTanh, kGelu, kClampedSwiglu };
+
+struct Activation {
+  ActivationKind kind;
+  float alpha, limit;  // of a clamped swiglu
+};
 
 struct Norm {
   std::vector<float> weight, bias;  // empty where there is none
@@ -47,9 +53,29 @@ struct Experts {
   int inner() const { return each[0].inner(); }
 };
 
+// `LatentSpec`, with its weights. Of kv_b each head's rows for keys, and those for values, begin at a
+// multiple of `kHeadRows`, so that a product may take those of one head.
+constexpr int kHeadRows = 32;
+constexpr int kLatentHeads = 4;  // that a decode task has of a layer with latents
+
+struct Latent {
+  std::shared_ptr<Matrix> q_b;             // or null: queries are made from x
+  std::shared_ptr<Matrix> keys, values;    // of kv_b: what a latent becomes, for prefill
+  std::shared_ptr<Matrix> keys_transposed; // what a query becomes among latents, for decode
+  std::vector<float> q_norm, kv_norm;      // of the latents; the first empty without q_b
+  float eps = 0;
+  int value_dim = 0;
+
+  int rank() const { return static_cast<int>(kv_norm.size()); }
+  int q_rank() const { return static_cast<int>(q_norm.size()); }
+  // Rows from one head to the next.
+  static int head_rows(int rows) { return (rows + kHeadRows - 1) / kHeadRows * kHeadRows; }
+};
+
 // `AttentionSpec`, `MLPSpec` and `LayerSpec` of `twostroke/model/spec.py`, with their weights.
 struct Layer {
-  std::shared_ptr<Matrix> qkv, o;
+  std::shared_ptr<Matrix> qkv, o;          // with latents: q_a (or q) and kv_a
+  std::shared_ptr<const Latent> latent;    // or null
   MLP mlp;  // empty in a layer of experts without a shared one
   std::shared_ptr<const Experts> experts;  // or null
   Norm attn_norm, mlp_norm, attn_post_norm, mlp_post_norm;
@@ -60,12 +86,27 @@ struct Layer {
   Activation activation;
   bool gated = true, parallel = false;
   int rope;             // which of the model's tables
+  int rope_dim = 0;     // with latents: how many channels of a head, its last, have rope
   int group, in_group;  // its KV group, and which of the group's layers it is
 
   int heads_per_kv() const { return heads / kv_heads; }
   int q_size() const { return heads * dim; }
   int kv_size() const { return kv_heads * dim; }
-  int qkv_size() const { return q_size() + 2 * kv_size(); }
+  int qkv_size() const {
+    if (latent == nullptr) return q_size() + 2 * kv_size();
+    return (latent->q_b == nullptr ? q_size() : latent->q_rank()) + cached_dim();
+  }
+  int value_dim() const { return latent == nullptr ? dim : latent->value_dim; }
+  int output_size() const { return heads * value_dim(); }
+  // What attention reads of a cached token: of a latent, one vector for all heads.
+  int cached_heads() const { return latent == nullptr ? kv_heads : 1; }
+  int cached_dim() const { return latent == nullptr ? dim : latent->rank() + rope_dim; }
+  // Heads that decode computes together: those of a KV head, or some of those that share latents.
+  int heads_together() const { return latent == nullptr ? heads_per_kv() : kLatentHeads; }
+  int groups_of_heads() const { return (heads + heads_together() - 1) / heads_together(); }
+  int nope_dim() const { return dim - rope_dim; }
+  // Channels of a latent's keys and values, once they are expanded.
+  int expanded_dim() const { return (std::max(dim, value_dim()) + 7) / 8 * 8; }
   bool has_head_norms() const { return !q_norm.empty() && !has_full_norms(); }
   bool has_full_norms() const { return heads > 1 && q_norm.size() == static_cast<size_t>(q_size()); }
 };
@@ -77,7 +118,8 @@ struct Rope {  // cosines and sines, [positions, half] each
 
 // Layers whose keys and values share a pool and block tables.
 struct KVGroup {
-  int layers = 0, kv_heads = 0, dim = 0;
+  int layers = 0, heads = 0, dim = 0;
+  int parts = 2;  // keys and values, or (1) latents
 };
 
 struct ModelParts {
@@ -117,7 +159,7 @@ struct Rows {
 };
 
 struct Pool {  // of one KV group, as `kv/host_pool.py` makes it
-  uint16_t* data;  // [blocks, layers, 2, kv_heads, block_size, dim]
+  uint16_t* data;  // [blocks, layers, parts, heads, block_size, dim]
   int blocks, block_size;
 };
 
@@ -162,8 +204,8 @@ class Model {
     bool uses_matrix_units = false;
   };
   struct Step;
-  struct Part {  // of a decode slot's context
-    int t, kv, from, to;
+  struct Part {  // of a decode slot's context, for some of its heads
+    int t, group, from, to;
   };
 
   void reserve(int tokens);
@@ -172,9 +214,9 @@ class Model {
   }
   void resize(Quantised& a, int tokens, int width, bool matrix_units) const;
   bool uses_matrix_units(int tokens) const;
-  bool in_fp16(const Layer& layer) const { return !exact_ && k_.fp16.take(layer.dim); }
-  const PrefillAttention& prefill_attention(const Layer& layer) const {
-    return in_fp16(layer) ? k_.fp16.prefill : k_.prefill;
+  bool in_fp16(int dim) const { return !exact_ && k_.fp16.take(dim); }
+  const PrefillAttention& prefill_attention(int dim) const {
+    return in_fp16(dim) ? k_.fp16.prefill : k_.prefill;
   }
   Activations view(const Quantised& a, int width, bool with_residual = false) const;
   void quantise(Quantised& a, int t, int from, int n, const Matrix& next, bool with_residual = false) const;
@@ -207,6 +249,19 @@ class Model {
   void prefetch_part(const Step& step, const Layer& layer, const Cache& cache, int n) const;
   void attend_part(const Step& step, const Layer& layer, const Cache& cache, int n);
   void merge(const Step& step, const Layer& layer, int t, int kv);
+  void merge_head(const Step& step, const Layer& layer, int t, int head, float* out) const;
+  float* latent_queries(const Layer& layer, int t);
+  void project_latent_queries(const Step& step, const Layer& layer);
+  void rotate_and_store_latent(const Step& step, const Layer& layer, const Cache& cache, int t);
+  void attend_latent(const Step& step, const Layer& layer, const Cache& cache, int member);
+  void bring_among_latents(const Step& step, const Layer& layer, int member, int head);
+  void leave_latents(const Step& step, const Layer& layer, int member, int head);
+  void attend_expanded(const Step& step, const Layer& layer, const Cache& cache, int member,
+                       const Chunk& chunk, int first);
+  int heads_at_once(const Layer& layer, int keys) const;
+  static int first_seen(const Layer& layer, const Chunk& chunk);
+  const float* multiply_head(const Matrix& w, int head, int rows, Quantised& in, int tokens,
+                             int member);
   void head(const int32_t* which, int count, float* out);
   int num_tasks(int tokens) const;
   void end_stage(Stage stage, int member);
@@ -216,8 +271,9 @@ class Model {
   const Kernels& k_;
   ModelParts parts_;
   std::vector<KVGroup> groups_;
-  int hidden_, most_q_ = 0, most_qkv_ = 0, most_inner_ = 0;  // widths: of a layer at the most
+  int hidden_, most_output_ = 0, most_qkv_ = 0, most_inner_ = 0;  // widths: of a layer at the most
   int most_experts_ = 0, most_per_token_ = 0, most_expert_inner_ = 0;
+  int most_q_rank_ = 0, most_latent_q_ = 0;
   bool exact_, any_fp16_ = false, any_branch_ = false;
   int threads_, threads_prefill_;
   Team team_;
@@ -240,6 +296,13 @@ class Model {
   std::vector<Quantised> own_;  // of each member: what it norms for itself in a small step
   std::vector<std::vector<float>> scratch_, both_;
   std::vector<float> partial_;  // of split decode attention: acc, largest, sum
+  // Of layers with latents: queries and their latents; queries among the latents of the cache; keys
+  // and values of some heads; and of each member, inputs and outputs of one head's products.
+  std::vector<float> latent_q_, among_latents_;
+  Quantised q_latent_;
+  std::vector<float> expanded_;  // or fp16
+  std::vector<Quantised> head_in_;
+  std::vector<std::vector<float>> head_out_;
   std::array<double, kStages> stage_seconds_{};
   std::chrono::steady_clock::time_point stage_start_;
 };

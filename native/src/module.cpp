@@ -69,10 +69,11 @@ const char* name_of(Format format) {
   return "";
 }
 
-Activation activation_of(const std::string& name) {
-  if (name == "silu") return Activation::kSilu;
-  if (name == "gelu_tanh") return Activation::kGeluTanh;
-  if (name == "gelu") return Activation::kGelu;
+ActivationKind activation_of(const std::string& name) {
+  if (name == "silu") return ActivationKind::kSilu;
+  if (name == "gelu_tanh") return ActivationKind::kGeluTanh;
+  if (name == "gelu") return ActivationKind::kGelu;
+  if (name == "clamped_swiglu") return ActivationKind::kClampedSwiglu;
   throw std::invalid_argument("no activation is called '" + name + "'");
 }
 
@@ -137,8 +138,8 @@ struct CheckedStep {
     rows = {tokens.data(), static_cast<int64_t>(tokens.shape(1)), {}};
     for (size_t g = 0; g < groups.size(); g++) {
       const PoolData& pool = caches[g];
-      check(pool.shape(4) > 0 && pool.shape(2) == 2 && shape_is(pool, 1, groups[g].layers) &&
-                shape_is(pool, 3, groups[g].kv_heads) && shape_is(pool, 5, groups[g].dim),
+      check(pool.shape(4) > 0 && shape_is(pool, 2, groups[g].parts) && shape_is(pool, 1, groups[g].layers) &&
+                shape_is(pool, 3, groups[g].heads) && shape_is(pool, 5, groups[g].dim),
             "the cache is not this model's");
       pools.push_back(
           {pool.data(), static_cast<int>(pool.shape(0)), static_cast<int>(pool.shape(4))});
@@ -391,13 +392,28 @@ NB_MODULE(_native, m) {
            "group_score"_a = "max",
            "A layer's experts. `shared_gate`: the router's last row is the gate of the shared one.");
 
+  nb::class_<Latent>(m, "Latent")
+      .def("__init__",
+           [](Latent* self, std::shared_ptr<Matrix> q_b, std::shared_ptr<Matrix> keys,
+              std::shared_ptr<Matrix> values, std::shared_ptr<Matrix> keys_transposed,
+              const std::optional<Floats1>& q_a_norm, const Floats1& kv_a_norm, float eps,
+              int value_dim) {
+             new (self) Latent{q_b, keys, values, keys_transposed, floats(q_a_norm),
+                               floats(kv_a_norm), eps, value_dim};
+           },
+           nb::kw_only(), "q_b"_a.none() = nb::none(), "keys"_a, "values"_a, "keys_transposed"_a,
+           "q_a_norm"_a = nb::none(), "kv_a_norm"_a, "eps"_a, "value_dim"_a,
+           "Latent attention of a layer. Of kv_b: each head's rows for keys, also transposed, and "
+           "for values, each head from a multiple of `head_rows` on.");
+  m.attr("head_rows") = kHeadRows;
+
   nb::class_<Layer>(m, "Layer")
       .def("__init__",
            [](Layer* self, std::shared_ptr<Matrix> qkv, std::shared_ptr<Matrix> o,
               std::shared_ptr<Matrix> gate_up, std::shared_ptr<Matrix> down,
-              std::shared_ptr<Experts> experts, int heads,
+              std::shared_ptr<Experts> experts, std::shared_ptr<Latent> latent, int heads,
               int kv_heads, int dim, float scale, float softcap, int window,
-              const std::string& activation, bool gated, bool parallel,
+              const std::string& activation, float alpha, float limit, bool gated, bool parallel,
               const std::optional<Floats1>& attn_norm, const std::optional<Floats1>& mlp_norm,
               const std::optional<Floats1>& attn_post_norm,
               const std::optional<Floats1>& mlp_post_norm,
@@ -406,9 +422,10 @@ NB_MODULE(_native, m) {
               const std::optional<Floats1>& attn_post_norm_bias,
               const std::optional<Floats1>& mlp_post_norm_bias,
               const std::optional<Floats1>& q_norm, const std::optional<Floats1>& k_norm,
-              const std::optional<Floats1>& sinks, int rope, int group, int in_group) {
+              const std::optional<Floats1>& sinks, int rope, int rope_dim, int group, int in_group) {
              Layer layer{};
              layer.qkv = qkv, layer.o = o, layer.mlp = {gate_up, down}, layer.experts = experts;
+             layer.latent = latent, layer.rope_dim = rope_dim;
              layer.attn_norm = norm_of(attn_norm, attn_norm_bias);
              layer.mlp_norm = norm_of(mlp_norm, mlp_norm_bias);
              layer.attn_post_norm = norm_of(attn_post_norm, attn_post_norm_bias);
@@ -417,22 +434,24 @@ NB_MODULE(_native, m) {
              layer.sinks = floats(sinks);
              layer.heads = heads, layer.kv_heads = kv_heads, layer.dim = dim;
              layer.attention = {scale, softcap, window};
-             layer.activation = activation_of(activation);
+             layer.activation = {activation_of(activation), alpha, limit};
+             check(gated || layer.activation.kind != ActivationKind::kClampedSwiglu,
+                   "a clamped swiglu has a gate");
              layer.gated = gated, layer.parallel = parallel;
              layer.rope = rope, layer.group = group, layer.in_group = in_group;
              new (self) Layer(std::move(layer));
            },
            nb::kw_only(), "qkv"_a, "o"_a, "gate_up"_a.none() = nb::none(),
-           "down"_a.none() = nb::none(), "experts"_a.none() = nb::none(), "heads"_a, "kv_heads"_a, "dim"_a,
+           "down"_a.none() = nb::none(), "experts"_a.none() = nb::none(), "latent"_a.none() = nb::none(), "heads"_a, "kv_heads"_a, "dim"_a,
            "scale"_a, "softcap"_a = 0.0f, "window"_a = 0, "activation"_a = "silu",
-           "gated"_a = true, "parallel"_a = false, "attn_norm"_a = nb::none(),
+           "alpha"_a = 1.0f, "limit"_a = 0.0f, "gated"_a = true, "parallel"_a = false, "attn_norm"_a = nb::none(),
            "mlp_norm"_a = nb::none(), "attn_post_norm"_a = nb::none(),
            "mlp_post_norm"_a = nb::none(), "attn_norm_bias"_a = nb::none(),
            "mlp_norm_bias"_a = nb::none(), "attn_post_norm_bias"_a = nb::none(),
            "mlp_post_norm_bias"_a = nb::none(), "q_norm"_a = nb::none(), "k_norm"_a = nb::none(),
-           "sinks"_a = nb::none(), "rope"_a = 0, "group"_a = 0, "in_group"_a,
-           "Weights and rules of one layer. `rope`: which of the model's tables; `in_group`: which "
-           "layer of its KV group.");
+           "sinks"_a = nb::none(), "rope"_a = 0, "rope_dim"_a = 0, "group"_a = 0, "in_group"_a,
+           "Weights and rules of one layer. `rope`: which of the model's tables; `rope_dim`: with "
+           "latents, a head's channels with rope; `in_group`: which layer of its KV group.");
 
   m.def("matrix_unit_min_tokens", [](const std::string& isa) { return find_kernels(isa).matrix_units.min_tokens; }, "isa"_a,
         "Tokens from which a step goes through matrix units, in bfloat16; 0 if there are none.");

@@ -110,6 +110,24 @@ static void gelu_mul(const float* gate, const float* up, int n, float* out) {
   for (; i < n; i++) out[i] = gate[i] * 0.5f * __builtin_erfcf(gate[i] * -0.707106781f) * up[i];
 }
 
+static void clamped_swiglu(const float* gate, const float* up, float alpha, float limit, int n,
+                           float* out) {
+  int i = 0;
+  for (; i + W <= n; i += W) {
+    f32v g = load(gate + i), u = load(up + i);
+    g = g > limit ? splat(limit) : g;  // NaN stays NaN
+    u = u > limit ? splat(limit) : u;
+    u = u < -limit ? splat(-limit) : u;
+    const f32v bounded = max_of(g * alpha, splat(-80.0f));  // as in `silu_mul`
+    store(out + i, g / (1.0f + exp_of(-bounded)) * (u + 1.0f));
+  }
+  for (; i < n; i++) {
+    const float g = gate[i] > limit ? limit : gate[i];
+    const float u = up[i] > limit ? limit : up[i] < -limit ? -limit : up[i];
+    out[i] = g / (1.0f + __builtin_expf(-alpha * g)) * (u + 1.0f);
+  }
+}
+
 // To about 2 · 10^-7; NaN stays NaN.
 static inline f32v tanh_of(f32v x) {
   const f32v bounded = -max_of(splat(-40.0f), -max_of(splat(-40.0f), x));

@@ -7,7 +7,10 @@
 
 namespace twostroke {
 
-constexpr int kSplit = 64;  // cached tokens of a decode task
+// Cached tokens of a decode task: of heads' own keys, and of latents.
+constexpr int kSplit = 64, kLatentSplit = 256;
+
+inline int split_size(const Layer& layer) { return layer.latent == nullptr ? kSplit : kLatentSplit; }
 
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
@@ -18,7 +21,7 @@ struct Model::Step {
   const std::vector<Slot>& decode;
   const std::vector<Chunk>& prefill;
   std::vector<int32_t> row, position, index;  // of every token
-  int tokens = 0, splits = 1;
+  int tokens = 0, longest = 1;  // longest: of the decode slots' contexts
   bool small = false;   // every member norms all tokens for itself
   bool whole = true;    // a decode slot's parts are one task
   bool stored = false;  // keys and values are in the cache, queries are rotated

@@ -44,7 +44,8 @@ def gguf_name(name: str, config: PreTrainedConfig) -> str:
 
 def architecture(config: PreTrainedConfig) -> str:
     own = {"gemma3_text": "gemma3", "olmo3": "olmo2", "cohere": "command-r", "glm": "chatglm"}
-    own |= {"gpt_neox": "gptneox", "phi": "phi2"}
+    own |= {"gpt_neox": "gptneox", "phi": "phi2", "gpt_oss": "gpt-oss"}
+    own |= {"deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2"}
     own |= {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
     return own.get(config.model_type, config.model_type)
 

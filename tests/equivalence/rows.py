@@ -58,6 +58,9 @@ def draw_weights(model: PreTrainedModel) -> None:
             weight.normal_(0.0, SPREAD / weight.shape[-1] ** 0.5, generator=random)
         else:
             weight.normal_(weight[0].item(), 0.3, generator=random)
+    for name, values in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # of a router
+            values.normal_(0.0, 0.3, generator=random)
 
 
 def same_weights_under(config: PreTrainedConfig, model: PreTrainedModel) -> PreTrainedModel:

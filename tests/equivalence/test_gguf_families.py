@@ -22,6 +22,8 @@ from gguf import GGMLQuantizationType as Type
 from transformers import (
     Cohere2Config,
     CohereConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Exaone4Config,
     FalconConfig,
     Gemma2Config,
@@ -30,8 +32,10 @@ from transformers import (
     GlmConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
+    MiniCPM3Config,
     MixtralConfig,
     Olmo2Config,
     Olmo3Config,
@@ -147,6 +151,24 @@ FAMILIES |= {
     "qwen3moe": Qwen3MoeConfig(**SIZES | MOE | {"head_dim": 64, "norm_topk_prob": True}),
     "olmoe": OlmoeConfig(**SIZES | MOE | {"eos_token_id": None}),
 }
+# Rows are whole blocks of 32 here. Files of V2 have kv_b in one piece, those of V3 in two.
+LATENT = SIZES | {"num_key_value_heads": 4, "kv_lora_rank": 96, "q_lora_rank": 64}
+LATENT |= {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 24}
+DEEPSEEK = LATENT | {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3}
+DEEPSEEK |= {"moe_intermediate_size": 64, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}
+DEEPSEEK |= {"routed_scaling_factor": 1.5}
+MSCALE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 0.7}
+MSCALE |= {"mscale_all_dim": 0.7, "original_max_position_embeddings": 32}
+FAMILIES |= {
+    "deepseek_v2": DeepseekV2Config(**DEEPSEEK, topk_method="group_limited_greedy"),
+    "deepseek_v2_lite": DeepseekV2Config(**DEEPSEEK | {"q_lora_rank": None}, topk_method="greedy"),
+    "deepseek_v3": DeepseekV3Config(**DEEPSEEK, rope_parameters=MSCALE),
+    "minicpm3": MiniCPM3Config(**LATENT | {"v_head_dim": 64}),
+}
+UNTRUNCATED = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "truncate": False}
+UNTRUNCATED |= {"original_max_position_embeddings": 32}
+GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 64, "sliding_window": 9}
+FAMILIES["gpt-oss"] = GptOssConfig(**SIZES | GPT_OSS, rope_parameters=UNTRUNCATED)
 BLOCK_TYPES = [Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1]
 BLOCK_TYPES += [Type.Q8_0, Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K]
 LATER_TYPES = [Type.IQ4_NL, Type.IQ4_XS, Type.MXFP4, Type.IQ3_S, Type.IQ3_XXS, Type.IQ2_XXS]
@@ -198,7 +220,8 @@ def write_gguf(
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    split = config.model_type == "deepseek_v3"  # as files have it since 2025
+    writer.add_head_count_kv(1 if split else config.num_key_value_heads)
     if arch in ("command-r", "cohere2", "stablelm", "starcoder2", *GPTS):
         writer.add_layer_norm_eps(SIZES["rms_norm_eps"])
     else:
@@ -209,10 +232,10 @@ def write_gguf(
         writer.add_rope_freq_base(rope["rope_theta"])
     if arch == "gptneox":
         writer.add_parallel_residual(config.use_parallel_residual)
-    if arch in ("qwen3", "qwen3moe", "gemma2", "gemma3", "glm4", "seed_oss"):
+    if arch in ("qwen3", "qwen3moe", "gemma2", "gemma3", "glm4", "seed_oss", "gpt-oss"):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
-    if arch in ("gemma2", "gemma3", "phi3"):
+    if arch in ("gemma2", "gemma3", "phi3", "gpt-oss"):
         writer.add_sliding_window(config.sliding_window or 0)
     if arch == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
@@ -239,12 +262,17 @@ def write_gguf(
     if arch in ("phi3", "chatglm", "glm4", "stablelm", "gptneox", "phi2"):
         head_dim = config.hidden_size // config.num_attention_heads
         writer.add_rope_dimension_count(int(rope["partial_rotary_factor"] * head_dim))
+    if arch in ("deepseek2", "minicpm3"):
+        add_latent_settings(writer, config, split)
     tensors = {}
-    if arch in ("qwen2moe", "qwen3moe", "olmoe") or config.model_type == "mixtral":
+    if arch in ("qwen2moe", "qwen3moe", "olmoe", "gpt-oss") or config.model_type == "mixtral":
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
     if arch in ("qwen2moe", "qwen3moe"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if arch == "gpt-oss":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        yarn_scaling(writer)
     if arch == "qwen2moe":
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     for name, weight in parameters(model):
@@ -256,6 +284,10 @@ def write_gguf(
             values = np.ascontiguousarray(values.T)
         if "query_key_value" in name:
             values = by_part(values, config)
+        if split and ".kv_b_proj." in name:
+            for part, own in split_kv_b(values, config).items():
+                tensors[gguf_name(name.replace("kv_b", part), config)] = own
+            continue
         tensors[gguf_name(name, config)] = values
     if arch == "chatglm":
         for n in range(config.num_hidden_layers):
@@ -265,7 +297,7 @@ def write_gguf(
     for own, values in tensors.items():
         if own.endswith("ffn_gate_inp_shexp.weight"):
             values = values.reshape(-1)
-        if values.ndim == 1 or own.endswith("ffn_gate_inp.weight"):
+        if values.ndim == 1 or own.endswith(("ffn_gate_inp.weight", "_exps.bias")):
             writer.add_tensor(own, values)
         else:
             of_this = others.get(own, type)
@@ -275,6 +307,46 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def add_latent_settings(writer: gguf.GGUFWriter, config: PreTrainedConfig, split: bool) -> None:
+    head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    if config.q_lora_rank:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim if split else head_dim)
+    if split:
+        writer.add_value_length(config.kv_lora_rank)
+        writer.add_key_length_mla(head_dim)
+        writer.add_value_length_mla(config.v_head_dim)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
+        writer.add_rope_scaling_orig_ctx_len(MSCALE["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_log_mul(0.1 * MSCALE["mscale_all_dim"])
+    if config.model_type == "minicpm3":
+        return
+    if not split:
+        writer.add_value_length(config.v_head_dim)
+    writer.add_expert_count(config.n_routed_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    if split:
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if split or config.topk_method != "greedy":
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+
+
+def split_kv_b(values: np.ndarray, config: PreTrainedConfig) -> dict[str, np.ndarray]:
+    """Of each head, what makes keys, transposed, and what makes values."""
+    heads = values.reshape(config.num_attention_heads, -1, values.shape[1])
+    keys, own = np.split(heads, [config.qk_nope_head_dim], axis=1)
+    return {"k_b": np.ascontiguousarray(keys.swapaxes(1, 2)), "v_b": np.ascontiguousarray(own)}
 
 
 def by_part(values: np.ndarray, config: PreTrainedConfig) -> np.ndarray:
@@ -288,12 +360,30 @@ def by_part(values: np.ndarray, config: PreTrainedConfig) -> np.ndarray:
 
 def parameters(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Gate and up of the experts apart. A tied head is named once, as the embedding."""
+    yield from (
+        (name.replace("_bias", ".bias"), values)
+        for name, values in model.named_buffers()
+        if name.endswith("e_score_correction_bias")
+    )
     for name, weight in model.named_parameters():
-        if name.endswith("experts.gate_up_proj"):
+        if model.config.model_type == "gpt_oss" and ".experts." in name:
+            yield from gpt_oss_experts(name, weight)
+        elif name.endswith("experts.gate_up_proj"):
             for part, half in zip(("gate", "up"), weight.chunk(2, dim=1), strict=True):
                 yield name.replace("gate_up", part), half
         else:
             yield name, weight
+
+
+def gpt_oss_experts(name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """As (out, in), and gate and up, which take turns, apart."""
+    rows = weight if name.endswith("_bias") else weight.transpose(1, 2).contiguous()
+    name = name.replace("_bias", ".bias")
+    if "gate_up" in name:
+        yield name.replace("gate_up", "gate"), rows[:, 0::2].contiguous()
+        yield name.replace("gate_up", "up"), rows[:, 1::2].contiguous()
+    else:
+        yield name, rows
 
 
 def neighbours_from_halves(values: np.ndarray, heads: int) -> np.ndarray:

@@ -10,11 +10,21 @@ from functools import cache
 import pytest
 import torch
 
-from tests.equivalence.harness import Loud, Written, assert_same, make_core, run, small_spec
+from tests.equivalence.harness import (
+    Loud,
+    Written,
+    assert_same,
+    make_core,
+    narrow_isa,
+    run,
+    small_spec,
+)
 from twostroke.engine.assembly import group_limits
 from twostroke.engine.build_torch import assemble
+from twostroke.kernels import cpu
 from twostroke.kernels.reference import Kernels
 from twostroke.model.decoder import Decoder
+from twostroke.model.native import NativeDecoder, Packing
 from twostroke.model.spec import LatentSpec, ModelSpec, RopeSpec
 from twostroke.sched.step import SchedulerConfig
 
@@ -112,3 +122,67 @@ def test_another_scale_makes_the_comparison_fail() -> None:
     got = [run(core, [prompt], 30)[0] for prompt in PROMPTS]
     with pytest.raises(AssertionError, match=r"differs at step|moved by"):
         assert_same(alone("latent"), got)
+
+
+# The native kernels. What is expanded and what is not differ as prefill and decode always do there
+# (`test_native_matrix.py`); all else has the same bits.
+
+needs_native = pytest.mark.skipif(
+    not cpu.available(), reason="this installation was built without the native kernels"
+)
+# With `exact`, log-probabilities move by 5e-6 when what decode cached is computed anew; a latent or
+# key past the middle between two halves would move them more.
+NATIVE_TAU = 1e-3
+WAYS: dict[str, dict[str, object]] = {
+    "chunks": {"max_num_batched_tokens": 7, "max_num_seqs": 1},
+    "mixed": {"max_num_batched_tokens": 32, "max_num_seqs": 4},
+    "cached": {"prefix_caching": True},
+}
+KEPT = [("float32", None), ("bfloat16", None), ("float32", "int8"), ("bfloat16", "int4")]
+
+
+def native(
+    name: str, exact: bool, dtype: str = "float32", quantization: str | None = None
+) -> NativeDecoder:
+    spec, isa = latent_spec(name), narrow_isa()
+    packing = Packing(spec, Loud(spec), dtype, quantization, isa)
+    return NativeDecoder(packing, 1024, 2, 2, isa, exact)
+
+
+@needs_native
+@pytest.mark.parametrize(("dtype", "quantization"), KEPT)
+@pytest.mark.parametrize("name", MIXES)
+def test_native_kernels_give_the_same_bits_however_it_is_scheduled(
+    name: str, dtype: str, quantization: str | None
+) -> None:
+    own = native(name, False, dtype, quantization)
+    expected = [run(make_core(own), [prompt], 10)[0].logprobs for prompt in PROMPTS]
+    for way, settings in WAYS.items():
+        core = make_core(own, **settings)
+        run(core, PROMPTS, 10)
+        got = run(core, PROMPTS, 10)
+        assert [one.logprobs for one in got] == expected, way
+        assert (got[-1].num_cached, way) in ((0, "chunks"), (0, "mixed"), (192, "cached"))
+
+
+@needs_native
+@pytest.mark.parametrize("name", MIXES)
+def test_native_kernels_that_are_exact_write_the_same_after_preemption(name: str) -> None:
+    own = native(name, True)
+    expected = [run(make_core(own), [prompt], 30)[0] for prompt in PROMPTS]
+    core = make_core(own, num_blocks=26, max_num_batched_tokens=64, lookahead=0)
+    got = run(core, PROMPTS, 30)
+    assert sum(one.num_preempted for one in got) > 0
+    assert_same(expected, got, NATIVE_TAU)
+
+
+@needs_native
+@pytest.mark.parametrize("name", MIXES)
+def test_native_kernels_give_the_log_probabilities_of_the_reference(name: str) -> None:
+    """Of the first tokens of prefill and of decode: what is cached is fp16 in one."""
+    own = native(name, True)
+    for prompt, one in zip(PROMPTS, alone(name), strict=True):
+        other = run(make_core(own), [prompt], 3)[0]
+        assert other.tokens == one.tokens[:3]
+        for mine, theirs in zip(other.logprobs, one.logprobs, strict=False):
+            assert mine.logprobs == pytest.approx(theirs.logprobs, abs=6e-3)  # 2.6e-3 was found

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from gguf import GGMLQuantizationType as Type
+from transformers import DeepseekV2Config, DeepseekV3Config
 
 from tests.equivalence import test_families as families
 from tests.equivalence import test_gguf_families as gguf_families
@@ -65,11 +66,7 @@ def write(path: Path, module: Any, **settings: Any) -> list[Written]:
     return write_with_ours(path, prompts, module.MAX_TOKENS, module.VOCAB, **settings)
 
 
-# Latent attention is not computed natively.
-VARIANTS = [one for one in families.VARIANTS if "kv_lora_rank" not in one.config]
-
-
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+@pytest.mark.parametrize("variant", families.VARIANTS, ids=lambda variant: variant.name)
 def test_every_variant_gives_the_log_probabilities_of_the_reference(
     variant: families.Variant, tmp_path: Path
 ) -> None:
@@ -80,6 +77,17 @@ def test_every_variant_gives_the_log_probabilities_of_the_reference(
         assert largest_difference(write(tmp_path, families, **NATIVE, **steps), expected) <= (
             TOLERANCE
         )
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2_lite", "deepseek_v3", "minicpm3"])
+def test_a_cached_prefix_of_latents_gives_the_log_probabilities_of_transformers(
+    name: str, tmp_path: Path
+) -> None:
+    (variant,) = (variant for variant in families.VARIANTS if variant.name == name)
+    theirs = random_model(variant.described())
+    theirs.save_pretrained(tmp_path)
+    found = families.cached_prefix_difference(tmp_path, theirs, block_size=4, **NATIVE)
+    assert found <= families.NATIVE_TOLERANCE
 
 
 KINDS = [("llama", type) for type in gguf_families.BLOCK_TYPES]
@@ -155,6 +163,34 @@ def test_parts_of_different_types_give_the_log_probabilities_of_the_reference(
     gguf_families.write_gguf(
         path, random_model(gguf_families.FAMILIES["llama"]), type, others=others
     )
+    steps = gguf_families.CHUNKS
+    expected = write(path, gguf_families, **REFERENCE, **steps)
+    got = write(path, gguf_families, **NATIVE, **steps)
+    assert largest_difference(got, expected) <= TOLERANCE
+    rounded = write(path, gguf_families, **NATIVE | {"exact": False}, **steps)
+    assert TOLERANCE < largest_prompt_difference(rounded, expected) <= ROUNDED
+
+
+# What makes keys and values of latents. MLPs are dense here: a router that rounding moves past the
+# middle between two experts chooses the other.
+DENSE = gguf_families.DEEPSEEK | {"first_k_dense_replace": 2}
+V3 = DeepseekV3Config(**DENSE, rope_parameters=gguf_families.MSCALE)
+LITE = DeepseekV2Config(**DENSE | {"q_lora_rank": None}, topk_method="greedy")
+MINICPM3 = gguf_families.FAMILIES["minicpm3"]
+EXPANDING = {
+    "in_two_types": (V3, {"attn_k_b": Type.Q8_0, "attn_v_b": Type.Q5_1}),
+    "halves_and_floats": (V3, {"attn_k_b": Type.F16, "attn_v_b": Type.F32}),
+    "whole": (LITE, {"attn_kv_b": Type.Q8_0}),
+    "in_bfloat16": (MINICPM3, {"attn_kv_b": Type.BF16}),
+}
+
+
+@pytest.mark.parametrize("name", EXPANDING)
+def test_what_expands_latents_may_be_of_any_type(name: str, tmp_path: Path) -> None:
+    config, types = EXPANDING[name]
+    path = tmp_path / "model.gguf"
+    others = {f"blk.{n}.{part}.weight": type for part, type in types.items() for n in range(2)}
+    gguf_families.write_gguf(path, random_model(config), Type.Q4_0, others=others)
     steps = gguf_families.CHUNKS
     expected = write(path, gguf_families, **REFERENCE, **steps)
     got = write(path, gguf_families, **NATIVE, **steps)

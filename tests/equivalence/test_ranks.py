@@ -29,6 +29,7 @@ from twostroke.exec.ranks import agree_on_memory, decode_plan, encode_plan
 from twostroke.exec.start import warm_plan
 from twostroke.kernels.reference import Kernels
 from twostroke.model import decoder as decoder_module
+from twostroke.model.attention import HeadsAttention
 from twostroke.model.decoder import Decoder
 from twostroke.model.gguf import GGUFFile
 from twostroke.model.gguf_config import spec_from_gguf
@@ -239,7 +240,8 @@ def test_a_rank_reads_and_holds_its_part_only(
         matrices = matrices[:1] if spec.tie_embeddings else matrices
         for layer in held._layers:
             assert isinstance(layer.mlp, DenseMLP)
-            parts = (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)
+            assert isinstance(layer.attention, HeadsAttention)
+            parts = (layer.attention.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)
             matrices += [part.num_bytes // 4 for part in parts]
         assert sum(matrices) <= expected
         assert sum(read) <= expected

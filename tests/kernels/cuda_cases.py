@@ -21,6 +21,7 @@ from twostroke.exec.device_sampling import DeviceSampler
 from twostroke.exec.rng import stream_key, stream_keys
 from twostroke.exec.token_mask import mask_of
 from twostroke.kernels import cuda, reference_sampling
+from twostroke.kernels.activations import Activation
 from twostroke.plan import NewRow
 from twostroke.request import SamplingParams
 
@@ -331,7 +332,7 @@ def check_products(
     inner: int,
     device: torch.device,
     dtype: torch.dtype,
-    activation: str,
+    activation: Activation,
     pdl: bool,
 ) -> float:
     """The plain one, and the gated pair, which is rounded after each of its steps."""
@@ -347,7 +348,7 @@ def check_products(
 
 
 def check_act_and_mul(
-    rows: int, width: int, device: torch.device, dtype: torch.dtype, activation: str
+    rows: int, width: int, device: torch.device, dtype: torch.dtype, activation: Activation
 ) -> float:
     gate_up = (3 * torch.randn(rows, 2 * width)).to(device, dtype)
     out = cuda.act_and_mul(gate_up, activation)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from twostroke.kernels.activations import Activation, ClampedSwiglu
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.float()
@@ -12,8 +14,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return (normed.to(weight.dtype) * weight).to(x.dtype)
 
 
-def act_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+def act_and_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
+    if isinstance(activation, ClampedSwiglu):
+        gate = gate.double().clamp(max=activation.limit)
+        up = up.double().clamp(-activation.limit, activation.limit)
+        return (gate * torch.sigmoid(activation.alpha * gate) * (up + 1)).to(gate_up.dtype)
     if activation == "silu":
         return F.silu(gate) * up
     return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up

@@ -21,6 +21,7 @@ from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from tests.kernels.no_gpu import NoGPU  # noqa: E402
+from twostroke.kernels.activations import Activation, ClampedSwiglu  # noqa: E402
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 BF16 = torch.bfloat16
@@ -317,9 +318,9 @@ def test_a_device_is_asked_for_its_multiprocessors(monkeypatch: pytest.MonkeyPat
     splits._num_sms.cache_clear()
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu", ClampedSwiglu()])
 def test_products_and_dependent_launches(
-    compiled: list[Any], tmp_path: Path, activation: str
+    compiled: list[Any], tmp_path: Path, activation: Activation
 ) -> None:
     from twostroke.kernels import cuda
 

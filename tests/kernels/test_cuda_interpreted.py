@@ -28,9 +28,11 @@ if INTERPRETED:
     from tests.kernels import cuda_cases as cases
     from tests.kernels import definitions
     from tests.kernels.cuda_cases import BOUNDS, Heads
+    from twostroke.kernels.activations import Activation, ClampedSwiglu
 
     CPU = torch.device("cpu")
     HALF, SINGLE = torch.float16, torch.float32
+    CLAMPED = ClampedSwiglu(limit=0.8)
     # Of the model, and of the weights that queries and keys are normed with.
     TYPES_AND_NORMS = [(HALF, None), (SINGLE, None), (SINGLE, SINGLE), (HALF, HALF), (HALF, SINGLE)]
 
@@ -293,10 +295,10 @@ if INTERPRETED:
         assert (twice == exact.half()).float().mean() < 0.9
 
     @pytest.mark.parametrize("dtype", [HALF, SINGLE])
-    @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
+    @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu", CLAMPED])
     @pytest.mark.parametrize(("rows", "width"), [(1, 4096), (5, 576), (3, 33)])
     def test_activations_equal_the_definition(
-        rows: int, width: int, activation: str, dtype: torch.dtype
+        rows: int, width: int, activation: Activation, dtype: torch.dtype
     ) -> None:
         assert cases.check_act_and_mul(rows, width, CPU, dtype, activation) < BOUNDS[dtype]
 
@@ -307,15 +309,20 @@ if INTERPRETED:
         for activation in ("silu", "gelu_tanh", "gelu"):
             out = cases.cuda.act_and_mul(gate_up, activation)
             assert torch.allclose(out, right, atol=1e-11)
+        gate_up[0, :2] = torch.tensor([float("nan"), -3e38])
+        out = cases.cuda.act_and_mul(gate_up, CLAMPED)
+        assert out[0, 0].isnan()
+        right = definitions.act_and_mul(gate_up, CLAMPED)
+        assert torch.allclose(out[:, 1:], right[:, 1:], atol=1e-11)
 
     @pytest.mark.parametrize("dtype", [HALF, SINGLE])
-    @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+    @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", CLAMPED])
     @pytest.mark.parametrize(
         ("rows", "columns", "inner"),
         [(1, 65, 1024), (1, 7, 1536), (2, 9, 2048), (4, 33, 512), (5, 34, 256), (3, 20, 80)],
     )
     def test_products_equal_the_definition(
-        rows: int, columns: int, inner: int, activation: str, dtype: torch.dtype
+        rows: int, columns: int, inner: int, activation: Activation, dtype: torch.dtype
     ) -> None:
         error = cases.check_products(rows, columns, inner, CPU, dtype, activation, False)
         assert error < BOUNDS[dtype]

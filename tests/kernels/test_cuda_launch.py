@@ -70,6 +70,8 @@ VARIANTS = {
     "decode": ["_variant"],
     "prefill": ["_variant"],
     "rope_store": ["_variant"],
+    "latent": ["_store_variant", "_decode_variant", "_merge_variant"],
+    "latent_prefill": ["_variant", "_gather_variant"],
     "elementwise": ["_norm_variant", "_act_variant"],
     "product": ["_stream_variant", "_tiled_variant"],
 }
@@ -414,12 +416,14 @@ def _compile_norms(name: str, *widths: int) -> int:
     return len(asked)
 
 
-@pytest.mark.parametrize("name", ["plain", "two groups"])
+@pytest.mark.parametrize("name", ["plain", "two groups", "latent", "mixed"])
 def test_what_a_start_compiles_ahead_is_all_that_its_steps_launch(
     name: str, seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing compiles while streams run: of a plain model, and of a mix of windows and caps."""
+    """Nothing compiles while streams run: of a plain model, of a mix of windows and caps, and of
+    models with latents."""
     from tests.equivalence.harness import small_spec
+    from tests.equivalence.test_latent_matrix import MIXES, latent_spec
     from tests.equivalence.test_window_matrix import mixed_spec
     from tests.specs import changed
     from twostroke.exec import start
@@ -433,8 +437,11 @@ def test_what_a_start_compiles_ahead_is_all_that_its_steps_launch(
     from twostroke.model.weights.dummy import DummyWeights
 
     cpu, fp16 = torch.device("cpu"), torch.float16
-    spec = small_spec(windows=(None,) * 2) if name == "plain" else mixed_spec(name)
-    spec = changed(spec, head_dim=128)
+    if name in MIXES:
+        spec = latent_spec(name)
+    else:
+        spec = small_spec(windows=(None,) * 2) if name == "plain" else mixed_spec(name)
+        spec = changed(spec, head_dim=128)
     decoder = Decoder(spec, DummyWeights(spec), fp16, cpu, 64, CudaKernels(cpu), pdl=True)
     groups = len(spec.kv_groups())
     rows, sizes = DeviceRows(2, 64, 16, groups, cpu), [1, 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,9 @@ def made_attention(dtype: torch.dtype, random: torch.Generator) -> LatentAttenti
     rows = part.nope_dim + part.value_dim
     kv_b = torch.randn(part.num_heads, rows, part.latent.kv_lora_rank, generator=random) / 5
     norm = torch.ones(part.latent.kv_lora_rank, dtype=dtype)
-    return LatentAttention(part, part.latent, None, None, norm, kv_b.to(dtype), Kernels())
+    unused: Any = None  # what makes queries and latents
+    weights = (unused, None, None, norm, kv_b.to(dtype))
+    return LatentAttention(part, part.latent, 0, unused, *weights, Kernels())
 
 
 def row_tables(lengths: tuple[int, ...]) -> torch.Tensor:
@@ -55,14 +58,15 @@ def test_decode_in_latent_space_equals_prefill_with_expanded_keys(
     of_row, seen = torch.arange(rows).int(), torch.tensor(lengths).int()
     decode = DecodeInputs(of_row, [seen], queries, [1], [None])
     cu_tokens = torch.arange(0, rows * queries + 1, queries).int()
-    prefill = PrefillInputs(of_row, [seen - queries], cu_tokens, rows * queries, 0, queries)
+    spans = [[(length - queries, length) for length in lengths]]
+    prefill = PrefillInputs(of_row, [seen - queries], cu_tokens, rows * queries, 0, queries, spans)
     latent, expanded = (q.new_empty(len(q), part.num_heads, part.value_dim) for _ in range(2))
-    attention.decode(q, cache, tables, decode, 0, latent)
+    attention.attend_rows(q, cache, tables, decode, latent)
     unused = q.new_empty(len(q), cache[0].shape[-1])
-    attention.prefill(q, unused, cache, tables, prefill, 0, expanded)
+    attention.attend_chunks(q, unused, cache, tables, prefill, expanded)
     difference = (latent.float() - expanded.float()).abs().max().item()
     assert difference <= TOLERANCES[dtype]
-    attention.decode(q * 1.1, cache, tables, decode, 0, latent)
+    attention.attend_rows(q * 1.1, cache, tables, decode, latent)
     assert (latent.float() - expanded.float()).abs().max().item() > TOLERANCES[dtype]
 
 

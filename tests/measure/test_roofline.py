@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.model.gguf_files import write_model
+from tests.model.test_experts import QWEN3_30B
 from twostroke.cli import main
 from twostroke.measure.hardware import HARDWARE, find_hardware
 from twostroke.measure.roofline import Roofline, Settings, measured_phases
@@ -48,6 +49,31 @@ def test_a_models_floors_count_what_the_notes_say() -> None:
     notes = " ".join(found.notes())
     assert "Rule of thumb" in notes
     assert "16.6 ms" in notes  # what 2 × parameters × tokens would have been
+
+
+def test_a_mixture_of_experts_reads_those_that_its_tokens_choose(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(QWEN3_30B))
+    spec = find_spec(str(path))
+    layer = 2048 * (2 * 4096 + 2 * 512 + 128)  # q and o, k and v, the router
+    expert, head = 3 * 2048 * 768, 2048 * 151936
+    for batch, used in ((1, 8.0), (4, 128 * (1 - (1 - 8 / 128) ** 4)), (10**4, 128.0)):
+        found = Roofline(spec, HARDWARE["H200"], Settings(batch=batch))
+        assert found.experts_in_use(batch) == (pytest.approx(used), 128)
+        expected = 2 * (48 * (layer + used * expert) + head)
+        cached = batch * 1025 * found.kv_bytes_per_token
+        assert found.decode().num_bytes == pytest.approx(expected + cached)
+        assert found.decode().flops == pytest.approx(
+            batch * (2 * (48 * (layer + 8 * expert) + head) + 1024 * 4 * 48 * 4096)
+        )
+    assert main(["roofline", str(path), "--hardware", "H200", "--batch", "4"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "parameters: 30.53e9, of which a token goes through 3.35e9; decode at batch 4" in told
+    assert "reads 29.1 of a layer's 128 experts" in told
+    assert "if all are equally likely" in told
+    assert "3.35e9 active parameters" in told
 
 
 def test_two_devices_share_the_work_and_talk() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,8 +28,11 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 
 from tests.model.gguf_files import SPEC, Edit, setting, write_model
-from tests.specs import make_spec
+from tests.model.test_family_mappings import edits
+from tests.specs import changed, make_spec
+from twostroke import LLM
 from twostroke.errors import ModelError
+from twostroke.kernels.activations import ClampedSwiglu
 from twostroke.kernels.reference import Kernels
 from twostroke.model import hf_experts
 from twostroke.model.cost import cost_model, dense_weight_bytes
@@ -275,6 +279,23 @@ def test_a_mixtral_in_gguf_is_read_back(used: int, tmp_path: Path) -> None:
     assert source.packed("layers.1.experts.3.up").rows.shape == (96, 4 * 64)
 
 
+def test_a_gpt_oss_in_gguf_is_read_back(tmp_path: Path) -> None:
+    """What a file does not say included: the activation, the pattern of windows."""
+    expert = MLPSpec(96, ClampedSwiglu(alpha=1.702, limit=7.0), bias=True)
+    spec = changed(SPEC, family="gpt-oss", qkv_bias=True, output_bias=True, norm_fp32=True)
+    rope = replace(SPEC.layers[0].attention.rope, truncate=False)
+    spec = changed(spec, sinks=True, rope=rope, windows=(32, None, 32))
+    spec = with_layers(spec, mlp=ExpertsSpec(4, expert, RoutingSpec(2, bias=True)))
+    window = setting("attention.sliding_window", 32, "gpt-oss")
+    file = write_model(tmp_path / "m.gguf", spec, edits(counts("gpt-oss"), window))
+    assert spec_from_gguf(file) == spec
+    source = GGUFWeights(file, spec)
+    check_weights(spec, source, "here")
+    assert not np.array_equal(
+        source.floats("layers.0.experts.1.up_bias"), source.floats("layers.0.experts.2.up_bias")
+    )
+
+
 @pytest.mark.parametrize(
     ("edit", "says"),
     [
@@ -296,6 +317,18 @@ def test_a_file_with_fewer_experts_than_it_says_is_refused(tmp_path: Path) -> No
 
 
 # Cost
+
+
+def test_the_start_tells_how_many_parameters_a_token_goes_through(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    STACKED["mixtral"].save_pretrained(tmp_path)
+    fixed = {"skip_tokenizer_init": True, "load_format": "dummy", "num_gpu_blocks_override": 9}
+    spec = LLM(model=str(tmp_path), device="cpu", max_model_len=64, **fixed).engine.spec
+    total, active = spec.num_parameters(), spec.num_active_parameters()
+    assert total - active == 2 * 3 * 32 * 48  # an expert in each of two layers
+    assert f"parameters: {total:,}, of which a token goes through {active:,}" in caplog.text
 
 
 def test_a_step_is_expected_to_read_the_experts_that_its_tokens_choose() -> None:

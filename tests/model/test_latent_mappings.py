@@ -11,15 +11,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config, MiniCPM3Config
 
-from twostroke import LLM
+from twostroke import LLM, SamplingParams
 from twostroke.engine import build
-from twostroke.errors import ConfigError, ModelError
+from twostroke.errors import ModelError
+from twostroke.exec.native import NativeExecutor
+from twostroke.kernels import cpu
 from twostroke.measure.hardware import HARDWARE
 from twostroke.measure.roofline import Roofline, Settings
 from twostroke.measure.roofline_report import facts
 from twostroke.model.cost import cost_model, dense_weight_bytes
 from twostroke.model.hf_config import spec_from_hf
+from twostroke.model.native import Packing
 from twostroke.model.spec import ModelSpec
+from twostroke.model.weights.dummy import DummyWeights
 from twostroke.plan import PhaseWork
 
 YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
@@ -147,26 +151,45 @@ def open_small(folder: Path, **settings: Any) -> LLM:
     return LLM(model=str(folder), device="cpu", num_gpu_blocks_override=9, **fixed | settings)
 
 
-def test_the_start_tells_what_a_token_takes(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+NATIVE = pytest.param(
+    "native", 2, marks=pytest.mark.skipif(not cpu.available(), reason="no native kernels")
+)
+
+
+@pytest.mark.parametrize(("kernels", "size"), [NATIVE, ("reference", 4)])
+def test_the_start_tells_what_a_token_takes(
+    folder: Path, caplog: pytest.LogCaptureFixture, kernels: str, size: int
+) -> None:
     caplog.set_level("INFO")
-    llm = open_small(folder, block_size=16)
+    llm = open_small(folder, block_size=16, kernels=kernels)
     spec: ModelSpec = llm.engine.spec
-    each = 2 * (24 + 8) * 4  # layers × (latent + rope key) × bytes
+    each = 2 * (24 + 8) * size  # layers × (latent + rope key) × bytes
     assert f"KV cache: latents, {each} bytes a token" in caplog.text
-    assert f"all heads would take {2 * 4 * (20 + 10) * 4:,}" in caplog.text
-    assert "computed with torch, not by the native kernels" in caplog.text
-    assert llm.engine.memory.kv_bytes == 10 * 16 * 4 * spec.kv_elements_per_token == 160 * each
+    assert f"all heads would take {2 * 4 * (20 + 10) * size:,}" in caplog.text
+    assert llm.engine.memory.kv_bytes == 10 * 16 * size * spec.kv_elements_per_token == 160 * each
 
 
-@pytest.mark.parametrize("settings", [{"kernels": "native"}, {"quantization": "int8"}], ids=str)
-def test_what_only_the_native_kernels_do_is_refused(folder: Path, settings: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="latent attention"):
-        open_small(folder, **settings)
-
-
-def test_without_torch_the_refusal_says_how_to_get_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.skipif(not cpu.available(), reason="no native kernels")
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_without_torch_the_native_kernels_compute_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, quantization: str | None
 ) -> None:
     monkeypatch.setattr(build, "has_torch", lambda: False)
-    with pytest.raises(ConfigError, match=r"torch is not installed: pip install"):
-        open_small(folder)
+    llm = open_small(folder, quantization=quantization)
+    executor = llm.engine.core._executor
+    assert isinstance(executor, NativeExecutor)
+    assert [pool.shape for pool in executor._caches] == [(10, 2, 1, 1, 16, 32)]
+    out = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+    assert len(out[0].outputs[0].token_ids) == 3
+
+
+@pytest.mark.skipif(not cpu.available(), reason="no native kernels")
+def test_kv_b_is_kept_in_two_forms_and_never_rounded() -> None:
+    """The two phases read it in two orders, and roundings of the two would differ."""
+    spec = spec_from_hf(LITE | {"num_hidden_layers": 1, "first_k_dense_replace": 1})
+    packing = Packing(spec, DummyWeights(spec), "float32", "int8")
+    assert packing.format(["layers.0.q", "layers.0.kv_a"]) == "q8"
+    assert packing.format(["layers.0.kv_b"]) == packing.transposed_format("layers.0.kv_b") == "f32"
+    sizes = packing.weight_bytes()
+    assert sizes["layers.0.kv_b"] == 16 * 512 * 4 * (128 + 128 + 128)
+    assert sizes.keys() == {name for name, shape in spec.weight_shapes().items() if len(shape) == 2}

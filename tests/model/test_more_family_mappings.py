@@ -24,13 +24,20 @@ from tests.model.gguf_files import SPEC, Edit, write_model
 from tests.model.test_family_mappings import APART, HEAD_NORMS, ROPES, TWO_NORMS, edits, kinds, of
 from tests.specs import changed
 from twostroke.errors import ModelError
-from twostroke.model.fields import Fields
+from twostroke.kernels.activations import ClampedSwiglu
 from twostroke.model.gguf_config import spec_from_gguf
 from twostroke.model.hf_config import load_hf_config, names_in_hf, spec_from_hf
 from twostroke.model.hf_families import FAMILIES
-from twostroke.model.hf_gpt_families import gpt_oss
 from twostroke.model.rope import rope_tables
-from twostroke.model.spec import NO_ROPE, MLPSpec, ModelSpec, RopeSpec, without_rope
+from twostroke.model.spec import (
+    NO_ROPE,
+    ExpertsSpec,
+    MLPSpec,
+    ModelSpec,
+    RopeSpec,
+    RoutingSpec,
+    without_rope,
+)
 from twostroke.model.tensor_names import halves_from_neighbours
 from twostroke.model.weights import check_weights
 from twostroke.model.weights.gguf import GGUFWeights
@@ -92,6 +99,8 @@ GPT_OSS_20B = config("gpt_oss", (201088, 2880, 2880, 24, 64, 8, 131072), head_di
 GPT_OSS_20B |= {"sliding_window": 128, "rope_theta": 150000, "rms_norm_eps": 1e-5}
 GPT_OSS_20B["rope_scaling"] = {"rope_type": "yarn", "factor": 32.0, "truncate": False}
 GPT_OSS_20B["rope_scaling"] |= {"original_max_position_embeddings": 4096}
+GPT_OSS_20B |= {"num_local_experts": 32, "num_experts_per_tok": 4, "swiglu_limit": 7.0}
+GPT_OSS_20B["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["x"]}
 
 
 @pytest.mark.parametrize(
@@ -213,8 +222,15 @@ def test_gpt_2_and_its_heirs() -> None:
     assert spec_from_hf(FALCON_40B).layers[0].two_norms
 
 
-def test_all_of_gpt_oss_but_its_experts_is_read() -> None:
-    spec = gpt_oss(Fields("config.json", GPT_OSS_20B), MLPSpec(2880))
+def test_gpt_oss_is_read() -> None:
+    spec = spec_from_hf(GPT_OSS_20B)
+    published = GPT_OSS_20B | {"num_local_experts": 128, "num_hidden_layers": 36}
+    assert spec_from_hf(published).num_parameters() == 116_829_156_672
+    assert (spec.num_parameters(), spec.num_active_parameters()) == (20_914_757_184, 4_187_440_704)
+    expert = MLPSpec(2880, ClampedSwiglu(alpha=1.702, limit=7.0), bias=True)
+    assert {layer.mlp for layer in spec.layers} == {
+        ExpertsSpec(32, expert, RoutingSpec(4, bias=True))
+    }
     assert kinds(spec, "window") == [128, None] * 12
     assert set(kinds(spec, "sinks")) == set(kinds(spec, "qkv_bias")) == {True}
     (rope,) = spec.ropes()
@@ -237,7 +253,12 @@ def test_all_of_gpt_oss_but_its_experts_is_read() -> None:
         (PYTHIA_160M, {"rotary_emb_base": 0}, "rotary_emb_base must be a number above 1"),
         (FALCON_7B, {"alibi": True}, "alibi = True is not supported"),
         (FALCON_40B, {"num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn must be a whole"),
-        (GPT_OSS_20B, {}, "the architecture 'gpt_oss' is not supported"),
+        (GPT_OSS_20B, {"swiglu_limit": 0}, "swiglu_limit must be a number above 0"),
+        (GPT_OSS_20B, {"swiglu_alpha": "x"}, "swiglu_alpha must be a number above 0"),
+        (GPT_OSS_20B, {"num_experts_per_tok": 33}, "num_experts_per_tok 33 is more than the 32"),
+        (GPT_OSS_20B, {"quantization_config": {"quant_method": "awq"}}, "quantised by 'awq'"),
+        (GPT_OSS_20B, {"quantization_config": "mxfp4"}, "quantised by None"),
+        (SMOLLM3_3B, {"quantization_config": {"quant_method": "mxfp4"}}, "by 'mxfp4' .*_type"),
         (SMOLLM3_3B, {"no_rope_layers": [1, 0]}, "no_rope_layers must be a list of 0 or 1 for"),
         (SMOLLM3_3B, {"no_rope_layers": "x"}, "no_rope_layers must be a list of 0 or 1"),
         (SMOLLM3_3B, {"no_rope_layer_interval": 0}, "no_rope_layer_interval must be a whole"),
@@ -440,7 +461,7 @@ def test_a_file_is_read_back(spec: ModelSpec, edit: Edit, tmp_path: Path) -> Non
     check_weights(spec, GGUFWeights(file, spec), "here")
 
 
-@pytest.mark.parametrize("arch", ["gemma3n", "clip", "qwen2vl", "gpt-oss", "gptj"])
+@pytest.mark.parametrize("arch", ["gemma3n", "clip", "qwen2vl", "gptj"])
 def test_files_of_other_architectures_are_refused_by_name(arch: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=rf"the architecture '{arch}' is not supported"):
         spec_from_gguf(write_model(tmp_path / "m.gguf", changed(SPEC, family=arch)))

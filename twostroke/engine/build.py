@@ -141,8 +141,13 @@ def _build(config: EngineConfig, with_text: bool) -> Engine:
     native = _is_native(config, device)
     files = find_model(config)
     model = open_model(config, files, device)
-    native = native and not _needs_torch_for(config, model.spec)
     _check_several(config, native)
+    if model.spec.has_experts:
+        log.info(
+            "parameters: %s, of which a token goes through %s",
+            f"{model.spec.num_parameters():,}",
+            f"{model.spec.num_active_parameters():,}",
+        )
     opened = partial(open_tokenizer, config, files)
     tokenizer = cache(opened) if with_text else opened
     if with_text:
@@ -244,19 +249,6 @@ def _is_native(config: EngineConfig, device: str) -> bool:
             f"{', '.join(cpu.module().isas())}"
         )
     return native
-
-
-def _needs_torch_for(config: EngineConfig, spec: ModelSpec) -> bool:
-    """Whether a model has what the native kernels do not compute."""
-    if not spec.has_latents:
-        return False
-    why = "latent attention (kv_lora_rank) is computed with torch, not by the native kernels"
-    if config.kernels == "native" or config.quantization is not None:
-        raise ConfigError(f"{why}; leave kernels at 'auto' and quantization out")
-    if not has_torch():
-        raise ConfigError(f"{why}, and torch is not installed: {GET_TORCH}")
-    log.warning("%s: slow on a CPU", why)
-    return True
 
 
 def _needs_torch(config: EngineConfig, kv_unmet: bool) -> str:

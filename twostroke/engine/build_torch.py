@@ -33,7 +33,6 @@ from twostroke.model.load import find_model
 from twostroke.model.native import default_threads
 from twostroke.model.opened import OpenedModel, open_model
 from twostroke.model.ranks import ONE_RANK, Ranks, check_ranks, rank_parameters, rank_spec
-from twostroke.model.spec import ExpertsSpec
 from twostroke.observe.startup_timer import StartupTimer
 from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig
@@ -139,12 +138,8 @@ def build_executor(
     memory = agree_on_memory(memory, ranks)
     if size > 1 and not on_gpu:
         torch.set_num_threads(max(1, (config.threads or default_threads()) // size))
-    triton = on_gpu and config.kernels == "auto"
-    if triton and model.spec.has_latents:
-        log.warning("latent attention is computed by torch's own operations, without CUDA graphs")
-        triton = False
     try:
-        if triton:
+        if on_gpu and config.kernels == "auto":
             executor, memory = _start_on_gpu(config, model, place, dtype, kv_dtype, memory, ranks)
             return Built(executor, memory, dtype, kv_dtype)
         length = memory.max_model_len
@@ -236,11 +231,6 @@ def _start_on_gpu(
         # Launches that overlap, and graphs, are not tried with collectives between them.
         config, pdl = replace(config, enforce_eager=True), False
     timer, kernels = StartupTimer(), _triton_kernels(device)
-    if any(isinstance(layer.mlp, ExpertsSpec) for layer in model.spec.layers):
-        raise ConfigError(
-            "the GPU kernels of mixtures of experts have not been checked on a card as yet; set "
-            "kernels='reference'"
-        )
     timer.end("imports")
     how = (dtype, device, estimate.max_model_len, kernels, pdl)
     decoder = Decoder(model.spec, model.weights, *how, ranks=ranks)

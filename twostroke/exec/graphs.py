@@ -17,7 +17,7 @@ import torch
 from twostroke.exec.program import DeviceStep, StepProgram
 from twostroke.exec.rows import NO_WRITES
 from twostroke.exec.step_buffer import StepBuffer, decode_layout, fill_decode, fill_step
-from twostroke.model.decoder import Workspace
+from twostroke.model.attention import Workspace
 from twostroke.plan import PhaseWork, StepPlan
 
 PIECE_BUFFER_BYTES = 1 << 20  # of step buffer: some 2,000 tokens, and what they change in rows
@@ -110,8 +110,9 @@ class PieceGraphs:
     def send(self, step: StepBuffer, keeps_all: bool = False) -> DeviceStep:
         layout = step.layout
         self._buffer[: layout.num_bytes].copy_(step.data, non_blocking=True)
+        largest = (step.max_first, step.max_continued)
         return self._program.prepare(
-            layout, self._buffer, step.max_first, step.max_continued, step.longest, keeps_all
+            layout, self._buffer, *largest, step.longest, step.spans, keeps_all
         )
 
     def forward(self, step: DeviceStep) -> torch.Tensor:

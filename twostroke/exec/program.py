@@ -18,7 +18,7 @@ import torch
 
 from twostroke.exec.device_rows import DeviceRows
 from twostroke.exec.device_sampling import DeviceSampler
-from twostroke.exec.step_buffer import Layout, Longest, Shape
+from twostroke.exec.step_buffer import Layout, Longest, Shape, Spans
 from twostroke.kv.pool import KVPool
 from twostroke.model.batch import DecodeInputs, KeptTokens, PrefillInputs, StepInputs
 from twostroke.model.decoder import Decoder
@@ -32,6 +32,7 @@ class DeviceStep:
     max_first: int  # tokens of a chunk
     max_continued: int
     longest: Sequence[Longest]  # per KV group
+    spans: Sequence[Spans]  # likewise
     keeps_all: bool  # hidden states, not only those that are sampled
 
 
@@ -41,6 +42,7 @@ class _Group(NamedTuple):
     num_heads: int
     num_kv_heads: int
     head_dim: int  # of what attention gives
+    latent_width: int  # of what is cached of a token, if that is a latent and a rope key; else 0
     window: int | None
 
 
@@ -50,6 +52,7 @@ def _attention_groups(spec: ModelSpec) -> list[_Group]:
             max(spec.layers[index].attention.num_heads for index in group.layers),
             group.num_kv_heads,
             group.latent_dim or group.head_dim,
+            group.head_dim if group.latent_dim else 0,
             group.window,
         )
         for group in spec.kv_groups()
@@ -88,13 +91,15 @@ class StepProgram:
         max_first: int = 0,
         max_continued: int = 0,
         longest: Sequence[Longest] | None = None,
+        spans: Sequence[Spans] = (),
         keeps_all: bool = False,
     ) -> DeviceStep:
         """A step over inputs that lie in `buffer` on the device. `longest`: of any context, if it
         is not given."""
         longest = longest or [Longest(self.rows.max_len, self.rows.max_len)] * len(self._groups)
         fields = layout.device(buffer)
-        return DeviceStep(layout.shape, fields, max_first, max_continued, longest, keeps_all)
+        largest = (max_first, max_continued)
+        return DeviceStep(layout.shape, fields, *largest, longest, spans, keeps_all)
 
     def run(self, step: DeviceStep, forward: Forward | None = None) -> torch.Tensor:
         """The last hidden states that are kept; logits and tokens are in their places. `forward`:
@@ -131,6 +136,7 @@ class StepProgram:
                 shape.chunk_tokens,
                 step.max_first,
                 step.max_continued,
+                step.spans,
             )
         slots = [fields[f"slots{group}"] for group in groups]
         tables, positions = self.rows.tables, fields["positions"]
@@ -146,7 +152,8 @@ class StepProgram:
         if queries > 1:  # what a row's last token sees is the row's length
             last = slice(queries - 1, None, queries)
             rows, lengths = rows[last].contiguous(), [part[last].contiguous() for part in lengths]
-        splits = [self._splits(*of, count) for of in zip(self._groups, longest, strict=True)]
+        each = zip(self._groups, longest, strict=True)
+        splits = [self._splits(*of, count, queries) for of in each]
         # Made here, so that the graphs of a pool all use the same memory for it.
         scratch = [
             decoder.kernels.decode_scratch(
@@ -156,13 +163,17 @@ class StepProgram:
         ]
         return DecodeInputs(rows, lengths, queries, splits, scratch)
 
-    def _splits(self, group: _Group, longest: int, count: int) -> int:
+    def _splits(self, group: _Group, longest: int, count: int, queries: int) -> int:
         if not count:
             return 1
         # By powers of two, so that few different launches ever occur.
         length = min(1 << max(0, longest - 1).bit_length(), self.rows.max_len)
         length = length if group.window is None else min(length, group.window)
-        return self.decoder.kernels.decode_splits(count, group.num_kv_heads, length)
+        kernels = self.decoder.kernels
+        if group.latent_width:
+            heads = group.num_heads * queries
+            return kernels.latent_decode_splits(count, heads, group.latent_width, length)
+        return kernels.decode_splits(count, group.num_kv_heads, length)
 
     def _sample(self, hidden: torch.Tensor, step: DeviceStep, count: int) -> None:
         fields = step.fields

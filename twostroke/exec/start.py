@@ -152,17 +152,19 @@ def warm_plans(max_rows: int, budget: int, max_len: int) -> Iterator[StepPlan]:
     for few_slots, few, longest in small:
         if few_slots + len(few) <= max_rows and few_slots + sum(few) <= budget and max_len > 17:
             yield warm_plan(few_slots, few, longest)
+    if max_len > 2:
+        yield warm_plan(0, [1], max_len, start=max_len - 2)
 
 
 def warm_plan(
-    slots: int, chunks: list[int], longest: int, params: SamplingParams = DRAWN
+    slots: int, chunks: list[int], longest: int, params: SamplingParams = DRAWN, start: int = 0
 ) -> StepPlan:
     """Rows without blocks: they read the null block and store nowhere. One slot is of the longest
-    context, since that decides how attention is split."""
+    context, since that decides how attention is split. `start`: of every chunk."""
     rows = slots + len(chunks)
     new = [NewRow(row, "", (0,), 1, params, row, frozenset(), ()) for row in range(rows)]
     decode = [Slot(row, 1 if row else longest - 2) for row in range(slots)]
-    prefill = [Chunk(slots + n, 0, size, True) for n, size in enumerate(chunks)]
+    prefill = [Chunk(slots + n, start, size, True) for n, size in enumerate(chunks)]
     return StepPlan(
         step=0,
         new=tuple(new),

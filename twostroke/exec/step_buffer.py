@@ -24,6 +24,7 @@ from twostroke.exec.samples import Samples, decode_tokens, samples_of
 from twostroke.plan import Slot, StepPlan
 
 Arrays = dict[str, npt.NDArray[Any]]
+Spans = Sequence[tuple[int, int]]  # from where to where each chunk lies in the cache
 TORCH = {"q": torch.int64, "i": torch.int32, "f": torch.float32}
 
 
@@ -96,6 +97,7 @@ class StepBuffer(NamedTuple):
     max_first: int  # tokens of the largest chunk that begins its sequence
     max_continued: int  # of the largest other one
     longest: list[Longest]  # per KV group
+    spans: list[Spans]  # likewise
 
 
 def fill_decode(slots: Sequence[Slot], writes: Writes, rows: DeviceRows, batch: int) -> StepBuffer:
@@ -109,7 +111,7 @@ def fill_decode(slots: Sequence[Slot], writes: Writes, rows: DeviceRows, batch: 
     longest = _put_samples(to, rows, samples, len(slots))
     to["cu_tokens"][:] = 0
     _put_writes(to, rows, writes)
-    return StepBuffer(layout, data, samples, 0, 0, longest)
+    return StepBuffer(layout, data, samples, 0, 0, longest, [()] * rows.num_groups)
 
 
 def fill_step(plan: StepPlan, writes: Writes, rows: DeviceRows, padded: int = 0) -> StepBuffer:
@@ -143,12 +145,15 @@ def fill_step(plan: StepPlan, writes: Writes, rows: DeviceRows, padded: int = 0)
     longest = _put_samples(to, rows, samples, count)
     to["chunk_rows"][:] = chunk_rows
     to["cu_tokens"][0], to["cu_tokens"][1:] = 0, ends
+    spans: list[Spans] = []
     for group in range(rows.num_groups):
-        to[f"chunk_starts{group}"][:] = rows.indices(group, chunk_rows, starts)
+        at = to[f"chunk_starts{group}"]
+        at[:] = rows.indices(group, chunk_rows, starts)
+        spans.append(list(zip(at.tolist(), (at + sizes).tolist(), strict=True)))
     _put_writes(to, rows, writes)
     first = starts == 0
     largest = int(sizes[first].max(initial=0)), int(sizes[~first].max(initial=0))
-    return StepBuffer(layout, data, samples, *largest, longest)
+    return StepBuffer(layout, data, samples, *largest, longest, spans)
 
 
 def _allocate(layout: Layout, device: torch.device) -> torch.Tensor:

@@ -171,7 +171,8 @@ class TorchExecutor:
             return program.run(pieces.send(step, keeps_all), pieces.forward)
         buffer = step.data.to(self._device, non_blocking=True)
         largest = step.max_first, step.max_continued
-        return program.run(program.prepare(step.layout, buffer, *largest, step.longest, keeps_all))
+        known = (*largest, step.longest, step.spans)
+        return program.run(program.prepare(step.layout, buffer, *known, keeps_all))
 
     @torch.inference_mode()
     def sample(self, handle: Forwarded, masks: Masks | None = None) -> InFlight:

@@ -9,7 +9,7 @@ block 0 is null and all zero. Latent attention (`LatentSpec`): the cache of a la
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twostroke.kernels import reference_sampling
+from twostroke.kernels.activations import Activation, ClampedSwiglu
 
 GATHER_TOKENS = 1 << 16  # cache entries that decode attention gathers at one time
 NEVER = float("-inf")
@@ -52,13 +53,17 @@ class Kernels:
         x, dtype = x.to(weight.dtype), x.dtype
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps).to(dtype)
 
-    def activate(self, x: Tensor, activation: str) -> Tensor:
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
         if activation == "silu":
             return F.silu(x)
         return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
-    def act_and_mul(self, gate_up: Tensor, activation: str, *, pdl: bool = False) -> Tensor:
+    def act_and_mul(self, gate_up: Tensor, activation: Activation, *, pdl: bool = False) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
+        if isinstance(activation, ClampedSwiglu):
+            limit = activation.limit
+            gate, up = gate.float().clamp(max=limit), up.float().clamp(-limit, limit)
+            return ((up + 1) * gate * (activation.alpha * gate).sigmoid()).to(gate_up.dtype)
         return self.activate(gate, activation) * up
 
     def product(
@@ -68,7 +73,7 @@ class Kernels:
         return torch.mm(x, weight.t(), out=out)
 
     def gated_product(
-        self, x: Tensor, weight: Tensor, activation: str, *, pdl: bool = False
+        self, x: Tensor, weight: Tensor, activation: Activation, *, pdl: bool = False
     ) -> Tensor:
         """`act_and_mul` of the product."""
         return self.act_and_mul(self.product(x, weight), activation)
@@ -87,10 +92,11 @@ class Kernels:
         num_groups: int,
         groups_used: int,
         group_score: str,
+        pdl: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """The experts of each token, best first, and what their outputs are multiplied by: [T, n]
         each. `RoutingSpec` says by which rule. In fp32: a rounding could choose another expert."""
-        logits = F.linear(x.float(), router, bias)
+        logits = F.linear(x.float(), router.float(), bias)
         scores = logits.sigmoid() if scoring == "sigmoid" else logits.softmax(-1)
         choice = scores if correction is None else scores + correction
         if num_groups > groups_used:
@@ -115,8 +121,10 @@ class Kernels:
         gate_up_bias: Tensor | None,
         down: Tensor,
         down_bias: Tensor | None,
-        activation: str,
+        activation: Activation,
         gated: bool,
+        *,
+        pdl: bool = False,
     ) -> Tensor:
         """Σ weight · mlp(x) over the experts that `route` has chosen: [T, hidden], added up in
         fp32, best expert first. Weights are stacked, [experts, out, in].
@@ -314,7 +322,7 @@ class Kernels:
     def latent_rope_store(
         self,
         q: Tensor,
-        kv: Tensor,
+        projected: Tensor,
         kv_norm: Tensor,
         eps: float,
         cos: Tensor,
@@ -322,13 +330,16 @@ class Kernels:
         positions: Tensor,
         slots: Tensor,
         keys: Tensor,
+        *,
+        kv: Tensor,
+        pdl: bool = False,
     ) -> None:
-        """Rotate the last channels of [T, H, D] and of [T, R + rope], and norm the first R of the
-        latter, all in place; put the latter in the cache."""
+        """Rotate the last channels of [T, H, D] in place. Of `projected`, [T, R + rope], norm the
+        first R channels and rotate the others: to `kv`, which may be the same, and to the cache."""
         rank, turned = len(kv_norm), 2 * cos.shape[-1]
-        kv[:, :rank] = self.rms_norm(kv[:, :rank].contiguous(), kv_norm, eps)
-        for part in (q[..., -turned:], kv[:, None, -turned:]):
-            part.copy_(rope(part, cos[positions], sin[positions]))
+        kv[:, :rank] = self.rms_norm(projected[:, :rank].contiguous(), kv_norm, eps)
+        kv[:, None, rank:] = rope(projected[:, None, rank:], cos[positions], sin[positions])
+        q[..., -turned:] = rope(q[..., -turned:], cos[positions], sin[positions])
         stored, size = slots >= 0, keys.shape[1]
         at = slots[stored] // size, slots[stored] % size
         keys[at] = kv[stored].unsqueeze(1).to(keys.dtype)
@@ -348,28 +359,53 @@ class Kernels:
         *,
         out: Tensor,
         chunk_kv: Tensor,
+        spans: Sequence[tuple[int, int]],
+        max_first: int,
     ) -> Tensor:
         """`prefill_attention` over keys and values that `kv_b`, [H, key + value, R], makes of the
         latents that each chunk sees. `chunk_kv`: its own, [T, R + rope], which the cache has, too.
-        """
-        chunks = zip(
-            chunk_rows.tolist(), chunk_starts.tolist(), pairwise(cu_tokens.tolist()), strict=True
-        )
-        for row, start, (first, end) in chunks:
-            until = start + end - first
+        `spans`: the cache entries of each chunk, from its start to its end, on the host."""
+        chunks = zip(chunk_rows.tolist(), spans, cu_tokens.tolist(), strict=False)
+        for row, (start, until), first in chunks:
             since = 0 if window is None else max(0, start - window + 1)
             entries = gather(keys, tables[row], since, until, q.dtype).squeeze(1)
             k, v = expand_latents(entries, kv_b, q.shape[-1])
             query = torch.arange(start, until, device=q.device).unsqueeze(1)
             key = torch.arange(since, until, device=q.device).unsqueeze(0)
-            part = slice(first, end)
+            part = slice(first, first + until - start)
             out[part] = attention(q[part], k, v, visible(query, key, window), scale, softcap)
         return out
 
-    def latent_decode_attention(self, *args: Any, **kwargs: Any) -> Tensor:
-        """`decode_attention` with queries that were brought into the latents' space, [.., H, R +
-        rope]; out is [.., H, R]."""
-        return Kernels.decode_attention(self, *args, **kwargs)
+    def latent_decode_attention(
+        self,
+        q: Tensor,
+        q_rope: Tensor,
+        keys: Tensor,
+        tables: Tensor,
+        rows: Tensor,
+        lengths: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float,
+        splits: int,
+        scratch: Any,
+        *,
+        out: Tensor,
+        queries: int = 1,
+        pdl: bool = False,
+    ) -> Tensor:
+        """`decode_attention` with queries that were brought into the latents' space, [.., H, R],
+        and those with rope, [.., H, rope]; out is [.., H, R]."""
+        whole, values = torch.cat([q, q_rope], dim=-1), keys[..., : q.shape[-1]]
+        where, how = (keys, values, tables, rows, lengths), (scale, window, softcap)
+        return Kernels.decode_attention(
+            self, whole, *where, *how, splits, scratch, out=out, queries=queries
+        )
+
+    def latent_decode_splits(self, batch: int, num_heads: int, width: int, max_len: int) -> int:
+        """`decode_splits` of latent attention. `num_heads`: times the tokens of a row; `width`: R +
+        rope."""
+        return 1
 
     def decode_splits(self, batch: int, num_kv_heads: int, max_len: int) -> int:
         """Into how many parts decode attention cuts a context."""

@@ -17,7 +17,7 @@ from typing import Any
 from twostroke.measure.hardware import DECODE_EFFICIENCY, PREFILL_EFFICIENCY, Hardware
 from twostroke.measure.result import environment
 from twostroke.model.cost import CostModel, cost_model
-from twostroke.model.spec import ModelSpec
+from twostroke.model.spec import ExpertsSpec, ModelSpec
 
 WEIGHT_BYTES = {"fp32": 4.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5625, "fp4": 0.5625}
 KV_BYTES = {"fp32": 4.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0}
@@ -102,10 +102,11 @@ class Roofline:
         self.spec, self.hardware, self.settings = spec, hardware, settings
         self.width = WEIGHT_BYTES.get(settings.weights, 2.0)  # bytes of a parameter
         if spec is None:
-            self.parameters = parameters
+            self.parameters = self.active_parameters = parameters
             self.cost = CostModel(2 * parameters, 0.0, 0.0, parameters * self.width, 0.0, 0.0)
             return
         self.parameters = float(spec.num_parameters())
+        self.active_parameters = float(spec.num_active_parameters())
         if stored is None:
             shapes = spec.weight_shapes()
             stored = {name: math.prod(shape) * self.width for name, shape in shapes.items()}
@@ -208,12 +209,13 @@ class Roofline:
     def notes(self) -> list[str]:
         """Where this differs from the rules of thumb, in figures."""
         settings, width = self.settings, self.width
-        thumb = 2 * self.parameters * settings.prompt / self.rate
-        read = self.parameters * width / self.bandwidth
+        thumb = 2 * self.active_parameters * settings.prompt / self.rate
+        read = self.active_parameters * width / self.bandwidth
+        active = "" if self.active_parameters == self.parameters else "active "
         found = [
-            f"Rule of thumb: prefill 2 × {self.parameters / 1e9:.2f}e9 parameters × "
+            f"Rule of thumb: prefill 2 × {self.active_parameters / 1e9:.2f}e9 {active}parameters × "
             f"{settings.prompt:,} tokens / {rate_words(self.rate)} = {1e3 * thumb:.1f} ms; "
-            f"decode {width:.3g} bytes × parameters / {self.bandwidth / 1e9:,.0f} GB/s = "
+            f"decode {width:.3g} bytes × {active}parameters / {self.bandwidth / 1e9:,.0f} GB/s = "
             f"{1e3 * read:.2f} ms."
         ]
         if self.spec is None:
@@ -233,6 +235,13 @@ class Roofline:
                 "Prefill counts keys and values of all heads, expanded from the latents; decode "
                 "attends in the latents' space, with more FLOPs a position and fewer bytes."
             )
+        if self.spec.has_experts:
+            found.append(
+                "Experts: FLOPs are of those that a token goes through, k of n; bytes of those "
+                "that a step's tokens are expected to choose, n (1 − (1 − k/n)^tokens), if all are "
+                "equally likely and tokens choose on their own. Where some are chosen more often "
+                "than others a step reads fewer."
+            )
         if settings.weights == FILE:
             found.append(f"Weights are as the file has them, {8 * width:.2f} bits each on average.")
         if settings.weights in ("int4", "fp4"):
@@ -244,6 +253,15 @@ class Roofline:
                 "good kernels reach."
             )
         return found
+
+    def experts_in_use(self, tokens: int) -> tuple[float, float]:
+        """How many a step of so many tokens is expected to read in a layer, and of how many: the
+        mean over layers that have experts."""
+        layers = [] if self.spec is None else [layer.mlp for layer in self.spec.layers]
+        found = [mlp for mlp in layers if isinstance(mlp, ExpertsSpec)]
+        used = sum(mlp.experts_in_use(tokens) for mlp in found)
+        count = max(1, len(found))
+        return used / count, sum(mlp.num_experts for mlp in found) / count
 
     def _cached(self) -> str:
         """What of a token is in the cache, and how much."""
@@ -273,6 +291,11 @@ class Roofline:
             },
             "settings": self.settings.__dict__,
             "parameters": self.parameters,
+            "active_parameters": self.active_parameters,
+            "experts_in_use": {
+                "prefill": self.experts_in_use(self.settings.prompt)[0],
+                "decode": self.experts_in_use(self.settings.batch)[0],
+            },
             "weight_bytes": self.weight_bytes,
             "kv_bytes_per_token": self.kv_bytes_per_token,
             "expanded_kv_bytes_per_token": self.expanded_kv_bytes_per_token,

@@ -58,6 +58,13 @@ def facts(found: Roofline) -> list[str]:
     ]
     if found.spec is None:
         return lines
+    if found.spec.has_experts:
+        used, of = found.experts_in_use(settings.batch)
+        lines.append(
+            f"parameters: {found.parameters / 1e9:,.2f}e9, of which a token goes through "
+            f"{found.active_parameters / 1e9:,.2f}e9; decode at batch {settings.batch} reads "
+            f"{used:,.1f} of a layer's {of:,.0f} experts"
+        )
     kv = found.kv_bytes_per_token
     held = f"KV cache: {kv:,.0f} bytes a token ({kv / 1e6:.3f} MB)"
     if found.spec.has_latents:

@@ -40,6 +40,8 @@ class PrefillInputs:
     num_tokens: int
     max_first: int  # tokens of the largest chunk that begins its sequence, 0 if there is none
     max_continued: int  # of the largest other one
+    # Per KV group, on the host: from where to where each chunk lies in the cache
+    spans: Sequence[Sequence[tuple[int, int]]]
 
 
 @dataclass(frozen=True, slots=True)

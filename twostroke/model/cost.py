@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from twostroke.model.spec import ExpertsSpec, ModelSpec
+from twostroke.model.spec import LATENT_EXPANDING, ExpertsSpec, ModelSpec
 from twostroke.plan import PhaseWork
 
 # The matrices of a layer by the stage of the native decoder that multiplies with them.
@@ -32,6 +32,8 @@ PRODUCTS = {
     "q_b": "qkv",
     "kv_a": "qkv",
     "kv_b": "qkv",
+    "k_b": "qkv",
+    "v_b": "qkv",
     "o": "output",
     "gate": "gate_up",
     "up": "gate_up",
@@ -135,7 +137,7 @@ def cost_model(spec: ModelSpec, weight_bytes: Mapping[str, float], kv_itemsize: 
     works = [*products.values(), *experts.values()]
     parts = [layer.attention for layer in spec.layers]
     channels = sum(part.prefill_channels for part in parts)
-    expanding = [name for name in matrices if name.endswith(".kv_b")]
+    expanding = [name for name in matrices if name.rpartition(".")[2] in LATENT_EXPANDING]
     return CostModel(
         flops_per_token=sum(work.flops for work in works),
         flops_per_sample=2.0 * math.prod(shapes[head]),

@@ -6,8 +6,8 @@
 The linear layers see one flat run of tokens, decode rows first and then the chunks; attention sees
 the two lists. `pieces` stops wherever attention is due, so that what lies between can be recorded
 as a CUDA graph; `forward` runs the same pieces with attention in between. A step that only decodes
-has one launch for rope, store and attention. Layers with latents attend in their own way
-(`latent.py`).
+has one launch for rope, store and attention. What lies between a layer's norm and its output
+projection is its `Attention` (`attention.py`, `latent.py`).
 
 Of a chunk only the last token is sampled, if that: after its keys and values the last layer works
 for the tokens that somebody wants, and not for the others. The residual stays in one tensor that
@@ -16,7 +16,7 @@ every block adds to. Nothing here looks at a value on the device or copies one t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, fields, replace
@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from twostroke.kernels.reference import Attend, Kernels
+from twostroke.kernels.reference import Kernels
 from twostroke.kv.pool import KVPool
+from twostroke.model.attention import KV, Attention, HeadsAttention, Rope, Workspace
 from twostroke.model.batch import DecodeInputs, StepInputs
 from twostroke.model.latent import LatentAttention
 from twostroke.model.linear import (
@@ -43,6 +44,7 @@ from twostroke.model.rope import rope_tables
 from twostroke.model.spec import (
     AttentionSpec,
     ExpertsSpec,
+    LatentSpec,
     LayerSpec,
     MLPSpec,
     ModelSpec,
@@ -53,13 +55,6 @@ from twostroke.model.weights.tensors import read_tensor
 
 FEW_TOKENS = 64  # where the time between two launches shows
 
-KV = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer
-
-
-class Rope(NamedTuple):
-    cos: torch.Tensor  # [max_len, dim / 2]
-    sin: torch.Tensor
-
 
 class Norm(NamedTuple):
     weight: torch.Tensor
@@ -69,76 +64,14 @@ class Norm(NamedTuple):
 @dataclass(slots=True)
 class Layer:
     spec: LayerSpec
-    group: int  # KV group
     kind: int  # layers of one kind differ in their weights and their cache alone
-    rope: Rope
     attn_norm: Norm | None
     attn_post_norm: Norm | None
-    qkv: Linear  # or, of a layer with latents, q_a (or q) and kv_a
-    latent: LatentAttention | None
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    sinks: torch.Tensor | None  # [H] in fp32
+    attention: Attention
     o: Linear
     mlp_norm: Norm | None
     mlp_post_norm: Norm | None
     mlp: MLP
-
-    @property
-    def head_norms(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Norms over each head, which kernels apply beside rope."""
-        if self.spec.attention.qk_norm != "head":
-            return None, None
-        return self.q_norm, self.k_norm
-
-
-class Workspace:
-    """What a layer leaves for its attention, and attention for the rest of the layer: the same
-    place for every layer, so that their attention differs in the cache alone."""
-
-    def __init__(
-        self, spec: ModelSpec, tokens: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        parts = [layer.attention for layer in spec.layers]
-        qkv_size = max(_qkv_size(part) for part in parts)
-        q_size = max(part.output_size for part in parts)
-        self.residual, self._qkv, self._attended = (
-            torch.empty(tokens, size, dtype=dtype, device=device)
-            for size in (spec.hidden_size, qkv_size, q_size)
-        )
-
-    def zero(self) -> None:
-        for part in (self.residual, self._qkv, self._attended):
-            part.zero_()
-
-    def of(self, tokens: int) -> Workspace:
-        """The first tokens of it."""
-        other = copy(self)
-        other.residual = self.residual[:tokens]
-        other._qkv, other._attended = self._qkv[:tokens], self._attended[:tokens]
-        return other
-
-    def qkv(self, part: AttentionSpec) -> torch.Tensor:
-        """[T, (H + 2K) · D]"""
-        tokens, size = len(self._qkv), _qkv_size(part)
-        return self._qkv.view(-1)[: tokens * size].view(tokens, size)
-
-    def latent(self, part: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of a layer with latents: queries [T, H, D]; latents and rope keys, [T, R + rope]."""
-        flat, tokens = self.qkv(part).view(-1), len(self._qkv)
-        q, kv = flat[: tokens * part.q_size], flat[tokens * part.q_size :]
-        return q.view(tokens, part.num_heads, part.head_dim), kv.view(tokens, -1)
-
-    def attended(self, part: AttentionSpec) -> torch.Tensor:
-        """[T, H, D]"""
-        tokens, size = len(self._attended), part.output_size
-        flat = self._attended.view(-1)[: tokens * size]
-        return flat.view(tokens, part.num_heads, part.value_dim)
-
-
-def _qkv_size(part: AttentionSpec) -> int:
-    """What a token's queries, keys and values (or its latent and rope key) take."""
-    return part.q_size + (2 * part.kv_size if part.latent is None else part.cached[1])
 
 
 class Decoder:
@@ -160,7 +93,6 @@ class Decoder:
         self.spec, self.ranks = rank_spec(spec, ranks.size), ranks
         self.dtype, self.device, self.kernels = dtype, device, kernels
         self.pdl = pdl
-        self._norm_all_heads = kernels.rms_norm if ranks.size == 1 else partial(_rms_norm, ranks)
         self._embed_scale = float(torch.tensor(spec.embed_scale, dtype=dtype))
         load = _Loader(spec, source, dtype, device, max_len, kernels, weight_dtype or dtype, ranks)
         # Unpacking keeps one core busy at a time, and leaves Python free while it does.
@@ -207,24 +139,22 @@ class Decoder:
         self._embed.rows(inputs.token_ids, work.residual)
         normed = self._first_norm(work.residual, inputs)
         for index, layer in enumerate(self._layers):
-            self._project(layer, normed, inputs, pool.layers[index], work)
+            pdl = self._pdl(len(normed))
+            layer.attention.project(normed, inputs, pool.layers[index], work, pdl)
             yield index
             if index + 1 < len(self._layers):
                 attended = work.attended(layer.spec.attention)
                 normed = self._finish(index, attended, work.residual)
 
     def attention(self, inputs: StepInputs, pool: KVPool, work: Workspace) -> Callable[[int], None]:
-        """`attend(layer number)` of one step: launches are bound at the first layer of a kind, and
-        differ from then on in the cache alone."""
-        bound: dict[int, list[Attend]] = {}
+        """`attend(layer number)` of one step: launches are bound at the first layer of a kind."""
+        bound: dict[int, Callable[[Attention, KV], None]] = {}
 
         def attend(index: int) -> None:
             layer, cache = self._layers[index], pool.layers[index]
-            if layer.latent is not None:
-                return self._attend_latent(layer, layer.latent, inputs, cache, work)
             if layer.kind not in bound:
-                bound[layer.kind] = list(self._bind(layer, inputs, cache, work))
-            return self._attend(bound[layer.kind], layer, cache)
+                bound[layer.kind] = layer.attention.bind(inputs, cache, work)
+            bound[layer.kind](layer.attention, cache)
 
         return attend
 
@@ -232,25 +162,14 @@ class Decoder:
         self, inputs: StepInputs, pool: KVPool, work: Workspace, attend: Callable[[int], None]
     ) -> torch.Tensor:
         """The last layer from its attention on, for the tokens that are wanted."""
-        kept, index, layer = inputs.kept, len(self._layers) - 1, self._layers[-1]
-        part, cache = layer.spec.attention, pool.layers[-1]
+        kept, index, attention = inputs.kept, len(self._layers) - 1, self._layers[-1].attention
         if kept is None:
             attend(index)
-            return self._finish(index, work.attended(part), work.residual)
+            return self._finish(index, work.attended(attention.part), work.residual)
         residual = work.residual.index_select(0, kept.tokens)
         if not len(residual):
             return residual
-        if layer.latent is not None:
-            queries = work.latent(part)[0].index_select(0, kept.tokens)
-            attended = queries.new_empty(len(queries), part.num_heads, part.value_dim)
-            tables = inputs.tables[layer.group]
-            layer.latent.decode(queries, cache, tables, kept.rows, layer.group, attended)
-            return self._finish(index, attended, residual)
-        queries = self._heads(part, work.qkv(part))[:, : part.num_heads]
-        queries = queries.index_select(0, kept.tokens)
-        attended = torch.empty_like(queries)
-        launch = self._bind_rows(layer, queries, attended, inputs, kept.rows, cache)
-        self._attend([launch], layer, cache)
+        attended = attention.attend_kept(inputs, kept, pool.layers[-1], work)
         return self._finish(index, attended, residual)
 
     def head(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -265,51 +184,11 @@ class Decoder:
 
     def _decode(self, inputs: StepInputs, decode: DecodeInputs, pool: KVPool) -> torch.Tensor:
         residual = self._embed.rows(inputs.token_ids)
-        normed = self._first_norm(residual, inputs)
+        normed, pdl = self._first_norm(residual, inputs), self._pdl(decode.num_tokens)
         for index, (layer, cache) in enumerate(zip(self._layers, pool.layers, strict=True)):
-            attended = self._decode_attention(layer, normed, inputs, decode, cache)
+            attended = layer.attention.decode(normed, inputs, decode, cache, pdl)
             normed = self._finish(index, attended, residual)
         return normed
-
-    def _decode_attention(
-        self,
-        layer: Layer,
-        normed: torch.Tensor,
-        inputs: StepInputs,
-        decode: DecodeInputs,
-        cache: KV,
-    ) -> torch.Tensor:
-        part, group = layer.spec.attention, layer.group
-        rows = decode.num_tokens  # what comes after is padding
-        attended = normed.new_empty(normed.shape[0], part.num_heads, part.value_dim)
-        if layer.latent is not None:
-            q = normed.new_empty(rows, part.num_heads, part.head_dim)
-            kv = normed.new_empty(rows, part.cached[1])
-            self._project_latent(layer, layer.latent, normed[:rows], inputs, cache, q, kv)
-            tables, out = inputs.tables[group], attended[:rows]
-            layer.latent.decode(q, cache, tables, decode, group, out)
-            return attended
-        self.kernels.rope_decode_attention(
-            self._qkv(layer, normed)[:rows],
-            *layer.head_norms,
-            self.spec.norm_eps,
-            *layer.rope,
-            inputs.positions[:rows],
-            inputs.slots[group][:rows],
-            *cache,
-            inputs.tables[group],
-            decode.rows,
-            decode.lengths[group],
-            part.scale,
-            part.window,
-            part.softcap,
-            decode.splits[group],
-            decode.scratch[group],
-            out=attended[:rows],
-            pdl=self._pdl(rows),
-            sinks=layer.sinks,
-        )
-        return attended
 
     def _first_norm(self, residual: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
         """What the first layer reads of the embedding, which is scaled and placed in place."""
@@ -325,137 +204,6 @@ class Decoder:
         if self.spec.norm == "layer":
             return self.kernels.layer_norm(x, *norm, eps)
         return self.kernels.rms_norm(x, norm.weight, eps, pdl=pdl)
-
-    def _qkv(
-        self, layer: Layer, normed: torch.Tensor, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """[T, (H + 2K) · D], after a norm over all heads where the layer has one."""
-        part, pdl = layer.spec.attention, self._pdl(len(normed))
-        qkv = layer.qkv.product(normed, pdl=pdl, out=out)
-        if part.qk_norm == "full" and layer.q_norm is not None and layer.k_norm is not None:
-            q, k = qkv[:, : part.q_size], qkv[:, part.q_size : part.q_size + part.kv_size]
-            for side, weight in ((q, layer.q_norm), (k, layer.k_norm)):
-                side.copy_(self._norm_all_heads(side.contiguous(), weight, self.spec.norm_eps))
-        return qkv
-
-    def _project(
-        self, layer: Layer, normed: torch.Tensor, inputs: StepInputs, cache: KV, work: Workspace
-    ) -> None:
-        """Queries, keys and values; the latter also go to the cache."""
-        part = layer.spec.attention
-        if layer.latent is not None:
-            places = work.latent(part)
-            self._project_latent(layer, layer.latent, normed, inputs, cache, *places)
-            return
-        self.kernels.rope_store(
-            self._qkv(layer, normed, work.qkv(part)),
-            *layer.head_norms,
-            self.spec.norm_eps,
-            *layer.rope,
-            inputs.positions,
-            inputs.slots[layer.group],
-            *cache,
-            part.num_heads,
-            part.num_kv_heads,
-            pdl=self._pdl(len(normed)),
-        )
-
-    def _project_latent(
-        self,
-        layer: Layer,
-        latent: LatentAttention,
-        normed: torch.Tensor,
-        inputs: StepInputs,
-        cache: KV,
-        q: torch.Tensor,
-        kv: torch.Tensor,
-    ) -> None:
-        """Queries to `q`; latents and rope keys to `kv` and the cache."""
-        tokens, pdl = len(normed), self._pdl(len(normed))
-        projected = layer.qkv.product(normed, pdl=pdl)
-        where = inputs.positions[:tokens], inputs.slots[layer.group][:tokens]
-        latent.project(projected, q, kv, *layer.rope, *where, cache[0], pdl=pdl)
-
-    def _attend_latent(
-        self,
-        layer: Layer,
-        latent: LatentAttention,
-        inputs: StepInputs,
-        cache: KV,
-        work: Workspace,
-    ) -> None:
-        """The two lists, each in its form."""
-        part, group = layer.spec.attention, layer.group
-        decode, prefill = inputs.decode, inputs.prefill
-        (q, kv), out, tables = work.latent(part), work.attended(part), inputs.tables[group]
-        first = 0 if decode is None else decode.num_tokens
-        if decode is not None:
-            latent.decode(q[:first], cache, tables, decode, group, out[:first])
-        if prefill is not None:
-            tokens = slice(first, first + prefill.num_tokens)
-            latent.prefill(q[tokens], kv[tokens], cache, tables, prefill, group, out[tokens])
-
-    def _attend(self, launches: Iterable[Attend], layer: Layer, cache: KV) -> None:
-        for launch in launches:
-            launch(*cache, layer.sinks)
-
-    def _bind(
-        self, layer: Layer, inputs: StepInputs, cache: KV, work: Workspace
-    ) -> Iterator[Attend]:
-        """The two lists, a launch each."""
-        part, decode, prefill = layer.spec.attention, inputs.decode, inputs.prefill
-        qkv, out = self._heads(part, work.qkv(part)), work.attended(part)
-        heads = part.num_heads
-        first = 0 if decode is None else decode.num_tokens
-        if decode is not None:
-            yield self._bind_rows(layer, qkv[:first, :heads], out[:first], inputs, decode, cache)
-        if prefill is not None:
-            tokens = slice(first, first + prefill.num_tokens)
-            yield self.kernels.bind_prefill_attention(
-                qkv[tokens, :heads],
-                *cache,
-                inputs.tables[layer.group],
-                prefill.rows,
-                prefill.starts[layer.group],
-                prefill.cu_tokens,
-                prefill.max_continued,
-                part.scale,
-                part.window,
-                part.softcap,
-                out=out[tokens],
-                chunk_kv=qkv[tokens, heads:],
-                max_first=prefill.max_first,
-                sinks=layer.sinks,
-            )
-
-    def _bind_rows(
-        self,
-        layer: Layer,
-        queries: torch.Tensor,
-        out: torch.Tensor,
-        inputs: StepInputs,
-        decode: DecodeInputs,
-        cache: KV,
-    ) -> Attend:
-        part, group = layer.spec.attention, layer.group
-        return self.kernels.bind_decode_attention(
-            queries,
-            *cache,
-            inputs.tables[group],
-            decode.rows,
-            decode.lengths[group],
-            part.scale,
-            part.window,
-            part.softcap,
-            decode.splits[group],
-            decode.scratch[group],
-            out=out,
-            queries=decode.queries,
-            sinks=layer.sinks,
-        )
-
-    def _heads(self, part: AttentionSpec, qkv: torch.Tensor) -> torch.Tensor:
-        return qkv.view(-1, part.num_heads + 2 * part.num_kv_heads, part.head_dim)
 
     def _finish(self, index: int, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """The rest of a layer, and the norm that the next begins with."""
@@ -523,7 +271,7 @@ def _to_meta(part: Any) -> Any:
         return part.to("meta")
     if isinstance(part, Rope | Norm):
         return type(part)(*map(_to_meta, part))
-    if isinstance(part, Layer):
+    if isinstance(part, Layer | HeadsAttention | LatentAttention):
         values = {field.name: _to_meta(getattr(part, field.name)) for field in fields(part)}
         return replace(part, **values)
     return part.to_meta() if hasattr(part, "to_meta") else part
@@ -568,19 +316,12 @@ class _Loader:
         spec, at = self._spec.layers[index], f"layers.{index}."
         part, names = spec.attention, spec.weight_shapes(self._spec.hidden_size)
         norm = partial(self._if_any, self.norm, at, names)
-        weight = partial(self._if_any, self._norm_weight, at, names)
         return Layer(
             spec=spec,
-            group=self._group_of[index],
             kind=self._kinds.index(spec),
-            rope=self._ropes[part.rope],
             attn_norm=norm("attn_norm"),
             attn_post_norm=norm("attn_post_norm"),
-            qkv=self._linear([at + name for name in projections(part)], part.qkv_bias),
-            latent=self._latent(part, at),
-            q_norm=weight("q_norm"),
-            k_norm=weight("k_norm"),
-            sinks=self._if_any(self._wide, at, names, "sinks"),
+            attention=self._attention(part, index, at, names),
             o=self._linear([at + "o"], part.output_bias),
             mlp_norm=norm("mlp_norm"),
             mlp_post_norm=norm("mlp_post_norm"),
@@ -599,7 +340,7 @@ class _Loader:
         return ExpertsMLP(
             spec,
             spec.routing.rule(),
-            wide("router"),
+            self._router(at),
             wide("router_bias"),
             wide("router_correction"),
             self._stacked(spec, at, gate_up),
@@ -625,19 +366,47 @@ class _Loader:
                 place.copy_(self._read(name.format(expert)))
         return whole
 
-    def _latent(self, part: AttentionSpec, at: str) -> LatentAttention | None:
-        latent = part.latent
-        if latent is None:
-            return None
-        return LatentAttention(
+    def _attention(
+        self, part: AttentionSpec, index: int, at: str, names: dict[str, Any]
+    ) -> Attention:
+        group, rope, latent = self._group_of[index], self._ropes[part.rope], part.latent
+        product = self._linear([at + name for name in projections(part)], part.qkv_bias)
+        weight = partial(self._if_any, self._norm_weight, at, names)
+        if latent is not None:
+            return LatentAttention(
+                part,
+                latent,
+                group,
+                rope,
+                product,
+                weight("q_a_norm"),
+                self._linear([at + "q_b"], biased=False) if latent.q_lora_rank else None,
+                self._norm_weight(at + "kv_a_norm"),
+                self._expanding(latent, part.num_heads, at),
+                self._kernels,
+            )
+        norm = self._kernels.rms_norm
+        return HeadsAttention(
             part,
-            latent,
-            self._norm_weight(at + "q_a_norm") if latent.q_lora_rank else None,
-            self._linear([at + "q_b"], biased=False) if latent.q_lora_rank else None,
-            self._norm_weight(at + "kv_a_norm"),
-            torch.unflatten(self.tensor(at + "kv_b"), 0, (part.num_heads, -1)),
+            group,
+            rope,
+            product,
+            weight("q_norm"),
+            weight("k_norm"),
+            self._if_any(self._wide, at, names, "sinks"),
+            self._spec.norm_eps,
+            norm if self._ranks.size == 1 else partial(_rms_norm, self._ranks),
             self._kernels,
         )
+
+    def _expanding(self, latent: LatentSpec, heads: int, at: str) -> torch.Tensor:
+        """kv_b, by head."""
+        if not latent.split:
+            return torch.unflatten(self.tensor(at + "kv_b"), 0, (heads, -1))
+        keys, values = (
+            torch.unflatten(self.tensor(at + name), 0, (heads, -1)) for name in ("k_b", "v_b")
+        )
+        return torch.cat([keys.transpose(1, 2), values], dim=1)
 
     def embedding(self) -> Embedding:
         ranks = self._ranks
@@ -674,6 +443,13 @@ class _Loader:
     def norm(self, name: str) -> Norm:
         bias = self._norm_weight(f"{name}_bias") if self._spec.norm_bias else None
         return Norm(self._norm_weight(name), bias)
+
+    def _router(self, at: str) -> torch.Tensor:
+        """A rounding could choose another expert: in the model's dtype only if that changes none
+        of its values."""
+        exact = self._wide(at + "router")
+        narrow = exact.to(self._dtype)
+        return narrow if torch.equal(narrow.float(), exact) else exact
 
     def _norm_weight(self, name: str) -> torch.Tensor:
         return self._wide(name) if self._spec.norm_fp32 else self.tensor(name)

@@ -182,9 +182,10 @@ class Fields:
 
     def _default(self, name: str, default: Any, expected: str) -> Any:
         if default is REQUIRED:
+            own = " (its model_type's name for it)" if name in self._aliases else ""
             raise ModelError(
-                f"{self.where}: has no {self.called(name)}, which must be {expected}. The file is "
-                "incomplete; fetch it again, or use another conversion of the model."
+                f"{self.where}: has no {self.called(name)}{own}, which must be {expected}. The "
+                "file is incomplete; fetch it again, or use another conversion of the model."
             )
         return default
 

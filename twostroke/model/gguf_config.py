@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from twostroke.errors import ModelError
+from twostroke.kernels.activations import Activation, ClampedSwiglu
 from twostroke.model import gguf_parts as parts
 from twostroke.model.fields import REQUIRED, Fields, shown
 from twostroke.model.gguf import GGUFFile
@@ -24,8 +25,9 @@ from twostroke.model.spec import (
     EXPERTS,
     LAYERS,
     WIDTH,
-    Activation,
+    ExpertsSpec,
     LayerSpec,
+    MLPSpec,
     ModelSpec,
     QKNorm,
     RopeSpec,
@@ -44,6 +46,9 @@ FIELDS |= {"max_context": "context_length"}
 FIELDS |= {"num_experts": "expert_count"}
 FIELDS |= {"expert_intermediate_size": "expert_feed_forward_length or feed_forward_length"}
 FIELDS |= {"shared_intermediate_size": "expert_shared_feed_forward_length"}
+FIELDS |= {"q_lora_rank": "attention.q_lora_rank", "kv_lora_rank": "attention.kv_lora_rank"}
+FIELDS |= {"nope_dim": "attention.key_length or key_length_mla", "rope_dim": "rope.dimension_count"}
+FIELDS |= {"value_dim": "attention.value_length or value_length_mla"}
 
 # ── names ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -55,12 +60,16 @@ _LAYER |= {"o": "attn_output.weight", "o_bias": "attn_output.bias"}
 _LAYER |= {"q_bias": "attn_q.bias", "k_bias": "attn_k.bias", "v_bias": "attn_v.bias"}
 _LAYER |= {"q_norm": "attn_q_norm.weight", "k_norm": "attn_k_norm.weight"}
 _LAYER |= {"sinks": "attn_sinks.weight"}
+_LAYER |= {"q_a": "attn_q_a.weight", "q_a_norm": "attn_q_a_norm.weight", "q_b": "attn_q_b.weight"}
+_LAYER |= {"kv_a": "attn_kv_a_mqa.weight", "kv_a_norm": "attn_kv_a_norm.weight"}
+_LAYER |= {"kv_b": "attn_kv_b.weight", "k_b": "attn_k_b.weight", "v_b": "attn_v_b.weight"}
 _LAYER |= {"gate": "ffn_gate.weight", "up": "ffn_up.weight", "down": "ffn_down.weight"}
 _LAYER |= {"gate_bias": "ffn_gate.bias", "up_bias": "ffn_up.bias", "down_bias": "ffn_down.bias"}
 _LAYER |= {"router": "ffn_gate_inp.weight", "router_bias": "ffn_gate_inp.bias"}
 _LAYER |= {"router_correction": "exp_probs_b.bias", "shared_gate": "ffn_gate_inp_shexp.weight"}
 for _part in ("gate", "up", "down"):
     _LAYER[f"experts.{_part}"] = f"ffn_{_part}_exps.weight"
+    _LAYER[f"experts.{_part}_bias"] = f"ffn_{_part}_exps.bias"
     _LAYER[f"shared.{_part}"] = f"ffn_{_part}_shexp.weight"
 NAMES = TensorNames(
     model={
@@ -94,7 +103,8 @@ CHATGLM_NAMES = GLM4_NAMES.but(
 FUSED_NAMES = NAMES.but(
     q=_QKV, k=_QKV, v=_QKV, q_bias=_QKV_BIAS, k_bias=_QKV_BIAS, v_bias=_QKV_BIAS
 )
-SEED_OSS_NAMES = NAMES.but(mlp_norm="post_attention_norm.weight")
+# What stands before the MLP is called as if it came after attention.
+POST_ATTENTION_NAMES = NAMES.but(mlp_norm="post_attention_norm.weight")
 
 # ── architectures ───────────────────────────────────────────────────────────────────────────────
 
@@ -126,6 +136,21 @@ def _qwen3_moe(settings: Settings) -> ModelSpec:
 def _olmoe(settings: Settings) -> ModelSpec:
     experts = parts.experts(settings, "feed_forward_length", normalised=False)
     return with_layers(_plain(settings, qk_norm="full"), mlp=experts)
+
+
+def _gpt_oss(settings: Settings) -> ModelSpec:
+    """Files do not say that every other layer slides, that yarn is not truncated (llama.cpp does
+    that), nor the activation."""
+    experts = parts.experts(settings, normalised=True)
+    expert = replace(experts.expert, activation=ClampedSwiglu(), bias=True)
+    rope, max_context = parts.rope(settings, parts.heads(settings)[2])
+    attention = parts.attention(settings, replace(rope, truncate=False))
+    attention = replace(attention, sinks=True)
+    layers = [
+        LayerSpec(replace(attention, window=window), replace(experts, expert=expert))
+        for window in parts.windows(settings, period=2)
+    ]
+    return replace(parts.model(settings, layers, max_context), norm_fp32=True)
 
 
 def _qwen3(settings: Settings) -> ModelSpec:
@@ -323,11 +348,34 @@ def _olmo2(settings: Settings) -> ModelSpec:
     return replace(spec, norm_fp32=True)
 
 
+def _deepseek2(settings: Settings) -> ModelSpec:
+    """DeepSeek V2, V2-Lite, V3 and R1, and models of their kind."""
+    attention, max_context = parts.latent_attention(settings)
+    dense = parts.mlp(settings)
+    mlps: list[MLPSpec | ExpertsSpec] = [dense] * parts.num_layers(settings)
+    if settings.integer(parts.EXPERT_COUNT, 0, EXPERTS[1], default=0):
+        first = settings.integer("leading_dense_block_count", 0, LAYERS[1], default=0)
+        mlps[first:] = [parts.deepseek_experts(settings)] * (len(mlps) - first)
+    return parts.model(settings, [LayerSpec(attention, mlp) for mlp in mlps], max_context)
+
+
+def _minicpm3(settings: Settings) -> ModelSpec:
+    """Readers of the format know what embedding, residuals and logits are multiplied by."""
+    attention, max_context = parts.latent_attention(settings)
+    layers = [LayerSpec(attention, parts.mlp(settings))] * parts.num_layers(settings)
+    spec = parts.model(settings, layers, max_context)
+    residual, logits = 1.4 / spec.num_layers**0.5, 256 / spec.hidden_size
+    return replace(spec, embed_scale=12.0, residual_scale=residual, logit_scale=logits)
+
+
 class Architecture(NamedTuple):
     spec: Callable[[Settings], ModelSpec]
     names: TensorNames | Callable[[GGUFFile], TensorNames] = NAMES
     settings: tuple[str, ...] = ()  # of NEUTRAL_SETTINGS, those that it reads
     tensors: tuple[str, ...] = ()  # that it reads besides weights
+    copies: tuple[
+        str, ...
+    ] = ()  # endings of tensors that some files have besides, of other weights
 
 
 def _phi2_names(file: GGUFFile) -> TensorNames:
@@ -347,6 +395,8 @@ _CAPS = (parts.ATTENTION_SOFTCAP, parts.LOGIT_SOFTCAP)
 _SCALES = (parts.ATTENTION_SCALE, "embedding_scale", "residual_scale", "logit_scale")
 _EXPERTS = (parts.EXPERT_COUNT,)
 _ROPE_FACTORS = (parts.ROPE_FACTORS_LONG, parts.ROPE_FACTORS_SHORT)
+_LATENTS = ("attention.kv_lora_rank", "rope.scaling.yarn_log_multiplier")
+_SPLIT = (NAMES.layer["k_b"], NAMES.layer["v_b"])
 # SmolLM2, Mistral, Mixtral, Falcon 3, InternLM 3 and Llama 3.x call themselves llama
 ARCHITECTURES = {
     "llama": Architecture(_llama, LLAMA_NAMES, _EXPERTS, tensors=(parts.ROPE_FACTORS,)),
@@ -369,11 +419,14 @@ ARCHITECTURES = {
     "phi2": Architecture(_phi2, _phi2_names),
     "falcon": Architecture(_falcon, _falcon_names),
     "exaone4": Architecture(_exaone4, tensors=(parts.ROPE_FACTORS,)),
-    "seed_oss": Architecture(_llama, SEED_OSS_NAMES),
+    "seed_oss": Architecture(_llama, POST_ATTENTION_NAMES),
+    "gpt-oss": Architecture(_gpt_oss, POST_ATTENTION_NAMES, _EXPERTS),
     "gemma2": Architecture(_gemma2, settings=_CAPS),
     "gemma3": Architecture(_gemma3, settings=(parts.LOGIT_SOFTCAP,)),
     "olmo2": Architecture(_olmo2),
     "phi3": Architecture(_phi3, PHI3_NAMES, tensors=_ROPE_FACTORS),
+    "deepseek2": Architecture(_deepseek2, LLAMA_NAMES, (*_EXPERTS, *_LATENTS), copies=_SPLIT),
+    "minicpm3": Architecture(_minicpm3, NAMES, _LATENTS, _ROPE_FACTORS, _SPLIT),
 }
 
 # ── reading ─────────────────────────────────────────────────────────────────────────────────────
@@ -416,7 +469,9 @@ def _architecture(file: GGUFFile) -> str:
 def _refuse_unknown_tensors(file: GGUFFile, spec: ModelSpec, arch: Architecture) -> None:
     places = names_in_gguf(file).places(spec).values()
     known = {place.tensor for place in places} | set(arch.tensors)
-    unknown = [name for name in file.tensors if name not in known]
+    unknown = [
+        name for name in file.tensors if name not in known and not name.endswith(arch.copies)
+    ]
     beyond = {f"blk.{n}" for n in range(spec.num_layers, LAYERS[1])}
     layers = {name for name in unknown if ".".join(name.split(".")[:2]) in beyond}
     if layers:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from twostroke.errors import ModelError
+from twostroke.kernels.activations import Activation
 from twostroke.model.dequant import dequantize
 from twostroke.model.fields import REQUIRED, Fields, shown
 from twostroke.model.gguf import GGUFFile
@@ -18,6 +20,7 @@ from twostroke.model.spec import (
     EXPERTS,
     HEAD_DIM,
     HEADS,
+    LATENT_RANK,
     LAYERS,
     MULTIPLIER_MAX,
     NORM_EPS,
@@ -26,9 +29,9 @@ from twostroke.model.spec import (
     SOFTCAP_MAX,
     VOCABULARY,
     WIDTH,
-    Activation,
     AttentionSpec,
     ExpertsSpec,
+    LatentSpec,
     LayerSpec,
     MLPSpec,
     ModelSpec,
@@ -157,6 +160,37 @@ def heads(settings: Settings) -> tuple[int, int, int]:
     return num_heads, num_kv_heads, head_dim
 
 
+def latent_attention(settings: Settings) -> tuple[AttentionSpec, int]:
+    """And the longest context with the scaling of its rope. In files that have kv_b in two parts,
+    the plain key and value lengths are those of latents, and heads' own end in `_mla`."""
+    num_heads = settings.integer("attention.head_count", *HEADS)
+    hidden = settings.integer("embedding_length", *WIDTH)
+    ending = "_mla" if "attention.key_length_mla" in settings else ""
+    head_dim = settings.integer(f"attention.key_length{ending}", *HEAD_DIM)
+    value_dim = settings.integer(
+        f"attention.value_length{ending}", *HEAD_DIM, default=max(1, hidden // num_heads)
+    )
+    if settings.integer("rope.dimension_count", *HEAD_DIM) >= head_dim:
+        settings.refuse("rope.dimension_count", f"less than a head's {head_dim} channels")
+    if ROPE_FACTORS_LONG in settings.file.tensors:
+        turned, max_context = longrope(settings, head_dim), context(settings)
+    else:
+        turned, max_context = rope(settings, head_dim)
+    scale = head_dim**-0.5
+    sharpened = settings.number("rope.scaling.yarn_log_multiplier", high=100.0, default=0.0)
+    if sharpened and turned.kind == "yarn":
+        # In the place of what multiplies cos and sin.
+        turned = replace(turned, attention_factor=_attention_factor(settings))
+        scale *= (1 + sharpened * math.log(turned.factor)) ** 2
+    latent = LatentSpec(
+        kv_lora_rank=settings.integer("attention.kv_lora_rank", *LATENT_RANK),
+        q_lora_rank=settings.integer("attention.q_lora_rank", 0, LATENT_RANK[1], default=0),
+        value_dim=value_dim,
+        split=not settings.in_any_layer("kv_b"),
+    )
+    return AttentionSpec(num_heads, num_heads, head_dim, turned, scale, latent=latent), max_context
+
+
 def mlp(settings: Settings, activation: Activation = "silu") -> MLPSpec:
     biased = settings.in_any_layer("gate_bias", "up_bias", "down_bias")
     return MLPSpec(settings.integer("feed_forward_length", *WIDTH), activation, biased)
@@ -166,11 +200,40 @@ def mlp(settings: Settings, activation: Activation = "silu") -> MLPSpec:
 SCORING: dict[int, Scoring] = {1: "softmax", 2: "sigmoid", 3: "softmax"}  # 3: of the chosen alone
 
 
+def deepseek_experts(settings: Settings) -> ExpertsSpec:
+    """Scores are sigmoids with a correction, or (V2) their softmax."""
+    found = experts(settings, normalised=False, grouped=True)
+    routing, count = found.routing, found.num_experts
+    groups = settings.integer("expert_group_count", 0, EXPERTS[1], default=1) or 1
+    used = settings.integer("expert_group_used_count", 0, EXPERTS[1], default=groups) or groups
+    if count % groups or (routing.correction_bias and groups > 1 and count // groups < 2):
+        settings.refuse("expert_group_count", f"a divisor of the number of experts, {count}")
+    if used > groups or routing.experts_per_token > used * (count // groups):
+        settings.refuse("expert_group_used_count", "groups that have all experts of a token")
+    sigmoid = routing.correction_bias and not settings.value("expert_gating_func")
+    routing = replace(
+        routing,
+        scoring="sigmoid" if sigmoid else routing.scoring,
+        num_groups=groups,
+        groups_used=used,
+        group_score="top2_sum" if routing.correction_bias else "max",
+    )
+    shared = settings.integer("expert_shared_count", 0, EXPERTS[1], default=0)
+    width = shared * found.expert.intermediate_size
+    own = replace(found.expert, intermediate_size=width) if shared else None
+    return replace(found, routing=routing, shared=own)
+
+
 def experts(
-    settings: Settings, width: str = "expert_feed_forward_length", *, normalised: bool
+    settings: Settings,
+    width: str = "expert_feed_forward_length",
+    *,
+    normalised: bool,
+    grouped: bool = False,
 ) -> ExpertsSpec:
     """`width`: the field that says how wide an expert is. `normalised`: where the file does not
-    say whether the weights of a token's experts add up to one."""
+    say whether the weights of a token's experts add up to one. `grouped`: the caller reads groups
+    of experts and dense layers."""
     count = settings.integer(EXPERT_COUNT, *EXPERTS)
     chosen = settings.integer("expert_used_count", *EXPERTS)
     if chosen > count:
@@ -179,6 +242,8 @@ def experts(
             f"{count} experts there are ({settings.prefix}{EXPERT_COUNT})."
         )
     for name in ("expert_group_count", "expert_group_used_count", "leading_dense_block_count"):
+        if grouped:
+            continue
         if settings.integer(name, 0, EXPERTS[1], default=0) > (0 if "dense" in name else 1):
             settings.refuse(name, "absent with this architecture")
     function = settings.integer("expert_gating_func", 0, max(SCORING), default=0)

@@ -9,7 +9,7 @@ from typing import Any
 from twostroke.errors import ModelError
 from twostroke.model.fields import Fields, read_json, shown
 from twostroke.model.hf_families import FAMILIES, Family
-from twostroke.model.spec import ExpertsSpec, ModelSpec
+from twostroke.model.spec import ModelSpec
 from twostroke.model.tensor_names import TensorNames
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -20,8 +20,9 @@ FIELDS |= {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
 FIELDS |= {"tie_embeddings": "tie_word_embeddings", "max_context": "max_position_embeddings"}
 FIELDS |= {"nope_dim": "qk_nope_head_dim", "rope_dim": "qk_rope_head_dim"}
 FIELDS |= {"value_dim": "v_head_dim"}
+FIELDS |= {"num_experts": "num_experts, num_local_experts or n_routed_experts"}
 FIELDS |= {"expert_intermediate_size": "moe_intermediate_size or intermediate_size"}
-FIELDS |= {"shared_intermediate_size": "shared_expert_intermediate_size"}
+FIELDS |= {"shared_intermediate_size": "shared_expert_intermediate_size or n_shared_experts"}
 
 
 def load_hf_config(folder: Path) -> tuple[ModelSpec, dict[str, Any]]:
@@ -41,7 +42,7 @@ def spec_from_hf(config: Mapping[str, Any], where: str = "config.json") -> Model
     fields = Fields(where, config, aliases=family.aliases)
     _refuse_unsupported(fields, family)
     spec = family.spec(fields)
-    if not any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers):
+    if not spec.has_experts:
         _refuse(fields, family, "num_experts", "num_local_experts", "n_routed_experts")
     return spec
 
@@ -84,10 +85,11 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
     quantization = fields.value("quantization_config")
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise ModelError(
-            f"{fields.where}: weights quantised by {shown(method)} (quantization_config) are not "
-            "supported. Use the unquantised model, or a GGUF of it."
-        )
+        if method not in family.quant_methods:
+            raise ModelError(
+                f"{fields.where}: weights quantised by {shown(method)} (quantization_config) are "
+                "not supported with this model_type. Use the unquantised model, or a GGUF of it."
+            )
     _refuse(fields, family, "kv_lora_rank")
 
 

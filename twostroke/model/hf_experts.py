@@ -20,6 +20,7 @@ from twostroke.model.spec import (
     MLPSpec,
     ModelSpec,
     RoutingSpec,
+    Scoring,
 )
 
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # all spell the same
@@ -63,13 +64,10 @@ def deepseek(fields: Fields, v3: bool) -> list[MLPSpec | ExpertsSpec]:
     are dense."""
     groups = fields.integer("n_group", *EXPERTS, default=8 if v3 else 1)
     used = fields.integer("topk_group", *EXPERTS, default=4 if v3 else 1)
-    method = fields.choice(
-        "topk_method",
-        ("noaux_tc",) if v3 else ("greedy", "group_limited_greedy"),
-        default="noaux_tc" if v3 else "greedy",
-    )
-    scoring = "sigmoid" if v3 else "softmax"
-    fields.choice("scoring_func", (scoring,), default=scoring)
+    methods = ("noaux_tc",) if v3 else ("greedy", "group_limited_greedy")
+    scoring: Scoring = "sigmoid" if v3 else "softmax"
+    method = _one_of(fields, "topk_method", methods)
+    _one_of(fields, "scoring_func", (scoring,))
     if method == "greedy":
         groups = used = 1
     found = experts(
@@ -98,10 +96,18 @@ def deepseek(fields: Fields, v3: bool) -> list[MLPSpec | ExpertsSpec]:
     return _mixed(fields, found, sparse)
 
 
+def _one_of(fields: Fields, name: str, known: Sequence[str]) -> Any:
+    """The first where the config does not say it."""
+    value = fields.value(name) if name in fields else known[0]
+    if value not in known:
+        fields.refuse(name, f"one of {', '.join(known)} with this model_type")
+    return value
+
+
 def _check_groups(fields: Fields, experts: ExpertsSpec) -> None:
     routing, count = experts.routing, experts.num_experts
     if count % routing.num_groups:
-        fields.refuse("n_group", f"a divisor of the number of experts, {count}")
+        fields.refuse("n_group", f"a divisor of the number of experts, {count} (n_routed_experts)")
     size = count // routing.num_groups
     if routing.group_score == "top2_sum" and size < 2:
         fields.refuse("n_group", f"such that a group has at least two of the {count} experts")

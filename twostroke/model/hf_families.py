@@ -538,6 +538,7 @@ class Family(NamedTuple):
     names: TensorNames | Callable[[Fields], TensorNames] = NAMES
     aliases: Mapping[str, str] = {}  # a field's usual name → the family's own
     reads: tuple[str, ...] = ()  # fields for which other families are refused
+    quant_methods: tuple[str, ...] = ()  # of quantised files that are read
 
 
 LATENT = ("kv_lora_rank",)
@@ -555,6 +556,7 @@ FAMILIES = {  # by model_type
     "glm4": Family(_glm4, GLM4_NAMES),
     "gpt2": Family(gpt.gpt2, GPT2_NAMES, gpt.GPT2_ALIASES),
     "gpt_neox": Family(gpt.gpt_neox, GPT_NEOX_NAMES, gpt.GPT_NEOX_ALIASES),
+    "gpt_oss": Family(gpt.gpt_oss, gpt.gpt_oss_names, quant_methods=("mxfp4",)),
     "gptj": Family(gpt.gptj, GPTJ_NAMES, gpt.GPT2_ALIASES),
     "granite": Family(_granite),
     "granitemoe": Family(_granite_moe, GRANITE_MOE_NAMES),
@@ -572,9 +574,9 @@ FAMILIES = {  # by model_type
     "phi": Family(gpt.phi, PHI_NAMES),
     "phi3": Family(_phi3, PHI3_NAMES),
     "qwen2": Family(_qwen2),
-    "qwen2_moe": Family(_qwen2_moe, QWEN2_MOE_NAMES),
+    "qwen2_moe": Family(_qwen2_moe, QWEN2_MOE_NAMES, reads=("num_experts",)),
     "qwen3": Family(_qwen3),
-    "qwen3_moe": Family(_qwen3_moe),
+    "qwen3_moe": Family(_qwen3_moe, reads=("num_experts",)),
     "seed_oss": Family(_seed_oss),
     "smollm3": Family(_smollm3),
     "stablelm": Family(_stablelm),

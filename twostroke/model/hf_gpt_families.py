@@ -1,7 +1,6 @@
 """The families with LayerNorms and MLPs without a gate: GPT-2, GPT-J, GPT-NeoX, Phi and Falcon.
 
-Functions and names as in `hf_families.py`, whose table has them. Of gpt-oss
-there is all but its experts, without which it is in no table.
+Functions and names as in `hf_families.py`, whose table has them. And gpt-oss.
 """
 
 from __future__ import annotations
@@ -10,14 +9,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from twostroke.kernels.activations import Activation, ClampedSwiglu
+from twostroke.model import hf_experts
 from twostroke.model import hf_parts as parts
 from twostroke.model.fields import REQUIRED, Fields
-from twostroke.model.hf_names import FALCON_NAMES, FALCON_TWO_NORMS_NAMES
+from twostroke.model.hf_names import (
+    FALCON_NAMES,
+    FALCON_TWO_NORMS_NAMES,
+    GPT_OSS_MXFP4_NAMES,
+    GPT_OSS_NAMES,
+)
 from twostroke.model.spec import (
     WIDTH,
-    Activation,
     LayerSpec,
-    MLPSpec,
     ModelSpec,
     RopeSpec,
     with_layers,
@@ -134,8 +138,14 @@ def _model(
     return replace(spec, norm="layer", norm_bias=True)
 
 
-def gpt_oss(fields: Fields, mlp: MLPSpec) -> ModelSpec:
-    """All of gpt-oss but the MLP: every other layer slides, and each head has a sink."""
+def gpt_oss(fields: Fields) -> ModelSpec:
+    """Every other layer slides, and each head has a sink; experts of a clamped activation."""
+    experts = hf_experts.experts(fields, 128, 4, "intermediate_size", 2880, bias=True)
+    clamped = ClampedSwiglu(
+        alpha=parts.multiplier(fields, "swiglu_alpha", 1.702),
+        limit=parts.multiplier(fields, "swiglu_limit", 7.0),
+    )
+    mlp = replace(experts, expert=replace(experts.expert, activation=clamped, bias=True))
     fields = fields.with_defaults({"head_dim": 64, "num_key_value_heads": 8})
     rope, max_context = parts.rope(fields, parts.heads(fields)[2], default_theta=150000.0)
     bias = fields.boolean("attention_bias", True)
@@ -145,3 +155,7 @@ def gpt_oss(fields: Fields, mlp: MLPSpec) -> ModelSpec:
     layers = [LayerSpec(replace(attention, window=window), mlp) for window in windows]
     spec = parts.model(fields, "gpt_oss", layers, max_context, eps=1e-5)
     return replace(spec, norm_fp32=True)
+
+
+def gpt_oss_names(fields: Fields) -> TensorNames:
+    return GPT_OSS_MXFP4_NAMES if fields.value("quantization_config") else GPT_OSS_NAMES

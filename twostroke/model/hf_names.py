@@ -143,7 +143,7 @@ GPT2_NAMES = replace(
     NAMES.but(_biased(**_GPT2_LAYER)),
     model={**_body("transformer", "wte", "ln_f"), "positions": "transformer.wpe.weight"},
     layer_prefix="transformer.h.{n}.",
-    transposed=True,
+    transposed=("q", "k", "v", "o", "up", "down"),
 )
 _GPTJ_LAYER = {"attn_norm": "ln_1", "o": "attn.out_proj", "up": "mlp.fc_in", "down": "mlp.fc_out"}
 GPTJ_NAMES = replace(
@@ -171,4 +171,14 @@ FALCON_NAMES = replace(
     grouped_qkv=True,
 )
 FALCON_TWO_NORMS_NAMES = FALCON_NAMES.but(_biased(attn_norm="ln_attn", mlp_norm="ln_mlp"))
-GPT_OSS_NAMES = NAMES.but(sinks="self_attn.sinks")
+# An expert's biases are named beside its matrices, and not inside of them.
+_GPT_OSS_LAYER = {"sinks": "self_attn.sinks"} | _biased(router="mlp.router") | _STACKED
+_GPT_OSS_LAYER |= {f"{part}_bias": f"{tensor}_bias" for part, tensor in _STACKED.items()}
+GPT_OSS_NAMES = replace(
+    NAMES.but(_GPT_OSS_LAYER), interleaved=True, transposed=tuple(_STACKED), otherwise={}
+)
+# As they were published: in blocks, whose scales are in a tensor of their own.
+GPT_OSS_MXFP4_NAMES = replace(
+    GPT_OSS_NAMES.but({part: f"{tensor}_blocks" for part, tensor in _STACKED.items()}),
+    transposed=(),
+)

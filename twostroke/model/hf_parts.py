@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from twostroke.errors import ModelError
+from twostroke.kernels.activations import Activation
 from twostroke.model.fields import REQUIRED, Fields, shown
 from twostroke.model.spec import (
     CONTEXT,
@@ -24,7 +25,6 @@ from twostroke.model.spec import (
     SOFTCAP_MAX,
     VOCABULARY,
     WIDTH,
-    Activation,
     AttentionSpec,
     LatentSpec,
     LayerSpec,
@@ -82,15 +82,15 @@ def heads(fields: Fields) -> tuple[int, int, int]:
     )
 
 
-LATENT_NORM_EPS = 1e-6  # whatever rms_norm_eps is
-
-
 def latent_attention(fields: Fields) -> tuple[AttentionSpec, int]:
     """Multi-head latent attention, and the longest context with the scaling of its rope."""
     refuse_if_given(fields, "attention_bias")
     num_heads = fields.integer("num_attention_heads", *HEADS)
     nope = fields.integer("qk_nope_head_dim", *HEAD_DIM)
-    rope_spec, max_context = rope(fields, fields.integer("qk_rope_head_dim", *HEAD_DIM))
+    turned = fields.integer("qk_rope_head_dim", *HEAD_DIM)
+    if turned % 2:
+        fields.refuse("qk_rope_head_dim", "even")
+    rope_spec, max_context = rope(fields, turned)
     head_dim = nope + rope_spec.dim
     scale = head_dim**-0.5
     given = fields.nested("rope_scaling").over(fields.nested("rope_parameters"))
@@ -101,7 +101,6 @@ def latent_attention(fields: Fields) -> tuple[AttentionSpec, int]:
         kv_lora_rank=fields.integer("kv_lora_rank", *LATENT_RANK),
         q_lora_rank=fields.integer("q_lora_rank", *LATENT_RANK, default=0),
         value_dim=fields.integer("v_head_dim", *HEAD_DIM),
-        norm_eps=LATENT_NORM_EPS,
     )
     heads = num_heads, num_heads, head_dim
     return AttentionSpec(*heads, rope_spec, scale, latent=latent), max_context

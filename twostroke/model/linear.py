@@ -13,6 +13,7 @@ from typing import NoReturn, Protocol
 
 import torch
 
+from twostroke.kernels.activations import Activation
 from twostroke.kernels.reference import Kernels
 from twostroke.model.ranks import Ranks
 
@@ -26,7 +27,9 @@ class Linear(Protocol):
         self, x: torch.Tensor, *, pdl: bool = False, out: torch.Tensor | None = None
     ) -> torch.Tensor: ...
 
-    def gated_product(self, x: torch.Tensor, activation: str, *, pdl: bool = False) -> torch.Tensor:
+    def gated_product(
+        self, x: torch.Tensor, activation: Activation, *, pdl: bool = False
+    ) -> torch.Tensor:
         """W is a gate and, below it, an up projection: activation(gate x) · up x."""
         ...
 
@@ -49,7 +52,9 @@ class DenseLinear:
             return self._kernels.product(x, self.weight, pdl=pdl, out=out)
         return torch.addmm(self.bias, x, self.weight.t(), out=out)
 
-    def gated_product(self, x: torch.Tensor, activation: str, *, pdl: bool = False) -> torch.Tensor:
+    def gated_product(
+        self, x: torch.Tensor, activation: Activation, *, pdl: bool = False
+    ) -> torch.Tensor:
         if self.bias is None:
             return self._kernels.gated_product(x, self.weight, activation, pdl=pdl)
         return self._kernels.act_and_mul(self.product(x), activation, pdl=pdl)
@@ -72,7 +77,9 @@ class SummedLinear:
     ) -> torch.Tensor:
         return self._ranks.all_reduce(self._part.product(x, pdl=pdl, out=out))
 
-    def gated_product(self, x: torch.Tensor, activation: str, *, pdl: bool = False) -> NoReturn:
+    def gated_product(
+        self, x: torch.Tensor, activation: Activation, *, pdl: bool = False
+    ) -> NoReturn:
         raise TypeError("parts of a gated product do not add up")
 
     def to_meta(self) -> Linear:
@@ -100,7 +107,9 @@ class GatheredLinear:
             place.copy_(part[:, : place.shape[1]])
         return whole
 
-    def gated_product(self, x: torch.Tensor, activation: str, *, pdl: bool = False) -> NoReturn:
+    def gated_product(
+        self, x: torch.Tensor, activation: Activation, *, pdl: bool = False
+    ) -> NoReturn:
         raise TypeError("a gate and its up projection are on one rank")
 
     def to_meta(self) -> Linear:

@@ -42,7 +42,8 @@ class DenseMLP:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsMLP:
-    """The router's weights are in fp32, the experts' stacked: [experts, out, in]."""
+    """The experts' weights are stacked: [experts, out, in]. The router's are in the model's dtype
+    where that has all of their values, else in fp32."""
 
     spec: ExpertsSpec
     rule: Mapping[str, Any]  # of its routing
@@ -59,7 +60,7 @@ class ExpertsMLP:
 
     def __call__(self, x: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
         chosen, weights = self.kernels.route(
-            x, self.router, self.router_bias, self.correction, **self.rule
+            x, self.router, self.router_bias, self.correction, **self.rule, pdl=pdl
         )
         out = self.kernels.experts(
             x,
@@ -71,6 +72,7 @@ class ExpertsMLP:
             self.down_bias,
             self.spec.expert.activation,
             self.spec.expert.gated,
+            pdl=pdl,
         )
         if self.shared is None:
             return out

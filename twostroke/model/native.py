@@ -21,8 +21,15 @@ from twostroke.kernels import cpu
 from twostroke.model.block_types import BlockType
 from twostroke.model.grids import grid_of
 from twostroke.model.rope import rope_tables
-from twostroke.model.spec import ExpertsSpec, MLPSpec, ModelSpec
-from twostroke.model.weights import WeightSource, not_finite
+from twostroke.model.spec import (
+    LATENT_EXPANDING,
+    AttentionSpec,
+    ExpertsSpec,
+    MLPSpec,
+    ModelSpec,
+    projections,
+)
+from twostroke.model.weights import ALL_ROWS, PackedMatrix, WeightSource, not_finite
 
 BLOCK = 32  # weights that share a scale
 DENSE = {BlockType.F32, BlockType.F16, BlockType.BF16}
@@ -51,15 +58,24 @@ class Packing:
         self._quantised = None if quantization is None else QUANTIZATION[quantization]
 
     def format(self, names: Sequence[str]) -> str:
-        """One for all of them: the smallest that loses nothing of what the file has."""
+        """One for all of them: the smallest that loses nothing of what the file has, or the one
+        that is asked for. kv_b, of which prefill has one form and decode another, is never rounded:
+        the two would differ."""
         types = {self.source.stored_type(name) or self._dense for name in names}
         dense, packed = types & DENSE, types - DENSE
+        kept = names[0].rpartition(".")[2] in LATENT_EXPANDING
+        rounded = None if kept else self._quantised
         formats = set()
         if packed:
             formats.add(str(cpu.module().common_format([str(type) for type in packed])))
         if dense:
-            formats.add(self._quantised or self._dense_format(dense))
+            formats.add(rounded or self._dense_format(dense))
         return formats.pop() if len(formats) == 1 else "f32"
+
+    def transposed_format(self, name: str) -> str:
+        """Of a matrix whose columns are to be rows: blocks of a row do not hold them."""
+        type = self.source.stored_type(name) or self._dense
+        return self._dense_format({type}) if type in DENSE else "f32"
 
     def _dense_format(self, types: set[BlockType]) -> str:
         """In fp16, which some machines multiply, bfloat16 loses only the last bits of weights
@@ -74,7 +90,7 @@ class Packing:
         found = [
             [f"layers.{n}.{name}" for name in names]
             for n, layer in enumerate(self.spec.layers)
-            for names in (("q", "k", "v"), ("o",), *_mlp_matrices(layer.mlp))
+            for names in (*_attention_matrices(layer.attention), *_mlp_matrices(layer.mlp))
         ]
         return [*found, ["embed"], *([] if self.spec.tie_embeddings else [["head"]])]
 
@@ -85,6 +101,12 @@ class Packing:
         for names in self.matrices():
             each = self._bytes_of(self.format(names))
             sizes |= {name: each * math.prod(shapes[name]) for name in names}
+        for n, layer in enumerate(self.spec.layers):
+            part = layer.attention
+            if part.latent is not None:  # its keys' rows once more
+                name = f"layers.{n}." + ("k_b" if part.latent.split else "kv_b")
+                count = part.num_heads * part.nope_dim * part.latent.kv_lora_rank
+                sizes[name] += count * self._bytes_of(self.transposed_format(name))
         routers = [name for name in shapes if name.endswith(".router")]
         return sizes | {name: 4.0 * math.prod(shapes[name]) for name in routers}
 
@@ -192,10 +214,11 @@ class _Loader:
         vectors = [name for name in names if name.endswith(("_norm", "_norm_bias", "sinks"))]
         group, in_group = self._places[index]
         return self._native.Layer(
-            qkv=self.matrix([at + "q", at + "k", at + "v"], attention.qkv_bias),
+            qkv=self.matrix([at + name for name in projections(attention)], attention.qkv_bias),
+            latent=self._latent(attention, at),
             o=self.matrix([at + "o"], attention.output_bias),
             **self._experts(mlp, at) if isinstance(mlp, ExpertsSpec) else self._mlp(mlp, at),
-            **{name: self.vector(at + name) for name in vectors},
+            **{name: self.vector(at + name) for name in vectors if "_a_" not in name},
             heads=attention.num_heads,
             kv_heads=attention.num_kv_heads,
             dim=attention.head_dim,
@@ -204,16 +227,83 @@ class _Loader:
             window=attention.window or 0,
             parallel=layer.parallel,
             rope=self._ropes.index(attention.rope),
+            rope_dim=attention.rope.dim,
             group=group,
             in_group=in_group,
         )
+
+    def _latent(self, part: AttentionSpec, at: str) -> Any:
+        latent = part.latent
+        if latent is None:
+            return None
+        heads, nope = part.num_heads, part.nope_dim
+        if latent.split:
+            made = {
+                "keys_transposed": self._by_head(at + "k_b", heads),
+                "keys": self._by_head(at + "k_b", heads, transposed=True),
+                "values": self._by_head(at + "v_b", heads),
+            }
+        else:
+            made = {
+                "keys": self._by_head(at + "kv_b", heads, slice(nope)),
+                "keys_transposed": self._by_head(at + "kv_b", heads, slice(nope), transposed=True),
+                "values": self._by_head(at + "kv_b", heads, slice(nope, None)),
+            }
+        return self._native.Latent(
+            q_b=self.matrix([at + "q_b"]) if latent.q_lora_rank else None,
+            **made,
+            q_a_norm=self.vector(at + "q_a_norm") if latent.q_lora_rank else None,
+            kv_a_norm=self.vector(at + "kv_a_norm"),
+            eps=latent.norm_eps,
+            value_dim=latent.value_dim,
+        )
+
+    def _by_head(
+        self, name: str, heads: int, rows: slice = ALL_ROWS, transposed: bool = False
+    ) -> Any:
+        """Some rows (or columns, `transposed`) of each head of a weight, each head's from a whole
+        group of rows on."""
+        source = self._packing.source
+        weight = self.vector(name)
+        floats = weight.reshape(heads, -1, weight.shape[1])[:, rows]
+        if transposed:
+            return self._packed_heads(self._packing.transposed_format(name), floats.swapaxes(1, 2))
+        stored, format = self._blocks_of(name), self._packing.format([name])
+        if stored is None or format == "f32":
+            made = self._packed_heads(format, floats)
+        else:
+            blocks = stored.rows.reshape(heads, -1, stored.rows.shape[1])[:, rows]
+            made = self._packed_heads(format, floats, stored.type, blocks)
+        source.forget(name)
+        return made
+
+    def _packed_heads(
+        self,
+        format: str,
+        floats: Floats,
+        type: BlockType | None = None,
+        blocks: npt.NDArray[np.uint8] | None = None,
+    ) -> Any:
+        """[heads, rows, columns]; `blocks`: the same in blocks of that type."""
+        heads, rows, cols = floats.shape
+        each = -(-rows // self._native.head_rows) * self._native.head_rows
+        places = (np.arange(heads)[:, None] * each + np.arange(rows)).astype(np.int32).reshape(-1)
+        matrix = self._native.Matrix(format, heads * each, cols, self._isa)
+        try:
+            if blocks is None or type is None:
+                matrix.put_floats(np.ascontiguousarray(floats).reshape(-1, cols), places)
+            else:
+                lines = np.ascontiguousarray(blocks).reshape(heads * rows, -1)
+                matrix.put_blocks(str(type), lines, places, grid_of(type))
+        except OverflowError:  # a weight above 255
+            return self._packed_heads("f32", floats)
+        return matrix
 
     def _mlp(self, mlp: MLPSpec, at: str) -> dict[str, Any]:
         return {
             "gate_up": self.matrix([at + name for name in mlp.gate_up], mlp.bias),
             "down": self.matrix([f"{at}down"], mlp.bias),
-            "activation": mlp.activation,
-            "gated": mlp.gated,
+            **_activation(mlp),
         }
 
     def _experts(self, mlp: ExpertsSpec, at: str) -> dict[str, Any]:
@@ -230,8 +320,7 @@ class _Loader:
             **mlp.routing.rule(),
         )
         shared = {} if mlp.shared is None else self._mlp(mlp.shared, f"{at}shared.")
-        common = {"activation": mlp.expert.activation, "gated": mlp.expert.gated}
-        return common | shared | {"experts": experts}
+        return _activation(mlp.expert) | shared | {"experts": experts}
 
     def _router(self, mlp: ExpertsSpec, at: str) -> Any:
         """In floats, and with the shared expert's gate as its last row."""
@@ -281,10 +370,14 @@ class _Loader:
                 matrix.put_bias(self.vector(name + "_bias"), places)
         return matrix
 
+    def _blocks_of(self, name: str) -> PackedMatrix | None:
+        """Of what the file has in blocks."""
+        source = self._packing.source
+        return None if source.stored_type(name) in {None, *DENSE} else source.packed(name)
+
     def _put(self, matrix: Any, format: str, name: str, places: Ints) -> None:
         source = self._packing.source
-        is_quantised = source.stored_type(name) not in {None, *DENSE}
-        packed = source.packed(name) if is_quantised and format != "f32" else None
+        packed = self._blocks_of(name) if format != "f32" else None
         if packed is not None:
             rows = np.ascontiguousarray(packed.rows)
             matrix.put_blocks(str(packed.type), rows, places, grid_of(packed.type))
@@ -294,6 +387,21 @@ class _Loader:
                 part = slice(first, first + count)
                 matrix.put_floats(np.ascontiguousarray(source.floats(name, part)), places[part])
         source.forget(name)
+
+
+def _attention_matrices(part: AttentionSpec) -> list[tuple[str, ...]]:
+    """Likewise. Of kv_b, keys and values are apart."""
+    if part.latent is None:
+        return [projections(part), ("o",)]
+    others = [name for name in part.weight_shapes(1) if name in ("q_b", *LATENT_EXPANDING, "o")]
+    return [projections(part), *((name,) for name in others)]
+
+
+def _activation(mlp: MLPSpec) -> dict[str, Any]:
+    how = mlp.activation
+    if isinstance(how, str):
+        return {"activation": how, "gated": mlp.gated}
+    return {"activation": how.kind, "alpha": how.alpha, "limit": how.limit, "gated": mlp.gated}
 
 
 def _mlp_matrices(mlp: MLPSpec | ExpertsSpec) -> list[list[str]]:

@@ -5,7 +5,7 @@
     attention   q, k, v → q/k norm → rope → softmax(softcap(scale · q kᵀ)) v → output projection
                 with a sink, one score more in the softmax, which has no value
                 latent: k and v are made from a vector that all heads share, and only it is cached
-    mlp         down(activation(gate x) · up x), or down(activation(up x))
+    mlp         down(activation(gate x) · up x), or down(activation(up x)); see `ClampedSwiglu`
     experts     Σ weight · mlp(x) over the experts that a router chooses for the token, + shared mlp
 
 The loader, the decoders, the memory plan, the cost model and the planner read the same spec. A new
@@ -20,10 +20,11 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal
 
+from twostroke.kernels.activations import Activation
+
 RopeKind = Literal["none", "linear", "dynamic", "llama3", "yarn", "factors", "longrope", "still"]
 QKNorm = Literal["none", "head", "full"]  # RMSNorm of q and k over each head, or over all heads
 Norm = Literal["rms", "layer"]  # "layer": less the mean, divided by the standard deviation
-Activation = Literal["silu", "gelu_tanh", "gelu"]  # "gelu": by erf
 Scoring = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2_sum"]  # of the scores of a group's experts
 
@@ -89,7 +90,9 @@ class LatentSpec:
     kv_lora_rank: int
     q_lora_rank: int  # 0: queries are made from x directly
     value_dim: int  # of a head
-    norm_eps: float  # of the norms of the two latents
+    norm_eps: float = 1e-6  # of the norms of the two latents, whatever the other norms have
+    # kv_b comes as two weights: its keys' part, each head's transposed (k_b), and its values'.
+    split: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +171,15 @@ class AttentionSpec:
             shapes = {"q_a": (q_rank, h), "q_a_norm": (q_rank,), "q_b": (q, q_rank)}
         expanded = self.num_heads * (self.nope_dim + self.value_dim)
         shapes |= {"kv_a": (rank + self.rope.dim, h), "kv_a_norm": (rank,)}
-        return shapes | {"kv_b": (expanded, rank), "o": (h, self.output_size)}
+        if latent.split:
+            shapes |= {"k_b": (self.num_heads * rank, self.nope_dim)}
+            shapes |= {"v_b": (self.output_size, rank)}
+        else:
+            shapes |= {"kv_b": (expanded, rank)}
+        return shapes | {"o": (h, self.output_size)}
+
+
+LATENT_EXPANDING: Final = ("kv_b", "k_b", "v_b")  # what makes keys and values of a latent
 
 
 def projections(part: AttentionSpec) -> tuple[str, ...]:
@@ -367,6 +378,10 @@ class ModelSpec:
         return any(layer.attention.latent is not None for layer in self.layers)
 
     @property
+    def has_experts(self) -> bool:
+        return any(isinstance(layer.mlp, ExpertsSpec) for layer in self.layers)
+
+    @property
     def expanded_kv_elements_per_token(self) -> int:
         """The same if every layer cached the keys and values of its heads, none a latent."""
         parts = [layer.attention for layer in self.layers]
@@ -470,6 +485,8 @@ _SHAPED_BY: Final = {
     "kv_a": ("kv_lora_rank", "rope_dim", "hidden_size"),
     "kv_a_norm": ("kv_lora_rank",),
     "kv_b": ("num_heads", "nope_dim", "value_dim", "kv_lora_rank"),
+    "k_b": ("num_heads", "nope_dim", "kv_lora_rank"),
+    "v_b": ("num_heads", "value_dim", "kv_lora_rank"),
 } | dict.fromkeys(
     ("attn_norm", "attn_post_norm", "mlp_norm", "mlp_post_norm", "final_norm"), ("hidden_size",)
 )

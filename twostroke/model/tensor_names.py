@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from twostroke.model.spec import ModelSpec
+from twostroke.model.spec import ExpertsSpec, ModelSpec
 
 Order = npt.NDArray[np.intp]
+Bytes = npt.NDArray[np.uint8]
 
 
 class Place(NamedTuple):
     """A weight is rows of a tensor: all of them, but for tensors that hold several weights.
 
-    A tensor of more dimensions than its weights have is looked at as rows: [experts, out, in] has
-    experts · out of them.
+    Of a tensor that all experts share, [experts, …], the expert's own part is looked at alone.
     """
 
     tensor: str
@@ -36,11 +36,22 @@ class Place(NamedTuple):
     order: Callable[[], Order] | None = None
     transposed: bool = False  # the tensor is (in, out): its columns are our rows
     dims: int = 2  # of the weight
+    expert: int = 0
+    num_experts: int = 0  # that share the tensor
 
-    def flattened(self, stored: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the whole tensor as rows of its weights."""
+    def part(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the expert's part of a tensor, or of all of it, as rows of its weights."""
+        if self.num_experts:
+            return stored[1:]
         extra = len(stored) - self.dims
         return stored if extra <= 0 else (math.prod(stored[: extra + 1]), *stored[extra + 1 :])
+
+    def part_of(self, data: Bytes) -> Bytes:
+        """The bytes of that part."""
+        if not self.num_experts:
+            return data
+        size = data.size // self.num_experts
+        return data[self.expert * size : (self.expert + 1) * size]
 
     def rows_in(self, stored: Any, rows: slice) -> Any:
         """Some of the weight's rows, of all those of its tensor."""
@@ -50,7 +61,9 @@ class Place(NamedTuple):
 
     def shape_in(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         """The weight's shape in a tensor of that shape; not the expected one if rows lack."""
-        stored = self.flattened(stored)
+        if self.num_experts and (len(stored) != self.dims + 1 or stored[0] != self.num_experts):
+            return stored
+        stored = self.part(stored)
         stored = stored[::-1] if self.transposed else stored
         if not self.rows_of_others or not stored:
             return stored
@@ -72,7 +85,8 @@ class TensorNames:
     rope_neighbours: bool = False
     # q, k and v are in one tensor, in which each KV head has its queries, its key and its value.
     grouped_qkv: bool = False
-    transposed: bool = False  # matrices of layers are (in, out)
+    interleaved: bool = False  # gate and up of an expert are in one tensor, a row of each in turn
+    transposed: Collection[str] = ()  # which matrices of a layer are (in, out)
     # Names that take the place of the others in files which have one of them.
     otherwise: Mapping[str, str] = field(default_factory=dict)
 
@@ -80,8 +94,8 @@ class TensorNames:
         """`layers.3.q` → `model.layers.3.self_attn.q_proj.weight`, or `blk.3.attn_q.weight`."""
         if canonical in self.model:
             return self.model[canonical]
-        _, number, part = canonical.split(".", 2)
-        stem, expert = _split_expert(part)
+        stem, expert = _split_expert(canonical)
+        number = canonical.split(".")[1]
         return self.layer_prefix.format(n=number) + self.layer[stem].format(e=expert)
 
     def as_stored(self, tensors: Iterable[str]) -> TensorNames:
@@ -100,17 +114,39 @@ class TensorNames:
             inside[self.tensor(name)].append(name)
         places = {}
         for tensor, names in inside.items():
-            if len(names) > 1:
-                names.sort(key=partial(_place_in_tensor, order))
-            ends, weights = list(accumulate(shapes[name][0] for name in names)), tuple(names)
-            for name, end in zip(names, ends, strict=True):
-                rows, dims = shapes[name][0], len(shapes[name])
-                first, others = end - rows, ends[-1] - rows
-                moved = self._order(name, spec, first)
-                is_matrix = name.startswith("layers.") and len(shapes[name]) == 2
-                turned = self.transposed and is_matrix
-                places[name] = Place(tensor, first, others, weights, moved, turned, dims)
+            weights, by_expert = tuple(names), defaultdict(list)
+            for name in names:
+                by_expert[_split_expert(name)[1]].append(name)
+            for expert, own in by_expert.items():
+                if len(own) > 1:
+                    own.sort(key=lambda name: order[_split_expert(name)[0]])
+                ends = list(accumulate(shapes[name][0] for name in own))
+                for number, (name, end) in enumerate(zip(own, ends, strict=True)):
+                    rows, dims = shapes[name][0], len(shapes[name])
+                    moved = self._order(name, spec, end - rows)
+                    if self.interleaved and len(own) > 1 and ".experts." in name:
+                        moved = partial(np.arange, number, ends[-1], len(own))
+                    turned = dims == 2 and _split_expert(name)[0] in self.transposed
+                    places[name] = Place(
+                        tensor,
+                        end - rows,
+                        ends[-1] - rows,
+                        weights,
+                        moved,
+                        turned,
+                        dims,
+                        expert,
+                        self._experts_in_one(name, spec),
+                    )
         return places
+
+    def _experts_in_one(self, canonical: str, spec: ModelSpec) -> int:
+        """How many experts share the tensor of a weight; 0 if it is no expert's, or one's alone."""
+        stem = _split_expert(canonical)[0]
+        if not stem.startswith("experts.") or "{e}" in self.layer[stem]:
+            return 0
+        mlp = spec.layers[int(canonical.split(".")[1])].mlp
+        return mlp.num_experts if isinstance(mlp, ExpertsSpec) else 0
 
     def offset(self, canonical: str) -> float:
         return self.norm_offset if canonical.endswith("norm") else 0.0
@@ -153,15 +189,11 @@ class TensorNames:
         )
 
 
-def _split_expert(part: str) -> tuple[str, int]:
-    """`experts.7.gate` → `experts.gate`, 7. Of what is no expert's, the number is 0."""
+def _split_expert(canonical: str) -> tuple[str, int]:
+    """`layers.3.experts.7.gate` → `experts.gate`, 7. Of what is no expert's, the number is 0."""
+    part = canonical.split(".", 2)[-1]
     found = re.match(r"experts\.(\d+)\.", part)
     return (part, 0) if found is None else (f"experts.{part[found.end() :]}", int(found[1]))
-
-
-def _place_in_tensor(order: Mapping[str, int], canonical: str) -> tuple[int, int]:
-    stem, expert = _split_expert(canonical.split(".", 2)[2])
-    return expert, order[stem]
 
 
 def halves_from_neighbours(

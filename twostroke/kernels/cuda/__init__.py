@@ -15,10 +15,16 @@ from twostroke.kernels.cuda.decode import (
 )
 from twostroke.kernels.cuda.elementwise import act_and_mul, add_rms_norm, rms_norm
 from twostroke.kernels.cuda.experts import mix_experts, route
+from twostroke.kernels.cuda.latent import (
+    latent_decode_attention,
+    latent_decode_splits,
+    latent_rope_store,
+)
+from twostroke.kernels.cuda.latent_prefill import latent_prefill_attention
 from twostroke.kernels.cuda.launch import compile_ahead
 from twostroke.kernels.cuda.logprobs import token_logprobs
 from twostroke.kernels.cuda.prefill import bind_prefill_attention, prefill_attention
-from twostroke.kernels.cuda.product import gated_product, product
+from twostroke.kernels.cuda.product import exact_product, gated_product, product
 from twostroke.kernels.cuda.rope_store import rope_store
 from twostroke.kernels.cuda.sampling import sample
 from twostroke.kernels.cuda.splits import (
@@ -40,7 +46,12 @@ __all__ = [
     "decode_attention",
     "decode_scratch",
     "decode_splits",
+    "exact_product",
     "gated_product",
+    "latent_decode_attention",
+    "latent_decode_splits",
+    "latent_prefill_attention",
+    "latent_rope_store",
     "mix_experts",
     "num_sms",
     "prefill_attention",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from twostroke.kernels import cuda
 from twostroke.kernels.reference import Kernels
@@ -24,6 +23,9 @@ class CudaKernels(Kernels):
     decode_attention = staticmethod(cuda.decode_attention)
     bind_decode_attention = staticmethod(cuda.bind_decode_attention)
     rope_decode_attention = staticmethod(cuda.rope_decode_attention)
+    latent_rope_store = staticmethod(cuda.latent_rope_store)
+    latent_prefill_attention = staticmethod(cuda.latent_prefill_attention)
+    latent_decode_attention = staticmethod(cuda.latent_decode_attention)
     decode_scratch = staticmethod(cuda.decode_scratch)
     adjust_logits = staticmethod(cuda.adjust_logits)
     sample = staticmethod(cuda.sample)
@@ -40,11 +42,15 @@ class CudaKernels(Kernels):
         router: torch.Tensor,
         bias: torch.Tensor | None,
         correction: torch.Tensor | None,
+        *,
+        pdl: bool = False,
         **rule: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The router is in fp32: a rounding could choose another expert."""
-        logits = F.linear(x.float(), router)
-        return cuda.route(logits, bias, correction, **rule)
+        logits = cuda.exact_product(x, router, pdl=pdl)
+        return cuda.route(logits, bias, correction, **rule, pdl=pdl)
 
     def decode_splits(self, batch: int, num_kv_heads: int, max_len: int) -> int:
         return cuda.decode_splits(batch, num_kv_heads, max_len, self._num_sms)
+
+    def latent_decode_splits(self, batch: int, num_heads: int, width: int, max_len: int) -> int:
+        return cuda.latent_decode_splits(batch, num_heads, width, max_len, self._num_sms)

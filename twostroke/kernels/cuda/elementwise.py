@@ -1,7 +1,7 @@
 """Norms and gated activations: one pass over the data, rounded where the definition rounds.
 
     rms_norm(x, w)           (normed in fp32, rounded to w's type, times w), rounded to x's type
-    act_and_mul([gate, up])  act(gate), rounded, times up
+    act_and_mul([gate, up])  act(gate), rounded, times up; `ClampedSwiglu` is rounded once
 
 A norm's weight may be fp32 beside bf16 or fp16 activations; then nothing is rounded before the end.
 """
@@ -14,12 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
+from twostroke.kernels.activations import Activation
 from twostroke.kernels.cuda.launch import Variant
 from twostroke.kernels.cuda.pdl import launch_options, wait_for_previous
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 
 TILE = 2048  # elements of one program: two 16-byte loads of a thread in flight
-ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
 
 def rms_norm(
@@ -84,7 +84,9 @@ def _norm_variant(width: int, add: bool, pdl: bool) -> Variant:
     )
 
 
-def act_and_mul(gate_up: torch.Tensor, activation: str, *, pdl: bool = False) -> torch.Tensor:
+def act_and_mul(
+    gate_up: torch.Tensor, activation: Activation, *, pdl: bool = False
+) -> torch.Tensor:
     """[T, 2N] → [T, N]: the activation of the first half, times the second."""
     assert gate_up.stride(1) == 1
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
@@ -96,8 +98,7 @@ def act_and_mul(gate_up: torch.Tensor, activation: str, *, pdl: bool = False) ->
 
 
 @cache
-def _act_variant(width: int, activation: str, pdl: bool) -> Variant:
-    assert activation in ACTIVATIONS, activation
+def _act_variant(width: int, activation: Activation, pdl: bool) -> Variant:
     return Variant(
         _act_and_mul,
         WIDTH=width,
@@ -172,8 +173,9 @@ def _act_and_mul(
     at = gate_up + row * stride + column
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)
-    gated = activated(gate, ACTIVATION).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * out_stride + column, (gated * up).to(out.dtype.element_ty), mask=mask)
+    kind: tl.constexpr = out.dtype.element_ty
+    result = gate_times_up(gate, up, kind, ACTIVATION)
+    tl.store(out + row * out_stride + column, result.to(kind), mask=mask)
 
 
 @triton.jit
@@ -187,4 +189,19 @@ def activated(x, ACTIVATION: tl.constexpr):
         if ACTIVATION == "gelu_tanh":
             y = 1.5957691216057308 * (x + 0.044715 * x * x * x)
         result = x / (1.0 + tl.exp(-y))
+    return result
+
+
+@triton.jit
+def gate_times_up(gate, up, kind: tl.constexpr, ACTIVATION: tl.constexpr):
+    """`act_and_mul` of two products in fp32, which are rounded first."""
+    gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)
+    if ACTIVATION[0] == "clamped_swiglu":  # of a name, this is its first letter
+        ALPHA: tl.constexpr = ACTIVATION[1]
+        LIMIT: tl.constexpr = ACTIVATION[2]
+        gate = tl.where(gate > LIMIT, LIMIT, gate)  # NaN stays NaN
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        result = (up + 1.0) * (gate / (1.0 + tl.exp(-ALPHA * gate)))
+    else:
+        result = activated(gate, ACTIVATION).to(kind).to(tl.float32) * up
     return result

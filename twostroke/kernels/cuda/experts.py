@@ -7,6 +7,9 @@ in use.
     down       the same with its down, each pair back to its token's place
     combine    the weighted sum of a token's pairs, best expert first
 
+A token or two (`stream_experts`) need no tiles and no order: a program has a few columns of a
+pair's gate and up, or of a token's output, and the weights go past it once.
+
 Nothing asks the device for a value. How many tiles there are is known there alone: the grid is what
 there could be at the most, a program finds its expert by counting tiles, and those that are left
 over end at once. Experts that no token goes to are not read.
@@ -22,16 +25,16 @@ import torch
 import triton
 import triton.language as tl
 
-from twostroke.kernels.cuda.elementwise import activated
+from twostroke.kernels.activations import Activation
+from twostroke.kernels.cuda.elementwise import activated, gate_times_up
 from twostroke.kernels.cuda.launch import Variant
 from twostroke.kernels.cuda.pdl import launch_options, wait_for_previous
-from twostroke.kernels.cuda.product import gate_times_up
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 
-MOST_SORTED = 1024  # pairs that one program sorts; the library's sort has the rest
-SORTED_AT_ONCE = 8192  # pairs × experts that are compared at one time
+MOST_STREAMED = 16  # pairs that share no weights: each reads its own
+SORTED_AT_ONCE = 4096  # pairs
+UP_COLUMNS, DOWN_COLUMNS = 2, 4  # of a program that streams
 COMBINED = 1024  # channels of a program
-PROGRAMS = 528  # that fill a card of 132 multiprocessors, four on each
 
 
 class Pairs(NamedTuple):
@@ -50,20 +53,20 @@ class Tiling:
     num_stages: int
 
 
-def tiling(pairs: int, experts: int, columns: int, inner: int, gated: bool) -> Tiling:
-    """`columns` and `inner` of a product with one expert. Few pairs an expert: its weight goes past
-    once, in tiles so narrow that there are enough of them. Many: the matrix units' own size."""
-    in_use = min(pairs, experts)
-    each = pairs / in_use
+def tiling(pairs: int, experts: int, inner: int, gated: bool) -> Tiling:
+    """`inner` of a product with one expert. Few pairs an expert: its weight goes past once. Many:
+    the matrix units' own size. By `tests.gpu.experts_check` on an H200."""
+    each = pairs / min(pairs, experts)
     if each <= 12:
-        narrow = in_use * ceil_div(columns, 32) < PROGRAMS
-        tuned = Tiling(16, 16, 256, 4, 4) if narrow else Tiling(16, 32, 128, 4, 4)
+        tuned = Tiling(16, 32, 256, 4, 3) if gated else Tiling(16, 64, 128, 4, 3)
     elif each <= 32:
-        tuned = Tiling(32, 64 if not gated else 32, 128, 4, 4)
+        tuned = Tiling(32, 64, 128, 4, 3)
     elif each <= 96:
-        tuned = Tiling(64, 128 if not gated else 64, 64, 4, 4)
+        tuned = Tiling(64, 64 if gated else 128, 64, 4, 4)
+    elif gated:
+        tuned = Tiling(128, 128, 64, 8, 4 if each <= 160 else 3)
     else:
-        tuned = Tiling(128, 128 if not gated else 64, 64, 8, 4)
+        tuned = Tiling(128, 256, 64, 8, 3)
     return Tiling(
         tuned.rows,
         tuned.columns,
@@ -110,14 +113,10 @@ def route(
 def by_expert(chosen: torch.Tensor, experts: int, *, pdl: bool = False) -> Pairs:
     """`chosen`: [T, experts_per_token], int32."""
     pairs = chosen.numel()
-    if pairs > MOST_SORTED:
-        ids, order = chosen.flatten().sort(stable=True)
-        bounds = torch.arange(experts + 1, dtype=torch.int32, device=chosen.device)
-        return Pairs(order.int(), torch.searchsorted(ids, bounds, out_int32=True))
     order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
     starts = torch.empty(experts + 1, dtype=torch.int32, device=chosen.device)
-    at_once = min(power_of_two(pairs), max(16, SORTED_AT_ONCE // power_of_two(experts)))
-    _sort_variant(experts, at_once, pdl)((1,), (chosen, order, starts), (pairs,), ())
+    at_once = min(power_of_two(pairs), SORTED_AT_ONCE)
+    _sort_variant(experts, at_once, pdl)((experts,), (chosen, order, starts), (pairs,), ())
     return Pairs(order, starts)
 
 
@@ -127,7 +126,7 @@ def gated_experts(
     experts_per_token: int,
     gate_up: torch.Tensor,
     bias: torch.Tensor | None,
-    activation: str,
+    activation: Activation,
     gated: bool,
     *,
     pdl: bool = False,
@@ -169,7 +168,7 @@ def mix_experts(
     gate_up_bias: torch.Tensor | None,
     down: torch.Tensor,
     down_bias: torch.Tensor | None,
-    activation: str,
+    activation: Activation,
     gated: bool,
     *,
     pdl: bool = False,
@@ -177,10 +176,39 @@ def mix_experts(
     """Σ weight · mlp(x) over each token's experts: [T, hidden]. Weights are stacked,
     [experts, out, in]."""
     each, count = chosen.shape[1], len(down)
-    pairs = by_expert(chosen.int(), count, pdl=pdl)
     how = (activation, gated)
+    if chosen.numel() <= MOST_STREAMED:
+        biased = (gate_up, gate_up_bias, down, down_bias)
+        return stream_experts(x.contiguous(), chosen.int(), weights, *biased, *how, pdl=pdl)
+    pairs = by_expert(chosen.int(), count, pdl=pdl)
     inner = gated_experts(x.contiguous(), pairs, each, gate_up, gate_up_bias, *how, pdl=pdl)
     return experts_down(inner, pairs, weights, down, down_bias, pdl=pdl)
+
+
+def stream_experts(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down: torch.Tensor,
+    down_bias: torch.Tensor | None,
+    activation: str,
+    gated: bool,
+    *,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """`mix_experts` of few tokens: what two of them share is read twice."""
+    (tokens, each), (_, hidden, width) = chosen.shape, down.shape
+    inner = torch.empty(tokens * each, width, dtype=x.dtype, device=x.device)
+    grid = (tokens * each * ceil_div(width, UP_COLUMNS),)
+    variant = _stream_up_variant(each, width, hidden, activation, gated, pdl)
+    variant(grid, (x, chosen, gate_up, gate_up_bias, inner), (), ())
+    out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
+    grid = (tokens * ceil_div(hidden, DOWN_COLUMNS),)
+    variant = _stream_down_variant(each, hidden, width, pdl)
+    variant(grid, (inner, chosen, weights, down, down_bias, out), (), ())
+    return out
 
 
 def _grouped(
@@ -190,7 +218,7 @@ def _grouped(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
-    activation: str,
+    activation: Activation | str,
     gated: bool,
     by_token: bool,
     pdl: bool,
@@ -198,7 +226,7 @@ def _grouped(
     count, (experts, _, inner), columns = len(pairs.order), weight.shape, out.shape[1]
     assert x.is_contiguous()
     assert weight.is_contiguous()
-    tuned = tiling(count, experts, columns, inner, gated)
+    tuned = tiling(count, experts, inner, gated)
     # Every expert in use has at most one tile that is not full.
     tiles = count // tuned.rows + min(experts, count)
     grid = (tiles * ceil_div(columns, tuned.columns),)
@@ -243,8 +271,40 @@ def _route_variant(
 
 @cache
 def _sort_variant(experts: int, at_once: int, pdl: bool) -> Variant:
-    block = power_of_two(experts)
-    return Variant(_sort, E=experts, BLOCK=block, PAIRS=at_once, num_warps=4, **launch_options(pdl))
+    warps = 4 if at_once <= 1024 else 8
+    return Variant(_sort, E=experts, PAIRS=at_once, num_warps=warps, **launch_options(pdl))
+
+
+@cache
+def _stream_up_variant(
+    each: int, columns: int, inner: int, activation: str, gated: bool, pdl: bool
+) -> Variant:
+    return Variant(
+        _stream_up,
+        EACH=each,
+        N=columns,
+        K=inner,
+        COLUMNS=UP_COLUMNS,
+        INNER=min(1024, power_of_two(inner)),
+        GATED=gated,
+        ACTIVATION=activation,
+        num_warps=4,
+        **launch_options(pdl),
+    )
+
+
+@cache
+def _stream_down_variant(each: int, columns: int, inner: int, pdl: bool) -> Variant:
+    return Variant(
+        _stream_down,
+        EACH=each,
+        N=columns,
+        K=inner,
+        COLUMNS=DOWN_COLUMNS,
+        INNER=min(256, power_of_two(inner)),
+        num_warps=4,
+        **launch_options(pdl),
+    )
 
 
 @cache
@@ -254,7 +314,7 @@ def _grouped_variant(
     columns: int,
     inner: int,
     tuned: Tiling,
-    activation: str,
+    activation: Activation | str,
     gated: bool,
     by_token: bool,
     exact: bool,
@@ -377,30 +437,132 @@ def _sort(
     starts,
     num_pairs,
     E: tl.constexpr,
-    BLOCK: tl.constexpr,
     PAIRS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_previous(PDL)
-    expert = tl.arange(0, BLOCK)
+    """A program has an expert: its pairs come after those of the experts before it."""
+    expert = tl.program_id(0)
     pair = tl.arange(0, PAIRS)
-    count = tl.zeros([BLOCK], tl.int32)
+    wait_for_previous(PDL)
+    before = tl.zeros([PAIRS], tl.int32)
     for start in range(0, num_pairs, PAIRS):
-        there = start + pair < num_pairs
-        theirs = tl.load(chosen + start + pair, mask=there, other=BLOCK)
-        count += tl.sum((theirs[:, None] == expert[None, :]).to(tl.int32), axis=0)
-    free = tl.cumsum(count, axis=0) - count  # the next place of each expert
-    tl.store(starts + expert, free, mask=expert < E)
-    tl.store(starts + E, num_pairs)
+        theirs = tl.load(chosen + start + pair, mask=start + pair < num_pairs, other=E)
+        before += (theirs < expert).to(tl.int32)
+    free = tl.sum(before, axis=0)
+    tl.store(starts + expert, free)
+    if expert == E - 1:
+        tl.store(starts + E, num_pairs)
     for start in range(0, num_pairs, PAIRS):
-        there = start + pair < num_pairs
-        theirs = tl.load(chosen + start + pair, mask=there, other=BLOCK)
-        same = theirs[:, None] == expert[None, :]
-        # Of the pairs up to each one, those of its expert, itself included.
-        ahead = tl.cumsum(same.to(tl.int32), axis=0)
-        place = tl.sum(tl.where(same, ahead - 1 + free[None, :], 0), axis=1)
-        tl.store(order + place, start + pair, mask=there)
-        free += tl.sum(same.to(tl.int32), axis=0)
+        theirs = tl.load(chosen + start + pair, mask=start + pair < num_pairs, other=E)
+        mine = theirs == expert
+        ahead = tl.cumsum(mine.to(tl.int32), axis=0)
+        tl.store(order + free + ahead - 1, start + pair, mask=mine)
+        free += tl.sum(mine.to(tl.int32), axis=0)
+
+
+@triton.jit
+def _stream_up(
+    x,
+    chosen,
+    weight,
+    bias,
+    out,
+    EACH: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    PARTS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
+    HALF: tl.constexpr = N * K
+    pair = tl.program_id(0) // PARTS
+    column = tl.program_id(0) % PARTS * COLUMNS + tl.arange(0, COLUMNS)
+    inner = tl.arange(0, INNER)
+    wait_for_previous(PDL)
+    expert = tl.load(chosen + pair).to(tl.int64)
+    # Columns past the end read the last row of the weight again, and are dropped.
+    own = weight + expert * (2 * HALF if GATED else HALF)
+    at = own + tl.minimum(column, N - 1)[:, None] * K + inner[None, :]
+    x_at = x + (pair // EACH).to(tl.int64) * K + inner
+    sums = tl.zeros([COLUMNS, INNER], tl.float32)
+    ups = tl.zeros([COLUMNS, INNER], tl.float32)
+    for start in tl.static_range(0, K, INNER):
+        if start + INNER <= K:
+            of_x = tl.load(x_at + start).to(tl.float32)[None, :]
+            sums += of_x * tl.load(at + start, eviction_policy="evict_first").to(tl.float32)
+            if GATED:
+                up = tl.load(at + HALF + start, eviction_policy="evict_first")
+                ups += of_x * up.to(tl.float32)
+        else:
+            inside = start + inner < K
+            of_x = tl.load(x_at + start, mask=inside, other=0.0).to(tl.float32)[None, :]
+            sums += of_x * tl.load(at + start, mask=inside[None, :], other=0.0).to(tl.float32)
+            if GATED:
+                up = tl.load(at + HALF + start, mask=inside[None, :], other=0.0)
+                ups += of_x * up.to(tl.float32)
+    gate = tl.sum(sums, axis=1)
+    up = tl.sum(ups, axis=1)
+    mask = column < N
+    if bias is not None:
+        bias_at = bias + expert * (2 * N if GATED else N) + column
+        gate += tl.load(bias_at, mask=mask, other=0.0).to(tl.float32)
+        if GATED:
+            up += tl.load(bias_at + N, mask=mask, other=0.0).to(tl.float32)
+    kind: tl.constexpr = out.dtype.element_ty
+    if GATED:
+        gate = gate_times_up(gate, up, kind, ACTIVATION)
+    else:
+        gate = activated(gate.to(kind).to(tl.float32), ACTIVATION)
+    tl.store(out + pair * N + column, gate.to(kind), mask=mask)
+
+
+@triton.jit
+def _stream_down(
+    x,
+    chosen,
+    weights,
+    weight,
+    bias,
+    out,
+    EACH: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A token's experts are added up as they are read."""
+    PARTS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
+    token = tl.program_id(0) // PARTS
+    column = tl.program_id(0) % PARTS * COLUMNS + tl.arange(0, COLUMNS)
+    inner = tl.arange(0, INNER)
+    mask = column < N
+    line = tl.minimum(column, N - 1)[:, None] * K + inner[None, :]
+    wait_for_previous(PDL)
+    sums = tl.zeros([COLUMNS, INNER], tl.float32)
+    biases = tl.zeros([COLUMNS], tl.float32)
+    for number in tl.static_range(EACH):
+        pair = token * EACH + number
+        expert = tl.load(chosen + pair).to(tl.int64)
+        share = tl.load(weights + pair)
+        own = weight + expert * (N * K) + line
+        for start in tl.static_range(0, K, INNER):
+            if start + INNER <= K:
+                of_x = tl.load(x + pair * K + start + inner).to(tl.float32)
+                part = tl.load(own + start, eviction_policy="evict_first")
+            else:
+                inside = start + inner < K
+                of_x = tl.load(x + pair * K + start + inner, mask=inside, other=0.0).to(tl.float32)
+                part = tl.load(own + start, mask=inside[None, :], other=0.0)
+            sums += (of_x * share)[None, :] * part.to(tl.float32)
+        if bias is not None:
+            added = tl.load(bias + expert * N + column, mask=mask, other=0.0)
+            biases += share * added.to(tl.float32)
+    total = tl.sum(sums, axis=1) + biases
+    tl.store(out + token * N + column, total.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit

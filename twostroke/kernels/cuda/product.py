@@ -19,7 +19,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from twostroke.kernels.cuda.elementwise import act_and_mul, activated
+from twostroke.kernels.activations import Activation
+from twostroke.kernels.cuda.elementwise import act_and_mul, gate_times_up
 from twostroke.kernels.cuda.launch import Variant
 from twostroke.kernels.cuda.pdl import launch_options, wait_for_previous
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
@@ -72,8 +73,20 @@ def product(
     return F.linear(x, weight) if out is None else torch.mm(x, weight.t(), out=out)
 
 
+def exact_product(x: torch.Tensor, weight: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
+    """x @ weight.T in fp32, whatever the two are in."""
+    if x.dtype == weight.dtype and x.dtype.itemsize == 2:
+        tuned = streaming(x.shape[0], weight) if _is_plain(x, weight) else None
+        if tuned is not None:
+            out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
+            return stream(x, weight, tuned, None, pdl, out)
+        if not x.is_cpu:  # where the library has no such product
+            return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return F.linear(x.float(), weight.float())
+
+
 def gated_product(
-    x: torch.Tensor, weight: torch.Tensor, activation: str, *, pdl: bool = False
+    x: torch.Tensor, weight: torch.Tensor, activation: Activation, *, pdl: bool = False
 ) -> torch.Tensor:
     """activation(x @ first half of the weight) · (x @ second half), rounded as by `act_and_mul`."""
     if _is_plain(x, weight):
@@ -94,7 +107,7 @@ def stream(
     x: torch.Tensor,
     weight: torch.Tensor,
     tuned: Streaming,
-    activation: str | None,
+    activation: Activation | None,
     pdl: bool,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -112,7 +125,12 @@ def stream(
 
 @cache
 def _stream_variant(
-    one_row: bool, columns: int, inner: int, tuned: Streaming, activation: str | None, pdl: bool
+    one_row: bool,
+    columns: int,
+    inner: int,
+    tuned: Streaming,
+    activation: Activation | None,
+    pdl: bool,
 ) -> Variant:
     return Variant(
         _stream,
@@ -130,7 +148,7 @@ def _stream_variant(
 
 
 def tiled(
-    x: torch.Tensor, weight: torch.Tensor, tuned: Tiling, activation: str, pdl: bool
+    x: torch.Tensor, weight: torch.Tensor, tuned: Tiling, activation: Activation, pdl: bool
 ) -> torch.Tensor:
     rows, inner = x.shape
     columns = weight.shape[0] // 2
@@ -143,7 +161,7 @@ def tiled(
 
 @cache
 def _tiled_variant(
-    columns: int, inner: int, block: int, tuned: Tiling, activation: str, pdl: bool
+    columns: int, inner: int, block: int, tuned: Tiling, activation: Activation, pdl: bool
 ) -> Variant:
     return Variant(
         _tiled,
@@ -240,10 +258,3 @@ def _tiled(
     result = gate_times_up(first, second, out.dtype.element_ty, ACTIVATION)
     to = out + row[:, None] * N + column[None, :]
     tl.store(to, result.to(out.dtype.element_ty), mask=there & (column < N)[None, :])
-
-
-@triton.jit
-def gate_times_up(gate, up, kind: tl.constexpr, ACTIVATION: tl.constexpr):
-    """Rounded where the products and `act_and_mul` would, one after another."""
-    gate = activated(gate.to(kind).to(tl.float32), ACTIVATION)
-    return gate.to(kind).to(tl.float32) * up.to(kind).to(tl.float32)

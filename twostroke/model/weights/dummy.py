@@ -53,6 +53,9 @@ class DummyWeights:
         tile = np.random.default_rng(self.seed_of(name)).standard_normal(count, dtype=np.float32)
         tile *= np.float32(STD)
         tile += np.float32(mean_of(name))
+        bits = tile.view(np.uint32)  # to bf16's, which is what most checkpoints have
+        bits += np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
+        bits &= np.uint32(0xFFFF0000)
         return tile
 
     def stored_type(self, name: str) -> BlockType | None:

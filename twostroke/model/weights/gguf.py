@@ -12,7 +12,8 @@ from twostroke.model.dequant import dequantize
 from twostroke.model.gguf import GGUFFile, TensorInfo
 from twostroke.model.gguf_config import names_in_gguf
 from twostroke.model.spec import ModelSpec
-from twostroke.model.weights import ALL_ROWS, Floats, PackedMatrix
+from twostroke.model.tensor_names import Place
+from twostroke.model.weights import ALL_ROWS, Bytes, Floats, PackedMatrix
 
 
 class GGUFWeights:
@@ -34,7 +35,7 @@ class GGUFWeights:
     def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats:
         info, place = self._info(name), self._places[name]
         if place.dims == 1:
-            values = dequantize(self._file.raw(info.name), info.type, info.shape)
+            values = dequantize(self._part(info, place), info.type, place.part(info.shape))
             found: Floats = place.rows_in(values.reshape(-1), rows)
             return found
         matrix = self.packed(name, rows)
@@ -43,13 +44,13 @@ class GGUFWeights:
     def packed(self, name: str, rows: slice = ALL_ROWS) -> PackedMatrix:
         """A matrix in its blocks: a read-only view of the file, or a copy if rows had to move."""
         info, place = self._info(name), self._places[name]
-        shape = place.flattened(info.shape)
+        shape = place.part(info.shape)
         if len(shape) != 2:
             raise ModelError(
                 f"{self.label(name)} has shape {info.shape}, expected a matrix. "
                 "The file is damaged or belongs to another model."
             )
-        stored = np.frombuffer(self._file.raw(info.name), np.uint8).reshape(shape[0], -1)
+        stored = self._part(info, place).reshape(shape[0], -1)
         found = place.rows_in(stored, rows)
         return PackedMatrix(info.type, (len(found), shape[1]), found)
 
@@ -59,6 +60,9 @@ class GGUFWeights:
 
     def forget(self, name: str) -> None:
         self._file.forget(self._info(name).name)
+
+    def _part(self, info: TensorInfo, place: Place) -> Bytes:
+        return place.part_of(np.frombuffer(self._file.raw(info.name), np.uint8))
 
     def _info(self, name: str) -> TensorInfo:
         info = self._file.tensors.get(self._names.tensor(name))

@@ -32,6 +32,8 @@ INDEX = "model.safetensors.index.json"
 HARMLESS = ("rotary_emb.inv_freq", "lm_head.weight", ".masked_bias")
 MASK = re.compile(r"\.(attn|attention)\.bias$")  # which tokens see which, of older checkpoints
 FLOATS = ("F64", "F32", "F16", "BF16")
+# MXFP4: a tensor of blocks, [..., out, in / 32, 16 bytes], and beside it one of their scales.
+BLOCKS, SCALES, BLOCK = "_blocks", "_scales", 32
 # The body of a language model is under `model.` or another of the short ones, or under nothing in
 # checkpoints of the body alone; a model with images has it under one of the longer ones.
 PREFIX = re.compile(
@@ -42,7 +44,7 @@ PREFIX = re.compile(
 class Stored(NamedTuple):
     """A tensor as its file has it."""
 
-    type: str  # one of FLOATS
+    type: str  # one of FLOATS, or U8
     shape: tuple[int, ...]
     data: Bytes
 
@@ -92,23 +94,28 @@ class SafetensorsWeights:
         stored = self._stored_name(name)
         if stored is None:
             return None
-        return self._places[name].shape_in(self._look(stored).shape)
+        shape = self._look(stored).shape
+        if stored.endswith(BLOCKS):
+            self._check_blocks(stored)
+            shape = (*shape[:-2], BLOCK * shape[-2])
+        return self._places[name].shape_in(shape)
 
     def is_changed(self, name: str) -> bool:
         """Whether the weight is not just the numbers that are stored."""
         place = self._places[name]
-        return self._names.offset(name) != 0.0 or place.order is not None or place.transposed
+        moved = self._names.offset(name) != 0.0 or place.order is not None or place.transposed
+        return moved or self.stored_type(name) is not None
 
     def stored(self, name: str) -> Stored:
         """The mapped file itself: read it, do not write to it. Only of a weight that is not
         changed."""
         found, place = self._tensor(name), self._places[name]
-        shape = place.shape_in(found.shape)
-        if not place.rows_of_others:
-            return Stored(found.type, shape, found.data)
-        row_bytes = found.data.size // place.flattened(found.shape)[0]
-        first = place.first_row * row_bytes
-        return Stored(found.type, shape, found.data[first : first + shape[0] * row_bytes])
+        shape, data = place.shape_in(found.shape), place.part_of(found.data)
+        if place.rows_of_others:
+            row_bytes = data.size // place.part(found.shape)[0]
+            first = place.first_row * row_bytes
+            data = data[first : first + shape[0] * row_bytes]
+        return Stored(found.type, shape, data)
 
     def _tensor(self, name: str) -> Stored:
         """All of the tensor that the weight is in."""
@@ -130,9 +137,12 @@ class SafetensorsWeights:
         return self._places[name].weights
 
     def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats:
+        packed = self.packed(name, rows)
+        if packed is not None:
+            return dequantize(packed.rows, packed.type, packed.shape)
         type, whole, data = self._tensor(name)
         place = self._places[name]
-        shape = place.flattened(whole)
+        shape, data = place.part(whole), place.part_of(data)
         lines: Any = data.reshape(shape[0], -1)
         if place.transposed:
             lines = data.view(f"V{data.size // math.prod(shape)}").reshape(shape).T
@@ -146,19 +156,32 @@ class SafetensorsWeights:
         return values + np.float32(offset) if offset else values
 
     def stored_type(self, name: str) -> BlockType | None:
-        return None
+        return BlockType.MXFP4 if self._names.tensor(name).endswith(BLOCKS) else None
 
     def packed(self, name: str, rows: slice = ALL_ROWS) -> PackedMatrix | None:
-        return None
+        """In the order of a GGUF file, which has a block's scale in front, and numbers 16 apart in
+        one byte: here neighbours are."""
+        stored = self._stored_name(name)
+        if stored is None or self.stored_type(name) is None:
+            return None
+        place, blocks, scales = self._places[name], self._look(stored), self._look(_scales(stored))
+        lines = (place.part_of(part.data).reshape(-1, *part.shape[2:]) for part in (blocks, scales))
+        own, own_scales = (place.rows_in(part, rows) for part in lines)
+        codes = np.stack([own & 15, own >> 4], axis=-1).reshape(*own.shape[:-1], BLOCK)
+        both = codes[..., : BLOCK // 2] | codes[..., BLOCK // 2 :] << 4
+        packed = np.concatenate([own_scales[..., None], both], axis=-1)
+        shape = len(own), BLOCK * own.shape[1]
+        return PackedMatrix(BlockType.MXFP4, shape, packed.reshape(shape[0], -1))
 
     def label(self, name: str) -> str:
         stored = self._stored_name(name) or self._names.tensor(name)
-        return f"{self._files.get(stored, self.path)}: the tensor {stored!r}"
+        scales = f" (its scales are {_scales(stored)!r})" if stored.endswith(BLOCKS) else ""
+        return f"{self._files.get(stored, self.path)}: the tensor {stored!r}{scales}"
 
     def forget(self, name: str) -> None:
         stored = self._stored_name(name)
-        if stored is not None:
-            self._open(self._files[stored]).forget(stored)
+        for tensor in () if stored is None else {stored, _scales(stored)}:
+            self._open(self._files[tensor]).forget(tensor)
 
     def _find_files(self) -> tuple[Path, dict[str, Path]]:
         """What lists the tensors, and the file that holds each of them."""
@@ -224,6 +247,22 @@ class SafetensorsWeights:
                 "so. Index and shards are not of one model; download the folder again."
             ) from None
 
+    def _check_blocks(self, stored: str) -> None:
+        """Refuse blocks that are not MXFP4's, or have no scales."""
+        scales = _scales(stored)
+        if scales not in self._files:
+            raise ModelError(
+                f"{self.path}: lists no tensor {scales!r}, the scales of {stored!r}. The model is "
+                "incomplete; download the folder again."
+            )
+        found, beside = self._look(stored), self._look(scales)
+        if {found.type, beside.type} != {"U8"} or found.shape != (*beside.shape, BLOCK // 2):
+            raise ModelError(
+                f"{self._files[stored]}: the tensors {stored!r} and {scales!r} are "
+                f"{found.type} {found.shape} and {beside.type} {beside.shape}; expected are blocks "
+                f"of {BLOCK // 2} bytes (U8) and a scale for each of them (U8)."
+            )
+
     def _stored_name(self, name: str) -> str | None:
         return self._stored.get(_without_prefix(self._names.tensor(name)))
 
@@ -233,6 +272,7 @@ class SafetensorsWeights:
         What belongs to layers we do not run, or to nothing we know, is left out with a warning.
         """
         known = {_without_prefix(place.tensor) for place in self._places.values()}
+        known |= {_scales(tensor) for tensor in known}
         unused, num_layers = [], 0
         before, after = _without_prefix(self._names.layer_prefix).split("{n}")
         in_layer = re.compile(rf"{re.escape(before)}(\d{{1,9}}){re.escape(after)}")
@@ -246,8 +286,8 @@ class SafetensorsWeights:
             if layer is not None and int(layer[1]) < self._spec.num_layers:
                 raise ModelError(
                     f"{path}: the tensor {shown(stored)} has no place in the model that "
-                    "config.json describes (see model_type, attention_bias and mlp_bias). Use the "
-                    "config.json and the unquantised weights of one model."
+                    f"config.json describes (see {_deciding(name)}). Use the config.json and the "
+                    "unquantised weights of one model."
                 )
             unused.append(stored)
             num_layers = max(num_layers, 1 + int(layer[1]) if layer else 0)
@@ -261,6 +301,24 @@ class SafetensorsWeights:
         if unused:
             count, names = len(unused), listed_names(unused)
             log.warning("%s: %d tensors are not used: %s", self.path, count, names)
+
+
+def _scales(tensor: str) -> str:
+    """What the scales of a tensor of blocks are called; of another one, itself."""
+    return tensor.removesuffix(BLOCKS) + SCALES if tensor.endswith(BLOCKS) else tensor
+
+
+def _deciding(tensor: str) -> str:
+    """The fields of config.json that decide whether a layer has such a tensor."""
+    found = "model_type, attention_bias and mlp_bias"
+    if re.search(r"experts|\bmlp\b|_moe\b", tensor):
+        found += ", num_experts, num_local_experts or n_routed_experts, mlp_only_layers, "
+        found += "decoder_sparse_step and first_k_dense_replace"
+    if "shared" in tensor:
+        found += ", n_shared_experts"
+    if ".q_a_" in tensor:
+        found += ", q_lora_rank"
+    return f"{found}, quantization_config" if tensor.endswith((BLOCKS, SCALES)) else found
 
 
 def _without_prefix(tensor: str) -> str:

@@ -83,7 +83,7 @@ def _extent(shape: tuple[int, ...], part: Part) -> tuple[int, int, tuple[int, ..
 def _drawn_there(source: DummyWeights, name: str, dtype: torch.dtype, part: Part) -> torch.Tensor:
     """Made on the device, in its dtype, with a tile as the only other memory.
 
-    Drawn in float32, so that a narrower dtype holds the same weights rounded.
+    Drawn in float32 and rounded to bf16, so that every dtype holds the same weights.
     """
     shape = source.known_shape(name)
     first, end, own_shape = _extent(shape, part)
@@ -91,7 +91,7 @@ def _drawn_there(source: DummyWeights, name: str, dtype: torch.dtype, part: Part
     generator = torch.Generator(source.device)
     generator.manual_seed(source.seed_of(name))
     tile = torch.empty(min(TILE, math.prod(shape)), device=source.device)
-    tile = tile.normal_(mean_of(name), STD, generator=generator).to(dtype)
+    tile = tile.normal_(mean_of(name), STD, generator=generator).bfloat16().to(dtype)
     width = math.prod(shape[1:])
     if len(part) > 1:  # of some columns, row by row
         for n, row in enumerate(range(first, end)):

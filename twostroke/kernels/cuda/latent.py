@@ -1,0 +1,514 @@
+"""Latent attention (MLA) of decode steps, and what stands before it.
+
+    kv_a's row ─┬─ latent   ─▶ norm ─▶ kv, keys[slot]          one launch: `latent_rope_store`
+                └─ rope key ─▶ rope ─▶ kv, keys[slot]
+    q ─ the channels with rope ─▶ rope ─▶ q
+
+    program (tile of heads, split, sequence):   tables[row] ─▶ pages ─▶ latents, rope keys
+                                                ─▶ softmax ─▶ the same latents, as values
+    program (channels, head, token):            the splits' results ─▶ one
+
+All heads share the cached vectors, so that heads are the rows of a tile, and a tile of the cache is
+in shared memory once for scores and values. Of few heads the bytes of the cache decide, of 128 the
+products: 2 · (2R + rope) operations a head for R + rope cached elements. What a split finds is
+large (fp32, R channels a head): the splits meet in a launch of their own, which has programs enough
+to read it. A decode step's launches read lengths on the device: one recorded launch serves every
+context. What is read of the cache is converted to the queries' type.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from twostroke.kernels.cuda.elementwise import times_weight
+from twostroke.kernels.cuda.launch import Variant
+from twostroke.kernels.cuda.pdl import launch_options, wait_for_previous
+from twostroke.kernels.cuda.scores import capped, unit_of
+from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
+from twostroke.kernels.cuda.splits import DecodeScratch, num_sms, query_at
+
+MOST_SPLITS = 128
+SETUP_TILES = 2  # what a program costs beside its tiles: to begin, and to write what it found
+HEADS = 8  # queries of one program of `latent_rope_store`
+
+
+# ── norm, rope and store ────────────────────────────────────────────────────────────────────
+
+
+def latent_rope_store(
+    q: torch.Tensor,
+    projected: torch.Tensor,
+    kv_norm: torch.Tensor,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    *,
+    kv: torch.Tensor,
+    pdl: bool = False,
+) -> None:
+    """The last channels of q [T, H, D] turn in place. Of `projected` [T, R + rope] the first R are
+    normed and the others turn: to `kv`, which may be the same, and to the slots of the cache
+    (nowhere if a slot is < 0)."""
+    (tokens, num_heads, dim), rank, half = q.shape, len(kv_norm), cos.shape[1]
+    assert q.stride(2) == projected.stride(1) == kv.stride(1) == keys.stride(3) == 1
+    assert cos.stride() == sin.stride()
+    _store_variant(num_heads, dim, rank, half, keys.shape[1], pdl)(
+        (tokens, 1 + ceil_div(num_heads, HEADS)),
+        (q, projected, kv_norm, cos, sin, positions, slots, kv, keys),
+        (),
+        (
+            eps,
+            *q.stride()[:2],
+            projected.stride(0),
+            kv.stride(0),
+            cos.stride(0),
+            *keys.stride()[:2],
+        ),
+    )
+
+
+@cache
+def _store_variant(num_heads: int, dim: int, rank: int, half: int, page: int, pdl: bool) -> Variant:
+    return Variant(
+        _latent_rope_store,
+        NUM_HEADS=num_heads,
+        NOPE=dim - 2 * half,
+        RANK=rank,
+        BLOCK_RANK=power_of_two(rank),
+        HALF=half,
+        PAIRS=power_of_two(half),
+        PAGE=page,
+        HEADS=HEADS,
+        num_warps=2,
+        **launch_options(pdl),
+    )
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
+def _latent_rope_store(
+    q,
+    projected,
+    kv_norm,
+    cos,
+    sin,
+    positions,
+    slots,
+    kv,
+    keys,
+    eps,
+    q_stride,
+    q_head_stride,
+    projected_stride,
+    kv_stride,
+    angle_stride,
+    block_stride,
+    slot_stride,
+    NUM_HEADS: tl.constexpr,
+    NOPE: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PAGE: tl.constexpr,
+    HEADS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_previous(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    angle = tl.load(positions + token).to(tl.int64) * angle_stride
+    pair = tl.arange(0, PAIRS)[None, :]
+    inside = pair < HALF
+    cosine = tl.load(cos + angle + pair, mask=inside, other=0.0)
+    sine = tl.load(sin + angle + pair, mask=inside, other=0.0)
+    if part == 0:
+        from_ = projected + token * projected_stride
+        to = kv + token * kv_stride
+        slot = tl.load(slots + token).to(tl.int64)
+        stored = slot >= 0
+        cached = keys + (slot // PAGE) * block_stride + (slot % PAGE) * slot_stride
+        cached_kind = keys.dtype.element_ty
+        channel = tl.arange(0, BLOCK_RANK)
+        there = channel < RANK
+        x = tl.load(from_ + channel, mask=there, other=0.0).to(tl.float32)
+        scale = tl.load(kv_norm + channel, mask=there, other=0.0)
+        key_first, key_second = _turned(from_ + RANK + pair, inside, cosine, sine, HALF)
+        inverse = tl.rsqrt(tl.sum(x * x, axis=0) / RANK + eps)
+        latent = times_weight(x * inverse, scale, kv.dtype.element_ty)
+        tl.store(to + channel, latent, mask=there)
+        tl.store(cached + channel, latent.to(cached_kind), mask=there & stored)
+        tl.store(to + RANK + pair, key_first, mask=inside)
+        tl.store(to + RANK + HALF + pair, key_second, mask=inside)
+        tl.store(cached + RANK + pair, key_first.to(cached_kind), mask=inside & stored)
+        tl.store(cached + RANK + HALF + pair, key_second.to(cached_kind), mask=inside & stored)
+    else:
+        head = (part - 1) * HEADS + tl.arange(0, HEADS)[:, None]
+        mask = inside & (head < NUM_HEADS)
+        at = q + token * q_stride + head * q_head_stride + NOPE + pair
+        first, second = _turned(at, mask, cosine, sine, HALF)
+        tl.store(at, first, mask=mask)
+        tl.store(at + HALF, second, mask=mask)
+
+
+@triton.jit
+def _turned(at, mask, cosine, sine, HALF: tl.constexpr):
+    first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
+    kind = at.dtype.element_ty
+    back = second * cosine + first * sine
+    return (first * cosine - second * sine).to(kind), back.to(kind)
+
+
+# ── decode ──────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    members: int  # of a tile: heads, of each token of a row
+    tile: int  # cached positions of one step of the loop
+    # The positions are the rows of both products, and the members their columns: the matrix units
+    # of a Hopper take 64 rows at the least, but few columns.
+    positions_first: bool
+    num_warps: int
+    num_stages: int
+    per_sm: int  # programs that a multiprocessor has room for
+
+
+def tuning(members: int, width: int, itemsize: int) -> Tuning:
+    """Of `width` cached channels. `itemsize`: the larger of queries and cache."""
+    if itemsize == 4:
+        return Tuning(16, 16, False, 8, 2, 1)
+    if members <= 16:
+        return Tuning(16, 64, True, 4, 2, 1)
+    if members <= 32:
+        return Tuning(32, 64, True, 8, 2, 1)
+    return Tuning(64, 64, False, 8, 2, 1)
+
+
+@lru_cache(maxsize=4096)
+def latent_decode_splits(batch: int, members: int, width: int, max_len: int, num_sms: int) -> int:
+    """Into how many parts each of `batch` contexts is cut: those with which the programs are done
+    first if every context is the longest. `members`: heads times the tokens of a row."""
+    tuned = tuning(members, width, 2)
+    programs, places = batch * ceil_div(members, tuned.members), tuned.per_sm * num_sms
+    tiles = ceil_div(max_len, tuned.tile)
+
+    def rounds(splits: int) -> int:
+        return ceil_div(programs * splits, places) * (ceil_div(tiles, splits) + SETUP_TILES)
+
+    return min(range(1, max(1, min(MOST_SPLITS, tiles)) + 1), key=rounds)
+
+
+def latent_decode_attention(
+    q: torch.Tensor,
+    q_rope: torch.Tensor,
+    keys: torch.Tensor,
+    tables: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float,
+    splits: int,
+    scratch: DecodeScratch,
+    *,
+    out: torch.Tensor,
+    queries: int = 1,
+    pdl: bool = False,
+    tuned: Tuning | None = None,
+) -> torch.Tensor:
+    """`out`, [rows · queries, H, R]: queries in the latents' space [.., H, R] and with rope [.., H,
+    rope] against the first `lengths` entries of the cache [blocks, block_size, 1, R + rope]; zeros
+    where the length is 0. Lengths, `queries` and `scratch` are those of `decode_attention`."""
+    (tokens, num_heads, rank), rope, page = q.shape, q_rope.shape[2], keys.shape[1]
+    batch, members = rows.shape[0], num_heads * queries
+    assert tokens == batch * queries
+    assert q.stride(2) == q_rope.stride(2) == out.stride(2) == keys.stride(3) == 1
+    assert tables.stride(1) == 1
+    assert splits <= MOST_SPLITS
+    tuned = tuned or tuning(members, rank + rope, max(q.itemsize, keys.itemsize))
+    sizes, has_window = (num_heads, queries, rank), window is not None
+    _decode_variant(*sizes, rope, page, tuned, splits > 1, has_window, softcap > 0, pdl)(
+        (ceil_div(members, tuned.members), splits, batch),
+        (q, q_rope, keys, tables, rows, lengths, out, scratch.partial, scratch.weight),
+        (window or 0, splits),
+        (
+            float(scale),
+            float(softcap),
+            *q.stride()[:2],
+            *q_rope.stride()[:2],
+            *out.stride()[:2],
+            tables.stride(0),
+            *keys.stride()[:2],
+        ),
+    )
+    if splits > 1:
+        channels = 128 if tokens * num_heads <= 2 * num_sms(q.device) else 512
+        _merge_variant(*sizes, channels, tuned.tile, has_window, pdl)(
+            (ceil_div(rank, channels), num_heads, tokens),
+            (scratch.partial, scratch.weight, lengths, out),
+            (window or 0, splits),
+            out.stride()[:2],
+        )
+    return out
+
+
+@cache
+def _decode_variant(
+    num_heads: int,
+    queries: int,
+    rank: int,
+    rope: int,
+    page: int,
+    tuned: Tuning,
+    split: bool,
+    has_window: bool,
+    has_softcap: bool,
+    pdl: bool,
+) -> Variant:
+    return Variant(
+        _latent_decode,
+        NUM_HEADS=num_heads,
+        QUERIES=queries,
+        RANK=rank,
+        BLOCK_RANK=max(16, power_of_two(rank)),
+        ROPE=rope,
+        BLOCK_ROPE=max(16, power_of_two(rope)),
+        PAGE=page,
+        BLOCK_M=tuned.members,
+        TILE=tuned.tile,
+        POSITIONS_FIRST=tuned.positions_first,
+        SPLIT=split,
+        WINDOW=has_window,
+        SOFTCAP=has_softcap,
+        num_warps=tuned.num_warps,
+        num_stages=tuned.num_stages,
+        **launch_options(pdl),
+    )
+
+
+@cache
+def _merge_variant(
+    num_heads: int, queries: int, rank: int, block: int, tile: int, has_window: bool, pdl: bool
+) -> Variant:
+    return Variant(
+        _merge,
+        NUM_HEADS=num_heads,
+        QUERIES=queries,
+        RANK=rank,
+        BLOCK=min(block, power_of_two(rank)),
+        TILE=tile,
+        MOST_SPLITS=MOST_SPLITS,
+        TOGETHER=4096 // block,
+        WINDOW=has_window,
+        num_warps=4,
+        **launch_options(pdl),
+    )
+
+
+@triton.jit
+def _tiles(length, window, splits, QUERIES: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """Of a context: the first position that is seen, its tile, how many tiles are seen, and how
+    many each split has."""
+    first = 0
+    if WINDOW:
+        first = tl.maximum(length - (QUERIES - 1) - window, 0)
+    first_tile = first // TILE
+    tiles = tl.cdiv(length, TILE) - first_tile
+    return first, first_tile, tiles, tl.maximum(tl.cdiv(tiles, splits), 1)
+
+
+@triton.jit(
+    do_not_specialize=["splits", "window"],
+    do_not_specialize_on_alignment=["rows", "lengths"],
+)
+def _latent_decode(
+    q,
+    q_rope,
+    keys,
+    tables,
+    rows,
+    lengths,
+    out,
+    partial,
+    weight,
+    window,
+    splits,
+    scale,
+    softcap,
+    q_stride,
+    q_head_stride,
+    rope_stride,
+    rope_head_stride,
+    out_stride,
+    out_head_stride,
+    table_stride,
+    block_stride,
+    slot_stride,
+    NUM_HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILE: tl.constexpr,
+    POSITIONS_FIRST: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_previous(PDL)
+    MEMBERS: tl.constexpr = NUM_HEADS * QUERIES  # see `query_at`
+    # Scores and sums are [positions, members] and [channels, members], or the other way round.
+    AXIS: tl.constexpr = 0 if POSITIONS_FIRST else 1
+    split, sequence = tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths + sequence).to(tl.int32)
+    table = tables + tl.load(rows + sequence).to(tl.int64) * table_stride
+    first, first_tile, tiles, share = _tiles(length, window, splits, QUERIES, TILE, WINDOW)
+    begin = first_tile + split * share
+    end = first_tile + tl.minimum((split + 1) * share, tiles)
+
+    member = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    channel = tl.arange(0, BLOCK_RANK)
+    turned = tl.arange(0, BLOCK_ROPE)
+    real = (member < MEMBERS)[:, None]
+    line = sequence.to(tl.int64)
+    out_at = query_at(line, 0, member, out_stride, out_head_stride, NUM_HEADS, QUERIES)
+    out_at = out + out_at[:, None] + channel[None, :]
+    is_out = real & (channel < RANK)[None, :]
+    if not SPLIT and length == 0:
+        tl.store(out_at, tl.zeros([BLOCK_M, BLOCK_RANK], out.dtype.element_ty), mask=is_out)
+    if begin < end:
+        # A tile's pages are asked for a tile ahead: the compiler then has all its stages for the
+        # cached vectors.
+        position = begin * TILE + tl.arange(0, TILE)
+        page = tl.load(table + position // PAGE, mask=position < length, other=0)
+        q_at = query_at(line, 0, member, q_stride, q_head_stride, NUM_HEADS, QUERIES)
+        query = tl.load(q + q_at[:, None] + channel[None, :], mask=is_out, other=0.0)
+        q_at = query_at(line, 0, member, rope_stride, rope_head_stride, NUM_HEADS, QUERIES)
+        is_turned = real & (turned < ROPE)[None, :]
+        query_rope = tl.load(q_rope + q_at[:, None] + turned[None, :], mask=is_turned, other=0.0)
+        best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        if POSITIONS_FIRST:
+            sums = tl.zeros([BLOCK_RANK, BLOCK_M], tl.float32)
+        else:
+            sums = tl.zeros([BLOCK_M, BLOCK_RANK], tl.float32)
+        unit = unit_of(scale, SOFTCAP)
+        seen = length - (QUERIES - 1) + member // NUM_HEADS
+        for tile in tl.range(begin, end):
+            position = tile * TILE + tl.arange(0, TILE)
+            inside = position < length
+            if WINDOW:
+                inside = inside & (position >= first)
+            visible = tl.expand_dims(inside, 1 - AXIS)
+            if QUERIES > 1:
+                at, until = tl.expand_dims(position, 1 - AXIS), tl.expand_dims(seen, AXIS)
+                visible = visible & (at < until)
+                if WINDOW:
+                    visible = visible & (at >= until - window)
+            at = page.to(tl.int64) * block_stride + (position % PAGE) * slot_stride
+            position += TILE
+            page = tl.load(table + position // PAGE, mask=position < length, other=0)
+            at = keys + at[:, None]
+            mask, rope_mask = inside[:, None], inside[:, None]
+            if RANK != BLOCK_RANK:
+                mask = mask & (channel < RANK)[None, :]
+            if ROPE != BLOCK_ROPE:
+                rope_mask = rope_mask & (turned < ROPE)[None, :]
+            latent = tl.load(at + channel[None, :], mask=mask, other=0.0).to(query.dtype)
+            key = tl.load(at + RANK + turned[None, :], mask=rope_mask, other=0.0).to(query.dtype)
+            if POSITIONS_FIRST:
+                score = tl.dot(latent, tl.trans(query), input_precision="tf32x3")
+                score = tl.dot(key, tl.trans(query_rope), score, input_precision="tf32x3")
+            else:
+                score = tl.dot(query, tl.trans(latent), input_precision="tf32x3")
+                score = tl.dot(query_rope, tl.trans(key), score, input_precision="tf32x3")
+            score = capped(score, scale, softcap, SOFTCAP)
+            score = tl.where(visible, score, float("-inf"))
+            # Each tile has a position that a single query sees: `above` is finite. Of several
+            # queries one may see nothing of the first tiles or of the last.
+            above = tl.maximum(best, tl.max(score, axis=AXIS) * unit)
+            floor = above
+            if QUERIES > 1:
+                floor = tl.where(above == float("-inf"), 0.0, above)
+            share_of = tl.exp2(score * unit - tl.expand_dims(floor, AXIS))
+            fade = tl.exp2(best - floor)
+            total = total * fade + tl.sum(share_of, axis=AXIS)
+            sums = sums * tl.expand_dims(fade, AXIS)
+            share_of = share_of.to(query.dtype)
+            if POSITIONS_FIRST:
+                sums = tl.dot(tl.trans(latent), share_of, sums, input_precision="tf32x3")
+            else:
+                sums = tl.dot(share_of, latent, sums, input_precision="tf32x3")
+            best = above
+        divisor = total
+        if QUERIES > 1:
+            divisor = tl.where(total == 0.0, 1.0, total)
+        sums = sums / tl.expand_dims(divisor, AXIS)
+        if POSITIONS_FIRST:
+            sums = tl.trans(sums)
+        if SPLIT:
+            # Heads of tokens, one after another, as in `out`.
+            into = (line * MEMBERS + member) * splits + split
+            tl.store(partial + into[:, None] * RANK + channel[None, :], sums, mask=is_out)
+            tl.store(weight + into, best + tl.log2(total), mask=member < MEMBERS)
+        else:
+            tl.store(out_at, sums.to(out.dtype.element_ty), mask=is_out)
+
+
+@triton.jit(do_not_specialize=["splits", "window"], do_not_specialize_on_alignment=["lengths"])
+def _merge(
+    partial,
+    weight,
+    lengths,
+    out,
+    window,
+    splits,
+    out_stride,
+    out_head_stride,
+    NUM_HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The splits' results, each by its share of the whole softmax."""
+    wait_for_previous(PDL)
+    head, token = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    length = tl.load(lengths + token // QUERIES).to(tl.int32)
+    _, _, tiles, share = _tiles(length, window, splits, QUERIES, TILE, WINDOW)
+    active = tl.cdiv(tiles, share)
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    line = (token * NUM_HEADS + head) * splits
+    every = tl.arange(0, MOST_SPLITS)
+    sizes = tl.load(weight + line + every, mask=every < active, other=float("-inf"))
+    best = tl.max(sizes, axis=0)
+    best = tl.where(best == float("-inf"), 0.0, best)  # of a length of 0
+    total = tl.sum(tl.exp2(sizes - best), axis=0)
+    sums = tl.zeros([TOGETHER, BLOCK], tl.float32)
+    for start in range(0, active, TOGETHER):
+        split = start + tl.arange(0, TOGETHER)
+        there = split < active
+        size = tl.load(weight + line + split, mask=there, other=float("-inf"))
+        mask = there[:, None] & (channel < RANK)[None, :]
+        at = partial + (line + split)[:, None] * RANK + channel[None, :]
+        sums += tl.load(at, mask=mask, other=0.0) * tl.exp2(size - best)[:, None]
+    result = tl.sum(sums, axis=0) / tl.where(total == 0.0, 1.0, total)
+    to = out + token * out_stride + head * out_head_stride + channel
+    tl.store(to, result.to(out.dtype.element_ty), mask=channel < RANK)

@@ -1,0 +1,366 @@
+"""Prefill attention of layers with latents, in the expanded form.
+
+    first chunks      the step's own latents ─────────────────────▶ kv_b ─▶ keys, values ─▶ attend
+    a continued one   tables[row] ─▶ pages ─▶ latents side by side ─▶ kv_b ─▶ keys, values ─▶ attend
+
+Keys and values of all heads take 50 times what the latents do, so that they are made for some heads
+at a time, in a place of a fixed size (`EXPANDED_BYTES`), which the largest step of the start has
+measured. A head's key is what kv_b makes and, for all heads alike, the rope key: two products,
+added up to one score.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from twostroke.kernels.cuda.launch import Variant
+from twostroke.kernels.cuda.scores import capped, unit_of
+from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
+
+EXPANDED_BYTES = 512 << 20  # of keys and values at one time; at the least, one head's
+GATHERED = 16  # cached vectors of one program that puts them side by side
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    queries: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def tuning(itemsize: int) -> Tuning:
+    if itemsize == 4:
+        return Tuning(32, 16, 4, 2)
+    return Tuning(128, 64, 8, 3)
+
+
+def latent_prefill_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    kv_b: torch.Tensor,
+    tables: torch.Tensor,
+    chunk_rows: torch.Tensor,
+    chunk_starts: torch.Tensor,
+    cu_tokens: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float,
+    *,
+    out: torch.Tensor,
+    chunk_kv: torch.Tensor,
+    spans: Sequence[tuple[int, int]],
+    max_first: int,
+    tuned: Tuning | None = None,
+) -> torch.Tensor:
+    """`out`, [T, H, value]: see `Kernels.latent_prefill_attention`. First chunks read `chunk_kv`
+    where the cache has the same type; the others, one after another, what is cached for them."""
+    heads, made, rank = kv_b.shape
+    value, width = out.shape[2], keys.shape[3]
+    assert q.stride(2) == out.stride(2) == keys.stride(3) == chunk_kv.stride(1) == 1
+    tuned = tuned or tuning(q.itemsize)
+    # As large whatever the chunks are: what the start has measured does for all steps.
+    longest = tables.shape[1] * keys.shape[1]
+    most = max(longest, len(q)) * made  # of one head
+    room = max(most, min(EXPANDED_BYTES // q.itemsize, most * heads))
+    expanded = torch.empty(room, dtype=q.dtype, device=q.device)
+    gathered = torch.empty(longest, width, dtype=q.dtype, device=q.device)
+
+    def attend(entries: torch.Tensor, which: slice, longest_chunk: int, is_first: bool) -> None:
+        """Chunks `which` over latents and rope keys, [entries, R + rope]."""
+        starts, ends = chunk_starts[which], cu_tokens[which.start : which.stop + 1]
+        variant = _variant(
+            made - value, width - rank, value, tuned, window is not None, softcap > 0, is_first
+        )
+        fit = max(1, room // (len(entries) * made))
+        each = heads if fit >= heads else 1 << (fit.bit_length() - 1)  # few different strides
+        for head in range(0, heads, each):
+            some = slice(head, min(head + each, heads))
+            weight = kv_b[some].flatten(0, 1)
+            place = expanded[: len(entries) * len(weight)].view(len(entries), -1)
+            torch.mm(entries[:, :rank], weight.t(), out=place)
+            grid = (ceil_div(longest_chunk, tuned.queries), some.stop - head, len(starts))
+            variant(
+                grid,
+                (q[:, some], place, entries[:, rank:], starts, ends, out[:, some]),
+                (window or 0,),
+                (
+                    float(scale),
+                    float(softcap),
+                    *q.stride()[:2],
+                    *out.stride()[:2],
+                    place.stride(0),
+                    entries.stride(0),
+                ),
+            )
+
+    has_own = chunk_kv.dtype == keys.dtype
+    if max_first and has_own:
+        attend(chunk_kv, slice(0, len(spans)), max_first, True)
+    for index, (start, end) in enumerate(spans):
+        if start or not has_own:
+            one = slice(index, index + 1)
+            _gather(keys, tables, chunk_rows[one], gathered[:end])
+            attend(gathered[:end], one, end - start, False)
+    return out
+
+
+def _gather(
+    keys: torch.Tensor, tables: torch.Tensor, row: torch.Tensor, entries: torch.Tensor
+) -> None:
+    """The first cached vectors of a sequence, side by side."""
+    count, width = entries.shape
+    _gather_variant(width, keys.shape[1])(
+        (ceil_div(count, GATHERED),),
+        (keys, tables, row, entries),
+        (count,),
+        (tables.stride(0), *keys.stride()[:2]),
+    )
+
+
+@cache
+def _gather_variant(width: int, page: int) -> Variant:
+    block = power_of_two(width)
+    return Variant(_gather_entries, WIDTH=width, BLOCK=block, PAGE=page, EACH=GATHERED, num_warps=4)
+
+
+@cache
+def _variant(
+    nope: int,
+    rope: int,
+    value: int,
+    tuned: Tuning,
+    has_window: bool,
+    has_softcap: bool,
+    is_first: bool,
+) -> Variant:
+    return Variant(
+        _expanded_prefill,
+        NOPE=nope,
+        BLOCK_NOPE=max(16, power_of_two(nope)),
+        ROPE=rope,
+        BLOCK_ROPE=max(16, power_of_two(rope)),
+        VALUE=value,
+        BLOCK_VALUE=max(16, power_of_two(value)),
+        QUERIES=tuned.queries,
+        KEYS=tuned.keys,
+        WINDOW=has_window,
+        SOFTCAP=has_softcap,
+        IS_FIRST=is_first,
+        num_warps=tuned.num_warps,
+        num_stages=tuned.num_stages,
+    )
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["row"])
+def _gather_entries(
+    keys,
+    tables,
+    row,
+    entries,
+    count,
+    table_stride,
+    block_stride,
+    slot_stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    EACH: tl.constexpr,
+):
+    table = tables + tl.load(row).to(tl.int64) * table_stride
+    entry = tl.program_id(0) * EACH + tl.arange(0, EACH)
+    channel = tl.arange(0, BLOCK)[None, :]
+    page = tl.load(table + entry // PAGE, mask=entry < count, other=0).to(tl.int64)
+    at = (page * block_stride + (entry % PAGE) * slot_stride)[:, None] + channel
+    mask = (entry < count)[:, None] & (channel < WIDTH)
+    x = tl.load(keys + at, mask=mask, other=0.0)
+    to = entries + entry.to(tl.int64)[:, None] * WIDTH + channel
+    tl.store(to, x.to(entries.dtype.element_ty), mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=["window"],
+    do_not_specialize_on_alignment=["chunk_starts", "cu_tokens"],
+)
+def _expanded_prefill(
+    q,
+    expanded,
+    rope_keys,
+    chunk_starts,
+    cu_tokens,
+    out,
+    window,
+    scale,
+    softcap,
+    q_stride,
+    q_head_stride,
+    out_stride,
+    out_head_stride,
+    expanded_stride,
+    entry_stride,
+    NOPE: tl.constexpr,
+    BLOCK_NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    IS_FIRST: tl.constexpr,
+):
+    """Program (tile of queries, head, chunk). A first chunk's entries begin where its tokens do, a
+    continued one's at 0."""
+    # The last tiles see the most keys: they start first, and the short ones fill the gaps.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    head, chunk = tl.program_id(1), tl.program_id(2)
+    first_token = tl.load(cu_tokens + chunk).to(tl.int32)
+    size = tl.load(cu_tokens + chunk + 1).to(tl.int32) - first_token
+    start = tl.load(chunk_starts + chunk).to(tl.int32)
+    mine = start == 0 or not IS_FIRST
+    if mine and tile * QUERIES < size:
+        row = tl.arange(0, QUERIES)
+        token = tile * QUERIES + row
+        line = (first_token + token).to(tl.int64)
+        real = (token < size)[:, None]
+        nope, turned = tl.arange(0, BLOCK_NOPE)[None, :], tl.arange(0, BLOCK_ROPE)[None, :]
+        value_channel = tl.arange(0, BLOCK_VALUE)[None, :]
+        q_at = q + line[:, None] * q_stride + head * q_head_stride
+        query = tl.load(q_at + nope, mask=real & (nope < NOPE), other=0.0)
+        query_rope = tl.load(q_at + NOPE + turned, mask=real & (turned < ROPE), other=0.0)
+        position = start + token
+
+        first_query = start + tile * QUERIES
+        end = start + tl.minimum(size, (tile + 1) * QUERIES)
+        begin = 0
+        open_end = (first_query + 1) // KEYS * KEYS  # keys before are seen by every query
+        if WINDOW:
+            begin = tl.maximum(first_query - window + 1, 0) // KEYS * KEYS
+            open_end = begin
+        expanded += head * (NOPE + VALUE)
+        if IS_FIRST:
+            expanded += first_token.to(tl.int64) * expanded_stride
+            rope_keys += first_token.to(tl.int64) * entry_stride
+        best = tl.full([QUERIES], float("-inf"), tl.float32)
+        total = tl.zeros([QUERIES], tl.float32)
+        sums = tl.zeros([QUERIES, BLOCK_VALUE], tl.float32)
+        for part in tl.static_range(1 if WINDOW else 0, 2):
+            best, total, sums = _visit(
+                best,
+                total,
+                sums,
+                begin if part == 0 else open_end,
+                open_end if part == 0 else end,
+                query,
+                query_rope,
+                position,
+                first_query,
+                end,
+                window,
+                expanded,
+                rope_keys,
+                scale,
+                softcap,
+                expanded_stride,
+                entry_stride,
+                NOPE,
+                BLOCK_NOPE,
+                ROPE,
+                BLOCK_ROPE,
+                VALUE,
+                BLOCK_VALUE,
+                KEYS,
+                part == 1,
+                WINDOW,
+                SOFTCAP,
+            )
+        out_at = out + line[:, None] * out_stride + head * out_head_stride + value_channel
+        result = (sums / total[:, None]).to(out.dtype.element_ty)
+        tl.store(out_at, result, mask=real & (value_channel < VALUE))
+
+
+@triton.jit
+def _visit(
+    best,
+    total,
+    sums,
+    begin,
+    stop,
+    query,
+    query_rope,
+    position,
+    first_query,
+    end,
+    window,
+    expanded,
+    rope_keys,
+    scale,
+    softcap,
+    expanded_stride,
+    entry_stride,
+    NOPE: tl.constexpr,
+    BLOCK_NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """The online softmax over entries [begin, stop), a multiple of KEYS at its start."""
+    nope, turned = tl.arange(0, BLOCK_NOPE)[None, :], tl.arange(0, BLOCK_ROPE)[None, :]
+    value_channel = tl.arange(0, BLOCK_VALUE)[None, :]
+    unit = unit_of(scale, SOFTCAP)
+    for at in tl.range(begin, stop, KEYS):
+        cached = at + tl.arange(0, KEYS)
+        # Nothing that is not seen may come through, not even by 0 · NaN.
+        there = cached < end
+        if WINDOW:
+            there = there & (cached > first_query - window)
+        there = there[:, None]
+        key_at = expanded + cached.to(tl.int64)[:, None] * expanded_stride
+        rope_at = rope_keys + cached.to(tl.int64)[:, None] * entry_stride
+        key = _load(key_at + nope, nope < NOPE, there, NOPE != BLOCK_NOPE, MASKED)
+        rope_key = _load(rope_at + turned, turned < ROPE, there, ROPE != BLOCK_ROPE, MASKED)
+        value_at = key_at + NOPE + value_channel
+        is_value = value_channel < VALUE
+        value = _load(value_at, is_value, there, VALUE != BLOCK_VALUE, MASKED)
+        score = tl.dot(query, tl.trans(key), input_precision="tf32x3")
+        score = tl.dot(query_rope, tl.trans(rope_key), score, input_precision="tf32x3")
+        score = capped(score, scale, softcap, SOFTCAP)
+        if MASKED:
+            visible = cached[None, :] <= position[:, None]
+            if WINDOW:
+                visible = visible & (cached[None, :] > position[:, None] - window)
+            score = tl.where(visible, score, float("-inf"))
+        above = tl.maximum(best, tl.max(score, axis=1) * unit)
+        floor = above
+        if WINDOW:  # a query may see nothing of the window's first tiles
+            floor = tl.where(above == float("-inf"), 0.0, above)
+        weight = tl.exp2(score * unit - floor[:, None])
+        fade = tl.exp2(best - floor)
+        total = total * fade + tl.sum(weight, axis=1)
+        sums = sums * fade[:, None]
+        sums = tl.dot(weight.to(value.dtype), value, sums, input_precision="tf32x3")
+        best = above
+    return best, total, sums
+
+
+@triton.jit
+def _load(at, inside, there, RAGGED: tl.constexpr, MASKED: tl.constexpr):
+    if MASKED:
+        x = tl.load(at, mask=inside & there, other=0.0)
+    elif RAGGED:
+        x = tl.load(at, mask=inside, other=0.0)
+    else:
+        x = tl.load(at)
+    return x
