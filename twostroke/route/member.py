@@ -35,6 +35,7 @@ class Owner(Protocol):
 
 class Member(SupervisedEngine):
     asleep = False
+    transfers: TransferTotals | None
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class Member(SupervisedEngine):
     ) -> None:
         super().__init__(config, builder, child, ready, hang_timeout_s, restart_limit)
         self.state, self._owner = state, owner
-        self.transfers = TransferTotals()
+        self.transfers = self._fetched = TransferTotals()
         self.records.listeners.append(self)
 
     @property
@@ -74,7 +75,7 @@ class Member(SupervisedEngine):
         self._owner.on_refused(self, names, reason)
 
     def on_fetched(self, name: str, fetched: FetchedOffer) -> None:
-        totals = self.transfers
+        totals = self._fetched
         totals.num_bytes += fetched.num_bytes
         totals.seconds += fetched.seconds
         totals.fetched += not fetched.problem
