@@ -87,6 +87,9 @@ class EngineConfig(Strict):
     threads: int | None = None  # of a decode step on a CPU; None: one a core
     threads_batch: int | None = None  # of a step with prefill; None: as threads
     measure_ceilings: bool = False  # the device's, at the start, for the metrics
+    # What a server with several engines sets for each of them (`route/`):
+    engines_on_host: int = 1  # that share its memory and cores
+    kv_sharing: str = "none"  # shared: other engines may fetch KV blocks; checked: by checksums
 
     def __post_init__(self) -> None:
         for name in ("model", "tokenizer", "chat_template"):
@@ -141,6 +144,8 @@ class EngineConfig(Strict):
             "measure_ceilings",
         )
         self._check_int("tensor_parallel_size", 1, 1024)
+        self._check_int("engines_on_host", 1, 1024)
+        self._check_choice("kv_sharing", ("none", "shared", "checked"))
         self._check_contradictions()
 
     def _check_capture_sizes(self) -> None:

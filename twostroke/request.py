@@ -11,6 +11,7 @@ from operator import index
 from typing import Any
 
 from twostroke.errors import RequestError
+from twostroke.kv.transfer import Offer
 from twostroke.strict import Strict
 
 MAX_SEED = 2**63 - 1
@@ -217,6 +218,15 @@ class Thinking:
 
 
 @dataclass(frozen=True, slots=True)
+class Resumed:
+    """Where a request stands that another engine has begun: the next one goes on from here."""
+
+    tokens: tuple[int, ...]  # written so far; they have been told
+    last_s: float  # when the last of them was, on the monotonic clock
+    offer: Offer | None = None  # where the keys and values are; None: computed again
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
     """A request that was found good (`engine/input_processor.py`), with its prompt as token ids.
 
@@ -239,6 +249,8 @@ class EngineRequest:
     tokenised_s: float = 0.0  # when the prompt had become token ids
     thinking: Thinking | None = None  # None: none, or nothing is to be done about it
     prefix_marks: tuple[str, ...] = ()  # digests of the first 64, 128, 256, … tokens
+    hand_over: bool = False  # end after the next token, as PREFILLED, with an offer of its blocks
+    resumed: Resumed | None = None
 
 
 class FinishReason(enum.StrEnum):
@@ -246,3 +258,4 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    PREFILLED = "prefilled"  # by this engine; another goes on with it, so no user sees this

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from twostroke.cli import make_parser, parse
 from twostroke.commands.flags import engine_config
-from twostroke.commands.serve_flags import serve_settings, with_file
+from twostroke.commands.serve_flags import pool_settings, serve_settings, with_file
 from twostroke.config import EngineConfig
 from twostroke.serve.settings import ServeSettings
 
@@ -27,5 +27,6 @@ def read(*words: str) -> Read:
     assert args is not None
     args = with_file(args)
     config, settings = engine_config(args), serve_settings(args)
+    pool_settings(args)
     problems, SERVE.problems = SERVE.problems, []
     return Read(config, settings, problems, SERVE.notice())

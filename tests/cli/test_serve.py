@@ -71,7 +71,8 @@ def no_keys_around(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--api-key-file", "/nowhere"], "--api-key-file /nowhere: it cannot be read"),
         (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size 2: only 1 is taken: layers"),
         (["-tp", "0"], "--tensor-parallel-size must be a whole number from 1 to 1024, not 0"),
-        (["-dp", "2"], "-dp 2: only 1 is taken: a server runs one copy of a model, on one machine"),
+        (["-dp", "0"], "--data-parallel-size must be a whole number from 1 to 64, not 0"),
+        (["--prefill-engines", "1"], "--prefill-engines is given, and --decode-engines is not"),
         (["--device-ids", "0,1"], "--device-ids 0,1: expected one number; CUDA_VISIBLE_DEVICES"),
         (["--generation-config", "x"], "--generation-config x: expected auto or vllm"),
         (["m", "--model", "n"], "the model is given twice: m and --model n"),
@@ -95,7 +96,7 @@ def test_what_is_refused_says_why(words: list[str], says: str) -> None:
 
 def test_all_that_is_wrong_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     line = (
-        "m --prot 80 --enable-lora --lora-modules a=b c=d -dp 4 --seed x --port 70000 -tp 0 "
+        "m --prot 80 --enable-lora --lora-modules a=b c=d -pp 4 --seed x --port 70000 -tp 0 "
         "--max-num-seqs 0 --max-queue -1 --uds --trust-remote-code"
     )
     with pytest.raises(SystemExit) as ended:
@@ -105,7 +106,7 @@ def test_all_that_is_wrong_is_told_at_once(capsys: pytest.CaptureFixture[str]) -
     assert first == "twostroke: error: 10 things in this line cannot be taken:"
     assert last == "Try `twostroke serve --help`."
     told = [line.split()[0].rstrip(":") for line in lines]
-    wrong = "--prot --enable-lora --lora-modules -dp --seed --uds --max-num-seqs "
+    wrong = "--prot --enable-lora --lora-modules -pp --seed --uds --max-num-seqs "
     wrong += "--tensor-parallel-size --port --max-queue"
     assert sorted(told) == sorted(wrong.split())
     assert read().problems == [], "and forgotten"
@@ -466,9 +467,9 @@ def test_the_file_may_not_name_refused_flags_either(tmp_path: Path) -> None:
         "speculative_config: {method: ngram}\nmodel-impl: off\nseed: x\nasync-scheduling: true\n"
         "numa-bind-nodes: [0, 1]\nprot: 1\noverride-generation-config.temperature: 0.5\n"
     )
-    taken = read("--config", str(path), "-dp", "2")
+    taken = read("--config", str(path), "-pp", "2")
     told = [problem.split()[0].rstrip(":") for problem in taken.problems]
-    assert told == ["-dp", "--config", "--speculative-config", "--model-impl", "--seed"]
+    assert told == ["-pp", "--config", "--speculative-config", "--model-impl", "--seed"]
     assert taken.config is not None
     assert taken.config.override_generation_config == {"temperature": 0.5}
     assert taken.notice == "--async-scheduling, --numa-bind-nodes change nothing here"

@@ -130,7 +130,7 @@ def test_a_preempted_stream_blames_preemption(tmp_path: Path) -> None:
     core = llm.engine.core
     totals = Totals(100)
     core.records.listeners.append(totals)
-    core.scheduler._prefill._has_room = lambda *_: True  # type: ignore[method-assign]
+    core.scheduler._prefill.has_room = lambda *_: True  # type: ignore[method-assign]
     for n in range(4):
         core.add(request(f"r{n}", 10, 60, offset=n))
     records = run(core, stall_at=40)
@@ -162,7 +162,7 @@ def test_the_whole_mixture_adds_up_in_the_totals(tmp_path: Path) -> None:
     core = llm.engine.core
     totals = Totals(150)
     core.records.listeners.append(totals)
-    core.scheduler._prefill._has_room = lambda *_: True  # type: ignore[method-assign]
+    core.scheduler._prefill.has_room = lambda *_: True  # type: ignore[method-assign]
     for n in range(12):
         core.add(request(f"r{n}", 10 + 9 * n, 30 + 2 * n, offset=n))
     for _ in range(6):

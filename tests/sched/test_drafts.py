@@ -111,5 +111,5 @@ def test_a_request_that_lost_its_blocks_keeps_its_tokens() -> None:
 def test_one_that_ended_meanwhile_brings_nothing() -> None:
     bench = Drafting()
     bench.scheduler.abort("a")
-    assert bench.commit(5, 3) == Committed([], 0, [], [], 0)
+    assert bench.commit(5, 3) == Committed([], 0, [], [], 0, [])
     assert bench.scheduler.kv.is_idle()

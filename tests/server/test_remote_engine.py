@@ -22,7 +22,7 @@ from tests.instant import BUILDER, STEP_DELAY, expected_tokens, printable_ids
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke import LLM, SamplingParams
 from twostroke.config import EngineConfig
-from twostroke.engine import remote
+from twostroke.engine import remote, supervised
 from twostroke.engine.api import EngineClient, EngineLoad
 from twostroke.engine.client import AsyncEngine
 from twostroke.engine.remote import RemoteEngine
@@ -557,7 +557,7 @@ def test_a_long_step_and_an_engine_that_is_not_watched_are_left_alone(
 
 
 def test_a_step_that_does_not_end_is_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "HANGING_STEP", 1)
+    monkeypatch.setattr(supervised, "HANGING_STEP", 1)
     monkeypatch.setattr(remote, "MAX_ATTEMPTS", 1)
     monkeypatch.setenv(STEP_DELAY, "1000")
 

@@ -31,6 +31,7 @@ LAYERS = {
     "twostroke.llm_tokenizer": 7,
     "twostroke.beam_search": 7,
     "twostroke.v1": 7,
+    "twostroke.route": 6,
     "twostroke.engine": 6,
     "twostroke.engine.arg_utils": 9,  # has the command line's options
     "twostroke.observe": 5,  # what explains a run to the engine and the server

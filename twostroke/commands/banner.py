@@ -19,12 +19,15 @@ INDENT = " " * 12  # of a line's text, after what it is about
 TYPICAL_TOKENS = 1024  # a request to give the cache's size a meaning
 
 
-def banner(info: EngineInfo, url: str, num_keys: int, exposed: bool, ready_s: float) -> str:
-    """`exposed`: others than this machine can reach the server."""
+def banner(
+    info: EngineInfo, url: str, num_keys: int, exposed: bool, ready_s: float, engines: str = ""
+) -> str:
+    """`exposed`: others than this machine can reach the server. `engines`: how many, if several."""
     return "\n".join(
         (
             f"twostroke {__version__}: {info.model_name}, {info.weights or info.dtype} on "
             f"{info.device}",
+            *([f"  engines   {engines}"] if engines else []),
             f"  memory    {_waterfall(info)}",
             f"  KV cache  {_capacity(info)}",
             f"  serving   {url}",

@@ -80,6 +80,7 @@ SAMPLING_HELP = {
 }
 # What `run` and `chat` need not have: they read and write text, and have options of sampling.
 OF_A_SERVER = {"skip_tokenizer_init", "override_generation_config"}
+OF_A_ROUTER = {"engines_on_host", "kv_sharing"}  # which sets them, for each engine
 MAX_TOKENS = 512
 TYPES = {"str": str, "int": int, "float": float}
 UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -111,7 +112,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, leave_out: set[str]) -
     """An option for every field of `EngineConfig` except those that the command cannot use."""
     group = parser.add_argument_group("model and engine (the names are vLLM's)")
     for field in dataclasses.fields(EngineConfig):
-        if field.name not in leave_out:
+        if field.name not in leave_out | OF_A_ROUTER:
             _add(group, field, ENGINE_HELP[field.name], field.default)
 
 

@@ -9,11 +9,16 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from time import monotonic
+from typing import TYPE_CHECKING
 
 from twostroke.commands.banner import INDENT, banner
 from twostroke.commands.parser import Parser
 from twostroke.commands.serve_flags import add_server_arguments, settle, start_logging
 from twostroke.commands.terminal import columns, glued, wrapped
+
+if TYPE_CHECKING:
+    from twostroke.engine.remote import RemoteEngine
+    from twostroke.route.client import RoutedEngine
 
 DESCRIPTION = (
     "Serve a model over HTTP with OpenAI's API. Flags and their names are those of `vllm serve`; "
@@ -31,7 +36,7 @@ def execute(args: argparse.Namespace) -> int:
     started_s = monotonic()
     config, settings, args = settle(args)
     start_logging(args, settings)
-    from twostroke.engine.spawn import spawn
+    from twostroke.engine.spawn import DEFAULT_BUILDER, spawn
     from twostroke.model.hub import check_path
     from twostroke.serve.sockets import bind
 
@@ -39,26 +44,32 @@ def execute(args: argparse.Namespace) -> int:
         check_path(config.model)
     # A port in use costs no model's loading, and the engine starts while the rest is imported.
     listener = bind(settings)
-    spawned = spawn(config)
+    engines = args.pools.engines(config)
+    spawned = [spawn(one.config) for one in engines]
     from twostroke.engine.remote import RemoteEngine
     from twostroke.serve.run import HttpServer, serve
 
-    @asynccontextmanager
-    async def engine() -> AsyncIterator[RemoteEngine]:
-        started = await RemoteEngine.start(
-            config,
-            spawned=spawned,
-            hang_timeout_s=settings.engine_hang_timeout_s,
-            restart_limit=settings.engine_restart_limit,
-        )
-        async with started:
-            yield started
+    limits = settings.engine_hang_timeout_s, settings.engine_restart_limit
 
-    def announce(server: HttpServer, client: RemoteEngine, url: str) -> None:
+    @asynccontextmanager
+    async def engine() -> AsyncIterator[RemoteEngine | RoutedEngine]:
+        if len(engines) == 1:
+            async with await RemoteEngine.start(
+                config, DEFAULT_BUILDER, spawned[0], *limits
+            ) as one:
+                yield one
+            return
+        from twostroke.route.client import RoutedEngine
+
+        async with await RoutedEngine.start(engines, DEFAULT_BUILDER, spawned, *limits) as several:
+            yield several
+
+    def announce(server: HttpServer, client: RemoteEngine | RoutedEngine, url: str) -> None:
         exposed = settings.uds is None and not is_loopback(settings.host)
         ready_s = monotonic() - started_s
         where = f"{url}; /dash shows it at work" if settings.dash else url
-        text = banner(client.info, where, len(settings.api_keys), exposed, ready_s)
+        several = args.pools.summary
+        text = banner(client.info, where, len(settings.api_keys), exposed, ready_s, several)
         with contextlib.suppress(OSError):  # a full disk for the log is no reason not to serve
             text = wrapped(text.replace(" GiB", glued(" GiB")), columns(sys.stderr), INDENT)
             print(text, file=sys.stderr, flush=True)
@@ -66,7 +77,8 @@ def execute(args: argparse.Namespace) -> int:
     try:
         serve(engine, settings, announce, listener)
     finally:
-        spawned.kill()
+        for one in spawned:
+            one.kill()
     return 0
 
 

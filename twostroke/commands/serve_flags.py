@@ -36,6 +36,7 @@ from twostroke.commands.parser import NUMBER, Parser
 from twostroke.commands.vllm_flags import add_foreign_arguments
 from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
+from twostroke.route.pools import PoolSettings
 from twostroke.serve.settings import ServeSettings
 
 EVERYWHERE = "0.0.0.0"
@@ -250,6 +251,7 @@ def add_server_arguments(parser: Parser) -> None:
         help="how long running requests may go on after SIGTERM (default: 30)",
     )
     _add_limits(parser.add_argument_group("limits (the names are twostroke's)"))
+    _add_pools(parser.add_argument_group("several engines on this machine"))
     add_engine_arguments(parser, leave_out={"skip_tokenizer_init"})
     _add(
         parser,
@@ -312,6 +314,7 @@ def settle(args: argparse.Namespace) -> tuple[EngineConfig, ServeSettings, argpa
     args = with_file(args)
     config = engine_config(args)
     server = serve_settings(args)
+    args.pools = pool_settings(args)
     args.parser.finish()
     assert config is not None
     assert server is not None
@@ -359,6 +362,11 @@ def serve_settings(args: argparse.Namespace) -> ServeSettings | None:
     return settings(args.parser, ServeSettings, given, flags)
 
 
+def pool_settings(args: argparse.Namespace) -> PoolSettings | None:
+    """How many engines there are. None: a problem was found."""
+    return settings(args.parser, PoolSettings, given_of(args, PoolSettings))
+
+
 def parse_length(text: str) -> int | None:
     """As `parse_count`; `auto` and -1 are what model and memory allow."""
     return None if text in ("auto", "-1") else parse_count(text)
@@ -383,6 +391,33 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
             continue
         read = parse_bytes if name.endswith("_bytes") else TYPES[kind]
         _add(group, flag, type=read, metavar="N" if kind == "int" else "X", help=text)
+
+
+def _add_pools(group: argparse._ArgumentGroup) -> None:
+    counts = {
+        "--prefill-engines": "engines that prefill, and hand requests over (default: 0)",
+        "--decode-engines": "engines that decode them (default: 0)",
+        "--data-parallel-size": "engines that do both, each with a copy of the model (default: 1)",
+    }
+    for flag, text in counts.items():
+        _add(group, flag, type=int, metavar="N", help=text)
+    _add(group, "-dp", dest="data_parallel_size", type=int, help=argparse.SUPPRESS)
+    for phase in ("prefill", "decode"):
+        _add(
+            group,
+            f"--{phase}-config",
+            type=json_object,
+            action=MergeJson,
+            metavar="JSON",
+            help=f"settings of the {phase} engines alone, such as "
+            '{"threads": 2, "max_num_batched_tokens": 1024}',
+        )
+    _add(
+        group,
+        "--kv-transfer-checksums",
+        action=argparse.BooleanOptionalAction,
+        help="check every KV block that travels between engines; slower (default: no)",
+    )
 
 
 def _add(group: Any, flag: str, **options: Any) -> None:

@@ -24,7 +24,7 @@ from twostroke.commands.parser import Parser
 from twostroke.config import RECOMMENDED
 from twostroke.request import SamplingParams
 
-ONE_COPY = "a server runs one copy of a model, on one machine"
+ONE_COPY = "all engines of a server are on one machine, behind one address"
 WHOLE_CONTEXT = "ranks split heads, not contexts"
 NO_STAGES = "layers are not spread over devices; --tensor-parallel-size splits each of them"
 
@@ -218,7 +218,6 @@ ONLY: Only = {
         "log-probabilities are the model's, before penalties and temperature",
     ),
     "--pipeline-parallel-size -pp": (("1",), NO_STAGES),
-    "--data-parallel-size -dp": (("1",), f"{ONE_COPY}; start several behind a proxy"),
     "--decode-context-parallel-size -dcp": (("1",), WHOLE_CONTEXT),
     "--prefill-context-parallel-size -pcp": (("1",), WHOLE_CONTEXT),
     "--nnodes": (("1",), "all ranks are on one machine for now"),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from twostroke.errors import RequestError
 from twostroke.kv.cache import GroupLimits, KVUsage
 from twostroke.observe.record import Records
+from twostroke.observe.totals import TransferTotals
 from twostroke.outputs import RequestOutput
 from twostroke.request import EngineRequest, SamplingParams
 
@@ -61,6 +62,8 @@ class EngineStatus(Protocol):
     """What the metrics say of an engine besides its records."""
 
     info: EngineInfo
+    records: Records
+    transfers: TransferTotals | None
     num_restarts: int
     asleep: bool
 
@@ -78,6 +81,7 @@ class EngineClient(ABC):
     input_processor: InputProcessor
     records: Records  # outlive the engine, if another is started in its place
     num_restarts: int
+    transfers: TransferTotals | None = None  # of an engine among several
     asleep: bool = False  # its process has been ended until `wake_up`
 
     @property
@@ -87,6 +91,10 @@ class EngineClient(ABC):
 
     @abstractmethod
     def load(self) -> EngineLoad: ...
+
+    def each_engine(self) -> Mapping[str, EngineStatus]:
+        """All engines that it has, by name."""
+        return {"0": self}
 
     @abstractmethod
     def submit(

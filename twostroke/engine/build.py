@@ -123,7 +123,7 @@ class Engine:
         return measure_ceilings(self._threads())
 
     def _threads(self) -> int:
-        return self.config.threads or default_threads()
+        return self.config.threads or default_threads(self.config.engines_on_host)
 
 
 def build_engine(config: EngineConfig) -> Engine:
@@ -142,6 +142,7 @@ def _build(config: EngineConfig, with_text: bool) -> Engine:
     native = _is_native(config, device)
     files = find_model(config)
     model = open_model(config, files, device)
+    _check_several(config, native)
     if model.spec.has_experts:
         log.info(
             "parameters: %s, of which a token goes through %s",
@@ -167,6 +168,16 @@ def _build(config: EngineConfig, with_text: bool) -> Engine:
         monotonic() - started,
         _kept_in(model, config, native, dtype),
     )
+
+
+def _check_several(config: EngineConfig, native: bool) -> None:
+    """Whether this can be one of several engines of a machine."""
+    if config.engines_on_host > 1 and not native:
+        raise ConfigError(
+            "several engines on one machine run on the native kernels of a CPU as yet, not on GPUs "
+            "and not with torch; leave out --prefill-engines, --decode-engines and "
+            "--data-parallel-size"
+        )
 
 
 def _kept_in(model: OpenedModel, config: EngineConfig, native: bool, dtype: str) -> str:

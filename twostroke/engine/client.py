@@ -20,6 +20,7 @@ from twostroke.engine.build import Engine, build_engine
 from twostroke.engine.input_processor import Prompt
 from twostroke.engine.output_processor import OnError, OnOutput, RequestState
 from twostroke.errors import EngineError
+from twostroke.observe.totals import TransferTotals
 from twostroke.outputs import RequestOutput
 from twostroke.request import EngineRequest, SamplingParams
 from twostroke.sched.scheduler import Update
@@ -36,7 +37,8 @@ class SyncClient:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.info = engine.info()
+        self.info, self.records = engine.info(), engine.core.records
+        self.transfers: TransferTotals | None = None
         self.healthy, self.num_restarts = True, 0  # it is in this process: it lives as long
         self.asleep = False
         engine.output_processor.warm()

@@ -23,7 +23,7 @@ from twostroke.exec.grammar import End, Grammars
 from twostroke.exec.profile import Profile
 from twostroke.model.cost import CostModel
 from twostroke.observe.blame import Ledger
-from twostroke.observe.record import FirstToken, PhaseRecord, Records, StepRecord
+from twostroke.observe.record import Causes, FirstToken, PhaseRecord, Records, StepRecord
 from twostroke.plan import StepResult
 from twostroke.request import EngineRequest, FinishReason
 from twostroke.sched.scheduler import Committed, Scheduler, Update
@@ -49,6 +49,7 @@ class EngineCore:
         self._cost = cost
         self._grammars = grammars
         self._compiling: dict[str, EngineRequest] = {}  # by name; their grammars are not ready
+        self._idle_step = False  # the last step had nothing to launch
         self._device_free_s = 0.0  # when the executor last had nothing left to do
 
     def warm(self) -> None:
@@ -107,6 +108,18 @@ class EngineCore:
             self._note_ends([update])
         return update
 
+    @property
+    def is_stalled(self) -> bool:
+        """All that is left waits for blocks that other engines have not fetched yet."""
+        scheduler = self.scheduler
+        return self._idle_step and scheduler.kv.num_held > 0 and not scheduler.in_flight
+
+    def release_offers(self, numbers: list[int]) -> None:
+        """Other engines have fetched these blocks, or will not. Numbers that are not known, of an
+        engine that was here before this one, are ignored."""
+        for number in numbers:
+            self.scheduler.release_offer(number)
+
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; running requests keep their blocks."""
         self.scheduler.kv.reset_prefixes()
@@ -117,6 +130,7 @@ class EngineCore:
 
     def _step(self) -> list[Update]:
         step = self.scheduler.plan()
+        self._idle_step = step is None
         updates: list[Update] = []
         try:
             if step is not None:
@@ -159,10 +173,14 @@ class EngineCore:
         ends there, whatever min_tokens and ignore_eos say."""
         followed = []
         for update in updates:
-            ended = update.finish_reason is not None
+            ended = update.finish_reason not in (None, FinishReason.PREFILLED)
             end = None
             if update.tokens:
                 end = grammars.advance(update.request_id, update.tokens, ended)
+            if end is not None and update.offer is not None:  # nobody need go on with it
+                self.scheduler.release_offer(update.offer.number)
+                followed.append(self._end(update.request_id, end, update))
+                continue
             if end is None or not ended:
                 followed.append(update)
             if end is not None:
@@ -176,7 +194,8 @@ class EngineCore:
         assert last.record is not None
         reason = FinishReason.ERROR if end.error else FinishReason.STOP
         last.record.finish_reason = reason
-        return last._replace(finish_reason=reason, error=end.error, impossible=bool(end.error))
+        bad = bool(end.error)
+        return last._replace(finish_reason=reason, error=end.error, impossible=bad, offer=None)
 
     def _note_ends(self, updates: list[Update]) -> None:
         for update in updates:
@@ -227,6 +246,10 @@ class EngineCore:
         )
         for record in committed.first:
             ledger.open(record)
+        late = [ledger.late(*one) for one in committed.late]
+        for record, since_s in committed.resumed:
+            ledger.open(record)
+            late.append(Causes(preemption=now - since_s))
         self.records.add_step(
             StepRecord(
                 plan.step,
@@ -250,7 +273,7 @@ class EngineCore:
                 step.recomputed,
                 since,
                 committed.regular,
-                tuple([ledger.late(*late) for late in committed.late]),
+                tuple(late),
                 tuple([FirstToken(r.ttft_s, r.num_prompt, r.num_cached) for r in committed.first]),
                 step.predicted_s or None,
                 committed.drafted,

@@ -130,6 +130,15 @@ class OutputProcessor:
         """The state that an engine request belongs to, while the engine has it."""
         return self._running[engine_id][0]
 
+    def written(self, engine_id: str) -> list[int]:
+        """The tokens of an engine request that have been taken in so far."""
+        return self._running[engine_id][1].output.token_ids
+
+    def has_ended(self, engine_id: str) -> bool:
+        """Whether all of an engine request has been written, as far as its listener is concerned: a
+        stop string may have ended it."""
+        return self._running[engine_id][1].output.finish_reason is not None
+
     # ── in ──────────────────────────────────────────────────────────────────────────────────
 
     def add(

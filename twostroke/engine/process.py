@@ -35,11 +35,13 @@ from twostroke.engine.wire import (
     Audit,
     Audited,
     Failed,
+    FetchedOffer,
     FromEngine,
     Heartbeat,
     Profiled,
     Ready,
     Refused,
+    Release,
     ResetPrefixes,
     Shutdown,
     StartProfile,
@@ -57,6 +59,7 @@ if TYPE_CHECKING:  # the builder decides what is imported
 
 ORPHAN_CHECK_MS = 1000  # how often an idle engine looks whether it still has its parent
 LINGER_MS = 5000  # how long the last messages may take to be read
+STALLED_MS = 20  # how long an engine waits for others to fetch, if it can do nothing before
 RECEIVE_S = 0.005  # how long messages are taken in while there is a step to run
 
 
@@ -84,6 +87,7 @@ class EngineServer:
             self._step_began_s = monotonic()
             updates = self._core.step()
             self._step_began_s = 0.0
+            self._send_fetched()
             self._send_step(updates)
 
     def send_heartbeats(self, outbox: zmq.Socket[bytes], ending: threading.Event) -> None:
@@ -99,6 +103,8 @@ class EngineServer:
     def _take_messages(self) -> bool:
         """Take in what has arrived, and wait for it if there is no work; False: shut down."""
         until = monotonic() + RECEIVE_S
+        if self._core.is_stalled:
+            self._inbox.poll(STALLED_MS)
         while True:
             if self._core.has_work and monotonic() > until:
                 return True
@@ -115,6 +121,9 @@ class EngineServer:
                     self._add(message)
                 case Abort():
                     self._abort(message)
+                case Release():
+                    self._core.release_offers(message.offers)
+                    self._send_step([])
                 case ResetPrefixes():
                     self._core.reset_prefix_cache()
                     self._send_step([])  # whoever watches sees what is cached now
@@ -135,7 +144,7 @@ class EngineServer:
         except Exception as error:
             for name in added:
                 core.abort(name)
-            self._send(Refused(message.first, *pack_error(error)))
+            self._send(Refused(message.first, len(message.requests), *pack_error(error)))
             return
         for handle, name in enumerate(added, message.first):
             self._handles[name], self._names[handle] = handle, name
@@ -176,6 +185,11 @@ class EngineServer:
         for update in updates:
             if update.finish_reason is not None:
                 del self._names[self._handles.pop(update.request_id)]
+
+    def _send_fetched(self) -> None:
+        for fetched in self._core.scheduler.take_fetched():
+            name, num_bytes, seconds, problem = fetched
+            self._send(FetchedOffer(self._handles[name], num_bytes, seconds, problem))
 
     def _new_steps(self) -> list[StepRecord]:
         """The records of steps that have committed since the last message, without their slots,

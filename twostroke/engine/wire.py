@@ -1,7 +1,7 @@
 """The messages between the engine's process and the process it serves, as msgpack. No torch.
 
-    Add, Abort, ResetPrefixes, Audit, StartProfile, StopProfile, Shutdown ──▶ engine
-    engine ──▶ Ready | Failed; Step, Refused, Audited, Profiled, Heartbeat
+    Add, Abort, Release, ResetPrefixes, Audit, StartProfile, StopProfile, Shutdown ──▶ engine
+    engine ──▶ Ready | Failed; Step, Refused, FetchedOffer, Audited, Profiled, Heartbeat
 
 A request is known by a number (its handle) that its sender gives it and never uses again, so that a
 late message about an old request cannot reach a new one of the same name. A step's tokens travel as
@@ -18,6 +18,7 @@ import msgspec
 from twostroke import errors
 from twostroke.engine.api import EngineInfo, EngineLoad
 from twostroke.errors import EngineError, TwostrokeError
+from twostroke.kv.transfer import Offer
 from twostroke.observe.record import Causes, RequestRecord, StepRecord
 from twostroke.plan import TokenLogprobs
 from twostroke.request import EngineRequest, FinishReason
@@ -58,7 +59,13 @@ class StopProfile(msgspec.Struct, tag=7, array_like=True, frozen=True):
     """Answered by `Profiled`."""
 
 
-ToEngine = Add | Abort | Shutdown | Audit | ResetPrefixes | StartProfile | StopProfile
+class Release(msgspec.Struct, tag=8, array_like=True, frozen=True):
+    """Blocks that were offered to other engines are needed no more."""
+
+    offers: list[int]
+
+
+ToEngine = Add | Abort | Shutdown | Audit | ResetPrefixes | StartProfile | StopProfile | Release
 
 # ── from the engine ─────────────────────────────────────────────────────────────────────────────
 
@@ -115,6 +122,7 @@ class FullUpdate(msgspec.Struct, array_like=True, frozen=True):
     error: str
     progress: int
     impossible: bool
+    offer: Offer | None
 
 
 class Step(msgspec.Struct, tag=3, array_like=True, frozen=True):
@@ -129,6 +137,7 @@ class Refused(msgspec.Struct, tag=4, array_like=True, frozen=True):
     """The answer to an `Add`; nothing of it is left in the engine."""
 
     first: int
+    count: int  # of its requests
     kind: str
     message: str
 
@@ -149,7 +158,16 @@ class Profiled(msgspec.Struct, tag=7, array_like=True, frozen=True):
     data: bytes  # what was found, as JSON
 
 
-FromEngine = Ready | Failed | Step | Refused | Audited | Profiled | Heartbeat
+class FetchedOffer(msgspec.Struct, tag=8, array_like=True, frozen=True):
+    """What was offered to a request of this engine's is needed no more."""
+
+    handle: int
+    num_bytes: int
+    seconds: float
+    problem: str  # why it could not be fetched, and is computed again; "" if it was
+
+
+FromEngine = Ready | Failed | Step | Refused | Audited | Profiled | Heartbeat | FetchedOffer
 HEARTBEAT_S = 0.5
 
 # An engine that has sent so many steps waits until they are read: what it writes faster than the
@@ -173,7 +191,10 @@ def pack_step(
     plain: list[int] = []
     full: list[FullUpdate] = []
     for update in updates:
-        name, tokens, logprobs, finish, stop, prompt_logprobs, record, error, progress, bad = update
+        (
+            name, tokens, logprobs, finish, stop, prompt_logprobs, record, error, progress, bad,
+            offer,
+        ) = update  # fmt: skip
         handle = handles[name]
         if finish is None and not (logprobs or progress or error) and prompt_logprobs is None:
             for token in tokens:
@@ -193,6 +214,7 @@ def pack_step(
                     error,
                     progress,
                     bad,
+                    offer,
                 )
             )
     return Step(named, plain, full, load, steps)
@@ -202,7 +224,7 @@ def unpack_step(step: Step, names: Mapping[int, str]) -> list[Update]:
     """The updates of requests that are still listened to."""
     name_of, new = names.get, tuple.__new__  # `Update(…)` with its defaults takes twice as long
     updates: list[Update] = [
-        new(Update, (name, (token,), (), None, None, None, None, "", 0, False))
+        new(Update, (name, (token,), (), None, None, None, None, "", 0, False, None))
         for handle, token in zip(step.handles, step.tokens, strict=True)
         if (name := name_of(handle)) is not None
     ]
@@ -220,6 +242,7 @@ def unpack_step(step: Step, names: Mapping[int, str]) -> list[Update]:
                     full.error,
                     full.progress,
                     full.impossible,
+                    full.offer,
                 )
             )
     return updates

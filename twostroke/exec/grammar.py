@@ -154,6 +154,8 @@ class Grammars:
             mask_of(sorted(given.stop_ids), self._vocab_size),
             mask_of(sorted(never), self._vocab_size),
         )
+        if given.resumed is not None:  # another engine has written these by the same grammar
+            self.advance(given.request_id, given.resumed.tokens, ended=False)
 
     def _compile_all(self) -> None:
         """In a thread: llguidance takes up to 0.25 s for a grammar, and lets others run."""

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from twostroke.kv.blocks import NULL_BLOCK, BlockPool
 from twostroke.kv.prefix import BlockKey, block_key
+from twostroke.kv.transfer import ReceiverFullError
 
 
 class GroupLimits(NamedTuple):
@@ -99,6 +100,7 @@ class KVCache:
             for chunk in (max_chunk, 1)
         )
         self._live: dict[KVSequence, None] = {}
+        self._held: dict[int, list[list[int]]] = {}  # blocks that others may fetch, by offer
         # (step, group, blocks that the step still owns)
         self._in_flight: deque[tuple[int, int, list[int]]] = deque()
         self._committed_step = -1
@@ -292,6 +294,51 @@ class KVCache:
         seq.tables, seq.num_dropped = [], []
         seq.num_computed = seq.num_registered = seq.capacity = 0
 
+    def hold(self, seq: KVSequence, offer: int) -> None:
+        """As `close`, but the blocks stay owned, by an offer, until `release_held`."""
+        del self._live[seq]
+        self._fragmented -= seq.capacity - seq.num_computed
+        held = zip(seq.tables, seq.num_dropped, strict=True)
+        self._held[offer] = [table[dropped:] for table, dropped in held]
+        seq.tables, seq.num_dropped = [], []
+        seq.num_computed = seq.num_registered = seq.capacity = 0
+
+    def release_held(self, offer: int) -> None:
+        for group, blocks in enumerate(self._held.pop(offer, ())):
+            self.pools[group].release(blocks[::-1])
+
+    @property
+    def num_held(self) -> int:
+        """Offers that own blocks."""
+        return len(self._held)
+
+    def receive(self, seq: KVSequence, num_tokens: int) -> list[list[int]]:
+        """Make room for the first `num_tokens` of a sequence just opened on its cached prefix, as
+        if they were computed: the table entries of each group that are to be fetched.
+
+        Raises `ReceiverFullError` if a group has too few blocks, and then nothing has changed."""
+        start, end = len(seq.tables[0]), -(-num_tokens // self.block_size)
+        # Where a window has passed, nothing is wanted.
+        visible = [min(end, self._first_visible(num_tokens, window)) for window in self.windows]
+        for pool, first in zip(self.pools, visible, strict=True):
+            if end - max(start, first) > pool.num_available:
+                raise ReceiverFullError(
+                    f"{end - max(start, first)} blocks are needed, {pool.num_available} are free"
+                )
+        for group, first in enumerate(visible):
+            table, dropped = seq.tables[group], seq.num_dropped[group]
+            if first > dropped:  # hits that no later token sees
+                passed = table[dropped:first]
+                table[dropped:first] = [NULL_BLOCK] * len(passed)
+                self._release(group, passed, seq.last_step)
+                seq.num_dropped[group] = first
+            table += [NULL_BLOCK] * (first - len(table))
+            table += self.pools[group].allocate(end - len(table))
+        self._fragmented += end * self.block_size - num_tokens
+        seq.capacity = end * self.block_size
+        seq.num_computed = num_tokens
+        return [list(range(max(start, first), end)) for first in visible]
+
     def commit(self, step: int) -> None:
         """`step` has run: what only it still owned is freed."""
         self._committed_step = step
@@ -334,6 +381,9 @@ class KVCache:
                 owners[group].update(table[dropped:])
             assert 0 <= seq.num_computed <= seq.capacity, "more computed than there is room for"
             fragmented += seq.capacity - seq.num_computed
+        for held in self._held.values():
+            for group, blocks in enumerate(held):
+                owners[group].update(blocks)
         for step, group, blocks in self._in_flight:
             assert step > self._committed_step, "a committed step still owns blocks"
             owners[group].update(blocks)
@@ -348,5 +398,5 @@ class KVCache:
             assert sum(parts) == usage.reserved, f"usage does not add up: {usage}"
 
     def is_idle(self) -> bool:
-        """Nobody owns a block."""
+        """No sequence and no step owns a block."""
         return not self._live and not self._in_flight

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from twostroke.kv.transfer import KVTransfer, SharedPools
 from twostroke.model.spec import ModelSpec
 
 Cache = npt.NDArray[np.uint16]
@@ -22,14 +23,29 @@ class HostPool:
     A block of a group is one contiguous piece. Block 0 of each is null: zeros.
     """
 
-    def __init__(self, spec: ModelSpec, num_blocks: Sequence[int], block_size: int) -> None:
-        """`num_blocks`: of each group, the null block not counted."""
-        self.data: list[Cache] = []
+    def __init__(
+        self, spec: ModelSpec, num_blocks: Sequence[int], block_size: int, shared: bool = False
+    ) -> None:
+        """`num_blocks`: of each group, the null block not counted. `shared`: in memory that other
+        processes can map, which the system does not back by large pages."""
+        shapes = []
         for group, count in zip(spec.kv_groups(), num_blocks, strict=True):
             each, heads, channels = group.block_shape
-            shape = (count + 1, len(group.layers), each, heads, block_size, channels)
-            pages = zero_pages(2 * math.prod(shape))
-            self.data.append(np.frombuffer(pages, np.uint16).reshape(shape))
+            shapes.append((count + 1, len(group.layers), each, heads, block_size, channels))
+        sizes = [2 * math.prod(shape) for shape in shapes]
+        self.block_size = block_size
+        self.shared = SharedPools(sizes) if shared else None
+        memory = self.shared.pools if self.shared else [memoryview(zero_pages(n)) for n in sizes]
+        self.data: list[Cache] = [
+            np.frombuffer(pages, np.uint16).reshape(shape)
+            for pages, shape in zip(memory, shapes, strict=True)
+        ]
+        self._memory = memory
+
+    def transfer(self, checked: bool = False) -> KVTransfer:
+        """This pool's end of transfers. `checked`: with checksums."""
+        block_bytes = [data[0].nbytes for data in self.data]
+        return KVTransfer(self._memory, block_bytes, self.block_size, self.shared, checked)
 
 
 def zero_pages(num_bytes: int) -> mmap.mmap:

@@ -433,10 +433,10 @@ def _places(
     return [(name, (first + n * size).astype(np.int32)) for n, name in enumerate(names)]
 
 
-def default_threads() -> int:
-    """As many as this process may use at one time: its affinity, and its cgroup's share."""
+def default_threads(engines: int = 1) -> int:
+    """As many as each of so many engines may use at one time: affinity, and the cgroup's share."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(allowed or 1, _cgroup_cpus()))
+    return max(1, min(allowed or 1, _cgroup_cpus()) // engines)
 
 
 def _cgroup_cpus() -> int:

@@ -25,7 +25,8 @@ class Causes(NamedTuple):
 
     decode: float = 0.0  # the stream's own work, and that of those it decodes with
     prefill: float = 0.0  # prompts that shared its steps
-    preemption: float = 0.0  # steps in which it had no slot: sent back, recomputed, no block free
+    # Steps in which it had no slot: sent back, recomputed, no block free, between two engines
+    preemption: float = 0.0
     host: float = 0.0  # the executor had nothing to do: planning, committing, stalls
 
     @property
@@ -108,6 +109,7 @@ class RequestRecord:
     worst_gap: Causes | None = None  # None: there was no gap, or it is too long ago to tell
     # Digests of the prompt's first 64, 128, 256, … tokens: which requests begin alike, and how far.
     prefix_marks: tuple[str, ...] = ()
+    route: str = ""  # where there are several engines: which had it, and why
 
     @property
     def queue_s(self) -> float:
@@ -134,6 +136,28 @@ class RequestRecord:
         """Each gap between two tokens: how long, and the steps [first, last] it spans."""
         times, steps = self.token_s, self.token_step
         return [(times[n] - times[n - 1], steps[n - 1] + 1, steps[n]) for n in range(1, len(times))]
+
+
+def continued(record: RequestRecord, later: RequestRecord) -> RequestRecord:
+    """One record of a request that two engines have worked on, one after the other."""
+    between_s = 0.0
+    if record.token_s and later.token_s:
+        between_s = later.token_s[0] - record.token_s[-1]
+    elif later.token_s:
+        record.scheduled_s, record.num_cached = later.scheduled_s, later.num_cached
+        record.first_token_s = later.token_s[0]
+    worst = max((record, later), key=lambda one: one.worst_gap_s)
+    record.worst_gap_s, record.worst_gap = worst.worst_gap_s, worst.worst_gap
+    between = Causes(preemption=between_s)
+    if between_s > record.worst_gap_s:
+        record.worst_gap_s, record.worst_gap = between_s, between
+    record.gaps = Causes(*map(sum, zip(record.gaps, later.gaps, between, strict=True)))
+    record.chunks += later.chunks
+    record.preempted += later.preempted
+    record.token_s.extend(later.token_s)
+    record.token_step.extend(later.token_step)
+    record.finished_s, record.finish_reason = later.finished_s, later.finish_reason
+    return record
 
 
 class Listener(Protocol):

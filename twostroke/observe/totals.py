@@ -76,6 +76,16 @@ class PhaseTotals:
         self.flops = self.num_bytes = self.device_s = 0.0
 
 
+class TransferTotals:
+    """KV blocks that an engine has fetched from others."""
+
+    __slots__ = ("failed", "fetched", "num_bytes", "seconds")
+
+    def __init__(self) -> None:
+        self.fetched = self.failed = self.num_bytes = 0  # requests, requests, bytes
+        self.seconds = 0.0
+
+
 class Totals:
     """Written by one thread; others may read at any time."""
 

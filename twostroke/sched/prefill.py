@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from twostroke.kv.blocks import NULL_BLOCK
 from twostroke.kv.cache import KVCache, table_length
-from twostroke.plan import NewRow
 from twostroke.sched.deadlines import DeadlineQueue, Rank
 from twostroke.sched.decode import by_order
 from twostroke.sched.isolation import IsolatedRetries
@@ -129,7 +128,7 @@ class PrefillQueue:
             uncached = len(request.tokens) - num_cached
             if not self._config.chunked_prefill and uncached > step.budget:
                 return
-            if not self._has_room(request, tables, decoding):
+            if not self.has_room(request, tables, decoding):
                 return
             count = min(step.budget, uncached, self._longest(request))
             count = step.fit(request, num_cached, count)
@@ -162,19 +161,7 @@ class PrefillQueue:
         request.row = self._rows.pop()
         num_cached = self._kv.open(request.kv, tables)
         insort(self.requests, request, key=by_order)
-        given = request.given
-        step.new.append(
-            NewRow(
-                request.row,
-                request.request_id,
-                tuple(request.tokens),
-                request.num_prompt,
-                given.params,
-                given.seed,
-                given.stop_ids,
-                given.bad_words_ids,
-            )
-        )
+        step.add_row(request)
         step.add_blocks(request, table_length(tables))
         record = request.record
         if not record.scheduled_s:
@@ -207,7 +194,7 @@ class PrefillQueue:
             return most
         return max(1, most // 2)
 
-    def _has_room(self, request: Request, tables: list[list[int]], decoding: list[Request]) -> bool:
+    def has_room(self, request: Request, tables: list[list[int]], decoding: list[Request]) -> bool:
         """Whether the request can be let in without soon preempting it or another."""
         return all(
             self._group_has_room(group, request, table, decoding)
@@ -226,8 +213,9 @@ class PrefillQueue:
         length = len(request.tokens)
         if not decoding and not self.requests:
             # Alone it always fits: `Scheduler.add` has refused what cannot. Blocks still owned
-            # by steps in flight are freed first.
-            return kv.blocks_for(group, length) - len(hits) <= available or not kv.awaits_blocks
+            # by steps in flight and by offers are freed first.
+            awaited = kv.awaits_blocks or kv.num_held
+            return kv.blocks_for(group, length) - len(hits) <= available or not awaited
         need = kv.blocks_for(group, length + min(request.remaining, lookahead)) - len(hits)
         for other in self.requests:
             growth = len(other.tokens) + min(other.remaining, lookahead)

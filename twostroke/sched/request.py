@@ -1,8 +1,9 @@
 """`Request`: the running state of one request, with the only legal ways through its life:
 
     WAITING ──admit──▶ PREFILL ──last chunk planned──▶ DECODE ──▶ FINISHED
-       ▲                  │                              │           ▲
-       └──── preempt ─────┴──────────────────────────────┘           │
+       │  ▲               │                            ▲ │           ▲
+       │  └─── preempt ───┴────────────────────────────┼─┘           │
+       └──────── its blocks came from another engine ──┘             │
     any state ──abort, error─────────────────────────────────────────┘
 
 Preemption is finish-and-readd with the tokens kept: the request waits again and its prompt is now
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from twostroke.kv.cache import KVSequence
+from twostroke.kv.transfer import Offer
 from twostroke.observe.record import RequestRecord
 from twostroke.request import EngineRequest, FinishReason
 
@@ -28,7 +30,7 @@ class Phase(enum.Enum):
 
 
 LEGAL = {
-    Phase.WAITING: {Phase.PREFILL, Phase.FINISHED},
+    Phase.WAITING: {Phase.PREFILL, Phase.DECODE, Phase.FINISHED},
     Phase.PREFILL: {Phase.DECODE, Phase.WAITING, Phase.FINISHED},
     Phase.DECODE: {Phase.WAITING, Phase.FINISHED},
     Phase.FINISHED: set(),
@@ -57,6 +59,7 @@ class Request:
     remaining: int = 0  # output tokens that may still be planned
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
+    offer: Offer | None = None  # of its blocks, where another engine goes on with it
     prompt_logprobs: list[Any] = field(default_factory=list)
     request_id: str = ""
     num_prompt: int = 0
@@ -67,8 +70,10 @@ class Request:
     def __post_init__(self) -> None:
         self.request_id = self.given.request_id
         self.num_prompt = len(self.given.prompt_token_ids)
-        self.remaining = self.max_outputs
-        self.max_length = self.num_prompt + self.max_outputs
+        self.remaining = self.max_outputs - self.num_outputs
+        if self.given.hand_over:
+            self.remaining = 1
+        self.max_length = len(self.tokens) + self.remaining
         self.stop_ids = self.given.stop_ids
 
     def plan_sample(self) -> None:

@@ -16,11 +16,13 @@ from typing import NamedTuple
 from twostroke.errors import RequestError
 from twostroke.kv.cache import KVCache, KVSequence
 from twostroke.kv.prefix import seed_digest
+from twostroke.kv.transfer import KVTransfer, Offer
 from twostroke.observe.record import RequestRecord
 from twostroke.plan import BROKEN_LOGITS, StepResult, TokenLogprobs
 from twostroke.request import EngineRequest, FinishReason
 from twostroke.sched.decode import DecodeSet
 from twostroke.sched.prefill import PrefillQueue
+from twostroke.sched.received import Fetched, ReceivedQueue
 from twostroke.sched.request import Phase, Request
 from twostroke.sched.slo import Pacer
 from twostroke.sched.step import SchedulerConfig, StepBuilder, StepInFlight
@@ -42,6 +44,7 @@ class Update(NamedTuple):
     error: str = ""
     progress: int = 0  # prompt tokens computed so far, while it is prefilled
     impossible: bool = False  # the error is the request's own: it asks what cannot be
+    offer: Offer | None = None  # with the end of a request that another engine goes on with
 
 
 class Committed(NamedTuple):
@@ -52,11 +55,21 @@ class Committed(NamedTuple):
     late: list[tuple[RequestRecord, bool]]  # others that go on; whether they had a slot
     first: list[RequestRecord]
     drafted: int  # tokens beyond the first of their stream in this step
+    resumed: list[
+        tuple[RequestRecord, float]
+    ]  # first here; since when, elsewhere, the stream waits
 
 
 class Scheduler:
-    def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        clock: Callable[[], float] = monotonic,
+        transfer: KVTransfer | None = None,
+    ) -> None:
+        """`transfer`: where blocks can be fetched from other engines, or offered to them."""
         self.config = config
+        self._transfer = transfer
         self.in_flight: deque[StepInFlight] = deque()  # planned and not committed, oldest first
         self.kv = KVCache(
             config.groups,
@@ -72,6 +85,7 @@ class Scheduler:
         self._retired: list[int] = []
         self._prefill = PrefillQueue(config, self.kv, self._rows, self.pacer)
         self._decode = DecodeSet(self.kv)
+        self._received = ReceivedQueue(self.kv, self._rows, transfer)
         self._step = 0
         self._arrivals = 0
         self._preempted = 0  # requests, since the newest step was planned
@@ -81,7 +95,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._prefill.waiting) + len(self._prefill.isolated)
+        return len(self._prefill.waiting) + len(self._prefill.isolated) + len(self._received)
 
     @property
     def num_running(self) -> int:
@@ -109,6 +123,8 @@ class Scheduler:
                 f"{config.max_model_len} and one must be left to write; shorten the prompt or "
                 "raise max_model_len"
             )
+        if given.hand_over and (self._transfer is None or not self._transfer.offers):
+            raise RequestError("this engine cannot hand requests over: its KV cache is not shared")
         room = config.max_model_len - len(prompt)
         max_outputs = (
             room if given.params.max_tokens is None else min(given.params.max_tokens, room)
@@ -145,13 +161,16 @@ class Scheduler:
             given,
             order=(aged, self._arrivals),
             max_outputs=max_outputs,
-            tokens=list(prompt),
+            tokens=[*prompt, *(() if given.resumed is None else given.resumed.tokens)],
             kv=KVSequence(self._seed(given)),
             record=record,
         )
         self._arrivals += 1
         self._requests[given.request_id] = request
-        self._prefill.waiting.push(request)
+        if given.resumed is not None and given.resumed.offer is not None:
+            self._received.push(request)
+        else:
+            self._prefill.waiting.push(request)
 
     def _seed(self, given: EngineRequest) -> bytes | None:
         """Where the request's digest chain starts: by salt; without prefix caching only the
@@ -171,6 +190,17 @@ class Scheduler:
             self._remove_inactive()
         return self._update(request)
 
+    def release_offer(self, number: int) -> None:
+        """The blocks of a request that was handed over are needed no more."""
+        assert self._transfer is not None
+        self._transfer.release(number)
+        self.kv.release_held(number)
+
+    def take_fetched(self) -> list[Fetched]:
+        """Offers of other engines that have been fetched, or given up, since the last time."""
+        fetched, self._received.fetched = self._received.fetched, []
+        return fetched
+
     # ── planning ────────────────────────────────────────────────────────────────────────────
 
     def plan(self) -> StepInFlight | None:
@@ -188,6 +218,8 @@ class Scheduler:
             (self._decode if victim in self._decode.requests[-1:] else self._prefill).requests.pop()
             return victim is not request
 
+        if self._received:
+            self._plan_received(builder)
         self._decode.plan(builder, preempt_for)
         builder.allowance = self.pacer.allowance(builder, self.in_flight)
         self._prefill.plan(builder, self._decode.requests, preempt, self._decode.add)
@@ -211,6 +243,16 @@ class Scheduler:
         self._preempted = 0
         self.in_flight.append(step)
         return step
+
+    def _plan_received(self, builder: StepBuilder) -> None:
+        if self._prefill.isolated.active:  # whoever runs alone does
+            return
+        decode = self._decode
+
+        def has_room(request: Request, tables: list[list[int]]) -> bool:
+            return self._prefill.has_room(request, tables, decode.requests)
+
+        self._received.plan(builder, has_room, decode, self._prefill.waiting.push)
 
     def _last_in_order(self) -> Request:
         ends = [queue.requests[-1] for queue in (self._prefill, self._decode) if queue.requests]
@@ -240,6 +282,7 @@ class Scheduler:
             sampled, num_slots = self._take_back_drafts(in_flight, result.counts)
         skipped = drafted = 0
         first: list[RequestRecord] = []
+        resumed: list[tuple[RequestRecord, float]] = []
         late: list[tuple[RequestRecord, bool]] = []
         updates, any_finished = self._commit_chunks(in_flight, result), False
         logprobs, register = result.logprobs, self.kv.register
@@ -261,7 +304,9 @@ class Scheduler:
                 continue
             tokens.append(token)
             steps = record.token_step
-            if not steps:
+            if not steps and request.given.resumed is not None:
+                resumed.append((record, request.given.resumed.last_s))
+            elif not steps:
                 first.append(record)
             elif steps[-1] != before or index >= num_slots:
                 if steps[-1] == step:
@@ -289,10 +334,10 @@ class Scheduler:
             self._remove_inactive()
         self.kv.commit(step)
         self._committed = step
-        regular = len(sampled) - skipped - len(first) - len(late) - drafted
+        regular = len(sampled) - skipped - len(first) - len(late) - len(resumed) - drafted
         if result.counts is not None:
             updates = _joined(updates)
-        return Committed(updates, regular, late, first, drafted)
+        return Committed(updates, regular, late, first, drafted, resumed)
 
     def _take_back_drafts(self, step: StepInFlight, counts: list[int]) -> tuple[list[Request], int]:
         """Forget what was planned for drafts that were rejected. Returns the request of each token,
@@ -328,7 +373,9 @@ class Scheduler:
             request.stop_reason = token if by_user else None
             self._finish(request, FinishReason.STOP)
         elif len(request.tokens) >= request.max_length:
-            self._finish(request, FinishReason.LENGTH)
+            handed_over = request.given.hand_over and request.num_outputs < request.max_outputs
+            reason = FinishReason.PREFILLED if handed_over else FinishReason.LENGTH
+            self._finish(request, reason)
         return request.phase is Phase.FINISHED
 
     def fail(self, error: str) -> list[Update]:
@@ -369,10 +416,15 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         waited = request.phase is Phase.WAITING
+        if reason is FinishReason.PREFILLED:
+            assert self._transfer is not None
+            request.offer = self._transfer.offer(request.kv.tables, request.kv.num_computed)
+            self.kv.hold(request.kv, request.offer.number)
         if not waited:
             self._release(request)
         request.become(Phase.FINISHED)
-        if waited and request not in self._prefill.isolated:
+        queued = waited and not self._received.discard(request)
+        if queued and request not in self._prefill.isolated:
             self._prefill.waiting.note_finished()
         request.finish_reason = reason
         request.record.finish_reason = reason
@@ -405,6 +457,7 @@ class Scheduler:
             request.stop_reason,
             tuple(request.prompt_logprobs) if first and asked else None,
             request.record if request.finish_reason is not None else None,
+            offer=request.offer,
         )
 
     # ── proving ─────────────────────────────────────────────────────────────────────────────

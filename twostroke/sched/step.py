@@ -116,6 +116,22 @@ class StepBuilder:
         self.budget -= count
         self.prefill_work = self.prefill_work.with_chunk(count, self._work.of_chunk(start, count))
 
+    def add_row(self, request: Request) -> None:
+        """The request has taken its row."""
+        given = request.given
+        self.new.append(
+            NewRow(
+                request.row,
+                request.request_id,
+                tuple(request.tokens),
+                request.num_prompt,
+                given.params,
+                given.seed,
+                given.stop_ids,
+                given.bad_words_ids,
+            )
+        )
+
     def add_blocks(self, request: Request, grown: int) -> None:
         if grown:
             for group, table in enumerate(request.kv.tables):

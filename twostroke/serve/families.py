@@ -13,9 +13,8 @@ from prometheus_client.core import (
 )
 
 from twostroke.engine.api import EngineInfo, EngineLoad, EngineStatus
-from twostroke.observe.totals import Histogram, Totals
+from twostroke.observe.totals import Histogram, Totals, TransferTotals
 
-ENGINE = "0"  # there is one
 Values = Mapping[str, float]
 
 VLLM_HISTOGRAMS = {
@@ -42,11 +41,12 @@ VLLM_HISTOGRAMS = {
 
 
 class Families:
-    """Every series carries the model's name and vLLM's number of the engine."""
+    """Of one engine. Every series carries the model's name and the engine's, which is vLLM's
+    number, 0, where there is one engine."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, engine: str = "0") -> None:
         self._names = ["model_name", "engine"]
-        self._values = [model_name, ENGINE]
+        self._values = [model_name, engine]
 
     def all(self, client: EngineStatus, totals: Totals) -> Iterator[Metric]:
         load = client.load()
@@ -60,6 +60,8 @@ class Families:
         text = "As vllm:inter_token_latency_seconds, which replaces it."
         yield self._histogram(old, text, {"": totals.gap_s})
         yield from self._own_now(client, load)
+        if client.transfers is not None:
+            yield from self._own_transfers(client.transfers)
         yield from self._own_steps(totals)
         yield from self._own_gaps(totals)
 
@@ -87,7 +89,7 @@ class Families:
             "num_gpu_blocks": str(info.kv_tokens // info.block_size),
             "kv_cache_size_tokens": str(info.kv_tokens),
             "kv_cache_max_concurrency": f"{info.kv_tokens / info.max_model_len:.2f}",
-            "engine": ENGINE,
+            "engine": self._values[1],
         }
         text = "The KV cache's settings, as labels; always 1."
         family = GaugeMetricFamily("vllm:cache_config_info", text, labels=list(labels))
@@ -134,6 +136,16 @@ class Families:
         yield self._gauge(name, "The KV cache's size: the sum of the four states.", reserved)
         text = "KV cache by state; fragmented: in a request's block, not filled yet."
         yield self._gauges("twostroke:kv_cache_tokens", text, states, "state")
+
+    def _own_transfers(self, transfers: TransferTotals) -> Iterator[Metric]:
+        """Where there are several engines."""
+        outcomes = {"fetched": transfers.fetched, "failed": transfers.failed}
+        text = "Requests whose KV blocks came from another engine; failed: were computed again."
+        yield self._counters("twostroke:kv_transfers", text, outcomes, "outcome")
+        text = "KV bytes fetched from other engines."
+        yield self._counters("twostroke:kv_transfer_bytes", text, {"": transfers.num_bytes})
+        text = "Time that fetching them took, in which the engine ran no step."
+        yield self._counters("twostroke:kv_transfer_seconds", text, {"": transfers.seconds})
 
     def _own_steps(self, totals: Totals) -> Iterator[Metric]:
         phases = {"prefill": totals.prefill, "decode": totals.decode}

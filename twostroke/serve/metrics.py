@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from twostroke.engine.api import EngineClient
+from twostroke.engine.api import EngineClient, EngineStatus
 from twostroke.observe.recent import Recent
 from twostroke.observe.totals import Totals
 from twostroke.serve.families import Families
@@ -28,7 +28,7 @@ class Metrics:
         self.totals = Totals(client.info.max_model_len)
         self.recent = Recent(self.totals, monotonic())
         client.records.listeners += [self.recent, self.totals]  # in this order
-        self.registry.register(_Engine(client, self.totals, model_name))
+        self.registry.register(_Engines(client, self.totals, model_name))
         labels = ("handler", "status")
         self._http = Counter("http_requests", "Answers, by route.", labels, registry=self.registry)
         rejections = Counter(
@@ -56,13 +56,29 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-class _Engine(Collector):
+class _Engines(Collector):
+    """The series of every engine; `totals` are those of all of them, or of the one there is."""
+
     def __init__(self, client: EngineClient, totals: Totals, model_name: str) -> None:
-        self._client, self._totals = client, totals
-        self._families = Families(model_name)
+        self._client = client
+        self._engines: list[tuple[EngineStatus, Totals, Families]] = []
+        engines = client.each_engine()
+        for name, engine in engines.items():
+            own = totals
+            if len(engines) > 1:
+                own = Totals(engine.info.max_model_len)
+                engine.records.listeners.append(own)
+            self._engines.append((engine, own, Families(model_name, name)))
 
     def collect(self) -> Iterable[Metric]:
-        yield from self._families.all(self._client, self._totals)
+        found: dict[str, Metric] = {}
+        for engine, totals, families in self._engines:
+            for family in families.all(engine, totals):
+                if family.name in found:
+                    found[family.name].samples += family.samples
+                else:
+                    found[family.name] = family
+        yield from found.values()
         if self._client.info.device.startswith("cuda"):
             yield from gpu_families(self._client.info.device)
 

@@ -147,6 +147,8 @@ def attributes(traced: TracedRequest, model: str) -> Iterator[tuple[str, Any]]:
         yield "gen_ai.latency.time_in_model_prefill", first_s - min(scheduled)
         yield "gen_ai.latency.time_in_model_decode", last_s - first_s
         yield "gen_ai.latency.time_in_model_inference", last_s - min(scheduled)
+    if records[0].route:
+        yield "twostroke.route", records[0].route
     yield "twostroke.preemptions", sum(len(record.preempted) for record in records)
     gaps = Causes(*map(sum, zip(*(record.gaps for record in records), strict=True)))
     yield from _causes("twostroke.gaps", gaps)

@@ -1,0 +1,168 @@
+"""One prefill and one decode engine, a core each, against one engine on both cores.
+
+    python -m bench.pools [MODEL.gguf] [--rates 0.15 0.3] [--seconds 120] [--repeat 3]
+                          [--ttft-ms 4000] [--tpot-ms 100] [--json RESULTS.json]
+
+Every server is loaded once and stands still while another is measured. Two workloads, each server
+in turn on the same:
+
+    load          Poisson arrivals at each rate (requests a second), prompts of 200 to 2,000 tokens,
+                  answers of 50 to 200, both drawn evenly; the same arrivals for every server.
+                  Worst gap, p99 of the gaps, TTFT, and requests a second within both goals.
+    interference  as bench/cpu.py --interference: four streams write, 4,000 tokens arrive; worst gap
+                  against the steady one.
+
+The servers: `colocated` with its defaults, `colocated, budget 512` without a bound on stalls, and
+`pools`. Times are the client's. Ends with one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from bench.cpu_interference import Server, planned
+from twostroke.measure.definitions import Goals, Sample
+from twostroke.measure.workload import Planned
+from twostroke.model import hub
+
+FIRST_PORT = 8961
+PROMPTS, OUTPUTS = (200, 2000), (50, 200)
+LATE_S = 600.0  # that the last answers may take
+POOLS = ["--prefill-engines", "1", "--decode-engines", "1"]
+SERVERS = {
+    "colocated": ["--threads", "2"],
+    "colocated, budget 512": [
+        "--threads", "2", "--max-num-batched-tokens", "512", "--max-num-seqs", "32",
+        "--max-decode-stall", "0",
+    ],
+    "pools": ["--threads", "1", *POOLS],
+}  # fmt: skip
+
+
+def arrivals(rate: float, seconds: float, seed: int) -> list[Planned]:
+    """The same for every server; no two prompts begin alike."""
+    rng, at_s, found = random.Random(f"pools {rate} {seed}"), 0.0, []
+    while (at_s := at_s + rng.expovariate(rate)) < seconds:
+        prompt, output = rng.randint(*PROMPTS), rng.randint(*OUTPUTS)
+        one = planned(prompt, rng.randrange(1, 10**9), output)
+        found.append(Planned(at_s, one.prompt, prompt, output))
+    return found
+
+
+async def replay(server: Server, load: list[Planned]) -> tuple[list[Sample], float]:
+    client, begun = server._client(), perf_counter()
+
+    async def send(one: Planned) -> Sample:
+        due_s = begun + one.at_s
+        await asyncio.sleep(max(0.0, due_s - perf_counter()))
+        return await client.send(one, due_s)
+
+    try:
+        async with asyncio.timeout(load[-1].at_s + LATE_S):
+            samples = await asyncio.gather(*(send(one) for one in load))
+    finally:
+        client.connections.close()
+    return samples, perf_counter() - begun
+
+
+def figures(samples: list[Sample], took_s: float, goals: Goals) -> dict[str, float]:
+    good = [one for one in samples if one.ok]
+    gaps = sorted(gap for one in good for gap in one.itls_s)
+    ttft = sorted(one.ttft_s for one in good)
+    tpot = sorted(one.tpot_s for one in good if one.tpot_s is not None)
+    return {
+        "requests": len(samples),
+        "failed": len(samples) - len(good),
+        "worst_gap_s": gaps[-1],
+        "p99_itl_s": at(gaps, 0.99),
+        "median_itl_s": at(gaps, 0.5),
+        "p50_ttft_s": at(ttft, 0.5),
+        "p99_ttft_s": at(ttft, 0.99),
+        "p50_tpot_s": at(tpot, 0.5),
+        "goodput_per_s": sum(map(goals.met, samples)) / took_s,
+        "took_s": took_s,
+    }
+
+
+def at(ordered: list[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def medians(rows: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+
+
+def words(row: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in row.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", help="a GGUF file; the default model otherwise")
+    parser.add_argument("--rates", type=float, nargs="*", default=[0.15, 0.3])
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--ttft-ms", type=float, default=4000.0)
+    parser.add_argument("--tpot-ms", type=float, default=100.0)
+    parser.add_argument("--only", nargs="*", choices=tuple(SERVERS))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    model = args.model or str(hub.resolve(None).path)
+    goals = Goals(ttft_s=args.ttft_ms / 1e3, tpot_s=args.tpot_ms / 1e3)
+    servers: list[Server] = []
+    runs: dict[str, dict[str, list[dict[str, float]]]] = {}
+    try:
+        for n, (name, flags) in enumerate(SERVERS.items()):
+            if args.only and name not in args.only:
+                continue
+            port = FIRST_PORT + n
+            command = [sys.executable, "-m", "twostroke", "serve", model, *flags]
+            command += ["--served-model-name", "m", "--port", str(port)]
+            servers.append(Server(name, command, port, "m", {}))
+            print(f"{name} is loaded", flush=True)
+        for run in range(args.repeat):
+            for rate in args.rates:
+                load = arrivals(rate, args.seconds, run)
+                for server in servers:
+                    with server.process.awake():
+                        row = figures(*asyncio.run(replay(server, load)), goals)
+                    note(runs, f"rate {rate:g}", server.name, row)
+            for server in servers:
+                note(runs, "interference", server.name, server.measure(run))
+    finally:
+        for server in servers:
+            server.process.close()
+    told: dict[str, Any] = {
+        "seconds": args.seconds,
+        "goals_ms": goals.given_ms,
+        "medians": {
+            workload: {name: medians(rows) for name, rows in each.items()}
+            for workload, each in runs.items()
+        },
+        "runs": runs,
+    }
+    if args.json:
+        args.json.write_text(json.dumps(told, indent=1) + "\n")
+    print(json.dumps(told["medians"]))
+
+
+def note(
+    runs: dict[str, dict[str, list[dict[str, float]]]],
+    workload: str,
+    name: str,
+    row: dict[str, float],
+) -> None:
+    runs.setdefault(workload, {}).setdefault(name, []).append(row)
+    print(f"{workload}, {name}: {words(row)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,415 @@
+"""A request that one engine prefills and another goes on with writes what it writes in one alone.
+
+Two real engines in this process, blocks fetched from one real pool into the other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.equivalence.harness import Loud, narrow_isa, small_spec
+from tests.tiny import EOS_ID, tiny_folder, tiny_llm
+from twostroke import SamplingParams
+from twostroke.engine.assembly import group_limits
+from twostroke.engine.build_native import assemble_native
+from twostroke.engine.core import EngineCore
+from twostroke.errors import RequestError
+from twostroke.kernels import cpu
+from twostroke.kv.transfer import KVTransfer, Offer
+from twostroke.model.cost import dense_weight_bytes
+from twostroke.model.native import NativeDecoder, Packing
+from twostroke.plan import TokenLogprobs
+from twostroke.request import EngineRequest, FinishReason, Resumed, StructuredOutputs, Thinking
+from twostroke.sched import received
+from twostroke.sched.received import Fetched
+from twostroke.sched.scheduler import Update
+from twostroke.sched.step import SchedulerConfig
+
+pytestmark = pytest.mark.skipif(
+    not cpu.available() or not hasattr(os, "memfd_create"), reason="native kernels on Linux only"
+)
+PROMPT = tuple(50 + (7 * n * n) % 200 for n in range(45))  # two blocks of 16, and a part of one
+NEVER = (b"\xff\xfe",)
+
+
+class Engines(NamedTuple):
+    alone: EngineCore
+    sender: EngineCore
+    receiver: EngineCore
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
+    folder: Path = tiny_folder(tmp_path_factory.mktemp("tiny"))
+    settings: dict[str, Any] = {"max_num_seqs": 8, "kernels": "native", "isa": narrow_isa()}
+    ways = ("none", "checked", "none")
+    return Engines(*(tiny_llm(folder, kv_sharing=way, **settings).engine.core for way in ways))
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "engines" in request.fixturenames:
+        assert_nothing_left(*request.getfixturevalue("engines"))
+
+
+def assert_nothing_left(*cores: EngineCore) -> None:
+    for core in cores:
+        core.scheduler.audit()
+        assert not core.has_work
+        assert core.scheduler.kv.is_idle()
+        assert not core.scheduler.kv.num_held
+        core.reset_prefix_cache()
+
+
+class Written:
+    """What was told of one request, by whichever engine."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+        self.finish: FinishReason | None = None
+        self.offer: Offer | None = None
+        self.num_chunks = 0
+        self.num_cached = 0
+
+
+def run(core: EngineCore, *requests: EngineRequest) -> list[Written]:
+    written = {request.request_id: Written() for request in requests}
+    for request in requests:
+        core.add(request)
+    while core.has_work:
+        for update in core.step():
+            assert not update.error, update.error
+            one = written[update.request_id]
+            assert one.finish is None, "told after its end"
+            one.tokens += update.tokens
+            one.logprobs += update.logprobs
+            one.prompt_logprobs = update.prompt_logprobs or one.prompt_logprobs
+            one.finish, one.offer = update.finish_reason, update.offer
+            if update.record is not None:
+                one.num_chunks, one.num_cached = len(update.record.chunks), update.record.num_cached
+        core.scheduler.audit()
+    return list(written.values())
+
+
+def resumed(given: EngineRequest, so_far: Written, offer: Offer | None) -> EngineRequest:
+    params = replace(given.params, prompt_logprobs=None)
+    return replace(given, params=params, resumed=Resumed(tuple(so_far.tokens), 1.0, offer))
+
+
+def hand_over(
+    sender: EngineCore, receiver: EngineCore, *requests: EngineRequest
+) -> tuple[list[Written], list[Fetched]]:
+    """Each prefilled by one, then all of them decoded by the other."""
+    begun = run(sender, *(replace(request, hand_over=True) for request in requests))
+    going = [
+        resumed(request, one, one.offer)
+        for request, one in zip(requests, begun, strict=True)
+        if one.finish is FinishReason.PREFILLED
+    ]
+    ended = iter(run(receiver, *going))
+    for one in begun:
+        if one.finish is FinishReason.PREFILLED:
+            assert len(one.tokens) == 1
+            rest = next(ended)
+            assert one.offer is not None
+            sender.release_offers([one.offer.number])
+            one.tokens += rest.tokens
+            one.logprobs += rest.logprobs
+            one.finish, one.num_chunks = rest.finish, rest.num_chunks
+            assert rest.prompt_logprobs is None
+    return begun, receiver.scheduler.take_fetched()
+
+
+def request(name: str = "r", prompt: tuple[int, ...] = PROMPT, **params: Any) -> EngineRequest:
+    params = {"temperature": 0, "max_tokens": 24, "ignore_eos": True, "logprobs": 3} | params
+    return EngineRequest(name, prompt, SamplingParams(**params), seed=params.get("seed") or 0)
+
+
+def choice(**more: Any) -> EngineRequest:
+    asked = StructuredOutputs(regex=r"[a-z]{3}[0-9]{4} (yes|no)")
+    given = request(structured_outputs=asked, ignore_eos=False, **more)
+    return replace(given, stop_ids=frozenset({EOS_ID}))
+
+
+REQUESTS = {
+    "greedy": request(),
+    "seeded": request(temperature=0.9, seed=11, top_k=40, top_p=0.95, min_p=0.01),
+    "penalties": request(
+        temperature=0.7, seed=3, frequency_penalty=0.8, presence_penalty=0.4, repetition_penalty=1.3
+    ),
+    "bans": request(min_tokens=9, logit_bias={60: 5.0, 61: -100.0}, bad_words=None),
+    "prompt_logprobs": request(prompt_logprobs=2),
+    "grammar": choice(temperature=0.9, seed=5),
+    "reasoning": replace(
+        request(max_tokens=40),
+        thinking=Thinking(NEVER, NEVER, forced_ids=(40, 41), is_open=True, budget=7),
+    ),
+    "a_full_block": request(prompt=PROMPT[:32]),
+    "one_token": request(prompt=PROMPT[:1]),
+}
+
+
+@pytest.mark.parametrize("way", REQUESTS)
+def test_handed_over_is_as_never_handed_over_to_the_bit(way: str, engines: Engines) -> None:
+    given = REQUESTS[way]
+    (alone,) = run(engines.alone, given)
+    (got,), (fetched,) = hand_over(engines.sender, engines.receiver, given)
+    assert got.tokens == alone.tokens
+    assert len(got.tokens) > 4
+    assert got.logprobs == alone.logprobs, "to the bit"
+    assert got.prompt_logprobs == alone.prompt_logprobs
+    assert got.finish == alone.finish
+    assert got.num_chunks == 0, "the receiver has prefilled nothing"
+    assert not fetched.problem
+    assert fetched.num_bytes > 0
+
+
+def test_many_at_once_share_steps_and_prefixes(engines: Engines) -> None:
+    prompts = [PROMPT[: 20 + 3 * n] for n in range(6)]
+    requests = [request(f"r{n}", one, seed=n, temperature=0.8) for n, one in enumerate(prompts)]
+    alone = run(engines.alone, *requests)
+    got, fetched = hand_over(engines.sender, engines.receiver, *requests)
+    assert [one.tokens for one in got] == [one.tokens for one in alone]
+    assert [one.logprobs for one in got] == [one.logprobs for one in alone]
+    assert not any(one.problem for one in fetched)
+    # The first block, which all have in common, was sent once, each tail every time.
+    block = max(one.num_bytes for one in fetched) // 2
+    assert [one.num_bytes // block for one in fetched] == [2, 1, 1, 1, 1, 1]
+
+
+def test_what_the_receiver_has_cached_is_not_fetched(engines: Engines) -> None:
+    (alone,) = run(engines.alone, request())
+    run(engines.receiver, request("before", PROMPT[:33], max_tokens=2))
+    (got,), (fetched,) = hand_over(engines.sender, engines.receiver, request())
+    assert got.tokens == alone.tokens
+    engines.receiver.reset_prefix_cache()
+    _, (all_of_it,) = hand_over(engines.sender, engines.receiver, request())
+    assert fetched.num_bytes * 3 == all_of_it.num_bytes, "one block of three"
+
+
+def test_an_answer_of_one_token_is_not_handed_over(engines: Engines) -> None:
+    (one,) = run(engines.sender, replace(request(max_tokens=1), hand_over=True))
+    assert (one.finish, one.offer, len(one.tokens)) == (FinishReason.LENGTH, None, 1)
+
+
+def test_a_grammar_that_ends_with_the_first_token_ends_there(engines: Engines) -> None:
+    asked = StructuredOutputs(choice=["a"])
+    given = request(structured_outputs=asked, ignore_eos=False)
+    given = replace(given, hand_over=True, stop_ids=frozenset({EOS_ID}))
+    (one,) = run(engines.sender, given)
+    assert (one.finish, one.offer) == (FinishReason.STOP, None)
+
+
+def damage(transfer: KVTransfer, offer: Offer) -> None:
+    size = offer.block_bytes[0]
+    transfer._pools[0][offer.tables[0][1] * size] ^= 0xFF
+
+
+def withdraw(transfer: KVTransfer, offer: Offer) -> None:
+    transfer.release(offer.number)
+
+
+FAULTS: dict[str, tuple[Callable[[KVTransfer, Offer], None], Callable[[Offer], Offer]]] = {
+    "DamagedError": (damage, lambda offer: offer),
+    "OfferWithdrawnError": (withdraw, lambda offer: offer),
+    "TruncatedError": (lambda *_: None, lambda o: o._replace(tables=((1, 2, 10_000),))),
+    "SenderGoneError": (lambda *_: None, lambda o: o._replace(memory="/proc/0/fd/0")),
+    "MismatchedError": (lambda *_: None, lambda o: o._replace(block_size=32)),
+    "TransferError": (lambda *_: None, lambda o: o._replace(num_tokens=7)),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_transfer_that_fails_is_computed_again_and_says_why(name: str, engines: Engines) -> None:
+    given = request(temperature=0.9, seed=8)
+    (alone,) = run(engines.alone, given)
+    (begun,) = run(engines.sender, replace(given, hand_over=True))
+    assert begun.offer is not None
+    harm, changed = FAULTS[name]
+    transfer = engines.sender.scheduler._transfer
+    assert transfer is not None
+    harm(transfer, begun.offer)
+    (rest,) = run(engines.receiver, resumed(given, begun, changed(begun.offer)))
+    engines.sender.release_offers([begun.offer.number])
+    assert begun.tokens + rest.tokens == alone.tokens
+    (fetched,) = engines.receiver.scheduler.take_fetched()
+    assert fetched.problem.startswith(name)
+    assert rest.num_chunks == 1, "prefilled here"
+
+
+def test_a_request_goes_on_from_any_token_without_its_blocks(engines: Engines) -> None:
+    """As when its engine has died: whatever was told is part of the prompt now."""
+    given = replace(REQUESTS["penalties"], params=replace(REQUESTS["penalties"].params, seed=7))
+    (alone,) = run(engines.alone, given)
+    for count in (1, 5, 23):
+        so_far = Written()
+        so_far.tokens = alone.tokens[:count]
+        (rest,) = run(engines.receiver, resumed(given, so_far, None))
+        assert so_far.tokens + rest.tokens == alone.tokens
+        assert rest.finish == FinishReason.LENGTH
+
+
+def test_a_request_that_was_resumed_is_handed_over_after_its_next_token(engines: Engines) -> None:
+    (alone,) = run(engines.alone, request())
+    so_far = Written()
+    so_far.tokens = alone.tokens[:5]
+    again = resumed(request(), so_far, None)
+    (begun,) = run(engines.sender, replace(again, hand_over=True))
+    assert begun.finish is FinishReason.PREFILLED
+    assert begun.tokens == alone.tokens[5:6]
+    so_far.tokens += begun.tokens
+    (rest,) = run(engines.receiver, resumed(request(), so_far, begun.offer))
+    assert begun.offer is not None
+    engines.sender.release_offers([begun.offer.number])
+    assert so_far.tokens + rest.tokens == alone.tokens
+    assert not engines.receiver.scheduler.take_fetched()[0].problem
+
+
+def test_one_that_waits_for_its_blocks_can_be_aborted(engines: Engines) -> None:
+    (begun,) = run(engines.sender, replace(request(), hand_over=True))
+    engines.receiver.add(resumed(request(), begun, begun.offer))
+    assert engines.receiver.num_waiting == 1
+    end = engines.receiver.abort("r")
+    assert end is not None
+    assert end.finish_reason is FinishReason.ABORT
+    assert not engines.receiver.scheduler.take_fetched()
+    assert begun.offer is not None
+    engines.sender.release_offers([begun.offer.number])
+
+
+def test_only_a_shared_cache_can_be_handed_over(engines: Engines) -> None:
+    with pytest.raises(RequestError, match="its KV cache is not shared"):
+        engines.receiver.add(replace(request(), hand_over=True))
+
+
+# KV groups, windows, small pools
+
+
+def core_of(decoder: NativeDecoder, num_blocks: int, sharing: str, **more: Any) -> EngineCore:
+    each = [num_blocks] * len(decoder.spec.kv_groups())
+    limits = SchedulerConfig(
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        max_model_len=256,
+        block_size=8,
+        groups=group_limits(decoder.spec, each),
+        **more,
+    )
+    weights = dense_weight_bytes(decoder.spec, 1)
+    return assemble_native(decoder, limits, None, weights, sharing)
+
+
+@pytest.fixture(scope="module")
+def windowed() -> NativeDecoder:
+    spec, isa = small_spec(windows=(24, None, 40)), narrow_isa()
+    return NativeDecoder(Packing(spec, Loud(spec), "float32", None, isa), 256, 1, 1, isa)
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_three_kv_groups_of_which_two_have_windows(
+    windowed: NativeDecoder, prefix_caching: bool
+) -> None:
+    more = {"prefix_caching": prefix_caching}
+    alone, sender, receiver = (
+        core_of(windowed, 64, way, **more) for way in ("none", "shared", "none")
+    )
+    requests = [request(f"r{n}", PROMPT[: 9 * n], max_tokens=30) for n in range(1, 6)]
+    expected = run(alone, *requests)
+    got, fetched = hand_over(sender, receiver, *requests)
+    assert [one.tokens for one in got] == [one.tokens for one in expected]
+    assert [one.logprobs for one in got] == [one.logprobs for one in expected]
+    assert not any(one.problem for one in fetched)
+    assert_nothing_left(alone, sender, receiver)
+
+
+def test_a_full_receiver_lets_requests_wait_and_a_full_sender_waits_for_it(
+    windowed: NativeDecoder,
+) -> None:
+    """Pools that hold two requests: everything waits its turn and ends as it should."""
+    alone = core_of(windowed, 64, "none")
+    sender, receiver = core_of(windowed, 16, "shared"), core_of(windowed, 18, "none")
+    requests = [request(f"r{n}", PROMPT[n:], max_tokens=20) for n in range(7)]
+    expected = run(alone, *requests)
+    got: dict[str, list[int]] = {one.request_id: [] for one in requests}
+    offers: dict[str, int] = {}
+    by_name = {one.request_id: one for one in requests}
+    most_waiting = stalled = 0
+    for one in requests:
+        sender.add(replace(one, hand_over=True))
+    while sender.has_work or receiver.has_work:
+        for update in sender.step():
+            got[update.request_id] += update.tokens
+            if update.offer is not None:
+                offers[update.request_id] = update.offer.number
+                so_far = Written()
+                so_far.tokens = list(update.tokens)
+                receiver.add(resumed(by_name[update.request_id], so_far, update.offer))
+        stalled += sender.is_stalled
+        most_waiting = max(most_waiting, receiver.num_waiting)
+        for update in receiver.step() if receiver.has_work else ():
+            got[update.request_id] += update.tokens
+        for one in receiver.scheduler.take_fetched():
+            assert not one.problem
+            sender.release_offers([offers.pop(one.request_id)])
+        sender.scheduler.audit()
+        receiver.scheduler.audit()
+    assert list(got.values()) == [one.tokens for one in expected]
+    assert most_waiting > 0, "the receiver was full"
+    assert stalled > 0, "so was the sender"
+    assert_nothing_left(alone, sender, receiver)
+
+
+def test_while_others_write_blocks_are_copied_some_with_each_step(
+    windowed: NativeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One block a step: the stream that writes has a token in every step of the transfer."""
+    monkeypatch.setattr(received, "FETCH_BYTES", 1)
+    alone, sender, receiver = (core_of(windowed, 64, way) for way in ("none", "shared", "none"))
+    writes, long = request("w", PROMPT[:5], max_tokens=60), request("l", PROMPT)
+    expected = run(alone, writes, long)
+    (begun,) = run(sender, replace(long, hand_over=True))
+    assert begun.offer is not None
+    for ends_early in (True, False):
+        receiver.add(writes)
+        receiver.step()
+        receiver.add(resumed(long, begun, begun.offer))
+        got: dict[str, list[int]] = {"w": [], "l": list(begun.tokens)}
+        during, fetched = 0, []
+        while not fetched:
+            updates = receiver.step()
+            receiver.scheduler.audit()
+            fetched = receiver.scheduler.take_fetched()
+            assert updates[0].request_id == "w", "it writes on"
+            for update in updates:
+                got[update.request_id] += update.tokens
+            during += not fetched
+            if ends_early and during == 3:  # in the midst of the transfer
+                assert receiver.abort("l") is not None
+                break
+        if ends_early:
+            receiver.abort("w")
+            assert not fetched
+            assert_nothing_left(receiver)
+            continue
+        assert during >= 6, "as many as there are blocks of the group that keeps all"
+        assert not fetched[0].problem
+        for update in iter_updates(receiver):
+            got[update.request_id] += update.tokens
+        assert got["l"] == expected[1].tokens
+        assert got["w"] == expected[0].tokens[-len(got["w"]) :]
+    sender.release_offers([begun.offer.number])
+    assert_nothing_left(alone, sender, receiver)
+
+
+def iter_updates(core: EngineCore) -> Iterator[Update]:
+    while core.has_work:
+        yield from core.step()
+        core.scheduler.audit()

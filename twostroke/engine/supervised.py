@@ -1,0 +1,345 @@
+"""`SupervisedEngine`: an engine's process that is started again when it dies, or hangs and is
+killed. No torch.
+
+    add, abort ──▶ Child ──▶ its process (`process.py`)
+    on_updates, on_refused, on_fetched ◀── its messages
+    on_death, on_restart, on_end       ◀── its life
+
+What becomes of the requests that were in it is for those who know them to say: `remote.py`, which
+has one engine, and `route/`, which has several. After several deaths in a row it is given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from time import monotonic
+
+from twostroke.config import EngineConfig
+from twostroke.engine.api import EngineLoad
+from twostroke.engine.child import Child
+from twostroke.engine.spawn import spawn
+from twostroke.engine.wire import (
+    Abort,
+    Add,
+    Audit,
+    Audited,
+    FetchedOffer,
+    FromEngine,
+    Profiled,
+    Ready,
+    Refused,
+    Release,
+    ResetPrefixes,
+    StartProfile,
+    Step,
+    StopProfile,
+    encode,
+    unpack_error,
+    unpack_step,
+)
+from twostroke.errors import EngineError
+from twostroke.kv.cache import KVUsage
+from twostroke.observe.record import Records
+from twostroke.request import EngineRequest
+from twostroke.sched.scheduler import Update
+
+MAX_QUICK_DEATHS = 6  # in a row, each within STEADY_S of its start
+STEADY_S = 30.0
+HANG_TIMEOUT_S = 30.0  # of silence; a thread of the engine's sends a `wire.Heartbeat`
+# A step hangs when it takes so many times as long: the time-out, or the longest of the last steps.
+HANGING_STEP, LONGEST_STEPS, RECENT_STEPS = 10, 20, 256
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 5.0
+STOP_PATIENCE_S = 10.0  # for a step that runs to be finished
+
+log = logging.getLogger(__name__)
+
+
+class SupervisedEngine(ABC):
+    """Made with a child that is ready; `watch` begins the supervision, `stop` ends it."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        builder: str,
+        child: Child,
+        ready: Ready,
+        hang_timeout_s: float,
+        restart_limit: int,
+    ) -> None:
+        self.info = ready.info
+        self.records = Records()  # as the engine keeps them; they outlive it
+        self.num_restarts = 0
+        self._config, self._builder = config, builder
+        self._child = child
+        self._load = ready.load
+        self._up = True
+        self._lost: str = ""  # why there will be no engine any more
+        self._hang_timeout_s, self._restart_limit = hang_timeout_s, restart_limit
+        self._step_s: deque[float] = deque([0.0], RECENT_STEPS)  # what the last steps took
+        self._next = 0  # handle
+        self._handles: dict[str, int] = {}  # engine request → handle, while the engine has it
+        self._names: dict[int, str] = {}  # and back
+        self._audits: list[asyncio.Future[str]] = []
+        self._profiles: list[asyncio.Future[bytes]] = []  # in the order of their answers
+        self._supervisors: list[asyncio.Task[None]] = []
+        self._wanted = asyncio.Event()  # the engine is to run; cleared while it is to sleep
+        self._wanted.set()
+        self._settled = asyncio.Event()  # it runs, or never will again
+        self._settled.set()
+
+    # ── what becomes of requests ────────────────────────────────────────────────────────────
+
+    @property
+    @abstractmethod
+    def num_open(self) -> int:
+        """Requests that it is to go on with when it is up again."""
+
+    @abstractmethod
+    def on_updates(self, updates: list[Update]) -> None: ...
+
+    @abstractmethod
+    def on_refused(self, names: list[str], reason: Exception) -> None:
+        """An `add` was refused: nothing of it is left in the engine."""
+
+    @abstractmethod
+    def on_death(self, reason: str) -> None:
+        """All that was in the engine is lost; another is being started."""
+
+    @abstractmethod
+    def on_restart(self) -> None:
+        """The other engine is up."""
+
+    @abstractmethod
+    def on_end(self, reason: str) -> None:
+        """There will be no other engine."""
+
+    def on_fetched(self, name: str, fetched: FetchedOffer) -> None:
+        """Blocks of another engine have been fetched for a request, or given up."""
+        raise AssertionError("nothing was offered to this engine")
+
+    # ── to the engine ───────────────────────────────────────────────────────────────────────
+
+    @property
+    def healthy(self) -> bool:
+        return self._up
+
+    @property
+    def given_up(self) -> bool:
+        """It will not be started again."""
+        return bool(self._lost)
+
+    @property
+    def pid(self) -> int:
+        """Of the engine's process; another after a restart."""
+        return self._child.pid
+
+    def load(self) -> EngineLoad:
+        return self._load
+
+    def watch(self) -> None:
+        self._child.on_message = self._on_message
+        self._supervisors.append(asyncio.create_task(self._supervise()))
+        if self._hang_timeout_s:
+            self._supervisors.append(asyncio.create_task(self._watch()))
+
+    async def stop(self) -> None:
+        """End the process; whatever is open ends with an error."""
+        for task in self._supervisors:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        self._give_up("the engine was closed")
+        await self._child.stop(STOP_PATIENCE_S)
+
+    def add(self, requests: Sequence[EngineRequest]) -> bool:
+        """Send the continuations of one request, all with the same prompt; False if the engine is
+        down. Raises what encoding them raises."""
+        first = self._next
+        others = [replace(request, prompt_token_ids=()) for request in requests[1:]]
+        message = encode(Add(first, [requests[0], *others]))
+        if not self._up:
+            return False
+        self._next += len(requests)
+        for handle, request in enumerate(requests, first):
+            self._handles[request.request_id] = handle
+            self._names[handle] = request.request_id
+        self._child.send_encoded(message)
+        return True
+
+    def abort_all(self, names: Sequence[str]) -> None:
+        """Those that the engine has; their ends come as updates."""
+        handles = [self._handles[name] for name in names if name in self._handles]
+        if handles:
+            self._child.send(Abort(handles))
+
+    def release(self, offer: int) -> None:
+        """Blocks that it has offered are needed no more."""
+        if self._up:
+            self._child.send(Release([offer]))
+
+    def reset_prefix_cache(self) -> None:
+        if self._up:  # the next engine has nothing cached
+            self._child.send(ResetPrefixes())
+
+    async def audit(self) -> None:
+        """Have the engine check its own bookkeeping; raises `EngineError` if it is wrong."""
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._audits.append(answer)
+        self._child.send(Audit())
+        problem = await answer
+        if problem:
+            raise EngineError(f"the engine's books are wrong: {problem}")
+
+    async def start_profile(self) -> None:
+        await self._profile(StartProfile())
+
+    async def stop_profile(self) -> bytes:
+        return await self._profile(StopProfile())
+
+    async def _profile(self, message: StartProfile | StopProfile) -> bytes:
+        if not self._up:
+            raise EngineError("the engine is not running")
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._profiles.append(answer)
+        self._child.send(message)
+        return await answer
+
+    # ── messages of the engine ────────────────────────────────────────────────────────────────
+
+    def _on_message(self, message: FromEngine) -> None:
+        if not self._up:
+            return  # of an engine that has been given up
+        match message:
+            case Step():
+                self._take(message)
+            case Refused():
+                self._refused(message)
+            case FetchedOffer():
+                if message.handle in self._names:
+                    self.on_fetched(self._names[message.handle], message)
+            case Audited():
+                self._audits.pop(0).set_result(message.problem)
+            case Profiled():
+                self._profiled(message)
+
+    def _profiled(self, message: Profiled) -> None:
+        answer = self._profiles.pop(0)
+        if answer.done():  # whoever asked has left
+            return
+        if message.problem:
+            reason = unpack_error(message.kind, message.problem, "profiling failed")
+            answer.set_exception(reason)
+        else:
+            answer.set_result(message.data)
+
+    def _take(self, step: Step) -> None:
+        self._load = step.load
+        updates = unpack_step(step, self._names)
+        for full in step.full:
+            if full.finish_reason is not None and full.handle in self._names:
+                del self._handles[self._names.pop(full.handle)]
+        for record in step.steps:
+            self.records.add_step(record)
+            self._step_s.append(record.committed_s - record.planned_s)
+        self.on_updates(updates)
+
+    def _refused(self, message: Refused) -> None:
+        names = [self._names.pop(message.first + n) for n in range(message.count)]
+        for name in names:
+            del self._handles[name]
+        reason = unpack_error(message.kind, message.message, "the engine failed on this request")
+        self.on_refused(names, reason)
+
+    # ── death and restart ───────────────────────────────────────────────────────────────────
+
+    async def _supervise(self) -> None:
+        try:
+            deaths = 0
+            while deaths < self._restart_limit:
+                await self._child.wait()
+                lived_s, reason = monotonic() - self._child.ready_s, self._child.how_it_ended()
+                if self._wanted.is_set():
+                    log.warning("the engine died (%s); starting another", reason)
+                    self._died(reason)
+                    deaths = 1 if lived_s > STEADY_S else deaths + 1
+                else:
+                    self._died("it was put to sleep")
+                    await self._wanted.wait()
+                    deaths = 0
+                while not self._up and deaths < self._restart_limit:
+                    try:
+                        await self._restart(deaths)
+                    except Exception as error:
+                        reason = str(error)
+                        log.warning("the engine could not be started again: %s", reason)
+                        deaths += 1
+            reason = (
+                f"it died {deaths} times in a row soon after its start; the last time, {reason}"
+            )
+        except Exception as error:
+            log.exception("watching over the engine failed")
+            reason = f"{type(error).__name__}: {error}"
+        self._give_up(reason)
+
+    async def _watch(self) -> None:
+        """End an engine that hangs; what follows is what follows any death."""
+        timeout_s, slept_from = self._hang_timeout_s, monotonic()
+        while True:
+            await asyncio.sleep(min(1.0, timeout_s / 4))
+            now, child = monotonic(), self._child
+            overslept, slept_from = now - slept_from > timeout_s / 2, now
+            if (
+                not self._up or overslept
+            ):  # this process was stopped itself, and has missed messages
+                child.heard_s, child.step_s = now, 0.0
+                continue
+            longest_s = max(HANGING_STEP * timeout_s, LONGEST_STEPS * max(self._step_s))
+            if now - child.heard_s > timeout_s:
+                child.end(f"its process was silent for {now - child.heard_s:.0f} s and was killed")
+            elif child.step_s > longest_s:
+                child.end(f"a step took more than {child.step_s:.0f} s, so its process was killed")
+
+    def _died(self, reason: str) -> None:
+        self._forget_engine()
+        self.on_death(reason)
+
+    def _forget_engine(self) -> None:
+        self._up = False
+        self._settled.clear()
+        self._handles.clear()
+        self._names.clear()
+        for answer in self._audits:
+            answer.cancel()
+        self._audits.clear()
+        for profile in self._profiles:
+            if not profile.done():
+                profile.set_exception(EngineError("the engine ended while it was profiled"))
+        self._profiles.clear()
+        kv = self._load.kv
+        self._load = EngineLoad(self.num_open, 0, KVUsage(kv.reserved, 0, 0, 0, kv.reserved))
+
+    async def _restart(self, deaths: int) -> None:
+        await self._child.kill()
+        if deaths > 1:
+            backoff_s = FIRST_BACKOFF_S * 2.0 ** (deaths - 2)
+            await asyncio.sleep(min(LONGEST_BACKOFF_S, backoff_s))
+        self._child = Child(spawn(self._config, self._builder))
+        self._child.on_message = self._on_message
+        ready = await self._child.start()
+        self.info, self._load, self._up = ready.info, ready.load, True
+        self._settled.set()
+        if deaths:
+            self.num_restarts += 1
+        self.on_restart()
+
+    def _give_up(self, reason: str) -> None:
+        self._lost = self._lost or reason
+        self._forget_engine()
+        self.on_end(self._lost)
+        self._settled.set()

@@ -1,0 +1,520 @@
+"""`RoutedEngine`: several engines as a server uses one. No torch.
+
+    submit ─▶ Router ─▶ a prefill engine ── first token ─▶ the client
+                              │ PREFILLED, with an offer of its blocks
+                              ▼
+              Router ─▶ a decode engine: fetches the blocks ── the other tokens ─▶ the client
+                              │ fetched
+                              └─▶ the prefill engine: release
+
+A request is in one engine at a time, and this side knows all that has been told of it. So whichever
+engine dies, at whatever stage, it goes on in another from its last token: with its blocks, if they
+are still offered, or computed again. What it draws depends on its seed and the position alone, so
+that it writes the same. It ends with an error only when `MAX_ATTEMPTS` engines have died with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from time import monotonic
+
+import msgspec
+
+from twostroke.engine.api import EngineClient, EngineInfo, EngineLoad, EngineStatus
+from twostroke.engine.child import Child
+from twostroke.engine.input_processor import InputProcessor
+from twostroke.engine.output_processor import OnError, OnOutput, OutputProcessor, RequestState
+from twostroke.engine.remote import limits_of, open_text
+from twostroke.engine.spawn import DEFAULT_BUILDER, Spawned, spawn
+from twostroke.engine.supervised import HANG_TIMEOUT_S, MAX_QUICK_DEATHS
+from twostroke.engine.wire import FetchedOffer, Ready
+from twostroke.errors import EngineError, RequestError
+from twostroke.kv.cache import KVUsage
+from twostroke.observe.record import Records, RequestRecord, StepRecord, continued
+from twostroke.request import EngineRequest, FinishReason, Resumed
+from twostroke.route.member import Member, Placed, Standing
+from twostroke.route.pools import PooledEngine
+from twostroke.route.router import EngineState, Placement, Role, Router
+from twostroke.sched.scheduler import Update
+
+MAX_ATTEMPTS = 4  # engines that may die with one request: it may be what kills them
+
+log = logging.getLogger(__name__)
+
+
+class RoutedEngine(EngineClient):
+    """Start with `await RoutedEngine.start(engines)`; use as `async with`, or `await close()`.
+    Everything else is called in the event loop that started it."""
+
+    def __init__(self, input_processor: InputProcessor, seed: int) -> None:
+        self.input_processor = input_processor
+        self.records = Records()  # of all engines
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.members: list[Member] = []
+        self._router = Router([])
+        self._outputs = OutputProcessor(input_processor.tokenizer, seed)
+        self._placed: dict[str, Placed] = {}  # by engine request, until its end
+        self._some_ended = asyncio.Event()
+        self._closing = False
+
+    # ── life ────────────────────────────────────────────────────────────────────────────────
+
+    @classmethod
+    async def start(
+        cls,
+        engines: Sequence[PooledEngine],
+        builder: str = DEFAULT_BUILDER,
+        spawned: Sequence[Spawned] | None = None,
+        hang_timeout_s: float = HANG_TIMEOUT_S,
+        restart_limit: int = MAX_QUICK_DEATHS,
+    ) -> RoutedEngine:
+        """`spawned`: their processes, if they have been started already. The others: see
+        `RemoteEngine.start`."""
+        config = engines[0].config
+        spawned = spawned or [spawn(one.config, builder) for one in engines]
+        children = [Child(one) for one in spawned]
+        starting = [asyncio.create_task(child.start()) for child in children]
+        try:
+            tokenizer, template = await asyncio.to_thread(open_text, config)
+            all_ready = await asyncio.gather(*starting)
+        except BaseException:
+            for task in starting:
+                task.cancel()
+            await asyncio.wait(starting)
+            for child in children:
+                await child.kill()
+            raise
+        inputs = InputProcessor(tokenizer, template, limits_of(all_ready[0].info))
+        routed = cls(inputs, config.seed)
+        limits = hang_timeout_s, restart_limit
+        for one, child, ready in zip(engines, children, all_ready, strict=True):
+            routed._add_member(one, builder, child, ready, *limits)
+        routed._router = Router([member.state for member in routed.members])
+        inputs.limits = limits_of(routed.info)
+        return routed
+
+    def _add_member(
+        self,
+        engine: PooledEngine,
+        builder: str,
+        child: Child,
+        ready: Ready,
+        hang_timeout_s: float,
+        restart_limit: int,
+    ) -> None:
+        state, limits = EngineState(engine.name, engine.role), (hang_timeout_s, restart_limit)
+        member = Member(self, state, engine.config, builder, child, ready, *limits)
+        member.records.listeners.append(_AllSteps(self.records))
+        self.members.append(member)
+        member.watch()
+
+    async def __aenter__(self) -> RoutedEngine:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self, drain: bool = False) -> None:
+        """End all engines. Open requests are waited for (`drain`), or end with an `EngineError`."""
+        if drain:
+            await self.drain()
+        self._closing = True
+        await asyncio.gather(*(member.stop() for member in self.members))
+
+    async def drain(self, timeout_s: float | None = None) -> bool:
+        """Wait until no request is left; False if some are, after so long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._outputs:
+                    self._some_ended.clear()
+                    await self._some_ended.wait()
+        return not self._outputs
+
+    async def sleep(self, drain: bool = False) -> None:
+        raise RequestError("several engines cannot sleep; serve with one to use /sleep")
+
+    async def start_profile(self) -> None:
+        raise RequestError("several engines cannot be profiled; serve with one to use it")
+
+    async def stop_profile(self) -> bytes:
+        raise RequestError("several engines cannot be profiled; serve with one to use it")
+
+    def reset_prefix_cache(self) -> None:
+        for member in self.members:
+            member.reset_prefix_cache()
+            member.state.forget_prompts()
+
+    async def audit(self) -> None:
+        """Have every engine check its own bookkeeping; raises `EngineError` if one is wrong."""
+        for member in self.members:
+            await member.audit()
+
+    # ── what they are together ──────────────────────────────────────────────────────────────
+
+    @property
+    def info(self) -> EngineInfo:  # type: ignore[override]
+        """Of an engine that decodes, for as many requests as all of those together."""
+        decoding = [one for one in self.members if one.state.role is not Role.PREFILL]
+        length = min(one.info.max_model_len for one in self.members)
+        groups = zip(*(one.info.kv_groups for one in decoding), strict=True)
+        return replace(
+            decoding[0].info,
+            max_model_len=length,
+            max_num_seqs=sum(one.info.max_num_seqs for one in decoding),
+            kv_tokens=sum(one.info.kv_tokens for one in decoding),
+            kv_groups=tuple(
+                each[0]._replace(num_blocks=sum(one.num_blocks for one in each)) for each in groups
+            ),
+            weight_bytes=sum(one.info.weight_bytes for one in self.members),
+            kv_bytes=sum(one.info.kv_bytes for one in self.members),
+            total_bytes=sum(one.info.total_bytes for one in self.members),
+        )
+
+    def each_engine(self) -> Mapping[str, EngineStatus]:
+        return {member.name: member for member in self.members}
+
+    @property
+    def healthy(self) -> bool:
+        return any(member.healthy for member in self.members)
+
+    @property
+    def num_restarts(self) -> int:  # type: ignore[override]
+        return sum(member.num_restarts for member in self.members)
+
+    def load(self) -> EngineLoad:
+        loads = [member.load() for member in self.members]
+        unplaced = sum(placed.member is None for placed in self._placed.values())
+        return EngineLoad(
+            unplaced + sum(load.waiting for load in loads),
+            sum(load.running for load in loads),
+            KVUsage(*map(sum, zip(*(load.kv for load in loads), strict=True))),
+        )
+
+    # ── requests ────────────────────────────────────────────────────────────────────────────
+
+    def submit(
+        self,
+        request: EngineRequest,
+        on_output: OnOutput,
+        on_error: OnError,
+        request_id: str | None = None,
+    ) -> RequestState:
+        if self.lost.done():
+            raise EngineError(f"all engines have stopped ({self.lost.result()}); start new ones")
+        state, requests = self._outputs.add(request, request_id, on_output, on_error)
+        placed = [Placed(one) for one in requests]
+        self._placed |= {one.given.request_id: one for one in placed}
+        try:
+            self._begin(placed)
+        except (ValueError, OverflowError, msgspec.MsgspecError) as error:
+            self._forget(self._outputs.close(state))
+            raise RequestError(f"the request cannot be sent to an engine: {error}") from None
+        return state
+
+    def leave(self, state: RequestState) -> None:
+        if state in self._outputs:
+            state.on_output = state.on_error = None
+            self.abort(state.request_id)
+
+    def abort(self, request_id: str) -> None:
+        state = self._outputs.get(request_id)
+        if state is not None and not state.aborted:
+            state.aborted = True
+            self._abort(self._outputs.in_engine(state))
+
+    def _abort(self, names: Iterable[str]) -> None:
+        nowhere = []
+        for name in names:
+            member = self._placed[name].member
+            if member is None:
+                nowhere.append(name)
+            else:
+                member.abort_all([name])
+        self._end_here(nowhere)
+
+    def _begin(self, placed: Sequence[Placed]) -> None:
+        """Send the continuations of one request to the engine that is to prefill them."""
+        given = placed[0].given
+        placement = self._place(given)
+        if placement is None:
+            return  # the next engine that is up is sent them
+        member = self._member(placement.engine)
+        requests = [replace(one.given, hand_over=placement.hand_over) for one in placed]
+        if member.add(requests):
+            member.state.note_prompt(given.prefix_marks)
+            for n, one in enumerate(placed):
+                one.route.append(placement.reason)
+                # What the first has computed is cached for its siblings.
+                self._settle(one, member, 1 if n else placement.uncached)
+
+    def _place(self, given: EngineRequest, num_written: int = 0) -> Placement | None:
+        num_tokens = len(given.prompt_token_ids) + num_written
+        one_token = (
+            given.params.max_tokens is not None and given.params.max_tokens - num_written < 2
+        )
+        return self._router.place(num_tokens, given.prefix_marks, one_token)
+
+    def _settle(self, placed: Placed, member: Member, queued: int) -> None:
+        """A member has been sent it."""
+        placed.member, placed.queued = member, queued
+        member.state.queued_tokens += queued
+        member.state.streams += 1
+
+    def _unsettle(self, placed: Placed) -> None:
+        """It has left the member that it was in."""
+        if placed.member is not None:
+            placed.member.state.queued_tokens -= placed.queued
+            placed.member.state.streams -= 1
+        placed.member, placed.queued = None, 0
+
+    def _go_on(self, placed: Placed) -> None:
+        """Place a request that is in no engine, from its last token on."""
+        name = placed.given.request_id
+        written = tuple(self._outputs.written(name))
+        if not written:
+            self._begin([placed])
+            return
+        standing = placed.standing
+        offer = None if standing is None else standing.offer
+        target = self._router.place_decode() if offer is not None else None
+        given = placed.given
+        # What was asked of the prompt has been told.
+        params = replace(given.params, prompt_logprobs=None)
+        resumed = replace(given, params=params, progress=False)
+        if offer is not None and target is not None and standing is not None:
+            member, queued, hand_over = self._member(target), 0, False
+            reason = f"handed over to {member.name}: {member.state.streams} streams there"
+        else:
+            self._release(placed)
+            placement = self._place(given, len(written))
+            if placement is None:
+                return
+            member, queued, hand_over = (
+                self._member(placement.engine),
+                placement.uncached,
+                placement.hand_over,
+            )
+            offer, reason = None, f"goes on after {len(written)} tokens, {placement.reason}"
+        more = Resumed(written, placed.last_s, offer)
+        if member.add([replace(resumed, hand_over=hand_over, resumed=more)]):
+            member.state.note_prompt(given.prefix_marks)
+            placed.route.append(reason)
+            self._settle(placed, member, queued)
+
+    def _member(self, state: EngineState) -> Member:
+        return next(member for member in self.members if member.state is state)
+
+    def _release(self, placed: Placed) -> None:
+        """What was offered of it is needed no more."""
+        if placed.standing is not None:
+            placed.standing.member.release(placed.standing.offer.number)
+            placed.standing = None
+
+    def _forget(self, names: Iterable[str]) -> None:
+        """Requests that nobody waits for any more; an engine that still has one is to end it."""
+        for name in names:
+            placed = self._placed.pop(name)
+            if placed.member is not None:
+                placed.member.abort_all([name])
+            self._unsettle(placed)
+            self._release(placed)
+
+    def _end_here(self, names: Iterable[str]) -> None:
+        """Requests that are in no engine have been aborted."""
+        ends = []
+        for name in names:
+            record = self._placed[name].record or self._new_record(name)
+            record.finished_s, record.finish_reason = monotonic(), FinishReason.ABORT
+            ends.append(Update(name, (), finish_reason=FinishReason.ABORT, record=record))
+        if ends:
+            self._deliver(None, ends)
+
+    def _new_record(self, name: str) -> RequestRecord:
+        given = self._placed[name].given
+        record = RequestRecord(name, len(given.prompt_token_ids), given.received_s)
+        record.n, record.family = given.params.n, given.family
+        return record
+
+    # ── what the engines say ────────────────────────────────────────────────────────────────
+
+    def on_updates(self, member: Member, updates: list[Update]) -> None:
+        now, handed_over = monotonic(), []
+        for n, update in enumerate(updates):
+            placed = self._placed.get(update.request_id)
+            if placed is None:  # it has been forgotten here
+                if update.offer is not None:
+                    member.release(update.offer.number)
+                continue
+            if update.tokens:
+                self._note_tokens(placed, now)
+            if update.offer is not None:
+                handed_over.append((placed, update))
+                updates[n] = update._replace(finish_reason=None, record=None, offer=None)
+        aborts = self._deliver(member, updates)
+        for placed, update in handed_over:
+            self._hand_over(member, placed, update)
+        self._abort(name for name in aborts if name in self._placed)
+
+    def _note_tokens(self, placed: Placed, now: float) -> None:
+        placed.last_s = now
+        if placed.queued:
+            assert placed.member is not None
+            placed.member.state.queued_tokens -= placed.queued
+            placed.queued = 0
+        if placed.handed_over_s:
+            self._router.note_hand_over(now - placed.handed_over_s)
+            placed.handed_over_s = 0.0
+
+    def _deliver(self, member: Member | None, updates: list[Update]) -> list[str]:
+        """Give updates to those who listen, and keep the records of ends. Returns what is to be
+        aborted."""
+        ended = []
+        for n, update in enumerate(updates):
+            if update.finish_reason is not None and update.request_id in self._placed:
+                placed = self._placed.pop(update.request_id)
+                self._unsettle(placed)
+                self._release(placed)
+                record = update.record
+                if record is not None:
+                    if placed.record is not None and placed.record is not record:
+                        record = continued(placed.record, record)
+                    record.route = "; ".join(placed.route)
+                    updates[n] = update._replace(record=record)
+                    ended.append(record)
+        _, aborts = self._outputs.process(updates)
+        for record in ended:
+            self.records.requests.append(record)
+            self.records.tell_request(record)
+            if member is not None:
+                member.records.tell_request(record)
+        if ended:
+            self._some_ended.set()
+        return aborts
+
+    def _hand_over(self, member: Member, placed: Placed, update: Update) -> None:
+        """One has prefilled it; another goes on."""
+        assert update.offer is not None
+        assert update.record is not None
+        name = update.request_id
+        record = update.record if placed.record is None else continued(placed.record, update.record)
+        placed.record, placed.standing = record, Standing(member, update.offer)
+        placed.handed_over_s = placed.last_s
+        self._unsettle(placed)
+        state = self._outputs.of(name)
+        if state.aborted or state.on_output is None or self._outputs.has_ended(name):
+            self._end_here([name])
+        else:
+            self._go_on(placed)
+
+    def on_fetched(self, member: Member, name: str, fetched: FetchedOffer) -> None:
+        placed = self._placed.get(name)
+        if placed is None:
+            return
+        self._release(placed)
+        told = f"{fetched.num_bytes / 1e6:.1f} MB fetched in {1e3 * fetched.seconds:.1f} ms"
+        if fetched.problem:
+            log.warning("%s computes a prompt again: %s", member.name, fetched.problem)
+            told = f"computed again by {member.name} ({fetched.problem})"
+            placed.handed_over_s = 0.0  # not what a hand-over takes
+        placed.route.append(told)
+
+    def on_refused(self, member: Member, names: list[str], reason: Exception) -> None:
+        if names[0] not in self._placed:
+            return
+        state = self._outputs.of(names[0])
+        for name in names:
+            self._unsettle(self._placed[name])
+        if state.aborted:
+            self._end_here(names)
+        else:
+            self._forget(self._outputs.close(state, reason))
+        self._some_ended.set()
+
+    # ── deaths ──────────────────────────────────────────────────────────────────────────────
+
+    def on_death(self, member: Member, reason: str) -> None:
+        """All that was in it goes on elsewhere."""
+        for placed in list(self._placed.values()):
+            if placed.standing is not None and placed.standing.member is member:
+                placed.standing = None  # whoever is to fetch it may still, or computes it again
+            if placed.member is member:
+                self._unsettle(placed)
+                placed.attempts += 1
+                placed.route.append(f"{member.name} died ({reason})")
+                self._keep_times(placed)
+                self._rescue(placed, reason)
+
+    def _rescue(self, placed: Placed, reason: str) -> None:
+        name = placed.given.request_id
+        if name not in self._placed:  # it went with a sibling
+            return
+        state = self._outputs.of(name)
+        if state.aborted or state.on_output is None or self._outputs.has_ended(name):
+            self._end_here([name])
+        elif placed.attempts >= MAX_ATTEMPTS:
+            error = f"{placed.attempts} engines died while this request was in them ({reason})"
+            self._lose(state, error)
+        else:
+            self._go_on(placed)
+
+    def _keep_times(self, placed: Placed) -> None:
+        """The record of an engine that died went with it: what is known here takes its place."""
+        name = placed.given.request_id
+        record = placed.record = placed.record or self._new_record(name)
+        missing = len(self._outputs.written(name)) - len(record.token_s)
+        record.token_s.extend([placed.last_s] * missing)
+        record.token_step.extend([-1] * missing)
+        if record.token_s and not record.first_token_s:
+            record.first_token_s = record.scheduled_s = record.token_s[0]
+
+    def _lose(self, state: RequestState, error: str) -> None:
+        names = self._outputs.in_engine(state)
+        records = []
+        for name in names:
+            record = self._placed[name].record or self._new_record(name)
+            record.finished_s, record.finish_reason = monotonic(), FinishReason.ERROR
+            record.route = "; ".join(self._placed[name].route)
+            records.append(record)
+        self._forget(self._outputs.close(state, EngineError(error)))
+        for record in records:
+            self.records.requests.append(record)
+            self.records.tell_request(record)
+        self._some_ended.set()
+
+    def on_restart(self, member: Member) -> None:
+        self.input_processor.limits = limits_of(self.info)
+        for placed in list(self._placed.values()):
+            if placed.member is None:
+                self._go_on(placed)
+
+    def on_end(self, member: Member, reason: str) -> None:
+        if any(not one.given_up for one in self.members):
+            if not self._closing:
+                log.warning("%s has stopped for good: %s", member.name, reason)
+                self.on_death(member, reason)
+            return
+        if not self.lost.done():
+            self.lost.set_result(reason)
+        for state in self._outputs:
+            names = self._outputs.in_engine(state)
+            if state.aborted or state.on_output is None or state.output.finished:
+                self._end_here(names)
+            else:
+                self._lose(state, f"the engines have stopped ({reason})")
+        self._some_ended.set()
+
+
+class _AllSteps:
+    """Passes one engine's steps on to the records of all."""
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+
+    def add_step(self, record: StepRecord) -> None:
+        self._records.add_step(record)
+
+    def add_request(self, record: RequestRecord) -> None: ...
