@@ -79,7 +79,8 @@ def launch_all(x: torch.Tensor, weight: Fp8Weight, pdl: bool) -> dict[str, Any]:
     found["act_and_quantise"] = fp8.fp8_act_and_mul(out, "silu", pdl=pdl)
     if not weight.is_grouped:
         found["tiled"] = fp8.fp8_rows_product(found["quantise"], weight, pdl=pdl)
-        found["library"] = fp8.library_product(found["quantise"], weight)
+        if all(size % fp8.LIBRARY_STEP == 0 for size in weight.values.shape):
+            found["library"] = fp8.library_product(found["quantise"], weight)
         how = (found["quantise"], weight, "silu")
         found["tiled_gated"] = fp8.fp8_rows_gated_product(*how, pdl=pdl)
     return found

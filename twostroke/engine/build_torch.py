@@ -254,6 +254,10 @@ def _start_on_gpu(
     """The Triton kernels, on a GPU whose memory is measured before the rest goes to the cache."""
     if fp8:
         check_fp8(torch.cuda.get_device_capability(device))
+        raise ConfigError(
+            "the GPU kernels of fp8 weights have not been checked on a card as yet; leave "
+            "quantization out and use the model's unquantised weights, or set kernels='reference'"
+        )
     estimate = replace(estimate, device_bytes=torch.cuda.mem_get_info(device)[1])
     pdl = torch.cuda.get_device_capability(device) >= (9, 0)  # Hopper is the first that can
     if ranks.size > 1:
