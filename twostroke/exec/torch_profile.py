@@ -27,6 +27,7 @@ from twostroke.plan import StepPlan
 PARTS = {  # methods of the decoder → the part of a layer that they are
     "_project": "attention",
     "_attend": "attention",
+    "_attend_kept": "attention",
     "_decode_attention": "attention",
     "_attention_output": "attention",
     "_mlp": "mlp",

@@ -55,9 +55,8 @@ class Committed(NamedTuple):
     late: list[tuple[RequestRecord, bool]]  # others that go on; whether they had a slot
     first: list[RequestRecord]
     drafted: int  # tokens beyond the first of their stream in this step
-    resumed: list[
-        tuple[RequestRecord, float]
-    ]  # first here; since when, elsewhere, the stream waits
+    # First tokens of streams that began elsewhere, and since when those wait.
+    resumed: list[tuple[RequestRecord, float]]
 
 
 class Scheduler:
