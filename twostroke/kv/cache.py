@@ -317,7 +317,7 @@ class KVCache:
         if they were computed: the table entries of each group that are to be fetched.
 
         Raises `ReceiverFullError` if a group has too few blocks, and then nothing has changed."""
-        start, end = len(seq.tables[0]), -(-num_tokens // self.block_size)
+        start, end = table_length(seq.tables), -(-num_tokens // self.block_size)
         # Where a window has passed, nothing is wanted.
         visible = [min(end, self._first_visible(num_tokens, window)) for window in self.windows]
         for pool, first in zip(self.pools, visible, strict=True):
