@@ -220,7 +220,7 @@ ONLY: Only = {
     "--pipeline-parallel-size -pp": (("1",), NO_STAGES),
     "--decode-context-parallel-size -dcp": (("1",), WHOLE_CONTEXT),
     "--prefill-context-parallel-size -pcp": (("1",), WHOLE_CONTEXT),
-    "--nnodes": (("1",), "all ranks are on one machine for now"),
+    "--nnodes": (("1",), "all ranks are on one machine"),
     "--cpu-offload-gb": (("0", "0.0"), "weights stay on the device"),
     "--ssl-cert-reqs": (("0",), "client certificates are not checked; put a proxy in front"),
     "--allowed-methods": (('["*"]', "*"), "GET and POST are allowed"),
