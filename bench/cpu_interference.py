@@ -5,6 +5,10 @@ tokens begin; when all have written for STEADY_S seconds the long prompt is sent
 median time between two tokens of a stream before that. Worst gap: the longest from then until a
 second after the long prompt's first token. TTFT: of the long prompt, at the client.
 
+The streams' contexts grow while the prompt is prefilled, and then the longest of all joins them: a
+step takes longer for its own work. So two more are told: the worst gap until the prompt's first
+token; and the median gap in the last second before that, with the worst in the second after.
+
 Every server runs with its defaults (llama-server with five slots instead of four: in the fifth is
 the long prompt, which would else wait for a stream to end). With `--budget N` each runs a second
 time, with steps of at most N tokens and no other bound.
@@ -42,7 +46,8 @@ class Server:
         self, name: str, command: list[str], port: int, model: str, environment: dict[str, str]
     ) -> None:
         self.name, self._model = name, model
-        self._endpoint = Endpoint(f"http://127.0.0.1:{port}")
+        self.url = f"http://127.0.0.1:{port}"
+        self._endpoint = Endpoint(self.url)
         self.process = Quiet(command, environment, piped=False)
         try:
             with self.process.awake():
@@ -82,7 +87,11 @@ class Server:
             client.connections.close()
         await asyncio.sleep(1.0)  # let the server notice that they left
         end = long.content_s[0] + AFTER_S
-        steady, disturbed = [], []
+        steady: list[float] = []
+        disturbed: list[float] = []
+        before_joining: list[float] = []
+        joining: list[float] = []
+        first_s = long.content_s[0]
         for each in streams:
             # A stream that stays silent until the end has a gap that reaches to it.
             times = [when for when in each.content_s if when < end] + [end]
@@ -90,10 +99,15 @@ class Server:
                 if before >= begun and after <= long.scheduled_s:
                     steady.append(after - before)
                 elif after > long.scheduled_s:
-                    disturbed.append(after - before)
+                    (disturbed if after <= first_s else joining).append(after - before)
+                    if first_s - AFTER_S < after <= first_s:
+                        before_joining.append(after - before)
         return {
             "steady_gap_s": statistics.median(steady),
-            "worst_gap_s": max(disturbed),
+            "worst_gap_s": max(disturbed + joining),
+            "worst_gap_in_prefill_s": max(disturbed, default=0.0),
+            "gap_before_joining_s": statistics.median(before_joining or disturbed or joining),
+            "worst_gap_joining_s": max(joining, default=0.0),
             "ttft_s": long.ttft_s,
         }
 

@@ -37,6 +37,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": "hi"},
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [4, 5]},
+    "/pools": {"data_parallel_size": 1},
     "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hi"}]},
     "/api/chat": {

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from twostroke.model.cost import CostModel, cost_model
-from twostroke.model.fp8 import fp8_matrices, weight_bytes
+from twostroke.model.formats import weight_bytes, weight_formats
+from twostroke.model.fp8 import Fp8Format
 from twostroke.model.hf_config import load_hf_config
 from twostroke.model.weights.dummy import DummyWeights
 from twostroke.plan import PhaseWork
@@ -42,8 +43,10 @@ GROUPS = {
 def floors_of(shape: str, quantization: str | None = None) -> dict[str, float]:
     """Milliseconds below which no step can be, from the spec and the card's ceilings."""
     spec, _ = load_hf_config(Path(f"bench/shapes/{shape}.json"))
-    fp8 = fp8_matrices(spec, DummyWeights(spec), quantization)
-    cost, flops_s = cost_model(spec, weight_bytes(spec, 2, fp8), 2), FP8_FLOPS_S if fp8 else FLOPS_S
+    formats = weight_formats(spec, DummyWeights(spec), quantization)
+    fp8 = any(isinstance(format, Fp8Format) for format in formats.values())
+    flops_s = FP8_FLOPS_S if fp8 else FLOPS_S
+    cost = cost_model(spec, weight_bytes(spec, 2, formats), 2)
     found = {}
     for size in (1024, 4096):
         work = PhaseWork(1, size, size * (size + 1) // 2, size)

@@ -1,6 +1,7 @@
 """Model files that nobody should write, by the thousand: each loads, or is refused in words.
 
     python bench/mutate.py [--seed 0] [--sample N] [--workers 2] [--json FILE]
+    python bench/mutate.py --about granite               # all whose description has it
     python bench/mutate.py --only 1234                   # one of them again, and what it does
 
 Small sound models (a folder of every family and rope scaling, shards, GGUF files with each kind of
@@ -153,6 +154,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sample", type=int)
+    parser.add_argument("--about", default="")
     parser.add_argument("--only", type=int)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--json", type=Path)
@@ -177,6 +179,7 @@ def main() -> int:
             mutations = sorted(random.Random(args.seed).sample(mutations, args.sample))
         if args.only is not None:
             mutations = [mutations[args.only]]
+        mutations = [one for one in mutations if args.about in one[1].what]
         ends: Counter[str] = Counter()
         kinds: dict[str, Counter[str]] = {}
         failures = []

@@ -80,6 +80,8 @@ FALCON |= {"num_ln_in_parallel_attn": 2, "alibi": False}
 MISTRAL3: dict[str, Any] = {name: GEMMA3[name] for name in list(GEMMA3)[:8]}
 MISTRAL3 |= {"model_type": "mistral", "sliding_window": None}
 LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+GRANITE4: dict[str, Any] = GRANITE | {"layer_types": ["attention"] * 2, "num_local_experts": 0}
+GRANITE4 |= {"shared_intermediate_size": 48, "position_embedding_type": "rope"}
 MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MOE |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [0]}
 QWEN2_MOE = MOE | {"shared_expert_intermediate_size": 48}
@@ -130,6 +132,8 @@ FOLDERS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 8, **MOE},
     "olmoe": {"model_type": "olmoe", **OLMOE},
     "granitemoe": {"model_type": "granitemoe", **LOCAL_EXPERTS, **GRANITE},
+    "granite4": {"model_type": "granitemoehybrid", **GRANITE4},
+    "granite4_experts": {"model_type": "granitemoehybrid", **GRANITE4, **LOCAL_EXPERTS},
     "gpt_oss": {"model_type": "gpt_oss", **GPT_OSS},
     PACKED: {"model_type": "gpt_oss", **GPT_OSS, "quantization_config": MXFP4},
     "deepseek_v3": {"model_type": "deepseek_v3", **DEEPSEEK},

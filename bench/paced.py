@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from bench.capacity import STAMP, STAMP_TICK_S, STAMP_TICKS
 from twostroke.config import EngineConfig
 from twostroke.engine.api import EngineInfo
+from twostroke.exec.executor import ChunkLogits
 from twostroke.kv.cache import GroupLimits
 from twostroke.model.cost import CostModel
 from twostroke.plan import StepPlan, StepResult
@@ -71,6 +72,7 @@ class Paced:
     """An executor that only tells the time."""
 
     max_in_flight = 1
+    on_chunk_logits: ChunkLogits | None = None
 
     def __init__(self, pace_s: float, first_word: int) -> None:
         self._pace_s = pace_s

@@ -1,19 +1,22 @@
 """One prefill and one decode engine, a core each, against one engine on both cores.
 
-    python -m bench.pools [MODEL.gguf] [--rates 0.15 0.3] [--seconds 120] [--repeat 3]
+    python -m bench.pools [MODEL.gguf] [--loads 0.12x50 0.4x20] [--repeat 1] [--only SERVER …]
                           [--ttft-ms 4000] [--tpot-ms 100] [--json RESULTS.json]
 
 Every server is loaded once and stands still while another is measured. Two workloads, each server
 in turn on the same:
 
-    load          Poisson arrivals at each rate (requests a second), prompts of 200 to 2,000 tokens,
-                  answers of 50 to 200, both drawn evenly; the same arrivals for every server.
-                  Worst gap, p99 of the gaps, TTFT, and requests a second within both goals.
+    load          Poisson arrivals, RATE a second for SECONDS: prompts of 200 to 2,000 tokens and
+                  answers of 50 to 200, both drawn evenly; the same arrivals for every server. The
+                  first of the two is one that an engine on two small cores carries, the second not.
+                  Worst gap, p99 of the gaps, TTFT, requests a second within both goals, and how
+                  many were handed over.
     interference  as bench/cpu.py --interference: four streams write, 4,000 tokens arrive; worst gap
-                  against the steady one.
+                  against the steady one, and what the streams' own contexts have to do with it.
 
-The servers: `colocated` with its defaults, `colocated, budget 512` without a bound on stalls, and
-`pools`. Times are the client's. Ends with one JSON line.
+The servers: `colocated` with its defaults, and `pools`; with --only also `colocated, budget 512`,
+without a bound on stalls. Times are the client's. As it stands it takes five minutes on two
+Neoverse-N1 cores. Ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import sys
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+from urllib.request import urlopen
 
 from bench.cpu_interference import Server, planned
 from twostroke.measure.definitions import Goals, Sample
@@ -45,6 +49,12 @@ SERVERS = {
     ],
     "pools": ["--threads", "1", *POOLS],
 }  # fmt: skip
+MEASURED = ("colocated", "pools")
+
+
+def a_load(text: str) -> tuple[float, float]:
+    rate, _, seconds = text.partition("x")
+    return float(rate), float(seconds)
 
 
 def arrivals(rate: float, seconds: float, seed: int) -> list[Planned]:
@@ -92,6 +102,13 @@ def figures(samples: list[Sample], took_s: float, goals: Goals) -> dict[str, flo
     }
 
 
+def handed_over(server: Server, took_s: float) -> int:
+    """Requests of the last seconds that another engine decoded than prefilled."""
+    with urlopen(f"{server.url}/records?seconds={min(600, took_s + 1):.0f}") as answer:
+        found = json.load(answer)["requests"]
+    return sum("handed over" in one["route"] for one in found)
+
+
 def at(ordered: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
@@ -107,12 +124,12 @@ def words(row: dict[str, float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", help="a GGUF file; the default model otherwise")
-    parser.add_argument("--rates", type=float, nargs="*", default=[0.15, 0.3])
-    parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--repeat", type=int, default=3)
+    loads = [(0.12, 50.0), (0.4, 20.0)]
+    parser.add_argument("--loads", type=a_load, nargs="*", default=loads, metavar="RATExSECONDS")
+    parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--ttft-ms", type=float, default=4000.0)
     parser.add_argument("--tpot-ms", type=float, default=100.0)
-    parser.add_argument("--only", nargs="*", choices=tuple(SERVERS))
+    parser.add_argument("--only", nargs="*", choices=tuple(SERVERS), default=MEASURED)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     model = args.model or str(hub.resolve(None).path)
@@ -121,7 +138,7 @@ def main() -> None:
     runs: dict[str, dict[str, list[dict[str, float]]]] = {}
     try:
         for n, (name, flags) in enumerate(SERVERS.items()):
-            if args.only and name not in args.only:
+            if name not in args.only:
                 continue
             port = FIRST_PORT + n
             command = [sys.executable, "-m", "twostroke", "serve", model, *flags]
@@ -129,11 +146,12 @@ def main() -> None:
             servers.append(Server(name, command, port, "m", {}))
             print(f"{name} is loaded", flush=True)
         for run in range(args.repeat):
-            for rate in args.rates:
-                load = arrivals(rate, args.seconds, run)
+            for rate, seconds in args.loads:
+                load = arrivals(rate, seconds, run)
                 for server in servers:
                     with server.process.awake():
                         row = figures(*asyncio.run(replay(server, load)), goals)
+                        row["handed_over"] = handed_over(server, row["took_s"])
                     note(runs, f"rate {rate:g}", server.name, row)
             for server in servers:
                 note(runs, "interference", server.name, server.measure(run))
@@ -141,7 +159,7 @@ def main() -> None:
         for server in servers:
             server.process.close()
     told: dict[str, Any] = {
-        "seconds": args.seconds,
+        "loads": [{"rate": rate, "seconds": seconds} for rate, seconds in args.loads],
         "goals_ms": goals.given_ms,
         "medians": {
             workload: {name: medians(rows) for name, rows in each.items()}

@@ -17,6 +17,7 @@ from time import perf_counter
 from typing import Any
 
 from twostroke.engine.core import EngineCore
+from twostroke.exec.executor import ChunkLogits
 from twostroke.kv.cache import GroupLimits
 from twostroke.measure.stats import percentile
 from twostroke.model.cost import CostModel
@@ -87,6 +88,7 @@ class Instant:
     """An executor that computes nothing."""
 
     max_in_flight = 1
+    on_chunk_logits: ChunkLogits | None = None
 
     def forward(self, plan: StepPlan) -> StepPlan:
         return plan

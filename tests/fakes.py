@@ -57,6 +57,9 @@ class Row:
     prefixes: list[int]  # prefixes[n]: of tokens[: n + 1]
     new: NewRow
     tables: list[list[int]] = field(default_factory=list)
+    # Which stretch of positions each entry of the (one) table holds, and the next to come.
+    stretches: list[int] = field(default_factory=list)
+    num_stretches: int = 0
 
     def push(self, token: int) -> None:
         self.tokens.append(token)
@@ -66,7 +69,14 @@ class Row:
 class FakeExecutor:
     """Runs plans in order, as a device would; results may be read later."""
 
-    def __init__(self, block_size: int, windows: Sequence[int | None] = (None,)) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        windows: Sequence[int | None] = (None,),
+        budget_blocks: int | None = None,
+    ) -> None:
+        """`budget_blocks`: of a sequence that writes, where blocks are evicted."""
+        self.budget_blocks = budget_blocks
         self.block_size = block_size
         self.windows = windows
         self.rows: dict[int, Row] = {}
@@ -87,7 +97,15 @@ class FakeExecutor:
                 row.push(token)
             self.rows[new.row] = row
         for append in plan.appended:
-            self.rows[append.row].tables[append.group].extend(append.blocks)
+            row = self.rows[append.row]
+            row.tables[append.group].extend(append.blocks)
+            if append.group == 0:
+                end = row.num_stretches + len(append.blocks)
+                row.stretches += range(row.num_stretches, end)
+                row.num_stretches = end
+        for evict in plan.evicted:
+            row = self.rows[evict.row]
+            del row.tables[0][evict.start : evict.stop], row.stretches[evict.start : evict.stop]
         spans = [(slot.row, slot.position, 1) for slot in plan.decode]
         spans += [(chunk.row, chunk.start, chunk.size) for chunk in plan.prefill]
         assert len({row for row, _, _ in spans}) == len(spans), "a row is planned twice"
@@ -114,7 +132,8 @@ class FakeExecutor:
     def _store(self, row: Row, start: int, size: int, named: Named) -> None:
         for position in range(start, start + size):
             for group, table in enumerate(row.tables):
-                block, offset = table[position // self.block_size], position % self.block_size
+                number, offset = divmod(position, self.block_size)
+                block = table[row.stretches.index(number)]
                 assert block != 0, "a write into the null block"
                 for step in self.uncommitted:
                     others = step.get((group, block), set()) - {row.new.request_id}
@@ -122,12 +141,30 @@ class FakeExecutor:
                 self.slots[group, block, offset] = row.prefixes[position - self.skew]
                 named.setdefault((group, block), set()).add(row.new.request_id)
 
+    def visible(self, row: Row, query: int) -> list[int]:
+        """The definition: which stretches a query sees, if each token is computed when it is
+        written and the oldest stretch after the first goes when there are too many."""
+        size, prompt = self.block_size, row.new.num_prompt
+        if self.budget_blocks is None or query < prompt:
+            return list(range(query // size + 1))
+        seen = list(range((prompt - 1) // size + 1))
+        for position in range(prompt, query + 1):
+            grows = position // size > seen[-1]
+            del seen[1 : 1 + max(0, len(seen) + grows - self.budget_blocks)]
+            seen += [position // size] * grows
+        return seen
+
     def _attend(self, row: Row, start: int, size: int, named: Named) -> None:
         for query in {start, start + size - 1}:
             for group, (table, window) in enumerate(zip(row.tables, self.windows, strict=True)):
                 first = 0 if window is None else max(0, query - window + 1)
+                entries = {number: entry for entry, number in enumerate(row.stretches)}
+                seen = [number for number in row.stretches if number <= query // self.block_size]
+                assert seen == self.visible(row, query), f"the query at {query} sees {seen}"
                 for position in range(first, query + 1):
-                    block = table[position // self.block_size]
+                    if position // self.block_size not in entries:
+                        continue
+                    block = table[entries[position // self.block_size]]
                     held = self.slots.get((group, block, position % self.block_size))
                     assert held == row.prefixes[position], (
                         f"{row.new.request_id}: the query at {query} sees a wrong key at "

@@ -19,6 +19,7 @@ from zlib import crc32
 from twostroke.config import EngineConfig
 from twostroke.engine.api import EngineInfo
 from twostroke.engine.core import EngineCore
+from twostroke.exec.executor import ChunkLogits
 from twostroke.kv.cache import GroupLimits
 from twostroke.model.cost import cost_model, dense_weight_bytes
 from twostroke.model.load import find_model, open_tokenizer
@@ -75,6 +76,7 @@ class Done:
 
 class InstantExecutor:
     max_in_flight = 1
+    on_chunk_logits: ChunkLogits | None = None
 
     def __init__(self, written: Sequence[int], delay_s: float) -> None:
         self._written, self._delay_s = written, delay_s

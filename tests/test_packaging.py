@@ -159,7 +159,7 @@ def test_the_image_serves_where_it_says_as_nobody_in_particular() -> None:
     assert f"http://127.0.0.1:{settings.port}/health" in health[-1]
     compile(health[-1], "HEALTHCHECK", "exec")
     stages = re.split(r"^FROM ", DOCKERFILE, flags=re.M)
-    for name in ("cpu", "cuda"):
+    for name in ("cpu", "cuda", "cluster"):
         (stage,) = [one for one in stages if f" AS {name}\n" in one]
         assert stage.rstrip().endswith(f"USER {USER}")
     assert f"--uid {USER}" in DOCKERFILE
@@ -220,6 +220,60 @@ def test_a_manifest_starts_the_server_and_asks_it_what_it_answers(name: str) -> 
     assert parts["Deployment"]["spec"]["selector"]["matchLabels"] == labels
     monitor = manifest("podmonitor.yaml")["PodMonitor"]["spec"]
     assert monitor["selector"]["matchLabels"] == labels
+
+
+# Fields of a RayCluster (ray.io/v1) that its resource definition has, and those it must have.
+RAY_CLUSTER = {
+    "headGroupSpec!", "workerGroupSpecs", "rayVersion", "enableInTreeAutoscaling",
+    "autoscalerOptions", "headServiceAnnotations", "suspend",
+}  # fmt: skip
+RAY_HEAD = {"serviceType", "headService", "enableIngress", "rayStartParams!", "template!"}
+RAY_WORKERS = {
+    "groupName!", "replicas", "minReplicas!", "maxReplicas!", "numOfHosts", "rayStartParams!",
+    "template!", "scaleStrategy",
+}  # fmt: skip
+RAY_AUTOSCALER = {
+    "resources", "image", "imagePullPolicy", "env", "envFrom", "volumeMounts", "securityContext",
+    "idleTimeoutSeconds", "upscalingMode",
+}  # fmt: skip
+
+
+def assert_fields(given: dict[str, Any], known: set[str]) -> None:
+    assert given.keys() <= {name.rstrip("!") for name in known}
+    assert {name.rstrip("!") for name in known if name.endswith("!")} <= given.keys()
+
+
+def test_the_ray_manifest_has_nodes_for_every_engine_and_a_server_that_joins_them() -> None:
+    parts = manifest("ray.yaml")
+    cluster, server = parts["RayCluster"], parts["Deployment"]
+    assert cluster["apiVersion"] == "ray.io/v1"
+    spec = cluster["spec"]
+    assert_fields(spec, RAY_CLUSTER)
+    assert_fields(spec["headGroupSpec"], RAY_HEAD)
+    assert_fields(spec["autoscalerOptions"], RAY_AUTOSCALER)
+    assert f'"ray[default]=={spec["rayVersion"]}"' in DOCKERFILE
+    pod = server["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert settings_of(container["args"]).host == "0.0.0.0"
+    args = [word.partition("=") for word in container["args"]]
+    given = {name.removeprefix("--"): value for name, _, value in args}
+    assert f"--address {cluster['metadata']['name']}-head-svc:6379" in container["command"][2]
+    groups = {group["groupName"]: group for group in spec["workerGroupSpecs"]}
+    assert set(groups) == {"prefill", "decode"}
+    for phase, group in groups.items():
+        assert_fields(group, RAY_WORKERS)
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+        assert group["replicas"] == int(given[f"{phase}-engines"])
+        # Quoted twice: once for the shell that KubeRay starts Ray with.
+        has = json.loads(json.loads(group["rayStartParams"]["resources"]))
+        assert has == json.loads(given[f"{phase}-resources"])
+    for group in (spec["headGroupSpec"], *groups.values()):
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+        (node,) = group["template"]["spec"]["containers"]
+        assert node["image"] == container["image"] == "twostroke:cluster"
+        assert group["template"]["spec"]["securityContext"]["runAsUser"] == USER
+    cores = groups["decode"]["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"]
+    assert cores == given["threads"]
 
 
 def test_the_unit_starts_the_server_with_its_settings() -> None:

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 _Bytes = npt.NDArray[np.uint8]
 _Floats = npt.NDArray[np.float32]
-_Halves = npt.NDArray[np.uint16]
+_Cache = npt.NDArray[np.uint16] | npt.NDArray[np.int8]
 _Ints = npt.NDArray[np.int32]
 _Keys = npt.NDArray[np.uint32]
 
@@ -141,11 +141,13 @@ class Model:
         self,
         tokens: _Ints,
         tables: Sequence[_Ints],
-        caches: Sequence[_Halves],
+        caches: Sequence[_Cache],
         slots: _Ints,
         chunks: _Ints,
         which: _Ints,
         out: _Floats,
         keep_all: bool = False,
     ) -> None: ...
+    def keep_shares(self) -> None: ...
+    def shares(self) -> _Floats: ...
     def logits(self, which: _Ints, out: _Floats) -> None: ...

@@ -14,11 +14,16 @@ from os import PathLike, fspath
 from typing import Any, NamedTuple, cast
 
 from twostroke.errors import ConfigError, RequestError
+from twostroke.kv.eviction import LEAST_BLOCKS, LEAST_STRETCHES, STRETCH_TOKENS
 from twostroke.request import SamplingParams
 from twostroke.strict import Strict
 
 GIB = 1024**3
+KV_TRANSPORTS = ("auto", "memory", "device", "sockets")
+KV_TIMEOUT_EXPECTED = "seconds from 0.01 to 600"
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # vLLM's other names
+KV_8_BIT = ("fp8_e4m3", "fp8_e5m2", "int8")
+KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", *KV_8_BIT)  # fp8: fp8_e4m3
 # What a model's makers, or `override_generation_config`, may recommend.
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 OVERRIDDEN = (*RECOMMENDED, "presence_penalty", "frequency_penalty")
@@ -52,7 +57,7 @@ class EngineConfig(Strict):
     chat_template: str | None = None  # a template, or the path of one, instead of the model's own
     load_format: str = "auto"  # auto, safetensors, gguf, dummy
     dtype: str = "auto"  # auto: the model's own on a GPU, float32 on a CPU, which computes in that
-    kv_cache_dtype: str = "auto"  # auto: as dtype
+    kv_cache_dtype: str = "auto"  # auto: as dtype; see KV_DTYPES
     device: str = "auto"  # auto: cuda if there is one
     seed: int = 0
     max_model_len: int | None = None  # None: as long as model and cache allow
@@ -69,6 +74,10 @@ class EngineConfig(Strict):
     kv_cache_memory_bytes: int | None = None
     # Blocks of the KV group that keeps all positions (the first, if all have windows).
     num_gpu_blocks_override: int | None = None
+    # While a request writes, the KV blocks it gives up beyond a budget: None, sinks (all but the
+    # first block and the newest), or heavy-hitters (those between that got the least attention).
+    kv_eviction: str | None = None
+    kv_eviction_budget: int = 4096  # tokens that a request keeps, once its prompt is computed
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     scheduling_policy: str = "fcfs"  # fcfs, priority
@@ -79,7 +88,7 @@ class EngineConfig(Strict):
     cudagraph_capture_sizes: tuple[int, ...] | None = None  # all of them, instead of our choice
     nvtx: bool = False  # name steps and the parts of layers for a profiler of a GPU
     tensor_parallel_size: int = 1  # ranks that share the model: GPUs, or processes of a CPU
-    # Of weights that are not: int8, int4 on a CPU, fp8 on torch.
+    # Of weights that are not: int8, int4 on a CPU, fp8, int4 on torch.
     quantization: str | None = None
     kernels: str = "auto"  # auto: the native ones on a CPU that has them; reference, native
     isa: str = "auto"  # of the native kernels: auto, amx, avx512, avx2, neon, portable
@@ -89,20 +98,26 @@ class EngineConfig(Strict):
     measure_ceilings: bool = False  # the device's, at the start, for the metrics
     # What a server with several engines sets for each of them (`route/`):
     engines_on_host: int = 1  # that share its memory and cores
+    engine_index: int = 0  # which of them it is: they take GPUs in turn
     kv_sharing: str = "none"  # shared: other engines may fetch KV blocks; checked: by checksums
+    kv_transport: str = "auto"  # memory, device or sockets: this way alone
+    kv_host: str | None = None  # this machine's address for engines on others; None: there are none
+    kv_transfer_timeout_s: float = 3.0  # nothing has come for so long: computed again
 
     def __post_init__(self) -> None:
         for name in ("model", "tokenizer", "chat_template"):
             if isinstance(getattr(self, name), PathLike):
                 object.__setattr__(self, name, fspath(getattr(self, name)))
-        for name in ("model", "tokenizer", "revision", "chat_template"):
+        for name in ("model", "tokenizer", "revision", "chat_template", "kv_host"):
             if not isinstance(getattr(self, name), str | None):
                 self._refuse(name, "a string or None")
         self._check_choice("load_format", ("auto", "safetensors", "gguf", "dummy"))
         dtype = str(self.dtype).removeprefix("torch.")
         object.__setattr__(self, "dtype", DTYPE_NAMES.get(dtype, dtype))
         self._check_choice("dtype", ("auto", "float32", "float16", "bfloat16"))
-        self._check_choice("kv_cache_dtype", ("auto", "float32", "float16", "bfloat16"))
+        self._check_choice("kv_cache_dtype", KV_DTYPES)
+        if self.kv_cache_dtype == "fp8":
+            object.__setattr__(self, "kv_cache_dtype", "fp8_e4m3")
         self._check_choice("scheduling_policy", ("fcfs", "priority"))
         self._check_choice("performance_mode", tuple(MODES))
         if self.quantization is not None:
@@ -129,6 +144,9 @@ class EngineConfig(Strict):
         self._check_int("block_size", 1, 1024)
         self._check_int("kv_cache_memory_bytes", 1, optional=True)
         self._check_int("num_gpu_blocks_override", 1, optional=True)
+        if self.kv_eviction is not None:
+            self._check_choice("kv_eviction", ("sinks", "heavy-hitters"))
+        self._check_int("kv_eviction_budget", 1)
         self._check_int("max_logprobs", -1)
         self._check_int("max_cudagraph_capture_size", 0, optional=True)
         self._check_capture_sizes()
@@ -145,7 +163,10 @@ class EngineConfig(Strict):
         )
         self._check_int("tensor_parallel_size", 1, 1024)
         self._check_int("engines_on_host", 1, 1024)
+        self._check_int("engine_index", 0, 1023)
         self._check_choice("kv_sharing", ("none", "shared", "checked"))
+        self._check_choice("kv_transport", KV_TRANSPORTS)
+        self._check_number("kv_transfer_timeout_s", 0.01, 600.0, KV_TIMEOUT_EXPECTED)
         self._check_contradictions()
 
     def _check_capture_sizes(self) -> None:
@@ -179,12 +200,8 @@ class EngineConfig(Strict):
                 "num_gpu_blocks_override and kv_cache_memory_bytes both set the size of the KV "
                 "cache; give one of them"
             )
-        if self.tensor_parallel_size > 1 and self.device.startswith("cuda:"):
-            raise ConfigError(
-                f"device is {self.device!r}, one GPU, but tensor_parallel_size is "
-                f"{self.tensor_parallel_size}; use device='cuda', and CUDA_VISIBLE_DEVICES to say "
-                "which"
-            )
+        if self.kv_eviction is not None:
+            self._check_eviction()
         budget = self.max_num_batched_tokens
         if budget is not None and budget < self.max_num_seqs:
             raise ConfigError(
@@ -200,6 +217,32 @@ class EngineConfig(Strict):
                 )
         if self.skip_tokenizer_init and self.tokenizer is not None:
             raise ConfigError("skip_tokenizer_init and tokenizer contradict each other; give one")
+
+    @property
+    def kv_scaled(self) -> bool:
+        """The KV cache holds a scale for each head of a token."""
+        return self.kv_cache_dtype == "int8"
+
+    def _check_eviction(self) -> None:
+        least, of = LEAST_BLOCKS * self.block_size, f"{LEAST_BLOCKS} KV blocks"
+        if self.kv_eviction == "heavy-hitters":
+            least, of = LEAST_STRETCHES * STRETCH_TOKENS, "what is scored together"
+            if STRETCH_TOKENS % self.block_size:
+                raise ConfigError(
+                    f"kv_eviction heavy-hitters has a score for each {STRETCH_TOKENS} tokens, "
+                    f"which block_size {self.block_size} does not divide; use 16, 32 or 64"
+                )
+        if self.kv_eviction_budget < least:
+            raise ConfigError(
+                f"kv_eviction_budget {self.kv_eviction_budget} is too small for kv_eviction "
+                f"{self.kv_eviction}: the first, the newest and what can go are at least {of}; "
+                f"raise it to at least {least}"
+            )
+        if not self.enable_chunked_prefill:
+            raise ConfigError(
+                "kv_eviction needs enable_chunked_prefill: what a preempted request had written is "
+                "computed anew a block at a time; leave out one of them"
+            )
 
     def goals(self, on_gpu: bool) -> tuple[float | None, float | None]:
         """Seconds to the first token and between two; None: no goal."""

@@ -8,6 +8,7 @@ every tensor-parallel rank or to another machine. The phase is a type: prefill w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from twostroke.request import SamplingParams
@@ -59,6 +60,15 @@ class BlockDrop(NamedTuple):
     upto: int
 
 
+class BlockEvict(NamedTuple):
+    """Entries [start, stop) leave a row's table, after all that the step appends, and the table
+    closes up. Rows of models with one KV group only."""
+
+    row: int
+    start: int
+    stop: int
+
+
 class PhaseWork(NamedTuple):
     """How much a phase does in a step, in the units the cost model counts in."""
 
@@ -86,6 +96,7 @@ class StepPlan(NamedTuple):
     decode: tuple[Slot, ...]
     prefill_work: PhaseWork
     decode_work: PhaseWork
+    evicted: tuple[BlockEvict, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -120,7 +131,10 @@ class StepResult(NamedTuple):
     device_s: float
     idle_s: float | None = None  # what the device had waited before, where it can tell
     counts: list[int] | None = None  # tokens of each slot and last chunk; None: one of each
-    comm_s: float = 0.0  # of `device_s`, what went to collectives with other ranks; CPUs only
+    comm_s: float = 0.0  # of `device_s`, what went to collectives with other ranks
+    comm_bytes: float = 0.0  # that a rank sent for these, the mean over the ranks
+    # Of each slot's attention, to each stretch of its cache, where they decide what is evicted
+    shares: Sequence[Sequence[float]] = ()
 
 
 class Pending(Protocol):

@@ -249,6 +249,7 @@ class EngineRequest:
     tokenised_s: float = 0.0  # when the prompt had become token ids
     thinking: Thinking | None = None  # None: none, or nothing is to be done about it
     prefix_marks: tuple[str, ...] = ()  # digests of the first 64, 128, 256, … tokens
+    session: str = ""  # digest of the conversation that it is a turn of, if the client says so
     hand_over: bool = False  # end after the next token, as PREFILLED, with an offer of its blocks
     resumed: Resumed | None = None
 

@@ -43,7 +43,7 @@ REFUSED = {
     "enable_lora": "LoRA adapters are not there yet; merge the adapter into the model",
     "speculative_config": "speculative decoding is not there yet",
     "logits_processors": "code of others does not run in a step",
-    "kv_transfer_config": "KV blocks do not travel between engines yet",
+    "kv_transfer_config": "a server's --prefill-engines and --decode-engines hand KV blocks over",
     "hf_overrides": "config.json is read as it stands; change a copy of it, and",
 }
 SAME = {"runner": ("generate",), "task": ("generate",), "convert": ("none",)}  # as the defaults

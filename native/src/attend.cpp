@@ -22,6 +22,10 @@ void Model::rotate_and_store(const Step& step, const Layer& layer, const Cache& 
   const size_t angles = static_cast<size_t>(step.position[t]) * rope.half;
   k_.rope(q, group, dim, &rope.cos[angles], &rope.sin[angles], rope.half);
   k_.rope(key, 1, dim, &rope.cos[angles], &rope.sin[angles], rope.half);
+  if (cache.is_int8) {
+    cache.store_int8(cache.keys, step.table(layer, t), step.index[t], kv, key);
+    return cache.store_int8(cache.values, step.table(layer, t), step.index[t], kv, value);
+  }
   const size_t at = cache.offset(step.table(layer, t), step.index[t], kv);
   k_.to_fp16(key, dim, cache.keys + at);
   k_.to_fp16(value, dim, cache.values + at);
@@ -50,8 +54,9 @@ void Model::attend(const Step& step, const Layer& layer, const Cache& cache, int
     store(step, layer, cache, 0, decoding);
   }
   end_stage(kStore, member);
-  const PrefillAttention& tile =
-      uses_matrix_units(step.tokens) ? k_.matrix_units.prefill : prefill_attention(layer.dim);
+  const PrefillAttention& tile = cache.is_int8 ? int8_attention(layer.dim).prefill
+                                 : uses_matrix_units(step.tokens) ? k_.matrix_units.prefill
+                                                                  : prefill_attention(layer.dim);
   std::vector<int> tiles;  // of each chunk
   int tasks = 0;
   for (const Chunk& chunk : step.prefill) {
@@ -134,7 +139,9 @@ void Model::attend_part(const Step& step, const Layer& layer, const Cache& cache
   float* acc = &partial_[static_cast<size_t>(n) * together * (dim + 2)];
   float *largest = acc + together * dim, *sum = largest + together;
   const int32_t* table = step.table(layer, p.t);
-  const DecodeAttention attend_one = in_fp16(dim) ? k_.fp16.decode : k_.decode;
+  const DecodeAttention attend_one = cache.is_int8  ? int8_attention(dim).decode
+                                     : in_fp16(dim) ? k_.fp16.decode
+                                                    : k_.decode;
   if (layer.latent != nullptr) {
     const int first = p.group * together, count = std::min(together, layer.heads - first);
     const float* queries = &among_latents_[(static_cast<size_t>(p.t) * layer.heads + first) * dim];
@@ -146,7 +153,7 @@ void Model::attend_part(const Step& step, const Layer& layer, const Cache& cache
 }
 
 // What a head's parts come to, as `cached_dim` channels.
-void Model::merge_head(const Step& step, const Layer& layer, int t, int head, float* out) const {
+void Model::merge_head(const Step& step, const Layer& layer, int t, int head, float* out) {
   const int together = layer.heads_together(), dim = layer.cached_dim(), num_parts = splits(step, layer);
   const int group = head / together, g = head % together;
   const size_t size = static_cast<size_t>(together) * (dim + 2);
@@ -162,7 +169,26 @@ void Model::merge_head(const Step& step, const Layer& layer, int t, int head, fl
     for (int d = 0; d < dim; d++) out[d] += part[g * dim + d] * weight;
   }
   total += layer.attention.sink_weight(head, largest);
+  if (keeps_shares_ && t < share_slots_) {
+    float* shares = &shares_[(static_cast<size_t>(t) * share_heads_ + head) * share_parts_];
+    for (int p = 0; p < std::min(num_parts, share_parts_); p++) {
+      const float* part = parts + p * size;
+      shares[p] += part[together * (dim + 1) + g] * std::exp(part[together * dim + g] - largest) / total;
+    }
+  }
   for (int d = 0; d < dim; d++) out[d] /= total;
+}
+
+void Model::shares(float* out) const {
+  int heads = 0;
+  for (const Layer& layer : parts_.layers) heads += layer.heads;
+  for (int t = 0; t < share_slots_; t++)
+    for (int p = 0; p < share_parts_; p++) {
+      float sum = 0;
+      for (int head = 0; head < share_heads_; head++)
+        sum += shares_[(static_cast<size_t>(t) * share_heads_ + head) * share_parts_ + p];
+      out[static_cast<size_t>(t) * share_parts_ + p] = sum / heads;
+    }
 }
 
 void Model::merge(const Step& step, const Layer& layer, int t, int kv) {

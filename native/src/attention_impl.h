@@ -10,7 +10,7 @@ struct Reader {
   size_t block_stride;
 
   Reader(const T* data, const Cache& c, const int32_t* table, int kv)
-      : base(data + static_cast<size_t>(kv) * c.block_size * c.dim),
+      : base(data + static_cast<size_t>(kv) * c.block_size * (c.dim + (sizeof(T) == 1 ? kScaleBytes : 0))),
         table(table),
         block_size(c.block_size),
         dim(c.dim),
@@ -25,10 +25,37 @@ struct Reader {
       for (; offset < block_size && n < count; offset++, n++, p += dim) f(n, p);
     }
   }
+
+  // f(n, pointer, scale), of int8.
+  template <typename F>
+  inline __attribute__((always_inline)) void each_scaled(int first, int count, F&& f) const {
+    int block = first / block_size, offset = first % block_size;
+    for (int n = 0; n < count; block++, offset = 0) {
+      const T* start = base + table[block] * block_stride;
+      const T* p = start + static_cast<size_t>(offset) * dim;
+      const T* scales = start + static_cast<size_t>(block_size) * dim;
+      for (; offset < block_size && n < count; offset++, n++, p += dim) {
+        float scale;
+        __builtin_memcpy(&scale, scales + offset * kScaleBytes, kScaleBytes);
+        f(n, p, scale);
+      }
+    }
+  }
 };
+
+static inline Reader<int8_t> int8_reader(const uint16_t* data, const Cache& c, const int32_t* table, int kv) {
+  return Reader(reinterpret_cast<const int8_t*>(data), c, table, kv);
+}
 
 // Ask for indices [from, to) of one KV head: blocks lie apart, and the machine does not guess where.
 static void prefetch_keys(const Cache& cache, const int32_t* table, int from, int to, int kv) {
+  if (cache.is_int8) {
+    for (const uint16_t* data : {cache.keys, cache.values})
+      int8_reader(data, cache, table, kv).each(from, to - from, [&](int, const int8_t* p) {
+        for (int d = 0; d < cache.dim; d += 64) __builtin_prefetch(p + d, 0, 2);
+      });
+    return;
+  }
   for (const uint16_t* data : {cache.keys, cache.values})
     Reader(data, cache, table, kv).each(from, to - from, [&](int, const uint16_t* p) {
       for (int d = 0; d < cache.dim; d += 32) __builtin_prefetch(p + d, 0, 2);
@@ -40,6 +67,24 @@ static inline void widen(const uint16_t* p, int dim, float* out) {
   for (; d + W <= dim; d += W) store(out + d, load_fp16(p + d));
   for (; d < dim; d++) out[d] = fp16_to_float(p[d]);
 }
+
+static inline f32v load_int8(const int8_t* p) {
+  typedef int8_t bytes __attribute__((vector_size(W)));
+  bytes x;
+  __builtin_memcpy(&x, p, W);
+  return __builtin_convertvector(x, f32v);
+}
+
+static inline void widen(const int8_t* p, int dim, float scale, float* out) {
+  int d = 0;
+  for (; d + W <= dim; d += W) store(out + d, load_int8(p + d) * scale);
+  for (; d < dim; d++) out[d] = static_cast<float>(p[d]) * scale;
+}
+
+static inline f32v load_wide(const uint16_t* p) { return load_fp16(p); }
+static inline f32v load_wide(const int8_t* p) { return load_int8(p); }
+static inline float to_float(uint16_t x) { return fp16_to_float(x); }
+static inline float to_float(int8_t x) { return static_cast<float>(x); }
 
 static inline void widen(const float* p, int dim, float* out) {
   __builtin_memcpy(out, p, sizeof(float) * dim);
@@ -118,7 +163,7 @@ static inline void weigh(const float* s, const float* v, int keys, int rows, int
   }
 }
 
-// T: what the cache holds, fp16 or floats.
+// T: what the cache holds, fp16, int8 or floats.
 template <typename T>
 static void attend_prefill_of(const Cache& cache, const int32_t* table, const float* q,
                               int q_stride, int first, int count, int kv, int group,
@@ -150,8 +195,13 @@ static void attend_prefill_of(const Cache& cache, const int32_t* table, const fl
   if (window > 0 && first - window + 1 > 0) key = first - window + 1;
   for (; key < end; key += kKeys) {
     const int keys = end - key < kKeys ? end - key : kKeys;
-    keys_at.each(key, keys, [&](int n, const T* p) { widen(p, dim, k + n * dim); });
-    values_at.each(key, keys, [&](int n, const T* p) { widen(p, dim, v + n * dim); });
+    if constexpr (sizeof(T) == 1) {
+      keys_at.each_scaled(key, keys, [&](int n, const T* p, float scale) { widen(p, dim, scale, k + n * dim); });
+      values_at.each_scaled(key, keys, [&](int n, const T* p, float scale) { widen(p, dim, scale, v + n * dim); });
+    } else {
+      keys_at.each(key, keys, [&](int n, const T* p) { widen(p, dim, k + n * dim); });
+      values_at.each(key, keys, [&](int n, const T* p) { widen(p, dim, v + n * dim); });
+    }
     score(k, keys, qt, rows, dim, s);
     if (params.softcap > 0) soft_cap(s, keys * rows, 1, params.softcap);
     const bool edges = key + keys - 1 > first || window > 0;  // some query does not see them all
@@ -199,19 +249,25 @@ static void attend_prefill_of(const Cache& cache, const int32_t* table, const fl
 static constexpr auto attend_prefill = attend_prefill_of<uint16_t>;
 
 // G heads that share a KV head, over indices [from, to).
-template <int G>
+template <int G, typename T>
 static void decode_heads(const Cache& cache, const int32_t* table, const float* q, int from, int to,
                          int kv, const AttentionParams& params, float* acc, float* largest,
                          float* sum) {
   const int dim = cache.dim;
-  const Reader keys_at(cache.keys, cache, table, kv), values_at(cache.values, cache, table, kv);
-  const uint16_t* p[kKeys + 4];
+  constexpr bool kScaled = sizeof(T) == 1;
+  const Reader keys_at(reinterpret_cast<const T*>(cache.keys), cache, table, kv);
+  const Reader values_at(reinterpret_cast<const T*>(cache.values), cache, table, kv);
+  const T* p[kKeys + 4];
   float s[G][kKeys + 4];
+  [[maybe_unused]] float scales[kKeys];
   for (int g = 0; g < G; g++) largest[g] = -1e30f, sum[g] = 0;
   __builtin_memset(acc, 0, sizeof(float) * G * dim);
   for (int key = from; key < to; key += kKeys) {
     const int keys = to - key < kKeys ? to - key : kKeys;
-    keys_at.each(key, keys, [&](int n, const uint16_t* at) { p[n] = at; });
+    if constexpr (kScaled)
+      keys_at.each_scaled(key, keys, [&](int n, const T* at, float scale) { p[n] = at, scales[n] = scale; });
+    else
+      keys_at.each(key, keys, [&](int n, const T* at) { p[n] = at; });
     for (int n = keys; n < keys + 4; n++) p[n] = p[keys - 1];
     for (int n = 0; n < keys; n += 4) {
       f32v x[G][4];
@@ -219,7 +275,7 @@ static void decode_heads(const Cache& cache, const int32_t* table, const float* 
       int d = 0;
       for (; d + W <= dim; d += W) {
         f32v k[4];
-        unrolled<4>([&](auto j) { k[j] = load_fp16(p[n + j] + d); });
+        unrolled<4>([&](auto j) { k[j] = load_wide(p[n + j] + d); });
         unrolled<G>([&](auto g) {
           f32v query = load(q + g * dim + d);
           unrolled<4>([&](auto j) { x[g][j] = mul_add(k[j], query, x[g][j]); });
@@ -228,8 +284,11 @@ static void decode_heads(const Cache& cache, const int32_t* table, const float* 
       unrolled<G>([&](auto g) { sum_four(x[g][0], x[g][1], x[g][2], x[g][3], s[g] + n); });
       for (; d < dim; d++)
         for (int g = 0; g < G; g++)
-          for (int j = 0; j < 4; j++) s[g][n + j] += fp16_to_float(p[n + j][d]) * q[g * dim + d];
+          for (int j = 0; j < 4; j++) s[g][n + j] += to_float(p[n + j][d]) * q[g * dim + d];
     }
+    if constexpr (kScaled)
+      for (int g = 0; g < G; g++)
+        for (int n = 0; n < keys; n++) s[g][n] *= scales[n];
     for (int g = 0; g < G; g++) {
       f32v most = splat(largest[g]);
       float scale = params.scale;
@@ -257,7 +316,13 @@ static void decode_heads(const Cache& cache, const int32_t* table, const float* 
       if (shrink != 1.0f)
         for (int d = 0; d < dim; d++) acc[g * dim + d] *= shrink;
     }
-    values_at.each(key, keys, [&](int n, const uint16_t* at) { p[n] = at; });
+    if constexpr (kScaled) {
+      values_at.each_scaled(key, keys, [&](int n, const T* at, float scale) { p[n] = at, scales[n] = scale; });
+      for (int g = 0; g < G; g++)
+        for (int n = 0; n < keys; n++) s[g][n] *= scales[n];
+    } else {
+      values_at.each(key, keys, [&](int n, const T* at) { p[n] = at; });
+    }
     for (int n = keys; n < keys + 4; n++) p[n] = p[keys - 1];
     int d = 0;
     for (; d + 4 * W <= dim; d += 4 * W) {
@@ -268,7 +333,7 @@ static void decode_heads(const Cache& cache, const int32_t* table, const float* 
       for (int n = 0; n < keys; n += 4) {  // past the last key the weights are 0
         unrolled<4>([&](auto i) {
           f32v v[4];
-          unrolled<4>([&](auto j) { v[j] = load_fp16(p[n + i] + d + j * W); });
+          unrolled<4>([&](auto j) { v[j] = load_wide(p[n + i] + d + j * W); });
           unrolled<G>([&](auto g) {
             const Four weights(s[g] + n);
             unrolled<4>([&](auto j) { a[g][j] = add_times<i>(a[g][j], v[j], weights); });
@@ -281,7 +346,7 @@ static void decode_heads(const Cache& cache, const int32_t* table, const float* 
     }
     for (; d < dim; d++)
       for (int g = 0; g < G; g++)
-        for (int n = 0; n < keys; n++) acc[g * dim + d] += fp16_to_float(p[n][d]) * s[g][n];
+        for (int n = 0; n < keys; n++) acc[g * dim + d] += to_float(p[n][d]) * s[g][n];
   }
 }
 
@@ -298,13 +363,16 @@ static inline __attribute__((always_inline)) void each_four(int group, F&& f) {
   }
 }
 
-static void attend_decode(const Cache& cache, const int32_t* table, const float* q, int from,
-                          int to, int kv, int group, const AttentionParams& params, float* acc,
-                          float* largest, float* sum) {
+template <typename T>
+static void attend_decode_of(const Cache& cache, const int32_t* table, const float* q, int from,
+                             int to, int kv, int group, const AttentionParams& params, float* acc,
+                             float* largest, float* sum) {
   const int dim = cache.dim;
   q += static_cast<size_t>(kv) * group * dim;
   each_four(group, [&](auto count, int g) {
-    decode_heads<decltype(count)::value>(cache, table, q + g * dim, from, to, kv, params,
-                                         acc + g * dim, largest + g, sum + g);
+    decode_heads<decltype(count)::value, T>(cache, table, q + g * dim, from, to, kv, params,
+                                            acc + g * dim, largest + g, sum + g);
   });
 }
+
+static constexpr auto attend_decode = attend_decode_of<uint16_t>;

@@ -206,11 +206,23 @@ static inline float weigh_head(float* s, int keys, int padded, float* largest, f
 
 static size_t fp16_scratch_floats(int group, int dim) {
   const size_t rows = (static_cast<size_t>(kQueries) * group + 7) / 8 * 8;
-  const size_t own = rows * (kKeys + kKeys / 2 + dim / 2 + dim + 5);
+  const size_t converted = static_cast<size_t>(kKeys) * dim / 2;  // of int8
+  const size_t own = rows * (kKeys + kKeys / 2 + dim / 2 + dim + 5) + converted;
   const size_t exact = prefill_scratch_floats(group, dim);  // for what is recomputed
   return own > exact ? own : exact;
 }
 
+// 8 · n elements with their scale, as fp16.
+static inline void int8_to_fp16(const int8_t* p, int dim, float scale, uint16_t* out) {
+  for (int d = 0; d < dim; d += 8) {
+    const int16x8_t x = vmovl_s8(vld1_s8(p + d));
+    const f32v a = vcvtq_f32_s32(vmovl_s16(vget_low_s16(x))), b = vcvtq_f32_s32(vmovl_high_s16(x));
+    store_fp16x8(out + d, a * scale, b * scale);
+  }
+}
+
+// T: what the cache holds, fp16 or int8.
+template <typename T>
 static void attend_prefill_fp16(const Cache& cache, const int32_t* table, const float* q,
                                 int q_stride, int first, int count, int kv, int group,
                                 const AttentionParams& params, float* scratch, float* out,
@@ -226,6 +238,7 @@ static void attend_prefill_fp16(const Cache& cache, const int32_t* table, const 
   int32_t* index = reinterpret_cast<int32_t*>(shrink + rows);  // of a row's query
   uint16_t* weights = reinterpret_cast<uint16_t*>(index + rows);  // [kKeys, rows]
   uint16_t* qt = weights + kKeys * rows;                             // [dim, rows]
+  uint16_t* converted = qt + dim * rows;                             // [kKeys, dim], of int8
   for (int r = 0; r < rows; r++) {
     const int query = r / group < count ? r / group : count - 1;  // rows past the last: any
     const float* p = q + query * q_stride + (kv * group + r % group) * dim;
@@ -241,25 +254,35 @@ static void attend_prefill_fp16(const Cache& cache, const int32_t* table, const 
     sum[r] = 0;
   }
   __builtin_memset(acc, 0, sizeof(float) * rows * dim);
-  const Reader keys_at(cache.keys, cache, table, kv), values_at(cache.values, cache, table, kv);
+  const Reader keys_at(reinterpret_cast<const T*>(cache.keys), cache, table, kv);
+  const Reader values_at(reinterpret_cast<const T*>(cache.values), cache, table, kv);
   const uint16_t* at[kKeys + 4];
+  auto find = [&](const Reader<T>& side, int first, int count) {
+    if constexpr (sizeof(T) == 1)
+      side.each_scaled(first, count, [&](int n, const T* p, float scale) {
+        int8_to_fp16(p, dim, scale, converted + n * dim);
+        at[n] = converted + n * dim;
+      });
+    else
+      side.each(first, count, [&](int n, const T* p) { at[n] = p; });
+  };
   int key = 0;
   if (window > 0 && first - window + 1 > 0) key = first - window + 1;
   for (; key < end; key += kKeys) {
     const int keys = end - key < kKeys ? end - key : kKeys;
-    keys_at.each(key, keys, [&](int n, const uint16_t* p) { at[n] = p; });
+    find(keys_at, key, keys);
     for (int n = keys; n < keys + 4; n++) at[n] = at[keys - 1];
     score_fp16(at, keys, qt, rows, dim, factor, s);
     if (params.softcap > 0) soft_cap(s, keys * rows, 1, params.softcap * kLog2e);
     // Some query does not see them all.
     if (key + keys - 1 > first || window > 0) mask(s, key, keys, index, window, rows);
     weigh_scores(s, keys, rows, largest, sum, shrink, weights);
-    values_at.each(key, keys, [&](int n, const uint16_t* p) { at[n] = p; });
+    find(values_at, key, keys);
     weigh_fp16(weights, at, keys, rows, dim, shrink, acc);
   }
   if (!all_finite(acc, rows * dim))
-    return attend_prefill(cache, table, q, q_stride, first, count, kv, group, params, scratch, out,
-                          out_stride);
+    return attend_prefill_of<T>(cache, table, q, q_stride, first, count, kv, group, params, scratch,
+                                out, out_stride);
   for (int r = 0; r < count * group; r++) {
     float* to = out + (r / group) * out_stride + (kv * group + r % group) * dim;
     const float sink = params.sink_weight(kv * group + r % group, largest[r] * kLn2);

@@ -97,19 +97,37 @@ constexpr size_t bf16_tile_at(int t, int b, int blocks) {
   return (static_cast<size_t>(t / 16) * blocks + b) * 16 * kBlock + t % 16 * kBlock;
 }
 
-// One layer of a KV group's pool, in fp16. A block holds the keys and values of all layers of the
-// group; those of one layer are [heads, block_size, dim], so that what one head reads of a block lies
-// together, and `block_stride` elements lie between two blocks.
+constexpr int kScaleBytes = 4;
+
+// One layer of a KV group's pool, in fp16 or int8. A block holds the keys and values of all layers of
+// the group; those of one layer are [heads, block_size, dim], so that what one head reads of a block
+// lies together, and `block_stride` elements lie between two blocks. In int8 each head's elements are
+// followed by their scales, a float for each token.
 struct Cache {
-  uint16_t* keys;
+  uint16_t* keys;  // of int8, to be read as that
   uint16_t* values;
   int block_size, heads, dim;
   size_t block_stride;
+  bool is_int8 = false;
 
   // Of a token by its cache index: its place among the tokens that the table holds.
   size_t offset(const int32_t* table, int index, int head) const {
     return table[index / block_size] * block_stride +
            (static_cast<size_t>(head) * block_size + index % block_size) * dim;
+  }
+
+  // A token's head in int8: x ≈ element · scale, where the largest element is 127.
+  void store_int8(uint16_t* side, const int32_t* table, int index, int head, const float* x) const {
+    int8_t* of_head = reinterpret_cast<int8_t*>(side) + table[index / block_size] * block_stride +
+                      static_cast<size_t>(head) * block_size * (dim + kScaleBytes);
+    const int slot = index % block_size;
+    int8_t* out = of_head + static_cast<size_t>(slot) * dim;
+    float largest = 0;
+    for (int d = 0; d < dim; d++) largest = __builtin_fabsf(x[d]) > largest ? __builtin_fabsf(x[d]) : largest;
+    const float inverse = 127.0f / (largest > 1e-30f ? largest : 1e-30f), scale = largest / 127.0f;
+    for (int d = 0; d < dim; d++)  // from 1.5 · 2^23 on floats have no fractions: rounded to even
+      out[d] = static_cast<int8_t>(static_cast<int32_t>(x[d] * inverse + 12582912.0f - 12582912.0f));
+    __builtin_memcpy(of_head + static_cast<size_t>(block_size) * dim + slot * kScaleBytes, &scale, kScaleBytes);
   }
 };
 
@@ -144,6 +162,11 @@ using DecodeAttention = void (*)(const Cache& cache, const int32_t* table, const
                                  int to, int kv, int group, const AttentionParams& params,
                                  float* acc, float* largest, float* sum);
 
+struct Int8Attention {  // over a cache in int8
+  PrefillAttention prefill = {};
+  DecodeAttention decode = nullptr;
+};
+
 // What matrix units add, for steps of at least `min_tokens`; nothing where that is 0.
 struct MatrixUnits {
   int min_tokens = 0;
@@ -157,6 +180,7 @@ struct Fp16Kernels {
   int most_dim = 0;  // of the heads that attention takes, in eights
   PrefillAttention prefill = {};
   DecodeAttention decode = nullptr;
+  Int8Attention int8 = {};
   // n floats as fp16 of token `t` of `Activations`, from its block `first` on.
   void (*to_fp16_blocks)(const float* x, int n, int t, int first, int blocks, uint16_t* fp16,
                     float* scale) = nullptr;
@@ -201,6 +225,7 @@ struct Kernels {
   PrefillAttention prefill;
   PrefillAttention prefill_floats;  // of a cache that holds floats, as which its pointers are read
   DecodeAttention decode;
+  Int8Attention int8;
   // Bring what `decode` is going to read closer.
   void (*prefetch_keys)(const Cache& cache, const int32_t* table, int from, int to, int kv);
   // Index of the largest of n scores.

@@ -39,6 +39,7 @@ const Kernels kAmx = {
     {kQueries, prefill_scratch_floats, amx::attend_prefill},
     {kQueries, prefill_scratch_floats, amx::attend_prefill_of<float>},
     amx::attend_decode,
+    {{kQueries, prefill_scratch_floats, amx::attend_prefill_of<int8_t>}, amx::attend_decode_of<int8_t>},
     amx::prefetch_keys,
     amx::argmax,
     amx::log_sum_exp,

@@ -35,6 +35,7 @@ const Kernels kAvx2 = {
     {kQueries, prefill_scratch_floats, avx2::attend_prefill},
     {kQueries, prefill_scratch_floats, avx2::attend_prefill_of<float>},
     avx2::attend_decode,
+    {{kQueries, prefill_scratch_floats, avx2::attend_prefill_of<int8_t>}, avx2::attend_decode_of<int8_t>},
     avx2::prefetch_keys,
     avx2::argmax,
     avx2::log_sum_exp,

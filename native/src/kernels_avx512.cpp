@@ -35,6 +35,7 @@ const Kernels kAvx512 = {
     {kQueries, prefill_scratch_floats, avx512::attend_prefill},
     {kQueries, prefill_scratch_floats, avx512::attend_prefill_of<float>},
     avx512::attend_decode,
+    {{kQueries, prefill_scratch_floats, avx512::attend_prefill_of<int8_t>}, avx512::attend_decode_of<int8_t>},
     avx512::prefetch_keys,
     avx512::argmax,
     avx512::log_sum_exp,

@@ -15,6 +15,7 @@ namespace neon {
 #include "attention_impl.h"
 
 #include "fp16_attention.h"
+#include "int8_attention.h"
 #include "fp16_products.h"
 }  // namespace neon
 
@@ -38,6 +39,7 @@ const Kernels kNeon = {
     {kQueries, prefill_scratch_floats, neon::attend_prefill},
     {kQueries, prefill_scratch_floats, neon::attend_prefill_of<float>},
     neon::attend_decode,
+    {{kQueries, prefill_scratch_floats, neon::attend_prefill_of<int8_t>}, neon::attend_decode_of<int8_t>},
     neon::prefetch_keys,
     neon::argmax,
     neon::log_sum_exp,
@@ -45,8 +47,9 @@ const Kernels kNeon = {
     neon::dot_bytes,
     {},
     {neon::kMostDim,
-     {kQueries, neon::fp16_scratch_floats, neon::attend_prefill_fp16},
+     {kQueries, neon::fp16_scratch_floats, neon::attend_prefill_fp16<uint16_t>},
      neon::attend_decode_fp16,
+     {{kQueries, neon::fp16_scratch_floats, neon::attend_prefill_fp16<int8_t>}, neon::attend_decode_int8},
      neon::to_fp16_blocks,
      neon::multiply_fp16},
 };

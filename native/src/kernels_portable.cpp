@@ -34,6 +34,7 @@ const Kernels kPortable = {
     {kQueries, prefill_scratch_floats, portable::attend_prefill},
     {kQueries, prefill_scratch_floats, portable::attend_prefill_of<float>},
     portable::attend_decode,
+    {{kQueries, prefill_scratch_floats, portable::attend_prefill_of<int8_t>}, portable::attend_decode_of<int8_t>},
     portable::prefetch_keys,
     portable::argmax,
     portable::log_sum_exp,

@@ -171,6 +171,7 @@ Model::Model(const Kernels& kernels, ModelParts parts, int threads, int threads_
       group = 1, dim = layer.expanded_dim();
     }
     scratch = std::max(scratch, prefill_attention(dim).scratch_floats(group, dim));
+    scratch = std::max(scratch, int8_attention(dim).prefill.scratch_floats(group, dim));
     if (k_.matrix_units.min_tokens > 0)
       scratch = std::max(scratch, k_.matrix_units.prefill.scratch_floats(group, dim));
   }
@@ -325,6 +326,13 @@ void Model::forward(const Rows& rows, const std::vector<Pool>& pools,
   plan(step, members);
   if (!all) plan(wanted, members);
   kept_ = all ? step.tokens : 0;
+  if (keeps_shares_) {
+    share_slots_ = static_cast<int>(decode.size());
+    share_parts_ = ceil_div(step.longest, kSplit);
+    share_heads_ = 0;
+    for (const Layer& layer : parts_.layers) share_heads_ = std::max(share_heads_, layer.heads);
+    shares_.assign(static_cast<size_t>(share_slots_) * share_heads_ * share_parts_, 0.0f);
+  }
   reserve(step.tokens);
   resize(last_, std::max(count, 1), hidden_);
   stage_start_ = std::chrono::steady_clock::now();
@@ -411,10 +419,12 @@ void Model::end_stage(Stage stage, int member) {
 Cache Model::cache_of(const Step& step, const Layer& layer) const {
   const Pool& pool = step.pools[layer.group];
   const KVGroup& group = groups_[layer.group];
-  const size_t part = static_cast<size_t>(pool.block_size) * group.heads * group.dim;  // keys of one layer
-  uint16_t* keys = pool.data + group.parts * part * layer.in_group;
-  uint16_t* values = group.parts == 1 ? keys : keys + part;  // a latent is the key, and the value
-  return {keys, values, pool.block_size, group.heads, group.dim, group.parts * part * group.layers};
+  const int element = pool.is_int8 ? 1 : 2, width = group.dim + (pool.is_int8 ? kScaleBytes : 0);
+  const size_t part = static_cast<size_t>(pool.block_size) * group.heads * width;  // keys of one layer
+  char* keys = static_cast<char*>(pool.data) + element * group.parts * part * layer.in_group;
+  char* values = group.parts == 1 ? keys : keys + element * part;  // a latent is the key, and the value
+  return {reinterpret_cast<uint16_t*>(keys), reinterpret_cast<uint16_t*>(values), pool.block_size,
+          group.heads, group.dim, group.parts * part * group.layers, pool.is_int8};
 }
 
 void Model::norm_all(const Step& step, const Norm& norm, const Matrix& next, bool with_residual,

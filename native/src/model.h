@@ -159,8 +159,9 @@ struct Rows {
 };
 
 struct Pool {  // of one KV group, as `kv/host_pool.py` makes it
-  uint16_t* data;  // [blocks, layers, parts, heads, block_size, dim]
+  void* data;  // [blocks, layers, parts, heads, block_size, dim] in fp16; in int8 with scales, see `Cache`
   int blocks, block_size;
+  bool is_int8;
 };
 
 // What a step's time goes to.
@@ -182,6 +183,14 @@ class Model {
                bool keep_all);
   // Logits of more tokens of a step that was kept.
   void logits(const int32_t* which, int count, float* out);
+
+  // From now on, what shares of attention each decode slot gives to stretches of kSplit cache
+  // entries is kept until the next step. Not of layers with latents.
+  void keep_shares() { keeps_shares_ = true; }
+  int share_slots() const { return share_slots_; }
+  int share_parts() const { return share_parts_; }
+  // The last step's, [slots, parts], means over heads and layers.
+  void shares(float* out) const;
 
   // `work(n)` for n of 0 … count − 1, by the threads that decode.
   void parallel(int count, const std::function<void(int)>& work);
@@ -218,6 +227,7 @@ class Model {
   const PrefillAttention& prefill_attention(int dim) const {
     return in_fp16(dim) ? k_.fp16.prefill : k_.prefill;
   }
+  const Int8Attention& int8_attention(int dim) const { return in_fp16(dim) ? k_.fp16.int8 : k_.int8; }
   Activations view(const Quantised& a, int width, bool with_residual = false) const;
   void quantise(Quantised& a, int t, int from, int n, const Matrix& next, bool with_residual = false) const;
   void norm(const float* x, const Norm& norm, float* out) const;
@@ -249,7 +259,7 @@ class Model {
   void prefetch_part(const Step& step, const Layer& layer, const Cache& cache, int n) const;
   void attend_part(const Step& step, const Layer& layer, const Cache& cache, int n);
   void merge(const Step& step, const Layer& layer, int t, int kv);
-  void merge_head(const Step& step, const Layer& layer, int t, int head, float* out) const;
+  void merge_head(const Step& step, const Layer& layer, int t, int head, float* out);
   float* latent_queries(const Layer& layer, int t);
   void project_latent_queries(const Step& step, const Layer& layer);
   void rotate_and_store_latent(const Step& step, const Layer& layer, const Cache& cache, int t);
@@ -296,6 +306,9 @@ class Model {
   std::vector<Quantised> own_;  // of each member: what it norms for itself in a small step
   std::vector<std::vector<float>> scratch_, both_;
   std::vector<float> partial_;  // of split decode attention: acc, largest, sum
+  std::vector<float> shares_;  // [slots, heads, parts], added up over the layers
+  int share_slots_ = 0, share_parts_ = 0, share_heads_ = 0;
+  bool keeps_shares_ = false;
   // Of layers with latents: queries and their latents; queries among the latents of the cache; keys
   // and values of some heads; and of each member, inputs and outputs of one head's products.
   std::vector<float> latent_q_, among_latents_;

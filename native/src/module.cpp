@@ -33,7 +33,7 @@ using OutInts2 = nb::ndarray<int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu
 using OutInts1 = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Grid = nb::ndarray<const int8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Keys = nb::ndarray<const uint32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using PoolData = nb::ndarray<uint16_t, nb::ndim<6>, nb::c_contig, nb::device::cpu>;
+using PoolData = nb::ndarray<nb::ndim<6>, nb::c_contig, nb::device::cpu>;  // fp16 as bits, or int8
 
 namespace {
 
@@ -139,10 +139,14 @@ struct CheckedStep {
     for (size_t g = 0; g < groups.size(); g++) {
       const PoolData& pool = caches[g];
       check(pool.shape(4) > 0 && shape_is(pool, 2, groups[g].parts) && shape_is(pool, 1, groups[g].layers) &&
-                shape_is(pool, 3, groups[g].heads) && shape_is(pool, 5, groups[g].dim),
+                shape_is(pool, 3, groups[g].heads),
+            "the cache is not this model's");
+      const bool is_int8 = pool.dtype() == nb::dtype<int8_t>();
+      check(is_int8 ? groups[g].parts == 2 && shape_is(pool, 5, groups[g].dim + kScaleBytes)
+                    : pool.dtype() == nb::dtype<uint16_t>() && shape_is(pool, 5, groups[g].dim),
             "the cache is not this model's");
       pools.push_back(
-          {pool.data(), static_cast<int>(pool.shape(0)), static_cast<int>(pool.shape(4))});
+          {pool.data(), static_cast<int>(pool.shape(0)), static_cast<int>(pool.shape(4)), is_int8});
       rows.tables.push_back({tables[g].data(), static_cast<int64_t>(tables[g].shape(1))});
       num_rows_ = std::min(num_rows_, tables[g].shape(0));
     }
@@ -528,6 +532,18 @@ NB_MODULE(_native, m) {
            "chunks"_a, "which"_a, "out"_a.noconvert(), "keep_all"_a = false,
            "Compute slots [n, (row, position, index)] and chunks [n, (row, start, size, index)], and "
            "the logits of some of their tokens. Tables and caches: one for each KV group.")
+      .def("keep_shares", &Model::keep_shares,
+           "Keep the shares of attention of each step's slots from now on.")
+      .def("shares",
+           [](const Model& self) {
+             const size_t slots = self.share_slots(), parts = self.share_parts();
+             float* data = new float[slots * parts + 1];
+             nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<float*>(p); });
+             self.shares(data);
+             return nb::ndarray<nb::numpy, float, nb::ndim<2>>(data, {slots, parts}, owner);
+           },
+           "Of the last step's attention: what share each slot gave to every 64 cache entries, a mean "
+           "over heads and layers, [slots, parts].")
       .def("logits",
            [](Model& self, const Ints1& which, const OutFloats2& out) {
              check_logits(self, self.num_kept(), which, out);

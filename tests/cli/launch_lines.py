@@ -45,7 +45,7 @@ VLLM: list[tuple[str, str]] = [
         "meta-llama/Llama-3.1-8B-Instruct --speculative-config "
         '{"method":"ngram","num_speculative_tokens":5} --compilation-config '
         '{"cudagraph_mode":"FULL_AND_PIECEWISE"} --kv-cache-dtype fp8',
-        "--speculative-config --kv-cache-dtype",
+        "--speculative-config",
     ),
     ("meta-llama/Llama-3.1-8B-Instruct -cc.cudagraph_mode=NONE -cc.mode=NONE", ""),
     (
@@ -154,7 +154,7 @@ LLAMA: list[tuple[str, str]] = [
     (
         "-m model.gguf --no-mmap --mlock --cache-type-k q8_0 --cache-type-v q8_0 --parallel 4 "
         "--cache-prompt",
-        "--cache-type-k --cache-type-v",
+        "",
     ),
     (
         "--model Phi-3-mini-4k-instruct-q4.gguf --alias phi --n-gpu-layers 32 --ctx-size 8192 "

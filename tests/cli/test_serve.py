@@ -60,12 +60,12 @@ def no_keys_around(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "says"),
     [
         (["--quantization-config={}"], "--quantization-config: weights are taken as their files"),
-        (["--quantization", "awq"], "--quantization awq: int8 and int4 round weights on a CPU"),
+        (["--quantization", "hqq"], "--quantization hqq: int8 and int4 round weights on a CPU"),
         (["--enable_lora"], "--enable-lora: LoRA adapters are not there yet; merge the adapter"),
         (["--enable-lora", "m", "--port", "1"], "--enable-lora: LoRA adapters"),
         (["--speculative-config.method", "ngram"], "--speculative-config: speculative decoding is"),
         (["-c", "lots"], "-c lots: expected a whole number"),
-        (["-ctk", "q8_0"], "-ctk q8_0: the cache is f32, f16 or bf16; give one of these"),
+        (["-ctk", "q4_0"], "-ctk q4_0: the cache is f32, f16, bf16 or q8_0; give one of these"),
         (["-ctk", "f16", "-ctv", "f32"], "-ctv f32: keys and values have one type"),
         (["--temp", "hot"], "--temp hot: expected a number"),
         (["--api-key-file", "/nowhere"], "--api-key-file /nowhere: it cannot be read"),
@@ -533,7 +533,7 @@ def test_the_banner_never_shows_a_key_and_warns_if_there_is_none() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["--help"], ["--quantization", "awq"], ["--max-model-lem", "5"], ["--tensor-parallel-size=0"]],
+    [["--help"], ["--quantization", "hqq"], ["--max-model-lem", "5"], ["--tensor-parallel-size=0"]],
 )
 def test_help_and_mistakes_import_nothing_heavy(words: list[str]) -> None:
     code = (
@@ -583,12 +583,15 @@ class Server:
         self.process = process
         self.port = port
 
-    def ask(self, path: str, body: object = None, key: str | None = None) -> tuple[int, bytes]:
+    def ask(
+        self, path: str, body: object = None, key: str | None = None, session: str | None = None
+    ) -> tuple[int, bytes]:
         """One request over a socket of its own: the status and the body."""
         data = b"" if body is None else json.dumps(body).encode()
         head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nHost: x\r\n"
         head += "Connection: close\r\nContent-Type: application/json\r\n"
         head += f"Authorization: Bearer {key}\r\n" if key else ""
+        head += f"X-Session-ID: {session}\r\n" if session else ""
         with socket.create_connection(("127.0.0.1", self.port), timeout=60) as sock:
             sock.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
             answer = b""

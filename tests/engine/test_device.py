@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from typing import Any
 
 import pytest
@@ -62,6 +63,39 @@ def test_torch_is_asked_only_where_there_may_be_a_gpu(
     machine.put_in_place(monkeypatch)
     assert device.find_device(EngineConfig(device=asked)) == found
     assert machine.asked is torch_is_asked
+
+
+def test_several_engines_take_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(driver=True, amd=False, gpu=True).put_in_place(monkeypatch)
+    monkeypatch.setattr(device, "_num_gpus", lambda: 2)
+    engines = [EngineConfig(engines_on_host=3, engine_index=n) for n in range(3)]
+    assert [device.find_device(one) for one in engines] == ["cuda:0", "cuda:1", "cuda:0"]
+    found = [device.engines_on_gpu(one, device.find_device(one)) for one in engines]
+    assert found == [2, 1, 2]
+    named = EngineConfig(engines_on_host=3, engine_index=1, device="cuda:1")
+    assert device.find_device(named) == "cuda:1"
+    assert device.engines_on_gpu(named, "cuda:1") == 3
+    assert device.engines_on_gpu(EngineConfig(), "cuda:0") == 1
+
+
+def test_engines_on_one_gpu_start_one_after_another() -> None:
+    build_torch = pytest.importorskip("twostroke.engine.build_torch")
+    order: list[str] = []
+    config = EngineConfig(engines_on_host=2)
+
+    def second() -> None:
+        with build_torch.gpu_turn(config, "cuda:7"):
+            order.append("second")
+
+    with build_torch.gpu_turn(config, "cuda:7"):
+        thread = threading.Thread(target=second)
+        thread.start()
+        with build_torch.gpu_turn(config, "cuda:6"):
+            order.append("on another GPU")
+        thread.join(0.1)
+        order.append("first")
+    thread.join(60)
+    assert order == ["on another GPU", "first", "second"]
 
 
 @pytest.mark.parametrize("hidden", ["", " ", "-1"])

@@ -21,6 +21,7 @@ from twostroke.engine.core import EngineCore
 from twostroke.errors import RequestError
 from twostroke.kernels import cpu
 from twostroke.kv.transfer import KVTransfer, Offer
+from twostroke.kv.ways import Sharing
 from twostroke.model.cost import dense_weight_bytes
 from twostroke.model.native import NativeDecoder, Packing
 from twostroke.plan import TokenLogprobs
@@ -47,6 +48,7 @@ class Engines(NamedTuple):
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
     folder: Path = tiny_folder(tmp_path_factory.mktemp("tiny"))
     settings: dict[str, Any] = {"max_num_seqs": 8, "kernels": "native", "isa": narrow_isa()}
+    settings["engines_on_host"] = 2  # one alone could fetch nothing
     ways = ("none", "checked", "none")
     return Engines(*(tiny_llm(folder, kv_sharing=way, **settings).engine.core for way in ways))
 
@@ -210,19 +212,26 @@ def test_a_grammar_that_ends_with_the_first_token_ends_there(engines: Engines) -
 
 def damage(transfer: KVTransfer, offer: Offer) -> None:
     size = offer.block_bytes[0]
-    transfer._pools[0][offer.tables[0][1] * size] ^= 0xFF
+    block = bytearray(transfer._blocks.read(0, offer.tables[0][1]))
+    block[size // 2] ^= 0xFF
+    transfer._blocks.write(0, offer.tables[0][1], block)
 
 
 def withdraw(transfer: KVTransfer, offer: Offer) -> None:
     transfer.release(offer.number)
 
 
+def at(offer: Offer, path: str) -> Offer:
+    return offer._replace(addresses=(offer.addresses[0]._replace(at=path),))
+
+
 FAULTS: dict[str, tuple[Callable[[KVTransfer, Offer], None], Callable[[Offer], Offer]]] = {
     "DamagedError": (damage, lambda offer: offer),
     "OfferWithdrawnError": (withdraw, lambda offer: offer),
     "TruncatedError": (lambda *_: None, lambda o: o._replace(tables=((1, 2, 10_000),))),
-    "SenderGoneError": (lambda *_: None, lambda o: o._replace(memory="/proc/0/fd/0")),
+    "SenderGoneError": (lambda *_: None, lambda o: at(o, "/proc/0/fd/0")),
     "MismatchedError": (lambda *_: None, lambda o: o._replace(block_size=32)),
+    "UnreachableError": (lambda *_: None, lambda o: o._replace(addresses=())),
     "TransferError": (lambda *_: None, lambda o: o._replace(num_tokens=7)),
 }
 
@@ -304,7 +313,7 @@ def core_of(decoder: NativeDecoder, num_blocks: int, sharing: str, **more: Any) 
         **more,
     )
     weights = dense_weight_bytes(decoder.spec, 1)
-    return assemble_native(decoder, limits, None, weights, sharing)
+    return assemble_native(decoder, limits, None, weights, Sharing(sharing))
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from twostroke.engine import rank_processes
 from twostroke.engine.rank_processes import RankProcess, RankProcesses
 from twostroke.engine.remote import RemoteEngine
 from twostroke.errors import EngineError, ModelError
+from twostroke.exec import collectives
 
 PATIENCE_S = 120
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -105,6 +107,16 @@ def test_a_rank_without_memory_is_named_with_what_to_do(
     assert "lower kv_cache_memory_bytes, or raise tensor_parallel_size" in says
 
 
+def test_a_rank_that_ends_where_the_ranks_meet_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = partial(RankProcesses, module="tests.engine.lost_rank")
+    monkeypatch.setattr(rank_processes, "RankProcesses", lost)
+    monkeypatch.setattr(collectives, "JOIN_PATIENCE", timedelta(seconds=1))
+    with pytest.raises(EngineError, match="rank 1 ended with exit code 7"):
+        tiny_llm(folder, **RANKS)
+
+
 def test_a_rank_that_ends_before_it_has_come_is_named(folder: Path) -> None:
     config = EngineConfig(model=str(folder), **RANKS)
     others = RankProcesses(config, module="twostroke.engine.no_such_rank")
@@ -136,7 +148,7 @@ def test_a_server_answers_with_ranks_and_again_after_one_was_killed(
         first = ask(server)
         assert len(first) > 0
         remote: Any = server.client
-        (rank,) = children(remote._child.pid)
+        (rank,) = children(remote.pid)
         os.kill(rank, signal.SIGKILL)
         assert ask(server) == first, "it was sent to the new engine"
         assert remote.num_restarts == 1
@@ -147,7 +159,7 @@ def test_a_server_answers_with_ranks_and_again_after_one_was_killed(
             if line.startswith("twostroke:collective_seconds_total")
         )
         assert float(line.split()[-1]) > 0
-        (rank,) = children(remote._child.pid)
+        (rank,) = children(remote.pid)
     until = time.monotonic() + PATIENCE_S
     while state(rank)[0] != "Z":
         assert time.monotonic() < until, "the rank outlived its server"

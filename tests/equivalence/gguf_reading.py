@@ -47,6 +47,8 @@ def architecture(config: PreTrainedConfig) -> str:
     own |= {"gpt_neox": "gptneox", "phi": "phi2", "gpt_oss": "gpt-oss"}
     own |= {"deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2"}
     own |= {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
+    if config.model_type == "granitemoehybrid":  # without mamba layers
+        return "granitemoe" if config.num_local_experts else "granite"
     return own.get(config.model_type, config.model_type)
 
 
@@ -63,7 +65,8 @@ def _names(arch: str, num_layers: int) -> gguf.TensorNameMap:
 
 def heads_reordered(name: str, config: PreTrainedConfig) -> int:
     """How many heads a weight has whose rows the converters of this architecture reorder."""
-    if config.model_type not in ("llama", "smollm3", "granite", "mixtral"):
+    kinds = ("llama", "smollm3", "granite", "granitemoe", "granitemoehybrid", "mixtral")
+    if config.model_type not in kinds:
         return 0
     if ".q_proj." in name:
         return config.num_attention_heads

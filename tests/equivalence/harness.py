@@ -102,8 +102,12 @@ def default_tokenizer() -> Tokenizer:
 
 
 def make_core(
-    decoder: Decoder | NativeDecoder, in_flight: int = 1, **settings: object
+    decoder: Decoder | NativeDecoder,
+    in_flight: int = 1,
+    kv_dtype: torch.dtype = torch.float32,
+    **settings: object,
 ) -> EngineCore:
+    """`kv_dtype`: of the cache; that of a native decoder is fp16, or int8."""
     limits: dict[str, object] = {
         "max_num_seqs": 64,
         "max_num_batched_tokens": 1024,
@@ -115,8 +119,10 @@ def make_core(
     limits["groups"] = group_limits(decoder.spec, each)  # type: ignore[arg-type]
     config = SchedulerConfig(**(limits | settings))  # type: ignore[arg-type]
     if isinstance(decoder, NativeDecoder):
-        return assemble_native(decoder, config, None, dense_weight_bytes(decoder.spec, 1))
-    return assemble(decoder, config, torch.float32, in_flight)
+        int8 = kv_dtype == torch.int8
+        sizes = dense_weight_bytes(decoder.spec, 1)
+        return assemble_native(decoder, config, None, sizes, int8=int8)
+    return assemble(decoder, config, kv_dtype, in_flight)
 
 
 def run(

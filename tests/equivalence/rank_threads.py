@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from tests.equivalence.op_graphs import OpRecorder, RecordedKernels
 from twostroke.engine.assembly import group_limits
 from twostroke.engine.build_torch import make_executor
 from twostroke.engine.core import EngineCore
-from twostroke.exec.collectives import GroupRanks
+from twostroke.exec.collectives import GlooRanks
+from twostroke.exec.graphs import ladder
 from twostroke.exec.ranks import RanksExecutor, follow
 from twostroke.exec.torch_executor import TorchExecutor
 from twostroke.kernels.reference import Kernels
@@ -34,8 +36,9 @@ Work = Callable[[Ranks], object]
 class RankThreads:
     """`size` ranks, of which this thread is the first. `run` has all of them do the same."""
 
-    def __init__(self, size: int, folder: Path) -> None:
-        self.size = size
+    def __init__(self, size: int, folder: Path, staged: bool = False) -> None:
+        """`staged`: what they exchange goes through buffers, as that of GPUs does."""
+        self.size, self._staged = size, staged
         self._store = str(folder / f"store{size}")
         self._inboxes: list[queue.SimpleQueue[Work | None]] = [
             queue.SimpleQueue() for _ in range(size - 1)
@@ -50,9 +53,9 @@ class RankThreads:
         self.own = self._join(0)
 
     def _join(self, rank: int) -> Ranks:
-        if self.size == 1:
+        if self.size == 1 and not self._staged:
             return ONE_RANK
-        return GroupRanks(rank, self.size, self._store, torch.device("cpu"))
+        return GlooRanks(rank, self.size, self._store, torch.device("cpu"), self._staged)
 
     def _be(self, rank: int, inbox: queue.SimpleQueue[Work | None]) -> None:
         ranks = self._join(rank)
@@ -101,13 +104,14 @@ def run_model(
     spec: ModelSpec,
     weights: WeightSource,
     use: Callable[[EngineCore], Any],
+    graphs: bool = False,
     **limits: object,
 ) -> Any:
-    """`use` of an engine whose ranks are these threads."""
+    """`use` of an engine whose ranks are these threads. `graphs`: steps are recorded, and cut."""
     queues = Queues(threads.size)
 
     def work(ranks: Ranks) -> Any:
-        executor = _executor(spec, weights, ranks, **limits)
+        executor = _executor(spec, weights, ranks, graphs, **limits)
         if ranks.rank:
             follow(executor, iter(queues.of[ranks.rank - 1].get, b""))
             return None
@@ -137,10 +141,10 @@ def _limits(spec: ModelSpec, **given: object) -> SchedulerConfig:
 
 
 def _executor(
-    spec: ModelSpec, weights: WeightSource, ranks: Ranks, **limits: object
+    spec: ModelSpec, weights: WeightSource, ranks: Ranks, graphs: bool, **limits: object
 ) -> TorchExecutor:
-    cpu = torch.device("cpu")
-    decoder = Decoder(spec, weights, torch.float32, cpu, MAX_LEN, Kernels(), ranks=ranks)
+    cpu, kernels = torch.device("cpu"), RecordedKernels() if graphs else Kernels()
+    decoder = Decoder(spec, weights, torch.float32, cpu, MAX_LEN, kernels, ranks=ranks)
     config = _limits(decoder.spec, **limits)
     return make_executor(
         decoder,
@@ -150,4 +154,7 @@ def _executor(
         config.block_size,
         config.max_num_batched_tokens,
         torch.float32,
+        1,
+        ladder(config.max_num_seqs) if graphs else (),
+        OpRecorder(kernels, ranks) if isinstance(kernels, RecordedKernels) else None,
     )

@@ -36,6 +36,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    GraniteMoeHybridConfig,
     LlamaConfig,
     MiniCPM3Config,
     MinistralConfig,
@@ -175,6 +176,10 @@ FALCON = {"ffn_hidden_size": 96, "layer_norm_epsilon": 1e-4}
 FALCON_40B = FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}
 FALCON_RW = FALCON | {"multi_query": False, "parallel_attn": False, "bias": True}
 LOCAL_EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2}
+# The MLP's width is none of the others'.
+GRANITE4 = GRANITE | {"layer_types": ["attention"] * 3, "shared_intermediate_size": 80}
+GRANITE4 |= {"num_local_experts": 0, "position_embedding_type": "rope"}
+NOPE = {"position_embedding_type": "nope"}
 MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 QWEN2_MOE = MOE | {"shared_expert_intermediate_size": 72}
 QWEN3_MOE = MOE | {"head_dim": 24}
@@ -403,6 +408,19 @@ VARIANTS = [
     ),
     Variant("olmoe", OlmoeConfig, OLMOE, {"norm_topk_prob": True}),
     Variant("granitemoe", GraniteMoeConfig, GRANITE | LOCAL_EXPERTS, {"num_experts_per_tok": 1}),
+    Variant("granite4", GraniteMoeHybridConfig, GRANITE4, NOPE),
+    Variant(
+        "granite4_no_rope",
+        GraniteMoeHybridConfig,
+        GRANITE4 | NOPE | {"tie_word_embeddings": True},
+        {"position_embedding_type": "rope"},
+    ),
+    Variant(
+        "granite4_experts",
+        GraniteMoeHybridConfig,
+        GRANITE4 | LOCAL_EXPERTS,
+        {"num_experts_per_tok": 1},
+    ),
     Variant("gpt_oss", GptOssConfig, GPT_OSS, {"swiglu_limit": 7.0}),
     Variant("gpt_oss_alpha", GptOssConfig, GPT_OSS_ALPHA, {"swiglu_alpha": 4.0}),
 ]

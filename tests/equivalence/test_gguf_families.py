@@ -34,6 +34,8 @@ from transformers import (
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
+    GraniteMoeHybridConfig,
     LlamaConfig,
     MiniCPM3Config,
     MixtralConfig,
@@ -151,6 +153,17 @@ FAMILIES |= {
     "qwen3moe": Qwen3MoeConfig(**SIZES | MOE | {"head_dim": 64, "norm_topk_prob": True}),
     "olmoe": OlmoeConfig(**SIZES | MOE | {"eos_token_id": None}),
 }
+GRANITE_MOE = SIZES | GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2}
+GRANITE4 = {"layer_types": ["attention"] * 2, "position_embedding_type": "rope"}
+FAMILIES |= {
+    "granitemoe": GraniteMoeConfig(**GRANITE_MOE),
+    "granite4": GraniteMoeHybridConfig(
+        **SIZES | GRANITE | GRANITE4, num_local_experts=0, shared_intermediate_size=512
+    ),
+    "granite4_experts": GraniteMoeHybridConfig(
+        **GRANITE_MOE | GRANITE4, shared_intermediate_size=256
+    ),
+}
 # Rows are whole blocks of 32 here. Files of V2 have kv_b in one piece, those of V3 in two.
 LATENT = SIZES | {"num_key_value_heads": 4, "kv_lora_rank": 96, "q_lora_rank": 64}
 LATENT |= {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 24}
@@ -221,7 +234,9 @@ def write_gguf(
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     split = config.model_type == "deepseek_v3"  # as files have it since 2025
-    writer.add_head_count_kv(1 if split else config.num_key_value_heads)
+    hybrid = config.model_type == "granitemoehybrid"  # said of each layer: 0 if it is mamba's
+    kv_heads = [config.num_key_value_heads] * config.num_hidden_layers
+    writer.add_head_count_kv(1 if split else kv_heads if hybrid else kv_heads[0])
     if arch in ("command-r", "cohere2", "stablelm", "starcoder2", *GPTS):
         writer.add_layer_norm_eps(SIZES["rms_norm_eps"])
     else:
@@ -252,7 +267,7 @@ def write_gguf(
     if arch in ("command-r", "cohere2"):
         writer.add_logit_scale(config.logit_scale)
         writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
-    if arch == "granite":
+    if arch in ("granite", "granitemoe"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
@@ -265,6 +280,13 @@ def write_gguf(
     if arch in ("deepseek2", "minicpm3"):
         add_latent_settings(writer, config, split)
     tensors = {}
+    if hybrid:
+        writer.add_rope_scaling_finetuned(True)
+        writer.add_ssm_conv_kernel(config.mamba_d_conv)
+        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+    if arch == "granitemoe":
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
     if arch in ("qwen2moe", "qwen3moe", "olmoe", "gpt-oss") or config.model_type == "mixtral":
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
@@ -365,14 +387,28 @@ def parameters(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
         for name, values in model.named_buffers()
         if name.endswith("e_score_correction_bias")
     )
-    for name, weight in model.named_parameters():
+    for own, weight in model.named_parameters():
+        name = usual_name(own, model.config)
         if model.config.model_type == "gpt_oss" and ".experts." in name:
             yield from gpt_oss_experts(name, weight)
-        elif name.endswith("experts.gate_up_proj"):
-            for part, half in zip(("gate", "up"), weight.chunk(2, dim=1), strict=True):
+        elif name.endswith("experts.gate_up_proj") or own.endswith(
+            "shared_mlp.input_linear.weight"
+        ):
+            for part, half in zip(("gate", "up"), weight.chunk(2, dim=-2), strict=True):
                 yield name.replace("gate_up", part), half
         else:
             yield name, weight
+
+
+def usual_name(name: str, config: PreTrainedConfig) -> str:
+    """Granite's experts and shared MLP under names that the package's table has."""
+    shared = "mlp.shared_experts" if getattr(config, "num_local_experts", 0) else "mlp"
+    usual = {"block_sparse_moe.router.": "mlp.gate.", "block_sparse_moe.experts.": "mlp.experts."}
+    usual |= {"shared_mlp.input_linear": f"{shared}.gate_up_proj"}
+    usual |= {"shared_mlp.output_linear": f"{shared}.down_proj"}
+    for own, other in usual.items():
+        name = name.replace(own, other)
+    return name
 
 
 def gpt_oss_experts(name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

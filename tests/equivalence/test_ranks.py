@@ -32,6 +32,7 @@ from twostroke.kernels.activations import ClampedSwiglu
 from twostroke.kernels.reference import Kernels
 from twostroke.model import decoder as decoder_module
 from twostroke.model.attention import HeadsAttention
+from twostroke.model.cost import ring_bytes
 from twostroke.model.decoder import Decoder
 from twostroke.model.gguf import GGUFFile
 from twostroke.model.gguf_config import spec_from_gguf
@@ -44,6 +45,7 @@ from twostroke.model.weights.dummy import DummyWeights
 from twostroke.model.weights.gguf import GGUFWeights
 from twostroke.model.weights.safetensors import SafetensorsWeights
 from twostroke.model.weights.tensors import _drawn_there, read_tensor
+from twostroke.observe.record import StepRecord
 from twostroke.request import EngineRequest, SamplingParams
 
 PROMPTS = [[(7 * n * n + 3 * n + size) % 509 for n in range(size)] for size in (5, 37, 90)]
@@ -111,6 +113,13 @@ def greedy(core: EngineCore) -> list[Written]:
     return run(core, PROMPTS, 12)
 
 
+def sent_bytes(spec: ModelSpec, ranks: int, step: StepRecord) -> float:
+    """By each rank in a step without padding, by the formula; the mean over the ranks."""
+    tokens, samples = step.prefill.tokens + step.decode.tokens, step.num_written
+    last = samples if step.prefill.rows else tokens
+    return ring_bytes(spec, ranks, 4, tokens, samples, last) * (ranks - 1) / ranks
+
+
 @pytest.mark.parametrize("name", SPECS)
 def test_ranks_write_what_one_writes(threads: RankThreads, answers: Answers, name: str) -> None:
     """In chunks beside others' decoding: a step has 64 tokens."""
@@ -125,6 +134,8 @@ def test_ranks_write_what_one_writes(threads: RankThreads, answers: Answers, nam
     assert max(one.num_chunks for one in got) > 1
     assert any(step.prefill.rows and step.decode.rows for step in seen)
     assert all(0 < step.comm_s <= step.device_s for step in seen)
+    for step in seen:
+        assert step.comm_bytes == sent_bytes(SPECS[name], threads.size, step)
     assert_same(answers.of(name), got)
 
 
@@ -143,6 +154,37 @@ def test_preempted_and_cached_on_ranks_gives_the_same(
     got = run_model(threads, spec, Loud(spec), use, **tight)
     assert sum(one.num_cached for one in got) > 0
     assert_same(answers.of("windows"), got)
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def staged(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RankThreads]:
+    ranks = RankThreads(request.param, tmp_path_factory.mktemp("staged"), staged=True)
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.parametrize("name", ["plain", "full q/k norm", "experts, a shared one"])
+def test_recorded_steps_are_cut_where_ranks_talk_and_write_the_same(
+    staged: RankThreads, answers: Answers, name: str
+) -> None:
+    """As several ranks on one GPU do; and a group of one, which sums and gathers as well."""
+    sizes: list[int] = []
+
+    def use(core: EngineCore) -> list[Written]:
+        own: Any = core._executor
+        executor = own._own
+        replay = executor._graphs._replays[4]
+        sizes.append(len(replay.args[0]))
+        return greedy(core)
+
+    spec = SPECS[name]
+    got = run_model(staged, spec, Loud(spec), use, graphs=True)
+    cuts = 1 + 2 * spec.num_layers + 1  # embedding, o and down, head
+    cuts += 2 * spec.num_layers if name == "full q/k norm" else 0
+    assert sizes == [2 * cuts + 1]
+    assert_same(answers.of(name), got)
 
 
 def drawn(core: EngineCore) -> tuple[list[tuple[int, ...]], list[float]]:

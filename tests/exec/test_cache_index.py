@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -10,11 +9,12 @@ from torch import Tensor
 from tests.equivalence.harness import Loud, small_spec
 from tests.equivalence.test_window_matrix import MIXES, mixed_spec
 from tests.rig import Rig
+from tests.rows import put
 from twostroke.kernels import reference
 from twostroke.kernels.reference import Kernels
 from twostroke.model.decoder import Decoder
 from twostroke.model.spec import ModelSpec
-from twostroke.plan import Chunk, Slot
+from twostroke.plan import BlockEvict, Chunk, Slot
 
 CPU = torch.device("cpu")
 BLOCK = 8
@@ -74,11 +74,7 @@ def test_a_table_with_a_hole_is_attended_to_without_what_was_there() -> None:
     expected_rig, rig = make_rig(spec, kernels), make_rig(spec)
     for each in (expected_rig, rig):
         each.step(prefill=(Chunk(0, 0, 37, False), Chunk(1, 0, 20, False)))
-    table = rig.rows._host_tables[0, 0]
-    kept = np.delete(table, [1, 2])
-    table[:] = np.append(kept, [0, 0])
-    rig.rows.tables[0][0] = torch.from_numpy(table)
-    rig.rows.evict(0, 0, 2 * BLOCK)
+    put(rig.rows, rig.plan(evicted=(BlockEvict(0, 1, 3),)))
     kernels.hidden = hidden
     expected = [expected_rig.step(decode=(Slot(0, 37 + n),)) for n in range(6)]
     got = [rig.step(decode=(Slot(0, 37 + n), Slot(1, 20 + n)))[:1] for n in range(6)]

@@ -26,6 +26,7 @@ from twostroke.exec.torch_executor import TorchExecutor
 from twostroke.kv.pool import KVPool
 from twostroke.model.cost import cost_model, dense_weight_bytes
 from twostroke.model.decoder import Decoder
+from twostroke.model.ranks import Ranks
 from twostroke.observe.startup_timer import StartupTimer
 from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig
@@ -65,6 +66,17 @@ def test_the_steps_that_measure_run_on_one_block_and_leave_it_empty(
         executor.reset()
     assert max(plan.num_tokens for plan in plans) == min(budget, rows * (length - 1))
     assert not cache.groups[0].any()
+
+
+def test_engines_that_share_a_gpu_each_take_their_share_of_all_of_it() -> None:
+    """The second of two: 36 of 80 GiB are the first one's, 0.45 of 80 are its own."""
+    second = replace(ESTIMATE, total_bytes=44 * GIB, others_bytes=36 * GIB)
+    config = EngineConfig(gpu_memory_utilization=0.45)
+    plan = fit_pool(config, second, 26 * GIB, activations=4 * GIB, graphs=GIB)
+    # Of its 36, weights and state have taken 18, and 5 are for steps and graphs.
+    assert plan.kv_bytes == 13 * GIB
+    with pytest.raises(ConfigError, match="nothing is left for the KV cache"):
+        fit_pool(config, replace(second, others_bytes=0), 26 * GIB, 4 * GIB, GIB)
 
 
 def test_the_pool_is_what_the_rest_leaves_under_the_share() -> None:
@@ -124,7 +136,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     monkeypatch.setattr(start.gc, "freeze", lambda: None)
     recorded: list[Run] = []
 
-    def recorder(device: torch.device) -> Record:
+    def recorder(device: torch.device, ranks: Ranks) -> Record:
         again = RunAgain()
 
         def record(pieces: Callable[[], Iterator[object]]) -> list[Run]:

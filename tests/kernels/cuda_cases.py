@@ -7,8 +7,10 @@ shows. A case returns the largest relative error of any row, ‖out − expected
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -20,13 +22,16 @@ from twostroke.exec.device_rows import DeviceRows
 from twostroke.exec.device_sampling import DeviceSampler
 from twostroke.exec.rng import stream_key, stream_keys
 from twostroke.exec.token_mask import mask_of
-from twostroke.kernels import cuda, reference_sampling
+from twostroke.kernels import cuda, kv_types, reference_sampling
 from twostroke.kernels.activations import Activation
+from twostroke.kv.layout import side_bytes
 from twostroke.plan import NewRow
 from twostroke.request import SamplingParams
 
 # Rounding of the results, of the softmax's weights, and of what goes into the matrix units.
 BOUNDS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+# What is stored where it is rounded the other way: some of a row's numbers, by a step of the type.
+STORED = {torch.int8: 1e-2, torch.float8_e4m3fn: 4e-2, torch.float8_e5m2: 8e-2}
 NAN = float("nan")
 LAYERS, LAYER = 3, 1  # of the pool, and the one that is used
 ANGLES = 500  # positions that can be rotated
@@ -57,7 +62,7 @@ class Heads:
 
     def bound(self, dtype: torch.dtype) -> float:
         """What is stored may round the other way."""
-        return max(BOUNDS[dtype], BOUNDS[self.kv_dtype or dtype])
+        return max(BOUNDS[dtype], (BOUNDS | STORED)[self.kv_dtype or dtype])
 
 
 @dataclass
@@ -79,8 +84,15 @@ class Cache:
         used = [-(-length // heads.page) for length in self.lengths]
         blocks = sum(used) + 3
         inner = (heads.page, heads.num_kv_heads, heads.dim)
-        pool = torch.full((blocks, LAYERS, 2, *inner), NAN, dtype=dtype, device=self.device)
-        self.keys, self.values = pool[:, LAYER, 0], pool[:, LAYER, 1]
+        if dtype == torch.int8:
+            size = side_bytes(*inner, 1, scaled=True)
+            pool = torch.full((blocks, LAYERS, 2, size), 99, dtype=dtype, device=self.device)
+            parts = pool[..., : math.prod(inner)].unflatten(-1, inner)
+        else:
+            parts = torch.empty((blocks, LAYERS, 2, *inner), dtype=dtype, device=self.device)
+        self.keys, self.values = parts[:, LAYER, 0], parts[:, LAYER, 1]
+        for layer, side in product(range(LAYERS), range(2)):
+            poison(parts[:, layer, side])
         order = (torch.randperm(blocks - 2) + 1).tolist()
         # One table row too many, in another order; past a sequence's end, a block of NaN.
         self.rows = torch.randperm(len(self.lengths) + 1)[: len(self.lengths)].tolist()
@@ -90,12 +102,31 @@ class Cache:
             tables[row, :count] = torch.tensor(mine, dtype=torch.int32)
             for index, block in enumerate(mine):
                 size = min(heads.page, length - index * heads.page)
+                slots = block * heads.page + torch.arange(size, device=self.device)
                 for cache in (self.keys, self.values):
-                    cache[block, :size] = torch.randn(size, *inner[1:]).to(cache)
+                    new = torch.randn(size, *inner[1:]).to(self.device)
+                    kv_types.store(cache, slots, new)
         self.tables = tables.to(self.device)
 
     def table(self, sequence: int) -> torch.Tensor:
         return self.tables[self.rows[sequence]].long()
+
+
+def poison(cache: torch.Tensor, at: Any = slice(None)) -> None:
+    """NaN, of int8 in the scales."""
+    if cache.dtype == torch.int8:
+        kv_types.scales_of(cache)[at] = NAN
+    elif cache.dtype.itemsize == 1:
+        cache.view(torch.uint8)[at] = 0x7F  # NaN in both types
+    else:
+        cache[at] = NAN
+
+
+def seen(cache: torch.Tensor) -> torch.Tensor:
+    """What it stands for, all of it."""
+    if cache.dtype.itemsize > 1:
+        return cache.clone()
+    return kv_types.load(cache, torch.arange(len(cache), device=cache.device), torch.float32)
 
 
 def ints(values: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -139,7 +170,7 @@ def check_prefill(
     chunk_kv = poisoned(ends[-1], heads.num_heads + 2 * heads.num_kv_heads, heads.dim, like=q)
     chunk_kv = chunk_kv[:, heads.num_heads :]  # only of first chunks: others must not look there
     for index, (start, size) in enumerate(chunks):
-        if start == 0 and size and heads.kv_dtype is None:
+        if start == 0 and size and (heads.kv_dtype is None or heads.kv_dtype.itemsize == 1):
             table, to = cache.table(index), chunk_kv[ends[index] : ends[index + 1]]
             both = (cache.keys, cache.values)
             found = [definitions.gather(each, table, 0, size, dtype) for each in both]
@@ -243,11 +274,11 @@ def check_rope_decode(
     positions[~real] = -(1 << 40)
     caches, page = (cache.keys, cache.values), heads.page
     for cached in caches:
-        cached[blocks[real], ends[real] % page] = NAN
+        poison(cached, (blocks[real], ends[real] % page))
     scratch = cuda.decode_scratch(batch, num, dim, splits, device)
-    error = 0.0
+    error = stored_error = 0.0
     for stored in (slots, torch.cat([slots[:-1], torch.full_like(slots[-1:], -1)])):
-        before = [cached.clone() for cached in caches]
+        before = [seen(cached) for cached in caches]
         scratch.partial.fill_(NAN)
         scratch.weight.fill_(NAN)
         out = cuda.rope_decode_attention(
@@ -274,8 +305,9 @@ def check_rope_decode(
         there = stored >= 0
         at = (stored[there] // page, stored[there] % page)
         for cached, old, right in zip(caches, before, made[1:], strict=True):
-            error = largest(error, worst(cached[at], right[there].to(cached.dtype)))
-            kept = cached.clone()
+            kept = seen(cached)
+            as_stored = kv_types.as_stored(right[there], cached.dtype)
+            stored_error = largest(stored_error, worst(kept[at], as_stored))
             kept[at] = old[at]
             assert (kept.isnan() == old.isnan()).all()
             assert torch.equal(kept.nan_to_num(), old.nan_to_num())
@@ -284,9 +316,11 @@ def check_rope_decode(
             if length:
                 right = expected_attention(made[0][index : index + 1], cache, index, length - 1)
             error = largest(error, worst(out[index : index + 1], right))
+        last = blocks[-1:] * page + ends[-1:] % page
         for cached in caches:  # for the second run: NaN again, and for the last one something else
-            cached[at] = NAN
-            cached[blocks[-1], ends[-1] % page] = torch.randn(kv, dim).to(cached)
+            poison(cached, at)
+            kv_types.store(cached, last, torch.randn(1, kv, dim).to(device))
+    assert stored_error < heads.bound(dtype), stored_error
     return error
 
 
@@ -365,8 +399,8 @@ def check_rope_store(
 ) -> float:
     num, kv, dim = heads.num_heads, heads.num_kv_heads, heads.dim
     cache = Cache(heads, [tokens], device, dtype)
-    cache.keys.fill_(NAN)
-    cache.values.fill_(NAN)
+    poison(cache.keys)
+    poison(cache.values)
     clean = cache.keys.shape[0] * heads.page
     slots = torch.randperm(clean)[:tokens]
     slots[tokens // 2] = -1
@@ -379,11 +413,14 @@ def check_rope_store(
     v = v.clone()
     out = cuda.rope_store(qkv, *weights, 1e-6, cos, sin, *where)
     assert out.data_ptr() == qkv.data_ptr()
-    error = worst(out, torch.cat([q, k, v], dim=1))
+    kind = cache.keys.dtype
+    in_row = [kv_types.as_stored(x, kind) if kind.itemsize == 1 else x for x in (k, v)]
+    error = worst(out, torch.cat([q, *in_row], dim=1))
     stored = slots >= 0
     for cached, right in ((cache.keys, k), (cache.values, v)):
-        flat = cached.flatten(0, 1)
-        error = largest(error, worst(flat[slots[stored]], right[stored].to(cached.dtype)))
+        flat = seen(cached).flatten(0, 1)
+        as_stored = kv_types.as_stored(right[stored], kind)
+        error = largest(error, worst(flat[slots[stored]], as_stored))
         untouched = torch.ones(clean, dtype=torch.bool, device=device)
         untouched[slots[stored]] = False
         assert flat[untouched].isnan().all()

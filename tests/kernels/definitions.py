@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from twostroke.kernels import kv_types
 from twostroke.kernels.activations import Activation, ClampedSwiglu
 
 
@@ -39,7 +40,12 @@ def gather(
 ) -> torch.Tensor:
     """Cache entries [first, end) of a sequence: [entries, K, D]."""
     index, page = torch.arange(first, end, device=cache.device), cache.shape[1]
-    return cache[table[index // page], index % page].to(dtype)
+    at = table[index // page], index % page
+    if cache.dtype == torch.int8:
+        return cache[at].float() * kv_types.scales_of(cache)[at].unsqueeze(-1)
+    if cache.dtype.itemsize == 1:  # fp8, of which torch has few operations
+        return cache.view(torch.uint8)[at].view(cache.dtype).to(dtype)
+    return cache[at].to(dtype)
 
 
 def attention(
@@ -54,8 +60,8 @@ def attention(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[n, H, D], at cache indices from `start` on, against all of the sequence up to each; in fp32,
-    from what is cached, rounded to the queries' type. `sinks`: [H], a column more of scores, of
-    which the values are zero."""
+    from what is cached, rounded to the queries' type unless it is int8. `sinks`: [H], a column more
+    of scores, of which the values are zero."""
     end = start + q.shape[0]
     first = 0 if window is None else max(0, start - window + 1)
     k, v = (gather(cache, table, first, end, q.dtype).float() for cache in (keys, values))

@@ -37,10 +37,12 @@ class Reference:
     row and cache index: there are no blocks and no groups here."""
 
     def __init__(self, spec: ModelSpec, source: DummyWeights) -> None:
-        self.spec = spec
+        self.spec, self.int8 = spec, False  # int8: of the cache
         self.weights = {name: source.floats(name) for name in spec.weight_shapes()}
         self.ropes = {rope: rope_tables(rope, MAX_LEN) for rope in spec.ropes()}
         parts = [layer.attention for layer in spec.layers]
+        # Of the last step, by layer and row: [heads, queries, keys].
+        self.attended: dict[tuple[int, int], Floats] = {}
         self.cache = [  # of each layer: keys, values
             np.zeros((2, NUM_ROWS, MAX_LEN, part.num_kv_heads, part.head_dim), np.float32)
             for part in parts
@@ -110,8 +112,8 @@ class Reference:
         if part.qk_norm == "head":
             q, k = self._norm(q, w["q_norm"]), self._norm(k, w["k_norm"])
         keys, values = self.cache[number]
-        keys[rows, indices] = self._rotated(k, part.rope, positions).astype(np.float16)
-        values[rows, indices] = v.astype(np.float16)
+        keys[rows, indices] = self._as_stored(self._rotated(k, part.rope, positions))
+        values[rows, indices] = self._as_stored(v)
         q, out = self._rotated(q, part.rope, positions), np.empty_like(q)
         for row in np.unique(rows):
             mine = rows == row
@@ -130,8 +132,17 @@ class Reference:
             weights = np.exp(np.where(seen, scores - most, -np.inf))
             sink = w["sinks"][:, None, None] if part.sinks else np.float32(-np.inf)
             weights /= weights.sum(-1, keepdims=True) + np.exp(sink - most)
+            self.attended[number, int(row)] = weights
             out[mine] = (weights @ seen_values.transpose(1, 0, 2)).transpose(1, 0, 2)
         return out.reshape(len(h), -1) @ w["o"].T + w.get("o_bias", 0)
+
+    def _as_stored(self, x: Floats) -> Floats:
+        """In fp16, or in int8 with a scale for each head of a token."""
+        if not self.int8:
+            return x.astype(np.float16).astype(np.float32)
+        largest = np.abs(x).max(-1, keepdims=True)
+        codes = np.rint(x * (np.float32(127) / np.maximum(largest, np.float32(1e-30))))
+        return (codes * (largest / np.float32(127))).astype(np.float32)
 
     def _rotated(self, x: Floats, rope: RopeSpec, positions: Ints) -> Floats:
         cos, sin = (table[positions][:, None] for table in self.ropes[rope])
@@ -158,16 +169,19 @@ class Pair:
         seed: int = 0,
         source: DummyWeights | None = None,
         dtype: str = "float32",
+        int8: bool = False,
     ) -> None:
+        """`int8`: the cache."""
         self.spec, source = spec, source or Loud(spec)
         packing = Packing(spec, source, dtype, None, isa)
         self.native = NativeDecoder(packing, MAX_LEN, *threads, isa, exact)
         self.reference = Reference(spec, source)
+        self.reference.int8 = int8
         self.block_size, groups = block_size, len(spec.kv_groups())
         per_row = -(-MAX_LEN // block_size)
         # Block numbers are each group's own: no two groups have as many.
         self.num_blocks = [NUM_ROWS * per_row + group for group in range(groups)]
-        self.caches = HostPool(spec, self.num_blocks, block_size).data
+        self.caches = HostPool(spec, self.num_blocks, block_size, int8=int8).data
         random = np.random.default_rng(seed)
         shape = (NUM_ROWS, MAX_LEN + 1)
         self.tokens: Ints = random.integers(0, spec.vocab_size, shape, dtype=np.int32)

@@ -5,6 +5,7 @@ The interpreter takes what the compiler does not; this finds it before a GPU is 
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 from pathlib import Path
@@ -22,6 +23,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from tests.kernels.no_gpu import NoGPU  # noqa: E402
 from twostroke.kernels.activations import Activation, ClampedSwiglu  # noqa: E402
+from twostroke.kv.layout import side_bytes  # noqa: E402
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 BF16 = torch.bfloat16
@@ -62,7 +64,12 @@ def pool(
     num_kv_heads: int, dim: int, dtype: torch.dtype = BF16
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of one of two layers, block-major."""
-    data = empty(9, 2, 2, 16, num_kv_heads, dim, dtype=dtype)
+    inner = (16, num_kv_heads, dim)
+    if dtype == torch.int8:
+        data = empty(9, 2, 2, side_bytes(*inner, 1, scaled=True), dtype=dtype)
+        data = data[..., : math.prod(inner)].unflatten(-1, inner)
+    else:
+        data = empty(9, 2, 2, *inner, dtype=dtype)
     return data[:, 1, 0], data[:, 1, 1]
 
 
@@ -242,6 +249,21 @@ def test_a_cache_of_another_type_than_the_model(
         assert spilled_bytes(kernel, tmp_path) <= 64
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8], ids=str)
+def test_an_8_bit_cache(compiled: list[Any], tmp_path: Path, kv_dtype: torch.dtype) -> None:
+    case = Case(32, 8, 128, kv_dtype=kv_dtype)
+    case.decode(2, 4)
+    case.rope_decode(300, 1, BF16)
+    case.prefill(chunk_kv=True)  # what is computed was rounded as what is cached: two kernels
+    case.rope_store(BF16)
+    assert len(compiled) == 5
+    for kernel in compiled:
+        assert kernel.metadata.shared <= 227 << 10
+        assert spilled_bytes(kernel, tmp_path) <= 64
+    fp8 = "cvt.rn.f16x2.e4m3x2" in compiled[0].asm["ptx"]
+    assert fp8 == (kv_dtype == torch.float8_e4m3fn)
+
+
 def test_norms_with_weights_in_fp32(compiled: list[Any], tmp_path: Path) -> None:
     from twostroke.kernels import cuda
 
@@ -407,3 +429,14 @@ def test_sampling_kernels_compile_once_for_all_batches(compiled: list[Any], tmp_
         wide = compiled[names.index(name)].asm["ptx"].replace("L1::evict_last.", "")
         assert "ld.global.v4.b32" in wide
     assert "fma.rn.f32" not in compiled[0].asm["ptx"]  # rounded as the definition is
+
+
+def test_blocks_are_copied_by_one_kernel_in_wide_loads(compiled: list[Any], tmp_path: Path) -> None:
+    from twostroke.kernels.cuda.copy_blocks import copy_blocks
+
+    pool = empty(64, 1 << 15, dtype=torch.int64)
+    for count in (1, 7, 64):
+        copy_blocks(pool, pool, torch.zeros(count, 2, dtype=torch.int64))
+    assert len({kernel.hash for kernel in compiled}) == 1, "one, whatever is copied"
+    assert spilled_bytes(compiled[-1], tmp_path) == 0
+    assert "ld.global.v2.b64" in compiled[-1].asm["ptx"]

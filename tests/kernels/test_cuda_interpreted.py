@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ if INTERPRETED:
 
     CPU = torch.device("cpu")
     HALF, SINGLE = torch.float16, torch.float32
+    KV_8_BIT = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
     CLAMPED = ClampedSwiglu(limit=0.8)
     # Of the model, and of the weights that queries and keys are normed with.
     TYPES_AND_NORMS = [(HALF, None), (SINGLE, None), (SINGLE, SINGLE), (HALF, HALF), (HALF, SINGLE)]
@@ -45,6 +47,17 @@ if INTERPRETED:
 
     interpreter._patch_lang_tensor = with_bounds_that_numpy_takes
 
+    convert_float, FP8 = interpreter._convert_float, {"fp8e4nv": KV_8_BIT[0], "fp8e5": KV_8_BIT[1]}
+
+    def rounded_to_nearest(given: Any, kind: Any, to: Any, mode: Any) -> Any:
+        """Triton's interpreter loses the carry where rounding up to fp8 ends in a power of two."""
+        if to.name not in FP8 or kind.name not in ("fp16", "fp32"):
+            return convert_float(given, kind, to, mode)
+        wide = torch.from_numpy(np.ascontiguousarray(given))
+        return wide.to(FP8[to.name]).view(torch.uint8).numpy()
+
+    interpreter._convert_float = rounded_to_nearest
+
     @pytest.fixture(autouse=True)
     def seeded(request: pytest.FixtureRequest) -> None:
         torch.manual_seed(len(request.node.name))
@@ -55,6 +68,19 @@ if INTERPRETED:
         assert torch.empty(1000).isnan().all()
         yield
         torch.use_deterministic_algorithms(False)
+
+    @pytest.mark.parametrize("num_words", [1, 4096, 5000])
+    @pytest.mark.parametrize("pairs", [[[3, 1]], [[0, 8], [5, 2], [5, 3]]])
+    def test_copy_blocks(num_words: int, pairs: list[list[int]]) -> None:
+        from twostroke.kernels.cuda.copy_blocks import copy_blocks
+
+        source = torch.randint(-(2**62), 2**62, (6, num_words))
+        target = torch.zeros(9, num_words, dtype=torch.int64)
+        copy_blocks(source, target, torch.tensor(pairs))
+        expected = torch.zeros_like(target)
+        for there, here in pairs:
+            expected[here] = source[there]
+        assert torch.equal(target, expected)
 
     @pytest.mark.parametrize("dtype", [HALF, SINGLE])
     @pytest.mark.parametrize(
@@ -224,6 +250,26 @@ if INTERPRETED:
         assert cases.check_decode(heads, [2, 64, 67], 2, CPU, dtype, 2) < BOUNDS[dtype]
         assert cases.check_rope_decode(heads, dim // 2, None, lengths, 2, CPU, dtype) < bound
         assert cases.check_rope_store(heads, dim // 2, None, 5, CPU, dtype) < bound
+
+    @pytest.mark.parametrize(
+        ("dtype", "heads"),
+        [
+            (SINGLE, Heads(6, 2, 32)),
+            (HALF, Heads(4, 1, 80, 5, window=40)),
+            (HALF, Heads(4, 2, 32, softcap=2.0, sinks=True)),
+        ],
+    )
+    @pytest.mark.parametrize("kv_dtype", KV_8_BIT, ids=str)
+    def test_an_8_bit_cache(kv_dtype: torch.dtype, dtype: torch.dtype, heads: Heads) -> None:
+        """Odd pages and head sizes, windows, softcaps, sinks."""
+        heads, bound, lengths = replace(heads, kv_dtype=kv_dtype), BOUNDS[dtype], [1, 0, 65, 130]
+        assert cases.check_prefill(heads, [(0, 33), (50, 20)], CPU, dtype) < bound
+        assert cases.check_decode(heads, [2, 67], 2, CPU, dtype, 2) < bound
+        for norm in (None, dtype):
+            rope = (heads.dim // 4, norm)
+            assert cases.check_rope_decode(heads, *rope, lengths, 2, CPU, dtype) < bound
+            stored = heads.bound(dtype)
+            assert cases.check_rope_store(heads, *rope, 5, CPU, dtype) < stored
 
     def test_blocks_that_lie_beyond_two_to_the_31_elements() -> None:
         """A pool of 2 ** 31 elements and more, of which only the pages that are used exist."""

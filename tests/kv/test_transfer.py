@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from time import monotonic, sleep
 
 import numpy as np
 import pytest
@@ -14,37 +15,54 @@ from tests.specs import make_spec
 from twostroke.kv.cache import KVCache, KVSequence
 from twostroke.kv.host_pool import HostPool
 from twostroke.kv.prefix import seed_digest
+from twostroke.kv.shared_memory import SLOTS, SharedMemory, SharedPools
 from twostroke.kv.transfer import (
+    Address,
     DamagedError,
+    HostBlocks,
     KVTransfer,
     MismatchedError,
     Offer,
     OfferWithdrawnError,
+    Places,
     ReceiverFullError,
     SenderGoneError,
-    SharedPools,
     TruncatedError,
+    UnreachableError,
 )
+from twostroke.kv.ways import Sharing, host_transfer
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux only")
 ROOT = seed_digest("salt", "")
 
 
-def pools(num_blocks: int = 8, checked: bool = False, block_size: int = 4):
+def pools(num_blocks: int = 8, checked: bool = False, block_size: int = 4, transport="memory"):
     """A sender whose blocks are filled with noise, and an empty receiver."""
     spec, rng = make_spec(windows=(8, None, None)), np.random.default_rng(1)
     sender = HostPool(spec, [num_blocks, num_blocks], block_size, shared=True)
     receiver = HostPool(spec, [num_blocks, num_blocks], block_size)
     for data in sender.data:
         data[1:] = rng.integers(0, 1 << 16, data[1:].shape)
-    return sender, receiver, sender.transfer(checked), receiver.transfer()
+    offering = Sharing("checked" if checked else "shared", transport)
+    sending = host_transfer(sender.blocks(), sender.shared, offering)
+    fetching = host_transfer(receiver.blocks(), None, Sharing(transport=transport, timeout_s=20))
+    return sender, receiver, sending, fetching
+
+
+def fetch(transfer: KVTransfer, offer: Offer, places: Places) -> int:
+    """All of it; how many bytes."""
+    fetching, until = transfer.fetch(offer, places), monotonic() + 60
+    while not fetching.advance():
+        assert monotonic() < until
+        sleep(0.001)
+    return fetching.num_bytes
 
 
 def test_blocks_of_every_group_arrive_as_they_were_sent() -> None:
     sender, receiver, sending, fetching = pools()
     assert len({data[0].nbytes for data in sender.data}) == 2, "groups of different sizes"
     offer = sending.offer([[3, 5, 1], [0, 7, 2]], 12)
-    copied = fetching.fetch(offer, [[(0, 2), (1, 8), (2, 1)], [(1, 4), (2, 3)]])
+    copied = fetch(fetching, offer, [[(0, 2), (1, 8), (2, 1)], [(1, 4), (2, 3)]])
     for source, target in ((3, 2), (5, 8), (1, 1)):
         assert np.array_equal(sender.data[0][source], receiver.data[0][target])
     for source, target in ((7, 4), (2, 3)):
@@ -56,7 +74,7 @@ def test_blocks_of_every_group_arrive_as_they_were_sent() -> None:
 def test_what_the_receiver_has_is_not_fetched() -> None:
     sender, receiver, sending, fetching = pools()
     offer = sending.offer([[3, 5, 1], [4, 7, 2]], 12)
-    copied = fetching.fetch(offer, [[(2, 6)], [(2, 6)]])
+    copied = fetch(fetching, offer, [[(2, 6)], [(2, 6)]])
     assert copied == sender.data[0][0].nbytes + sender.data[1][0].nbytes
     assert np.array_equal(sender.data[1][2], receiver.data[1][6])
 
@@ -66,36 +84,36 @@ def test_an_offer_that_was_released_is_refused_though_its_bytes_are_there() -> N
     offer = sending.offer([[3], [4]], 4)
     sending.release(offer.number)
     with pytest.raises(OfferWithdrawnError):
-        fetching.fetch(offer, [[(0, 1)], [(0, 1)]])
+        fetch(fetching, offer, [[(0, 1)], [(0, 1)]])
     again = sending.offer([[3], [4]], 4)
     assert again.number != offer.number
-    assert fetching.fetch(again, [[(0, 1)], [(0, 1)]])
+    assert fetch(fetching, again, [[(0, 1)], [(0, 1)]])
 
 
 def test_a_release_while_blocks_are_copied_is_noticed() -> None:
-    sender, _, sending, _ = pools()
+    _, receiver, sending, _ = pools()
     offer = sending.offer([[3], [4]], 4)
 
-    class Slow(list):
-        """Places that are read when the offer has just been released."""
+    class Slow(HostBlocks):
+        """The offer is released while a block is written."""
 
-        def __iter__(self):
+        def write(self, *block) -> None:
             sending.release(offer.number)
-            return super().__iter__()
+            super().write(*block)
 
-    block_bytes = [data[0].nbytes for data in sender.data]
-    own = [memoryview(bytearray(9 * size)) for size in block_bytes]
+    blocks = receiver.blocks()
+    blocks.__class__ = Slow
     with pytest.raises(OfferWithdrawnError):
-        KVTransfer(own, block_bytes, 4).fetch(offer, [Slow([(0, 1)]), [(0, 1)]])
+        fetch(host_transfer(blocks, None, Sharing()), offer, [[(0, 1)], [(0, 1)]])
 
 
 def test_a_damaged_block_is_noticed_where_checksums_are_sent() -> None:
     sender, _, sending, fetching = pools(checked=True)
     offer = sending.offer([[3], [4]], 4)
-    assert fetching.fetch(offer, [[(0, 1)], [(0, 1)]])
+    assert fetch(fetching, offer, [[(0, 1)], [(0, 1)]])
     sender.data[1][4].reshape(-1)[-1] ^= 1
     with pytest.raises(DamagedError, match="block 4 of group 1"):
-        fetching.fetch(offer, [[(0, 1)], [(0, 1)]])
+        fetch(fetching, offer, [[(0, 1)], [(0, 1)]])
 
 
 def test_memory_that_is_too_short_is_refused_before_it_is_read() -> None:
@@ -103,31 +121,47 @@ def test_memory_that_is_too_short_is_refused_before_it_is_read() -> None:
     offer = sending.offer([[3], [4]], 4)
     beyond = offer._replace(tables=((3,), (4000,)))
     with pytest.raises(TruncatedError, match="block 4000 of group 1"):
-        fetching.fetch(beyond, [[(0, 1)], [(0, 1)]])
+        fetch(fetching, beyond, [[(0, 1)], [(0, 1)]])
 
 
 def test_memory_that_is_no_pool_is_refused(tmp_path) -> None:
     _, _, sending, fetching = pools()
     (tmp_path / "short").write_bytes(b"x" * 10)
-    offer = sending.offer([[3], [4]], 4)._replace(memory=str(tmp_path / "short"))
+    offer = sending.offer([[3], [4]], 4)
+    short = offer.addresses[0]._replace(at=str(tmp_path / "short"))
+    offer = offer._replace(addresses=(short,))
     with pytest.raises(TruncatedError):
-        fetching.fetch(offer, [[(0, 1)], [(0, 1)]])
+        fetch(fetching, offer, [[(0, 1)], [(0, 1)]])
 
 
 def test_blocks_of_another_size_are_refused_by_name() -> None:
-    _, _, sending, _ = pools()
+    _, _, sending, fetching = pools()
     _, _, _, other = pools(block_size=8)
     offer = sending.offer([[3], [4]], 4)
     with pytest.raises(MismatchedError, match="blocks of 4 tokens"):
         other.fetch(offer, [[(0, 1)], [(0, 1)]])
+    of_another_type = offer._replace(layout="float32, tokens first")
+    with pytest.raises(MismatchedError, match=r"float32.* were offered, and here .*float16"):
+        fetching.fetch(of_another_type, [[(0, 1)], [(0, 1)]])
+
+
+def test_memory_of_another_machine_is_not_tried() -> None:
+    _, _, sending, fetching = pools()
+    offer = sending.offer([[3], [4]], 4)
+    elsewhere = offer.addresses[0]._replace(reach="another machine")
+    with pytest.raises(UnreachableError, match="reached by memory at /proc/"):
+        fetching.fetch(offer._replace(addresses=(elsewhere,)), [[(0, 1)], [(0, 1)]])
 
 
 SENDER = """
 import sys
-from twostroke.kv.transfer import KVTransfer, SharedPools
+from twostroke.kv.shared_memory import SharedPools
+from twostroke.kv.transfer import HostBlocks
+from twostroke.kv.ways import Sharing, host_transfer
 shared = SharedPools([64 * 9])
 shared.pools[0][:] = bytes(range(1, 10)) * 64
-offer = KVTransfer(shared.pools, [64], 4, shared).offer([[2, 3]], 8)
+sharing = Sharing("shared", "TRANSPORT")
+offer = host_transfer(HostBlocks(shared.pools, [64], 4), shared, sharing).offer([[2, 3]], 8)
 print(repr(tuple(offer)), flush=True)
 sys.stdin.read()
 """
@@ -135,21 +169,25 @@ sys.stdin.read()
 
 def test_another_process_s_blocks_are_fetched_and_outlive_it_once_mapped() -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", SENDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", SENDER.replace("TRANSPORT", "memory")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
-        offer = Offer(*eval(process.stdout.readline()))
+        offer = Offer(*eval(process.stdout.readline(), {"Address": Address}))
         own = memoryview(bytearray(64 * 9))
-        mapped, late = KVTransfer([own], [64], 4), KVTransfer([own], [64], 4)
-        assert mapped.fetch(offer, [[(0, 1), (1, 2)]]) == 128
+        blocks = HostBlocks([own], [64], 4)
+        mapped, late = (KVTransfer(blocks, [SharedMemory(blocks)]) for _ in range(2))
+        assert fetch(mapped, offer, [[(0, 1), (1, 2)]]) == 128
         expected = (bytes(range(1, 10)) * 64)[128:256]
         assert own[64:192].tobytes() == expected
         process.kill()
     own[:] = bytes(len(own))
-    assert mapped.fetch(offer, [[(0, 1), (1, 2)]]) == 128
+    assert fetch(mapped, offer, [[(0, 1), (1, 2)]]) == 128
     assert own[64:192].tobytes() == expected
     with pytest.raises(SenderGoneError):
-        late.fetch(offer, [[(0, 1), (1, 2)]])
+        fetch(late, offer, [[(0, 1), (1, 2)]])
 
 
 def test_many_offers_stand_at_one_time_and_none_is_left() -> None:
@@ -159,6 +197,17 @@ def test_many_offers_stand_at_one_time_and_none_is_left() -> None:
     for number in numbers:
         shared.close_offer(number)
     assert shared.num_offers == 0
+
+
+def test_more_offers_than_can_stand_are_refused_to_those_who_fetch() -> None:
+    _, _, sending, fetching = pools()
+    numbers = [sending.offer([[3], [4]], 4).number for _ in range(SLOTS)]
+    late = sending.offer([[3], [4]], 4)
+    with pytest.raises(OfferWithdrawnError):
+        fetch(fetching, late, [[(0, 1)], [(0, 1)]])
+    sending.release(late.number)
+    sending.release(numbers[7])
+    assert fetch(fetching, sending.offer([[3], [4]], 4), [[(0, 1)], [(0, 1)]])
 
 
 # Ownership

@@ -69,7 +69,9 @@ def test_a_request_is_the_one_that_the_server_recorded(
         assert len(sample.content_s) <= len(record.token_s) == sample.output_tokens == 6
         for written_s, seen_s in zip(record.token_s, sample.content_s, strict=False):
             assert written_s <= seen_s
-        assert record.token_s[-1] <= sample.content_s[-1] <= sample.ended_s
+        assert sample.content_s[-1] <= sample.ended_s
+        # The last token may have no text of its own.
+        assert record.token_s[-1] <= sample.ended_s
         assert sample.prompt_tokens == record.num_prompt == 20
         assert sample.cached_tokens == record.num_cached
         # Hence what is seen is never less than what was recorded.

@@ -13,7 +13,7 @@ from tests.tiny import tiny_folder, tiny_llm
 from twostroke.cli import main
 
 COMMANDS = ["bench serve", "bench latency", "bench throughput", "phases", "roofline", "trace"]
-COMMANDS += ["profile", "why", "ab", "import"]
+COMMANDS += ["profile", "why", "ab", "import", "quality"]
 ROOT = Path(__file__).parents[2]
 # All of them in one process, in which importing torch fails.
 RUN = """
@@ -38,7 +38,9 @@ for words in (
     ["ab", "--aa", "--a", url, "--pairs", "2", *small],
     ["import", f"{out}/r.json"],
     *([["bench", "latency", *sizes, "--num-iters", "1", "--batch-size", "1", *page],
-       ["bench", "throughput", *sizes, "--num-prompts", "2", *page]] if model else []),
+       ["bench", "throughput", *sizes, "--num-prompts", "2", *page],
+       ["quality", model, "--tokens", "40", "--context", "20", "--quantization", "int8", *page],
+      ] if model else []),
 ):
     status = main(words)
     assert status in (0, 3, 4, 5), (words, status)

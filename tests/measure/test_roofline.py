@@ -82,8 +82,10 @@ def test_two_devices_share_the_work_and_talk() -> None:
     two = Roofline(spec, HARDWARE["H100"], Settings(tensor_parallel=2))
     assert one.kv_tokens == 0  # 141 GB of weights in 80 GB
     assert two.prefill().compute_s == pytest.approx(one.prefill().compute_s / 2)
-    # 80 layers, two sums each, of 1,024 × 8,192 halves, half of them sent twice
-    assert two.prefill().comm_s == pytest.approx(2 * 80 * 2 * 8192 * 1024 / 450e9)
+    # 80 layers, two sums each, and the embedding's, of 1,024 × 8,192 numbers of 16 bits, half of
+    # them sent twice; half of the logits of a token, and the token, by one of the two
+    sent = (2 * 80 + 1) * 2 * 8192 * 1024 + (128256 / 2 * 2 + 4) / 2
+    assert two.prefill().comm_s == pytest.approx(sent / 450e9)
     four_bits = Roofline(spec, HARDWARE["H100"], Settings(weights="int4"))
     assert (four_bits.kv_tokens or 0) > 90_000
 

@@ -16,6 +16,7 @@ from transformers import (
     DeepseekV3Config,
     GptOssConfig,
     GraniteMoeConfig,
+    GraniteMoeHybridConfig,
     MixtralConfig,
     PreTrainedConfig,
     Qwen2MoeConfig,
@@ -168,7 +169,7 @@ def test_a_published_config_has_the_parameters_of_its_model(
     ("config", "changes", "says"),
     [
         (MIXTRAL_8X7B, {"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than the 8 exp"),
-        (MIXTRAL_8X7B, {"num_local_experts": 0}, "num_local_experts must be a whole number from 1"),
+        (MIXTRAL_8X7B, {"num_local_experts": 0}, "num_local_experts must be at least 1 with this"),
         (MIXTRAL_8X7B, {"num_experts_per_tok": 0}, "num_experts_per_tok must be a whole number"),
         (QWEN3_30B, {"decoder_sparse_step": 0}, "decoder_sparse_step must be a whole number"),
         (QWEN3_30B, {"mlp_only_layers": ["x"]}, "mlp_only_layers must be a list of layer numbers"),
@@ -215,6 +216,14 @@ STACKED = {
         shared_expert_intermediate_size=24,
     ),
     "granitemoe": GraniteMoeConfig(**SIZES, num_local_experts=3, num_experts_per_tok=2),
+    "granitemoehybrid": GraniteMoeHybridConfig(
+        **SIZES,
+        layer_types=["attention"] * 2,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        shared_intermediate_size=24,
+        mamba_n_heads=4,
+    ),
 }
 
 

@@ -256,8 +256,7 @@ def test_a_folder_in_fp8_stays_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "named"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "'gptq'"),
-        ({"quant_method": "awq"}, "'awq'"),
+        ({"quant_method": "hqq", "bits": 4}, "'hqq'"),
         ({"bits": 8}, "None"),
         ("fp8", "quantization_config must be an object"),
         (plain(fmt="e5m2"), "fmt = 'e5m2'"),
@@ -270,7 +269,7 @@ def test_a_folder_in_fp8_stays_as_it_is(tmp_path: Path) -> None:
         (compressed("channel", symmetric=False), "symmetric = False"),
         (compressed("channel", DYNAMIC | {"num_bits": 4}), "num_bits = 4"),
         (compressed("block"), "block_structure must be two of"),
-        (compressed("channel") | {"format": "pack-quantized"}, "format must be one of"),
+        (compressed("channel") | {"format": "nvfp4-pack-quantized"}, "format must be one of"),
         (compressed("channel") | {"sparsity_config": {"format": "2:4"}}, "sparsity_config"),
         (compressed("channel") | {"config_groups": {}}, "0 kinds of quantisation"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import (
     Cohere2Config,
     Exaone4Config,
     Glm4Config,
+    GraniteMoeHybridConfig,
     Olmo3Config,
     PreTrainedConfig,
     SmolLM3Config,
@@ -21,7 +23,7 @@ from transformers import (
 )
 
 from tests.model.gguf_files import SPEC, Edit, write_model
-from tests.model.test_family_mappings import APART, HEAD_NORMS, ROPES, TWO_NORMS, edits, kinds, of
+from tests.model.test_family_mappings import APART, HEAD_NORMS, ROPES, TWO_NORMS, kinds, of
 from tests.specs import changed
 from twostroke.errors import ModelError
 from twostroke.kernels.activations import ClampedSwiglu
@@ -36,6 +38,7 @@ from twostroke.model.spec import (
     ModelSpec,
     RopeSpec,
     RoutingSpec,
+    with_layers,
     without_rope,
 )
 from twostroke.model.tensor_names import halves_from_neighbours
@@ -59,6 +62,12 @@ SMOLLM3_3B |= {"use_sliding_window": False, "sliding_window": None}
 GRANITE_8B = config("granite", (49155, 4096, 12800, 40, 32, 8, 131072), rope_theta=1e7)
 GRANITE_8B |= {"attention_multiplier": 0.0078125, "embedding_multiplier": 12.0}
 GRANITE_8B |= {"logits_scaling": 16.0, "residual_multiplier": 0.22, "tie_word_embeddings": True}
+GRANITE4_MICRO = config("granitemoehybrid", (100352, 2560, 8192, 40, 40, 8, 131072))
+GRANITE4_MICRO |= {"layer_types": ["attention"] * 40, "shared_intermediate_size": 8192}
+GRANITE4_MICRO |= {"num_local_experts": 0, "num_experts_per_tok": 0, "rope_theta": 1e7}
+GRANITE4_MICRO |= {"attention_multiplier": 0.015625, "embedding_multiplier": 12}
+GRANITE4_MICRO |= {"logits_scaling": 10, "residual_multiplier": 0.22, "rms_norm_eps": 1e-5}
+GRANITE4_MICRO |= {"position_embedding_type": "rope", "tie_word_embeddings": True}
 GLM4_9B = config("glm", (151552, 4096, 13696, 40, 32, 2, 131072), attention_bias=True)
 GLM4_9B |= {"head_dim": 128, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-7}
 OLMO3_7B = config("olmo3", (100278, 4096, 11008, 32, 32, 32, 65536), sliding_window=4096)
@@ -114,6 +123,7 @@ GPT_OSS_20B["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_c
         (FALCON_40B, 41_303_293_952),
         (SMOLLM3_3B, 3_075_098_624),
         (GRANITE_8B, 8_170_848_256),
+        (GRANITE4_MICRO, 3_402_836_480),
         (GLM4_9B, 9_399_951_360),
         (GLM4_9B | {"model_type": "glm4", "attention_bias": False}, 9_400_094_720),
         (OLMO3_7B, 7_298_011_136),
@@ -147,6 +157,25 @@ def test_granite_has_four_multipliers() -> None:
     spec = spec_from_hf(GRANITE_8B)
     assert set(kinds(spec, "scale")) == {1 / 128}
     assert (spec.embed_scale, spec.residual_scale, spec.logit_scale) == (12.0, 0.22, 1 / 16)
+
+
+def test_granite_4_has_rope_and_experts_where_it_says_so() -> None:
+    spec = spec_from_hf(GRANITE4_MICRO)
+    assert (set(kinds(spec, "rope")), set(kinds(spec, "scale"))) == ({RopeSpec(1e7, 64)}, {1 / 64})
+    assert (spec.embed_scale, spec.residual_scale, spec.logit_scale) == (12.0, 0.22, 1 / 10)
+    for said in ("nope", None):
+        assert spec_from_hf(GRANITE4_MICRO | {"position_embedding_type": said}).ropes() == (
+            NO_ROPE,
+        )
+    sizes = {"num_experts_per_tok": 3, "intermediate_size": 512, "shared_intermediate_size": 1024}
+    for said, count in ((6, 6), (None, 8)):
+        mixture = spec_from_hf(GRANITE4_MICRO | sizes | {"num_local_experts": said})
+        experts = ExpertsSpec(count, MLPSpec(512), RoutingSpec(3), shared=MLPSpec(1024))
+        assert {layer.mlp for layer in mixture.layers} == {experts}
+
+
+MAMBA = {"layer_types": [*["mamba"] * 9, "attention"] * 4, "position_embedding_type": "nope"}
+HYBRID = "mamba layers are not supported, and {} of the 40 layers are such .layer_types; without"
 
 
 def test_glm_turns_half_of_the_channels_and_glm4_has_norms_after() -> None:
@@ -256,7 +285,7 @@ def test_gpt_oss_is_read() -> None:
         (GPT_OSS_20B, {"swiglu_limit": 0}, "swiglu_limit must be a number above 0"),
         (GPT_OSS_20B, {"swiglu_alpha": "x"}, "swiglu_alpha must be a number above 0"),
         (GPT_OSS_20B, {"num_experts_per_tok": 33}, "num_experts_per_tok 33 is more than the 32"),
-        (GPT_OSS_20B, {"quantization_config": {"quant_method": "awq"}}, "quantised by 'awq'"),
+        (GPT_OSS_20B, {"quantization_config": {"quant_method": "awq"}}, "bits = None"),
         (GPT_OSS_20B, {"quantization_config": "mxfp4"}, "quantization_config must be an object"),
         (SMOLLM3_3B, {"quantization_config": {"quant_method": "mxfp4"}}, "quantised by 'mxfp4'"),
         (SMOLLM3_3B, {"no_rope_layers": [1, 0]}, "no_rope_layers must be a list of 0 or 1 for"),
@@ -266,6 +295,27 @@ def test_gpt_oss_is_read() -> None:
         (GRANITE_8B, {"residual_multiplier": "x"}, "residual_multiplier must be a number above 0"),
         (GRANITE_8B, {"embedding_multiplier": -1}, "embedding_multiplier must be a number above"),
         (GRANITE_8B, {"attention_multiplier": 0}, "attention_multiplier must be a number above 0"),
+        (GRANITE4_MICRO, MAMBA, HYBRID.format(36)),
+        (GRANITE4_MICRO, {"layer_types": ["linear_attention"] * 40}, HYBRID.format(40)),
+        (GRANITE4_MICRO, {"layer_types": None}, HYBRID.format(40)),
+        (GRANITE4_MICRO, {"layer_types": ["attention"]}, "layer_types has 1 entries for 40"),
+        (
+            GRANITE4_MICRO,
+            {"layer_types": ["sliding_attention"] * 40},
+            "the layer type 'sliding_attention' .layer_types. is not supported",
+        ),
+        (
+            GRANITE4_MICRO,
+            {"position_embedding_type": "alibi"},
+            "position_embedding_type must be one of nope, rope, not 'alibi'",
+        ),
+        (GRANITE4_MICRO, {"num_local_experts": -1}, "num_local_experts must be a whole number"),
+        (GRANITE4_MICRO, {"shared_intermediate_size": 0}, "shared_intermediate_size must be a w"),
+        (
+            GRANITE4_MICRO,
+            {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 0},
+            r"\bintermediate_size must be a whole number from 1",
+        ),
         (EXAONE4_32B, {"sliding_window_pattern": []}, "sliding_window_pattern must be a whole"),
         (COMMAND_R, {"use_qk_norm": True}, "use_qk_norm = True is not supported"),
         (COMMAND_R, {"logit_scale": 0}, "logit_scale must be a number above 0"),
@@ -300,6 +350,14 @@ SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embe
 SIZES |= {"pad_token_id": None}
 TINY: dict[str, PreTrainedConfig] = {
     "glm4": Glm4Config(**SIZES, head_dim=8),
+    "granitemoehybrid": GraniteMoeHybridConfig(
+        **SIZES,
+        layer_types=["attention"] * 4,
+        num_local_experts=0,
+        shared_intermediate_size=40,
+        position_embedding_type="rope",
+        mamba_n_heads=4,
+    ),
     "olmo3": Olmo3Config(**SIZES, rope_parameters=ROPES),
     "exaone4": Exaone4Config(**SIZES),
     "smollm3": SmolLM3Config(**SIZES),
@@ -313,11 +371,14 @@ AFTER = {
 }
 BIASED_NORMS = {f"{name}_bias": tensor for name, tensor in TWO_NORMS.items()}
 GATE_UP = {"gate": ("mlp.gate_up_proj", slice(0, 48)), "up": ("mlp.gate_up_proj", slice(48, 96))}
+SHARED = {"gate": ("shared_mlp.input_linear", slice(0, 40)), "down": "shared_mlp.output_linear"}
+SHARED |= {"up": ("shared_mlp.input_linear", slice(40, 80))}
 GLM4_NORMS = {"attn_post_norm": "post_self_attn_layernorm", "mlp_post_norm": "post_mlp_layernorm"}
 C_MLP = {"up": "mlp.c_fc", "down": "mlp.c_proj"}
 # Of a layer: our name → transformers', some with the rows that are ours.
 WEIGHTS: dict[str, dict[str, Any]] = {
     "glm4": APART | GATE_UP | TWO_NORMS | GLM4_NORMS,
+    "granitemoehybrid": APART | TWO_NORMS | SHARED,
     "olmo3": APART | AFTER | HEAD_NORMS,
     "exaone4": APART | AFTER | HEAD_NORMS,
     "smollm3": APART | TWO_NORMS,
@@ -394,8 +455,13 @@ def test_angles_are_those_of_transformers(family: str) -> None:
 SMOLLM3 = without_rope(changed(SPEC, family="smollm3", windows=(None,) * 5), [3])
 GRANITE = changed(SPEC, family="granite", scale=0.125, embed_scale=12.0, residual_scale=0.25)
 GRANITE = changed(GRANITE, logit_scale=1 / 16)
-SCALES = of("granite", attention__scale=0.125, embedding_scale=12.0, residual_scale=0.25)
-SCALES = edits(SCALES, of("granite", logit_scale=16.0))
+SCALES = {"attention__scale": 0.125, "embedding_scale": 12.0, "residual_scale": 0.25}
+SCALES |= {"logit_scale": 16.0}
+GRANITE_EXPERTS = ExpertsSpec(4, MLPSpec(96), RoutingSpec(2))
+GRANITE_MOE = with_layers(changed(GRANITE, family="granitemoe"), mlp=GRANITE_EXPERTS)
+GRANITE4 = with_layers(GRANITE_MOE, mlp=replace(GRANITE_EXPERTS, shared=MLPSpec(48)))
+COUNTS = {"expert_count": 4, "expert_used_count": 2}
+SHARED_WIDTH = {"expert_shared_feed_forward_length": 48}
 GLM4 = changed(SPEC, family="glm4", rope=RopeSpec(1e4, 8), post_norm=True, qkv_bias=True)
 COHERE = changed(SPEC, family="command-r", parallel=True, norm="layer", norm_fp32=True)
 COHERE = changed(COHERE, tie_embeddings=True, logit_scale=0.25)
@@ -421,11 +487,19 @@ FALCON = changed(FALCON, output_bias=False, mlp_bias=False)
     ("spec", "edit"),
     [
         (SMOLLM3, of("smollm3")),
-        (GRANITE, SCALES),
+        (GRANITE, of("granite", **SCALES)),
         (
             without_rope(GRANITE, range(2)),
-            edits(SCALES, of("granite", rope__scaling__finetuned=False)),
+            of("granite", **SCALES, rope__scaling__finetuned=False),
         ),
+        (
+            GRANITE,
+            of(
+                "granite", **SCALES, **SHARED_WIDTH, expert_count=0, attention__head_count_kv=[2, 2]
+            ),
+        ),
+        (GRANITE_MOE, of("granitemoe", **SCALES, **COUNTS)),
+        (GRANITE4, of("granitemoe", **SCALES, **COUNTS, **SHARED_WIDTH)),
         (GLM4, of("glm4", rope__dimension_count=8)),
         (
             changed(SPEC, family="chatglm", rope=RopeSpec(1e4, 8), qkv_bias=True),
@@ -461,7 +535,7 @@ def test_a_file_is_read_back(spec: ModelSpec, edit: Edit, tmp_path: Path) -> Non
     check_weights(spec, GGUFWeights(file, spec), "here")
 
 
-@pytest.mark.parametrize("arch", ["gemma3n", "clip", "qwen2vl", "gptj"])
+@pytest.mark.parametrize("arch", ["gemma3n", "clip", "qwen2vl", "gptj", "granitehybrid"])
 def test_files_of_other_architectures_are_refused_by_name(arch: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=rf"the architecture '{arch}' is not supported"):
         spec_from_gguf(write_model(tmp_path / "m.gguf", changed(SPEC, family=arch)))
@@ -477,6 +551,12 @@ def test_files_of_other_architectures_are_refused_by_name(arch: str, tmp_path: P
         ),
         (GRANITE, of("granite", logit_scale=-1.0), "granite.logit_scale must be a number from 0"),
         (GRANITE, of("granite", residual_scale="x"), "granite.residual_scale must be a number"),
+        (GRANITE, of("granite", expert_count=4), "granite.expert_count = 4 is not supported"),
+        (
+            GRANITE4,
+            of("granitemoe", **COUNTS),
+            "the tensor 'blk.0.ffn_[a-z]*_shexp.weight' is not part of a granitemoe model",
+        ),
         (SPEC, of("llama", residual_scale=0.5), "llama.residual_scale = 0.5 is not supported"),
         (
             GLM4,

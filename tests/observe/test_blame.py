@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -150,7 +150,29 @@ def test_a_preempted_stream_blames_preemption(tmp_path: Path) -> None:
     assert sum(gap.host for gap in late) >= STALL_S, "a stall while it was out is the host's"
 
 
-def test_the_whole_mixture_adds_up_in_the_totals(tmp_path: Path) -> None:
+class Talking:
+    """Steps whose executor spends a share of their time in collectives."""
+
+    def __init__(self, executor: Any, share: float) -> None:
+        self.max_in_flight, self.forward = executor.max_in_flight, executor.forward
+        self.reset, self._sample, self._share = executor.reset, executor.sample, share
+
+    def sample(self, handle: Any, masks: Any = None) -> Talked:
+        return Talked(self._sample(handle, masks), self._share)
+
+
+class Talked(NamedTuple):
+    pending: Any
+    share: float
+
+    def wait(self) -> StepResult:
+        result: StepResult = self.pending.wait()
+        return result._replace(comm_s=self.share * result.device_s, comm_bytes=1000 * self.share)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_the_whole_mixture_adds_up_in_the_totals(tmp_path: Path, share: float) -> None:
+    """`share`: of every step, what ranks spend in collectives."""
     llm = tiny_llm(
         tmp_path / "model",
         max_num_batched_tokens=48,
@@ -160,6 +182,7 @@ def test_the_whole_mixture_adds_up_in_the_totals(tmp_path: Path) -> None:
         max_model_len=150,
     )
     core = llm.engine.core
+    core._executor = Talking(core._executor, share)
     totals = Totals(150)
     core.records.listeners.append(totals)
     core.scheduler._prefill.has_room = lambda *_: True  # type: ignore[method-assign]
@@ -175,7 +198,8 @@ def test_the_whole_mixture_adds_up_in_the_totals(tmp_path: Path) -> None:
     assert totals.gap_s.sum == pytest.approx(measured, rel=1e-6)
     for cause in CAUSES:
         assert totals.part_s[cause].sum == pytest.approx(totals.cause_s[cause], rel=1e-6)
-        assert totals.cause_s[cause] > 0
+        none = {0.0: ("communication",), 1.0: ("decode", "prefill")}.get(share, ())
+        assert (totals.cause_s[cause] > 0) == (cause not in none)
     written = sum(len(record.token_s) for record in records.values())
     assert totals.generation_tokens == written
     begun = sum(bool(record.token_s) for record in records.values())
@@ -183,6 +207,13 @@ def test_the_whole_mixture_adds_up_in_the_totals(tmp_path: Path) -> None:
     assert totals.gap_s.count == written - begun
     busy = sum(step.device_s for step in core.records.steps)
     assert totals.prefill.device_s + totals.decode.device_s == pytest.approx(busy)
+    assert totals.prefill.comm_s + totals.decode.comm_s == pytest.approx(share * busy)
+    sent = 1000 * share * len(core.records.steps)
+    assert totals.prefill.comm_bytes + totals.decode.comm_bytes == pytest.approx(sent)
+    regular = [step for step in core.records.steps if step.regular]
+    for step in regular:
+        on_device = sum(step.since_s) - step.since_s.host
+        assert step.since_s.communication == pytest.approx(share * on_device, abs=1e-9)
 
 
 def test_a_failed_step_costs_its_streams_no_second_of_the_ledger(llm: LLM) -> None:

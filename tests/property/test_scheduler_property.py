@@ -11,6 +11,7 @@ import pytest
 from tests.fakes import FakeExecutor, expected_tokens, fake_request, groups, random_prompt
 from twostroke.errors import RequestError
 from twostroke.kv.cache import GroupLimits, blocks_held
+from twostroke.kv.eviction import Eviction
 from twostroke.plan import StepPlan, StepResult
 from twostroke.request import EngineRequest, FinishReason
 from twostroke.sched.scheduler import Scheduler, Update
@@ -23,9 +24,14 @@ class Life:
     """Drives one scenario and keeps what each request was seen to do."""
 
     def __init__(
-        self, seed: int, goals: bool = False, windows: tuple[int | None, ...] = ()
+        self,
+        seed: int,
+        goals: bool = False,
+        windows: tuple[int | None, ...] = (),
+        evicts: bool = False,
     ) -> None:
-        """`windows`: of the KV groups; without any, one group with some window or none."""
+        """`windows`: of the KV groups; without any, one group with some window or none. `evicts`:
+        one group without a window, of which what is written is evicted."""
         rng = self.rng = random.Random(seed)
         block_size = rng.choice([1, 2, 4, 8])
         window = rng.choice([None, None, None, rng.randint(1, 20)])
@@ -49,13 +55,29 @@ class Life:
             prefix_caching=rng.random() < 0.75,
             lookahead=rng.choice([0, 4, 16]),
         )
+        if evicts:
+            budget_blocks = rng.choice([4, 5, 9])
+            blocks = max(budget_blocks, -(-longest // block_size)) + rng.choice([0, 0, 1, 4])
+            self.config = replace(
+                self.config,
+                max_num_seqs=max(rows, 4),
+                max_num_batched_tokens=max(budget, 6),
+                max_model_len=4 * longest,
+                chunked_prefill=True,
+                lookahead=0,
+                groups=groups(blocks),
+                eviction=Eviction(budget_blocks),
+            )
+        self.longest_prompt = longest
         self.depth = rng.choice([1, 1, 2, 3])
         self.failing = rng.choice([0, 0, 0, 0.03])  # how many of the steps cannot run
+        if evicts:
+            self.failing = rng.choice([0, 0.01, 0.05])
         if goals:
             self.config = with_goals(self.config, random.Random(-1 - seed))
         self.now = 0.0
         self.scheduler = Scheduler(self.config, clock=lambda: self.now)
-        self.executor = FakeExecutor(block_size, self.scheduler.kv.windows)
+        self.executor = self.new_executor()
         self.flights: deque[StepResult] = deque()
         self.given: dict[str, EngineRequest] = {}
         self.written: dict[str, list[int]] = {}
@@ -63,6 +85,11 @@ class Life:
         self.added_at: dict[str, int] = {}
         self.steps = 0
         self.idle_turns = 0
+
+    def new_executor(self) -> FakeExecutor:
+        eviction = self.config.eviction
+        budget = None if eviction is None else eviction.budget_blocks
+        return FakeExecutor(self.config.block_size, self.scheduler.kv.windows, budget)
 
     @staticmethod
     def some_blocks(
@@ -75,7 +102,7 @@ class Life:
 
     def arrive(self) -> None:
         rng, number = self.rng, len(self.given)
-        prompt = random_prompt(rng, self.config.max_model_len + 1)
+        prompt = random_prompt(rng, self.longest_prompt + 1)
         siblings = rng.choice([1, 1, 1, 3])
         for index in range(siblings):
             given = fake_request(
@@ -92,7 +119,7 @@ class Life:
             try:
                 self.scheduler.add(given)
             except RequestError:
-                assert len(prompt) >= self.config.max_model_len
+                assert len(prompt) >= self.longest_prompt
                 continue
             self.given[given.request_id] = given
             self.written[given.request_id] = []
@@ -144,7 +171,7 @@ class Life:
     def fail(self) -> None:
         """A step breaks: nothing of what was in flight counts, and the executor starts anew."""
         self.flights.clear()
-        self.executor = FakeExecutor(self.config.block_size, self.scheduler.kv.windows)
+        self.executor = self.new_executor()
         for update in self.scheduler.fail("broken"):
             assert update.finish_reason is FinishReason.ERROR
             self.take(update)
@@ -181,6 +208,13 @@ def test_every_random_life_with_several_kv_groups_does_too(
 ) -> None:
     for seed in seeds:
         live(Life(seed, windows=windows), seed)
+
+
+@pytest.mark.parametrize("block", range(8))
+def test_every_random_life_with_eviction_sees_what_its_policy_leaves(block: int) -> None:
+    """Whatever preempts a request: each of its tokens is computed in sight of the same blocks."""
+    for seed in range(block * 20, block * 20 + 20):
+        live(Life(seed, evicts=True), seed)
 
 
 def live(life: Life, seed: int) -> None:
@@ -232,6 +266,27 @@ def test_prompts_ranked_by_slack_compete_for_the_last_blocks() -> None:
         life.finish()
         for name, given in life.given.items():
             assert life.written[name] == expected_tokens(given, 48), f"seed {seed}: {name}"
+
+
+def test_lives_with_eviction_evict_and_preempt_what_has_evicted() -> None:
+    evicted = replayed = 0
+    for seed in range(60):
+        life = Life(seed, evicts=True)
+        plan_of = life.scheduler.plan
+
+        def plan(plan_of=plan_of):  # type: ignore[no-untyped-def]
+            nonlocal evicted, replayed
+            step = plan_of()
+            if step is not None:
+                evicted += len(step.plan.evicted)
+                prefilled = {chunk.row for chunk in step.plan.prefill}
+                replayed += sum(one.row in prefilled for one in step.plan.evicted)
+            return step
+
+        life.scheduler.plan = plan  # type: ignore[method-assign]
+        live(life, seed)
+    assert evicted > 500
+    assert replayed > 50
 
 
 @pytest.mark.parametrize("windows", [(), (None, 16), (16, 64)])

@@ -8,9 +8,19 @@ import pytest
 
 from twostroke.kv.cache import KVUsage
 from twostroke.observe.record import Causes, PhaseRecord, RequestRecord, StepRecord, continued
-from twostroke.route.router import MAX_MARKS, EngineState, Role, Router
+from twostroke.route.costs import LEARN_EVERY_S, DecodeCosts, PrefillCosts
+from twostroke.route.router import (
+    MAX_MARKS,
+    MIN_HAND_OVERS,
+    EngineState,
+    Placement,
+    Prompt,
+    Role,
+    Router,
+)
 
 MARKS = ("a", "b", "c")  # of the first 64, 128 and 256 tokens
+TOKEN_S, STEP_S = 1e-4, 0.01
 
 
 def engines(prefill: int = 0, decode: int = 0, both: int = 0) -> list[EngineState]:
@@ -20,102 +30,192 @@ def engines(prefill: int = 0, decode: int = 0, both: int = 0) -> list[EngineStat
     ]
 
 
+def with_costs(states: list[EngineState], stream_s: float = 1e-4) -> Router:
+    """A prompt token takes 0.1 ms, a decode step 10 ms; a hand-over takes 10 ms and 1 GB/s."""
+    for one in states:
+        one.costs.prefill = PrefillCosts(TOKEN_S, 0.0)
+        one.costs.decode = DecodeCosts(STEP_S, stream_s, 0.0)
+        one.token_bytes, one.bytes_per_s = 1e4, 1e9
+    router = Router(states)
+    know_hand_over(router, 0.012, 0.002)
+    return router
+
+
+def know_hand_over(router: Router, seconds: float, fetch_s: float) -> None:
+    for _ in range(MIN_HAND_OVERS):
+        router.note_hand_over(seconds, fetch_s)
+
+
+def queue(engine: EngineState, tokens: int) -> None:
+    """One prompt of so many tokens waits there, and nothing else."""
+    engine.queued_tokens, engine.queued_s, engine.queued = tokens, TOKEN_S * tokens, bool(tokens)
+
+
+def placed(router: Router, prompt: Prompt) -> Placement:
+    placement = router.place(prompt)
+    assert placement is not None
+    return placement
+
+
 def test_a_prompt_goes_to_the_prefill_engine_that_will_have_computed_it_first() -> None:
     one, other, _ = states = engines(prefill=2, decode=1)
     router = Router(states)
-    one.queued_tokens = 500
-    placement = router.place(400, ())
-    assert placement is not None
-    assert (placement.engine, placement.hand_over, placement.uncached) == (other, True, 400)
+    queue(one, 500)
+    placement = placed(router, Prompt(400))
+    assert (placement.engine, placement.hand_over, placement.queued.tokens) == (other, True, 400)
     assert placement.reason == "prefilled by prefill-1: 0 tokens before it"
-    one.note_prompt(MARKS)
-    other.queued_tokens = 300
-    placement = router.place(400, MARKS)
-    assert placement is not None
-    assert (placement.engine, placement.uncached) == (one, 144), "500 + 144 against 300 + 400"
+    one.note_prompt(Prompt(300, MARKS))
+    queue(other, 300)
+    placement = placed(router, Prompt(400, MARKS))
+    assert (placement.engine, placement.queued.tokens) == (one, 144), "500 + 144 against 300 + 400"
     assert placement.reason == "prefilled by prefill-0: 500 tokens before it, 256 of 400 cached"
+
+
+def test_a_slow_prefill_engine_gets_fewer_prompts() -> None:
+    slow, quick, _ = states = engines(prefill=2, decode=1)
+    router = with_costs(states)
+    slow.costs.prefill = PrefillCosts(4 * TOKEN_S, 0.0)
+    queue(quick, 1000)
+    assert placed(router, Prompt(1000)).engine is quick, "2,000 tokens, against 4,000 times as many"
+    queue(quick, 4000)
+    assert placed(router, Prompt(1000)).engine is slow
 
 
 def test_the_longest_beginning_that_is_known_counts() -> None:
     (one,) = engines(both=1)
-    one.note_prompt(("a", "b"))
-    assert [one.num_cached(marks) for marks in (MARKS, ("a",), ("x",), ())] == [128, 64, 0, 0]
+    one.note_prompt(Prompt(200, ("a", "b")))
+    found = [one.num_cached(Prompt(999, marks)) for marks in (MARKS, ("a",), ("x",), ())]
+    assert found == [128, 64, 0, 0]
+    assert one.num_cached(Prompt(100, ("a", "b"))) == 99, "the last token is always computed"
     one.forget_prompts()
-    assert one.num_cached(MARKS) == 0
+    assert one.num_cached(Prompt(999, MARKS)) == 0
 
 
 def test_only_so_many_beginnings_are_remembered_the_newest() -> None:
     (one,) = engines(both=1)
-    one.note_prompt(["old"])
-    one.note_prompt([f"m{n}" for n in range(MAX_MARKS)])
-    assert one.num_cached(["old"]) == 0
-    assert one.num_cached([f"m{MAX_MARKS - 1}"]) == 64
+    one.note_prompt(Prompt(64, ["old"]))
+    one.note_prompt(Prompt(64, [f"m{n}" for n in range(60)]))
+    for n in range(60, MAX_MARKS):
+        one.note_prompt(Prompt(64, [f"m{n}"]))
+    assert one.num_cached(Prompt(99, ["old"])) == 0
+    assert one.num_cached(Prompt(99, [f"m{MAX_MARKS - 1}"])) == 64
     assert len(one._marks) == MAX_MARKS
 
 
-def test_what_was_prefilled_goes_to_the_decode_engine_with_the_fewest_streams() -> None:
+def test_no_more_is_remembered_than_the_cache_holds_and_ends_are_forgotten_first() -> None:
+    (one,) = engines(both=1)
+    one.capacity_tokens = 400
+    one.note_prompt(Prompt(300, MARKS))  # 256 tokens
+    one.note_prompt(Prompt(200, ("x", "y")))  # 128 more
+    assert one.num_cached(Prompt(999, MARKS)) == 256
+    one.note_prompt(Prompt(70, ("z",)))  # and 64
+    assert one.num_cached(Prompt(999, MARKS)) == 128
+    assert one.num_cached(Prompt(999, ("x", "y"))) == 128
+
+
+def test_a_session_goes_on_where_its_last_turn_was_as_far_as_it_had_come() -> None:
+    one, other = states = engines(both=2)
+    router = with_costs(states)
+    one.note_prompt(Prompt(300, MARKS, "s"))
+    one.note_session("s", 380)
+    other.note_prompt(Prompt(300, MARKS))
+    placement = placed(router, Prompt(400, MARKS, "s"))
+    assert (placement.engine, placement.queued.tokens) == (one, 20)
+    assert other.num_cached(Prompt(400, MARKS, "s")) == 256
+    assert one.num_cached(Prompt(400, ("q", "r"), "s")) == 0, "its name, and another conversation"
+
+
+def test_what_was_prefilled_goes_where_it_slows_down_the_fewest() -> None:
     _, one, other = states = engines(prefill=1, decode=2)
+    router = with_costs(states)
     one.streams, other.streams = 3, 2
-    assert Router(states).place_decode() is other
-    other.up = False
-    assert Router(states).place_decode() is one
-    one.up = False
-    assert Router(states).place_decode() is None
+    target = router.place_decode(Prompt(1000))
+    assert target is not None
+    assert target.engine is other
+    assert target.reason == (
+        "handed over to decode-1: saves 200 ms of gaps of 2 streams there, costs 40 ms"
+    ), "1,000 tokens hold up two streams for 0.1 s; 10 ms, and 10 MB of which three wait"
+    one.note_prompt(Prompt(1000, MARKS, "s"))
+    target = router.place_decode(Prompt(1000, MARKS, "s", 16))
+    assert target is not None
+    assert target.engine is one, "it has the blocks already"
+    other.up = one.up = False
+    assert router.place_decode(Prompt(1000)) is None
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "streams", "direct"),
-    [(9, 1, True), (9, 20, False), (200, 1, False), (300, 0, False)],
+    ("num_tokens", "streams", "queued", "direct"),
+    [
+        (9, 1, 0, True),
+        (9, 20, 0, False),
+        (200, 1, 0, False),
+        (300, 0, 0, False),  # a stream may come
+        (300, 0, 5000, True),  # the prefill engine is busy, this one is not
+        (300, 8, 5000, False),
+    ],
 )
-def test_a_decode_engine_prefills_itself_what_takes_less_than_a_hand_over(
-    num_tokens: int, streams: int, direct: bool
+def test_a_decode_engine_prefills_itself_where_all_wait_less_for_it(
+    num_tokens: int, streams: int, queued: int, direct: bool
 ) -> None:
-    """A hand-over takes 10 ms, a prompt token 0.1 ms for each stream that waits."""
     prefill, decode = states = engines(prefill=1, decode=1)
-    router = Router(states)
-    decode.prefill_s, decode.streams = 1e-4, streams
-    assert router.place(num_tokens, ()).engine is prefill, "what it takes is not known yet"  # type: ignore[union-attr]
-    router.note_hand_over(0.01)
-    placement = router.place(num_tokens, ())
-    assert placement is not None
+    router = with_costs(states)
+    router.hand_over_s, decode.streams = 0.0, streams
+    queue(prefill, queued)
+    assert placed(router, Prompt(num_tokens)).engine is prefill, "what it takes is not known yet"
+    router.hand_over_s = 0.01
+    placement = placed(router, Prompt(num_tokens))
     assert placement.engine is (decode if direct else prefill)
     assert placement.hand_over is not direct
-    if direct:
+    if (num_tokens, direct) == (9, True):
         assert placement.reason == (
-            "prefilled by decode-0 itself: 9 tokens hold up its 1 streams for 0.9 ms, and a "
-            "hand-over takes 10.0 ms"
+            "prefilled by decode-0 itself: 9 of 9 tokens hold up its 1 streams for 0.9 ms, and by "
+            "way of prefill-0 it takes 11 ms"
         )
+
+
+def test_the_first_hand_overs_are_slow_and_say_little() -> None:
+    router = Router([])
+    router.note_hand_over(0.5, 0.1)
+    for _ in range(MIN_HAND_OVERS - 1):
+        assert router.hand_over_s == 0.0
+        router.note_hand_over(0.01, 0.0)
+    assert router.hand_over_s == pytest.approx((0.4 + 0.01 * 7) / 8)
+    for _ in range(60):
+        router.note_hand_over(0.01, 0.0)
+    assert router.hand_over_s == pytest.approx(0.01, rel=0.1)
 
 
 def test_a_conversation_goes_on_where_its_blocks_are() -> None:
     prefill, decode = states = engines(prefill=1, decode=1)
-    router = Router(states)
-    decode.prefill_s, decode.streams = 1e-4, 2
-    router.note_hand_over(0.01)
-    assert router.place(300, MARKS).engine is prefill  # type: ignore[union-attr]
-    decode.note_prompt(MARKS)
-    placement = router.place(300, MARKS)
-    assert placement is not None
-    assert (placement.engine, placement.uncached) == (decode, 44)
+    router = with_costs(states)
+    decode.streams = 2
+    assert placed(router, Prompt(300, MARKS)).engine is prefill
+    decode.note_prompt(Prompt(300, MARKS))
+    placement = placed(router, Prompt(300, MARKS))
+    assert (placement.engine, placement.queued.tokens) == (decode, 44)
 
 
-def test_one_token_is_written_by_whoever_prefills() -> None:
-    prefill, _ = states = engines(prefill=1, decode=1)
-    placement = Router(states).place(300, (), one_token=True)
-    assert placement is not None
-    assert (placement.engine, placement.hand_over) == (prefill, False)
+@pytest.mark.parametrize(("max_tokens", "kept"), [(1, True), (3, True), (9, False), (None, False)])
+def test_few_tokens_are_written_by_whoever_prefilled(max_tokens: int | None, kept: bool) -> None:
+    """A hand-over of 1,000 tokens takes 20 ms and more for 30 streams; a step 10 ms."""
+    prefill, decode = states = engines(prefill=1, decode=1)
+    router = with_costs(states)
+    decode.streams = 1
+    placement = placed(router, Prompt(1000, max_tokens=max_tokens))
+    assert (placement.engine, placement.hand_over) == (prefill, not kept)
+    if max_tokens == 3:
+        assert placement.reason.endswith("decoded there: 2 tokens take 20 ms, a hand-over 30 ms")
 
 
 def test_a_pool_that_is_down_is_stood_in_for() -> None:
     prefill, decode = states = engines(prefill=1, decode=1)
     router = Router(states)
     prefill.up = False
-    placement = router.place(300, ())
-    assert placement is not None
+    placement = placed(router, Prompt(300))
     assert (placement.engine, placement.hand_over) == (decode, False)
     assert placement.reason.endswith("no prefill engine is up")
     decode.up = False
-    assert router.place(300, ()) is None
+    assert router.place(Prompt(300)) is None
 
 
 def test_copies_take_turns_and_keep_a_prefix_together() -> None:
@@ -123,15 +223,32 @@ def test_copies_take_turns_and_keep_a_prefix_together() -> None:
     router = Router(states)
     chosen = []
     for _ in range(6):
-        placement = router.place(100, ())
-        assert placement is not None
+        placement = placed(router, Prompt(100))
         placement.engine.streams += 1
         chosen.append(placement.engine)
     assert chosen == [one, other] * 3
-    other.note_prompt(MARKS)
-    assert router.place(300, MARKS).engine is other  # type: ignore[union-attr]
-    other.streams += 5
-    assert router.place(300, MARKS).engine is one, "there are limits"  # type: ignore[union-attr]
+    other.note_prompt(Prompt(300, MARKS))
+    assert placed(router, Prompt(300, MARKS)).engine is other
+
+
+def test_a_hot_prefix_spreads_when_its_engine_is_busy() -> None:
+    """All 400 requests begin with the same 4,096 tokens; nothing is ever computed meanwhile."""
+    marks = tuple(f"hot {n}" for n in range(7))
+    states = engines(both=4)
+    router = with_costs(states, stream_s=1e-5)
+    states[0].note_prompt(Prompt(4096, marks))
+    for n in range(400):
+        prompt = Prompt(4200, (*marks,), max_tokens=100)
+        placement = placed(router, prompt)
+        placement.engine.note_prompt(prompt)
+        placement.engine.add_queued(placement.queued)
+        if n < 5:
+            assert placement.engine is states[0], "it is cached there, and there is little to do"
+    counts = [one.queued for one in states]
+    assert sum(counts) == 400
+    assert max(counts) < 2 * min(counts)
+    placement = placed(router, Prompt(4200, (*marks,)))
+    assert "of 4200 tokens cached" in placement.reason
 
 
 def step(prefill_tokens: int, device_s: float, decode_s: float) -> StepRecord:
@@ -142,15 +259,37 @@ def step(prefill_tokens: int, device_s: float, decode_s: float) -> StepRecord:
     return StepRecord(0, *times, prefill, none, (), (), 0, 0, 0, kv, since_s=since)
 
 
-def test_what_a_prompt_token_takes_is_learnt_from_steps() -> None:
+def test_what_work_takes_is_learnt_from_steps() -> None:
+    one, other = states = engines(both=2)
+    for n in range(200):
+        record = step(100, 0.03, 0.01)
+        one.add_step(record._replace(committed_s=n * LEARN_EVERY_S))
+        decode = PhaseRecord(4, 4, 1000 + n, 0.0, 0.0)
+        none = PhaseRecord(0, 0, 0, 0.0, 0.0)
+        when = (n + 0.5) * LEARN_EVERY_S
+        one.add_step(record._replace(prefill=none, decode=decode, committed_s=when))
+    assert one.costs.prefill is not None
+    assert one.costs.decode is not None
+    assert one.costs.prefill.token == pytest.approx(3e-4, rel=0.1)
+    assert one.costs.decode.step_s(4, 1100) == pytest.approx(0.03, rel=0.1)
+    assert one.positions == 1199
+    router = Router(states)
+    (seat,) = router._seats([other], Prompt(1000))
+    assert seat.queued.seconds == one.costs.prefill.prompt_s(1000, 0), "as elsewhere"
+
+
+def test_steps_that_took_no_time_say_nothing() -> None:
     (one,) = engines(both=1)
-    one.add_step(step(100, 0.03, 0.01))
-    assert one.prefill_s == pytest.approx(2e-4)
-    one.add_step(step(0, 5.0, 5.0))
-    assert one.prefill_s == pytest.approx(2e-4)
-    for _ in range(100):
-        one.add_step(step(100, 0.01, 0.0))
-    assert one.prefill_s == pytest.approx(1e-4, rel=0.01)
+    for n in range(9):
+        one.add_step(step(100, 0.0, 0.0)._replace(committed_s=float(n)))
+    assert (one.costs.prefill, one.costs.decode) == (None, None)
+
+
+def test_few_steps_are_looked_at() -> None:
+    (one,) = engines(both=1)
+    for n in range(100):
+        one.add_step(step(100, 0.03, 0.01)._replace(committed_s=1.0 + n * LEARN_EVERY_S / 10))
+    assert one.costs._times._mixed.steps == pytest.approx(10, abs=1)
 
 
 def test_the_records_of_two_engines_become_one() -> None:

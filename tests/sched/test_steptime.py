@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.specs import make_spec
+from twostroke.model.cost import ring_bytes
 from twostroke.plan import PhaseWork
 from twostroke.sched.steptime import StepTimes
 
@@ -30,6 +32,17 @@ def a_gpu(prefill: PhaseWork, decode: PhaseWork) -> float:
     tokens = prefill.tokens + decode.tokens
     attention = 4e-9 * prefill.kv_tokens + 4e-8 * decode.kv_reads
     return 1e-3 + max(4.2e-3, 2.6e-5 * tokens) + attention
+
+
+SPEC = make_spec(hidden_size=4096, windows=(None,) * 32, vocab_size=128256)
+
+
+def two_gpus(prefill: PhaseWork, decode: PhaseWork) -> float:
+    """Half the work, and what they send each other over PCIe."""
+    tokens, samples = prefill.tokens + decode.tokens, decode.rows + prefill.rows
+    sent = ring_bytes(SPEC, 2, 2, tokens, samples, samples) / 2
+    begun = 2 + 2 * SPEC.num_layers
+    return a_gpu(prefill, decode) / 2 + begun * 1e-5 + sent / 30e9
 
 
 def chunk(start: int, size: int) -> PhaseWork:
@@ -79,6 +92,7 @@ MACHINES = [
     (a_cpu, [16, 64, 256, 512]),
     (a_gpu, [16, 64, 256, 512, 2048]),
     (a_gpu, [512]),
+    (two_gpus, [16, 64, 256, 512, 2048]),
 ]
 
 

@@ -21,7 +21,7 @@ from twostroke.kernels import cpu
 from twostroke.serve.dash import MOST_A_SECOND, SLOWEST, STEPS, page_headers
 from twostroke.serve.roof import IDLE_S, Roof
 
-CAUSES = ("decode", "prefill", "preemption", "host")
+CAUSES = ("decode", "prefill", "preemption", "host", "communication")
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 
+from tests.cli.test_serve import started
 from tests.server.browser import Browser, Page, browser, chromium
 from tests.server.running import Running, running
 from tests.server.test_metrics import scrape, value
 from tests.server.test_process import process
 from tests.tiny import tiny_folder, tiny_llm
+from twostroke.kernels import cpu
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium is installed")
 
@@ -189,6 +191,33 @@ def test_it_fits_any_width_in_light_and_dark(chrome: Browser, server: Running) -
         page.value("document.getElementById('theme').click()")
         assert page.value("document.documentElement.dataset.theme") == "light"
         assert page.value("getComputedStyle(document.body).backgroundColor") in colours
+
+
+@pytest.mark.skipif(
+    not cpu.available() or not hasattr(os, "memfd_create"), reason="native kernels on Linux only"
+)
+def test_pools_and_what_goes_between_them_are_shown(chrome: Browser, folder: Path) -> None:
+    pools = ["--prefill-engines", "1", "--decode-engines", "2", "--num-gpu-blocks-override", "64"]
+    cells = "[...document.querySelectorAll('#engines tbody tr')].map(row => row.dataset.name)"
+    way = "[...document.querySelectorAll('#transfers tbody td')].map(one => one.textContent)"
+    with started("twostroke", "serve", str(folder), *pools) as server:
+        body = {"prompt": [5, 6, 7] * 20, "max_tokens": 8, "ignore_eos": True}
+        assert server.ask("/v1/completions", body)[0] == 200
+        with chrome.page(f"http://127.0.0.1:{server.port}/dash") as page:
+            page.wait_for(LIVE)
+            assert page.value(cells) == ["prefill-0", "decode-0", "decode-1"]
+            page.wait_for("!document.getElementById('transfers-box').hidden")
+            sender, requests, failed, *_ = page.value(way)
+            assert (sender, requests, failed) == ("prefill-0 → decode-0", "1", "0")
+            assert "decode-0" in page.value("document.getElementById('step').textContent")
+            for theme in ("light", "dark"):
+                for width in (320, 768, 1280):
+                    page.look(width, 900, theme)
+                    time.sleep(0.1)
+                    assert page.value("document.documentElement.scrollWidth") <= width
+                    assert page.value(SPILT) == [], (width, theme)
+            assert page.errors == []
+        assert server.terminate()[0] == 0
 
 
 def test_the_keyboard_reaches_everything_and_walks_the_steps(

@@ -671,7 +671,7 @@ async def main():
     async for output in engine.generate("the quick", engine.info.sampling):
         pass
     assert output.finished
-    print(engine.pid, engine._child._spawned.folder, "torch" in sys.modules, flush=True)
+    print(engine.pid, engine._child._launched.folder, "torch" in sys.modules, flush=True)
     await asyncio.sleep(60)
 
 asyncio.run(main())

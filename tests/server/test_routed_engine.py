@@ -8,6 +8,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from tests.tiny import tiny_folder, tiny_llm
 from twostroke import LLM, SamplingParams
 from twostroke.config import EngineConfig
 from twostroke.engine.api import EngineClient
-from twostroke.errors import ConfigError, EngineError, RequestError
+from twostroke.engine.spawn import DEFAULT_BUILDER
+from twostroke.errors import ConfigError, EngineError, ModelError, RequestError
 from twostroke.kernels import cpu
 from twostroke.kv.transfer import Offer
 from twostroke.outputs import RequestOutput
@@ -50,7 +52,9 @@ def alone(folder: Path) -> LLM:
 class Running:
     """Engines, and the loop they live in, for several tests."""
 
-    def __init__(self, folder: Path, settings: PoolSettings, **more: Any) -> None:
+    def __init__(
+        self, folder: Path, settings: PoolSettings, builder: str = DEFAULT_BUILDER, **more: Any
+    ) -> None:
         # `exact`: what one engine computes by decode and the next by prefill is the same but for
         # the order in which attention adds up.
         config = EngineConfig(
@@ -58,8 +62,10 @@ class Running:
         )
         self.runner = asyncio.Runner()
         self.engine = self.runner.run(
-            RoutedEngine.start(settings.engines(config), restart_limit=1000)
+            RoutedEngine.start(settings.engines(config), builder, restart_limit=1000)
         )
+        # The tiny model's prompts are short: none would be handed over for long.
+        self.engine._router._place_directly = lambda *_: None  # type: ignore[method-assign]
 
     def run(self, test: Callable[[RoutedEngine], Coroutine[Any, Any, None]]) -> None:
         """In the end nothing may be left of any request, on any side."""
@@ -102,8 +108,6 @@ async def until(condition: Callable[[], Any]) -> None:
 def pools(folder: Path) -> Iterator[Running]:
     settings = PoolSettings(prefill_engines=1, decode_engines=2, kv_transfer_checksums=True)
     running = Running(folder, settings)
-    # The tiny model's prompts are short: none would be handed over for long.
-    running.engine._router._place_directly = lambda *_: None  # type: ignore[method-assign]
     yield running
     running.close()
 
@@ -242,16 +246,33 @@ def test_copies_share_the_work_and_a_prefix_finds_its_engine(copies: Running, al
         for output, expected in zip(outputs, alone.generate(asked, SHORT), strict=True):
             assert output.outputs[0].token_ids == expected.outputs[0].token_ids
         engines = [output.records[0].route.partition(":")[0] for output in outputs]
-        assert {name: engines.count(name) for name in sorted(set(engines))} == {
-            "engine-0": 8,
-            "engine-1": 8,
-        }
+        assert min(engines.count("engine-0"), engines.count("engine-1")) >= 5, engines
         beginning = [99] * 130
         first = (await last(engine, [*beginning, 1])).records[0].route
         for n in range(2, 5):
             again = (await last(engine, [*beginning, n])).records[0].route
             assert again.partition(":")[0] == first.partition(":")[0]
             assert "128 of 131 tokens cached" in again
+
+    copies.run(test)
+
+
+def test_a_session_finds_its_last_turn_and_another_tenant_does_not(copies: Running) -> None:
+    async def test(engine: RoutedEngine) -> None:
+        async def turn(prompt: list[int], salt: str = "") -> tuple[list[int], str]:
+            given = {"prompt_token_ids": prompt, "cache_salt": salt}
+            request = replace(engine.input_processor.process(given, SHORT), session=f"mine {salt}")
+            *_, end = [output async for output in engine.stream(request)]
+            return prompt + list(end.outputs[0].token_ids), end.records[0].route
+
+        first, route = await turn([77] * 70)
+        where = route.partition(":")[0]
+        for _ in range(3):
+            first, route = await turn([*first, 5])
+            assert route.partition(":")[0] == where
+            assert f"{len(first) - 13} of {len(first) - 12} tokens cached" in route
+        _, route = await turn(first, "other")
+        assert f"0 of {len(first)} tokens cached" in route
 
     copies.run(test)
 
@@ -349,13 +370,63 @@ def test_a_request_that_may_be_what_kills_engines_is_not_sent_for_ever(
     monkeypatch.setattr(route_client, "MAX_ATTEMPTS", 1)
 
     async def test(engine: RoutedEngine) -> None:
+        for member in engine.members:  # so that it has not left the one that is killed
+            os.kill(member.pid, signal.SIGSTOP)
         task = asyncio.create_task(last(engine, [60], LONG))
         await until(lambda: engine._placed)
         (placed,) = engine._placed.values()
         assert placed.member is not None
         os.kill(placed.member.pid, signal.SIGKILL)
+        for member in engine.members:
+            if member is not placed.member:
+                os.kill(member.pid, signal.SIGCONT)
         with pytest.raises(EngineError, match="1 engines died while this request was in them"):
             await task
+
+    pools.run(test)
+
+
+# Pools that grow and shrink
+
+
+def test_what_is_in_an_engine_that_leaves_ends_there_or_goes_on_elsewhere(
+    pools: Running, alone: LLM
+) -> None:
+    async def test(engine: RoutedEngine) -> None:
+        asked = [[50 + (11 * n + k) % 200 for k in range(30 + n)] for n in range(8)]
+        expected = alone.generate(asked, LONG)
+        for drain_timeout_s, moves in ((0.0, True), (PATIENCE_S, False)):
+            tasks = [asyncio.create_task(last(engine, prompt, LONG)) for prompt in asked]
+            leaving = by_name(engine, "decode-1")
+            await until(lambda leaving=leaving: leaving.state.streams > 1)
+            await engine.scale({"decode": 1}, drain_timeout_s)
+            assert [member.name for member in engine.members] == ["prefill-0", "decode-0"]
+            outputs = await asyncio.gather(*tasks)
+            for output, one in zip(outputs, expected, strict=True):
+                assert output.outputs[0].token_ids == one.outputs[0].token_ids
+                assert len(output.records[0].token_s) == 150
+            routes = [output.records[0].route for output in outputs]
+            assert any("moved from decode-1, which leaves" in one for one in routes) is moves
+            await engine.scale({"decode": 2}, 0)
+        assert engine.num_restarts == sum(member.num_restarts for member in engine.members)
+
+    pools.run(test)
+
+
+def test_a_growth_that_fails_leaves_the_pools_as_they_were(pools: Running) -> None:
+    async def test(engine: RoutedEngine) -> None:
+        first = engine._scaling._first
+        wrong = first[Role.DECODE]._replace(
+            config=EngineConfig(model="/nowhere", num_gpu_blocks_override=8)
+        )
+        engine._scaling._first = first | {Role.DECODE: wrong}
+        before = engine.pools()
+        try:
+            with pytest.raises(ModelError, match="nowhere"):
+                await engine.scale({"prefill": 2, "decode": 3}, 0)
+        finally:
+            engine._scaling._first = first
+        assert engine.pools() == before
 
     pools.run(test)
 
@@ -410,6 +481,17 @@ def test_closing_ends_open_streams_with_an_error(folder: Path) -> None:
 # Settings
 
 
+def test_pools_that_keep_different_blocks_are_refused_by_name(folder: Path) -> None:
+    """As on machines that compute differently; `PoolSettings` gives all of them the same."""
+    settings = PoolSettings(prefill_engines=1, decode_engines=1)
+    config = EngineConfig(model=str(folder), num_gpu_blocks_override=64)
+    prefill, decode = settings.engines(config)
+    decode = decode._replace(config=replace(decode.config, block_size=32))
+    expected = "between prefill-0 and decode-0: one keeps blocks of 16 tokens and 2048 bytes"
+    with pytest.raises(ConfigError, match=expected):
+        asyncio.run(asyncio.wait_for(RoutedEngine.start([prefill, decode]), PATIENCE_S))
+
+
 def test_engines_have_what_their_phase_wants() -> None:
     settings = PoolSettings(
         prefill_engines=1, decode_engines=2, prefill_config={"threads": 3, "max_num_seqs": 4}
@@ -423,6 +505,7 @@ def test_engines_have_what_their_phase_wants() -> None:
     assert [one.config.threads for one in engines] == [3, 1, 1]
     assert [one.config.kv_sharing for one in engines] == ["shared", "none", "none"]
     assert {one.config.engines_on_host for one in engines} == {3}
+    assert [one.config.engine_index for one in engines] == [0, 1, 2]
     (single,) = PoolSettings().engines(EngineConfig())
     assert single.config == EngineConfig()
 
@@ -442,6 +525,20 @@ def test_engines_have_what_their_phase_wants() -> None:
             "decode_config: 'block_size' is the same for all engines",
         ),
         ({"data_parallel_size": 0}, "data_parallel_size must be"),
+        ({"decode_resources": {"decode": 1}}, "says which nodes of a Ray cluster a pool is for"),
+        (
+            {
+                "prefill_engines": 1,
+                "decode_engines": 1,
+                "ray": "auto",
+                "decode_resources": {"a": 0},
+            },
+            "decode_resources must be a dict of numbers above 0",
+        ),
+        ({"ray": ""}, "ray must be an address"),
+        ({"ray_timeout_s": 0}, "ray_timeout_s must be seconds"),
+        ({"kv_transport": "rdma"}, "kv_transport must be one of auto, memory, device, sockets"),
+        ({"kv_transfer_timeout_s": 0}, "kv_transfer_timeout_s must be seconds from 0.01 to 600"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(

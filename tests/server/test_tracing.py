@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,17 +17,19 @@ from typing import Any
 
 import pytest
 
+from tests.cli.test_serve import started
 from tests.server.running import JSON, Running, running
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke.commands.parser import Parser
 from twostroke.commands.serve_flags import serve_settings
+from twostroke.kernels import cpu
 
 service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
 PATIENCE_S = 30
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 BODY = {"prompt": "the quick brown fox", "max_tokens": 12, "ignore_eos": True, "temperature": 0}
 TEXT = "/v1/completions"
-CAUSES = ("decode", "prefill", "preemption", "host")
+CAUSES = ("decode", "prefill", "preemption", "host", "communication")
 
 
 class Collector:
@@ -95,6 +98,36 @@ def http_collector() -> Iterator[tuple[Collector, str]]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+@pytest.mark.skipif(
+    not cpu.available() or not hasattr(os, "memfd_create"), reason="native kernels on Linux only"
+)
+def test_a_request_of_two_engines_is_one_trace(folder: Path) -> None:
+    pools = ["--prefill-engines", "1", "--decode-engines", "1", "--num-gpu-blocks-override", "64"]
+    with (
+        http_collector() as (collector, endpoint),
+        started(
+            "twostroke", "serve", str(folder), *pools, "--otlp-traces-endpoint", endpoint
+        ) as server,
+    ):
+        assert server.ask(TEXT, BODY)[0] == 200
+        spans = {span.name: span for span in collector.wait(4)}
+        assert server.terminate()[0] == 0
+    whole = spans.pop("llm_request")
+    assert sorted(spans) == ["engine decode-0", "engine prefill-0", "kv_fetch"]
+    for span in spans.values():
+        assert (span.trace_id, span.parent_span_id) == (whole.trace_id, whole.span_id)
+        assert whole.start_time_unix_nano <= span.start_time_unix_nano
+        assert span.start_time_unix_nano <= span.end_time_unix_nano <= whole.end_time_unix_nano
+    first, second, fetch = (
+        spans[name] for name in ("engine prefill-0", "engine decode-0", "kv_fetch")
+    )
+    assert first.end_time_unix_nano == second.start_time_unix_nano == fetch.start_time_unix_nano
+    told = _plain(fetch.attributes)
+    assert told["twostroke.engine"] == "decode-0"
+    assert told["twostroke.fetch.bytes"] > 0
+    assert "handed over to decode-0" in _plain(whole.attributes)["twostroke.route"]
 
 
 def asked(server: Running, body: Any, **headers: str) -> dict[str, Any]:

@@ -39,6 +39,7 @@ LAYERS = {
     "twostroke.exec": 3,
     "twostroke.kv.pool": 2,  # tensors, sized by the model's spec
     "twostroke.kv.host_pool": 2,
+    "twostroke.kv.device_memory": 2,  # tensors, copied by a kernel
     "twostroke.model": 2,
     "twostroke.kernels": 1,
     "twostroke._native": 1,

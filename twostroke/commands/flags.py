@@ -28,7 +28,8 @@ ENGINE_HELP = {
     "load_format": "auto, safetensors, gguf or dummy (made-up weights)",
     "dtype": "auto, float32, float16 or bfloat16; auto is the model's own on a GPU and float32 on "
     "a CPU",
-    "kv_cache_dtype": "as dtype; auto is the same as dtype",
+    "kv_cache_dtype": "of the KV cache; auto is the same as dtype, on a CPU float16; fp8 (that is "
+    "fp8_e4m3) and fp8_e5m2 on a GPU, and int8 everywhere, hold twice as much",
     "device": "auto, cpu or cuda",
     "seed": "what random sampling starts from",
     "max_model_len": "longest sequence, prompt and answer (default: as model and cache allow)",
@@ -44,6 +45,10 @@ ENGINE_HELP = {
     "gpu_memory_utilization": "share of the GPU's memory to use",
     "kv_cache_memory_bytes": "size of the KV cache, such as 512M or 4GiB (default: by device)",
     "num_gpu_blocks_override": "size of the KV cache in blocks, of layers without a window",
+    "kv_eviction": "sinks: a request that writes keeps its first KV block and its newest, within "
+    "kv_eviction_budget; heavy-hitters: and those between that got the most attention (default: "
+    "it keeps all)",
+    "kv_eviction_budget": "tokens that a request keeps with kv_eviction",
     "enable_prefix_caching": "reuse the KV blocks of a prompt's known beginning",
     "enable_chunked_prefill": "let a long prompt take several steps",
     "scheduling_policy": "fcfs or priority",
@@ -57,7 +62,8 @@ ENGINE_HELP = {
     "nvtx": "name steps and the parts of layers for a profiler of a GPU",
     "tensor_parallel_size": "ranks that share the model: GPUs, or on a CPU processes that compute "
     "with torch (--kernels reference)",
-    "quantization": "round weights that are not quantised yet: int8 or int4 on a CPU, fp8 on a GPU",
+    "quantization": "round weights that are not quantised yet: int8 or int4 on a CPU, fp8 or int4 "
+    "on a GPU",
     "kernels": "auto, reference (plain torch) or native (a CPU's own)",
     "isa": "instruction set of the native kernels: auto, amx, avx512, avx2, neon or portable",
     "exact": "native kernels: products and attention in floats, nothing rounded; slower",
@@ -80,7 +86,15 @@ SAMPLING_HELP = {
 }
 # What `run` and `chat` need not have: they read and write text, and have options of sampling.
 OF_A_SERVER = {"skip_tokenizer_init", "override_generation_config"}
-OF_A_ROUTER = {"engines_on_host", "kv_sharing"}  # which sets them, for each engine
+# Which sets them, for each engine.
+OF_A_ROUTER = {
+    "engines_on_host",
+    "engine_index",
+    "kv_sharing",
+    "kv_transport",
+    "kv_host",
+    "kv_transfer_timeout_s",
+}
 MAX_TOKENS = 512
 TYPES = {"str": str, "int": int, "float": float}
 UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}

@@ -19,7 +19,7 @@ from twostroke.commands.parser import Parser
 
 ALL_LAYERS = 99  # -ngl: so many, or more, are written for "all"
 USUAL_QUANT = "Q4_K_M"  # of a repository of GGUF files, if none is named
-KV_TYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+KV_TYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "q8_0": "int8"}
 SAMPLING = {
     "--temp": "temperature",
     "--temperature": "temperature",
@@ -67,7 +67,7 @@ def _lines(text: str) -> list[str]:
 def _kv_type(text: str) -> str:
     if text not in KV_TYPES:
         raise argparse.ArgumentTypeError(
-            "the cache is f32, f16 or bf16; give one of these, or leave it out"
+            "the cache is f32, f16, bf16 or q8_0; give one of these, or leave it out"
         )
     return KV_TYPES[text]
 

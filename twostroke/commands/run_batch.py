@@ -48,7 +48,7 @@ def execute(args: argparse.Namespace) -> int:
             args.parser.problem(f"{flag} {value}: give the path of a local file")
     source, target = args.input_file, args.output_file
     config, settings, args = settle(args)
-    if args.pools.num_engines > 1:
+    if args.pools.num_engines > 1 or args.pools.ray is not None:
         raise ConfigError("run-batch has one engine: leave out the options for several")
     start_logging(args, settings)
     if not (hasattr(args, "performance_mode") or hasattr(args, "max_decode_stall")):

@@ -19,6 +19,7 @@ from twostroke.commands.terminal import columns, glued, wrapped
 if TYPE_CHECKING:
     from twostroke.engine.remote import RemoteEngine
     from twostroke.route.client import RoutedEngine
+    from twostroke.route.on_ray import RayCluster
 
 DESCRIPTION = (
     "Serve a model over HTTP with OpenAI's API. Flags and their names are those of `vllm serve`; "
@@ -36,7 +37,7 @@ def execute(args: argparse.Namespace) -> int:
     started_s = monotonic()
     config, settings, args = settle(args)
     start_logging(args, settings)
-    from twostroke.engine.spawn import DEFAULT_BUILDER, spawn
+    from twostroke.engine.spawn import DEFAULT_BUILDER, Spawned, spawn
     from twostroke.model.hub import check_path
     from twostroke.serve.sockets import bind
 
@@ -45,7 +46,15 @@ def execute(args: argparse.Namespace) -> int:
     # A port in use costs no model's loading, and the engine starts while the rest is imported.
     listener = bind(settings)
     engines = args.pools.engines(config)
-    spawned = [spawn(one.config) for one in engines]
+    spawned: list[Spawned] = []
+    cluster: RayCluster | None = None
+    if args.pools.ray is None:
+        spawned = [spawn(one.config) for one in engines]
+    else:
+        from twostroke.route.on_ray import RayCluster
+
+        cluster = RayCluster(args.pools.ray, args.pools.ray_timeout_s)
+        engines = cluster.placed(engines)
     from twostroke.engine.remote import RemoteEngine
     from twostroke.serve.run import HttpServer, serve
 
@@ -53,7 +62,7 @@ def execute(args: argparse.Namespace) -> int:
 
     @asynccontextmanager
     async def engine() -> AsyncIterator[RemoteEngine | RoutedEngine]:
-        if len(engines) == 1:
+        if cluster is None and len(engines) == 1:
             async with await RemoteEngine.start(
                 config, DEFAULT_BUILDER, spawned[0], *limits
             ) as one:
@@ -61,7 +70,8 @@ def execute(args: argparse.Namespace) -> int:
             return
         from twostroke.route.client import RoutedEngine
 
-        async with await RoutedEngine.start(engines, DEFAULT_BUILDER, spawned, *limits) as several:
+        where = DEFAULT_BUILDER, spawned, *limits, cluster
+        async with await RoutedEngine.start(engines, *where) as several:
             yield several
 
     def announce(server: HttpServer, client: RemoteEngine | RoutedEngine, url: str) -> None:
@@ -79,6 +89,8 @@ def execute(args: argparse.Namespace) -> int:
     finally:
         for one in spawned:
             one.kill()
+        if cluster is not None:
+            cluster.close()
     return 0
 
 

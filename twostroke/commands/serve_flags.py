@@ -34,7 +34,7 @@ from twostroke.commands.flags import (
 from twostroke.commands.llama_flags import device
 from twostroke.commands.parser import NUMBER, Parser
 from twostroke.commands.vllm_flags import add_foreign_arguments
-from twostroke.config import EngineConfig
+from twostroke.config import KV_TRANSPORTS, EngineConfig
 from twostroke.errors import ConfigError
 from twostroke.route.pools import PoolSettings
 from twostroke.serve.settings import ServeSettings
@@ -251,7 +251,7 @@ def add_server_arguments(parser: Parser) -> None:
         help="how long running requests may go on after SIGTERM (default: 30)",
     )
     _add_limits(parser.add_argument_group("limits (the names are twostroke's)"))
-    _add_pools(parser.add_argument_group("several engines on this machine"))
+    _add_pools(parser.add_argument_group("several engines, here or on a cluster"))
     add_engine_arguments(parser, leave_out={"skip_tokenizer_init"})
     _add(
         parser,
@@ -414,9 +414,47 @@ def _add_pools(group: argparse._ArgumentGroup) -> None:
         )
     _add(
         group,
+        "--ray",
+        metavar="ADDRESS",
+        help="run the engines as actors of a Ray cluster: HOST:PORT of its head, or auto for the "
+        "one that this machine is a node of; needs pip install 'twostroke[cluster]'",
+    )
+    _add(
+        group,
+        "--ray-timeout-s",
+        type=float,
+        metavar="X",
+        help="seconds an engine may wait for room in the cluster (default: 60)",
+    )
+    for phase in ("prefill", "decode"):
+        _add(
+            group,
+            f"--{phase}-resources",
+            type=json_object,
+            metavar="JSON",
+            help=f"what each {phase} engine takes of a Ray node, besides CPUs or GPUs, such as "
+            f'{{"{phase}": 1}}: only nodes that have it get one',
+        )
+    _add(
+        group,
         "--kv-transfer-checksums",
         action=argparse.BooleanOptionalAction,
         help="check every KV block that travels between engines; slower (default: no)",
+    )
+    _add(
+        group,
+        "--kv-transfer-timeout-s",
+        type=float,
+        metavar="S",
+        help="KV blocks of which none has come for so long are computed again (default: 3)",
+    )
+    _add(
+        group,
+        "--kv-transport",
+        choices=KV_TRANSPORTS,
+        metavar="WAY",
+        help="how KV blocks travel between engines: memory, device or sockets alone (default: "
+        "auto, the fastest that reaches)",
     )
 
 
@@ -451,14 +489,27 @@ def _structured_outputs_config(text: str) -> bool:
     return closed
 
 
+# Of vLLM's, for weights that are as their files have them.
+AS_STORED = (
+    "gguf",
+    "compressed-tensors",
+    "gptq",
+    "gptq_marlin",
+    "awq",
+    "awq_marlin",
+    "none",
+    "None",
+)
+
+
 def _quantization(text: str) -> str | None:
-    if text in ("gguf", "compressed-tensors", "none", "None"):
+    if text in AS_STORED:
         return None  # weights that are quantised are as their files have them
     if text not in ("int8", "int4", "fp8"):
         raise argparse.ArgumentTypeError(
-            "int8 and int4 round weights on a CPU, fp8 on a GPU; what is read as it is are GGUF "
-            "files, and fp8 as such or of compressed-tensors: give one of these, or the model's "
-            "own weights"
+            "int8 and int4 round weights on a CPU, fp8 and int4 on a GPU; what is read as it is "
+            "are GGUF files, GPTQ, AWQ, compressed-tensors and fp8: give one of these, or the "
+            "model's own weights"
         )
     return text
 

@@ -51,8 +51,10 @@ REFUSED: Table = table(
         "weights and KV blocks stay on the device; --kv-cache-memory-bytes and a smaller --dtype "
         "make room": "--cpu-offload-params=+ --kv-offloading-size= "
         "--sleep-mode-offload-cudagraph --sleep-preserve-parameter-names=+",
-        "KV blocks and weights do not travel between engines yet; leave it out": (
-            "--kv-transfer-config= --kv-events-config= --ec-transfer-config= "
+        "KV blocks travel between the engines of one server: --prefill-engines and "
+        "--decode-engines; leave it out": "--kv-transfer-config=",
+        "weights and events do not travel between engines; leave it out": (
+            "--kv-events-config= --ec-transfer-config= "
             "--weight-transfer-config= --ec-manager-config="
         ),
         "code of others is not loaded into the server; leave it out": "--middleware= "

@@ -11,13 +11,19 @@ from typing import TYPE_CHECKING, Protocol
 from twostroke.errors import RequestError
 from twostroke.kv.cache import GroupLimits, KVUsage
 from twostroke.observe.record import Records
-from twostroke.observe.totals import TransferTotals
+from twostroke.observe.totals import Totals, TransferTotals
 from twostroke.outputs import RequestOutput
 from twostroke.request import EngineRequest, SamplingParams
 
 if TYPE_CHECKING:  # the engine's own process needs neither
     from twostroke.engine.input_processor import InputProcessor, Prompt
     from twostroke.engine.output_processor import RequestState
+
+
+ONE_ALONE = (
+    "this server has one engine; start it with --data-parallel-size of 2 or more, or with "
+    "--prefill-engines and --decode-engines, for pools that grow and shrink"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,7 @@ class EngineInfo:
     read_bytes_per_s: float = 0.0  # the machine's ceilings, where they were measured
     ops_per_s: float = 0.0
     threads: int = 0  # of a decode step on a CPU
+    kv_layout: str = ""  # of a block: the same where blocks travel between engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +70,39 @@ class EngineStatus(Protocol):
 
     info: EngineInfo
     records: Records
+    totals: Totals | None  # of an engine among several, as is the next
     transfers: TransferTotals | None
     num_restarts: int
     asleep: bool
 
     @property
+    def phase(self) -> str:
+        """Of its pool: prefill, decode or both; "" of an engine alone."""
+
+    @property
     def healthy(self) -> bool: ...
 
     def load(self) -> EngineLoad: ...
+
+
+@dataclass(frozen=True, slots=True)
+class MemberStatus:
+    """One of several engines."""
+
+    name: str
+    phase: str  # prefill, decode, both
+    state: str  # up, leaving, down (another is being started), stopped
+    host: str
+    pid: int
+    restarts: int
+    requests: int  # that are in it
+
+
+@dataclass(frozen=True, slots=True)
+class PoolsStatus:
+    counts: dict[str, int]  # of engines that are there to stay
+    scaling: bool  # they are being changed
+    engines: list[MemberStatus]
 
 
 class EngineClient(ABC):
@@ -81,7 +113,9 @@ class EngineClient(ABC):
     input_processor: InputProcessor
     records: Records  # outlive the engine, if another is started in its place
     num_restarts: int
-    transfers: TransferTotals | None = None  # of an engine among several
+    totals: Totals | None = None  # of an engine among several, as is the next
+    transfers: TransferTotals | None = None
+    phase: str = ""
     asleep: bool = False  # its process has been ended until `wake_up`
 
     @property
@@ -92,9 +126,23 @@ class EngineClient(ABC):
     @abstractmethod
     def load(self) -> EngineLoad: ...
 
+    def transfers_between(self) -> Mapping[tuple[str, str], TransferTotals]:
+        """KV blocks that went from one engine to another, by their names."""
+        return {}
+
     def each_engine(self) -> Mapping[str, EngineStatus]:
         """All engines that it has, by name."""
         return {"0": self}
+
+    def pools(self) -> PoolsStatus:
+        """Raises `RequestError` if there is one engine alone."""
+        raise RequestError(ONE_ALONE)
+
+    async def scale(self, counts: Mapping[str, int], drain_timeout_s: float) -> None:
+        """Have so many engines in each pool, by its name (prefill, decode, data_parallel_size);
+        returns when it is so. What is in an engine that leaves ends there, or after so long goes
+        on in another."""
+        raise RequestError(ONE_ALONE)
 
     @abstractmethod
     def submit(

@@ -6,12 +6,15 @@ import logging
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from twostroke.config import EngineConfig
+from twostroke.config import KV_8_BIT, EngineConfig
 from twostroke.engine.core import EngineCore
+from twostroke.errors import ConfigError
 from twostroke.exec.grammar import Grammars
 from twostroke.exec.memory import MemoryPlan
 from twostroke.exec.pool_sizing import capacity, concurrent_requests
 from twostroke.kv.cache import GroupLimits
+from twostroke.kv.eviction import STRETCH_TOKENS, Eviction
+from twostroke.kv.ways import Sharing
 from twostroke.model.opened import OpenedModel
 from twostroke.model.spec import ModelSpec
 from twostroke.sched.step import SchedulerConfig
@@ -36,17 +39,26 @@ class Start(Protocol):
 
 
 def scheduler_config(
-    config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, on_gpu: bool
+    config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, on_gpu: bool, native: bool = False
 ) -> SchedulerConfig:
     """What the scheduler keeps to; tells how much the cache holds."""
     ttft_slo_s, itl_slo_s = config.goals(on_gpu)
     groups = group_limits(spec, memory.group_blocks)
     length, size = memory.max_model_len, config.block_size
+    if config.kv_cache_dtype in KV_8_BIT:
+        plain = sum(group.block_bytes(size, 2) for group in spec.kv_groups())
+        log.info(
+            "KV cache: %s, %s bytes a token; in 16 bits it would hold %.2f times fewer",
+            config.kv_cache_dtype,
+            f"{memory.sizing.token_bytes:,.0f}",
+            plain / sum(memory.sizing.block_bytes),
+        )
+    kept = length if config.kv_eviction is None else min(length, config.kv_eviction_budget)
     log.info(
         "KV cache: %s; requests of %s tokens that fit at one time: %s",
         capacity(groups, size),
-        f"{length:,}",
-        f"{concurrent_requests(groups, length, size):,}",
+        f"{kept:,}",
+        f"{concurrent_requests(groups, kept, size):,}",
     )
     if spec.has_latents:
         held, plain = spec.kv_elements_per_token, spec.expanded_kv_elements_per_token
@@ -68,7 +80,49 @@ def scheduler_config(
         ttft_slo_s=ttft_slo_s,
         itl_slo_s=itl_slo_s,
         max_decode_stall=config.decode_stall(),
+        eviction=eviction(config, spec, groups, native),
     )
+
+
+def config_sharing(config: EngineConfig) -> Sharing:
+    """How KV blocks travel between this engine and others."""
+    alone = config.engines_on_host == 1 and config.kv_sharing == "none" and config.kv_host is None
+    return Sharing(
+        config.kv_sharing,
+        config.kv_transport,
+        config.kv_host,
+        config.kv_transfer_timeout_s,
+        alone,
+    )
+
+
+def eviction(
+    config: EngineConfig, spec: ModelSpec, groups: Sequence[GroupLimits], native: bool
+) -> Eviction | None:
+    """What requests give up while they write; raises `ConfigError` if this model cannot."""
+    if config.kv_eviction is None:
+        return None
+    if [group.window for group in groups] != [None]:
+        raise ConfigError(
+            "kv_eviction is for models whose layers all have the same KV heads and see every "
+            f"position; this one has {len(groups)} KV groups, of windows "
+            f"{', '.join(str(group.window or 'none') for group in groups)}; leave it out"
+        )
+    budget = config.kv_eviction_budget // config.block_size
+    if budget > groups[0].num_blocks:
+        raise ConfigError(
+            f"kv_eviction_budget {config.kv_eviction_budget} is more than the KV cache holds, "
+            f"{groups[0].num_blocks * config.block_size} tokens; lower it, or enlarge the cache "
+            "(kv_cache_memory_bytes)"
+        )
+    if config.kv_eviction == "sinks":
+        return Eviction(budget)
+    if not native or spec.has_latents:
+        raise ConfigError(
+            "kv_eviction heavy-hitters needs attention to tell its shares, which the native "
+            "kernels of a CPU do, for models without latents; use kv_eviction='sinks'"
+        )
+    return Eviction(budget, STRETCH_TOKENS // config.block_size)
 
 
 def group_limits(spec: ModelSpec, group_blocks: Sequence[int]) -> tuple[GroupLimits, ...]:

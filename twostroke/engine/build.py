@@ -14,16 +14,17 @@ from functools import cache, cached_property, partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from twostroke.config import EngineConfig
+from twostroke.config import KV_8_BIT, EngineConfig
 from twostroke.engine.api import EngineInfo
 from twostroke.engine.assembly import Start
 from twostroke.engine.core import EngineCore
 from twostroke.engine.device import find_device, has_torch
+from twostroke.engine.untried import keeps_blocks
 from twostroke.errors import ConfigError
 from twostroke.exec.grammar import Grammars
 from twostroke.exec.memory import MemoryPlan
 from twostroke.kernels import cpu
-from twostroke.model.fp8 import fp8_matrices
+from twostroke.model.formats import weight_formats
 from twostroke.model.load import (
     chat_template_source,
     find_model,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+NATIVE_KV = ("auto", "float16", "int8")  # types of the cache that the native kernels have
 DENSE = ("float32", "float16", "bfloat16", "f32", "f16", "bf16")
 GET_TORCH = "pip install 'twostroke[reference]'"
 NO_KERNELS = "this installation has no native kernels (they could not be built when it was made)"
@@ -107,6 +109,7 @@ class Engine:
             activation_bytes=memory.activation_bytes,
             graph_bytes=memory.graph_bytes,
             threads=self._threads() if self.device == "cpu" else 0,
+            kv_layout=self.core.scheduler.kv_layout,
             **self._ceilings()._asdict(),
         )
 
@@ -142,7 +145,8 @@ def _build(config: EngineConfig, with_text: bool) -> Engine:
     native = _is_native(config, device)
     files = find_model(config)
     model = open_model(config, files, device)
-    _check_several(config, native)
+    _check_several(config)
+    _check_cache(config, model.spec)
     if model.spec.has_experts:
         log.info(
             "parameters: %s, of which a token goes through %s",
@@ -166,28 +170,40 @@ def _build(config: EngineConfig, with_text: bool) -> Engine:
         device,
         dtype,
         monotonic() - started,
-        _kept_in(model, config, native, dtype),
+        _kept_in(model, config, native, device, dtype),
     )
 
 
-def _check_several(config: EngineConfig, native: bool) -> None:
-    """Whether this can be one of several engines of a machine."""
-    if config.engines_on_host > 1 and not native:
+def _check_several(config: EngineConfig) -> None:
+    """Whether this can be one of several engines."""
+    several = config.engines_on_host > 1 or config.kv_sharing != "none"
+    if several and config.tensor_parallel_size > 1:
         raise ConfigError(
-            "several engines on one machine run on the native kernels of a CPU as yet, not on GPUs "
-            "and not with torch; leave out --prefill-engines, --decode-engines and "
-            "--data-parallel-size"
+            f"tensor_parallel_size is {config.tensor_parallel_size}, and there are several "
+            "engines: KV blocks travel between engines of one rank each as yet; leave it out, or "
+            "leave out --prefill-engines, --decode-engines and --data-parallel-size"
         )
 
 
-def _kept_in(model: OpenedModel, config: EngineConfig, native: bool, dtype: str) -> str:
+def _check_cache(config: EngineConfig, spec: ModelSpec) -> None:
+    if config.kv_cache_dtype in KV_8_BIT and spec.has_latents:
+        raise ConfigError(
+            f"kv_cache_dtype={config.kv_cache_dtype!r} is for keys and values of heads, and this "
+            "model caches latents (MLA), which are small as they are; leave it at 'auto'"
+        )
+
+
+def _kept_in(
+    model: OpenedModel, config: EngineConfig, native: bool, device: str, dtype: str
+) -> str:
     """The weights' type, and the file's if that is another."""
     stored = model.stored_as()
-    in_fp8 = "fp8" in stored
+    asked, triton = config.quantization, device.startswith("cuda") and config.kernels == "auto"
+    quantized = any(kind in stored for kind in ("fp8", "int4", "int8"))
     if native:
-        kept = config.quantization if stored.lower() in DENSE else model.dtype if in_fp8 else stored
-    elif fp8_matrices(model.spec, model.weights, config.quantization):
-        kept = stored if in_fp8 else "fp8"
+        kept = asked if stored.lower() in DENSE else model.dtype if quantized else stored
+    elif weight_formats(model.spec, model.weights, asked, blocks=keeps_blocks(triton)):
+        kept = stored if quantized or asked is None else asked
     else:
         kept = dtype
     return kept if kept == stored else f"{kept}, from {stored}" if kept else stored
@@ -206,7 +222,12 @@ def _backend(native: bool) -> Start:
 
 def _is_native(config: EngineConfig, device: str) -> bool:
     """The native kernels, unless they cannot do what is asked for."""
-    kv_unmet = config.kv_cache_dtype not in ("auto", "float16")
+    kv_unmet = config.kv_cache_dtype not in NATIVE_KV
+    if device == "cpu" and config.kernels != "reference" and "fp8" in config.kv_cache_dtype:
+        raise ConfigError(
+            f"kv_cache_dtype={config.kv_cache_dtype!r} is for GPUs: no CPU's instructions read "
+            "fp8; use kv_cache_dtype='int8', which takes as little memory"
+        )
     if config.kernels == "native" and device != "cpu":
         raise ConfigError("kernels is 'native', which is for CPUs; use kernels='auto'")
     if config.kernels == "native" and not cpu.available():
@@ -252,10 +273,10 @@ def _is_native(config: EngineConfig, device: str) -> bool:
             "quantization=fp8: computed with torch, which is slow on a CPU; the native kernels "
             "have int8 and int4"
         )
-    if config.quantization in ("int8", "int4") and not native:
+    if config.quantization == "int8" and not native:
         raise ConfigError(
-            f"quantization={config.quantization!r} needs the native kernels of a CPU; leave it "
-            "out, or see kernels, device and kv_cache_dtype; on a GPU there is 'fp8'"
+            "quantization='int8' needs the native kernels of a CPU; leave it out, or see kernels, "
+            "device and kv_cache_dtype; on a GPU there are 'fp8' and 'int4'"
         )
     if native and config.isa != "auto" and config.isa not in cpu.module().isas():
         raise ConfigError(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from twostroke.config import EngineConfig
-from twostroke.engine.assembly import Started, scheduler_config
+from twostroke.engine.assembly import Started, config_sharing, scheduler_config
 from twostroke.engine.core import EngineCore
 from twostroke.exec.grammar import Grammars
 from twostroke.exec.memory import host_memory_bytes, plan_memory
@@ -14,28 +14,28 @@ from twostroke.exec.native import NativeExecutor
 from twostroke.exec.profile import StageProfile
 from twostroke.exec.rows import HostRows
 from twostroke.kv.host_pool import HostPool
+from twostroke.kv.ways import NOT_SHARED, Sharing, host_transfer
 from twostroke.model.cost import cost_model
 from twostroke.model.native import NativeDecoder, Packing, default_threads
 from twostroke.model.opened import OpenedModel
 from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig
 
-KV_ITEMSIZE = 2  # the cache is in fp16
-
 
 def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Grammars) -> Started:
+    int8 = config.kv_cache_dtype == "int8"
     packing = Packing(model.spec, model.weights, model.dtype, config.quantization, config.isa)
     total_bytes = host_memory_bytes() // config.engines_on_host
     memory = plan_memory(
-        config, model.spec, packing.num_bytes(), 4, KV_ITEMSIZE, total_bytes, on_gpu=False
+        config, model.spec, packing.num_bytes(), 4, 1 if int8 else 2, total_bytes, on_gpu=False
     )
-    limits = scheduler_config(config, model.spec, memory, on_gpu=False)
+    limits = scheduler_config(config, model.spec, memory, on_gpu=False, native=True)
     threads = config.threads or default_threads(config.engines_on_host)
     batch = config.threads_batch or threads
     length, isa, exact = memory.max_model_len, config.isa, config.exact
     decoder = NativeDecoder(packing, length, threads, batch, isa, exact)
-    sharing = config.kv_sharing
-    core = assemble_native(decoder, limits, grammars, packing.weight_bytes(), sharing)
+    sharing = config_sharing(config)
+    core = assemble_native(decoder, limits, grammars, packing.weight_bytes(), sharing, int8)
     return Started(core, memory, "float32")
 
 
@@ -44,15 +44,19 @@ def assemble_native(
     limits: SchedulerConfig,
     grammars: Grammars | None,
     weight_bytes: Mapping[str, float],
-    kv_sharing: str = "none",
+    sharing: Sharing = NOT_SHARED,
+    int8: bool = False,
 ) -> EngineCore:
-    """A scheduler, a KV pool and rows of their own around a decoder."""
+    """A scheduler, a KV pool (in fp16 or int8) and rows of their own around a decoder."""
     spec, size = decoder.spec, limits.block_size
     num_blocks = [group.num_blocks for group in limits.groups]
-    pool = HostPool(spec, num_blocks, size, shared=kv_sharing != "none")
-    scheduler = Scheduler(limits, transfer=pool.transfer(kv_sharing == "checked"))
+    pool = HostPool(spec, num_blocks, size, sharing.offered, int8)
+    transfer = None if sharing.alone else host_transfer(pool.blocks(), pool.shared, sharing)
+    scheduler = Scheduler(limits, transfer=transfer)
     state = HostRows(limits.max_num_seqs, limits.max_model_len, size, len(limits.groups))
-    executor = NativeExecutor(decoder, pool, state)
-    cost = cost_model(spec, weight_bytes, KV_ITEMSIZE)
+    scores = limits.eviction is not None and limits.eviction.stretch_blocks > 0
+    executor = NativeExecutor(decoder, pool, state, scores)
+    token_bytes = sum(group.block_bytes(size, 1 if int8 else 2, int8) for group in spec.kv_groups())
+    cost = cost_model(spec, weight_bytes, token_bytes / size / spec.kv_elements_per_token)
     profile = partial(StageProfile, executor, cost)
     return EngineCore(scheduler, executor, cost, grammars, profile)

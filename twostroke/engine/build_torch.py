@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from twostroke.config import EngineConfig
-from twostroke.engine.assembly import Started, scheduler_config
+from twostroke.config import EngineConfig, visible_gpu
+from twostroke.engine.assembly import Started, config_sharing, scheduler_config
 from twostroke.engine.core import EngineCore
-from twostroke.engine.device import find_device
+from twostroke.engine.device import engines_on_gpu, find_device
+from twostroke.engine.untried import check_untried, keeps_blocks
 from twostroke.errors import ConfigError, ModelError
 from twostroke.exec.device_rows import DeviceRows
 from twostroke.exec.executor import Executor
@@ -23,14 +28,16 @@ from twostroke.exec.graphs import DecodeGraphs, PieceGraphs, Record, RunAgain, p
 from twostroke.exec.memory import MemoryPlan, gib, host_memory_bytes, plan_memory
 from twostroke.exec.program import StepProgram
 from twostroke.exec.ranks import RanksExecutor, agree_on_memory, follow
-from twostroke.exec.start import start_executor
+from twostroke.exec.start import free_share, start_executor
 from twostroke.exec.torch_executor import TorchExecutor
 from twostroke.exec.torch_profile import KernelProfile, name_ranges
+from twostroke.kernels.kv_types import FP8_LARGEST
 from twostroke.kernels.reference import Kernels
 from twostroke.kv.pool import KVPool
+from twostroke.kv.ways import NOT_SHARED, Sharing
 from twostroke.model.cost import cost_model
 from twostroke.model.decoder import Decoder
-from twostroke.model.fp8 import fp8_bytes, fp8_matrices, weight_bytes
+from twostroke.model.formats import Format, weight_bytes, weight_formats
 from twostroke.model.load import find_model
 from twostroke.model.native import default_threads
 from twostroke.model.opened import OpenedModel, open_model
@@ -43,6 +50,11 @@ from twostroke.sched.step import SchedulerConfig
 log = logging.getLogger(__name__)
 
 FP8_CAPABILITY = (8, 9)  # the first whose instructions know e4m3
+KV_TYPES = {
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+}
 
 
 class Built(NamedTuple):
@@ -57,27 +69,34 @@ class Built(NamedTuple):
 def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Grammars) -> Started:
     size, spec = config.tensor_parallel_size, model.spec
     if size == 1:
-        built = build_executor(config, model, device)
+        with gpu_turn(config, device):
+            built = build_executor(config, model, device)
         executor: Executor[Any] = built.executor
     else:
         # Imported here: only several ranks need it, and what it needs.
         from twostroke.engine.rank_processes import RankProcesses
 
         check_ranks(spec, size)
-        check_gpus(device, size)
+        check_gpus(config, device)
         others = RankProcesses(replace(config, model=str(model.files.path), revision=None))
         with others.starting():
             others.wait_for_all()
             ranks = join_ranks(config, 0, others.meeting_place)
-            built = build_executor(config, model, rank_device(device, 0), ranks)
+            built = build_executor(config, model, rank_device(config, device, 0), ranks)
             ranks.all_numbers([0])  # until all have come so far
         executor = RanksExecutor(built.executor, others)
     on_gpu = torch.device(device).type == "cuda"
-    limits = scheduler_config(config, built.executor.program.decoder.spec, built.memory, on_gpu)
+    held = built.executor.program.decoder.spec
+    limits = scheduler_config(config, held, built.memory, on_gpu)
     # A step's work is that of all ranks.
-    sizes = weight_bytes(spec, built.dtype.itemsize, built.executor.program.decoder.fp8)
-    cost = cost_model(spec, sizes, built.kv_dtype.itemsize)
-    scheduler = Scheduler(limits)
+    sizes = weight_bytes(spec, built.dtype.itemsize, built.executor.program.decoder.formats)
+    cost = cost_model(spec, sizes, built.memory.sizing.token_bytes / held.kv_elements_per_token)
+    transfer, sharing = None, config_sharing(config)
+    if size == 1 and not sharing.alone:
+        transfer = built.executor.program.pool.transfer(sharing)
+        if config.engines_on_host > 1:
+            transfer.warm()
+    scheduler = Scheduler(limits, transfer=transfer)
     profile = partial(KernelProfile, built.executor, scheduler)
     core = EngineCore(scheduler, executor, cost, grammars, profile)
     if on_gpu and config.nvtx:
@@ -85,32 +104,55 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
     return Started(core, built.memory, str(built.dtype).removeprefix("torch."))
 
 
+@contextlib.contextmanager
+def gpu_turn(config: EngineConfig, device: str) -> Iterator[None]:
+    """Alone among the engines of this GPU: each measures what its own start takes."""
+    if config.engines_on_host == 1 or not device.startswith("cuda"):
+        yield
+        return
+    import fcntl  # which Windows does not have
+
+    number = torch.device(device).index or 0
+    folder = Path(tempfile.gettempdir())
+    with (folder / f"twostroke-gpu{visible_gpu(number)}-{os.getuid()}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # given back when this process ends, however it does
+        yield
+
+
 # ── ranks ───────────────────────────────────────────────────────────────────────────────────
 
 
-def rank_device(device: str, rank: int) -> str:
-    return f"cuda:{rank}" if device.startswith("cuda") else device
+def have_own_gpus(config: EngineConfig, device: str) -> bool:
+    """Each rank has a GPU, unless the config names one: that is for all of them."""
+    return device.startswith("cuda") and not config.device.startswith("cuda:")
 
 
-def check_gpus(device: str, size: int) -> None:
-    if device.startswith("cuda") and torch.cuda.device_count() < size:
+def rank_device(config: EngineConfig, device: str, rank: int) -> str:
+    return f"cuda:{rank}" if have_own_gpus(config, device) else device
+
+
+def check_gpus(config: EngineConfig, device: str) -> None:
+    size, gpus = config.tensor_parallel_size, torch.cuda.device_count()
+    if have_own_gpus(config, device) and gpus < size:
         raise ConfigError(
-            f"tensor_parallel_size is {size}, but torch finds {torch.cuda.device_count()} GPUs, "
-            "and each rank needs one; lower it"
+            f"tensor_parallel_size is {size}, but torch finds {gpus} GPUs, and each rank needs "
+            "one; lower it (device='cuda:0' puts all ranks on that one GPU, to try them out: it is "
+            "slower than one rank)"
         )
 
 
 def join_ranks(config: EngineConfig, rank: int, meeting_place: str) -> Ranks:
     """Wait for the other ranks of an engine, in whatever processes they are."""
-    from twostroke.exec.collectives import GroupRanks
+    from twostroke.exec.collectives import join_group
 
-    size, device = config.tensor_parallel_size, rank_device(find_device(config), rank)
-    return GroupRanks(rank, size, meeting_place, torch.device(device))
+    found = find_device(config)
+    device, own = torch.device(rank_device(config, found, rank)), have_own_gpus(config, found)
+    return join_group(rank, config.tensor_parallel_size, meeting_place, device, own)
 
 
 def run_rank(config: EngineConfig, ranks: Ranks, plans: Iterable[bytes]) -> None:
     """Be a rank other than the first, until the plans end."""
-    device = rank_device(find_device(config), ranks.rank)
+    device = rank_device(config, find_device(config), ranks.rank)
     model = open_model(config, find_model(config), device)
     executor = build_executor(config, model, device, ranks).executor
     ranks.all_numbers([0])
@@ -134,19 +176,44 @@ def build_executor(
         log.warning(
             "dtype=%s: weights are rounded to it, and a CPU computes in float32", config.dtype
         )
-    kv_dtype = _dtype(config.kv_cache_dtype, str(dtype).removeprefix("torch."))
-    # Ranks on CPUs are on the same one.
-    total = torch.cuda.mem_get_info(place)[0] if on_gpu else host_memory_bytes() // size
-    fp8 = fp8_matrices(model.spec, model.weights, config.quantization)
-    held_bytes = rank_weight_bytes(model.spec, size, dtype.itemsize, fp8)
+    kv_dtype = KV_TYPES.get(config.kv_cache_dtype)
+    if kv_dtype is None:
+        kv_dtype = _dtype(config.kv_cache_dtype, str(dtype).removeprefix("torch."))
+    # Ranks, and engines, on CPUs are on the same one.
+    sharers = size * config.engines_on_host
+    total = free_share(place, ranks) if on_gpu else host_memory_bytes() // sharers
+    triton = on_gpu and config.kernels == "auto"
+    blocks = keeps_blocks(triton)
+    formats = weight_formats(model.spec, model.weights, config.quantization, blocks=blocks)
+    if on_gpu:
+        check_untried(config, formats.values(), ranks.per_device > 1)
+    held_bytes = rank_weight_bytes(model.spec, size, dtype.itemsize, formats)
     sizes = (held_bytes, dtype.itemsize, kv_dtype.itemsize, total)
-    memory = plan_memory(config, rank_spec(model.spec, size), *sizes, on_gpu)
+    engines = engines_on_gpu(config, device) if on_gpu else 1
+    estimated = config
+    if engines > 1:
+        whole = torch.cuda.mem_get_info(place)[1]
+        share = config.gpu_memory_utilization / engines
+        log.info(
+            "%s is shared by %d engines: this one takes %.3f of its memory "
+            "(gpu_memory_utilization %g, divided)",
+            device,
+            engines,
+            share,
+            config.gpu_memory_utilization,
+        )
+        config = replace(config, gpu_memory_utilization=share)
+        estimated = replace(config, gpu_memory_utilization=min(1.0, share * whole / total))
+    memory = plan_memory(estimated, rank_spec(model.spec, size), *sizes, on_gpu)
+    if engines > 1:
+        memory = replace(memory, others_bytes=whole - total)
     memory = agree_on_memory(memory, ranks)
-    if size > 1 and not on_gpu:
-        torch.set_num_threads(max(1, (config.threads or default_threads()) // size))
+    if sharers > 1 and not on_gpu:
+        threads = config.threads or default_threads(config.engines_on_host)
+        torch.set_num_threads(max(1, threads // size))
     try:
-        if on_gpu and config.kernels == "auto":
-            how = (dtype, kv_dtype, memory, ranks, fp8)
+        if triton:
+            how = (dtype, kv_dtype, memory, ranks, formats)
             executor, memory = _start_on_gpu(config, model, place, *how)
             return Built(executor, memory, dtype, kv_dtype)
         length = memory.max_model_len
@@ -159,11 +226,12 @@ def build_executor(
             Kernels(),
             weight_dtype=weight_dtype,
             ranks=ranks,
-            fp8=fp8,
+            formats=formats,
         )
         budget = config.token_budget(on_gpu, length)
         rows = (config.max_num_seqs, length, config.block_size, budget)
-        executor = make_executor(decoder, memory.group_blocks, *rows, kv_dtype)
+        shared = config.kv_sharing != "none"
+        executor = make_executor(decoder, memory.group_blocks, *rows, kv_dtype, shared=shared)
         return Built(executor, memory, dtype, kv_dtype)
     except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
         if size == 1 or not _is_out_of_memory(error):
@@ -175,12 +243,14 @@ def build_executor(
         ) from None
 
 
-def rank_weight_bytes(spec: ModelSpec, size: int, itemsize: int, fp8: Mapping[str, int]) -> int:
+def rank_weight_bytes(
+    spec: ModelSpec, size: int, itemsize: int, formats: Mapping[str, Format]
+) -> int:
     """What a rank holds at most."""
     shapes = rank_spec(spec, size).weight_shapes()
     saved = (
-        itemsize * math.prod(shapes[name]) - fp8_bytes(shapes[name], scales)
-        for name, scales in fp8.items()
+        itemsize * math.prod(shapes[name]) - format.num_bytes(shapes[name])
+        for name, format in formats.items()
     )
     return rank_parameters(spec, size) * itemsize - sum(saved)
 
@@ -196,11 +266,12 @@ def make_executor(
     max_in_flight: int = 1,
     graph_sizes: Sequence[int] = (),
     record: Record | None = None,
+    shared: bool = False,
 ) -> TorchExecutor:
     """A KV pool and rows of their own around a decoder. `graph_sizes`: batches that decode in
-    graphs, made by `record`."""
+    graphs, made by `record`. `shared`: other processes can fetch blocks."""
     spec, device = decoder.spec, decoder.device
-    pool = KVPool(spec, group_blocks, block_size, kv_dtype, device)
+    pool = KVPool(spec, group_blocks, block_size, kv_dtype, device, shared)
     rows = DeviceRows(max_num_seqs, max_model_len, block_size, len(group_blocks), device)
     graphs = pieces = None
     with torch.inference_mode():
@@ -220,6 +291,7 @@ def assemble(
     grammars: Grammars | None = None,
     graph_sizes: Sequence[int] = (),
     record: Record | None = None,
+    sharing: Sharing = NOT_SHARED,
 ) -> EngineCore:
     """A scheduler and an executor around a decoder: an engine without a config."""
     executor = make_executor(
@@ -233,9 +305,11 @@ def assemble(
         max_in_flight,
         graph_sizes,
         record,
+        sharing.offered,
     )
-    spec, scheduler = decoder.spec, Scheduler(limits)
-    sizes = weight_bytes(spec, decoder.dtype.itemsize, decoder.fp8)
+    transfer = executor.program.pool.transfer(sharing)
+    spec, scheduler = decoder.spec, Scheduler(limits, transfer=transfer)
+    sizes = weight_bytes(spec, decoder.dtype.itemsize, decoder.formats)
     cost = cost_model(spec, sizes, kv_dtype.itemsize)
     profile = partial(KernelProfile, executor, scheduler)
     return EngineCore(scheduler, executor, cost, grammars, profile)
@@ -249,24 +323,20 @@ def _start_on_gpu(
     kv_dtype: torch.dtype,
     estimate: MemoryPlan,
     ranks: Ranks,
-    fp8: Mapping[str, int],
+    formats: Mapping[str, Format],
 ) -> tuple[TorchExecutor, MemoryPlan]:
     """The Triton kernels, on a GPU whose memory is measured before the rest goes to the cache."""
-    if fp8:
+    if any(format.needs_fp8 for format in formats.values()):
         check_fp8(torch.cuda.get_device_capability(device))
-        raise ConfigError(
-            "the GPU kernels of fp8 weights have not been checked on a card as yet; leave "
-            "quantization out and use the model's unquantised weights, or set kernels='reference'"
-        )
-    estimate = replace(estimate, device_bytes=torch.cuda.mem_get_info(device)[1])
+    check_fp8_cache(kv_dtype, torch.cuda.get_device_capability(device))
+    device_bytes = torch.cuda.mem_get_info(device)[1] // ranks.per_device
+    estimate = replace(estimate, device_bytes=device_bytes)
     pdl = torch.cuda.get_device_capability(device) >= (9, 0)  # Hopper is the first that can
-    if ranks.size > 1:
-        # Launches that overlap, and graphs, are not tried with collectives between them.
-        config, pdl = replace(config, enforce_eager=True), False
+    pdl = pdl and ranks.alone  # launches that overlap are not tried with collectives between them
     timer, kernels = StartupTimer(), _triton_kernels(device)
     timer.end("imports")
     how = (dtype, device, estimate.max_model_len, kernels, pdl)
-    decoder = Decoder(model.spec, model.weights, *how, ranks=ranks, fp8=fp8)
+    decoder = Decoder(model.spec, model.weights, *how, ranks=ranks, formats=formats)
     timer.end("weights")
     executor, memory = start_executor(config, decoder, kv_dtype, estimate, timer)
     log.info("start: %s", timer)
@@ -294,6 +364,16 @@ def _triton_kernels(device: torch.device) -> Kernels:
             "use kernels='reference'"
         ) from None
     return CudaKernels(device)
+
+
+def check_fp8_cache(kv_dtype: torch.dtype, capability: tuple[int, int]) -> None:
+    if kv_dtype in FP8_LARGEST and capability < FP8_CAPABILITY:
+        raise ConfigError(
+            "an fp8 KV cache needs a GPU of compute capability "
+            f"{FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} (Ada, Hopper) or later, and this one has "
+            f"{capability[0]}.{capability[1]}; kv_cache_dtype='int8' takes as little memory, and "
+            "every GPU has it"
+        )
 
 
 def _dtype(asked: str, own: str) -> torch.dtype:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import threading
 from collections.abc import Callable
 from time import monotonic
 
 import zmq
 
-from twostroke.engine.spawn import Spawned
+from twostroke.engine.clocks import Clock, clock_id
+from twostroke.engine.spawn import Launched
 from twostroke.engine.wire import (
     STEPS_AHEAD,
     Failed,
@@ -36,13 +36,14 @@ class Child:
     returns as soon as it has ended, for whatever reason; `stop` ends it and leaves nothing behind.
     """
 
-    def __init__(self, spawned: Spawned) -> None:
+    def __init__(self, launched: Launched) -> None:
         self.failure = ""  # why it ended: its own message, or why it was killed
         self.ready_s = 0.0
         self.heard_s = 0.0  # when its last message came
         self.step_s = 0.0  # how long the step that it ran then had taken so far
+        self.clock = Clock(clock_id())  # the engine's
         self.on_message: Callable[[FromEngine], None] | None = None
-        self._spawned, self._process = spawned, spawned.process
+        self._launched = launched
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
@@ -52,16 +53,13 @@ class Child:
         self._inbox.rcvhwm, self._outbox.sndhwm = STEPS_AHEAD, 0
         for socket in (self._inbox, self._outbox):
             socket.linger = 0
-        self._inbox.bind(spawned.endpoint)
+        self._inbox.bind(launched.endpoint)
         self._loop.add_reader(self._inbox.FD, self._read)
+        launched.listening(self._inbox.get_string(zmq.LAST_ENDPOINT))
         threading.Thread(target=self._watch, name="twostroke-watch", daemon=True).start()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def _watch(self) -> None:
-        self._process.wait()
+        self._launched.wait()
         with contextlib.suppress(RuntimeError):  # the loop has ended before it
             self._loop.call_soon_threadsafe(self._ended.set_result, None)
 
@@ -111,8 +109,11 @@ class Child:
         self.heard_s = monotonic()
         self.step_s = message.step_s if isinstance(message, Heartbeat) else 0.0
         if isinstance(message, Heartbeat):
+            self.clock.heard(message.now_s)
             return
         if isinstance(message, Ready):
+            self.clock = Clock(message.clock)
+            self.clock.heard(message.now_s)
             if not self._ready.done():
                 self._ready.set_result(message)
         elif isinstance(message, Failed):
@@ -130,13 +131,7 @@ class Child:
             await asyncio.sleep(0)
 
     def how_it_ended(self) -> str:
-        code = self._process.returncode
-        if self.failure:
-            return self.failure
-        if code is not None and code < 0:
-            memory = ", perhaps for want of memory" if -code == signal.SIGKILL else ""
-            return f"its process was ended by signal {-code}{memory}"
-        return f"its process ended with exit code {code}"
+        return self.failure or self._launched.how_it_ended()
 
     async def stop(self, patience_s: float) -> None:
         """Ask it to end; kill it, if it does not."""
@@ -150,16 +145,14 @@ class Child:
     def end(self, reason: str) -> None:
         """Kill it; `wait` returns when it has ended."""
         self.failure = self.failure or reason
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        self._launched.end()
 
     async def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        self._launched.end()
         await asyncio.shield(self._ended)
         if not self._inbox.closed:
             self._loop.remove_reader(self._inbox.FD)
             self._context.destroy()
         if self._ready.done() and not self._ready.cancelled():
             self._ready.exception()  # or asyncio logs that nobody looked at it
-        self._spawned.kill()
+        self._launched.clean_up()

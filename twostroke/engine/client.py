@@ -20,7 +20,7 @@ from twostroke.engine.build import Engine, build_engine
 from twostroke.engine.input_processor import Prompt
 from twostroke.engine.output_processor import OnError, OnOutput, RequestState
 from twostroke.errors import EngineError
-from twostroke.observe.totals import TransferTotals
+from twostroke.observe.totals import Totals, TransferTotals
 from twostroke.outputs import RequestOutput
 from twostroke.request import EngineRequest, SamplingParams
 from twostroke.sched.scheduler import Update
@@ -38,9 +38,10 @@ class SyncClient:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.info, self.records = engine.info(), engine.core.records
+        self.totals: Totals | None = None
         self.transfers: TransferTotals | None = None
         self.healthy, self.num_restarts = True, 0  # it is in this process: it lives as long
-        self.asleep = False
+        self.asleep, self.phase = False, ""
         engine.output_processor.warm()
         self._kept: dict[str, RequestOutput] = {}  # changed while somebody else ran the loop
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from twostroke.engine.profiler import Profiler
 from twostroke.errors import EngineError, RequestError
-from twostroke.exec.executor import Executor
+from twostroke.exec.executor import ChunkLogits, Executor
 from twostroke.exec.grammar import End, Grammars
 from twostroke.exec.profile import Profile
 from twostroke.model.cost import CostModel
@@ -56,6 +56,10 @@ class EngineCore:
         """Make ready what the first request of its kind would wait for."""
         if self._grammars is not None:
             self._grammars.warm()
+
+    def hear_chunk_logits(self, hear: ChunkLogits | None) -> None:
+        """Give `hear` the logits of all positions that are prefilled from now on."""
+        self._executor.on_chunk_logits = hear
 
     @property
     def has_work(self) -> bool:
@@ -114,11 +118,21 @@ class EngineCore:
         scheduler = self.scheduler
         return self._idle_step and scheduler.kv.num_held > 0 and not scheduler.in_flight
 
+    @property
+    def awaits_fetch(self) -> bool:
+        """All that is left waits for blocks that are on their way here."""
+        scheduler = self.scheduler
+        return self._idle_step and scheduler.kv.num_receiving > 0 and not scheduler.in_flight
+
     def release_offers(self, numbers: list[int]) -> None:
         """Other engines have fetched these blocks, or will not. Numbers that are not known, of an
         engine that was here before this one, are ignored."""
         for number in numbers:
             self.scheduler.release_offer(number)
+
+    def tidy(self) -> None:
+        """Let go what engines shared with this one that have ended."""
+        self.scheduler.tidy()
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; running requests keep their blocks."""
@@ -243,6 +257,7 @@ class EngineCore:
             prefill,
             decode,
             decode_flops / (prefill_flops + decode_flops),
+            result.comm_s,
         )
         for record in committed.first:
             ledger.open(record)
@@ -250,6 +265,7 @@ class EngineCore:
         for record, since_s in committed.resumed:
             ledger.open(record)
             late.append(Causes(preemption=now - since_s))
+        block_size = self.scheduler.config.block_size
         self.records.add_step(
             StepRecord(
                 plan.step,
@@ -278,5 +294,7 @@ class EngineCore:
                 step.predicted_s or None,
                 committed.drafted,
                 result.comm_s,
+                result.comm_bytes,
+                sum(one.stop - one.start for one in plan.evicted) * block_size,
             )
         )

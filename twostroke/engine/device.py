@@ -38,10 +38,18 @@ def find_device(config: EngineConfig) -> str:
             )
         return "cpu"
     if _finds_gpu():
-        return "cuda:0" if asked in ("auto", "cuda") else asked
+        return f"cuda:{config.engine_index % _num_gpus()}" if asked in ("auto", "cuda") else asked
     if asked == "auto":
         return "cpu"
     raise ConfigError("device is 'cuda', but torch finds no GPU; use device='cpu' or 'auto'")
+
+
+def engines_on_gpu(config: EngineConfig, device: str) -> int:
+    """Of the engines of this machine, those on this one's GPU: they take GPUs in turn."""
+    if config.engines_on_host == 1 or config.device not in ("auto", "cuda"):
+        return config.engines_on_host
+    number = int(device.partition(":")[2] or 0)
+    return len(range(number, config.engines_on_host, _num_gpus()))
 
 
 def has_torch() -> bool:
@@ -65,6 +73,12 @@ def _finds_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return max(1, torch.cuda.device_count())
 
 
 def _count_gpus() -> int:

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -27,6 +28,7 @@ import zmq
 from twostroke import log_lines
 from twostroke.config import EngineConfig
 from twostroke.engine.api import EngineLoad
+from twostroke.engine.clocks import clock_id
 from twostroke.engine.wire import (
     HEARTBEAT_S,
     STEPS_AHEAD,
@@ -60,6 +62,8 @@ if TYPE_CHECKING:  # the builder decides what is imported
 ORPHAN_CHECK_MS = 1000  # how often an idle engine looks whether it still has its parent
 LINGER_MS = 5000  # how long the last messages may take to be read
 STALLED_MS = 20  # how long an engine waits for others to fetch, if it can do nothing before
+TIDY_S = 1.0  # how often memory of engines that have ended is let go
+FETCHING_MS = 1  # and before it looks whether blocks have come that it has asked for
 RECEIVE_S = 0.005  # how long messages are taken in while there is a step to run
 
 
@@ -77,6 +81,7 @@ class EngineServer:
         self._sent_load = self.load()
         self._sent_step = -1
         self._step_began_s = 0.0  # 0: none runs
+        self._tidied_s = 0.0
 
     def load(self) -> EngineLoad:
         scheduler = self._core.scheduler
@@ -96,14 +101,18 @@ class EngineServer:
         while not ending.wait(HEARTBEAT_S):
             began_s = self._step_began_s
             with contextlib.suppress(zmq.Again):  # nobody reads: the other side hangs
-                message = Heartbeat(monotonic() - began_s if began_s else 0.0)
+                now_s = monotonic()
+                message = Heartbeat(now_s - began_s if began_s else 0.0, now_s)
                 outbox.send(encode(message), zmq.NOBLOCK)
         outbox.close()
 
     def _take_messages(self) -> bool:
         """Take in what has arrived, and wait for it if there is no work; False: shut down."""
+        self._tidy()
         until = monotonic() + RECEIVE_S
-        if self._core.is_stalled:
+        if self._core.awaits_fetch:
+            self._inbox.poll(FETCHING_MS)
+        elif self._core.is_stalled:
             self._inbox.poll(STALLED_MS)
         while True:
             if self._core.has_work and monotonic() > until:
@@ -111,6 +120,7 @@ class EngineServer:
             if not self._core.has_work and not self._inbox.poll(ORPHAN_CHECK_MS):
                 if os.getppid() != self._parent:
                     return False
+                self._tidy()
                 continue
             try:
                 message = decode_to_engine(self._inbox.recv(zmq.NOBLOCK))
@@ -133,6 +143,11 @@ class EngineServer:
                     self._profile(isinstance(message, StartProfile))
                 case Shutdown():
                     return False
+
+    def _tidy(self) -> None:
+        if monotonic() - self._tidied_s > TIDY_S:
+            self._core.tidy()
+            self._tidied_s = monotonic()
 
     def _add(self, message: Add) -> None:
         core, added = self._core, []
@@ -188,8 +203,9 @@ class EngineServer:
 
     def _send_fetched(self) -> None:
         for fetched in self._core.scheduler.take_fetched():
-            name, num_bytes, seconds, problem = fetched
-            self._send(FetchedOffer(self._handles[name], num_bytes, seconds, problem))
+            name, num_bytes, seconds, problem, waited_s, way = fetched
+            handle = self._handles[name]
+            self._send(FetchedOffer(handle, num_bytes, seconds, problem, waited_s, way))
 
     def _new_steps(self) -> list[StepRecord]:
         """The records of steps that have committed since the last message, without their slots,
@@ -215,6 +231,16 @@ def main(send_to: str, builder: str) -> int:
     config = EngineConfig(**json.loads(_read_line(0)))
     folder = _folder_of(send_to)
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
+    listen_at = "tcp://127.0.0.1:*" if folder is None else f"ipc://{folder}/in"
+    return run_engine(config, builder, send_to, listen_at)
+
+
+def run_engine(
+    config: EngineConfig, builder: str, send_to: str, listen_at: str, where: str = ""
+) -> int:
+    """Build an engine and run it until it is told to end; the exit code. `send_to`: where its
+    messages are read. `listen_at`: where it is to be sent some; the port may be *. `where`: told
+    with what goes wrong, if it is not the machine of those who are told."""
     context = zmq.Context()
     outbox, inbox = context.socket(zmq.PUSH), context.socket(zmq.PULL)
     beats, ending = context.socket(zmq.PUSH), threading.Event()
@@ -226,12 +252,11 @@ def main(send_to: str, builder: str) -> int:
     beating: threading.Thread | None = None
     try:
         engine = _build(config, builder)
-        inbox.bind("tcp://127.0.0.1:*" if folder is None else f"ipc://{folder}/in")
+        inbox.bind(listen_at)
         server = EngineServer(engine.core, inbox, outbox)
-        listens_at = inbox.getsockopt(zmq.LAST_ENDPOINT)
-        assert isinstance(listens_at, bytes)
-        endpoint = listens_at.rstrip(b"\0").decode()
-        outbox.send(encode(Ready(engine.info(), server.load(), endpoint)))
+        endpoint = inbox.get_string(zmq.LAST_ENDPOINT)
+        whose = os.getpid(), socket.gethostname(), clock_id(), monotonic()
+        outbox.send(encode(Ready(engine.info(), server.load(), endpoint, *whose)))
         engine.core.warm()
         beating = threading.Thread(target=server.send_heartbeats, args=(beats, ending), daemon=True)
         beating.start()
@@ -243,7 +268,7 @@ def main(send_to: str, builder: str) -> int:
         if not kind:
             with contextlib.suppress(OSError):  # a full disk must not cost the last message
                 traceback.print_exc()
-        outbox.send(encode(Failed(kind, message)))
+        outbox.send(encode(Failed(kind, f"{where}: {message}" if where else message)))
         code = 1
     ending.set()
     if beating is not None:

@@ -26,7 +26,7 @@ from twostroke.engine.api import EngineClient, EngineInfo
 from twostroke.engine.child import Child
 from twostroke.engine.input_processor import InputProcessor, ModelLimits
 from twostroke.engine.output_processor import OnError, OnOutput, OutputProcessor, RequestState
-from twostroke.engine.spawn import DEFAULT_BUILDER, Spawned, spawn
+from twostroke.engine.spawn import DEFAULT_BUILDER, LocalLauncher, Spawned
 from twostroke.engine.supervised import (
     HANG_TIMEOUT_S,
     MAX_QUICK_DEATHS,
@@ -50,17 +50,17 @@ class RemoteEngine(SupervisedEngine, EngineClient):
 
     def __init__(
         self,
-        config: EngineConfig,
-        builder: str,
+        launcher: LocalLauncher,
         child: Child,
         ready: Ready,
         input_processor: InputProcessor,
+        seed: int,
         hang_timeout_s: float,
         restart_limit: int,
     ) -> None:
-        super().__init__(config, builder, child, ready, hang_timeout_s, restart_limit)
+        super().__init__(launcher, child, ready, hang_timeout_s, restart_limit)
         self.input_processor = input_processor
-        self._outputs = OutputProcessor(input_processor.tokenizer, config.seed)
+        self._outputs = OutputProcessor(input_processor.tokenizer, seed)
         # Why there will be no engine any more, once that is so:
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._some_ended = asyncio.Event()  # a request may have ended
@@ -81,7 +81,8 @@ class RemoteEngine(SupervisedEngine, EngineClient):
         `hang_timeout_s`: an engine that is silent for so long is killed; 0: never.
         `restart_limit`: deaths in a row, soon after the start, that end it for good."""
         reading = asyncio.create_task(asyncio.to_thread(open_text, config))
-        child = Child(spawned or spawn(config, builder))
+        launcher = LocalLauncher(config, builder, spawned)
+        child = Child(launcher.launch())
         starting = asyncio.create_task(child.start())
         try:
             (tokenizer, template), ready = await asyncio.gather(reading, starting)
@@ -91,7 +92,8 @@ class RemoteEngine(SupervisedEngine, EngineClient):
             await child.kill()
             raise
         inputs = InputProcessor(tokenizer, template, limits_of(ready.info))
-        engine = cls(config, builder, child, ready, inputs, hang_timeout_s, restart_limit)
+        limits = hang_timeout_s, restart_limit
+        engine = cls(launcher, child, ready, inputs, config.seed, *limits)
         engine.watch()
         return engine
 

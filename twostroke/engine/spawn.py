@@ -1,5 +1,8 @@
 """Starting the engine's process (`process.py`). It imports next to nothing, so that it can be done
-first: what the parent imports next, it imports while the engine does the same."""
+first: what the parent imports next, it imports while the engine does the same.
+
+Where engines run is one `Launcher` an engine: processes of this machine here, actors of a Ray
+cluster in `on_ray.py`."""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+from typing import Protocol
 
 from twostroke.config import EngineConfig
 
@@ -19,24 +24,89 @@ DEFAULT_BUILDER = "twostroke.engine.build:build_core_engine"
 LONGEST_IPC_FOLDER = 90  # a socket's path has room for about 100 bytes
 
 
+class Launched(Protocol):
+    """An engine's process that is starting, or runs, or has ended."""
+
+    @property
+    def endpoint(self) -> str:
+        """Where its parent is to listen for its messages; the port may be *."""
+
+    def listening(self, endpoint: str) -> None:
+        """Its parent listens there."""
+
+    def wait(self) -> None:
+        """Return when it has ended; called in a thread of its own."""
+
+    def how_it_ended(self) -> str: ...
+
+    def end(self) -> None:
+        """Kill it: soon after, `wait` returns. Called in the event loop, at any time."""
+
+    def clean_up(self) -> None:
+        """It has ended: leave nothing of it."""
+
+
+class Launcher(Protocol):
+    """One engine's place: launches its process there, and another each time that one has ended."""
+
+    def launch(self) -> Launched: ...
+
+    async def close(self) -> None:
+        """Give the place back. Nothing is launched from here on."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Spawned:
-    """A process that is starting, and where it will send its messages."""
+    """A process of this machine, and where it will send its messages."""
 
     process: subprocess.Popen[bytes]
     endpoint: str
     folder: str | None  # of the sockets, if they are files; only this user may enter it
 
-    def kill(self) -> None:
-        """End it and leave nothing."""
+    def listening(self, endpoint: str) -> None: ...
+
+    def wait(self) -> None:
+        self.process.wait()
+
+    def how_it_ended(self) -> str:
+        code = self.process.returncode
+        if code is not None and code < 0:
+            memory = ", perhaps for want of memory" if -code == signal.SIGKILL else ""
+            return f"its process was ended by signal {-code}{memory}"
+        return f"its process ended with exit code {code}"
+
+    def end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
-        self.process.wait()
+
+    def clean_up(self) -> None:
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             self.process.stdin.close()
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+    def kill(self) -> None:
+        """End it and leave nothing."""
+        self.end()
+        self.process.wait()
+        self.clean_up()
+
+
+class LocalLauncher:
+    """Engines as processes of this machine."""
+
+    def __init__(
+        self, config: EngineConfig, builder: str = DEFAULT_BUILDER, spawned: Spawned | None = None
+    ) -> None:
+        """`spawned`: the first process, if it has been started already."""
+        self._config, self._builder, self._spawned = config, builder, spawned
+
+    def launch(self) -> Spawned:
+        spawned, self._spawned = self._spawned, None
+        return spawned or spawn(self._config, self._builder)
+
+    async def close(self) -> None: ...
 
 
 def spawn(config: EngineConfig, builder: str = DEFAULT_BUILDER) -> Spawned:

@@ -20,10 +20,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from time import monotonic
 
-from twostroke.config import EngineConfig
 from twostroke.engine.api import EngineLoad
 from twostroke.engine.child import Child
-from twostroke.engine.spawn import spawn
+from twostroke.engine.spawn import Launcher
 from twostroke.engine.wire import (
     Abort,
     Add,
@@ -65,18 +64,16 @@ class SupervisedEngine(ABC):
 
     def __init__(
         self,
-        config: EngineConfig,
-        builder: str,
+        launcher: Launcher,
         child: Child,
         ready: Ready,
         hang_timeout_s: float,
         restart_limit: int,
     ) -> None:
-        self.info = ready.info
+        self.info, self.pid, self.host = ready.info, ready.pid, ready.host
         self.records = Records()  # as the engine keeps them; they outlive it
         self.num_restarts = 0
-        self._config, self._builder = config, builder
-        self._child = child
+        self._launcher, self._child = launcher, child
         self._load = ready.load
         self._up = True
         self._lost: str = ""  # why there will be no engine any more
@@ -134,11 +131,6 @@ class SupervisedEngine(ABC):
         """It will not be started again."""
         return bool(self._lost)
 
-    @property
-    def pid(self) -> int:
-        """Of the engine's process; another after a restart."""
-        return self._child.pid
-
     def load(self) -> EngineLoad:
         return self._load
 
@@ -156,13 +148,14 @@ class SupervisedEngine(ABC):
                 await task
         self._give_up("the engine was closed")
         await self._child.stop(STOP_PATIENCE_S)
+        await self._launcher.close()
 
     def add(self, requests: Sequence[EngineRequest]) -> bool:
         """Send the continuations of one request, all with the same prompt; False if the engine is
         down. Raises what encoding them raises."""
-        first = self._next
-        others = [replace(request, prompt_token_ids=()) for request in requests[1:]]
-        message = encode(Add(first, [requests[0], *others]))
+        first, dated = self._next, [self._child.clock.to_theirs(request) for request in requests]
+        others = [replace(request, prompt_token_ids=()) for request in dated[1:]]
+        message = encode(Add(first, [dated[0], *others]))
         if not self._up:
             return False
         self._next += len(requests)
@@ -177,6 +170,11 @@ class SupervisedEngine(ABC):
         handles = [self._handles[name] for name in names if name in self._handles]
         if handles:
             self._child.send(Abort(handles))
+
+    def forget(self, name: str) -> None:
+        """End a request there and hear no more of it: it goes on elsewhere."""
+        self.abort_all([name])
+        self._names.pop(self._handles.pop(name, -1), None)
 
     def release(self, offer: int) -> None:
         """Blocks that it has offered are needed no more."""
@@ -239,18 +237,24 @@ class SupervisedEngine(ABC):
             answer.set_result(message.data)
 
     def _take(self, step: Step) -> None:
-        self._load = step.load
+        self._load, clock = step.load, self._child.clock
         updates = unpack_step(step, self._names)
+        for update in updates:
+            if update.record is not None:
+                clock.record_to_ours(update.record)
         for full in step.full:
             if full.finish_reason is not None and full.handle in self._names:
                 del self._handles[self._names.pop(full.handle)]
-        for record in step.steps:
+        for record in map(clock.step_to_ours, step.steps):
             self.records.add_step(record)
             self._step_s.append(record.committed_s - record.planned_s)
         self.on_updates(updates)
 
     def _refused(self, message: Refused) -> None:
-        names = [self._names.pop(message.first + n) for n in range(message.count)]
+        handles = range(message.first, message.first + message.count)
+        names = [self._names.pop(handle) for handle in handles if handle in self._names]
+        if not names:
+            return
         for name in names:
             del self._handles[name]
         reason = unpack_error(message.kind, message.message, "the engine failed on this request")
@@ -286,6 +290,7 @@ class SupervisedEngine(ABC):
             log.exception("watching over the engine failed")
             reason = f"{type(error).__name__}: {error}"
         self._give_up(reason)
+        await self._launcher.close()
 
     async def _watch(self) -> None:
         """End an engine that hangs; what follows is what follows any death."""
@@ -329,10 +334,11 @@ class SupervisedEngine(ABC):
         if deaths > 1:
             backoff_s = FIRST_BACKOFF_S * 2.0 ** (deaths - 2)
             await asyncio.sleep(min(LONGEST_BACKOFF_S, backoff_s))
-        self._child = Child(spawn(self._config, self._builder))
+        self._child = Child(self._launcher.launch())
         self._child.on_message = self._on_message
         ready = await self._child.start()
-        self.info, self._load, self._up = ready.info, ready.load, True
+        self.info, self.pid, self.host = ready.info, ready.pid, ready.host
+        self._load, self._up = ready.load, True
         self._settled.set()
         if deaths:
             self.num_restarts += 1

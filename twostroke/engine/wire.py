@@ -74,6 +74,10 @@ class Ready(msgspec.Struct, tag=1, array_like=True, frozen=True):
     info: EngineInfo
     load: EngineLoad
     endpoint: str  # where it listens
+    pid: int
+    host: str  # its machine's name
+    clock: str  # see `clocks.py`
+    now_s: float
 
 
 class Failed(msgspec.Struct, tag=2, array_like=True, frozen=True):
@@ -107,6 +111,7 @@ class Record(msgspec.Struct, array_like=True, frozen=True):
     gaps: Causes
     worst_gap_s: float
     worst_gap: Causes | None
+    kv_evicted_tokens: int
 
 
 class FullUpdate(msgspec.Struct, array_like=True, frozen=True):
@@ -150,6 +155,7 @@ class Heartbeat(msgspec.Struct, tag=6, array_like=True, frozen=True):
     """Sent every `HEARTBEAT_S` by a thread that does nothing else: the process is alive."""
 
     step_s: float  # how long the step that runs has taken so far; 0: none runs
+    now_s: float  # by the engine's clock
 
 
 class Profiled(msgspec.Struct, tag=7, array_like=True, frozen=True):
@@ -165,6 +171,8 @@ class FetchedOffer(msgspec.Struct, tag=8, array_like=True, frozen=True):
     num_bytes: int
     seconds: float
     problem: str  # why it could not be fetched, and is computed again; "" if it was
+    waited_s: float = 0.0  # for room in this engine, before that
+    way: str = ""  # that the blocks came: memory, device, sockets
 
 
 FromEngine = Ready | Failed | Step | Refused | Audited | Profiled | Heartbeat | FetchedOffer

@@ -11,18 +11,25 @@ the latter, each with a part of the model).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from twostroke.exec.token_mask import Mask
 from twostroke.plan import Pending, StepPlan
 
 Handle = TypeVar("Handle")
 Masks = Mapping[int, Mask]  # what grammars allow, by index into the samples of a step
+# The position of the first line, and logits of successive positions of a chunk: [n, vocabulary].
+ChunkLogits = Callable[[int, npt.NDArray[np.float32]], None]
 
 
 class Executor(Protocol[Handle]):
     max_in_flight: int
+    # Hears of the logits of all positions of every chunk, a slice at a time. Not of several ranks.
+    on_chunk_logits: ChunkLogits | None
 
     def forward(self, plan: StepPlan) -> Handle: ...
 

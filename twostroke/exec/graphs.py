@@ -11,6 +11,7 @@ import gc
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -18,6 +19,7 @@ from twostroke.exec.program import DeviceStep, StepProgram
 from twostroke.exec.rows import NO_WRITES
 from twostroke.exec.step_buffer import StepBuffer, decode_layout, fill_decode, fill_step
 from twostroke.model.attention import Workspace
+from twostroke.model.ranks import ONE_RANK, Comm, Ranks
 from twostroke.plan import PhaseWork, StepPlan
 
 PIECE_BUFFER_BYTES = 1 << 20  # of step buffer: some 2,000 tokens, and what they change in rows
@@ -147,12 +149,68 @@ class RunAgain:
         return [start, *[go_on] * (count - 1)]
 
 
+class Graph(Protocol):
+    """One that is being recorded (`torch.cuda.CUDAGraph`)."""
+
+    def capture_end(self) -> None: ...
+
+    def replay(self) -> None: ...
+
+
+class Stretch:
+    """A stretch of a step as it is recorded: a graph, or several with what the host does between
+    them. Where ranks talk through the host, they cut it there (`Ranks.cut`):
+
+        [ … down ] sum over the ranks [ norm … ]       [ ]: a graph
+    """
+
+    def __init__(self, begin: Callable[[], Graph], ranks: Ranks) -> None:
+        self._begin, self._ranks = begin, ranks
+        self._runs: list[Run] = []
+
+    def record(self, work: Callable[[], object]) -> Run:
+        """What replays it."""
+        ranks, self._graph, self._comm = self._ranks, self._begin(), self._ranks.comm
+        ranks.cut = None if ranks.alone else self._cut
+        try:
+            work()
+        finally:
+            ranks.cut = None
+            self._graph.capture_end()
+        self._keep()
+        return self._runs[0] if len(self._runs) == 1 else partial(_run_all, self._runs)
+
+    def _cut(self, run: Run) -> None:
+        self._graph.capture_end()
+        self._keep()
+        self._runs.append(run)
+        self._graph = self._begin()
+
+    def _keep(self) -> None:
+        """The graph that was recorded. Collectives inside it are counted when it is replayed."""
+        ranks = self._ranks
+        inside, ranks.comm = ranks.comm.since(self._comm), self._comm
+        replay = self._graph.replay
+        self._runs.append(partial(_counted, ranks, inside, replay) if any(inside) else replay)
+
+
+def _run_all(runs: Iterable[Run]) -> None:
+    for run in runs:
+        run()
+
+
+def _counted(ranks: Ranks, comm: Comm, replay: Run) -> None:
+    ranks.comm = ranks.comm.plus(comm)
+    replay()
+
+
 class CudaRecorder:
     """Records on a stream of its own; all that is recorded shares one pool of memory."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, ranks: Ranks = ONE_RANK) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._ranks = ranks
 
     def __call__(self, pieces: Callable[[], Iterator[object]]) -> list[Run]:
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -163,19 +221,18 @@ class CudaRecorder:
             with torch.cuda.stream(self._stream):
                 count = sum(1 for _ in pieces())  # compiles, and lets libraries set themselves up
                 running = pieces()
-                graphs = [self._capture(running) for _ in range(count)]
+                runs = [self._capture(running) for _ in range(count)]
         finally:
             if enabled:
                 gc.enable()
         torch.cuda.current_stream().wait_stream(self._stream)
-        return [graph.replay for graph in graphs]
+        return runs
 
-    def _capture(self, running: Iterator[object]) -> torch.cuda.CUDAGraph:
+    def _capture(self, running: Iterator[object]) -> Run:
         """The next stretch."""
+        return Stretch(self._begin, self._ranks).record(partial(next, running))
+
+    def _begin(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            next(running)
-        finally:
-            graph.capture_end()
         return graph

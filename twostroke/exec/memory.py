@@ -6,6 +6,7 @@ with the numbers instead of dying half-way.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from twostroke.config import GIB, EngineConfig
 from twostroke.errors import ConfigError, ModelError
 from twostroke.exec.pool_sizing import PoolSizing, pool_sizing
 from twostroke.model.spec import ModelSpec
+
+log = logging.getLogger(__name__)
 
 CPU_KV_BYTES = 4 * GIB
 CPU_KV_SHARE = 4  # the pools take at most this fraction of the memory: one in …
@@ -32,6 +35,7 @@ class MemoryPlan:
     max_model_len: int
     shortened: bool  # memory, not the model, limits max_model_len
     device_bytes: int = 0  # of a GPU, what others use of it included
+    others_bytes: int = 0  # of that, what engines have that it is shared with
     state_bytes: int = 0  # rows, buffers, what the driver keeps for us; measured, as are these:
     activation_bytes: int = 0  # of the largest step
     graph_bytes: int = 0
@@ -83,7 +87,7 @@ def plan_memory(
         blocks = sizing.with_main(config.num_gpu_blocks_override)
     else:
         kv_bytes = _kv_bytes(
-            config, spec, weight_bytes, itemsize, kv_itemsize, total_bytes, on_gpu, wanted
+            config, spec, weight_bytes, itemsize, sizing, total_bytes, on_gpu, wanted
         )
         if kv_bytes < sizing.least_bytes:
             windowed = any(group.window is not None for group in spec.kv_groups())
@@ -110,7 +114,14 @@ def max_len_wanted(config: EngineConfig, spec: ModelSpec) -> int:
         # A longer context changes the angles of dynamic rope, so it must be asked for.
         dynamic = [rope.original_context for rope in spec.ropes() if rope.kind == "dynamic"]
         return min([spec.max_context, *dynamic])
-    if config.max_model_len > spec.max_context:
+    if config.max_model_len > spec.max_context and config.kv_eviction is not None:
+        log.warning(
+            "max_model_len %s is above the %s tokens that the model was made for: what it writes "
+            "beyond them may be worth little",
+            f"{config.max_model_len:,}",
+            f"{spec.max_context:,}",
+        )
+    elif config.max_model_len > spec.max_context:
         raise ConfigError(
             f"max_model_len {config.max_model_len} is above the {spec.max_context} tokens that "
             f"the model was made for; lower it to at most {spec.max_context}"
@@ -123,7 +134,7 @@ def _kv_bytes(
     spec: ModelSpec,
     weight_bytes: int,
     itemsize: int,
-    kv_itemsize: int,
+    sizing: PoolSizing,
     total_bytes: int,
     on_gpu: bool,
     max_len: int,
@@ -134,7 +145,7 @@ def _kv_bytes(
     if not on_gpu:
         # A small model would get more than all its sequences, and their prefixes, can ever fill.
         fillable = 2 * config.max_num_seqs * (max_len + config.block_size)
-        fillable *= spec.kv_elements_per_token * kv_itemsize
+        fillable = int(fillable * sizing.token_bytes)
         return min(CPU_KV_BYTES, total_bytes // CPU_KV_SHARE, fillable)
     tokens = config.token_budget(on_gpu, max_len)
     widest = max(
@@ -151,8 +162,8 @@ def fit_length(plan: MemoryPlan, config: EngineConfig, spec: ModelSpec) -> Memor
     """A sequence must fit the cache alone; shorten the context unless the user insists."""
     plan = _bound_positions(plan, config, spec)
     sizing = plan.sizing
-    if sizing.all_slide:
-        return plan  # a window bounds what a sequence holds; `Scheduler.add` checks the rest
+    if sizing.all_slide or config.kv_eviction is not None:
+        return plan  # what a sequence holds has a bound; `Scheduler.add` checks the rest
     tokens = plan.group_blocks[sizing.main] * config.block_size
     if plan.max_model_len <= tokens:
         return plan

@@ -9,12 +9,13 @@ from time import monotonic
 import numpy as np
 import numpy.typing as npt
 
-from twostroke.exec.executor import Masks
+from twostroke.exec.executor import ChunkLogits, Masks
 from twostroke.exec.logits import apply_bans, is_plain
 from twostroke.exec.rng import stream_key
 from twostroke.exec.rows import HostRows, Ints
 from twostroke.exec.samples import (
     LOGIT_SLICE,
+    chunk_slices,
     decode_tokens,
     prompt_slices,
     samples_of,
@@ -49,9 +50,16 @@ class NativeExecutor:
 
     max_in_flight = 1
 
-    def __init__(self, decoder: NativeDecoder, pool: HostPool, state: HostRows) -> None:
+    def __init__(
+        self, decoder: NativeDecoder, pool: HostPool, state: HostRows, scores: bool = False
+    ) -> None:
+        """`scores`: steps tell the shares of attention that stretches of the cache get."""
         self._decoder, self._state, self._native = decoder, state, cpu.module()
         self._tokens, self._tables, self._caches = state.tokens, state.tables, pool.data
+        self.on_chunk_logits: ChunkLogits | None = None
+        self._scores = scores
+        if scores:
+            decoder.model.keep_shares()
         self._inputs_s = 0.0  # what making the decoder's inputs took, all steps so far
 
     def forward(self, plan: StepPlan) -> Forwarded:
@@ -63,7 +71,7 @@ class NativeExecutor:
             self._with_index(decode.rows, decode.positions),
             self._with_index(*np.array([c[:3] for c in chunks], np.int64).reshape(-1, 3).T),
             samples.tokens.astype(np.int32),
-            wants_prompt_logprobs(plan, self._state.rows),
+            self.on_chunk_logits is not None or wants_prompt_logprobs(plan, self._state.rows),
         )
         self._inputs_s += monotonic() - started
         logits = self._decoder.forward(self._tokens, self._tables, self._caches, *inputs)
@@ -98,8 +106,13 @@ class NativeExecutor:
                     pinned = some[n].params.logprob_token_ids
                     logprobs[start + n] = _pinned(lines, entry, pinned) if pinned else entry
         prompts = self._prompt_logprobs(handle.plan)
+        if self.on_chunk_logits is not None:
+            for start, stop, first in chunk_slices(handle.plan):
+                lines = self._decoder.logits(first + np.arange(stop - start, dtype=np.int32))
+                self.on_chunk_logits(start, lines)
         device_s = monotonic() - handle.started_s
-        return Computed(StepResult(tokens, logprobs, prompts, device_s))
+        shares = self._decoder.model.shares().tolist() if self._scores else ()
+        return Computed(StepResult(tokens, logprobs, prompts, device_s, shares=shares))
 
     def stage_seconds(self) -> dict[str, float]:
         """What each stage of `forward` has taken, all steps so far."""

@@ -44,6 +44,11 @@ class PoolSizing:
     def least_bytes(self) -> int:
         return self.num_bytes(self._blocks(1))
 
+    @property
+    def token_bytes(self) -> float:
+        """Of one token in the blocks of all groups, scales included."""
+        return sum(self.block_bytes) / self.block_size
+
     def num_bytes(self, blocks: tuple[int, ...]) -> int:
         """Of pools of this many blocks and a null block each."""
         return sum((n + 1) * size for n, size in zip(blocks, self.block_bytes, strict=True))
@@ -91,7 +96,7 @@ def pool_sizing(
     return PoolSizing(
         size,
         windows,
-        tuple(group.elements_per_token * kv_itemsize * size for group in groups),
+        tuple(group.block_bytes(size, kv_itemsize, config.kv_scaled) for group in groups),
         held=tuple(blocks_held(reference_len, window, 1, size) for window in windows),
         least=tuple(blocks_held(max_len, window, chunk, size) for window in windows),
         most=tuple(

@@ -20,7 +20,7 @@ from functools import cache
 from typing import Protocol
 
 from twostroke.errors import EngineError
-from twostroke.exec.executor import Masks
+from twostroke.exec.executor import ChunkLogits, Masks
 from twostroke.exec.memory import MemoryPlan
 from twostroke.exec.torch_executor import Forwarded, InFlight, TorchExecutor
 from twostroke.model.ranks import Ranks
@@ -60,6 +60,7 @@ class RanksExecutor:
     def __init__(self, own: TorchExecutor, followers: Followers) -> None:
         self.max_in_flight = own.max_in_flight
         self._own, self._followers = own, followers
+        self.on_chunk_logits: ChunkLogits | None = None
 
     def forward(self, plan: StepPlan) -> Forwarded:
         self._followers.send(encode_plan(plan))

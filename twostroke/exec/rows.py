@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from twostroke.plan import NewRow, StepPlan
+from twostroke.plan import BlockEvict, NewRow, StepPlan
 
 Ints = npt.NDArray[np.int64]
 
@@ -73,7 +73,7 @@ class RowState:
 
     def apply(self, plan: StepPlan) -> Writes:
         """Take in a plan; which cells it changes."""
-        if not (plan.new or plan.appended or plan.dropped or plan.retired):
+        if not (plan.new or plan.appended or plan.dropped or plan.retired or plan.evicted):
             return NO_WRITES
         at: list[int] = []
         values: list[int] = []
@@ -99,6 +99,8 @@ class RowState:
             filled[append.row] = start + count
         places, cells = np.array(at, np.int64), np.array(values, np.int32)
         self._host_cells[places] = cells
+        if plan.evicted:
+            places, cells = self._close_up(plan.evicted, places)
         if not plan.new:
             return Writes(places, cells)
         parts, tokens = [places], [cells]
@@ -108,6 +110,20 @@ class RowState:
             parts.append(np.arange(first, first + len(new.tokens)))
             tokens.append(np.array(new.tokens, np.int32))
         return Writes(np.concatenate(parts), np.concatenate(tokens))
+
+    def _close_up(self, evicted: tuple[BlockEvict, ...], written: Ints) -> Writes:
+        """Take entries out of tables. Returns all cells that the plan has written so, and by it."""
+        changed = [written]
+        for row, start, stop in evicted:
+            table, filled = self._host_tables[0, row], self._filled[0]
+            table[start : filled[row] - (stop - start)] = table[stop : filled[row]].copy()
+            first = self._table_cell(0, row)
+            changed.append(np.arange(first + start, first + filled[row]))
+            filled[row] -= stop - start
+            self._evicted[0, row] += (stop - start) * self.block_size
+        self._has_evicted = True
+        places = np.unique(np.concatenate(changed))
+        return Writes(places, self._host_cells[places])
 
     def _take(self, new: NewRow) -> None:
         row, params = new.row, new.params
@@ -133,11 +149,6 @@ class RowState:
     def indices(self, group: int, rows: Ints, positions: Ints) -> Ints:
         """Where in the cache of a row a position's keys and values are."""
         return positions - self._evicted[group, rows] if self._has_evicted else positions
-
-    def evict(self, group: int, row: int, entries: int) -> None:
-        """So many entries are gone from a row's table: later positions lie that much earlier."""
-        self._evicted[group, row] += entries
-        self._has_evicted = True
 
     def slots(self, group: int, rows: Ints, indices: Ints) -> Ints:
         """Where in the pool: block · block_size + offset; -1 for the null block."""

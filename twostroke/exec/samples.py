@@ -61,6 +61,24 @@ def samples_of(decode: DecodeTokens, chunks: Sequence[Chunk]) -> Samples:
     )
 
 
+class ChunkSlice(NamedTuple):
+    """Some tokens of a chunk."""
+
+    start: int  # positions [start, stop)
+    stop: int
+    first: int  # token of the step at position `start`
+
+
+def chunk_slices(plan: StepPlan) -> Iterator[ChunkSlice]:
+    """All tokens of all chunks, in slices of bounded size."""
+    first = sum(1 + slot.drafts for slot in plan.decode)
+    for chunk in plan.prefill:
+        end = chunk.start + chunk.size
+        for start in range(chunk.start, end, LOGIT_SLICE):
+            yield ChunkSlice(start, min(start + LOGIT_SLICE, end), first + start - chunk.start)
+        first += chunk.size
+
+
 class PromptSlice(NamedTuple):
     """Some tokens of a chunk whose log-probabilities a request asked for."""
 

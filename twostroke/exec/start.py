@@ -38,6 +38,7 @@ from twostroke.exec.ranks import agree_on_memory
 from twostroke.exec.torch_executor import TorchExecutor
 from twostroke.kv.pool import KVPool
 from twostroke.model.decoder import Decoder
+from twostroke.model.ranks import Ranks
 from twostroke.observe.startup_timer import StartupTimer
 from twostroke.plan import Chunk, NewRow, PhaseWork, Slot, StepPlan
 from twostroke.request import SamplingParams
@@ -70,24 +71,24 @@ def start_executor(
         graphs_bytes = _measure_graphs(trial, sizes, piece_ladder(budget)) if sizes else 0
         sampler = trial.sampler  # keeps its memory, which is part of what is not free any more
         del trial
-        free = _free_bytes(device)
+        free = _free_bytes(device, decoder.ranks)
         timer.end("measuring")
         plan = fit_pool(config, estimate, free, activations, graphs_bytes)
         plan = agree_on_memory(fit_length(plan, config, spec), decoder.ranks)
         try:
-            pool = KVPool(spec, plan.group_blocks, size, kv_dtype, device)
+            shared = config.kv_sharing != "none"
+            pool = KVPool(spec, plan.group_blocks, size, kv_dtype, device, shared)
             program = StepProgram(decoder, pool, rows, sampler)
             graphs = pieces = None
             if sizes:
-                record = CudaRecorder(device)
+                record = CudaRecorder(device, decoder.ranks)
                 graphs = DecodeGraphs(program, sizes, record)
                 pieces = PieceGraphs(program, piece_ladder(budget), record)
-            _free_bytes(device)
+            _release_memory(device)
             timer.end("graphs")
             executor = TorchExecutor(program, graphs, pieces)
             for step in islice(warm_plans(rows.max_rows, budget, max_len), 1):
-                executor.sample(executor.forward(step)).wait()
-                executor.reset()
+                executor.run(step)
             timer.end("largest step")
         except torch.OutOfMemoryError:
             raise ConfigError(_no_room(config, plan, device)) from None
@@ -128,8 +129,9 @@ def compile_kernels(
             DecodeGraphs(program, sizes, _run_once)
             PieceGraphs(program, piece_ladder(budget), _run_once)
 
-    of = (decoder.spec, decoder.dtype, decoder.fp8, kv_dtype, decoder.pdl, size, groups)
-    decoder.kernels.compile_ahead(run, (*of, rows.max_rows, rows.max_len, budget, sizes))
+    of = (decoder.spec, decoder.dtype, decoder.formats, kv_dtype, decoder.pdl, size, groups)
+    rank = decoder.ranks.rank  # only the first samples
+    decoder.kernels.compile_ahead(run, (*of, rank, rows.max_rows, rows.max_len, budget, sizes))
 
 
 def _run_once(pieces: Callable[[], Iterator[object]]) -> list[Run]:
@@ -180,27 +182,26 @@ def warm_plan(
 
 def _measure_steps(executor: TorchExecutor, budget: int, rows: DeviceRows) -> int:
     """Bytes that the largest steps take beside what is there already."""
-    _free_bytes(rows.device)
+    _release_memory(rows.device)
     before = torch.cuda.memory_reserved(rows.device)
     torch.cuda.reset_peak_memory_stats(rows.device)
     for plan in warm_plans(rows.max_rows, budget, rows.max_len):
         try:
-            executor.sample(executor.forward(plan)).wait()
+            executor.run(plan)
         except torch.OutOfMemoryError:
             raise ConfigError(
                 f"a step of {plan.num_tokens} tokens does not fit the memory that the weights "
                 f"leave; set max_num_batched_tokens to at most {plan.num_tokens // 2} or "
                 f"max_num_seqs to at most {max(1, rows.max_rows // 2)}"
             ) from None
-        executor.reset()
     return torch.cuda.max_memory_reserved(rows.device) - before
 
 
 def _measure_graphs(program: StepProgram, sizes: list[int], tokens: list[int]) -> int:
     """Bytes that all graphs will take: the largest, and one more for what each costs anyway."""
-    device = program.rows.cells.device
-    free = [_free_bytes(device)]
-    record = CudaRecorder(device)
+    device, ranks = program.rows.cells.device, program.decoder.ranks
+    free = [_free_bytes(device, ranks)]
+    record = CudaRecorder(device, ranks)
     kept: list[object] = []
     for make in (
         partial(DecodeGraphs, program, sizes[-1:]),
@@ -210,18 +211,33 @@ def _measure_graphs(program: StepProgram, sizes: list[int], tokens: list[int]) -
     ):
         kept.append(make(record))
         torch.cuda.synchronize(device)
-        free.append(torch.cuda.mem_get_info(device)[0])
+        free.append(free_share(device, ranks))
     took = [max(0, before - after) for before, after in pairwise(free)]
     kept.clear()
     return took[0] + (len(sizes) - 1) * took[1] + took[2] + (len(tokens) - 1) * took[3]
 
 
-def _free_bytes(device: torch.device) -> int:
+def _free_bytes(device: torch.device, ranks: Ranks) -> int:
     """Free once everything that is not in use has been given back."""
+    _release_memory(device)
+    return free_share(device, ranks)
+
+
+def _release_memory(device: torch.device) -> None:
     gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)[0]
+
+
+def free_share(device: torch.device, ranks: Ranks) -> int:
+    """This rank's share of what its GPU has free. Ranks that share one look at the same moment:
+    when all have come here, and before any goes on."""
+    if ranks.per_device == 1:
+        return torch.cuda.mem_get_info(device)[0]
+    torch.cuda.synchronize(device)  # what a process takes by being there, too
+    ranks.all_numbers([0])
+    free = torch.cuda.mem_get_info(device)[0] // ranks.per_device
+    return min(numbers[0] for numbers in ranks.all_numbers([free]))
 
 
 def _no_room(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> str:
@@ -255,7 +271,7 @@ def fit_pool(
         state_bytes=max(0, estimate.total_bytes - free - estimate.weight_bytes),
     )
     most = free - activations - graphs
-    wanted = most - int(total * (1 - share))
+    wanted = most - int(total * (1 - share)) + estimate.others_bytes
     if config.num_gpu_blocks_override is not None:
         wanted = sizing.num_bytes(sizing.with_main(config.num_gpu_blocks_override))
     elif config.kv_cache_memory_bytes is not None:

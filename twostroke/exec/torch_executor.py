@@ -16,13 +16,20 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from twostroke.exec.executor import Masks
+from twostroke.exec.executor import ChunkLogits, Masks
 from twostroke.exec.graphs import DecodeGraphs, PieceGraphs
 from twostroke.exec.program import StepProgram
 from twostroke.exec.rng import stream_keys
 from twostroke.exec.rows import NO_WRITES, Ints, Writes
-from twostroke.exec.samples import PromptSlice, Samples, prompt_slices, wants_prompt_logprobs
+from twostroke.exec.samples import (
+    PromptSlice,
+    Samples,
+    chunk_slices,
+    prompt_slices,
+    wants_prompt_logprobs,
+)
 from twostroke.exec.step_buffer import StepBuffer, fill_decode, fill_step
+from twostroke.model.ranks import Comm
 from twostroke.plan import StepPlan, StepResult, TokenLogprobs
 
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -55,7 +62,7 @@ class Forwarded:
     hidden: torch.Tensor | None  # of a step with chunks
     start: Mark
     before: Mark | None  # end of the step before
-    comm_s: float  # in collectives, of all steps before
+    comm: Comm  # of all steps before
 
 
 class Ranked(NamedTuple):
@@ -88,6 +95,7 @@ class InFlight:
     start: Mark
     end: Mark
     comm_s: float
+    comm_bytes: float
 
     def wait(self) -> StepResult:
         self.end.synchronize()
@@ -110,6 +118,7 @@ class InFlight:
             1e-3 * self.start.elapsed_time(self.end),
             idle_s,
             comm_s=self.comm_s,
+            comm_bytes=self.comm_bytes,
         )
 
 
@@ -126,6 +135,7 @@ class TorchExecutor:
         self._rows, self._device = program.rows, program.rows.cells.device  # with its number
         self._ranks = program.decoder.ranks
         self.on_gpu = self._device.type == "cuda"
+        self.on_chunk_logits: ChunkLogits | None = None
         self._end: Mark | None = None  # of the newest step
 
     @torch.inference_mode()
@@ -135,7 +145,7 @@ class TorchExecutor:
         writes = self._rows.apply(plan)
         for new in plan.new:
             self.program.sampler.take(new)
-        before, start, comm_s = self._end, self._mark(), self._ranks.comm_s
+        before, start, comm = self._end, self._mark(), self._ranks.comm
         hidden, size = None, self._graph_size(plan)
         if self._graphs is not None and size is not None:
             writes = self._fit(writes, size)
@@ -146,9 +156,10 @@ class TorchExecutor:
             size = self._pieces.size_for(plan.num_tokens) if self._pieces else None
             step = fill_step(plan, writes, self._rows, size or 0)
             start.record()
-            keeps_all = wants_prompt_logprobs(plan, self._rows.rows)
+            keeps_all = self.on_chunk_logits is not None
+            keeps_all |= wants_prompt_logprobs(plan, self._rows.rows)
             hidden = self._launch(step, size is not None, keeps_all)
-        return Forwarded(plan, step.samples, hidden, start, before, comm_s)
+        return Forwarded(plan, step.samples, hidden, start, before, comm)
 
     def _graph_size(self, plan: StepPlan) -> int | None:
         """Of the graph for a step that only decodes, a token a row."""
@@ -184,6 +195,10 @@ class TorchExecutor:
             self._draw(samples, special, masks or {})
         ranked = self._rank(samples)
         prompts = self._prompt_logprobs(handle)
+        if self.on_chunk_logits is not None and handle.hidden is not None:
+            for at, stop, first in chunk_slices(handle.plan):
+                logits = program.decoder.head(handle.hidden[first : first + stop - at])
+                self.on_chunk_logits(at, logits.float().cpu().numpy())
         drawn = program.tokens[: len(samples.rows)]
         self._ranks.broadcast(drawn)
         tokens = drawn.to("cpu", non_blocking=True)
@@ -191,8 +206,9 @@ class TorchExecutor:
             tokens = tokens.clone()  # the next step will write here
         end = self._end = self._mark()
         end.record()
-        comm_s = self._ranks.comm_s - handle.comm_s
-        return InFlight(tokens, ranked, prompts, handle.before, handle.start, end, comm_s)
+        comm = self._ranks.comm.since(handle.comm)
+        spent = comm.seconds, comm.sent_bytes(self._ranks.size)
+        return InFlight(tokens, ranked, prompts, handle.before, handle.start, end, *spent)
 
     @torch.inference_mode()
     def follow(self, handle: Forwarded) -> None:
@@ -204,6 +220,15 @@ class TorchExecutor:
         self._ranks.broadcast(drawn)
         at = torch.from_numpy(self._rows.token_cells(rows, positions))
         self._rows.cells.scatter_(0, self._send(at), drawn.clamp(min=0))
+
+    def run(self, plan: StepPlan) -> None:
+        """A step of which nobody wants the tokens, on every rank."""
+        handle = self.forward(plan)
+        if self._ranks.rank:
+            self.follow(handle)
+        else:
+            self.sample(handle).wait()
+        self.reset()
 
     def reset(self) -> None:
         if self.on_gpu:

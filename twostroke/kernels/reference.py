@@ -17,9 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twostroke.kernels import reference_sampling
+from twostroke.kernels import kv_types, packed, reference_sampling
 from twostroke.kernels.activations import Activation, ClampedSwiglu
 from twostroke.kernels.fp8 import Fp8Rows, Fp8Weight, dequantised, quantised
+from twostroke.kernels.packed import PackedWeight
 
 GATHER_TOKENS = 1 << 16  # cache entries that decode attention gathers at one time
 NEVER = float("-inf")
@@ -118,6 +119,21 @@ class Kernels:
         acted = self.act_and_mul(self.fp8_rows_product(x, weight), activation)
         return self.fp8_rows(acted) if to_fp8 else acted
 
+    # Weights of 4 or 8 bits: see `packed.py`.
+
+    def packed_product(
+        self, x: Tensor, weight: PackedWeight, *, pdl: bool = False, out: Tensor | None = None
+    ) -> Tensor:
+        """x @ what the weight stands for, transposed."""
+        wide = packed.dequantised(weight, torch.float32)
+        return _to(x.float() @ wide.t(), x.dtype, out)
+
+    def packed_gated_product(
+        self, x: Tensor, weight: PackedWeight, activation: Activation, *, pdl: bool = False
+    ) -> Tensor:
+        """`act_and_mul` of it."""
+        return self.act_and_mul(self.packed_product(x, weight), activation)
+
     def route(
         self,
         x: Tensor,
@@ -207,17 +223,20 @@ class Kernels:
         pdl: bool = False,
     ) -> Tensor:
         """Norm and rotate [T, (H + 2K) · D] in place, put keys and values in the cache:
-        [T, H + 2K, D]. Slot = block · block_size + offset."""
+        [T, H + 2K, D]. Slot = block · block_size + offset. Of 8-bit types they are then as the
+        cache has them: see `kv_types.py`."""
         heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
         q, k = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
         v = heads[:, num_heads + num_kv_heads :]
         if q_norm is not None and k_norm is not None:
             q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
         q, k = (rope(part, cos[positions], sin[positions]) for part in (q, k))
-        stored, size = slots >= 0, keys.shape[1]
-        at = slots[stored] // size, slots[stored] % size
-        keys[at], values[at] = k[stored].to(keys.dtype), v[stored].to(values.dtype)
-        heads[:, : num_heads + num_kv_heads] = torch.cat([q, k], dim=1)
+        stored = slots >= 0
+        for cache, new in ((keys, k), (values, v)):
+            kv_types.store(cache, slots[stored], new[stored])
+        if kv_types.is_8_bit(keys.dtype):
+            k, v = (kv_types.as_stored(new, keys.dtype) for new in (k, v))
+        heads[:] = torch.cat([q, k, v], dim=1)
         return heads
 
     def prefill_attention(
@@ -301,8 +320,7 @@ class Kernels:
             table = tables[rows[part].long(), :blocks].long()
             query = lengths[part].unsqueeze(1) - queries + of_row
             seen = visible(query.unsqueeze(2), key, window)
-            k = keys[table].flatten(1, 2).to(q.dtype)
-            v = values[table].flatten(1, 2).to(q.dtype)
+            k, v = (kv_types.load(x, table, q.dtype).flatten(1, 2) for x in (keys, values))
             if k.shape[-2] > 1 or sinks is not None:
                 found = attention(rows_of_q[part], k, v, seen, scale, softcap, sinks)
             else:
@@ -550,4 +568,4 @@ def gather(cache: Tensor, table: Tensor, first: int, end: int, dtype: torch.dtyp
     size = cache.shape[1]
     blocks = table[first // size : -(-end // size)].long()
     skip = first % size
-    return cache[blocks].flatten(0, 1)[skip : skip + end - first].to(dtype)
+    return kv_types.load(cache, blocks, dtype).flatten(0, 1)[skip : skip + end - first]

@@ -11,7 +11,8 @@ For one sequence, with blocks of 4 tokens, in a group without a window and in on
 
 Block numbers belong to their group: block 2 of group 0 and block 2 of group 1 are different memory.
 Tables are equally long in all groups and only grow; a block outside the window becomes null so that
-positions stay put. A block that a step in flight may still touch is freed when that step commits:
+positions stay put. Blocks that are evicted (`eviction.py`) leave their tables, which close up: the
+capacity counts them. A block that a step in flight may still touch is freed when that step commits:
 the step is an owner. So at any moment reserved = used + fragmented + cached + free, in each group.
 """
 
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from twostroke.kv.blocks import NULL_BLOCK, BlockPool
+from twostroke.kv.eviction import Eviction
 from twostroke.kv.prefix import BlockKey, block_key
 from twostroke.kv.transfer import ReceiverFullError
 
@@ -69,7 +71,8 @@ class KVSequence:
     num_computed: int = 0
     num_registered: int = 0  # leading blocks that have been offered to the prefix index
     register_at: int = 0  # tokens computed at which there is another one to offer
-    capacity: int = 0  # tokens that the tables hold
+    capacity: int = 0  # tokens that the tables hold, or held before they were evicted
+    num_evicted: int = 0  # tokens
     last_step: int = -1  # the newest step that names it
 
 
@@ -90,8 +93,11 @@ class KVCache:
         block_size: int,
         keep_cached: bool = True,
         max_chunk: int = 1,
+        eviction: Eviction | None = None,
     ) -> None:
+        assert eviction is None or [group.window for group in groups] == [None]
         self.block_size = block_size
+        self.eviction = eviction
         self.windows = tuple(group.window for group in groups)
         self.pools = tuple(BlockPool(group.num_blocks, keep_cached) for group in groups)
         # The most blocks a sequence holds in each group, while it is prefilled and while it decodes
@@ -101,6 +107,7 @@ class KVCache:
         )
         self._live: dict[KVSequence, None] = {}
         self._held: dict[int, list[list[int]]] = {}  # blocks that others may fetch, by offer
+        self._receiving: set[KVSequence] = set()  # whose blocks are on their way here
         # (step, group, blocks that the step still owns)
         self._in_flight: deque[tuple[int, int, list[int]]] = deque()
         self._committed_step = -1
@@ -108,17 +115,30 @@ class KVCache:
 
     # ── asking ──────────────────────────────────────────────────────────────────────────────
 
-    def blocks_for(self, group: int, num_tokens: int) -> int:
-        """Blocks that a sequence of this length holds at most at one time."""
-        return min(-(-num_tokens // self.block_size), self._most_prefill[group])
+    def blocks_for(self, group: int, num_tokens: int, num_prompt: int | None = None) -> int:
+        """Blocks that a sequence of this length holds at most at one time; `num_prompt`: so much of
+        it is a prompt, of which nothing is evicted before all of it has been computed."""
+        most = min(-(-num_tokens // self.block_size), self._most_prefill[group])
+        if self.eviction is None or num_prompt is None:
+            return most
+        return min(most, max(-(-num_prompt // self.block_size), self.eviction.budget_blocks))
 
     def blocks_missing(
-        self, group: int, seq: KVSequence, num_tokens: int, decodes: bool = False
+        self, group: int, seq: KVSequence, num_tokens: int, num_prompt: int, decodes: bool = False
     ) -> int:
         """Blocks that a running sequence still has to take to reach this length."""
-        most = self._most_decode if decodes else self._most_prefill
+        if self.eviction is not None:
+            most = self.blocks_for(group, num_tokens, num_prompt)
+        else:
+            most = (self._most_decode if decodes else self._most_prefill)[group]
+            most = min(-(-num_tokens // self.block_size), most)
         held = len(seq.tables[group]) - seq.num_dropped[group]
-        return max(0, min(-(-num_tokens // self.block_size), most[group]) - held)
+        return max(0, most - held)
+
+    def next_eviction(self, seq: KVSequence, num_prompt: int) -> int:
+        """The next position for which blocks must be given up first."""
+        assert self.eviction is not None
+        return max(num_prompt, seq.num_evicted + self.eviction.budget_blocks * self.block_size)
 
     @property
     def tokens_available(self) -> int:
@@ -254,6 +274,9 @@ class KVCache:
         A step stores all its keys and values before it attends, layer by layer, so even a request
         planned in the same step may share them.
         """
+        if seq.num_evicted:  # what is computed now has not seen all that its digest stands for
+            seq.register_at = sys.maxsize
+            return
         full = min(seq.num_computed, len(tokens)) // self.block_size
         seq.register_at = (full + 1) * self.block_size
         if full <= seq.num_registered or seq.seed is None:
@@ -283,16 +306,32 @@ class KVCache:
                 changed.append((group, first))
         return changed
 
+    def excess(self, seq: KVSequence, scores: Sequence[float] = ()) -> list[range]:
+        """Table entries to give up before the next token can be stored within the budget. The
+        caller has seen that a policy is set and the prompt is computed."""
+        assert self.eviction is not None
+        (table,) = seq.tables
+        grows = seq.num_computed >= seq.capacity
+        return self.eviction.gone(len(table) + grows, scores)
+
+    def evict(self, seq: KVSequence, gone: list[range]) -> None:
+        (table,) = seq.tables
+        for entries in gone:
+            self._release(0, table[entries.start : entries.stop], seq.last_step)
+            del table[entries.start : entries.stop]
+            seq.num_evicted += len(entries) * self.block_size
+
     def close(self, seq: KVSequence) -> None:
         """Give everything up; the tail is evicted before the head it hangs on."""
         if seq not in self._live:
             return
         del self._live[seq]
+        self._receiving.discard(seq)
         self._fragmented -= seq.capacity - seq.num_computed
         for group, table in enumerate(seq.tables):
             self._release(group, table[seq.num_dropped[group] :][::-1], seq.last_step)
         seq.tables, seq.num_dropped = [], []
-        seq.num_computed = seq.num_registered = seq.capacity = 0
+        seq.num_computed = seq.num_registered = seq.capacity = seq.num_evicted = 0
 
     def hold(self, seq: KVSequence, offer: int) -> None:
         """As `close`, but the blocks stay owned, by an offer, until `release_held`."""
@@ -301,7 +340,7 @@ class KVCache:
         held = zip(seq.tables, seq.num_dropped, strict=True)
         self._held[offer] = [table[dropped:] for table, dropped in held]
         seq.tables, seq.num_dropped = [], []
-        seq.num_computed = seq.num_registered = seq.capacity = 0
+        seq.num_computed = seq.num_registered = seq.capacity = seq.num_evicted = 0
 
     def release_held(self, offer: int) -> None:
         for group, blocks in enumerate(self._held.pop(offer, ())):
@@ -337,7 +376,17 @@ class KVCache:
         self._fragmented += end * self.block_size - num_tokens
         seq.capacity = end * self.block_size
         seq.num_computed = num_tokens
+        self._receiving.add(seq)
         return [list(range(max(start, first), end)) for first in visible]
+
+    def received(self, seq: KVSequence) -> None:
+        """What `receive` made room for has come."""
+        self._receiving.discard(seq)
+
+    @property
+    def num_receiving(self) -> int:
+        """Sequences whose blocks are on their way here."""
+        return len(self._receiving)
 
     def commit(self, step: int) -> None:
         """`step` has run: what only it still owned is freed."""
@@ -377,7 +426,8 @@ class KVCache:
                 dropped = seq.num_dropped[group]
                 assert not any(table[:dropped]), "a block outside the window is not null"
                 assert NULL_BLOCK not in table[dropped:], "a visible block is null"
-                assert len(table) * self.block_size == seq.capacity, "a table and capacity differ"
+                length = len(table) * self.block_size + seq.num_evicted
+                assert length == seq.capacity, "a table and capacity differ"
                 owners[group].update(table[dropped:])
             assert 0 <= seq.num_computed <= seq.capacity, "more computed than there is room for"
             fragmented += seq.capacity - seq.num_computed
@@ -389,6 +439,7 @@ class KVCache:
             owners[group].update(blocks)
         for pool, owned in zip(self.pools, owners, strict=True):
             pool.check(dict(owned))
+        assert self._receiving <= self._live.keys(), "blocks are on their way to nobody"
         assert fragmented == self._fragmented, (
             f"fragmented is {fragmented}, counted {self._fragmented}"
         )

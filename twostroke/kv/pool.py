@@ -3,6 +3,7 @@
     group    [ block 0: null, zeros │ block 1 │ … ]
     block    [ layer 0: keys, values │ layer 1: keys, values │ … ]        one contiguous piece
     latent   [ layer 0: latents, rope keys │ layer 1: … │ … ]             the keys; a part is values
+    int8     [ layer 0: keys, scales, values, scales │ … ]                see `layout.py`
 
 So a block of a group can be read, written or sent as one. Without torch: `host_pool.py`.
 """
@@ -11,11 +12,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from twostroke.kv.host_pool import zero_pages
+from twostroke.kv.layout import side_bytes
+from twostroke.kv.transfer import KVTransfer
+from twostroke.kv.ways import Sharing
 from twostroke.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from twostroke.kv.shared_memory import SharedPools
 
 
 class KVPool:
@@ -26,32 +34,56 @@ class KVPool:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        shared: bool = False,
     ) -> None:
-        """`num_blocks`: of each KV group, the null block not counted."""
+        """`num_blocks`: of each KV group, the null block not counted. `shared`: other processes can
+        fetch blocks."""
         self.block_size = block_size
         self.groups: list[torch.Tensor] = []
         layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        shapes: list[tuple[int, ...]] = []
         for group, blocks in zip(spec.kv_groups(), num_blocks, strict=True):
-            each, *heads = group.block_shape
-            shape = (blocks + 1, len(group.layers), each, block_size, *heads)
-            data = _zeros(shape, dtype, device)
+            each, heads, channels = group.block_shape
+            inner: tuple[int, ...] = (block_size, heads, channels)
+            if dtype == torch.int8:  # bytes, of which the scales are some
+                inner = (side_bytes(block_size, heads, channels, 1, scaled=True),)
+            shapes.append((blocks + 1, len(group.layers), each, *inner))
+        on_cpu = device.type == "cpu"
+        sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
+        # A GPU's memory is shared by its handle; there are the offers that stand besides.
+        self.shared: SharedPools | None = None
+        if shared:
+            from twostroke.kv.shared_memory import SharedPools as Memory  # has a server's packages
+
+            self.shared = Memory(sizes if on_cpu else ())
+        for n, group in enumerate(spec.kv_groups()):
+            if not on_cpu:
+                data = torch.zeros(shapes[n], dtype=dtype, device=device)
+            else:
+                pages = self.shared.pools[n] if self.shared else zero_pages(sizes[n])
+                data = torch.frombuffer(pages, dtype=dtype).view(shapes[n])
+            parts = data
+            if dtype == torch.int8:
+                numbers = (block_size, *group.block_shape[1:])
+                parts = torch.unflatten(data[..., : math.prod(numbers)], -1, numbers)
             self.groups.append(data)
             for place, index in enumerate(group.layers):
-                keys = data[:, place, 0]
+                keys = parts[:, place, 0]
                 latent = keys[..., : group.latent_dim]
-                layers[index] = keys, latent if group.latent_dim else data[:, place, 1]
+                layers[index] = keys, latent if group.latent_dim else parts[:, place, 1]
         # Keys and values of each layer, [blocks, block_size, K, D] each; of a latent layer the
         # latents with their rope keys, and the latents alone: the same memory.
         self.layers = [layers[index] for index in range(spec.num_layers)]
         self.num_bytes = sum(data.numel() * data.element_size() for data in self.groups)
 
     def block(self, group: int, number: int) -> torch.Tensor:
-        """A block of a group, all its layers: [layers, 2 (latent: 1), block_size, K, D]."""
+        """A block of a group, all its layers: [layers, 2 (latent: 1), block_size, K, D], or of int8
+        [layers, 2, bytes]."""
         return self.groups[group][number]
 
+    def transfer(self, sharing: Sharing) -> KVTransfer:
+        """This pool's end of transfers between engines."""
+        from twostroke.kv.device_memory import DeviceBlocks, device_transfer
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    pages = zero_pages(math.prod(shape) * dtype.itemsize)
-    return torch.frombuffer(pages, dtype=dtype).view(shape)
+        blocks = DeviceBlocks(self.groups, self.block_size)
+        return device_transfer(blocks, self.shared, sharing)

@@ -1,15 +1,20 @@
-"""KV blocks on their way from one engine to another on the same machine. Bytes only, no tensors.
+"""KV blocks on their way from one engine to another: offer, fetch, release. Bytes only, no tensors.
 
-    sender    its pools in shared memory ── offer(tables) ─▶ Offer ┄┄┄ told to ┄┄┄┐
-                     ▲ the blocks stay owned                                      ▼
-                     └── release ◀┄┄ told when the copy is made ┄┄ fetch(offer) receiver
+    sender    its pools ─── offer(tables) ─▶ Offer, with its addresses ┄┄┄ told to ┄┄┄┐
+                     ▲ the blocks stay owned                                          ▼
+                     └── release ◀┄┄ told when all is there ┄┄ fetch(offer), advance() … receiver
 
-A block of a group is one contiguous piece in every pool, so that fetching is one copy a block, from
-the sender's pool straight into the receiver's; nothing is staged. The memory holds, before the
-pools, the numbers of the offers that stand: a receiver looks before and after it copies, so that
-what was released meanwhile, and may have been written anew, is never taken for the real thing.
+A block of a group is one contiguous piece in every pool, so that blocks are copied one by one, from
+any place of one pool to any place of another. How they travel depends on where the two engines are;
+the one that offers says where it can be reached, the one that fetches picks:
 
-    memory    [ offers that stand │ pool of group 0 │ pool of group 1 │ … ]
+    device_memory.py   the same machine, blocks on GPUs    CUDA IPC, one copy on the device
+    shared_memory.py   the same machine, blocks of a CPU   one copy, pool to pool
+    sockets.py         any machine                         ZeroMQ, by a thread of the sender's
+
+A fetch never waits: `advance` does what can be done now, between two steps of the engine. Nobody
+takes a block for the real thing that was released meanwhile and may have been written anew: the
+sender keeps a table of the offers that stand, which is looked at before and after a copy.
 
 What goes wrong has a name (`TransferError`), and none of it harms the request: whoever fetches
 computes the tokens again instead.
@@ -17,19 +22,21 @@ computes the tokens again instead.
 
 from __future__ import annotations
 
-import fcntl
-import mmap
 import os
-import secrets
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import cache
+from pathlib import Path
+from time import monotonic
+from typing import NamedTuple, Protocol
 from zlib import crc32
 
 from twostroke.errors import EngineError
 
-SLOTS = 4096  # offers that may stand at one time
-SLOT_BYTES = 8
 NULL_BLOCK = 0
+TIMEOUT_S = 3.0  # in which nothing has come
+
+# For each group: entries of an offer's table, and the block of the receiver that each goes to.
+Places = Sequence[Sequence[tuple[int, int]]]
 
 
 class TransferError(EngineError):
@@ -37,7 +44,7 @@ class TransferError(EngineError):
 
 
 class SenderGoneError(TransferError):
-    """The memory that the blocks were in cannot be opened any more: its engine has ended."""
+    """The engine that offered the blocks has ended."""
 
 
 class OfferWithdrawnError(TransferError):
@@ -45,7 +52,7 @@ class OfferWithdrawnError(TransferError):
 
 
 class TruncatedError(TransferError):
-    """The sender's memory is shorter than the blocks that were offered."""
+    """A block, or the memory that it is in, is shorter than it should be."""
 
 
 class DamagedError(TransferError):
@@ -53,22 +60,39 @@ class DamagedError(TransferError):
 
 
 class MismatchedError(TransferError):
-    """The two engines keep their blocks in different sizes."""
+    """The two engines keep their blocks in different sizes or types."""
 
 
 class ReceiverFullError(TransferError):
     """The receiver has too few free blocks."""
 
 
+class StalledError(TransferError):
+    """The sender has stopped sending."""
+
+
+class UnreachableError(TransferError):
+    """The receiver can use none of the ways that the sender offers."""
+
+
+class Address(NamedTuple):
+    """One way to reach an engine's blocks. Plain data, sent as it is."""
+
+    way: str  # memory, device, sockets
+    reach: str  # only those can use it who have the same; "": anybody
+    at: str
+    more: bytes = b""  # what the way itself has to say
+
+
 class Offer(NamedTuple):
     """Where the keys and values of a sequence's first tokens are. Plain data, sent as it is."""
 
-    memory: str  # a path that any process of this user can open while the sender lives
+    addresses: tuple[Address, ...]
     number: int
     num_tokens: int
+    layout: str  # what a block holds, and in which order
     block_size: int
     block_bytes: tuple[int, ...]  # of each KV group
-    starts: tuple[int, ...]  # of each group's pool in the memory
     tables: tuple[tuple[int, ...], ...]  # of each group; null where a window has passed
     checksums: tuple[tuple[int, ...], ...] = ()  # of each block, where they are asked for
 
@@ -79,169 +103,252 @@ class Offer(NamedTuple):
         return sum((len(table) - table.count(NULL_BLOCK)) * size for table, size in sizes)
 
 
-class SharedPools:
-    """The memory of all pools of one engine, which others can map. Linux only."""
+class Blocks(Protocol):
+    """The blocks of one engine, by group and number."""
 
-    def __init__(self, pool_bytes: Sequence[int]) -> None:
-        """`pool_bytes`: of each KV group."""
-        if not hasattr(os, "memfd_create"):
-            raise TransferError("KV blocks are shared by memfd_create, which only Linux has")
-        page = mmap.PAGESIZE
-        sizes = [SLOTS * SLOT_BYTES, *pool_bytes]
-        starts = [0]
-        for size in sizes:
-            starts.append(starts[-1] + -(-size // page) * page)
-        self._file = os.memfd_create("twostroke-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._file, starts[-1])
-        # It never shrinks, so that nobody who reads it can be ended by the system for that.
-        fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        self._memory = mmap.mmap(self._file, starts[-1])  # zeros, each page when it is first used
-        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
-        self.starts = tuple(starts[1:-1])
-        whole = memoryview(self._memory)
-        self.pools = [
-            whole[start : start + size] for start, size in zip(self.starts, pool_bytes, strict=True)
-        ]
-        self._slots = whole[: SLOTS * SLOT_BYTES].cast("Q")
-        # No two engines use the same numbers: the system may give a path to another process later.
-        self._next = secrets.randbits(48) << 12
+    layout: str
+    block_size: int
+    block_bytes: tuple[int, ...]  # of each group
 
-    def open_offer(self) -> int:
-        """The number of a new offer, which stands from now on."""
-        while self._slots[self._next % SLOTS]:
-            self._next += 1
-        number = self._next
-        self._slots[number % SLOTS] = number
-        self._next += 1
-        return number
+    def read(self, group: int, number: int) -> bytes:
+        """A copy. Called in any thread."""
+        ...
 
-    def close_offer(self, number: int) -> None:
-        if self._slots[number % SLOTS] == number:
-            self._slots[number % SLOTS] = 0
-
-    @property
-    def num_offers(self) -> int:
-        return sum(map(bool, self._slots))
+    def write(self, group: int, number: int, data: bytes | memoryview) -> None:
+        """There for the next step."""
+        ...
 
 
-class KVTransfer:
-    """One engine's end: offers its own blocks, if its pools are shared, and fetches others'."""
+class HostBlocks:
+    """Blocks in the memory of this process."""
 
     def __init__(
         self,
         pools: Sequence[memoryview],
         block_bytes: Sequence[int],
         block_size: int,
-        shared: SharedPools | None = None,
-        checked: bool = False,
+        layout: str = "bytes",
     ) -> None:
-        """`pools`: of each KV group, as bytes. `checked`: checksums go with every offer."""
-        self._pools, self._block_bytes = pools, tuple(block_bytes)
-        self._block_size, self._shared, self._checked = block_size, shared, checked
-        self._mapped: dict[str, mmap.mmap] = {}  # memory of others, by path
+        """`pools`: of each KV group, as bytes."""
+        self.layout, self.block_size, self.block_bytes = layout, block_size, tuple(block_bytes)
+        self._pools = pools
 
-    @property
-    def offers(self) -> bool:
-        """Whether others can fetch from here."""
-        return self._shared is not None
+    def read(self, group: int, number: int) -> bytes:
+        return bytes(self._block(group, number))
 
-    def offer(self, tables: Sequence[Sequence[int]], num_tokens: int) -> Offer:
-        """Let others fetch these blocks. The caller keeps them as they are until `release`."""
-        assert self._shared is not None, "pools that are not shared cannot be offered"
-        checksums: tuple[tuple[int, ...], ...] = ()
-        if self._checked:
-            checksums = tuple(
-                tuple(crc32(self._block(group, block)) if block else 0 for block in table)
-                for group, table in enumerate(tables)
-            )
-        return Offer(
-            self._shared.path,
-            self._shared.open_offer(),
-            num_tokens,
-            self._block_size,
-            self._block_bytes,
-            self._shared.starts,
-            tuple(map(tuple, tables)),
-            checksums,
-        )
-
-    def release(self, number: int) -> None:
-        """An offer stands no longer; after this its blocks may be written again."""
-        assert self._shared is not None, "pools that are not shared cannot be offered"
-        self._shared.close_offer(number)
-
-    def fetch(self, offer: Offer, places: Sequence[Sequence[tuple[int, int]]]) -> int:
-        """Copy blocks of an offer here; how many bytes. `places`: for each group the entries of the
-        offer's table that are wanted, and the block of this engine that each goes to.
-
-        Raises a `TransferError`; what the blocks hold then is of no use."""
-        if (offer.block_size, offer.block_bytes) != (self._block_size, self._block_bytes):
-            raise MismatchedError(
-                f"blocks of {offer.block_size} tokens and {offer.block_bytes} bytes were offered, "
-                f"and those here have {self._block_size} tokens and {self._block_bytes} bytes"
-            )
-        memory = self._memory_of(offer)
-        source = memoryview(memory)
-        try:
-            self._check_stands(offer, source)
-        except OfferWithdrawnError:
-            self._mapped.pop(offer.memory)  # perhaps another engine's, of the same path before
-            raise
-        num_bytes = 0
-        for group, (start, size) in enumerate(zip(offer.starts, offer.block_bytes, strict=True)):
-            table = offer.tables[group]
-            for entry, target in places[group]:
-                at = start + table[entry] * size
-                if at + size > len(memory):
-                    raise TruncatedError(
-                        f"block {table[entry]} of group {group} ends at byte {at + size}, and the "
-                        f"sender's memory has {len(memory)}"
-                    )
-                self._block(group, target)[:] = source[at : at + size]
-            num_bytes += len(places[group]) * size
-        self._check_stands(offer, source)
-        if offer.checksums:
-            self._check_sums(offer, places)
-        return num_bytes
+    def write(self, group: int, number: int, data: bytes | memoryview) -> None:
+        self._block(group, number)[:] = data
 
     def _block(self, group: int, number: int) -> memoryview:
-        size = self._block_bytes[group]
+        size = self.block_bytes[group]
         return self._pools[group][number * size : (number + 1) * size]
 
-    def _memory_of(self, offer: Offer) -> mmap.mmap:
-        if offer.memory not in self._mapped:
-            self._forget_dead()
-            try:
-                file = os.open(offer.memory, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise SenderGoneError(
-                    f"{offer.memory} cannot be opened ({error.strerror})"
-                ) from None
-            try:
-                if os.fstat(file).st_size < SLOTS * SLOT_BYTES:
-                    raise TruncatedError(f"{offer.memory} has {os.fstat(file).st_size} bytes")
-                self._mapped[offer.memory] = mmap.mmap(file, 0, prot=mmap.PROT_READ)
-            finally:
-                os.close(file)
-        return self._mapped[offer.memory]
 
-    def _forget_dead(self) -> None:
-        """Memory of engines that have ended is freed when the last who mapped it lets it go."""
-        for path in [path for path in self._mapped if not os.path.exists(path)]:
-            self._mapped.pop(path)  # unmapped with its last view
+class Standing(Protocol):
+    """The offers that stand; others ask in whichever way they reach this engine."""
 
-    def _check_stands(self, offer: Offer, source: memoryview) -> None:
-        at = offer.number % SLOTS * SLOT_BYTES
-        if int.from_bytes(source[at : at + SLOT_BYTES], "little") != offer.number:
-            raise OfferWithdrawnError(
-                f"offer {offer.number} had been released before it was fetched"
-            )
+    def open_offer(self) -> int:
+        """The number of a new offer, which stands from now on."""
+        ...
 
-    def _check_sums(self, offer: Offer, places: Sequence[Sequence[tuple[int, int]]]) -> None:
-        for group, wanted in enumerate(places):
+    def close_offer(self, number: int) -> None: ...
+
+
+class Copy:
+    """Blocks of one offer on their way."""
+
+    num_bytes = 0  # that have come
+
+    @property
+    def own_bytes(self) -> int:
+        """Of those, what this thread has copied itself."""
+        return self.num_bytes
+
+    def advance(self, most_bytes: int | None) -> bool:
+        """Do what can be done without waiting; whether all blocks are there. `most_bytes`: that
+        this thread is to copy itself, and a block at the least; None: any number."""
+        raise NotImplementedError
+
+    def abandon(self) -> None:
+        """Nobody wants the blocks any more: after this their places are not written."""
+
+
+class Way:
+    """One kind of transport, at this engine's end."""
+
+    name: str
+
+    def address(self) -> Address | None:
+        """Where others can fetch from here; None: they cannot, this way."""
+        return None
+
+    def open_offer(self, offer: Offer) -> None:
+        """It stands from now on."""
+
+    def close_offer(self, number: int) -> None: ...
+
+    def reaches(self, address: Address) -> bool:
+        raise NotImplementedError
+
+    def begin(self, address: Address, offer: Offer, places: Places) -> Copy:
+        """Raises `UnreachableError` where it does not reach after all."""
+        raise NotImplementedError
+
+    def warm(self) -> None:
+        """Make ready what the first fetch would wait for."""
+
+    def tidy(self) -> None:
+        """Let go what engines had that have ended. Called now and then."""
+
+    def close(self) -> None: ...
+
+
+class Fetch:
+    """An offer that is being fetched; made by `KVTransfer.fetch`."""
+
+    def __init__(self, way: str, copy: Copy, blocks: Blocks, offer: Offer, places: Places) -> None:
+        self.way, self.began_s = way, monotonic()
+        self._copy, self._blocks, self._offer, self._places = copy, blocks, offer, places
+
+    @property
+    def num_bytes(self) -> int:
+        """That have come so far."""
+        return self._copy.num_bytes
+
+    @property
+    def own_bytes(self) -> int:
+        """Of those, what the engine's thread has copied itself."""
+        return self._copy.own_bytes
+
+    def advance(self, most_bytes: int | None = None) -> bool:
+        """Whether all blocks are there. See `Copy.advance`.
+
+        Raises a `TransferError`; what the blocks hold then is of no use."""
+        if not self._copy.advance(most_bytes):
+            return False
+        if self._offer.checksums:
+            self._check_sums()
+        return True
+
+    def abandon(self) -> None:
+        self._copy.abandon()
+
+    def _check_sums(self) -> None:
+        offer = self._offer
+        for group, wanted in enumerate(self._places):
             for entry, target in wanted:
-                if crc32(self._block(group, target)) != offer.checksums[group][entry]:
+                if crc32(self._blocks.read(group, target)) != offer.checksums[group][entry]:
                     raise DamagedError(
                         f"block {offer.tables[group][entry]} of group {group} has arrived with "
                         "another checksum than it was sent with"
                     )
+
+
+class KVTransfer:
+    """One engine's end: offers its own blocks, if it can be reached, and fetches others'."""
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        ways: Sequence[Way],
+        standing: Standing | None = None,
+        checked: bool = False,
+    ) -> None:
+        """`ways`: the best first. `standing`: of an engine that offers. `checked`: checksums go
+        with every offer."""
+        self._blocks, self._ways = blocks, ways
+        self._standing, self._checked = standing, checked
+        self._addresses = tuple(one for way in ways if (one := way.address()) is not None)
+
+    @property
+    def offers(self) -> bool:
+        """Whether others can fetch from here."""
+        return bool(self._addresses)
+
+    @property
+    def layout(self) -> str:
+        """What a block holds: the same in all engines between which blocks travel."""
+        return _described(self._blocks)
+
+    def offer(self, tables: Sequence[Sequence[int]], num_tokens: int) -> Offer:
+        """Let others fetch these blocks. The caller keeps them as they are until `release`."""
+        assert self._standing is not None, "an engine that cannot be reached has nothing to offer"
+        blocks = self._blocks
+        checksums: tuple[tuple[int, ...], ...] = ()
+        if self._checked:
+            checksums = tuple(
+                tuple(crc32(blocks.read(group, block)) if block else 0 for block in table)
+                for group, table in enumerate(tables)
+            )
+        offer = Offer(
+            self._addresses,
+            self._standing.open_offer(),
+            num_tokens,
+            blocks.layout,
+            blocks.block_size,
+            blocks.block_bytes,
+            tuple(map(tuple, tables)),
+            checksums,
+        )
+        for way in self._ways:
+            way.open_offer(offer)
+        return offer
+
+    def release(self, number: int) -> None:
+        """An offer stands no longer; after this its blocks may be written again."""
+        assert self._standing is not None, "an engine that cannot be reached has nothing to offer"
+        self._standing.close_offer(number)
+        for way in self._ways:
+            way.close_offer(number)
+
+    def fetch(self, offer: Offer, places: Places) -> Fetch:
+        """Begin to copy blocks of an offer here. Raises a `TransferError` if that cannot be."""
+        own = self._blocks
+        here = own.layout, own.block_size, own.block_bytes
+        if (offer.layout, offer.block_size, offer.block_bytes) != here:
+            raise MismatchedError(
+                f"{_described(offer)} were offered, and here there are {_described(own)}"
+            )
+        problem = ""
+        for way in self._ways:
+            for address in offer.addresses:
+                if address.way == way.name and way.reaches(address):
+                    try:
+                        copy = way.begin(address, offer, places)
+                    except UnreachableError as error:  # perhaps in another way
+                        problem = f" ({error})"
+                    else:
+                        return Fetch(way.name, copy, own, offer, places)
+        offered = ", ".join(f"{one.way} at {one.at}" for one in offer.addresses) or "nothing"
+        raise UnreachableError(
+            f"the sender can be reached by {offered}; this engine has "
+            f"{', '.join(way.name for way in self._ways)}, and is on {this_host()}{problem}"
+        )
+
+    def warm(self) -> None:
+        for way in self._ways:
+            way.warm()
+
+    def tidy(self) -> None:
+        for way in self._ways:
+            way.tidy()
+
+    def close(self) -> None:
+        for way in self._ways:
+            way.close()
+
+
+def _described(blocks: Blocks | Offer) -> str:
+    sizes = ", ".join(map(str, blocks.block_bytes))
+    return f"blocks of {blocks.block_size} tokens and {sizes} bytes ({blocks.layout})"
+
+
+@cache
+def this_host() -> str:
+    """The same for processes that can open each other's memory: one machine since its last start,
+    one container."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return "a system without /proc"

@@ -13,8 +13,9 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from twostroke.measure.definitions import Sample
+from twostroke.observe.record import steps_between
 
-CAUSES = ("decode", "prefill", "preemption", "host", "outside")
+CAUSES = ("decode", "prefill", "preemption", "host", "communication", "outside")
 UNKNOWN = "not known"
 EARLY_S = 0.0005  # by which an event may seem to precede its token
 Seconds = dict[str, float]  # by cause
@@ -74,23 +75,27 @@ def _parts(
         ]
     for (first, last), gap_s in zip(pairwise(tokens), sample.itls_s, strict=True):
         parts = dict.fromkeys(CAUSES, 0.0)
+        known = True
         for n in range(first + 1, last + 1):
-            for cause, seconds in _of_token(token_step[n - 1], token_step[n], steps).items():
+            between = steps_between(token_step[n - 1], token_step[n])
+            known = known and all(number in steps for number in between)
+            if token_step[n] not in between:  # from one engine to another
+                parts["preemption"] += token_s[n] - token_s[n - 1]
+            for cause, seconds in _of_token(between, steps).items():
                 parts[cause] += seconds
-        numbers = range(token_step[first] + 1, token_step[last] + 1)
-        if any(number not in steps for number in numbers):
+        if not known:
             yield None
             continue
         parts["outside"] = max(0.0, gap_s - sum(parts.values()))
         yield parts
 
 
-def _of_token(before: int, step: int, steps: dict[int, Any]) -> Seconds:
-    """Between the steps that wrote two tokens. In those in between it had no slot."""
+def _of_token(between: range, steps: dict[int, Any]) -> Seconds:
+    """Between two tokens: the last step wrote the second, in the others it had no slot."""
     found = dict.fromkeys(CAUSES, 0.0)
-    for number in range(before + 1, step + 1):
+    for number in between:
         since = steps[number]["since_s"] if number in steps else {}
         for cause, seconds in since.items():
-            lost = number != step and cause != "host"
+            lost = number != between[-1] and cause != "host"
             found["preemption" if lost else cause] += seconds
     return found

@@ -16,7 +16,7 @@ from typing import Any
 
 from twostroke.measure.hardware import DECODE_EFFICIENCY, PREFILL_EFFICIENCY, Hardware
 from twostroke.measure.result import environment
-from twostroke.model.cost import CostModel, cost_model
+from twostroke.model.cost import CostModel, cost_model, ring_bytes
 from twostroke.model.spec import ExpertsSpec, ModelSpec
 
 WEIGHT_BYTES = {"fp32": 4.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5625, "fp4": 0.5625}
@@ -144,7 +144,7 @@ class Roofline:
             + attended * self.cost.flops_per_kv_token
         )
         moved = self.cost.weight_bytes(1, tokens) + tokens * self.kv_bytes_per_token
-        return self._floor(f"prefill {tokens:,}", flops, moved, tokens, PREFILL_EFFICIENCY)
+        return self._floor(f"prefill {tokens:,}", flops, moved, (tokens, 1), PREFILL_EFFICIENCY)
 
     def decode(self, batch: int | None = None) -> Floor:
         """One step of `batch` streams, each with a context behind it."""
@@ -157,11 +157,13 @@ class Roofline:
         )
         moved = self.cost.weight_bytes(1, streams)
         moved += streams * (context + 1) * self.kv_bytes_per_token
-        return self._floor(f"decode, batch {streams}", flops, moved, streams, DECODE_EFFICIENCY)
+        name, sent = f"decode, batch {streams}", (streams, streams)
+        return self._floor(name, flops, moved, sent, DECODE_EFFICIENCY)
 
     def _floor(
-        self, name: str, flops: float, moved: float, tokens: int, efficiency: float
+        self, name: str, flops: float, moved: float, sent: tuple[int, int], efficiency: float
     ) -> Floor:
+        """`sent`: tokens and samples, which the ranks tell each other of."""
         if self.hardware.measured:
             efficiency = 1.0  # the rates are what kernels reach here
         return Floor(
@@ -170,17 +172,17 @@ class Roofline:
             moved,
             flops / self.rate,
             moved / self.bandwidth,
-            self._comm_s(tokens),
+            self._comm_s(*sent),
             efficiency,
         )
 
-    def _comm_s(self, tokens: int) -> float:
-        """Two sums over the ranks a layer, of 16-bit activations, by a ring."""
+    def _comm_s(self, tokens: int, samples: int) -> float:
+        """Of 16-bit activations, summed and gathered by a ring."""
         ranks = self.settings.tensor_parallel
         if ranks == 1 or self.spec is None or not self.hardware.link:
             return 0.0
-        each = 2.0 * self.spec.hidden_size * tokens
-        return 2 * self.spec.num_layers * each * 2 * (ranks - 1) / ranks / self.hardware.link
+        sent = ring_bytes(self.spec, ranks, 2, tokens, samples) * (ranks - 1) / ranks
+        return sent / self.hardware.link
 
     @property
     def kv_tokens(self) -> float | None:

@@ -23,7 +23,8 @@ from twostroke.measure.tables import (
 if TYPE_CHECKING:
     from twostroke.measure.bench import Outcome
 
-CAUSE_COLORS = dict(zip(CAUSES, ("decode", "prefill", "preemption", "host", "queue"), strict=True))
+COLORS = ("decode", "prefill", "preemption", "host", "communication", "queue")
+CAUSE_COLORS = dict(zip(CAUSES, COLORS, strict=True))
 
 
 def serve_page(outcome: Outcome) -> str:

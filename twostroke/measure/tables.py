@@ -22,6 +22,7 @@ CAUSE_NAMES = {
     "prefill": "prefill of others",
     "preemption": "preemption",
     "host": "host",
+    "communication": "communication of ranks",
     "outside": "outside the engine",
 }
 SEARCH_HEAD = ("requests a second", "goals met by", "goodput", "TTFT, median", "TPOT, median", "")

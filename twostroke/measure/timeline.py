@@ -1,17 +1,19 @@
 """Step and request records as a timeline in the trace-event format, which Perfetto and
 chrome://tracing open.
 
-One process has a lane each for scheduler, prefill, decode and host; a second has a track a request,
-with flows to the steps that served it; counters for the queue, the tokens of a step and the KV
-cache stand above them.
+One process (one for each engine, where there are several) has a lane each for scheduler, prefill,
+decode and host; another has a track a request, with flows to the steps that served it, whichever
+engine ran them; counters for the queue, the tokens of a step and the KV cache stand above them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 ENGINE, REQUESTS = 1, 2
+SEVERAL = 10  # the first of several engines
 SCHEDULER, PREFILL, DECODE, HOST, STAGES = 1, 2, 3, 4, 5
 LANES = {SCHEDULER: "scheduler", PREFILL: "prefill", DECODE: "decode", HOST: "host (idle device)"}
 STAGE_LANE = "stages (of all layers together)"
@@ -24,7 +26,9 @@ def timeline(records: dict[str, Any], profile: dict[str, Any] | None = None) -> 
     starts = [step["planned_s"] for step in steps] + [one["received_s"] for one in requests]
     starts += [] if profile is None else [began for _, _, began, *_ in profile["steps"][:1]]
     begin = min(starts, default=0.0)
-    events = [*_names(requests), *_steps(steps, begin), *_requests(requests, steps, begin)]
+    pids = _pids(steps)
+    events = [*_names(pids, requests), *_steps(steps, begin, pids)]
+    events += _requests(requests, steps, begin, pids)
     if profile is not None:
         events += _stages(profile, begin)
     return {
@@ -39,13 +43,23 @@ def timeline(records: dict[str, Any], profile: dict[str, Any] | None = None) -> 
     }
 
 
-def _names(requests: list[Any]) -> Iterable[Event]:
-    for pid, name in ((ENGINE, "engine"), (REQUESTS, "requests")):
+def _pids(steps: list[Any]) -> dict[str, int]:
+    """Of the engines, by name."""
+    names = sorted({step["engine"] for step in steps})
+    return {name: n for n, name in enumerate(names, SEVERAL)} if any(names) else {"": ENGINE}
+
+
+def _names(pids: dict[str, int], requests: list[Any]) -> Iterable[Event]:
+    for pid, name in (
+        *((pid, name or "engine") for name, pid in pids.items()),
+        (REQUESTS, "requests"),
+    ):
         yield _meta("process_name", pid, 0, name=name)
         yield _meta("process_sort_index", pid, 0, sort_index=pid)
-    for tid, name in LANES.items():
-        yield _meta("thread_name", ENGINE, tid, name=name)
-        yield _meta("thread_sort_index", ENGINE, tid, sort_index=tid)
+    for pid in pids.values():
+        for tid, name in LANES.items():
+            yield _meta("thread_name", pid, tid, name=name)
+            yield _meta("thread_sort_index", pid, tid, sort_index=tid)
     for tid, request in enumerate(requests, 1):
         yield _meta("thread_name", REQUESTS, tid, name=request["request_id"])
 
@@ -54,14 +68,15 @@ def _meta(kind: str, pid: int, tid: int, **args: Any) -> Event:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
 
 
-def _steps(steps: list[Any], begin: float) -> Iterable[Event]:
+def _steps(steps: list[Any], begin: float, pids: dict[str, int]) -> Iterable[Event]:
     for step in steps:
+        pid = pids[step["engine"]]
         committed = _us(step["committed_s"] - begin)
         work = 1e6 * step["device_s"]
         started = committed - work
         planned, launched = _us(step["planned_s"] - begin), _us(step["launched_s"] - begin)
         name = f"step {step['step']}"
-        yield _slice(ENGINE, SCHEDULER, f"plan {step['step']}", planned, launched - planned, {
+        yield _slice(pid, SCHEDULER, f"plan {step['step']}", planned, launched - planned, {
             "waiting": step["waiting"], "running": step["running"], "preempted": step["preempted"],
         })  # fmt: skip
         share = _prefill_share(step)
@@ -74,16 +89,16 @@ def _steps(steps: list[Any], begin: float) -> Iterable[Event]:
                 continue
             at = started if phase == "prefill" else committed - size
             args = {"step": step["step"], "predicted_ms": _ms(step["predicted_s"]), **done}
-            yield _slice(ENGINE, lane, name, at, size, args)
+            yield _slice(pid, lane, name, at, size, args)
         if step["host_gap_s"] > 0:
             gap = 1e6 * step["host_gap_s"]
-            yield _slice(ENGINE, HOST, "idle", started - gap, gap, {"step": step["step"]})
+            yield _slice(pid, HOST, "idle", started - gap, gap, {"step": step["step"]})
         tokens = {"prefill": step["prefill"]["tokens"], "decode": step["decode"]["tokens"]}
-        yield _counter("tokens in a step", started, tokens)
+        yield _counter(pid, "tokens in a step", started, tokens)
         yield _counter(
-            "requests", planned, {"running": step["running"], "waiting": step["waiting"]}
+            pid, "requests", planned, {"running": step["running"], "waiting": step["waiting"]}
         )
-        yield _counter("KV tokens", committed, {
+        yield _counter(pid, "KV tokens", committed, {
             name: step["kv"][name] for name in ("used", "fragmented", "cached", "free")
         })  # fmt: skip
 
@@ -108,7 +123,9 @@ def _prefill_share(step: Any) -> float:
     return causes["prefill"] / both if both else prefill / (prefill + decode)
 
 
-def _requests(requests: list[Any], steps: list[Any], begin: float) -> Iterable[Event]:
+def _requests(
+    requests: list[Any], steps: list[Any], begin: float, pids: dict[str, int]
+) -> Iterable[Event]:
     known = {step["step"]: step for step in steps}
     flow = 0
     for tid, one in enumerate(requests, 1):
@@ -123,7 +140,9 @@ def _requests(requests: list[Any], steps: list[Any], begin: float) -> Iterable[E
             "tokens": len(one["token_s"]),
             "finish_reason": one["finish_reason"],
         }
-        for name, start, end in spans:
+        if one["stays"]:
+            args["route"] = one["route"]
+        for name, start, end in (*spans, *_transfers(one)):
             if start and end > start:
                 at = _us(start - begin)
                 yield _slice(REQUESTS, tid, name, at, 1e6 * (end - start), args)
@@ -142,7 +161,14 @@ def _requests(requests: list[Any], steps: list[Any], begin: float) -> Iterable[E
             at = _us(step["committed_s"] - begin) - 0.5 * 1e6 * step["device_s"]
             begun = max(at, _us(one["scheduled_s"] - begin))
             yield _flow("s", flow, REQUESTS, tid, begun)
-            yield _flow("f", flow, ENGINE, lane, max(at, begun))
+            yield _flow("f", flow, pids[step["engine"]], lane, max(at, begun))
+
+
+def _transfers(request: Any) -> Iterable[tuple[str, float, float]]:
+    """From one engine to the next: sent, and its blocks there. Inside the span of decode."""
+    for before, stay in pairwise(request["stays"]):
+        ended_s = stay["fetched_s"] or stay["began_s"]
+        yield f"{before['engine']} → {stay['engine']}", stay["began_s"], ended_s
 
 
 def _flow(kind: str, number: int, pid: int, tid: int, at: float) -> Event:
@@ -160,8 +186,8 @@ def _slice(pid: int, tid: int, name: str, at: float, size: float, args: Event) -
     }  # fmt: skip
 
 
-def _counter(name: str, at: float, values: dict[str, float]) -> Event:
-    return {"ph": "C", "name": name, "pid": ENGINE, "tid": 0, "ts": at, "args": values}
+def _counter(pid: int, name: str, at: float, values: dict[str, float]) -> Event:
+    return {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": at, "args": values}
 
 
 def _us(seconds: float) -> float:

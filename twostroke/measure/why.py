@@ -14,6 +14,7 @@ from typing import Any
 
 from twostroke.errors import RequestError, nearest
 from twostroke.measure.tables import duration
+from twostroke.observe.record import ENGINE_STEPS, steps_between
 
 Record = dict[str, Any]
 SHORT_ID = 17  # "chatcmpl-" and 8 digits: no two of one server's records are alike
@@ -28,6 +29,7 @@ PARTS = {
     "prefill of others, between its tokens": ("prefill", False),
     "preemption": ("preemption", False),
     "host, between its tokens": ("host", False),
+    "communication of ranks": ("communication", False),
     "after the last token": ("soft", False),
     "not accounted for": ("soft", False),
 }
@@ -228,9 +230,9 @@ class Explainer:
     def _decode(self, request: Record) -> Iterable[Entry]:
         gaps = request["gaps"]
         numbers = request["token_step"]
-        spanned = [
-            step for number, step in self.steps.items() if numbers[0] < number <= numbers[-1]
-        ]
+        # Of the engine that wrote the last of them, where there are several.
+        first = next(n for n in numbers if n // ENGINE_STEPS == numbers[-1] // ENGINE_STEPS)
+        spanned = [step for number, step in self.steps.items() if first < number <= numbers[-1]]
         count = len(request["token_s"])
         yield Entry("decode", gaps["decode"], f"{max(0, count - 1):,} tokens after the first")
         yield Entry(
@@ -244,6 +246,8 @@ class Explainer:
         words = f"sent back {times} times, {lost:,} tokens computed again"
         yield Entry("preemption", gaps["preemption"], words)
         yield Entry("host, between its tokens", gaps["host"], "the device had nothing to do")
+        comm_s = gaps.get("communication", 0.0)  # older servers do not tell it
+        yield Entry("communication of ranks", comm_s, "sums over the ranks, and waiting for them")
 
     def _worst(self, request: Record) -> Gap | None:
         times, numbers = request["token_s"], request["token_step"]
@@ -255,7 +259,7 @@ class Explainer:
         cause = max(causes, key=causes.__getitem__) if causes else "not known"
         words = {"prefill": "prefill", "host": "the host", "preemption": "preemption"}
         steps = [
-            self.steps[n] for n in range(numbers[at] + 1, numbers[at + 1] + 1) if n in self.steps
+            self.steps[n] for n in steps_between(numbers[at], numbers[at + 1]) if n in self.steps
         ]
         culprits = self._others(request, steps) if cause in ("prefill", "preemption") else ()
         step = max(steps, key=lambda one: one["prefill"]["tokens"], default=None)

@@ -153,6 +153,20 @@ def cost_model(spec: ModelSpec, weight_bytes: Mapping[str, float], kv_itemsize: 
     )
 
 
+def ring_bytes(
+    spec: ModelSpec, ranks: int, itemsize: int, tokens: int, samples: int, last: int | None = None
+) -> int:
+    """What a step's collectives count as (`Comm.ring_bytes` in ranks.py), of a model that `ranks`
+    share: each sends (ranks - 1) / ranks of it. `last`: tokens for which the last layer goes on
+    after its keys and values; by default all."""
+    last = tokens if last is None else last
+    rows = tokens * (1 + 2 * (spec.num_layers - 1)) + 2 * last  # the embedding, then o and down
+    norms = sum(layer.attention.qk_norm == "full" for layer in spec.layers)
+    summed = rows * spec.hidden_size * itemsize + 2 * norms * tokens * 4
+    gathered = samples * -(-spec.vocab_size // ranks) * itemsize
+    return 2 * summed + gathered + samples * 4
+
+
 def _unused(spec: ExpertsSpec, tokens: float) -> float:
     """The share of the experts that no token of a step is expected to choose."""
     return 1 - spec.experts_in_use(tokens) / spec.num_experts

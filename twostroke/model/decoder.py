@@ -25,17 +25,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from twostroke.kernels.fp8 import E4M3, Fp8Weight, fp8_weight, quantised
 from twostroke.kernels.reference import Kernels
 from twostroke.kv.pool import KVPool
 from twostroke.model.attention import KV, Attention, HeadsAttention, Rope, Workspace
 from twostroke.model.batch import DecodeInputs, KeptTokens, StepInputs
-from twostroke.model.fp8 import is_weight_only
+from twostroke.model.formats import Format
+from twostroke.model.formatted import FormattedMatrices
 from twostroke.model.latent import LatentAttention
 from twostroke.model.linear import (
     DenseLinear,
     Embedding,
-    Fp8Linear,
     GatheredLinear,
     Linear,
     SplitEmbedding,
@@ -54,7 +53,7 @@ from twostroke.model.spec import (
     projections,
 )
 from twostroke.model.weights import WeightSource
-from twostroke.model.weights.tensors import read_fp8, read_tensor
+from twostroke.model.weights.tensors import read_tensor
 
 FEW_TOKENS = 64  # where the time between two launches shows
 
@@ -89,17 +88,17 @@ class Decoder:
         pdl: bool = False,
         weight_dtype: torch.dtype | None = None,
         ranks: Ranks = ONE_RANK,
-        fp8: Mapping[str, int] | None = None,
+        formats: Mapping[str, Format] | None = None,
     ) -> None:
         """`pdl`: the launches of a small step are set up before the one in front has ended.
         `weight_dtype`: what weights are rounded to before they are held in `dtype`. `ranks`: those
-        that share the model of `spec`; `self.spec` is of this one's part. `fp8`: the weights that
-        are kept in it, as `fp8_matrices` gives them."""
-        self.spec, self.ranks, self.fp8 = rank_spec(spec, ranks.size), ranks, fp8 or {}
+        that share the model of `spec`; `self.spec` is of this one's part. `formats`: those
+        of weights that are not kept in `dtype`, as `weight_formats` gives them."""
+        self.spec, self.ranks, self.formats = rank_spec(spec, ranks.size), ranks, formats or {}
         self.dtype, self.device, self.kernels = dtype, device, kernels
         self.pdl = pdl
         self._embed_scale = float(torch.tensor(spec.embed_scale, dtype=dtype))
-        how = (dtype, device, max_len, kernels, weight_dtype or dtype, ranks, self.fp8)
+        how = (dtype, device, max_len, kernels, weight_dtype or dtype, ranks, self.formats)
         load = _Loader(spec, source, *how)
         # Unpacking keeps one core busy at a time, and leaves Python free while it does.
         with ThreadPoolExecutor() as pool:
@@ -334,14 +333,18 @@ class _Loader:
         kernels: Kernels,
         weight_dtype: torch.dtype,
         ranks: Ranks,
-        fp8: Mapping[str, int],
+        formats: Mapping[str, Format],
     ) -> None:
-        self._fp8 = fp8
         self._shapes = spec.weight_shapes()
         self._spec = spec = rank_spec(spec, ranks.size)
         self._own_shapes = spec.weight_shapes()
+        # A group of one rank has nothing to split, but all that splitting needs.
+        nominal = self._own_shapes if ranks.size > 1 or ranks.alone else None
+        self._split_shapes = nominal or rank_spec(spec, 2).weight_shapes()
         self._ranks, self._source, self._kernels = ranks, source, kernels
         self._dtype, self._device, self._weight_dtype = dtype, device, weight_dtype
+        own, here = self._own_shapes, (kernels, device, self._part, self._read)
+        self._formatted = FormattedMatrices(formats, source, own, *here)
         groups = enumerate(spec.kv_groups())
         self._group_of = {index: n for n, group in groups for index in group.layers}
         self._kinds = list(dict.fromkeys(spec.layers))  # KV groups follow from the spec
@@ -437,7 +440,7 @@ class _Loader:
             weight("k_norm"),
             self._if_any(self._wide, at, names, "sinks"),
             self._spec.norm_eps,
-            norm if self._ranks.size == 1 else partial(_rms_norm, self._ranks),
+            norm if self._ranks.alone else partial(_rms_norm, self._ranks),
             self._kernels,
         )
 
@@ -452,14 +455,14 @@ class _Loader:
 
     def embedding(self) -> Embedding:
         ranks = self._ranks
-        if ranks.size == 1:
+        if ranks.alone:
             return Embedding(self.tensor("embed"))
         first = vocab_rows(self._spec.vocab_size, ranks).start
         return SplitEmbedding(self._vocab_part("embed"), first, ranks)
 
     def head(self, embedding: Embedding) -> Linear:
         ranks, tied = self._ranks, self._spec.tie_embeddings
-        if ranks.size == 1:
+        if ranks.alone:
             weight = embedding.weight if tied else self.tensor("head")
             bias = self.tensor("head_bias") if self._spec.head_bias else None
             return DenseLinear(weight, bias, self._kernels)
@@ -509,33 +512,14 @@ class _Loader:
         return read(at + name) if name in names else None
 
     def _linear(self, names: list[str], biased: bool, add_up: bool = True) -> Linear:
-        summed = is_summed(self._shapes[names[0]], self._own_shapes[names[0]])
+        summed = is_summed(self._shapes[names[0]], self._split_shapes[names[0]])
         if summed and self._ranks.rank:
             biased = False  # it is added once
         bias = self._merged([name + "_bias" for name in names]) if biased else None
-        linear: Linear
-        if names[0] in self._fp8:
-            weight_only = is_weight_only(self._source)
-            linear = Fp8Linear(self._fp8_weight(names), bias, self._kernels, weight_only)
-        else:
+        linear = self._formatted.product(names, bias)
+        if linear is None:
             linear = DenseLinear(self._merged(names), bias, self._kernels)
         return SummedLinear(linear, self._ranks) if summed and add_up else linear
-
-    def _fp8_weight(self, names: list[str]) -> Fp8Weight:
-        """Of several matrices one below another; each is there in another type only while it is
-        quantised."""
-        rows = [self._own_shapes[name][0] for name in names]
-        inner = self._own_shapes[names[0]][1]
-        values = torch.empty(sum(rows), inner, dtype=E4M3, device=self._device)
-        groups, scales = max(self._fp8[name] for name in names), []
-        for name, place in zip(names, torch.split(values, rows), strict=True):
-            found = read_fp8(self._source, name, self._part(name))
-            if found is None:
-                found = quantised(self._read(name).to(self._device))
-            place.copy_(found[0])
-            scale = found[1].to(self._device).view(len(place), -1)
-            scales.append(scale.repeat_interleave(groups // scale.shape[1], dim=1))
-        return fp8_weight(values, torch.cat(scales))
 
     def _merged(self, names: list[str]) -> torch.Tensor:
         """One tensor of several; a part is in memory a second time only while it is put there."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +42,36 @@ def dequantize(raw: Bytes | memoryview, block_type: BlockType, shape: tuple[int,
     return values.reshape(shape)
 
 
-# Each function below takes (n, bytes of a block) and gives (n, elements of a block).
+class Grouped(NamedTuple):
+    """Blocks as groups of neighbours that share a scale: scale · (q − centre), or
+    scale · q + offset."""
+
+    q: Bytes  # (n, groups, numbers of a group)
+    scales: Floats  # (n, groups)
+    centre: int = 0
+    offsets: Floats | None = None  # (n, groups)
+
+
+def grouped(raw: Bytes, block_type: BlockType) -> Grouped:
+    """The whole numbers and scales of whole blocks, of one of the types in `GROUPED`."""
+    return GROUPED[block_type](raw.reshape(-1, LAYOUTS[block_type].num_bytes))
+
+
+def _values(found: Grouped) -> Floats:
+    scales = found.scales[:, :, None]
+    if found.offsets is None:
+        values = scales * (found.q - np.float32(found.centre))
+    else:
+        values = scales * found.q + found.offsets[:, :, None]
+    return values.reshape(len(values), -1)
+
+
+def _then_values(found: Callable[[Bytes], Grouped]) -> Callable[[Bytes], Floats]:
+    return lambda blocks: _values(found(blocks))
+
+
+# Each function below takes (n, bytes of a block) and gives (n, elements of a block), or what is to
+# be made of them.
 
 
 def _f32(blocks: Bytes) -> Floats:
@@ -57,31 +87,32 @@ def _bf16(blocks: Bytes) -> Floats:
     return (_contiguous(blocks).view("<u2").astype(np.uint32) << 16).view(np.float32)
 
 
-def _q4_0(blocks: Bytes) -> Floats:
+def _q4_0(blocks: Bytes) -> Grouped:
     """scale f16 · 16 bytes of nibbles, centred on 8."""
-    return _f16(blocks[:, :2]) * (_halves_of_nibbles(blocks[:, 2:]) - np.float32(8))
+    return Grouped(_halves_of_nibbles(blocks[:, 2:])[:, None], _f16(blocks[:, :2]), 8)
 
 
-def _q4_1(blocks: Bytes) -> Floats:
+def _q4_1(blocks: Bytes) -> Grouped:
     """scale f16 · offset f16 · 16 bytes of nibbles."""
-    return _f16(blocks[:, :2]) * _halves_of_nibbles(blocks[:, 4:]) + _f16(blocks[:, 2:4])
+    q = _halves_of_nibbles(blocks[:, 4:])[:, None]
+    return Grouped(q, _f16(blocks[:, :2]), offsets=_f16(blocks[:, 2:4]))
 
 
-def _q5_0(blocks: Bytes) -> Floats:
+def _q5_0(blocks: Bytes) -> Grouped:
     """scale f16 · 32 fifth bits · 16 bytes of nibbles, centred on 16."""
     q = _halves_of_nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
-    return _f16(blocks[:, :2]) * (q - np.float32(16))
+    return Grouped(q[:, None], _f16(blocks[:, :2]), 16)
 
 
-def _q5_1(blocks: Bytes) -> Floats:
+def _q5_1(blocks: Bytes) -> Grouped:
     """scale f16 · offset f16 · 32 fifth bits · 16 bytes of nibbles."""
     q = _halves_of_nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
-    return _f16(blocks[:, :2]) * q + _f16(blocks[:, 2:4])
+    return Grouped(q[:, None], _f16(blocks[:, :2]), offsets=_f16(blocks[:, 2:4]))
 
 
-def _q8_0(blocks: Bytes) -> Floats:
+def _q8_0(blocks: Bytes) -> Grouped:
     """scale f16 · 32 signed bytes."""
-    return _f16(blocks[:, :2]) * _contiguous(blocks[:, 2:]).view(np.int8)
+    return Grouped(blocks[:, None, 2:] ^ np.uint8(128), _f16(blocks[:, :2]), 128)
 
 
 def _q2_k(blocks: Bytes) -> Floats:
@@ -110,19 +141,19 @@ def _q3_k(blocks: Bytes) -> Floats:
     return (scales[:, :, None] * q).reshape(-1, 256)
 
 
-def _q4_k(blocks: Bytes) -> Floats:
+def _q4_k(blocks: Bytes) -> Grouped:
     """f16 scale of the scales and of the offsets · 12 bytes of both · 128 bytes of nibbles."""
     return _scale_eights(blocks, _eights_of_nibbles(blocks[:, 16:]))
 
 
-def _q5_k(blocks: Bytes) -> Floats:
+def _q5_k(blocks: Bytes) -> Grouped:
     """As Q4_K, with 32 bytes of fifth bits before the nibbles: bit s belongs to sub-block s."""
     sub_block = np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
     fifth = (blocks[:, 16:48].reshape(-1, 1, 32) >> sub_block) & np.uint8(1)
     return _scale_eights(blocks, _eights_of_nibbles(blocks[:, 48:]) | fifth * np.uint8(16))
 
 
-def _q6_k(blocks: Bytes) -> Floats:
+def _q6_k(blocks: Bytes) -> Grouped:
     """128 bytes of nibbles · 64 bytes of upper bit pairs · 16 signed scales · f16 scale of those.
 
     Each half of the block (128 values) is four quarters of 32. The low nibbles of 64 bytes are the
@@ -134,9 +165,8 @@ def _q6_k(blocks: Bytes) -> Floats:
     nibbles = np.concatenate([low & 0xF, low >> 4], axis=2).reshape(n, 2, 4, 32)
     pair = np.arange(0, 8, 2, dtype=np.uint8).reshape(1, 1, 4, 1)
     upper = (blocks[:, 128:192].reshape(n, 2, 1, 32) >> pair) & 3
-    q = (nibbles | (upper << 4)).reshape(n, 16, 16) - np.float32(32)
-    scales = _f16(blocks[:, 208:210]) * _contiguous(blocks[:, 192:208]).view(np.int8)
-    return (scales[:, :, None] * q).reshape(n, 256)
+    q = (nibbles | (upper << 4)).reshape(n, 16, 16)
+    return Grouped(q, _f16(blocks[:, 208:210]) * _contiguous(blocks[:, 192:208]).view(np.int8), 32)
 
 
 def _contiguous(part: Bytes) -> Bytes:
@@ -166,8 +196,8 @@ def _bit_pairs(packed: Bytes) -> Bytes:
     return ((packed.reshape(-1, 2, 1, 32) >> pair) & np.uint8(3)).reshape(-1, 8, 32)
 
 
-def _scale_eights(blocks: Bytes, q: Bytes) -> Floats:
-    """Values of Q4_K and Q5_K from their whole numbers `q`, (n, 8, 32).
+def _scale_eights(blocks: Bytes, q: Bytes) -> Grouped:
+    """Q4_K and Q5_K from their whole numbers `q`, (n, 8, 32).
 
     The 12 bytes hold 8 scales and 8 offsets of 6 bits. The first four of each are the low six bits
     of bytes 0–3 and 4–7. The last four have their low nibbles in bytes 8–11 (scales low, offsets
@@ -176,24 +206,40 @@ def _scale_eights(blocks: Bytes, q: Bytes) -> Floats:
     first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scale = np.concatenate([first & 63, (third & 0xF) | (first >> 6 << 4)], axis=1)
     offset = np.concatenate([second & 63, (third >> 4) | (second >> 6 << 4)], axis=1)
-    scales = (_f16(blocks[:, :2]) * scale)[:, :, None]
-    offsets = (_f16(blocks[:, 2:4]) * offset)[:, :, None]
-    return (scales * q - offsets).reshape(-1, 256)
+    return Grouped(q, _f16(blocks[:, :2]) * scale, offsets=-(_f16(blocks[:, 2:4]) * offset))
 
 
-_UNPACK: dict[BlockType, Callable[[Bytes], Floats]] = {
-    BlockType.F32: _f32,
-    BlockType.F16: _f16,
-    BlockType.BF16: _bf16,
+def _iq4_nl(blocks: Bytes) -> Grouped:
+    """By a table, whose numbers are those of signed bytes."""
+    return _of_table(*dequant_iq.iq4_nl(blocks))
+
+
+def _iq4_xs(blocks: Bytes) -> Grouped:
+    return _of_table(*dequant_iq.iq4_xs(blocks))
+
+
+def _of_table(scales: Floats, q: npt.NDArray[np.int8]) -> Grouped:
+    return Grouped(q.view(np.uint8) ^ np.uint8(128), scales, 128)
+
+
+GROUPED: dict[BlockType, Callable[[Bytes], Grouped]] = {
     BlockType.Q4_0: _q4_0,
     BlockType.Q4_1: _q4_1,
     BlockType.Q5_0: _q5_0,
     BlockType.Q5_1: _q5_1,
     BlockType.Q8_0: _q8_0,
-    BlockType.Q2_K: _q2_k,
-    BlockType.Q3_K: _q3_k,
     BlockType.Q4_K: _q4_k,
     BlockType.Q5_K: _q5_k,
     BlockType.Q6_K: _q6_k,
+    BlockType.IQ4_NL: _iq4_nl,
+    BlockType.IQ4_XS: _iq4_xs,
+}
+_UNPACK: dict[BlockType, Callable[[Bytes], Floats]] = {
+    BlockType.F32: _f32,
+    BlockType.F16: _f16,
+    BlockType.BF16: _bf16,
+    BlockType.Q2_K: _q2_k,
+    BlockType.Q3_K: _q3_k,
     **dequant_iq.UNPACK,
+    **{name: _then_values(found) for name, found in GROUPED.items()},
 }

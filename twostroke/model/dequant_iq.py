@@ -31,18 +31,18 @@ E2M1_TABLE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12],
 EIGHT_SIGNS = np.array([seven | seven.bit_count() % 2 << 7 for seven in range(128)], np.uint8)
 
 
-def _iq4_nl(blocks: Bytes) -> Floats:
-    """scale f16 · 16 bytes of nibbles."""
-    return _fp16(blocks[:, :2]) * IQ4_TABLE[_nibbles(blocks[:, 2:])].reshape(-1, 32)
+def iq4_nl(blocks: Bytes) -> tuple[Floats, Ints8]:
+    """scale f16 · 16 bytes of nibbles. The scales, and what they are multiplied with, in groups."""
+    return _fp16(blocks[:, :2]).astype(np.float32), IQ4_TABLE[_nibbles(blocks[:, 2:])]
 
 
-def _iq4_xs(blocks: Bytes) -> Floats:
+def iq4_xs(blocks: Bytes) -> tuple[Floats, Ints8]:
     """f16 scale of the scales · 2 bytes of their upper bit pairs · 4 of their low nibbles ·
     128 bytes of nibbles. The eight scales of 6 bits are centred on 32."""
     upper = _words(blocks[:, 2:4]) >> np.arange(0, 16, 2, dtype=np.uint16)
     low = _low_and_high(blocks[:, 4:8])
     scales = _fp16(blocks[:, :2]) * ((low | (upper & 3) << 4) - np.float32(32))
-    return _scaled(scales, IQ4_TABLE[_nibbles(blocks[:, 8:])])
+    return scales.astype(np.float32), IQ4_TABLE[_nibbles(blocks[:, 8:])]
 
 
 def _mxfp4(blocks: Bytes) -> Floats:
@@ -209,8 +209,6 @@ def _scaled(scales: npt.NDArray[np.floating], q: Ints8 | Floats) -> Floats:
 
 
 UNPACK: dict[BlockType, Callable[[Bytes], Floats]] = {
-    BlockType.IQ4_NL: _iq4_nl,
-    BlockType.IQ4_XS: _iq4_xs,
     BlockType.MXFP4: _mxfp4,
     BlockType.IQ3_S: _iq3_s,
     BlockType.IQ3_XXS: _iq3_xxs,

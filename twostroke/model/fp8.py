@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from twostroke.errors import ConfigError
 from twostroke.model.block_types import BlockType
@@ -16,6 +17,23 @@ SCALE_BYTES = 4
 DENSE = (None, BlockType.F32, BlockType.F16, BlockType.BF16)
 
 
+class Fp8Format(NamedTuple):
+    scales_of_a_row: int
+
+    @property
+    def needs_fp8(self) -> bool:
+        """Of a GPU's matrix units."""
+        return True
+
+    @property
+    def is_untried(self) -> bool:
+        """No GPU has run it as yet."""
+        return False
+
+    def num_bytes(self, shape: tuple[int, ...]) -> int:
+        return math.prod(shape) + SCALE_BYTES * shape[0] * self.scales_of_a_row
+
+
 def fp8_matrices(spec: ModelSpec, source: WeightSource, quantization: str | None) -> dict[str, int]:
     """The weights that are kept in fp8, as their file has them or as `quantization` asks, with the
     scales that a row of each has. Matrices that are one product are so together or not at all;
@@ -26,12 +44,12 @@ def fp8_matrices(spec: ModelSpec, source: WeightSource, quantization: str | None
         raise ConfigError(
             "quantization is 'fp8', which does not quantise experts as yet; leave quantization out"
         )
-    for names in _products(spec):
+    for names in products(spec):
         stored = [_stored_scales(source, name) for name in names]
         if all(stored):
             found |= dict(zip(names, stored, strict=True))
         elif wanted:
-            _refuse_quantised(source, names)
+            refuse_quantised(source, names, "fp8")
             found |= dict.fromkeys(names, 1)
     return found
 
@@ -42,19 +60,7 @@ def is_weight_only(source: WeightSource) -> bool:
     return quantized is not None and quantized.weight_only
 
 
-def fp8_bytes(shape: tuple[int, ...], scales_of_a_row: int) -> int:
-    return math.prod(shape) + SCALE_BYTES * shape[0] * scales_of_a_row
-
-
-def weight_bytes(spec: ModelSpec, itemsize: int, fp8: Mapping[str, int]) -> dict[str, float]:
-    """Of each weight, as torch's backends keep them."""
-    return {
-        name: fp8_bytes(shape, fp8[name]) if name in fp8 else itemsize * math.prod(shape)
-        for name, shape in spec.weight_shapes().items()
-    }
-
-
-def _products(spec: ModelSpec) -> Iterator[Sequence[str]]:
+def products(spec: ModelSpec) -> Iterator[Sequence[str]]:
     """The matrices that are multiplied with as one, of each layer."""
     for number, layer in enumerate(spec.layers):
         for names in _layer_products(layer):
@@ -77,7 +83,8 @@ def _layer_products(layer: LayerSpec) -> Iterator[Sequence[str]]:
 
 
 def _quantized(source: WeightSource) -> Fp8Config | None:
-    return source.quantized if isinstance(source, SafetensorsWeights) else None
+    known = source.quantized if isinstance(source, SafetensorsWeights) else None
+    return known if isinstance(known, Fp8Config) else None
 
 
 def _stored_scales(source: WeightSource, name: str) -> int:
@@ -85,11 +92,11 @@ def _stored_scales(source: WeightSource, name: str) -> int:
     return source.fp8_scales(name) if isinstance(source, SafetensorsWeights) else 0
 
 
-def _refuse_quantised(source: WeightSource, names: Sequence[str]) -> None:
+def refuse_quantised(source: WeightSource, names: Sequence[str], asked: str) -> None:
     for name in names:
         stored = source.stored_type(name)
         if stored not in DENSE:
             raise ConfigError(
-                f"quantization is 'fp8', but {source.label(name)} is quantised already ({stored}); "
-                "leave quantization out, or use the model's own weights"
+                f"quantization is {asked!r}, but {source.label(name)} is quantised already "
+                f"({stored}); leave quantization out, or use the model's own weights"
             )

@@ -181,6 +181,14 @@ def _granite(settings: Settings) -> ModelSpec:
     )
 
 
+def _granite_moe(settings: Settings) -> ModelSpec:
+    """Granite 3's, and those of 4.0 without mamba layers, which have a shared MLP besides."""
+    experts = parts.experts(settings, "feed_forward_length", normalised=True)
+    width = settings.integer("expert_shared_feed_forward_length", 0, WIDTH[1], default=0)
+    shared = replace(experts.expert, intermediate_size=width) if width else None
+    return with_layers(_granite(settings), mlp=replace(experts, shared=shared))
+
+
 def _glm4(settings: Settings) -> ModelSpec:
     if "rope.dimension_sections" in settings:
         settings.refuse("rope.dimension_sections", "absent in a GLM-4 model without images")
@@ -408,6 +416,7 @@ ARCHITECTURES = {
     "internlm2": Architecture(_llama, LLAMA_NAMES),
     "smollm3": Architecture(_smollm3, LLAMA_NAMES, tensors=(parts.ROPE_FACTORS,)),
     "granite": Architecture(_granite, LLAMA_NAMES, _SCALES, tensors=(parts.ROPE_FACTORS,)),
+    "granitemoe": Architecture(_granite_moe, LLAMA_NAMES, (*_SCALES, *_EXPERTS)),
     "chatglm": Architecture(_llama, CHATGLM_NAMES),
     "glm4": Architecture(_glm4, GLM4_NAMES),
     "command-r": Architecture(_command_r, LLAMA_NAMES, ("logit_scale",)),

@@ -10,6 +10,7 @@ from twostroke.errors import ModelError
 from twostroke.model.fields import Fields, read_json, shown
 from twostroke.model.hf_families import FAMILIES, Family
 from twostroke.model.hf_fp8 import Fp8Config, fp8_config
+from twostroke.model.hf_packed import PackedConfig, packed_config
 from twostroke.model.spec import ModelSpec
 from twostroke.model.tensor_names import TensorNames
 
@@ -23,7 +24,10 @@ FIELDS |= {"nope_dim": "qk_nope_head_dim", "rope_dim": "qk_rope_head_dim"}
 FIELDS |= {"value_dim": "v_head_dim"}
 FIELDS |= {"num_experts": "num_experts, num_local_experts or n_routed_experts"}
 FIELDS |= {"expert_intermediate_size": "moe_intermediate_size or intermediate_size"}
-FIELDS |= {"shared_intermediate_size": "shared_expert_intermediate_size or n_shared_experts"}
+FIELDS |= {
+    "shared_intermediate_size": "shared_expert_intermediate_size, shared_intermediate_size or "
+    "n_shared_experts"
+}
 
 
 def load_hf_config(folder: Path) -> tuple[ModelSpec, dict[str, Any]]:
@@ -42,12 +46,12 @@ def spec_from_hf(config: Mapping[str, Any], where: str = "config.json") -> Model
     family = _family(config, where)
     fields = Fields(where, config, aliases=family.aliases)
     _refuse_unsupported(fields, family)
-    fp8_in_hf(config, where)
+    quantized = quantized_in_hf(config, where)
     spec = family.spec(fields)
-    if spec.has_experts and fp8_in_hf(config, where) is not None:
+    if spec.has_experts and quantized is not None:
         raise ModelError(
-            f"{where}: experts in fp8 (quantization_config) are not supported as yet. Use the "
-            "unquantised model, or a GGUF of it."
+            f"{where}: experts in {quantized.name} (quantization_config) are not supported as yet. "
+            "Use the unquantised model, or a GGUF of it."
         )
     if not spec.has_experts:
         _refuse(fields, family, "num_experts", "num_local_experts", "n_routed_experts")
@@ -60,12 +64,12 @@ def names_in_hf(config: Mapping[str, Any]) -> TensorNames:
     return names if isinstance(names, TensorNames) else names(Fields("config.json", config))
 
 
-def fp8_in_hf(config: Mapping[str, Any], where: str) -> Fp8Config | None:
-    """How weights are in fp8, if they are; refuses what else quantization_config may say."""
+def quantized_in_hf(config: Mapping[str, Any], where: str) -> Fp8Config | PackedConfig | None:
+    """How weights are quantised, if they are; refuses what else quantization_config may say."""
     quantization = config.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     known = method in _family(config, where).quant_methods
-    return None if known else fp8_config(config, where)
+    return None if known else packed_config(config, where) or fp8_config(config, where)
 
 
 def fields_in_hf(config: Mapping[str, Any]) -> dict[str, str]:

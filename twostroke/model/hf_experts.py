@@ -31,7 +31,9 @@ def experts(
 ) -> ExpertsSpec:
     """Experts of `width`, the name of a field. The numbers: where the config does not say it."""
     name = next((name for name in COUNTS if name in fields), COUNTS[0])
-    count = fields.integer(name, *EXPERTS, default=num_experts)
+    count = fields.integer(name, 0, EXPERTS[1], default=num_experts)
+    if not count:
+        fields.refuse(name, "at least 1 with this model_type")
     chosen = fields.integer("num_experts_per_tok", *EXPERTS, default=per_token)
     if chosen > count:
         raise ModelError(

@@ -25,6 +25,7 @@ from twostroke.model.hf_names import (
     GPT2_NAMES,
     GPT_NEOX_NAMES,
     GPTJ_NAMES,
+    GRANITE_HYBRID_NAMES,
     GRANITE_MOE_NAMES,
     INTERNLM2_NAMES,
     MIXTRAL_NAMES,
@@ -37,6 +38,7 @@ from twostroke.model.hf_names import (
 )
 from twostroke.model.spec import (
     CONTEXT,
+    EXPERTS,
     HEADS,
     LAYERS,
     WIDTH,
@@ -111,11 +113,13 @@ def _smollm3(fields: Fields) -> ModelSpec:
     return without_rope(spec, [n for n in range(count) if not has_rope[n]])
 
 
-def _granite(fields: Fields) -> ModelSpec:
+def _granite(
+    fields: Fields, family: str = "granite", mlp: MLPSpec | ExpertsSpec | None = None
+) -> ModelSpec:
     """Embedding, scores, residuals and logits are multiplied."""
     scale = parts.multiplier(fields, "attention_multiplier")
     return replace(
-        _plain(fields, "granite", scale=scale),
+        _plain(fields, family, mlp=mlp, scale=scale),
         embed_scale=parts.multiplier(fields, "embedding_multiplier"),
         residual_scale=parts.multiplier(fields, "residual_multiplier"),
         logit_scale=1 / parts.multiplier(fields, "logits_scaling"),
@@ -124,7 +128,33 @@ def _granite(fields: Fields) -> ModelSpec:
 
 def _granite_moe(fields: Fields) -> ModelSpec:
     experts = hf_experts.experts(fields, 8, 2, "intermediate_size", 11008)
-    return with_layers(replace(_granite(fields), family="granitemoe"), mlp=experts)
+    return _granite(fields, "granitemoe", experts)
+
+
+# The MLP of all tokens is called shared, whether there are experts beside it or not.
+GRANITE_HYBRID_ALIASES = {"intermediate_size": "shared_intermediate_size"}
+GRANITE_HYBRID_ALIASES |= {"moe_intermediate_size": "intermediate_size"}
+MAMBA = ("mamba", "linear_attention")  # the same: as published, and as transformers saves it
+
+
+def _granite_moe_hybrid(fields: Fields) -> ModelSpec:
+    """Granite 4.0, of which those run whose layers all have attention."""
+    count = parts.num_layers(fields)
+    kinds = parts.layer_kinds(fields, ["mamba"] * count, (*MAMBA, "attention", parts.FULL))
+    hybrid = sum(kind in MAMBA for kind in kinds)
+    if hybrid:
+        raise ModelError(
+            f"{fields.where}: mamba layers are not supported, and {hybrid} of the {count} layers "
+            "are such (layer_types; without it all are, with this model_type). Of Granite 4.0 "
+            "micro, 1b and 350m run, but not the hybrids, which have an h in their names."
+        )
+    mlp, experts = parts.mlp(fields, parts.activation(fields), inner=1024), None
+    if fields.integer("num_local_experts", 0, EXPERTS[1], default=8):
+        experts = hf_experts.experts(fields, 8, 2, "moe_intermediate_size", 11008)
+        experts = replace(experts, shared=mlp)
+    spec = _granite(fields, "granitemoehybrid", experts or mlp)
+    turned = fields.choice("position_embedding_type", ("nope", "rope"), "nope") == "rope"
+    return spec if turned else without_rope(spec, range(count))
 
 
 def _mixtral(fields: Fields) -> ModelSpec:
@@ -560,6 +590,7 @@ FAMILIES = {  # by model_type
     "gptj": Family(gpt.gptj, GPTJ_NAMES, gpt.GPT2_ALIASES),
     "granite": Family(_granite),
     "granitemoe": Family(_granite_moe, GRANITE_MOE_NAMES),
+    "granitemoehybrid": Family(_granite_moe_hybrid, GRANITE_HYBRID_NAMES, GRANITE_HYBRID_ALIASES),
     "internlm2": Family(_internlm2, INTERNLM2_NAMES),
     "internlm3": Family(_internlm3),
     "llama": Family(_llama),

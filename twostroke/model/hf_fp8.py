@@ -26,6 +26,11 @@ class Fp8Config(NamedTuple):
     block: tuple[int, int] | None = None  # rows and columns that share a scale, if they do so
     weight_only: bool = False  # activations stay as they are
 
+    @property
+    def name(self) -> str:
+        """As a message calls it."""
+        return "fp8"
+
 
 def fp8_config(config: Mapping[str, Any], where: str) -> Fp8Config | None:
     """None if the model is not quantised."""
@@ -39,8 +44,8 @@ def fp8_config(config: Mapping[str, Any], where: str) -> Fp8Config | None:
     if method == "compressed-tensors":
         return _compressed(fields)
     raise ModelError(
-        f"{where}: weights quantised by {shown(method)} (quantization_config) are not supported: "
-        f"fp8 and compressed-tensors of fp8 are. {INSTEAD}"
+        f"{where}: weights quantised by {shown(method)} (quantization_config) are not supported "
+        f"with this model_type: fp8, gptq, awq and compressed-tensors are. {INSTEAD}"
     )
 
 

@@ -70,6 +70,11 @@ GRANITE_MOE_NAMES = replace(
         "experts.down": f"{_SPARSE}.experts.down_proj",
     },
 )
+_SHARED = dict.fromkeys(("gate", "up"), "shared_mlp.input_linear.weight")
+_SHARED |= {"down": "shared_mlp.output_linear.weight"}
+GRANITE_HYBRID_NAMES = GRANITE_MOE_NAMES.but(
+    _SHARED | {f"shared.{part}": tensor for part, tensor in _SHARED.items()}
+)
 GEMMA_NAMES = NAMES.but(
     attn_post_norm="post_attention_layernorm.weight",
     mlp_norm="pre_feedforward_layernorm.weight",

@@ -6,7 +6,7 @@ No family is asked for here: what differs between them is an argument.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from twostroke.errors import ModelError
@@ -184,8 +184,10 @@ def window(fields: Fields, default: int | None) -> int | None:
     return size
 
 
-def layer_kinds(fields: Fields, otherwise: Sequence[str]) -> Sequence[str]:
-    """SLIDING or FULL for each layer: `layer_types`, or what the family has without it."""
+def layer_kinds(
+    fields: Fields, otherwise: Sequence[str], known: Collection[str] = (FULL, SLIDING)
+) -> Sequence[str]:
+    """One of `known` for each layer: `layer_types`, or what the family has without it."""
     if "layer_types" not in fields:
         return otherwise
     kinds = fields.items("layer_types", str, "a text for each layer")
@@ -194,10 +196,11 @@ def layer_kinds(fields: Fields, otherwise: Sequence[str]) -> Sequence[str]:
             f"{fields.where}: layer_types has {len(kinds)} entries for {len(otherwise)} layers "
             "(num_hidden_layers)."
         )
-    unknown = sorted(set(kinds) - {FULL, SLIDING})
+    unknown = sorted(set(kinds) - set(known))
     if unknown:
         raise ModelError(
-            f"{fields.where}: the layer type {shown(unknown[0])} (layer_types) is not supported."
+            f"{fields.where}: the layer type {shown(unknown[0])} (layer_types) is not supported "
+            "with this model_type."
         )
     return kinds
 

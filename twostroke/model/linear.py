@@ -9,12 +9,14 @@ of a matrix into a format; what the parts give is put together around it (`Summe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
 import torch
 
 from twostroke.kernels.activations import Activation
 from twostroke.kernels.fp8 import Fp8Rows, Fp8Weight
+from twostroke.kernels.packed import PackedWeight
 from twostroke.kernels.reference import Kernels
 from twostroke.model.ranks import Ranks
 
@@ -127,6 +129,59 @@ class Fp8Linear:
     def to_meta(self) -> Fp8Linear:
         bias = None if self.bias is None else self.bias.to("meta")
         return Fp8Linear(self.weight.to_meta(), bias, self._kernels, self._weight_only)
+
+
+class PackedLinear:
+    """Weights of 4 or 8 bits in groups that share a scale; activations stay as they are."""
+
+    def __init__(self, weight: PackedWeight, bias: torch.Tensor | None, kernels: Kernels) -> None:
+        self.weight, self.bias, self._kernels = weight, bias, kernels
+        self.num_bytes = weight.num_bytes
+
+    def product(
+        self, x: Activations, *, pdl: bool = False, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor)
+        made = self._kernels.packed_product(x, self.weight, pdl=pdl, out=out)
+        return made if self.bias is None else made.add_(self.bias)
+
+    def gated_product(
+        self, x: torch.Tensor, activation: Activation, *, pdl: bool = False, to_fp8: bool = False
+    ) -> torch.Tensor:
+        if self.bias is None:
+            return self._kernels.packed_gated_product(x, self.weight, activation, pdl=pdl)
+        return self._kernels.act_and_mul(self.product(x, pdl=pdl), activation, pdl=pdl)
+
+    def wants_fp8(self, rows: int) -> bool:
+        return False
+
+    def to_meta(self) -> PackedLinear:
+        bias = None if self.bias is None else self.bias.to("meta")
+        return PackedLinear(self.weight.to("meta"), bias, self._kernels)
+
+
+class StackedLinear:
+    """Matrices one below another whose formats differ: a product each."""
+
+    def __init__(self, parts: Sequence[Linear], kernels: Kernels) -> None:
+        self._parts, self._kernels = parts, kernels
+        self.num_bytes = sum(part.num_bytes for part in parts)
+
+    def product(
+        self, x: Activations, *, pdl: bool = False, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return torch.cat([part.product(x, pdl=pdl) for part in self._parts], dim=1, out=out)
+
+    def gated_product(
+        self, x: torch.Tensor, activation: Activation, *, pdl: bool = False, to_fp8: bool = False
+    ) -> torch.Tensor:
+        return self._kernels.act_and_mul(self.product(x, pdl=pdl), activation)
+
+    def wants_fp8(self, rows: int) -> bool:
+        return False
+
+    def to_meta(self) -> StackedLinear:
+        return StackedLinear([part.to_meta() for part in self._parts], self._kernels)
 
 
 class SummedLinear:

@@ -38,8 +38,8 @@ class OpenedModel:
 
     def _stored_type(self, name: str) -> str:
         weights = self.weights
-        if isinstance(weights, SafetensorsWeights) and weights.fp8_scales(name):
-            return "fp8"
+        if isinstance(weights, SafetensorsWeights) and weights.is_quantized(name):
+            return weights.quantized.name if weights.quantized else ""
         return str(weights.stored_type(name) or self.dtype)
 
 
@@ -50,13 +50,13 @@ def open_model(config: EngineConfig, files: ModelFiles, device: str) -> OpenedMo
     dtype = hf_config.dtype_of(settings, str(files.path / "config.json"))
     if config.load_format == "dummy":
         return OpenedModel(files, spec, _dummy(spec, config, device), dtype)
-    fp8 = hf_config.fp8_in_hf(settings, str(files.path / "config.json"))
-    if fp8 is not None and config.quantization in ("int8", "int4"):
+    quantized = hf_config.quantized_in_hf(settings, str(files.path / "config.json"))
+    if quantized is not None and config.quantization not in (None, quantized.name):
         raise ConfigError(
             f"quantization is {config.quantization!r}, but {files.path} is quantised already "
-            "(fp8); leave quantization out, or use the unquantised model"
+            f"({quantized.name}); leave quantization out, or use the unquantised model"
         )
-    weights = SafetensorsWeights(files.path, spec, hf_config.names_in_hf(settings), fp8)
+    weights = SafetensorsWeights(files.path, spec, hf_config.names_in_hf(settings), quantized)
     fields = hf_config.fields_in_hf(settings)
     check_weights(spec, weights, str(weights.path), "config.json", fields)
     return OpenedModel(files, spec, weights, dtype)

@@ -16,9 +16,9 @@ ranks are on several of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from twostroke.errors import ConfigError
 from twostroke.model.spec import ExpertsSpec, LayerSpec, MLPSpec, ModelSpec
@@ -30,13 +30,37 @@ Part = tuple[slice, ...]  # of each axis of a weight
 WHOLE: Part = ()
 
 
+class Comm(NamedTuple):
+    """What went to collectives, on this rank."""
+
+    seconds: float = 0.0
+    # Twice what is summed, once what is gathered or broadcast: a rank sends (n - 1) / n of that,
+    # the mean over n ranks in a ring.
+    ring_bytes: int = 0
+
+    def plus(self, other: Comm) -> Comm:
+        return Comm(self.seconds + other.seconds, self.ring_bytes + other.ring_bytes)
+
+    def sent_bytes(self, ranks: int) -> float:
+        """By each of so many, the mean over them."""
+        return self.ring_bytes * (ranks - 1) / ranks
+
+    def since(self, before: Comm) -> Comm:
+        return Comm(self.seconds - before.seconds, self.ring_bytes - before.ring_bytes)
+
+
 class Ranks:
     """Which rank this is, of how many, and what it does with the others. This class does nothing
     with them: it is for one rank alone, and for tensors without memory."""
 
+    per_device = 1  # ranks on this one's GPU
+
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
-        self.comm_s = 0.0  # spent in collectives so far, where that can be told
+        self.alone = size == 1  # whether there is nothing to put together
+        self.comm = Comm()  # so far
+        # Set while a graph is recorded: ends it, has this done at every replay, begins another.
+        self.cut: Callable[[Callable[[], None]], None] | None = None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, in place."""

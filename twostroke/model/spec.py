@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal
 
 from twostroke.kernels.activations import Activation
+from twostroke.kv.layout import side_bytes
 
 RopeKind = Literal["none", "linear", "dynamic", "llama3", "yarn", "factors", "longrope", "still"]
 QKNorm = Literal["none", "head", "full"]  # RMSNorm of q and k over each head, or over all heads
@@ -342,6 +343,11 @@ class KVGroup:
     def elements_per_token(self) -> int:
         """Of all that is cached, in all layers of the group."""
         return math.prod(self.block_shape) * len(self.layers)
+
+    def block_bytes(self, block_size: int, itemsize: int, scaled: bool = False) -> int:
+        """Of a block, all its layers. `scaled`: of int8, with a scale a head and token."""
+        sides, heads, channels = self.block_shape
+        return len(self.layers) * sides * side_bytes(block_size, heads, channels, itemsize, scaled)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,13 @@
 """`Ledger`: which cause each gap between two tokens of a stream is to be blamed on.
 
-    committed    n-1                                       n
-                  │   host   │     prefill     │  decode   │
-                  │          └──────── device_s ───────────┘
+    committed    n-1                                                        n
+                  │   host   │ communication │     prefill     │  decode   │
+                  │          └─────────────── device_s ────────────────────┘
                   └── planning, committing, stalls
 
 Nearly every stream that writes in step n wrote in step n-1 too, so one split of the time between
-the two commits is the gap of all of them. The others (sent back and computed again, or without a
+the two commits is the gap of all of them. What ranks spent in collectives is cut from both phases
+alike, since both send as they have tokens. The others (sent back and computed again, or without a
 free block for a while) are looked at one by one: the executor's time in steps that had no slot
 for them is the preemption's. The parts of a gap are cut from the gap, so they add up to it.
 
@@ -36,8 +37,10 @@ class Account:
     decode: float
     prefill: float
     host: float
+    communication: float
     lost_decode: float = 0.0
     lost_prefill: float = 0.0
+    lost_communication: float = 0.0
     late: dict[int, Causes] = field(default_factory=dict)  # its gaps that were its own, by step
 
 
@@ -45,7 +48,9 @@ class Ledger:
     def __init__(self, times: StepTimes) -> None:
         self.times = times
         self._accounts: dict[str, Account] = {}
-        self._decode, self._prefill, self._host = (array("d", bytes(8 * KEPT)) for _ in range(3))
+        self._decode, self._prefill, self._host, self._communication = self._sums = tuple(
+            array("d", bytes(8 * KEPT)) for _ in range(4)
+        )
         self._step = -1  # the newest that has committed
         self._committed_s = 0.0
 
@@ -58,9 +63,11 @@ class Ledger:
         prefill: PhaseWork,
         decode: PhaseWork,
         decode_share: float,
+        comm_s: float = 0.0,
     ) -> Causes:
         """The time since the step before committed, by cause. `decode_share` is what to take for
-        decode's part of a mixed step as long as no step has decoded alone."""
+        decode's part of a mixed step as long as no step has decoded alone. `comm_s`: of `device_s`,
+        in collectives."""
         gap = committed_s - (self._committed_s or planned_s)
         busy = min(device_s, gap)
         own = busy
@@ -70,6 +77,10 @@ class Ledger:
                 alone = self.times.decode_only(decode)
                 own = busy * decode_share if alone is None else min(alone, busy)
         causes = Causes(own, busy - own, 0.0, gap - busy)
+        if comm_s and busy > 0.0:
+            share = min(comm_s / device_s, 1.0)
+            rest = 1.0 - share
+            causes = Causes(own * rest, (busy - own) * rest, 0.0, gap - busy, busy * share)
         self._keep(step, causes)
         self._committed_s = committed_s
         return causes
@@ -78,17 +89,19 @@ class Ledger:
         last = self._step
         at, before = step % KEPT, last % KEPT
         for skipped in range(max(last + 1, step - KEPT), step):  # they failed, and never committed
-            for sums in (self._decode, self._prefill, self._host):
+            for sums in self._sums:
                 sums[skipped % KEPT] = sums[before] if last >= 0 else 0.0
         self._decode[at] = self._decode[before] + causes.decode
         self._prefill[at] = self._prefill[before] + causes.prefill
         self._host[at] = self._host[before] + causes.host
+        self._communication[at] = self._communication[before] + causes.communication
         self._step = step
 
     def open(self, record: RequestRecord) -> None:
         """The newest step wrote its first token."""
         at = self._step % KEPT
-        account = Account(self._decode[at], self._prefill[at], self._host[at])
+        decode, prefill, host, communication = (sums[at] for sums in self._sums)
+        account = Account(decode, prefill, host, communication)
         self._accounts[record.request_id] = account
 
     def late(self, record: RequestRecord, has_slot: bool) -> Causes:
@@ -104,11 +117,13 @@ class Ledger:
         account = self._accounts[record.request_id]
         account.lost_decode += lost_decode
         account.lost_prefill += lost_prefill
+        account.lost_communication += self._communication[last] - self._communication[first]
         at = step % KEPT
         own = (self._decode[at] - self._decode[last], self._prefill[at] - self._prefill[last])
+        comm = self._communication[at] - self._communication[last]
         host = self._host[at] - self._host[first]
         # What is not known any more counts as preemption, which is why the gap is so long.
-        causes = Causes(*own, max(0.0, gap - sum(own) - host), host)
+        causes = Causes(*own, max(0.0, gap - sum(own) - host - comm), host, comm)
         account.late[step] = causes
         return causes
 
@@ -121,8 +136,9 @@ class Ledger:
         record.gaps = Causes(
             self._decode[at] - account.decode - account.lost_decode,
             self._prefill[at] - account.prefill - account.lost_prefill,
-            account.lost_decode + account.lost_prefill,
+            account.lost_decode + account.lost_prefill + account.lost_communication,
             self._host[at] - account.host,
+            self._communication[at] - account.communication - account.lost_communication,
         )
         gaps = _differences(record.token_s)
         if gaps:
@@ -134,9 +150,8 @@ class Ledger:
         if step <= max(self._step - KEPT + 1, 0):
             return None
         at, before = step % KEPT, (step - 1) % KEPT
-        sums = (self._decode, self._prefill, self._host)
-        decode, prefill, host = (one[at] - one[before] for one in sums)
-        return Causes(decode, prefill, 0.0, host)
+        decode, prefill, host, comm = (one[at] - one[before] for one in self._sums)
+        return Causes(decode, prefill, 0.0, host, comm)
 
     def _index(self, step: int) -> int:
         return max(step, self._step - KEPT + 1) % KEPT

@@ -86,10 +86,12 @@ class Mark(NamedTuple):
     decode_flops: float
     decode_bytes: float
     decode_device_s: float
+    collective_bytes: float
     gap_decode_s: float
     gap_prefill_s: float
     gap_preemption_s: float
     gap_host_s: float
+    gap_communication_s: float
     ended_stop: float
     ended_length: float
     ended_abort: float
@@ -114,6 +116,7 @@ def mark_of(totals: Totals) -> Mark:
         totals.preemptions,
         *(prefill.tokens, prefill.flops, prefill.num_bytes, prefill.device_s),
         *(decode.tokens, decode.flops, decode.num_bytes, decode.device_s),
+        prefill.comm_bytes + decode.comm_bytes,
         *totals.cause_s.values(),
         *totals.ended.values(),
         *totals.refused.values(),

@@ -15,6 +15,9 @@ from typing import NamedTuple, Protocol
 from twostroke.kv.cache import KVUsage
 from twostroke.plan import Chunk, Slot
 
+# Where there are several engines, each has so many step numbers to itself in what the server tells.
+ENGINE_STEPS = 10**9
+
 
 class Causes(NamedTuple):
     """Where the time between two tokens of a stream went, in seconds. `blame.py` makes them.
@@ -28,13 +31,25 @@ class Causes(NamedTuple):
     # Steps in which it had no slot: sent back, recomputed, no block free, between two engines
     preemption: float = 0.0
     host: float = 0.0  # the executor had nothing to do: planning, committing, stalls
+    communication: float = 0.0  # ranks summed, gathered, waited for each other
 
     @property
     def total_s(self) -> float:
-        return self.decode + self.prefill + self.preemption + self.host
+        return self.decode + self.prefill + self.preemption + self.host + self.communication
 
 
 NO_TIME = Causes()
+
+
+class Stay(NamedTuple):
+    """A request's time in one of several engines, until the next or its end."""
+
+    engine: str
+    began_s: float  # when it was sent there
+    num_written: int  # tokens that others had written before
+    fetched_s: float = 0.0  # when the blocks that others computed were there; 0: there were none
+    fetch_s: float = 0.0  # what copying them took
+    fetched_bytes: int = 0
 
 
 class FirstToken(NamedTuple):
@@ -77,7 +92,10 @@ class StepRecord(NamedTuple):
     first: tuple[FirstToken, ...] = ()
     predicted_s: float | None = None  # what the step-time model expected of `device_s`
     drafted: int = 0  # tokens beyond their stream's first in this step, which have no gap
-    comm_s: float = 0.0  # of `device_s`, what rank 0 spent in collectives; told by ranks on CPUs
+    comm_s: float = 0.0  # of `device_s`, what rank 0 spent in collectives
+    comm_bytes: float = 0.0  # that a rank sent for them, the mean over the ranks
+    kv_evicted_tokens: int = 0  # that left the KV cache before this step
+    engine: str = ""  # whose it was, where there are several
 
     @property
     def num_written(self) -> int:
@@ -96,6 +114,7 @@ class RequestRecord:
     finished_s: float = 0.0
     sent_s: float = 0.0
     num_cached: int = 0  # prompt tokens taken from the prefix cache at first admission
+    kv_evicted_tokens: int = 0  # that its later tokens could not see any more
     chunks: list[tuple[float, int, int, int]] = field(default_factory=list)  # when, step, start, n
     preempted: list[tuple[float, int]] = field(default_factory=list)  # when, tokens to recompute
     token_s: array[float] = field(default_factory=lambda: array("d"))
@@ -110,6 +129,7 @@ class RequestRecord:
     # Digests of the prompt's first 64, 128, 256, … tokens: which requests begin alike, and how far.
     prefix_marks: tuple[str, ...] = ()
     route: str = ""  # where there are several engines: which had it, and why
+    stays: list[Stay] = field(default_factory=list)  # … and when
 
     @property
     def queue_s(self) -> float:
@@ -152,12 +172,19 @@ def continued(record: RequestRecord, later: RequestRecord) -> RequestRecord:
     if between_s > record.worst_gap_s:
         record.worst_gap_s, record.worst_gap = between_s, between
     record.gaps = Causes(*map(sum, zip(record.gaps, later.gaps, between, strict=True)))
+    record.kv_evicted_tokens = max(record.kv_evicted_tokens, later.kv_evicted_tokens)
     record.chunks += later.chunks
     record.preempted += later.preempted
     record.token_s.extend(later.token_s)
     record.token_step.extend(later.token_step)
     record.finished_s, record.finish_reason = later.finished_s, later.finish_reason
     return record
+
+
+def steps_between(before: int, last: int) -> range:
+    """Numbers of the steps after `before` up to `last`; none of two steps of different engines."""
+    same = before // ENGINE_STEPS == last // ENGINE_STEPS
+    return range(before + 1, last + 1) if same else range(0)
 
 
 class Listener(Protocol):

@@ -69,11 +69,12 @@ def token_buckets(most: int) -> tuple[int, ...]:
 class PhaseTotals:
     """One phase's work. In mixed steps its device time is attributed (`record.Causes`)."""
 
-    __slots__ = ("device_s", "flops", "num_bytes", "tokens")
+    __slots__ = ("comm_bytes", "comm_s", "device_s", "flops", "num_bytes", "tokens")
 
     def __init__(self) -> None:
         self.tokens = 0
         self.flops = self.num_bytes = self.device_s = 0.0
+        self.comm_s = self.comm_bytes = 0.0  # by tokens
 
 
 class TransferTotals:
@@ -84,6 +85,12 @@ class TransferTotals:
     def __init__(self) -> None:
         self.fetched = self.failed = self.num_bytes = 0  # requests, requests, bytes
         self.seconds = 0.0
+
+    def add(self, num_bytes: int, seconds: float, failed: bool) -> None:
+        self.num_bytes += num_bytes
+        self.seconds += seconds
+        self.failed += failed
+        self.fetched += not failed
 
 
 class Totals:
@@ -100,7 +107,7 @@ class Totals:
         self.part_s = {cause: Histogram(GAP_BUCKETS) for cause in CAUSES}
         self.ttft_s = Histogram(FIRST_BUCKETS)
         self.preemptions = self.recomputed_tokens = 0
-        self.comm_s = 0.0
+        self.kv_evicted_tokens = 0
         self.prompt_tokens = self.cached_tokens = self.generation_tokens = 0
         self.predicted_s = self.predicted_actual_s = self.prediction_error_s = 0.0
         # Requests
@@ -124,7 +131,7 @@ class Totals:
         prefill, decode, since = record.prefill, record.decode, record.since_s
         device_s, own_s = record.device_s, 0.0
         if decode.rows:
-            own_s = since.decode if prefill.rows else device_s
+            own_s = _decode_s(since) if prefill.rows else device_s
             total = self.decode
             total.tokens += decode.tokens
             total.flops += decode.flops
@@ -142,7 +149,12 @@ class Totals:
             self.iteration_tokens.add(tokens)
         self.preemptions += record.preempted
         self.recomputed_tokens += record.recomputed
-        self.comm_s += record.comm_s
+        if record.comm_s:
+            tokens = prefill.tokens + decode.tokens
+            for total, phase in ((self.prefill, prefill), (self.decode, decode)):
+                total.comm_s += record.comm_s * phase.tokens / tokens
+                total.comm_bytes += record.comm_bytes * phase.tokens / tokens
+        self.kv_evicted_tokens += record.kv_evicted_tokens
         self.generation_tokens += record.num_written
         if record.regular:
             self._add_gap(since, record.regular)
@@ -201,6 +213,14 @@ class Totals:
         else:
             self.n.add(record.n)
             self.most_generated.add(longest)
+
+
+def _decode_s(since: Causes) -> float:
+    """Decode's part of a mixed step, with as much of the communication as it has of the rest."""
+    if not since.communication:
+        return since.decode
+    rest = since.decode + since.prefill
+    return since.decode * (rest + since.communication) / rest if rest else 0.0
 
 
 def mix_of(record: StepRecord) -> str:

@@ -18,29 +18,43 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from array import array
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from time import monotonic
 
 import msgspec
 
-from twostroke.engine.api import EngineClient, EngineInfo, EngineLoad, EngineStatus
-from twostroke.engine.child import Child
+from twostroke.engine.api import EngineClient, EngineInfo, EngineLoad, EngineStatus, PoolsStatus
 from twostroke.engine.input_processor import InputProcessor
 from twostroke.engine.output_processor import OnError, OnOutput, OutputProcessor, RequestState
 from twostroke.engine.remote import limits_of, open_text
-from twostroke.engine.spawn import DEFAULT_BUILDER, Spawned, spawn
+from twostroke.engine.spawn import DEFAULT_BUILDER, Spawned
 from twostroke.engine.supervised import HANG_TIMEOUT_S, MAX_QUICK_DEATHS
-from twostroke.engine.wire import FetchedOffer, Ready
+from twostroke.engine.wire import FetchedOffer
 from twostroke.errors import EngineError, RequestError
 from twostroke.kv.cache import KVUsage
-from twostroke.observe.record import Records, RequestRecord, StepRecord, continued
+from twostroke.model.tokenizer import Tokenizer
+from twostroke.observe.record import (
+    ENGINE_STEPS,
+    Records,
+    RequestRecord,
+    Stay,
+    StepRecord,
+    continued,
+)
+from twostroke.observe.totals import TransferTotals
 from twostroke.request import EngineRequest, FinishReason, Resumed
 from twostroke.route.member import Member, Placed, Standing
-from twostroke.route.pools import PooledEngine
-from twostroke.route.router import EngineState, Placement, Role, Router
+from twostroke.route.pools import Places, PooledEngine, ThisMachine
+from twostroke.route.router import NOTHING, EngineState, Prompt, Queued, Role, Router
+from twostroke.route.scaling import Scaling, StartedEngine, name_of, start_engines
 from twostroke.sched.scheduler import Update
 
+ROLES = {name_of(role): role for role in Role}
+LONG_WAIT_S = 0.02  # for room at the engine that goes on with a request: told in its record
 MAX_ATTEMPTS = 4  # engines that may die with one request: it may be what kills them
 
 log = logging.getLogger(__name__)
@@ -50,15 +64,27 @@ class RoutedEngine(EngineClient):
     """Start with `await RoutedEngine.start(engines)`; use as `async with`, or `await close()`.
     Everything else is called in the event loop that started it."""
 
-    def __init__(self, input_processor: InputProcessor, seed: int) -> None:
+    def __init__(
+        self,
+        input_processor: InputProcessor,
+        seed: int,
+        engines: Sequence[PooledEngine],
+        places: Places,
+        limits: tuple[float, int],
+    ) -> None:
+        """`limits`: `hang_timeout_s` and `restart_limit` of every engine."""
         self.input_processor = input_processor
         self.records = Records()  # of all engines
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.members: list[Member] = []
+        self.members: list[Member] = []  # another list after each change
         self._router = Router([])
         self._outputs = OutputProcessor(input_processor.tokenizer, seed)
         self._placed: dict[str, Placed] = {}  # by engine request, until its end
         self._some_ended = asyncio.Event()
+        self._scaling = Scaling(self, engines, places)
+        self._limits = limits
+        self._transfers: dict[tuple[str, str], TransferTotals] = {}  # by sender and receiver
+        self._first_steps = count(ENGINE_STEPS, ENGINE_STEPS)
         self._closing = False
 
     # ── life ────────────────────────────────────────────────────────────────────────────────
@@ -71,46 +97,20 @@ class RoutedEngine(EngineClient):
         spawned: Sequence[Spawned] | None = None,
         hang_timeout_s: float = HANG_TIMEOUT_S,
         restart_limit: int = MAX_QUICK_DEATHS,
+        places: Places | None = None,
     ) -> RoutedEngine:
-        """`spawned`: their processes, if they have been started already. The others: see
-        `RemoteEngine.start`."""
+        """`spawned`: their processes, if they have been started already. `places`: where they run
+        if not on this machine. The others: see `RemoteEngine.start`."""
         config = engines[0].config
-        spawned = spawned or [spawn(one.config, builder) for one in engines]
-        children = [Child(one) for one in spawned]
-        starting = [asyncio.create_task(child.start()) for child in children]
-        try:
-            tokenizer, template = await asyncio.to_thread(open_text, config)
-            all_ready = await asyncio.gather(*starting)
-        except BaseException:
-            for task in starting:
-                task.cancel()
-            await asyncio.wait(starting)
-            for child in children:
-                await child.kill()
-            raise
-        inputs = InputProcessor(tokenizer, template, limits_of(all_ready[0].info))
-        routed = cls(inputs, config.seed)
-        limits = hang_timeout_s, restart_limit
-        for one, child, ready in zip(engines, children, all_ready, strict=True):
-            routed._add_member(one, builder, child, ready, *limits)
-        routed._router = Router([member.state for member in routed.members])
-        inputs.limits = limits_of(routed.info)
+        if places is None:
+            names = (engine.name for engine in engines)
+            places = ThisMachine(builder, dict(zip(names, spawned or (), strict=False)))
+        text: list[tuple[Tokenizer | None, str | None]] = []
+        started = await start_engines(engines, places, lambda: text.append(open_text(config)))
+        inputs = InputProcessor(*text[0], limits_of(started[0].ready.info))
+        routed = cls(inputs, config.seed, engines, places, (hang_timeout_s, restart_limit))
+        routed.join(started)
         return routed
-
-    def _add_member(
-        self,
-        engine: PooledEngine,
-        builder: str,
-        child: Child,
-        ready: Ready,
-        hang_timeout_s: float,
-        restart_limit: int,
-    ) -> None:
-        state, limits = EngineState(engine.name, engine.role), (hang_timeout_s, restart_limit)
-        member = Member(self, state, engine.config, builder, child, ready, *limits)
-        member.records.listeners.append(_AllSteps(self.records))
-        self.members.append(member)
-        member.watch()
 
     async def __aenter__(self) -> RoutedEngine:
         return self
@@ -123,6 +123,7 @@ class RoutedEngine(EngineClient):
         if drain:
             await self.drain()
         self._closing = True
+        await self._scaling.close()
         await asyncio.gather(*(member.stop() for member in self.members))
 
     async def drain(self, timeout_s: float | None = None) -> bool:
@@ -133,6 +134,55 @@ class RoutedEngine(EngineClient):
                     self._some_ended.clear()
                     await self._some_ended.wait()
         return not self._outputs
+
+    # ── which engines there are ─────────────────────────────────────────────────────────────
+
+    async def scale(self, counts: Mapping[str, int], drain_timeout_s: float) -> None:
+        await self._scaling.scale({ROLES[name]: n for name, n in counts.items()}, drain_timeout_s)
+
+    def pools(self) -> PoolsStatus:
+        counts = {name_of(role): count for role, count in self._scaling.counts().items()}
+        inside = Counter(placed.member for placed in self._placed.values())
+        engines = [member.status(inside[member]) for member in self.members]
+        return PoolsStatus(counts, self._scaling.active, engines)
+
+    def join(self, started: Sequence[StartedEngine]) -> None:
+        joined = []
+        for engine, launcher, child, ready in started:
+            state = EngineState(engine.name, engine.role)
+            member = Member(self, state, launcher, child, ready, *self._limits)
+            member.records.listeners.append(_AllSteps(self.records, member))
+            joined.append(member)
+        self._set_members([*self.members, *joined])
+        for member in joined:
+            member.watch()
+        self._go_on_where_possible()
+
+    def remove(self, member: Member) -> None:
+        self._set_members([one for one in self.members if one is not member])
+        for pair in [pair for pair in self._transfers if member.name in pair]:
+            del self._transfers[pair]
+
+    def _set_members(self, members: list[Member]) -> None:
+        self.members = members
+        self._router.engines = [member.state for member in members]
+        self.input_processor.limits = limits_of(self.info)
+
+    def num_in(self, member: Member) -> int:
+        return sum(
+            placed.member is member
+            or (placed.standing is not None and placed.standing.member is member)
+            for placed in self._placed.values()
+        )
+
+    def move_all(self, member: Member) -> None:
+        for placed in list(self._placed.values()):
+            if placed.member is member:
+                member.forget(placed.given.request_id)
+                self._take_from(placed, f"moved from {member.name}, which leaves")
+                self._rescue(placed, "it left")
+
+    # ── all at once ─────────────────────────────────────────────────────────────────────────
 
     async def sleep(self, drain: bool = False) -> None:
         raise RequestError("several engines cannot sleep; serve with one to use /sleep")
@@ -173,6 +223,12 @@ class RoutedEngine(EngineClient):
             kv_bytes=sum(one.info.kv_bytes for one in self.members),
             total_bytes=sum(one.info.total_bytes for one in self.members),
         )
+
+    def new_first_step(self) -> int:
+        return next(self._first_steps)
+
+    def transfers_between(self) -> Mapping[tuple[str, str], TransferTotals]:
+        return self._transfers
 
     def each_engine(self) -> Mapping[str, EngineStatus]:
         return {member.name: member for member in self.members}
@@ -239,37 +295,36 @@ class RoutedEngine(EngineClient):
     def _begin(self, placed: Sequence[Placed]) -> None:
         """Send the continuations of one request to the engine that is to prefill them."""
         given = placed[0].given
-        placement = self._place(given)
+        placement = self._router.place(prompt_of(given))
         if placement is None:
             return  # the next engine that is up is sent them
         member = self._member(placement.engine)
         requests = [replace(one.given, hand_over=placement.hand_over) for one in placed]
         if member.add(requests):
-            member.state.note_prompt(given.prefix_marks)
+            member.state.note_prompt(prompt_of(given))
             for n, one in enumerate(placed):
                 one.route.append(placement.reason)
                 # What the first has computed is cached for its siblings.
-                self._settle(one, member, 1 if n else placement.uncached)
+                self._settle(one, member, Queued(1) if n else placement.queued)
 
-    def _place(self, given: EngineRequest, num_written: int = 0) -> Placement | None:
-        num_tokens = len(given.prompt_token_ids) + num_written
-        one_token = (
-            given.params.max_tokens is not None and given.params.max_tokens - num_written < 2
-        )
-        return self._router.place(num_tokens, given.prefix_marks, one_token)
-
-    def _settle(self, placed: Placed, member: Member, queued: int) -> None:
+    def _settle(self, placed: Placed, member: Member, queued: Queued) -> None:
         """A member has been sent it."""
         placed.member, placed.queued = member, queued
-        member.state.queued_tokens += queued
-        member.state.streams += 1
+        num_written = len(self._outputs.written(placed.given.request_id))
+        placed.stays.append(Stay(member.name, monotonic(), num_written))
+        if queued.tokens:
+            member.state.add_queued(queued)
+        else:
+            member.state.streams += 1
 
     def _unsettle(self, placed: Placed) -> None:
         """It has left the member that it was in."""
         if placed.member is not None:
-            placed.member.state.queued_tokens -= placed.queued
-            placed.member.state.streams -= 1
-        placed.member, placed.queued = None, 0
+            if placed.queued.tokens:
+                placed.member.state.remove_queued(placed.queued)
+            else:
+                placed.member.state.streams -= 1
+        placed.member, placed.queued = None, NOTHING
 
     def _go_on(self, placed: Placed) -> None:
         """Place a request that is in no engine, from its last token on."""
@@ -280,28 +335,29 @@ class RoutedEngine(EngineClient):
             return
         standing = placed.standing
         offer = None if standing is None else standing.offer
-        target = self._router.place_decode() if offer is not None else None
         given = placed.given
+        prompt = prompt_of(given, len(written))
+        target = self._router.place_decode(prompt) if offer is not None else None
         # What was asked of the prompt has been told.
         params = replace(given.params, prompt_logprobs=None)
         resumed = replace(given, params=params, progress=False)
         if offer is not None and target is not None and standing is not None:
-            member, queued, hand_over = self._member(target), 0, False
-            reason = f"handed over to {member.name}: {member.state.streams} streams there"
+            member, queued, hand_over = self._member(target.engine), NOTHING, False
+            reason = target.reason
         else:
             self._release(placed)
-            placement = self._place(given, len(written))
+            placement = self._router.place(prompt)
             if placement is None:
                 return
             member, queued, hand_over = (
                 self._member(placement.engine),
-                placement.uncached,
+                placement.queued,
                 placement.hand_over,
             )
             offer, reason = None, f"goes on after {len(written)} tokens, {placement.reason}"
         more = Resumed(written, placed.last_s, offer)
         if member.add([replace(resumed, hand_over=hand_over, resumed=more)]):
-            member.state.note_prompt(given.prefix_marks)
+            member.state.note_prompt(prompt)
             placed.route.append(reason)
             self._settle(placed, member, queued)
 
@@ -344,6 +400,8 @@ class RoutedEngine(EngineClient):
     def on_updates(self, member: Member, updates: list[Update]) -> None:
         now, handed_over = monotonic(), []
         for n, update in enumerate(updates):
+            if update.record is not None:
+                number_steps(update.record, member.first_step)
             placed = self._placed.get(update.request_id)
             if placed is None:  # it has been forgotten here
                 if update.offer is not None:
@@ -361,12 +419,13 @@ class RoutedEngine(EngineClient):
 
     def _note_tokens(self, placed: Placed, now: float) -> None:
         placed.last_s = now
-        if placed.queued:
+        if placed.queued.tokens:
             assert placed.member is not None
-            placed.member.state.queued_tokens -= placed.queued
-            placed.queued = 0
+            placed.member.state.remove_queued(placed.queued)
+            placed.member.state.streams += 1
+            placed.queued = NOTHING
         if placed.handed_over_s:
-            self._router.note_hand_over(now - placed.handed_over_s)
+            self._router.note_hand_over(now - placed.handed_over_s, placed.fetch_s)
             placed.handed_over_s = 0.0
 
     def _deliver(self, member: Member | None, updates: list[Update]) -> list[str]:
@@ -376,13 +435,14 @@ class RoutedEngine(EngineClient):
         for n, update in enumerate(updates):
             if update.finish_reason is not None and update.request_id in self._placed:
                 placed = self._placed.pop(update.request_id)
+                self._note_end(placed, len(update.tokens))
                 self._unsettle(placed)
                 self._release(placed)
                 record = update.record
                 if record is not None:
                     if placed.record is not None and placed.record is not record:
                         record = continued(placed.record, record)
-                    record.route = "; ".join(placed.route)
+                    record.route, record.stays = "; ".join(placed.route), placed.stays
                     updates[n] = update._replace(record=record)
                     ended.append(record)
         _, aborts = self._outputs.process(updates)
@@ -394,6 +454,15 @@ class RoutedEngine(EngineClient):
         if ended:
             self._some_ended.set()
         return aborts
+
+    def _note_end(self, placed: Placed, newest: int) -> None:
+        """`newest`: tokens that came with its end."""
+        given = placed.given
+        num_written = newest + len(self._outputs.written(given.request_id))
+        self._router.note_answer(num_written)
+        if placed.member is not None:  # what the next turn finds there
+            length = len(given.prompt_token_ids) + num_written
+            placed.member.state.note_session(given.session, length)
 
     def _hand_over(self, member: Member, placed: Placed, update: Update) -> None:
         """One has prefilled it; another goes on."""
@@ -414,12 +483,26 @@ class RoutedEngine(EngineClient):
         placed = self._placed.get(name)
         if placed is None:
             return
+        if placed.standing is not None:
+            between = placed.standing.member.name, member.name
+            totals = self._transfers.setdefault(between, TransferTotals())
+            totals.add(fetched.num_bytes, fetched.seconds, bool(fetched.problem))
         self._release(placed)
-        told = f"{fetched.num_bytes / 1e6:.1f} MB fetched in {1e3 * fetched.seconds:.1f} ms"
+        placed.fetch_s = fetched.seconds
+        if not fetched.problem:
+            placed.stays[-1] = placed.stays[-1]._replace(
+                fetched_s=monotonic(), fetch_s=fetched.seconds, fetched_bytes=fetched.num_bytes
+            )
+        told = (
+            f"{fetched.num_bytes / 1e6:.1f} MB fetched in {1e3 * fetched.seconds:.1f} ms by "
+            f"{fetched.way}"
+        )
         if fetched.problem:
             log.warning("%s computes a prompt again: %s", member.name, fetched.problem)
             told = f"computed again by {member.name} ({fetched.problem})"
             placed.handed_over_s = 0.0  # not what a hand-over takes
+        if fetched.waited_s > LONG_WAIT_S:
+            told += f", after {1e3 * fetched.waited_s:.0f} ms without room there"
         placed.route.append(told)
 
     def on_refused(self, member: Member, names: list[str], reason: Exception) -> None:
@@ -442,11 +525,15 @@ class RoutedEngine(EngineClient):
             if placed.standing is not None and placed.standing.member is member:
                 placed.standing = None  # whoever is to fetch it may still, or computes it again
             if placed.member is member:
-                self._unsettle(placed)
                 placed.attempts += 1
-                placed.route.append(f"{member.name} died ({reason})")
-                self._keep_times(placed)
+                self._take_from(placed, f"{member.name} died ({reason})")
                 self._rescue(placed, reason)
+
+    def _take_from(self, placed: Placed, why: str) -> None:
+        """It is not in its engine any more, which has not told its record."""
+        self._unsettle(placed)
+        placed.route.append(why)
+        self._keep_times(placed)
 
     def _rescue(self, placed: Placed, reason: str) -> None:
         name = placed.given.request_id
@@ -478,6 +565,7 @@ class RoutedEngine(EngineClient):
             record = self._placed[name].record or self._new_record(name)
             record.finished_s, record.finish_reason = monotonic(), FinishReason.ERROR
             record.route = "; ".join(self._placed[name].route)
+            record.stays = self._placed[name].stays
             records.append(record)
         self._forget(self._outputs.close(state, EngineError(error)))
         for record in records:
@@ -487,6 +575,10 @@ class RoutedEngine(EngineClient):
 
     def on_restart(self, member: Member) -> None:
         self.input_processor.limits = limits_of(self.info)
+        self._go_on_where_possible()
+
+    def _go_on_where_possible(self) -> None:
+        """An engine is up: to those that no engine has."""
         for placed in list(self._placed.values()):
             if placed.member is None:
                 self._go_on(placed)
@@ -494,7 +586,8 @@ class RoutedEngine(EngineClient):
     def on_end(self, member: Member, reason: str) -> None:
         if any(not one.given_up for one in self.members):
             if not self._closing:
-                log.warning("%s has stopped for good: %s", member.name, reason)
+                if not member.leaving:
+                    log.warning("%s has stopped for good: %s", member.name, reason)
                 self.on_death(member, reason)
             return
         if not self.lost.done():
@@ -508,13 +601,31 @@ class RoutedEngine(EngineClient):
         self._some_ended.set()
 
 
-class _AllSteps:
-    """Passes one engine's steps on to the records of all."""
+def number_steps(record: RequestRecord, first_step: int) -> None:
+    """An engine counts its own steps from 0; in what is told of all, they begin at `first_step`."""
+    record.token_step = array("q", [first_step + step for step in record.token_step])
+    record.chunks = [(when, first_step + step, *rest) for when, step, *rest in record.chunks]  # type: ignore[misc]
 
-    def __init__(self, records: Records) -> None:
-        self._records = records
+
+def prompt_of(given: EngineRequest, num_written: int = 0) -> Prompt:
+    """What the router is told of a request that has written so many tokens."""
+    most = given.params.max_tokens
+    return Prompt(
+        len(given.prompt_token_ids) + num_written,
+        given.prefix_marks,
+        given.session,
+        None if most is None else max(1, most - num_written),
+    )
+
+
+class _AllSteps:
+    """Passes one engine's steps on to the records of all, under its name and numbers."""
+
+    def __init__(self, records: Records, member: Member) -> None:
+        self._records, self._member = records, member
 
     def add_step(self, record: StepRecord) -> None:
-        self._records.add_step(record)
+        number = self._member.first_step + record.step
+        self._records.add_step(record._replace(step=number, engine=self._member.name))
 
     def add_request(self, record: RequestRecord) -> None: ...

@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from twostroke.config import EngineConfig
+from twostroke.engine.api import MemberStatus
 from twostroke.engine.child import Child
+from twostroke.engine.spawn import Launcher
 from twostroke.engine.supervised import SupervisedEngine
 from twostroke.engine.wire import FetchedOffer, Ready
 from twostroke.kv.transfer import Offer
-from twostroke.observe.record import RequestRecord, StepRecord
-from twostroke.observe.totals import TransferTotals
+from twostroke.observe.record import RequestRecord, Stay, StepRecord
+from twostroke.observe.totals import Totals, TransferTotals
 from twostroke.request import EngineRequest
-from twostroke.route.router import EngineState
+from twostroke.route.router import NOTHING, EngineState, Queued, Role
 from twostroke.sched.scheduler import Update
 
 
@@ -32,30 +33,58 @@ class Owner(Protocol):
 
     def on_end(self, member: Member, reason: str) -> None: ...
 
+    def new_first_step(self) -> int: ...
+
 
 class Member(SupervisedEngine):
     asleep = False
+    totals: Totals | None
     transfers: TransferTotals | None
 
     def __init__(
         self,
         owner: Owner,
         state: EngineState,
-        config: EngineConfig,
-        builder: str,
+        launcher: Launcher,
         child: Child,
         ready: Ready,
         hang_timeout_s: float,
         restart_limit: int,
     ) -> None:
-        super().__init__(config, builder, child, ready, hang_timeout_s, restart_limit)
+        super().__init__(launcher, child, ready, hang_timeout_s, restart_limit)
         self.state, self._owner = state, owner
+        self.leaving = False  # it is sent nothing any more, and is removed once nothing is in it
         self.transfers = self._fetched = TransferTotals()
-        self.records.listeners.append(self)
+        self.totals = totals = Totals(ready.info.max_model_len)
+        self.records.listeners += [totals, self]
+        self.first_step = owner.new_first_step()  # that the others' are told apart by
+        self._tell_state()
+
+    def _tell_state(self) -> None:
+        info = self.info
+        self.state.capacity_tokens = info.kv_tokens
+        self.state.token_bytes = info.kv_bytes / info.kv_tokens if info.kv_tokens else 0.0
+
+    @property
+    def phase(self) -> str:
+        role = self.state.role
+        return "both" if role is Role.BOTH else str(role)
 
     @property
     def name(self) -> str:
         return self.state.name
+
+    def status(self, num_requests: int) -> MemberStatus:
+        state = "up"
+        if not self.healthy:
+            state = "stopped" if self.given_up else "down"
+        elif self.leaving:
+            state = "leaving"
+        where = self.host, self.pid
+        return MemberStatus(self.name, self.phase, state, *where, self.num_restarts, num_requests)
+
+    def leave(self) -> None:
+        self.leaving, self.state.up = True, False
 
     def add_step(self, record: StepRecord) -> None:
         self.state.add_step(record)
@@ -75,11 +104,9 @@ class Member(SupervisedEngine):
         self._owner.on_refused(self, names, reason)
 
     def on_fetched(self, name: str, fetched: FetchedOffer) -> None:
-        totals = self._fetched
-        totals.num_bytes += fetched.num_bytes
-        totals.seconds += fetched.seconds
-        totals.fetched += not fetched.problem
-        totals.failed += bool(fetched.problem)
+        self._fetched.add(fetched.num_bytes, fetched.seconds, bool(fetched.problem))
+        if not fetched.problem:
+            self.state.add_fetch(fetched.num_bytes, fetched.seconds)
         self._owner.on_fetched(self, name, fetched)
 
     def on_death(self, reason: str) -> None:
@@ -88,7 +115,9 @@ class Member(SupervisedEngine):
         self._owner.on_death(self, reason)
 
     def on_restart(self) -> None:
-        self.state.up = True
+        self.state.up = not self.leaving
+        self.first_step = self._owner.new_first_step()  # it counts from 0 again
+        self._tell_state()
         self._owner.on_restart(self)
 
     def on_end(self, reason: str) -> None:
@@ -110,10 +139,12 @@ class Placed:
 
     given: EngineRequest  # as it was accepted
     member: Member | None = None  # who has it; None: nobody is up
-    queued: int = 0  # prompt tokens that are counted as queued there, until its first token
+    queued: Queued = NOTHING  # what is counted as queued there, until its first token
     attempts: int = 0  # engines that died with it
     record: RequestRecord | None = None  # of the engines that had it before
     standing: Standing | None = None
     handed_over_s: float = 0.0  # when; 0: its next engine has written a token since
+    fetch_s: float = 0.0  # what its next engine took to fetch its blocks
     last_s: float = 0.0  # when its last token came
     route: list[str] = field(default_factory=list)  # what was decided, and why
+    stays: list[Stay] = field(default_factory=list)

@@ -34,6 +34,7 @@ class DecodeSet:
         one that asks, so no slot already given is lost.
         """
         kv, windowed = self._kv, any(self._kv.windows)
+        evicts = kv.eviction is not None
         chosen: list[Request] = []
         index = 0
         while index < len(self.requests):
@@ -44,12 +45,21 @@ class DecodeSet:
             seq = request.kv
             if windowed:
                 step.add_drops(request, kv.drop_outside_windows(seq))
+            if evicts:
+                self._evict(step, request)
             if seq.num_computed >= seq.capacity and not self._grow(step, request, preempt_for):
                 continue
             request.plan_sample()
             chosen.append(request)
-        step.add_slots(chosen)
+        step.add_slots(chosen, evicts)
         kv.advance_each([request.kv for request in chosen], step.step)
+
+    def _evict(self, step: StepBuilder, request: Request) -> None:
+        gone = self._kv.excess(request.kv, request.scores)
+        if gone:
+            request.note_eviction(gone)
+            self._kv.evict(request.kv, gone)
+            step.add_evictions(request, gone)
 
     def _grow(
         self, step: StepBuilder, request: Request, preempt_for: Callable[[Request], bool]

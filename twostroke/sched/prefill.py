@@ -99,9 +99,15 @@ class PrefillQueue:
             return
         kv, seq = self._kv, request.kv
         step.add_drops(request, kv.drop_outside_windows(seq))
+        self._evict(step, request)
         while True:
             available = seq.capacity + self._kv.tokens_available - seq.num_computed
-            count = min(step.budget, request.num_to_prefill, available, self._longest(request))
+            count = min(
+                step.budget,
+                request.num_to_prefill,
+                available,
+                self._longest(request, seq.num_computed),
+            )
             if count > 0:
                 break
             last = self.requests[-1]
@@ -130,7 +136,7 @@ class PrefillQueue:
                 return
             if not self.has_room(request, tables, decoding):
                 return
-            count = min(step.budget, uncached, self._longest(request))
+            count = min(step.budget, uncached, self._longest(request, num_cached))
             count = step.fit(request, num_cached, count)
             if not count:
                 return
@@ -184,12 +190,34 @@ class PrefillQueue:
         asked = request.given.params.prompt_logprobs is not None
         if asked and len(request.prompt_logprobs) < request.num_prompt - 1:
             return [[] for _ in self._kv.windows]  # every prompt position must be computed
-        return self._kv.match(request.kv, request.tokens)
+        tokens = request.tokens
+        if self._kv.eviction is not None:  # what others computed in full sight is not ours there
+            tokens = tokens[: self._kv.next_eviction(request.kv, request.num_prompt)]
+        return self._kv.match(request.kv, tokens)
 
-    def _longest(self, request: Request) -> int:
-        """A chunk's longest: half a step's budget where the log-probabilities of all its positions
-        are asked for, so that with the head for each of them the step is no longer than others."""
-        most = self._config.max_num_batched_tokens
+    def _evict(self, step: StepBuilder, request: Request) -> None:
+        """Tokens that a preempted request had written are computed once more as they were: without
+        what had been evicted by then."""
+        kv, seq = self._kv, request.kv
+        if kv.eviction is None or seq.num_computed < request.num_prompt:
+            return
+        gone = kv.excess(seq)
+        if not gone:
+            return
+        if seq.num_computed in request.evictions:
+            gone = request.evictions[seq.num_computed]
+        else:  # it was written by an engine that is no more
+            request.note_eviction(gone)
+        kv.evict(seq, gone)
+        step.add_evictions(request, gone)
+
+    def _longest(self, request: Request, start: int) -> int:
+        """A chunk's longest, from `start` on: half a step's budget where the log-probabilities of
+        all its positions are asked for, so that with the head for each of them the step is no
+        longer than others; and no further than to the next eviction."""
+        most, kv = self._config.max_num_batched_tokens, self._kv
+        if kv.eviction is not None:
+            most = min(most, kv.next_eviction(request.kv, request.num_prompt) - start)
         if request.given.params.prompt_logprobs is None or not self._config.chunked_prefill:
             return most
         return max(1, most // 2)
@@ -213,16 +241,18 @@ class PrefillQueue:
         length = len(request.tokens)
         if not decoding and not self.requests:
             # Alone it always fits: `Scheduler.add` has refused what cannot. Blocks still owned
-            # by steps in flight and by offers are freed first.
-            awaited = kv.awaits_blocks or kv.num_held
-            return kv.blocks_for(group, length) - len(hits) <= available or not awaited
-        need = kv.blocks_for(group, length + min(request.remaining, lookahead)) - len(hits)
+            # by steps in flight, by offers and by what is on its way here are freed first.
+            awaited = kv.awaits_blocks or kv.num_held or kv.num_receiving
+            needed = kv.blocks_for(group, length, request.num_prompt)
+            return needed - len(hits) <= available or not awaited
+        growth = length + min(request.remaining, lookahead)
+        need = kv.blocks_for(group, growth, request.num_prompt) - len(hits)
         for other in self.requests:
             growth = len(other.tokens) + min(other.remaining, lookahead)
-            need += kv.blocks_missing(group, other.kv, growth)
+            need += kv.blocks_missing(group, other.kv, growth, other.num_prompt)
         if need + len(decoding) * kv.blocks_for(group, lookahead + kv.block_size) <= available:
             return True  # whatever those that write may need, there is enough
         for other in decoding:
             growth = other.kv.num_computed + min(other.remaining, lookahead)
-            need += kv.blocks_missing(group, other.kv, growth, decodes=True)
+            need += kv.blocks_missing(group, other.kv, growth, other.num_prompt, decodes=True)
         return need <= available

@@ -13,6 +13,7 @@ everything it has, so no fourth state is needed.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +62,10 @@ class Request:
     stop_reason: int | None = None
     offer: Offer | None = None  # of its blocks, where another engine goes on with it
     prompt_logprobs: list[Any] = field(default_factory=list)
+    # What was evicted before which position, and the shares of attention that the stretches which
+    # are left have got (`kv/eviction.py`); kept when it is preempted.
+    evictions: dict[int, list[range]] = field(default_factory=dict)
+    scores: list[float] = field(default_factory=list)
     request_id: str = ""
     num_prompt: int = 0
     max_length: int = 0  # prompt and output together
@@ -80,6 +85,18 @@ class Request:
         """A step that has just been planned will write its next token."""
         self.pending += 1
         self.remaining -= 1
+
+    def note_eviction(self, gone: list[range]) -> None:
+        """Blocks are given up before the next token is computed."""
+        self.evictions[self.kv.num_computed] = gone
+        for entries in gone:
+            stretch = entries.start // len(entries)
+            del self.scores[stretch : stretch + 1]
+
+    def add_shares(self, shares: Sequence[float]) -> None:
+        """Of the attention of its newest token, to each stretch of its cache."""
+        self.scores += [0.0] * (len(shares) - len(self.scores))
+        self.scores = [score + share for score, share in zip(self.scores, shares, strict=False)]
 
     @property
     def num_outputs(self) -> int:

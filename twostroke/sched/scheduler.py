@@ -18,7 +18,7 @@ from twostroke.kv.cache import KVCache, KVSequence
 from twostroke.kv.prefix import seed_digest
 from twostroke.kv.transfer import KVTransfer, Offer
 from twostroke.observe.record import RequestRecord
-from twostroke.plan import BROKEN_LOGITS, StepResult, TokenLogprobs
+from twostroke.plan import BROKEN_LOGITS, BlockEvict, StepResult, TokenLogprobs
 from twostroke.request import EngineRequest, FinishReason
 from twostroke.sched.decode import DecodeSet
 from twostroke.sched.prefill import PrefillQueue
@@ -75,6 +75,7 @@ class Scheduler:
             config.block_size,
             keep_cached=config.prefix_caching,
             max_chunk=config.max_num_batched_tokens,
+            eviction=config.eviction,
         )
         self._work = AttentionWork(config.groups)
         self.pacer = Pacer(config, self._work)
@@ -82,6 +83,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._retired: list[int] = []
+        self._evicted: list[BlockEvict] = []  # since the newest step was planned
         self._prefill = PrefillQueue(config, self.kv, self._rows, self.pacer)
         self._decode = DecodeSet(self.kv)
         self._received = ReceivedQueue(self.kv, self._rows, transfer)
@@ -107,6 +109,11 @@ class Scheduler:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
+    @property
+    def kv_layout(self) -> str:
+        """What a KV block holds: the same in all engines between which blocks travel."""
+        return "" if self._transfer is None else self._transfer.layout
+
     # ── requests come and go ────────────────────────────────────────────────────────────────
 
     def check(self, given: EngineRequest) -> int:
@@ -124,12 +131,17 @@ class Scheduler:
             )
         if given.hand_over and (self._transfer is None or not self._transfer.offers):
             raise RequestError("this engine cannot hand requests over: its KV cache is not shared")
+        if config.eviction is not None and given.params.prompt_logprobs is not None:
+            raise RequestError(
+                "prompt_logprobs are of a sequence that is kept whole, and this engine evicts "
+                "(kv_eviction); leave them out, or run an engine without kv_eviction"
+            )
         room = config.max_model_len - len(prompt)
         max_outputs = (
             room if given.params.max_tokens is None else min(given.params.max_tokens, room)
         )
         for index, group in enumerate(config.groups):
-            blocks = self.kv.blocks_for(index, len(prompt) + max_outputs - 1)
+            blocks = self.kv.blocks_for(index, len(prompt) + max_outputs - 1, len(prompt))
             if blocks > group.num_blocks:
                 which = "" if len(config.groups) == 1 else f" for layers of {_window(group.window)}"
                 raise RequestError(
@@ -195,6 +207,11 @@ class Scheduler:
         self._transfer.release(number)
         self.kv.release_held(number)
 
+    def tidy(self) -> None:
+        """Let go what engines shared with this one that have ended."""
+        if self._transfer is not None:
+            self._transfer.tidy()
+
     def take_fetched(self) -> list[Fetched]:
         """Offers of other engines that have been fetched, or given up, since the last time."""
         fetched, self._received.fetched = self._received.fetched, []
@@ -205,7 +222,7 @@ class Scheduler:
     def plan(self) -> StepInFlight | None:
         """The next step, or None if nothing can run before a step in flight commits."""
         budget = self.config.max_num_batched_tokens
-        builder = StepBuilder(self._step, budget, self._work, self._clock())
+        builder = StepBuilder(self._step, budget, self._work, self._clock(), self._evicted)
 
         def preempt(victim: Request) -> None:
             self._preempted += 1
@@ -226,6 +243,7 @@ class Scheduler:
             return None
         plan = builder.build(tuple(self._retired))
         self._retired.clear()
+        self._evicted.clear()
         step = StepInFlight(
             plan,
             builder.sampled,
@@ -276,6 +294,8 @@ class Scheduler:
         plan, sampled = in_flight.plan, in_flight.sampled
         now, step = self._clock() if now is None else now, plan.step
         self.pacer.commit(in_flight, result.device_s, now)
+        for request, shares in zip(sampled, result.shares, strict=False):
+            request.add_shares(shares)
         before, num_slots = self._committed, len(plan.decode)
         if result.counts is not None:
             sampled, num_slots = self._take_back_drafts(in_flight, result.counts)
@@ -324,7 +344,8 @@ class Scheduler:
                 entry = logprobs.get(index)
                 updates.append(self._update(request, (token,), (entry,) if entry else ()))
             else:
-                updates.append(new_tuple(Update, (request.request_id, (token,), *no_more)))
+                whole = (request.request_id, (token,)) + no_more  # noqa: RUF005 - the faster way
+                updates.append(new_tuple(Update, whole))
         for request in sampled if self._prefill.isolated.active else ():
             if self._prefill.isolated.passed(request) and request.phase is Phase.DECODE:
                 self._preempt(request, now)
@@ -434,6 +455,8 @@ class Scheduler:
         self.kv.close(request.kv)
         self._rows.append(request.row)
         self._retired.append(request.row)
+        if self._evicted:  # of a table that nobody reads again
+            self._evicted[:] = [one for one in self._evicted if one.row != request.row]
         request.row = -1
 
     def _remove_inactive(self) -> None:

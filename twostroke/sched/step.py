@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from twostroke.kv.cache import GroupLimits, KVUsage
+from twostroke.kv.eviction import Eviction
 from twostroke.plan import (
     BlockAppend,
     BlockDrop,
+    BlockEvict,
     Chunk,
     NewRow,
     Pending,
@@ -42,6 +44,7 @@ class SchedulerConfig:
     ttft_slo_s: float | None = None  # goals; None: none
     itl_slo_s: float | None = None
     max_decode_stall: float | None = None  # steady gaps; where there is no itl_slo_s
+    eviction: Eviction | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +68,16 @@ class StepInFlight:
 class StepBuilder:
     """Collects what a step does. The budget counts tokens: a slot is one, a chunk its length."""
 
-    def __init__(self, step: int, budget: int, work: AttentionWork, now: float) -> None:
+    def __init__(
+        self,
+        step: int,
+        budget: int,
+        work: AttentionWork,
+        now: float,
+        evicted: list[BlockEvict] | None = None,
+    ) -> None:
+        """`evicted`: that no executor has heard of yet, since nothing could run with them."""
+        self.evicted = [] if evicted is None else evicted
         self.step = step
         self.budget = budget
         self.now = now
@@ -97,13 +109,16 @@ class StepBuilder:
             return most
         return self.allowance.fit(self.prefill_work, start, most, len(request.tokens))
 
-    def add_slots(self, requests: list[Request]) -> None:
-        """A slot each, for what has been computed of them so far."""
+    def add_slots(self, requests: list[Request], evicts: bool = False) -> None:
+        """A slot each, for what has been computed of them so far; `evicts`: some may have fewer
+        cache entries than positions."""
         positions = [request.kv.num_computed for request in requests]
         rows = [request.row for request in requests]
         self.slots = [new_slot((row, at, 0)) for row, at in zip(rows, positions, strict=True)]
         self.sampled = requests
         self.budget -= len(requests)
+        if evicts:
+            positions = [request.kv.num_computed - request.kv.num_evicted for request in requests]
         self.decode_work = PhaseWork(len(rows), len(rows), *self._work.of_slots(positions))
 
     def add_chunk(self, request: Request, count: int) -> None:
@@ -114,7 +129,9 @@ class StepBuilder:
         if last:
             self.last_chunks.append(request)
         self.budget -= count
-        self.prefill_work = self.prefill_work.with_chunk(count, self._work.of_chunk(start, count))
+        self.prefill_work = self.prefill_work.with_chunk(
+            count, self._work.of_chunk(start - request.kv.num_evicted, count)
+        )
 
     def add_row(self, request: Request) -> None:
         """The request has taken its row."""
@@ -141,6 +158,10 @@ class StepBuilder:
         for group, upto in changed:
             self.dropped.append(BlockDrop(request.row, group, upto))
 
+    def add_evictions(self, request: Request, gone: list[range]) -> None:
+        self.evicted += [BlockEvict(request.row, one.start, one.stop) for one in gone]
+        request.record.kv_evicted_tokens = request.kv.num_evicted
+
     def build(self, retired: tuple[int, ...]) -> StepPlan:
         self.sampled += self.last_chunks
         return StepPlan(
@@ -153,4 +174,5 @@ class StepBuilder:
             decode=tuple(self.slots),
             prefill_work=self.prefill_work,
             decode_work=self.decode_work,
+            evicted=tuple(self.evicted),
         )

@@ -30,6 +30,7 @@ from twostroke.serve.messages import messages_routes
 from twostroke.serve.metrics import CLIENT_GONE
 from twostroke.serve.ollama import ollama_routes
 from twostroke.serve.pages import docs_page, index_page
+from twostroke.serve.pools import pool_routes
 from twostroke.serve.profile import profile_routes
 from twostroke.serve.protocol import (
     BatchChatRequest,
@@ -129,6 +130,7 @@ class App:
             Route("GET", "/", self._show_index, "What there is to look at."),
             *record_routes(service),
             *profile_routes(service),
+            *pool_routes(service),
         ]
         routes += messages_routes(service)
         routes += ollama_routes(service)

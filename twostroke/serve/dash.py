@@ -33,6 +33,7 @@ MOST_A_SECOND = 20.0
 NO_STORE = (b"cache-control", b"no-store")
 STEPS = 400  # on the timeline
 SLOWEST = 8
+ENGINES_S = 10.0  # that what each of several engines does is taken over
 QUANTILES = (0.5, 0.95, 0.99)
 WINDOWS: dict[str, float | None] = {
     "10": 10.0,
@@ -45,6 +46,7 @@ STEP_FIELDS = (
     "ended_s",
     "decode",
     "prefill",
+    "communication",
     "host",
     "idle",
     "prefill_rows",
@@ -55,6 +57,7 @@ STEP_FIELDS = (
     "running",
     "preempted",
     "kv_used",
+    "engine",
 )
 
 
@@ -184,6 +187,8 @@ class DashData:
                 "generation_tokens": self._totals.generation_tokens,
                 "requests": self._totals.ended,
             },
+            "engines": self._engines(now),
+            "transfers": self._transfers(),
             "roof": self._roof_json(),
             "gpu": _gpu_json(info.device),
             "series_s": span_s,
@@ -194,6 +199,54 @@ class DashData:
             "slowest": self._slowest(now, seconds, slow_by),
         }
 
+    def _engines(self, now: float) -> list[Json]:
+        """Of several engines: what each has, and what it did of late. Nothing of one alone."""
+        engines = self._client.each_engine()
+        if len(engines) < 2:
+            return []
+        seconds = max(1e-9, min(ENGINES_S, now - self._recent.started_s))
+        work = {name: [0, 0, 0.0] for name in engines}
+        for record in reversed(self._records.steps):
+            if record.committed_s < now - seconds:
+                break
+            if record.engine in work:
+                done = work[record.engine]
+                done[0] += record.prefill.tokens
+                done[1] += record.num_written
+                done[2] += record.device_s
+        found = []
+        for name, engine in engines.items():
+            load, (prefilled, written, device_s) = engine.load(), work[name]
+            found.append(
+                {
+                    "name": name,
+                    "phase": engine.phase,
+                    "up": engine.healthy,
+                    "restarts": engine.num_restarts,
+                    "waiting": load.waiting,
+                    "running": load.running,
+                    "kv_taken": load.kv.taken,
+                    "prefill_rate": prefilled / seconds,
+                    "written_rate": written / seconds,
+                    "busy": min(1.0, device_s / seconds),
+                }
+            )
+        return found
+
+    def _transfers(self) -> list[Json]:
+        """Since the start, by sender and receiver."""
+        return [
+            {
+                "sender": sender,
+                "receiver": receiver,
+                "fetched": totals.fetched,
+                "failed": totals.failed,
+                "bytes": totals.num_bytes,
+                "ms": _ms(totals.seconds),
+            }
+            for (sender, receiver), totals in self._client.transfers_between().items()
+        ]
+
     def _roof_json(self) -> Json:
         found = self._roof.ceilings
         return {
@@ -202,7 +255,7 @@ class DashData:
             "idle_s": IDLE_S if self._roof.is_coming else None,  # it is measured after so long
         }
 
-    def _steps(self, since: int) -> list[list[float]]:
+    def _steps(self, since: int) -> list[list[float | str]]:
         """Those that are new, oldest first, as `STEP_FIELDS` has them."""
         new = self._recent.num_steps - since
         new = STEPS if new < 0 else min(new, STEPS)  # below 0: another server's number
@@ -247,7 +300,7 @@ def _spread_json(spread: Spread) -> Json:
     return {"count": spread.count, "p50": values[0], "p95": values[1], "p99": values[2]}
 
 
-def _step_row(record: StepRecord, zero_s: float) -> list[float]:
+def _step_row(record: StepRecord, zero_s: float) -> list[float | str]:
     since, host_s = record.since_s, record.since_s.host
     if not (record.regular or record.late):
         # No stream waited for it. Before the planning began there was nothing to do.
@@ -257,6 +310,7 @@ def _step_row(record: StepRecord, zero_s: float) -> list[float]:
         round(record.committed_s - zero_s, 4),
         _ms(since.decode),
         _ms(since.prefill),
+        _ms(since.communication),
         _ms(host_s),
         _ms(since.host - host_s),
         record.prefill.rows,
@@ -267,6 +321,7 @@ def _step_row(record: StepRecord, zero_s: float) -> list[float]:
         record.running,
         record.preempted,
         record.kv.used,
+        record.engine,
     ]
 
 
@@ -288,6 +343,7 @@ def _request_json(record: RequestRecord, now: float) -> Json:
         "prefill": _ms(first_s - scheduled_s),
         "decode": _ms(record.decode_s),
         "worst_gap": _ms(record.worst_gap_s),
+        "route": record.route,
         "causes": None if worst is None else _causes_json(worst),
     }
 

@@ -42,13 +42,16 @@ VLLM_HISTOGRAMS = {
 
 class Families:
     """Of one engine. Every series carries the model's name and the engine's, which is vLLM's
-    number, 0, where there is one engine."""
+    number, 0, where there is one engine; of several also the phase of its pool, but for the series
+    whose `phase` is that of the work."""
 
     def __init__(self, model_name: str, engine: str = "0") -> None:
         self._names = ["model_name", "engine"]
         self._values = [model_name, engine]
+        self._phase = ""
 
     def all(self, client: EngineStatus, totals: Totals) -> Iterator[Metric]:
+        self._phase = client.phase
         load = client.load()
         yield from self._vllm_now(load, client.asleep)
         yield self._cache_config(client.info)
@@ -144,7 +147,7 @@ class Families:
         yield self._counters("twostroke:kv_transfers", text, outcomes, "outcome")
         text = "KV bytes fetched from other engines."
         yield self._counters("twostroke:kv_transfer_bytes", text, {"": transfers.num_bytes})
-        text = "Time that fetching them took, in which the engine ran no step."
+        text = "Time that fetching them took, from the first block asked for to the last one here."
         yield self._counters("twostroke:kv_transfer_seconds", text, {"": transfers.seconds})
 
     def _own_steps(self, totals: Totals) -> Iterator[Metric]:
@@ -159,9 +162,19 @@ class Families:
         ):
             values = {phase: getattr(total, field) for phase, total in phases.items()}
             yield self._counters(f"twostroke:phase_{name}", text, values, "phase")
+        for name, field, text in (
+            ("seconds", "comm_s", "Of the executor's time, in collectives of rank 0."),
+            ("bytes", "comm_bytes", "That a rank sent for them, the mean over the ranks."),
+        ):
+            values = {phase: getattr(total, field) for phase, total in phases.items()}
+            yield self._counters(f"twostroke:collective_{name}", text, values, "phase")
         for name, text, value in (
             ("recomputed_tokens", "Lost to preemption.", totals.recomputed_tokens),
-            ("collective_seconds", "Of the steps' time, in collectives of rank 0.", totals.comm_s),
+            (
+                "kv_evicted_tokens",
+                "That left the KV cache while their request wrote on.",
+                totals.kv_evicted_tokens,
+            ),
             ("step_predicted_seconds", "As the step-time model foresaw.", totals.predicted_s),
             ("step_foreseen_seconds", "Those steps, as they ran.", totals.predicted_actual_s),
             ("step_error_seconds", "|foreseen - ran|, summed.", totals.prediction_error_s),
@@ -205,7 +218,10 @@ class Families:
         return family
 
     def _labels(self, label: str) -> list[str]:
-        return [*self._names, label] if label else self._names
+        return [*self._names, *self._pool(label, "phase"), *([label] if label else [])]
 
     def _of(self, label: str, value: str) -> list[str]:
-        return [*self._values, value] if label else self._values
+        return [*self._values, *self._pool(label, self._phase), *([value] if label else [])]
+
+    def _pool(self, label: str, what: str) -> list[str]:
+        return [what] if self._phase and label != "phase" else []

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from twostroke.engine.api import EngineClient, EngineStatus
+from twostroke.engine.api import EngineClient
 from twostroke.observe.recent import Recent
 from twostroke.observe.totals import Totals
 from twostroke.serve.families import Families
@@ -57,23 +57,16 @@ class Metrics:
 
 
 class _Engines(Collector):
-    """The series of every engine; `totals` are those of all of them, or of the one there is."""
+    """The series of every engine that is there; `totals` are those of all of them together."""
 
     def __init__(self, client: EngineClient, totals: Totals, model_name: str) -> None:
-        self._client = client
-        self._engines: list[tuple[EngineStatus, Totals, Families]] = []
-        engines = client.each_engine()
-        for name, engine in engines.items():
-            own = totals
-            if len(engines) > 1:
-                own = Totals(engine.info.max_model_len)
-                engine.records.listeners.append(own)
-            self._engines.append((engine, own, Families(model_name, name)))
+        self._client, self._totals, self._model_name = client, totals, model_name
 
     def collect(self) -> Iterable[Metric]:
         found: dict[str, Metric] = {}
-        for engine, totals, families in self._engines:
-            for family in families.all(engine, totals):
+        for name, engine in self._client.each_engine().items():
+            families = Families(self._model_name, name)
+            for family in families.all(engine, engine.totals or self._totals):
                 if family.name in found:
                     found[family.name].samples += family.samples
                 else:

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from hashlib import blake2b
 from time import monotonic
 from typing import Any, Final, TypeVar
 
@@ -86,10 +87,10 @@ class Prompts:
     ) -> list[EngineRequest]:
         """`work`'s requests, with their grammar checked. They count as received now, so that what
         template and tokenizer take, and the wait for them, is in their times."""
-        received_s = monotonic()
+        received_s, session = monotonic(), _session(request)
 
         def prepare() -> tuple[list[EngineRequest], Callable[[], None] | None]:
-            requests = [replace(one, received_s=received_s) for one in work()]
+            requests = [replace(one, received_s=received_s, session=session) for one in work()]
             grammar = requests[0].params.structured_outputs if requests else None
             if grammar is None or self._input.grammars.known(grammar):
                 return requests, None
@@ -347,3 +348,11 @@ def _settle(result: asyncio.Future[T], value: T, error: BaseException | None) ->
         result.set_exception(error)
     else:
         result.set_result(value)
+
+
+def _session(request: GenerateRequest) -> str:
+    """A name of the conversation that no other tenant's conversation has."""
+    if not request.prompt_cache_key:
+        return ""
+    text = json.dumps([request.cache_salt, request.prompt_cache_key])
+    return blake2b(text.encode(), digest_size=8).hexdigest()

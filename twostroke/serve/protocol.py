@@ -42,14 +42,15 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class IgnoredFields(Body, kw_only=True):
-    """OpenAI's fields about accounts, storage and billing: read, and without effect here."""
+    """OpenAI's fields about accounts, storage and billing: read, and (but for one) without effect
+    here."""
 
     user: Name | None = None
     store: bool | None = None
     metadata: Raw = None  # type: ignore[assignment]
     service_tier: Name | None = None
     safety_identifier: Name | None = None
-    prompt_cache_key: Name | None = None
+    prompt_cache_key: Name | None = None  # with several engines: the session, see route/router.py
     prompt_cache_retention: Name | None = None
     prompt_cache_options: Raw = None  # type: ignore[assignment]
     moderation: Raw = None  # type: ignore[assignment]
@@ -321,6 +322,15 @@ TemplatedRequest = ChatRequest | TokenizeRequest  # with fields for the chat tem
 class DetokenizeRequest(Body, kw_only=True):
     tokens: TokenIds
     model: Name | None = None
+
+
+class PoolsRequest(Body, kw_only=True):
+    """How many engines each pool is to have; one that is not named stays as it is."""
+
+    prefill_engines: int | None = msgspec.field(default=None, name="prefill")
+    decode_engines: int | None = msgspec.field(default=None, name="decode")
+    data_parallel_size: int | None = None  # engines that do both phases
+    drain_timeout: float = 120.0  # seconds; what has not ended in an engine by then is moved
 
 
 class ErrorContent(msgspec.Struct):

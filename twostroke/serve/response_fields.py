@@ -87,7 +87,8 @@ def timings(outputs: Sequence[RequestOutput]) -> Json | None:
     A token's time is the gap between tokens, so that the first one, which prefill brought, is not
     counted as decoded in no time. Of several continuations: the slowest's times, all's tokens.
     Then ours: the time in the queue, the gaps between tokens by cause (summed over continuations;
-    with one they add up to `decode_ms`), the worst gap, and preemptions.
+    with one they add up to `decode_ms`), the worst gap, preemptions, and
+    tokens that left the KV cache.
     """
     records = [record for output in outputs for record in output.records]
     if not records:
@@ -116,6 +117,7 @@ def timings(outputs: Sequence[RequestOutput]) -> Json | None:
         "worst_gap_ms": worst.worst_gap_s * 1e3,
         "worst_gap_causes_ms": None if worst.worst_gap is None else _in_ms(worst.worst_gap),
         "preemptions": sum(len(record.preempted) for record in records),
+        "kv_evicted_tokens": sum(record.kv_evicted_tokens for record in records),
     }
 
 

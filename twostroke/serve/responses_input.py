@@ -39,6 +39,7 @@ INCLUDABLE = (  # all but the first have no effect: there is nothing of the kind
 )
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _SAME_NAME = set(GenerateRequest.__struct_fields__) - set(IgnoredFields.__struct_fields__)
+_SAME_NAME.add("prompt_cache_key")
 
 
 # ── settings ────────────────────────────────────────────────────────────────────────────────────

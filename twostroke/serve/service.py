@@ -73,6 +73,8 @@ class Service:
             request.cache_salt = f"{http.key_number}/{request.cache_salt or ''}"
         if not settings.client_priority:
             request.priority = None
+        if request.prompt_cache_key is None and (session := http.header(b"x-session-id")):
+            request.prompt_cache_key = session.decode("latin-1")
 
     def tokens_as_ids(self, request: GenerateRequest) -> bool:
         """Whether log-probabilities name their tokens by id; the request may say."""

@@ -1,4 +1,5 @@
-"""OpenTelemetry: one span a request, made from its records once it has ended.
+"""OpenTelemetry: one span a request, made from its records once it has ended; with several engines
+one more inside it for its time in each, and for each fetch of its blocks.
 
     GenerateRoute ──▶ begin(name, headers, params)          what the client traced, whose trace
     Records         ──▶ add_request(record) ──▶ span ──▶ the SDK's queue ──▶ its own thread ──▶ OTLP
@@ -106,6 +107,11 @@ class Tracing:
         )
         for name, seconds in _events(records):
             span.add_event(name, timestamp=at(seconds))
+        for name, began_s, ended_s, more in _stays(records):
+            inner = self._tracer.start_span(
+                name, sdk.set_span_in_context(span), attributes=more, start_time=at(began_s)
+            )
+            inner.end(at(ended_s))
         if any(record.finish_reason == FinishReason.ERROR for record in records):
             span.set_status(sdk.StatusCode.ERROR)
         span.end(at(max(record.finished_s for record in records)))
@@ -173,6 +179,21 @@ def _events(records: Sequence[RequestRecord]) -> Iterator[tuple[str, float]]:
             yield "preempted", seconds
 
 
+def _stays(
+    records: Sequence[RequestRecord],
+) -> Iterator[tuple[str, float, float, dict[str, Any]]]:
+    """Spans of several engines: name, from, to, attributes."""
+    for record in records:
+        ends = [*(stay.began_s for stay in record.stays[1:]), record.finished_s]
+        for stay, ended_s in zip(record.stays, ends, strict=False):  # of one engine there is none
+            engine = {"twostroke.engine": stay.engine}
+            yield f"engine {stay.engine}", stay.began_s, ended_s, engine
+            if stay.fetched_s:
+                more: dict[str, Any] = {"twostroke.fetch.bytes": stay.fetched_bytes, **engine}
+                more["twostroke.fetch.seconds"] = stay.fetch_s
+                yield "kv_fetch", stay.began_s, stay.fetched_s, more
+
+
 # ── the SDK, which may not be installed ─────────────────────────────────────────────────────────
 
 
@@ -181,6 +202,7 @@ class Sdk:
     SpanKind: Any
     StatusCode: Any
     propagator: Any
+    set_span_in_context: Any
 
 
 def missing() -> str:
@@ -205,7 +227,7 @@ def _provider(endpoint: str) -> tuple[Any, Sdk]:
     from opentelemetry.sdk.resources import SERVICE_NAME, Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    from opentelemetry.trace import SpanKind, StatusCode
+    from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     resource = Resource.create()
@@ -213,7 +235,7 @@ def _provider(endpoint: str) -> tuple[Any, Sdk]:
         resource = resource.merge(Resource({SERVICE_NAME: "twostroke"}))
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(_exporter(_protocol(endpoint), endpoint)))
-    return provider, Sdk(SpanKind, StatusCode, TraceContextTextMapPropagator)
+    return provider, Sdk(SpanKind, StatusCode, TraceContextTextMapPropagator, set_span_in_context)
 
 
 def _protocol(endpoint: str) -> str:

@@ -30,6 +30,7 @@ from twostroke.kernels.cuda.latent import (
 from twostroke.kernels.cuda.latent_prefill import latent_prefill_attention
 from twostroke.kernels.cuda.launch import compile_ahead
 from twostroke.kernels.cuda.logprobs import token_logprobs
+from twostroke.kernels.cuda.packed import packed_gated_product, packed_product
 from twostroke.kernels.cuda.prefill import bind_prefill_attention, prefill_attention
 from twostroke.kernels.cuda.product import exact_product, gated_product, product
 from twostroke.kernels.cuda.rope_store import rope_store
@@ -66,6 +67,8 @@ __all__ = [
     "latent_rope_store",
     "mix_experts",
     "num_sms",
+    "packed_gated_product",
+    "packed_product",
     "prefill_attention",
     "product",
     "rms_norm",

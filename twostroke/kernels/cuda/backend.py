@@ -21,6 +21,8 @@ class CudaKernels(Kernels):
     fp8_rows = staticmethod(cuda.fp8_rows)
     fp8_rows_product = staticmethod(cuda.fp8_rows_product)
     fp8_rows_gated_product = staticmethod(cuda.fp8_rows_gated_product)
+    packed_product = staticmethod(cuda.packed_product)
+    packed_gated_product = staticmethod(cuda.packed_gated_product)
     experts = staticmethod(cuda.mix_experts)
     rope_store = staticmethod(cuda.rope_store)
     prefill_attention = staticmethod(cuda.prefill_attention)

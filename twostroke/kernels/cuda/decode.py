@@ -5,7 +5,8 @@
 
 The query heads of a KV head share one tile, so that keys and values are read once; so do the tokens
 of a row that has several. Each program reads its sequence's length on the device: one captured
-launch serves every context. What is read of the cache is converted to the queries' type.
+launch serves every context. What is read of the cache is converted to the queries' type; the scales
+of int8 multiply the scores and the softmax's weights, which are fewer.
 
 `rope_decode_attention` begins one launch earlier, with what the QKV product has left: see
 `new_token.py`.
@@ -20,6 +21,13 @@ import torch
 import triton
 import triton.language as tl
 
+from twostroke.kernels.cuda.kv_types import (
+    operand_of,
+    pair_to_operands,
+    pair_unit,
+    scale_at,
+    to_operand,
+)
 from twostroke.kernels.cuda.launch import Launch, Variant
 from twostroke.kernels.cuda.new_token import NewToken, queries_of_new
 from twostroke.kernels.cuda.pdl import launch_options, wait_for_previous
@@ -52,6 +60,17 @@ def tuning(head_bytes: int, programs: int, num_sms: int) -> Tuning:
     if programs <= PROGRAMS_PER_SM * num_sms:
         return Tuning(32, 4, 4 if head_bytes <= 512 else 3, 4)
     return Tuning(32, 4, 2, 4)
+
+
+def tuning_8_bit(programs: int, num_sms: int, queries: int) -> Tuning:
+    """Of 8-bit heads of at most 128 channels, where conversions and what warps exchange take the
+    time: many programs of two warps, or few that have more positions a step. Several queries leave
+    no registers for that."""
+    if queries > 1:
+        return Tuning(64, 4, 3, 2)
+    if programs <= PROGRAMS_PER_SM * num_sms:
+        return Tuning(128, 4, 3, 1)
+    return Tuning(64, 2, 3, 2)
 
 
 def decode_attention(
@@ -187,8 +206,11 @@ def make_launch(
     assert strides[3] == q_strides[2] == out_strides[2] == tables.stride(1) == 1
     assert splits <= MOST_SPLITS
     if tuned is None:
-        head_bytes = dim * max(q.itemsize, keys.itemsize)
-        tuned = tuning(head_bytes, batch * num_kv_heads * splits, num_sms(q.device))
+        head_bytes, programs = dim * max(q.itemsize, keys.itemsize), batch * num_kv_heads * splits
+        if keys.itemsize == 1 and head_bytes <= 256:
+            tuned = tuning_8_bit(programs, num_sms(q.device), queries)
+        else:
+            tuned = tuning(head_bytes, programs, num_sms(q.device))
     *made, eps = new or (None, None, None, None, None, None, 0.0)
     variant = _variant(
         num_heads // num_kv_heads,
@@ -385,9 +407,24 @@ def _decode(
         else:
             q_at = query_at(sequence, kv_head, member, q_stride, q_head_stride, GROUP, QUERIES)
             query_tile = tl.load(q + q_at[:, None] + channel[None, :], mask=real, other=0.0)
+        asm: tl.constexpr = query_tile.dtype == tl.bfloat16
+        query_tile = operand_of(query_tile, keys)
+        kind: tl.constexpr = keys.dtype.element_ty
+        scaled: tl.constexpr = kind == tl.int8
+        # Values of 8-bit types are read two channels at a time: so small, the hardware could not
+        # turn them for the product over positions.
+        narrow: tl.constexpr = kind.primitive_bitwidth == 8 and query_tile.dtype == tl.float16
+        paired: tl.constexpr = narrow and DIM % 2 == 0 and BLOCK_DIM >= 32
+        num_kv_heads = tl.num_programs(0)
         best = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        sums = tl.zeros([BLOCK_M, BLOCK_DIM], tl.float32)
+        if paired:
+            pair = tl.arange(0, BLOCK_DIM // 2)
+            value_pairs = values.to(tl.pointer_type(tl.int16))
+            sums = tl.zeros([BLOCK_M, BLOCK_DIM // 2], tl.float32)
+            odd_sums = tl.zeros([BLOCK_M, BLOCK_DIM // 2], tl.float32)
+        else:
+            sums = tl.zeros([BLOCK_M, BLOCK_DIM], tl.float32)
         if SINKS:  # counted once: by the first split, which always has keys
             head = kv_head * GROUP + member % GROUP
             best, total = sink_of(sinks + head, (member < MEMBERS) & (split == 0))
@@ -403,14 +440,31 @@ def _decode(
                 visible = visible & (position[None, :] < seen[:, None])
                 if WINDOW:
                     visible = visible & (position[None, :] >= seen[:, None] - window)
+            if scaled:
+                block, slot = page.to(tl.int64) * block_stride, position % PAGE
+                scale_of = scale_at(keys + block, kv_head, slot, num_kv_heads, DIM, PAGE)
+                key_scale = tl.load(scale_of, mask=inside, other=0.0)
+                scale_of = scale_at(values + block, kv_head, slot, num_kv_heads, DIM, PAGE)
+                value_scale = tl.load(scale_of, mask=inside, other=0.0)
             at = (position % PAGE) * slot_stride + kv_head * head_stride
+            if paired:
+                pair_at = ((page.to(tl.int64) * block_stride + at) // 2)[:, None] + pair[None, :]
             at = (page.to(tl.int64) * block_stride + at)[:, None] + channel[None, :]
             position += TILE
             page = tl.load(table + position // PAGE, mask=position < length, other=0)
             mask = inside[:, None] & (channel < DIM)[None, :]
-            key = tl.load(keys + at, mask=mask, other=0.0).to(query_tile.dtype)
-            value = tl.load(values + at, mask=mask, other=0.0).to(query_tile.dtype)
+            if paired:
+                key = tl.load(keys + at, mask=mask, other=0.0)
+                key = to_operand(key, query_tile.dtype, asm)
+                mask = inside[:, None] & (pair < DIM // 2)[None, :]
+                pairs = tl.load(value_pairs + pair_at, mask=mask, other=0)
+                value, odd_value = pair_to_operands(pairs, kind, asm)
+            else:
+                key = tl.load(keys + at, mask=mask, other=0.0).to(query_tile.dtype)
+                value = tl.load(values + at, mask=mask, other=0.0).to(query_tile.dtype)
             score = tl.dot(query_tile, tl.trans(key), input_precision="tf32x3")
+            if scaled:
+                score = score * key_scale[None, :]
             score = capped(score, scale, softcap, SOFTCAP)
             score = tl.where(visible, score, float("-inf"))
             # Each tile has a position that a single query sees: `above` is finite. Of several
@@ -423,8 +477,18 @@ def _decode(
             fade = tl.exp2(best - floor)
             total = total * fade + tl.sum(share_of, axis=1)
             sums = sums * fade[:, None]
+            if scaled:  # by the largest value, almost: what fp16 has, where the model does
+                share_of = share_of * (value_scale * 128.0)[None, :]
+            if paired:
+                share_of = share_of.to(value.dtype)
+                odd_sums = tl.dot(share_of, odd_value, odd_sums * fade[:, None])
             sums = tl.dot(share_of.to(value.dtype), value, sums, input_precision="tf32x3")
             best = above
+        if paired:
+            sums = tl.reshape(tl.join(sums, odd_sums), [BLOCK_M, BLOCK_DIM])
+            sums = sums * pair_unit(kind, asm)
+        if scaled:
+            sums = sums * 0.0078125
         if QUERIES > 1:
             sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]
         else:

@@ -24,7 +24,6 @@ from twostroke.kernels.cuda.elementwise import act_and_mul, gate_times_up
 from twostroke.kernels.cuda.launch import Variant
 from twostroke.kernels.cuda.pdl import fetch_to_l2, launch_options, wait_for_previous
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
-from twostroke.kernels.cuda.splits import num_sms
 from twostroke.kernels.fp8 import (
     ARRIVALS_COLUMNS,
     E4M3,
@@ -40,10 +39,10 @@ from twostroke.kernels.fp8 import (
 MOST_WEIGHT_ONLY = 256
 MOST_TILED = 128  # rows of e4m3 whose products have tiles here; the library has the rest
 LIBRARY_STEP = 16  # the library takes matrices whose sizes are multiples of it
-PROGRAMS_PER_SM = 4  # of a matrix whose columns are shared
-SHARED_BYTES = 224 << 10  # of a multiprocessor, for its programs' tiles
+PROGRAMS, FEW_PROGRAMS = 512, 256  # of a matrix whose K is split; the latter of e4m3 activations
+NARROW = 4096  # columns of a matrix that is cut into narrower tiles, for as many programs
+LONG = 8192  # of K: where 128 rows are faster in tiles that share it than by the library
 DEQUANTISED = 2048  # numbers of a program
-LEAST_STEPS = 4  # of a program's part of K
 FETCHED = tl.constexpr(
     512
 )  # bytes of each column that are on their way before a tile's launch waits
@@ -67,44 +66,39 @@ class Tiling:
     num_stages: int
 
 
-def streaming(weight: Fp8Weight) -> Streaming | None:
+def streaming(weight: Fp8Weight, gated: bool) -> Streaming | None:
     """Of one row; None where nothing here divides K or a group."""
-    inner = _group(weight)
-    for size, columns in ((2048, 2), (1024, 4), (512, 4), (128, 8)):
-        if weight.values.shape[1] % size == 0 and (inner % size == 0 or not size % inner):
-            return Streaming(columns, size, 4)
+    group, inner = _group(weight), weight.values.shape[1]
+    ways = (Streaming(1, 512, 1),) if gated else (Streaming(4, 1024, 2), Streaming(4, 512, 2))
+    for way in (*ways, Streaming(8, 128, 4)):
+        if inner % way.inner == 0 and (group % way.inner == 0 or not way.inner % group):
+            return way
     return None
 
 
 def tiling(rows: int, weight: Fp8Weight, gated: bool, quantised: bool) -> Tiling | None:
     """None where the library is faster, or nothing here divides K or a group. `quantised`: the
     activations are e4m3."""
+    columns, inner = weight.values.shape
+    block = min(128, max(16, power_of_two(rows)))
     if rows > (MOST_TILED if quantised else MOST_WEIGHT_ONLY):
         return None
-    columns, inner = weight.values.shape
-    step = next((n for n in (128, 64) if inner % n == 0 and _group(weight) % n == 0), None)
+    if quantised and block > 64 and (gated or inner < LONG):
+        return None
+    largest = 128 if block > 64 or (not quantised and block > 32) or (gated and block > 16) else 256
+    sizes = (n for n in (256, 128, 64) if n <= largest)
+    step = next((n for n in sizes if inner % n == 0 and _group(weight) % n == 0), None)
     if step is None:
         return None
-    block = min(128, max(16, power_of_two(rows)))
-    tile = 32 if gated and block == 16 and not quantised else 64
-    stages = 4 if block < 128 else 3
-    stage_bytes = step * ((2 * tile if gated else tile) + (block if quantised else 2 * block))
-    splits, sms = 1, num_sms(weight.values.device)
+    few = block == 16 and not quantised
+    tile = 32 if few and not gated and columns <= NARROW else 64
+    splits = 1
     if not gated and rows <= block:
-        room = sms * min(PROGRAMS_PER_SM, SHARED_BYTES // (stages * stage_bytes))
-        splits = _splits(ceil_div(columns, tile), inner // step, room, sms)
+        programs, steps = (FEW_PROGRAMS, 8 if block == 16 else 14) if quantised else (PROGRAMS, 4)
+        splits = min(programs // ceil_div(columns, tile), inner // step // steps)
+        splits = 1 << max(0, splits.bit_length() - 1)
+    stages = 3 if block == 128 or (gated and block == 16) or (gated and not quantised) else 4
     return Tiling(block, tile, step, splits, block >= 64 or quantised, 4, stages)
-
-
-def _splits(tiles: int, steps: int, room: int, sms: int) -> int:
-    """Parts of K such that all programs run at one time and the multiprocessor with the most to do
-    has the least; of equals the most parts, which have more under way."""
-
-    def longest(splits: int) -> int:
-        return ceil_div(tiles * splits, sms) * ceil_div(steps, splits)
-
-    most = max(1, min(room // tiles, steps // LEAST_STEPS))
-    return min(range(most, 0, -1), key=longest)
 
 
 def _group(weight: Fp8Weight) -> int:
@@ -120,7 +114,7 @@ def fp8_product(
 ) -> torch.Tensor:
     """x @ what the weight stands for, transposed; to `out`, contiguous, if it is given."""
     if _is_plain(x):
-        streamed = streaming(weight) if x.shape[0] == 1 else None
+        streamed = streaming(weight, gated=False) if x.shape[0] == 1 else None
         if streamed is not None:
             return stream(x, weight, streamed, None, pdl, out)
         tuned = tiling(x.shape[0], weight, gated=False, quantised=False)
@@ -135,7 +129,7 @@ def fp8_gated_product(
 ) -> torch.Tensor:
     """activation(x @ first half of the weight) · (x @ second half), rounded as by `act_and_mul`."""
     if _is_plain(x):
-        streamed = streaming(weight) if x.shape[0] == 1 else None
+        streamed = streaming(weight, gated=True) if x.shape[0] == 1 else None
         if streamed is not None:
             return stream(x, weight, streamed, activation, pdl)
         tuned = tiling(x.shape[0], weight, gated=True, quantised=False)
@@ -482,10 +476,42 @@ def _tiled(
 
 
 @triton.jit
+def _to_bf16(values):
+    """e4m3 → bf16. There is an instruction to fp16 alone, and from there it is three more: too slow
+    for the memory. So the bits are moved to where bf16 has them, and the exponent, whose bias is
+    greater by 120, is put right by a product; two numbers at a time."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, b, x, y;
+        prmt.b32 a, $2, 0, 0x1404;
+        prmt.b32 b, $2, 0, 0x3424;
+        and.b32 x, a, 0x7f007f00;
+        and.b32 y, b, 0x7f007f00;
+        shr.b32 x, x, 4;
+        shr.b32 y, y, 4;
+        lop3.b32 x, a, 0x80008000, x, 0xea;
+        lop3.b32 y, b, 0x80008000, y, 0xea;
+        mov.b32 a, 0x7b807b80;
+        mov.b32 b, 0x80008000;
+        fma.rn.bf16x2 $0, x, a, b;
+        fma.rn.bf16x2 $1, y, a, b;
+        }
+        """,
+        "=r,=r,r",
+        [values],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
 def _add_product(sums, x, weight, factor_at, GROUPED: tl.constexpr, WEIGHT_FIRST: tl.constexpr):
-    """By way of fp32: straight to bf16 is an instruction that is slower than the memory."""
-    if x.dtype != weight.dtype:
-        weight = weight.to(tl.float32).to(x.dtype)
+    if x.dtype == tl.bfloat16:
+        weight = _to_bf16(weight)
+    elif x.dtype != weight.dtype:
+        weight = weight.to(x.dtype)
     if GROUPED:
         factor = tl.load(factor_at)
         if WEIGHT_FIRST:

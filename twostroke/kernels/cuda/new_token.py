@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from twostroke.kernels.cuda.elementwise import times_weight
+from twostroke.kernels.cuda.kv_types import largest_of, quantised, scale_at
 
 
 class NewToken(NamedTuple):
@@ -88,9 +89,24 @@ def queries_of_new(
     at = (slot // PAGE) * block_stride + (slot % PAGE) * slot_stride + kv_head * head_stride
     stored = last & (slot >= 0)
     is_key = stored & (member == GROUP) & (channel < DIM)
-    tl.store(keys + at + channel, tile.to(keys.dtype.element_ty), mask=is_key)
     to = values.dtype.element_ty
-    tl.store(values + at + line, value.to(to), mask=stored & (line < DIM))
+    if to.primitive_bitwidth == 8:
+        wide, value = tile.to(tl.float32), tl.where(line < DIM, value.to(tl.float32), 0.0)
+        largest, largest_value = largest_of(wide), largest_of(value)
+        tl.store(keys + at + channel, quantised(wide, largest, to), mask=is_key)
+        element = quantised(value, largest_value, to)
+        tl.store(values + at + line, element, mask=stored & (line < DIM))
+        if to == tl.int8:
+            block = (slot // PAGE) * block_stride
+            scale_to = scale_at(keys + block, kv_head, slot % PAGE, num_kv_heads, DIM, PAGE)
+            scale_to += tl.zeros([BLOCK_M, 1], tl.int32)
+            tl.store(scale_to, largest / 127.0, mask=stored & (member == GROUP))
+            scale_to = scale_at(values + block, kv_head, slot % PAGE, num_kv_heads, DIM, PAGE)
+            scale_to += tl.zeros([1, 1], tl.int32)
+            tl.store(scale_to, largest_value / 127.0, mask=stored)
+    else:
+        tl.store(keys + at + channel, tile.to(keys.dtype.element_ty), mask=is_key)
+        tl.store(values + at + line, value.to(to), mask=stored & (line < DIM))
     # All threads' stores before any of them reads that position.
     tl.debug_barrier()
     return tile

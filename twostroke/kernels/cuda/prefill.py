@@ -26,9 +26,11 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from twostroke.kernels.cuda.kv_types import operand_of, scale_at, to_operand
 from twostroke.kernels.cuda.launch import Launch, Variant
 from twostroke.kernels.cuda.scores import capped, sink_of, unit_of
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
+from twostroke.kernels.kv_types import is_8_bit
 from twostroke.kernels.reference import Attend
 
 
@@ -161,12 +163,12 @@ def make_launches(
 
 
 def _can_fetch(chunk_kv: torch.Tensor, keys: torch.Tensor) -> bool:
-    """Whether what is computed equals what is cached, in tiles that the hardware knows."""
+    """Whether what is computed equals what is cached (of 8-bit types it was rounded to that, see
+    `rope_store`), in tiles that the hardware knows."""
     dim, width = chunk_kv.shape[2], chunk_kv.itemsize
     aligned = chunk_kv.data_ptr() % 16 == 0 == chunk_kv.stride(0) * width % 16
-    return (
-        chunk_kv.dtype == keys.dtype and width == 2 and dim == power_of_two(dim) >= 16 and aligned
-    )
+    same = chunk_kv.dtype == keys.dtype or is_8_bit(keys.dtype)
+    return same and width == 2 and dim == power_of_two(dim) >= 16 and aligned
 
 
 def _launch(
@@ -294,6 +296,8 @@ def _prefill(
     mine = CHUNKS == 0 or (start == 0) == (CHUNKS == 1)
     if mine and tile * TOKENS < size:
         table = tables + tl.load(chunk_rows + chunk).to(tl.int64) * table_stride
+        key_scales = scale_at(keys, kv_head, 0, NUM_KV_HEADS, DIM, PAGE)
+        value_scales = scale_at(values, kv_head, 0, NUM_KV_HEADS, DIM, PAGE)
         keys += kv_head * head_stride
         values += kv_head * head_stride
 
@@ -305,7 +309,7 @@ def _prefill(
         line = (first_token + token).to(tl.int64)
         head = kv_head * GROUP + row % GROUP
         q_at = line[:, None] * q_stride + head[:, None] * q_head_stride + channel[None, :]
-        query = tl.load(q + q_at, mask=real, other=0.0)
+        query = operand_of(tl.load(q + q_at, mask=real, other=0.0), keys)
         position = start + token
 
         # Keys [edge, open_end) are seen by every query of the tile; each bound is whole tiles.
@@ -340,6 +344,8 @@ def _prefill(
                 window,
                 keys,
                 values,
+                key_scales,
+                value_scales,
                 fetched,
                 first_token,
                 kv_head * DIM,
@@ -357,8 +363,11 @@ def _prefill(
                 part != 1,
                 WINDOW,
                 SOFTCAP,
+                q.dtype.element_ty == tl.bfloat16,
             )
         result = sums / total[:, None]
+        if keys.dtype.element_ty == tl.int8:
+            result = result * 0.0078125
         out_at = line[:, None] * out_stride + head[:, None] * out_head_stride + channel[None, :]
         tl.store(out + out_at, result.to(out.dtype.element_ty), mask=real)
 
@@ -377,6 +386,8 @@ def _visit(
     window,
     keys,
     values,
+    key_scales,
+    value_scales,
     fetched,
     first_token,
     column,
@@ -394,10 +405,12 @@ def _visit(
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     """The online softmax over cached positions [begin, stop), a multiple of KEYS at its start."""
     channel = tl.arange(0, BLOCK_DIM)
     unit = unit_of(scale, SOFTCAP)
+    scaled: tl.constexpr = keys.dtype.element_ty == tl.int8
     # A tile's pages are asked for a tile ahead: the compiler then has all its stages for keys and
     # values.
     if not IS_FIRST:
@@ -417,6 +430,8 @@ def _visit(
                 line = (first_token + cached).to(tl.int64) * slot_stride
             else:
                 line = page.to(tl.int64) * block_stride + (cached % PAGE) * slot_stride
+                if scaled:  # a stride of bytes, and pointers to fp32
+                    of_page = page.to(tl.int64) * (block_stride // 4) + cached % PAGE
                 following = cached + KEYS
                 page = tl.load(table + following // PAGE, mask=following < end, other=0)
             line = line[:, None] + channel[None, :]
@@ -429,8 +444,16 @@ def _visit(
             else:
                 key = tl.load(keys + line)
                 value = tl.load(values + line)
-            key, value = key.to(query.dtype), value.to(query.dtype)
+            key, value = to_operand(key, query.dtype, ASM), to_operand(value, query.dtype, ASM)
+            if scaled and MASKED:
+                key_scale = tl.load(key_scales + of_page, mask=there, other=0.0)
+                value_scale = tl.load(value_scales + of_page, mask=there, other=0.0)
+            elif scaled:
+                key_scale = tl.load(key_scales + of_page)
+                value_scale = tl.load(value_scales + of_page)
         score = tl.dot(query, tl.trans(key), input_precision="tf32x3")
+        if scaled:
+            score = score * key_scale[None, :]
         score = capped(score, scale, softcap, SOFTCAP)
         if MASKED:
             visible = cached[None, :] <= position[:, None]
@@ -445,6 +468,8 @@ def _visit(
         fade = tl.exp2(best - floor)
         total = total * fade + tl.sum(weight, axis=1)
         sums = sums * fade[:, None]
+        if scaled:  # by the largest value, almost: what fp16 has, where the model does
+            weight = weight * (value_scale * 128.0)[None, :]
         sums = tl.dot(weight.to(value.dtype), value, sums, input_precision="tf32x3")
         best = above
     return best, total, sums

@@ -5,7 +5,8 @@ qkv row ─┬─ query heads ─▶ norm · rope ─▶ the row
          └─ value heads ────────────────▶ values[slot]
 
 What the row holds then is what a chunk that begins its sequence attends to. The cache may be of
-another float type: keys and values are rounded to it when they are stored.
+another type: keys and values are rounded to it when they are stored, and to 8-bit types in the row
+as well.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import triton
 import triton.language as tl
 
 from twostroke.kernels.cuda.elementwise import times_weight
+from twostroke.kernels.cuda.kv_types import dequantised, largest_of, quantised, scale_at
 from twostroke.kernels.cuda.launch import Variant
 from twostroke.kernels.cuda.pdl import launch_options, wait_for_previous
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
@@ -129,6 +131,7 @@ def _rope_store(
         _norm_rope_store(
             line + head * DIM,
             line,
+            line,
             head < NUM_HEADS,
             False,
             q_norm,
@@ -147,9 +150,12 @@ def _rope_store(
         head += (tile - Q_TILES) * HEADS
         valid = head < NUM_KV_HEADS
         at = (slot // PAGE) * block_stride + (slot % PAGE) * slot_stride + head * head_stride
+        block = (slot // PAGE) * block_stride
+        scales = scale_at(keys + block, head, slot % PAGE, NUM_KV_HEADS, DIM, PAGE)
         _norm_rope_store(
             line + (NUM_HEADS + head) * DIM,
             keys + at,
+            scales,
             valid,
             slot >= 0,
             k_norm,
@@ -165,14 +171,28 @@ def _rope_store(
         )
         channel = tl.arange(0, BLOCK_DIM)[None, :]
         mask = valid & (channel < DIM) & (slot >= 0)
-        value = tl.load(line + (NUM_HEADS + NUM_KV_HEADS + head) * DIM + channel, mask=mask)
-        tl.store(values + at + channel, value.to(values.dtype.element_ty), mask=mask)
+        value_at = line + (NUM_HEADS + NUM_KV_HEADS + head) * DIM + channel
+        if values.dtype.element_ty.primitive_bitwidth == 8:
+            real = valid & (channel < DIM)
+            value = tl.load(value_at, mask=real, other=0.0).to(tl.float32)
+            largest = largest_of(value)
+            element = quantised(value, largest, values.dtype.element_ty)
+            tl.store(values + at + channel, element, mask=mask)
+            if values.dtype.element_ty == tl.int8:
+                scales = scale_at(values + block, head, slot % PAGE, NUM_KV_HEADS, DIM, PAGE)
+                tl.store(scales, largest / 127.0, mask=valid & (slot >= 0))
+            seen = dequantised(element, largest).to(value_at.dtype.element_ty)
+            tl.store(value_at, seen, mask=real)
+        else:
+            value = tl.load(value_at, mask=mask)
+            tl.store(values + at + channel, value.to(values.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _norm_rope_store(
     heads,
     cache,
+    scales,
     valid,
     cached,
     weight,
@@ -186,8 +206,8 @@ def _norm_rope_store(
     NORM: tl.constexpr,
     CACHE: tl.constexpr,
 ):
-    """`heads` [heads, 1] are normed and rotated in place, and go to `cache` if `cached`; rounded
-    after each step, as by kernels of one step each."""
+    """`heads` [heads, 1] are normed and rotated in place, and go to `cache` if `cached` (of int8
+    with their `scales`); rounded after each step, as by kernels of one step each."""
     pair = tl.arange(0, PAIRS)[None, :]
     inside = pair < HALF
     mask = valid & inside
@@ -213,12 +233,29 @@ def _norm_rope_store(
             scale_rest = tl.load(weight + channel, mask=channel < DIM, other=0.0)
             rest = times_weight(rest * inverse, scale_rest, kind).to(tl.float32)
     first, second = first * cosine - second * sine, second * cosine + first * sine
+    to = cache.dtype.element_ty
+    narrow: tl.constexpr = CACHE and cache.dtype.element_ty.primitive_bitwidth == 8
+    if narrow:
+        first, second = first.to(kind).to(tl.float32), second.to(kind).to(tl.float32)
+        largest = tl.maximum(largest_of(first), largest_of(second))
+        if REST_BLOCK > 0:
+            largest = tl.maximum(largest, largest_of(rest))
+            element = quantised(rest, largest, to)
+            tl.store(cache + channel, element, mask=valid & (channel < DIM) & cached)
+            rest = dequantised(element, largest)
+        element = quantised(first, largest, to)
+        tl.store(cache + pair, element, mask=mask & cached)
+        first = dequantised(element, largest)
+        element = quantised(second, largest, to)
+        tl.store(cache + HALF + pair, element, mask=mask & cached)
+        second = dequantised(element, largest)
+        if to == tl.int8:
+            tl.store(scales, largest / 127.0, mask=valid & cached)
     tl.store(heads + pair, first.to(kind), mask=mask)
     tl.store(heads + HALF + pair, second.to(kind), mask=mask)
     if REST_BLOCK > 0:
         tl.store(heads + channel, rest.to(kind), mask=valid & (channel < DIM))
-    if CACHE:
-        to = cache.dtype.element_ty
+    if CACHE and not narrow:
         tl.store(cache + pair, first.to(kind).to(to), mask=mask & cached)
         tl.store(cache + HALF + pair, second.to(kind).to(to), mask=mask & cached)
         if REST_BLOCK > 0:

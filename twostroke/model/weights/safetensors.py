@@ -7,11 +7,12 @@ import logging
 import math
 import mmap
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from twostroke.errors import ModelError
@@ -20,7 +21,9 @@ from twostroke.model.dequant import Bytes, dequantize
 from twostroke.model.fields import listed_names, read_json, shown
 from twostroke.model.hf_fp8 import Fp8Config
 from twostroke.model.hf_names import NAMES
+from twostroke.model.hf_packed import PackedConfig
 from twostroke.model.on_disk import forget_pages
+from twostroke.model.packed_format import PackedFormat, StoredCodes
 from twostroke.model.ranks import WHOLE, Part
 from twostroke.model.spec import ModelSpec
 from twostroke.model.tensor_names import TensorNames
@@ -34,6 +37,7 @@ from twostroke.model.weights.fp8 import (
     row_scales,
     scales_of_a_row,
 )
+from twostroke.model.weights.packed import ENDINGS, Module, kernel_group
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +51,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 BLOCKS, SCALES, BLOCK = "_blocks", "_scales", 32
 # What a tensor's name has → the fields of config.json that decide whether there is such a tensor.
 DECIDING = {
-    r"\.bias$|_bias$": "attention_bias, mlp_bias, qkv_bias, bias",
+    r"\.bias$|_bias$": "attention_bias, mlp_bias, qkv_bias, use_qkv_bias, bias",
     r"experts|\bmlp\b|_moe\b": "num_experts, num_local_experts, n_routed_experts, "
     "mlp_only_layers, decoder_sparse_step, first_k_dense_replace",
     r"shared": "n_shared_experts",
@@ -105,7 +109,7 @@ class SafetensorsWeights:
         folder: Path,
         spec: ModelSpec,
         names: TensorNames = NAMES,
-        quantized: Fp8Config | None = None,
+        quantized: Fp8Config | PackedConfig | None = None,
     ) -> None:
         self._folder = folder
         self._spec = spec
@@ -120,8 +124,13 @@ class SafetensorsWeights:
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         stored = self._stored_name(name)
-        if stored is None:
+        module = self._module(name)
+        if stored is None and module is None:
             return None
+        if stored is None and module is not None:
+            module.check()
+            return self._places[name].shape_in(module.shape)
+        assert stored is not None
         shape = self._look(stored).shape
         if stored.endswith(BLOCKS):
             self._check_blocks(stored)
@@ -132,7 +141,11 @@ class SafetensorsWeights:
         """Whether the weight is not just the numbers that are stored."""
         place = self._places[name]
         moved = self._names.offset(name) != 0.0 or place.order is not None or place.transposed
-        return moved or self.stored_type(name) is not None or self.fp8_scales(name) > 0
+        return moved or self.stored_type(name) is not None or self.is_quantized(name)
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether the weight is stored as `quantized` says."""
+        return self.fp8_scales(name) > 0 or self._module(name) is not None
 
     def stored(self, name: str) -> Stored:
         """The mapped file itself: read it, do not write to it. Only of a weight that is not
@@ -168,9 +181,11 @@ class SafetensorsWeights:
         return self._places[name].weights
 
     def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats:
-        packed = self.packed(name, rows)
+        packed, module = self.packed(name, rows), self._module(name)
         if packed is not None:
             return dequantize(packed.rows, packed.type, packed.shape)
+        if module is not None:
+            return module.floats(self._rows_of(module, name, rows))
         type, whole, data = self._tensor(name)
         if type == FP8:
             return dequantise_fp8(*self.fp8(name, (rows,)))
@@ -191,7 +206,9 @@ class SafetensorsWeights:
     def fp8_scales(self, name: str) -> int:
         """The scales that a row of a matrix has, if it is stored in fp8; else 0."""
         stored = self._stored_name(name)
-        if self.quantized is None or stored is None or self._look(stored).type != FP8:
+        if not isinstance(self.quantized, Fp8Config) or stored is None:
+            return 0
+        if self._look(stored).type != FP8:
             return 0
         where, scale = self._fp8_scale(name)
         shape = self._look(stored).shape
@@ -200,7 +217,7 @@ class SafetensorsWeights:
     def fp8(self, name: str, part: Part = WHOLE) -> tuple[Bytes, Floats]:
         """The bits of a matrix in fp8, or of a part of it, and its scales, [rows, groups]."""
         found, place, groups = self._tensor(name), self._places[name], self.fp8_scales(name)
-        assert self.quantized is not None
+        assert isinstance(self.quantized, Fp8Config)
         rows, columns = (*part, ALL_ROWS, ALL_ROWS)[:2]
         where, scale = self._fp8_scale(name)
         all_scales = row_scales(
@@ -235,6 +252,58 @@ class SafetensorsWeights:
             "incomplete; download the folder again."
         )
 
+    # ── of 4 or 8 bits ──────────────────────────────────────────────────────────────────────
+
+    def packed_format(self, name: str) -> PackedFormat | None:
+        """What a matrix of 4 or 8 bits can be kept in; None if it is none, or its groups are not
+        those of neighbours."""
+        module = self._module(name)
+        if module is None or not module.is_ordered():
+            return None
+        group = kernel_group(module.group)
+        return PackedFormat(module.config.bits, group, module.config.zeros) if group else None
+
+    def codes(self, name: str, part: Part = WHOLE) -> StoredCodes:
+        """Those of a matrix that has a `packed_format`, or of a part of it."""
+        module, rows, columns = self._module(name), *(*part, ALL_ROWS, ALL_ROWS)[:2]
+        assert module is not None
+        codes, scales, zeros = module.read(self._rows_of(module, name, rows))
+        size, own = module.group, kernel_group(module.group)
+        first, end, _ = columns.indices(module.shape[1])
+        if first % own or end % own:
+            raise ModelError(
+                f"{self.label(name)} has groups of {size} columns, which the ranks would cut. "
+                "Lower tensor_parallel_size."
+            )
+        groups = slice(first // own, end // own)
+        scales = scales.repeat(size // own, axis=1)[:, groups]
+        zeros = None if zeros is None else zeros.repeat(size // own, axis=1)[:, groups]
+        return StoredCodes(module.config.bits, codes[:, first:end], scales, zeros)
+
+    def _rows_of(self, module: Module, name: str, rows: slice) -> npt.NDArray[np.intp]:
+        """The rows of a weight by their numbers in its tensor."""
+        found: npt.NDArray[np.intp] = self._places[name].rows_in(np.arange(module.shape[0]), rows)
+        return found
+
+    def _module(self, name: str) -> Module | None:
+        """The tensors of a matrix of 4 or 8 bits; None if the folder has none, or it is dense."""
+        stem = self._names.tensor(name).removesuffix(".weight")
+        if not isinstance(self.quantized, PackedConfig) or self._places[name].dims != 2:
+            return None
+        endings = ENDINGS[self.quantized.layout]
+
+        def find(ending: str) -> tuple[str, Stored] | None:
+            stored = self._stored.get(_without_prefix(stem + ending))
+            if stored is None:
+                return None
+            return f"{self._files[stored]}: the tensor {stored!r}", self._look(stored)
+
+        codes = find(endings.codes)
+        if codes is None or self._stored_name(name) is not None:
+            return None
+        beside = (find(ending) for ending in (endings.scales, endings.zeros, endings.groups))
+        return Module(self.quantized, codes, *beside)
+
     def stored_type(self, name: str) -> BlockType | None:
         return BlockType.MXFP4 if self._names.tensor(name).endswith(BLOCKS) else None
 
@@ -255,12 +324,20 @@ class SafetensorsWeights:
 
     def label(self, name: str) -> str:
         stored = self._stored_name(name) or self._names.tensor(name)
+        module = self._module(name)
+        if module is not None:
+            return module.codes[0]
         scales = f" (its scales are {_scales(stored)!r})" if stored.endswith(BLOCKS) else ""
         return f"{self._files.get(stored, self.path)}: the tensor {stored!r}{scales}"
 
     def forget(self, name: str) -> None:
         stored = self._stored_name(name)
-        for tensor in () if stored is None else {stored, _scales(stored)}:
+        tensors = set() if stored is None else {stored, _scales(stored)}
+        if isinstance(self.quantized, PackedConfig):
+            stem = self._names.tensor(name).removesuffix(".weight")
+            codes = self._stored.get(_without_prefix(stem + ENDINGS[self.quantized.layout].codes))
+            tensors |= {codes} if codes else set()
+        for tensor in tensors:
             self._open(self._files[tensor]).forget(tensor)
 
     def _find_files(self) -> tuple[Path, dict[str, Path]]:
@@ -343,6 +420,14 @@ class SafetensorsWeights:
                 f"of {BLOCK // 2} bytes (U8) and a scale for each of them (U8)."
             )
 
+    def _is_of_module(self, tensor: str, known: Collection[str]) -> bool:
+        assert isinstance(self.quantized, PackedConfig)
+        *endings, others = ENDINGS[self.quantized.layout]
+        return any(
+            tensor.endswith(ending) and f"{tensor.removesuffix(ending)}.weight" in known
+            for ending in (*endings, *others)
+        )
+
     def _stored_name(self, name: str) -> str | None:
         return self._stored.get(_without_prefix(self._names.tensor(name)))
 
@@ -361,7 +446,9 @@ class SafetensorsWeights:
             layer = in_layer.match(name)
             if name in known or name.endswith(HARMLESS) or MASK.search(name):
                 continue
-            if self.quantized and (
+            if isinstance(self.quantized, PackedConfig) and self._is_of_module(name, known):
+                continue
+            if isinstance(self.quantized, Fp8Config) and (
                 name.removesuffix("_inv").removesuffix("_scale") in known
                 or name.endswith(STATIC_SCALES)
             ):

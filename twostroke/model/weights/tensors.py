@@ -8,9 +8,12 @@ import numpy as np
 import torch
 
 from twostroke.errors import ModelError
+from twostroke.kernels.packed import Codes
 from twostroke.model.ranks import WHOLE, Part
 from twostroke.model.weights import ALL_ROWS, WeightSource, all_finite, not_finite
 from twostroke.model.weights.dummy import STD, TILE, DummyWeights, mean_of
+from twostroke.model.weights.gguf import GGUFWeights
+from twostroke.model.weights.packed_blocks import BLOCK_FORMATS, read_blocks
 from twostroke.model.weights.safetensors import SafetensorsWeights
 
 # Rows are turned into the target type in parts, so that a large matrix never exists in float32.
@@ -51,6 +54,24 @@ def read_fp8(
         return None
     values, scales = source.fp8(name, part)
     return torch.from_numpy(values).view(torch.float8_e4m3fn), torch.from_numpy(scales)
+
+
+def read_packed(source: WeightSource, name: str, part: Part = WHOLE) -> Codes | None:
+    """The codes of a matrix of 4 or 8 bits, or of a part of it; None if it is not stored so."""
+    if isinstance(source, SafetensorsWeights) and source.packed_format(name):
+        found = source.codes(name, part)
+    elif isinstance(source, GGUFWeights) and source.stored_type(name) in BLOCK_FORMATS:
+        found = read_blocks(source, name, part)
+    else:
+        return None
+    codes, scales = (np.ascontiguousarray(each) for each in (found.codes, found.scales))
+    return Codes(
+        found.bits,
+        torch.from_numpy(codes),
+        torch.from_numpy(scales),
+        None if found.zeros is None else torch.from_numpy(np.ascontiguousarray(found.zeros)),
+        None if found.offsets is None else torch.from_numpy(found.offsets),
+    )
 
 
 def _copied(

@@ -1,0 +1,43 @@
+"""A GGUF file's weights in 16 bits, as another GGUF file: what `--quantization` can round.
+
+    python -m bench.dense_gguf SOURCE.gguf TARGET.gguf
+
+Values become float16. Needs the package `gguf`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+from gguf.quants import dequantize
+
+OF_THE_WRITER = ("GGUF.", "general.architecture", "general.file_type", "general.quantization")
+
+
+def main(source: str, target: str) -> None:
+    reader = GGUFReader(source)
+    writer = GGUFWriter(target, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if name.startswith(OF_THE_WRITER):
+            continue
+        kind, inner = field.types[0], field.types[-1]
+        of_items = inner if kind == GGUFValueType.ARRAY else None
+        writer.add_key_value(name, field.contents(), kind, sub_type=of_items)
+    for tensor in reader.tensors:
+        dense = tensor.tensor_type in (GGMLQuantizationType.F32, GGMLQuantizationType.F16)
+        values = np.asarray(tensor.data)
+        if not dense:
+            values = dequantize(values, tensor.tensor_type).astype(np.float16)
+        writer.add_tensor(tensor.name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    main(*sys.argv[1:])

@@ -1,0 +1,30 @@
+"""What no GPU has run as yet is refused there by name, and only there."""
+
+from __future__ import annotations
+
+import pytest
+
+from twostroke.config import EngineConfig
+from twostroke.engine.untried import VARIABLE, check_untried, keeps_blocks
+from twostroke.errors import ConfigError
+
+
+def test_each_is_named_and_nothing_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    check_untried(EngineConfig(model="m"), (), ranks_share=False)
+    for settings, name in (
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8"),
+        ({"kv_eviction": "sinks"}, "kv_eviction"),
+        ({"engines_on_host": 2}, "several engines"),
+    ):
+        with pytest.raises(ConfigError, match=f"{name}.*{VARIABLE}=1"):
+            check_untried(EngineConfig(model="m", **settings), (), ranks_share=False)
+    with pytest.raises(ConfigError, match="several ranks on one GPU"):
+        check_untried(EngineConfig(model="m"), (), ranks_share=True)
+    assert not keeps_blocks(True)
+
+
+def test_who_asks_for_it_may_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "1")
+    check_untried(EngineConfig(model="m", kv_eviction="sinks"), (), ranks_share=True)
+    assert (keeps_blocks(True), keeps_blocks(False)) == (True, False)

@@ -1,0 +1,500 @@
+"""Products with weights of 4 and 8 bits on a GPU: right in bf16, and how fast against the bytes
+they must read.
+
+    python -m tests.gpu.packed_check [--limit-s 85]    of all of it; what does not fit is left out
+    python -m tests.gpu.packed_check --tune            what is the fastest, into the kernels' table
+
+The matrices of Llama-3.1-8B. Outputs are compared with fp32 products of what the numbers stand for.
+Times are those of a CUDA graph over copies of a matrix that the L2 does not hold, beside the time
+that the weight's bytes take at the card's rate, and the library's product of a bf16 weight. A line
+a check, then "N passed, M failed"; figures go to $OUT/packed.json if there is an $OUT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, replace
+from functools import partial
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+
+import torch
+import torch.nn.functional as F
+
+from tests.equivalence.harness import Loud, small_spec
+from tests.gpu.cuda_check import ERROR_SHARE, Rounded, forced, texts_of
+from tests.gpu.reference_check import SPECS
+from tests.gpu.report import FLOPS, READ, Report, replayed, round_to
+from tests.kernels.cuda_cases import BOUNDS, largest, worst
+from tests.rig import Rig
+from twostroke.exec.graphs import CudaRecorder, Record
+from twostroke.kernels import cuda
+from twostroke.kernels.cuda import packed, packed_tiles
+from twostroke.kernels.cuda.backend import CudaKernels
+from twostroke.kernels.packed import (
+    Codes,
+    PackedWeight,
+    dequantised,
+    pack,
+    packed_weight,
+    quantised,
+)
+from twostroke.kernels.reference import Kernels
+from twostroke.model.block_types import BlockType
+from twostroke.model.decoder import Decoder
+from twostroke.model.formats import weight_formats
+from twostroke.model.gguf_config import spec_from_gguf
+from twostroke.model.hf_config import load_hf_config
+from twostroke.model.linear import DenseLinear, Linear, PackedLinear
+from twostroke.model.spec import ModelSpec
+from twostroke.model.weights import WeightSource
+
+DEVICE, BF16 = torch.device("cuda"), torch.bfloat16
+# Of a layer: columns (both halves, if gated), inner, gated.
+MATRICES = {
+    "qkv": (6144, 4096, False),
+    "o": (4096, 4096, False),
+    "gate_up": (28672, 4096, True),
+    "down": (4096, 14336, False),
+}
+ROWS = (1, 8, 16, 32, 64, 128, 256)
+FEW_ROWS = (1, 16, 128)
+# Bits, group, and what groups have: int4 as --quantization makes it, GPTQ's and AWQ's, and the
+# blocks of GGUF files (Q4_0; Q4_1 and Q4_K; Q8_0; Q5_K; Q6_K).
+FORMATS = {
+    "int4": (4, 128, ""),
+    "zeros": (4, 128, "zero"),
+    "int4/64": (4, 64, ""),
+    "zeros/32": (4, 32, "zero"),
+    "Q4_0": (4, 32, ""),
+    "Q4_K": (4, 32, "offset"),
+    "Q8_0": (8, 32, ""),
+    "Q5_K": (8, 32, "offset"),
+    "Q6_K": (8, 16, ""),
+    "w8": (8, 128, ""),
+}
+COPIES_BYTES = 300 << 20  # of a matrix, all copies together: several times the L2
+Call = Callable[[], object]
+
+
+def random_weight(columns: int, inner: int, format: str = "int4") -> PackedWeight:
+    bits, group, kind = FORMATS[format]
+    shape = (columns, inner // group)
+    codes = torch.randint(0, 1 << bits, (columns, inner), dtype=torch.uint8, device=DEVICE)
+    scale = torch.rand(shape, device=DEVICE).add_(0.5) * (inner**-0.5 * 2.0 ** (2 - bits))
+    zero = offset = None
+    if kind == "zero":
+        zero = torch.randint(0, 1 << bits, shape, dtype=torch.uint8, device=DEVICE)
+    if kind == "offset":
+        offset = scale * -(torch.rand(shape, device=DEVICE) * (1 << bits))
+    return pack(Codes(bits, codes, scale, zero, offset))
+
+
+def random_x(rows: int, inner: int) -> torch.Tensor:
+    return torch.randn(rows, inner, device=DEVICE, dtype=BF16)
+
+
+def x_meta(rows: int, inner: int) -> torch.Tensor:
+    return torch.empty(rows, inner, dtype=BF16, device="meta")
+
+
+# ── right ───────────────────────────────────────────────────────────────────────────────────
+
+
+def check(rows: int, columns: int, inner: int, format: str, pdl: bool) -> float:
+    """The largest error of a product to a given place, of the same once more (the counters are as
+    they were), and of the gated pair."""
+    x, weight = random_x(rows, inner), random_weight(2 * columns, inner, format)
+    right = x.float() @ dequantised(weight, torch.float32).t()
+    out = x.new_full((rows, 2 * columns), float("nan"))
+    error = worst(packed.packed_product(x, weight, pdl=pdl, out=out), right)
+    error = largest(error, worst(packed.packed_product(x, weight, pdl=pdl), right))
+    gated = F.silu(right[:, :columns]) * right[:, columns:]
+    # Two roundings more: of each half, and of what the activation makes of them.
+    acted = worst(packed.packed_gated_product(x, weight, "silu", pdl=pdl), gated)
+    return largest(error, acted / 2)
+
+
+def check_whole(columns: int, inner: int, format: str) -> float:
+    weight = random_weight(columns, inner, format)
+    return worst(packed.dequantise(weight, BF16), dequantised(weight, torch.float32))
+
+
+def check_rounding() -> float:
+    """What 4 bits cost a normal matrix, against rounding without a search for the scale."""
+    weight = torch.randn(512, 4096, device=DEVICE)
+    found = pack(quantised(weight, 128))
+    error = float((dequantised(found, torch.float32) - weight).norm() / weight.norm())
+    own = weight.view(512, -1, 128)
+    unit = own.abs().amax(2, keepdim=True) / 7
+    plain = float(((own / unit).round() * unit - own).norm() / weight.norm())
+    print(f"rounding to 4 bits: {error:.4f} of a normal matrix, without a search {plain:.4f}")
+    return error / plain
+
+
+def meta_weight(columns: int, inner: int, format: str) -> PackedWeight:
+    bits, group, kind = FORMATS[format]
+    shape, of = (columns, inner // group), {"device": "meta"}
+    codes = torch.empty(columns, inner * bits // 8, dtype=torch.uint8, **of)
+    zero = torch.empty(shape, dtype=torch.uint8, **of) if kind == "zero" else None
+    offset = torch.empty(shape, dtype=torch.float16, **of) if kind == "offset" else None
+    return packed_weight(bits, codes, torch.empty(shape, dtype=torch.float16, **of), zero, offset)
+
+
+def check_all(report: Report) -> None:
+    sizes = [(1, 4096, 4096), (1, 100, 1536), (2, 64, 128), (7, 3072, 4096), (16, 50, 14336)]
+    sizes += [(33, 2064, 4096), (100, 64, 384), (128, 2048, 14336), (300, 512, 4096)]
+    cases = [("int4", *size) for size in sizes]
+    cases += [("zeros", *size) for size in sizes[1::2]]
+    others = ((1, 100, 1536), (7, 300, 4096), (33, 100, 768), (100, 64, 1024))
+    cases += [(format, *size) for format, size in product([*FORMATS][2:], others)]
+
+    def launch_without_memory() -> None:
+        for format, rows, columns, inner in cases:
+            x, weight = x_meta(rows, inner), meta_weight(2 * columns, inner, format)
+            packed.packed_product(x, weight, pdl=rows <= 16)
+            packed.packed_gated_product(x, weight, "silu", pdl=rows <= 16)
+
+    cuda.compile_ahead(launch_without_memory, cases)
+    for format, rows, columns, inner in cases:
+        name = f"{format} {rows}×{columns}×{inner}"
+        report.check(name, BOUNDS[BF16], partial(check, rows, columns, inner, format, rows <= 16))
+    for format in FORMATS:
+        name = f"{format} dequantised"
+        report.check(name, BOUNDS[BF16], partial(check_whole, 300, 1536, format))
+    report.check("rounding to 4 bits", 0.97, check_rounding)
+
+
+# ── whole models ────────────────────────────────────────────────────────────────────────────
+
+
+def check_model(spec: ModelSpec, source: WeightSource, quantization: str | None) -> float:
+    """Every step of some texts, against fp32 and the same weights: the error of bf16 and these
+    kernels, as a share of that of bf16 and the reference's."""
+    formats, texts = weight_formats(spec, source, quantization, blocks=True), texts_of(spec)
+    assert formats
+    length = max(map(len, texts)) + 16
+
+    def rig_of(dtype: torch.dtype, kernels: Kernels, record: Record | None = None) -> Rig:
+        how = (dtype, DEVICE, length, kernels, record is not None)
+        decoder = Decoder(spec, source, *how, formats=formats)
+        return Rig(decoder, texts, record=record)
+
+    exact, plain = (forced(rig_of(dtype, Kernels()), 20) for dtype in (torch.float32, BF16))
+    ours = forced(rig_of(BF16, CudaKernels(DEVICE), CudaRecorder(DEVICE)), 20)
+    errors = [float((found - exact).pow(2).mean().sqrt()) for found in (plain, ours)]
+    same = float((ours.argmax(-1) == exact.argmax(-1)).float().mean())
+    print(f"  rms {errors[1]:.4f}, the reference's {errors[0]:.4f}; {same:.1%} of tokens the same")
+    return errors[1] / errors[0]
+
+
+def check_models(report: Report) -> None:
+    llama, _ = load_hf_config(Path("bench/shapes/llama-3.1-8b.json"))
+    some = replace(llama, layers=llama.layers[:1], vocab_size=2048)
+    for name, spec in (("small", small_spec(**SPECS["qwen3"])), ("a layer of the 8B", some)):
+        source = Rounded(Loud(spec), spec)
+        report.check(f"int4, {name}", ERROR_SHARE, partial(check_model, spec, source, "int4"))
+    if find_spec("gguf") is None or find_spec("pytest") is None:
+        print("GGUF models are left out: the packages gguf and pytest write them")
+        return
+    from tests.model.test_packed_blocks import MIXTURE, source_of, write
+
+    for usual in (BlockType.Q4_K, BlockType.Q8_0, BlockType.Q5_K):
+        with TemporaryDirectory() as folder:
+            file = write(Path(folder) / "m.gguf", usual, MIXTURE)
+            given = (spec_from_gguf(file), source_of(file), None)
+            report.check(f"{usual} and Q6_K", ERROR_SHARE, partial(check_model, *given))
+
+
+# ── fast ────────────────────────────────────────────────────────────────────────────────────
+
+
+def floor_us(rows: int, weight: PackedWeight) -> float:
+    columns, inner = weight.shape
+    moved = weight.num_bytes + rows * (inner + columns) * 2
+    return 1e6 * max(moved / READ, 2 * rows * columns * inner / FLOPS)
+
+
+def copies(name: str, format: str) -> list[PackedWeight]:
+    columns, inner, _ = MATRICES[name]
+    first = random_weight(columns, inner, format)
+    count = max(2, COPIES_BYTES // first.num_bytes)
+    return [first, *(clone(first) for _ in range(count - 1))]
+
+
+def clone(weight: PackedWeight) -> PackedWeight:
+    bits, *parts = weight
+    return PackedWeight(bits, *(None if part is None else part.clone() for part in parts))
+
+
+def call(name: str, x: torch.Tensor, weight: PackedWeight) -> Call:
+    pdl = len(x) <= 64
+    if MATRICES[name][2]:
+        return partial(packed.packed_gated_product, x, weight, "silu", pdl=pdl)
+    return partial(packed.packed_product, x, weight, pdl=pdl)
+
+
+def time_all(end: float, formats: tuple[str, ...]) -> dict[str, dict[str, float]]:
+    """Of each format, matrix and rows: µs, the share of it that the floor is, bf16's µs."""
+    found: dict[str, dict[str, float]] = {}
+
+    def launch_without_memory() -> None:
+        for format, (name, (columns, inner, _)) in product(formats, MATRICES.items()):
+            weight = meta_weight(columns, inner, format)
+            for rows in ROWS if format == "int4" else FEW_ROWS:
+                call(name, x_meta(rows, inner), weight)()
+
+    cuda.compile_ahead(launch_without_memory, formats)
+    dense_us: dict[tuple[str, int], float] = {}
+    for format, name in product(formats, MATRICES):
+        weights = copies(name, format)
+        dense = [dequantised(w, BF16) for w in weights[:2]]
+        for rows in ROWS if format == "int4" else FEW_ROWS:
+            if perf_counter() > end:
+                return found
+            x, at = random_x(rows, MATRICES[name][1]), f"{format} {name} {rows}"
+            us = 1e6 * replayed([call(name, x, w) for w in weights])
+            if (name, rows) not in dense_us:
+                bf16 = CudaKernels.gated_product if MATRICES[name][2] else CudaKernels.product
+                more = {"activation": "silu"} if MATRICES[name][2] else {}
+                calls = [partial(bf16, x, w, **more) for w in dense]
+                dense_us[name, rows] = 1e6 * replayed(calls)
+            floor = floor_us(rows, weights[0])
+            given = {"us": us, "of_floor": floor / us, "bf16_us": dense_us[name, rows]}
+            found[at] = {k: round_to(v) for k, v in given.items()}
+            slower = "  SLOWER" if us > dense_us[name, rows] else ""
+            print(
+                f"{at:22} {us:8.1f} µs {floor / us:4.0%}  bf16 {dense_us[name, rows]:8.1f}{slower}",
+                flush=True,
+            )
+        del weights, dense
+    return found
+
+
+def time_layers(end: float) -> dict[str, dict[str, float]]:
+    """All 32 layers without their attention, ms: norms and launches are in it."""
+    kernels, found = CudaKernels(DEVICE), {}
+    count, norm = 6, torch.ones(4096, device=DEVICE, dtype=BF16)
+    weights = [[random_weight(*sizes[:2]) for sizes in MATRICES.values()] for _ in range(count)]
+    dense = [[packed.dequantise(w, BF16) for w in layer] for layer in weights]
+
+    def forward(layers: list[list[Linear]], x: torch.Tensor, residual: torch.Tensor) -> None:
+        normed, pdl = x, len(x) <= 64
+        for qkv, o, gate_up, down in layers:
+            qkv.product(normed, pdl=pdl)
+            out = o.product(x, pdl=pdl)
+            normed = kernels.add_rms_norm(out, residual, norm, 1e-5, pdl=pdl)
+            out = down.product(gate_up.gated_product(normed, "silu", pdl=pdl), pdl=pdl)
+            normed = kernels.add_rms_norm(out, residual, norm, 1e-5, pdl=pdl)
+
+    for rows in (1, 8, 16, 32, 128, 64, 256, 4096):
+        if perf_counter() > end:
+            break
+        x, residual = random_x(rows, 4096), random_x(rows, 4096)
+        kinds: dict[str, list[list[Linear]]] = {
+            "int4": [[PackedLinear(w, None, kernels) for w in layer] for layer in weights],
+            "bf16": [[DenseLinear(w, None, kernels) for w in layer] for layer in dense],
+        }
+        found[f"layers {rows}"] = {
+            kind: round_to(32e3 / count * replayed([partial(forward, layers, x, residual)]))
+            for kind, layers in kinds.items()
+        }
+        print(f"layers {rows:5} {found[f'layers {rows}']} ms", flush=True)
+    return found
+
+
+# ── tuning ──────────────────────────────────────────────────────────────────────────────────
+
+Tuning = packed.Streaming | packed.Tiling
+Tiles = dict[str, tuple[int, ...]]
+TUNED_ROWS = (1, 16, 64, 128, 32, 256)
+
+
+def streamings(weight: PackedWeight, gated: bool) -> Iterator[packed.Streaming]:
+    usual = packed.streaming(weight, gated)
+    assert usual is not None
+    yield usual
+    size, groups = weight.group * weight.bits // 8, weight.scale.shape[1]
+    for columns, wanted, warps in (
+        (1, 512, 1),
+        (2, 512, 1),
+        (2, 1024, 2),
+        (4, 1024, 2),
+        (4, 512, 2),
+    ):
+        count = wanted // size
+        if count and groups % count == 0:
+            yield packed.Streaming(columns, count, warps)
+
+
+def tilings(rows: int, weight: PackedWeight, gated: bool) -> Iterator[packed.Tiling]:
+    """What is used, and what differs from it in one thing or two."""
+    usual = packed.tiling(min(128, max(2, rows)), weight, gated)
+    assert usual is not None
+    can, groups = packed.can_scale_last(weight), weight.scale.shape[1]
+    whole = usual if rows <= usual.rows else replace(usual, splits=1)
+    yield whole
+    if rows <= 16:
+        yield replace(whole, columns=128 if gated else 64)
+        if groups % (2 * whole.groups) == 0:
+            yield replace(whole, groups=2 * whole.groups, num_stages=3)
+        yield replace(whole, num_stages=7 - whole.num_stages)
+        if whole.splits > 1:
+            yield replace(whole, splits=whole.splits // 2)
+        return
+    if rows <= 32:
+        yield replace(whole, columns=128 if gated else 32)
+        yield replace(whole, num_stages=7 - whole.num_stages)
+        if whole.splits > 1:
+            yield replace(whole, splits=whole.splits // 2)
+        return
+    few = replace(whole, rows=32, weight_first=False, splits=1, scale_first=not can, num_stages=4)
+    right = replace(whole, rows=64, weight_first=False, scale_first=True)
+    if rows <= 64:
+        yield few
+        yield right
+        yield replace(right, columns=128, num_warps=4 if gated else 8, splits=1)
+        yield replace(whole, scale_first=True)
+        return
+    yield replace(right, rows=128, columns=64 if gated else 128, num_warps=8, splits=1)
+    yield replace(whole, columns=128, num_warps=8, splits=1)
+    yield replace(right, rows=64, columns=128, num_warps=8, splits=1)
+
+
+def is_right(way: Tuning | None, x: torch.Tensor, weight: PackedWeight, gated: bool) -> bool:
+    if way is None:
+        return True
+    made = packed.run(x, weight, way, "silu" if gated else None, False)
+    right = x.float() @ dequantised(weight, torch.float32).t()
+    if gated:
+        gate, up = right.chunk(2, dim=1)
+        right = F.silu(gate) * up
+    error = worst(made, right)
+    if not error < 2 * BOUNDS[BF16]:
+        print(f"WRONG {way}: {error:.2e}")
+    return error < 2 * BOUNDS[BF16]
+
+
+def call_all(calls: list[Call]) -> None:
+    for one in calls:
+        one()
+
+
+def tune(
+    end: float, formats: tuple[str, ...], all_rows: tuple[int, ...]
+) -> dict[str, list[object]]:
+    """The fastest of each format, number of rows and matrix, as the table has it."""
+    table: Tiles = {}
+    for format, rows in product(formats, all_rows):
+        todo: dict[str, list[Tuning]] = {}
+        calls: list[Call] = []
+        for name, (columns, inner, gated) in MATRICES.items():
+            without, x = meta_weight(columns, inner, format), x_meta(rows, inner)
+            ways: list[Tuning] = list(tilings(rows, without, gated))
+            if rows == 1:
+                ways = [*streamings(without, gated), *ways]
+            todo[name] = list(dict.fromkeys(ways))
+            how = ("silu" if gated else None, rows <= 64)
+            calls += [partial(packed.run, x, without, way, *how) for way in todo[name]]
+            calls.append(partial(packed.library_product, x, without))
+        if perf_counter() > end - 4:
+            break
+        cuda.compile_ahead(partial(call_all, calls), (format, rows, todo))
+        for name, (_, inner, gated) in MATRICES.items():
+            if perf_counter() > end:
+                return table
+            weights, x = copies(name, format), random_x(rows, inner)
+            how = ("silu" if gated else None, rows <= 64)
+            found: list[tuple[float, Tuning | None]] = []
+            for way in todo[name]:
+                try:
+                    us = replayed([partial(packed.run, x, w, way, *how) for w in weights])
+                    found.append((round_to(1e6 * us), way))
+                except Exception as error:
+                    print(f"{name} {rows} {way}: {type(error).__name__} {str(error)[:100]}")
+            if rows > 16 or not found:
+                run = partial(library, x, gated)
+                found.append((round_to(1e6 * replayed([partial(run, w) for w in weights])), None))
+            found.sort(key=lambda pair: pair[0])
+            floor = floor_us(rows, weights[0])
+            for us, chosen in found[:3]:
+                shown = "library" if chosen is None else str(chosen).split(".")[-1]
+                print(f"{format:5} {name:8} {rows:4} {us:7.1f} µs {floor / us:4.0%} {shown}")
+            sys.stdout.flush()
+            right = (way for _, way in found if is_right(way, x, weights[0], gated))
+            best = next(right, None)
+            key = packed.table_key(rows, weights[0], gated)
+            table[key] = () if best is None else tuple(map(int, astuple(best)))
+            del weights
+    return table
+
+
+def library(x: torch.Tensor, gated: bool, weight: PackedWeight) -> torch.Tensor:
+    made = packed.library_product(x, weight)
+    return cuda.act_and_mul(made, "silu") if gated else made
+
+
+def write_table(found: Tiles) -> None:
+    """Over what the table has, in place and to $OUT."""
+    packed.TILES.update(found)
+    path = Path(packed_tiles.__file__)
+    before, _ = path.read_text(encoding="utf-8").split("TILES:")
+    entries = sorted(packed.TILES.items())
+    lines = "".join(f"    {json.dumps(key, ensure_ascii=False)}: {way},\n" for key, way in entries)
+    text = f"{before}TILES: dict[str, tuple[int, ...]] = {{\n{lines}}}\n"
+    for place in (path, *(Path(os.environ[n], path.name) for n in ("OUT",) if n in os.environ)):
+        place.write_text(text, encoding="utf-8")
+
+
+@torch.inference_mode()
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tune", action="store_true", help="write packed_tiles.py")
+    parser.add_argument("--tune-formats", default="int4,Q4_K,Q6_K")
+    parser.add_argument("--tune-rows", default=",".join(map(str, TUNED_ROWS)))
+    parser.add_argument("--limit-s", type=float, default=85.0, help="of all of it")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    begun = perf_counter()
+    end, timings = begun + args.limit_s, {}
+    report = Report(args.limit_s * 0.5)
+
+    def told(what: str) -> None:
+        print(f"{what}: {perf_counter() - begun:.1f} s since the start", flush=True)
+
+    check_all(report)
+    told("products")
+    check_models(report)
+    told("models")
+    report.limit_s = args.limit_s
+    if args.tune:
+        rows = tuple(map(int, args.tune_rows.split(",")))
+        formats = tuple(args.tune_formats.split(","))
+        until = end - 0.2 * args.limit_s
+        report.item("tuning", lambda: write_table(tune(until, formats, rows)))
+        told("tuning")
+    report.item("layers", lambda: timings.update(time_layers(end - 0.1 * args.limit_s)))
+    told("layers")
+    report.item("times", lambda: timings.update(time_all(end, ("int4", "Q4_K", "Q6_K"))))
+    told("times")
+    for name, error in report.passed.items():
+        print(f"passed {name}: {error:.2e}")
+    for name, said in report.failed.items():
+        print(f"failed {name}: {said}")
+    if "OUT" in os.environ:
+        given = {"passed": report.passed, "failed": report.failed, "timings": timings}
+        Path(os.environ["OUT"], "packed.json").write_text(json.dumps(given))
+    print(f"{len(report.passed)} passed, {len(report.failed)} failed")
+    return 1 if report.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,500 @@
+"""Ranks on a GPU: two over gloo, whose collectives cut the graphs; one over NCCL, whose graphs hold
+them.
+
+    python -m tests.gpu.ranks_check [--device cuda] [--limit-s 150]
+
+Two ranks are two processes, this one and one that it starts for each part. In fp32 the tokens are
+those of one rank; in bf16 every step's log-probabilities are compared with fp32, as `cuda_check`
+does. One line a check, the last says how many passed; figures go to $OUT/ranks.json. On a CPU
+(`--device cpu`) the kernels are the reference ones, nothing is recorded, and gloo stands in for
+NCCL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter, sleep
+from typing import Any
+
+import torch
+
+from tests.equivalence.harness import Loud, assert_same, make_core, run, small_spec
+from tests.gpu import cuda_check
+from tests.gpu.cuda_check import Rounded, kernels_of
+from tests.rig import Rig
+from tests.tiny import tiny_folder
+from twostroke import LLM
+from twostroke.config import EngineConfig
+from twostroke.distributed import cleanup_dist_env_and_memory
+from twostroke.engine import rank_processes
+from twostroke.engine.assembly import group_limits
+from twostroke.engine.build_torch import build_executor, make_executor
+from twostroke.engine.core import EngineCore
+from twostroke.engine.rank_processes import HEADER_BYTES, read_frame
+from twostroke.exec.collectives import GlooRanks, NcclRanks, join_group
+from twostroke.exec.graphs import CudaRecorder, Record, RunAgain, ladder, piece_ladder
+from twostroke.exec.ranks import RanksExecutor, follow
+from twostroke.exec.start import warm_plan
+from twostroke.exec.torch_executor import TorchExecutor
+from twostroke.kernels.reference import Kernels
+from twostroke.model.cost import cost_model, dense_weight_bytes, ring_bytes
+from twostroke.model.decoder import Decoder
+from twostroke.model.load import find_model
+from twostroke.model.opened import open_model
+from twostroke.model.ranks import ONE_RANK, Ranks
+from twostroke.model.spec import ModelSpec
+from twostroke.sched.scheduler import Scheduler
+from twostroke.sched.step import SchedulerConfig
+
+SIZE = 2
+MODELS = ("post norm, full q/k norm", "two groups", "llama, biases")
+FEW_ROWS, BUDGET, MAX_LEN = 4, 128, 1024
+PROMPTS = [[(7 * n * n + 3 * n + size) % 512 for n in range(size)] for size in (5, 40, 90)]
+OUTPUT = 10
+BEGUN = perf_counter()
+# Each rank's part of a sum is rounded to bf16 before they are added: the error against fp32 may be
+# this many times that of one rank's reference.
+ERROR_SHARE = 1.4
+TINY = {
+    "vocab_size": 320,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "head_dim": 32,
+    "max_position_embeddings": MAX_LEN,
+}
+SMALL: dict[str, Any] = {
+    "max_num_seqs": FEW_ROWS,
+    "max_num_batched_tokens": BUDGET,
+    "gpu_memory_utilization": 0.06,
+    "enable_prefix_caching": False,
+}
+
+
+@dataclass
+class Checks:
+    begun: float = field(default_factory=perf_counter)
+    passed: dict[str, float] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def each(self, name: str, checks: Callable[[], Iterator[str]], limit_s: float) -> None:
+        """A line for each that passes; the first that does not ends these, and so does the limit,
+        with what both ranks were doing."""
+        begun = perf_counter()
+        say(0, f"{name} begins")
+        timer = threading.Timer(limit_s, end_others, (name, limit_s))
+        timer.daemon = True
+        timer.start()
+        try:
+            for said in checks():
+                now = perf_counter()
+                self.passed[f"{name}: {said}"] = round(now - begun, 2)
+                print(f"passed  {name}: {said} ({now - begun:.1f} s)", flush=True)
+                begun = now
+        except Exception as error:
+            self.failed[name] = f"{type(error).__name__}: {error}"[:1000]
+            print(f"FAILED  {name}\n{traceback.format_exc()[-3000:]}", flush=True)
+        finally:
+            timer.cancel()
+
+    def end(self, why: str = "") -> int:
+        if why:
+            self.failed["all"] = why
+        result = {"passed": self.passed, "failed": self.failed, "figures": self.figures}
+        if "OUT" in os.environ:
+            Path(os.environ["OUT"], "ranks.json").write_text(json.dumps(result, indent=1))
+        print(json.dumps(self.figures))
+        print(f"{len(self.passed)} passed, {len(self.failed)} failed{why and f' ({why})'}")
+        sys.stdout.flush()
+        return 1 if self.failed else 0
+
+
+def say(rank: int, what: str) -> None:
+    print(f"[{perf_counter() - BEGUN:6.1f} s] rank {rank}: {what}", file=sys.stderr, flush=True)
+
+
+def end_others(name: str, limit_s: float) -> None:
+    """SIGABRT, at which Python writes down what every thread was doing: then a collective of this
+    process fails as well."""
+    say(0, f"{name}: no end after {limit_s:.0f} s")
+    faulthandler.dump_traceback(sys.stderr)
+    for process in OTHERS:
+        if process.poll() is None:
+            process.send_signal(signal.SIGABRT)
+
+
+# ── two ranks, over gloo ────────────────────────────────────────────────────────────────────
+
+
+class OtherRank:
+    """A process that does the same part of this script as rank 1."""
+
+    def __init__(self, part: str, device: str, store: str) -> None:
+        given = ["--part", part, "--device", device, "--store", store]
+        command = [sys.executable, "-m", "tests.gpu.ranks_check", *given]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        OTHERS.append(self._process)
+
+    def send(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(len(data).to_bytes(HEADER_BYTES, "little") + data)
+        self._process.stdin.flush()
+
+    def failure(self) -> str:
+        code = self._process.poll()
+        return "" if code is None else f"rank 1 ended with exit code {code}"
+
+    def end(self) -> None:
+        code = self._process.wait(20)
+        assert code == 0, f"rank 1 ended with exit code {code}"
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+OTHERS: list[subprocess.Popen[bytes]] = []  # of all parts
+os.environ["PYTHONFAULTHANDLER"] = "1"  # of those
+
+
+def two_ranks(part: str, device: torch.device) -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder, "store"))
+        other = OtherRank(part, str(device), store)
+        try:
+            yield from PARTS[part](join_two(0, store, device), device, other)
+        except BaseException:
+            other.kill()
+            raise
+        other.end()
+
+
+def join_two(rank: int, store: str, device: torch.device) -> Ranks:
+    say(rank, "joins")
+    Path(f"{store}.{rank}").touch()
+    while not Path(f"{store}.{1 - rank}").exists():
+        assert all(process.poll() is None for process in OTHERS[-1:]), "rank 1 has ended"
+        sleep(0.05)
+    ranks = GlooRanks(rank, SIZE, store, device, staged=True)
+    say(rank, "has joined")
+    return ranks
+
+
+def recorder_of(device: torch.device, ranks: Ranks) -> Record:
+    return CudaRecorder(device, ranks) if device.type == "cuda" else RunAgain()
+
+
+def executor_of(decoder: Decoder) -> TorchExecutor:
+    record = recorder_of(decoder.device, decoder.ranks)
+    blocks = [512] * len(decoder.spec.kv_groups())
+    rows = (FEW_ROWS, MAX_LEN, 16, BUDGET, decoder.dtype, 2, ladder(FEW_ROWS), record)
+    return make_executor(decoder, blocks, *rows)
+
+
+def core_of(executor: TorchExecutor, spec: ModelSpec, other: OtherRank | None) -> EngineCore:
+    limits = SchedulerConfig(
+        max_num_seqs=FEW_ROWS,
+        max_num_batched_tokens=BUDGET,
+        max_model_len=MAX_LEN,
+        block_size=16,
+        groups=group_limits(executor.program.decoder.spec, [512] * len(spec.kv_groups())),
+        prefix_caching=False,
+    )
+    cost = cost_model(spec, dense_weight_bytes(spec, 4), 4)
+    runs: Any = executor if other is None else RanksExecutor(executor, other)
+    return EngineCore(Scheduler(limits), runs, cost)
+
+
+class Replays:
+    """How often graphs were used."""
+
+    def __init__(self, executor: TorchExecutor) -> None:
+        self.decode = self.pieces = 0
+        graphs, pieces = executor._graphs, executor._pieces
+        assert graphs is not None
+        assert pieces is not None
+        replay, forward = graphs.replay, pieces.forward
+
+        def count_decode(step: Any) -> None:
+            self.decode += 1
+            replay(step)
+
+        def count_pieces(step: Any) -> torch.Tensor:
+            self.pieces += 1
+            return forward(step)
+
+        graphs.replay, pieces.forward = count_decode, count_pieces  # type: ignore[method-assign]
+
+
+def same_tokens(ranks: Ranks, device: torch.device, other: OtherRank | None) -> Iterator[str]:
+    """In fp32: prompts in chunks beside others' decoding, against one rank's reference."""
+    models = dict(cuda_check.small_models())
+    for name in MODELS[:2]:
+        spec = models[name]
+        say(ranks.rank, f"{name}: loads")
+        decoder = Decoder(
+            spec, Loud(spec), torch.float32, device, MAX_LEN, kernels_of(device), ranks=ranks
+        )
+        say(ranks.rank, f"{name}: records")
+        executor = executor_of(decoder)
+        say(ranks.rank, f"{name}: runs")
+        if other is None:
+            follow(executor, iter(lambda: read_frame(sys.stdin.buffer), b""))
+            continue
+        reference = Decoder(spec, Loud(spec), torch.float32, device, MAX_LEN, Kernels())
+        expected, replays = run(make_core(reference), PROMPTS, OUTPUT), Replays(executor)
+        say(0, f"{name}: one rank has run")
+        core = core_of(executor, spec, other)
+        try:
+            got = run(core, PROMPTS, OUTPUT)
+            drawn = run(core, PROMPTS, OUTPUT, logit_bias={0: 0.0})  # drawn apart from the graph
+        finally:
+            other.send(b"")
+        assert_same(expected, got)
+        assert_same(expected, drawn)
+        assert replays.decode > 10, "decode steps ran without graphs"
+        assert replays.pieces > 1, "steps with prefill ran without pieces"
+        if device.type == "cuda":
+            check_cuts(executor, spec)
+        steps = core.records.steps
+        assert all(step.comm_s > 0 and step.comm_bytes > 0 for step in steps)
+        said = f"{replays.decode} decode graphs, {replays.pieces} steps in pieces"
+        yield f"{name}, fp32, tokens equal: {said}"
+
+
+def check_cuts(executor: TorchExecutor, spec: ModelSpec) -> None:
+    graphs: Any = executor._graphs
+    full = sum(layer.attention.qk_norm == "full" for layer in spec.layers)
+    cuts = 2 + 2 * spec.num_layers + 2 * full
+    for replay in graphs._replays.values():
+        (runs,) = replay.args
+        assert len(runs) == 2 * cuts + 1, f"{len(runs)} runs for {cuts} collectives"
+
+
+def same_logprobs(ranks: Ranks, device: torch.device, other: OtherRank | None) -> Iterator[str]:
+    """In bf16: every step of the same texts, against fp32."""
+    models = dict(cuda_check.small_models())
+    texts = [[(7 * n * n + 3 * n + size) % 512 for n in range(size)] for size in (40, 75, 120)]
+    prompts, length = [len(text) - OUTPUT for text in texts], 136
+
+    def forced(rig: Rig) -> torch.Tensor:
+        steps = [logits for _, logits in rig.forced(prompts, 60)]
+        return torch.cat(steps).float().log_softmax(-1)
+
+    for name in MODELS[2:]:
+        spec = models[name]
+        source = Rounded(Loud(spec), spec)
+
+        def rig_of(dtype: torch.dtype, kernels: Kernels, ranks: Ranks) -> Rig:
+            record = None if ranks.alone else recorder_of(device, ranks)
+            decoder = Decoder(spec, source, dtype, device, length, kernels, ranks=ranks)  # noqa: B023
+            return Rig(decoder, texts, record=record)
+
+        say(ranks.rank, f"{name}: records")
+        rig = rig_of(torch.bfloat16, kernels_of(device), ranks)
+        say(ranks.rank, f"{name}: runs")
+        shared = forced(rig)
+        say(ranks.rank, f"{name}: has run")
+        if other is None:
+            continue
+        exact = forced(rig_of(torch.float32, Kernels(), ONE_RANK))
+        plain = forced(rig_of(torch.bfloat16, Kernels(), ONE_RANK))
+        errors = [float((one - exact).pow(2).mean().sqrt()) for one in (shared, plain)]
+        share, steps = errors[0] / errors[1], len(exact)
+        assert errors[1] < 0.2 * float(exact.std()), "the weights are too quiet"
+        same = int((shared.argmax(-1) == plain.argmax(-1)).sum())
+        said = f"{name}, bf16, {steps} steps: error {share:.2f} of one rank's reference"
+        assert share < ERROR_SHARE, said
+        yield f"{said}; the same best token in {same}"
+
+
+Part = Callable[[Ranks, torch.device, "OtherRank | None"], Iterator[str]]
+PARTS: dict[str, Part] = {"tokens": same_tokens, "logprobs": same_logprobs}
+
+
+def engines(device: torch.device, figures: dict[str, Any]) -> Iterator[str]:
+    """As a user starts them: memory planned and measured, graphs recorded, on both ranks."""
+    on_gpu = device.type == "cuda"
+    how: dict[str, Any] = SMALL | ({} if on_gpu else {"kernels": "reference"})
+    how |= {"device": "cuda:0" if on_gpu else "cpu", "dtype": "float32"}
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(tiny_folder(Path(folder), **TINY))
+        prompts = [[5 + n % 290 for n in range(size)] for size in (5, 40, 90)]
+        one = LLM(path, num_gpu_blocks_override=256, **how)
+        expected = run(one.engine.core, prompts, OUTPUT)
+        del one
+        cleanup_dist_env_and_memory()
+        free = torch.cuda.mem_get_info(device) if on_gpu else (0, 1)
+        say(0, "one rank has run")
+        begun = perf_counter()
+        two = LLM(path, tensor_parallel_size=SIZE, **how)
+        start_s = perf_counter() - begun
+        core, memory = two.engine.core, two.engine.memory
+        yield f"{SIZE} ranks started in {start_s:.1f} s: {memory.waterfall()}"
+        assert_same(expected, run(core, prompts, OUTPUT))
+        yield "an engine's tokens equal those of one rank, fp32"
+        if on_gpu:
+            own: Any = core._executor
+            replays = Replays(own._own)
+            run(core, prompts, OUTPUT)
+            assert replays.decode > 0
+            assert replays.pieces > 0
+            used = 1 - torch.cuda.mem_get_info(device)[0] / free[1]
+            before = 1 - free[0] / free[1]
+            share = how["gpu_memory_utilization"]
+            assert abs(used - share) < 0.015, f"{used:.3f} of the GPU is used, for {share}"
+            figures["two_ranks_memory"] = {"before": before, "used": used, "allowed": share}
+            yield f"graphs and pieces in use; both ranks together use {used:.1%} of the GPU"
+        steps = list(core.records.steps)
+        decode = [step for step in steps if step.decode.rows == 3 and not step.prefill.rows]
+        device_s = median(step.device_s for step in decode)
+        comm_s = median(step.comm_s for step in decode)
+        figures["two_ranks_gloo"] = {"start_s": start_s, "step_s": device_s, "comm_s": comm_s}
+        yield f"a decode step {1e3 * device_s:.2f} ms, of it {1e3 * comm_s:.2f} ms in collectives"
+        del core, two
+        cleanup_dist_env_and_memory()
+
+
+# ── one rank, over NCCL ─────────────────────────────────────────────────────────────────────
+
+
+def one_rank(device: torch.device, figures: dict[str, Any]) -> Iterator[str]:
+    """The same graphs, with collectives inside that have nobody to talk to."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder, "store"))
+        on_gpu = device.type == "cuda"
+        ranks: Any
+        if on_gpu:
+            ranks = join_group(0, 1, store, device, own=True)
+            assert isinstance(ranks, NcclRanks)
+            figures["nccl_all_reduce_us"] = [round(1e6 * one, 2) for one in ranks._times_s]
+        else:
+            ranks = GlooRanks(0, 1, store, device, staged=True)
+        for dtype in (torch.float32, torch.bfloat16):
+            spec = small_spec(qk_norm="head", tie_embeddings=True)
+            yield from compare_with_no_group(spec, dtype, device, ranks)
+        path = tiny_folder(Path(folder, "model"), **TINY)
+        config = EngineConfig(model=str(path), device="cuda" if on_gpu else "cpu", **SMALL)
+        model = open_model(config, find_model(config), str(device))
+        place = "cuda:0" if on_gpu else "cpu"
+        before = ranks.num_recorded if on_gpu else 0
+        built = build_executor(config, model, place, ranks)
+        built.executor.run(warm_plan(2, [5, 7], 100))
+        if on_gpu:
+            assert ranks.num_recorded > before
+            assert built.executor._pieces is not None
+        yield f"started as an engine is: {built.memory.waterfall()}"
+        if on_gpu:
+            lines = Path(f"{store}.nccl.0").read_text().splitlines()
+            assert any("NCCL INFO" in line for line in lines), lines[:3]
+            figures["nccl_log"] = [line for line in lines if "Pattern" in line or "coll ch" in line]
+            yield f"NCCL's log was written where it is read: {len(lines)} lines"
+
+
+def compare_with_no_group(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, ranks: Any
+) -> Iterator[str]:
+    """To the bit: nothing is computed otherwise."""
+    source, kernels = Rounded(Loud(spec), spec), kernels_of(device)
+    plain = executor_of(Decoder(spec, source, dtype, device, MAX_LEN, kernels))
+    expected = run(core_of(plain, spec, None), PROMPTS, OUTPUT)
+    before = getattr(ranks, "num_recorded", 0)
+    executor = executor_of(Decoder(spec, source, dtype, device, MAX_LEN, kernels, ranks=ranks))
+    layers, name = spec.num_layers, str(dtype).removeprefix("torch.")
+    if device.type == "cuda":
+        # Embedding, o and down, head; pieces end before the last layer's attention.
+        in_decode, in_pieces = 2 + 2 * layers, 1 + 2 * (layers - 1)
+        recorded = len(ladder(FEW_ROWS)) * in_decode + len(piece_ladder(BUDGET)) * in_pieces
+        assert ranks.num_recorded - before == recorded, f"{ranks.num_recorded - before} recorded"
+    replays, core = Replays(executor), core_of(executor, spec, None)
+    comm = ranks.comm
+    got = run(core, PROMPTS, OUTPUT)
+    assert [one.tokens for one in got] == [one.tokens for one in expected]
+    assert replays.decode > 0
+    assert replays.pieces > 0
+    yield f"{name}, tokens equal with {ranks.all_numbers([0])} in the group"
+    spent = ranks.comm.since(comm)
+    formula = sum(step_bytes(executor, spec, dtype.itemsize, step) for step in core.records.steps)
+    assert spent.ring_bytes == formula, f"{spent.ring_bytes} bytes counted, {formula} expected"
+    assert spent.sent_bytes(1) == 0
+    assert spent.seconds > 0
+    yield f"{name}, {formula:,} bytes in collectives, as the formula says"
+
+
+def step_bytes(executor: TorchExecutor, spec: ModelSpec, itemsize: int, step: Any) -> int:
+    """By the formula, of a step as it was padded."""
+    graphs, pieces = executor._graphs, executor._pieces
+    assert graphs is not None
+    assert pieces is not None
+    tokens, samples = step.prefill.tokens + step.decode.tokens, step.num_written
+    if step.prefill.rows:
+        padded = pieces.size_for(tokens) or tokens
+        return ring_bytes(spec, 1, itemsize, padded, samples, samples)
+    padded = graphs.size_for(tokens) or tokens
+    return ring_bytes(spec, 1, itemsize, padded, padded) - 4 * (padded - samples)
+
+
+# ── all of it ───────────────────────────────────────────────────────────────────────────────
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--limit-s", type=float, default=150.0)
+    parser.add_argument("--part-limit-s", type=float, default=40.0)
+    parser.add_argument("--part", help="be rank 1 of this part")
+    parser.add_argument("--store")
+    args = parser.parse_args()
+    device = torch.device("cuda:0" if args.device == "cuda" else args.device)
+    if args.part:
+        for _ in PARTS[args.part](join_two(1, args.store, device), device, None):
+            pass
+        return 0
+    checks = Checks()
+    spawn = rank_processes._spawn
+
+    def noted(module: str) -> subprocess.Popen[bytes]:
+        OTHERS.append(spawn(module))
+        return OTHERS[-1]
+
+    rank_processes._spawn = noted
+
+    def out_of_time() -> None:
+        for process in OTHERS:
+            process.kill()
+        checks.end(f"no end after {args.limit_s:.0f} s")
+        os._exit(1)
+
+    timer = threading.Timer(args.limit_s, out_of_time)
+    timer.daemon = True
+    timer.start()
+    for part in PARTS:
+        work = partial(two_ranks, part, device)
+        checks.each(f"two ranks, {part}", work, args.part_limit_s)
+    work = partial(engines, device, checks.figures)
+    checks.each("two ranks, engines", work, 2 * args.part_limit_s)
+    nccl = "one rank, NCCL" if device.type == "cuda" else "one rank"
+    checks.each(nccl, partial(one_rank, device, checks.figures), args.part_limit_s)
+    checks.figures["all_s"] = round(perf_counter() - checks.begun, 1)
+    code = checks.end()
+    timer.cancel()
+    os._exit(code)  # nothing is taken down that could wait for somebody
+
+
+if __name__ == "__main__":
+    sys.exit(main())

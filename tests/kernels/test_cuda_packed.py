@@ -1,0 +1,298 @@
+"""The Triton kernels of weights of 4 and 8 bits: interpreted, against products in fp64 of what the
+numbers stand for; and compiled for an H200.
+
+As in `test_cuda_interpreted.py`, what is interpreted runs in a pytest of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+from tests.kernels import ptx
+from twostroke.kernels.cuda import packed
+from twostroke.kernels.packed import (
+    Codes,
+    PackedWeight,
+    dequantised,
+    pack,
+    packed_weight,
+    quantised,
+)
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ROOT = Path(__file__).parents[2]
+
+if INTERPRETED:
+    from tests.kernels.cuda_cases import BOUNDS, largest, poisoned, worst
+    from tests.kernels.test_cuda_interpreted import (  # noqa: F401
+        seeded,
+        unwritten_memory_is_nan,
+    )
+
+    HALF = torch.float16
+
+    def random_weight(
+        columns: int, inner: int, group: int, kind: str = "", bits: int = 4
+    ) -> PackedWeight:
+        shape = (columns, inner // group)
+        codes = torch.randint(0, 1 << bits, (columns, inner), dtype=torch.uint8)
+        scale = (0.5 + torch.rand(shape)) * inner**-0.5 * 2.0 ** (2 - bits)
+        zero = torch.randint(0, 1 << bits, shape, dtype=torch.uint8) if kind == "zero" else None
+        offset = -scale * torch.rand(shape) * (1 << bits) if kind == "offset" else None
+        return pack(Codes(bits, codes, scale, zero, offset))
+
+    def check_products(rows: int, columns: int, weight: PackedWeight) -> float:
+        """Twice: the first must leave the counters as they were. `columns`: of each half."""
+        x = torch.randn(rows, weight.shape[1]).to(HALF)
+        right = x.double() @ dequantised(weight, torch.float64).t()
+        out = poisoned(rows, 2 * columns, like=x)
+        assert packed.packed_product(x, weight, out=out) is out
+        error = worst(out, right)
+        error = largest(error, worst(packed.packed_product(x, weight), right))
+        assert not weight.arrived.any()
+        gated = F.silu(right[:, :columns]) * right[:, columns:]
+        # Two roundings more: of each half, and of what the activation makes of them.
+        acted = worst(packed.packed_gated_product(x, weight, "silu"), gated)
+        return largest(error, acted / 2)
+
+    FORMATS = [
+        (128, "", 4),
+        (128, "zero", 4),
+        (64, "", 4),
+        (32, "zero", 4),
+        (32, "offset", 4),
+        (32, "", 8),
+        (32, "offset", 8),
+        (16, "", 8),
+    ]
+
+    # Tiles of 16, 64 and 128 rows; one row of 8 bits is streamed.
+    SIZES = [(1, 13), (5, 20), (40, 33), (70, 24)]
+
+    @pytest.mark.parametrize(
+        ("format", "rows", "columns"),
+        [(f, *size) for n, f in enumerate(FORMATS) for size in SIZES[: 4 if n in (1, 7) else 2]],
+        ids=str,
+    )
+    def test_products_equal_those_of_what_the_weight_stands_for(
+        format: tuple[int, str, int], rows: int, columns: int
+    ) -> None:
+        weight = random_weight(2 * columns, 256, *format)
+        assert check_products(rows, columns, weight) < BOUNDS[HALF]
+
+    @pytest.mark.parametrize(("group", "kind", "bits"), [FORMATS[1], FORMATS[4]])
+    def test_several_programs_share_the_columns_of_a_tile(group: int, kind: str, bits: int) -> None:
+        weight = random_weight(40, 2048, group, kind, bits)
+        tuned = packed.tiling(5, weight, gated=False)
+        assert tuned is not None
+        assert tuned.splits > 1
+        assert check_products(5, 20, weight) < BOUNDS[HALF]
+
+    @pytest.mark.parametrize(("group", "kind", "bits"), FORMATS)
+    def test_one_row_is_streamed(group: int, kind: str, bits: int) -> None:
+        weight, x = random_weight(26, 256, group, kind, bits), torch.randn(1, 256).to(HALF)
+        right = x.double() @ dequantised(weight, torch.float64).t()
+        gated = F.silu(right[:, :13]) * right[:, 13:]
+        for activation, expected in ((None, right), ("silu", gated)):
+            tuned = packed.streaming(weight, gated=activation is not None)
+            assert tuned is not None
+            found = packed.stream(x, weight, tuned, activation, False)
+            assert worst(found, expected) < 2 * BOUNDS[HALF]
+
+    @pytest.mark.parametrize(("group", "kind", "bits"), FORMATS)
+    def test_many_rows_have_the_weight_dequantised(
+        monkeypatch: pytest.MonkeyPatch, group: int, kind: str, bits: int
+    ) -> None:
+        monkeypatch.setattr(packed, "MOST_TILED", 2)
+        assert check_products(3, 20, random_weight(40, 256, group, kind, bits)) < BOUNDS[HALF]
+
+    def test_these_sizes_have_every_way() -> None:
+        ways = [packed.tiling(n, random_weight(80, 512, 128), gated=False) for n in (5, 40, 128)]
+        assert [(way.rows, way.scale_first, way.weight_first) for way in ways if way] == [
+            (16, False, False),
+            (64, False, True),
+            (128, True, True),
+        ]
+        small = packed.tiling(5, random_weight(80, 512, 32), gated=False)
+        assert small is not None
+        assert small.scale_first
+        assert packed.tiling(130, random_weight(80, 512, 128), gated=False) is None
+        assert packed.streaming(random_weight(80, 384, 128), False) == packed.Streaming(8, 1, 2)
+        assert packed.streaming(random_weight(80, 4096, 128), False) == packed.Streaming(4, 16, 2)
+        assert packed.streaming(random_weight(80, 4096, 128), True) == packed.Streaming(1, 8, 1)
+
+    def test_what_the_table_says_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+        weight = random_weight(80, 512, 128, "zero")
+        assert packed.table_key(5, weight, False) == "4 128 zeros, 80×512, 16"
+        for way in ((16, 64, 1, 2, 0, 1, 4, 3), (16, 32, 2, 1, 1, 0, 4, 3), ()):
+            monkeypatch.setattr(packed, "TILES", {packed.table_key(5, weight, False): way})
+            assert packed.choice(5, weight, False) == (packed.Tiling(*way) if way else None)
+            x = torch.randn(5, 512).to(HALF)
+            right = x.double() @ dequantised(weight, torch.float64).t()
+            assert worst(packed.packed_product(x, weight), right) < BOUNDS[HALF]
+        monkeypatch.setattr(packed, "TILES", {packed.table_key(1, weight, False): (2, 4, 1)})
+        assert packed.choice(1, weight, False) == packed.Streaming(2, 4, 1)
+
+    def test_a_zero_or_a_nibble_in_anothers_place_is_noticed() -> None:
+        weight = random_weight(80, 384, 128, "zero")
+        right, x = dequantised(weight, torch.float64), torch.randn(3, 384).to(HALF)
+        assert weight.zero is not None
+        other = weight._replace(zero=weight.zero.roll(1, dims=1))
+        assert worst(packed.packed_product(x, other), x.double() @ right.t()) > 0.05
+        other = weight._replace(codes=weight.codes >> 4 | weight.codes << 4)
+        assert worst(packed.packed_product(x, other), x.double() @ right.t()) > 0.05
+
+    def test_scales_of_fp32_are_taken_as_they_are() -> None:
+        weight = random_weight(80, 384, 128)
+        wide = weight._replace(scale=weight.scale.float() * 1e-6)
+        x = torch.randn(3, 384).to(HALF)
+        right = x.double() @ dequantised(wide, torch.float64).t()
+        found = packed.packed_product(x, wide, out=torch.empty(3, 80))
+        assert worst(found, right) < 1e-6
+
+else:
+    from tests.kernels.test_cuda_compiles import BF16, compiled, empty, spilled_bytes  # noqa: F401
+
+    def test_packed_products_equal_their_definition_when_interpreted() -> None:
+        command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__]
+        env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
+        child = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+        assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-2000:]
+
+    def unread_weight(
+        columns: int, inner: int, group: int = 128, kind: str = "", bits: int = 4
+    ) -> PackedWeight:
+        shape = (columns, inner // group)
+        codes = empty(columns, inner * bits // 8, dtype=torch.uint8)
+        scale = empty(*shape, dtype=torch.float16)
+        zero = empty(*shape, dtype=torch.uint8) if kind == "zero" else None
+        offset = empty(*shape, dtype=torch.float16) if kind == "offset" else None
+        return packed_weight(bits, codes, scale, zero, offset)
+
+    CONVERSION = re.compile(r"cvt\.rn\.(f32|bf16|f16)\.[us](8|16|32)")
+
+    @pytest.mark.parametrize(("group", "kind", "bits"), [(128, "", 4), (32, "offset", 4)])
+    def test_products_of_llama_3_1_8b_compile_without_conversions(
+        compiled: list[Any],  # noqa: F811
+        tmp_path: Path,
+        group: int,
+        kind: str,
+        bits: int,
+    ) -> None:
+        o = unread_weight(4096, 4096, group, kind, bits)
+        gate_up = unread_weight(28672, 4096, group, kind, bits)
+        for weight, activation in ((o, None), (gate_up, "silu")):
+            streamed = packed.streaming(weight, activation is not None)
+            assert streamed is not None
+            packed.stream(empty(1, 4096), weight, streamed, activation, True)
+        for rows in (8, 128):
+            packed.packed_product(empty(rows, 4096), o, pdl=True)
+            packed.packed_gated_product(empty(rows, 4096), gate_up, "silu", pdl=True)
+        for kernel in compiled:
+            code = kernel.asm["ptx"]
+            assert spilled_bytes(kernel, tmp_path) == 0
+            assert kernel.metadata.shared <= 227 << 10
+            assert "griddepcontrol.wait" in code
+            assert not CONVERSION.search(code)
+        for kernel in compiled[:2]:  # one row has asked for its weight before it waits
+            before, _ = kernel.asm["ptx"].split("griddepcontrol.wait")
+            assert "evict_first" in before
+        for kernel in compiled[2:4]:  # codes are read four bytes at a time
+            assert "mma.sync.aligned.m16n8k16" in kernel.asm["ptx"]
+            assert "ld.shared.v2.b8" not in kernel.asm["ptx"]
+        for kernel in compiled[4:]:
+            assert "wgmma.mma_async.sync.aligned.m64" in kernel.asm["ptx"]
+
+    def test_the_other_formats_compile(compiled: list[Any], tmp_path: Path) -> None:  # noqa: F811
+        for group, kind, bits in ((128, "zero", 4), (32, "", 8), (16, "", 8)):
+            weight = unread_weight(4096, 4096, group, kind, bits)
+            for rows, dtype in ((1, BF16), (8, BF16), (8, torch.float16)):
+                packed.packed_product(empty(rows, 4096, dtype=dtype), weight)
+        packed.dequantise(unread_weight(4096, 4096, 128, "zero"), BF16)
+        assert all(spilled_bytes(kernel, tmp_path) == 0 for kernel in compiled)
+
+    def test_packed_products_compile_once_for_all_batches_of_one_tile(
+        compiled: list[Any],  # noqa: F811
+    ) -> None:
+        o = unread_weight(4096, 4096)
+        for rows in (2, 9, 16):
+            packed.packed_product(empty(rows, 4096), o)
+        assert len({kernel.hash for kernel in compiled}) == 1
+
+    # ── inline assembly ─────────────────────────────────────────────────────────────────────
+
+    CODES = (0x0123_4567, 0x89AB_CDEF, 0xF00F_807F, 0xFFFF_FFFF)
+
+    def low_and_high(codes: int) -> tuple[list[int], list[int]]:
+        """Of each byte, the lowest first."""
+        bytes_ = [codes >> 8 * n & 255 for n in range(4)]
+        return [byte & 15 for byte in bytes_], [byte >> 4 for byte in bytes_]
+
+    @pytest.mark.parametrize("codes", CODES)
+    def test_codes_become_floats(codes: int) -> None:
+        low, high = low_and_high(codes)
+        found = ptx.run(packed._floats_asm(4), 8, [codes])
+        assert [ptx.to_float(bits) for bits in found] == [1 + q / 128 for q in (*low, *high)]
+        found = ptx.run(packed._floats_asm(8), 4, [codes])
+        assert [ptx.to_float(bits) for bits in found] == [codes >> 8 * n & 255 for n in range(4)]
+
+    @pytest.mark.parametrize("codes", CODES)
+    @pytest.mark.parametrize("kind", ["bf16", "f16"])
+    def test_codes_become_whole_numbers(codes: int, kind: str) -> None:
+        zeros = [0, 8, 15, 3]
+        above = 128 if kind == "bf16" else 1024
+        taken = [ptx.word(*(-above - z for z in zeros[n : n + 2]), kind) for n in (0, 2)]
+        found = ptx.run(packed._whole_asm(kind), 4, [codes, *taken])
+        numbers = [number for bits in found for number in ptx.halves(bits, kind)]
+        low, high = low_and_high(codes)
+        expected = [q - z for part in (low, high) for q, z in zip(part, zeros, strict=True)]
+        assert numbers == expected
+
+    @pytest.mark.parametrize("codes", CODES)
+    @pytest.mark.parametrize("kind", ["bf16", "f16"])
+    @pytest.mark.parametrize("bits", [4, 8])
+    def test_codes_become_scaled_numbers(codes: int, kind: str, bits: int) -> None:
+        factors, terms = [0.01, -0.5, 3.0, 0.0], [0.25, -1.0, 7.0, 1.5]
+        given = [ptx.to_bits(value) for value in (*factors, *terms)]
+        found = ptx.run(packed._scaled_asm(bits, kind), bits if bits == 4 else 2, [codes, *given])
+        numbers = [number for word in found for number in ptx.halves(word, kind)]
+        if bits == 4:
+            raw = [1 + q / 128 for part in low_and_high(codes) for q in part]
+        else:
+            raw = [float(codes >> 8 * n & 255) for n in range(4)]
+        expected = [f * factors[n % 4] + terms[n % 4] for n, f in enumerate(raw)]
+        bound = 2.0**-8 if kind == "bf16" else 2.0**-10
+        assert numbers == pytest.approx(expected, rel=bound)
+
+    # ── rounding ────────────────────────────────────────────────────────────────────────────
+
+    def test_a_matrix_is_rounded_better_than_without_a_search() -> None:
+        torch.manual_seed(1)
+        weight = torch.randn(64, 512)
+        found = dequantised(pack(quantised(weight, 128)), torch.float32)
+        error = float((found - weight).norm() / weight.norm())
+        grouped = weight.view(64, 4, 128)
+        unit = grouped.abs().amax(2, keepdim=True) / 7
+        plain = float(((grouped / unit).round() * unit - grouped).norm() / weight.norm())
+        assert error < 0.97 * plain
+        assert error < 0.11
+
+    def test_a_group_of_zeros_stays_zero_and_whole_numbers_stay() -> None:
+        weight = torch.randint(-7, 8, (8, 256)).float()
+        weight[:, 0] = -8
+        weight[:, 128] = -8
+        weight[3, 128:] = 0
+        found = pack(quantised(weight, 128))
+        assert found.num_bytes == 8 * (128 + 2 * 2)
+        assert torch.equal(dequantised(found, torch.float32), weight)

@@ -1,0 +1,261 @@
+"""KV blocks over ZeroMQ, and everything that may go wrong on the way."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from time import monotonic, sleep
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.kv.test_transfer import SENDER, fetch, pools
+from twostroke.kv import sockets
+from twostroke.kv.sockets import BlockServer, Sent, Sockets, Wanted
+from twostroke.kv.transfer import (
+    Address,
+    DamagedError,
+    HostBlocks,
+    KVTransfer,
+    Offer,
+    OfferWithdrawnError,
+    SenderGoneError,
+    StalledError,
+    TransferError,
+    TruncatedError,
+    UnreachableError,
+)
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux only")
+ALL = [[(0, 1), (1, 2), (2, 3)], [(0, 4), (1, 5), (2, 6)]]
+
+
+class Engines:
+    def __init__(self, **how: Any) -> None:
+        found = pools(transport="sockets", **how)
+        self.sender, self.receiver, self.sending, self.fetching = found
+
+    def offer(self) -> Offer:
+        return self.sending.offer([[3, 5, 1], [4, 7, 2]], 12)
+
+    @property
+    def server(self) -> BlockServer:
+        (way,) = self.sending._ways
+        assert isinstance(way, Sockets)
+        assert way._server is not None
+        return way._server
+
+    def assert_all_arrived(self) -> None:
+        for group, sources in enumerate(([3, 5, 1], [4, 7, 2])):
+            targets = [target for _, target in ALL[group]]
+            sent, arrived = self.sender.data[group], self.receiver.data[group]
+            assert np.array_equal(sent[sources], arrived[targets])
+
+
+@pytest.fixture
+def made() -> Iterator[list[Engines]]:
+    found: list[Engines] = []
+    yield found
+    for one in found:
+        one.fetching.close()
+        one.sending.close()
+
+
+@pytest.fixture
+def engines(made: list[Engines]) -> Engines:
+    made.append(Engines())
+    return made[0]
+
+
+def test_blocks_of_every_group_arrive_as_they_were_sent(engines: Engines) -> None:
+    offer = engines.offer()
+    assert [one.way for one in offer.addresses] == ["sockets"]
+    assert fetch(engines.fetching, offer, ALL) == offer.num_bytes
+    engines.assert_all_arrived()
+    assert not engines.receiver.data[0][[0, 4, 5, 6, 7, 8]].any(), "no other block was written"
+    assert fetch(engines.fetching, offer, [[(2, 8)], []]) == engines.sender.data[0][0].nbytes
+    assert np.array_equal(engines.receiver.data[0][8], engines.sender.data[0][1])
+
+
+def test_a_few_blocks_at_a_time_are_on_their_way(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither side holds more than the window, and a fetch may take several turns."""
+    size = engines.sender.data[0][0].nbytes
+    monkeypatch.setattr(sockets, "WINDOW_BYTES", 2 * size)
+    asked: list[int] = []
+    answer = engines.server.answer
+
+    def counting(peer: bytes, wanted: Wanted) -> None:
+        asked.append(len(wanted.entries))
+        answer(peer, wanted)
+
+    monkeypatch.setattr(engines.server, "answer", counting)
+    offer = engines.offer()
+    fetching = engines.fetching.fetch(offer, ALL)
+    before, until = 0, monotonic() + 60
+    while not fetching.advance(1):
+        assert fetching.num_bytes - before in (0, *offer.block_bytes), "a block a turn"
+        before = fetching.num_bytes
+        assert monotonic() < until
+        sleep(0.001)
+    engines.assert_all_arrived()
+    assert sum(asked) == 6
+    assert max(asked) <= 3
+
+
+def test_several_fetches_share_a_connection(engines: Engines) -> None:
+    offer = engines.offer()
+    (way,) = engines.fetching._ways
+    assert isinstance(way, Sockets)
+    both = [engines.fetching.fetch(offer, ALL) for _ in range(2)]
+    assert len(way._peers) == 1
+    until = monotonic() + 60
+    while both:
+        both = [one for one in both if not one.advance()]
+        assert monotonic() < until
+    engines.assert_all_arrived()
+    assert not any(peer.copies for peer in way._peers.values()), "nothing is left of them"
+
+
+def test_a_released_offer_is_refused(engines: Engines) -> None:
+    offer = engines.offer()
+    engines.sending.release(offer.number)
+    with pytest.raises(OfferWithdrawnError):
+        fetch(engines.fetching, offer, ALL)
+    fetch(engines.fetching, engines.offer(), ALL)
+    engines.assert_all_arrived()
+
+
+def test_one_released_while_it_is_read_is_refused(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer, blocks = engines.offer(), engines.server._blocks
+    read = blocks.read
+
+    def slow(group: int, number: int) -> bytes:
+        engines.sending.release(offer.number)
+        return read(group, number)
+
+    monkeypatch.setattr(blocks, "read", slow)
+    with pytest.raises(OfferWithdrawnError):
+        fetch(engines.fetching, offer, ALL)
+
+
+Send = Callable[[bytes, Sent, bytes], None]
+
+
+def truncate(send: Send, *block: Any) -> None:
+    peer, sent, data = block
+    send(peer, sent, data[:-3])
+
+
+def damage(send: Send, *block: Any) -> None:
+    peer, sent, data = block
+    send(peer, sent, bytes([data[0] ^ 1]) + data[1:])
+
+
+def withhold(send: Send, *block: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("harm", "error"),
+    [(truncate, TruncatedError), (damage, DamagedError), (withhold, StalledError)],
+)
+def test_what_arrives_wrong_or_not_at_all_has_a_name(
+    harm: Callable[..., None],
+    error: type[TransferError],
+    made: list[Engines],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made.append(Engines(checked=True))
+    (engines,) = made
+    (way,) = engines.fetching._ways
+    assert isinstance(way, Sockets)
+    way._timeout_s = 20 if harm is not withhold else 0.2
+    send = engines.server.send
+    monkeypatch.setattr(engines.server, "send", lambda *block: harm(send, *block))
+    with pytest.raises(error):
+        fetch(engines.fetching, engines.offer(), ALL)
+    monkeypatch.undo()
+    fetch(engines.fetching, engines.offer(), ALL)  # the connection is as good as before
+    engines.assert_all_arrived()
+
+
+def test_the_order_in_which_blocks_come_does_not_matter(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, held = engines.server, []
+    send = server.send
+
+    def reversed_order(*block: Any) -> None:
+        held.append(block)
+        if len(held) == 6:
+            for one in held[::-1]:
+                send(*one)
+                send(*one)  # and twice
+
+    monkeypatch.setattr(server, "send", reversed_order)
+    offer = engines.offer()
+    assert fetch(engines.fetching, offer, ALL) == offer.num_bytes
+    engines.assert_all_arrived()
+
+
+def test_only_who_knows_the_key_is_sent_anything(engines: Engines) -> None:
+    offer = engines.offer()
+    (address,) = offer.addresses
+    (way,) = engines.fetching._ways
+    assert isinstance(way, Sockets)
+    way._timeout_s = 0.2
+    stranger = offer._replace(addresses=(address._replace(more=b"?" * 16),))
+    with pytest.raises(StalledError):
+        fetch(engines.fetching, stranger, ALL)
+    with pytest.raises(StalledError):  # nor blocks that the offer does not have
+        fetch(engines.fetching, offer._replace(tables=((3,) * 9, (4,) * 9)), [[(8, 1)], []])
+    fetch(engines.fetching, offer, ALL)
+    engines.assert_all_arrived()
+
+
+def test_an_abandoned_fetch_writes_nothing_more(engines: Engines) -> None:
+    offer = engines.offer()
+    engines.fetching.fetch(offer, ALL).abandon()
+    sleep(0.05)
+    fetch(engines.fetching, offer, [[(0, 8)], []])
+    assert not engines.receiver.data[0][1:7].any()
+
+
+def test_a_sender_that_dies_is_noticed_at_once() -> None:
+    own = memoryview(bytearray(64 * 9))
+    blocks = HostBlocks([own], [64], 4)
+    transfer = KVTransfer(blocks, [Sockets(blocks, timeout_s=600)])
+    with subprocess.Popen(
+        [sys.executable, "-c", SENDER.replace("TRANSPORT", "sockets")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        offer = Offer(*eval(process.stdout.readline(), {"Address": Address}))
+        assert fetch(transfer, offer, [[(0, 1), (1, 2)]]) == 128
+        assert own[64:192].tobytes() == (bytes(range(1, 10)) * 64)[128:256]
+        process.kill()
+    with pytest.raises(SenderGoneError, match="has broken"):
+        fetch(transfer, offer, [[(0, 1)]])
+    with pytest.raises(SenderGoneError, match="has broken"):  # nobody listens there any more
+        fetch(transfer, offer, [[(0, 1)]])
+    transfer.close()
+
+
+def test_an_address_that_is_not_of_this_machine_is_refused() -> None:
+    blocks = HostBlocks([memoryview(bytearray(64))], [64], 4)
+    with pytest.raises(TransferError, match=r"cannot be offered at '192\.0\.2\.1'"):
+        BlockServer(blocks, "192.0.2.1")
+
+
+def test_an_engine_that_has_one_way_says_which_ones_it_would_need(engines: Engines) -> None:
+    _, _, _, by_memory = pools()
+    with pytest.raises(UnreachableError, match=r"sockets at tcp://.*this engine has memory"):
+        by_memory.fetch(engines.offer(), ALL)

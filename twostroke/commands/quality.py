@@ -1,0 +1,155 @@
+"""`twostroke quality`: what a format costs in quality, measured."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from twostroke.commands.flags import (
+    OF_A_SERVER,
+    add_engine_arguments,
+    add_model_argument,
+    engine_settings,
+    settings,
+    take_model,
+)
+from twostroke.commands.parser import Parser
+from twostroke.commands.results import add_result_arguments, check_output, tell
+from twostroke.config import EngineConfig
+from twostroke.errors import ConfigError
+
+if TYPE_CHECKING:
+    from twostroke.measure.quality import Setup
+
+DESCRIPTION = (
+    "Perplexity, KL of next-token distributions and share of equal likeliest tokens of a model in "
+    "one or more formats, against a base, on a text that ships with twostroke. MODEL with the "
+    "options given is one row of the table, each --try another; the base is MODEL as its file has "
+    "it, or --against. Example: twostroke quality MODEL --try '--quantization int8' "
+    "--try '--quantization int4' --html quality.html"
+)
+OPERANDS = " [MODEL]"
+# Where and how an engine runs: said once, for the base and for every row. All other settings belong
+# to the row that has them.
+SHARED = {
+    "device",
+    "threads",
+    "threads_batch",
+    "load_format",
+    "tokenizer",
+    "max_num_batched_tokens",
+    "gpu_memory_utilization",
+    "kv_cache_memory_bytes",
+    "num_gpu_blocks_override",
+    "enforce_eager",
+}
+# What measuring sets itself, and what has no part in it.
+NOT_HERE = OF_A_SERVER | {"max_model_len", "max_num_seqs", "enable_prefix_caching"}
+NOT_HERE |= {"tensor_parallel_size"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add_model_argument(parser)
+    add("--against", metavar="BASE", help="a model, or '[MODEL] OPTIONS'; default: MODEL alone")
+    add(
+        "--try",
+        dest="tries",
+        action="append",
+        default=[],
+        metavar="LINE",
+        help="one more row: '[MODEL] OPTIONS'; may be given several times",
+    )
+    add("--context", type=int, default=512, metavar="N", help="tokens of a window (default: 512)")
+    add("--tokens", type=int, default=8192, metavar="N", help="of the text (default: 8192)")
+    add("--text", metavar="FILE", help="another text, in UTF-8")
+    add_result_arguments(parser)
+    add_engine_arguments(parser, leave_out=NOT_HERE)
+
+
+def execute(args: argparse.Namespace) -> int:
+    take_model(args)
+    check_output(args.html)
+    for name, least in (("context", 2), ("tokens", 2)):
+        if getattr(args, name) < least:
+            raise ConfigError(f"--{name} must be at least {least}")
+    base, others = _setups(args)
+    text = _text(args.text)
+    from rich.console import Console
+
+    from twostroke.measure.quality import measure_quality
+    from twostroke.measure.quality_report import quality_page, show_quality
+
+    console = Console(stderr=True)
+    found = measure_quality(
+        base,
+        others,
+        text,
+        args.context,
+        args.tokens,
+        lambda line: console.print(line, highlight=False, markup=False),
+    )
+    tell(args, found, lambda console: show_quality(console, found), lambda: quality_page(found))
+    return 0
+
+
+def _setups(args: argparse.Namespace) -> tuple[Setup, list[Setup]]:
+    """The base and the rows; what is wrong with any of them is said before one is measured."""
+    from twostroke.measure.quality import Setup
+
+    given = engine_settings(args)
+    shared = {name: value for name, value in given.items() if name in SHARED}
+    own = {name: value for name, value in given.items() if name not in SHARED}
+    model = {"model": own["model"]} if "model" in own else {}
+    lines = [] if args.against is None else [args.against]
+    parsed = [model | _parsed(line) for line in (*lines, *args.tries)]
+    first, tries = (parsed[0], parsed[1:]) if lines else (model, parsed)
+    rows = [own] if own != first or not (tries or lines) else []
+    rows = [row for row in (*rows, *tries) if row != first]
+    several = len({row.get("model") for row in (first, *rows)}) > 1
+    setups = []
+    for row in (first, *rows):
+        if settings(args.parser, EngineConfig, shared | row) is None:
+            args.parser.finish()
+        setups.append(Setup(_name(row, several), shared | row))
+    return setups[0], setups[1:]
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    """The settings of '[MODEL] OPTIONS'."""
+    parser = Parser(prog="twostroke quality", add_help=False)
+    add_model_argument(parser)
+    add_engine_arguments(parser, leave_out=NOT_HERE | SHARED)
+    parser.set_defaults(parser=parser)
+    try:
+        words = shlex.split(line)
+    except ValueError as error:
+        raise ConfigError(f"{line!r} is no line of options: {error}") from None
+    args = parser.parse_args(words)
+    take_model(args)
+    parser.finish()
+    return engine_settings(args)
+
+
+def _name(row: dict[str, Any], several: bool) -> str:
+    """The options, after the model's name where there are several."""
+    said = [Path(row.get("model") or "default model").name] if several else []
+    for name, value in row.items():
+        if name != "model":
+            flag = name.replace("_", "-")
+            said.append(flag if value is True else f"{flag} {value}")
+    return " ".join(said) or "as the file has it"
+
+
+def _text(path: str | None) -> str:
+    from twostroke.measure.quality import shipped_text
+
+    if path is None:
+        return shipped_text()
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(f"{path} cannot be read: {reason}") from None

@@ -1,0 +1,150 @@
+"""Weights of 4 or 8 bits a number, in groups that share a scale, and what they stand for.
+
+    a number   scale · (code − zero), or scale · code + offset; codes are whole and not negative
+    zero       each group's own, or the middle of the codes (8 or 128) for all
+    4 bits     a group's first half is in the low nibbles of its bytes, its second in the high ones
+    8 bits     a byte a number
+
+So a group is `group · bits / 8` neighbouring bytes of a row, and both nibbles of a byte have one
+scale.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+AT_ONCE = 1 << 23  # numbers that are there in fp32 while a matrix is quantised
+ARRIVALS_COLUMNS = 32  # of a product, that share a counter
+# Of a group's largest number: what the scale's search leaves out of the codes' range.
+CLIPPINGS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.74)
+SMALLEST_SCALE = 2.0**-24  # of fp16
+
+
+class PackedWeight(NamedTuple):
+    bits: int
+    codes: Tensor  # [out, in · bits / 8] uint8, contiguous
+    scale: Tensor  # [out, groups]; fp16, or fp32 where that would lose too much
+    zero: Tensor | None  # [out, groups] uint8
+    offset: Tensor | None  # [out, groups], as the scale
+    arrived: Tensor  # int32, zero between launches: where the splits of a product meet
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.codes), self.codes.shape[1] * 8 // self.bits
+
+    @property
+    def group(self) -> int:
+        return self.shape[1] // self.scale.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        parts = (self.codes, self.scale, self.zero, self.offset)
+        return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+    def to(self, device: str | torch.device) -> PackedWeight:
+        zero = None if self.zero is None else self.zero.to(device)
+        offset = None if self.offset is None else self.offset.to(device)
+        codes, scale, arrived = (p.to(device) for p in (self.codes, self.scale, self.arrived))
+        return PackedWeight(self.bits, codes, scale, zero, offset, arrived)
+
+
+class Codes(NamedTuple):
+    """A matrix as files have it: numbers, not packed."""
+
+    bits: int
+    codes: Tensor  # [out, in] uint8
+    scale: Tensor  # [out, groups] fp32
+    zero: Tensor | None = None  # [out, groups] uint8
+    offset: Tensor | None = None  # [out, groups] fp32
+
+    def to(self, device: str | torch.device) -> Codes:
+        zero = None if self.zero is None else self.zero.to(device)
+        offset = None if self.offset is None else self.offset.to(device)
+        return Codes(self.bits, self.codes.to(device), self.scale.to(device), zero, offset)
+
+
+def packed_weight(
+    bits: int, codes: Tensor, scale: Tensor, zero: Tensor | None, offset: Tensor | None
+) -> PackedWeight:
+    """Of codes that are packed already."""
+    counters = -(-len(codes) // ARRIVALS_COLUMNS)
+    arrived = torch.zeros(counters, dtype=torch.int32, device=codes.device)
+    return PackedWeight(bits, codes, scale, zero, offset, arrived)
+
+
+def pack(found: Codes) -> PackedWeight:
+    groups = found.scale.shape[1]
+    codes = packed_codes(found.codes, groups) if found.bits == 4 else found.codes.contiguous()
+    scale, offset = found.scale, found.offset
+    if fits_fp16(scale) and (offset is None or fits_fp16(offset)):
+        scale, offset = scale.half(), None if offset is None else offset.half()
+    return packed_weight(found.bits, codes, scale.contiguous(), found.zero, offset)
+
+
+def packed_codes(codes: Tensor, groups: int) -> Tensor:
+    low, high = codes.view(len(codes), groups, 2, -1).unbind(2)
+    return (low | high << 4).flatten(1)
+
+
+def unpacked_codes(weight: PackedWeight) -> Tensor:
+    if weight.bits == 8:
+        return weight.codes
+    grouped = weight.codes.view(len(weight.codes), weight.scale.shape[1], -1)
+    return torch.stack([grouped & 15, grouped >> 4], dim=2).flatten(1)
+
+
+def fits_fp16(numbers: Tensor) -> bool:
+    """Whether rounding them changes none by more than 2^-11 of the largest of its row."""
+    largest = numbers.abs().amax(1, keepdim=True)
+    if not bool((largest <= torch.finfo(torch.float16).max).all()):
+        return False
+    return bool(((numbers.half().float() - numbers).abs() <= largest * 2.0**-11).all())
+
+
+def dequantised(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """What the weight stands for."""
+    codes = torch.unflatten(unpacked_codes(weight), 1, (weight.scale.shape[1], -1)).float()
+    scale = weight.scale.float().unsqueeze(-1)
+    if weight.offset is not None:
+        values = codes.mul_(scale).add_(weight.offset.float().unsqueeze(-1))
+    elif weight.zero is not None:
+        values = codes.sub_(weight.zero.float().unsqueeze(-1)).mul_(scale)
+    else:
+        values = codes.sub_(1 << (weight.bits - 1)).mul_(scale)
+    return values.flatten(1).to(dtype)
+
+
+def quantised(x: Tensor, group: int) -> Codes:
+    """A matrix rounded to 4 bits, one scale a group: of some that cut off more or less of the
+    group's largest number, the one with the least squared error. The number that is the largest is
+    −8 times the scale or 7 times, whichever is nearer to the rest."""
+    rows = max(1, AT_ONCE // x.shape[1])
+    parts = [_quantised(part, group) for part in torch.split(x, rows)]
+    codes, scales = zip(*parts, strict=True)
+    return Codes(4, torch.cat(codes), torch.cat(scales))
+
+
+def _quantised(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    wide = torch.unflatten(x.float(), 1, (-1, group))
+    size, at = wide.abs().max(2, keepdim=True)
+    largest = wide.gather(2, at)
+    best = scale = None
+    for furthest, clipping in ((f, c) for f in (-8.0, 7.0) for c in CLIPPINGS):
+        tried = ((largest if furthest < 0 else size) * (clipping / furthest)).half().float()
+        tried = torch.where(tried == 0, SMALLEST_SCALE, tried)
+        error = (_rounded(wide, tried) * tried - wide).square_().sum(2, keepdim=True)
+        if best is None or scale is None:
+            best, scale = error, tried
+        else:
+            better = error < best
+            best, scale = torch.where(better, error, best), torch.where(better, tried, scale)
+    assert scale is not None
+    codes = (_rounded(wide, scale) + 8).to(torch.uint8)
+    return codes.flatten(1), scale.squeeze(2)
+
+
+def _rounded(x: Tensor, scale: Tensor) -> Tensor:
+    return (x / scale).round_().clamp_(-8, 7)

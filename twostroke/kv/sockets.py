@@ -1,0 +1,346 @@
+"""KV blocks over ZeroMQ, between engines on any two machines.
+
+    receiver  Wanted: key, fetch, offer, entries ──▶  a thread of the sender's, while steps run
+              writes each where it belongs       ◀──  Sent: fetch, group, entry │ a block's bytes
+
+The receiver asks for a few blocks at a time (`WINDOW_BYTES`), so that neither side ever holds more
+of them, and for the next as they come. Every block says which it is: in what order they come does
+not matter. A sender sends only what an offer that stands has in its table, and only to those who
+know its key, which goes with its offers; nothing is encrypted. A receiver gives up after
+`timeout_s` in which nothing came, or when the connection breaks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import threading
+from time import monotonic
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from twostroke.kv.transfer import (
+    TIMEOUT_S,
+    Address,
+    Blocks,
+    Copy,
+    Offer,
+    OfferWithdrawnError,
+    Places,
+    SenderGoneError,
+    StalledError,
+    TransferError,
+    TruncatedError,
+    Way,
+)
+
+WINDOW_BYTES = 16 << 20  # asked for and not here yet, of one fetch; and a block at the least
+MAX_ASKED = 256  # blocks, in one message
+QUEUED_BYTES = 8 * WINDOW_BYTES  # to one receiver that does not read; the rest is not sent
+MAX_QUEUED = 4096  # messages to a sender
+MAX_MESSAGE_BYTES = 64 << 10  # of those, and of what stands before a block
+MAX_PEERS = 64  # connections that are kept
+BROKEN = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+
+log = logging.getLogger(__name__)
+
+
+class Wanted(msgspec.Struct, array_like=True, frozen=True):
+    key: bytes
+    fetch: int
+    offer: int
+    entries: list[tuple[int, int]]  # group, and where in its table
+
+
+class Sent(msgspec.Struct, array_like=True, frozen=True):
+    """The block follows in a frame of its own, which is empty where the offer was withdrawn."""
+
+    fetch: int
+    group: int
+    entry: int
+    withdrawn: bool = False
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_wanted = msgspec.msgpack.Decoder(Wanted).decode
+_decode_sent = msgspec.msgpack.Decoder(Sent).decode
+
+
+class BlockServer:
+    """Sends blocks to those who ask, in a thread of its own."""
+
+    def __init__(self, blocks: Blocks, host: str) -> None:
+        """`host`: the address of this machine at which others reach it."""
+        self._blocks = blocks
+        self._tables: dict[int, tuple[tuple[int, ...], ...]] = {}  # of the offers that stand
+        self.key = secrets.token_bytes(16)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.maxmsgsize = MAX_MESSAGE_BYTES
+        self._socket.sndhwm = max(16, QUEUED_BYTES // max(blocks.block_bytes))
+        self._socket.rcvhwm = MAX_QUEUED
+        self._socket.router_mandatory = True  # one who does not read is an error, not a wait
+        self._socket.ipv6 = ":" in host
+        try:
+            self._socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
+        except zmq.ZMQError as error:
+            self._context.destroy()
+            raise TransferError(
+                f"KV blocks cannot be offered at {host!r} ({error}); name an address of this "
+                "machine that the other engines reach"
+            ) from None
+        endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        self.endpoint = endpoint.rstrip(b"\0").decode()
+        self._thread = threading.Thread(target=self._run, name="twostroke-kv", daemon=True)
+        self._thread.start()
+
+    def open_offer(self, offer: Offer) -> None:
+        self._tables[offer.number] = offer.tables
+
+    def close_offer(self, number: int) -> None:
+        self._tables.pop(number, None)
+
+    def close(self) -> None:
+        self._context.term()  # which ends the thread
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                peer, *frames = self._socket.recv_multipart()
+            except zmq.ContextTerminated:
+                self._socket.close()
+                return
+            try:
+                wanted = _decode_wanted(frames[-1])
+            except (msgspec.MsgspecError, IndexError):
+                continue  # not one of ours
+            if not secrets.compare_digest(wanted.key, self.key):
+                continue
+            try:
+                self.answer(peer, wanted)
+            except Exception:  # one that cannot be answered is no reason not to answer others
+                log.exception("KV blocks could not be sent")
+
+    def answer(self, peer: bytes, wanted: Wanted) -> None:
+        for group, entry in wanted.entries:
+            tables = self._tables.get(wanted.offer)
+            data = b""
+            if tables is not None:
+                if not (0 <= group < len(tables) and 0 <= entry < len(tables[group])):
+                    continue
+                data = self._blocks.read(group, tables[group][entry])
+            # What was released while it was read may have been written anew.
+            withdrawn = wanted.offer not in self._tables
+            self.send(peer, Sent(wanted.fetch, group, entry, withdrawn), b"" if withdrawn else data)
+            if withdrawn:
+                return
+
+    def send(self, peer: bytes, sent: Sent, data: bytes) -> None:
+        # One who has gone, or does not read, is sent nothing: it computes the tokens itself.
+        with contextlib.suppress(zmq.ZMQError):
+            frames = [peer, _encode(sent), data]
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=len(data) < MAX_MESSAGE_BYTES)
+
+
+class Sockets(Way):
+    name = "sockets"
+
+    def __init__(
+        self, blocks: Blocks, server: BlockServer | None = None, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        """`server`: of an engine that others can fetch from."""
+        self._blocks, self._server, self._timeout_s = blocks, server, timeout_s
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._peers: dict[str, _Peer] = {}  # by endpoint, the one last used at the end
+        self._next = 0
+
+    def address(self) -> Address | None:
+        if self._server is None:
+            return None
+        return Address(self.name, "", self._server.endpoint, self._server.key)
+
+    def open_offer(self, offer: Offer) -> None:
+        if self._server is not None:
+            self._server.open_offer(offer)
+
+    def close_offer(self, number: int) -> None:
+        if self._server is not None:
+            self._server.close_offer(number)
+
+    def reaches(self, address: Address) -> bool:
+        return True
+
+    def begin(self, address: Address, offer: Offer, places: Places) -> Copy:
+        self._next += 1
+        peer = self._peer(address.at)
+        copy = _SocketCopy(
+            self._blocks, peer, self._next, address.more, offer, places, self._timeout_s
+        )
+        peer.copies[self._next] = copy
+        return copy
+
+    def _peer(self, endpoint: str) -> _Peer:
+        for at in [at for at, peer in self._peers.items() if peer.problem is not None]:
+            self._peers.pop(at).close()
+        idle = [at for at, peer in self._peers.items() if not peer.copies]
+        while len(self._peers) >= MAX_PEERS and idle:
+            self._peers.pop(idle.pop(0)).close()
+        self._context = self._context or zmq.Context()
+        peer = self._peers.pop(endpoint, None) or _Peer(
+            self._context, endpoint, max(self._blocks.block_bytes)
+        )
+        self._peers[endpoint] = peer
+        return peer
+
+    def close(self) -> None:
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()
+        if self._context is not None:
+            self._context.term()
+        if self._server is not None:
+            self._server.close()
+
+
+class _Peer:
+    """The connection to one sender."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, largest_bytes: int
+    ) -> None:
+        self.endpoint = endpoint
+        self.problem: TransferError | None = None  # it is of no use any more
+        self.copies: dict[int, _SocketCopy] = {}
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.maxmsgsize = max(largest_bytes, MAX_MESSAGE_BYTES)
+        self._socket.sndhwm = self._socket.rcvhwm = MAX_QUEUED
+        self._socket.ipv6 = "[" in endpoint
+        self._monitor = self._socket.get_monitor_socket(BROKEN)
+        self._socket.connect(endpoint)
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close()
+
+    def ask(self, wanted: Wanted) -> bool:
+        if self.problem is not None:
+            return False
+        try:
+            self._socket.send(_encode(wanted), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def take(self, most_bytes: int | None) -> bool:
+        """Take in what has come, for whichever fetch; whether that was all."""
+        taken = 0
+        while self.problem is None and (most_bytes is None or taken < most_bytes):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                if self._monitor.poll(0):
+                    recv_monitor_message(self._monitor)
+                    self.problem = SenderGoneError(f"the connection to {self.endpoint} has broken")
+                return True
+            try:
+                sent, data = _decode_sent(frames[0].buffer), frames[1].buffer
+            except (msgspec.MsgspecError, IndexError):
+                self.problem = TransferError(f"{self.endpoint} has sent what is no KV block")
+                break
+            taken += len(data)
+            if sent.fetch in self.copies:
+                self.copies[sent.fetch].take(sent, data)
+        return self.problem is not None
+
+
+class _SocketCopy(Copy):
+    def __init__(
+        self,
+        blocks: Blocks,
+        peer: _Peer,
+        fetch: int,
+        key: bytes,
+        offer: Offer,
+        places: Places,
+        timeout_s: float,
+    ) -> None:
+        self._blocks, self._peer, self._fetch, self._key = blocks, peer, fetch, key
+        self._offer, self._timeout_s = offer, timeout_s
+        self._targets = {
+            (group, entry): target
+            for group, wanted in enumerate(places)
+            for entry, target in wanted
+        }
+        self._to_ask = list(self._targets)[::-1]  # the last first
+        self._awaited_bytes = 0
+        self._problem: TransferError | None = None
+        self._heard_s = monotonic()
+
+    def take(self, sent: Sent, data: memoryview) -> None:
+        """A block has come."""
+        target = self._targets.get((sent.group, sent.entry))
+        if target is None or self._problem is not None:
+            return  # it has come before
+        size = self._offer.block_bytes[sent.group]
+        if sent.withdrawn:
+            self._problem = OfferWithdrawnError(
+                f"offer {self._offer.number} had been released before it was fetched"
+            )
+        elif len(data) != size:
+            self._problem = TruncatedError(
+                f"of entry {sent.entry} of group {sent.group} {len(data)} bytes have come, and a "
+                f"block has {size}"
+            )
+        else:
+            self._blocks.write(sent.group, target, data)
+            del self._targets[sent.group, sent.entry]
+            self._awaited_bytes -= size
+            self.num_bytes += size
+            self._heard_s = monotonic()
+
+    def advance(self, most_bytes: int | None) -> bool:
+        peer = self._peer
+        self._ask()
+        took_all = peer.take(most_bytes)
+        self._ask()
+        if self._problem is None and self._targets:
+            if peer.problem is not None:
+                self._problem = peer.problem
+            elif took_all and monotonic() - self._heard_s > self._timeout_s:
+                self._problem = StalledError(
+                    f"nothing has come from {peer.endpoint} for {self._timeout_s:g} s, and "
+                    f"{len(self._targets)} blocks are missing"
+                )
+        if self._problem is not None:
+            self.abandon()
+            raise self._problem
+        if self._targets:
+            return False
+        self.abandon()
+        return True
+
+    def _ask(self) -> None:
+        """Keep the window full, by few messages."""
+        if 2 * self._awaited_bytes > WINDOW_BYTES:
+            return
+        entries: list[tuple[int, int]] = []
+        awaited = self._awaited_bytes
+        while self._to_ask and awaited < WINDOW_BYTES and len(entries) < MAX_ASKED:
+            entries.append(self._to_ask.pop())
+            awaited += self._offer.block_bytes[entries[-1][0]]
+        wanted = Wanted(self._key, self._fetch, self._offer.number, entries)
+        if entries and self._peer.ask(wanted):
+            self._awaited_bytes = awaited
+        else:
+            self._to_ask += entries[::-1]
+
+    def abandon(self) -> None:
+        self._peer.copies.pop(self._fetch, None)

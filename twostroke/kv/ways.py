@@ -1,0 +1,54 @@
+"""The ways that an engine has: `Sharing` says which, from the settings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from twostroke.kv.transfer import TIMEOUT_S, Blocks, KVTransfer, Way
+
+if TYPE_CHECKING:  # they need packages that an engine alone does without
+    from twostroke.kv.shared_memory import SharedPools
+    from twostroke.kv.sockets import Sockets
+
+LOOPBACK = "127.0.0.1"
+
+
+class Sharing(NamedTuple):
+    """How an engine's blocks can be fetched, and how it fetches those of others."""
+
+    offers: str = "none"  # shared: others may fetch; checked: and compare checksums
+    transport: str = "auto"  # auto: whichever way is best; memory, device, sockets: this alone
+    host: str | None = None  # address for engines on other machines; None: there are none
+    timeout_s: float = TIMEOUT_S  # in which nothing has come
+    alone: bool = False  # there is no other engine
+
+    @property
+    def offered(self) -> bool:
+        return self.offers != "none"
+
+    def allows(self, way: str) -> bool:
+        return self.transport in ("auto", way)
+
+
+NOT_SHARED = Sharing()
+
+
+def host_transfer(blocks: Blocks, shared: SharedPools | None, sharing: Sharing) -> KVTransfer:
+    """Of blocks in this process's memory. `shared`: where they are, if they are offered."""
+    from twostroke.kv.shared_memory import SharedMemory
+
+    ways: list[Way] = []
+    if sharing.allows("memory"):
+        ways.append(SharedMemory(blocks, shared))
+    if sharing.allows("sockets"):
+        ways.append(sockets(blocks, sharing))
+    return KVTransfer(blocks, ways, shared, sharing.offers == "checked")
+
+
+def sockets(blocks: Blocks, sharing: Sharing, always: bool = False) -> Sockets:
+    """`always`: offered on this machine, too, where another way may fail."""
+    from twostroke.kv.sockets import BlockServer, Sockets
+
+    host = sharing.host or (LOOPBACK if always or sharing.transport == "sockets" else None)
+    server = BlockServer(blocks, host) if sharing.offered and host else None
+    return Sockets(blocks, server, sharing.timeout_s)

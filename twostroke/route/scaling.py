@@ -1,0 +1,202 @@
+"""`Scaling`: pools that grow and shrink while they serve.
+
+    grow      launch ─▶ ready ─▶ a member like any other
+    shrink    sent nothing new ─▶ what is in it ends, or after `drain_timeout_s` goes on elsewhere
+              from its last token ─▶ its process ends
+
+Engines that are to come are up before those that are to go leave. A growth that fails leaves the
+pools as they were.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import NamedTuple, Protocol
+
+from twostroke.engine.child import Child
+from twostroke.engine.spawn import Launcher
+from twostroke.engine.wire import Ready
+from twostroke.errors import ConfigError, RequestError
+from twostroke.route.member import Member
+from twostroke.route.pools import MAX_ENGINES, Places, PooledEngine
+from twostroke.route.router import Role
+
+LOOK_S = 0.05  # how often a draining engine is looked at
+
+log = logging.getLogger(__name__)
+
+
+class StartedEngine(NamedTuple):
+    engine: PooledEngine
+    launcher: Launcher
+    child: Child
+    ready: Ready
+
+
+class Owner(Protocol):
+    """Whoever has the engines."""
+
+    members: list[Member]
+
+    def join(self, started: Sequence[StartedEngine]) -> None:
+        """They are members from now on."""
+
+    def num_in(self, member: Member) -> int:
+        """Requests that are in it, or need blocks of it."""
+
+    def move_all(self, member: Member) -> None:
+        """What is in it goes on elsewhere."""
+
+    def remove(self, member: Member) -> None: ...
+
+
+async def start_engines(
+    engines: Sequence[PooledEngine],
+    places: Places,
+    meanwhile: Callable[[], None] | None = None,
+    members: Sequence[Member] = (),
+) -> list[StartedEngine]:
+    """All of them, or none: what one of them raises is raised when all have ended. `members`: those
+    that there are already."""
+    launchers = [places.launcher(engine) for engine in engines]
+    children: list[Child] = []
+    starting: list[asyncio.Task[Ready]] = []
+    try:
+        for launcher in launchers:
+            children.append(Child(launcher.launch()))
+            starting.append(asyncio.create_task(children[-1].start()))
+        if meanwhile is not None:
+            await asyncio.to_thread(meanwhile)
+        all_ready = await asyncio.gather(*starting)
+        if engines[0].role is not Role.BOTH:
+            layouts = {member.name: member.info.kv_layout for member in members}
+            pairs = zip(engines, all_ready, strict=True)
+            check_layouts(layouts | {one.name: ready.info.kv_layout for one, ready in pairs})
+    except BaseException:
+        for task in starting:
+            task.cancel()
+        await asyncio.gather(*starting, return_exceptions=True)
+        for child in children:
+            await child.kill()
+        for launcher in launchers:
+            await launcher.close()
+        raise
+    return [
+        StartedEngine(*one) for one in zip(engines, launchers, children, all_ready, strict=True)
+    ]
+
+
+def check_layouts(layouts: Mapping[str, str]) -> None:
+    """Raises `ConfigError` if blocks that are handed over cannot be used as they are. `layouts`:
+    what a block of each engine holds, by its name."""
+    (first, wanted), *others = layouts.items()
+    for name, layout in others:
+        if layout != wanted:
+            raise ConfigError(
+                f"KV blocks cannot travel between {first} and {name}: one keeps {wanted}, the "
+                f"other {layout}; give both the same model, block_size, dtype, kv_cache_dtype, "
+                "kernels and kind of device"
+            )
+
+
+class Scaling:
+    def __init__(self, owner: Owner, engines: Sequence[PooledEngine], places: Places) -> None:
+        """`engines`: those of the start; the first of each pool is what others will be like."""
+        self._owner, self._places = owner, places
+        self._first = {engine.role: engine for engine in reversed(engines)}
+        self._indices = {engine.name: engine.config.engine_index for engine in engines}
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def active(self) -> bool:
+        return self._task is not None and not self._task.done()
+
+    def counts(self) -> dict[Role, int]:
+        staying = [member for member in self._owner.members if not member.leaving]
+        return {
+            role: sum(member.state.role is role for member in staying)
+            for role in Role
+            if role in self._first
+        }
+
+    async def scale(self, counts: Mapping[Role, int], drain_timeout_s: float) -> None:
+        """Returns when the pools have so many engines. Whoever asked may leave meanwhile."""
+        if self.active:
+            raise RequestError("the pools are being changed already; GET /pools tells when it ends")
+        for role, wanted in counts.items():
+            self._check(role, wanted)
+        self._task = asyncio.create_task(self._scale(counts, drain_timeout_s))
+        self._task.add_done_callback(_tell_failure)  # whoever asked may have left
+        await asyncio.shield(self._task)
+
+    def _check(self, role: Role, count: int) -> None:
+        if role not in self._first:
+            there = " and ".join(name_of(one) for one in self._first)
+            raise RequestError(f"{name_of(role)}: there is no such pool here, only {there}")
+        if not 1 <= count <= MAX_ENGINES:
+            raise RequestError(f"{name_of(role)} must be from 1 to {MAX_ENGINES}, not {count}")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await self._task
+
+    async def _scale(self, counts: Mapping[Role, int], drain_timeout_s: float) -> None:
+        now = self.counts()
+        new: list[PooledEngine] = []
+        for role, wanted in counts.items():
+            for _ in range(wanted - now[role]):
+                new.append(self._new(role, new))
+        if new:
+            for engine in new:
+                num_engines = len(self._owner.members) + len(new)
+                self._places.check_room(engine.config, num_engines)
+            there = self._owner.members
+            self._owner.join(await start_engines(new, self._places, members=there))
+            log.info("%s joined", ", ".join(engine.name for engine in new))
+        leaving = [one for role in counts for one in self._to_leave(role, now[role] - counts[role])]
+        await asyncio.gather(*(self._remove(member, drain_timeout_s) for member in leaving))
+
+    def _new(self, role: Role, others: Sequence[PooledEngine]) -> PooledEngine:
+        """One more, with a name and an index that none has."""
+        taken = {one.name for one in self._owner.members} | {one.name for one in others}
+        name = next(name for n in count() if (name := f"{role}-{n}") not in taken)
+        indices = {self._indices[one] for one in taken}
+        self._indices[name] = next(n for n in count() if n not in indices)
+        config = replace(self._first[role].config, engine_index=self._indices[name])
+        return self._first[role]._replace(name=name, config=config)
+
+    def _to_leave(self, role: Role, count: int) -> list[Member]:
+        """Those that do not run before those that do, the newest before the others."""
+        there = [one for one in self._owner.members if one.state.role is role and not one.leaving]
+        there.reverse()
+        there.sort(key=lambda one: (not one.given_up, one.healthy))
+        return there[: max(0, count)]
+
+    async def _remove(self, member: Member, drain_timeout_s: float) -> None:
+        owner = self._owner
+        member.leave()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain_timeout_s):
+                while owner.num_in(member) and not member.given_up:
+                    await asyncio.sleep(LOOK_S)
+        owner.move_all(member)
+        owner.remove(member)
+        await member.stop()
+        log.info("%s has left", member.name)
+
+
+def _tell_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.warning("the pools stay as they were: %s", error)
+
+
+def name_of(role: Role) -> str:
+    """A pool's name in settings and messages."""
+    return "data_parallel_size" if role is Role.BOTH else str(role)
