@@ -35,6 +35,11 @@ def params(**more: Any) -> SamplingParams:
 def write(folder: Path, depth: int, requests: list[EngineRequest], **settings: Any) -> Any:
     """What is written to each, and the executor, which takes `depth` steps ahead."""
     core = tiny_llm(folder, **settings).engine.core
+    # The first one waits for the tokenizer, which a thread reads; without it, all begin together.
+    core.add(EngineRequest("first", (5,), params(), seed=1, thinking=thinking(0)))
+    while core.has_work:
+        core.step()
+    core.scheduler._step = 0
     noted = core._executor = Noted(core._executor, depth)
     written: dict[str, list[int]] = {given.request_id: [] for given in requests}
     for given in requests:
