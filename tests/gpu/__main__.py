@@ -94,7 +94,7 @@ def all_checks() -> list[Check]:
         check("formats", 120, "--no-times"),
         check("reference", 120),
         check("experts", 90, "--no-times"),
-        check("ranks", 240, alone=True),  # looks at the card's memory, and so does the next
+        check("ranks", 300, alone=True),  # looks at the card's memory, and so does the next
         check("transfer", 180, alone=True),
         times("kernels", 150),
         times("packed", 100),
