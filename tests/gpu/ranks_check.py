@@ -3,11 +3,11 @@ them.
 
     python -m tests.gpu.ranks_check [--device cuda] [--limit-s 280] [--part-limit-s 70]
 
-Two ranks are two processes, this one and one that it starts for each part. In fp32 the tokens are
-those of one rank; in bf16 every step's log-probabilities are compared with fp32, as `cuda_check`
-does. One line a check, the last says how many passed; figures go to $OUT/ranks.json. On a CPU
-(`--device cpu`) the kernels are the reference ones, nothing is recorded, and gloo stands in for
-NCCL.
+Two ranks are two processes, this one and one that it starts for each part; before them, one of the
+two alone, which compiles what they launch. In fp32 the tokens are those of one rank; in bf16 every
+step's log-probabilities are compared with fp32, as `cuda_check` does. One line a check, the last
+says how many passed; figures go to $OUT/ranks.json. On a CPU (`--device cpu`) the kernels are the
+reference ones, nothing is recorded, and gloo stands in for NCCL.
 
 A part that does not end within its limit is ended: every rank writes what its threads were doing,
 then rank 1 is killed, which fails the collective that rank 0 is in, and the next part begins. If
@@ -304,6 +304,21 @@ class Replays:
         graphs.replay, pieces.forward = count_decode, count_pieces  # type: ignore[method-assign]
 
 
+def one_of_two(device: torch.device) -> Iterator[str]:
+    """A rank's part of each model, with nobody to talk to: what it launches is compiled and
+    recorded here, so that the parts below wait for collectives alone."""
+    models = dict(cuda_check.small_models())
+    for name in MODELS:
+        spec, begun = models[name], perf_counter()
+        dtype = torch.bfloat16 if name in MODELS[2:] else torch.float32
+        source = Rounded(Loud(spec), spec)
+        how = (dtype, device, MAX_LEN, kernels_of(device))
+        executor = executor_of(Decoder(spec, source, *how, ranks=Ranks(0, SIZE)))
+        for plan in (warm_plan(2, [5, 40], 100), warm_plan(3, [], 100)):
+            executor.run(plan)
+        yield f"{name}, {perf_counter() - begun:.1f} s"
+
+
 def same_tokens(ranks: Ranks, device: torch.device, other: OtherRank | None) -> Iterator[str]:
     """In fp32: prompts in chunks beside others' decoding, against one rank's reference."""
     models = dict(cuda_check.small_models())
@@ -561,6 +576,9 @@ def main() -> int:
     timer = threading.Timer(args.limit_s, out_of_time)
     timer.daemon = True
     timer.start()
+    if not args.fault:
+        work = partial(one_of_two, device)
+        checks.each("a rank of two, alone", work, 1.5 * args.part_limit_s)
     for part in PARTS:
         work = partial(two_ranks, part, device, args.fault)
         checks.each(f"two ranks, {part}", work, args.part_limit_s)
