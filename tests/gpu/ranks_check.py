@@ -137,6 +137,7 @@ class Checks:
         end_others()
         if not is_over.wait(BACK_S):
             say(0, "rank 0 does not come back, though rank 1 is gone")
+            debug(os.getpid())
             self.end(f"{name}: no end after {limit_s:.0f} s")
             os._exit(1)
 
@@ -155,18 +156,26 @@ def say(rank: int, what: str) -> None:
 
 
 def tell_stacks() -> None:
-    """Of this process, by Python; of all, by the kernel and, where there is one, a debugger. What
-    the others' Python does, `end_others` has them write."""
+    """Of this process, by Python; of all, by the kernel; of the others, by a debugger. What their
+    Python does, `end_others` has them write."""
     faulthandler.dump_traceback(sys.stderr)
     others = [process.pid for process in OTHERS if process.poll() is None]
     for pid in (os.getpid(), *others):
         print(f"process {pid}", *waits_of(pid), sep="\n", file=sys.stderr, flush=True)
+    for pid in others:
+        debug(pid)
+
+
+def debug(pid: int) -> None:
+    """Where there is a debugger. Only of processes that are ended next: who knows how they are
+    after it."""
     debugger, timeout = shutil.which("cuda-gdb"), shutil.which("timeout")
-    for pid in (os.getpid(), *others) if debugger and timeout else ():
-        # Not by `subprocess`'s own time-out: this process stands still meanwhile.
-        limited = [str(timeout), "-s", "KILL", str(DEBUGGER_S)]
-        command = [str(debugger), "-nx", "-batch", "-p", str(pid), "-ex", "thread apply all bt 16"]
-        subprocess.run([*limited, *command], stdin=subprocess.DEVNULL, stdout=sys.stderr)
+    if debugger is None or timeout is None:
+        return
+    # Not by `subprocess`'s own time-out: this process, if it is the one, stands still meanwhile.
+    limited = [timeout, "-s", "KILL", str(DEBUGGER_S)]
+    command = [debugger, "-nx", "-batch", "-p", str(pid), "-ex", "thread apply all bt 16"]
+    subprocess.run([*limited, *command], stdin=subprocess.DEVNULL, stdout=sys.stderr)
 
 
 def end_others() -> None:
