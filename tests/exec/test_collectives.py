@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -18,7 +19,7 @@ from twostroke.config import EngineConfig
 from twostroke.engine.build_torch import check_gpus, rank_device
 from twostroke.errors import ConfigError
 from twostroke.exec import collectives
-from twostroke.exec.collectives import NcclRanks, interpolated
+from twostroke.exec.collectives import GlooRanks, NcclRanks, interpolated
 from twostroke.exec.graphs import Stretch
 from twostroke.exec.start import free_share
 from twostroke.model.ranks import Comm, Ranks
@@ -158,6 +159,27 @@ def test_ranks_on_one_gpu_look_at_its_memory_together_and_share_it(
     assert free_share(GPU, ranks) == 1000 - 7
     assert ranks.met == 2, "before any looks, and before any goes on"
     assert free_share(GPU, Ranks(0, 2)) == 4000, "a GPU each"
+
+
+# ── a rank that does not come ───────────────────────────────────────────────────────────────
+
+
+def test_a_collective_that_the_others_do_not_come_to_ends_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collectives, "STEP_PATIENCE", timedelta(milliseconds=20))
+    joined: list[GlooRanks] = []
+
+    def join(rank: int) -> None:
+        joined.append(GlooRanks(rank, 2, str(tmp_path / "store"), torch.device("cpu")))
+
+    thread = threading.Thread(target=join, args=(1,))
+    thread.start()
+    join(0)
+    thread.join(120)
+    first = min(joined, key=lambda one: one.rank)
+    with pytest.raises(RuntimeError, match=r"^rank 0 of 2, all-reduce of 16 bytes: .*Timed out"):
+        first.all_reduce(torch.zeros(4))
 
 
 # ── NCCL's side, with gloo in its place ─────────────────────────────────────────────────────

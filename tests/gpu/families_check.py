@@ -1,18 +1,21 @@
 """Every family's tiny model gives transformers' log-probabilities on the CUDA backend.
 
-    python -m tests.gpu.families_check [--device cuda] [NAME …]
+    python -m tests.gpu.families_check [--device cuda] [--part 1/4] [--limit-s 400] [NAME …]
 
 The models and the comparison are those of `tests/equivalence/test_families.py`: saved by
 transformers, run by the public API in fp32, with prompts whole, in chunks beside decode, and from
-a cached prefix. Ends with one JSON line; exits with 1 on a difference.
+a cached prefix. `--part 1/4`: every fourth of them, from the first. Ends with a JSON line and how
+many passed; exits with 1 on a difference.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import transformers
@@ -24,6 +27,7 @@ from tests.equivalence.rows import (
     random_prompts,
     write_with_ours,
 )
+from tests.gpu.report import tally
 
 # On log-probabilities. On a GPU fp32 products are three of tf32, and exponentials are approximate.
 TOLERANCE = 1e-3
@@ -53,20 +57,36 @@ def differences(variant: families.Variant, device: str) -> dict[str, float]:
                 folder, prompts, families.MAX_TOKENS, families.VOCAB, **at, **settings
             )
             found[way] = largest_difference(written, theirs)
-        found["prefix hit"] = families.cached_prefix_difference(folder, theirs, **at)
+        found["prefix hit"] = families.cached_prefix_difference(
+            folder, theirs, **at, max_num_seqs=8
+        )
     return found
 
 
-def main() -> None:
+def part(text: str) -> slice:
+    """ "2/4": every fourth, from the second."""
+    number, _, count = text.partition("/")
+    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no part; write 1/4 to 4/4, for instance")
+    return slice(int(number) - 1, None, int(count))
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="of variants; all of them")
     parser.add_argument("--device", default="cuda", choices=list(BACKENDS))
+    parser.add_argument("--part", type=part, default=slice(None), help="2/4: the second of four")
+    parser.add_argument("--limit-s", type=float, default=400.0)
     parser.add_argument("--out", type=Path, help="a file for the JSON too")
     args = parser.parse_args()
+    end = perf_counter() + args.limit_s
     result: dict[str, Any] = {"check": "families", "device": args.device, "tolerance": TOLERANCE}
     result |= {"largest": {}, "failed": {}}
-    for variant in families.VARIANTS:
+    for variant in families.VARIANTS[args.part]:
         if args.names and variant.name not in args.names:
+            continue
+        if perf_counter() > end:
+            result["failed"][variant.name] = "no time left"
             continue
         try:
             found = differences(variant, args.device)
@@ -81,9 +101,9 @@ def main() -> None:
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
-    if result["failed"]:
-        raise SystemExit(1)
+    failed = len(result["failed"])
+    return tally(len(result["largest"].keys() - result["failed"].keys()), failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,13 +3,15 @@
     python -m tests.gpu.kernels_check [--sweep | --no-times] [--limit-s 140]
 
 Each item stands alone: one that fails is reported, and the rest still runs. `--sweep` times the
-choices between kernels instead of all kernels. Ends with one JSON line.
+choices between kernels instead of all kernels. Ends with a JSON line and how many passed; exits
+with 1 if one failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from functools import reduce
 from pathlib import Path
 from time import perf_counter
@@ -18,7 +20,7 @@ import torch
 import triton
 
 from tests.gpu.kernels_time import CUDA, SHAPES, check_pdl, decode_call, sweep, time_all
-from tests.gpu.report import Report, round_to
+from tests.gpu.report import Report, round_to, tally
 from tests.kernels import cuda_cases as cases
 from tests.kernels.cuda_cases import BOUNDS, Heads
 from twostroke.kernels import cuda
@@ -208,7 +210,7 @@ def worst_by_kind(passed: dict[str, float]) -> dict[str, float]:
     return found
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sweep", action="store_true", help="time the choices instead")
     parser.add_argument("--no-checks", action="store_true")
@@ -242,7 +244,8 @@ def main() -> None:
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
+    return tally(len(report.passed) + len(report.timings), len(report.failed))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -23,7 +24,7 @@ import torch
 import triton
 
 from tests.gpu.kernels_time import CUDA, SPREAD_BYTES, shuffled_tables
-from tests.gpu.report import FLOPS, READ, Report
+from tests.gpu.report import FLOPS, READ, Report, tally
 from tests.kernels import cuda_cases as cases
 from tests.kernels.cuda_cases import BOUNDS, Heads
 from twostroke.kernels import cuda, kv_types
@@ -257,7 +258,7 @@ def compile_all(checked: Sequence[Check], timed: Sequence[Timed]) -> None:
     cuda.compile_ahead(run, ("kv_check", names))
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tune", action="store_true", help="time tilings instead of all")
     parser.add_argument("--no-checks", action="store_true")
@@ -281,8 +282,8 @@ def main() -> None:
     if "OUT" in os.environ:
         result = {"us_share_rate": report.timings, "seconds": perf_counter() - report.begun}
         (Path(os.environ["OUT"]) / "kv.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{len(report.passed)} passed, {len(report.failed)} failed")
+    return tally(len(report.passed) + len(report.timings), len(report.failed))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

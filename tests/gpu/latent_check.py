@@ -1,12 +1,12 @@
 """The kernels of latent attention on a GPU: right in bf16, and how fast against what they must do.
 
-    python -m tests.gpu.latent_check [--tune]
+    python -m tests.gpu.latent_check [--tune | --no-times | --no-checks] [--limit-s 200]
 
 Sizes of DeepSeek-V2-Lite (16 heads) and V3 (128), and 32 and 64 heads as ranks have them. Outputs
 are compared with plain attention in float64, then a small model's tokens with the reference's, in
 graphs. Times are those of a CUDA graph over caches many times the L2, beside what the bytes of the
 cache and the operations take at the rates of `report.py`. `--tune`: the decode kernel in several
-tunings. Ends with one JSON line; exits with 1 if a result is wrong.
+tunings. Ends with a JSON line and how many passed; exits with 1 if a result is wrong.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import astuple, replace
 from functools import partial
+from itertools import product
 from time import perf_counter
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch
 
 from tests.equivalence.test_latent_matrix import latent_spec
 from tests.gpu.cuda_check import compare_logprobs, compare_tokens
-from tests.gpu.report import FLOPS, READ, replayed, round_to
+from tests.gpu.report import FLOPS, READ, replayed, round_to, tally
 from tests.kernels import latent_cases as cases
 from tests.kernels.cuda_cases import BOUNDS
 from tests.kernels.latent_cases import V2_LITE, V3, Sizes
@@ -61,6 +62,7 @@ class Results:
     def __init__(self) -> None:
         self.errors: dict[str, float] = {}
         self.wrong: list[str] = []
+        self.num_passed = 0
         self.times: dict[str, Any] = {}
 
     def check(self, name: str, bound: float, case: Callable[[], float]) -> None:
@@ -70,7 +72,9 @@ class Results:
         except Exception as error:
             self.fail(f"{name}: {type(error).__name__}: {error}")
             return
-        if not self.errors[name] < bound:
+        if self.errors[name] < bound:
+            self.num_passed += 1
+        else:
             self.fail(f"{name}: {self.errors[name]}, allowed {bound}")
 
     def fail(self, what: str) -> None:
@@ -120,6 +124,7 @@ def check_models(results: Results) -> None:
         for check in (tokens, compare_logprobs(f"{name}, bf16", spec, DEVICE)):
             try:
                 for passed in check:
+                    results.num_passed += 1
                     print("equal:", passed, flush=True)
             except Exception as error:
                 results.fail(f"{name}: {type(error).__name__}: {error}")
@@ -253,37 +258,52 @@ def compile_all(tune: bool) -> None:
                 decode_calls(replace(V3, num_heads=heads), batch, 1024, tuned)[0]()
 
 
+def timings(results: Results, tune: bool) -> Iterator[Callable[[], None]]:
+    if tune:
+        for heads, tuned in tuned_runs():
+            for batch, context in ((1, 32768), (32, 8192), (128, 1024)):
+                sizes = replace(V3, num_heads=heads)
+                yield partial(time_decode, results, str(heads), sizes, batch, context, tuned)
+        for queries, keys, warps, stages in ((128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3)):
+            tiles = latent_prefill.Tuning(queries, keys, warps, stages)
+            yield partial(time_prefill, results, "v3", V3, tiles)
+        return
+    for name, sizes in (("lite", V2_LITE), ("v3", V3)):
+        for batch, context in product(BATCHES, CONTEXTS):
+            yield partial(time_decode, results, name, sizes, batch, context)
+        yield partial(time_prefill, results, name, sizes)
+    for heads in (32, 64):
+        yield partial(
+            time_decode, results, f"{heads} heads", replace(V3, num_heads=heads), 32, 8192
+        )
+
+
 @torch.inference_mode()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tune", action="store_true", help="times of other tunings, no checks")
+    parser.add_argument("--no-checks", action="store_true")
+    parser.add_argument("--no-times", action="store_true", help="checks only")
+    parser.add_argument("--limit-s", type=float, default=200.0)
     args = parser.parse_args()
     begun, results = perf_counter(), Results()
+    end = begun + args.limit_s
     torch.backends.cuda.matmul.allow_tf32 = False
     cuda.compile_ahead(lambda: compile_all(args.tune), ("latent_check", args.tune))
     print(f"compiled in {perf_counter() - begun:.1f} s", flush=True)
-    if args.tune:
-        for heads, tuned in tuned_runs():
-            for batch, context in ((1, 32768), (32, 8192), (128, 1024)):
-                sizes = replace(V3, num_heads=heads)
-                time_decode(results, str(heads), sizes, batch, context, tuned)
-        for queries, keys, warps, stages in ((128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3)):
-            time_prefill(results, "v3", V3, latent_prefill.Tuning(queries, keys, warps, stages))
-    else:
+    if not args.tune and not args.no_checks:
         check_kernels(results)
         check_models(results)
         print(f"checked in {perf_counter() - begun:.1f} s", flush=True)
-        for name, sizes in (("lite", V2_LITE), ("v3", V3)):
-            for batch in BATCHES:
-                for context in CONTEXTS:
-                    time_decode(results, name, sizes, batch, context)
-            time_prefill(results, name, sizes)
-        for heads in (32, 64):
-            time_decode(results, f"{heads} heads", replace(V3, num_heads=heads), 32, 8192)
+    for timing in [] if args.no_times else timings(results, args.tune):
+        if perf_counter() > end:
+            results.fail("no time left for all timings")
+            break
+        timing()
     took = round(perf_counter() - begun, 1)
     found = {"errors": results.errors, "times": results.times, "wrong": results.wrong}
     print(json.dumps({"check": "latent", "seconds": took, **found}))
-    return 1 if results.wrong else 0
+    return tally(results.num_passed + len(results.times), len(results.wrong))
 
 
 if __name__ == "__main__":

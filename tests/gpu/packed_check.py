@@ -2,6 +2,7 @@
 they must read.
 
     python -m tests.gpu.packed_check [--limit-s 85]    of all of it; what does not fit is left out
+        [--no-times | --no-checks]
     python -m tests.gpu.packed_check --tune            what is the fastest, into the kernels' table
 
 The matrices of Llama-3.1-8B. Outputs are compared with fp32 products of what the numbers stand for.
@@ -31,7 +32,7 @@ import torch.nn.functional as F
 from tests.equivalence.harness import Loud, small_spec
 from tests.gpu.cuda_check import ERROR_SHARE, Rounded, forced, texts_of
 from tests.gpu.reference_check import SPECS
-from tests.gpu.report import FLOPS, READ, Report, replayed, round_to
+from tests.gpu.report import FLOPS, READ, Report, replayed, round_to, tally
 from tests.kernels.cuda_cases import BOUNDS, largest, worst
 from tests.rig import Rig
 from twostroke.exec.graphs import CudaRecorder, Record
@@ -459,21 +460,24 @@ def main() -> int:
     parser.add_argument("--tune", action="store_true", help="write packed_tiles.py")
     parser.add_argument("--tune-formats", default="int4,Q4_K,Q6_K")
     parser.add_argument("--tune-rows", default=",".join(map(str, TUNED_ROWS)))
+    parser.add_argument("--no-checks", action="store_true")
+    parser.add_argument("--no-times", action="store_true", help="checks only")
     parser.add_argument("--limit-s", type=float, default=85.0, help="of all of it")
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     begun = perf_counter()
     end, timings = begun + args.limit_s, {}
-    report = Report(args.limit_s * 0.5)
+    report = Report(args.limit_s * (1.0 if args.no_times else 0.5))
 
     def told(what: str) -> None:
         print(f"{what}: {perf_counter() - begun:.1f} s since the start", flush=True)
 
-    check_all(report)
-    told("products")
-    check_models(report)
-    told("models")
+    if not args.no_checks:
+        check_all(report)
+        told("products")
+        check_models(report)
+        told("models")
     report.limit_s = args.limit_s
     if args.tune:
         rows = tuple(map(int, args.tune_rows.split(",")))
@@ -481,10 +485,11 @@ def main() -> int:
         until = end - 0.2 * args.limit_s
         report.item("tuning", lambda: write_table(tune(until, formats, rows)))
         told("tuning")
-    report.item("layers", lambda: timings.update(time_layers(end - 0.1 * args.limit_s)))
-    told("layers")
-    report.item("times", lambda: timings.update(time_all(end, ("int4", "Q4_K", "Q6_K"))))
-    told("times")
+    if not args.no_times:
+        report.item("layers", lambda: timings.update(time_layers(end - 0.1 * args.limit_s)))
+        told("layers")
+        report.item("times", lambda: timings.update(time_all(end, ("int4", "Q4_K", "Q6_K"))))
+        told("times")
     for name, error in report.passed.items():
         print(f"passed {name}: {error:.2e}")
     for name, said in report.failed.items():
@@ -492,8 +497,7 @@ def main() -> int:
     if "OUT" in os.environ:
         given = {"passed": report.passed, "failed": report.failed, "timings": timings}
         Path(os.environ["OUT"], "packed.json").write_text(json.dumps(given))
-    print(f"{len(report.passed)} passed, {len(report.failed)} failed")
-    return 1 if report.failed else 0
+    return tally(len(report.passed) + len(timings), len(report.failed))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,18 @@
 """Ranks on a GPU: two over gloo, whose collectives cut the graphs; one over NCCL, whose graphs hold
 them.
 
-    python -m tests.gpu.ranks_check [--device cuda] [--limit-s 150]
+    python -m tests.gpu.ranks_check [--device cuda] [--limit-s 280] [--part-limit-s 70]
 
-Two ranks are two processes, this one and one that it starts for each part. In fp32 the tokens are
-those of one rank; in bf16 every step's log-probabilities are compared with fp32, as `cuda_check`
-does. One line a check, the last says how many passed; figures go to $OUT/ranks.json. On a CPU
-(`--device cpu`) the kernels are the reference ones, nothing is recorded, and gloo stands in for
-NCCL.
+Two ranks are two processes, this one and one that it starts for each part; before them, one of the
+two alone, which compiles what they launch. In fp32 the tokens are those of one rank; in bf16 every
+step's log-probabilities are compared with fp32, as `cuda_check` does. One line a check, the last
+says how many passed; figures go to $OUT/ranks.json. On a CPU (`--device cpu`) the kernels are the
+reference ones, nothing is recorded, and gloo stands in for NCCL.
+
+A part that does not end within its limit is ended: every rank writes what its threads were doing,
+then rank 1 is killed, which fails the collective that rank 0 is in, and the next part begins. If
+rank 0 does not come back from it, that is the end of all of it. `--fault` rehearses this: rank 1
+`throws` or `stalls` in its first collective, or is `absent`; `first-throws` is rank 0.
 """
 
 from __future__ import annotations
@@ -16,6 +21,8 @@ import argparse
 import faulthandler
 import json
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +30,9 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -34,7 +43,9 @@ import torch
 
 from tests.equivalence.harness import Loud, assert_same, make_core, run, small_spec
 from tests.gpu import cuda_check
+from tests.gpu.__main__ import waits_of
 from tests.gpu.cuda_check import Rounded, kernels_of
+from tests.gpu.report import tally
 from tests.rig import Rig
 from tests.tiny import tiny_folder
 from twostroke import LLM
@@ -45,6 +56,7 @@ from twostroke.engine.assembly import group_limits
 from twostroke.engine.build_torch import build_executor, make_executor
 from twostroke.engine.core import EngineCore
 from twostroke.engine.rank_processes import HEADER_BYTES, read_frame
+from twostroke.exec import collectives
 from twostroke.exec.collectives import GlooRanks, NcclRanks, join_group
 from twostroke.exec.graphs import CudaRecorder, Record, RunAgain, ladder, piece_ladder
 from twostroke.exec.ranks import RanksExecutor, follow
@@ -66,6 +78,8 @@ FEW_ROWS, BUDGET, MAX_LEN = 4, 128, 1024
 PROMPTS = [[(7 * n * n + 3 * n + size) % 512 for n in range(size)] for size in (5, 40, 90)]
 OUTPUT = 10
 BEGUN = perf_counter()
+DEBUGGER_S, ABORT_S, BACK_S = 20, 3.0, 20.0  # for what is done once a part has taken too long
+FAULTS = ("throws", "stalls", "absent", "first-throws")
 # Each rank's part of a sum is rounded to bf16 before they are added: the error against fp32 may be
 # this many times that of one rank's reference.
 ERROR_SHARE = 1.4
@@ -95,11 +109,13 @@ class Checks:
     def each(self, name: str, checks: Callable[[], Iterator[str]], limit_s: float) -> None:
         """A line for each that passes; the first that does not ends these, and so does the limit,
         with what both ranks were doing."""
-        begun = perf_counter()
+        begun, is_over = perf_counter(), threading.Event()
         say(0, f"{name} begins")
-        timer = threading.Timer(limit_s, end_others, (name, limit_s))
-        timer.daemon = True
-        timer.start()
+        watch = partial(self._watch, name, limit_s, is_over)
+        threading.Thread(target=watch, daemon=True).start()
+        # Should the thread above not come to run. This one is not of Python's.
+        worst_s = limit_s + 3 * DEBUGGER_S + ABORT_S + BACK_S
+        faulthandler.dump_traceback_later(worst_s, exit=True)
         try:
             for said in checks():
                 now = perf_counter()
@@ -110,7 +126,20 @@ class Checks:
             self.failed[name] = f"{type(error).__name__}: {error}"[:1000]
             print(f"FAILED  {name}\n{traceback.format_exc()[-3000:]}", flush=True)
         finally:
-            timer.cancel()
+            is_over.set()
+            faulthandler.cancel_dump_traceback_later()
+
+    def _watch(self, name: str, limit_s: float, is_over: threading.Event) -> None:
+        if is_over.wait(limit_s):
+            return
+        say(0, f"{name}: no end after {limit_s:.0f} s; what each rank is doing:")
+        tell_stacks()
+        end_others()
+        if not is_over.wait(BACK_S):
+            say(0, "rank 0 does not come back, though rank 1 is gone")
+            debug(os.getpid())
+            self.end(f"{name}: no end after {limit_s:.0f} s")
+            os._exit(1)
 
     def end(self, why: str = "") -> int:
         if why:
@@ -119,23 +148,46 @@ class Checks:
         if "OUT" in os.environ:
             Path(os.environ["OUT"], "ranks.json").write_text(json.dumps(result, indent=1))
         print(json.dumps(self.figures))
-        print(f"{len(self.passed)} passed, {len(self.failed)} failed{why and f' ({why})'}")
-        sys.stdout.flush()
-        return 1 if self.failed else 0
+        return tally(len(self.passed), len(self.failed))
 
 
 def say(rank: int, what: str) -> None:
     print(f"[{perf_counter() - BEGUN:6.1f} s] rank {rank}: {what}", file=sys.stderr, flush=True)
 
 
-def end_others(name: str, limit_s: float) -> None:
-    """SIGABRT, at which Python writes down what every thread was doing: then a collective of this
-    process fails as well."""
-    say(0, f"{name}: no end after {limit_s:.0f} s")
+def tell_stacks() -> None:
+    """Of this process, by Python; of all, by the kernel; of the others, by a debugger. What their
+    Python does, `end_others` has them write."""
     faulthandler.dump_traceback(sys.stderr)
-    for process in OTHERS:
-        if process.poll() is None:
-            process.send_signal(signal.SIGABRT)
+    others = [process.pid for process in OTHERS if process.poll() is None]
+    for pid in (os.getpid(), *others):
+        print(f"process {pid}", *waits_of(pid), sep="\n", file=sys.stderr, flush=True)
+    for pid in others:
+        debug(pid)
+
+
+def debug(pid: int) -> None:
+    """Where there is a debugger. Only of processes that are ended next: who knows how they are
+    after it."""
+    debugger, timeout = shutil.which("cuda-gdb"), shutil.which("timeout")
+    if debugger is None or timeout is None:
+        return
+    # Not by `subprocess`'s own time-out: this process, if it is the one, stands still meanwhile.
+    limited = [timeout, "-s", "KILL", str(DEBUGGER_S)]
+    command = [debugger, "-nx", "-batch", "-p", str(pid), "-ex", "thread apply all bt 16"]
+    subprocess.run([*limited, *command], stdin=subprocess.DEVNULL, stdout=sys.stderr)
+
+
+def end_others() -> None:
+    """By SIGABRT, at which Python writes down what every thread was doing."""
+    others = list(OTHERS)  # without those of the next part, which may begin meanwhile
+    for number in (signal.SIGABRT, signal.SIGKILL):
+        for process in others:
+            if process.poll() is None:
+                process.send_signal(number)
+        until = perf_counter() + ABORT_S
+        while perf_counter() < until and any(process.poll() is None for process in others):
+            sleep(0.05)
 
 
 # ── two ranks, over gloo ────────────────────────────────────────────────────────────────────
@@ -144,8 +196,9 @@ def end_others(name: str, limit_s: float) -> None:
 class OtherRank:
     """A process that does the same part of this script as rank 1."""
 
-    def __init__(self, part: str, device: str, store: str) -> None:
+    def __init__(self, part: str, device: str, store: str, fault: str) -> None:
         given = ["--part", part, "--device", device, "--store", store]
+        given += ["--fault", fault] if fault else []
         command = [sys.executable, "-m", "tests.gpu.ranks_check", *given]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
         OTHERS.append(self._process)
@@ -155,44 +208,63 @@ class OtherRank:
         self._process.stdin.write(len(data).to_bytes(HEADER_BYTES, "little") + data)
         self._process.stdin.flush()
 
-    def failure(self) -> str:
-        code = self._process.poll()
-        return "" if code is None else f"rank 1 ended with exit code {code}"
+    def failure(self, wait_s: float = 0.0) -> str:
+        """How it ended, "" if it has not within so many seconds."""
+        with suppress(subprocess.TimeoutExpired):
+            return f"rank 1 ended with exit code {self._process.wait(wait_s)}"
+        return ""
 
     def end(self) -> None:
         code = self._process.wait(20)
-        assert code == 0, f"rank 1 ended with exit code {code}"
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        assert code == 0, self.failure()
 
 
 OTHERS: list[subprocess.Popen[bytes]] = []  # of all parts
 os.environ["PYTHONFAULTHANDLER"] = "1"  # of those
 
 
-def two_ranks(part: str, device: torch.device) -> Iterator[str]:
+def two_ranks(part: str, device: torch.device, fault: str = "") -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder, "store"))
-        other = OtherRank(part, str(device), store)
+        other = OtherRank(part, str(device), store, fault)
         try:
-            yield from PARTS[part](join_two(0, store, device), device, other)
-        except BaseException:
-            other.kill()
-            raise
-        other.end()
+            yield from PARTS[part](join_two(0, store, device, other, fault), device, other)
+            other.end()
+        except Exception as error:
+            reason = other.failure(ABORT_S) or "rank 1 still runs, and writes where"
+            raise AssertionError(f"{reason}; rank 0: {error}") from error
+        finally:
+            end_others()
 
 
-def join_two(rank: int, store: str, device: torch.device) -> Ranks:
+def join_two(
+    rank: int, store: str, device: torch.device, other: OtherRank | None, fault: str = ""
+) -> Ranks:
+    parent = os.getppid()
     say(rank, "joins")
+    while rank and fault == "absent":
+        sleep(1)
     Path(f"{store}.{rank}").touch()
     while not Path(f"{store}.{1 - rank}").exists():
-        assert all(process.poll() is None for process in OTHERS[-1:]), "rank 1 has ended"
+        assert other is None or not other.failure(), other.failure()
+        assert os.getppid() == parent, "the process that started this one has ended"
         sleep(0.05)
     ranks = GlooRanks(rank, SIZE, store, device, staged=True)
     say(rank, "has joined")
+    if fault == ("throws" if rank else "first-throws"):
+        ranks._reduce = throw  # type: ignore[method-assign]
+    elif rank and fault == "stalls":
+        ranks._reduce = stall  # type: ignore[method-assign]
     return ranks
+
+
+def throw(x: torch.Tensor) -> None:
+    raise ValueError("a fault, as asked for")
+
+
+def stall(x: torch.Tensor) -> None:
+    while True:
+        sleep(1)
 
 
 def recorder_of(device: torch.device, ranks: Ranks) -> Record:
@@ -239,6 +311,21 @@ class Replays:
             return forward(step)
 
         graphs.replay, pieces.forward = count_decode, count_pieces  # type: ignore[method-assign]
+
+
+def one_of_two(device: torch.device) -> Iterator[str]:
+    """A rank's part of each model, with nobody to talk to: what it launches is compiled and
+    recorded here, so that the parts below wait for collectives alone."""
+    models = dict(cuda_check.small_models())
+    for name in MODELS:
+        spec, begun = models[name], perf_counter()
+        dtype = torch.bfloat16 if name in MODELS[2:] else torch.float32
+        source = Rounded(Loud(spec), spec)
+        how = (dtype, device, MAX_LEN, kernels_of(device))
+        executor = executor_of(Decoder(spec, source, *how, ranks=Ranks(0, SIZE)))
+        for plan in (warm_plan(2, [5, 40], 100), warm_plan(3, [], 100)):
+            executor.run(plan)
+        yield f"{name}, {perf_counter() - begun:.1f} s"
 
 
 def same_tokens(ranks: Ranks, device: torch.device, other: OtherRank | None) -> Iterator[str]:
@@ -452,19 +539,34 @@ def step_bytes(executor: TorchExecutor, spec: ModelSpec, itemsize: int, step: An
 # ── all of it ───────────────────────────────────────────────────────────────────────────────
 
 
+def be_other_rank(part: str, device: torch.device, store: str, fault: str) -> None:
+    """Rank 1 of a part. It ends at once, whatever it leaves behind: rank 0 is to notice, and what
+    takes a process down in order may wait for it."""
+    try:
+        for _ in PARTS[part](join_two(1, store, device, None, fault), device, None):
+            pass
+    except BaseException:
+        say(1, f"ends: {traceback.format_exc()[-3000:]}")
+        os._exit(1)
+    sys.stdout.flush()
+    os._exit(0)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--limit-s", type=float, default=150.0)
-    parser.add_argument("--part-limit-s", type=float, default=40.0)
+    parser.add_argument("--limit-s", type=float, default=280.0)
+    parser.add_argument("--part-limit-s", type=float, default=70.0)
+    parser.add_argument("--fault", default="", choices=("", *FAULTS), help="rehearse it")
     parser.add_argument("--part", help="be rank 1 of this part")
     parser.add_argument("--store")
     args = parser.parse_args()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # of processes that are aborted
     device = torch.device("cuda:0" if args.device == "cuda" else args.device)
+    # Before the limits here: they name the collective, and the rank that waited in vain.
+    collectives.STEP_PATIENCE = timedelta(seconds=0.6 * args.part_limit_s)
     if args.part:
-        for _ in PARTS[args.part](join_two(1, args.store, device), device, None):
-            pass
-        return 0
+        be_other_rank(args.part, device, args.store, args.fault)
     checks = Checks()
     spawn = rank_processes._spawn
 
@@ -475,21 +577,25 @@ def main() -> int:
     rank_processes._spawn = noted
 
     def out_of_time() -> None:
-        for process in OTHERS:
-            process.kill()
+        tell_stacks()
+        end_others()
         checks.end(f"no end after {args.limit_s:.0f} s")
         os._exit(1)
 
     timer = threading.Timer(args.limit_s, out_of_time)
     timer.daemon = True
     timer.start()
+    if not args.fault:
+        work = partial(one_of_two, device)
+        checks.each("a rank of two, alone", work, 1.5 * args.part_limit_s)
     for part in PARTS:
-        work = partial(two_ranks, part, device)
+        work = partial(two_ranks, part, device, args.fault)
         checks.each(f"two ranks, {part}", work, args.part_limit_s)
-    work = partial(engines, device, checks.figures)
-    checks.each("two ranks, engines", work, 2 * args.part_limit_s)
-    nccl = "one rank, NCCL" if device.type == "cuda" else "one rank"
-    checks.each(nccl, partial(one_rank, device, checks.figures), args.part_limit_s)
+    if not args.fault:
+        work = partial(engines, device, checks.figures)
+        checks.each("two ranks, engines", work, 1.5 * args.part_limit_s)
+        nccl = "one rank, NCCL" if device.type == "cuda" else "one rank"
+        checks.each(nccl, partial(one_rank, device, checks.figures), args.part_limit_s)
     checks.figures["all_s"] = round(perf_counter() - checks.begun, 1)
     code = checks.end()
     timer.cancel()

@@ -1,20 +1,26 @@
 """The reference backend on a device: the equivalence matrix against the CPU, and a first start.
 
     python -m tests.gpu.reference_check [--device cuda] [--shape bench/shapes/qwen3-0.6b.json]
+        [--limit-s 120]
 
-Needs nothing but the package's own dependencies. Ends with one JSON line; raises on a difference.
+Needs nothing but the package's own dependencies. Ends with a JSON line and how many passed;
+raises on a difference, and ends where it stands after the limit.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
+import sys
 from collections.abc import Iterator
 from time import perf_counter
+from typing import Any
 
 import torch
 
 from tests.equivalence.harness import Loud, Written, assert_same, make_core, run, small_spec
+from tests.gpu.report import tally
 from twostroke import LLM, SamplingParams
 from twostroke.engine.core import EngineCore
 from twostroke.kernels.reference import Kernels
@@ -62,7 +68,9 @@ def alone(decoder: Decoder) -> list[Written]:
 def start(shape: str, device: str, dtype: str) -> dict[str, float]:
     """A real shape with random weights: the memory plan, loading, and a batch of eight."""
     begun = perf_counter()
-    settings = {"device": device, "dtype": dtype, "kernels": "reference"}
+    settings: dict[str, Any] = {"device": device, "dtype": dtype, "kernels": "reference"}
+    if device != "cpu":
+        settings["gpu_memory_utilization"] = 0.2  # others may use the card at the same time
     llm = LLM(shape, load_format="dummy", max_model_len=4096, **settings)
     loaded = perf_counter() - begun
     params = SamplingParams(temperature=0.6, top_p=0.9, max_tokens=16, ignore_eos=True)
@@ -77,13 +85,15 @@ def start(shape: str, device: str, dtype: str) -> dict[str, float]:
     }
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shape", default="bench/shapes/qwen3-0.6b.json")
+    parser.add_argument("--limit-s", type=float, default=120.0)
     args = parser.parse_args()
+    faulthandler.dump_traceback_later(args.limit_s, exit=True)
     device = torch.device(args.device)
-    result = {
+    result: dict[str, Any] = {
         "check": "reference",
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -91,7 +101,8 @@ def main() -> None:
         "start": start(args.shape, args.device, "auto"),
     }
     print(json.dumps(result))
+    return tally(len(result["equal"]) + 1, 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

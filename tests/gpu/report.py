@@ -65,6 +65,12 @@ class Report:
         self.item(name, work)
 
 
+def tally(passed: int, failed: int) -> int:
+    """The last line of every check, which `python -m tests.gpu` reads; returns the exit status."""
+    print(f"{passed} passed, {failed} failed", flush=True)
+    return 1 if failed else 0
+
+
 def round_to(value: float) -> float:
     return float(f"{value:.4g}")
 

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from bench.gpu_pools import end_children_with_stacks
+from tests.gpu.report import tally
 from tests.specs import make_spec
 from tests.tiny import MAX_LEN, tiny_folder
 from twostroke import SamplingParams
@@ -389,7 +390,7 @@ def check_engines(check: Check, folder: Path) -> None:
         runner.run(engine.close())
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--limit-s", type=float, default=150.0)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
@@ -418,9 +419,8 @@ def main() -> None:
     if out := os.environ.get("OUT"):
         (Path(out) / "transfer.json").write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
-    print(f"{check.passed} passed, {check.failed} failed")
-    raise SystemExit(1 if check.failed else 0)
+    return tally(check.passed, check.failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -8,6 +8,7 @@ tokenizer and nobody to answer to, and ends when its stdin does.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import queue
@@ -25,6 +26,8 @@ from twostroke.engine.wire import pack_error
 
 
 def main() -> int:
+    if hasattr(signal, "SIGUSR1"):  # which the first rank sends if a step does not end
+        faulthandler.register(signal.SIGUSR1)
     for name in (signal.SIGINT, signal.SIGTERM):  # the first rank decides
         signal.signal(name, signal.SIG_IGN)
     log_lines.configure()

@@ -24,11 +24,13 @@ from typing import BinaryIO
 
 from twostroke.config import EngineConfig
 from twostroke.engine.wire import unpack_error
-from twostroke.errors import TwostrokeError
+from twostroke.errors import EngineError, TwostrokeError
 
 MODULE = "twostroke.engine.rank"
 HEADER_BYTES = 8  # before each frame: its length
+COME_S = 300.0  # to import torch, on a machine that does much else
 GRACE_S = 5.0  # an end may be noticed in a step before the process is gone
+STACKS_S = 0.2
 POLL_S = 0.01
 
 
@@ -59,6 +61,12 @@ class RankProcess:
         self.noticed_s = self.noticed_s or monotonic()
         self.has_come.set()
 
+    def tell_stacks(self) -> None:
+        """Have it write what its threads are doing to stderr, and wait until it will have."""
+        if hasattr(signal, "SIGUSR1"):
+            self._process.send_signal(signal.SIGUSR1)
+            sleep(STACKS_S)
+
     def how_it_ended(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE_S)
@@ -86,9 +94,16 @@ class RankProcesses:
                 one.send(json.dumps([settings, one.rank, self.meeting_place]).encode())
 
     def wait_for_all(self) -> None:
-        """Until they are about to meet at the `meeting_place`; raises if one has ended."""
+        """Until they are about to meet at the `meeting_place`; raises if one has ended or does not
+        come."""
+        until = monotonic() + COME_S
         for one in self.ranks:
-            one.has_come.wait()
+            if not one.has_come.wait(until - monotonic()):
+                one.tell_stacks()
+                raise EngineError(
+                    f"rank {one.rank} has not come within {COME_S:.0f} s of its start; what it is "
+                    "doing is on stderr, as far as it can tell"
+                )
         if any(one.noticed_s for one in self.ranks):
             raise self._error()
 
@@ -98,7 +113,11 @@ class RankProcesses:
 
     def failure(self) -> str:
         first = self._first_to_end()
-        return "" if first is None else first.how_it_ended()
+        if first is not None:
+            return first.how_it_ended()
+        for one in self.ranks:
+            one.tell_stacks()
+        return ""
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:

@@ -29,11 +29,10 @@ from twostroke.model.ranks import Comm, Ranks
 log = logging.getLogger(__name__)
 
 c10d: Any = torch.distributed  # its stubs lack most of what is used here
-# A rank that is gone is noticed when its connection ends; one that still reads its weights is
-# waited for.
-PATIENCE = timedelta(hours=1)
-JOIN_PATIENCE = timedelta(minutes=2)  # all have started, and one may have ended since
-NCCL_PATIENCE = timedelta(minutes=10)  # of a collective outside graphs, which takes milliseconds
+# A rank that is gone is noticed when its connection ends; these are for one that stands still.
+JOIN_PATIENCE = timedelta(minutes=2)  # to meet, and to connect: all have started
+START_PATIENCE = timedelta(hours=1)  # where all come together while one still reads its weights
+STEP_PATIENCE = timedelta(minutes=10)  # of a step's collective, which takes milliseconds
 TIMED_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 26)  # all-reduces that are timed at start
 TIMED_ROUNDS = 20
 
@@ -54,15 +53,25 @@ class GroupRanks(Ranks):
         self._store.wait([f"rank {one}" for one in range(size)], JOIN_PATIENCE)
         options = c10d.ProcessGroupGloo._Options()
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = PATIENCE
+        options._timeout = JOIN_PATIENCE
         store = c10d.PrefixStore("gloo", self._store)
         self._gloo: Any = c10d.ProcessGroupGloo(store, rank, size, options)
 
     def all_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         own = torch.tensor(numbers, dtype=torch.int64)
         of_all = [torch.empty_like(own) for _ in range(self.size)]
-        self._gloo.allgather([of_all], [own]).wait()
+        options = c10d.distributed_c10d.AllgatherOptions()
+        options.timeout = START_PATIENCE
+        self._finish("numbers of all", lambda: self._gloo.allgather([of_all], [own], options))
         return [one.tolist() for one in of_all]
+
+    def _finish(self, what: str, start: Callable[[], Any]) -> None:
+        """Start a collective and wait for its end; raises which one it was, on which rank."""
+        try:
+            start().wait()
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise RuntimeError(f"rank {self.rank} of {self.size}, {what}: {reason}") from error
 
 
 class GlooRanks(GroupRanks):
@@ -91,22 +100,24 @@ class GlooRanks(GroupRanks):
         stage, host = self._places(x, 1)
         if self._staged:
             stage[0].copy_(x)
-        self._do(stage, host, partial(self._reduce, host[0]), 2)
+        self._do("all-reduce", stage, host, partial(self._reduce, host[0]), 2)
         return x.copy_(stage[0]) if self._staged else x
 
     def _reduce(self, x: torch.Tensor) -> Any:
-        return self._gloo.allreduce([x])
+        options = c10d.AllreduceOptions()
+        options.timeout = STEP_PATIENCE
+        return self._gloo.allreduce([x], options)
 
     def gather(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         stage, host = self._places(x, 1 if self.rank else self.size)
         if self._staged:
             stage[0].copy_(x)
-        self._do(stage, host, partial(self._gather, host), 1)
+        self._do("gather", stage, host, partial(self._gather, host), 1)
         return [] if self.rank else list(stage)
 
     def _gather(self, places: torch.Tensor) -> Any:
         options = c10d.GatherOptions()
-        options.rootRank = 0
+        options.rootRank, options.timeout = 0, STEP_PATIENCE
         return self._gloo.gather([] if self.rank else [list(places)], [places[0]], options)
 
     def broadcast(self, x: torch.Tensor) -> None:
@@ -114,13 +125,13 @@ class GlooRanks(GroupRanks):
             stage, host = self._places(x, 1)
             if self._staged:
                 stage[0].copy_(x)
-            self._do(stage, host, partial(self._broadcast, host[0]), 1)
+            self._do("broadcast", stage, host, partial(self._broadcast, host[0]), 1)
             if self._staged:
                 x.copy_(stage[0])
 
     def _broadcast(self, x: torch.Tensor) -> Any:
         options = c10d.BroadcastOptions()
-        options.rootRank = 0
+        options.rootRank, options.timeout = 0, STEP_PATIENCE
         return self._gloo.broadcast([x], options)
 
     # ── through the host ────────────────────────────────────────────────────────────────────
@@ -143,25 +154,36 @@ class GlooRanks(GroupRanks):
         return stage, host
 
     def _do(
-        self, stage: torch.Tensor, host: torch.Tensor, start: Callable[[], Any], weight: int
+        self,
+        what: str,
+        stage: torch.Tensor,
+        host: torch.Tensor,
+        start: Callable[[], Any],
+        weight: int,
     ) -> None:
         """Now, or at every replay of what is being recorded."""
-        ring_bytes = weight * host[0].numel() * host.element_size()
-        run = partial(self._run, stage, host, start, ring_bytes)
+        num_bytes = host[0].numel() * host.element_size()
+        told = f"{what} of {num_bytes:,} bytes"
+        run = partial(self._run, told, stage, host, start, weight * num_bytes)
         if self.cut is None:
             run()
         else:
             self.cut(run)
 
     def _run(
-        self, stage: torch.Tensor, host: torch.Tensor, start: Callable[[], Any], ring_bytes: int
+        self,
+        what: str,
+        stage: torch.Tensor,
+        host: torch.Tensor,
+        start: Callable[[], Any],
+        ring_bytes: int,
     ) -> None:
         if self._staged:
             host.copy_(stage, non_blocking=True)
             if stage.is_cuda:
                 torch.cuda.current_stream(self._device).synchronize()
         began_s = monotonic()
-        start().wait()
+        self._finish(what, start)
         self.comm = self.comm.plus(Comm(monotonic() - began_s, ring_bytes))
         if self._staged:
             stage.copy_(host, non_blocking=True)
@@ -175,7 +197,7 @@ class NcclRanks(GroupRanks):
         super().__init__(rank, size, meeting_place, device)
         torch.cuda.set_device(device)
         options = c10d.ProcessGroupNCCL.Options()
-        options._timeout = NCCL_PATIENCE
+        options._timeout = STEP_PATIENCE
         store = c10d.PrefixStore("nccl", self._store)
         self.num_recorded = 0  # collectives that graphs hold
         self._times_s = [0.0] * len(TIMED_BYTES)

@@ -64,6 +64,7 @@ def start_executor(
     with torch.inference_mode():
         rows = DeviceRows(config.max_num_seqs, max_len, size, groups, device)
         compile_kernels(decoder, kv_dtype, rows, budget, graph_sizes(config))
+        decoder.ranks.all_numbers([0])  # from here on no rank keeps the others waiting for long
         timer.end("kernels")
         trial = StepProgram(decoder, KVPool(spec, [0] * groups, size, kv_dtype, device), rows)
         activations = _measure_steps(TorchExecutor(trial, None), budget, rows)
