@@ -67,9 +67,7 @@ class DenseLinear:
     ) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
         if self.bias is None:
-            return self._kernels.product(
-                x, self.weight, pdl=pdl, out=out, arrived=self._arrived
-            )
+            return self._kernels.product(x, self.weight, pdl=pdl, out=out, arrived=self._arrived)
         return torch.addmm(self.bias, x, self.weight.t(), out=out)
 
     def gated_product(
