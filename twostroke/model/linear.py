@@ -74,8 +74,9 @@ class DenseLinear:
         self, x: torch.Tensor, activation: Activation, *, pdl: bool = False, to_fp8: bool = False
     ) -> torch.Tensor:
         if self.bias is None:
-            how = {"pdl": pdl, "arrived": self._arrived}
-            return self._kernels.gated_product(x, self.weight, activation, **how)
+            return self._kernels.gated_product(
+                x, self.weight, activation, pdl=pdl, arrived=self._arrived
+            )
         return self._kernels.act_and_mul(self.product(x), activation, pdl=pdl)
 
     def wants_fp8(self, rows: int) -> bool:
