@@ -22,7 +22,9 @@ pytest.importorskip("triton")
 
 from twostroke.kernels import cuda
 from twostroke.kernels.cuda import rows
+from twostroke.kernels.cuda.backend import CudaKernels
 from twostroke.kernels.cuda.rows import Tiling
+from twostroke.model.linear import DenseLinear
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ROOT = Path(__file__).parents[2]
@@ -82,12 +84,20 @@ if INTERPRETED:
     ) -> None:
         """Of one entry of the table, and whatever is in the other rows."""
         x, weight = given(160, 144, 256)
-        way = replace(WHOLE, split=True, programs=11)
+        way, ways = replace(WHOLE, split=True, programs=11), []
         monkeypatch.setattr(rows, "TILES", {"144×256, 160": tuple(map(int, astuple(way)))})
-        arrived = cuda.arrivals(weight)
-        whole = cuda.product(x, weight, arrived=arrived)
+        run = rows.run
+
+        def noted(*args: Any) -> torch.Tensor:
+            ways.append(args[2])
+            return run(*args)
+
+        monkeypatch.setattr(rows, "run", noted)
+        linear = DenseLinear(weight, None, CudaKernels(torch.device("cpu")))
+        whole = linear.product(x)
         assert worst(whole, x.double() @ weight.double().t()) < BOUNDS[HALF]
-        assert torch.equal(cuda.product(x[:130].clone(), weight, arrived=arrived), whole[:130])
+        assert torch.equal(linear.product(x[:130].clone()), whole[:130])
+        assert ways == [way, way]
 
     def test_a_part_that_is_not_there_yet_is_noticed() -> None:
         x, weight = given(128, 128, 512, SINGLE)
