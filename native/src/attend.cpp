@@ -96,16 +96,21 @@ void Model::attend(const Step& step, const Layer& layer, const Cache& cache, int
 
 // A decode slot, all of it; or (if there are few) one part of its context for some of its heads.
 void Model::attend_slot(const Step& step, const Layer& layer, const Cache& cache, int task) {
-  if (!step.whole) return attend_part(step, layer, cache, task);
+  const int each = splits(step, layer), groups = layer.groups_of_heads();
+  // All heads of a part, then those of the next: they lie side by side in a block.
+  auto at = [&](int slot, int n) { return (slot * groups + n % groups) * each + n / groups; };
+  if (!step.whole) {
+    const int parts = groups * each;
+    return attend_part(step, layer, cache, at(task / parts, task % parts));
+  }
   const bool plain = layer.latent == nullptr;
   if (plain && !step.stored && step.one_each)
     for (int kv = 0; kv < layer.kv_heads; kv++) rotate_and_store(step, layer, cache, task, kv);
-  const int each = splits(step, layer), own = own_splits(step, layer, task), groups = layer.groups_of_heads();
-  auto at = [&](int n) { return (task * groups + n % groups) * each + n / groups; };  // heads first
-  prefetch_part(step, layer, cache, at(0));
-  for (int n = 0; n < own * groups; n++) {
-    if (n + 1 < own * groups) prefetch_part(step, layer, cache, at(n + 1));
-    attend_part(step, layer, cache, at(n));
+  const int parts = groups * own_splits(step, layer, task);
+  prefetch_part(step, layer, cache, at(task, 0));
+  for (int n = 0; n < parts; n++) {
+    if (n + 1 < parts) prefetch_part(step, layer, cache, at(task, n + 1));
+    attend_part(step, layer, cache, at(task, n));
   }
   if (plain)
     for (int kv = 0; kv < layer.kv_heads; kv++) merge(step, layer, task, kv);
