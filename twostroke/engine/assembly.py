@@ -93,7 +93,6 @@ def config_sharing(config: EngineConfig) -> Sharing:
         config.kv_host,
         config.kv_transfer_timeout_s,
         alone,
-        config.kv_receives,
     )
 
 
