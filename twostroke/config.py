@@ -101,6 +101,7 @@ class EngineConfig(Strict):
     engines_on_host: int = 1  # that share its memory and cores
     engine_index: int = 0  # which of them it is: they take GPUs in turn
     kv_sharing: str = "none"  # shared: other engines may fetch KV blocks; checked: by checksums
+    kv_receives: bool = False  # blocks of other engines will come: memory is made ready for them
     kv_transport: str = "auto"  # memory, device or sockets: this way alone
     kv_host: str | None = None  # this machine's address for engines on others; None: there are none
     kv_transfer_timeout_s: float = 3.0  # nothing has come for so long: computed again
@@ -161,6 +162,7 @@ class EngineConfig(Strict):
             "nvtx",
             "exact",
             "measure_ceilings",
+            "kv_receives",
         )
         self._check_int("tensor_parallel_size", 1, 1024)
         self._check_int("engines_on_host", 1, 1024)

@@ -173,7 +173,7 @@ class PoolSettings(Strict):
         )
         sharing = "checked" if self.kv_transfer_checksums else "shared"
         prefill = replace(common, kv_sharing=sharing, **(self.prefill_config or {}))
-        decode = replace(common, **(self.decode_config or {}))
+        decode = replace(common, kv_receives=True, **(self.decode_config or {}))
         pools = [
             *(
                 PooledEngine(f"prefill-{n}", Role.PREFILL, prefill, self.prefill_resources or {})
