@@ -149,7 +149,7 @@ class HostBlocks:
 
     def touch(self) -> bool:
         """Have the system give some more of the pages, which it does when they are first written:
-        in a virtual machine a copy to new ones takes twenty times as long. False: there are
+        in a virtual machine a copy to new ones takes eight times as long. False: there are
         enough. Called while nothing else writes."""
         pool, start = next(self._untouched, (None, 0))
         if pool is not None:
