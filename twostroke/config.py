@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import Any, NamedTuple, cast
 
-from twostroke.errors import ConfigError, RequestError
+from twostroke.errors import ConfigError, RequestError, shown
 from twostroke.kv.eviction import LEAST_BLOCKS, LEAST_STRETCHES, STRETCH_TOKENS
 from twostroke.request import SamplingParams
 from twostroke.strict import Strict
 
 GIB = 1024**3
 KV_TRANSPORTS = ("auto", "memory", "device", "sockets")
+RDMA = ("nixl", "rdma", "ucx", "mooncake")  # what blocks travel by elsewhere
 KV_TIMEOUT_EXPECTED = "seconds from 0.01 to 600"
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # vLLM's other names
 KV_8_BIT = ("fp8_e4m3", "fp8_e5m2", "int8")
@@ -100,6 +101,7 @@ class EngineConfig(Strict):
     engines_on_host: int = 1  # that share its memory and cores
     engine_index: int = 0  # which of them it is: they take GPUs in turn
     kv_sharing: str = "none"  # shared: other engines may fetch KV blocks; checked: by checksums
+    kv_receives: bool = False  # blocks of other engines will come: memory is made ready for them
     kv_transport: str = "auto"  # memory, device or sockets: this way alone
     kv_host: str | None = None  # this machine's address for engines on others; None: there are none
     kv_transfer_timeout_s: float = 3.0  # nothing has come for so long: computed again
@@ -160,12 +162,13 @@ class EngineConfig(Strict):
             "nvtx",
             "exact",
             "measure_ceilings",
+            "kv_receives",
         )
         self._check_int("tensor_parallel_size", 1, 1024)
         self._check_int("engines_on_host", 1, 1024)
         self._check_int("engine_index", 0, 1023)
         self._check_choice("kv_sharing", ("none", "shared", "checked"))
-        self._check_choice("kv_transport", KV_TRANSPORTS)
+        check_kv_transport(self.kv_transport)
         self._check_number("kv_transfer_timeout_s", 0.01, 600.0, KV_TIMEOUT_EXPECTED)
         self._check_contradictions()
 
@@ -276,6 +279,19 @@ class EngineConfig(Strict):
                 "second, or set enable_chunked_prefill=True"
             )
         return budget
+
+
+def check_kv_transport(way: object) -> None:
+    """Raise `ConfigError` unless KV blocks can be told to travel this way alone."""
+    if way in RDMA:
+        raise ConfigError(
+            f"kv_transport: KV blocks do not travel by RDMA ({way}) yet; leave kv_transport out: "
+            "on one machine they go through its memory or its GPUs, between machines over sockets"
+        )
+    if way not in KV_TRANSPORTS:
+        raise ConfigError(
+            f"kv_transport must be one of {', '.join(KV_TRANSPORTS)}, not {shown(way)}"
+        )
 
 
 def hides_gpus() -> bool:

@@ -96,15 +96,21 @@ void Model::attend(const Step& step, const Layer& layer, const Cache& cache, int
 
 // A decode slot, all of it; or (if there are few) one part of its context for some of its heads.
 void Model::attend_slot(const Step& step, const Layer& layer, const Cache& cache, int task) {
-  if (!step.whole) return attend_part(step, layer, cache, task);
+  const int each = splits(step, layer), groups = layer.groups_of_heads();
+  // All heads of a part, then those of the next: they lie side by side in a block.
+  auto at = [&](int slot, int n) { return (slot * groups + n % groups) * each + n / groups; };
+  if (!step.whole) {
+    const int parts = groups * each;
+    return attend_part(step, layer, cache, at(task / parts, task % parts));
+  }
   const bool plain = layer.latent == nullptr;
-  const int parts = splits(step, layer) * layer.groups_of_heads(), first = task * parts;
   if (plain && !step.stored && step.one_each)
     for (int kv = 0; kv < layer.kv_heads; kv++) rotate_and_store(step, layer, cache, task, kv);
-  prefetch_part(step, layer, cache, first);
-  for (int n = first; n < first + parts; n++) {
-    if (n + 1 < first + parts) prefetch_part(step, layer, cache, n + 1);
-    attend_part(step, layer, cache, n);
+  const int parts = groups * own_splits(step, layer, task);
+  prefetch_part(step, layer, cache, at(task, 0));
+  for (int n = 0; n < parts; n++) {
+    if (n + 1 < parts) prefetch_part(step, layer, cache, at(task, n + 1));
+    attend_part(step, layer, cache, at(task, n));
   }
   if (plain)
     for (int kv = 0; kv < layer.kv_heads; kv++) merge(step, layer, task, kv);
@@ -116,6 +122,13 @@ int Model::splits(const Step& step, const Layer& layer) const {
   const int window = layer.attention.window, size = split_size(layer);
   const int all = ceil_div(step.longest, size);
   return window > 0 ? std::min(all, (window - 2) / size + 2) : all;
+}
+
+// Of those, the ones that a slot's own context reaches into: the others are empty.
+int Model::own_splits(const Step& step, const Layer& layer, int t) const {
+  const int end = step.index[t] + 1, window = layer.attention.window, size = split_size(layer);
+  const int begin = window > 0 ? std::max(0, end - window) : 0;
+  return ceil_div(end, size) - begin / size;
 }
 
 // Part n of all decode slots' contexts: by slot, heads, and place.
@@ -130,12 +143,13 @@ Model::Part Model::part(const Step& step, const Layer& layer, int n) const {
 
 void Model::prefetch_part(const Step& step, const Layer& layer, const Cache& cache, int n) const {
   const Part p = part(step, layer, n);
-  if (layer.latent == nullptr) k_.prefetch_keys(cache, step.table(layer, p.t), p.from, p.to, p.group);
+  if (layer.latent == nullptr && !fetches_ahead(cache)) k_.prefetch_keys(cache, step.table(layer, p.t), p.from, p.to, p.group);
 }
 
 void Model::attend_part(const Step& step, const Layer& layer, const Cache& cache, int n) {
   const int together = layer.heads_together(), dim = layer.cached_dim();
   const Part p = part(step, layer, n);
+  if (p.from == p.to) return;
   float* acc = &partial_[static_cast<size_t>(n) * together * (dim + 2)];
   float *largest = acc + together * dim, *sum = largest + together;
   const int32_t* table = step.table(layer, p.t);
@@ -148,16 +162,17 @@ void Model::attend_part(const Step& step, const Layer& layer, const Cache& cache
     return attend_one(cache, table, queries, p.from, p.to, 0, count, layer.attention, acc, largest, sum);
   }
   const float* queries = &qkv_[static_cast<size_t>(p.t) * layer.qkv_size()];
-  if (!step.whole) k_.prefetch_keys(cache, table, p.from, p.to, p.group);
+  if (!step.whole && !fetches_ahead(cache)) k_.prefetch_keys(cache, table, p.from, p.to, p.group);
   attend_one(cache, table, queries, p.from, p.to, p.group, together, layer.attention, acc, largest, sum);
 }
 
 // What a head's parts come to, as `cached_dim` channels.
 void Model::merge_head(const Step& step, const Layer& layer, int t, int head, float* out) {
-  const int together = layer.heads_together(), dim = layer.cached_dim(), num_parts = splits(step, layer);
+  const int together = layer.heads_together(), dim = layer.cached_dim();
+  const int num_parts = own_splits(step, layer, t);
   const int group = head / together, g = head % together;
   const size_t size = static_cast<size_t>(together) * (dim + 2);
-  const float* parts = &partial_[static_cast<size_t>(t * layer.groups_of_heads() + group) * num_parts * size];
+  const float* parts = &partial_[static_cast<size_t>(t * layer.groups_of_heads() + group) * splits(step, layer) * size];
   float largest = -INFINITY, total = 0;
   for (int p = 0; p < num_parts; p++)
     largest = std::max(largest, parts[p * size + together * dim + g]);

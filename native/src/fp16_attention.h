@@ -8,6 +8,7 @@
 
 constexpr int kRun = 32;
 constexpr int kMostDim = 1024;
+constexpr int kKeysAhead = 16;  // keys
 constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 
 static inline float16x8_t load_fp16x8(const uint16_t* p) {
@@ -15,6 +16,10 @@ static inline float16x8_t load_fp16x8(const uint16_t* p) {
 }
 static inline void store_fp16x8(uint16_t* p, f32v a, f32v b) {
   vst1q_u16(p, vreinterpretq_u16_f16(vcvt_high_f16_f32(vcvt_f16_f32(a), b)));
+}
+// (A loop of the intrinsic alone is no work in GCC's eyes, and goes.)
+static inline __attribute__((always_inline)) void prefetch(const uint16_t* p, int n) {
+  for (int i = 0; i < n; i += 32) asm volatile("prfm pldl1keep, [%0]" : : "r"(p + i));
 }
 static inline f32v low(float16x8_t x) { return vcvt_f32_f16(vget_low_f16(x)); }
 static inline f32v high(float16x8_t x) { return vcvt_high_f32_f16(x); }
@@ -291,13 +296,15 @@ static void attend_prefill_fp16(const Cache& cache, const int32_t* table, const 
   }
 }
 
-// G heads that share a KV head, over indices [from, to).
+// G heads that share a KV head, over indices [from, to). Blocks lie apart, and the machine does not
+// guess where: while keys are scored, the ones kKeysAhead further on and their values are asked for.
 template <int G>
 static void decode_heads_fp16(const Cache& cache, const int32_t* table, const float* q, int from,
                               int to, int kv, const AttentionParams& params, float* acc,
                               float* largest, float* sum) {
   const int dim = cache.dim;
-  const Reader keys_at(cache.keys, cache, table, kv), values_at(cache.values, cache, table, kv);
+  const Reader keys_at(cache.keys, cache, table, kv);
+  const ptrdiff_t to_values = cache.values - cache.keys;  // from a key to its value
   const uint16_t* p[kKeys + 8];
   float s[G][kKeys + 8], factor[G];
   uint16_t w[G][kKeys + 8], qh[G * kMostDim];
@@ -311,8 +318,11 @@ static void decode_heads_fp16(const Cache& cache, const int32_t* table, const fl
   for (int key = from; key < to; key += kKeys) {
     const int keys = to - key < kKeys ? to - key : kKeys;
     keys_at.each(key, keys, [&](int n, const uint16_t* at) { p[n] = at; });
-    for (int n = keys; n < keys + 4; n++) p[n] = p[keys - 1];
+    const int padded = (keys + 7) / 8 * 8;
+    for (int n = keys; n < keys + 8; n++) p[n] = p[keys - 1];
     for (int n = 0; n < keys; n += 4) {
+      unrolled<4>([&](auto j) { prefetch(p[n + j] + to_values, dim); });
+      if (n + kKeysAhead < keys) unrolled<4>([&](auto j) { prefetch(p[n + kKeysAhead + j], dim); });
       f32v total[G];
       unrolled<G>([&](auto g) { total[g] = f32v{}; });
       for (int run = 0; run < dim; run += 2 * kRun) {
@@ -321,6 +331,7 @@ static void decode_heads_fp16(const Cache& cache, const int32_t* table, const fl
         unrolled<G>([&](auto g) {
           unrolled<4>([&](auto j) { x[g][j] = vdupq_n_f16(0); });
         });
+#pragma GCC unroll 1  // or there are too few registers for the sums
         for (int d = run; d < end; d += 8) {
           float16x8_t k[4];
           unrolled<4>([&](auto j) { k[j] = load_fp16x8(p[n + j] + d); });
@@ -337,15 +348,13 @@ static void decode_heads_fp16(const Cache& cache, const int32_t* table, const fl
       }
       unrolled<G>([&](auto g) { store(s[g] + n, total[g]); });
     }
-    const int padded = (keys + 7) / 8 * 8;
     for (int g = 0; g < G; g++) {
       if (params.softcap > 0) soft_cap(s[g], keys, 1, params.softcap * kLog2e);
       const float less = weigh_head(s[g], keys, padded, largest + g, sum + g, w[g]);
       if (key > from && less != 1.0f)
         for (int d = 0; d < dim; d++) acc[g * dim + d] *= less;
     }
-    values_at.each(key, keys, [&](int n, const uint16_t* at) { p[n] = at; });
-    for (int n = keys; n < padded; n++) p[n] = p[keys - 1];
+    for (int n = 0; n < padded; n++) p[n] += to_values;
     auto tile = [&](int d, auto count) {
       constexpr int V = decltype(count)::value;
       float16x8_t a[G][V];

@@ -224,6 +224,8 @@ class Model {
   void resize(Quantised& a, int tokens, int width, bool matrix_units) const;
   bool uses_matrix_units(int tokens) const;
   bool in_fp16(int dim) const { return !exact_ && k_.fp16.take(dim); }
+  // Decode attention asks for what it is about to read itself.
+  bool fetches_ahead(const Cache& cache) const { return !cache.is_int8 && in_fp16(cache.dim); }
   const PrefillAttention& prefill_attention(int dim) const {
     return in_fp16(dim) ? k_.fp16.prefill : k_.prefill;
   }
@@ -255,6 +257,7 @@ class Model {
   void attend(const Step& step, const Layer& layer, const Cache& cache, int member);
   void attend_slot(const Step& step, const Layer& layer, const Cache& cache, int task);
   int splits(const Step& step, const Layer& layer) const;
+  int own_splits(const Step& step, const Layer& layer, int t) const;
   Part part(const Step& step, const Layer& layer, int n) const;
   void prefetch_part(const Step& step, const Layer& layer, const Cache& cache, int n) const;
   void attend_part(const Step& step, const Layer& layer, const Cache& cache, int n);

@@ -49,6 +49,17 @@ def pools(num_blocks: int = 8, checked: bool = False, block_size: int = 4, trans
     return sender, receiver, sending, fetching
 
 
+def test_memory_is_made_ready_and_stays_as_it_was(monkeypatch) -> None:
+    monkeypatch.setattr("twostroke.kv.transfer.TOUCH_BYTES", 8192)
+    pool = bytearray(os.urandom(20000))
+    before = bytes(pool)
+    blocks = HostBlocks([memoryview(pool)], [64], 4)
+    told = [host_transfer(blocks, None, Sharing(receives=True)).make_ready() for _ in range(4)]
+    assert told == [True, True, True, False]
+    assert pool == before
+    assert not host_transfer(blocks, None, Sharing()).make_ready()  # nothing will come
+
+
 def fetch(transfer: KVTransfer, offer: Offer, places: Places) -> int:
     """All of it; how many bytes."""
     fetching, until = transfer.fetch(offer, places), monotonic() + 60

@@ -91,6 +91,7 @@ OF_A_ROUTER = {
     "engines_on_host",
     "engine_index",
     "kv_sharing",
+    "kv_receives",
     "kv_transport",
     "kv_host",
     "kv_transfer_timeout_s",

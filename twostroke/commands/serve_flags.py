@@ -34,7 +34,7 @@ from twostroke.commands.flags import (
 from twostroke.commands.llama_flags import device
 from twostroke.commands.parser import NUMBER, Parser
 from twostroke.commands.vllm_flags import add_foreign_arguments
-from twostroke.config import KV_TRANSPORTS, EngineConfig
+from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
 from twostroke.route.pools import PoolSettings
 from twostroke.serve.settings import ServeSettings
@@ -451,7 +451,6 @@ def _add_pools(group: argparse._ArgumentGroup) -> None:
     _add(
         group,
         "--kv-transport",
-        choices=KV_TRANSPORTS,
         metavar="WAY",
         help="how KV blocks travel between engines: memory, device or sockets alone (default: "
         "auto, the fastest that reaches)",

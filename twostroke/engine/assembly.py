@@ -93,6 +93,7 @@ def config_sharing(config: EngineConfig) -> Sharing:
         config.kv_host,
         config.kv_transfer_timeout_s,
         alone,
+        config.kv_receives,
     )
 
 

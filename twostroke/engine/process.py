@@ -117,6 +117,9 @@ class EngineServer:
         while True:
             if self._core.has_work and monotonic() > until:
                 return True
+            while not self._core.has_work and self._core.scheduler.make_ready():
+                if self._inbox.poll(0):
+                    break
             if not self._core.has_work and not self._inbox.poll(ORPHAN_CHECK_MS):
                 if os.getppid() != self._parent:
                     return False

@@ -75,7 +75,10 @@ def zero_pages(num_bytes: int) -> mmap.mmap:
     The pages come from the system already zero, and each only when it is first used; writing them
     all at once would take seconds for gigabytes.
     """
-    pages = mmap.mmap(-1, num_bytes)
+    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
+        return mmap.mmap(-1, num_bytes)
+    # Not shared, as would be the default: of shared memory the system makes no large pages.
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):  # a sequence's blocks lie far apart: fewer, larger pages
         with contextlib.suppress(OSError):
             pages.madvise(mmap.MADV_HUGEPAGE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from twostroke.kv.transfer import TIMEOUT_S, Blocks, KVTransfer, Way
+from twostroke.kv.transfer import TIMEOUT_S, Blocks, HostBlocks, KVTransfer, Way
 
 if TYPE_CHECKING:  # they need packages that an engine alone does without
     from twostroke.kv.shared_memory import SharedPools
@@ -21,6 +21,7 @@ class Sharing(NamedTuple):
     host: str | None = None  # address for engines on other machines; None: there are none
     timeout_s: float = TIMEOUT_S  # in which nothing has come
     alone: bool = False  # there is no other engine
+    receives: bool = False  # other engines' blocks will come
 
     @property
     def offered(self) -> bool:
@@ -33,7 +34,7 @@ class Sharing(NamedTuple):
 NOT_SHARED = Sharing()
 
 
-def host_transfer(blocks: Blocks, shared: SharedPools | None, sharing: Sharing) -> KVTransfer:
+def host_transfer(blocks: HostBlocks, shared: SharedPools | None, sharing: Sharing) -> KVTransfer:
     """Of blocks in this process's memory. `shared`: where they are, if they are offered."""
     from twostroke.kv.shared_memory import SharedMemory
 
@@ -42,7 +43,8 @@ def host_transfer(blocks: Blocks, shared: SharedPools | None, sharing: Sharing) 
         ways.append(SharedMemory(blocks, shared))
     if sharing.allows("sockets"):
         ways.append(sockets(blocks, sharing))
-    return KVTransfer(blocks, ways, shared, sharing.offers == "checked")
+    untouched = blocks if sharing.receives else None
+    return KVTransfer(blocks, ways, shared, sharing.offers == "checked", untouched)
 
 
 def sockets(blocks: Blocks, sharing: Sharing, always: bool = False) -> Sockets:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-from twostroke.config import KV_TIMEOUT_EXPECTED, KV_TRANSPORTS, EngineConfig
+from twostroke.config import KV_TIMEOUT_EXPECTED, EngineConfig, check_kv_transport
 from twostroke.engine.spawn import DEFAULT_BUILDER, Launcher, LocalLauncher, Spawned
 from twostroke.errors import ConfigError, RequestError, nearest
 from twostroke.route.router import Role
@@ -98,7 +98,7 @@ class PoolSettings(Strict):
             self._refuse("ray", 'an address, HOST:PORT or "auto"')
         self._check_number("ray_timeout_s", 1.0, 86400.0, "seconds from 1 to 86400")
         self._check_number("kv_transfer_timeout_s", 0.01, 600.0, KV_TIMEOUT_EXPECTED)
-        self._check_choice("kv_transport", KV_TRANSPORTS)
+        check_kv_transport(self.kv_transport)
         if bool(self.prefill_engines) != bool(self.decode_engines):
             there, missing = ("prefill_engines", "decode_engines")[
                 :: 1 if self.prefill_engines else -1
@@ -173,7 +173,7 @@ class PoolSettings(Strict):
         )
         sharing = "checked" if self.kv_transfer_checksums else "shared"
         prefill = replace(common, kv_sharing=sharing, **(self.prefill_config or {}))
-        decode = replace(common, **(self.decode_config or {}))
+        decode = replace(common, kv_receives=True, **(self.decode_config or {}))
         pools = [
             *(
                 PooledEngine(f"prefill-{n}", Role.PREFILL, prefill, self.prefill_resources or {})

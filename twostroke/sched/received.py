@@ -15,8 +15,8 @@ from twostroke.sched.decode import DecodeSet
 from twostroke.sched.request import Phase, Request
 from twostroke.sched.step import StepBuilder
 
-# With one step, while others write: some milliseconds of their gap.
-FETCH_BYTES: Final = 8 << 20
+# With one step, while others write: two milliseconds of their gap, where the memory is ready.
+FETCH_BYTES: Final = 12 << 20
 MAX_FETCHING: Final = 8  # at one time: one whose sender is slow does not hold up the others
 
 

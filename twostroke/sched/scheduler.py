@@ -212,6 +212,10 @@ class Scheduler:
         if self._transfer is not None:
             self._transfer.tidy()
 
+    def make_ready(self) -> bool:
+        """Do some of what blocks that come here would wait for; whether there is more."""
+        return self._transfer is not None and self._transfer.make_ready()
+
     def take_fetched(self) -> list[Fetched]:
         """Offers of other engines that have been fetched, or given up, since the last time."""
         fetched, self._received.fetched = self._received.fetched, []
