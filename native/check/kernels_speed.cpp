@@ -175,8 +175,9 @@ void time_memory(const Kernels& k, const char* what, decltype(Kernels::matmul) m
   const int groups = rows / k.lanes, per_task = (groups + members * runs - 1) / (members * runs);
   const Matrix weights(Format::kQ4, rows * matrices, cols, k.lanes);
   const auto x = noise(size_t(tokens) * cols);
-  std::vector<int8_t> codes(size_t(kTile) * blocks * kBlock);
-  std::vector<float> scale(kTile * blocks), sum(scale.size()), half_sums(2 * scale.size());
+  const size_t places = (tokens + kTile - 1) / kTile * kTile * blocks;
+  std::vector<int8_t> codes(places * kBlock);
+  std::vector<float> scale(places), sum(places), half_sums(2 * places);
   std::vector<float> out(size_t(tokens) * rows);
   for (int t = 0; t < tokens; t++)
     k.quantise(&x[size_t(t) * cols], cols, t, 0, blocks, codes.data(), scale.data(), sum.data(),
