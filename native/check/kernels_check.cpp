@@ -319,6 +319,46 @@ void check_fp16(const Kernels& k, const Cache& cache, const std::vector<int32_t>
   }
 }
 
+// Decode attention as it comes out: normalised, and the logarithm of the sum of e^score.
+std::vector<float> decoded(DecodeAttention attend, const Cache& cache, const std::vector<int32_t>& table,
+                           const std::vector<float>& q, int from, int to, int kv, int group,
+                           const AttentionParams& params) {
+  const int dim = cache.dim;
+  std::vector<float> acc(group * dim), largest(group), sum(group);
+  attend(cache, table.data(), q.data(), from, to, kv, group, params, acc.data(), largest.data(), sum.data());
+  for (int n = 0; n < group * dim; n++) acc[n] /= sum[n / dim];
+  for (int g = 0; g < group; g++) acc.push_back(largest[g] + std::log(sum[g]));
+  return acc;
+}
+
+// Attention over a cache in int8. Where queries are rounded to bytes, too, scores have their error.
+void check_int8(const Kernels& k, const std::vector<int32_t>& table, int size, int heads, int dim, int group,
+                int length, int kv, const AttentionParams& params) {
+  const Kernels& plain = find_kernels("portable");
+  const size_t bytes = size_t(size) * heads * (dim + kScaleBytes);
+  std::vector<uint16_t> keys(table.size() * bytes / 2 + 1), values(keys.size());
+  const Cache cache{keys.data(), values.data(), size, heads, dim, bytes, true};
+  for (int n = 0; n < length; n++)
+    for (int head = 0; head < heads; head++) {
+      cache.store_int8(cache.keys, table.data(), n, head, noise(dim).data());
+      cache.store_int8(cache.values, table.data(), n, head, noise(dim, 0.1f).data());
+    }
+  const int count = std::min(length, 1 + static_cast<int>(random_bits() % kQueries));
+  const auto q = noise(size_t(count) * heads * group * dim);
+  const int from = random_bits() % length;
+  auto decode = [&](DecodeAttention attend) {
+    return decoded(attend, cache, table, q, from, length, kv, group, params);
+  };
+  auto prefill = [&](const PrefillAttention& tile) {
+    return attended(tile, cache, table, q, group, length, count, kv, params);
+  };
+  expect_close("decode of int8", k.name, decode(k.int8.decode), decode(plain.int8.decode), 1e-4f);
+  expect_close("prefill of int8", k.name, prefill(k.int8.prefill), prefill(plain.int8.prefill), 1e-5f);
+  if (!k.fp16.take(dim)) return;
+  expect_close("decode of int8 in bytes", k.name, decode(k.fp16.int8.decode), decode(plain.int8.decode), 5e-2f);
+  expect_close("prefill of int8 in fp16", k.name, prefill(k.fp16.int8.prefill), prefill(plain.int8.prefill), 8e-3f);
+}
+
 void check_attention(const Kernels& k) {
   const Kernels& plain = find_kernels("portable");
   for (int round = 0; round < 30; round++) {
@@ -365,6 +405,7 @@ void check_attention(const Kernels& k) {
                         &d[group * dim], &d[group * (dim + 1)]);
     expect_close("attend_decode", k.name, c, d, 1e-5f);
     if (k.fp16.take(dim)) check_fp16(k, cache, table, group, length, kv, params);
+    check_int8(k, table, size, heads, dim, group, length, kv, params);
   }
 }
 

@@ -1,14 +1,21 @@
 // What each kernel takes on one core, for every instruction set of the machine: where a step's time
-// goes, without Python. `native/README.md` has the command. The shapes are the default model's.
+// goes, without Python; and what its weights take from memory, by one core and by two.
+// `native/README.md` has the command. The shapes are the default model's.
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <cstring>
 #include <functional>
 #include <random>
+#include <string>
+#include <thread>
 #include <vector>
 
 #include "../src/isa.h"
 #include "../src/pack.h"
+#include "../src/team.h"
+#include "ahead.h"
 
 using namespace twostroke;
 
@@ -94,10 +101,10 @@ void time_attention(const Kernels& k) {
   const int width = heads * group * dim;
   const auto q = noise(size_t(64) * width);
   std::vector<float> out(q.size()), partial(group * (dim + 2));
-  auto decode = [&](const char* name, DecodeAttention attend) {
+  auto decode = [&](const char* name, DecodeAttention attend, const Cache& read) {
     const double s = seconds([&] {
       for (int from = 0; from < length; from += 64)
-        attend(cache, table.data(), q.data(), from, from + 64, 1, group, params, partial.data(),
+        attend(read, table.data(), q.data(), from, from + 64, 1, group, params, partial.data(),
                &partial[group * dim], &partial[group * (dim + 1)]);
     });
     std::printf("%-9s decode attention%s: %5.2f ns a key and head\n", k.name, name,
@@ -114,10 +121,20 @@ void time_attention(const Kernels& k) {
     std::printf("%-9s prefill attention%s: %5.3f ns a query and key, %5.1f GFLOP/s\n", k.name, name,
                 s * 1e9 / (64.0 * group * length), 4.0 * dim * 64 * group * length / s * 1e-9);
   };
-  decode("", k.decode);
+  const size_t bytes = size_t(size) * heads * (dim + kScaleBytes);
+  std::vector<uint16_t> int8_keys(blocks * bytes / 2), int8_values(int8_keys.size());
+  const Cache int8{int8_keys.data(), int8_values.data(), size, heads, dim, bytes, true};
+  for (int n = 0; n < length; n++)
+    for (int head = 0; head < heads; head++) {
+      int8.store_int8(int8.keys, table.data(), n, head, &kf[size_t(n) * dim]);
+      int8.store_int8(int8.values, table.data(), n, head, &kf[size_t(n) * dim]);
+    }
+  decode("", k.decode, cache);
+  decode(" (int8)", k.int8.decode, int8);
   prefill("", k.prefill);
   if (k.matrix_units.min_tokens > 0) prefill(" (matrix units)", k.matrix_units.prefill);
-  if (k.fp16.take(dim)) decode(" (fp16)", k.fp16.decode), prefill(" (fp16)", k.fp16.prefill);
+  if (k.fp16.take(dim)) decode(" (int8, fp16)", k.fp16.int8.decode, int8);
+  if (k.fp16.take(dim)) decode(" (fp16)", k.fp16.decode, cache), prefill(" (fp16)", k.fp16.prefill);
 }
 
 void time_small(const Kernels& k) {
@@ -149,9 +166,102 @@ void time_small(const Kernels& k) {
   tell("draw", 49152, [&] { (void)k.draw(logits.data(), 49152, 1, 2); });
 }
 
+// Weights that come from memory, as in a step of few tokens: a matrix of 3,072 rows (1.1 MB) after
+// another, each by all members, who then wait for each other. Median of the passes, and the worst.
+void time_memory(const Kernels& k, const char* what, decltype(Kernels::matmul) matmul, int members,
+                 int runs, int tokens) {
+  const int rows = 3072, cols = 576, blocks = cols / kBlock, matrices = 320, passes = 15;
+  const size_t group_bytes = blocks * block_bytes(Format::kQ4, k.lanes);
+  const int groups = rows / k.lanes, per_task = (groups + members * runs - 1) / (members * runs);
+  const Matrix weights(Format::kQ4, rows * matrices, cols, k.lanes);
+  const auto x = noise(size_t(tokens) * cols);
+  const size_t places = (tokens + kTile - 1) / kTile * kTile * blocks;
+  std::vector<int8_t> codes(places * kBlock);
+  std::vector<float> scale(places), sum(places), half_sums(2 * places);
+  std::vector<float> out(size_t(tokens) * rows);
+  for (int t = 0; t < tokens; t++)
+    k.quantise(&x[size_t(t) * cols], cols, t, 0, blocks, codes.data(), scale.data(), sum.data(),
+               half_sums.data());
+  const Activations a{x.data(), cols, codes.data(), scale.data(), sum.data(), blocks, half_sums.data()};
+  Team team(members);
+  std::vector<double> took;
+  for (int pass = 0; pass < passes; pass++) {
+    const auto start = std::chrono::steady_clock::now();
+    team.run(members, [&](int) {
+      for (int n = 0; n < matrices; n++) {
+        const Packed w{Format::kQ4, rows, cols, k.lanes, blocks, group_bytes,
+                       weights.packed().group(n * groups), nullptr};
+        team.parallel_for((groups + per_task - 1) / per_task, [&](int task) {
+          const int from = task * per_task, to = from + per_task < groups ? from + per_task : groups;
+          matmul(w, a, 0, tokens, from, to, out.data() + from * k.lanes, rows, false);
+        });
+      }
+    });
+    took.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+  }
+  std::sort(took.begin(), took.end());
+  auto rate = [&](double s) { return weights.num_bytes() / s * 1e-9; };
+  std::printf("%-9s from memory, %d cores, %d runs each, %d tokens, %s: %5.1f GB/s (slowest pass %5.1f)\n", k.name,
+              members, runs, tokens, what, rate(took[passes / 2]), rate(took.back()));
+}
+
+// How long a team takes to do next to nothing when it was left alone for a while before, as between two
+// steps; and how long its members take to wait for each other.
+void time_team(int members) {
+  for (const int awake_us : {0, 2000}) {
+    Team team(members, std::chrono::microseconds(awake_us));
+    for (const int idle_us : {0, 300, 1000, 1800}) {
+      std::vector<double> took;
+      for (int n = 0; n < 200; n++) {
+        const auto wake = std::chrono::steady_clock::now() + std::chrono::microseconds(idle_us);
+        while (std::chrono::steady_clock::now() < wake) relax();  // as the engine's loop: awake
+        const auto start = std::chrono::steady_clock::now();
+        team.run(members, [&](int) { team.barrier(); });
+        took.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+      }
+      std::sort(took.begin(), took.end());
+      std::printf("team of %d, awake for %4d us, idle for %4d us: %7.1f us to start and end (worst %7.1f)\n", members,
+                  awake_us, idle_us, took[100] * 1e6, took.back() * 1e6);
+    }
+  }
+  Team team(members);
+  const double s = seconds([&] {
+    team.run(members, [&](int) {
+      for (int n = 0; n < 1000; n++) team.parallel_for(members, [](int) {});
+    });
+  });
+  std::printf("team of %d: %5.2f us a parallel_for of nothing\n", members, s * 1e3);
+}
+
+void time_few_tokens() {
+  const int cores = std::thread::hardware_concurrency() < 2 ? 1 : 2;
+  if (cores == 2) time_team(2);
+  for (const std::string& name : available_isas()) {
+    if (name == "portable" || name == "amx") continue;  // amx: as avx512 below 24 tokens
+    const Kernels& k = find_kernels(name);
+    for (int members = 1; members <= cores; members++)
+      for (int runs : {1, 2, 4, 8})
+        if (members > 1 || runs == 1) time_memory(k, "as it is", k.matmul, members, runs, 1);
+    for (int tokens : {4, 8, 16}) time_memory(k, "as it is", k.matmul, cores, 4, tokens);
+#if defined(TS_HAVE_X86)
+    if (name != "avx512") continue;
+    for (int round = 0; round < 2; round++)
+      for (int tokens : {1, 8})
+        for (const Ahead& ahead : kAheadOnAvx512) {
+          const std::string what = std::to_string(ahead.bytes) + " bytes ahead";
+          time_memory(k, what.c_str(), ahead.matmul, cores, 1, tokens);
+        }
+#endif
+  }
+}
+
 }  // namespace
 
-int main() {
+int main(int count, char** arguments) {
+  if (count > 1 && std::strcmp(arguments[1], "few") == 0) {
+    time_few_tokens();
+    return 0;
+  }
   for (const std::string& name : available_isas()) {
     if (name == "portable") continue;
     const Kernels& k = find_kernels(name);

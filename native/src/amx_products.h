@@ -80,7 +80,8 @@ inline void unpack_tile<Format::kBF16>(const uint8_t* p, i8v, uint16_t* tile) {
     _mm512_store_si512(tile + 32 * row, in_pairs(_mm512_loadu_si512(p + 64 * row)));
 }
 
-// Blocks [from, to) of a group as tiles.
+// Blocks [from, to) of a group as tiles. Those of the group after next are asked for: they are read
+// when this pair's products are done.
 template <Format F>
 static void unpack_group(const Packed& w, int g, int from, int to, uint16_t* tiles) {
   const uint8_t* group = w.group(g);
@@ -89,6 +90,7 @@ static void unpack_group(const Packed& w, int g, int from, int to, uint16_t* til
     if constexpr (F == Format::kBF16) {
       const int left = w.cols - b * kBlock;
       const uint8_t* p = group + static_cast<size_t>(b) * kTileBytes;
+      prefetch_to_l2<kTileBytes>(p + 2 * w.group_bytes);
       alignas(64) uint8_t padded[kTileBytes] = {};
       if (left < kBlock) {
         __builtin_memcpy(padded, p, left * 2 * kSide);
@@ -96,7 +98,9 @@ static void unpack_group(const Packed& w, int g, int from, int to, uint16_t* til
       }
       unpack_tile<F>(p, table, tiles);
     } else {
-      unpack_tile<F>(group + b * block_bytes(F, W), table, tiles);
+      const uint8_t* p = group + b * block_bytes(F, W);
+      prefetch_to_l2<block_bytes(F, W)>(p + 2 * w.group_bytes);
+      unpack_tile<F>(p, table, tiles);
     }
   }
 }

@@ -14,6 +14,7 @@ namespace amx {
 #include "products_impl.h"
 #include "small_impl.h"
 #include "attention_impl.h"
+#include "int8_attention_x86.h"
 
 #include "amx_products.h"
 #include "amx_attention.h"
@@ -39,7 +40,7 @@ const Kernels kAmx = {
     {kQueries, prefill_scratch_floats, amx::attend_prefill},
     {kQueries, prefill_scratch_floats, amx::attend_prefill_of<float>},
     amx::attend_decode,
-    {{kQueries, prefill_scratch_floats, amx::attend_prefill_of<int8_t>}, amx::attend_decode_of<int8_t>},
+    {{kQueries, prefill_scratch_floats, amx::attend_prefill_of<int8_t>}, amx::attend_decode_int8},
     amx::prefetch_keys,
     amx::argmax,
     amx::log_sum_exp,

@@ -13,6 +13,7 @@ namespace avx2 {
 #include "products_impl.h"
 #include "small_impl.h"
 #include "attention_impl.h"
+#include "int8_attention_x86.h"
 }  // namespace avx2
 
 const Kernels kAvx2 = {
@@ -35,7 +36,7 @@ const Kernels kAvx2 = {
     {kQueries, prefill_scratch_floats, avx2::attend_prefill},
     {kQueries, prefill_scratch_floats, avx2::attend_prefill_of<float>},
     avx2::attend_decode,
-    {{kQueries, prefill_scratch_floats, avx2::attend_prefill_of<int8_t>}, avx2::attend_decode_of<int8_t>},
+    {{kQueries, prefill_scratch_floats, avx2::attend_prefill_of<int8_t>}, avx2::attend_decode_int8},
     avx2::prefetch_keys,
     avx2::argmax,
     avx2::log_sum_exp,

@@ -13,6 +13,7 @@ namespace avx512 {
 #include "products_impl.h"
 #include "small_impl.h"
 #include "attention_impl.h"
+#include "int8_attention_x86.h"
 }  // namespace avx512
 
 const Kernels kAvx512 = {
@@ -35,7 +36,7 @@ const Kernels kAvx512 = {
     {kQueries, prefill_scratch_floats, avx512::attend_prefill},
     {kQueries, prefill_scratch_floats, avx512::attend_prefill_of<float>},
     avx512::attend_decode,
-    {{kQueries, prefill_scratch_floats, avx512::attend_prefill_of<int8_t>}, avx512::attend_decode_of<int8_t>},
+    {{kQueries, prefill_scratch_floats, avx512::attend_prefill_of<int8_t>}, avx512::attend_decode_int8},
     avx512::prefetch_keys,
     avx512::argmax,
     avx512::log_sum_exp,

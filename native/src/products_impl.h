@@ -47,12 +47,30 @@ static inline __attribute__((always_inline)) void load_scales(const uint8_t* blo
   });
 }
 
-// Ask for what comes a little later: the machine's own guesses end at every page.
-constexpr int kAhead = 768;  // bytes
+// Ask for what comes a little later: the machine's own guesses end at every page. On x86 from beyond
+// what the core has in flight anyway (512 instructions are nine blocks of Q4), and for any number of
+// tokens.
+#if defined(TS_AHEAD)  // `check/ahead_speed.cpp` tries others
+constexpr int kAhead = TS_AHEAD;
+constexpr int kAheadTokens = kTile;
+#elif defined(TS_AVX2) || defined(TS_AVX512)
+constexpr int kAhead = 2048;  // bytes
+constexpr int kAheadTokens = kTile;
+#else
+constexpr int kAhead = 768;
+constexpr int kAheadTokens = 2;
+#endif
 
 template <int Bytes>
 static inline void prefetch(const uint8_t* p) {
+  if constexpr (kAhead == 0) return;
   for (int n = 0; n < Bytes; n += 64) __builtin_prefetch(p + kAhead + n);
+}
+
+// The same for what is read only after this group's products.
+template <int Bytes>
+static inline void prefetch_to_l2(const uint8_t* p) {
+  for (int n = 0; n < Bytes; n += 64) __builtin_prefetch(p + n, 0, 2);
 }
 
 // A block as many tiles of tokens want it: unpacked once, kept in the first cache.
@@ -160,7 +178,7 @@ static inline __attribute__((always_inline)) void quantised_tile(const Packed& w
   f32v sums[M];
   unrolled<M>([&](auto m) { sums[m] = f32v{}; });
   for (int b = 0; b < a.blocks; b++) {
-    if constexpr (M <= 2 && !Ready)
+    if constexpr (M <= kAheadTokens && !Ready)
       prefetch<block_bytes(F, W)>(static_cast<const uint8_t*>(group) + b * block_bytes(F, W));
     Unpacked<F> here;
     load_block<F, Ready>(group, table, b, here);
@@ -270,8 +288,11 @@ static void matmul_of(const Packed& w, const Activations& a, int t0, int t1, int
     for (int g = g0; g < g1; g++) {
       if constexpr (has_codes(F)) {
         if (unpack)
-          for (int b = 0; b < w.blocks; b++)
-            unpack_block<F>(w.group(g) + b * block_bytes(F, W), table_of<F>(w), ready[b]);
+          for (int b = 0; b < w.blocks; b++) {
+            const uint8_t* block = w.group(g) + b * block_bytes(F, W);
+            if constexpr (kAheadTokens == kTile) prefetch_to_l2<block_bytes(F, W)>(block + w.group_bytes);
+            unpack_block<F>(block, table_of<F>(w), ready[b]);
+          }
       }
       const Unpacked<F>* group = unpack ? ready : nullptr;
       for (int t = from; t < to; t += kTile) {

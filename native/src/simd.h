@@ -36,7 +36,15 @@ static inline __attribute__((always_inline)) void unrolled(F&& f) {
 
 static inline f32v load(const float* p) { return *reinterpret_cast<const f32u*>(p); }
 static inline void store(float* p, f32v v) { *reinterpret_cast<f32u*>(p) = v; }
-static inline f32v splat(float x) { return f32v{} + x; }
+static inline f32v splat(float x) {
+#if defined(TS_AVX2)
+  return (f32v)_mm256_set1_ps(x);
+#elif defined(TS_AVX512)
+  return (f32v)_mm512_set1_ps(x);
+#else
+  return f32v{} + x;
+#endif
+}
 static inline i8v load_codes(const uint8_t* p) { return *reinterpret_cast<const i8u*>(p); }
 
 // Sixteen bytes, side by side as often as a vector has room for them.
@@ -192,6 +200,19 @@ static inline __m256 sum_halves(f32v v) {
 #endif
 }
 
+// Of every four lanes, those of both in turn: the first two, the last two; or their first two, last two.
+#if defined(TS_AVX512)
+static inline f32v low_pairs(f32v a, f32v b) { return (f32v)_mm512_unpacklo_ps((__m512)a, (__m512)b); }
+static inline f32v high_pairs(f32v a, f32v b) { return (f32v)_mm512_unpackhi_ps((__m512)a, (__m512)b); }
+static inline f32v low_halves(f32v a, f32v b) { return (f32v)_mm512_unpacklo_pd((__m512d)a, (__m512d)b); }
+static inline f32v high_halves(f32v a, f32v b) { return (f32v)_mm512_unpackhi_pd((__m512d)a, (__m512d)b); }
+#else
+static inline f32v low_pairs(f32v a, f32v b) { return (f32v)_mm256_unpacklo_ps((__m256)a, (__m256)b); }
+static inline f32v high_pairs(f32v a, f32v b) { return (f32v)_mm256_unpackhi_ps((__m256)a, (__m256)b); }
+static inline f32v low_halves(f32v a, f32v b) { return (f32v)_mm256_unpacklo_pd((__m256d)a, (__m256d)b); }
+static inline f32v high_halves(f32v a, f32v b) { return (f32v)_mm256_unpackhi_pd((__m256d)a, (__m256d)b); }
+#endif
+
 static inline __m128 sum_quarters(__m256 v) {
   return _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
 }
@@ -216,9 +237,8 @@ static inline void sum_four(f32v a, f32v b, f32v c, f32v d, float* out) {
 #if defined(TS_NEON)
   vst1q_f32(out, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
 #elif defined(TS_AVX2) || defined(TS_AVX512)
-  __m256 ab = _mm256_hadd_ps(sum_halves(a), sum_halves(b));
-  __m256 cd = _mm256_hadd_ps(sum_halves(c), sum_halves(d));
-  _mm_storeu_ps(out, sum_quarters(_mm256_hadd_ps(ab, cd)));
+  const f32v ab = low_pairs(a, b) + high_pairs(a, b), cd = low_pairs(c, d) + high_pairs(c, d);
+  _mm_storeu_ps(out, sum_quarters(sum_halves(low_halves(ab, cd) + high_halves(ab, cd))));
 #else
   out[0] = sum_lanes(a), out[1] = sum_lanes(b), out[2] = sum_lanes(c), out[3] = sum_lanes(d);
 #endif

@@ -3,12 +3,13 @@
 namespace twostroke {
 
 namespace {
-constexpr int kSpins = 4000;        // about 20 µs: longer than between two steps of a busy engine
+constexpr int kSpins = 4000;        // about 20 µs (x86: 60 to 200)
+constexpr int kSpinsPerYield = 32;
 constexpr int kMemberBits = 16;      // of `round_`: how many take part
 constexpr int kBarrierSpins = 2000;  // then let whoever holds the core go on
 }  // namespace
 
-Team::Team(int size) {
+Team::Team(int size, std::chrono::microseconds awake) : awake_(awake) {
   counters_[0].store(0);
   counters_[1].store(0);
   for (int member = 1; member < size; member++) threads_.emplace_back([=] { serve(member); });
@@ -52,6 +53,7 @@ void Team::serve(int member) {
       relax();
       now = round_.load(std::memory_order_acquire);
     }
+    if (now == seen && awake_.count() > 0) now = stay_awake(seen);
     if (now == seen) {
       std::unique_lock<std::mutex> lock(mutex_);
       asleep_.fetch_add(1, std::memory_order_seq_cst);
@@ -65,6 +67,20 @@ void Team::serve(int member) {
     (*work_)(member);
     running_.fetch_sub(1, std::memory_order_release);
   }
+}
+
+// The number of the next round, or `seen` where none came in time. Whoever else wants the core gets it.
+uint64_t Team::stay_awake(uint64_t seen) const {
+  const auto end = std::chrono::steady_clock::now() + awake_;
+  uint64_t now = seen;
+  while (now == seen && std::chrono::steady_clock::now() < end) {
+    std::this_thread::yield();
+    for (int spins = 0; spins < kSpinsPerYield && now == seen; spins++) {
+      relax();
+      now = round_.load(std::memory_order_acquire);
+    }
+  }
+  return now;
 }
 
 void Team::barrier() {

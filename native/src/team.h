@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <functional>
 #include <memory>
@@ -20,9 +21,18 @@ inline void relax() {
 #endif
 }
 
+// How long a member stays awake after the first microseconds. On x86 longer than the time between two
+// steps: in a virtual machine a core that sleeps goes back to the host, which may take milliseconds to
+// return it.
+#if defined(__x86_64__)
+constexpr std::chrono::microseconds kAwake{2000};
+#else
+constexpr std::chrono::microseconds kAwake{0};
+#endif
+
 class Team {
  public:
-  explicit Team(int size);
+  explicit Team(int size, std::chrono::microseconds awake = kAwake);
   ~Team();
 
   int size() const { return static_cast<int>(threads_.size()) + 1; }
@@ -43,8 +53,10 @@ class Team {
 
  private:
   void serve(int member);
+  uint64_t stay_awake(uint64_t seen) const;
   int slot_of_step() const { return static_cast<int>(phase_.load(std::memory_order_relaxed) & 1); }
 
+  const std::chrono::microseconds awake_;
   std::vector<std::thread> threads_;
   std::atomic<int> members_{1};
   const std::function<void(int)>* work_ = nullptr;
