@@ -28,14 +28,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from twostroke.kernels.cuda.fp8 import dequantise
+from twostroke.kernels.fp8 import E4M3, Fp8Rows, Fp8Weight, dequantised, fp8_weight, quantised
 
 from tests.gpu.report import FLOPS, READ, replayed, round_to
 from tests.kernels.cuda_cases import BOUNDS, largest, worst
 from twostroke.kernels import cuda
 from twostroke.kernels.cuda import fp8
 from twostroke.kernels.cuda.backend import CudaKernels
-from twostroke.kernels.cuda.fp8 import dequantise
-from twostroke.kernels.fp8 import E4M3, Fp8Rows, Fp8Weight, dequantised, fp8_weight, quantised
 from twostroke.kernels.reference import Kernels
 from twostroke.model import linear
 from twostroke.model.linear import DenseLinear, Fp8Linear, Linear

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from twostroke.kernels.cuda import fp8
 from twostroke.kernels.fp8 import (
     E4M3,
     Fp8Rows,
@@ -27,6 +26,8 @@ from twostroke.kernels.fp8 import (
     fp8_weight,
     quantised,
 )
+
+from twostroke.kernels.cuda import fp8
 from twostroke.kernels.reference import Kernels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
