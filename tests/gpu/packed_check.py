@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from tests.equivalence.harness import Loud, small_spec
 from tests.gpu.cuda_check import ERROR_SHARE, Rounded, forced, texts_of
 from tests.gpu.reference_check import SPECS
-from tests.gpu.report import FLOPS, READ, Report, replayed, round_to
+from tests.gpu.report import FLOPS, READ, Report, Tiles, replayed, round_to, write_table
 from tests.kernels.cuda_cases import BOUNDS, largest, worst
 from tests.rig import Rig
 from twostroke.exec.graphs import CudaRecorder, Record
@@ -200,7 +200,8 @@ def check_models(report: Report) -> None:
     some = replace(llama, layers=llama.layers[:1], vocab_size=2048)
     for name, spec in (("small", small_spec(**SPECS["qwen3"])), ("a layer of the 8B", some)):
         source = Rounded(Loud(spec), spec)
-        report.check(f"int4, {name}", ERROR_SHARE, partial(check_model, spec, source, "int4"))
+        for asked in ("int4", "int8"):
+            report.check(f"{asked}, {name}", ERROR_SHARE, partial(check_model, spec, source, asked))
     if find_spec("gguf") is None or find_spec("pytest") is None:
         print("GGUF models are left out: the packages gguf and pytest write them")
         return
@@ -313,7 +314,6 @@ def time_layers(end: float) -> dict[str, dict[str, float]]:
 # ── tuning ──────────────────────────────────────────────────────────────────────────────────
 
 Tuning = packed.Streaming | packed.Tiling
-Tiles = dict[str, tuple[int, ...]]
 TUNED_ROWS = (1, 16, 64, 128, 32, 256)
 
 
@@ -343,8 +343,8 @@ def tilings(rows: int, weight: PackedWeight, gated: bool) -> Iterator[packed.Til
     yield whole
     if rows <= 16:
         yield replace(whole, columns=128 if gated else 64)
-        if groups % (2 * whole.groups) == 0:
-            yield replace(whole, groups=2 * whole.groups, num_stages=3)
+        if groups % (2 * whole.step) == 0:
+            yield replace(whole, step=2 * whole.step, num_stages=3)
         yield replace(whole, num_stages=7 - whole.num_stages)
         if whole.splits > 1:
             yield replace(whole, splits=whole.splits // 2)
@@ -441,18 +441,6 @@ def library(x: torch.Tensor, gated: bool, weight: PackedWeight) -> torch.Tensor:
     return cuda.act_and_mul(made, "silu") if gated else made
 
 
-def write_table(found: Tiles) -> None:
-    """Over what the table has, in place and to $OUT."""
-    packed.TILES.update(found)
-    path = Path(packed_tiles.__file__)
-    before, _ = path.read_text(encoding="utf-8").split("TILES:")
-    entries = sorted(packed.TILES.items())
-    lines = "".join(f"    {json.dumps(key, ensure_ascii=False)}: {way},\n" for key, way in entries)
-    text = f"{before}TILES: dict[str, tuple[int, ...]] = {{\n{lines}}}\n"
-    for place in (path, *(Path(os.environ[n], path.name) for n in ("OUT",) if n in os.environ)):
-        place.write_text(text, encoding="utf-8")
-
-
 @torch.inference_mode()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -479,7 +467,7 @@ def main() -> int:
         rows = tuple(map(int, args.tune_rows.split(",")))
         formats = tuple(args.tune_formats.split(","))
         until = end - 0.2 * args.limit_s
-        report.item("tuning", lambda: write_table(tune(until, formats, rows)))
+        report.item("tuning", lambda: write_table(packed_tiles, tune(until, formats, rows)))
         told("tuning")
     report.item("layers", lambda: timings.update(time_layers(end - 0.1 * args.limit_s)))
     told("layers")

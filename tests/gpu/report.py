@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from time import perf_counter
+from types import ModuleType
 
 import torch
+
+Tiles = dict[str, tuple[int, ...]]  # of a kernel's table
 
 READ, COPY, FLOPS = 3.99e12, 4.16e12, 783e12  # the card's ceilings, from the ledger
 
@@ -91,3 +97,15 @@ def replayed(calls: Sequence[Callable[[], object]]) -> float:
 
     rounds = max(1, min(50, int(0.01 / measure(1))))
     return median(measure(rounds) for _ in range(5)) / len(calls)
+
+
+def write_table(module: ModuleType, found: Tiles) -> None:
+    """Over what a kernel's table of tiles has, in place and to $OUT."""
+    module.TILES.update(found)
+    path = Path(str(module.__file__))
+    before, _ = path.read_text(encoding="utf-8").split("TILES:")
+    entries = sorted(module.TILES.items())
+    lines = "".join(f"    {json.dumps(key, ensure_ascii=False)}: {way},\n" for key, way in entries)
+    text = f"{before}TILES: dict[str, tuple[int, ...]] = {{\n{lines}}}\n"
+    for place in (path, *(Path(os.environ[n], path.name) for n in ("OUT",) if n in os.environ)):
+        place.write_text(text, encoding="utf-8")

@@ -138,9 +138,9 @@ def split_buffers(
 @triton.jit
 def dot(x, weight, sums, WEIGHT_FIRST: tl.constexpr):
     if WEIGHT_FIRST:
-        sums = tl.dot(weight, tl.trans(x), sums)
+        sums = tl.dot(weight, tl.trans(x), sums, out_dtype=sums.dtype)
     else:
-        sums = tl.dot(x, tl.trans(weight), sums)
+        sums = tl.dot(x, tl.trans(weight), sums, out_dtype=sums.dtype)
     return sums
 
 

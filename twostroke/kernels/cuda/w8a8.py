@@ -105,7 +105,8 @@ def int8_tiling(rows: int, weight: W8Weight, gated: bool) -> Tiling | None:
     if not gated:
         most = min(FEW_PROGRAMS // ceil_div(columns, 64), inner // step // 8)
         splits = tiles.power_of_two_below(most)
-    return Tiling(block, 64, step, splits, False, True, 4, 3 if block == 128 else 4)
+    weight_first, warps = (True, 4) if block <= 64 else (False, 8)
+    return Tiling(block, 64, step, splits, False, weight_first, warps, 4)
 
 
 def _step(weight: W8Weight, largest: int) -> int | None:
