@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tests.gpu.report import FLOPS, READ, replayed, round_to, write_table
+from tests.gpu.report import FLOPS, READ, is_right, replayed, round_to, write_table
 from tests.kernels.cuda_cases import BOUNDS, largest, worst
 from twostroke.kernels import cuda
 from twostroke.kernels.cuda import w8a8, w8a8_tiles
@@ -387,7 +387,7 @@ def tune(limit_s: float, type: torch.dtype) -> dict[str, list[object]]:
                 )
             best[f"{name} {rows} {kind}"] = [(us, str(t)) for us, t in found[:2]]
             if type == INT8:
-                right = (t for _, t in found if is_right(t, rows8, weights[0], gated))
+                right = (t for _, t in found if is_right_tiling(t, rows8, weights[0], gated))
                 chosen = next(right, None)
                 if chosen is not None:
                     table[w8a8.int8_key(rows, weights[0], gated)] = tuple(map(int, astuple(chosen)))
@@ -397,16 +397,10 @@ def tune(limit_s: float, type: torch.dtype) -> dict[str, list[object]]:
     return best
 
 
-def is_right(way: Tiling, rows8: A8Rows, weight: W8Weight, gated: bool) -> bool:
+def is_right_tiling(way: Tiling, rows8: A8Rows, weight: W8Weight, gated: bool) -> bool:
     found = w8a8.tiled(rows8.values, rows8, weight, way, "silu" if gated else None, False)
-    right = Kernels().w8a8_product(rows8._replace(dtype=torch.float32), weight)
-    if gated:
-        gate, up = right.chunk(2, dim=1)
-        right = F.silu(gate) * up
-    error = worst(found, right)
-    if not error < 2 * BOUNDS[BF16]:
-        print(f"WRONG {way}: {error:.2e}")
-    return error < 2 * BOUNDS[BF16]
+    product = Kernels().w8a8_product(rows8._replace(dtype=torch.float32), weight)
+    return is_right(way, found, product, gated)
 
 
 @torch.inference_mode()

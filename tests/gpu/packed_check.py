@@ -31,7 +31,16 @@ import torch.nn.functional as F
 from tests.equivalence.harness import Loud, small_spec
 from tests.gpu.cuda_check import ERROR_SHARE, Rounded, forced, texts_of
 from tests.gpu.reference_check import SPECS
-from tests.gpu.report import FLOPS, READ, Report, Tiles, replayed, round_to, write_table
+from tests.gpu.report import (
+    FLOPS,
+    READ,
+    Report,
+    Tiles,
+    is_right,
+    replayed,
+    round_to,
+    write_table,
+)
 from tests.kernels.cuda_cases import BOUNDS, largest, worst
 from tests.rig import Rig
 from twostroke.exec.graphs import CudaRecorder, Record
@@ -368,18 +377,11 @@ def tilings(rows: int, weight: PackedWeight, gated: bool) -> Iterator[packed.Til
     yield replace(right, rows=64, columns=128, num_warps=8, splits=1)
 
 
-def is_right(way: Tuning | None, x: torch.Tensor, weight: PackedWeight, gated: bool) -> bool:
+def is_right_way(way: Tuning | None, x: torch.Tensor, weight: PackedWeight, gated: bool) -> bool:
     if way is None:
         return True
-    made = packed.run(x, weight, way, "silu" if gated else None, False)
-    right = x.float() @ dequantised(weight, torch.float32).t()
-    if gated:
-        gate, up = right.chunk(2, dim=1)
-        right = F.silu(gate) * up
-    error = worst(made, right)
-    if not error < 2 * BOUNDS[BF16]:
-        print(f"WRONG {way}: {error:.2e}")
-    return error < 2 * BOUNDS[BF16]
+    found = packed.run(x, weight, way, "silu" if gated else None, False)
+    return is_right(way, found, x.float() @ dequantised(weight, torch.float32).t(), gated)
 
 
 def call_all(calls: list[Call]) -> None:
@@ -428,7 +430,7 @@ def tune(
                 shown = "library" if chosen is None else str(chosen).split(".")[-1]
                 print(f"{format:5} {name:8} {rows:4} {us:7.1f} µs {floor / us:4.0%} {shown}")
             sys.stdout.flush()
-            right = (way for _, way in found if is_right(way, x, weights[0], gated))
+            right = (way for _, way in found if is_right_way(way, x, weights[0], gated))
             best = next(right, None)
             key = packed.table_key(rows, weights[0], gated)
             table[key] = () if best is None else tuple(map(int, astuple(best)))

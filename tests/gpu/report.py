@@ -13,6 +13,9 @@ from time import perf_counter
 from types import ModuleType
 
 import torch
+import torch.nn.functional as F
+
+from tests.kernels.cuda_cases import BOUNDS, worst
 
 Tiles = dict[str, tuple[int, ...]]  # of a kernel's table
 
@@ -97,6 +100,17 @@ def replayed(calls: Sequence[Callable[[], object]]) -> float:
 
     rounds = max(1, min(50, int(0.01 / measure(1))))
     return median(measure(rounds) for _ in range(5)) / len(calls)
+
+
+def is_right(way: object, found: torch.Tensor, product: torch.Tensor, gated: bool) -> bool:
+    """Whether what a way of computing a product gave in bf16 is that product; if not, says so."""
+    if gated:
+        gate, up = product.chunk(2, dim=1)
+        product = F.silu(gate) * up
+    error, bound = worst(found, product), 2 * BOUNDS[torch.bfloat16]
+    if not error < bound:
+        print(f"WRONG {way}: {error:.2e}")
+    return error < bound
 
 
 def write_table(module: ModuleType, found: Tiles) -> None:

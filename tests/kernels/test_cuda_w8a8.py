@@ -7,6 +7,7 @@ As in `test_cuda_interpreted.py`, what is interpreted runs in a pytest of its ow
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ pytest.importorskip("triton")
 
 from tests.kernels import ptx
 from tests.kernels.interpreted import INTERPRETED, run_interpreted
-from twostroke.kernels.cuda import w8a8, w8a8_kernels
+from twostroke.kernels.cuda import tiles, w8a8, w8a8_kernels
 from twostroke.kernels.reference import Kernels
 from twostroke.kernels.w8a8 import (
     E4M3,
@@ -301,6 +302,14 @@ else:
             )
             assert spilled_bytes(kernel, tmp_path) == 0
             assert kernel.metadata.shared <= 227 << 10
+
+    def test_a_gpu_with_less_shared_memory_has_fewer_stages(
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        tuned = w8a8.Tiling(128, 128, 128, 1, False, False, 8, 4)
+        assert tiles.fitted(tuned, 128 * 256) is tuned
+        monkeypatch.setattr(tiles, "shared_bytes", lambda: 99 << 10)
+        assert tiles.fitted(tuned, 128 * 256) == replace(tuned, num_stages=3)
 
     @pytest.mark.parametrize("word", [0x0001_7F80, 0xFF7F_8001, 0x8181_FE02, 0xFFFF_FFFF])
     def test_int8_becomes_wider_exactly(word: int) -> None:

@@ -200,6 +200,9 @@ def tiled(
         out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     # Tiles of the same columns are neighbours: the second finds the weight in the L2.
     grid = (ceil_div(rows, tuned.rows), ceil_div(columns, tuned.columns), tuned.splits)
+    bits = weight.bits if activation is None else 2 * weight.bits
+    each = tuned.rows * x.itemsize + tuned.columns * bits // 8
+    tuned = tiles.fitted(tuned, tuned.step * weight.group * each)
     splits = tiles.split_buffers(tuned, rows, columns, weight.arrived)
     variant = _tiled_variant(columns, inner, weight.group, weight.bits, tuned, activation, pdl)
     of_weight = (weight.codes, weight.scale, weight.zero, weight.offset)

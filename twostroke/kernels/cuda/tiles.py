@@ -7,8 +7,8 @@ tile: each has a part of K, and whoever arrives last adds the parts up, in their
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from twostroke.kernels.split_k import ARRIVALS_COLUMNS
 FETCHED = tl.constexpr(512)
 ASM = tl.constexpr(not triton.knobs.runtime.interpret)  # else the same in plain operations
 
-Table = Mapping[str, tuple[int, ...]]
+OF_HOPPER = 227 << 10  # bytes of shared memory that a program may have there
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,22 @@ def dense_product(
 ) -> torch.Tensor:
     """The library's x @ weight.T."""
     return F.linear(x, weight) if out is None else torch.mm(x, weight.t(), out=out)
+
+
+@cache
+def shared_bytes() -> int:
+    """That a program may have on this GPU; where there is none, kernels are compiled for Hopper."""
+    if not torch.cuda.is_available():
+        return OF_HOPPER
+    found: int = torch.cuda.get_device_properties().shared_memory_per_block_optin
+    return found
+
+
+def fitted(tuned: Tiling, step_bytes: int) -> Tiling:
+    """With fewer stages, where a GPU has less shared memory than Hopper. `step_bytes`: of a stage,
+    the rows' and the columns' numbers of a step of K."""
+    most = max(1, shared_bytes() // step_bytes)
+    return tuned if tuned.num_stages <= most else replace(tuned, num_stages=most)
 
 
 def num_columns(weight_rows: int, activation: Activation | None) -> int:

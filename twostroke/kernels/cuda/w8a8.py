@@ -315,6 +315,8 @@ def tiled(
     band = BAND if x.dtype == INT8 and grid[1] > 1 else 0
     if band:
         grid = (grid[0] * grid[1], 1, 1)
+    halves = 1 if activation is None else 2
+    tuned = tiles.fitted(tuned, tuned.step * (tuned.rows * x.itemsize + halves * tuned.columns))
     sum_type = torch.int32 if x.dtype == INT8 else torch.float32
     splits = tiles.split_buffers(tuned, rows, columns, weight.arrived, sum_type)
     x_scale = None if quantised is None else quantised.scale
