@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from triton.runtime import driver
 
 from twostroke.kernels.activations import Activation
 from twostroke.kernels.cuda.elementwise import gate_times_up
@@ -89,8 +90,8 @@ def shared_bytes() -> int:
     """That a program may have on this GPU; where there is none, kernels are compiled for Hopper."""
     if not torch.cuda.is_available():
         return OF_HOPPER
-    found: int = torch.cuda.get_device_properties().shared_memory_per_block_optin
-    return found
+    device = driver.active.get_current_device()
+    return int(driver.active.utils.get_device_properties(device)["max_shared_mem"])
 
 
 def fitted(tuned: Tiling, step_bytes: int) -> Tiling:
