@@ -14,12 +14,13 @@ from typing import Any
 
 from twostroke.model.cost import CostModel, cost_model
 from twostroke.model.formats import weight_bytes, weight_formats
-from twostroke.model.fp8 import Fp8Format
 from twostroke.model.hf_config import load_hf_config
+from twostroke.model.w8a8 import W8Format
 from twostroke.model.weights.dummy import DummyWeights
 from twostroke.plan import PhaseWork
 
-# The card's ceilings, measured. In fp8 all operations are counted at fp8's rate, attention's too.
+# The card's ceilings, measured. In fp8 or int8 all operations are counted at
+# fp8's rate, attention's too.
 READ_BYTES_S, FLOPS_S, FP8_FLOPS_S = 3.99e12, 783e12, 1429e12
 SHAPES = SMALL, LARGE, EXPERTS = ("qwen3-0.6b", "llama-3.1-8b", "qwen3-30b-a3b")
 VLLM = "bench/results/vllm_h200.json"  # as `peers/vllm_gpu.py` wrote it, on a card of the same kind
@@ -44,8 +45,8 @@ def floors_of(shape: str, quantization: str | None = None) -> dict[str, float]:
     """Milliseconds below which no step can be, from the spec and the card's ceilings."""
     spec, _ = load_hf_config(Path(f"bench/shapes/{shape}.json"))
     formats = weight_formats(spec, DummyWeights(spec), quantization)
-    fp8 = any(isinstance(format, Fp8Format) for format in formats.values())
-    flops_s = FP8_FLOPS_S if fp8 else FLOPS_S
+    of_8_bits = any(isinstance(format, W8Format) for format in formats.values())
+    flops_s = FP8_FLOPS_S if of_8_bits else FLOPS_S
     cost = cost_model(spec, weight_bytes(spec, 2, formats), 2)
     found = {}
     for size in (1024, 4096):

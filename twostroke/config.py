@@ -89,7 +89,7 @@ class EngineConfig(Strict):
     cudagraph_capture_sizes: tuple[int, ...] | None = None  # all of them, instead of our choice
     nvtx: bool = False  # name steps and the parts of layers for a profiler of a GPU
     tensor_parallel_size: int = 1  # ranks that share the model: GPUs, or processes of a CPU
-    # Of weights that are not: int8, int4 on a CPU, fp8, int4 on torch.
+    # Of weights that are not: int8, int4, and on torch fp8.
     quantization: str | None = None
     kernels: str = "auto"  # auto: the native ones on a CPU that has them; reference, native
     isa: str = "auto"  # of the native kernels: auto, amx, avx512, avx2, neon, portable

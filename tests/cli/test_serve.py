@@ -60,7 +60,7 @@ def no_keys_around(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "says"),
     [
         (["--quantization-config={}"], "--quantization-config: weights are taken as their files"),
-        (["--quantization", "hqq"], "--quantization hqq: int8 and int4 round weights on a CPU"),
+        (["--quantization", "hqq"], "--quantization hqq: int8 and int4 round weights, and on"),
         (["--enable_lora"], "--enable-lora: LoRA adapters are not there yet; merge the adapter"),
         (["--enable-lora", "m", "--port", "1"], "--enable-lora: LoRA adapters"),
         (["--speculative-config.method", "ngram"], "--speculative-config: speculative decoding is"),

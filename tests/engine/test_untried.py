@@ -7,6 +7,7 @@ import pytest
 from twostroke.config import EngineConfig
 from twostroke.engine.untried import VARIABLE, check_untried, keeps_blocks
 from twostroke.errors import ConfigError
+from twostroke.model.w8a8 import W8Format
 
 
 def test_each_is_named_and_nothing_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,6 +22,9 @@ def test_each_is_named_and_nothing_else_is_refused(monkeypatch: pytest.MonkeyPat
             check_untried(EngineConfig(model="m", **settings), (), ranks_share=False)
     with pytest.raises(ConfigError, match="several ranks on one GPU"):
         check_untried(EngineConfig(model="m"), (), ranks_share=True)
+    with pytest.raises(ConfigError, match="weights of 4 or 8 bits"):
+        check_untried(EngineConfig(model="m"), (W8Format("int8"),), ranks_share=False)
+    check_untried(EngineConfig(model="m"), (W8Format("fp8"),), ranks_share=False)
     assert not keeps_blocks(True)
 
 

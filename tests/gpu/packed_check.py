@@ -32,7 +32,17 @@ import torch.nn.functional as F
 from tests.equivalence.harness import Loud, small_spec
 from tests.gpu.cuda_check import ERROR_SHARE, Rounded, forced, texts_of
 from tests.gpu.reference_check import SPECS
-from tests.gpu.report import FLOPS, READ, Report, replayed, round_to, tally
+from tests.gpu.report import (
+    FLOPS,
+    READ,
+    Report,
+    Tiles,
+    is_right,
+    replayed,
+    round_to,
+    tally,
+    write_table,
+)
 from tests.kernels.cuda_cases import BOUNDS, largest, worst
 from tests.rig import Rig
 from twostroke.exec.graphs import CudaRecorder, Record
@@ -201,7 +211,8 @@ def check_models(report: Report) -> None:
     some = replace(llama, layers=llama.layers[:1], vocab_size=2048)
     for name, spec in (("small", small_spec(**SPECS["qwen3"])), ("a layer of the 8B", some)):
         source = Rounded(Loud(spec), spec)
-        report.check(f"int4, {name}", ERROR_SHARE, partial(check_model, spec, source, "int4"))
+        for asked in ("int4", "int8"):
+            report.check(f"{asked}, {name}", ERROR_SHARE, partial(check_model, spec, source, asked))
     if find_spec("gguf") is None or find_spec("pytest") is None:
         print("GGUF models are left out: the packages gguf and pytest write them")
         return
@@ -314,7 +325,6 @@ def time_layers(end: float) -> dict[str, dict[str, float]]:
 # ── tuning ──────────────────────────────────────────────────────────────────────────────────
 
 Tuning = packed.Streaming | packed.Tiling
-Tiles = dict[str, tuple[int, ...]]
 TUNED_ROWS = (1, 16, 64, 128, 32, 256)
 
 
@@ -344,8 +354,8 @@ def tilings(rows: int, weight: PackedWeight, gated: bool) -> Iterator[packed.Til
     yield whole
     if rows <= 16:
         yield replace(whole, columns=128 if gated else 64)
-        if groups % (2 * whole.groups) == 0:
-            yield replace(whole, groups=2 * whole.groups, num_stages=3)
+        if groups % (2 * whole.step) == 0:
+            yield replace(whole, step=2 * whole.step, num_stages=3)
         yield replace(whole, num_stages=7 - whole.num_stages)
         if whole.splits > 1:
             yield replace(whole, splits=whole.splits // 2)
@@ -369,18 +379,11 @@ def tilings(rows: int, weight: PackedWeight, gated: bool) -> Iterator[packed.Til
     yield replace(right, rows=64, columns=128, num_warps=8, splits=1)
 
 
-def is_right(way: Tuning | None, x: torch.Tensor, weight: PackedWeight, gated: bool) -> bool:
+def is_right_way(way: Tuning | None, x: torch.Tensor, weight: PackedWeight, gated: bool) -> bool:
     if way is None:
         return True
-    made = packed.run(x, weight, way, "silu" if gated else None, False)
-    right = x.float() @ dequantised(weight, torch.float32).t()
-    if gated:
-        gate, up = right.chunk(2, dim=1)
-        right = F.silu(gate) * up
-    error = worst(made, right)
-    if not error < 2 * BOUNDS[BF16]:
-        print(f"WRONG {way}: {error:.2e}")
-    return error < 2 * BOUNDS[BF16]
+    found = packed.run(x, weight, way, "silu" if gated else None, False)
+    return is_right(way, found, x.float() @ dequantised(weight, torch.float32).t(), gated)
 
 
 def call_all(calls: list[Call]) -> None:
@@ -429,7 +432,7 @@ def tune(
                 shown = "library" if chosen is None else str(chosen).split(".")[-1]
                 print(f"{format:5} {name:8} {rows:4} {us:7.1f} µs {floor / us:4.0%} {shown}")
             sys.stdout.flush()
-            right = (way for _, way in found if is_right(way, x, weights[0], gated))
+            right = (way for _, way in found if is_right_way(way, x, weights[0], gated))
             best = next(right, None)
             key = packed.table_key(rows, weights[0], gated)
             table[key] = () if best is None else tuple(map(int, astuple(best)))
@@ -440,18 +443,6 @@ def tune(
 def library(x: torch.Tensor, gated: bool, weight: PackedWeight) -> torch.Tensor:
     made = packed.library_product(x, weight)
     return cuda.act_and_mul(made, "silu") if gated else made
-
-
-def write_table(found: Tiles) -> None:
-    """Over what the table has, in place and to $OUT."""
-    packed.TILES.update(found)
-    path = Path(packed_tiles.__file__)
-    before, _ = path.read_text(encoding="utf-8").split("TILES:")
-    entries = sorted(packed.TILES.items())
-    lines = "".join(f"    {json.dumps(key, ensure_ascii=False)}: {way},\n" for key, way in entries)
-    text = f"{before}TILES: dict[str, tuple[int, ...]] = {{\n{lines}}}\n"
-    for place in (path, *(Path(os.environ[n], path.name) for n in ("OUT",) if n in os.environ)):
-        place.write_text(text, encoding="utf-8")
 
 
 @torch.inference_mode()
@@ -483,7 +474,7 @@ def main() -> int:
         rows = tuple(map(int, args.tune_rows.split(",")))
         formats = tuple(args.tune_formats.split(","))
         until = end - 0.2 * args.limit_s
-        report.item("tuning", lambda: write_table(tune(until, formats, rows)))
+        report.item("tuning", lambda: write_table(packed_tiles, tune(until, formats, rows)))
         told("tuning")
     if not args.no_times:
         report.item("layers", lambda: timings.update(time_layers(end - 0.1 * args.limit_s)))

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from time import perf_counter
+from types import ModuleType
 
 import torch
+import torch.nn.functional as F
+
+from tests.kernels.cuda_cases import BOUNDS, worst
+
+Tiles = dict[str, tuple[int, ...]]  # of a kernel's table
 
 READ, COPY, FLOPS = 3.99e12, 4.16e12, 783e12  # the card's ceilings, from the ledger
 
@@ -97,3 +106,26 @@ def replayed(calls: Sequence[Callable[[], object]]) -> float:
 
     rounds = max(1, min(50, int(0.01 / measure(1))))
     return median(measure(rounds) for _ in range(5)) / len(calls)
+
+
+def is_right(way: object, found: torch.Tensor, product: torch.Tensor, gated: bool) -> bool:
+    """Whether what a way of computing a product gave in bf16 is that product; if not, says so."""
+    if gated:
+        gate, up = product.chunk(2, dim=1)
+        product = F.silu(gate) * up
+    error, bound = worst(found, product), 2 * BOUNDS[torch.bfloat16]
+    if not error < bound:
+        print(f"WRONG {way}: {error:.2e}")
+    return error < bound
+
+
+def write_table(module: ModuleType, found: Tiles) -> None:
+    """Over what a kernel's table of tiles has, in place and to $OUT."""
+    module.TILES.update(found)
+    path = Path(str(module.__file__))
+    before, _ = path.read_text(encoding="utf-8").split("TILES:")
+    entries = sorted(module.TILES.items())
+    lines = "".join(f"    {json.dumps(key, ensure_ascii=False)}: {way},\n" for key, way in entries)
+    text = f"{before}TILES: dict[str, tuple[int, ...]] = {{\n{lines}}}\n"
+    for place in (path, *(Path(os.environ[n], path.name) for n in ("OUT",) if n in os.environ)):
+        place.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The few PTX instructions of the packed kernels' inline assembly, on plain numbers: what the
+"""The few PTX instructions of the kernels' inline assembly, on plain numbers: what the
 interpreter passes over is held to what it stands for without a GPU."""
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ def _result(operation: str, v: list[int]) -> int:
         return v[0] >> v[1]
     if name == "and":
         return v[0] & v[1]
+    if name == "xor":
+        return v[0] ^ v[1]
     if name == "lop3":
         assert v[3] == 0xEA
         return v[0] & v[1] | v[2]

@@ -5,9 +5,6 @@ As in `test_cuda_interpreted.py`, what is interpreted runs in a pytest of its ow
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +14,8 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
+from tests.kernels.interpreted import INTERPRETED, run_interpreted
 from twostroke.kernels.activations import ClampedSwiglu
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ROOT = Path(__file__).parents[2]
 
 if INTERPRETED:
     from tests.kernels import definitions
@@ -246,10 +241,7 @@ else:
     from tests.kernels.test_cuda_compiles import BF16, compiled, empty, spilled_bytes  # noqa: F401
 
     def test_the_experts_equal_a_plain_loop_when_interpreted() -> None:
-        command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__]
-        env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-        child = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-        assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-2000:]
+        run_interpreted(__file__)
 
     @pytest.mark.parametrize("tokens", [1, 64, 1024, 4096])
     def test_a_layer_of_qwen3_30b_a3b_compiles_and_fits_in_registers(

@@ -6,12 +6,8 @@ other test matters, these run in a pytest of their own, which the last test star
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +16,7 @@ import torch
 
 pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ROOT = Path(__file__).parents[2]
+from tests.kernels.interpreted import INTERPRETED, run_interpreted
 
 if INTERPRETED:
     from triton.runtime import interpreter
@@ -458,7 +453,4 @@ if INTERPRETED:
 else:
 
     def test_the_kernels_equal_their_definitions_when_interpreted() -> None:
-        command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__]
-        env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-        child = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-        assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-2000:]
+        run_interpreted(__file__)

@@ -6,9 +6,6 @@ As in `test_cuda_interpreted.py`, what is interpreted runs in a pytest of its ow
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +15,8 @@ import torch
 
 pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ROOT = Path(__file__).parents[2]
+from tests.kernels.interpreted import INTERPRETED, run_interpreted
+
 HALF, SINGLE = torch.float16, torch.float32
 
 if INTERPRETED:
@@ -131,10 +128,7 @@ else:
     from tests.kernels.test_cuda_compiles import compiled, empty, spilled_bytes  # noqa: F401
 
     def test_the_kernels_equal_their_definitions_when_interpreted() -> None:
-        command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__]
-        env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-        child = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-        assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-2000:]
+        run_interpreted(__file__)
 
     def run_decode(
         heads: int, splits: int, queries: int = 1, dtype: torch.dtype = torch.bfloat16

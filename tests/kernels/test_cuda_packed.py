@@ -6,10 +6,7 @@ As in `test_cuda_interpreted.py`, what is interpreted runs in a pytest of its ow
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,8 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from tests.kernels import ptx
-from twostroke.kernels.cuda import packed
+from tests.kernels.interpreted import INTERPRETED, run_interpreted
+from twostroke.kernels.cuda import packed, packed_codes
 from twostroke.kernels.packed import (
     Codes,
     PackedWeight,
@@ -29,9 +27,6 @@ from twostroke.kernels.packed import (
     packed_weight,
     quantised,
 )
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ROOT = Path(__file__).parents[2]
 
 if INTERPRETED:
     from tests.kernels.cuda_cases import BOUNDS, largest, poisoned, worst
@@ -165,10 +160,7 @@ else:
     from tests.kernels.test_cuda_compiles import BF16, compiled, empty, spilled_bytes  # noqa: F401
 
     def test_packed_products_equal_their_definition_when_interpreted() -> None:
-        command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__]
-        env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-        child = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-        assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-2000:]
+        run_interpreted(__file__)
 
     def unread_weight(
         columns: int, inner: int, group: int = 128, kind: str = "", bits: int = 4
@@ -242,9 +234,9 @@ else:
     @pytest.mark.parametrize("codes", CODES)
     def test_codes_become_floats(codes: int) -> None:
         low, high = low_and_high(codes)
-        found = ptx.run(packed._floats_asm(4), 8, [codes])
+        found = ptx.run(packed_codes.floats_asm(4), 8, [codes])
         assert [ptx.to_float(bits) for bits in found] == [1 + q / 128 for q in (*low, *high)]
-        found = ptx.run(packed._floats_asm(8), 4, [codes])
+        found = ptx.run(packed_codes.floats_asm(8), 4, [codes])
         assert [ptx.to_float(bits) for bits in found] == [codes >> 8 * n & 255 for n in range(4)]
 
     @pytest.mark.parametrize("codes", CODES)
@@ -253,7 +245,7 @@ else:
         zeros = [0, 8, 15, 3]
         above = 128 if kind == "bf16" else 1024
         taken = [ptx.word(*(-above - z for z in zeros[n : n + 2]), kind) for n in (0, 2)]
-        found = ptx.run(packed._whole_asm(kind), 4, [codes, *taken])
+        found = ptx.run(packed_codes.whole_asm(kind), 4, [codes, *taken])
         numbers = [number for bits in found for number in ptx.halves(bits, kind)]
         low, high = low_and_high(codes)
         expected = [q - z for part in (low, high) for q, z in zip(part, zeros, strict=True)]
@@ -265,7 +257,9 @@ else:
     def test_codes_become_scaled_numbers(codes: int, kind: str, bits: int) -> None:
         factors, terms = [0.01, -0.5, 3.0, 0.0], [0.25, -1.0, 7.0, 1.5]
         given = [ptx.to_bits(value) for value in (*factors, *terms)]
-        found = ptx.run(packed._scaled_asm(bits, kind), bits if bits == 4 else 2, [codes, *given])
+        found = ptx.run(
+            packed_codes.scaled_asm(bits, kind), bits if bits == 4 else 2, [codes, *given]
+        )
         numbers = [number for word in found for number in ptx.halves(word, kind)]
         if bits == 4:
             raw = [1 + q / 128 for part in low_and_high(codes) for q in part]

@@ -12,14 +12,28 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.model.test_fp8_checkpoints import FEW, REFERENCE, change, compressed, logprobs
+from tests.model.quantised_folders import (
+    FEW,
+    OTHER_PLACES,
+    REFERENCE,
+    SAME,
+    assert_config_is_refused,
+    assert_native_kernels_take_it_dequantised,
+    change,
+    compressed,
+    folder_and_twin,
+    gap,
+    logprobs,
+    opened,
+    refusal,
+    two_kinds,
+)
 from tests.tiny import CONFIG, tiny_folder, tiny_llm, write_json
-from twostroke.errors import ConfigError, ModelError
+from twostroke.errors import ModelError
 from twostroke.kernels.packed import dequantised, pack
 from twostroke.model.formats import packed_matrices
-from twostroke.model.hf_config import load_hf_config, names_in_hf, quantized_in_hf
+from twostroke.model.hf_config import load_hf_config
 from twostroke.model.packed_format import PackedFormat
-from twostroke.model.weights.safetensors import SafetensorsWeights
 from twostroke.model.weights.tensors import read_packed, read_tensor
 
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
@@ -130,32 +144,16 @@ def tensors_of(
 
 
 def packed_folder(path: Path, layout: str, left: str = "lm_head", **more: Any) -> tuple[Path, Path]:
-    """A folder in a layout, and its dequantised twin. `left`: which matrices are not quantised."""
+    """In a layout, and its dequantised twin."""
     said, bits, group, zeros = LAYOUTS[layout]
-    twin = tiny_folder(path / "twin", **more)
-    folder = tiny_folder(path / "packed", **more, quantization_config=said)
-    tensors, dense = load_file(twin / "model.safetensors"), {}
-    for name in [n for n in tensors if n.endswith("proj.weight") and left not in n]:
-        codes, scale, zero = quantise(tensors[name].float(), bits, group, zeros)
+
+    def stored(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        codes, scale, zero = quantise(weight, bits, group, zeros)
         wide = codes.view(*scale.shape, -1) - zero[:, :, None]
-        dense[name] = (wide * scale[:, :, None]).view(codes.shape)
-        del tensors[name]
-        tensors |= tensors_of(name.removesuffix(".weight"), layout, codes, scale, zero)
-    save_file(tensors, folder / "model.safetensors")
-    save_file(load_file(twin / "model.safetensors") | dense, twin / "model.safetensors")
-    return folder, twin
+        tensors = tensors_of(name.removesuffix(".weight"), layout, codes, scale, zero)
+        return tensors, (wide * scale[:, :, None]).view(codes.shape)
 
-
-def opened(folder: Path) -> SafetensorsWeights:
-    spec, settings = load_hf_config(folder)
-    quantized = quantized_in_hf(settings, "config.json")
-    return SafetensorsWeights(folder, spec, names_in_hf(settings), quantized)
-
-
-def refusal(folder: Path, **settings: Any) -> str:
-    with pytest.raises((ModelError, ConfigError)) as caught:
-        tiny_llm(folder, **{**REFERENCE, **settings})
-    return str(caught.value)
+    return folder_and_twin(path, said, stored, left, **more)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -173,8 +171,7 @@ def test_a_packed_folder_runs_as_its_dequantised_twin(tmp_path: Path, layout: st
             codes = read_packed(ours, name)
             assert codes is not None
             assert np.array_equal(dequantised(pack(codes), torch.float32), dense.floats(name))
-    ours_logprobs, its = logprobs(folder, FEW, **REFERENCE), logprobs(twin, FEW, **REFERENCE)
-    assert np.abs(ours_logprobs - its).max() < 2e-5
+    assert gap(folder, twin).max() < SAME
 
 
 def test_memory_and_cost_count_what_is_kept(tmp_path: Path) -> None:
@@ -189,32 +186,24 @@ def test_memory_and_cost_count_what_is_kept(tmp_path: Path) -> None:
     assert llm.engine.info().weights == "float32 + int4"
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "phi3", "glm"])
-def test_other_places_of_the_rows(tmp_path: Path, model_type: str) -> None:
-    """Biases; several weights in one tensor; rows that are put in another order."""
-    more: dict[str, Any] = {"model_type": model_type}
-    if model_type == "glm":
-        more |= {"head_dim": 8, "attention_bias": True, "partial_rotary_factor": 0.5}
+@pytest.mark.parametrize("more", OTHER_PLACES, ids=str)
+def test_other_places_of_the_rows(tmp_path: Path, more: dict[str, Any]) -> None:
     for layout in ("gptq, zeros", "awq", "compressed"):
         folder, twin = packed_folder(tmp_path / layout, layout, **more)
-        ours, its = logprobs(folder, FEW, **REFERENCE), logprobs(twin, FEW, **REFERENCE)
-        assert np.abs(ours - its).max() < 2e-5
+        assert gap(folder, twin).max() < SAME
         assert len(packed_matrices(load_hf_config(folder)[0], opened(folder), None)) == 14
 
 
 def test_the_native_kernels_take_it_dequantised(tmp_path: Path) -> None:
-    folder, twin = packed_folder(tmp_path, "awq")
-    ours, its = (logprobs(path, FEW, device="cpu", exact=True) for path in (folder, twin))
-    assert np.abs(ours - its).max() < 2e-5
-    assert tiny_llm(folder, device="cpu").engine.info().weights == "float32, from float32 + int4"
+    told = "float32, from float32 + int4"
+    assert_native_kernels_take_it_dequantised(*packed_folder(tmp_path, "awq"), told)
 
 
 def test_a_product_of_which_one_matrix_is_dense_is_dense(tmp_path: Path) -> None:
     folder, twin = packed_folder(tmp_path, "gptq", left="k_proj")
     kept = packed_matrices(load_hf_config(folder)[0], opened(folder), None)
     assert {name.split(".")[2] for name in kept} == {"o", "gate", "up", "down"}
-    ours, its = logprobs(folder, FEW, **REFERENCE), logprobs(twin, FEW, **REFERENCE)
-    assert np.abs(ours - its).max() < 2e-5
+    assert gap(folder, twin).max() < SAME
 
 
 def test_a_part_of_a_matrix_has_its_part_of_the_scales(tmp_path: Path) -> None:
@@ -282,16 +271,7 @@ AWQ = LAYOUTS["awq"][0]
         (packed_ints(type="float"), "type = 'float'"),
         (packed_ints(strategy="tensor"), "strategy = 'tensor'"),
         (packed_ints() | {"config_groups": {}}, "0 kinds of quantisation"),
-        (
-            packed_ints()
-            | {
-                "config_groups": {
-                    **packed_ints()["config_groups"],
-                    "group_1": packed_ints(num_bits=8)["config_groups"]["group_0"],
-                }
-            },
-            "2 kinds of quantisation",
-        ),
+        (two_kinds(packed_ints(), packed_ints(num_bits=8)), "2 kinds of quantisation"),
         (packed_ints() | {"sparsity_config": {"format": "2:4"}}, "sparsity_config"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes'"),
     ],
@@ -300,11 +280,7 @@ AWQ = LAYOUTS["awq"][0]
 def test_what_a_config_says_that_we_do_not_do_is_refused(
     tmp_path: Path, said: Any, named: str
 ) -> None:
-    write_json(tmp_path / "config.json", CONFIG | {"quantization_config": said})
-    with pytest.raises(ModelError) as caught:
-        load_hf_config(tmp_path)
-    assert named in str(caught.value)
-    assert "quantization_config" in str(caught.value)
+    assert_config_is_refused(tmp_path, said, named)
 
 
 def test_experts_of_4_bits_are_refused(tmp_path: Path) -> None:

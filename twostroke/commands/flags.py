@@ -62,8 +62,8 @@ ENGINE_HELP = {
     "nvtx": "name steps and the parts of layers for a profiler of a GPU",
     "tensor_parallel_size": "ranks that share the model: GPUs, or on a CPU processes that compute "
     "with torch (--kernels reference)",
-    "quantization": "round weights that are not quantised yet: int8 or int4 on a CPU, fp8 or int4 "
-    "on a GPU",
+    "quantization": "round weights that are not quantised yet: int8 or int4; fp8 on a GPU, where "
+    "int8 and fp8 round activations, too (W8A8)",
     "kernels": "auto, reference (plain torch) or native (a CPU's own)",
     "isa": "instruction set of the native kernels: auto, amx, avx512, avx2, neon or portable",
     "exact": "native kernels: products and attention in floats, nothing rounded; slower",

@@ -506,9 +506,8 @@ def _quantization(text: str) -> str | None:
         return None  # weights that are quantised are as their files have them
     if text not in ("int8", "int4", "fp8"):
         raise argparse.ArgumentTypeError(
-            "int8 and int4 round weights on a CPU, fp8 and int4 on a GPU; what is read as it is "
-            "are GGUF files, GPTQ, AWQ, compressed-tensors and fp8: give one of these, or the "
-            "model's own weights"
+            "int8 and int4 round weights, and on a GPU fp8; what is read as it is are GGUF files, "
+            "GPTQ, AWQ, compressed-tensors and fp8: give one of these, or the model's own weights"
         )
     return text
 

@@ -273,11 +273,6 @@ def _is_native(config: EngineConfig, device: str) -> bool:
             "quantization=fp8: computed with torch, which is slow on a CPU; the native kernels "
             "have int8 and int4"
         )
-    if config.quantization == "int8" and not native:
-        raise ConfigError(
-            "quantization='int8' needs the native kernels of a CPU; leave it out, or see kernels, "
-            "device and kv_cache_dtype; on a GPU there are 'fp8' and 'int4'"
-        )
     if native and config.isa != "auto" and config.isa not in cpu.module().isas():
         raise ConfigError(
             f"isa {config.isa!r} is not what this machine has; it has "

@@ -348,9 +348,9 @@ def check_fp8(capability: tuple[int, int]) -> None:
     if capability < FP8_CAPABILITY:
         raise ConfigError(
             f"fp8 weights need a GPU of compute capability {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} "
-            f"(Ada, Hopper) or later, and this one has {capability[0]}.{capability[1]}; leave "
-            "quantization out and use the model's unquantised weights, or set kernels='reference', "
-            "which is slow"
+            f"(Ada, Hopper) or later, and this one has {capability[0]}.{capability[1]}; use "
+            "the model's unquantised weights with quantization='int8', which takes as little "
+            "memory, or set kernels='reference', which is slow"
         )
 
 

@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from twostroke.kernels.split_k import arrival_counters
+
 AT_ONCE = 1 << 23  # numbers that are there in fp32 while a matrix is quantised
-ARRIVALS_COLUMNS = 32  # of a product, that share a counter
 # Of a group's largest number: what the scale's search leaves out of the codes' range.
 CLIPPINGS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.74)
 SMALLEST_SCALE = 2.0**-24  # of fp16
@@ -29,7 +30,7 @@ class PackedWeight(NamedTuple):
     scale: Tensor  # [out, groups]; fp16, or fp32 where that would lose too much
     zero: Tensor | None  # [out, groups] uint8
     offset: Tensor | None  # [out, groups], as the scale
-    arrived: Tensor  # int32, zero between launches: where the splits of a product meet
+    arrived: Tensor  # see `split_k.py`
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -70,9 +71,7 @@ def packed_weight(
     bits: int, codes: Tensor, scale: Tensor, zero: Tensor | None, offset: Tensor | None
 ) -> PackedWeight:
     """Of codes that are packed already."""
-    counters = -(-len(codes) // ARRIVALS_COLUMNS)
-    arrived = torch.zeros(counters, dtype=torch.int32, device=codes.device)
-    return PackedWeight(bits, codes, scale, zero, offset, arrived)
+    return PackedWeight(bits, codes, scale, zero, offset, arrival_counters(codes))
 
 
 def pack(found: Codes) -> PackedWeight:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from twostroke.kernels import kv_types, packed, reference_sampling
 from twostroke.kernels.activations import Activation, ClampedSwiglu
-from twostroke.kernels.fp8 import Fp8Rows, Fp8Weight, dequantised, quantised
 from twostroke.kernels.packed import PackedWeight
+from twostroke.kernels.w8a8 import A8Rows, W8Weight, dequantised, quantised
 
 GATHER_TOKENS = 1 << 16  # cache entries that decode attention gathers at one time
 NEVER = float("-inf")
@@ -97,44 +97,45 @@ class Kernels:
         """`act_and_mul` of the product."""
         return self.act_and_mul(self.product(x, weight), activation)
 
-    # Weights in fp8: see `fp8.py`.
+    # Weights in fp8 or int8, activations as they are or so, too: see `w8a8.py`.
 
-    def fp8_product(
-        self, x: Tensor, weight: Fp8Weight, *, pdl: bool = False, out: Tensor | None = None
+    def w8_product(
+        self, x: Tensor, weight: W8Weight, *, pdl: bool = False, out: Tensor | None = None
     ) -> Tensor:
         """x @ what the weight stands for, transposed; x as it is."""
         wide = dequantised(weight.values, weight.scale, torch.float32)
         return _to(x.float() @ wide.t(), x.dtype, out)
 
-    def fp8_gated_product(
-        self, x: Tensor, weight: Fp8Weight, activation: Activation, *, pdl: bool = False
+    def w8_gated_product(
+        self, x: Tensor, weight: W8Weight, activation: Activation, *, pdl: bool = False
     ) -> Tensor:
         """`act_and_mul` of it."""
-        return self.act_and_mul(self.fp8_product(x, weight), activation)
+        return self.act_and_mul(self.w8_product(x, weight), activation)
 
-    def fp8_rows(self, x: Tensor, *, pdl: bool = False) -> Fp8Rows:
+    def a8_rows(self, x: Tensor, to: torch.dtype, *, pdl: bool = False) -> A8Rows:
         """Activations [T, N], quantised token by token."""
-        return Fp8Rows(*quantised(x), x.dtype)
+        return A8Rows(*quantised(x, to), x.dtype)
 
-    def fp8_rows_product(
-        self, x: Fp8Rows, weight: Fp8Weight, *, pdl: bool = False, out: Tensor | None = None
+    def w8a8_product(
+        self, x: A8Rows, weight: W8Weight, *, pdl: bool = False, out: Tensor | None = None
     ) -> Tensor:
-        """The product of both as they are quantised. The weight has one scale a row."""
-        sums = x.values.float() @ weight.values.float().t()
+        """The product of both as they are quantised. The weight has one scale a row. In fp64, which
+        has every sum of int8 exactly."""
+        sums = x.values.double() @ weight.values.double().t()
         return _to(sums * x.scale.unsqueeze(1) * weight.scale.t(), x.dtype, out)
 
-    def fp8_rows_gated_product(
+    def w8a8_gated_product(
         self,
-        x: Fp8Rows,
-        weight: Fp8Weight,
+        x: A8Rows,
+        weight: W8Weight,
         activation: Activation,
         *,
         pdl: bool = False,
-        to_fp8: bool = False,
-    ) -> Tensor | Fp8Rows:
-        """`act_and_mul` of it; quantised again if asked for."""
-        acted = self.act_and_mul(self.fp8_rows_product(x, weight), activation)
-        return self.fp8_rows(acted) if to_fp8 else acted
+        to: torch.dtype | None = None,
+    ) -> Tensor | A8Rows:
+        """`act_and_mul` of it; quantised again if a type is given."""
+        acted = self.act_and_mul(self.w8a8_product(x, weight), activation)
+        return acted if to is None else self.a8_rows(acted, to)
 
     # Weights of 4 or 8 bits: see `packed.py`.
 

@@ -7,9 +7,9 @@ import math
 from collections.abc import Mapping
 
 from twostroke.errors import ConfigError
-from twostroke.model.fp8 import Fp8Format, fp8_matrices, products, refuse_quantised
 from twostroke.model.packed_format import PackedFormat
 from twostroke.model.spec import ExpertsSpec, ModelSpec
+from twostroke.model.w8a8 import W8Format, products, refuse_quantised, w8_matrices
 from twostroke.model.weights import WeightSource
 from twostroke.model.weights.gguf import GGUFWeights
 from twostroke.model.weights.packed_blocks import BLOCK_FORMATS
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 INT4_GROUPS = (128, 64, 32)  # of --quantization int4: the first that divides a matrix's columns
 
-Format = Fp8Format | PackedFormat
+Format = W8Format | PackedFormat
 
 
 def weight_formats(
@@ -27,9 +27,7 @@ def weight_formats(
 ) -> dict[str, Format]:
     """Of the weights that are kept as their file has them or as `quantization` asks. `blocks`:
     those of a GGUF file stay packed, too."""
-    found: dict[str, Format] = {
-        name: Fp8Format(scales) for name, scales in fp8_matrices(spec, source, quantization).items()
-    }
+    found: dict[str, Format] = {**w8_matrices(spec, source, quantization)}
     return found | packed_matrices(spec, source, quantization, blocks)
 
 

@@ -11,16 +11,16 @@ import torch
 
 from twostroke.errors import ConfigError
 from twostroke.kernels import packed
-from twostroke.kernels.fp8 import E4M3, Fp8Weight, fp8_weight, quantised
 from twostroke.kernels.packed import Codes, PackedWeight, packed_weight
 from twostroke.kernels.reference import Kernels
+from twostroke.kernels.w8a8 import W8Weight, quantised, w8_weight
 from twostroke.model.formats import Format
-from twostroke.model.fp8 import Fp8Format, is_weight_only
-from twostroke.model.linear import Fp8Linear, Linear, PackedLinear, StackedLinear
+from twostroke.model.linear import Linear, PackedLinear, StackedLinear, W8Linear
 from twostroke.model.packed_format import SMALLEST_GROUP, PackedFormat
 from twostroke.model.ranks import Part
+from twostroke.model.w8a8 import W8Format, is_weight_only
 from twostroke.model.weights import WeightSource
-from twostroke.model.weights.tensors import read_fp8, read_packed
+from twostroke.model.weights.tensors import W8_DTYPES, read_packed, read_w8
 
 
 class FormattedMatrices:
@@ -44,9 +44,9 @@ class FormattedMatrices:
         kind = self._formats.get(names[0])
         return None if kind is None else MAKERS[type(kind)](self, names, bias)
 
-    def fp8(self, names: list[str], bias: torch.Tensor | None) -> Linear:
+    def w8(self, names: list[str], bias: torch.Tensor | None) -> Linear:
         weight_only = is_weight_only(self._source)
-        return Fp8Linear(self._fp8_weight(names), bias, self._kernels, weight_only)
+        return W8Linear(self._w8_weight(names), bias, self._kernels, weight_only)
 
     def packed(self, names: list[str], bias: torch.Tensor | None) -> Linear:
         if len({self._formats[name] for name in names}) == 1:
@@ -59,22 +59,23 @@ class FormattedMatrices:
         ]
         return StackedLinear(parts, self._kernels)
 
-    def _fp8_weight(self, names: list[str]) -> Fp8Weight:
+    def _w8_weight(self, names: list[str]) -> W8Weight:
         """Of several matrices one below another; each is there in another type only while it is
         quantised."""
         rows = [self._shapes[name][0] for name in names]
         inner = self._shapes[names[0]][1]
-        values = torch.empty(sum(rows), inner, dtype=E4M3, device=self._device)
+        dtype = W8_DTYPES[self._formats[names[0]].type]
+        values = torch.empty(sum(rows), inner, dtype=dtype, device=self._device)
         groups = max(self._formats[name].scales_of_a_row for name in names)
         scales = []
         for name, place in zip(names, torch.split(values, rows), strict=True):
-            found = read_fp8(self._source, name, self._part(name))
+            found = read_w8(self._source, name, self._part(name))
             if found is None:
-                found = quantised(self._read(name).to(self._device))
+                found = quantised(self._read(name).to(self._device), dtype)
             place.copy_(found[0])
             scale = found[1].to(self._device).view(len(place), -1)
             scales.append(scale.repeat_interleave(groups // scale.shape[1], dim=1))
-        return fp8_weight(values, torch.cat(scales))
+        return w8_weight(values, torch.cat(scales))
 
     def _packed_weight(self, names: list[str]) -> PackedWeight:
         """Of several matrices in one format, one below another; each is there unpacked only while
@@ -114,4 +115,4 @@ class FormattedMatrices:
         return packed.quantised(self._read(name).to(self._device), group)
 
 
-MAKERS = {Fp8Format: FormattedMatrices.fp8, PackedFormat: FormattedMatrices.packed}
+MAKERS = {W8Format: FormattedMatrices.w8, PackedFormat: FormattedMatrices.packed}

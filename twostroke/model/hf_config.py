@@ -9,8 +9,8 @@ from typing import Any
 from twostroke.errors import ModelError
 from twostroke.model.fields import Fields, read_json, shown
 from twostroke.model.hf_families import FAMILIES, Family
-from twostroke.model.hf_fp8 import Fp8Config, fp8_config
 from twostroke.model.hf_packed import PackedConfig, packed_config
+from twostroke.model.hf_w8a8 import W8Config, w8_config
 from twostroke.model.spec import ModelSpec
 from twostroke.model.tensor_names import TensorNames
 
@@ -64,12 +64,12 @@ def names_in_hf(config: Mapping[str, Any]) -> TensorNames:
     return names if isinstance(names, TensorNames) else names(Fields("config.json", config))
 
 
-def quantized_in_hf(config: Mapping[str, Any], where: str) -> Fp8Config | PackedConfig | None:
+def quantized_in_hf(config: Mapping[str, Any], where: str) -> W8Config | PackedConfig | None:
     """How weights are quantised, if they are; refuses what else quantization_config may say."""
     quantization = config.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     known = method in _family(config, where).quant_methods
-    return None if known else packed_config(config, where) or fp8_config(config, where)
+    return None if known else packed_config(config, where) or w8_config(config, where)
 
 
 def fields_in_hf(config: Mapping[str, Any]) -> dict[str, str]:

@@ -14,10 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from twostroke.errors import ModelError
-from twostroke.model.fields import Fields, shown
-
-INSTEAD = "Use the unquantised model, or a GGUF of it."
+from twostroke.model.fields import Fields
+from twostroke.model.hf_compressed import only_kind, refuse
 
 
 class PackedConfig(NamedTuple):
@@ -45,7 +43,7 @@ def packed_config(config: Mapping[str, Any], where: str) -> PackedConfig | None:
     if method == "awq":
         return _awq(fields)
     if method == "compressed-tensors" and fields.value("format") == "pack-quantized":
-        return _compressed(fields)
+        return only_kind(fields, _compressed)
     return None
 
 
@@ -60,47 +58,29 @@ def _gptq(fields: Fields) -> PackedConfig:
 def _awq(fields: Fields) -> PackedConfig:
     version = str(fields.value("version") or "gemm").lower()
     if version != "gemm":
-        _refuse(fields, "version", "gemm is")
+        refuse(fields, "version", "gemm is")
     bits = _bits(fields, "bits", (4,))
     return PackedConfig("awq", bits, _group(fields), fields.boolean("zero_point", True))
 
 
-def _compressed(fields: Fields) -> PackedConfig:
-    """Of one group of layers, or of several that agree."""
-    for name in ("sparsity_config", "transform_config"):
-        if fields.value(name) and fields.nested(name).value("format") != "dense":
-            _refuse(fields, name, "leave it out")
-    groups = fields.nested("config_groups")
-    found = {_compressed_group(groups.nested(name)) for name in groups.names()}
-    if len(found) != 1:
-        raise ModelError(
-            f"{fields.where}: config_groups has {len(found)} kinds of quantisation, and one is "
-            f"supported. {INSTEAD}"
-        )
-    return found.pop()
-
-
-def _compressed_group(fields: Fields) -> PackedConfig:
-    weights = fields.nested("weights")
+def _compressed(group: Fields, weights: Fields) -> PackedConfig:
     if weights.value("type") != "int":
-        _refuse(weights, "type", "packed weights are of type int")
-    for name in ("input_activations", "output_activations"):
-        if fields.value(name):
-            _refuse(fields, name, "activations of packed weights stay as they are: leave it out")
-    if weights.boolean("dynamic", False):
-        _refuse(weights, "dynamic", "scales of weights are stored")
+        refuse(weights, "type", "packed weights are of type int")
+    if group.value("input_activations"):
+        told = "activations of packed weights stay as they are: leave it out"
+        refuse(group, "input_activations", told)
     strategy = weights.value("strategy")
     if strategy not in ("group", "channel"):
-        _refuse(weights, "strategy", "group and channel are")
-    group = _group(weights) if strategy == "group" else 0
+        refuse(weights, "strategy", "group and channel are")
+    size = _group(weights) if strategy == "group" else 0
     bits, zeros = _bits(weights, "num_bits"), not weights.boolean("symmetric", True)
-    return PackedConfig("compressed", bits, group, zeros)
+    return PackedConfig("compressed", bits, size, zeros)
 
 
 def _bits(fields: Fields, name: str, known: tuple[int, ...] = (4, 8)) -> int:
     bits = fields.value(name)
     if isinstance(bits, bool) or bits not in known:
-        _refuse(fields, name, f"{' and '.join(map(str, known))} bits are")
+        refuse(fields, name, f"{' and '.join(map(str, known))} bits are")
     return int(bits)
 
 
@@ -109,10 +89,3 @@ def _group(fields: Fields) -> int:
     if value == -1:
         return 0
     return int(fields.integer("group_size", 16, 1 << 20))
-
-
-def _refuse(fields: Fields, name: str, instead: str) -> None:
-    raise ModelError(
-        f"{fields.where}: {name} = {shown(fields.value(name))} is not supported ({instead}). "
-        f"{INSTEAD}"
-    )

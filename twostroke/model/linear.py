@@ -15,16 +15,16 @@ from typing import NoReturn, Protocol
 import torch
 
 from twostroke.kernels.activations import Activation
-from twostroke.kernels.fp8 import Fp8Rows, Fp8Weight
 from twostroke.kernels.packed import PackedWeight
 from twostroke.kernels.reference import Kernels
+from twostroke.kernels.w8a8 import A8Rows, W8Weight
 from twostroke.model.ranks import Ranks
 
-# Rows (tokens) up to which an fp8 weight is multiplied with activations as they are, which costs
-# nothing while the weight's bytes decide; with more rows the activations are fp8, too.
+# Rows (tokens) up to which a weight in fp8 or int8 is multiplied with activations as they are: it
+# costs nothing while the weight's bytes decide. With more rows the activations are so, too.
 WEIGHT_ONLY_ROWS = 16
 
-Activations = torch.Tensor | Fp8Rows
+Activations = torch.Tensor | A8Rows
 
 
 class Linear(Protocol):
@@ -35,18 +35,23 @@ class Linear(Protocol):
     def product(
         self, x: Activations, *, pdl: bool = False, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`x` is quantised only if `wants_fp8` has said so."""
+        """`x` is quantised only if `a8_type` has said so."""
         ...
 
     def gated_product(
-        self, x: torch.Tensor, activation: Activation, *, pdl: bool = False, to_fp8: bool = False
+        self,
+        x: torch.Tensor,
+        activation: Activation,
+        *,
+        pdl: bool = False,
+        to: torch.dtype | None = None,
     ) -> Activations:
-        """W is a gate and, below it, an up projection: activation(gate x) · up x. `to_fp8`: who
-        reads it would quantise it."""
+        """W is a gate and, below it, an up projection: activation(gate x) · up x. `to`: what
+        who reads it would quantise it to."""
         ...
 
-    def wants_fp8(self, rows: int) -> bool:
-        """Whether a product with so many rows is one of quantised activations."""
+    def a8_type(self, rows: int) -> torch.dtype | None:
+        """What a product with so many rows has its activations quantised to; None: as they are."""
         ...
 
     def to_meta(self) -> Linear:
@@ -71,7 +76,12 @@ class DenseLinear:
         return torch.addmm(self.bias, x, self.weight.t(), out=out)
 
     def gated_product(
-        self, x: torch.Tensor, activation: Activation, *, pdl: bool = False, to_fp8: bool = False
+        self,
+        x: torch.Tensor,
+        activation: Activation,
+        *,
+        pdl: bool = False,
+        to: torch.dtype | None = None,
     ) -> torch.Tensor:
         if self.bias is None:
             return self._kernels.gated_product(
@@ -79,22 +89,22 @@ class DenseLinear:
             )
         return self._kernels.act_and_mul(self.product(x), activation, pdl=pdl)
 
-    def wants_fp8(self, rows: int) -> bool:
-        return False
+    def a8_type(self, rows: int) -> torch.dtype | None:
+        return None
 
     def to_meta(self) -> DenseLinear:
         bias = None if self.bias is None else self.bias.to("meta")
         return DenseLinear(self.weight.to("meta"), bias, self._kernels)
 
 
-class Fp8Linear:
-    """Weights in fp8 with a scale for each row or block. Few rows are multiplied as they are; more
-    are quantised token by token, unless the weight's scales are those of blocks or the checkpoint
-    wants its activations as they are."""
+class W8Linear:
+    """Weights in fp8 or int8 with a scale for each row or block. Few rows are multiplied as they
+    are; more are quantised token by token to the weight's type, unless the weight's scales are
+    those of blocks or the checkpoint wants its activations as they are."""
 
     def __init__(
         self,
-        weight: Fp8Weight,
+        weight: W8Weight,
         bias: torch.Tensor | None,
         kernels: Kernels,
         weight_only: bool = False,
@@ -106,32 +116,40 @@ class Fp8Linear:
     def product(
         self, x: Activations, *, pdl: bool = False, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if isinstance(x, torch.Tensor) and self.wants_fp8(len(x)):
-            x = self._kernels.fp8_rows(x, pdl=pdl)
         if isinstance(x, torch.Tensor):
-            made = self._kernels.fp8_product(x, self.weight, pdl=pdl, out=out)
+            x = self._quantised(x, pdl)
+        if isinstance(x, torch.Tensor):
+            made = self._kernels.w8_product(x, self.weight, pdl=pdl, out=out)
         else:
-            made = self._kernels.fp8_rows_product(x, self.weight, pdl=pdl, out=out)
+            made = self._kernels.w8a8_product(x, self.weight, pdl=pdl, out=out)
         return made if self.bias is None else made.add_(self.bias)
 
     def gated_product(
-        self, x: torch.Tensor, activation: Activation, *, pdl: bool = False, to_fp8: bool = False
+        self,
+        x: torch.Tensor,
+        activation: Activation,
+        *,
+        pdl: bool = False,
+        to: torch.dtype | None = None,
     ) -> Activations:
         kernels = self._kernels
         if self.bias is not None:
             return kernels.act_and_mul(self.product(x, pdl=pdl), activation, pdl=pdl)
-        if self.wants_fp8(len(x)):
-            rows = kernels.fp8_rows(x, pdl=pdl)
-            how = {"pdl": pdl, "to_fp8": to_fp8}
-            return kernels.fp8_rows_gated_product(rows, self.weight, activation, **how)
-        return kernels.fp8_gated_product(x, self.weight, activation, pdl=pdl)
+        rows = self._quantised(x, pdl)
+        if isinstance(rows, torch.Tensor):
+            return kernels.w8_gated_product(rows, self.weight, activation, pdl=pdl)
+        return kernels.w8a8_gated_product(rows, self.weight, activation, pdl=pdl, to=to)
 
-    def wants_fp8(self, rows: int) -> bool:
-        return rows > WEIGHT_ONLY_ROWS and not self._weight_only
+    def a8_type(self, rows: int) -> torch.dtype | None:
+        return None if self._weight_only or rows <= WEIGHT_ONLY_ROWS else self.weight.dtype
 
-    def to_meta(self) -> Fp8Linear:
+    def _quantised(self, x: torch.Tensor, pdl: bool) -> Activations:
+        to = self.a8_type(len(x))
+        return x if to is None else self._kernels.a8_rows(x, to, pdl=pdl)
+
+    def to_meta(self) -> W8Linear:
         bias = None if self.bias is None else self.bias.to("meta")
-        return Fp8Linear(self.weight.to_meta(), bias, self._kernels, self._weight_only)
+        return W8Linear(self.weight.to_meta(), bias, self._kernels, self._weight_only)
 
 
 class PackedLinear:
@@ -149,14 +167,19 @@ class PackedLinear:
         return made if self.bias is None else made.add_(self.bias)
 
     def gated_product(
-        self, x: torch.Tensor, activation: Activation, *, pdl: bool = False, to_fp8: bool = False
+        self,
+        x: torch.Tensor,
+        activation: Activation,
+        *,
+        pdl: bool = False,
+        to: torch.dtype | None = None,
     ) -> torch.Tensor:
         if self.bias is None:
             return self._kernels.packed_gated_product(x, self.weight, activation, pdl=pdl)
         return self._kernels.act_and_mul(self.product(x, pdl=pdl), activation, pdl=pdl)
 
-    def wants_fp8(self, rows: int) -> bool:
-        return False
+    def a8_type(self, rows: int) -> torch.dtype | None:
+        return None
 
     def to_meta(self) -> PackedLinear:
         bias = None if self.bias is None else self.bias.to("meta")
@@ -176,12 +199,17 @@ class StackedLinear:
         return torch.cat([part.product(x, pdl=pdl) for part in self._parts], dim=1, out=out)
 
     def gated_product(
-        self, x: torch.Tensor, activation: Activation, *, pdl: bool = False, to_fp8: bool = False
+        self,
+        x: torch.Tensor,
+        activation: Activation,
+        *,
+        pdl: bool = False,
+        to: torch.dtype | None = None,
     ) -> torch.Tensor:
         return self._kernels.act_and_mul(self.product(x, pdl=pdl), activation)
 
-    def wants_fp8(self, rows: int) -> bool:
-        return False
+    def a8_type(self, rows: int) -> torch.dtype | None:
+        return None
 
     def to_meta(self) -> StackedLinear:
         return StackedLinear([part.to_meta() for part in self._parts], self._kernels)
@@ -201,12 +229,17 @@ class SummedLinear:
         return self._ranks.all_reduce(self._part.product(x, pdl=pdl, out=out))
 
     def gated_product(
-        self, x: torch.Tensor, activation: Activation, *, pdl: bool = False, to_fp8: bool = False
+        self,
+        x: torch.Tensor,
+        activation: Activation,
+        *,
+        pdl: bool = False,
+        to: torch.dtype | None = None,
     ) -> NoReturn:
         raise TypeError("parts of a gated product do not add up")
 
-    def wants_fp8(self, rows: int) -> bool:
-        return self._part.wants_fp8(rows)
+    def a8_type(self, rows: int) -> torch.dtype | None:
+        return self._part.a8_type(rows)
 
     def to_meta(self) -> Linear:
         return self._part.to_meta()
@@ -234,12 +267,17 @@ class GatheredLinear:
         return whole
 
     def gated_product(
-        self, x: torch.Tensor, activation: Activation, *, pdl: bool = False, to_fp8: bool = False
+        self,
+        x: torch.Tensor,
+        activation: Activation,
+        *,
+        pdl: bool = False,
+        to: torch.dtype | None = None,
     ) -> NoReturn:
         raise TypeError("a gate and its up projection are on one rank")
 
-    def wants_fp8(self, rows: int) -> bool:
-        return self._part.wants_fp8(rows)
+    def a8_type(self, rows: int) -> torch.dtype | None:
+        return self._part.a8_type(rows)
 
     def to_meta(self) -> Linear:
         ranks = Ranks(self._ranks.rank, self._ranks.size)

@@ -32,8 +32,8 @@ class DenseMLP:
     def __call__(self, x: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
         activation = self.spec.activation
         if self.spec.gated:
-            to_fp8 = self.down.wants_fp8(len(x))
-            inner = self.gate_up.gated_product(x, activation, pdl=pdl, to_fp8=to_fp8)
+            to = self.down.a8_type(len(x))
+            inner = self.gate_up.gated_product(x, activation, pdl=pdl, to=to)
         else:
             inner = self.kernels.activate(self.gate_up.product(x, pdl=pdl), activation)
         return self.down.product(inner, pdl=pdl)

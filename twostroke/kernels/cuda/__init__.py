@@ -15,13 +15,6 @@ from twostroke.kernels.cuda.decode import (
 )
 from twostroke.kernels.cuda.elementwise import act_and_mul, add_rms_norm, rms_norm
 from twostroke.kernels.cuda.experts import mix_experts, route
-from twostroke.kernels.cuda.fp8 import (
-    fp8_gated_product,
-    fp8_product,
-    fp8_rows,
-    fp8_rows_gated_product,
-    fp8_rows_product,
-)
 from twostroke.kernels.cuda.latent import (
     latent_decode_attention,
     latent_decode_splits,
@@ -42,9 +35,17 @@ from twostroke.kernels.cuda.splits import (
     decode_splits,
     num_sms,
 )
+from twostroke.kernels.cuda.w8a8 import (
+    a8_rows,
+    w8_gated_product,
+    w8_product,
+    w8a8_gated_product,
+    w8a8_product,
+)
 
 __all__ = [
     "DecodeScratch",
+    "a8_rows",
     "act_and_mul",
     "add_rms_norm",
     "adjust_logits",
@@ -57,11 +58,6 @@ __all__ = [
     "decode_scratch",
     "decode_splits",
     "exact_product",
-    "fp8_gated_product",
-    "fp8_product",
-    "fp8_rows",
-    "fp8_rows_gated_product",
-    "fp8_rows_product",
     "gated_product",
     "latent_decode_attention",
     "latent_decode_splits",
@@ -79,4 +75,8 @@ __all__ = [
     "route",
     "sample",
     "token_logprobs",
+    "w8_gated_product",
+    "w8_product",
+    "w8a8_gated_product",
+    "w8a8_product",
 ]

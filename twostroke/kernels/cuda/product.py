@@ -27,17 +27,11 @@ from twostroke.kernels.cuda.elementwise import act_and_mul, gate_times_up
 from twostroke.kernels.cuda.launch import Variant
 from twostroke.kernels.cuda.pdl import launch_options, wait_for_previous
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
+from twostroke.kernels.cuda.tiles import Streaming, dense_product, num_columns, stream_options
 
 MOST_STREAMED = 8192  # elements of a result of several rows: each row reads the weight again
 SMALL_WEIGHT = 16 << 20  # that the L2 has for it
 MOST_TILED = 64  # rows of a gated pair that the matrix units have
-
-
-@dataclass(frozen=True, slots=True)
-class Streaming:
-    columns: int  # of a program
-    inner: int  # of K, at one time
-    num_warps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +76,7 @@ def product(
     tiles = shared_tiles.choice(x, weight, False, arrived, out)
     if tiles is not None:
         return shared_tiles.run(x, weight, tiles, None, arrived, pdl, out)
-    return F.linear(x, weight) if out is None else torch.mm(x, weight.t(), out=out)
+    return dense_product(x, weight, out)
 
 
 def exact_product(x: torch.Tensor, weight: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
@@ -132,8 +126,7 @@ def stream(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The product, or with an activation the gated one."""
-    rows, inner = x.shape
-    columns = weight.shape[0] if activation is None else weight.shape[0] // 2
+    (rows, inner), columns = x.shape, num_columns(len(weight), activation)
     if out is None:
         out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     # One dimension: a second one ends at 65,535, and a large vocabulary has more.
@@ -157,13 +150,8 @@ def _stream_variant(
         ONE_ROW=one_row,
         N=columns,
         K=inner,
-        COLUMNS=tuned.columns,
-        INNER=tuned.inner,
-        GATED=activation is not None,
-        ACTIVATION=activation or "",
-        num_warps=tuned.num_warps,
-        num_stages=1,
-        **launch_options(pdl),
+        INNER=tuned.step,
+        **stream_options(tuned, activation, pdl),
     )
 
 

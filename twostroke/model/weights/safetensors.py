@@ -19,25 +19,25 @@ from twostroke.errors import ModelError
 from twostroke.model.block_types import BlockType
 from twostroke.model.dequant import Bytes, dequantize
 from twostroke.model.fields import listed_names, read_json, shown
-from twostroke.model.hf_fp8 import Fp8Config
 from twostroke.model.hf_names import NAMES
 from twostroke.model.hf_packed import PackedConfig
+from twostroke.model.hf_w8a8 import W8Config
 from twostroke.model.on_disk import forget_pages
 from twostroke.model.packed_format import PackedFormat, StoredCodes
 from twostroke.model.ranks import WHOLE, Part
 from twostroke.model.spec import ModelSpec
 from twostroke.model.tensor_names import TensorNames
 from twostroke.model.weights import ALL_ROWS, Floats, PackedMatrix, not_finite
-from twostroke.model.weights.fp8 import (
-    FP8,
-    FP8_SCALES,
+from twostroke.model.weights.packed import ENDINGS, Module, kernel_group
+from twostroke.model.weights.w8a8 import (
     STATIC_SCALES,
-    dequantise_fp8,
-    fp8_is_finite,
+    W8_SCALES,
+    W8_TYPES,
+    dequantise_w8,
     row_scales,
     scales_of_a_row,
+    w8_is_finite,
 )
-from twostroke.model.weights.packed import ENDINGS, Module, kernel_group
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ PREFIX = re.compile(
 class Stored(NamedTuple):
     """A tensor as its file has it."""
 
-    type: str  # one of FLOATS, FP8 or U8
+    type: str  # one of FLOATS, W8_TYPES, I32 or U8
     shape: tuple[int, ...]
     data: Bytes
 
@@ -109,7 +109,7 @@ class SafetensorsWeights:
         folder: Path,
         spec: ModelSpec,
         names: TensorNames = NAMES,
-        quantized: Fp8Config | PackedConfig | None = None,
+        quantized: W8Config | PackedConfig | None = None,
     ) -> None:
         self._folder = folder
         self._spec = spec
@@ -143,9 +143,14 @@ class SafetensorsWeights:
         moved = self._names.offset(name) != 0.0 or place.order is not None or place.transposed
         return moved or self.stored_type(name) is not None or self.is_quantized(name)
 
+    @property
+    def _w8_type(self) -> str | None:
+        """Of the tensors that `quantized` says are in fp8 or int8, if it does."""
+        return W8_TYPES[self.quantized.type] if isinstance(self.quantized, W8Config) else None
+
     def is_quantized(self, name: str) -> bool:
         """Whether the weight is stored as `quantized` says."""
-        return self.fp8_scales(name) > 0 or self._module(name) is not None
+        return self.w8_scales(name) > 0 or self._module(name) is not None
 
     def stored(self, name: str) -> Stored:
         """The mapped file itself: read it, do not write to it. Only of a weight that is not
@@ -168,7 +173,7 @@ class SafetensorsWeights:
             )
         found = self._look(stored)
         place = self._places[name]
-        if found.type == FP8 and self.quantized and place.dims == 2 and not place.transposed:
+        if found.type == self._w8_type and place.dims == 2 and not place.transposed:
             return found
         if found.type not in FLOATS:
             raise ModelError(
@@ -187,8 +192,8 @@ class SafetensorsWeights:
         if module is not None:
             return module.floats(self._rows_of(module, name, rows))
         type, whole, data = self._tensor(name)
-        if type == FP8:
-            return dequantise_fp8(*self.fp8(name, (rows,)))
+        if isinstance(self.quantized, W8Config) and type == self._w8_type:
+            return dequantise_w8(*self.w8(name, (rows,)), self.quantized.type)
         place = self._places[name]
         shape, data = place.part(whole), place.part_of(data)
         lines: Any = data.reshape(shape[0], -1)
@@ -203,29 +208,30 @@ class SafetensorsWeights:
         offset = self._names.offset(name)
         return values + np.float32(offset) if offset else values
 
-    def fp8_scales(self, name: str) -> int:
-        """The scales that a row of a matrix has, if it is stored in fp8; else 0."""
+    def w8_scales(self, name: str) -> int:
+        """The scales that a row of a matrix has, if it is stored in fp8 or int8; else 0."""
         stored = self._stored_name(name)
-        if not isinstance(self.quantized, Fp8Config) or stored is None:
+        if not isinstance(self.quantized, W8Config) or stored is None:
             return 0
-        if self._look(stored).type != FP8:
+        if self._look(stored).type != self._w8_type:
             return 0
-        where, scale = self._fp8_scale(name)
+        where, scale = self._w8_scale(name)
         shape = self._look(stored).shape
         return scales_of_a_row(where, scale.type, scale.shape, shape, self.quantized.block)
 
-    def fp8(self, name: str, part: Part = WHOLE) -> tuple[Bytes, Floats]:
-        """The bits of a matrix in fp8, or of a part of it, and its scales, [rows, groups]."""
-        found, place, groups = self._tensor(name), self._places[name], self.fp8_scales(name)
-        assert isinstance(self.quantized, Fp8Config)
+    def w8(self, name: str, part: Part = WHOLE) -> tuple[Bytes, Floats]:
+        """The bits of a matrix in fp8 or int8, or of a part of it, and its scales, [rows,
+        groups]."""
+        found, place, groups = self._tensor(name), self._places[name], self.w8_scales(name)
+        assert isinstance(self.quantized, W8Config)
         rows, columns = (*part, ALL_ROWS, ALL_ROWS)[:2]
-        where, scale = self._fp8_scale(name)
+        where, scale = self._w8_scale(name)
         all_scales = row_scales(
             scale.data, scale.type, scale.shape, found.shape[0], self.quantized.block
         )
         bits = place.rows_in(found.data.reshape(found.shape), rows)[:, columns]
         scales = place.rows_in(all_scales, rows)
-        if not fp8_is_finite(bits):
+        if not w8_is_finite(bits, self.quantized.type):
             raise not_finite(self, name)
         if not np.isfinite(scales).all():
             raise ModelError(f"{where} holds NaN or infinity. Download the model again.")
@@ -240,16 +246,16 @@ class SafetensorsWeights:
             scales = scales[:, first // size : end // size]
         return np.ascontiguousarray(bits), scales.copy()
 
-    def _fp8_scale(self, name: str) -> tuple[str, Stored]:
-        """The tensor that has the scales of a matrix in fp8, and what a message calls it."""
+    def _w8_scale(self, name: str) -> tuple[str, Stored]:
+        """The tensor with the scales of a matrix in fp8 or int8, and what a message calls it."""
         stored = self._stored_name(name) or ""
-        for scale in (stored + ending for ending in FP8_SCALES):
+        for scale in (stored + ending for ending in W8_SCALES):
             if scale in self._files:
                 return f"{self._files[scale]}: the tensor {scale!r}", self._look(scale)
-        names = " or ".join(repr(stored + ending) for ending in FP8_SCALES)
+        names = " or ".join(repr(stored + ending) for ending in W8_SCALES)
         raise ModelError(
-            f"{self.label(name)} is in fp8, and its scales are missing ({names}). The model is "
-            "incomplete; download the folder again."
+            f"{self.label(name)} is in {self.quantized.name if self.quantized else 'fp8'}, and its "
+            f"scales are missing ({names}). The model is incomplete; download the folder again."
         )
 
     # ── of 4 or 8 bits ──────────────────────────────────────────────────────────────────────
@@ -448,12 +454,12 @@ class SafetensorsWeights:
                 continue
             if isinstance(self.quantized, PackedConfig) and self._is_of_module(name, known):
                 continue
-            if isinstance(self.quantized, Fp8Config) and (
+            if isinstance(self.quantized, W8Config) and (
                 name.removesuffix("_inv").removesuffix("_scale") in known
                 or name.endswith(STATIC_SCALES)
             ):
                 continue
-            if name.endswith(".bias") and not self._look(stored).data.any():
+            if name.endswith((".bias", "_zero_point")) and not self._look(stored).data.any():
                 continue  # zeros change nothing
             if layer is not None and int(layer[1]) < self._spec.num_layers:
                 raise ModelError(

@@ -9,6 +9,7 @@ import torch
 
 from twostroke.errors import ModelError
 from twostroke.kernels.packed import Codes
+from twostroke.model.hf_w8a8 import W8Config
 from twostroke.model.ranks import WHOLE, Part
 from twostroke.model.weights import ALL_ROWS, WeightSource, all_finite, not_finite
 from twostroke.model.weights.dummy import STD, TILE, DummyWeights, mean_of
@@ -24,6 +25,7 @@ DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+W8_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 def read_tensor(
@@ -45,15 +47,16 @@ def read_tensor(
     return tensor
 
 
-def read_fp8(
+def read_w8(
     source: WeightSource, name: str, part: Part = WHOLE
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The e4m3 values of a matrix, or of a part of it, and their scales, [rows, groups]; None if it
-    is not stored so."""
-    if not isinstance(source, SafetensorsWeights) or not source.fp8_scales(name):
+    """The values of a matrix in fp8 or int8, or of a part of it, and their scales, [rows, groups];
+    None if it is not stored so."""
+    if not isinstance(source, SafetensorsWeights) or not source.w8_scales(name):
         return None
-    values, scales = source.fp8(name, part)
-    return torch.from_numpy(values).view(torch.float8_e4m3fn), torch.from_numpy(scales)
+    assert isinstance(source.quantized, W8Config)
+    values, scales = source.w8(name, part)
+    return torch.from_numpy(values).view(W8_DTYPES[source.quantized.type]), torch.from_numpy(scales)
 
 
 def read_packed(source: WeightSource, name: str, part: Part = WHOLE) -> Codes | None:

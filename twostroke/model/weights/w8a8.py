@@ -1,4 +1,4 @@
-"""Matrices in fp8 (e4m3) as checkpoints have them: bits, and scales in another tensor."""
+"""Matrices in fp8 (e4m3) or int8 as checkpoints have them: bits, and scales in another tensor."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from twostroke.model.weights import Bytes, Floats
 
 Block = tuple[int, int]  # rows and columns that share a scale
 
-FP8 = "F8_E4M3"
-FP8_SCALES = ("_scale", "_scale_inv")  # after a weight's name: what its values are multiplied by
+W8_TYPES = {"fp8": "F8_E4M3", "int8": "I8"}  # of the tensor, by a config's word for it
+W8_SCALES = ("_scale", "_scale_inv")  # after a weight's name: what its values are multiplied by
 SCALE_TYPES = ("F32", "F16", "BF16")
-# Beside weights in fp8: what activations, keys and values are divided by where that is fixed.
+# Beside such weights: what activations, keys and values are divided by where that is fixed.
 STATIC_SCALES = (".input_scale", ".k_scale", ".v_scale", ".q_scale", ".prob_scale")
 
 
@@ -59,15 +59,16 @@ def row_scales(
     return np.broadcast_to(values.reshape(-1, 1), (rows, 1))
 
 
-def dequantise_fp8(bits: Bytes, scales: Floats) -> Floats:
-    grouped = E4M3_VALUES[bits].reshape(len(bits), scales.shape[1], -1)
+def dequantise_w8(bits: Bytes, scales: Floats, type: str) -> Floats:
+    values = E4M3_VALUES[bits] if type == "fp8" else bits.view(np.int8).astype(np.float32)
+    grouped = values.reshape(len(bits), scales.shape[1], -1)
     found: Floats = (grouped * scales[:, :, None]).reshape(bits.shape)
     return found
 
 
-def fp8_is_finite(bits: Bytes) -> bool:
+def w8_is_finite(bits: Bytes, type: str) -> bool:
     """e4m3 has no infinity; NaN is all ones, with either sign."""
-    return not bool((bits & 0x7F == 0x7F).any())
+    return type != "fp8" or not bool((bits & 0x7F == 0x7F).any())
 
 
 def _e4m3_values() -> Floats:

@@ -1,4 +1,4 @@
-"""Which weights torch's backends keep in fp8, and what they take there."""
+"""Which weights torch's backends keep in fp8 or int8, and what they take there."""
 
 from __future__ import annotations
 
@@ -8,49 +8,54 @@ from typing import NamedTuple
 
 from twostroke.errors import ConfigError
 from twostroke.model.block_types import BlockType
-from twostroke.model.hf_fp8 import Fp8Config
+from twostroke.model.hf_w8a8 import W8Config
 from twostroke.model.spec import ExpertsSpec, LayerSpec, ModelSpec, projections
 from twostroke.model.weights import WeightSource
 from twostroke.model.weights.safetensors import SafetensorsWeights
 
 SCALE_BYTES = 4
+TYPES = ("fp8", "int8")  # of --quantization
 DENSE = (None, BlockType.F32, BlockType.F16, BlockType.BF16)
 
 
-class Fp8Format(NamedTuple):
-    scales_of_a_row: int
+class W8Format(NamedTuple):
+    type: str  # fp8 or int8
+    scales_of_a_row: int = 1
 
     @property
     def needs_fp8(self) -> bool:
         """Of a GPU's matrix units."""
-        return True
+        return self.type == "fp8"
 
     @property
     def is_untried(self) -> bool:
         """No GPU has run it as yet."""
-        return False
+        return self.type == "int8"
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         return math.prod(shape) + SCALE_BYTES * shape[0] * self.scales_of_a_row
 
 
-def fp8_matrices(spec: ModelSpec, source: WeightSource, quantization: str | None) -> dict[str, int]:
-    """The weights that are kept in fp8, as their file has them or as `quantization` asks, with the
-    scales that a row of each has. Matrices that are one product are so together or not at all;
-    embedding, head, routers and experts never. In a file that is in fp8, what is not is left."""
-    found: dict[str, int] = {}
-    wanted = quantization == "fp8" and _quantized(source) is None
+def w8_matrices(
+    spec: ModelSpec, source: WeightSource, quantization: str | None
+) -> dict[str, W8Format]:
+    """The weights that are kept in fp8 or int8, as their file has them or as `quantization` asks.
+    Matrices that are one product are so together or not at all; embedding, head, routers and
+    experts never. In a file that is in one of them, what is not is left."""
+    found: dict[str, W8Format] = {}
+    wanted = quantization if quantization in TYPES and not _is_quantized(source) else None
     if wanted and any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers):
         raise ConfigError(
-            "quantization is 'fp8', which does not quantise experts as yet; leave quantization out"
+            f"quantization is {wanted!r}, which does not quantise experts as yet; leave "
+            "quantization out"
         )
     for names in products(spec):
-        stored = [_stored_scales(source, name) for name in names]
-        if all(stored):
+        stored = [format for name in names if (format := _stored_format(source, name))]
+        if len(stored) == len(names):
             found |= dict(zip(names, stored, strict=True))
         elif wanted:
-            refuse_quantised(source, names, "fp8")
-            found |= dict.fromkeys(names, 1)
+            refuse_quantised(source, names, wanted)
+            found |= dict.fromkeys(names, W8Format(wanted))
     return found
 
 
@@ -82,14 +87,23 @@ def _layer_products(layer: LayerSpec) -> Iterator[Sequence[str]]:
         yield ("down",)
 
 
-def _quantized(source: WeightSource) -> Fp8Config | None:
+def _quantized(source: WeightSource) -> W8Config | None:
     known = source.quantized if isinstance(source, SafetensorsWeights) else None
-    return known if isinstance(known, Fp8Config) else None
+    return known if isinstance(known, W8Config) else None
 
 
-def _stored_scales(source: WeightSource, name: str) -> int:
-    """0 if the file does not have it in fp8."""
-    return source.fp8_scales(name) if isinstance(source, SafetensorsWeights) else 0
+def _is_quantized(source: WeightSource) -> bool:
+    """By its maker, in any format that leaves some of its matrices in floats."""
+    return isinstance(source, SafetensorsWeights) and source.quantized is not None
+
+
+def _stored_format(source: WeightSource, name: str) -> W8Format | None:
+    """None if the file does not have it so."""
+    known = _quantized(source)
+    if known is None or not isinstance(source, SafetensorsWeights):
+        return None
+    scales = source.w8_scales(name)
+    return W8Format(known.type, scales) if scales else None
 
 
 def refuse_quantised(source: WeightSource, names: Sequence[str], asked: str) -> None:

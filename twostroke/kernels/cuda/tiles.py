@@ -1,0 +1,198 @@
+"""What the products of all weight formats share: how a launch is cut into programs, what a tile
+ends in, and split-K.
+
+Where a matrix has fewer tiles than the card has room for, several programs share the columns of a
+tile: each has a part of K, and whoever arrives last adds the parts up, in their order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from triton.runtime import driver
+
+from twostroke.kernels.activations import Activation
+from twostroke.kernels.cuda.elementwise import gate_times_up
+from twostroke.kernels.cuda.pdl import launch_options
+from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
+from twostroke.kernels.split_k import ARRIVALS_COLUMNS
+
+# Bytes of each column that are on their way before a tile's launch waits.
+FETCHED = tl.constexpr(512)
+ASM = tl.constexpr(not triton.knobs.runtime.interpret)  # else the same in plain operations
+
+OF_HOPPER = 227 << 10  # bytes of shared memory that a program may have there
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """Of one row: a program has all of K."""
+
+    columns: int  # of a program
+    step: int  # of K, at one time: numbers, or groups where the weight has them
+    num_warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    rows: int
+    columns: int  # of each half, if gated
+    step: int  # of K, at one time: as of `Streaming`
+    splits: int  # of K
+    scale_first: bool  # numbers are scaled and rounded before they are multiplied
+    weight_first: bool  # the weight is the left operand: the matrix units take 64 of its rows
+    num_warps: int
+    num_stages: int
+
+
+def table_key(format: str, rows: int, shape: tuple[int, ...], gated: bool) -> str:
+    """Of a table of what was the fastest, by the power of two that rows are padded to."""
+    size = "×".join(map(str, shape))
+    block = rows if rows == 1 else max(16, power_of_two(rows))
+    return f"{format}, {size}{' gated' if gated else ''}, {block}"
+
+
+def of_table(entry: tuple[int, ...]) -> Streaming | Tiling | None:
+    """None, where the table has nothing: the library was faster."""
+    if len(entry) == 3:
+        return Streaming(*entry)
+    if not entry:
+        return None
+    rows, columns, step, splits, scale_first, weight_first, warps, stages = entry
+    first = (bool(scale_first), bool(weight_first))
+    return Tiling(rows, columns, step, splits, *first, warps, stages)
+
+
+def power_of_two_below(most: int) -> int:
+    """The largest that is not above; 1 at the least."""
+    return 1 << max(0, most.bit_length() - 1)
+
+
+def is_plain(x: torch.Tensor) -> bool:
+    return x.is_contiguous() and x.dtype.itemsize == 2
+
+
+def dense_product(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The library's x @ weight.T."""
+    return F.linear(x, weight) if out is None else torch.mm(x, weight.t(), out=out)
+
+
+@cache
+def shared_bytes() -> int:
+    """That a program may have on this GPU; where there is none, kernels are compiled for Hopper."""
+    if not torch.cuda.is_available():
+        return OF_HOPPER
+    device = driver.active.get_current_device()
+    return int(driver.active.utils.get_device_properties(device)["max_shared_mem"])
+
+
+def fitted(tuned: Tiling, step_bytes: int) -> Tiling:
+    """With fewer stages, where a GPU has less shared memory than Hopper. `step_bytes`: of a stage,
+    the rows' and the columns' numbers of a step of K."""
+    most = max(1, shared_bytes() // step_bytes)
+    return tuned if tuned.num_stages <= most else replace(tuned, num_stages=most)
+
+
+def num_columns(weight_rows: int, activation: Activation | None) -> int:
+    """Of a product, or with an activation of the gated one."""
+    return weight_rows if activation is None else weight_rows // 2
+
+
+def stream_options(tuned: Streaming, activation: Activation | None, pdl: bool) -> dict[str, Any]:
+    return {
+        "COLUMNS": tuned.columns,
+        "num_warps": tuned.num_warps,
+        "num_stages": 1,
+        **_gating(activation),
+        **launch_options(pdl),
+    }
+
+
+def tile_options(tuned: Tiling, activation: Activation | None, pdl: bool) -> dict[str, Any]:
+    return {
+        "ROWS": tuned.rows,
+        "COLUMNS": tuned.columns,
+        "SPLITS": tuned.splits,
+        "WEIGHT_FIRST": tuned.weight_first,
+        "num_warps": tuned.num_warps,
+        "num_stages": tuned.num_stages,
+        **_gating(activation),
+        **launch_options(pdl),
+    }
+
+
+def _gating(activation: Activation | None) -> dict[str, Any]:
+    return {"GATED": activation is not None, "ACTIVATION": activation or ""}
+
+
+def split_buffers(
+    tuned: Tiling,
+    rows: int,
+    columns: int,
+    arrived: torch.Tensor,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Where the splits of K leave their sums, and where they meet; None if there is one."""
+    if tuned.splits == 1:
+        return None, None
+    assert rows <= tuned.rows
+    assert tuned.columns >= ARRIVALS_COLUMNS
+    size = ceil_div(columns, tuned.columns) * tuned.splits * tuned.rows * tuned.columns
+    return torch.empty(size, dtype=dtype, device=arrived.device), arrived
+
+
+# ── of kernels ──────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def dot(x, weight, sums, WEIGHT_FIRST: tl.constexpr):
+    if WEIGHT_FIRST:
+        sums = tl.dot(weight, tl.trans(x), sums, out_dtype=sums.dtype)
+    else:
+        sums = tl.dot(x, tl.trans(weight), sums, out_dtype=sums.dtype)
+    return sums
+
+
+@triton.jit
+def is_last_split(sums, to, arrived, block, split, SPLITS: tl.constexpr, SIZE: tl.constexpr):
+    """Leaves a split's sums for the last to arrive, which this may be."""
+    tl.store(to + split * SIZE, sums)
+    # All threads' stores before the count that publishes them.
+    tl.debug_barrier()
+    return tl.atomic_add(arrived + block, 1, sem="acq_rel") == SPLITS - 1
+
+
+@triton.jit
+def sum_of_splits(to, arrived, block, SPLITS: tl.constexpr, SIZE: tl.constexpr):
+    tl.store(arrived + block, 0)
+    sums = tl.load(to)
+    for other in tl.range(1, SPLITS):
+        sums += tl.load(to + other * SIZE)
+    return sums
+
+
+@triton.jit
+def store_tile(
+    sums,
+    others,
+    row,
+    column,
+    there,
+    out,
+    N: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """[rows, columns]: activated, and stored. `there`: rows that are."""
+    if GATED:
+        sums = gate_times_up(sums, others, out.dtype.element_ty, ACTIVATION)
+    to = out + row.to(tl.int64)[:, None] * N + column[None, :]
+    tl.store(to, sums.to(out.dtype.element_ty), mask=there & (column < N)[None, :])

@@ -1,0 +1,340 @@
+"""Products with weights in fp8 (e4m3) or int8; `kernels/w8a8.py` says what they stand for.
+
+    one row     the weight goes past once and is added up in fp32, as in `product.py`
+    few rows    tiles of the weight become the activations' type in registers; nothing is rounded
+    more rows   activations are quantised, and the matrix units multiply e4m3 with e4m3, or int8
+                with int8: by tiles here where the weight's bytes decide, and always of int8; of
+                e4m3 by the library where arithmetic does
+
+`tiles.py` has what a launch is cut into, and split-K.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from twostroke.kernels.activations import Activation
+from twostroke.kernels.cuda import tiles
+from twostroke.kernels.cuda import w8a8_kernels as kernels
+from twostroke.kernels.cuda.elementwise import act_and_mul
+from twostroke.kernels.cuda.launch import Variant
+from twostroke.kernels.cuda.pdl import launch_options
+from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
+from twostroke.kernels.cuda.tiles import Streaming, Tiling, is_plain, num_columns
+from twostroke.kernels.cuda.w8a8_tiles import TILES
+from twostroke.kernels.w8a8 import (
+    E4M3,
+    INT8,
+    LARGEST,
+    LONGEST_INT8,
+    SMALLEST_SCALE,
+    A8Rows,
+    W8Weight,
+    dequantised,
+)
+
+# Rows whose products have tiles here, the activations as they are; with more of them the weight is
+# dequantised as a whole, and the library multiplies.
+MOST_WEIGHT_ONLY = 256
+MOST_TILED = 128  # rows of e4m3 whose products have tiles here; the library has the rest
+LIBRARY_STEP = 16  # the library takes matrices whose sizes are multiples of it
+PROGRAMS, FEW_PROGRAMS = 512, 256  # of a matrix whose K is split; the latter of 8-bit activations
+NARROW = 4096  # columns of a matrix that is cut into narrower tiles, for as many programs
+LONG = 8192  # of K: where 128 rows are faster in tiles that share it than by the library
+DEQUANTISED = 2048  # numbers of a program
+BAND = 8  # tiles of rows, of many, that are computed beside each other
+MOST_TUNED = 1024  # rows of int8: with more of them it is the same
+
+
+def streaming(weight: W8Weight, gated: bool) -> Streaming | None:
+    """Of one row; None where nothing here divides K or a group."""
+    group, inner = _group(weight), weight.values.shape[1]
+    ways = (Streaming(1, 512, 1),) if gated else (Streaming(4, 1024, 2), Streaming(4, 512, 2))
+    for way in (*ways, Streaming(8, 128, 4)):
+        if inner % way.step == 0 and (group % way.step == 0 or not way.step % group):
+            return way
+    return None
+
+
+def tiling(rows: int, weight: W8Weight, gated: bool, quantised: bool) -> Tiling | None:
+    """None where the library is faster, or nothing here divides K or a group. `quantised`: the
+    activations have the weight's type."""
+    columns, inner = weight.values.shape
+    if quantised and weight.dtype == INT8:
+        return int8_tiling(rows, weight, gated)
+    block = min(128, max(16, power_of_two(rows)))
+    if rows > (MOST_TILED if quantised else MOST_WEIGHT_ONLY):
+        return None
+    if quantised and block > 64 and (gated or inner < LONG):
+        return None
+    largest = 128 if block > 64 or (not quantised and block > 32) or (gated and block > 16) else 256
+    step = _step(weight, largest)
+    if step is None:
+        return None
+    few = block == 16 and not quantised
+    tile = 32 if few and not gated and columns <= NARROW else 64
+    splits = 1
+    if not gated and rows <= block:
+        programs, steps = (FEW_PROGRAMS, 8 if block == 16 else 14) if quantised else (PROGRAMS, 4)
+        most = min(programs // ceil_div(columns, tile), inner // step // steps)
+        splits = tiles.power_of_two_below(most)
+    stages = 3 if block == 128 or (gated and block == 16) or (gated and not quantised) else 4
+    return Tiling(block, tile, step, splits, False, block >= 64 or quantised, 4, stages)
+
+
+def int8_key(rows: int, weight: W8Weight, gated: bool) -> str:
+    return tiles.table_key("int8", min(rows, MOST_TUNED), tuple(weight.values.shape), gated)
+
+
+def int8_tiling(rows: int, weight: W8Weight, gated: bool) -> Tiling | None:
+    """Of int8 with int8; None where nothing here divides K, or sums would not fit int32."""
+    columns, inner = weight.values.shape
+    known = TILES.get(int8_key(rows, weight, gated))
+    found = None if known is None else tiles.of_table(known)
+    if isinstance(found, Tiling):
+        return found
+    block = min(128, max(16, power_of_two(rows)))
+    step = _step(weight, 256 if block <= 64 and not gated else 128)
+    if step is None or inner > LONGEST_INT8:
+        return None
+    if rows > 128:
+        return Tiling(128, 64 if gated else 128, step, 1, False, False, 8, 4)
+    splits = 1
+    if not gated:
+        most = min(FEW_PROGRAMS // ceil_div(columns, 64), inner // step // 8)
+        splits = tiles.power_of_two_below(most)
+    weight_first, warps = (True, 4) if block <= 64 else (False, 8)
+    return Tiling(block, 64, step, splits, False, weight_first, warps, 4)
+
+
+def _step(weight: W8Weight, largest: int) -> int | None:
+    """Of K, at one time."""
+    sizes = (n for n in (256, 128, 64) if n <= largest)
+    inner, group = weight.values.shape[1], _group(weight)
+    return next((n for n in sizes if inner % n == 0 and group % n == 0), None)
+
+
+def _group(weight: W8Weight) -> int:
+    """Columns that share a scale."""
+    return weight.values.shape[1] // weight.scale.shape[1]
+
+
+# ── calls ───────────────────────────────────────────────────────────────────────────────────
+
+
+def w8_product(
+    x: torch.Tensor, weight: W8Weight, *, pdl: bool = False, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x @ what the weight stands for, transposed; to `out`, contiguous, if it is given."""
+    if is_plain(x):
+        streamed = streaming(weight, gated=False) if x.shape[0] == 1 else None
+        if streamed is not None:
+            return stream(x, weight, streamed, None, pdl, out)
+        tuned = tiling(x.shape[0], weight, gated=False, quantised=False)
+        if tuned is not None:
+            return tiled(x, None, weight, tuned, None, pdl, out)
+    return tiles.dense_product(x, dequantise(weight, x.dtype), out)
+
+
+def w8_gated_product(
+    x: torch.Tensor, weight: W8Weight, activation: Activation, *, pdl: bool = False
+) -> torch.Tensor:
+    """activation(x @ first half of the weight) · (x @ second half), rounded as by `act_and_mul`."""
+    if is_plain(x):
+        streamed = streaming(weight, gated=True) if x.shape[0] == 1 else None
+        if streamed is not None:
+            return stream(x, weight, streamed, activation, pdl)
+        tuned = tiling(x.shape[0], weight, gated=True, quantised=False)
+        if tuned is not None:
+            return tiled(x, None, weight, tuned, activation, pdl)
+    return act_and_mul(w8_product(x, weight), activation, pdl=pdl)
+
+
+def w8a8_product(
+    x: A8Rows, weight: W8Weight, *, pdl: bool = False, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The product of both as they are quantised, where the weight has one scale a row."""
+    tuned = _tiling_of_rows(x, weight, gated=False)
+    if tuned is not None:
+        return tiled(x.values, x, weight, tuned, None, pdl, out)
+    if weight.dtype == E4M3 and all(size % LIBRARY_STEP == 0 for size in weight.values.shape):
+        return library_product(x, weight, out)
+    whole = dequantised(x.values, x.scale.unsqueeze(1), x.dtype)
+    return w8_product(whole, weight, out=out)
+
+
+def w8a8_gated_product(
+    x: A8Rows,
+    weight: W8Weight,
+    activation: Activation,
+    *,
+    pdl: bool = False,
+    to: torch.dtype | None = None,
+) -> torch.Tensor | A8Rows:
+    """The gated product of both, rounded as by `act_and_mul`; quantised again, if to a type."""
+    tuned = _tiling_of_rows(x, weight, gated=True)
+    if tuned is not None:
+        acted = tiled(x.values, x, weight, tuned, activation, pdl)
+        return acted if to is None else a8_rows(acted, to, pdl=pdl)
+    gate_up = w8a8_product(x, weight, pdl=pdl)
+    if to is None:
+        return act_and_mul(gate_up, activation, pdl=pdl)
+    return a8_act_and_mul(gate_up, activation, to, pdl=pdl)
+
+
+def _tiling_of_rows(x: A8Rows, weight: W8Weight, gated: bool) -> Tiling | None:
+    assert x.values.dtype == weight.dtype
+    if weight.dtype == E4M3 and x.dtype.itemsize != 2:
+        return None
+    return tiling(len(x.values), weight, gated, quantised=True)
+
+
+def library_product(x: A8Rows, weight: W8Weight, out: torch.Tensor | None = None) -> torch.Tensor:
+    if out is None:
+        out = torch.empty(len(x.values), len(weight.values), dtype=x.dtype, device=x.values.device)
+    if x.values.is_meta:
+        return out  # there is nothing to compile
+    # Scales of rows and columns go with results in bf16 alone.
+    made = out if x.dtype == torch.bfloat16 else torch.empty_like(out, dtype=torch.bfloat16)
+    torch._scaled_mm(
+        x.values,
+        weight.values.t(),
+        scale_a=x.scale.unsqueeze(1),
+        scale_b=weight.scale.t(),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+        out=made,
+    )
+    return out if made is out else out.copy_(made)
+
+
+def dequantise(weight: W8Weight, dtype: torch.dtype) -> torch.Tensor:
+    """What the weight stands for, whole."""
+    columns, inner = weight.values.shape
+    out = torch.empty(columns, inner, dtype=dtype, device=weight.values.device)
+    # Rows along the grid's x: its y ends at 65,535.
+    grid = (columns, ceil_div(inner, DEQUANTISED))
+    variant = _dequantise_variant(inner, _group(weight))
+    variant(grid, (weight.values, weight.scale, out), (), ())
+    return out
+
+
+@cache
+def _dequantise_variant(inner: int, group: int) -> Variant:
+    return Variant(kernels.dequantise_rows, K=inner, GROUP=group, BLOCK=DEQUANTISED, num_warps=4)
+
+
+def a8_rows(x: torch.Tensor, to: torch.dtype, *, pdl: bool = False) -> A8Rows:
+    """Activations [T, N], quantised token by token."""
+    return _quantise(x, x.shape[1], None, to, pdl)
+
+
+def a8_act_and_mul(
+    gate_up: torch.Tensor, activation: Activation, to: torch.dtype, *, pdl: bool = False
+) -> A8Rows:
+    """[T, 2N] → [T, N]: the activation of the first half times the second, rounded as by
+    `act_and_mul`, and quantised."""
+    return _quantise(gate_up, gate_up.shape[1] // 2, activation, to, pdl)
+
+
+def _quantise(
+    x: torch.Tensor, width: int, activation: Activation | None, to: torch.dtype, pdl: bool
+) -> A8Rows:
+    assert x.stride(1) == 1
+    values = torch.empty(len(x), width, dtype=to, device=x.device)
+    scale = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    variant = _quantise_variant(width, activation, to, pdl)
+    variant((len(x),), (x, values, scale), (), (x.stride(0),))
+    return A8Rows(values, scale, x.dtype)
+
+
+@cache
+def _quantise_variant(
+    width: int, activation: Activation | None, to: torch.dtype, pdl: bool
+) -> Variant:
+    block = power_of_two(width)
+    return Variant(
+        kernels.quantise_row,
+        WIDTH=width,
+        BLOCK=block,
+        GATED=activation is not None,
+        ACTIVATION=activation or "",
+        MOST=LARGEST[to],
+        LEAST=SMALLEST_SCALE,
+        num_warps=min(max(block // 512, 2), 16),
+        **launch_options(pdl),
+    )
+
+
+def stream(
+    x: torch.Tensor,
+    weight: W8Weight,
+    tuned: Streaming,
+    activation: Activation | None,
+    pdl: bool,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The product of one row, or with an activation the gated one."""
+    columns, inner = num_columns(len(weight.values), activation), x.shape[1]
+    if out is None:
+        out = torch.empty(1, columns, dtype=x.dtype, device=x.device)
+    variant = _stream_variant(columns, inner, _group(weight), tuned, activation, pdl)
+    grid = (ceil_div(columns, tuned.columns),)
+    variant(grid, (x, weight.values, weight.scale, out), (), ())
+    return out
+
+
+@cache
+def _stream_variant(
+    columns: int, inner: int, group: int, tuned: Streaming, activation: Activation | None, pdl: bool
+) -> Variant:
+    sizes = {"N": columns, "K": inner, "GROUP": group, "INNER": tuned.step}
+    return Variant(kernels.stream_row, **sizes, **tiles.stream_options(tuned, activation, pdl))
+
+
+def tiled(
+    x: torch.Tensor,
+    quantised: A8Rows | None,
+    weight: W8Weight,
+    tuned: Tiling,
+    activation: Activation | None,
+    pdl: bool,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The product, or with an activation the gated one; `x` is what `quantised` holds, if there is
+    that."""
+    rows, inner = x.shape
+    columns = num_columns(len(weight.values), activation)
+    if out is None:
+        dtype = x.dtype if quantised is None else quantised.dtype
+        out = torch.empty(rows, columns, dtype=dtype, device=x.device)
+    grid = (ceil_div(columns, tuned.columns), ceil_div(rows, tuned.rows), tuned.splits)
+    # Many rows: the kernel puts tiles in an order of its own.
+    band = BAND if x.dtype == INT8 and grid[1] > 1 else 0
+    if band:
+        grid = (grid[0] * grid[1], 1, 1)
+    halves = 1 if activation is None else 2
+    tuned = tiles.fitted(tuned, tuned.step * (tuned.rows * x.itemsize + halves * tuned.columns))
+    sum_type = torch.int32 if x.dtype == INT8 else torch.float32
+    splits = tiles.split_buffers(tuned, rows, columns, weight.arrived, sum_type)
+    x_scale = None if quantised is None else quantised.scale
+    variant = _tiled_variant(columns, inner, _group(weight), tuned, band, activation, pdl)
+    tensors = (x, x_scale, weight.values, weight.scale, out, *splits)
+    variant(grid, tensors, (rows,), ())
+    return out
+
+
+@cache
+def _tiled_variant(
+    columns: int,
+    inner: int,
+    group: int,
+    tuned: Tiling,
+    band: int,
+    activation: Activation | None,
+    pdl: bool,
+) -> Variant:
+    sizes = {"N": columns, "K": inner, "GROUP": group, "INNER": tuned.step, "BAND": band}
+    return Variant(kernels.multiply_tile, **sizes, **tiles.tile_options(tuned, activation, pdl))

@@ -1,0 +1,363 @@
+"""The kernels of `w8a8.py`: weights in e4m3 or int8, activations as they are or in the same."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from twostroke.kernels.cuda.elementwise import gate_times_up
+from twostroke.kernels.cuda.pdl import fetch_to_l2, wait_for_previous
+from twostroke.kernels.cuda.tiles import (
+    ASM,
+    FETCHED,
+    dot,
+    is_last_split,
+    store_tile,
+    sum_of_splits,
+)
+
+# A number below 2^22 that is added to it is rounded to the nearest whole one, even of two.
+ROUNDING = tl.constexpr(1.5 * 2.0**23)
+
+# ── numbers of 8 bits as wider ones, exactly ────────────────────────────────────────────────
+
+# Four numbers of int8. Of fp32 and fp16 the bits, with the sign's turned, go below those of a power
+# of two, which is taken off again with the 128 that turning added. bf16 has seven bits there: the
+# sign's goes into what is taken off, 128 or 256.
+INT8_F32 = """{
+.reg .b32 u;
+xor.b32 u, $4, 0x80808080;
+prmt.b32 $0, u, 0x4B, 0x4550;
+prmt.b32 $1, u, 0x4B, 0x4551;
+prmt.b32 $2, u, 0x4B, 0x4552;
+prmt.b32 $3, u, 0x4B, 0x4553;
+add.rn.f32 $0, $0, 0fCB000080;
+add.rn.f32 $1, $1, 0fCB000080;
+add.rn.f32 $2, $2, 0fCB000080;
+add.rn.f32 $3, $3, 0fCB000080;
+}"""
+INT8_F16 = """{
+.reg .b32 u, a, b, one, off;
+xor.b32 u, $2, 0x80808080;
+mov.b32 one, 0x3C003C00;
+mov.b32 off, 0xE480E480;
+prmt.b32 a, u, 0x64, 0x4140;
+prmt.b32 b, u, 0x64, 0x4342;
+fma.rn.f16x2 $0, a, one, off;
+fma.rn.f16x2 $1, b, one, off;
+}"""
+INT8_BF16 = """{
+.reg .b32 a, b, x, y, one;
+mov.b32 one, 0x3F803F80;
+prmt.b32 a, $2, 0, 0x4140;
+prmt.b32 b, $2, 0, 0x4342;
+lop3.b32 x, a, 0x007F007F, 0x43004300, 0xEA;
+lop3.b32 y, b, 0x007F007F, 0x43004300, 0xEA;
+lop3.b32 a, a, 0x00800080, 0xC300C300, 0xEA;
+lop3.b32 b, b, 0x00800080, 0xC300C300, 0xEA;
+fma.rn.bf16x2 $0, x, one, a;
+fma.rn.bf16x2 $1, y, one, b;
+}"""
+_INT8_F32, _INT8_F16 = tl.constexpr(INT8_F32), tl.constexpr(INT8_F16)
+_INT8_BF16 = tl.constexpr(INT8_BF16)
+
+
+@triton.jit
+def _as(values, kind: tl.constexpr):
+    """e4m3 or int8 as `kind`."""
+    if values.dtype == kind:
+        wide = values
+    elif values.dtype != tl.int8:
+        wide = _e4m3_to_bf16(values) if kind == tl.bfloat16 else values.to(kind)
+    elif ASM:
+        wide = _of_int8(values, kind)
+    else:
+        wide = values.to(kind)
+    return wide
+
+
+@triton.jit
+def _of_int8(values, kind: tl.constexpr):
+    if kind == tl.float32:
+        wide = tl.inline_asm_elementwise(
+            _INT8_F32, "=r,=r,=r,=r,r", [values], dtype=tl.float32, is_pure=True, pack=4
+        )
+    elif kind == tl.bfloat16:
+        wide = tl.inline_asm_elementwise(
+            _INT8_BF16, "=r,=r,r", [values], dtype=tl.bfloat16, is_pure=True, pack=4
+        )
+    else:
+        tl.static_assert(kind == tl.float16)
+        wide = tl.inline_asm_elementwise(
+            _INT8_F16, "=r,=r,r", [values], dtype=tl.float16, is_pure=True, pack=4
+        )
+    return wide
+
+
+@triton.jit
+def _e4m3_to_bf16(values):
+    """e4m3 → bf16. There is an instruction to fp16 alone, and from there it is three more: too slow
+    for the memory. So the bits are moved to where bf16 has them, and the exponent, whose bias is
+    greater by 120, is put right by a product; two numbers at a time."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, b, x, y;
+        prmt.b32 a, $2, 0, 0x1404;
+        prmt.b32 b, $2, 0, 0x3424;
+        and.b32 x, a, 0x7f007f00;
+        and.b32 y, b, 0x7f007f00;
+        shr.b32 x, x, 4;
+        shr.b32 y, y, 4;
+        lop3.b32 x, a, 0x80008000, x, 0xea;
+        lop3.b32 y, b, 0x80008000, y, 0xea;
+        mov.b32 a, 0x7b807b80;
+        mov.b32 b, 0x80008000;
+        fma.rn.bf16x2 $0, x, a, b;
+        fma.rn.bf16x2 $1, y, a, b;
+        }
+        """,
+        "=r,=r,r",
+        [values],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+# ── products ────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def stream_row(
+    x,
+    weight,
+    scale,
+    out,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # [columns, groups, numbers of a group], or of a part of one
+    PART: tl.constexpr = INNER if INNER < GROUP else GROUP
+    PARTS: tl.constexpr = INNER // PART
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    part = tl.arange(0, PARTS)
+    inner = part[:, None] * PART + tl.arange(0, PART)[None, :]
+    # Columns past the end read the last row of the weight again, and are dropped.
+    line = tl.minimum(column, N - 1).to(tl.int64)
+    at = weight + (line * K)[:, None, None] + inner[None, :, :]
+    scale_at = scale + (line * (K // GROUP))[:, None] + (part * PART // GROUP)[None, :]
+    HALF: tl.constexpr = N * K
+    HALF_SCALES: tl.constexpr = N * (K // GROUP)
+    first = tl.load(at, eviction_policy="evict_first")
+    if GATED:
+        second = tl.load(at + HALF, eviction_policy="evict_first")
+    wait_for_previous(PDL)
+    of_x = tl.load(x + inner).to(tl.float32)[None, :, :]
+    sums = _scaled(of_x * _as(first, tl.float32), scale_at, GROUP < K)
+    if GATED:
+        others = _scaled(of_x * _as(second, tl.float32), scale_at + HALF_SCALES, GROUP < K)
+    for start in tl.range(INNER, K, INNER):
+        of_x = tl.load(x + start + inner).to(tl.float32)[None, :, :]
+        first = tl.load(at + start, eviction_policy="evict_first")
+        factor_at = scale_at + start // GROUP
+        if GATED:
+            second = tl.load(at + HALF + start, eviction_policy="evict_first")
+            others += _scaled(of_x * _as(second, tl.float32), factor_at + HALF_SCALES, GROUP < K)
+        sums += _scaled(of_x * _as(first, tl.float32), factor_at, GROUP < K)
+    # One scale a row, if not each group's own: at the end.
+    result = tl.sum(tl.sum(_scaled(sums, scale_at, GROUP == K), axis=2), axis=1)
+    if GATED:
+        others = _scaled(others, scale_at + HALF_SCALES, GROUP == K)
+        other = tl.sum(tl.sum(others, axis=2), axis=1)
+        result = gate_times_up(result, other, out.dtype.element_ty, ACTIVATION)
+    tl.store(out + column, result.to(out.dtype.element_ty), mask=column < N)
+
+
+@triton.jit
+def _scaled(products, scale_at, WANTED: tl.constexpr):
+    """[columns, groups, numbers] times what is at [columns, groups]."""
+    if WANTED:
+        products *= tl.load(scale_at)[:, :, None]
+    return products
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def multiply_tile(
+    x,
+    x_scale,
+    weight,
+    scale,
+    out,
+    partial,
+    arrived,
+    num_rows,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BAND: tl.constexpr,
+    WEIGHT_FIRST: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if BAND == 0:
+        block, split, row_block = tl.program_id(0), tl.program_id(2), tl.program_id(1)
+    else:
+        # Of many rows: BAND tiles one below another, then those of the next columns, so that what
+        # runs at one time has its rows and its columns in the L2.
+        BLOCKS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
+        first_row = tl.program_id(0) // (BAND * BLOCKS) * BAND
+        height = tl.minimum(tl.cdiv(num_rows, ROWS) - first_row, BAND)
+        place = tl.program_id(0) % (BAND * BLOCKS)
+        block, split, row_block = place // height, 0, first_row + place % height
+    row = row_block * ROWS + tl.arange(0, ROWS)
+    column = block * COLUMNS + tl.arange(0, COLUMNS)
+    inner = tl.arange(0, INNER)
+    line = tl.minimum(column, N - 1).to(tl.int64)
+    GROUPS: tl.constexpr = K // GROUP
+    HALF: tl.constexpr = N * K
+    HALF_SCALES: tl.constexpr = N * GROUPS
+    EACH: tl.constexpr = (K // INNER + SPLITS - 1) // SPLITS * INNER
+    if PDL:
+        AHEAD: tl.constexpr = EACH if EACH < FETCHED else FETCHED
+        begin = weight + line * K + tl.minimum(split * EACH, K - AHEAD)
+        fetch_to_l2(begin, AHEAD)
+        if GATED:
+            fetch_to_l2(begin + HALF, AHEAD)
+    wait_for_previous(PDL)
+    at = weight + (line * K)[:, None] + inner[None, :]
+    if BAND == 0:
+        x_at = x + row[:, None] * K + inner[None, :]
+    else:
+        x_at = x + row.to(tl.int64)[:, None] * K + inner[None, :]
+    there = (row < num_rows)[:, None]
+    SUM: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
+    if WEIGHT_FIRST:
+        sums = tl.zeros([COLUMNS, ROWS], SUM)
+    else:
+        sums = tl.zeros([ROWS, COLUMNS], SUM)
+    others = sums
+    for start in tl.range(split * EACH, tl.minimum(K, (split + 1) * EACH), INNER):
+        part = tl.load(x_at + start, mask=there, other=0.0)
+        first = tl.load(at + start, eviction_policy="evict_first" if BAND == 0 else "")
+        factor_at = scale + line * GROUPS + start // GROUP
+        sums = _add_product(sums, part, first, factor_at, GROUPS > 1, WEIGHT_FIRST)
+        if GATED:
+            second = tl.load(at + HALF + start, eviction_policy="evict_first" if BAND == 0 else "")
+            factor_at += HALF_SCALES
+            others = _add_product(others, part, second, factor_at, GROUPS > 1, WEIGHT_FIRST)
+    if WEIGHT_FIRST:
+        sums = tl.trans(sums)
+        others = tl.trans(others)
+    if SPLITS == 1:
+        _finish(sums, others, row, column, there, x_scale, scale, out, N, GROUPS, GATED, ACTIVATION)
+    else:
+        tile = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        SIZE: tl.constexpr = ROWS * COLUMNS
+        to = partial + block.to(tl.int64) * (SPLITS * SIZE) + tile
+        if is_last_split(sums, to, arrived, block, split, SPLITS, SIZE):
+            sums = sum_of_splits(to, arrived, block, SPLITS, SIZE)
+            _finish(
+                sums, sums, row, column, there, x_scale, scale, out, N, GROUPS, GATED, ACTIVATION
+            )
+
+
+@triton.jit
+def _add_product(sums, x, weight, factor_at, GROUPED: tl.constexpr, WEIGHT_FIRST: tl.constexpr):
+    weight = _as(weight, x.dtype)
+    if GROUPED:
+        factor = tl.load(factor_at)
+        if WEIGHT_FIRST:
+            sums += tl.dot(weight, tl.trans(x)) * factor[:, None]
+        else:
+            sums += tl.dot(x, tl.trans(weight)) * factor[None, :]
+    else:
+        sums = dot(x, weight, sums, WEIGHT_FIRST)
+    return sums
+
+
+@triton.jit
+def _finish(
+    sums,
+    others,
+    row,
+    column,
+    there,
+    x_scale,
+    scale,
+    out,
+    N: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """[rows, columns]: scaled, activated, and stored."""
+    there = there & (column < N)[None, :]
+    sums = sums.to(tl.float32)
+    others = others.to(tl.float32)
+    if x_scale is not None:
+        of_row = tl.load(x_scale + row[:, None], mask=there, other=0.0)
+        sums *= of_row
+        others *= of_row
+    if GROUPS == 1:
+        at = scale + tl.minimum(column, N - 1)
+        sums *= tl.load(at)[None, :]
+        if GATED:
+            others *= tl.load(at + N)[None, :]
+    store_tile(sums, others, row, column, there, out, N, GATED, ACTIVATION)
+
+
+# ── of rows ─────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def dequantise_rows(values, scale, out, K: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < K
+    factor = tl.load(scale + row * (K // GROUP) + column // GROUP, mask=mask, other=0.0)
+    wide = tl.load(values + row * K + column, mask=mask, other=0.0).to(tl.float32) * factor
+    tl.store(out + row * K + column, wide.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def quantise_row(
+    x,
+    values,
+    scale,
+    stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    MOST: tl.constexpr,
+    LEAST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < WIDTH
+    at = x + row * stride + column
+    wide = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)
+        kind: tl.constexpr = x.dtype.element_ty
+        wide = gate_times_up(wide, up, kind, ACTIVATION).to(kind).to(tl.float32)
+    unit = tl.maximum(tl.max(tl.abs(wide), axis=0) / MOST, LEAST)
+    small = tl.minimum(tl.maximum(wide / unit, -MOST), MOST)
+    if values.dtype.element_ty == tl.int8:
+        small = (small + ROUNDING) - ROUNDING
+    tl.store(values + row * WIDTH + column, small.to(values.dtype.element_ty), mask=mask)
+    tl.store(scale + row, unit)

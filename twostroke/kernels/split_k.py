@@ -1,0 +1,15 @@
+"""Split-K: several programs share the columns of a tile, each with a part of K, and the last one to
+arrive adds the parts up. A weight brings the counters where they meet."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ARRIVALS_COLUMNS = 32  # of a product, that share a counter
+
+
+def arrival_counters(weight: Tensor) -> Tensor:
+    """int32, zero between launches, for a matrix of so many rows."""
+    counters = -(-len(weight) // ARRIVALS_COLUMNS)
+    return torch.zeros(counters, dtype=torch.int32, device=weight.device)

@@ -1,0 +1,51 @@
+"""What a `quantization_config` of compressed-tensors says whatever its format is, and how any of it
+is refused: by its name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
+
+from twostroke.errors import ModelError
+from twostroke.model.fields import Fields, shown
+
+log = logging.getLogger(__name__)
+
+INSTEAD = "Use the unquantised model, or a GGUF of it."
+
+Kind = TypeVar("Kind")
+
+
+def only_kind(fields: Fields, read: Callable[[Fields, Fields], Kind]) -> Kind:
+    """What `read` makes of a group of layers, and of its weights; of several groups, if they
+    agree."""
+    for name in ("sparsity_config", "transform_config"):
+        if fields.value(name) and fields.nested(name).value("format") != "dense":
+            refuse(fields, name, "dense weights are what there is")
+    if fields.value("kv_cache_scheme"):
+        log.info("%s: kv_cache_scheme is left out; see --kv-cache-dtype", fields.where)
+    groups = fields.nested("config_groups")
+    found = {_read(groups.nested(name), read) for name in groups.names()}
+    if len(found) != 1:
+        raise ModelError(
+            f"{fields.where}: config_groups has {len(found)} kinds of quantisation, and one is "
+            f"supported. {INSTEAD}"
+        )
+    return found.pop()
+
+
+def _read(group: Fields, read: Callable[[Fields, Fields], Kind]) -> Kind:
+    weights = group.nested("weights")
+    if weights.boolean("dynamic", False):
+        refuse(weights, "dynamic", "scales of weights are stored")
+    if group.value("output_activations"):
+        refuse(group, "output_activations", "leave it out")
+    return read(group, weights)
+
+
+def refuse(fields: Fields, name: str, instead: str) -> NoReturn:
+    raise ModelError(
+        f"{fields.where}: {name} = {shown(fields.value(name))} is not supported ({instead}). "
+        f"{INSTEAD}"
+    )
