@@ -73,10 +73,15 @@ def copy_state(source: EngineCore, to: EngineCore) -> None:
             its.copy_(mine)
 
 
-@pytest.mark.parametrize("graph_sizes", [(), (1,), (2, 4)], ids=str)
 @pytest.mark.parametrize(
-    ("spec", "prefill", "decode"),
-    [("heads", "fp8", "int4"), ("heads", "int4", None), ("latents", None, "fp8")],
+    ("spec", "prefill", "decode", "graph_sizes"),
+    [
+        ("heads", "fp8", "int4", ()),
+        ("heads", "fp8", "int4", (1,)),
+        ("heads", "fp8", "int4", (2, 4)),
+        ("heads", "int4", None, (1,)),
+        ("latents", None, "fp8", (2,)),
+    ],
 )
 def test_a_step_is_computed_in_its_phases_format(
     spec: str, prefill: str | None, decode: str | None, graph_sizes: tuple[int, ...]
@@ -165,8 +170,8 @@ def test_the_difference_in_log_probabilities_is_told(folder: Path, prefill: str)
     means = {}
     for decode in ("fp8", "int4"):
         both = {"prefill_quantization": prefill, "decode_quantization": decode}
-        found = phase_difference(tiny_llm(folder, **REFERENCE, **both), prompts, 24)
-        assert found["tokens"] == 2 * 23
+        found = phase_difference(tiny_llm(folder, **REFERENCE, **both), prompts, 12)
+        assert found["tokens"] == 2 * 11
         assert found["mean"] <= found["max"] < 5.0
         means[decode] = found["mean"]
     if prefill == "int4":

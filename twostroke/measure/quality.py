@@ -41,6 +41,7 @@ DEFINITIONS = {
 }
 WRITTEN = 64  # tokens that are written after each prompt, to compare the phases, at the most
 PROMPTS = 8  # of them
+SHORTEST = 8  # context in which there is room for it
 # A log-probability as a 16-bit code: steps of 1/2048 down to -32. A probability changes by at most
 # a relative 1/4096, and so does what it adds to a KL.
 STEPS, MOST = 2048, 65535
@@ -144,7 +145,7 @@ def measure_quality(
             reading = _read(llm, windows, kept, is_base=reference is None)
             reference = reference or reading
             row = _row(setup, llm, reading, reference)
-            if llm.engine.config.phases_differ:
+            if llm.engine.config.phases_differ and context >= SHORTEST:
                 prompts = [window[: context // 2] for window in windows[:PROMPTS]]
                 row["phases"] = phase_difference(llm, prompts, min(WRITTEN, context // 4))
             row["seconds"] = perf_counter() - begun
@@ -211,6 +212,7 @@ def _read(llm: LLM, windows: Sequence[list[int]], kept: BaseFile, is_base: bool)
 
     for window in windows:
         read_window(llm, window, take)
+    llm.engine.core.hear_chunk_logits(None)
     return found
 
 
