@@ -69,9 +69,9 @@ def main() -> None:
     deadline = args.deadline or (FINAL_S if args.final else None)
     settings = json.loads(args.settings)
     run = Run(args.quick, args.timeout, deadline, args.json, args.budgets, settings)
-    quantization = settings.get("quantization")
+    run.results["settings"] = settings
     run.results["floors"] = {
-        shape: floors_of(shape, quantization) for shape in (SHAPES[:2] if args.final else shapes)
+        shape: floors_of(shape, settings) for shape in (SHAPES[:2] if args.final else shapes)
     }
     for shape, found in run.results["floors"].items():
         print(f"floors of {shape}: " + ", ".join(f"{k} {v:.2f} ms" for k, v in found.items()))

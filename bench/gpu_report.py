@@ -8,13 +8,15 @@ Floors are what a step's FLOPs or bytes need at the card's measured ceilings.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from twostroke.config import EngineConfig
 from twostroke.model.cost import CostModel, cost_model
-from twostroke.model.formats import weight_bytes, weight_formats
+from twostroke.model.formats import weight_bytes
 from twostroke.model.hf_config import load_hf_config
+from twostroke.model.phase_formats import phase_formats
 from twostroke.model.w8a8 import W8Format
 from twostroke.model.weights.dummy import DummyWeights
 from twostroke.plan import PhaseWork
@@ -41,17 +43,22 @@ GROUPS = {
 # ── floors ──────────────────────────────────────────────────────────────────────────────────
 
 
-def floors_of(shape: str, quantization: str | None = None) -> dict[str, float]:
-    """Milliseconds below which no step can be, from the spec and the card's ceilings."""
+def floors_of(shape: str, settings: Mapping[str, Any] | None = None) -> dict[str, float]:
+    """Milliseconds below which no step can be, from the spec and the card's ceilings. `settings`:
+    of the engine, of which the formats count."""
     spec, _ = load_hf_config(Path(f"bench/shapes/{shape}.json"))
-    formats = weight_formats(spec, DummyWeights(spec), quantization)
-    of_8_bits = any(isinstance(format, W8Format) for format in formats.values())
-    flops_s = FP8_FLOPS_S if of_8_bits else FLOPS_S
-    cost = cost_model(spec, weight_bytes(spec, 2, formats), 2)
-    found = {}
+    asked = {name: value for name, value in (settings or {}).items() if "quantization" in name}
+    formats = phase_formats(spec, DummyWeights(spec), EngineConfig(**asked))
+    prefill, decode = (cost_model(spec, weight_bytes(spec, 2, one), 2) for one in formats)
+    rates = [
+        FP8_FLOPS_S if any(isinstance(one, W8Format) for one in kept.values()) else FLOPS_S
+        for kept in formats
+    ]
+    found, cost, flops_s = {}, prefill, rates[0]
     for size in (1024, 4096):
         work = PhaseWork(1, size, size * (size + 1) // 2, size)
         found[f"prefill {size}"] = _floor_ms(cost, work, 1, cost.prefill_flops(work, 1) / flops_s)
+    cost, flops_s = decode, rates[1]
     for batch in (1, 8, 32, 128):
         context = batch * (1024 + 64)
         work = PhaseWork(batch, batch, context, context)

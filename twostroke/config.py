@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from typing import Any, NamedTuple, cast
 
@@ -23,6 +23,7 @@ KV_TRANSPORTS = ("auto", "memory", "device", "sockets")
 RDMA = ("nixl", "rdma", "ucx", "mooncake")  # what blocks travel by elsewhere
 KV_TIMEOUT_EXPECTED = "seconds from 0.01 to 600"
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # vLLM's other names
+QUANTIZATIONS = ("int8", "int4", "fp8")
 KV_8_BIT = ("fp8_e4m3", "fp8_e5m2", "int8")
 KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", *KV_8_BIT)  # fp8: fp8_e4m3
 # What a model's makers, or `override_generation_config`, may recommend.
@@ -91,6 +92,10 @@ class EngineConfig(Strict):
     tensor_parallel_size: int = 1  # ranks that share the model: GPUs, or processes of a CPU
     # Of weights that are not: int8, int4, and on torch fp8.
     quantization: str | None = None
+    # The same of one phase alone, or "none". Then never one without the other, and never equal:
+    # what one of them does not say is `quantization`, which is None where they differ.
+    prefill_quantization: str | None = None
+    decode_quantization: str | None = None
     kernels: str = "auto"  # auto: the native ones on a CPU that has them; reference, native
     isa: str = "auto"  # of the native kernels: auto, amx, avx512, avx2, neon, portable
     exact: bool = False  # native kernels: products and attention in floats; slower
@@ -123,7 +128,8 @@ class EngineConfig(Strict):
         self._check_choice("scheduling_policy", ("fcfs", "priority"))
         self._check_choice("performance_mode", tuple(MODES))
         if self.quantization is not None:
-            self._check_choice("quantization", ("int8", "int4", "fp8"))
+            self._check_choice("quantization", QUANTIZATIONS)
+        self._settle_phases()
         self._check_choice("kernels", ("auto", "reference", "native"))
         self._check_choice("isa", ("auto", "amx", "avx512", "avx2", "neon", "portable"))
         self._check_int("threads", 1, 1024, optional=True)
@@ -171,6 +177,36 @@ class EngineConfig(Strict):
         check_kv_transport(self.kv_transport)
         self._check_number("kv_transfer_timeout_s", 0.01, 600.0, KV_TIMEOUT_EXPECTED)
         self._check_contradictions()
+
+    def _settle_phases(self) -> None:
+        """What the phases' own quantization says, beside that of both."""
+        names = ("prefill_quantization", "decode_quantization")
+        given = [name for name in names if getattr(self, name) is not None]
+        for name in given:
+            self._check_choice(name, ("none", *QUANTIZATIONS))
+        if len(given) == 2 and self.quantization is not None:
+            raise ConfigError(
+                f"quantization is {self.quantization!r}, but {' and '.join(names)} say it for each "
+                "phase; leave quantization out"
+            )
+        prefill, decode = (getattr(self, name) or self.quantization or "none" for name in names)
+        both = prefill if prefill == decode != "none" else None
+        own = (None, None) if prefill == decode else (prefill, decode)
+        for name, value in zip(("quantization", *names), (both, *own), strict=True):
+            object.__setattr__(self, name, value)
+
+    @property
+    def phases_differ(self) -> bool:
+        """Prefill and decode keep weights in formats of their own."""
+        return self.prefill_quantization is not None
+
+    def of_phase(self, phase: str) -> EngineConfig:
+        """For an engine that does one phase: it keeps the weights once, as that phase has them."""
+        asked = getattr(self, f"{phase}_quantization")
+        if asked is None:
+            return self
+        own = None if asked == "none" else asked
+        return replace(self, quantization=own, prefill_quantization=None, decode_quantization=None)
 
     def _check_capture_sizes(self) -> None:
         sizes = self.cudagraph_capture_sizes

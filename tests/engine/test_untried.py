@@ -16,6 +16,7 @@ def test_each_is_named_and_nothing_else_is_refused(monkeypatch: pytest.MonkeyPat
     for settings, name in (
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8"),
         ({"kv_eviction": "sinks"}, "kv_eviction"),
+        ({"decode_quantization": "int4"}, "prefill_quantization and decode_quantization"),
         ({"engines_on_host": 2}, "several engines"),
     ):
         with pytest.raises(ConfigError, match=f"{name}.*{VARIABLE}=1"):

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -260,9 +261,9 @@ def test_the_last_layer_works_for_the_tokens_that_are_sampled(
     tokens: list[tuple[int, int]] = []
     finish = decoder._finish
 
-    def counted(index: int, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def counted(layers: Any, index: int, attended: Any, residual: torch.Tensor) -> torch.Tensor:
         tokens.append((index, len(residual)))
-        return finish(index, attended, residual)
+        return finish(layers, index, attended, residual)
 
     monkeypatch.setattr(decoder, "_finish", counted)
     core = graph_core(graphs=False, max_num_batched_tokens=16, max_num_seqs=4)

@@ -45,7 +45,9 @@ from tests.gpu.report import (
 )
 from tests.kernels.cuda_cases import BOUNDS, largest, worst
 from tests.rig import Rig
-from twostroke.exec.graphs import CudaRecorder, Record
+from twostroke import LLM
+from twostroke.engine.untried import VARIABLE
+from twostroke.exec.graphs import CudaRecorder, Record, RunAgain
 from twostroke.kernels import cuda
 from twostroke.kernels.cuda import packed, packed_tiles
 from twostroke.kernels.cuda.backend import CudaKernels
@@ -58,6 +60,7 @@ from twostroke.kernels.packed import (
     quantised,
 )
 from twostroke.kernels.reference import Kernels
+from twostroke.measure.quality import phase_difference
 from twostroke.model.block_types import BlockType
 from twostroke.model.decoder import Decoder
 from twostroke.model.formats import weight_formats
@@ -186,19 +189,26 @@ def check_all(report: Report) -> None:
 # ── whole models ────────────────────────────────────────────────────────────────────────────
 
 
-def check_model(spec: ModelSpec, source: WeightSource, quantization: str | None) -> float:
+def check_model(
+    spec: ModelSpec, source: WeightSource, quantization: str | None, decode: str | None = None
+) -> float:
     """Every step of some texts, against fp32 and the same weights: the error of bf16 and these
-    kernels, as a share of that of bf16 and the reference's."""
+    kernels, as a share of that of bf16 and the reference's. `decode`: of steps that only decode,
+    where that is another."""
     formats, texts = weight_formats(spec, source, quantization, blocks=True), texts_of(spec)
     assert formats
     length = max(map(len, texts)) + 16
+    others = None if decode is None else weight_formats(spec, source, decode)
 
-    def rig_of(dtype: torch.dtype, kernels: Kernels, record: Record | None = None) -> Rig:
-        how = (dtype, DEVICE, length, kernels, record is not None)
-        decoder = Decoder(spec, source, *how, formats=formats)
+    def rig_of(dtype: torch.dtype, kernels: Kernels, record: Record) -> Rig:
+        how = (dtype, DEVICE, length, kernels, True)
+        decoder = Decoder(spec, source, *how, formats=formats, decode_formats=others)
         return Rig(decoder, texts, record=record)
 
-    exact, plain = (forced(rig_of(dtype, Kernels()), 20) for dtype in (torch.float32, BF16))
+    # Padded as in graphs: the number of rows decides whether fp8 rounds activations.
+    exact, plain = (
+        forced(rig_of(dtype, Kernels(), RunAgain()), 20) for dtype in (torch.float32, BF16)
+    )
     ours = forced(rig_of(BF16, CudaKernels(DEVICE), CudaRecorder(DEVICE)), 20)
     errors = [float((found - exact).pow(2).mean().sqrt()) for found in (plain, ours)]
     same = float((ours.argmax(-1) == exact.argmax(-1)).float().mean())
@@ -213,6 +223,10 @@ def check_models(report: Report) -> None:
         source = Rounded(Loud(spec), spec)
         for asked in ("int4", "int8"):
             report.check(f"{asked}, {name}", ERROR_SHARE, partial(check_model, spec, source, asked))
+        for both in (("fp8", "int4"), ("int4", "fp8")):
+            run = partial(check_model, spec, source, *both)
+            report.check("prefill {}, decode {}, {}".format(*both, name), ERROR_SHARE, run)
+    report.check("an engine, prefill fp8, decode int4", 0.5, check_phases)
     if find_spec("gguf") is None or find_spec("pytest") is None:
         print("GGUF models are left out: the packages gguf and pytest write them")
         return
@@ -223,6 +237,20 @@ def check_models(report: Report) -> None:
             file = write(Path(folder) / "m.gguf", usual, MIXTURE)
             given = (spec_from_gguf(file), source_of(file), None)
             report.check(f"{usual} and Q6_K", ERROR_SHARE, partial(check_model, *given))
+
+
+def check_phases() -> float:
+    """A start with a format a phase, graphs and all: by how much the phases' log-probabilities
+    differ, of tokens that it writes."""
+    os.environ[VARIABLE] = "1"
+    both = {"prefill_quantization": "fp8", "decode_quantization": "int4"}
+    sizes = {"max_model_len": 256, "num_gpu_blocks_override": 64}
+    llm = LLM("bench/shapes/qwen3-0.6b.json", load_format="dummy", **sizes, **both)
+    prompts = [[(7 * n * n + size) % 1000 for n in range(size)] for size in (20, 60)]
+    found = phase_difference(llm, prompts, 24)
+    print(f"  {llm.engine.info().weights}; {llm.engine.memory.waterfall()}; {found}")
+    assert found["max"] > 0
+    return float(found["mean"])
 
 
 # ── fast ────────────────────────────────────────────────────────────────────────────────────

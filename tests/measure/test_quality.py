@@ -108,6 +108,17 @@ def test_a_table_a_report_and_json(
     assert "same token" in capsys.readouterr().out
 
 
+def test_a_precision_a_phase_has_a_line_of_its_own(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["quality", str(folder), "--kernels", "reference", "--device", "cpu"]
+    words += ["--tokens", "60", "--context", "40", "--decode-quantization", "int4"]
+    assert main(words) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "in decode differs from that in prefill by 0." in told
+    assert "over 18 tokens that it wrote; the figures above are prefill's" in told
+
+
 def test_what_cannot_be_compared_is_refused(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,6 +51,17 @@ def test_a_models_floors_count_what_the_notes_say() -> None:
     assert "16.6 ms" in notes  # what 2 × parameters × tokens would have been
 
 
+def test_a_precision_a_phase_reads_one_of_two_formats() -> None:
+    spec, h200 = find_spec("llama-3.1-8b"), HARDWARE["H200"]
+    fp8, int4 = (Roofline(spec, h200, Settings(weights=one, batch=8)) for one in ("fp8", "int4"))
+    both = Roofline(spec, h200, Settings(weights="fp8", decode_weights="int4", batch=8))
+    assert both.prefill() == fp8.prefill()
+    assert both.decode() == int4.decode()
+    assert both.weight_bytes == fp8.weight_bytes + int4.weight_bytes
+    assert both.compute_bound_batch == int4.compute_bound_batch
+    assert "Prefill reads fp8 weights and decode int4 ones" in " ".join(both.notes())
+
+
 def test_a_mixture_of_experts_reads_those_that_its_tokens_choose(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,10 +18,11 @@ from twostroke.errors import ModelError
 from twostroke.kernels.packed import dequantised, pack
 from twostroke.model.block_types import BlockType
 from twostroke.model.dequant import GROUPED
-from twostroke.model.formats import packed_matrices, weight_formats
+from twostroke.model.formats import packed_matrices
 from twostroke.model.gguf import GGUFFile
 from twostroke.model.gguf_config import NAMES, spec_from_gguf
 from twostroke.model.linear import PackedLinear, StackedLinear
+from twostroke.model.phase_formats import phase_formats
 from twostroke.model.weights.gguf import GGUFWeights
 from twostroke.model.weights.packed_blocks import BLOCK_FORMATS
 from twostroke.model.weights.tensors import read_packed
@@ -133,7 +134,7 @@ def test_a_mixture_runs_packed_as_it_does_dense(
 
     dense_llm, dense = run()
     monkeypatch.setattr(
-        build_torch, "weight_formats", lambda *given, blocks: weight_formats(*given, blocks=True)
+        build_torch, "phase_formats", lambda *given, blocks: phase_formats(*given, blocks=True)
     )
     llm, packed = run()
     layer = llm.engine.core._executor.program.decoder._layers[0]

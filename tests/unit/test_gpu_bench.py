@@ -13,7 +13,7 @@ import pytest
 from bench import gpu
 from bench.gpu_parts import busy_and_span
 from bench.gpu_picture import draw
-from bench.gpu_report import BEGIN, END, PICTURE, group_of, put_into, read, tables
+from bench.gpu_report import BEGIN, END, PICTURE, floors_of, group_of, put_into, read, tables
 
 LARGE = "llama-3.1-8b"
 CURVE = [
@@ -117,6 +117,14 @@ def test_the_ledger_has_the_tables_of_the_results() -> None:
     page = Path("docs/PERFORMANCE.md").read_text()
     assert page.split(BEGIN)[1].split(END)[0].strip() == shown.strip()
     assert f"]({PICTURE})" not in page or Path("docs", PICTURE).exists()
+
+
+def test_floors_of_a_format_a_phase_are_those_of_each() -> None:
+    both = {"prefill_quantization": "fp8", "decode_quantization": "int4", "max_num_seqs": 8}
+    fp8, int4 = (floors_of(LARGE, {"quantization": one}) for one in ("fp8", "int4"))
+    for work, floor in floors_of(LARGE, both).items():
+        assert floor == (fp8 if work.startswith("prefill") else int4)[work]
+    assert fp8["decode 1"] > int4["decode 1"]
 
 
 def test_tables_take_the_place_of_older_ones(tmp_path: Path) -> None:

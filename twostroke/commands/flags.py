@@ -64,6 +64,9 @@ ENGINE_HELP = {
     "with torch (--kernels reference)",
     "quantization": "round weights that are not quantised yet: int8 or int4; fp8 on a GPU, where "
     "int8 and fp8 round activations, too (W8A8)",
+    "prefill_quantization": "the same of steps with prefill alone, or none (default: as "
+    "quantization says); both formats are kept",
+    "decode_quantization": "the same of steps that only decode (default: as quantization says)",
     "kernels": "auto, reference (plain torch) or native (a CPU's own)",
     "isa": "instruction set of the native kernels: auto, amx, avx512, avx2, neon or portable",
     "exact": "native kernels: products and attention in floats, nothing rounded; slower",

@@ -33,6 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("fp32", "fp16", "fp8", "int8", "int4", "fp4"),
         help="default: as a GGUF file has them, else fp16",
     )
+    add(
+        "--decode-weights",
+        choices=("fp32", "fp16", "fp8", "int8", "int4", "fp4"),
+        help="those of decode, kept beside --weights; default: the same",
+    )
     add("--kv-cache-dtype", choices=("fp32", "fp16", "fp8", "int8"), default="fp16")
     add("--server", metavar="URL", help="draw what this twostroke server's last minute reached")
     add("--api-key", metavar="KEY", help="of --server; default: OPENAI_API_KEY, if set")
@@ -59,6 +64,7 @@ def execute(args: argparse.Namespace) -> int:
         tensor_parallel=args.tensor_parallel_size,
         weights=args.weights or ("fp16" if stored is None else FILE),
         kv=args.kv_cache_dtype,
+        decode_weights=None if args.decode_weights == args.weights else args.decode_weights,
     )
     found = Roofline(spec, find_hardware(args.hardware), settings, count or 0.0, stored)
     measured = []

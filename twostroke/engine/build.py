@@ -24,7 +24,6 @@ from twostroke.errors import ConfigError
 from twostroke.exec.grammar import Grammars
 from twostroke.exec.memory import MemoryPlan
 from twostroke.kernels import cpu
-from twostroke.model.formats import weight_formats
 from twostroke.model.load import (
     chat_template_source,
     find_model,
@@ -33,6 +32,7 @@ from twostroke.model.load import (
 )
 from twostroke.model.native import default_threads
 from twostroke.model.opened import OpenedModel, open_model
+from twostroke.model.phase_formats import phase_formats
 from twostroke.model.spec import ModelSpec
 from twostroke.observe.ceilings import Ceilings, measure_ceilings
 from twostroke.request import SamplingParams
@@ -202,7 +202,10 @@ def _kept_in(
     quantized = any(kind in stored for kind in ("fp8", "int4", "int8"))
     if native:
         kept = asked if stored.lower() in DENSE else model.dtype if quantized else stored
-    elif weight_formats(model.spec, model.weights, asked, blocks=keeps_blocks(triton)):
+    elif config.phases_differ:
+        phases = ("prefill", "decode")
+        kept = " + ".join(f"{one} {config.of_phase(one).quantization or dtype}" for one in phases)
+    elif any(phase_formats(model.spec, model.weights, config, blocks=keeps_blocks(triton))):
         kept = stored if quantized or asked is None else asked
     else:
         kept = dtype
@@ -246,6 +249,12 @@ def _is_native(config: EngineConfig, device: str) -> bool:
         )
     native = device == "cpu" and cpu.available() and not kv_unmet and not fp8
     native = native and config.kernels != "reference"
+    if config.phases_differ and (native or config.kernels == "native"):
+        raise ConfigError(
+            f"prefill_quantization is {config.prefill_quantization!r} and decode_quantization "
+            f"{config.decode_quantization!r}, but the native kernels of a CPU keep weights once, "
+            "for both phases; use quantization, or kernels='reference', which is slow on a CPU"
+        )
     if not native and not has_torch():
         raise ConfigError(_needs_torch(config, kv_unmet))
     if native and config.tensor_parallel_size > 1:

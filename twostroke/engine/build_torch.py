@@ -35,12 +35,13 @@ from twostroke.kernels.kv_types import FP8_LARGEST
 from twostroke.kernels.reference import Kernels
 from twostroke.kv.pool import KVPool
 from twostroke.kv.ways import NOT_SHARED, Sharing
-from twostroke.model.cost import cost_model
+from twostroke.model.cost import CostModel, cost_model
 from twostroke.model.decoder import Decoder
-from twostroke.model.formats import Format, weight_bytes, weight_formats
+from twostroke.model.formats import Format, weight_bytes
 from twostroke.model.load import find_model
 from twostroke.model.native import default_threads
 from twostroke.model.opened import OpenedModel, open_model
+from twostroke.model.phase_formats import PhaseFormats, phase_formats
 from twostroke.model.ranks import ONE_RANK, Ranks, check_ranks, rank_parameters, rank_spec
 from twostroke.model.spec import ModelSpec
 from twostroke.observe.startup_timer import StartupTimer
@@ -89,8 +90,8 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
     held = built.executor.program.decoder.spec
     limits = scheduler_config(config, held, built.memory, on_gpu)
     # A step's work is that of all ranks.
-    sizes = weight_bytes(spec, built.dtype.itemsize, built.executor.program.decoder.formats)
-    cost = cost_model(spec, sizes, built.memory.sizing.token_bytes / held.kv_elements_per_token)
+    kv_itemsize = built.memory.sizing.token_bytes / held.kv_elements_per_token
+    cost = decoder_cost(spec, built.executor.program.decoder, kv_itemsize)
     transfer, sharing = None, config_sharing(config)
     if size == 1 and not sharing.alone:
         transfer = built.executor.program.pool.transfer(sharing)
@@ -184,10 +185,16 @@ def build_executor(
     total = free_share(place, ranks) if on_gpu else host_memory_bytes() // sharers
     triton = on_gpu and config.kernels == "auto"
     blocks = keeps_blocks(triton)
-    formats = weight_formats(model.spec, model.weights, config.quantization, blocks=blocks)
+    formats = phase_formats(model.spec, model.weights, config, blocks=blocks)
     if on_gpu:
-        check_untried(config, formats.values(), ranks.per_device > 1)
-    held_bytes = rank_weight_bytes(model.spec, size, dtype.itemsize, formats)
+        check_untried(config, formats.all(), ranks.per_device > 1)
+    held_bytes = rank_weight_bytes(model.spec, size, dtype.itemsize, formats.prefill)
+    if config.phases_differ:
+        own = formats.own_bytes(rank_spec(model.spec, size).weight_shapes(), dtype.itemsize)
+        held_bytes += own[1]
+        said = phase_sizes(config, *own, held_bytes, total)
+        if ranks.rank == 0:
+            log.info(said)
     sizes = (held_bytes, dtype.itemsize, kv_dtype.itemsize, total)
     engines = engines_on_gpu(config, device) if on_gpu else 1
     estimated = config
@@ -226,7 +233,8 @@ def build_executor(
             Kernels(),
             weight_dtype=weight_dtype,
             ranks=ranks,
-            formats=formats,
+            formats=formats.prefill,
+            decode_formats=formats.decode,
         )
         budget = config.token_budget(on_gpu, length)
         rows = (config.max_num_seqs, length, config.block_size, budget)
@@ -253,6 +261,34 @@ def rank_weight_bytes(
         for name, format in formats.items()
     )
     return rank_parameters(spec, size) * itemsize - sum(saved)
+
+
+def phase_sizes(
+    config: EngineConfig, prefill_bytes: int, decode_bytes: int, held_bytes: int, total: int
+) -> str:
+    """What two formats take. Raises `ModelError` if that is more than there is."""
+    said = (
+        f"weights: prefill {config.prefill_quantization} {gib(prefill_bytes)} + decode "
+        f"{config.decode_quantization} {gib(decode_bytes)} + what both read "
+        f"{gib(held_bytes - prefill_bytes - decode_bytes)} = {gib(held_bytes)}"
+    )
+    if held_bytes > total:
+        raise ModelError(
+            f"{said}, but {gib(total)} are there; give one quantization for both phases, or have "
+            "a pool of engines for each phase (prefill_engines, decode_engines), each of which "
+            "keeps its own alone"
+        )
+    return said
+
+
+def decoder_cost(spec: ModelSpec, decoder: Decoder, kv_itemsize: float) -> CostModel:
+    """`spec`: the decoder's, or that of all ranks together."""
+    itemsize = decoder.dtype.itemsize
+    with_prefill, decode_only = (
+        cost_model(spec, weight_bytes(spec, itemsize, formats), kv_itemsize)
+        for formats in decoder.formats
+    )
+    return replace(with_prefill, decode_only=decode_only if decoder.phases_differ else None)
 
 
 def make_executor(
@@ -309,8 +345,7 @@ def assemble(
     )
     transfer = executor.program.pool.transfer(sharing)
     spec, scheduler = decoder.spec, Scheduler(limits, transfer=transfer)
-    sizes = weight_bytes(spec, decoder.dtype.itemsize, decoder.formats)
-    cost = cost_model(spec, sizes, kv_dtype.itemsize)
+    cost = decoder_cost(spec, decoder, kv_dtype.itemsize)
     profile = partial(KernelProfile, executor, scheduler)
     return EngineCore(scheduler, executor, cost, grammars, profile)
 
@@ -323,10 +358,10 @@ def _start_on_gpu(
     kv_dtype: torch.dtype,
     estimate: MemoryPlan,
     ranks: Ranks,
-    formats: Mapping[str, Format],
+    formats: PhaseFormats,
 ) -> tuple[TorchExecutor, MemoryPlan]:
     """The Triton kernels, on a GPU whose memory is measured before the rest goes to the cache."""
-    if any(format.needs_fp8 for format in formats.values()):
+    if any(format.needs_fp8 for format in formats.all()):
         check_fp8(torch.cuda.get_device_capability(device))
     check_fp8_cache(kv_dtype, torch.cuda.get_device_capability(device))
     device_bytes = torch.cuda.mem_get_info(device)[1] // ranks.per_device
@@ -336,7 +371,14 @@ def _start_on_gpu(
     timer, kernels = StartupTimer(), _triton_kernels(device)
     timer.end("imports")
     how = (dtype, device, estimate.max_model_len, kernels, pdl)
-    decoder = Decoder(model.spec, model.weights, *how, ranks=ranks, formats=formats)
+    decoder = Decoder(
+        model.spec,
+        model.weights,
+        *how,
+        ranks=ranks,
+        formats=formats.prefill,
+        decode_formats=formats.decode,
+    )
     timer.end("weights")
     executor, memory = start_executor(config, decoder, kv_dtype, estimate, timer)
     log.info("start: %s", timer)

@@ -237,7 +237,8 @@ class EngineCore:
         samples = len(step.sampled) - len(slots)
         prefill, decode = plan.prefill_work, plan.decode_work
         prefill_bytes, decode_bytes = cost.kv_bytes(prefill), cost.kv_bytes(decode)
-        weights = cost.weight_bytes(len(result.tokens), prefill.tokens + decode.tokens)
+        tokens = prefill.tokens + decode.tokens
+        weights = cost.of_step(prefill.tokens).weight_bytes(len(result.tokens), tokens)
         if slots:
             decode_bytes += weights
         else:

@@ -28,6 +28,7 @@ def check_untried(config: EngineConfig, formats: Iterable[Format], ranks_share: 
     untried = {
         "weights of 4 or 8 bits": any(one.is_untried for one in formats),
         f"kv_cache_dtype={config.kv_cache_dtype!r}": config.kv_cache_dtype in KV_8_BIT,
+        "prefill_quantization and decode_quantization": config.phases_differ,
         "kv_eviction": config.kv_eviction is not None,
         "several engines": config.engines_on_host > 1 or config.kv_sharing != "none",
         "several ranks on one GPU": ranks_share,

@@ -165,7 +165,8 @@ class StageProfile:
             sums.add_stage(name, value)
         samples = plan.decode_work.tokens + sum(chunk.last for chunk in plan.prefill)
         phases = plan.prefill_work, plan.decode_work
-        for name, work in self._cost.stages(*phases, samples).items():
+        cost = self._cost.of_step(plan.prefill_work.tokens)
+        for name, work in cost.stages(*phases, samples).items():
             sums.work[name] = sums.work.get(name, Work()) + work
         self._names = list(seconds)
         self._steps.append([record.step, phase, record.planned_s, *seconds.values()])

@@ -133,7 +133,7 @@ class TorchExecutor:
         self.max_in_flight = max_in_flight
         self.program, self._graphs, self._pieces = program, graphs, pieces
         self._rows, self._device = program.rows, program.rows.cells.device  # with its number
-        self._ranks = program.decoder.ranks
+        self._ranks, self._phases_differ = program.decoder.ranks, program.decoder.phases_differ
         self.on_gpu = self._device.type == "cuda"
         self.on_chunk_logits: ChunkLogits | None = None
         self._end: Mark | None = None  # of the newest step
@@ -153,7 +153,7 @@ class TorchExecutor:
             start.record()
             self._graphs.replay(step)
         else:
-            size = self._pieces.size_for(plan.num_tokens) if self._pieces else None
+            size = self._piece_size(plan)
             step = fill_step(plan, writes, self._rows, size or 0)
             start.record()
             keeps_all = self.on_chunk_logits is not None
@@ -167,6 +167,12 @@ class TorchExecutor:
         if self._graphs is None or plan.prefill or plan.decode_work.tokens > rows:
             return None
         return self._graphs.size_for(rows)
+
+    def _piece_size(self, plan: StepPlan) -> int | None:
+        """Of the graphs for a step with prefill; they do for others that read the same weights."""
+        if self._pieces is None or (self._phases_differ and not plan.prefill):
+            return None
+        return self._pieces.size_for(plan.num_tokens)
 
     def _fit(self, writes: Writes, size: int) -> Writes:
         """More writes than a graph has places for are done before it."""

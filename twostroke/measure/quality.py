@@ -35,7 +35,13 @@ DEFINITIONS = {
     "KL": "sum over the vocabulary of p log(p / q), p the base's distribution of the next token "
     "and q this one's, in nats; one value a scored token",
     "same token": "share of scored tokens where both find the same next token likeliest",
+    "phases": "of tokens that it writes itself: the difference between a token's log-probability "
+    "in decode and that of the same token when all is read back as a prompt; where the phases have "
+    "formats of their own, in which case all other figures are prefill's",
 }
+WRITTEN = 64  # tokens that are written after each prompt, to compare the phases, at the most
+PROMPTS = 8  # of them
+SHORTEST = 8  # context in which there is room for it
 # A log-probability as a 16-bit code: steps of 1/2048 down to -32. A probability changes by at most
 # a relative 1/4096, and so does what it adds to a KL.
 STEPS, MOST = 2048, 65535
@@ -138,7 +144,11 @@ def measure_quality(
                 )
             reading = _read(llm, windows, kept, is_base=reference is None)
             reference = reference or reading
-            row = _row(setup, llm, reading, reference) | {"seconds": perf_counter() - begun}
+            row = _row(setup, llm, reading, reference)
+            if llm.engine.config.phases_differ and context >= SHORTEST:
+                prompts = [window[: context // 2] for window in windows[:PROMPTS]]
+                row["phases"] = phase_difference(llm, prompts, min(WRITTEN, context // 4))
+            row["seconds"] = perf_counter() - begun
             rows.append(row)
             del llm
             _free_memory()  # before the next engine takes its own
@@ -202,6 +212,7 @@ def _read(llm: LLM, windows: Sequence[list[int]], kept: BaseFile, is_base: bool)
 
     for window in windows:
         read_window(llm, window, take)
+    llm.engine.core.hear_chunk_logits(None)
     return found
 
 
@@ -259,6 +270,24 @@ def _row(setup: Setup, llm: LLM, found: Reading, base: Reading) -> dict[str, Any
         "kl_percentiles": [[share, float(np.percentile(kl, share))] for share in PERCENTILES],
         "same_token": float(np.mean(np.array(found.best) == np.array(base.best))),
     }
+
+
+def phase_difference(llm: LLM, prompts: Sequence[list[int]], num_tokens: int) -> dict[str, Any]:
+    """By how much log-probabilities of the tokens that `llm` writes differ between the phases."""
+    write = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=1)
+    read = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+    found: list[float] = []
+    for prompt in prompts:
+        (written,) = llm.generate([prompt], write, use_tqdm=False)
+        ids, decoded = written.outputs[0].token_ids, written.outputs[0].logprobs
+        (again,) = llm.generate([[*prompt, *ids]], read, use_tqdm=False)
+        assert decoded is not None
+        assert again.prompt_logprobs is not None
+        for n in range(1, len(ids)):  # the first of them is drawn by prefill
+            scored = again.prompt_logprobs[len(prompt) + n]
+            assert scored is not None
+            found.append(abs(decoded[n][ids[n]].logprob - scored[ids[n]].logprob))
+    return {"tokens": len(found), "mean": math.fsum(found) / len(found), "max": max(found)}
 
 
 def _free_memory() -> None:

@@ -48,6 +48,17 @@ def quality_facts(found: Json) -> str:
     return f"{found['scored']:,} tokens scored, in windows of {found['context']:,}"
 
 
+def phase_lines(found: Json) -> list[str]:
+    """Of rows whose phases have formats of their own."""
+    return [
+        f"{one['name']}: a token's log-probability in decode differs from that in prefill by "
+        f"{phases['mean']:.4f} on average, {phases['max']:.4f} at the most, over "
+        f"{phases['tokens']:,} tokens that it wrote; the figures above are prefill's"
+        for one in (found["base"], *found["formats"])
+        if (phases := one.get("phases"))
+    ]
+
+
 def show_quality(console: Console, found: Json) -> None:
     base = found["base"]
     console.print(Text(f"{base['model']} on {base['device']}", style="bold"))
@@ -55,11 +66,13 @@ def show_quality(console: Console, found: Json) -> None:
     rows = quality_rows(found)
     if console.width >= 110:
         show_rows(console, HEAD, rows)
-        return
-    # A block a format, where a line of eight columns would break.
-    for cells in rows:
-        console.print(Text(cells[0], style="bold"))
-        show_rows(console, ("", ""), [list(pair) for pair in zip(HEAD[1:], cells[1:], strict=True)])
+    else:  # a block a format, where a line of eight columns would break
+        for cells in rows:
+            console.print(Text(cells[0], style="bold"))
+            pairs = zip(HEAD[1:], cells[1:], strict=True)
+            show_rows(console, ("", ""), [list(pair) for pair in pairs])
+    for line in phase_lines(found):
+        console.print(Text(line))
 
 
 def quality_page(found: Json) -> str:
@@ -82,7 +95,11 @@ def quality_page(found: Json) -> str:
     for one, color in zip(formats[:3], COLORS, strict=False):
         shown.append((f"mean KL, {one['name']}", f"{one['kl_mean']:.5f}", color))
     rows = table(HEAD, quality_rows(found))
-    body = [tiles(shown), section("By format", rows), plots([figure] if curves else [])]
+    body = [
+        tiles(shown),
+        section("By format", rows, "; ".join(phase_lines(found))),
+        plots([figure] if curves else []),
+    ]
     base = found["base"]
     subject = f"{base['model']} on {base['device']}"
     return page("quality", subject, quality_facts(found), [*body, footing(found)], found)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from twostroke.measure.hardware import DECODE_EFFICIENCY, PREFILL_EFFICIENCY, Hardware
@@ -41,6 +41,7 @@ class Settings:
     tensor_parallel: int = 1
     weights: str = "fp16"
     kv: str = "fp16"
+    decode_weights: str | None = None  # what decode reads, beside `weights`, if that is another
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,10 @@ class Roofline:
         stored: Mapping[str, float] | None = None,
     ) -> None:
         self.spec, self.hardware, self.settings = spec, hardware, settings
+        self.in_decode = self
+        if settings.decode_weights is not None:
+            own = replace(settings, weights=settings.decode_weights, decode_weights=None)
+            self.in_decode = Roofline(spec, hardware, own, parameters)
         self.width = WEIGHT_BYTES.get(settings.weights, 2.0)  # bytes of a parameter
         if spec is None:
             self.parameters = self.active_parameters = parameters
@@ -133,7 +138,9 @@ class Roofline:
 
     @property
     def weight_bytes(self) -> float:
-        return self.parameters * self.width
+        """In memory, where both formats are if there are two."""
+        more = 0.0 if self.in_decode is self else self.in_decode.weight_bytes
+        return self.parameters * self.width + more
 
     def prefill(self, prompt: int | None = None) -> Floor:
         tokens = prompt or self.settings.prompt
@@ -148,6 +155,8 @@ class Roofline:
 
     def decode(self, batch: int | None = None) -> Floor:
         """One step of `batch` streams, each with a context behind it."""
+        if self.in_decode is not self:
+            return self.in_decode.decode(batch)
         streams, context = batch or self.settings.batch, self.settings.context
         flops = streams * (
             self.cost.flops_per_token
@@ -196,6 +205,8 @@ class Roofline:
     def compute_bound_batch(self) -> float:
         """Streams from which on a decode step is bound by products; inf if attention's reading
         keeps it bound by memory for ever."""
+        if self.in_decode is not self:
+            return self.in_decode.compute_bound_batch
         per_stream = self.decode(1).flops / self.rate
         kv = (self.settings.context + 1) * self.kv_bytes_per_token / self.bandwidth
         weights = self.cost.weight_bytes(1) / self.bandwidth
@@ -206,18 +217,19 @@ class Roofline:
         """Streams whose keys and values are as many bytes as the weights: beyond it a larger batch
         gains less than half of what it adds."""
         each = (self.settings.context + 1) * self.kv_bytes_per_token
-        return self.cost.weight_bytes(1) / each if each else math.inf
+        return self.in_decode.cost.weight_bytes(1) / each if each else math.inf
 
     def notes(self) -> list[str]:
         """Where this differs from the rules of thumb, in figures."""
         settings, width = self.settings, self.width
         thumb = 2 * self.active_parameters * settings.prompt / self.rate
-        read = self.active_parameters * width / self.bandwidth
+        own = self.in_decode.width
+        read = self.active_parameters * own / self.bandwidth
         active = "" if self.active_parameters == self.parameters else "active "
         found = [
             f"Rule of thumb: prefill 2 × {self.active_parameters / 1e9:.2f}e9 {active}parameters × "
             f"{settings.prompt:,} tokens / {rate_words(self.rate)} = {1e3 * thumb:.1f} ms; "
-            f"decode {width:.3g} bytes × {active}parameters / {self.bandwidth / 1e9:,.0f} GB/s = "
+            f"decode {own:.3g} bytes × {active}parameters / {self.bandwidth / 1e9:,.0f} GB/s = "
             f"{1e3 * read:.2f} ms."
         ]
         if self.spec is None:
@@ -246,7 +258,12 @@ class Roofline:
             )
         if settings.weights == FILE:
             found.append(f"Weights are as the file has them, {8 * width:.2f} bits each on average.")
-        if settings.weights in ("int4", "fp4"):
+        if settings.decode_weights is not None:
+            found.append(
+                f"Prefill reads {settings.weights} weights and decode {settings.decode_weights} "
+                "ones; both are in memory."
+            )
+        if {settings.weights, settings.decode_weights} & {"int4", "fp4"}:
             found.append("4-bit weights count 4.5 bits each: a 16-bit scale for 32 of them.")
         if not self.hardware.measured:
             found.append(

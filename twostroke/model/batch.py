@@ -62,3 +62,7 @@ class StepInputs:
     decode: DecodeInputs | None
     prefill: PrefillInputs | None
     kept: KeptTokens | None  # None: all tokens
+
+    @property
+    def only_decodes(self) -> bool:
+        return self.decode is not None and self.prefill is None

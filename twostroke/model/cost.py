@@ -68,6 +68,11 @@ class CostModel:
     expand_flops_per_kv_token: float = 0.0
     # By stage, of each mixture of experts: FLOPs a token, bytes of all experts.
     experts: Sequence[tuple[ExpertsSpec, str, Work]] = ()
+    # Of steps that only decode, where those read other bytes than steps with prefill.
+    decode_only: CostModel | None = None
+
+    def of_step(self, prefill_tokens: int) -> CostModel:
+        return self if prefill_tokens or self.decode_only is None else self.decode_only
 
     def prefill_flops(self, work: PhaseWork, samples: int) -> float:
         earlier = work.kv_reads - work.tokens

@@ -7,7 +7,8 @@ The linear layers see one flat run of tokens, decode rows first and then the chu
 the two lists. `pieces` stops wherever attention is due, so that what lies between can be recorded
 as a CUDA graph; `forward` runs the same pieces with attention in between. A step that only decodes
 has one launch for rope, store and attention. What lies between a layer's norm and its output
-projection is its `Attention` (`attention.py`, `latent.py`).
+projection is its `Attention` (`attention.py`, `latent.py`). Steps that only decode have layers of
+their own where the phases keep weights in different formats (`phase_formats.py`).
 
 Of a chunk only the last token is sampled, if that: after its keys and values the last layer works
 for the tokens that somebody wants, and not for the others. The residual stays in one tensor that
@@ -41,6 +42,7 @@ from twostroke.model.linear import (
     SummedLinear,
 )
 from twostroke.model.mlp import MLP, DenseMLP, ExpertsMLP
+from twostroke.model.phase_formats import PhaseFormats
 from twostroke.model.ranks import ONE_RANK, Part, Ranks, is_summed, part_of, rank_spec, vocab_rows
 from twostroke.model.rope import rope_tables
 from twostroke.model.spec import (
@@ -89,12 +91,16 @@ class Decoder:
         weight_dtype: torch.dtype | None = None,
         ranks: Ranks = ONE_RANK,
         formats: Mapping[str, Format] | None = None,
+        decode_formats: Mapping[str, Format] | None = None,
     ) -> None:
         """`pdl`: the launches of a small step are set up before the one in front has ended.
         `weight_dtype`: what weights are rounded to before they are held in `dtype`. `ranks`: those
         that share the model of `spec`; `self.spec` is of this one's part. `formats`: those
-        of weights that are not kept in `dtype`, as `weight_formats` gives them."""
-        self.spec, self.ranks, self.formats = rank_spec(spec, ranks.size), ranks, formats or {}
+        of weights that are not kept in `dtype`, as `weight_formats` gives them;
+        `decode_formats`: those of steps that only decode, where they are others."""
+        formats = formats or {}
+        self.formats = PhaseFormats(formats, formats if decode_formats is None else decode_formats)
+        self.spec, self.ranks = rank_spec(spec, ranks.size), ranks
         self.dtype, self.device, self.kernels = dtype, device, kernels
         self.pdl = pdl
         self._embed_scale = float(torch.tensor(spec.embed_scale, dtype=dtype))
@@ -105,6 +111,7 @@ class Decoder:
             embed = pool.submit(load.embedding)
             self._layers = list(pool.map(load.layer, range(spec.num_layers)))
             self._embed = embed.result()
+        self._decode_layers = [load.in_decode(layer) for layer in self._layers]
         self._positions = load.tensor("positions") if spec.learned_positions else None
         self._final_norm = load.norm("final_norm")
         self._head = load.head(self._embed)
@@ -113,14 +120,19 @@ class Decoder:
         """One layer of each kind and the last, of tensors that have no memory: what it launches is
         the same."""
         other = copy(self)
-        kinds = {layer.kind: layer for layer in self._layers}
-        layers = [*kinds.values(), self._layers[-1]]
+        kinds = {layer.kind: index for index, layer in enumerate(self._layers)}
+        kept = [*kinds.values(), len(self._layers) - 1]
         other.device = torch.device("meta")
-        other.spec = replace(self.spec, layers=tuple(layer.spec for layer in layers))
-        other._layers = [_to_meta(layer) for layer in layers]
+        other.spec = replace(self.spec, layers=tuple(self.spec.layers[index] for index in kept))
+        other._layers = [_to_meta(self._layers[index]) for index in kept]
+        other._decode_layers = [_to_meta(self._decode_layers[index]) for index in kept]
         for name in ("_embed", "_positions", "_final_norm", "_head"):
             setattr(other, name, _to_meta(getattr(self, name)))
         return other
+
+    @property
+    def phases_differ(self) -> bool:
+        return any(map(self.formats.differ, self.spec.weight_shapes()))
 
     # ── a step ──────────────────────────────────────────────────────────────────────────────
 
@@ -128,7 +140,7 @@ class Decoder:
         """The last hidden states that are wanted, normed: [S, hidden]; of all tokens if the inputs
         name none."""
         decode = inputs.decode
-        if decode is not None and decode.queries == 1 and inputs.prefill is None:
+        if decode is not None and decode.queries == 1 and inputs.only_decodes:
             return self._decode(inputs, decode, pool)
         work = Workspace(self.spec, len(inputs.positions), self.dtype, self.device)
         attend = self.attention(inputs, pool, work)
@@ -141,14 +153,15 @@ class Decoder:
         """Runs up to the attention of each layer in turn and yields that layer's number: queries
         are in the workspace, keys and values in the cache. It goes on with what attention has left
         in the workspace; after the last number `last_layer` is to be called."""
+        layers = self._layers_of(inputs)
         self._embed.rows(inputs.token_ids, work.residual)
         normed = self._first_norm(work.residual, inputs)
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(layers):
             self._project(layer, normed, inputs, pool.layers[index], work)
             yield index
             if index + 1 < len(self._layers):
                 attended = work.attended(layer.spec.attention)
-                normed = self._finish(index, attended, work.residual)
+                normed = self._finish(layers, index, attended, work.residual)
 
     def attention(self, inputs: StepInputs, pool: KVPool, work: Workspace) -> Callable[[int], None]:
         """`attend(layer number)` of one step: launches are bound at the first layer of a kind."""
@@ -166,15 +179,16 @@ class Decoder:
         self, inputs: StepInputs, pool: KVPool, work: Workspace, attend: Callable[[int], None]
     ) -> torch.Tensor:
         """The last layer from its attention on, for the tokens that are wanted."""
-        kept, index, attention = inputs.kept, len(self._layers) - 1, self._layers[-1].attention
+        layers, kept, index = self._layers_of(inputs), inputs.kept, len(self._layers) - 1
+        attention = layers[-1].attention
         if kept is None:
             attend(index)
-            return self._finish(index, work.attended(attention.part), work.residual)
+            return self._finish(layers, index, work.attended(attention.part), work.residual)
         residual = work.residual.index_select(0, kept.tokens)
         if not len(residual):
             return residual
         attended = self._attend_kept(attention, inputs, kept, pool.layers[-1], work)
-        return self._finish(index, attended, residual)
+        return self._finish(layers, index, attended, residual)
 
     def head(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Logits in the model's dtype, [rows, vocab]."""
@@ -186,12 +200,16 @@ class Decoder:
 
     # ── parts of a layer ────────────────────────────────────────────────────────────────────
 
+    def _layers_of(self, inputs: StepInputs) -> Sequence[Layer]:
+        return self._decode_layers if inputs.only_decodes else self._layers
+
     def _decode(self, inputs: StepInputs, decode: DecodeInputs, pool: KVPool) -> torch.Tensor:
         residual = self._embed.rows(inputs.token_ids)
         normed, pdl = self._first_norm(residual, inputs), self._pdl(decode.num_tokens)
-        for index, (layer, cache) in enumerate(zip(self._layers, pool.layers, strict=True)):
+        layers = self._decode_layers
+        for index, (layer, cache) in enumerate(zip(layers, pool.layers, strict=True)):
             attended = self._decode_attention(layer, normed, inputs, decode, cache, pdl)
-            normed = self._finish(index, attended, residual)
+            normed = self._finish(layers, index, attended, residual)
         return normed
 
     # Methods of their own for what a profile tells apart (`exec/torch_profile.py`).
@@ -240,11 +258,17 @@ class Decoder:
             return self.kernels.layer_norm(x, *norm, eps)
         return self.kernels.rms_norm(x, norm.weight, eps, pdl=pdl)
 
-    def _finish(self, index: int, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def _finish(
+        self,
+        layers: Sequence[Layer],
+        index: int,
+        attended: torch.Tensor,
+        residual: torch.Tensor,
+    ) -> torch.Tensor:
         """The rest of a layer, and the norm that the next begins with."""
-        layer = self._layers[index]
-        last = index + 1 == len(self._layers)
-        next_norm = self._final_norm if last else self._layers[index + 1].attn_norm
+        layer = layers[index]
+        last = index + 1 == len(layers)
+        next_norm = self._final_norm if last else layers[index + 1].attn_norm
         if layer.spec.parallel:
             # As attention did, from the residual that nothing was added to as yet.
             norm, pdl = layer.mlp_norm or layer.attn_norm, self._pdl(len(residual))
@@ -333,7 +357,7 @@ class _Loader:
         kernels: Kernels,
         weight_dtype: torch.dtype,
         ranks: Ranks,
-        formats: Mapping[str, Format],
+        formats: PhaseFormats,
     ) -> None:
         self._shapes = spec.weight_shapes()
         self._spec = spec = rank_spec(spec, ranks.size)
@@ -344,7 +368,10 @@ class _Loader:
         self._ranks, self._source, self._kernels = ranks, source, kernels
         self._dtype, self._device, self._weight_dtype = dtype, device, weight_dtype
         own, here = self._own_shapes, (kernels, device, self._part, self._read)
-        self._formatted = FormattedMatrices(formats, source, own, *here)
+        self._formats = formats
+        self._formatted = FormattedMatrices(formats.prefill, source, own, *here)
+        self._decode_formatted = FormattedMatrices(formats.decode, source, own, *here)
+        self._decode_linears: dict[int, Linear] = {}  # by the id of prefill's, where they differ
         groups = enumerate(spec.kv_groups())
         self._group_of = {index: n for n, group in groups for index in group.layers}
         self._kinds = list(dict.fromkeys(spec.layers))  # KV groups follow from the spec
@@ -370,6 +397,16 @@ class _Loader:
             if isinstance(spec.mlp, MLPSpec)
             else self._experts(spec.mlp, at, names),
         )
+
+    def in_decode(self, layer: Layer) -> Layer:
+        """The same with the matrices that decode has of its own; all else is shared."""
+        return self._in_decode(layer) if self._decode_linears else layer
+
+    def _in_decode(self, part: Any) -> Any:
+        if isinstance(part, Layer | HeadsAttention | LatentAttention | DenseMLP | ExpertsMLP):
+            names = [field.name for field in fields(part)]
+            return replace(part, **{name: self._in_decode(getattr(part, name)) for name in names})
+        return self._decode_linears.get(id(part), part)
 
     def _mlp(self, spec: MLPSpec, at: str, add_up: bool = True) -> DenseMLP:
         """`add_up`: what comes of it is the sum over the ranks."""
@@ -516,10 +553,23 @@ class _Loader:
         if summed and self._ranks.rank:
             biased = False  # it is added once
         bias = self._merged([name + "_bias" for name in names]) if biased else None
-        linear = self._formatted.product(names, bias)
+        linear = self._product(self._formatted, names, bias, summed and add_up)
+        if any(map(self._formats.differ, names)):
+            own = self._product(self._decode_formatted, names, bias, summed and add_up)
+            self._decode_linears[id(linear)] = own
+        return linear
+
+    def _product(
+        self,
+        formatted: FormattedMatrices,
+        names: list[str],
+        bias: torch.Tensor | None,
+        add_up: bool,
+    ) -> Linear:
+        linear = formatted.product(names, bias)
         if linear is None:
             linear = DenseLinear(self._merged(names), bias, self._kernels)
-        return SummedLinear(linear, self._ranks) if summed and add_up else linear
+        return SummedLinear(linear, self._ranks) if add_up else linear
 
     def _merged(self, names: list[str]) -> torch.Tensor:
         """One tensor of several; a part is in memory a second time only while it is put there."""

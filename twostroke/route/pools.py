@@ -172,8 +172,10 @@ class PoolSettings(Strict):
             kv_transfer_timeout_s=self.kv_transfer_timeout_s,
         )
         sharing = "checked" if self.kv_transfer_checksums else "shared"
-        prefill = replace(common, kv_sharing=sharing, **(self.prefill_config or {}))
-        decode = replace(common, kv_receives=True, **(self.decode_config or {}))
+        # A pool keeps the weights as its phase has them, and no others.
+        prefill, decode = (common.of_phase(phase) for phase in ("prefill", "decode"))
+        prefill = replace(prefill, kv_sharing=sharing, **(self.prefill_config or {}))
+        decode = replace(decode, kv_receives=True, **(self.decode_config or {}))
         pools = [
             *(
                 PooledEngine(f"prefill-{n}", Role.PREFILL, prefill, self.prefill_resources or {})
