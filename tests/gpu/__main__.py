@@ -93,6 +93,7 @@ def all_checks() -> list[Check]:
         check("eviction", 150),
         check("formats", 120, "--no-times"),
         check("formats-int8", 120, "--type", "int8", "--no-times", file="formats"),
+        check("rows", 90),
         check("reference", 120),
         check("experts", 90, "--no-times"),
         check("ranks", 300, alone=True),  # looks at the card's memory, and so does the next

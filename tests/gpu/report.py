@@ -126,6 +126,7 @@ def write_table(module: ModuleType, found: Tiles) -> None:
     before, _ = path.read_text(encoding="utf-8").split("TILES:")
     entries = sorted(module.TILES.items())
     lines = "".join(f"    {json.dumps(key, ensure_ascii=False)}: {way},\n" for key, way in entries)
-    text = f"{before}TILES: dict[str, tuple[int, ...]] = {{\n{lines}}}\n"
+    table = f"{{\n{lines}}}" if lines else "{}"
+    text = f"{before}TILES: dict[str, tuple[int, ...]] = {table}\n"
     for place in (path, *(Path(os.environ[n], path.name) for n in ("OUT",) if n in os.environ)):
         place.write_text(text, encoding="utf-8")

@@ -29,7 +29,7 @@ from time import perf_counter
 import torch
 import torch.nn.functional as F
 
-from tests.gpu.report import FLOPS, READ, Report, replayed, round_to
+from tests.gpu.report import FLOPS, READ, Report, Tiles, replayed, round_to, tally, write_table
 from tests.kernels.cuda_cases import BOUNDS, largest, poisoned, worst
 from twostroke.kernels import cuda
 from twostroke.kernels.cuda import rows, rows_tiles
@@ -274,9 +274,6 @@ def library(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> torch.Tensor:
     return cuda.act_and_mul(made, "silu") if gated else made
 
 
-Tiles = dict[str, tuple[int, ...]]
-
-
 def tune(end: float, models: Sequence[str], all_rows: Sequence[int], specialised: bool) -> Tiles:
     """What is faster than the library, as the table has it, or nothing; figures on the way."""
     table: Tiles = {}
@@ -337,20 +334,13 @@ def tune(end: float, models: Sequence[str], all_rows: Sequence[int], specialised
     return table
 
 
-def write_table(found: Tiles) -> None:
-    """Over what the table has, in place and to $OUT."""
-    rows.TILES.update(found)
+def keep(found: Tiles) -> None:
+    """What is faster than the library; its other entries leave the table."""
     for key in [key for key, way in found.items() if not way]:
-        del rows.TILES[key]
-    path = Path(rows_tiles.__file__)
-    before, _ = path.read_text(encoding="utf-8").split("TILES:")
-    entries = sorted(rows.TILES.items())
-    lines = "".join(f"    {json.dumps(key, ensure_ascii=False)}: {way},\n" for key, way in entries)
-    table = f"{{\n{lines}}}" if lines else "{}"
-    text = f"{before}TILES: dict[str, tuple[int, ...]] = {table}\n"
-    for place in (path, *(Path(os.environ[n], path.name) for n in ("OUT",) if n in os.environ)):
-        place.write_text(text, encoding="utf-8")
-    print(f"{sum(map(bool, found.values()))} of {len(found)} are faster than the library")
+        rows.TILES.pop(key, None)
+    won = {key: way for key, way in found.items() if way}
+    write_table(rows_tiles, won)
+    print(f"{len(won)} of {len(found)} are faster than the library")
 
 
 def time_layers(end: float) -> dict[str, dict[str, float]]:
@@ -437,7 +427,7 @@ def main() -> int:
     if args.tune and not report.failed:
         given = (args.models.split(","), tuple(map(int, args.tune_rows.split(","))))
         until = end - max(6.0, 0.08 * args.limit_s)
-        report.item("tuning", lambda: write_table(tune(until, *given, args.specialised)))
+        report.item("tuning", lambda: keep(tune(until, *given, args.specialised)))
         told("tuning")
     for model, matrices in MODELS.items():
         for name, matrix in matrices.items():
@@ -454,8 +444,7 @@ def main() -> int:
     if "OUT" in os.environ:
         results = {"passed": report.passed, "failed": report.failed, "timings": timings}
         Path(os.environ["OUT"], "rows.json").write_text(json.dumps(results))
-    print(f"{len(report.passed)} passed, {len(report.failed)} failed")
-    return 1 if report.failed else 0
+    return tally(len(report.passed), len(report.failed))
 
 
 if __name__ == "__main__":

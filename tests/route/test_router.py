@@ -12,6 +12,7 @@ from twostroke.route.costs import LEARN_EVERY_S, DecodeCosts, PrefillCosts
 from twostroke.route.router import (
     MAX_MARKS,
     MIN_HAND_OVERS,
+    OLD_S,
     EngineState,
     Placement,
     Prompt,
@@ -276,6 +277,29 @@ def test_what_work_takes_is_learnt_from_steps() -> None:
     router = Router(states)
     (seat,) = router._seats([other], Prompt(1000))
     assert seat.queued.seconds == one.costs.prefill.prompt_s(1000, 0), "as elsewhere"
+
+
+def test_who_was_slow_once_is_tried_again() -> None:
+    one, other = states = engines(both=2)
+    router = with_costs(states)
+    one.costs.decode, one.bytes_per_s = DecodeCosts(1e3 * STEP_S, 0.0, 0.0), 1.0
+    for seconds, chosen in ((1.0, other), (OLD_S + 1.0, one)):
+        one.costs.learnt_s, other.costs.learnt_s = 100.0, 100.0 + seconds
+        placement = router.place(Prompt(100))
+        assert placement is not None
+        assert placement.engine is chosen
+    assert (one.costs.decode, one.bytes_per_s) == (None, 0.0)
+    assert other.costs.decode is not None
+
+
+def test_an_engine_that_shows_no_costs_is_as_those_of_its_phase() -> None:
+    prefill, decode, new = states = engines(prefill=1, decode=2)
+    prefill.costs.decode, decode.costs.decode = DecodeCosts(1, 0, 0), DecodeCosts(2, 0, 0)
+    prefill.costs.prefill, decode.costs.prefill = PrefillCosts(3, 0), PrefillCosts(4, 0)
+    router = Router(states)
+    assert new.costs.decode is None
+    assert router._usual_decode() == (2, 0, 0)
+    assert router._usual_prefill() == (3, 0)
 
 
 def test_steps_that_took_no_time_say_nothing() -> None:

@@ -6,6 +6,7 @@ anyway, and read out as five plain costs, so that a decision about a request is 
 
 from __future__ import annotations
 
+from time import monotonic
 from typing import NamedTuple
 
 from twostroke.observe.record import PhaseRecord, StepRecord
@@ -46,6 +47,7 @@ class StepCosts:
     def __init__(self) -> None:
         self.prefill: PrefillCosts | None = None
         self.decode: DecodeCosts | None = None
+        self.learnt_s = 0.0  # when a step was last looked at
         self._times = StepTimes()
         self._again_s = [0.0, 0.0]  # from when on a step is looked at: without prefill, with
 
@@ -56,6 +58,7 @@ class StepCosts:
         if record.committed_s < self._again_s[mixed]:
             return
         self._again_s[mixed] = record.committed_s + LEARN_EVERY_S
+        self.learnt_s = monotonic()
         times = self._times
         times.add(_work(record.prefill), _work(record.decode), record.device_s)
         if mixed:

@@ -24,7 +24,7 @@ Where a pool has no engine that is up, the other does its work.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -38,6 +38,7 @@ FIRST_MARK = (
 MAX_MARKS = 8192  # that are remembered of one engine
 NEWEST = 0.1  # weight of the newest value in a moving average
 MIN_HAND_OVERS = 8  # before their time is relied on: the first of an engine are slower
+OLD_S = 10.0  # that an engine's costs are behind those of others: then they are forgotten
 GAP_WEIGHT = 4  # what a second between two tokens counts, against one before the first
 # Until steps have been seen: what engines do with them is compared all the same.
 FIRST_PREFILL, FIRST_DECODE = PrefillCosts(1e-4, 0.0), DecodeCosts(0.0, 2.5e-5, 0.0)
@@ -141,6 +142,9 @@ class EngineState:
             self.positions = record.decode.kv_tokens
         self.costs.add_step(record)
 
+    def forget_costs(self) -> None:
+        self.costs, self.bytes_per_s = StepCosts(), 0.0
+
     def add_fetch(self, num_bytes: int, seconds: float) -> None:
         if num_bytes and seconds:
             self.bytes_per_s = moving(self.bytes_per_s, num_bytes / seconds)
@@ -191,6 +195,7 @@ class Router:
 
     def place(self, prompt: Prompt) -> Placement | None:
         """Where a prompt is to be computed; None if no engine is up."""
+        self._forget_old_costs()
         prefill, decode, both = (self._up(role) for role in Role)
         if both:
             return self._place_among(both, prompt)
@@ -211,6 +216,7 @@ class Router:
 
     def place_decode(self, prompt: Prompt) -> Placement | None:
         """Who is to go on with a request that has been prefilled; None: no decode engine is up."""
+        self._forget_old_costs()
         seats = self._seats(self._up(Role.DECODE), prompt)
         if not seats:
             return None
@@ -328,12 +334,26 @@ class Router:
         fetch_s = seat.engine.fetch_s(seat.queued.tokens)
         return self.hand_over_s + fetch_s * (1 + seat.engine.streams)
 
+    def _forget_old_costs(self) -> None:
+        """Who was slow once and has had nothing to do since, while others had, is tried again."""
+        newest_s = max((one.costs.learnt_s for one in self.engines), default=0.0)
+        for one in self.engines:
+            if 0.0 < one.costs.learnt_s < newest_s - OLD_S:
+                one.forget_costs()
+
     def _usual_prefill(self) -> PrefillCosts:
-        """Of an engine that has not shown them: as elsewhere."""
-        return next(filter(None, (one.costs.prefill for one in self.engines)), FIRST_PREFILL)
+        """Of an engine that has not shown them: as elsewhere, if possible where it is the phase."""
+        costs = (one.costs.prefill for one in self._all_but_last(Role.DECODE))
+        return next(filter(None, costs), FIRST_PREFILL)
 
     def _usual_decode(self) -> DecodeCosts:
-        return next(filter(None, (one.costs.decode for one in self.engines)), FIRST_DECODE)
+        costs = (one.costs.decode for one in self._all_but_last(Role.PREFILL))
+        return next(filter(None, costs), FIRST_DECODE)
+
+    def _all_but_last(self, role: Role) -> Iterator[EngineState]:
+        """All engines, those of this role last."""
+        yield from (one for one in self.engines if one.role is not role)
+        yield from (one for one in self.engines if one.role is role)
 
     def _up(self, role: Role) -> list[EngineState]:
         return [one for one in self.engines if one.up and one.role is role]
