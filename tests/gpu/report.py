@@ -95,6 +95,12 @@ def replayed(calls: Sequence[Callable[[], object]]) -> float:
     graph.replay()
     torch.cuda.synchronize()
 
+    return replay_s(graph, 0.01, 5) / len(calls)
+
+
+def replay_s(graph: torch.cuda.CUDAGraph, budget_s: float, times: int) -> float:
+    """Seconds of one replay: the median of so many measurements, each of about `budget_s`."""
+
     def measure(rounds: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -104,8 +110,8 @@ def replayed(calls: Sequence[Callable[[], object]]) -> float:
         end.synchronize()
         return start.elapsed_time(end) / 1e3 / rounds
 
-    rounds = max(1, min(50, int(0.01 / measure(1))))
-    return median(measure(rounds) for _ in range(5)) / len(calls)
+    rounds = max(1, min(50, int(budget_s / measure(1))))
+    return median(measure(rounds) for _ in range(times))
 
 
 def is_right(way: object, found: torch.Tensor, product: torch.Tensor, gated: bool) -> bool:

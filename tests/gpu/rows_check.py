@@ -23,13 +23,22 @@ from dataclasses import astuple
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 
 import torch
 import torch.nn.functional as F
 
-from tests.gpu.report import FLOPS, READ, Report, Tiles, replayed, round_to, tally, write_table
+from tests.gpu.report import (
+    FLOPS,
+    READ,
+    Report,
+    Tiles,
+    replay_s,
+    replayed,
+    round_to,
+    tally,
+    write_table,
+)
 from tests.kernels.cuda_cases import BOUNDS, largest, poisoned, worst
 from twostroke.kernels import cuda
 from twostroke.kernels.cuda import rows, rows_tiles
@@ -249,18 +258,8 @@ def timed(calls: Sequence[Call], budget_s: float = 0.004, times: int = 3) -> flo
         graph.capture_end()
     torch.cuda.synchronize()
 
-    def measure(rounds: int) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(rounds):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3 / rounds
-
-    measure(1)
-    rounds = max(1, min(50, int(budget_s / measure(1))))
-    return median(measure(rounds) for _ in range(times)) / len(calls)
+    graph.replay()
+    return replay_s(graph, budget_s, times) / len(calls)
 
 
 def floor_us(num_rows: int, matrix: Matrix) -> float:
