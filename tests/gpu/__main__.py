@@ -40,6 +40,7 @@ END_S = 5.0  # from one signal to the next, for processes that are ended
 LEAST_S = 10.0  # with less time left, nothing is begun
 POLL_S = 0.02
 LAST_LINES = 40
+STACKS_S = 5.0  # that a process may take to write its stacks before the next is asked
 COUNTS = re.compile(r"^(\d+) passed, (\d+) failed", re.MULTILINE)
 # Untried features are what is to be tried. Python writes its stacks on SIGABRT.
 ENVIRONMENT = {"TWOSTROKE_UNTRIED": "1", "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
@@ -185,8 +186,18 @@ class Running:
             for member in members:
                 file.writelines(f"{line}\n" for line in (f"process {member}", *waits_of(member)))
         self.was_ended, self.next_s = True, now_s + END_S
+        for member in members if number == signal.SIGABRT else ():
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(member, number)
+            self._await_end(member)
         self.signal(number)
         return True
+
+    def _await_end(self, member: int) -> None:
+        """One after another: stacks that are written at the same time are of no use."""
+        until_s = monotonic() + STACKS_S
+        while monotonic() < until_s and member in group_members(self._process.pid):
+            sleep(0.01)
 
     def signal(self, number: int) -> None:
         with suppress(ProcessLookupError, PermissionError):
