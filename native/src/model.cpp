@@ -16,15 +16,6 @@ constexpr int kPanel = 512;       // tokens whose gate and up are kept at one ti
 // each member; with many tokens more tasks even out what the members lose to others.)
 constexpr int kTasks = 16;
 
-// Runs that a member's share of the weights is cut into when they pass by once, none below so many
-// bytes. On x86 several: a core whose other half works for someone else takes fewer of them.
-#if defined(__x86_64__)
-constexpr int kRuns = 4;
-#else
-constexpr int kRuns = 1;
-#endif
-constexpr int kRunBytes = 32768;
-
 constexpr auto kOnes = [] {  // what an MLP without a gate multiplies by
   std::array<float, kBlock> ones{};
   for (float& one : ones) one = 1;
@@ -514,7 +505,7 @@ void Model::add_branch(const Step& step, std::vector<float>& branch, const Norm&
 
 void Model::gate_and_up(const Layer& layer, const Activations& a, int tokens, int member) {
   const int units = ceil_div(layer.mlp.inner(), kBlock);
-  const int per_task = units_per_task(units, layer.mlp.gate_up->num_bytes(), tokens);
+  const int per_task = std::max(1, ceil_div(units, num_tasks(tokens)));
   team_.parallel_for(ceil_div(units, per_task), [&](int task) {
     const int from = task * per_task, to = std::min(units, from + per_task);
     gate_units(layer, layer.mlp, a, 0, tokens, from, to, member, inner_);
@@ -561,17 +552,9 @@ int Model::num_tasks(int tokens) const {
   return tokens < kTile ? members : std::max(kTasks, 4 * members);
 }
 
-// Of a product whose weights are `units` parts of as many rows each.
-int Model::units_per_task(int units, size_t bytes, int tokens) const {
-  const int most = std::max(1, ceil_div(units, num_tasks(tokens)));
-  if (tokens >= kTile || kRuns == 1) return most;
-  const int least = static_cast<int>(kRunBytes * static_cast<size_t>(units) / bytes) + 1;
-  return std::min(most, std::max(least, ceil_div(most, kRuns)));
-}
-
 void Model::multiply(const Matrix& w, const Activations& a, int tokens, float* out, int stride,
                      bool add) {
-  const int groups = w.packed().groups(), per_task = units_per_task(groups, w.num_bytes(), tokens);
+  const int groups = w.packed().groups(), per_task = std::max(1, ceil_div(groups, num_tasks(tokens)));
   team_.parallel_for(ceil_div(groups, per_task), [&](int task) {
     const int from = task * per_task;
     k_.matmul(w.packed(), a, 0, tokens, from, std::min(groups, from + per_task),

@@ -277,7 +277,6 @@ class Model {
                              int member);
   void head(const int32_t* which, int count, float* out);
   int num_tasks(int tokens) const;
-  int units_per_task(int units, size_t bytes, int tokens) const;
   void end_stage(Stage stage, int member);
   template <typename F>
   void for_each_token(int from, int to, F&& work);

@@ -54,7 +54,7 @@ static inline __attribute__((always_inline)) void load_scales(const uint8_t* blo
 constexpr int kAhead = TS_AHEAD;
 constexpr int kAheadTokens = kTile;
 #elif defined(TS_AVX2) || defined(TS_AVX512)
-constexpr int kAhead = 2048;  // bytes
+constexpr int kAhead = 4096;  // bytes
 constexpr int kAheadTokens = kTile;
 #else
 constexpr int kAhead = 768;
