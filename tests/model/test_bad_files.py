@@ -115,6 +115,34 @@ def test_a_config_names_the_field_that_is_wrong(
     assert len(message) < 600
 
 
+FALCON = {"model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 2}
+NEOX = {"model_type": "gpt_neox", "num_key_value_heads": 4}
+STABLELM = {"model_type": "stablelm", "partial_rotary_factor": 0.25, "use_parallel_residual": True}
+SEED_OSS = {"model_type": "seed_oss", "head_dim": 8, "attention_out_bias": True}
+GEMMA3 = {"model_type": "gemma3", "text_config": CONFIG | {"head_dim": 8, "attention_bias": True}}
+
+
+@pytest.mark.parametrize(
+    ("family", "entry", "says"),
+    [
+        (FALCON, {"num_kv_heads": 3}, "num_attention_heads 4 is not a multiple of num_kv_heads 3"),
+        (NEOX, {"rotary_pct": 1e-30}, "head_dim 8 × rotary_pct 1e-30 must be an even number"),
+        # The weights show it: with the other value they would be those of the model.
+        (FALCON, {"num_ln_in_parallel_attn": 1}, "(see model_type, num_ln_in_parallel_attn)"),
+        (FALCON, {"new_decoder_architecture": None}, "(see model_type, new_decoder_architecture)"),
+        (SEED_OSS, {"attention_out_bias": None}, "(see model_type, attention_out_bias)"),
+        (STABLELM, {"use_parallel_residual": None}, "hidden_size, use_parallel_residual)"),
+        (GEMMA3, {"text_config": CONFIG | {"head_dim": 8}}, "(see model_type, text_config.attent"),
+    ],
+)
+def test_a_field_is_called_what_its_family_calls_it(
+    tmp_path: Path, family: dict[str, Any], entry: dict[str, Any], says: str
+) -> None:
+    folder = tiny_folder(tmp_path / "tiny", **family)
+    change_json(folder / "config.json", **entry)
+    assert says in refusal(folder)
+
+
 @pytest.mark.parametrize("window", [True, -1, 2**40, "4"])
 def test_windows_are_checked_where_a_family_has_them(window: Any) -> None:
     config = CONFIG | {"model_type": "mistral", "sliding_window": window}

@@ -112,7 +112,7 @@ ONE = np.ones(1, np.float32)
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (setting("expert_count", 8), "has no llama.expert_used_count"),
+        (setting("expert_count", 8), "llama.expert_count is 8, but there is no llama.expert_used"),
         (setting("attn_logit_softcapping", 30.0), "attn_logit_softcapping = 30.0 is not supported"),
         (setting("attention.causal", False), "attention.causal = False is not supported"),
         (setting("attention.value_length", 8), "key_length 16, attention.value_length 8"),

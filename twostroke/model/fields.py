@@ -62,13 +62,19 @@ class Fields:
         entries: Mapping[str, Any],
         prefix: str = "",
         aliases: Mapping[str, str] = MappingProxyType({}),
+        path: tuple[str, ...] = (),
+        switches: dict[tuple[str, ...], Any] | None = None,
     ) -> None:
         """`where` is the file; `prefix` comes before each field's name in `entries`, which has
-        some under another name, their alias."""
+        some under another name, their alias. `path`: the objects of the file that these entries
+        are in. `switches`: fields of two values that have been read, by their paths, with the
+        value that they do not have; all that is made from these fields shares it."""
         self.where = where
         self.prefix = prefix
+        self.switches = {} if switches is None else switches
         self._entries = entries
         self._aliases = aliases
+        self._path = path
 
     def __contains__(self, name: str) -> bool:
         return self.value(name) is not None
@@ -80,12 +86,14 @@ class Fields:
     def over(self, other: Fields) -> Fields:
         """These entries with those of `other` in their place where it has any."""
         where = other.where if other._entries else self.where
-        return Fields(where, {**self._entries, **other._entries}, aliases=self._aliases)
+        entries = {**self._entries, **other._entries}
+        return Fields(where, entries, "", self._aliases, self._path, self.switches)
 
     def with_defaults(self, entries: Mapping[str, Any]) -> Fields:
         """These entries over others, which count where nothing is said, not even null."""
         named = {self.called(name): value for name, value in entries.items()}
-        return Fields(self.where, {**named, **self._entries}, self.prefix, self._aliases)
+        entries = {**named, **self._entries}
+        return Fields(self.where, entries, self.prefix, self._aliases, self._path, self.switches)
 
     def names(self) -> list[str]:
         return [name for name in self._entries if name.startswith(self.prefix)]
@@ -99,7 +107,10 @@ class Fields:
         return self._entries.get(self.called(name))
 
     def integer(self, name: str, low: int, high: int, default: Any = REQUIRED) -> Any:
-        return self._integer(name, self.value(name), low, high, default)
+        value = self._integer(name, self.value(name), low, high, default)
+        if high - low == 1:
+            self._note_switch(name, low + high - value)
+        return value
 
     def number(
         self,
@@ -126,9 +137,10 @@ class Fields:
     def boolean(self, name: str, default: bool) -> bool:
         value = self.value(name)
         if value is None:
-            return default
+            value = default
         if not isinstance(value, bool):
             self.refuse(name, "true or false")
+        self._note_switch(name, not value)
         return value
 
     def string(self, name: str, default: Any = REQUIRED, longest: int = 1 << 20) -> Any:
@@ -154,7 +166,9 @@ class Fields:
         value = self.value(name)
         if value is not None and not isinstance(value, dict):
             self.refuse(name, "an object")
-        return Fields(f"{self.where}: {self.called(name)}", value or {})
+        own = self.called(name)
+        where, path = f"{self.where}: {own}", (*self._path, own)
+        return Fields(where, value or {}, path=path, switches=self.switches)
 
     def items(self, name: str, kind: type | tuple[type, ...], what: str) -> list[Any]:
         """A list whose every entry is of one kind, empty if there is none."""
@@ -171,6 +185,9 @@ class Fields:
             f"{self.where}: {self.called(name)} must be {expected}, not "
             f"{shown(self.value(name))}{hint or '.'}"
         )
+
+    def _note_switch(self, name: str, other: Any) -> None:
+        self.switches[*self._path, self.called(name)] = other
 
     def _integer(self, name: str, value: Any, low: int, high: int, default: Any) -> Any:
         expected = f"a whole number from {low} to {high}"

@@ -235,6 +235,13 @@ def experts(
     say whether the weights of a token's experts add up to one. `grouped`: the caller reads groups
     of experts and dense layers."""
     count = settings.integer(EXPERT_COUNT, *EXPERTS)
+    if "expert_used_count" not in settings:
+        raise ModelError(
+            f"{settings.where}: {settings.prefix}{EXPERT_COUNT} is {count}, but there is no "
+            f"{settings.prefix}expert_used_count, which says how many of them a token goes "
+            "through. The file is incomplete; fetch it again, or use another conversion of the "
+            "model."
+        )
     chosen = settings.integer("expert_used_count", *EXPERTS)
     if chosen > count:
         raise ModelError(

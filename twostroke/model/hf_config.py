@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from twostroke.model.hf_packed import PackedConfig, packed_config
 from twostroke.model.hf_w8a8 import W8Config, w8_config
 from twostroke.model.spec import ModelSpec
 from twostroke.model.tensor_names import TensorNames
+from twostroke.model.weights import Variant
+
+log = logging.getLogger(__name__)
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 # A field of the spec → where config.json says it.
@@ -48,6 +52,8 @@ def spec_from_hf(config: Mapping[str, Any], where: str = "config.json") -> Model
     _refuse_unsupported(fields, family)
     quantized = quantized_in_hf(config, where)
     spec = family.spec(fields)
+    if family.images:
+        log.warning("%s: images are not supported; only the model's text part is run", where)
     if spec.has_experts and quantized is not None:
         raise ModelError(
             f"{where}: experts in {quantized.name} (quantization_config) are not supported as yet. "
@@ -77,6 +83,25 @@ def fields_in_hf(config: Mapping[str, Any]) -> dict[str, str]:
     aliases = _family(config, "config.json").aliases
     named = {**dict(zip(aliases, aliases, strict=True)), **FIELDS}
     return {field: aliases.get(name, name) for field, name in named.items()}
+
+
+def variants_in_hf(config: Mapping[str, Any]) -> Iterator[Variant]:
+    """One for each field of two values that the family reads, where it has a model with it."""
+    where, family = "config.json", _family(config, "config.json")
+    fields = Fields(where, config, aliases=family.aliases)
+    family.spec(fields)
+    for path, value in fields.switches.items():
+        other = _with_entry(config, path, value)
+        try:
+            spec = family.spec(Fields(where, other, aliases=family.aliases))
+            yield Variant(".".join(path), spec, names_in_hf(other))
+        except ModelError:
+            continue
+
+
+def _with_entry(config: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
+    first, *rest = path
+    return {**config, first: _with_entry(config.get(first) or {}, rest, value) if rest else value}
 
 
 def dtype_of(config: Mapping[str, Any], where: str) -> str:

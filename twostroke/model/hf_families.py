@@ -6,7 +6,6 @@ An entry of FAMILIES is that function and the family's names for the weights
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -52,8 +51,6 @@ from twostroke.model.spec import (
     without_rope,
 )
 from twostroke.model.tensor_names import TensorNames
-
-log = logging.getLogger(__name__)
 
 
 def _llama(fields: Fields) -> ModelSpec:
@@ -338,7 +335,6 @@ def _text_part(fields: Fields, otherwise: str) -> Fields:
             f"{fields.where}: has no text_config, which a model of model_type "
             f"{shown(fields.value('model_type'))} has ({otherwise})."
         )
-    log.warning("%s: images are not supported; only the model's text part is run", fields.where)
     return fields.nested("text_config")
 
 
@@ -569,6 +565,7 @@ class Family(NamedTuple):
     aliases: Mapping[str, str] = {}  # a field's usual name → the family's own
     reads: tuple[str, ...] = ()  # fields for which other families are refused
     quant_methods: tuple[str, ...] = ()  # of quantised files that are read
+    images: bool = False  # its models read them, and we do not
 
 
 LATENT = ("kv_lora_rank",)
@@ -580,7 +577,7 @@ FAMILIES = {  # by model_type
     "exaone4": Family(_exaone4, OLMO2_NAMES),
     "falcon": Family(gpt.falcon, gpt.falcon_names, gpt.FALCON_ALIASES),
     "gemma2": Family(_gemma2, GEMMA_NAMES),
-    "gemma3": Family(_gemma3, GEMMA_NAMES),
+    "gemma3": Family(_gemma3, GEMMA_NAMES, images=True),
     "gemma3_text": Family(_gemma3_text, GEMMA_NAMES),
     "glm": Family(_glm, GLM_NAMES),
     "glm4": Family(_glm4, GLM4_NAMES),
@@ -597,7 +594,7 @@ FAMILIES = {  # by model_type
     "minicpm3": Family(_minicpm3, reads=LATENT),
     "ministral": Family(_ministral),
     "mistral": Family(_mistral),
-    "mistral3": Family(_mistral3),
+    "mistral3": Family(_mistral3, images=True),
     "mixtral": Family(_mixtral, MIXTRAL_NAMES),
     "olmo2": Family(_olmo2, OLMO2_NAMES),
     "olmo3": Family(_olmo3, OLMO2_NAMES),

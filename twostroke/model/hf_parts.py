@@ -72,8 +72,8 @@ def heads(fields: Fields) -> tuple[int, int, int]:
         )
     if num_heads % num_kv_heads:
         raise ModelError(
-            f"{fields.where}: num_attention_heads {num_heads} is not a multiple of "
-            f"num_key_value_heads {num_kv_heads}."
+            f"{fields.where}: {fields.called('num_attention_heads')} {num_heads} is not a multiple "
+            f"of {fields.called('num_key_value_heads')} {num_kv_heads}."
         )
     return (
         num_heads,
@@ -168,8 +168,8 @@ def refuse_if_given(fields: Fields, *names: str) -> None:
     for name in names:
         if fields.value(name):
             raise ModelError(
-                f"{fields.where}: {name} = {shown(fields.value(name))} is not supported with this "
-                "model_type."
+                f"{fields.where}: {fields.called(name)} = {shown(fields.value(name))} is not "
+                "supported with this model_type."
             )
 
 
@@ -194,7 +194,7 @@ def layer_kinds(
     if len(kinds) != len(otherwise):
         raise ModelError(
             f"{fields.where}: layer_types has {len(kinds)} entries for {len(otherwise)} layers "
-            "(num_hidden_layers)."
+            f"({fields.called('num_hidden_layers')})."
         )
     unknown = sorted(set(kinds) - set(known))
     if unknown:
@@ -296,13 +296,13 @@ def _theta_and_dim(
     given: Fields, fields: Fields, head_dim: int, default_theta: float, smallest_dim: int
 ) -> tuple[float, int]:
     base = theta(_first(given, fields, "rope_theta"), "rope_theta", default_theta)
-    partial = _first(given, fields, "partial_rotary_factor").number(
-        "partial_rotary_factor", above=0.0, high=1.0, default=1.0
-    )
+    name = "partial_rotary_factor"
+    says = _first(given, fields, name)
+    partial = says.number(name, above=0.0, high=1.0, default=1.0)
     dim = int(head_dim * partial)
     if dim % 2 or dim < smallest_dim:
         raise ModelError(
-            f"{fields.where}: head_dim {head_dim} × partial_rotary_factor {partial:g} must be an "
+            f"{fields.where}: head_dim {head_dim} × {says.called(name)} {partial:g} must be an "
             f"even number of at least {smallest_dim} rotated channels, not {dim} (what is not "
             "given is the usual of the model_type)."
         )
@@ -313,13 +313,14 @@ def _first(given: Fields, fields: Fields, name: str) -> Fields:
     return given if name in given else fields
 
 
-def _divisors(given: Fields, name: str, dim: int) -> tuple[float, ...]:
+def _divisors(given: Fields, fields: Fields, name: str, dim: int) -> tuple[float, ...]:
     values = given.items(name, (int, float), "numbers above 0")
     if len(values) != dim // 2 or not all(0 < value < math.inf for value in values):
+        partial = fields.called("partial_rotary_factor")
         given.refuse(
             name,
             f"a list of {dim // 2} numbers above 0, one for each rotated pair (by model_type, "
-            "head_dim and partial_rotary_factor)",
+            f"head_dim and {partial})",
         )
     return tuple(map(float, values))
 
@@ -336,8 +337,8 @@ def _longrope(given: Fields, fields: Fields, base: float, dim: int, positions: i
         max(1.0, factor),
         original,
         attention_factor=given.number("attention_factor", above=0.0, high=1e3, default=sharpened),
-        freq_factors=_divisors(given, "long_factor", dim),
-        short_factors=_divisors(given, "short_factor", dim),
+        freq_factors=_divisors(given, fields, "long_factor", dim),
+        short_factors=_divisors(given, fields, "short_factor", dim),
     )
 
 
