@@ -96,6 +96,8 @@ class EngineConfig(Strict):
     # what one of them does not say is `quantization`, which is None where they differ.
     prefill_quantization: str | None = None
     decode_quantization: str | None = None
+    # A text that the unquantised model reads first: which inputs of a matrix its rounding favours.
+    calibration: str | None = None
     kernels: str = "auto"  # auto: the native ones on a CPU that has them; reference, native
     isa: str = "auto"  # of the native kernels: auto, amx, avx512, avx2, neon, portable
     exact: bool = False  # native kernels: products and attention in floats; slower
@@ -112,10 +114,11 @@ class EngineConfig(Strict):
     kv_transfer_timeout_s: float = 3.0  # nothing has come for so long: computed again
 
     def __post_init__(self) -> None:
-        for name in ("model", "tokenizer", "chat_template"):
+        for name in ("model", "tokenizer", "chat_template", "calibration"):
             if isinstance(getattr(self, name), PathLike):
                 object.__setattr__(self, name, fspath(getattr(self, name)))
-        for name in ("model", "tokenizer", "revision", "chat_template", "kv_host"):
+        names = ("model", "tokenizer", "revision", "chat_template", "calibration", "kv_host")
+        for name in names:
             if not isinstance(getattr(self, name), str | None):
                 self._refuse(name, "a string or None")
         self._check_choice("load_format", ("auto", "safetensors", "gguf", "dummy"))
@@ -206,7 +209,13 @@ class EngineConfig(Strict):
         if asked is None:
             return self
         own = None if asked == "none" else asked
-        return replace(self, quantization=own, prefill_quantization=None, decode_quantization=None)
+        return replace(
+            self,
+            quantization=own,
+            prefill_quantization=None,
+            decode_quantization=None,
+            calibration=own and self.calibration,
+        )
 
     def _check_capture_sizes(self) -> None:
         sizes = self.cudagraph_capture_sizes
@@ -254,6 +263,11 @@ class EngineConfig(Strict):
                     f"{name} is kept by cutting prompts in chunks, but enable_chunked_prefill is "
                     "False; leave out one of them"
                 )
+        if self.calibration is not None and not (self.quantization or self.phases_differ):
+            raise ConfigError(
+                "calibration says how weights are rounded, and no quantization asks for that; give "
+                "quantization, or leave calibration out"
+            )
         if self.skip_tokenizer_init and self.tokenizer is not None:
             raise ConfigError("skip_tokenizer_init and tokenizer contradict each other; give one")
 

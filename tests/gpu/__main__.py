@@ -42,8 +42,7 @@ POLL_S = 0.02
 LAST_LINES = 40
 STACKS_S = 5.0  # that a process may take to write its stacks before the next is asked
 COUNTS = re.compile(r"^(\d+) passed, (\d+) failed", re.MULTILINE)
-# Untried features are what is to be tried. Python writes its stacks on SIGABRT.
-ENVIRONMENT = {"TWOSTROKE_UNTRIED": "1", "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+ENVIRONMENT = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}  # stacks on SIGABRT
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,6 @@ def all_checks() -> list[Check]:
         check("eviction", 150),
         check("formats", 120, "--no-times"),
         check("formats-int8", 120, "--type", "int8", "--no-times", file="formats"),
-        check("rows", 90),
         check("reference", 120),
         check("experts", 90, "--no-times"),
         check("ranks", 300, alone=True),  # looks at the card's memory, and so does the next

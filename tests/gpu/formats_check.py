@@ -287,7 +287,7 @@ def tunings(name: str, rows: int, quantised_x: bool) -> Iterator[Tiling]:
                     stages * step * (tile * (2 if gated else 1) + block * (1 if quantised_x else 2))
                 )
                 if size <= SHARED:
-                    yield Tiling(block, tile, step, splits, False, first, warps, stages)
+                    yield Tiling(block, tile, step, splits, first, warps, stages)
 
 
 def int8_tunings(name: str, rows: int) -> Iterator[Tiling]:
@@ -306,7 +306,7 @@ def int8_tunings(name: str, rows: int) -> Iterator[Tiling]:
     tiles = ((128, 64), (64, 128), (256, 64)) if gated else ((128, 128), (128, 256), (256, 128))
     for (height, width), step, stages in product(tiles, (64, 128), (3, 4)):
         if stages * step * (height + width * (2 if gated else 1)) <= SHARED:
-            yield Tiling(height, width, step, 1, False, False, 8, stages)
+            yield Tiling(height, width, step, 1, False, 8, stages)
 
 
 def call_all(calls: list[Call]) -> None:

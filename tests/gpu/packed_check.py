@@ -45,8 +45,7 @@ from tests.gpu.report import (
 )
 from tests.kernels.cuda_cases import BOUNDS, largest, worst
 from tests.rig import Rig
-from twostroke import LLM
-from twostroke.engine.untried import VARIABLE
+from twostroke import LLM, SamplingParams
 from twostroke.exec.graphs import CudaRecorder, Record, RunAgain
 from twostroke.kernels import cuda
 from twostroke.kernels.cuda import packed, packed_tiles
@@ -60,12 +59,14 @@ from twostroke.kernels.packed import (
     quantised,
 )
 from twostroke.kernels.reference import Kernels
+from twostroke.kernels.split_k import ARRIVALS_COLUMNS
 from twostroke.measure.quality import phase_difference
 from twostroke.model.block_types import BlockType
 from twostroke.model.decoder import Decoder
 from twostroke.model.formats import weight_formats
 from twostroke.model.gguf_config import spec_from_gguf
 from twostroke.model.hf_config import load_hf_config
+from twostroke.model.importance import measure_importance
 from twostroke.model.linear import DenseLinear, Linear, PackedLinear
 from twostroke.model.spec import ModelSpec
 from twostroke.model.weights import WeightSource
@@ -164,7 +165,13 @@ def meta_weight(columns: int, inner: int, format: str) -> PackedWeight:
 
 def check_all(report: Report) -> None:
     sizes = [(1, 4096, 4096), (1, 100, 1536), (2, 64, 128), (7, 3072, 4096), (16, 50, 14336)]
-    sizes += [(33, 2064, 4096), (100, 64, 384), (128, 2048, 14336), (300, 512, 4096)]
+    sizes += [
+        (33, 2064, 4096),
+        (100, 64, 384),
+        (128, 2048, 14336),
+        (200, 300, 4096),
+        (300, 512, 4096),
+    ]
     cases = [("int4", *size) for size in sizes]
     cases += [("zeros", *size) for size in sizes[1::2]]
     others = ((1, 100, 1536), (7, 300, 4096), (33, 100, 768), (100, 64, 1024))
@@ -227,6 +234,8 @@ def check_models(report: Report) -> None:
             run = partial(check_model, spec, source, *both)
             report.check("prefill {}, decode {}, {}".format(*both, name), ERROR_SHARE, run)
     report.check("an engine, prefill fp8, decode int4", 0.5, check_phases)
+    report.check("importance", 0.1, check_importance)
+    report.check("an engine, int4, calibrated", 0.5, check_calibration)
     if find_spec("gguf") is None or find_spec("pytest") is None:
         print("GGUF models are left out: the packages gguf and pytest write them")
         return
@@ -242,7 +251,6 @@ def check_models(report: Report) -> None:
 def check_phases() -> float:
     """A start with a format a phase, graphs and all: by how much the phases' log-probabilities
     differ, of tokens that it writes."""
-    os.environ[VARIABLE] = "1"
     both = {"prefill_quantization": "fp8", "decode_quantization": "int4"}
     sizes = {"max_model_len": 256, "num_gpu_blocks_override": 64}
     llm = LLM("bench/shapes/qwen3-0.6b.json", load_format="dummy", **sizes, **both)
@@ -251,6 +259,34 @@ def check_phases() -> float:
     print(f"  {llm.engine.info().weights}; {llm.engine.memory.waterfall()}; {found}")
     assert found["max"] > 0
     return float(found["mean"])
+
+
+def check_importance() -> float:
+    """What a calibration text shows, in bf16 on the card, against fp32 on the CPU."""
+    spec = small_spec(**SPECS["qwen3"])
+    source, windows = Rounded(Loud(spec), spec), [[*range(n, n + 64)] for n in (5, 100, 300)]
+    ours, exact = (
+        measure_importance(spec, source, windows, dtype, torch.device(device), 256)
+        for dtype, device in ((BF16, "cuda"), (torch.float32, "cpu"))
+    )
+    return max(
+        float((ours[name].cpu() - counts).norm() / counts.norm()) for name, counts in exact.items()
+    )
+
+
+def check_calibration() -> float:
+    """A start with it, graphs and all."""
+    from tests.tiny import TEXT, tiny_folder
+
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "text.txt").write_text("\n".join(40 * TEXT), encoding="utf-8")
+        sizes = {"hidden_size": 256, "intermediate_size": 512, "torch_dtype": "bfloat16"}
+        tiny = tiny_folder(Path(folder) / "tiny", **sizes)
+        how = {"quantization": "int4", "calibration": Path(folder) / "text.txt"}
+        llm = LLM(str(tiny), num_gpu_blocks_override=64, **how)
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        (out,) = llm.generate([TEXT[0]], params)
+        return float(len(out.outputs[0].token_ids) != 8)
 
 
 # ── fast ────────────────────────────────────────────────────────────────────────────────────
@@ -334,7 +370,7 @@ def time_layers(end: float) -> dict[str, dict[str, float]]:
             out = down.product(gate_up.gated_product(normed, "silu", pdl=pdl), pdl=pdl)
             normed = kernels.add_rms_norm(out, residual, norm, 1e-5, pdl=pdl)
 
-    for rows in (1, 8, 16, 32, 128, 64, 256, 4096):
+    for rows in (1, 8, 16, 32, 64, 128, 256, 4096):
         if perf_counter() > end:
             break
         x, residual = random_x(rows, 4096), random_x(rows, 4096)
@@ -353,14 +389,14 @@ def time_layers(end: float) -> dict[str, dict[str, float]]:
 # ── tuning ──────────────────────────────────────────────────────────────────────────────────
 
 Tuning = packed.Streaming | packed.Tiling
-TUNED_ROWS = (1, 16, 64, 128, 32, 256)
+TUNED_ROWS = (1, 16, 32, 64, 128, 256)
 
 
 def streamings(weight: PackedWeight, gated: bool) -> Iterator[packed.Streaming]:
     usual = packed.streaming(weight, gated)
     assert usual is not None
     yield usual
-    size, groups = weight.group * weight.bits // 8, weight.scale.shape[1]
+    groups = weight.scale.shape[1]
     for columns, wanted, warps in (
         (1, 512, 1),
         (2, 512, 1),
@@ -368,43 +404,60 @@ def streamings(weight: PackedWeight, gated: bool) -> Iterator[packed.Streaming]:
         (4, 1024, 2),
         (4, 512, 2),
     ):
-        count = wanted // size
+        count = wanted // weight.group
         if count and groups % count == 0:
             yield packed.Streaming(columns, count, warps)
 
 
 def tilings(rows: int, weight: PackedWeight, gated: bool) -> Iterator[packed.Tiling]:
     """What is used, and what differs from it in one thing or two."""
-    usual = packed.tiling(min(128, max(2, rows)), weight, gated)
-    assert usual is not None
-    can, groups = packed.can_scale_last(weight), weight.scale.shape[1]
-    whole = usual if rows <= usual.rows else replace(usual, splits=1)
-    yield whole
-    if rows <= 16:
-        yield replace(whole, columns=128 if gated else 64)
-        if groups % (2 * whole.step) == 0:
-            yield replace(whole, step=2 * whole.step, num_stages=3)
-        yield replace(whole, num_stages=7 - whole.num_stages)
-        if whole.splits > 1:
-            yield replace(whole, splits=whole.splits // 2)
+    make = packed.tiling_4 if weight.bits == 4 else packed.tiling_8
+    usual = make(min(128, rows), weight, gated)
+    if usual is None:
         return
+    steps = weight.shape[1] // (weight.block if weight.bits == 4 else weight.group)
+    if rows > usual.rows:
+        usual = replace(usual, splits=1)
+    for change in changes_4(usual, rows) if weight.bits == 4 else changes_8(usual, rows):
+        way = replace(usual, **change)
+        can_split = not gated and rows <= way.rows and way.columns >= ARRIVALS_COLUMNS
+        if steps % way.step == 0 and way.splits <= max(1, steps // way.step * can_split):
+            yield way
+
+
+def changes_4(usual: packed.Tiling, rows: int) -> list[dict[str, int]]:
+    splits, step, stages = usual.splits, usual.step, usual.num_stages
+    found: list[dict[str, int]] = [
+        {},
+        {"splits": 2 * splits},
+        {"splits": splits // 2 or 1},
+        {"num_stages": stages + 1},
+        {"columns": 128, "num_warps": 8},
+    ]
     if rows <= 32:
-        yield replace(whole, columns=128 if gated else 32)
-        yield replace(whole, num_stages=7 - whole.num_stages)
-        if whole.splits > 1:
-            yield replace(whole, splits=whole.splits // 2)
-        return
-    few = replace(whole, rows=32, weight_first=False, splits=1, scale_first=not can, num_stages=4)
-    right = replace(whole, rows=64, weight_first=False, scale_first=True)
-    if rows <= 64:
-        yield few
-        yield right
-        yield replace(right, columns=128, num_warps=4 if gated else 8, splits=1)
-        yield replace(whole, scale_first=True)
-        return
-    yield replace(right, rows=128, columns=64 if gated else 128, num_warps=8, splits=1)
-    yield replace(whole, columns=128, num_warps=8, splits=1)
-    yield replace(right, rows=64, columns=128, num_warps=8, splits=1)
+        # Tiles of 32 columns have the instructions of all GPUs, of 64 and 16 rows Hopper's own.
+        narrow = {"columns": 32, "num_warps": 2}
+        found.append({"step": step // 2 or 1, "num_stages": stages + 2})
+        found += [narrow, {**narrow, "splits": splits // 2 or 1}, {**narrow, "step": 2 * step}]
+    else:
+        found += [{"step": step // 2 or 1}, {"step": 2 * step}, {"num_stages": stages - 1}]
+    if rows > 64:
+        found.append({"rows": 192 - usual.rows})
+    return found
+
+
+def changes_8(usual: packed.Tiling, rows: int) -> list[dict[str, int]]:
+    found: list[dict[str, int]] = [
+        {},
+        {"columns": 64 if usual.columns == 32 else 128},
+        {"num_stages": 7 - usual.num_stages},
+        {"splits": usual.splits // 2 or 1},
+    ]
+    if rows <= 16:
+        found.append({"step": 2 * usual.step, "num_stages": 3})
+    else:
+        found.append({"weight_first": not usual.weight_first})
+    return found
 
 
 def is_right_way(way: Tuning | None, x: torch.Tensor, weight: PackedWeight, gated: bool) -> bool:
@@ -430,7 +483,7 @@ def tune(
         for name, (columns, inner, gated) in MATRICES.items():
             without, x = meta_weight(columns, inner, format), x_meta(rows, inner)
             ways: list[Tuning] = list(tilings(rows, without, gated))
-            if rows == 1:
+            if rows == 1 and without.bits == 8:
                 ways = [*streamings(without, gated), *ways]
             todo[name] = list(dict.fromkeys(ways))
             how = ("silu" if gated else None, rows <= 64)

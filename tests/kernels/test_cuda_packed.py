@@ -72,8 +72,8 @@ if INTERPRETED:
         (16, "", 8),
     ]
 
-    # Tiles of 16, 64 and 128 rows; one row of 8 bits is streamed.
-    SIZES = [(1, 13), (5, 20), (40, 33), (70, 24)]
+    # Of 4 bits, tiles of 8, 16, 64 and 128 rows; of 8 bits, one row is streamed.
+    SIZES = [(1, 13), (13, 20), (40, 33), (70, 24)]
 
     @pytest.mark.parametrize(
         ("format", "rows", "columns"),
@@ -89,13 +89,13 @@ if INTERPRETED:
     @pytest.mark.parametrize(("group", "kind", "bits"), [FORMATS[1], FORMATS[4]])
     def test_several_programs_share_the_columns_of_a_tile(group: int, kind: str, bits: int) -> None:
         weight = random_weight(40, 2048, group, kind, bits)
-        tuned = packed.tiling(5, weight, gated=False)
-        assert tuned is not None
+        tuned = packed.choice(5, weight, gated=False)
+        assert isinstance(tuned, packed.Tiling)
         assert tuned.splits > 1
         assert check_products(5, 20, weight) < BOUNDS[HALF]
 
-    @pytest.mark.parametrize(("group", "kind", "bits"), FORMATS)
-    def test_one_row_is_streamed(group: int, kind: str, bits: int) -> None:
+    @pytest.mark.parametrize(("group", "kind", "bits"), FORMATS[5:])
+    def test_one_row_of_8_bits_is_streamed(group: int, kind: str, bits: int) -> None:
         weight, x = random_weight(26, 256, group, kind, bits), torch.randn(1, 256).to(HALF)
         right = x.double() @ dequantised(weight, torch.float64).t()
         gated = F.silu(right[:, :13]) * right[:, 13:]
@@ -109,35 +109,47 @@ if INTERPRETED:
     def test_many_rows_have_the_weight_dequantised(
         monkeypatch: pytest.MonkeyPatch, group: int, kind: str, bits: int
     ) -> None:
-        monkeypatch.setattr(packed, "MOST_TILED", 2)
-        assert check_products(3, 20, random_weight(40, 256, group, kind, bits)) < BOUNDS[HALF]
+        monkeypatch.setattr(packed, "MOST_TILED", {4: 2, 8: 2})
+        assert check_products(3, 6, random_weight(12, 256, group, kind, bits)) < BOUNDS[HALF]
+
+    @pytest.mark.parametrize(
+        ("inner", "group", "block"), [(320, 64, 64), (192, 32, 64), (256, 256, 128), (96, 96, 32)]
+    )
+    def test_blocks_are_as_large_as_a_row_and_its_groups_allow(
+        inner: int, group: int, block: int
+    ) -> None:
+        weight = random_weight(12, inner, group, "zero")
+        assert weight.block == block
+        assert check_products(3, 6, weight) < BOUNDS[HALF]
 
     def test_these_sizes_have_every_way() -> None:
-        ways = [packed.tiling(n, random_weight(80, 512, 128), gated=False) for n in (5, 40, 128)]
-        assert [(way.rows, way.scale_first, way.weight_first) for way in ways if way] == [
-            (16, False, False),
-            (64, False, True),
-            (128, True, True),
-        ]
-        small = packed.tiling(5, random_weight(80, 512, 32), gated=False)
-        assert small is not None
-        assert small.scale_first
-        assert packed.tiling(130, random_weight(80, 512, 128), gated=False) is None
-        assert packed.streaming(random_weight(80, 384, 128), False) == packed.Streaming(8, 1, 2)
-        assert packed.streaming(random_weight(80, 4096, 128), False) == packed.Streaming(4, 16, 2)
-        assert packed.streaming(random_weight(80, 4096, 128), True) == packed.Streaming(1, 8, 1)
+        weight = random_weight(80, 512, 128)
+        ways = [packed.choice(n, weight, gated=False) for n in (1, 9, 40, 100, 300)]
+        assert [way and way.rows for way in ways] == [8, 16, 64, 128, None]
+        bytes_ = random_weight(80, 512, 128, bits=8)
+        ways = [packed.choice(n, bytes_, gated=False) for n in (5, 40, 128, 130)]
+        assert [way and way.rows for way in ways] == [16, 64, 128, None]
+        assert [way and way.weight_first for way in ways] == [False, True, True, None]
+        for inner, gated, expected in (
+            (384, False, (8, 1, 4)),
+            (4096, False, (4, 8, 2)),
+            (4096, True, (1, 4, 1)),
+        ):
+            wide = random_weight(80, inner, 128, bits=8)
+            assert packed.choice(1, wide, gated) == packed.Streaming(*expected)
 
     def test_what_the_table_says_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
         weight = random_weight(80, 512, 128, "zero")
         assert packed.table_key(5, weight, False) == "4 128 zeros, 80×512, 16"
-        for way in ((16, 64, 1, 2, 0, 1, 4, 3), (16, 32, 2, 1, 1, 0, 4, 3), ()):
+        for way in ((16, 64, 1, 2, 1, 4, 3), (8, 32, 2, 1, 1, 2, 3), ()):
             monkeypatch.setattr(packed, "TILES", {packed.table_key(5, weight, False): way})
             assert packed.choice(5, weight, False) == (packed.Tiling(*way) if way else None)
             x = torch.randn(5, 512).to(HALF)
             right = x.double() @ dequantised(weight, torch.float64).t()
             assert worst(packed.packed_product(x, weight), right) < BOUNDS[HALF]
-        monkeypatch.setattr(packed, "TILES", {packed.table_key(1, weight, False): (2, 4, 1)})
-        assert packed.choice(1, weight, False) == packed.Streaming(2, 4, 1)
+        wide = random_weight(80, 512, 128, bits=8)
+        monkeypatch.setattr(packed, "TILES", {packed.table_key(1, wide, False): (2, 4, 1)})
+        assert packed.choice(1, wide, False) == packed.Streaming(2, 4, 1)
 
     def test_a_zero_or_a_nibble_in_anothers_place_is_noticed() -> None:
         weight = random_weight(80, 384, 128, "zero")
@@ -174,37 +186,39 @@ else:
 
     CONVERSION = re.compile(r"cvt\.rn\.(f32|bf16|f16)\.[us](8|16|32)")
 
-    @pytest.mark.parametrize(("group", "kind", "bits"), [(128, "", 4), (32, "offset", 4)])
+    @pytest.mark.parametrize(("group", "kind"), [(128, ""), (32, "offset")])
     def test_products_of_llama_3_1_8b_compile_without_conversions(
         compiled: list[Any],  # noqa: F811
         tmp_path: Path,
         group: int,
         kind: str,
-        bits: int,
     ) -> None:
-        o = unread_weight(4096, 4096, group, kind, bits)
-        gate_up = unread_weight(28672, 4096, group, kind, bits)
-        for weight, activation in ((o, None), (gate_up, "silu")):
-            streamed = packed.streaming(weight, activation is not None)
-            assert streamed is not None
-            packed.stream(empty(1, 4096), weight, streamed, activation, True)
-        for rows in (8, 128):
+        o = unread_weight(4096, 4096, group, kind)
+        gate_up = unread_weight(28672, 4096, group, kind)
+        for rows in (1, 16, 32):
             packed.packed_product(empty(rows, 4096), o, pdl=True)
+        for rows in (1, 16, 128):
             packed.packed_gated_product(empty(rows, 4096), gate_up, "silu", pdl=True)
-        for kernel in compiled:
+        for n, kernel in enumerate(compiled):
             code = kernel.asm["ptx"]
             assert spilled_bytes(kernel, tmp_path) == 0
             assert kernel.metadata.shared <= 227 << 10
             assert "griddepcontrol.wait" in code
             assert not CONVERSION.search(code)
-        for kernel in compiled[:2]:  # one row has asked for its weight before it waits
-            before, _ = kernel.asm["ptx"].split("griddepcontrol.wait")
-            assert "evict_first" in before
-        for kernel in compiled[2:4]:  # codes are read four bytes at a time
-            assert "mma.sync.aligned.m16n8k16" in kernel.asm["ptx"]
-            assert "ld.shared.v2.b8" not in kernel.asm["ptx"]
-        for kernel in compiled[4:]:
-            assert "wgmma.mma_async.sync.aligned.m64" in kernel.asm["ptx"]
+            # Codes go from shared memory to where the matrix units have them, without shuffles.
+            assert "ldmatrix.sync" in code
+            assert ("wgmma.mma_async.sync.aligned.m64" in code) == (n % 3 > 0)
+
+    def test_one_row_of_8_bits_has_asked_for_its_weight_before_it_waits(
+        compiled: list[Any],  # noqa: F811
+        tmp_path: Path,
+    ) -> None:
+        packed.packed_product(empty(1, 4096), unread_weight(4096, 4096, 32, "", 8), pdl=True)
+        (kernel,) = compiled
+        before, _ = kernel.asm["ptx"].split("griddepcontrol.wait")
+        assert "evict_first" in before
+        assert not CONVERSION.search(kernel.asm["ptx"])
+        assert spilled_bytes(kernel, tmp_path) == 0
 
     def test_the_other_formats_compile(compiled: list[Any], tmp_path: Path) -> None:  # noqa: F811
         for group, kind, bits in ((128, "zero", 4), (32, "", 8), (16, "", 8)):
@@ -218,7 +232,7 @@ else:
         compiled: list[Any],  # noqa: F811
     ) -> None:
         o = unread_weight(4096, 4096)
-        for rows in (2, 9, 16):
+        for rows in (9, 12, 16):
             packed.packed_product(empty(rows, 4096), o)
         assert len({kernel.hash for kernel in compiled}) == 1
 
@@ -226,46 +240,30 @@ else:
 
     CODES = (0x0123_4567, 0x89AB_CDEF, 0xF00F_807F, 0xFFFF_FFFF)
 
-    def low_and_high(codes: int) -> tuple[list[int], list[int]]:
-        """Of each byte, the lowest first."""
-        bytes_ = [codes >> 8 * n & 255 for n in range(4)]
-        return [byte & 15 for byte in bytes_], [byte >> 4 for byte in bytes_]
-
     @pytest.mark.parametrize("codes", CODES)
-    def test_codes_become_floats(codes: int) -> None:
-        low, high = low_and_high(codes)
-        found = ptx.run(packed_codes.floats_asm(4), 8, [codes])
-        assert [ptx.to_float(bits) for bits in found] == [1 + q / 128 for q in (*low, *high)]
-        found = ptx.run(packed_codes.floats_asm(8), 4, [codes])
+    def test_bytes_become_floats(codes: int) -> None:
+        found = ptx.run(packed_codes.floats_asm(), 4, [codes])
         assert [ptx.to_float(bits) for bits in found] == [codes >> 8 * n & 255 for n in range(4)]
 
     @pytest.mark.parametrize("codes", CODES)
     @pytest.mark.parametrize("kind", ["bf16", "f16"])
-    def test_codes_become_whole_numbers(codes: int, kind: str) -> None:
+    def test_nibbles_become_whole_numbers(codes: int, kind: str) -> None:
         zeros = [0, 8, 15, 3]
         above = 128 if kind == "bf16" else 1024
-        taken = [ptx.word(*(-above - z for z in zeros[n : n + 2]), kind) for n in (0, 2)]
+        taken = [ptx.word(-above - zero, -above - zero, kind) for zero in zeros]
         found = ptx.run(packed_codes.whole_asm(kind), 4, [codes, *taken])
-        numbers = [number for bits in found for number in ptx.halves(bits, kind)]
-        low, high = low_and_high(codes)
-        expected = [q - z for part in (low, high) for q, z in zip(part, zeros, strict=True)]
-        assert numbers == expected
+        for n, (bits, zero) in enumerate(zip(found, zeros, strict=True)):
+            both = (codes >> 4 * n & 15, codes >> 16 + 4 * n & 15)
+            assert ptx.halves(bits, kind) == [code - zero for code in both]
 
     @pytest.mark.parametrize("codes", CODES)
     @pytest.mark.parametrize("kind", ["bf16", "f16"])
-    @pytest.mark.parametrize("bits", [4, 8])
-    def test_codes_become_scaled_numbers(codes: int, kind: str, bits: int) -> None:
+    def test_bytes_become_scaled_numbers(codes: int, kind: str) -> None:
         factors, terms = [0.01, -0.5, 3.0, 0.0], [0.25, -1.0, 7.0, 1.5]
         given = [ptx.to_bits(value) for value in (*factors, *terms)]
-        found = ptx.run(
-            packed_codes.scaled_asm(bits, kind), bits if bits == 4 else 2, [codes, *given]
-        )
+        found = ptx.run(packed_codes.scaled_asm(kind), 2, [codes, *given])
         numbers = [number for word in found for number in ptx.halves(word, kind)]
-        if bits == 4:
-            raw = [1 + q / 128 for part in low_and_high(codes) for q in part]
-        else:
-            raw = [float(codes >> 8 * n & 255) for n in range(4)]
-        expected = [f * factors[n % 4] + terms[n % 4] for n, f in enumerate(raw)]
+        expected = [(codes >> 8 * n & 255) * factors[n] + terms[n] for n in range(4)]
         bound = 2.0**-8 if kind == "bf16" else 2.0**-10
         assert numbers == pytest.approx(expected, rel=bound)
 

@@ -158,7 +158,7 @@ if INTERPRETED:
         weight = random_weight(72, 256, type=INT8)
         assert w8a8.int8_key(40, weight, False) == "int8, 72×256, 64"
         assert w8a8.int8_key(5000, weight, True) == "int8, 72×256 gated, 1024"
-        way = (32, 64, 64, 1, 0, 1, 4, 3)
+        way = (32, 64, 64, 1, 1, 4, 3)
         monkeypatch.setattr(w8a8, "TILES", {"int8, 72×256, 64": way})
         assert w8a8.int8_tiling(40, weight, False) == w8a8.Tiling(*way)
         rows8 = Kernels().a8_rows(torch.randn(40, 256).to(HALF), INT8)
@@ -306,7 +306,7 @@ else:
     def test_a_gpu_with_less_shared_memory_has_fewer_stages(
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        tuned = w8a8.Tiling(128, 128, 128, 1, False, False, 8, 4)
+        tuned = w8a8.Tiling(128, 128, 128, 1, False, 8, 4)
         assert tiles.fitted(tuned, 128 * 256) is tuned
         monkeypatch.setattr(tiles, "shared_bytes", lambda: 99 << 10)
         assert tiles.fitted(tuned, 128 * 256) == replace(tuned, num_stages=3)

@@ -67,6 +67,9 @@ ENGINE_HELP = {
     "prefill_quantization": "the same of steps with prefill alone, or none (default: as "
     "quantization says); both formats are kept",
     "decode_quantization": "the same of steps that only decode (default: as quantization says)",
+    "calibration": 'a text file, or a .jsonl with a "text" a line, that the unquantised model '
+    "reads first: weights are then rounded with regard to what they are multiplied with (default: "
+    "without)",
     "kernels": "auto, reference (plain torch) or native (a CPU's own)",
     "isa": "instruction set of the native kernels: auto, amx, avx512, avx2, neon or portable",
     "exact": "native kernels: products and attention in floats, nothing rounded; slower",

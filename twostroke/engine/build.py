@@ -19,7 +19,6 @@ from twostroke.engine.api import EngineInfo
 from twostroke.engine.assembly import Start
 from twostroke.engine.core import EngineCore
 from twostroke.engine.device import find_device, has_torch
-from twostroke.engine.untried import keeps_blocks
 from twostroke.errors import ConfigError
 from twostroke.exec.grammar import Grammars
 from twostroke.exec.memory import MemoryPlan
@@ -205,7 +204,7 @@ def _kept_in(
     elif config.phases_differ:
         phases = ("prefill", "decode")
         kept = " + ".join(f"{one} {config.of_phase(one).quantization or dtype}" for one in phases)
-    elif any(phase_formats(model.spec, model.weights, config, blocks=keeps_blocks(triton))):
+    elif any(phase_formats(model.spec, model.weights, config, blocks=triton)):
         kept = stored if quantized or asked is None else asked
     else:
         kept = dtype

@@ -8,6 +8,8 @@ from functools import partial
 from twostroke.config import EngineConfig
 from twostroke.engine.assembly import Started, config_sharing, scheduler_config
 from twostroke.engine.core import EngineCore
+from twostroke.engine.device import has_torch
+from twostroke.errors import ConfigError
 from twostroke.exec.grammar import Grammars
 from twostroke.exec.memory import host_memory_bytes, plan_memory
 from twostroke.exec.native import NativeExecutor
@@ -15,8 +17,9 @@ from twostroke.exec.profile import StageProfile
 from twostroke.exec.rows import HostRows
 from twostroke.kv.host_pool import HostPool
 from twostroke.kv.ways import NOT_SHARED, Sharing, host_transfer
+from twostroke.model.calibration import calibration_windows
 from twostroke.model.cost import cost_model
-from twostroke.model.native import NativeDecoder, Packing, default_threads
+from twostroke.model.native import Floats, NativeDecoder, Packing, default_threads
 from twostroke.model.opened import OpenedModel
 from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig
@@ -33,10 +36,29 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
     threads = config.threads or default_threads(config.engines_on_host)
     batch = config.threads_batch or threads
     length, isa, exact = memory.max_model_len, config.isa, config.exact
+    if config.calibration is not None:
+        packing.importance = _importance(config, model, length)
     decoder = NativeDecoder(packing, length, threads, batch, isa, exact)
     sharing = config_sharing(config)
     core = assemble_native(decoder, limits, grammars, packing.weight_bytes(), sharing, int8)
     return Started(core, memory, "float32")
+
+
+def _importance(config: EngineConfig, model: OpenedModel, max_len: int) -> dict[str, Floats]:
+    """By torch, which is imported for this alone."""
+    if not has_torch():
+        raise ConfigError(
+            "calibration runs the unquantised model with torch, and torch is not installed: "
+            "pip install 'twostroke[reference]', or leave calibration out"
+        )
+    import torch
+
+    from twostroke.model.importance import measure_importance
+
+    windows = calibration_windows(config, model, max_len)
+    where = (torch.float32, torch.device("cpu"), max_len)
+    found = measure_importance(model.spec, model.weights, windows, *where)
+    return {name: counts.numpy() for name, counts in found.items()}
 
 
 def assemble_native(

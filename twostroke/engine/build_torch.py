@@ -19,7 +19,6 @@ from twostroke.config import EngineConfig, visible_gpu
 from twostroke.engine.assembly import Started, config_sharing, scheduler_config
 from twostroke.engine.core import EngineCore
 from twostroke.engine.device import engines_on_gpu, find_device
-from twostroke.engine.untried import check_untried, keeps_blocks
 from twostroke.errors import ConfigError, ModelError
 from twostroke.exec.device_rows import DeviceRows
 from twostroke.exec.executor import Executor
@@ -35,9 +34,11 @@ from twostroke.kernels.kv_types import FP8_LARGEST
 from twostroke.kernels.reference import Kernels
 from twostroke.kv.pool import KVPool
 from twostroke.kv.ways import NOT_SHARED, Sharing
+from twostroke.model.calibration import calibration_windows
 from twostroke.model.cost import CostModel, cost_model
 from twostroke.model.decoder import Decoder
 from twostroke.model.formats import Format, weight_bytes
+from twostroke.model.importance import Importance, measure_importance
 from twostroke.model.load import find_model
 from twostroke.model.native import default_threads
 from twostroke.model.opened import OpenedModel, open_model
@@ -184,10 +185,7 @@ def build_executor(
     sharers = size * config.engines_on_host
     total = free_share(place, ranks) if on_gpu else host_memory_bytes() // sharers
     triton = on_gpu and config.kernels == "auto"
-    blocks = keeps_blocks(triton)
-    formats = phase_formats(model.spec, model.weights, config, blocks=blocks)
-    if on_gpu:
-        check_untried(config, formats.all(), ranks.per_device > 1)
+    formats = phase_formats(model.spec, model.weights, config, blocks=triton)
     held_bytes = rank_weight_bytes(model.spec, size, dtype.itemsize, formats.prefill)
     if config.phases_differ:
         own = formats.own_bytes(rank_spec(model.spec, size).weight_shapes(), dtype.itemsize)
@@ -218,12 +216,17 @@ def build_executor(
     if sharers > 1 and not on_gpu:
         threads = config.threads or default_threads(config.engines_on_host)
         torch.set_num_threads(max(1, threads // size))
+    length = memory.max_model_len
     try:
+        importance: Importance = {}
+        if config.calibration is not None:
+            windows = calibration_windows(config, model, length)
+            where = (dtype, place, length, weight_dtype, ranks)
+            importance = measure_importance(model.spec, model.weights, windows, *where)
         if triton:
-            how = (dtype, kv_dtype, memory, ranks, formats)
+            how = (dtype, kv_dtype, memory, ranks, formats, importance)
             executor, memory = _start_on_gpu(config, model, place, *how)
             return Built(executor, memory, dtype, kv_dtype)
-        length = memory.max_model_len
         decoder = Decoder(
             model.spec,
             model.weights,
@@ -235,6 +238,7 @@ def build_executor(
             ranks=ranks,
             formats=formats.prefill,
             decode_formats=formats.decode,
+            importance=importance,
         )
         budget = config.token_budget(on_gpu, length)
         rows = (config.max_num_seqs, length, config.block_size, budget)
@@ -359,6 +363,7 @@ def _start_on_gpu(
     estimate: MemoryPlan,
     ranks: Ranks,
     formats: PhaseFormats,
+    importance: Importance,
 ) -> tuple[TorchExecutor, MemoryPlan]:
     """The Triton kernels, on a GPU whose memory is measured before the rest goes to the cache."""
     if any(format.needs_fp8 for format in formats.all()):
@@ -378,6 +383,7 @@ def _start_on_gpu(
         ranks=ranks,
         formats=formats.prefill,
         decode_formats=formats.decode,
+        importance=importance,
     )
     timer.end("weights")
     executor, memory = start_executor(config, decoder, kv_dtype, estimate, timer)

@@ -2,11 +2,12 @@
 
     a number   scale · (code − zero), or scale · code + offset; codes are whole and not negative
     zero       each group's own, or the middle of the codes (8 or 128) for all
-    4 bits     a group's first half is in the low nibbles of its bytes, its second in the high ones
+    4 bits     four numbers are a little-endian word of 16 bits; a block of 128 numbers is 32 words:
+               the nibbles of word w, the lowest first, have its numbers w, 32 + w, 64 + w, 96 + w
     8 bits     a byte a number
 
-So a group is `group · bits / 8` neighbouring bytes of a row, and both nibbles of a byte have one
-scale.
+So the same nibble of neighbouring words has neighbouring numbers, which have one scale. Blocks are
+smaller where 128 does not divide a row, or a group does not fit.
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ class PackedWeight(NamedTuple):
     @property
     def group(self) -> int:
         return self.shape[1] // self.scale.shape[1]
+
+    @property
+    def block(self) -> int:
+        """Of 4 bits."""
+        return block_size(self.shape[1], self.group)
 
     @property
     def num_bytes(self) -> int:
@@ -75,24 +81,38 @@ def packed_weight(
 
 
 def pack(found: Codes) -> PackedWeight:
-    groups = found.scale.shape[1]
-    codes = packed_codes(found.codes, groups) if found.bits == 4 else found.codes.contiguous()
+    codes = found.codes.contiguous()
+    if found.bits == 4:
+        inner = codes.shape[1]
+        codes = packed_codes(codes, block_size(inner, inner // found.scale.shape[1]))
     scale, offset = found.scale, found.offset
     if fits_fp16(scale) and (offset is None or fits_fp16(offset)):
         scale, offset = scale.half(), None if offset is None else offset.half()
     return packed_weight(found.bits, codes, scale.contiguous(), found.zero, offset)
 
 
-def packed_codes(codes: Tensor, groups: int) -> Tensor:
-    low, high = codes.view(len(codes), groups, 2, -1).unbind(2)
-    return (low | high << 4).flatten(1)
+def block_size(inner: int, group: int) -> int:
+    """Of rows of `inner` numbers: each quarter of a block is in one group."""
+    for size in (128, 64, 32, 16, 8):
+        if (
+            inner % size == 0
+            and group % (size // 4) == 0
+            and max(size, group) % min(size, group) == 0
+        ):
+            return size
+    return 4
+
+
+def packed_codes(codes: Tensor, block: int) -> Tensor:
+    a, b, c, d = codes.view(len(codes), -1, 4, block // 4).unbind(2)
+    return torch.stack([a | b << 4, c | d << 4], dim=-1).flatten(1)
 
 
 def unpacked_codes(weight: PackedWeight) -> Tensor:
     if weight.bits == 8:
         return weight.codes
-    grouped = weight.codes.view(len(weight.codes), weight.scale.shape[1], -1)
-    return torch.stack([grouped & 15, grouped >> 4], dim=2).flatten(1)
+    low, high = weight.codes.view(len(weight.codes), -1, weight.block // 4, 2).unbind(-1)
+    return torch.stack([low & 15, low >> 4, high & 15, high >> 4], dim=2).flatten(1)
 
 
 def fits_fp16(numbers: Tensor) -> bool:
@@ -116,17 +136,19 @@ def dequantised(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     return values.flatten(1).to(dtype)
 
 
-def quantised(x: Tensor, group: int) -> Codes:
+def quantised(x: Tensor, group: int, importance: Tensor | None = None) -> Codes:
     """A matrix rounded to 4 bits, one scale a group: of some that cut off more or less of the
     group's largest number, the one with the least squared error. The number that is the largest is
-    −8 times the scale or 7 times, whichever is nearer to the rest."""
+    −8 times the scale or 7 times, whichever is nearer to the rest. `importance`, [in]: what the
+    error of each column counts."""
     rows = max(1, AT_ONCE // x.shape[1])
-    parts = [_quantised(part, group) for part in torch.split(x, rows)]
+    counts = None if importance is None else importance.view(1, -1, group)
+    parts = [_quantised(part, group, counts) for part in torch.split(x, rows)]
     codes, scales = zip(*parts, strict=True)
     return Codes(4, torch.cat(codes), torch.cat(scales))
 
 
-def _quantised(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+def _quantised(x: Tensor, group: int, counts: Tensor | None) -> tuple[Tensor, Tensor]:
     wide = torch.unflatten(x.float(), 1, (-1, group))
     size, at = wide.abs().max(2, keepdim=True)
     largest = wide.gather(2, at)
@@ -134,7 +156,10 @@ def _quantised(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     for furthest, clipping in ((f, c) for f in (-8.0, 7.0) for c in CLIPPINGS):
         tried = ((largest if furthest < 0 else size) * (clipping / furthest)).half().float()
         tried = torch.where(tried == 0, SMALLEST_SCALE, tried)
-        error = (_rounded(wide, tried) * tried - wide).square_().sum(2, keepdim=True)
+        error = (_rounded(wide, tried) * tried - wide).square_()
+        if counts is not None:
+            error *= counts
+        error = error.sum(2, keepdim=True)
         if best is None or scale is None:
             best, scale = error, tried
         else:

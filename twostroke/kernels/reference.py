@@ -68,31 +68,14 @@ class Kernels:
             return ((up + 1) * gate * (activation.alpha * gate).sigmoid()).to(gate_up.dtype)
         return self.activate(gate, activation) * up
 
-    def arrivals(self, weight: Tensor) -> Tensor | None:
-        """Counters for products with this weight, if they need any: the weight's own, and given to
-        every product with it."""
-        return None
-
     def product(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        *,
-        pdl: bool = False,
-        out: Tensor | None = None,
-        arrived: Tensor | None = None,
+        self, x: Tensor, weight: Tensor, *, pdl: bool = False, out: Tensor | None = None
     ) -> Tensor:
         """x @ weight.T"""
         return torch.mm(x, weight.t(), out=out)
 
     def gated_product(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        activation: Activation,
-        *,
-        pdl: bool = False,
-        arrived: Tensor | None = None,
+        self, x: Tensor, weight: Tensor, activation: Activation, *, pdl: bool = False
     ) -> Tensor:
         """`act_and_mul` of the product."""
         return self.act_and_mul(self.product(x, weight), activation)

@@ -93,9 +93,12 @@ class DeviceBlocks:
 
 
 def stream_of(device: torch.device) -> torch.cuda.Stream | None:
+    """A new one, which begins after what is queued by now: a pool's zeros."""
     if device.type != "cuda":
         return None
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream
 
 
 @contextlib.contextmanager

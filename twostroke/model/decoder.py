@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -78,6 +78,10 @@ class Layer:
     mlp: MLP
 
 
+# The names of a product's matrices, and the product.
+Observe = Callable[[Sequence[str], Linear], Linear]
+
+
 class Decoder:
     def __init__(
         self,
@@ -92,12 +96,16 @@ class Decoder:
         ranks: Ranks = ONE_RANK,
         formats: Mapping[str, Format] | None = None,
         decode_formats: Mapping[str, Format] | None = None,
+        importance: Mapping[str, torch.Tensor] | None = None,
+        observe: Observe | None = None,
     ) -> None:
         """`pdl`: the launches of a small step are set up before the one in front has ended.
         `weight_dtype`: what weights are rounded to before they are held in `dtype`. `ranks`: those
         that share the model of `spec`; `self.spec` is of this one's part. `formats`: those
         of weights that are not kept in `dtype`, as `weight_formats` gives them;
-        `decode_formats`: those of steps that only decode, where they are others."""
+        `decode_formats`: those of steps that only decode, where they are others. `importance`: of
+        the inputs of matrices that are rounded here. `observe`: takes the place of each product; a
+        layer is then read when a step comes to it."""
         formats = formats or {}
         self.formats = PhaseFormats(formats, formats if decode_formats is None else decode_formats)
         self.spec, self.ranks = rank_spec(spec, ranks.size), ranks
@@ -105,13 +113,17 @@ class Decoder:
         self.pdl = pdl
         self._embed_scale = float(torch.tensor(spec.embed_scale, dtype=dtype))
         how = (dtype, device, max_len, kernels, weight_dtype or dtype, ranks, self.formats)
-        load = _Loader(spec, source, *how)
+        load = _Loader(spec, source, *how, importance or {}, observe)
+        self._layers: Sequence[Layer]
         # Unpacking keeps one core busy at a time, and leaves Python free while it does.
         with ThreadPoolExecutor() as pool:
             embed = pool.submit(load.embedding)
-            self._layers = list(pool.map(load.layer, range(spec.num_layers)))
+            if observe is None:
+                self._layers = list(pool.map(load.layer, range(spec.num_layers)))
+                self._decode_layers = [load.in_decode(layer) for layer in self._layers]
+            else:
+                self._layers = _LayersInTurn(load.layer, spec.num_layers)
             self._embed = embed.result()
-        self._decode_layers = [load.in_decode(layer) for layer in self._layers]
         self._positions = load.tensor("positions") if spec.learned_positions else None
         self._final_norm = load.norm("final_norm")
         self._head = load.head(self._embed)
@@ -343,6 +355,19 @@ def _rms_norm(ranks: Ranks, x: torch.Tensor, weight: torch.Tensor, eps: float) -
     return (weight * (wide * torch.rsqrt(mean + eps)).to(weight.dtype)).to(x.dtype)
 
 
+class _LayersInTurn(Sequence[Layer]):
+    """Layers that are read when they are asked for; the last two are kept."""
+
+    def __init__(self, read: Callable[[int], Layer], count: int) -> None:
+        self._read, self._count = lru_cache(maxsize=2)(read), count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._read(range(self._count)[index])
+
+
 class _Loader:
     """Reads weights into place, of each this rank's part, matrices that are used together side by
     side."""
@@ -358,6 +383,8 @@ class _Loader:
         weight_dtype: torch.dtype,
         ranks: Ranks,
         formats: PhaseFormats,
+        importance: Mapping[str, torch.Tensor],
+        observe: Observe | None,
     ) -> None:
         self._shapes = spec.weight_shapes()
         self._spec = spec = rank_spec(spec, ranks.size)
@@ -367,8 +394,9 @@ class _Loader:
         self._split_shapes = nominal or rank_spec(spec, 2).weight_shapes()
         self._ranks, self._source, self._kernels = ranks, source, kernels
         self._dtype, self._device, self._weight_dtype = dtype, device, weight_dtype
-        own, here = self._own_shapes, (kernels, device, self._part, self._read)
-        self._formats = formats
+        own = self._own_shapes
+        here = (kernels, device, self._part, self._read, importance)
+        self._formats, self._observe = formats, observe
         self._formatted = FormattedMatrices(formats.prefill, source, own, *here)
         self._decode_formatted = FormattedMatrices(formats.decode, source, own, *here)
         self._decode_linears: dict[int, Linear] = {}  # by the id of prefill's, where they differ
@@ -569,6 +597,8 @@ class _Loader:
         linear = formatted.product(names, bias)
         if linear is None:
             linear = DenseLinear(self._merged(names), bias, self._kernels)
+        if self._observe is not None:
+            linear = self._observe(names, linear)
         return SummedLinear(linear, self._ranks) if add_up else linear
 
     def _merged(self, names: list[str]) -> torch.Tensor:

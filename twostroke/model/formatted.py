@@ -33,11 +33,14 @@ class FormattedMatrices:
         device: torch.device,
         part: Callable[[str], Part],
         read: Callable[[str], torch.Tensor],
+        importance: Mapping[str, torch.Tensor],
     ) -> None:
-        """`shapes`: of this rank's parts; `part`: which one that is; `read`: it, unquantised."""
+        """`shapes`: of this rank's parts; `part`: which one that is; `read`: it, unquantised.
+        `importance`: of its inputs, by name; where it is not known all count the same."""
         self._formats: Mapping[str, Any] = formats
         self._source, self._shapes, self._kernels = source, shapes, kernels
         self._device, self._part, self._read = device, part, read
+        self._importance = importance
 
     def product(self, names: list[str], bias: torch.Tensor | None) -> Linear | None:
         """Of matrices one below another; None if they are kept in the model's dtype."""
@@ -71,7 +74,8 @@ class FormattedMatrices:
         for name, place in zip(names, torch.split(values, rows), strict=True):
             found = read_w8(self._source, name, self._part(name))
             if found is None:
-                found = quantised(self._read(name).to(self._device), dtype)
+                weight, importance = self._read(name), self._importance.get(name)
+                found = quantised(weight.to(self._device), dtype, importance)
             place.copy_(found[0])
             scale = found[1].to(self._device).view(len(place), -1)
             scales.append(scale.repeat_interleave(groups // scale.shape[1], dim=1))
@@ -112,7 +116,8 @@ class FormattedMatrices:
                 f"{self._shapes[name][1]} columns of {name!r}, which groups of "
                 f"{SMALLEST_GROUP} do not divide; lower tensor_parallel_size"
             )
-        return packed.quantised(self._read(name).to(self._device), group)
+        weight, importance = self._read(name), self._importance.get(name)
+        return packed.quantised(weight.to(self._device), group, importance)
 
 
 MAKERS = {W8Format: FormattedMatrices.w8, PackedFormat: FormattedMatrices.packed}

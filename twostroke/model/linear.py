@@ -64,7 +64,6 @@ class DenseLinear:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels) -> None:
         self.weight, self.bias, self._kernels = weight, bias, kernels
-        self._arrived = kernels.arrivals(weight) if bias is None else None
         self.num_bytes = weight.numel() * weight.element_size()
 
     def product(
@@ -72,7 +71,7 @@ class DenseLinear:
     ) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
         if self.bias is None:
-            return self._kernels.product(x, self.weight, pdl=pdl, out=out, arrived=self._arrived)
+            return self._kernels.product(x, self.weight, pdl=pdl, out=out)
         return torch.addmm(self.bias, x, self.weight.t(), out=out)
 
     def gated_product(
@@ -84,9 +83,7 @@ class DenseLinear:
         to: torch.dtype | None = None,
     ) -> torch.Tensor:
         if self.bias is None:
-            return self._kernels.gated_product(
-                x, self.weight, activation, pdl=pdl, arrived=self._arrived
-            )
+            return self._kernels.gated_product(x, self.weight, activation, pdl=pdl)
         return self._kernels.act_and_mul(self.product(x), activation, pdl=pdl)
 
     def a8_type(self, rows: int) -> torch.dtype | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -30,11 +30,13 @@ from twostroke.model.spec import (
     projections,
 )
 from twostroke.model.weights import ALL_ROWS, PackedMatrix, WeightSource, not_finite
+from twostroke.model.weights.rounding import rounded_blocks
 
 BLOCK = 32  # weights that share a scale
 DENSE = {BlockType.F32, BlockType.F16, BlockType.BF16}
 DTYPES = {"bfloat16": BlockType.BF16, "float16": BlockType.F16}
 QUANTIZATION = {"int4": "q4", "int8": "q8"}
+ROUNDED = {"q4": BlockType.Q4_1, "q8": BlockType.Q8_0}  # what is as these formats are
 ELEMENTS_AT_ONCE = 1 << 22  # of a matrix that is read as floats
 
 Ints = npt.NDArray[np.int32]
@@ -51,8 +53,11 @@ class Packing:
         dtype: str,
         quantization: str | None,
         isa: str = "auto",
+        importance: Mapping[str, Floats] | None = None,
     ) -> None:
+        """`importance`: what the errors of a matrix's columns count where it is rounded."""
         self.spec, self.source, self._isa = spec, source, isa
+        self.importance = importance or {}
         self._dense = DTYPES.get(dtype, BlockType.F32)
         self._sizes: dict[str, float] = {}  # bytes of a weight in each format
         self._quantised = None if quantization is None else QUANTIZATION[quantization]
@@ -385,8 +390,16 @@ class _Loader:
             count = max(1, ELEMENTS_AT_ONCE * len(places) // math.prod(source.shape(name) or ()))
             for first in range(0, len(places), count):
                 part = slice(first, first + count)
-                matrix.put_floats(np.ascontiguousarray(source.floats(name, part)), places[part])
+                self._put_floats(matrix, format, name, part, places[part])
         source.forget(name)
+
+    def _put_floats(self, matrix: Any, format: str, name: str, rows: slice, places: Ints) -> None:
+        values = np.ascontiguousarray(self._packing.source.floats(name, rows))
+        importance, type = self._packing.importance.get(name), ROUNDED.get(format)
+        if importance is None or type is None or values.shape[1] % BLOCK:
+            matrix.put_floats(values, places)
+        else:
+            matrix.put_blocks(str(type), rounded_blocks(type, values, importance), places, None)
 
 
 def _attention_matrices(part: AttentionSpec) -> list[tuple[str, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 from twostroke.config import EngineConfig
@@ -56,9 +57,10 @@ def open_model(config: EngineConfig, files: ModelFiles, device: str) -> OpenedMo
             f"quantization is {config.quantization!r}, but {files.path} is quantised already "
             f"({quantized.name}); leave quantization out, or use the unquantised model"
         )
-    weights = SafetensorsWeights(files.path, spec, hf_config.names_in_hf(settings), quantized)
+    names, variants = hf_config.names_in_hf(settings), partial(hf_config.variants_in_hf, settings)
+    weights = SafetensorsWeights(files.path, spec, names, quantized, variants)
     fields = hf_config.fields_in_hf(settings)
-    check_weights(spec, weights, str(weights.path), "config.json", fields)
+    check_weights(spec, weights, str(weights.path), "config.json", fields, variants)
     return OpenedModel(files, spec, weights, dtype)
 
 

@@ -21,10 +21,6 @@ class PackedFormat(NamedTuple):
     def needs_fp8(self) -> bool:
         return False
 
-    @property
-    def is_untried(self) -> bool:
-        return True
-
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """With scales and offsets in fp16."""
         rows, columns = shape

@@ -27,11 +27,6 @@ class W8Format(NamedTuple):
         """Of a GPU's matrix units."""
         return self.type == "fp8"
 
-    @property
-    def is_untried(self) -> bool:
-        """No GPU has run it as yet."""
-        return self.type == "int8"
-
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         return math.prod(shape) + SCALE_BYTES * shape[0] * self.scales_of_a_row
 

@@ -27,7 +27,6 @@ from twostroke.kernels.cuda.packed import packed_gated_product, packed_product
 from twostroke.kernels.cuda.prefill import bind_prefill_attention, prefill_attention
 from twostroke.kernels.cuda.product import exact_product, gated_product, product
 from twostroke.kernels.cuda.rope_store import rope_store
-from twostroke.kernels.cuda.rows import arrivals
 from twostroke.kernels.cuda.sampling import sample
 from twostroke.kernels.cuda.splits import (
     DecodeScratch,
@@ -50,7 +49,6 @@ __all__ = [
     "add_rms_norm",
     "adjust_logits",
     "advance_tokens",
-    "arrivals",
     "bind_decode_attention",
     "bind_prefill_attention",
     "compile_ahead",

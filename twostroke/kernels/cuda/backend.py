@@ -14,7 +14,6 @@ class CudaKernels(Kernels):
     rms_norm = staticmethod(cuda.rms_norm)
     add_rms_norm = staticmethod(cuda.add_rms_norm)
     act_and_mul = staticmethod(cuda.act_and_mul)
-    arrivals = staticmethod(cuda.arrivals)
     product = staticmethod(cuda.product)
     gated_product = staticmethod(cuda.gated_product)
     w8_product = staticmethod(cuda.w8_product)

@@ -1,11 +1,10 @@
 """Products with weights of 4 or 8 bits; `kernels/packed.py` says what they stand for.
 
-    one row     of 8 bits: the codes go past once and are added up in fp32, group by group
-    few rows    tiles of codes become the activations' type in registers, whole numbers, which none
-                of them loses; a group's scale comes after its product
-    more rows   numbers are scaled in registers and rounded before the matrix units have them, so
-                that sums stay where they are from group to group
-    many        the weight is dequantised as a whole, and the library multiplies
+    4 bits      tiles of codes become the activations' type in registers, whole numbers, which none
+                of them loses, for the matrix units; a group's scale comes after its product
+    8 bits      of one row, the codes go past once and are added up in fp32, group by group; of
+                more, numbers are scaled in registers and rounded before the matrix units have them
+    many rows   the weight is dequantised as a whole, and the library multiplies
 
 `tiles.py` has what a launch is cut into, and split-K.
 """
@@ -24,13 +23,14 @@ from twostroke.kernels.cuda.launch import Variant
 from twostroke.kernels.cuda.packed_tiles import TILES
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 from twostroke.kernels.cuda.tiles import Streaming, Tiling, is_plain, num_columns
-from twostroke.kernels.packed import PackedWeight
+from twostroke.kernels.packed import PackedWeight, block_size
 
-MOST_TILED = 128  # rows whose products have tiles here, where no table says otherwise
+MOST_TILED = {4: 256, 8: 128}  # rows that have tiles here, where no table says otherwise
 PROGRAMS = 512  # of a matrix whose K is split
 NARROW = 4096  # columns of a matrix that is cut into narrower tiles, for as many programs
-LEAST_STEPS = 4  # of a program's part of K
-DEQUANTISED = 1024  # bytes of a program
+LEAST_STEPS = 4  # of a program's part of K, of 8 bits
+LEAST_INNER = 1024  # numbers of it, of 4 bits
+DEQUANTISED = 1024  # words of a program, at the most
 
 
 def table_key(rows: int, weight: PackedWeight, gated: bool) -> str:
@@ -44,49 +44,64 @@ def choice(rows: int, weight: PackedWeight, gated: bool) -> Streaming | Tiling |
     known = TILES.get(table_key(rows, weight, gated))
     if known is not None:
         return tiles.of_table(known)
-    tiled = tiling(rows, weight, gated)
-    # Of 4 bits, the matrix units' tiles take fewer instructions a number, even of one row.
-    if rows == 1 and (weight.bits == 8 or tiled is None):
-        return streaming(weight, gated) or tiled
-    return tiled
+    if weight.bits == 4:
+        return tiling_4(rows, weight, gated)
+    return (streaming(weight, gated) if rows == 1 else None) or tiling_8(rows, weight, gated)
+
+
+def tiling_4(rows: int, weight: PackedWeight, gated: bool) -> Tiling | None:
+    """None where the library is taken."""
+    if rows > MOST_TILED[4] or weight.block < 64:
+        return None
+    columns, inner = weight.shape
+    blocks = inner // weight.block
+    # Of groups as short as a nibble's numbers, sums are scaled four times a block: of few rows.
+    short = 4 * weight.group == weight.block
+    block = min(32 if short else 64 if gated else 128, max(8, power_of_two(rows)))
+    if short and not gated and rows > block:
+        return None
+    # Scales of a step are in registers before it begins, beside the sums.
+    scales = max(1, weight.block // weight.group) * (1 + gated) * (1 + (weight.offset is not None))
+    wanted = min(64 // block, 16 // scales, 4)
+    step = next(n for n in (4, 2, 1) if n <= max(1, wanted) and blocks % n == 0)
+    splits = 1
+    if not gated and rows <= block:
+        programs = PROGRAMS if block <= 16 else PROGRAMS // 2
+        most = min(programs // ceil_div(columns, 64), inner // LEAST_INNER)
+        splits = tiles.power_of_two_below(most)
+    # What two programs of a multiprocessor have room for.
+    stages = 3 if step == 4 or block == 128 else 4 if block >= 32 else 5
+    return Tiling(block, 64, step, splits, True, 4, stages)
 
 
 def streaming(weight: PackedWeight, gated: bool) -> Streaming | None:
-    """Of one row; None where nothing here divides K."""
-    of_a_group, groups = weight.group * weight.bits // 8, weight.scale.shape[1]
-    if of_a_group % 16:
+    """Of one row and 8 bits; None where nothing here divides K."""
+    group, groups = weight.group, weight.scale.shape[1]
+    if group % 16:
         return None
     ways = ((1, 512, 1),) if gated else ((4, 1024, 2), (4, 512, 2))
     for columns, size, warps in (*ways, (8, 256, 4), (8, 128, 4)):
-        count = size // of_a_group
+        count = size // group
         if count and groups % count == 0:
             return Streaming(columns, count, warps)
     return Streaming(8, 1, 2)
 
 
-def tiling(rows: int, weight: PackedWeight, gated: bool) -> Tiling | None:
-    """Of few rows; None where the library is taken."""
-    if rows > MOST_TILED or weight.group not in (16, 32, 64, 128):
+def tiling_8(rows: int, weight: PackedWeight, gated: bool) -> Tiling | None:
+    """None where the library is taken."""
+    if rows > MOST_TILED[8] or weight.group not in (16, 32, 64, 128):
         return None
     groups = weight.scale.shape[1]
     block = min(128, max(16, power_of_two(rows)))
-    scale_first = block >= 128 or not can_scale_last(weight)
     wanted = (256 if block <= 32 and not (gated and block > 16) else 128) // weight.group
     count = next(n for n in (16, 8, 4, 2, 1) if n <= wanted and groups % n == 0)
-    if count * weight.group * weight.bits // 8 < 16:
-        return None
     tile = 32 if block == 16 and not gated and weight.shape[0] <= NARROW else 64
     splits = 1
     if not gated and rows <= block:
         most = min(PROGRAMS // ceil_div(weight.shape[0], tile), groups // count // LEAST_STEPS)
         splits = tiles.power_of_two_below(most)
     stages = 3 if block == 128 or gated else 4
-    return Tiling(block, tile, count, splits, scale_first, block >= 64, 4, stages)
-
-
-def can_scale_last(weight: PackedWeight) -> bool:
-    """Whether groups are long enough, and their numbers whole before they are scaled."""
-    return weight.bits == 4 and weight.offset is None and weight.group >= 64
+    return Tiling(block, tile, count, splits, block >= 64, 4, stages)
 
 
 # ── calls ───────────────────────────────────────────────────────────────────────────────────
@@ -138,16 +153,22 @@ def dequantise(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
     """What the weight stands for, whole."""
     columns, inner = weight.shape
     out = torch.empty(columns, inner, dtype=dtype, device=weight.codes.device)
+    words = words_of(weight)
     # Rows along the grid's x: its y ends at 65,535.
-    grid = (columns, ceil_div(weight.codes.shape[1], DEQUANTISED))
-    variant = _dequantise_variant(inner, weight.group, weight.bits)
-    variant(grid, (weight.codes, weight.scale, weight.zero, weight.offset, out), (), ())
+    size = min(DEQUANTISED, power_of_two(words.shape[1]))
+    grid = (columns, ceil_div(words.shape[1], size))
+    variant = _dequantise_variant(inner, weight.group, weight.bits, weight.block, size)
+    variant(grid, (words, weight.scale, weight.zero, weight.offset, out), (), ())
     return out
 
 
+def words_of(weight: PackedWeight) -> torch.Tensor:
+    return weight.codes.view(torch.int16) if weight.bits == 4 else weight.codes
+
+
 @cache
-def _dequantise_variant(inner: int, group: int, bits: int) -> Variant:
-    how = {"BITS": bits, "BLOCK": DEQUANTISED, "num_warps": 4}
+def _dequantise_variant(inner: int, group: int, bits: int, block: int, size: int) -> Variant:
+    how = {"BITS": bits, "BLOCK": block, "SIZE": size, "num_warps": 4}
     return Variant(kernels.dequantise_rows, K=inner, GROUP=group, **how)
 
 
@@ -163,7 +184,7 @@ def stream(
     columns, inner = num_columns(weight.shape[0], activation), weight.shape[1]
     if out is None:
         out = torch.empty(1, columns, dtype=x.dtype, device=x.device)
-    variant = _stream_variant(columns, inner, weight.group, weight.bits, tuned, activation, pdl)
+    variant = _stream_variant(columns, inner, weight.group, tuned, activation, pdl)
     grid = (ceil_div(columns, tuned.columns),)
     words = weight.codes.view(torch.int32)
     variant(grid, (x, words, weight.scale, weight.zero, weight.offset, out), (), ())
@@ -175,14 +196,13 @@ def _stream_variant(
     columns: int,
     inner: int,
     group: int,
-    bits: int,
     tuned: Streaming,
     activation: Activation | None,
     pdl: bool,
 ) -> Variant:
-    sizes = {"N": columns, "K": inner, "GROUP": group, "BITS": bits, "PARTS": tuned.step}
+    sizes = {"N": columns, "K": inner, "GROUP": group, "PARTS": tuned.step}
     options = tiles.stream_options(tuned, activation, pdl)
-    return Variant(kernels.stream_row, **sizes, **options)
+    return Variant(kernels.stream_row_8, **sizes, **options)
 
 
 def tiled(
@@ -202,24 +222,41 @@ def tiled(
     grid = (ceil_div(rows, tuned.rows), ceil_div(columns, tuned.columns), tuned.splits)
     bits = weight.bits if activation is None else 2 * weight.bits
     each = tuned.rows * x.itemsize + tuned.columns * bits // 8
-    tuned = tiles.fitted(tuned, tuned.step * weight.group * each)
+    of_step = weight.block if weight.bits == 4 else weight.group
+    tuned = tiles.fitted(tuned, tuned.step * of_step * each)
     splits = tiles.split_buffers(tuned, rows, columns, weight.arrived)
-    variant = _tiled_variant(columns, inner, weight.group, weight.bits, tuned, activation, pdl)
-    of_weight = (weight.codes, weight.scale, weight.zero, weight.offset)
+    make = _variant_4 if weight.bits == 4 else _variant_8
+    variant = make(columns, inner, weight.group, tuned, activation, pdl)
+    of_weight = (words_of(weight), weight.scale, weight.zero, weight.offset)
     variant(grid, (x, *of_weight, out, *splits), (rows,), ())
     return out
 
 
 @cache
-def _tiled_variant(
+def _variant_4(
     columns: int,
     inner: int,
     group: int,
-    bits: int,
     tuned: Tiling,
     activation: Activation | None,
     pdl: bool,
 ) -> Variant:
-    sizes = {"N": columns, "K": inner, "GROUP": group, "BITS": bits, "PARTS": tuned.step}
+    block = block_size(inner, group)
+    sizes = {"N": columns, "K": inner, "GROUP": group, "BLOCK": block, "STEP": tuned.step}
     options = tiles.tile_options(tuned, activation, pdl)
-    return Variant(kernels.multiply_tile, **sizes, SCALE_FIRST=tuned.scale_first, **options)
+    del options["WEIGHT_FIRST"]
+    return Variant(kernels.multiply_tile_4, **sizes, **options)
+
+
+@cache
+def _variant_8(
+    columns: int,
+    inner: int,
+    group: int,
+    tuned: Tiling,
+    activation: Activation | None,
+    pdl: bool,
+) -> Variant:
+    sizes = {"N": columns, "K": inner, "GROUP": group, "PARTS": tuned.step}
+    options = tiles.tile_options(tuned, activation, pdl)
+    return Variant(kernels.multiply_tile_8, **sizes, **options)

@@ -4,8 +4,6 @@
                 once, sixteen bytes a thread a load, and is added up in registers
     few rows    of the gated pair: tiles of both halves by the matrix units, the activation at the
                 end, so that neither half is ever written
-    65 to 256   tiles that programs share out evenly, see `rows.py`, where a card has shown them to
-                be faster than the library
     the rest    the library's
 
 A program of one row asks for its first part of the weight before it waits for the launch in front.
@@ -22,7 +20,6 @@ import triton
 import triton.language as tl
 
 from twostroke.kernels.activations import Activation
-from twostroke.kernels.cuda import rows as shared_tiles
 from twostroke.kernels.cuda.elementwise import act_and_mul, gate_times_up
 from twostroke.kernels.cuda.launch import Variant
 from twostroke.kernels.cuda.pdl import launch_options, wait_for_previous
@@ -66,16 +63,11 @@ def product(
     *,
     pdl: bool = False,
     out: torch.Tensor | None = None,
-    arrived: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x @ weight.T, added up in fp32 and rounded once; to `out`, contiguous, if it is given.
-    `arrived`: the weight's, by `arrivals`."""
+    """x @ weight.T, added up in fp32 and rounded once; to `out`, contiguous, if it is given."""
     tuned = streaming(x.shape[0], weight) if _is_plain(x, weight) else None
     if tuned is not None:
         return stream(x, weight, tuned, None, pdl, out)
-    tiles = shared_tiles.choice(x, weight, False, arrived, out)
-    if tiles is not None:
-        return shared_tiles.run(x, weight, tiles, None, arrived, pdl, out)
     return dense_product(x, weight, out)
 
 
@@ -97,7 +89,6 @@ def gated_product(
     activation: Activation,
     *,
     pdl: bool = False,
-    arrived: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """activation(x @ first half of the weight) · (x @ second half), rounded as by `act_and_mul`."""
     if _is_plain(x, weight):
@@ -107,9 +98,6 @@ def gated_product(
         tiles = tiling(x.shape[0], weight)
         if tiles is not None:
             return tiled(x, weight, tiles, activation, pdl)
-    shared = shared_tiles.choice(x, weight, True, arrived)
-    if shared is not None:
-        return shared_tiles.run(x, weight, shared, activation, arrived, pdl)
     return act_and_mul(F.linear(x, weight), activation, pdl=pdl)
 
 

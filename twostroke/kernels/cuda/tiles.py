@@ -45,7 +45,6 @@ class Tiling:
     columns: int  # of each half, if gated
     step: int  # of K, at one time: as of `Streaming`
     splits: int  # of K
-    scale_first: bool  # numbers are scaled and rounded before they are multiplied
     weight_first: bool  # the weight is the left operand: the matrix units take 64 of its rows
     num_warps: int
     num_stages: int
@@ -64,9 +63,8 @@ def of_table(entry: tuple[int, ...]) -> Streaming | Tiling | None:
         return Streaming(*entry)
     if not entry:
         return None
-    rows, columns, step, splits, scale_first, weight_first, warps, stages = entry
-    first = (bool(scale_first), bool(weight_first))
-    return Tiling(rows, columns, step, splits, *first, warps, stages)
+    rows, columns, step, splits, weight_first, warps, stages = entry
+    return Tiling(rows, columns, step, splits, bool(weight_first), warps, stages)
 
 
 def power_of_two_below(most: int) -> int:

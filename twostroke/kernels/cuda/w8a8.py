@@ -81,7 +81,7 @@ def tiling(rows: int, weight: W8Weight, gated: bool, quantised: bool) -> Tiling 
         most = min(programs // ceil_div(columns, tile), inner // step // steps)
         splits = tiles.power_of_two_below(most)
     stages = 3 if block == 128 or (gated and block == 16) or (gated and not quantised) else 4
-    return Tiling(block, tile, step, splits, False, block >= 64 or quantised, 4, stages)
+    return Tiling(block, tile, step, splits, block >= 64 or quantised, 4, stages)
 
 
 def int8_key(rows: int, weight: W8Weight, gated: bool) -> str:
@@ -100,13 +100,13 @@ def int8_tiling(rows: int, weight: W8Weight, gated: bool) -> Tiling | None:
     if step is None or inner > LONGEST_INT8:
         return None
     if rows > 128:
-        return Tiling(128, 64 if gated else 128, step, 1, False, False, 8, 4)
+        return Tiling(128, 64 if gated else 128, step, 1, False, 8, 4)
     splits = 1
     if not gated:
         most = min(FEW_PROGRAMS // ceil_div(columns, 64), inner // step // 8)
         splits = tiles.power_of_two_below(most)
     weight_first, warps = (True, 4) if block <= 64 else (False, 8)
-    return Tiling(block, 64, step, splits, False, weight_first, warps, 4)
+    return Tiling(block, 64, step, splits, weight_first, warps, 4)
 
 
 def _step(weight: W8Weight, largest: int) -> int | None:

@@ -5,9 +5,9 @@ The sources know no torch; `tensors.py` makes tensors of what they hold.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from twostroke.errors import ModelError
 from twostroke.model.block_types import BlockType
 from twostroke.model.spec import ModelSpec
+from twostroke.model.tensor_names import TensorNames
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -28,6 +29,17 @@ class PackedMatrix:
     type: BlockType
     shape: tuple[int, int]
     rows: Bytes
+
+
+class Variant(NamedTuple):
+    """The model that its description would be of, had one field of two values the other one."""
+
+    field: str
+    spec: ModelSpec
+    names: TensorNames
+
+
+Variants = Callable[[], Iterable[Variant]]  # called for a message alone
 
 
 class WeightSource(Protocol):
@@ -72,17 +84,21 @@ def check_weights(
     where: str,
     description: str = "its description",
     fields: Mapping[str, str] = {},
+    variants: Variants = tuple,
 ) -> None:
     """Refuse a model whose tensors contradict its description, before any memory is taken.
 
-    `description` is what has been read into the spec; `fields` has its names for the spec's fields.
+    `description` is what has been read into the spec; `fields` has its names for the spec's
+    fields; `variants` with which the weight would be as it is found tell which field is to blame.
     """
     for name, expected in spec.weight_shapes().items():
         found = source.shape(name)
         if found == expected:
             continue
         shaped_by = [field for other in source.beside(name) for field in spec.shaped_by(other)]
-        decides = ", ".join(dict.fromkeys(fields.get(n, n) for n in ("family", *shaped_by)))
+        deciding = [fields.get(n, n) for n in ("family", *shaped_by)]
+        deciding += [one.field for one in variants() if one.spec.weight_shapes().get(name) == found]
+        decides = ", ".join(dict.fromkeys(deciding))
         if found is None:
             raise ModelError(
                 f"{where}: the weight {name!r} is missing. {description} asks for it with shape "

@@ -27,7 +27,7 @@ from twostroke.model.packed_format import PackedFormat, StoredCodes
 from twostroke.model.ranks import WHOLE, Part
 from twostroke.model.spec import ModelSpec
 from twostroke.model.tensor_names import TensorNames
-from twostroke.model.weights import ALL_ROWS, Floats, PackedMatrix, not_finite
+from twostroke.model.weights import ALL_ROWS, Floats, PackedMatrix, Variants, not_finite
 from twostroke.model.weights.packed import ENDINGS, Module, kernel_group
 from twostroke.model.weights.w8a8 import (
     STATIC_SCALES,
@@ -49,14 +49,13 @@ MASK = re.compile(r"\.(attn|attention)\.bias$")  # which tokens see which, of ol
 FLOATS = ("F64", "F32", "F16", "BF16")
 # MXFP4: a tensor of blocks, [..., out, in / 32, 16 bytes], and beside it one of their scales.
 BLOCKS, SCALES, BLOCK = "_blocks", "_scales", 32
-# What a tensor's name has → the fields of config.json that decide whether there is such a tensor.
+# What a tensor's name has → the fields of config.json that decide whether there is such a tensor,
+# besides those of two values, which are found by their variants.
 DECIDING = {
-    r"\.bias$|_bias$": "attention_bias, mlp_bias, qkv_bias, use_qkv_bias, bias",
     r"experts|\bmlp\b|_moe\b": "num_experts, num_local_experts, n_routed_experts, "
     "mlp_only_layers, decoder_sparse_step, first_k_dense_replace",
     r"shared": "n_shared_experts",
     r"\.q_a_": "q_lora_rank",
-    r"\.ln_(attn|mlp)\.": "new_decoder_architecture",
     f"({BLOCKS}|{SCALES})$": "quantization_config",
 }
 # The body of a language model is under `model.` or another of the short ones, or under nothing in
@@ -110,6 +109,7 @@ class SafetensorsWeights:
         spec: ModelSpec,
         names: TensorNames = NAMES,
         quantized: W8Config | PackedConfig | None = None,
+        variants: Variants = tuple,
     ) -> None:
         self._folder = folder
         self._spec = spec
@@ -120,7 +120,7 @@ class SafetensorsWeights:
         self._places = self._names.places(spec)
         # Of two tensors that differ in the prefix alone, the longer name is the one we take.
         self._stored = {_without_prefix(name): name for name in sorted(self._files, key=len)}
-        self._refuse_unknown_tensors()
+        self._refuse_unknown_tensors(variants)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         stored = self._stored_name(name)
@@ -437,7 +437,7 @@ class SafetensorsWeights:
     def _stored_name(self, name: str) -> str | None:
         return self._stored.get(_without_prefix(self._names.tensor(name)))
 
-    def _refuse_unknown_tensors(self) -> None:
+    def _refuse_unknown_tensors(self, variants: Variants) -> None:
         """A tensor of a layer we run that has no place in the spec would be left out silently.
 
         What belongs to layers we do not run, or to nothing we know, is left out with a warning.
@@ -462,9 +462,10 @@ class SafetensorsWeights:
             if name.endswith((".bias", "_zero_point")) and not self._look(stored).data.any():
                 continue  # zeros change nothing
             if layer is not None and int(layer[1]) < self._spec.num_layers:
+                decides = self._deciding(name, variants)
                 raise ModelError(
                     f"{path}: the tensor {shown(stored)} has no place in the model that "
-                    f"config.json describes (see {_deciding(name)}). Use the config.json and the "
+                    f"config.json describes (see {decides}). Use the config.json and the "
                     "unquantised weights of one model."
                 )
             unused.append(stored)
@@ -480,16 +481,20 @@ class SafetensorsWeights:
             count, names = len(unused), listed_names(unused)
             log.warning("%s: %d tensors are not used: %s", self.path, count, names)
 
+    def _deciding(self, tensor: str, variants: Variants) -> str:
+        """The fields of config.json that decide whether a layer has such a tensor."""
+        found = ["model_type"]
+        for field, spec, names in variants():
+            places = names.as_stored(self._files).places(spec).values()
+            if any(_without_prefix(place.tensor) == tensor for place in places):
+                found.append(field)
+        found += [fields for pattern, fields in DECIDING.items() if re.search(pattern, tensor)]
+        return ", ".join(found)
+
 
 def _scales(tensor: str) -> str:
     """What the scales of a tensor of blocks are called; of another one, itself."""
     return tensor.removesuffix(BLOCKS) + SCALES if tensor.endswith(BLOCKS) else tensor
-
-
-def _deciding(tensor: str) -> str:
-    """The fields of config.json that decide whether a layer has such a tensor."""
-    found = [fields for pattern, fields in DECIDING.items() if re.search(pattern, tensor)]
-    return ", ".join(["model_type", *found])
 
 
 def _without_prefix(tensor: str) -> str:
