@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from twostroke.config import EngineConfig
+from twostroke.config import KV_8_BIT, EngineConfig
 from twostroke.model.cost import CostModel, cost_model
 from twostroke.model.formats import weight_bytes
 from twostroke.model.hf_config import load_hf_config
@@ -49,7 +49,8 @@ def floors_of(shape: str, settings: Mapping[str, Any] | None = None) -> dict[str
     spec, _ = load_hf_config(Path(f"bench/shapes/{shape}.json"))
     asked = {name: value for name, value in (settings or {}).items() if "quantization" in name}
     formats = phase_formats(spec, DummyWeights(spec), EngineConfig(**asked))
-    prefill, decode = (cost_model(spec, weight_bytes(spec, 2, one), 2) for one in formats)
+    kv_size = 1 if (settings or {}).get("kv_cache_dtype") in ("fp8", *KV_8_BIT) else 2
+    prefill, decode = (cost_model(spec, weight_bytes(spec, 2, one), kv_size) for one in formats)
     rates = [
         FP8_FLOPS_S if any(isinstance(one, W8Format) for one in kept.values()) else FLOPS_S
         for kept in formats

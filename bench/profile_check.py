@@ -1,13 +1,16 @@
 """Do a profile's stages add up to the steps, and do the phases lie under the machine's roofs?
 
-    python -m bench.profile_check [MODEL] [--seconds 10] [--json FILE]
+    python -m bench.profile_check [MODEL] [--seconds 10] [--hardware here] [--json FILE]
+    python -m bench.profile_check MODEL --hardware h200              on a GPU
 
 Starts `twostroke serve`, loads it with `twostroke bench serve` so that steps of all kinds occur and
 takes a `twostroke profile` meanwhile. The profile's rows are held against the step records, whose
 times come from other readings of the clock: plan to commit, and the executor's own time. Then one
 user alone, and `twostroke roofline MODEL --hardware here --server URL`: no phase, and no single
-step, may be faster than the rates measured here allow. Ends with one JSON line; exit status 1 if
-the sums differ by more than 5% or something lies above a roof.
+step, may be faster than the rates measured here allow. On a GPU the kernels' times, by stage, are
+held against the step by CUDA's events, and the profile must have the ranges that NVIDIA's tools
+show. Ends with one JSON line; exit status 1 if the sums differ by more than 5%, a range is missing
+or something lies above a roof.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from twostroke.measure.result import environment
 SUM_SHARE = 0.05
 ROOFS = 5  # measured so often
 PHASES = ("prefill", "decode")
+RANGES = ("attention", "mlp", "head", "sampling", "decode step", "mixed step")  # on a GPU
 HOST = ("plan", "sampling", "commit", "unaccounted")  # not part of the executor's forward call
 
 
@@ -85,6 +89,28 @@ def stage_sums(profile: Json, steps: list[Json]) -> list[Json]:
     return found
 
 
+def kernel_sums(profile: Json) -> list[Json]:
+    """By phase: the kernels' sum beside the step by the device's events."""
+    found = []
+    for phase, told in profile["phases"].items():
+        unaccounted = told["stages"]["unaccounted"]["seconds"] / told["step_s"]
+        found.append(
+            {
+                "phase": phase,
+                "steps": told["steps"],
+                "step_ms": 1e3 * told["step_s"] / told["steps"],
+                "rows_over_step": 1 - unaccounted,
+                "unaccounted_share": unaccounted,
+            }
+        )
+    return found
+
+
+def missing_ranges(profile: Json) -> list[str]:
+    names = {event["name"] for event in profile["events"]}
+    return [one for one in RANGES if not any(name.startswith(one) for name in names)]
+
+
 def under_roofs(steps: list[Json], rate: float, bandwidth: float) -> list[Json]:
     """By phase: the least time that the work needs over what it took; at most 1 under a roof."""
     found = []
@@ -115,6 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="?", default="")
     parser.add_argument("--seconds", type=float, default=10.0, help="of the profile")
+    parser.add_argument("--hardware", default="here", help="whose roofs, as `roofline` knows it")
     parser.add_argument("--json", help="also write the result here")
     args = parser.parse_args()
     with serving([args.model]) as (url,):
@@ -127,10 +154,14 @@ def main() -> None:
                 users.wait()
         with Witness(url, 2.0) as alone:
             load(url, 1, 12, 256, 128).wait()
-        words = "roofline", model_file(args.model or None), "--hardware", "here", "--server", url
+        of_model = "roofline", model_file(args.model or None), "--server", url
         # The machine's best: whoever else uses it while a roof is measured makes it lower.
-        roofline = max((printed(*words) for _ in range(ROOFS)), key=highest)
-    sums = stage_sums(profile, mixed.steps)
+        times = range(ROOFS if args.hardware == "here" else 1)
+        found = [printed(*of_model, "--hardware", args.hardware) for _ in times]
+        roofline = max(found, key=highest)
+    of_kernels = profile["kind"] == "kernels"
+    sums = kernel_sums(profile) if of_kernels else stage_sums(profile, mixed.steps)
+    missing = missing_ranges(profile) if of_kernels else []
     hardware = roofline["hardware"]
     rates = hardware["flops_per_s"], hardware["bytes_per_s"]
     roofs = {"alone": under_roofs(alone.steps, *rates), "loaded": under_roofs(mixed.steps, *rates)}
@@ -141,6 +172,7 @@ def main() -> None:
         "environment": environment(),
         "sums": sums,
         "sums_out_of_bounds": out,
+        "missing_ranges": missing,
         "flops_per_s": rates[0],
         "bytes_per_s": rates[1],
         "roofs": roofs,
@@ -152,8 +184,8 @@ def main() -> None:
     print(line)
     if args.json:
         Path(args.json).write_text(line + "\n")
-    if out or above:
-        raise SystemExit(f"sums out of bounds: {out}; above a roof: {above}")
+    if out or above or missing:
+        raise SystemExit(f"sums out of bounds: {out}; above a roof: {above}; no range: {missing}")
 
 
 if __name__ == "__main__":

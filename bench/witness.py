@@ -12,7 +12,7 @@ from urllib.request import urlopen
 from twostroke.measure.stats import percentile, spread
 
 Json = dict[str, Any]
-PERCENTILES = (90.0, 99.0)
+PERCENTILES = (45.0, 55.0, 90.0, 99.0)
 
 
 def get_json(url: str) -> Any:
