@@ -26,7 +26,7 @@ from twostroke.model.cost import dense_weight_bytes
 from twostroke.model.native import NativeDecoder, Packing
 from twostroke.plan import TokenLogprobs
 from twostroke.request import EngineRequest, FinishReason, Resumed, StructuredOutputs, Thinking
-from twostroke.sched import received
+from twostroke.sched import received, scheduler
 from twostroke.sched.received import Fetched
 from twostroke.sched.scheduler import Update
 from twostroke.sched.step import SchedulerConfig
@@ -304,14 +304,9 @@ def test_only_a_shared_cache_can_be_handed_over(engines: Engines) -> None:
 
 def core_of(decoder: NativeDecoder, num_blocks: int, sharing: str, **more: Any) -> EngineCore:
     each = [num_blocks] * len(decoder.spec.kv_groups())
-    limits = SchedulerConfig(
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        max_model_len=256,
-        block_size=8,
-        groups=group_limits(decoder.spec, each),
-        **more,
-    )
+    settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256} | more
+    groups = group_limits(decoder.spec, each)
+    limits = SchedulerConfig(block_size=8, groups=groups, **settings)
     weights = dense_weight_bytes(decoder.spec, 1)
     return assemble_native(decoder, limits, None, weights, Sharing(sharing))
 
@@ -422,3 +417,174 @@ def iter_updates(core: EngineCore) -> Iterator[Update]:
     while core.has_work:
         yield from core.step()
         core.scheduler.audit()
+
+
+# While the prompt is still computed
+
+LONG = tuple(30 + (11 * n * n + 5 * n) % 220 for n in range(150))
+
+
+@pytest.fixture
+def ahead(windowed: NativeDecoder, monkeypatch: pytest.MonkeyPatch) -> Engines:
+    """Chunks of 16 tokens, each of which is offered."""
+    monkeypatch.setattr(scheduler, "AHEAD_TOKENS", 16)
+    monkeypatch.setattr(scheduler, "AHEAD_SHARE", 1000)
+    small: dict[str, Any] = {"max_num_batched_tokens": 16}
+    return Engines(*(core_of(windowed, 64, way, **small) for way in ("none", "checked", "none")))
+
+
+def part_of(given: EngineRequest, offer: Offer) -> EngineRequest:
+    """As far as it is computed, for `fetch_ahead`."""
+    tokens, end = given.prompt_token_ids, offer.num_tokens
+    name, more = f"{given.request_id} {offer.number}", Resumed((tokens[end],), 1.0, offer)
+    return replace(given, request_id=name, prompt_token_ids=tokens[:end], resumed=more)
+
+
+def chunks_of(
+    core: EngineCore, given: EngineRequest, written: Written, release: bool = True
+) -> Iterator[Offer]:
+    """Prefill; what is offered before the last chunk is computed."""
+    core.add(replace(given, hand_over=True))
+    while core.has_work:
+        for update in core.step():
+            assert not update.error, update.error
+            written.tokens += update.tokens
+            written.logprobs += update.logprobs
+            written.finish = update.finish_reason
+            if update.finish_reason is not None:
+                written.offer = update.offer
+            elif update.offer is not None:
+                yield update.offer
+                if release:
+                    core.release_offers([update.offer.number])
+        core.scheduler.audit()
+
+
+def finish(engines: Engines, given: EngineRequest, begun: Written) -> list[Fetched]:
+    assert begun.offer is not None
+    (rest,) = run(engines.receiver, resumed(given, begun, begun.offer))
+    engines.sender.release_offers([begun.offer.number])
+    begun.tokens += rest.tokens
+    begun.logprobs += rest.logprobs
+    begun.num_chunks, begun.num_cached = rest.num_chunks, rest.num_cached
+    return engines.receiver.scheduler.take_fetched()
+
+
+def idle(core: EngineCore) -> None:
+    while core.has_work:
+        assert not core.step()
+        core.scheduler.audit()
+
+
+def test_blocks_fetched_ahead_are_there_when_the_request_comes(ahead: Engines) -> None:
+    given = request(prompt=LONG, temperature=0.8, seed=4)
+    (alone,) = run(ahead.alone, given)
+    whole, begun = Written(), Written()
+    assert list(chunks_of(ahead.sender, given, whole))
+    (without,) = finish(ahead, given, whole)
+    assert_nothing_left(*ahead)  # and no prefix is cached
+    ends, before = [], []
+    for offer in chunks_of(ahead.sender, given, begun):
+        ahead.receiver.fetch_ahead(part_of(given, offer))
+        assert not ahead.receiver.num_waiting
+        idle(ahead.receiver)
+        before += ahead.receiver.scheduler.take_fetched()
+        ends.append(offer.num_tokens)
+    (last,) = finish(ahead, given, begun)
+    assert ends == list(range(16, len(LONG), 16))
+    assert all(one.ahead and not one.problem and one.num_bytes for one in before)
+    assert not last.ahead
+    assert not last.problem
+    assert last.num_bytes < without.num_bytes / 4, "the last chunk's alone"
+    assert begun.num_cached == ends[-1]
+    assert begun.num_chunks == 0, "the receiver has prefilled nothing"
+    for got in (whole, begun):
+        assert got.tokens == alone.tokens
+        assert got.logprobs == alone.logprobs, "to the bit"
+    assert_nothing_left(*ahead)
+
+
+def test_no_more_is_offered_until_the_last_has_been_fetched(ahead: Engines) -> None:
+    begun = Written()
+    (first,) = chunks_of(ahead.sender, request(prompt=LONG), begun, release=False)
+    assert begun.offer is not None
+    for offer, left in ((first, 1), (begun.offer, 0)):
+        ahead.sender.release_offers([offer.number])
+        assert ahead.sender.scheduler.kv.num_held == left
+        ahead.sender.scheduler.audit()
+    assert_nothing_left(*ahead)
+
+
+def test_nothing_is_offered_ahead_without_a_prefix_cache(
+    windowed: NativeDecoder, ahead: Engines
+) -> None:
+    small: dict[str, Any] = {"max_num_batched_tokens": 16, "prefix_caching": False}
+    sender = core_of(windowed, 64, "shared", **small)
+    begun = Written()
+    assert not list(chunks_of(sender, request(prompt=LONG), begun))
+    assert begun.offer is not None
+
+
+@pytest.mark.parametrize("fault", ["withdrawn", "damaged", "full", "forgotten", "other salt"])
+def test_what_goes_wrong_ahead_costs_time_alone(
+    fault: str, ahead: Engines, windowed: NativeDecoder
+) -> None:
+    given = request(prompt=LONG, temperature=0.9, seed=8)
+    (alone,) = run(ahead.alone, given)
+    if fault == "full":  # of whose pool a stream needs the most
+        small: dict[str, Any] = {"max_num_batched_tokens": 16}
+        ahead = ahead._replace(receiver=core_of(windowed, 24, "none", **small))
+        ahead.receiver.add(request("writes", LONG[::-1][:120], max_tokens=60))
+        ahead.receiver.step()
+    problems, begun, transfer = [], Written(), ahead.sender.scheduler._transfer
+    assert transfer is not None
+    for offer in chunks_of(ahead.sender, given, begun):
+        if fault == "withdrawn":
+            transfer.release(offer.number)
+        wrong = offer._replace(checksums=((1,) * 20,) * 3)
+        part = part_of(given, wrong if fault == "damaged" else offer)
+        ahead.receiver.fetch_ahead(replace(part, salt="x") if fault == "other salt" else part)
+        if fault == "forgotten":
+            ahead.receiver.reset_prefix_cache()
+        while not (fetched := ahead.receiver.scheduler.take_fetched()):
+            ahead.receiver.step()
+        problems += [one.problem for one in fetched]
+    ahead.receiver.abort("writes")
+    (last,) = finish(ahead, given, begun)
+    assert begun.tokens == alone.tokens
+    names = {"withdrawn": "OfferWithdrawnError", "damaged": "DamagedError"}
+    expected = names.get(fault, "" if fault == "other salt" else "TransferError: all cached")
+    expected = "ReceiverFullError" if fault == "full" else expected
+    assert problems
+    assert all(one.startswith(expected) and bool(one) == bool(expected) for one in problems)
+    assert begun.num_cached == 0
+    assert not last.problem
+    assert_nothing_left(*ahead)
+
+
+def test_who_waits_for_blocks_comes_before_what_is_fetched_ahead(
+    ahead: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One block a step beside a stream: the request that has come later is there first."""
+    long, late, begun = request("long", LONG), request("late", PROMPT[::-1]), Written()
+    assert list(chunks_of(ahead.sender, late, begun))
+    assert begun.offer is not None
+    offer = next(chunks_of(ahead.sender, long, Written(), release=False))
+    monkeypatch.setattr(received, "FETCH_BYTES", 1)
+    ahead.receiver.add(request("writes", PROMPT[:3], max_tokens=100))
+    ahead.receiver.step()
+    ahead.receiver.fetch_ahead(part_of(long, offer))
+    ahead.receiver.step()
+    ahead.receiver.add(resumed(late, begun, begun.offer))
+    fetched: list[Fetched] = []
+    while len(fetched) < 2:
+        assert ahead.receiver.step(), "the stream writes on"
+        ahead.receiver.scheduler.audit()
+        fetched += ahead.receiver.scheduler.take_fetched()
+    assert [one.ahead for one in fetched] == [False, True]
+    assert not any(one.problem for one in fetched)
+    for name in ("writes", "late"):
+        ahead.receiver.abort(name)
+    assert ahead.sender.abort("long") is not None
+    ahead.sender.release_offers([begun.offer.number, offer.number])
+    assert_nothing_left(*ahead)

@@ -32,7 +32,7 @@ import torch
 from bench.gpu_pools import end_children_with_stacks
 from tests.gpu.report import tally
 from tests.specs import make_spec
-from tests.tiny import MAX_LEN, tiny_folder
+from tests.tiny import tiny_folder
 from twostroke import SamplingParams
 from twostroke.config import EngineConfig
 from twostroke.kv.device_memory import DeviceMemory, staged_copy
@@ -47,6 +47,7 @@ from twostroke.route.pools import PoolSettings
 # Seconds that a part may take before its processes are ended, and one that has parts.
 PART_S, ALL_S = 40.0, 120.0
 BLOCKS, SENT = 2048, 1024  # of a pool, and of one fetch
+LENGTH = 1024  # of the engines' model
 WAYS = {
     "greedy": SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
     "seeded": SamplingParams(temperature=0.9, seed=7, top_k=40, max_tokens=40, ignore_eos=True),
@@ -290,10 +291,12 @@ async def last(engine: RoutedEngine, prompt: list[int], params: SamplingParams) 
 def check_engines(check: Check, folder: Path) -> None:
     kernels = "auto" if check.device == "cuda" else "reference"
     common: dict[str, Any] = {"dtype": "float32", "device": check.device, "kernels": kernels}
-    common |= {"max_num_seqs": 16, "max_model_len": MAX_LEN}
+    common |= {"max_num_seqs": 16, "max_model_len": LENGTH}
     # Few graphs: two engines start one after another, and one again.
     common |= {"max_num_batched_tokens": 256, "cudagraph_capture_sizes": (1, 4, 16)}
     prompts = [[50 + (11 * n + k) % 200 for k in range(20 + 7 * n)] for n in range(20)]
+    # Of several chunks: their blocks are fetched while the rest is computed.
+    prompts += [[50 + (n + 7 * k * k) % 200 for k in range(900 + n)] for n in range(4)]
     expected: dict[str, list[RequestOutput]] = {}
     whole = 0
     if check.device == "cuda":
@@ -362,7 +365,8 @@ def check_engines(check: Check, folder: Path) -> None:
             assert handed == len(prompts), routes[0]
             assert await engine.drain(30)
             await engine.audit()
-            return f"{len(prompts)} requests; {routes[-1]}"
+            ahead = sum("while it was prefilled" in route for route in routes)
+            return f"{len(prompts)} requests, {ahead} sent ahead in part; {routes[-1]}"
 
         async def with_a_death() -> str:
             engine.reset_prefix_cache()
@@ -413,6 +417,7 @@ def main() -> int:
         torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory() as name:
         wider = {"hidden_size": 128, "intermediate_size": 256}  # heads of 32 channels
+        wider["max_position_embeddings"] = LENGTH
         folder = tiny_folder(Path(name) / "tiny", **wider)
         check("engines", lambda: check_engines(check, folder), ALL_S)
     result = {"check": "transfer", "passed": check.passed, "failed": check.failed} | check.times

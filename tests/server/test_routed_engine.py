@@ -84,6 +84,7 @@ class Running:
 async def assert_nothing_left(engine: RoutedEngine) -> None:
     assert await engine.drain(PATIENCE_S)
     await until(lambda: all(member.healthy for member in engine.members))
+    await until(lambda: not engine._ahead)
     await engine.audit()
     await engine.audit()  # behind whatever releases were sent meanwhile
     assert not engine._placed
@@ -92,7 +93,8 @@ async def assert_nothing_left(engine: RoutedEngine) -> None:
     for member in engine.members:
         assert not member._names
         assert not member._handles
-        assert (member.state.streams, member.state.queued_tokens) == (0, 0)
+        state = member.state
+        assert (state.streams, state.promised, state.queued_tokens) == (0, 0, 0)
         load = member.load()
         assert (load.waiting, load.running, load.kv.fragmented) == (0, 0, 0)
         await until(lambda member=member: member.load().kv.used == 0)

@@ -124,6 +124,10 @@ class EngineCore:
         scheduler = self.scheduler
         return self._idle_step and scheduler.kv.num_receiving > 0 and not scheduler.in_flight
 
+    def fetch_ahead(self, given: EngineRequest) -> None:
+        """See `Scheduler.fetch_ahead`."""
+        self.scheduler.fetch_ahead(given)
+
     def release_offers(self, numbers: list[int]) -> None:
         """Other engines have fetched these blocks, or will not. Numbers that are not known, of an
         engine that was here before this one, are ignored."""
@@ -136,7 +140,7 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; running requests keep their blocks."""
-        self.scheduler.kv.reset_prefixes()
+        self.scheduler.reset_prefixes()
 
     def step(self) -> list[Update]:
         """Launch a step if there is one to launch; take in the oldest that must be waited for."""

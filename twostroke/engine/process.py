@@ -37,6 +37,7 @@ from twostroke.engine.wire import (
     Audit,
     Audited,
     Failed,
+    FetchAhead,
     FetchedOffer,
     FromEngine,
     Heartbeat,
@@ -77,6 +78,7 @@ class EngineServer:
         self._inbox, self._outbox = inbox, outbox
         self._handles: dict[str, int] = {}
         self._names: dict[int, str] = {}
+        self._ahead: dict[str, int] = {}  # handles of what is fetched ahead of its request
         self._parent = os.getppid()
         self._sent_load = self.load()
         self._sent_step = -1
@@ -134,6 +136,9 @@ class EngineServer:
                     self._add(message)
                 case Abort():
                     self._abort(message)
+                case FetchAhead():
+                    self._ahead[message.request.request_id] = message.handle
+                    self._core.fetch_ahead(message.request)
                 case Release():
                     self._core.release_offers(message.offers)
                     self._send_step([])
@@ -178,6 +183,7 @@ class EngineServer:
             self._core.scheduler.audit()
             if not self._core.has_work:
                 assert not self._handles, "a handle outlived its request"
+                assert not self._ahead, "what was fetched ahead has not been told"
         except AssertionError as error:
             problem = str(error) or "an assertion failed"
         self._send(Audited(problem))
@@ -206,8 +212,8 @@ class EngineServer:
 
     def _send_fetched(self) -> None:
         for fetched in self._core.scheduler.take_fetched():
-            name, num_bytes, seconds, problem, waited_s, way = fetched
-            handle = self._handles[name]
+            name, num_bytes, seconds, problem, waited_s, way, ahead = fetched
+            handle = self._ahead.pop(name) if ahead else self._handles[name]
             self._send(FetchedOffer(handle, num_bytes, seconds, problem, waited_s, way))
 
     def _new_steps(self) -> list[StepRecord]:

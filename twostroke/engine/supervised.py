@@ -28,6 +28,7 @@ from twostroke.engine.wire import (
     Add,
     Audit,
     Audited,
+    FetchAhead,
     FetchedOffer,
     FromEngine,
     Profiled,
@@ -82,6 +83,7 @@ class SupervisedEngine(ABC):
         self._next = 0  # handle
         self._handles: dict[str, int] = {}  # engine request → handle, while the engine has it
         self._names: dict[int, str] = {}  # and back
+        self._ahead: set[int] = set()  # handles of what it fetches ahead of its requests
         self._audits: list[asyncio.Future[str]] = []
         self._profiles: list[asyncio.Future[bytes]] = []  # in the order of their answers
         self._supervisors: list[asyncio.Task[None]] = []
@@ -118,6 +120,10 @@ class SupervisedEngine(ABC):
 
     def on_fetched(self, name: str, fetched: FetchedOffer) -> None:
         """Blocks of another engine have been fetched for a request, or given up."""
+        raise AssertionError("nothing was offered to this engine")
+
+    def on_fetched_ahead(self, handle: int, fetched: FetchedOffer) -> None:
+        """The same of `fetch_ahead`."""
         raise AssertionError("nothing was offered to this engine")
 
     # ── to the engine ───────────────────────────────────────────────────────────────────────
@@ -176,6 +182,16 @@ class SupervisedEngine(ABC):
         self.abort_all([name])
         self._names.pop(self._handles.pop(name, -1), None)
 
+    def fetch_ahead(self, request: EngineRequest) -> int | None:
+        """Have it fetch what another engine has computed so far of a prompt. Returns what
+        `on_fetched_ahead` will call that, or None if the engine is down."""
+        if not self._up:
+            return None
+        handle, self._next = self._next, self._next + 1
+        self._ahead.add(handle)
+        self._child.send(FetchAhead(handle, self._child.clock.to_theirs(request)))
+        return handle
+
     def release(self, offer: int) -> None:
         """Blocks that it has offered are needed no more."""
         if self._up:
@@ -221,6 +237,9 @@ class SupervisedEngine(ABC):
             case FetchedOffer():
                 if message.handle in self._names:
                     self.on_fetched(self._names[message.handle], message)
+                elif message.handle in self._ahead:
+                    self._ahead.discard(message.handle)
+                    self.on_fetched_ahead(message.handle, message)
             case Audited():
                 self._audits.pop(0).set_result(message.problem)
             case Profiled():
@@ -319,6 +338,7 @@ class SupervisedEngine(ABC):
         self._settled.clear()
         self._handles.clear()
         self._names.clear()
+        self._ahead.clear()
         for answer in self._audits:
             answer.cancel()
         self._audits.clear()

@@ -1,6 +1,7 @@
 """The messages between the engine's process and the process it serves, as msgpack. No torch.
 
-    Add, Abort, Release, ResetPrefixes, Audit, StartProfile, StopProfile, Shutdown ──▶ engine
+    Add, Abort, FetchAhead, Release, ResetPrefixes, Audit, StartProfile, StopProfile, Shutdown
+        ──▶ engine
     engine ──▶ Ready | Failed; Step, Refused, FetchedOffer, Audited, Profiled, Heartbeat
 
 A request is known by a number (its handle) that its sender gives it and never uses again, so that a
@@ -65,7 +66,24 @@ class Release(msgspec.Struct, tag=8, array_like=True, frozen=True):
     offers: list[int]
 
 
-ToEngine = Add | Abort | Shutdown | Audit | ResetPrefixes | StartProfile | StopProfile | Release
+class FetchAhead(msgspec.Struct, tag=9, array_like=True, frozen=True):
+    """Blocks of a prompt that another engine still computes; answered by `FetchedOffer`."""
+
+    handle: int
+    request: EngineRequest  # as far as it is computed, with the offer
+
+
+ToEngine = (
+    Add
+    | Abort
+    | Shutdown
+    | Audit
+    | ResetPrefixes
+    | StartProfile
+    | StopProfile
+    | Release
+    | FetchAhead
+)
 
 # ── from the engine ─────────────────────────────────────────────────────────────────────────────
 
@@ -165,7 +183,7 @@ class Profiled(msgspec.Struct, tag=7, array_like=True, frozen=True):
 
 
 class FetchedOffer(msgspec.Struct, tag=8, array_like=True, frozen=True):
-    """What was offered to a request of this engine's is needed no more."""
+    """What was offered to a request of this engine's, or ahead of it, is needed no more."""
 
     handle: int
     num_bytes: int
@@ -204,7 +222,8 @@ def pack_step(
             offer,
         ) = update  # fmt: skip
         handle = handles[name]
-        if finish is None and not (logprobs or progress or error) and prompt_logprobs is None:
+        more = logprobs or progress or error or offer is not None
+        if finish is None and not more and prompt_logprobs is None:
             for token in tokens:
                 named.append(handle)
                 plain.append(token)

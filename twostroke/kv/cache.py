@@ -342,6 +342,25 @@ class KVCache:
         seq.tables, seq.num_dropped = [], []
         seq.num_computed = seq.num_registered = seq.capacity = seq.num_evicted = 0
 
+    def part(self, seq: KVSequence, num_tokens: int) -> list[list[int]] | None:
+        """Its tables as they are to whoever goes on after the first `num_tokens`, which fill whole
+        blocks; None: a window has passed some that would be needed."""
+        end, tables = num_tokens // self.block_size, []
+        for group, window in enumerate(self.windows):
+            first = self._first_visible(num_tokens, window)
+            if first < seq.num_dropped[group]:
+                return None
+            tables.append([NULL_BLOCK] * first + seq.tables[group][first:end])
+        return tables
+
+    def hold_part(self, tables: Sequence[Sequence[int]], offer: int) -> None:
+        """An offer owns these blocks, too, until `release_held`."""
+        held = [[block for block in table if block != NULL_BLOCK] for table in tables]
+        for pool, blocks in zip(self.pools, held, strict=True):
+            for block in blocks:
+                pool.share(block)
+        self._held[offer] = held
+
     def release_held(self, offer: int) -> None:
         for group, blocks in enumerate(self._held.pop(offer, ())):
             self.pools[group].release(blocks[::-1])

@@ -7,6 +7,10 @@
                               │ fetched
                               └─▶ the prefill engine: release
 
+Of a long prompt the decode engine is chosen, and fetches, while the prefill engine still computes:
+each time that the blocks so far are offered (`_send_ahead`). They are in its prefix cache when the
+request comes. If they are not, all that is lost is the time.
+
 A request is in one engine at a time, and this side knows all that has been told of it. So whichever
 engine dies, at whatever stage, it goes on in another from its last token: with its blocks, if they
 are still offered, or computed again. What it draws depends on its seed and the position alone, so
@@ -46,7 +50,7 @@ from twostroke.observe.record import (
     continued,
 )
 from twostroke.observe.totals import TransferTotals
-from twostroke.request import EngineRequest, FinishReason, Resumed
+from twostroke.request import EngineRequest, FinishReason, Resumed, SamplingParams
 from twostroke.route.member import Member, Placed, Standing
 from twostroke.route.pools import Places, PooledEngine, ThisMachine
 from twostroke.route.router import NOTHING, EngineState, Prompt, Queued, Role, Router
@@ -84,6 +88,8 @@ class RoutedEngine(EngineClient):
         self._scaling = Scaling(self, engines, places)
         self._limits = limits
         self._transfers: dict[tuple[str, str], TransferTotals] = {}  # by sender and receiver
+        # What members fetch ahead, by what they call it.
+        self._ahead: dict[tuple[Member, int], tuple[Placed, Standing]] = {}
         self._first_steps = count(ENGINE_STEPS, ENGINE_STEPS)
         self._closing = False
 
@@ -325,6 +331,7 @@ class RoutedEngine(EngineClient):
             else:
                 placed.member.state.streams -= 1
         placed.member, placed.queued = None, NOTHING
+        self._promise(placed, placed.ahead, False)
 
     def _go_on(self, placed: Placed) -> None:
         """Place a request that is in no engine, from its last token on."""
@@ -337,7 +344,8 @@ class RoutedEngine(EngineClient):
         offer = None if standing is None else standing.offer
         given = placed.given
         prompt = prompt_of(given, len(written))
-        target = self._router.place_decode(prompt) if offer is not None else None
+        chosen = None if placed.ahead is None else placed.ahead.state
+        target = self._router.place_decode(prompt, chosen) if offer is not None else None
         # What was asked of the prompt has been told.
         params = replace(given.params, prompt_logprobs=None)
         resumed = replace(given, params=params, progress=False)
@@ -398,21 +406,26 @@ class RoutedEngine(EngineClient):
     # ── what the engines say ────────────────────────────────────────────────────────────────
 
     def on_updates(self, member: Member, updates: list[Update]) -> None:
-        now, handed_over = monotonic(), []
-        for n, update in enumerate(updates):
+        now, handed_over, told = monotonic(), [], []
+        for update in updates:
             if update.record is not None:
                 number_steps(update.record, member.first_step)
             placed = self._placed.get(update.request_id)
             if placed is None:  # it has been forgotten here
                 if update.offer is not None:
                     member.release(update.offer.number)
+                told.append(update)
                 continue
             if update.tokens:
                 self._note_tokens(placed, now)
-            if update.offer is not None:
+            if update.offer is not None and update.finish_reason is None:
+                self._send_ahead(placed, Standing(member, update.offer))
+            elif update.offer is not None:
                 handed_over.append((placed, update))
-                updates[n] = update._replace(finish_reason=None, record=None, offer=None)
-        aborts = self._deliver(member, updates)
+                told.append(update._replace(finish_reason=None, record=None, offer=None))
+            else:
+                told.append(update)
+        aborts = self._deliver(member, told)
         for placed, update in handed_over:
             self._hand_over(member, placed, update)
         self._abort(name for name in aborts if name in self._placed)
@@ -479,14 +492,56 @@ class RoutedEngine(EngineClient):
         else:
             self._go_on(placed)
 
+    def _send_ahead(self, placed: Placed, standing: Standing) -> None:
+        """One still prefills it; whoever will go on with it fetches what there is."""
+        offer, handle, given = standing.offer, None, placed.given
+        tokens = [*given.prompt_token_ids, *self._outputs.written(given.request_id)]
+        if placed.ahead is None or not placed.ahead.state.up:
+            self._promise(placed, None, False)
+            target = self._router.place_decode(prompt_of(given))
+            self._promise(placed, target and self._member(target.engine), target is not None)
+        if placed.ahead is not None and offer.num_tokens < len(tokens):
+            part = replace(
+                given,
+                request_id=f"{given.request_id} {offer.number}",
+                prompt_token_ids=tokens[: offer.num_tokens],
+                params=SamplingParams(),
+                prompt=None,
+                resumed=Resumed((tokens[offer.num_tokens],), placed.last_s, offer),
+            )
+            handle = placed.ahead.fetch_ahead(part)
+        if placed.ahead is None or handle is None:
+            standing.member.release(offer.number)
+        else:
+            self._ahead[placed.ahead, handle] = placed, standing
+
+    def _promise(self, placed: Placed, to: Member | None, promised: bool) -> None:
+        """Note who is to go on with it, and whether it is still to come there."""
+        for member, change in ((placed.ahead, -placed.promised), (to, promised)):
+            if member is not None:
+                member.state.promised += change
+        placed.ahead, placed.promised = to, promised
+
+    def on_fetched_ahead(self, member: Member, handle: int, fetched: FetchedOffer) -> None:
+        placed, standing = self._ahead.pop((member, handle))
+        standing.member.release(standing.offer.number)
+        self._count_transfer(standing, member, fetched)
+        if fetched.problem:
+            log.info("%s has fetched nothing ahead: %s", member.name, fetched.problem)
+            return
+        placed.ahead_bytes += fetched.num_bytes
+        member.state.note_part(prompt_of(placed.given), standing.offer.num_tokens)
+
+    def _count_transfer(self, standing: Standing, to: Member, fetched: FetchedOffer) -> None:
+        totals = self._transfers.setdefault((standing.member.name, to.name), TransferTotals())
+        totals.add(fetched.num_bytes, fetched.seconds, bool(fetched.problem))
+
     def on_fetched(self, member: Member, name: str, fetched: FetchedOffer) -> None:
         placed = self._placed.get(name)
         if placed is None:
             return
         if placed.standing is not None:
-            between = placed.standing.member.name, member.name
-            totals = self._transfers.setdefault(between, TransferTotals())
-            totals.add(fetched.num_bytes, fetched.seconds, bool(fetched.problem))
+            self._count_transfer(placed.standing, member, fetched)
         self._release(placed)
         placed.fetch_s = fetched.seconds
         if not fetched.problem:
@@ -497,6 +552,8 @@ class RoutedEngine(EngineClient):
             f"{fetched.num_bytes / 1e6:.1f} MB fetched in {1e3 * fetched.seconds:.1f} ms by "
             f"{fetched.way}"
         )
+        if placed.ahead is member and placed.ahead_bytes:
+            told += f", {placed.ahead_bytes / 1e6:.1f} MB before, while it was prefilled"
         if fetched.problem:
             log.warning("%s computes a prompt again: %s", member.name, fetched.problem)
             told = f"computed again by {member.name} ({fetched.problem})"
@@ -521,6 +578,9 @@ class RoutedEngine(EngineClient):
 
     def on_death(self, member: Member, reason: str) -> None:
         """All that was in it goes on elsewhere."""
+        for key in [key for key in self._ahead if key[0] is member]:
+            _, standing = self._ahead.pop(key)
+            standing.member.release(standing.offer.number)
         for placed in list(self._placed.values()):
             if placed.standing is not None and placed.standing.member is member:
                 placed.standing = None  # whoever is to fetch it may still, or computes it again

@@ -27,6 +27,8 @@ class Owner(Protocol):
 
     def on_fetched(self, member: Member, name: str, fetched: FetchedOffer) -> None: ...
 
+    def on_fetched_ahead(self, member: Member, handle: int, fetched: FetchedOffer) -> None: ...
+
     def on_death(self, member: Member, reason: str) -> None: ...
 
     def on_restart(self, member: Member) -> None: ...
@@ -104,10 +106,17 @@ class Member(SupervisedEngine):
         self._owner.on_refused(self, names, reason)
 
     def on_fetched(self, name: str, fetched: FetchedOffer) -> None:
+        self._count_fetched(fetched)
+        self._owner.on_fetched(self, name, fetched)
+
+    def on_fetched_ahead(self, handle: int, fetched: FetchedOffer) -> None:
+        self._count_fetched(fetched)
+        self._owner.on_fetched_ahead(self, handle, fetched)
+
+    def _count_fetched(self, fetched: FetchedOffer) -> None:
         self._fetched.add(fetched.num_bytes, fetched.seconds, bool(fetched.problem))
         if not fetched.problem:
             self.state.add_fetch(fetched.num_bytes, fetched.seconds)
-        self._owner.on_fetched(self, name, fetched)
 
     def on_death(self, reason: str) -> None:
         self.state.up = False
@@ -143,6 +152,9 @@ class Placed:
     attempts: int = 0  # engines that died with it
     record: RequestRecord | None = None  # of the engines that had it before
     standing: Standing | None = None
+    ahead: Member | None = None  # who fetches its blocks while the rest is computed
+    promised: bool = False  # it is counted as one that will come there
+    ahead_bytes: int = 0  # that have come there
     handed_over_s: float = 0.0  # when; 0: its next engine has written a token since
     fetch_s: float = 0.0  # what its next engine took to fetch its blocks
     last_s: float = 0.0  # when its last token came

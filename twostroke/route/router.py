@@ -81,6 +81,7 @@ class EngineState:
     queued_s: float = 0.0  # that these are expected to take
     queued: int = 0  # requests with such a prompt
     streams: int = 0  # requests that it was sent, have their first token and have not left it
+    promised: int = 0  # requests that will come to it, whose prompts are still computed elsewhere
     capacity_tokens: int = 0  # of its KV cache; 0: not known
     token_bytes: float = 0.0  # of keys and values
     bytes_per_s: float = 0.0  # at which it fetches blocks, of late; 0: not known
@@ -111,6 +112,11 @@ class EngineState:
         while len(self._marks) > MAX_MARKS or self._marked_tokens > most:
             self._marked_tokens -= self._marks.popitem(last=False)[1]
         self.note_session(prompt.session, prompt.num_tokens)
+
+    def note_part(self, prompt: Prompt, num_tokens: int) -> None:
+        """It has the first tokens of this."""
+        marks = prompt.marks[: (num_tokens // FIRST_MARK).bit_length()]
+        self.note_prompt(Prompt(num_tokens, marks))
 
     def note_session(self, session: str, num_tokens: int) -> None:
         """A conversation has come to so many tokens here."""
@@ -214,10 +220,12 @@ class Router:
             return through._replace(hand_over=False)
         return self._place_directly(through, decode, prompt) or through
 
-    def place_decode(self, prompt: Prompt) -> Placement | None:
-        """Who is to go on with a request that has been prefilled; None: no decode engine is up."""
+    def place_decode(self, prompt: Prompt, chosen: EngineState | None = None) -> Placement | None:
+        """Who is to go on with a request that has been prefilled; None: no decode engine is up.
+        `chosen`: before, while it was prefilled."""
         self._forget_old_costs()
-        seats = self._seats(self._up(Role.DECODE), prompt)
+        decode = self._up(Role.DECODE)
+        seats = self._seats([chosen] if chosen in decode else decode, prompt)
         if not seats:
             return None
         writing_s = self._writing_costs(prompt)
@@ -321,7 +329,8 @@ class Router:
         num_tokens = min(prompt.max_tokens or self.answer_tokens, self.answer_tokens)
 
         def writing_s(engine: EngineState) -> float:
-            costs, streams = engine.costs.decode or usual, engine.streams + engine.queued
+            costs = engine.costs.decode or usual
+            streams = engine.streams + engine.promised + engine.queued
             positions = engine.positions if engine.streams else 0
             own_s = costs.step_s(streams + 1, positions + length)
             return num_tokens * (own_s + streams * (costs.stream + costs.position * length))

@@ -61,6 +61,8 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     offer: Offer | None = None  # of its blocks, where another engine goes on with it
+    num_ahead: int = 0  # tokens whose blocks were offered to that engine before all are computed
+    offered_ahead: bool = False  # and it has not fetched them yet
     prompt_logprobs: list[Any] = field(default_factory=list)
     # What was evicted before which position, and the shares of attention that the stretches which
     # are left have got (`kv/eviction.py`); kept when it is preempted.

@@ -29,6 +29,9 @@ from twostroke.sched.step import SchedulerConfig, StepBuilder, StepInFlight
 from twostroke.sched.work import AttentionWork
 
 PRIORITY_AGE_S = 10.0  # waited so long, a request goes before one of the next better priority
+# Blocks of a prompt are offered before all of it is computed when there are so many tokens more,
+# and this share more: whoever fetches them is sent the prompt up to there each time.
+AHEAD_TOKENS, AHEAD_SHARE = 256, 8
 
 
 class Update(NamedTuple):
@@ -44,7 +47,9 @@ class Update(NamedTuple):
     error: str = ""
     progress: int = 0  # prompt tokens computed so far, while it is prefilled
     impossible: bool = False  # the error is the request's own: it asks what cannot be
-    offer: Offer | None = None  # with the end of a request that another engine goes on with
+    # With the end of a request that another engine goes on with; without one: of what is computed
+    # so far of its prompt.
+    offer: Offer | None = None
 
 
 class Committed(NamedTuple):
@@ -87,6 +92,7 @@ class Scheduler:
         self._prefill = PrefillQueue(config, self.kv, self._rows, self.pacer)
         self._decode = DecodeSet(self.kv)
         self._received = ReceivedQueue(self.kv, self._rows, transfer)
+        self._ahead: dict[int, Request] = {}  # by the offer of what is computed so far
         self._step = 0
         self._arrivals = 0
         self._preempted = 0  # requests, since the newest step was planned
@@ -104,7 +110,8 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
-        return bool(self._requests)
+        """Or blocks to fetch that a request will need."""
+        return bool(self._requests) or self._received.has_work
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -153,9 +160,19 @@ class Scheduler:
         return max_outputs
 
     def add(self, given: EngineRequest) -> None:
-        config, prompt = self.config, given.prompt_token_ids
-        max_outputs = self.check(given)
-        now = self._clock()
+        request = self._requests[given.request_id] = self._new_request(given, self.check(given))
+        if given.resumed is not None and given.resumed.offer is not None:
+            self._received.push(request)
+        else:
+            self._prefill.waiting.push(request)
+
+    def fetch_ahead(self, given: EngineRequest) -> None:
+        """Fetch what another engine has computed so far of a prompt, which its request is to find
+        as a cached prefix when it comes. `given`: ends where that does, with one token written."""
+        self._received.push_ahead(self._new_request(given, max_outputs=1))
+
+    def _new_request(self, given: EngineRequest, max_outputs: int) -> Request:
+        config, prompt, now = self.config, given.prompt_token_ids, self._clock()
         record = RequestRecord(
             given.request_id,
             len(prompt),
@@ -177,11 +194,7 @@ class Scheduler:
             record=record,
         )
         self._arrivals += 1
-        self._requests[given.request_id] = request
-        if given.resumed is not None and given.resumed.offer is not None:
-            self._received.push(request)
-        else:
-            self._prefill.waiting.push(request)
+        return request
 
     def _seed(self, given: EngineRequest) -> bytes | None:
         """Where the request's digest chain starts: by salt; without prefix caching only the
@@ -202,10 +215,17 @@ class Scheduler:
         return self._update(request)
 
     def release_offer(self, number: int) -> None:
-        """The blocks of a request that was handed over are needed no more."""
+        """Blocks that were offered are needed no more."""
         assert self._transfer is not None
         self._transfer.release(number)
         self.kv.release_held(number)
+        if number in self._ahead:
+            self._ahead.pop(number).offered_ahead = False
+
+    def reset_prefixes(self) -> None:
+        """Forget every cached prefix; running requests keep their blocks."""
+        self.kv.reset_prefixes()
+        self._received.drop_ahead("all cached prefixes are forgotten")
 
     def tidy(self) -> None:
         """Let go what engines shared with this one that have ended."""
@@ -238,7 +258,7 @@ class Scheduler:
             (self._decode if victim in self._decode.requests[-1:] else self._prefill).requests.pop()
             return victim is not request
 
-        if self._received:
+        if self._received.has_work:
             self._plan_received(builder)
         self._decode.plan(builder, preempt_for)
         builder.allowance = self.pacer.allowance(builder, self.in_flight)
@@ -377,7 +397,8 @@ class Scheduler:
         return sampled, sum(counts[: len(step.plan.decode)])
 
     def _commit_chunks(self, step: StepInFlight, result: StepResult) -> list[Update]:
-        """Keep the prompts' log-probabilities; tell who asked how far its prompt is."""
+        """Keep the prompts' log-probabilities; tell who asked how far its prompt is, and offer as
+        much of it to the engine that will go on with it."""
         updates = []
         for request, chunk in zip(step.chunked, step.plan.prefill, strict=True):
             if chunk.row in result.prompt_logprobs:
@@ -388,7 +409,31 @@ class Scheduler:
             if request.given.progress and not chunk.last and request.phase is not Phase.FINISHED:
                 done = chunk.start + chunk.size
                 updates.append(Update(request.request_id, (), progress=done))
+            if request.given.hand_over and not chunk.last and request.phase is Phase.PREFILL:
+                offer = self._offer_ahead(request, chunk.start + chunk.size)
+                if offer is not None:
+                    updates.append(Update(request.request_id, (), offer=offer))
         return updates
+
+    def _offer_ahead(self, request: Request, num_tokens: int) -> Offer | None:
+        """Offer the blocks that are computed, if they are enough more than the last time and those
+        have been fetched."""
+        whole = num_tokens // self.config.block_size * self.config.block_size
+        more = max(AHEAD_TOKENS, request.num_ahead // AHEAD_SHARE)
+        if request.offered_ahead or whole < request.num_ahead + more:
+            return None
+        # One that was preempted has other blocks than the step had that has just run.
+        if not self.config.prefix_caching or request.record.preempted:
+            return None
+        tables = self.kv.part(request.kv, whole)
+        if tables is None:
+            return None
+        assert self._transfer is not None
+        offer = self._transfer.offer(tables, whole)
+        self.kv.hold_part(tables, offer.number)
+        self._ahead[offer.number] = request
+        request.num_ahead, request.offered_ahead = whole, True
+        return offer
 
     def _check_stop(self, request: Request, token: int) -> bool:
         params = request.given.params
@@ -428,7 +473,7 @@ class Scheduler:
         if self.in_flight:
             self.kv.commit(self.in_flight[-1].plan.step)
             self.in_flight.clear()
-        self.kv.reset_prefixes()
+        self.reset_prefixes()
         self._retired.clear()
         if len(involved) > 1:
             return []
