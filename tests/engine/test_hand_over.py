@@ -5,6 +5,7 @@ Two real engines in this process, blocks fetched from one real pool into the oth
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -588,3 +589,71 @@ def test_who_waits_for_blocks_comes_before_what_is_fetched_ahead(
     assert ahead.sender.abort("long") is not None
     ahead.sender.release_offers([begun.offer.number, offer.number])
     assert_nothing_left(*ahead)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_lives_in_two_small_engines(
+    seed: int, windowed: NativeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that share beginnings, aborts, blocks that are late: all that was not aborted writes
+    what it writes in an engine of its own, and nothing is left."""
+    monkeypatch.setattr(scheduler, "AHEAD_TOKENS", 16)
+    monkeypatch.setattr(received, "FETCH_BYTES", 4096)
+    chance = random.Random(seed)
+    small: dict[str, Any] = {"max_num_batched_tokens": 24}
+    alone = core_of(windowed, 64, "none")
+    sender, receiver = core_of(windowed, 40, "checked", **small), core_of(windowed, 40, "none")
+    requests = {}
+    for n in range(24):
+        beginning = LONG[: 8 * chance.randrange(16)] if chance.random() < 0.6 else ()
+        prompt = (*beginning, *(chance.randrange(20, 250) for _ in range(chance.randrange(1, 60))))
+        params = {"max_tokens": chance.randrange(2, 30), "temperature": 0.9, "seed": n}
+        requests[f"r{n}"] = request(f"r{n}", prompt, **params)
+    got: dict[str, list[int]] = {name: [] for name in requests}
+    offers: dict[str, int] = {}  # that stand, by who fetches
+    late: list[EngineRequest] = []  # to be told to the receiver
+    waiting, aborted = list(requests.values()), set()
+    num_ahead = 0
+    while waiting or late or sender.has_work or receiver.has_work:
+        if waiting and chance.random() < 0.4:
+            sender.add(replace(waiting.pop(), hand_over=True))
+        for update in sender.step() if sender.has_work else ():
+            name, offer = update.request_id, update.offer
+            got[name] += update.tokens
+            if offer is not None and update.finish_reason is None:
+                late.append(part_of(requests[name], offer))
+                offers[late[-1].request_id] = offer.number
+            elif offer is not None:
+                so_far = Written()
+                so_far.tokens = list(update.tokens)
+                late.append(resumed(requests[name], so_far, offer))
+                offers[name] = offer.number
+        while late and chance.random() < 0.5:
+            one = late.pop(chance.randrange(len(late)))
+            if one.request_id in requests:
+                receiver.add(one)
+            else:
+                receiver.fetch_ahead(one)
+        for update in receiver.step() if receiver.has_work else ():
+            got[update.request_id] += update.tokens
+        for fetched in receiver.scheduler.take_fetched():
+            num_ahead += fetched.ahead and not fetched.problem
+            sender.release_offers([offers.pop(fetched.request_id)])
+        if chance.random() < 0.02:
+            name = chance.choice(list(requests))
+            for core in (sender, receiver):
+                if core.abort(name) is not None:
+                    aborted.add(name)
+                    if core is receiver and name in offers:
+                        sender.release_offers([offers.pop(name)])
+        if chance.random() < 0.01:
+            receiver.reset_prefix_cache()
+        sender.scheduler.audit()
+        receiver.scheduler.audit()
+    expected = run(alone, *requests.values())
+    for (name, tokens), one in zip(got.items(), expected, strict=True):
+        assert name in aborted or tokens == one.tokens
+    assert num_ahead
+    assert len(aborted) < 12
+    assert not offers
+    assert_nothing_left(alone, sender, receiver)

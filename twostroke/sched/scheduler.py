@@ -556,7 +556,7 @@ class Scheduler:
             for request, more in zip(step.sampled, drafts, strict=True):
                 alive += 1 + more if request.phase is not Phase.FINISHED else 0
         assert pending == alive, f"{pending} tokens are pending and {alive} are in flight"
-        if not self._requests and not self.in_flight:
+        if not self.has_requests and not self.in_flight:
             assert self.kv.is_idle(), "blocks are owned by nobody"
 
 
