@@ -19,8 +19,8 @@ from twostroke.request import SamplingParams
 from twostroke.strict import Strict
 
 GIB = 1024**3
-KV_TRANSPORTS = ("auto", "memory", "device", "sockets")
-RDMA = ("nixl", "rdma", "ucx", "mooncake")  # what blocks travel by elsewhere
+KV_TRANSPORTS = ("auto", "memory", "device", "nixl", "sockets")
+RDMA = ("rdma", "ucx", "mooncake")  # what blocks travel by elsewhere
 KV_TIMEOUT_EXPECTED = "seconds from 0.01 to 600"
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # vLLM's other names
 QUANTIZATIONS = ("int8", "int4", "fp8")
@@ -109,7 +109,7 @@ class EngineConfig(Strict):
     engine_index: int = 0  # which of them it is: they take GPUs in turn
     kv_sharing: str = "none"  # shared: other engines may fetch KV blocks; checked: by checksums
     kv_receives: bool = False  # blocks of other engines will come: memory is made ready for them
-    kv_transport: str = "auto"  # memory, device or sockets: this way alone
+    kv_transport: str = "auto"  # memory, device, nixl or sockets: this way alone
     kv_host: str | None = None  # this machine's address for engines on others; None: there are none
     kv_transfer_timeout_s: float = 3.0  # nothing has come for so long: computed again
 
@@ -335,8 +335,8 @@ def check_kv_transport(way: object) -> None:
     """Raise `ConfigError` unless KV blocks can be told to travel this way alone."""
     if way in RDMA:
         raise ConfigError(
-            f"kv_transport: KV blocks do not travel by RDMA ({way}) yet; leave kv_transport out: "
-            "on one machine they go through its memory or its GPUs, between machines over sockets"
+            f"kv_transport: KV blocks do not travel by {way}; by RDMA they do with "
+            "kv_transport='nixl' (pip install 'twostroke[nixl]')"
         )
     if way not in KV_TRANSPORTS:
         raise ConfigError(

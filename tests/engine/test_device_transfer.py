@@ -30,6 +30,7 @@ from twostroke.engine.build_torch import assemble
 from twostroke.engine.core import EngineCore
 from twostroke.exec.graphs import RunAgain
 from twostroke.kernels.reference import Kernels
+from twostroke.kv import nixl
 from twostroke.kv.device_memory import DeviceBlocks, DeviceMemory, staged_copy
 from twostroke.kv.pool import KVPool
 from twostroke.kv.transfer import (
@@ -48,7 +49,8 @@ from twostroke.sched.step import SchedulerConfig
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux only")
 CPU = torch.device("cpu")
-WAYS = ("device", "memory", "sockets")
+NIXL = pytest.mark.skipif(nixl.installed() is None, reason="NIXL is not installed")
+WAYS = ("device", "memory", "sockets", pytest.param("nixl", marks=NIXL))
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +99,10 @@ def test_handed_over_is_as_never_handed_over_to_the_bit(
     expected = run(alone, *given)
     got, fetched = hand_over(sender, receiver, *given)
     assert [one.tokens for one in got] == [one.tokens for one in expected]
-    if way != "sockets":  # there they go on when their blocks have come, not all in one step
+    if way not in (
+        "sockets",
+        "nixl",
+    ):  # there they go on when their blocks have come, not all in one step
         assert [one.logprobs for one in got] == [one.logprobs for one in expected]
     assert [one.num_chunks for one in got] == [0] * 4, "the receiver has prefilled nothing"
     assert not any(one.problem for one in fetched)

@@ -172,7 +172,8 @@ from twostroke.kv.ways import Sharing, host_transfer
 shared = SharedPools([64 * 9])
 shared.pools[0][:] = bytes(range(1, 10)) * 64
 sharing = Sharing("shared", "TRANSPORT")
-offer = host_transfer(HostBlocks(shared.pools, [64], 4), shared, sharing).offer([[2, 3]], 8)
+transfer = host_transfer(HostBlocks(shared.pools, [64], 4), shared, sharing)
+offer = transfer.offer([[2, 3]], 8)
 print(repr(tuple(offer)), flush=True)
 sys.stdin.read()
 """

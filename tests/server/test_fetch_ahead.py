@@ -16,6 +16,7 @@ from tests.server.test_routed_engine import Running, last, until
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke import LLM, SamplingParams
 from twostroke.kernels import cpu
+from twostroke.kv import nixl
 from twostroke.route.client import RoutedEngine
 from twostroke.route.member import Member, Placed, Standing
 from twostroke.route.pools import PoolSettings
@@ -38,7 +39,10 @@ def expected(folder: Path) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in alone.generate(PROMPTS, PARAMS)]
 
 
-@pytest.fixture(scope="module", params=["memory", "sockets"])
+NIXL = pytest.mark.skipif(nixl.installed() is None, reason="NIXL is not installed")
+
+
+@pytest.fixture(scope="module", params=["memory", "sockets", pytest.param("nixl", marks=NIXL)])
 def pools(request: pytest.FixtureRequest, folder: Path) -> Iterator[Running]:
     settings = PoolSettings(
         prefill_engines=1,

@@ -452,8 +452,8 @@ def _add_pools(group: argparse._ArgumentGroup) -> None:
         group,
         "--kv-transport",
         metavar="WAY",
-        help="how KV blocks travel between engines: memory, device or sockets alone (default: "
-        "auto, the fastest that reaches)",
+        help="how KV blocks travel between engines: memory, device, nixl or sockets alone "
+        "(default: auto, the fastest that reaches)",
     )
 
 

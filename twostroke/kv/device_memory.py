@@ -31,13 +31,14 @@ from twostroke.kv.transfer import (
     KVTransfer,
     Offer,
     Places,
+    Region,
     SenderGoneError,
     TruncatedError,
     UnreachableError,
     Way,
     this_host,
 )
-from twostroke.kv.ways import Sharing, sockets
+from twostroke.kv.ways import Sharing, nixl, sockets
 
 LAUNCHED_BYTES = 1 << 30  # between two steps, while others write: half a millisecond on an H200
 STAGED_BYTES = 64 << 20  # at one time, where there is no kernel that copies directly
@@ -76,6 +77,13 @@ class DeviceBlocks:
             self.words = [data.view(len(data), -1).view(word) for data in groups]
         # Not the steps' stream: a block is not to wait for what is queued there.
         self._stream = stream_of(self.device)
+
+    def regions(self) -> list[Region]:
+        kind, device = ("VRAM", self.device.index or 0) if self._stream else ("DRAM", 0)
+        return [
+            Region(words.data_ptr(), words.numel() * words.element_size(), device, kind)
+            for words in self.words
+        ]
 
     def read(self, group: int, number: int) -> bytes:
         with torch.inference_mode(), on_stream(self._stream):
@@ -330,6 +338,7 @@ def device_transfer(
         ways.append(DeviceMemory(blocks, shared))
     if sharing.allows("memory") and blocks.device.type == "cpu":
         ways.append(SharedMemory(blocks, shared))
+    ways += nixl(blocks, blocks.regions(), shared, sharing)
     if sharing.allows("sockets"):
         # Not every system lets processes open each other's GPU memory.
         ways.append(sockets(blocks, sharing, always=blocks.device.type == "cuda"))

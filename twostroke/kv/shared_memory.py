@@ -61,7 +61,8 @@ class SharedPools:
         self.pools = [
             whole[start : start + size] for start, size in zip(self.starts, pool_bytes, strict=True)
         ]
-        self._slots = whole[: SLOTS * SLOT_BYTES].cast("Q")
+        self.slots = whole[: SLOTS * SLOT_BYTES]
+        self._slots = self.slots.cast("Q")
         self.num_offers = 0  # that stand
         # No two engines use the same numbers: the system may give a path to another process later.
         self._next = secrets.randbits(48) << 12

@@ -10,6 +10,7 @@ the one that offers says where it can be reached, the one that fetches picks:
 
     device_memory.py   the same machine, blocks on GPUs    CUDA IPC, one copy on the device
     shared_memory.py   the same machine, blocks of a CPU   one copy, pool to pool
+    nixl.py            any machine, with RDMA              NIXL, by the network's cards
     sockets.py         any machine                         ZeroMQ, by a thread of the sender's
 
 A fetch never waits: `advance` does what can be done now, between two steps of the engine. Nobody
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from ctypes import addressof, c_char
 from functools import cache
 from mmap import PAGESIZE
 from pathlib import Path
@@ -81,7 +83,7 @@ class UnreachableError(TransferError):
 class Address(NamedTuple):
     """One way to reach an engine's blocks. Plain data, sent as it is."""
 
-    way: str  # memory, device, sockets
+    way: str  # memory, device, nixl, sockets
     reach: str  # only those can use it who have the same; "": anybody
     at: str
     more: bytes = b""  # what the way itself has to say
@@ -104,6 +106,15 @@ class Offer(NamedTuple):
         """Of all blocks that may have to be copied."""
         sizes = zip(self.tables, self.block_bytes, strict=True)
         return sum((len(table) - table.count(NULL_BLOCK)) * size for table, size in sizes)
+
+
+class Region(NamedTuple):
+    """Where the blocks of one group are, for who reads them by their address."""
+
+    address: int
+    num_bytes: int
+    device: int = 0
+    kind: str = "DRAM"  # VRAM: of a GPU
 
 
 class Blocks(Protocol):
@@ -146,6 +157,10 @@ class HostBlocks:
 
     def write(self, group: int, number: int, data: bytes | memoryview) -> None:
         self._block(group, number)[:] = data
+
+    def regions(self) -> list[Region]:
+        starts = (addressof(c_char.from_buffer(pool)) for pool in self._pools)
+        return [Region(at, len(pool)) for at, pool in zip(starts, self._pools, strict=True)]
 
     def touch(self) -> bool:
         """Have the system give some more of the pages, which it does when they are first written:

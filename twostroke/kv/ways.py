@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from twostroke.kv.transfer import TIMEOUT_S, Blocks, HostBlocks, KVTransfer, Way
+from twostroke.errors import ConfigError
+from twostroke.kv.transfer import TIMEOUT_S, Blocks, HostBlocks, KVTransfer, Region, Way
 
 if TYPE_CHECKING:  # they need packages that an engine alone does without
     from twostroke.kv.shared_memory import SharedPools
@@ -12,12 +15,14 @@ if TYPE_CHECKING:  # they need packages that an engine alone does without
 
 LOOPBACK = "127.0.0.1"
 
+log = logging.getLogger(__name__)
+
 
 class Sharing(NamedTuple):
     """How an engine's blocks can be fetched, and how it fetches those of others."""
 
     offers: str = "none"  # shared: others may fetch; checked: and compare checksums
-    transport: str = "auto"  # auto: whichever way is best; memory, device, sockets: this alone
+    transport: str = "auto"  # auto: whichever way is best; memory, device, nixl, sockets: this
     host: str | None = None  # address for engines on other machines; None: there are none
     timeout_s: float = TIMEOUT_S  # in which nothing has come
     alone: bool = False  # there is no other engine
@@ -41,10 +46,30 @@ def host_transfer(blocks: HostBlocks, shared: SharedPools | None, sharing: Shari
     ways: list[Way] = []
     if sharing.allows("memory"):
         ways.append(SharedMemory(blocks, shared))
+    ways += nixl(blocks, blocks.regions(), shared, sharing)
     if sharing.allows("sockets"):
         ways.append(sockets(blocks, sharing))
     untouched = blocks if sharing.receives else None
     return KVTransfer(blocks, ways, shared, sharing.offers == "checked", untouched)
+
+
+def nixl(
+    blocks: Blocks, pools: Sequence[Region], shared: SharedPools | None, sharing: Sharing
+) -> list[Way]:
+    """Where it is asked for, or other machines are reached and this one has a card for it."""
+    if sharing.transport != "nixl" and not (sharing.transport == "auto" and sharing.host):
+        return []
+    from twostroke.kv.nixl import Nixl, has_rdma, installed
+
+    if sharing.transport == "auto" and not (has_rdma() and installed()):
+        return []
+    try:
+        return [Nixl(blocks, pools, shared, sharing.timeout_s)]
+    except ConfigError as error:
+        if sharing.transport == "nixl":
+            raise
+        log.warning("%s", error)
+        return []
 
 
 def sockets(blocks: Blocks, sharing: Sharing, always: bool = False) -> Sockets:

@@ -87,7 +87,7 @@ class PoolSettings(Strict):
     prefill_resources: dict[str, float] | None = None
     decode_resources: dict[str, float] | None = None
     kv_transfer_timeout_s: float = 3.0  # nothing has come for so long: computed again
-    kv_transport: str = "auto"  # memory, device or sockets: this way alone
+    kv_transport: str = "auto"  # memory, device, nixl or sockets: this way alone
 
     def __post_init__(self) -> None:
         for name in ("prefill_engines", "decode_engines"):
