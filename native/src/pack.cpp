@@ -55,7 +55,7 @@ float to_half_and_back(float f) { return fp16_to_float(float_to_fp16(f)); }
 uint16_t checked_half(float f) {
   if (!(std::fabs(f) < 65520.0f))
     throw std::overflow_error("a number of " + std::to_string(f) +
-                              " is more thfp16 holds");
+                              " is more than fp16 holds");
   return float_to_fp16(f);
 }
 

@@ -499,7 +499,9 @@ class RoutedEngine(EngineClient):
         if placed.ahead is None or not placed.ahead.state.up:
             self._promise(placed, None, False)
             target = self._router.place_decode(prompt_of(given))
-            self._promise(placed, target and self._member(target.engine), target is not None)
+            if target is not None:
+                self._promise(placed, self._member(target.engine), True)
+                placed.ahead_bytes = 0
         if placed.ahead is not None and offer.num_tokens < len(tokens):
             part = replace(
                 given,
@@ -525,10 +527,10 @@ class RoutedEngine(EngineClient):
     def on_fetched_ahead(self, member: Member, handle: int, fetched: FetchedOffer) -> None:
         placed, standing = self._ahead.pop((member, handle))
         standing.member.release(standing.offer.number)
-        self._count_transfer(standing, member, fetched)
-        if fetched.problem:
+        if fetched.problem:  # nothing is lost by it
             log.info("%s has fetched nothing ahead: %s", member.name, fetched.problem)
             return
+        self._count_transfer(standing, member, fetched)
         placed.ahead_bytes += fetched.num_bytes
         member.state.note_part(prompt_of(placed.given), standing.offer.num_tokens)
 

@@ -110,7 +110,8 @@ class Member(SupervisedEngine):
         self._owner.on_fetched(self, name, fetched)
 
     def on_fetched_ahead(self, handle: int, fetched: FetchedOffer) -> None:
-        self._count_fetched(fetched)
+        if not fetched.problem:
+            self._count_fetched(fetched)
         self._owner.on_fetched_ahead(self, handle, fetched)
 
     def _count_fetched(self, fetched: FetchedOffer) -> None:
