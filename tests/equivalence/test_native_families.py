@@ -27,9 +27,10 @@ pytestmark = pytest.mark.skipif(
     not cpu.available(), reason="this installation was built without the native kernels"
 )
 
-# On log-probabilities: twice the largest difference found, 3.0e-3. Sums are taken in another order,
-# and a key or a value that this moves past the middle between two halves moves by one part in 2048.
-TOLERANCE = 6e-3
+# On log-probabilities: twice the largest difference found, 8.8e-3 (AVX2; 3.0e-3 on Arm). Sums are
+# taken in another order, and a key or a value that this moves past the middle between two halves
+# moves by one part in 2048.
+TOLERANCE = 1.8e-2
 # What a variant is about changes some log-probability by this, or its test would show nothing.
 VISIBLE = 0.2
 

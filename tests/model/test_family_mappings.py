@@ -287,7 +287,9 @@ def test_angles_are_those_of_transformers(family: str, length: int) -> None:
             rope_tables(layer.attention.rope, length), theirs(x, positions, *which), strict=True
         ):
             half = other[0, :, : layer.attention.rope.dim // 2].numpy()
-            np.testing.assert_allclose(ours, half, atol=2e-6, rtol=0)
+            # Of a frequency the last bit may differ: numpy and torch have powers of their own.
+            last_bit = length * np.finfo(np.float32).eps
+            np.testing.assert_allclose(ours, half, atol=2e-6 + last_bit, rtol=0)
 
 
 # GGUF

@@ -114,7 +114,10 @@ def test_a_stall_of_the_host_is_the_hosts(llm: LLM) -> None:
     for record in records.values():
         assert record.worst_gap is not None
         assert record.gaps.host >= STALL_S
-        assert record.worst_gap.host >= STALL_S
+        # The worst, unless the machine held up a step for longer.
+        assert record.worst_gap.host >= STALL_S or record.worst_gap_s > STALL_S
+    stalled = [gap for gap in gaps_of(list(core.records.steps)) if gap.host >= STALL_S]
+    assert len(stalled) >= 2
 
 
 def test_a_preempted_stream_blames_preemption(tmp_path: Path) -> None:
