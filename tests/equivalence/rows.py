@@ -21,8 +21,8 @@ from twostroke import LLM, SamplingParams
 from twostroke.outputs import Logprob
 
 # On log-probabilities, in float32: the largest difference found over all the tiny models is 2.0e-5
-# where it comes from sums taken in another order alone, and 8.0e-5 on machines where numpy and torch
-# round the powers that rope's angles are made of differently.
+# where it comes from sums taken in another order alone, and 8.0e-5 on machines where numpy and
+# torch round the powers that rope's angles are made of differently.
 TOLERANCE = 1.6e-4
 
 SPREAD = 1.6  # standard deviation of every product of a normed vector: logits that differ
