@@ -184,9 +184,9 @@ def test_without_the_package_it_is_refused_with_what_to_do(monkeypatch: pytest.M
         host_transfer(blocks, None, Sharing(transport="nixl"))
 
 
-@pytest.mark.parametrize(("card", "ways"), [(True, ["memory", "sockets"]), (False, [])])
+@pytest.mark.parametrize("card", [True, False])
 def test_by_itself_it_is_used_where_there_is_a_card_for_it(
-    card: bool, ways: list[str], monkeypatch: pytest.MonkeyPatch
+    card: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And where it then fails, the others are left."""
     monkeypatch.setattr(nixl, "has_rdma", lambda: card)
@@ -202,4 +202,4 @@ def test_by_itself_it_is_used_where_there_is_a_card_for_it(
     blocks = HostBlocks([memoryview(bytearray(64 * 9))], [64], 4)
     transfer = host_transfer(blocks, None, Sharing(host="127.0.0.1"))
     assert [way.name for way in transfer._ways] == ["memory", "sockets"]
-    assert bool(tried) == bool(ways)
+    assert bool(tried) == card
