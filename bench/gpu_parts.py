@@ -57,8 +57,10 @@ class Bench:
             "max_model_len": MAX_MODEL_LEN,
             "max_num_batched_tokens": 16384 + 256,
         }
-        given |= {"load_format": "dummy", "device": "cuda", "enable_prefix_caching": False}
-        path = shape if shape.endswith(".json") else f"{SHAPES}/{shape}.json"
+        given |= {"device": "cuda", "enable_prefix_caching": False}
+        if not shape.endswith(".gguf"):
+            given |= {"load_format": "dummy"}
+        path = shape if shape.endswith((".json", ".gguf")) else f"{SHAPES}/{shape}.json"
         self.llm = LLM(path, **(given | settings))
         wait()
         self.ready_s = perf_counter() - start

@@ -95,6 +95,7 @@ def all_checks() -> list[Check]:
         check("formats-int8", 120, "--type", "int8", "--no-times", file="formats"),
         check("reference", 120),
         check("experts", 90, "--no-times"),
+        check("gguf", 90),
         check("ranks", 300, alone=True),  # looks at the card's memory, and so does the next
         check("transfer", 180, alone=True),
         times("kernels", 150),

@@ -396,6 +396,11 @@ def streamings(weight: PackedWeight, gated: bool) -> Iterator[packed.Streaming]:
     usual = packed.streaming(weight, gated)
     assert usual is not None
     yield usual
+    if weight.bits == 4:
+        ways = ((1, 8, 1), (2, 8, 1), (4, 8, 1), (1, 16, 1), (2, 16, 1), (4, 16, 2), (4, 8, 2))
+        blocks = weight.shape[1] // weight.block
+        yield from (packed.Streaming(*way) for way in ways if blocks % way[1] == 0)
+        return
     groups = weight.scale.shape[1]
     for columns, wanted, warps in (
         (1, 512, 1),
@@ -439,6 +444,8 @@ def changes_4(usual: packed.Tiling, rows: int) -> list[dict[str, int]]:
         narrow = {"columns": 32, "num_warps": 2}
         found.append({"step": step // 2 or 1, "num_stages": stages + 2})
         found += [narrow, {**narrow, "splits": splits // 2 or 1}, {**narrow, "step": 2 * step}]
+        if rows == 1:
+            found += [{"rows": 16}, {"rows": 16, "splits": splits // 2 or 1}]
     else:
         found += [{"step": step // 2 or 1}, {"step": 2 * step}, {"num_stages": stages - 1}]
     if rows > 64:
@@ -483,7 +490,7 @@ def tune(
         for name, (columns, inner, gated) in MATRICES.items():
             without, x = meta_weight(columns, inner, format), x_meta(rows, inner)
             ways: list[Tuning] = list(tilings(rows, without, gated))
-            if rows == 1 and without.bits == 8:
+            if rows == 1:
                 ways = [*streamings(without, gated), *ways]
             todo[name] = list(dict.fromkeys(ways))
             how = ("silu" if gated else None, rows <= 64)

@@ -1,9 +1,9 @@
 """Products with weights of 4 or 8 bits; `kernels/packed.py` says what they stand for.
 
+    one row     the codes go past once and are added up in fp32, group by group
     4 bits      tiles of codes become the activations' type in registers, whole numbers, which none
                 of them loses, for the matrix units; a group's scale comes after its product
-    8 bits      of one row, the codes go past once and are added up in fp32, group by group; of
-                more, numbers are scaled in registers and rounded before the matrix units have them
+    8 bits      numbers are scaled in registers and rounded before the matrix units have them
     many rows   the weight is dequantised as a whole, and the library multiplies
 
 `tiles.py` has what a launch is cut into, and split-K.
@@ -44,9 +44,8 @@ def choice(rows: int, weight: PackedWeight, gated: bool) -> Streaming | Tiling |
     known = TILES.get(table_key(rows, weight, gated))
     if known is not None:
         return tiles.of_table(known)
-    if weight.bits == 4:
-        return tiling_4(rows, weight, gated)
-    return (streaming(weight, gated) if rows == 1 else None) or tiling_8(rows, weight, gated)
+    tiling = tiling_4 if weight.bits == 4 else tiling_8
+    return (streaming(weight, gated) if rows == 1 else None) or tiling(rows, weight, gated)
 
 
 def tiling_4(rows: int, weight: PackedWeight, gated: bool) -> Tiling | None:
@@ -75,7 +74,11 @@ def tiling_4(rows: int, weight: PackedWeight, gated: bool) -> Tiling | None:
 
 
 def streaming(weight: PackedWeight, gated: bool) -> Streaming | None:
-    """Of one row and 8 bits; None where nothing here divides K."""
+    """Of one row; None where nothing here divides K."""
+    if weight.bits == 4:
+        blocks = weight.shape[1] // weight.block
+        step = next(n for n in (8, 4, 2, 1) if blocks % n == 0)
+        return None if weight.block < 64 else Streaming(2 if gated else 4, step, 1)
     group, groups = weight.group, weight.scale.shape[1]
     if group % 16:
         return None
@@ -184,9 +187,10 @@ def stream(
     columns, inner = num_columns(weight.shape[0], activation), weight.shape[1]
     if out is None:
         out = torch.empty(1, columns, dtype=x.dtype, device=x.device)
-    variant = _stream_variant(columns, inner, weight.group, tuned, activation, pdl)
+    block = weight.block if weight.bits == 4 else None
+    variant = _stream_variant(columns, inner, weight.group, block, tuned, activation, pdl)
     grid = (ceil_div(columns, tuned.columns),)
-    words = weight.codes.view(torch.int32)
+    words = weight.codes.view(torch.int16 if weight.bits == 4 else torch.int32)
     variant(grid, (x, words, weight.scale, weight.zero, weight.offset, out), (), ())
     return out
 
@@ -196,13 +200,17 @@ def _stream_variant(
     columns: int,
     inner: int,
     group: int,
+    block: int | None,
     tuned: Streaming,
     activation: Activation | None,
     pdl: bool,
 ) -> Variant:
+    """`block`: of 4 bits."""
     sizes = {"N": columns, "K": inner, "GROUP": group, "PARTS": tuned.step}
     options = tiles.stream_options(tuned, activation, pdl)
-    return Variant(kernels.stream_row_8, **sizes, **options)
+    if block is None:
+        return Variant(kernels.stream_row_8, **sizes, **options)
+    return Variant(kernels.stream_row_4, BLOCK=block, **sizes, **options)
 
 
 def tiled(

@@ -45,7 +45,20 @@ def whole_asm(kind: str) -> str:
     return "{" + "\n".join(lines) + "}"
 
 
+def floats_4_asm() -> str:
+    """Two words of four codes → 16^n · (code − 8) of both words' first codes (n = 0), their second,
+    third, fourth. Codes stay where they are in a word: below 2^23, that is where they count for
+    as much."""
+    lines = [".reg .b32 high;", "shr.u32 high, $8, 16;"]
+    for i in range(8):
+        n, word = i // 2, ("$8", "high")[i % 2]
+        lines.append(f"lop3.b32 ${i}, {word}, {15 << 4 * n:#010x}, 0x4B000000, 0xEA;")
+        lines.append(f"add.rn.f32 ${i}, ${i}, 0f{0xCB000000 + (8 << 4 * n):08X};")
+    return "{" + "\n".join(lines) + "}"
+
+
 _FLOATS = tl.constexpr(floats_asm())
+_FLOATS_4 = tl.constexpr(floats_4_asm())
 _SCALED_BF16 = tl.constexpr(scaled_asm("bf16"))
 _SCALED_F16 = tl.constexpr(scaled_asm("f16"))
 _WHOLE_BF16 = tl.constexpr(whole_asm("bf16"))
@@ -67,6 +80,26 @@ def floats_8(words):
     else:
         a, b = (words & 255).to(tl.float32), (words >> 8 & 255).to(tl.float32)
         c, d = (words >> 16 & 255).to(tl.float32), (words >> 24 & 255).to(tl.float32)
+    return a, b, c, d
+
+
+@triton.jit
+def floats_4(words):
+    """16^n · (code − 8) of the codes n = 0 to 3 of int16 words."""
+    if ASM:
+        a, b, c, d = tl.inline_asm_elementwise(
+            _FLOATS_4,
+            "=r,=r,=r,=r,=r,=r,=r,=r,r",
+            [words],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        a = ((words & 15) - 8).to(tl.float32)
+        b = ((words >> 4 & 15) - 8).to(tl.float32) * 16
+        c = ((words >> 8 & 15) - 8).to(tl.float32) * 256
+        d = ((words >> 12 & 15) - 8).to(tl.float32) * 4096
     return a, b, c, d
 
 

@@ -6,7 +6,13 @@ import triton
 import triton.language as tl
 
 from twostroke.kernels.cuda.elementwise import gate_times_up
-from twostroke.kernels.cuda.packed_codes import floats_8, group_line, scaled_8, whole_4
+from twostroke.kernels.cuda.packed_codes import (
+    floats_4,
+    floats_8,
+    group_line,
+    scaled_8,
+    whole_4,
+)
 from twostroke.kernels.cuda.pdl import fetch_to_l2, wait_for_previous
 from twostroke.kernels.cuda.tiles import (
     FETCHED,
@@ -121,6 +127,117 @@ def multiply_tile_4(
         GATED,
         ACTIVATION,
     )
+
+
+@triton.jit
+def stream_row_4(
+    x,
+    codes,
+    scale,
+    zero,
+    offset,
+    out,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # [blocks, columns, words]: 8 words of a block are one thread's, and so are the row's numbers
+    # of their nibbles, 8 in each quarter of the block. The next threads have the next blocks, so
+    # that the numbers are those of all columns.
+    WORDS: tl.constexpr = BLOCK // 4
+    LINE: tl.constexpr = K // 4
+    GROUPS: tl.constexpr = K // GROUP
+    RUNS: tl.constexpr = BLOCK // GROUP if GROUP < BLOCK else 1
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    part, word = tl.arange(0, PARTS)[:, None], tl.arange(0, WORDS)[None, None, :]
+    # Columns past the end read the last row of the weight again, and are dropped.
+    line = tl.minimum(column, N - 1).to(tl.int64)
+    at = codes + (line * LINE)[None, :, None] + ((part * WORDS)[:, :, None] + word)
+    group = (line * GROUPS)[None, :]
+    x_at = x + (part * BLOCK)[:, :, None] + word
+    HALF: tl.constexpr = N * LINE
+    HALF_GROUPS: tl.constexpr = N * GROUPS
+    first = tl.load(at, eviction_policy="evict_first")
+    lines = _lines(scale, zero, offset, group + part * BLOCK // GROUP, RUNS)
+    if GATED:
+        second = tl.load(at + HALF, eviction_policy="evict_first")
+        of_up = group + HALF_GROUPS + part * BLOCK // GROUP
+        up_lines = _lines(scale, zero, offset, of_up, RUNS)
+    if PDL:
+        # What no load has asked for.
+        STEP: tl.constexpr = PARTS * WORDS
+        REST: tl.constexpr = LINE - STEP if LINE - STEP < 1024 else 1024
+        if REST > 0:
+            rest = codes + line * LINE + STEP
+            fetch_to_l2(rest, REST * 2)
+            if GATED:
+                fetch_to_l2(rest + HALF, REST * 2)
+    wait_for_previous(PDL)
+    sums = tl.zeros([PARTS, COLUMNS, WORDS], tl.float32)
+    others = sums
+    for start in tl.range(0, K, PARTS * BLOCK):
+        of_x = ()
+        for n in tl.static_range(4):
+            of_x += (tl.load(x_at + start + n * WORDS).to(tl.float32),)  # type: ignore[assignment]
+        # The next codes are on their way while these are multiplied.
+        there = start + PARTS * BLOCK < K
+        ahead = tl.minimum(start + PARTS * BLOCK, K - PARTS * BLOCK)
+        groups = group + (ahead + part * BLOCK) // GROUP
+        next_first = tl.load(at + ahead // 4, mask=there, eviction_policy="evict_first")
+        next_lines = _lines(scale, zero, offset, groups, RUNS)
+        if GATED:
+            next_second = tl.load(at + HALF + ahead // 4, mask=there, eviction_policy="evict_first")
+            next_up_lines = _lines(scale, zero, offset, groups + HALF_GROUPS, RUNS)
+            others = _add_words(others, of_x, second, up_lines, RUNS)
+            second, up_lines = next_second, next_up_lines
+        sums = _add_words(sums, of_x, first, lines, RUNS)
+        first, lines = next_first, next_lines
+    result = tl.sum(tl.sum(sums, axis=2), axis=0)
+    if GATED:
+        other = tl.sum(tl.sum(others, axis=2), axis=0)
+        result = gate_times_up(result, other, out.dtype.element_ty, ACTIVATION)
+    tl.store(out + column, result.to(out.dtype.element_ty), mask=column < N)
+
+
+@triton.jit
+def _lines(scale, zero, offset, at, RUNS: tl.constexpr):
+    """Of each run of blocks: what codes less 8 are multiplied with, then what is added to them
+    all, where it is not nothing."""
+    factors, terms = (), ()
+    for n in tl.static_range(RUNS):
+        factor = tl.load(scale + at + n).to(tl.float32)
+        factors += (factor[:, :, None],)  # type: ignore[assignment]
+        if offset is not None:
+            term = tl.load(offset + at + n).to(tl.float32) + 8 * factor
+            terms += (term[:, :, None],)  # type: ignore[assignment]
+        elif zero is not None:
+            term = (8 - tl.load(zero + at + n).to(tl.float32)) * factor
+            terms += (term[:, :, None],)  # type: ignore[assignment]
+    return factors + terms
+
+
+@triton.jit
+def _add_words(sums, of_x, words, lines, RUNS: tl.constexpr):
+    """Products of [blocks, columns, words] with the numbers of each nibble, added to the sums.
+    `lines`: by `_lines`."""
+    numbers = floats_4(words)
+    for m in tl.static_range(RUNS):
+        for n in tl.static_range(4 * m // RUNS, 4 * (m + 1) // RUNS):
+            small = of_x[n] * (1.0, 1 / 16, 1 / 256, 1 / 4096)[n]
+            if n == 4 * m // RUNS:
+                product, total = numbers[n] * small, of_x[n]
+            else:
+                product, total = product + numbers[n] * small, total + of_x[n]
+        sums += product * lines[m]
+        if len(lines) > RUNS:
+            sums += total * lines[RUNS + m]
+    return sums
 
 
 @triton.jit
