@@ -423,6 +423,29 @@ def test_where_prompts_always_wait_a_step_now_and_then_has_no_prefill() -> None:
     assert 6.0 < sorted(times)[8] <= 8.0
 
 
+@pytest.mark.parametrize("settings", [{"max_decode_stall": 8.0}, {"itl_slo_s": 0.1}])
+def test_an_engine_that_receives_keeps_steps_short_while_nobody_writes(
+    settings: dict[str, float],
+) -> None:
+    goal_s = max(8 * steady_gap(a_cpu, 1), MIN_GOAL_S) if "max_decode_stall" in settings else 0.1
+    for receives in (False, True):
+        engine = Engine(a_cpu, receives=receives, **settings)
+        engine.warm_up()
+        engine.plans.clear()
+        engine.add("prompt", 1000, 1)
+        engine.until("prompt")
+        longest_s = max(a_cpu(plan.prefill_work, plan.decode_work) for plan in engine.plans)
+        assert (longest_s <= 1.1 * goal_s) == receives
+        assert (len(engine.ended["prompt"].chunks) == 1) == (not receives)
+
+
+def test_an_engine_that_receives_and_knows_nothing_takes_a_prompt_whole() -> None:
+    engine = Engine(a_cpu, receives=True, max_decode_stall=8.0)
+    engine.add("prompt", 1000, 1)
+    engine.until("prompt")
+    assert len(engine.ended["prompt"].chunks) == 1
+
+
 def test_an_executor_that_tells_no_times_does_not_keep_prompts_waiting() -> None:
     engine = Engine(lambda prefill, decode: 0.0, max_decode_stall=8.0)
     engine.add("stream", 10, 5000)

@@ -12,6 +12,9 @@ takes without prefill. That is learnt from steps without prefill, so where promp
 is planned now and then: a probe. Every `PROBE_EVERY` steps; every `PROBE_SOON` while the last few
 had less than half of today's streams; and while nothing is known.
 
+An engine that others hand requests to (`receives`) keeps to the goal of one stream while it has
+none: a stream that comes in the middle of a step waits for its end.
+
 `Allowance` (`allowance.py`) turns a step's time into tokens. One step in `HALVE_EVERY` takes half
 of them: from chunks that are all alike nobody can tell what a token costs and what the step, and a
 wrong idea of the latter would keep them alike. Times come in as arguments: same events at the same
@@ -39,6 +42,7 @@ MIN_GOAL_S = 0.04  # of a stall: nobody sees a shorter gap, and short steps wast
 PROBE_EVERY, PROBE_SOON = 64, 4  # steps in a row with prefill before one goes without
 MAX_BLIND_PROBES = 8  # an executor that tells no times is not waited for
 MAX_STRETCH = 5.0
+ONE_STREAM = PhaseWork(1, 1, 1, 1)
 
 
 class Pacer:
@@ -50,6 +54,7 @@ class Pacer:
         self.stretch = 1.0  # how much longer a prompt takes beside the streams than alone
         self._itl_s = config.itl_slo_s
         self._stall = config.max_decode_stall
+        self._receives = config.receives
         self._mixed_in_a_row = 0
         # Streams of the last steps without prefill
         self._probed_rows = deque([0] * MIN_STEPS, MIN_STEPS)
@@ -60,29 +65,31 @@ class Pacer:
     def allowance(self, step: StepBuilder, in_flight: Iterable[StepInFlight]) -> Allowance | None:
         """For a step that has its slots. None: only the token budget bounds it."""
         streams, decode = step.sampled, step.decode_work
-        alone = self.times.decode_only(decode)
+        alone = self.times.decode_only(decode if streams else ONE_STREAM)
         itl_s = self._itl_s
-        if itl_s is None and self._stall is not None and streams:
-            if self._probe_is_due(decode, alone):
+        if itl_s is None and self._stall is not None:
+            if streams and self._probe_is_due(decode, alone):
                 return Allowance(self.times, decode, self._work, 0.0, spent=True)
             if alone is not None:
                 itl_s = max(MIN_GOAL_S, self._stall * (alone + self.host_s))
         if itl_s is None or not streams:
             self.stretch += SMOOTHING * (1.0 - self.stretch)
+        if itl_s is None or not (streams or self._receives):
             return None
         begin = self._free_s(step.now, in_flight)
         # A stream's newest token is one that has come, or is in the last step in flight; the slot
         # it has just been given is pending, too.
-        oldest = min(
+        newest = (
             request.record.token_s[-1] if request.pending == 1 and request.record.token_s else begin
             for request in streams
         )
+        oldest = min(newest, default=begin)
         left = oldest + itl_s - begin - self.host_s
         least, most = MARGIN
         errors = ERRORS_OF_STALL if self._itl_s is None else ERRORS
         margin = min(max(least, errors * self.times.mixed_error), most)
         limit_s = max(0.0, left / (1 + margin))
-        if alone is not None:
+        if streams and alone is not None:
             for_prefill = max(itl_s - alone, itl_s / MAX_STRETCH)
             self.stretch += SMOOTHING * (itl_s / for_prefill - self.stretch)
         halve = step.step % HALVE_EVERY == 0

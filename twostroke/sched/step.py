@@ -44,6 +44,7 @@ class SchedulerConfig:
     ttft_slo_s: float | None = None  # goals; None: none
     itl_slo_s: float | None = None
     max_decode_stall: float | None = None  # steady gaps; where there is no itl_slo_s
+    receives: bool = False  # streams of other engines may come at any time
     eviction: Eviction | None = None
 
 
