@@ -120,7 +120,7 @@ class Model:
         embed: Matrix,
         head: Matrix,
         final_norm: _Floats,
-        ropes: Sequence[tuple[_Floats, _Floats]],
+        ropes: Sequence[tuple[_Floats, _Floats, _Floats | None]],
         eps: float,
         embed_scale: float = 1.0,
         residual_scale: float = 1.0,

@@ -6,7 +6,8 @@
 
 namespace twostroke {
 
-// The queries of one KV head and its key: normed, rotated; key and value into the cache.
+// The queries of one KV head and its key: normed, rotated, queries scaled; key and value into the
+// cache.
 void Model::rotate_and_store(const Step& step, const Layer& layer, const Cache& cache, int t,
                              int kv) {
   const int group = layer.heads_per_kv(), dim = layer.dim;
@@ -22,6 +23,9 @@ void Model::rotate_and_store(const Step& step, const Layer& layer, const Cache& 
   const size_t angles = static_cast<size_t>(step.position[t]) * rope.half;
   k_.rope(q, group, dim, &rope.cos[angles], &rope.sin[angles], rope.half);
   k_.rope(key, 1, dim, &rope.cos[angles], &rope.sin[angles], rope.half);
+  const float scale = rope.query_scales.empty() ? 1.0f : rope.query_scales[step.position[t]];
+  if (scale != 1.0f)
+    for (int i = 0; i < group * dim; i++) q[i] *= scale;
   if (cache.is_int8) {
     cache.store_int8(cache.keys, step.table(layer, t), step.index[t], kv, key);
     return cache.store_int8(cache.values, step.table(layer, t), step.index[t], kv, value);

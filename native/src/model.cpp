@@ -43,8 +43,11 @@ std::vector<KVGroup> check_model(const ModelParts& parts, const Kernels& kernels
   };
   fit(is_norm(parts.final_norm), "the final norm");
   fit(parts.eps >= 0 && parts.logit_softcap >= 0, "a negative number");
-  for (const Rope& rope : parts.ropes)
+  for (const Rope& rope : parts.ropes) {
     fit(rope.positions == parts.max_len(), "rope tables of different lengths");
+    fit(rope.query_scales.empty() || rope.query_scales.size() == static_cast<size_t>(rope.positions),
+        "scales of queries for another number of positions");
+  }
   const size_t table = static_cast<size_t>(parts.max_len()) * hidden;
   fit(parts.positions.empty() || parts.positions.size() == table, "the embedding of positions");
   std::vector<KVGroup> groups;
@@ -107,6 +110,8 @@ std::vector<KVGroup> check_model(const ModelParts& parts, const Kernels& kernels
     const int angles = 2 * parts.ropes[layer.rope].half;
     fit(layer.latent == nullptr ? angles <= layer.dim : angles == layer.rope_dim,
         at + "angles of another shape");
+    fit(layer.latent == nullptr || parts.ropes[layer.rope].query_scales.empty(),
+        at + "latent attention with scales of queries");
     const size_t most = parts.layers.size();
     fit(layer.group >= 0 && static_cast<size_t>(layer.group) < most && layer.in_group >= 0 &&
             static_cast<size_t>(layer.in_group) < most,

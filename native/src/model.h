@@ -114,6 +114,7 @@ struct Layer {
 struct Rope {  // cosines and sines, [positions, half] each
   std::vector<float> cos, sin;
   int positions, half;
+  std::vector<float> query_scales;  // what each position's queries are multiplied by; or empty
 };
 
 // Layers whose keys and values share a pool and block tables.

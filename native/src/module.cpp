@@ -3,9 +3,9 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -33,6 +33,7 @@ using OutInts2 = nb::ndarray<int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu
 using OutInts1 = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Grid = nb::ndarray<const int8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Keys = nb::ndarray<const uint32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using RopeTables = std::tuple<Floats2, Floats2, std::optional<Floats1>>;
 using PoolData = nb::ndarray<nb::ndim<6>, nb::c_contig, nb::device::cpu>;  // fp16 as bits, or int8
 
 namespace {
@@ -474,7 +475,7 @@ NB_MODULE(_native, m) {
       .def("__init__",
            [](Model* self, const std::string& isa, const std::vector<const Layer*>& layers,
               std::shared_ptr<Matrix> embed, std::shared_ptr<Matrix> head,
-              const Floats1& final_norm, const std::vector<std::pair<Floats2, Floats2>>& ropes,
+              const Floats1& final_norm, const std::vector<RopeTables>& ropes,
               float eps, float embed_scale, float residual_scale, float logit_scale,
               float logit_softcap, bool layer_norms, const std::optional<Floats1>& final_norm_bias,
               const std::optional<Floats2>& positions, int threads, int threads_prefill, bool exact) {
@@ -495,11 +496,11 @@ NB_MODULE(_native, m) {
                check(layer != nullptr, "a layer is None");
                parts.layers.push_back(*layer);
              }
-             for (const auto& [cos, sin] : ropes) {
+             for (const auto& [cos, sin, query_scales] : ropes) {
                check(cos.shape(0) == sin.shape(0) && cos.shape(1) == sin.shape(1),
                      "angles of another shape");
                parts.ropes.push_back({floats(cos), floats(sin), static_cast<int>(cos.shape(0)),
-                                      static_cast<int>(cos.shape(1))});
+                                      static_cast<int>(cos.shape(1)), floats(query_scales)});
              }
              new (self) Model(find_kernels(isa), std::move(parts), threads, threads_prefill, exact);
            },
@@ -507,7 +508,8 @@ NB_MODULE(_native, m) {
            "eps"_a, "embed_scale"_a = 1.0f, "residual_scale"_a = 1.0f, "logit_scale"_a = 1.0f,
            "logit_softcap"_a = 0.0f, "layer_norms"_a = false, "final_norm_bias"_a = nb::none(),
            "positions"_a = nb::none(), "threads"_a, "threads_prefill"_a, "exact"_a,
-           "`ropes`: tables of cosines and sines; `positions`: learned embeddings of them.")
+           "`ropes`: tables of cosines and sines, and what each position's queries are multiplied by, "
+           "or None; `positions`: learned embeddings of them.")
       .def_prop_ro("num_bytes", &Model::num_bytes)
       .def_prop_ro("stage_seconds",
                    [](const Model& self) {

@@ -126,9 +126,11 @@ def check_all(report: Report) -> None:
             (Heads(9, 3, 80), 16, dtype),
             (Heads(8, 4, 256), 128, torch.float32),
             (Heads(8, 4, 256, kv_dtype=torch.float16), 128, torch.float32),
+            (Heads(32, 8, 128, scaled=True), 64, None),
         ):
             report.check(
-                f"rope_store {kind} {heads.num_heads}×{heads.dim} cache {heads.kv_dtype or dtype}",
+                f"rope_store {kind} {heads.num_heads}×{heads.dim} cache {heads.kv_dtype or dtype}"
+                f"{' scaled' * heads.scaled}",
                 max(bound, heads.bound(dtype)),
                 lambda h=heads, a=half, n=norm, d=dtype: cases.check_rope_store(
                     h, a, n, 77, CUDA, d

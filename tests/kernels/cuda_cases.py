@@ -49,6 +49,7 @@ class Heads:
     softcap: float = 0.0
     kv_dtype: torch.dtype | None = None  # of the cache, if it is another than the model's
     sinks: bool = False
+    scaled: bool = False  # queries, by a number of their position
 
     @property
     def scale(self) -> float:
@@ -59,6 +60,14 @@ class Heads:
         if not self.sinks:
             return None
         return torch.linspace(-20, 5, self.num_heads).roll(1).to(device)
+
+    def scales_on(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """Of queries; NaN at all other positions."""
+        if not self.scaled:
+            return None
+        scales = torch.full((ANGLES,), NAN, device=positions.device)
+        scales[positions] = (1 + torch.rand(len(positions))).to(positions.device)
+        return scales
 
     def bound(self, dtype: torch.dtype) -> float:
         """What is stored may round the other way."""
@@ -269,7 +278,8 @@ def check_rope_decode(
     qkv = torch.randn(batch, (num + 2 * kv) * dim).to(device, dtype)
     positions, cos, sin = random_angles(batch, half, device)
     weights = random_norms(dim, norm, device)
-    made = normed_and_rotated(heads, qkv, *weights, cos[positions], sin[positions])
+    scales = heads.scales_on(positions)
+    made = normed_and_rotated(heads, qkv, *weights, cos, sin, scales, positions)
     qkv[~real] = NAN
     positions[~real] = -(1 << 40)
     caches, page = (cache.keys, cache.values), heads.page
@@ -301,6 +311,7 @@ def check_rope_decode(
             scratch,
             out=poisoned(batch, num, dim, like=qkv),
             sinks=heads.sinks_on(device),
+            query_scales=scales,
         )
         there = stored >= 0
         at = (stored[there] // page, stored[there] % page)
@@ -409,9 +420,10 @@ def check_rope_store(
     qkv = torch.randn(tokens, (num + 2 * kv) * dim).to(device, dtype)
     weights = random_norms(dim, norm, device)
     where = (positions, slots, cache.keys, cache.values, num, kv)
-    q, k, v = normed_and_rotated(heads, qkv, *weights, cos[positions], sin[positions])
+    scales = heads.scales_on(positions)
+    q, k, v = normed_and_rotated(heads, qkv, *weights, cos, sin, scales, positions)
     v = v.clone()
-    out = cuda.rope_store(qkv, *weights, 1e-6, cos, sin, *where)
+    out = cuda.rope_store(qkv, *weights, 1e-6, cos, sin, *where, query_scales=scales)
     assert out.data_ptr() == qkv.data_ptr()
     kind = cache.keys.dtype
     in_row = [kv_types.as_stored(x, kind) if kind.itemsize == 1 else x for x in (k, v)]
@@ -453,6 +465,8 @@ def normed_and_rotated(
     k_norm: torch.Tensor | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
+    scales: torch.Tensor | None,
+    positions: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v of a QKV product, each [T, heads, D]."""
     num, kv = heads.num_heads, heads.num_kv_heads
@@ -460,7 +474,10 @@ def normed_and_rotated(
     if q_norm is not None and k_norm is not None:
         q = definitions.rms_norm(q, q_norm, 1e-6)
         k = definitions.rms_norm(k, k_norm, 1e-6)
-    return definitions.rope(q, cos, sin), definitions.rope(k, cos, sin), v
+    q, k = (definitions.rope(part, cos[positions], sin[positions]) for part in (q, k))
+    if scales is not None:
+        q = (q.float() * scales[positions].to(q.dtype).float()[:, None, None]).to(q.dtype)
+    return q, k, v
 
 
 # ── sampling ────────────────────────────────────────────────────────────────────────────────

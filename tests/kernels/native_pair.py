@@ -13,7 +13,7 @@ from tests.equivalence.harness import Loud, small_spec
 from twostroke.kernels import cpu
 from twostroke.kv.host_pool import HostPool
 from twostroke.model.native import NativeDecoder, Packing
-from twostroke.model.rope import rope_tables
+from twostroke.model.rope import query_scales, rope_tables
 from twostroke.model.spec import AttentionSpec, LayerSpec, ModelSpec, RopeSpec
 from twostroke.model.weights.dummy import DummyWeights
 
@@ -115,6 +115,9 @@ class Reference:
         keys[rows, indices] = self._as_stored(self._rotated(k, part.rope, positions))
         values[rows, indices] = self._as_stored(v)
         q, out = self._rotated(q, part.rope, positions), np.empty_like(q)
+        scales = query_scales(part.rope, MAX_LEN)
+        if scales is not None:
+            q = q * scales[positions][:, None, None]
         for row in np.unique(rows):
             mine = rows == row
             at, end = indices[mine], indices[mine].max() + 1

@@ -86,7 +86,9 @@ class Case:
         dtype: torch.dtype = BF16,
         kv_dtype: torch.dtype | None = None,
         sinks: bool = False,
+        scaled: bool = False,
     ) -> None:
+        self.query_scales = empty(99, dtype=torch.float32) if scaled else None
         self.sinks = empty(num_heads, dtype=torch.float32) if sinks else None
         self.num_heads, self.num_kv_heads, self.dim, self.dtype = (
             num_heads,
@@ -132,8 +134,9 @@ class Case:
         row = self.rows[:batch]
         where = (self.slots[:batch], self.keys, self.values, self.tables, row, row, *self.how)
         out, qkv = self.queries(batch), self.qkv(batch).flatten(1)
+        given |= {"sinks": self.sinks, "query_scales": self.query_scales}
         cuda.rope_decode_attention(
-            qkv, *make, *where, splits, self.scratch(splits), out=out, sinks=self.sinks, **given
+            qkv, *make, *where, splits, self.scratch(splits), out=out, **given
         )
 
     def rope_store(self, norm: torch.dtype | None = None) -> None:
@@ -148,6 +151,7 @@ class Case:
             self.values,
             self.num_heads,
             self.num_kv_heads,
+            query_scales=self.query_scales,
         )
 
     def prefill(self, chunk_kv: bool) -> None:
@@ -228,6 +232,20 @@ def test_attention_with_sinks(compiled: list[Any], tmp_path: Path) -> None:
     case.rope_decode(2, 4)
     case.prefill(chunk_kv=True)
     assert len(compiled) == 4
+    for kernel in compiled:
+        assert kernel.metadata.shared <= 227 << 10
+        assert spilled_bytes(kernel, tmp_path) <= 64
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
+@pytest.mark.parametrize("norm", [None, BF16], ids=str)
+def test_queries_with_scales(
+    compiled: list[Any], tmp_path: Path, norm: torch.dtype | None, kv_dtype: torch.dtype | None
+) -> None:
+    case = Case(32, 8, 128, scaled=True, kv_dtype=kv_dtype)
+    case.rope_decode(2, 4, norm)
+    case.rope_store(norm)
+    assert len(compiled) == 2
     for kernel in compiled:
         assert kernel.metadata.shared <= 227 << 10
         assert spilled_bytes(kernel, tmp_path) <= 64

@@ -231,6 +231,34 @@ if INTERPRETED:
                 patch.setattr(Heads, "sinks_on", lambda self, device, values=values: next(values))
                 assert cases.check_decode(heads, [130], 2, CPU, SINGLE) > 0.01
 
+    @pytest.mark.parametrize(("dtype", "norm"), TYPES_AND_NORMS)
+    @pytest.mark.parametrize(
+        ("heads", "half"),
+        [
+            (Heads(4, 1, 64, scaled=True), 32),
+            (Heads(6, 2, 80, scaled=True, window=40), 20),  # half of the channels rotate
+            (Heads(4, 2, 32, scaled=True, kv_dtype=torch.int8), 16),
+        ],
+    )
+    def test_queries_are_multiplied_by_the_scale_of_their_position(
+        heads: Heads, half: int, norm: torch.dtype | None, dtype: torch.dtype
+    ) -> None:
+        bound = max(BOUNDS[dtype], BOUNDS[norm or dtype])
+        assert cases.check_rope_decode(heads, half, norm, [1, 0, 65, 130], 2, CPU, dtype) < bound
+        bound = max(bound, heads.bound(dtype))
+        assert cases.check_rope_store(heads, half, norm, 5, CPU, dtype) < bound
+
+    def test_scales_of_queries_that_are_left_out_are_noticed() -> None:
+        def no_scales(cuda_call: Any) -> Any:
+            return lambda *args, query_scales, **how: cuda_call(*args, **how)
+
+        heads = Heads(4, 1, 64, scaled=True)
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("rope_store", "rope_decode_attention"):
+                patch.setattr(cases.cuda, name, no_scales(getattr(cases.cuda, name)))
+            assert cases.check_rope_store(heads, 32, None, 5, CPU, SINGLE) > 0.01
+            assert cases.check_rope_decode(heads, 32, None, [65, 2], 2, CPU, SINGLE) > 0.01
+
     @pytest.mark.parametrize(("dtype", "kv_dtype"), [(SINGLE, HALF), (HALF, SINGLE)])
     @pytest.mark.parametrize("dim", [64, 96])
     def test_a_cache_of_another_type_than_the_model(

@@ -65,6 +65,8 @@ def largest_difference(pair: Pair) -> float:
     return max(pair.difference(*step) for steps in STEPS.values() for step in steps)
 
 
+# Within the steps queries have up to ten scales, which are far from 1 at the end.
+SCALED = RopeSpec(1e4, 16, query_beta=0.8, query_span=32)
 SPECS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": {"tie_embeddings": True},
@@ -111,6 +113,13 @@ SPECS: dict[str, dict[str, Any]] = {
     "logit_softcap": {"logit_softcap": 2.0, "vocab_size": 301},
     "rope_over_half_the_head": {"rope": RopeSpec(1e4, 8)},
     "rope_yarn": {"rope": RopeSpec(1e4, 16, "yarn", 4.0, 32, attention_factor=1.2)},
+    "scaled_queries": {"rope": SCALED},
+    "scaled_queries_normed": {
+        "rope": replace(SCALED, dim=8),
+        "qk_norm": "head",
+        "windows": (99,) * 2,
+    },
+    "scaled_queries_head_dim_20": heads(3, 1, 20, rope=replace(SCALED, dim=20)),
     "head_dim_32": heads(4, 2, 32),
     "head_dim_64": heads(2, 1, 64),
     "head_dim_80": heads(2, 2, 80),
@@ -321,6 +330,18 @@ def test_each_head_has_its_own_sink_however_its_context_is_split(exact: bool, is
         assert_near_the_reference(pair, rounding(isa))
     pair.reference = Reference(changed(model, sinks=False), source)
     assert largest_difference(pair) > 5 * TOLERANCE
+
+
+# Scales of queries
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_scales_of_queries_that_are_left_out_or_one_position_late_are_noticed(isa: str) -> None:
+    spec = spec_of("scaled_queries")
+    for wrong in (replace(SCALED, query_beta=0.0), replace(SCALED, query_span=33)):
+        pair = Pair(spec, isa)
+        pair.reference = Reference(changed(spec, rope=wrong), Loud(spec))
+        assert largest_difference(pair) > 5 * TOLERANCE
 
 
 # Indices and positions

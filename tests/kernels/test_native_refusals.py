@@ -220,6 +220,7 @@ def test_parts_that_do_not_fit_each_other_make_no_model() -> None:
     native = cpu.module()
     matrix = lambda rows, cols: native.Matrix("f32", rows, cols)  # noqa: E731
     ones = lambda n: np.ones(n, np.float32)  # noqa: E731
+    table = lambda rows, cols: np.ones((rows, cols), np.float32)  # noqa: E731
 
     def layer(**changes: Any) -> Any:
         parts = {"qkv": (24, 8), "o": (8, 8), "gate_up": (24, 8), "down": (8, 12)}
@@ -229,13 +230,14 @@ def test_parts_that_do_not_fit_each_other_make_no_model() -> None:
         return native.Layer(**given | changes)
 
     def build(layers: list[Any] | None = None, **changes: Any) -> Any:
-        angles = (np.ones((16, 2), np.float32),) * 2
+        angles = (table(16, 2), table(16, 2), None)
         given: dict[str, Any] = {"embed": matrix(10, 8), "head": matrix(10, 8), "eps": 1e-5}
         given |= {"final_norm": ones(8), "ropes": [angles], "isa": "auto", "exact": True}
         given |= {"threads": 1, "threads_prefill": 1, "layers": layers or [layer()]}
         return native.Model(**given | changes)
 
     assert build().num_bytes > 0
+    assert build(ropes=[(table(16, 2), table(16, 2), ones(16))]).num_bytes > 0
     assert build([layer(), layer(in_group=1)]).num_bytes > 0
     assert build([layer(), layer(group=1)]).num_bytes > 0
     assert build([layer(attn_norm=None, mlp_post_norm=ones(8), q_norm=ones(8), k_norm=ones(8))])
@@ -274,9 +276,10 @@ def test_parts_that_do_not_fit_each_other_make_no_model() -> None:
         ("the head", {"head": matrix(10, 7)}),
         ("final norm", {"final_norm": ones(7)}),
         ("no rope table", {"ropes": []}),
-        ("angles", {"ropes": [(np.ones((16, 3), np.float32),) * 2]}),
-        ("angles", {"ropes": [(np.ones((16, 2), np.float32), np.ones((15, 2), np.float32))]}),
-        ("lengths", {"ropes": [(np.ones((n, 2), np.float32),) * 2 for n in (16, 17)]}),
+        ("angles", {"ropes": [(table(16, 3), table(16, 3), None)]}),
+        ("angles", {"ropes": [(table(16, 2), table(15, 2), None)]}),
+        ("lengths", {"ropes": [(table(n, 2), table(n, 2), None) for n in (16, 17)]}),
+        ("scales of queries", {"ropes": [(table(16, 2), table(16, 2), ones(15))]}),
         ("negative", {"logit_softcap": -1.0}),
         ("at least one", {"threads": 0}),
         ("at least one", {"threads_prefill": -1}),
@@ -304,7 +307,7 @@ from twostroke import _native as n
 ones, angles = np.ones(8, np.float32), np.ones((16, 2), np.float32)
 matrix = n.Matrix("f32", 10, 8)
 try:
-    parts = dict(layers=[None], embed=matrix, head=matrix, ropes=[(angles, angles)])
+    parts = dict(layers=[None], embed=matrix, head=matrix, ropes=[(angles, angles, None)])
     rest = dict(final_norm=ones, eps=1e-5, threads=1, threads_prefill=1, exact=True)
     n.Model(isa="auto", **parts, **rest)
 except (TypeError, ValueError):

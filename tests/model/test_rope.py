@@ -5,9 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from transformers.models.ministral3.modeling_ministral3 import (
+    apply_rotary_pos_emb,
+    get_llama_4_attn_scale,
+)
 
-from twostroke.model.rope import inverse_frequencies, rope_tables
-from twostroke.model.spec import RopeSpec
+from twostroke.kernels.reference import Kernels
+from twostroke.model.rope import inverse_frequencies, query_scales, rope_tables
+from twostroke.model.spec import AttentionSpec, LatentSpec, RopeSpec
 
 MAX_LEN = 4096
 ROPES = {
@@ -67,3 +72,58 @@ def test_scaling_slows_long_wavelengths_and_leaves_short_ones() -> None:
         assert ratio[0] == 1.0
         assert ratio[-1] == pytest.approx(rope.factor, rel=1e-6)
         assert (np.diff(ratio) >= -1e-5).all()
+
+
+# Scales of queries
+
+SCALED = RopeSpec(1e4, 8, query_beta=0.1, query_span=16)
+
+
+def test_scales_of_queries_are_those_of_transformers() -> None:
+    """From 1 up to ten times the span, and far beyond, as Ministral 3 has it."""
+    found = query_scales(SCALED, 160)
+    assert found is not None
+    assert found.dtype == np.float32
+    assert (found[:16] == 1).all()
+    assert (np.flatnonzero(np.diff(found)) == np.arange(15, 159, 16)).all()
+    assert found[16] == pytest.approx(1 + 0.1 * np.log(2))
+    for rope in (SCALED, RopeSpec(1e6, 128, query_beta=0.1, query_span=16384)):
+        found, positions = query_scales(rope, 1 << 18), torch.arange(1 << 18)[None]
+        theirs = get_llama_4_attn_scale(positions, rope.query_beta, rope.query_span)
+        assert found is not None
+        np.testing.assert_allclose(found, theirs.flatten().numpy(), atol=0, rtol=2e-7)
+
+
+def test_without_scales_there_is_no_table() -> None:
+    assert query_scales(RopeSpec(1e4, 8), 160) is None
+
+
+def test_no_layer_with_latents_has_scales_of_queries() -> None:
+    latent = LatentSpec(kv_lora_rank=16, q_lora_rank=0, value_dim=8)
+    AttentionSpec(4, 4, 16, RopeSpec(1e4, 8), 0.25, latent=latent)
+    with pytest.raises(AssertionError):
+        AttentionSpec(4, 4, 16, SCALED, 0.25, latent=latent)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_queries_are_scaled_after_rope_and_keys_are_not(dtype: torch.dtype) -> None:
+    """As transformers does it, on both sides of the span."""
+    torch.manual_seed(0)
+    heads, kv, dim, positions = 4, 2, 8, torch.tensor([0, 15, 16, 31, 32, 159])
+    cos, sin = (torch.from_numpy(table) for table in rope_tables(SCALED, 160))
+    scales = query_scales(SCALED, 160)
+    assert scales is not None
+    qkv = torch.randn(6, (heads + 2 * kv) * dim).to(dtype)
+    by_head = qkv.view(1, 6, -1, dim).transpose(1, 2)
+    angles = [torch.cat([table[positions]] * 2, dim=-1)[None].to(dtype) for table in (cos, sin)]
+    q, k = apply_rotary_pos_emb(by_head[:, :heads], by_head[:, heads : heads + kv], *angles)
+    q = q * get_llama_4_attn_scale(positions[None], 0.1, 16).to(dtype)
+    cache = torch.zeros(2, 2, 4, kv, dim, dtype=dtype)
+    where = (positions, torch.arange(6), *cache.unbind(1), heads, kv)
+    made = Kernels().rope_store(
+        qkv, None, None, 0.0, cos, sin, *where, query_scales=torch.from_numpy(scales)
+    )
+    bound = 1e-6 if dtype == torch.float32 else 0.05  # transformers rounds each product
+    expected = torch.cat([q, k], dim=1)[0].transpose(0, 1)
+    torch.testing.assert_close(made[:, : heads + kv], expected, atol=bound, rtol=0)
+    torch.testing.assert_close(cache[:, 0].flatten(0, 1)[:6], made[:, heads : heads + kv])

@@ -187,11 +187,12 @@ def fit_length(plan: MemoryPlan, config: EngineConfig, spec: ModelSpec) -> Memor
 def _bound_positions(plan: MemoryPlan, config: EngineConfig, spec: ModelSpec) -> MemoryPlan:
     """A config may promise any context: its tables must not take the memory before a request does.
 
-    Each position has its angles, and in every row a token and its part of a block table.
+    Each position has its angles (and a scale of queries), and in every row a token and its part of
+    a block table.
     """
     if config.max_model_len is not None:
         return plan
-    angles = 4 * sum(rope.dim for rope in spec.ropes())
+    angles = 4 * sum(rope.dim + bool(rope.query_beta) for rope in spec.ropes())
     tables = 4 * len(plan.group_blocks) / config.block_size
     each = angles + config.max_num_seqs * (4 + tables)
     most = int(plan.total_bytes / POSITIONS_SHARE / each)

@@ -222,16 +222,20 @@ class Kernels:
         num_kv_heads: int,
         *,
         pdl: bool = False,
+        query_scales: Tensor | None = None,
     ) -> Tensor:
         """Norm and rotate [T, (H + 2K) · D] in place, put keys and values in the cache:
         [T, H + 2K, D]. Slot = block · block_size + offset. Of 8-bit types they are then as the
-        cache has them: see `kv_types.py`."""
+        cache has them: see `kv_types.py`. `query_scales`, [max_len]: what queries are multiplied by
+        at each position, once they are rotated and rounded."""
         heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
         q, k = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
         v = heads[:, num_heads + num_kv_heads :]
         if q_norm is not None and k_norm is not None:
             q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
         q, k = (rope(part, cos[positions], sin[positions]) for part in (q, k))
+        if query_scales is not None:
+            q = q * query_scales[positions].to(q.dtype)[:, None, None]
         stored = slots >= 0
         for cache, new in ((keys, k), (values, v)):
             kv_types.store(cache, slots[stored], new[stored])
@@ -364,14 +368,13 @@ class Kernels:
         out: Tensor,
         pdl: bool = False,
         sinks: Tensor | None = None,
+        query_scales: Tensor | None = None,
     ) -> Tensor:
         """`rope_store`, then `decode_attention`, where each token is the last of its sequence and
         its block is in no other table."""
         num_heads, num_kv_heads = out.shape[1], keys.shape[2]
-        heads = (num_heads, num_kv_heads)
-        stored = self.rope_store(
-            qkv, q_norm, k_norm, eps, cos, sin, positions, slots, keys, values, *heads, pdl=pdl
-        )
+        made = (qkv, q_norm, k_norm, eps, cos, sin, positions, slots, keys, values)
+        stored = self.rope_store(*made, num_heads, num_kv_heads, pdl=pdl, query_scales=query_scales)
         q, how = stored[:, :num_heads], (scale, window, softcap, splits, scratch)
         where = (keys, values, tables, rows, lengths)
         return self.decode_attention(q, *where, *how, out=out, pdl=pdl, sinks=sinks)

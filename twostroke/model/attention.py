@@ -27,6 +27,7 @@ KV = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer
 class Rope(NamedTuple):
     cos: torch.Tensor  # [max_len, dim / 2]
     sin: torch.Tensor
+    query_scales: torch.Tensor | None = None  # [max_len]
 
 
 class Workspace:
@@ -128,13 +129,15 @@ class HeadsAttention(Attention):
             self._product(normed, pdl, work.qkv(self.part)),
             *self._head_norms,
             self.norm_eps,
-            *self.rope,
+            self.rope.cos,
+            self.rope.sin,
             inputs.positions,
             inputs.slots[self.group],
             *cache,
             self.part.num_heads,
             self.part.num_kv_heads,
             pdl=pdl,
+            query_scales=self.rope.query_scales,
         )
 
     def bind(
@@ -170,7 +173,8 @@ class HeadsAttention(Attention):
             self._product(normed, pdl)[:rows],
             *self._head_norms,
             self.norm_eps,
-            *self.rope,
+            self.rope.cos,
+            self.rope.sin,
             inputs.positions[:rows],
             inputs.slots[group][:rows],
             *cache,
@@ -185,6 +189,7 @@ class HeadsAttention(Attention):
             out=attended[:rows],
             pdl=pdl,
             sinks=self.sinks,
+            query_scales=self.rope.query_scales,
         )
         return attended
 

@@ -44,7 +44,7 @@ from twostroke.model.linear import (
 from twostroke.model.mlp import MLP, DenseMLP, ExpertsMLP
 from twostroke.model.phase_formats import PhaseFormats
 from twostroke.model.ranks import ONE_RANK, Part, Ranks, is_summed, part_of, rank_spec, vocab_rows
-from twostroke.model.rope import rope_tables
+from twostroke.model.rope import query_scales, rope_tables
 from twostroke.model.spec import (
     AttentionSpec,
     ExpertsSpec,
@@ -52,6 +52,7 @@ from twostroke.model.spec import (
     LayerSpec,
     MLPSpec,
     ModelSpec,
+    RopeSpec,
     projections,
 )
 from twostroke.model.weights import WeightSource
@@ -403,10 +404,12 @@ class _Loader:
         groups = enumerate(spec.kv_groups())
         self._group_of = {index: n for n, group in groups for index in group.layers}
         self._kinds = list(dict.fromkeys(spec.layers))  # KV groups follow from the spec
-        self._ropes = {
-            rope: Rope(*(torch.from_numpy(side).to(device) for side in rope_tables(rope, max_len)))
-            for rope in spec.ropes()
-        }
+        self._ropes = {rope: self._rope(rope, max_len) for rope in spec.ropes()}
+
+    def _rope(self, rope: RopeSpec, max_len: int) -> Rope:
+        cos, sin = (torch.from_numpy(side).to(self._device) for side in rope_tables(rope, max_len))
+        scales = query_scales(rope, max_len)
+        return Rope(cos, sin, None if scales is None else torch.from_numpy(scales).to(self._device))
 
     def layer(self, index: int) -> Layer:
         spec, at = self._spec.layers[index], f"layers.{index}."

@@ -20,7 +20,7 @@ from twostroke.errors import ModelError
 from twostroke.kernels import cpu
 from twostroke.model.block_types import BlockType
 from twostroke.model.grids import grid_of
-from twostroke.model.rope import rope_tables
+from twostroke.model.rope import query_scales, rope_tables
 from twostroke.model.spec import (
     LATENT_EXPANDING,
     AttentionSpec,
@@ -155,7 +155,9 @@ class NativeDecoder:
             final_norm_bias=load.vector("final_norm_bias") if spec.norm_bias else None,
             positions=load.vector("positions", max_len) if spec.learned_positions else None,
             layer_norms=spec.norm == "layer",
-            ropes=[rope_tables(rope, max_len) for rope in spec.ropes()],
+            ropes=[
+                (*rope_tables(rope, max_len), query_scales(rope, max_len)) for rope in spec.ropes()
+            ],
             eps=spec.norm_eps,
             embed_scale=spec.embed_scale,
             residual_scale=spec.residual_scale,

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the tables of cos and sin for a spec, scaling included.
+"""What a position does to queries and keys: tables of cos and sin, and of queries' scales.
 
 In numpy, for every backend, so that all of them turn by the same angles to the bit.
 """
@@ -28,6 +28,14 @@ def rope_tables(rope: RopeSpec, max_len: int) -> tuple[Floats, Floats]:
         np.multiply(np.cos(angles), factor, out=cos[part])
         np.multiply(np.sin(angles), factor, out=sin[part])
     return cos, sin
+
+
+def query_scales(rope: RopeSpec, max_len: int) -> Floats | None:
+    """What the queries of each position are multiplied by, [max_len] in fp32; None: by nothing."""
+    if not rope.query_beta:
+        return None
+    spans = (1 + np.arange(max_len) // rope.query_span).astype(np.float32)
+    return np.float32(1) + np.float32(rope.query_beta) * np.log(spans)
 
 
 def inverse_frequencies(rope: RopeSpec, max_len: int) -> Floats:

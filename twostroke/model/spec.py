@@ -3,6 +3,7 @@
     layer       x += post_norm(attention(pre_norm(x)));  x += post_norm(mlp(pre_norm(x)))
                 parallel: x += attention(pre_norm(x)) + mlp(pre_norm(x))
     attention   q, k, v → q/k norm → rope → softmax(softcap(scale · q kᵀ)) v → output projection
+                queries may be multiplied by a number of their position, after rope
                 with a sink, one score more in the softmax, which has no value
                 latent: k and v are made from a vector that all heads share, and only it is cached
     mlp         down(activation(gate x) · up x), or down(activation(up x)); see `ClampedSwiglu`
@@ -63,6 +64,10 @@ class RopeSpec:
     freq_factors: tuple[float, ...] = ()  # "factors": frequency i is divided by freq_factors[i]
     # "longrope": these for an engine whose max_model_len is within original_context, else the above
     short_factors: tuple[float, ...] = ()
+    # Queries at position p are multiplied by 1 + query_beta · log(1 + ⌊p / query_span⌋) after rope:
+    # the first query_span ones by 1, the next as many by 1 + query_beta · log 2. Not with latents.
+    query_beta: float = 0.0  # 0: by nothing
+    query_span: int = 0
 
 
 # Of a layer without rope: all angles are 0, of as few channels as kernels take.
@@ -114,6 +119,10 @@ class AttentionSpec:
     output_bias: bool = False
     sinks: bool = False  # each head has a learned score that no key has
     latent: LatentSpec | None = None
+
+    def __post_init__(self) -> None:
+        # No kernel of latent attention multiplies queries.
+        assert self.latent is None or not self.rope.query_beta
 
     @property
     def q_size(self) -> int:

@@ -149,11 +149,13 @@ def rope_decode_attention(
     out: torch.Tensor,
     pdl: bool = False,
     sinks: torch.Tensor | None = None,
+    query_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`rope_store` and `decode_attention` of [B, (H + 2K) · D] in one launch: each token is the
     last of its row's `lengths` cache entries, in a block that is in no other table, and its slot
     says where; nothing is stored where that is < 0."""
-    q, new = new_token_of(qkv, q_norm, k_norm, eps, cos, sin, positions, slots, keys)
+    made = (qkv, q_norm, k_norm, eps, cos, sin, positions, slots, keys)
+    q, new = new_token_of(*made, query_scales)
     where = (q, keys, values, sinks, tables, rows, lengths)
     make_launch(*where, scale, window, softcap, splits, scratch, out, 1, pdl, new)()
     return out
@@ -169,13 +171,14 @@ def new_token_of(
     positions: torch.Tensor,
     slots: torch.Tensor,
     keys: torch.Tensor,
+    query_scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, NewToken]:
     """Where the QKV product has left the queries, and what makes them."""
     assert cos.is_contiguous()
     assert sin.is_contiguous()
     heads = qkv.unflatten(1, (-1, keys.shape[-1]))
     q = heads[:, : heads.shape[1] - 2 * keys.shape[2]]
-    return q, NewToken(q_norm, k_norm, cos, sin, positions, slots, eps)
+    return q, NewToken(q_norm, k_norm, cos, sin, query_scales, positions, slots, eps)
 
 
 def make_launch(
@@ -211,7 +214,7 @@ def make_launch(
             tuned = tuning_8_bit(programs, num_sms(q.device), queries)
         else:
             tuned = tuning(head_bytes, programs, num_sms(q.device))
-    *made, eps = new or (None, None, None, None, None, None, 0.0)
+    *made, eps = new or (None, None, None, None, None, None, None, 0.0)
     variant = _variant(
         num_heads // num_kv_heads,
         queries,
@@ -225,6 +228,7 @@ def make_launch(
         sinks is not None,
         new is not None,
         new is not None and new.q_norm is not None,
+        new is not None and new.query_scales is not None,
         pdl,
     )
     return Launch(
@@ -258,6 +262,7 @@ def _variant(
     has_sinks: bool,
     is_new: bool,
     normed: bool,
+    scaled: bool,
     pdl: bool,
 ) -> Variant:
     members = group * queries
@@ -288,6 +293,7 @@ def _variant(
         SINKS=has_sinks,
         NEW=is_new,
         NORM=normed,
+        SCALED=scaled,
         num_warps=num_warps,
         num_stages=tuned.num_stages,
         **launch_options(pdl),
@@ -314,6 +320,7 @@ def _decode(
     k_norm,
     cos,
     sin,
+    query_scales,
     positions,
     slots,
     window,
@@ -347,6 +354,7 @@ def _decode(
     SINKS: tl.constexpr,
     NEW: tl.constexpr,
     NORM: tl.constexpr,
+    SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_previous(PDL)
@@ -390,6 +398,7 @@ def _decode(
                 k_norm,
                 cos,
                 sin,
+                query_scales,
                 eps,
                 keys,
                 values,
@@ -403,6 +412,7 @@ def _decode(
                 HALF,
                 PAGE,
                 NORM,
+                SCALED,
             )
         else:
             q_at = query_at(sequence, kv_head, member, q_stride, q_head_stride, GROUP, QUERIES)

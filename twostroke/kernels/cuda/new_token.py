@@ -1,8 +1,8 @@
 """The new token of a decode step: what an attention does that begins with the QKV product.
 
-qkv row ─┬─ queries ─▶ norm · rope ─▶ the tile that attends
-         ├─ key     ─▶ norm · rope ─▶ keys[slot]     by the program that has the context's end,
-         └─ value ──────────────────▶ values[slot]   and the only one that reads them again
+qkv row ─┬─ queries ─▶ norm · rope · scale ─▶ the tile that attends
+         ├─ key     ─▶ norm · rope ─────────▶ keys[slot]     by the program that has the context's
+         └─ value ──────────────────────────▶ values[slot]   end, the only one that reads them again
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class NewToken(NamedTuple):
     k_norm: torch.Tensor | None
     cos: torch.Tensor  # [max_len, dim / 2], as `sin`
     sin: torch.Tensor
-    positions: torch.Tensor  # [B]: where `cos` and `sin` are read
+    query_scales: torch.Tensor | None  # [max_len]
+    positions: torch.Tensor  # [B]: where those are read
     slots: torch.Tensor  # [B]: where key and value go; nowhere if it is < 0
     eps: float
 
@@ -39,6 +40,7 @@ def queries_of_new(
     k_norm,
     cos,
     sin,
+    query_scales,
     eps,
     keys,
     values,
@@ -52,6 +54,7 @@ def queries_of_new(
     HALF: tl.constexpr,
     PAGE: tl.constexpr,
     NORM: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     """[BLOCK_M, BLOCK_DIM]: the group's queries, and after them its key, which nobody asks about.
     Rounded after each step, as `rope_store` does. Where the program is the `last` of its context,
@@ -86,6 +89,9 @@ def queries_of_new(
         x = times_weight(x * inverse, scale, kind).to(tl.float32)
         beside = times_weight(beside * inverse, scale_beside, kind).to(tl.float32)
     tile = (x * cosine + beside * tl.where(first, -sine, sine)).to(kind)
+    if SCALED:
+        by = tl.load(query_scales + position).to(kind).to(tl.float32)
+        tile = (tile.to(tl.float32) * tl.where(is_query, by, 1.0)).to(kind)
     at = (slot // PAGE) * block_stride + (slot % PAGE) * slot_stride + kv_head * head_stride
     stored = last & (slot >= 0)
     is_key = stored & (member == GROUP) & (channel < DIM)

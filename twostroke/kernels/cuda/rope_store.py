@@ -1,8 +1,8 @@
 """What stands between the QKV product and attention, in one launch.
 
-qkv row ─┬─ query heads ─▶ norm · rope ─▶ the row
-         ├─ key heads   ─▶ norm · rope ─▶ the row, keys[slot]
-         └─ value heads ────────────────▶ values[slot]
+qkv row ─┬─ query heads ─▶ norm · rope · scale ─▶ the row
+         ├─ key heads   ─▶ norm · rope ─────────▶ the row, keys[slot]
+         └─ value heads ────────────────────────▶ values[slot]
 
 What the row holds then is what a chunk that begins its sequence attends to. The cache may be of
 another type: keys and values are rounded to it when they are stored, and to 8-bit types in the row
@@ -41,21 +41,22 @@ def rope_store(
     num_kv_heads: int,
     *,
     pdl: bool = False,
+    query_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[T, (H + 2K) · D] → [T, H + 2K, D], in place; keys and values also go to their slots (block ·
     page + offset), nowhere if that is < 0.
 
     `cos` and `sin` are [max_len, dim / 2] and are read at `positions`; channels past dim pass
-    through.
+    through. Queries are multiplied by `query_scales`, [max_len], if there are any.
     """
     (_, page, _, dim), strides = keys.shape, keys.stride()
     assert strides == values.stride()
     assert strides[3] == 1
     assert qkv.is_contiguous()
     sizes = (num_heads, num_kv_heads, dim, cos.shape[1], page)
-    _variant(*sizes, q_norm is not None, pdl)(
+    _variant(*sizes, q_norm is not None, query_scales is not None, pdl)(
         (qkv.shape[0], ceil_div(num_heads, HEADS) + ceil_div(num_kv_heads, HEADS)),
-        (qkv, q_norm, k_norm, cos, sin, positions, slots, keys, values),
+        (qkv, q_norm, k_norm, cos, sin, query_scales, positions, slots, keys, values),
         (),
         (eps, cos.stride(0), *strides[:3]),
     )
@@ -70,6 +71,7 @@ def _variant(
     half: int,
     page: int,
     normed: bool,
+    scaled: bool,
     pdl: bool,
 ) -> Variant:
     rest = dim - 2 * half
@@ -86,6 +88,7 @@ def _variant(
         HEADS=HEADS,
         Q_TILES=ceil_div(num_heads, HEADS),
         NORM=normed,
+        SCALED=scaled,
         num_warps=2,
         **launch_options(pdl),
     )
@@ -98,6 +101,7 @@ def _rope_store(
     k_norm,
     cos,
     sin,
+    query_scales,
     positions,
     slots,
     keys,
@@ -118,13 +122,15 @@ def _rope_store(
     HEADS: tl.constexpr,
     Q_TILES: tl.constexpr,
     NORM: tl.constexpr,
+    SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     line = qkv + token * (NUM_HEADS + 2 * NUM_KV_HEADS) * DIM
-    angle = tl.load(positions + token).to(tl.int64) * angle_stride
+    position = tl.load(positions + token).to(tl.int64)
+    angle = position * angle_stride
     head = tl.arange(0, HEADS)[:, None]
     if tile < Q_TILES:
         head += tile * HEADS
@@ -137,12 +143,14 @@ def _rope_store(
             q_norm,
             cos + angle,
             sin + angle,
+            query_scales + position if SCALED else query_scales,
             eps,
             DIM,
             HALF,
             PAIRS,
             REST_BLOCK,
             NORM,
+            SCALED,
             False,
         )
     else:
@@ -161,12 +169,14 @@ def _rope_store(
             k_norm,
             cos + angle,
             sin + angle,
+            query_scales,
             eps,
             DIM,
             HALF,
             PAIRS,
             REST_BLOCK,
             NORM,
+            False,
             True,
         )
         channel = tl.arange(0, BLOCK_DIM)[None, :]
@@ -198,16 +208,19 @@ def _norm_rope_store(
     weight,
     cos,
     sin,
+    multiplier,
     eps,
     DIM: tl.constexpr,
     HALF: tl.constexpr,
     PAIRS: tl.constexpr,
     REST_BLOCK: tl.constexpr,
     NORM: tl.constexpr,
+    SCALED: tl.constexpr,
     CACHE: tl.constexpr,
 ):
-    """`heads` [heads, 1] are normed and rotated in place, and go to `cache` if `cached` (of int8
-    with their `scales`); rounded after each step, as by kernels of one step each."""
+    """`heads` [heads, 1] are normed, rotated and (SCALED) multiplied in place, and go to `cache` if
+    `cached` (of int8 with their `scales`); rounded after each step, as by kernels of one step each.
+    """
     pair = tl.arange(0, PAIRS)[None, :]
     inside = pair < HALF
     mask = valid & inside
@@ -233,6 +246,11 @@ def _norm_rope_store(
             scale_rest = tl.load(weight + channel, mask=channel < DIM, other=0.0)
             rest = times_weight(rest * inverse, scale_rest, kind).to(tl.float32)
     first, second = first * cosine - second * sine, second * cosine + first * sine
+    if SCALED:
+        by = tl.load(multiplier).to(kind).to(tl.float32)
+        first, second = first.to(kind).to(tl.float32) * by, second.to(kind).to(tl.float32) * by
+        if REST_BLOCK > 0:
+            rest *= by
     to = cache.dtype.element_ty
     narrow: tl.constexpr = CACHE and cache.dtype.element_ty.primitive_bitwidth == 8
     if narrow:
