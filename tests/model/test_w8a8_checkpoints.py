@@ -75,6 +75,12 @@ LAYOUTS: dict[str, tuple[dict[str, Any], tuple[int, int], str, str]] = {
         "_scale",
         "none",
     ),
+    "fp8, static activations as Ministral 3 has them": (
+        plain(activation_scheme="static"),
+        (0, 0),
+        "_scale_inv",
+        "none",
+    ),
     "fp8, blocks": (plain(weight_block_size=[16, 16]), (16, 16), "_scale_inv", "matrix"),
     "int8, a channel": (int8("channel"), (1, 0), "_scale", "column"),
     "int8, a tensor": (int8("tensor", STATIC), (0, 0), "_scale", "one"),
@@ -115,7 +121,9 @@ def folder_of(path: Path, layout: str, left: str = "lm_head", **config: Any) -> 
         wide = wide.repeat_interleave(shared[1] or columns, 1)[:, :columns]
         dims = {"one": (1,), "none": ()}.get(kind, scale.shape)
         tensors = {name: values, name + ending: scale.reshape(dims).contiguous()}
-        if "static" in layout or layout == "int8, a tensor":
+        if "Ministral" in layout:
+            tensors[name.replace("weight", "activation_scale")] = torch.tensor(0.1)
+        elif "static" in layout or layout == "int8, a tensor":
             tensors[name.replace("weight", "input_scale")] = torch.tensor(0.1)
             tensors[name.replace("weight", "input_zero_point")] = torch.zeros(1, dtype=torch.int8)
         return tensors, values.float() * wide

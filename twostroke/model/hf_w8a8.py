@@ -2,7 +2,8 @@
 name.
 
     quant_method        weights                                   activations
-    fp8                 a scale a tensor, or `weight_block_size`  dynamic, or static (`input_scale`)
+    fp8                 a scale a tensor, or `weight_block_size`  dynamic, or static (`input_scale`
+                                                                  or `activation_scale`)
     compressed-tensors  float of 8 bits: tensor, channel, block   dynamic, static, or none
     compressed-tensors  int of 8 bits: tensor, channel            dynamic, static, or none
 

@@ -15,7 +15,10 @@ W8_TYPES = {"fp8": "F8_E4M3", "int8": "I8"}  # of the tensor, by a config's word
 W8_SCALES = ("_scale", "_scale_inv")  # after a weight's name: what its values are multiplied by
 SCALE_TYPES = ("F32", "F16", "BF16")
 # Beside such weights: what activations, keys and values are divided by where that is fixed.
-STATIC_SCALES = (".input_scale", ".k_scale", ".v_scale", ".q_scale", ".prob_scale")
+STATIC_SCALES = (
+    *(".input_scale", ".activation_scale"),  # of the same, by vLLM's name and by transformers'
+    *(".k_scale", ".v_scale", ".q_scale", ".prob_scale"),
+)
 
 
 def scales_of_a_row(
