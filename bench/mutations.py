@@ -79,6 +79,8 @@ FALCON |= {"ffn_hidden_size": 64, "activation": "gelu", "layer_norm_epsilon": 1e
 FALCON |= {"num_ln_in_parallel_attn": 2, "alibi": False}
 MISTRAL3: dict[str, Any] = {name: GEMMA3[name] for name in list(GEMMA3)[:8]}
 MISTRAL3 |= {"model_type": "mistral", "sliding_window": None}
+MINISTRAL3_ROPE = YARN | {"mscale_all_dim": 1, "llama_4_scaling_beta": 0.1, "rope_theta": 1e6}
+MINISTRAL3: dict[str, Any] = {"head_dim": 8, "rope_parameters": MINISTRAL3_ROPE}
 LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 GRANITE4: dict[str, Any] = GRANITE | {"layer_types": ["attention"] * 2, "num_local_experts": 0}
 GRANITE4 |= {"shared_intermediate_size": 48, "position_embedding_type": "rope"}
@@ -111,6 +113,7 @@ FOLDERS: dict[str, dict[str, Any]] = {
     "olmo2": {"model_type": "olmo2", "rms_norm_eps": 1e-5},
     "phi3": {"model_type": "phi3", "rope_scaling": LONGROPE, **PHI3},
     "ministral": {"model_type": "ministral", "layer_types": ["full_attention"] * 2},
+    "ministral3": {"model_type": "ministral3", "sliding_window": None, **MINISTRAL3},
     "mistral3": {"model_type": "mistral3", "text_config": MISTRAL3},
     "smollm3": {"model_type": "smollm3", **SMOLLM3},
     "granite": {"model_type": "granite", **GRANITE},
@@ -238,7 +241,7 @@ def write_bases(root: Path) -> None:
     vocabularies["qwen3"] = vocabularies["qwen2"]
     vocabularies["gemma3"] = made.gemma_metadata()
     vocabularies["phi3"] = vocabularies["llama"]
-    vocabularies["granite"] = vocabularies["qwen2"]
+    vocabularies["granite"] = vocabularies["mistral3"] = vocabularies["qwen2"]
     vocabularies["qwen3moe"] = vocabularies["gpt-oss"] = vocabularies["qwen2"]
     for arch, vocabulary in vocabularies.items():
         model = _gguf(arch, vocabulary, F32_BLOCKS if arch != "qwen2" else Q8_0_BLOCKS)
@@ -273,6 +276,12 @@ def _gguf(arch: str, vocabulary: dict[str, Any], kind: int) -> GGUF:
     if arch == "granite":
         scales = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
         pairs |= {f"{arch}.{key}": typed(F32, 0.5) for key in scales}
+    if arch == "mistral3":
+        pairs[f"{arch}.rope.scaling.type"] = typed(STRING, "yarn")
+        pairs[f"{arch}.rope.scaling.original_context_length"] = typed(U32, 64)
+        for key in ("factor", "yarn_log_multiplier"):
+            pairs[f"{arch}.rope.scaling.{key}"] = typed(F32, 2.0)
+        pairs[f"{arch}.attention.temperature_scale"] = typed(F32, 0.5)
     if arch in ("qwen3moe", "gpt-oss"):
         whole = {"expert_count": EXPERTS, "expert_used_count": 2, "expert_feed_forward_length": 32}
         pairs |= {f"{arch}.{key}": typed(U32, value) for key, value in whole.items()}

@@ -46,6 +46,7 @@ def architecture(config: PreTrainedConfig) -> str:
     own = {"gemma3_text": "gemma3", "olmo3": "olmo2", "cohere": "command-r", "glm": "chatglm"}
     own |= {"gpt_neox": "gptneox", "phi": "phi2", "gpt_oss": "gpt-oss"}
     own |= {"deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2"}
+    own |= {"ministral3": "mistral3"}
     own |= {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
     if config.model_type == "granitemoehybrid":  # without mamba layers
         return "granitemoe" if config.num_local_experts else "granite"
@@ -66,6 +67,7 @@ def _names(arch: str, num_layers: int) -> gguf.TensorNameMap:
 def heads_reordered(name: str, config: PreTrainedConfig) -> int:
     """How many heads a weight has whose rows the converters of this architecture reorder."""
     kinds = ("llama", "smollm3", "granite", "granitemoe", "granitemoehybrid", "mixtral")
+    kinds += ("ministral3",)
     if config.model_type not in kinds:
         return 0
     if ".q_proj." in name:

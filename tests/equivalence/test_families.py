@@ -39,6 +39,7 @@ from transformers import (
     GraniteMoeHybridConfig,
     LlamaConfig,
     MiniCPM3Config,
+    Ministral3Config,
     MinistralConfig,
     MistralConfig,
     MixtralConfig,
@@ -124,6 +125,9 @@ LLAMA3 |= {"original_max_position_embeddings": 32}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
 MSCALE = {"mscale": 0.7, "mscale_all_dim": 1.3}
 DYNAMIC = rope("dynamic", factor=2.0)
+# In the longest prompt queries have five scales, of 13 positions each: chunks end elsewhere.
+MINISTRAL3 = YARN | {"original_max_position_embeddings": 13, "mscale": 1.0, "mscale_all_dim": 1.0}
+SCALED_QUERIES = rope("yarn", **MINISTRAL3, llama_4_scaling_beta=0.5)
 TWO_WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
 
 # Every other layer slides; the caps are within reach of the scores and logits.
@@ -298,6 +302,18 @@ VARIANTS = [
         MinistralConfig,
         {"head_dim": 20, "sliding_window": WINDOW, "layer_types": [FULL, SLIDING, FULL]},
         {"layer_types": [FULL] * 3},
+    ),
+    Variant(
+        "ministral3",
+        Ministral3Config,
+        SCALED_QUERIES | {"head_dim": 20},
+        rope("yarn", **MINISTRAL3, llama_4_scaling_beta=0.0),
+    ),
+    Variant(
+        "ministral3_window",
+        Ministral3Config,
+        SCALED_QUERIES | {"head_dim": 24, "sliding_window": WINDOW, "tie_word_embeddings": True},
+        {"sliding_window": WINDOW + 1},
     ),
     Variant("smollm3", SmolLM3Config, {"num_hidden_layers": 5}, {"no_rope_layers": [1] * 5}),
     Variant(
@@ -514,6 +530,10 @@ OLD_SPELLINGS = {
     "phi3_partial_rope": {"partial_rotary_factor": 0.75, "rope_scaling": None},
     "cohere2": {"sliding_window_pattern": 4},
     "glm4": {"partial_rotary_factor": 0.5},
+    "ministral3": {
+        "rope_theta": 10000.0,
+        "rope_scaling": {"type": "yarn", **MINISTRAL3, "llama_4_scaling_beta": 0.5},
+    },
     "olmo3": {"rope_theta": 500.0, "rope_scaling": {"rope_type": "yarn", **YARN}},
     "llama3_scaling": {"rope_theta": 10000.0, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
     "linear_scaling": {"rope_scaling": {"type": "linear", "factor": 2.5}},
@@ -602,10 +622,17 @@ def test_of_a_model_with_images_the_text_part_runs(
     assert "tensors are not used: " in said
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        MistralConfig(**SIZES | {"head_dim": 20, "sliding_window": None}),
+        Ministral3Config(**SIZES | {"head_dim": 20} | SCALED_QUERIES),
+    ],
+    ids=lambda text: text.model_type,
+)
 def test_of_a_mistral_with_images_the_text_part_runs(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    text: PreTrainedConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    text = MistralConfig(**SIZES | {"head_dim": 20, "sliding_window": None})
     theirs = random_model(text)
     whole = {"model_type": "mistral3", "text_config": text.to_dict(), "vision_config": {}}
     (tmp_path / "config.json").write_text(json.dumps(whole))

@@ -38,6 +38,7 @@ from transformers import (
     GraniteMoeHybridConfig,
     LlamaConfig,
     MiniCPM3Config,
+    Ministral3Config,
     MixtralConfig,
     Olmo2Config,
     Olmo3Config,
@@ -182,6 +183,10 @@ UNTRUNCATED = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "trunc
 UNTRUNCATED |= {"original_max_position_embeddings": 32}
 GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 64, "sliding_window": 9}
 FAMILIES["gpt-oss"] = GptOssConfig(**SIZES | GPT_OSS, rope_parameters=UNTRUNCATED)
+# Within the longest prompt queries have four scales.
+MINISTRAL3 = MSCALE | {"mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.5}
+MINISTRAL3 |= {"original_max_position_embeddings": 13}
+FAMILIES["mistral3"] = Ministral3Config(**SIZES | {"head_dim": 128}, rope_parameters=MINISTRAL3)
 BLOCK_TYPES = [Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1]
 BLOCK_TYPES += [Type.Q8_0, Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K]
 LATER_TYPES = [Type.IQ4_NL, Type.IQ4_XS, Type.MXFP4, Type.IQ3_S, Type.IQ3_XXS, Type.IQ2_XXS]
@@ -247,7 +252,8 @@ def write_gguf(
         writer.add_rope_freq_base(rope["rope_theta"])
     if arch == "gptneox":
         writer.add_parallel_residual(config.use_parallel_residual)
-    if arch in ("qwen3", "qwen3moe", "gemma2", "gemma3", "glm4", "seed_oss", "gpt-oss"):
+    heads_said = ("qwen3", "qwen3moe", "gemma2", "gemma3", "glm4", "seed_oss", "gpt-oss")
+    if arch in (*heads_said, "mistral3"):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     if arch in ("gemma2", "gemma3", "phi3", "gpt-oss"):
@@ -295,6 +301,12 @@ def write_gguf(
     if arch == "gpt-oss":
         writer.add_expert_feed_forward_length(config.intermediate_size)
         yarn_scaling(writer)
+    if arch == "mistral3":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if arch == "qwen2moe":
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     for name, weight in parameters(model):
@@ -589,6 +601,12 @@ VARIANTS = [
         every_third_layer_sees_everything,
     ),
     Variant("phi3_window", Phi3Config, {"sliding_window": 9}, {"sliding_window": 10}),
+    Variant(
+        "ministral3_scaled_queries",
+        Ministral3Config,
+        {"head_dim": 128, "rope_parameters": MINISTRAL3},
+        {"rope_parameters": MINISTRAL3 | {"llama_4_scaling_beta": 0.45}},
+    ),
     Variant(
         "olmo3_yarn",
         Olmo3Config,

@@ -15,6 +15,7 @@ from transformers import (
     Exaone4Config,
     Glm4Config,
     GraniteMoeHybridConfig,
+    Ministral3Config,
     Olmo3Config,
     PreTrainedConfig,
     SmolLM3Config,
@@ -78,6 +79,13 @@ EXAONE4_32B |= {"sliding_window": 4096, "sliding_window_pattern": "LLLG", "rope_
 EXAONE4_32B |= {"layer_types": [*["sliding_attention"] * 3, "full_attention"] * 16}
 NEMO_12B = config("mistral", (131072, 5120, 14336, 40, 32, 8, 131072), head_dim=128)
 NEMO_12B |= {"sliding_window": None, "rope_theta": 1e6}
+MINISTRAL3 = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0}
+MINISTRAL3 |= {"original_max_position_embeddings": 16384, "mscale": 1.0, "mscale_all_dim": 1.0}
+MINISTRAL3 |= {"beta_slow": 1.0, "llama_4_scaling_beta": 0.1}
+MINISTRAL3_3B = config("ministral3", (131072, 3072, 9216, 26, 32, 8, 262144), head_dim=128)
+MINISTRAL3_3B |= {"rope_parameters": MINISTRAL3, "tie_word_embeddings": True}
+MINISTRAL3_8B = config("ministral3", (131072, 4096, 14336, 34, 32, 8, 262144), head_dim=128)
+MINISTRAL3_8B |= {"rope_parameters": MINISTRAL3, "sliding_window": None, "rms_norm_eps": 1e-5}
 COMMAND_R = config("cohere", (256000, 8192, 22528, 40, 64, 64, 8192), logit_scale=0.0625)
 COMMAND_R |= {"model_max_length": 131072, "rope_theta": 8e6, "use_qk_norm": False}
 R7B = config("cohere2", (256000, 4096, 14336, 32, 32, 8, 132096), logit_scale=0.25)
@@ -129,6 +137,9 @@ GPT_OSS_20B["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_c
         (OLMO3_7B, 7_298_011_136),
         (EXAONE4_32B, 32_003_216_384),
         (NEMO_12B, 12_247_782_400),
+        (MINISTRAL3_3B, 3_429_006_336),
+        (MINISTRAL3_8B, 8_489_553_920),
+        ({"model_type": "mistral3", "text_config": MINISTRAL3_8B}, 8_489_553_920),
         (COMMAND_R, 34_980_831_232),
         (R7B, 8_028_033_024),
         (STABLELM2, 1_644_515_328),
@@ -151,6 +162,23 @@ def test_smollm3_has_no_rope_in_every_fourth_layer() -> None:
     assert (set(kinds(spec, "window")), spec.tie_embeddings) == ({None}, True)
     implied = {**SMOLLM3_3B, "no_rope_layers": None, "rope_theta": None}
     assert kinds(spec_from_hf(implied), "rope") == [*[RopeSpec(2e6, 128)] * 3, NO_ROPE] * 9
+
+
+def test_ministral_3_multiplies_queries_beyond_the_original_context() -> None:
+    spec = spec_from_hf(MINISTRAL3_8B)
+    (rope,) = spec.ropes()
+    assert (rope.kind, rope.factor, rope.original_context) == ("yarn", 16.0, 16384)
+    assert (rope.attention_factor, rope.query_beta, rope.query_span) == (1.0, 0.1, 16384)
+    assert (spec.max_context, spec.norm_eps, spec.tie_embeddings) == (262144, 1e-5, False)
+    assert set(kinds(spec, "window")) == {None}
+    whole = {"model_type": "mistral3", "text_config": MINISTRAL3_8B}
+    absent = ("rope_parameters", "head_dim", "num_key_value_heads", "rms_norm_eps")
+    implied = {name: value for name, value in MINISTRAL3_8B.items() if name not in absent}
+    assert spec_from_hf(whole) == spec_from_hf(implied) == spec
+    sharpened = MINISTRAL3_8B | {"rope_parameters": MINISTRAL3 | {"mscale_all_dim": 0.0}}
+    assert spec_from_hf(sharpened).ropes()[0].attention_factor == 0.1 * np.log(16) + 1
+    plain = MINISTRAL3_8B | {"rope_parameters": MINISTRAL3 | {"llama_4_scaling_beta": 0}}
+    assert spec_from_hf(plain).ropes() == (replace(rope, query_beta=0.0, query_span=0),)
 
 
 def test_granite_has_four_multipliers() -> None:
@@ -326,10 +354,27 @@ def test_gpt_oss_is_read() -> None:
         (STARCODER2_3B, {"norm_epsilon": None}, "has no norm_epsilon"),
         (NEMO_12B, {"model_type": "mistral3"}, "has no text_config, which a model of model_type"),
         (
-            {"model_type": "mistral3", "text_config": {"model_type": "ministral3"}},
+            {"model_type": "mistral3", "text_config": {"model_type": "mistral4"}},
             {},
-            "text_config: the architecture 'ministral3' .model_type. is not supported",
+            "text_config: the architecture 'mistral4' .model_type. is not supported, only",
         ),
+        *(
+            (MINISTRAL3_8B, {"rope_parameters": MINISTRAL3 | changes}, f"rope_parameters: {says}")
+            for changes, says in (
+                ({"llama_4_scaling_beta": -0.1}, "llama_4_scaling_beta must be a number from 0"),
+                ({"llama_4_scaling_beta": "x"}, "llama_4_scaling_beta must be a number from 0"),
+                ({"original_max_position_embeddings": 0}, "original_max_position_embeddings must"),
+            )
+        ),
+        *(
+            (
+                MINISTRAL3_8B,
+                {"rope_parameters": given},
+                "there is no llama_4_scaling_beta in rope_parameters .*this model_type",
+            )
+            for given in ({}, MINISTRAL3 | {"llama_4_scaling_beta": None})
+        ),
+        (MINISTRAL3_8B, {"hidden_act": "gelu"}, "the activation 'gelu' .hidden_act. is not"),
         *(
             (NEMO_12B, {"model_type": name}, f"the architecture '{name}' is not supported")
             for name in ("gemma3n", "gemma3n_text", "qwen2_5_vl", "llava", "siglip_vision_model")
@@ -358,6 +403,9 @@ TINY: dict[str, PreTrainedConfig] = {
         position_embedding_type="rope",
         mamba_n_heads=4,
     ),
+    "ministral3": Ministral3Config(
+        **SIZES, head_dim=12, rope_parameters=MINISTRAL3 | {"original_max_position_embeddings": 16}
+    ),
     "olmo3": Olmo3Config(**SIZES, rope_parameters=ROPES),
     "exaone4": Exaone4Config(**SIZES),
     "smollm3": SmolLM3Config(**SIZES),
@@ -379,6 +427,7 @@ C_MLP = {"up": "mlp.c_fc", "down": "mlp.c_proj"}
 WEIGHTS: dict[str, dict[str, Any]] = {
     "glm4": APART | GATE_UP | TWO_NORMS | GLM4_NORMS,
     "granitemoehybrid": APART | TWO_NORMS | SHARED,
+    "ministral3": APART | TWO_NORMS,
     "olmo3": APART | AFTER | HEAD_NORMS,
     "exaone4": APART | AFTER | HEAD_NORMS,
     "smollm3": APART | TWO_NORMS,
@@ -462,6 +511,11 @@ GRANITE_MOE = with_layers(changed(GRANITE, family="granitemoe"), mlp=GRANITE_EXP
 GRANITE4 = with_layers(GRANITE_MOE, mlp=replace(GRANITE_EXPERTS, shared=MLPSpec(48)))
 COUNTS = {"expert_count": 4, "expert_used_count": 2}
 SHARED_WIDTH = {"expert_shared_feed_forward_length": 48}
+YARN = RopeSpec(1e4, 16, "yarn", 4.0, 32, attention_factor=1.0)
+SCALED = replace(YARN, query_beta=0.25, query_span=32)
+YARN_SETTINGS: dict[str, Any] = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
+YARN_SETTINGS |= {"rope__scaling__original_context_length": 32}
+YARN_SETTINGS |= {"rope__scaling__yarn_log_multiplier": 1.0}
 GLM4 = changed(SPEC, family="glm4", rope=RopeSpec(1e4, 8), post_norm=True, qkv_bias=True)
 COHERE = changed(SPEC, family="command-r", parallel=True, norm="layer", norm_fp32=True)
 COHERE = changed(COHERE, tie_embeddings=True, logit_scale=0.25)
@@ -500,6 +554,12 @@ FALCON = changed(FALCON, output_bias=False, mlp_bias=False)
         ),
         (GRANITE_MOE, of("granitemoe", **SCALES, **COUNTS)),
         (GRANITE4, of("granitemoe", **SCALES, **COUNTS, **SHARED_WIDTH)),
+        (
+            changed(SPEC, family="mistral3", rope=SCALED),
+            of("mistral3", **YARN_SETTINGS, attention__temperature_scale=0.25),
+        ),
+        (changed(SPEC, family="mistral3", rope=YARN), of("mistral3", **YARN_SETTINGS)),
+        (changed(SPEC, family="mistral3"), of("mistral3")),  # Mistral Small 3.1
         (GLM4, of("glm4", rope__dimension_count=8)),
         (
             changed(SPEC, family="chatglm", rope=RopeSpec(1e4, 8), qkv_bias=True),
@@ -558,6 +618,16 @@ def test_files_of_other_architectures_are_refused_by_name(arch: str, tmp_path: P
             "the tensor 'blk.0.ffn_[a-z]*_shexp.weight' is not part of a granitemoe model",
         ),
         (SPEC, of("llama", residual_scale=0.5), "llama.residual_scale = 0.5 is not supported"),
+        (
+            SPEC,
+            of("llama", attention__temperature_scale=0.1),
+            "llama.attention.temperature_scale = 0.1.* is not supported",
+        ),
+        (
+            changed(SPEC, family="mistral3"),
+            of("mistral3", attention__temperature_scale=-1.0),
+            "mistral3.attention.temperature_scale must be a number from 0",
+        ),
         (
             GLM4,
             of("glm4", rope__dimension_sections=[2, 2]),

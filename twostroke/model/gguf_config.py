@@ -32,6 +32,7 @@ from twostroke.model.spec import (
     QKNorm,
     RopeSpec,
     with_layers,
+    with_query_scales,
     without_rope,
 )
 from twostroke.model.tensor_names import TensorNames
@@ -115,6 +116,14 @@ def _llama(settings: Settings) -> ModelSpec:
     if not settings.integer(parts.EXPERT_COUNT, 0, EXPERTS[1], default=0):
         return spec
     return with_layers(spec, mlp=parts.experts(settings, "feed_forward_length", normalised=True))
+
+
+def _mistral3(settings: Settings) -> ModelSpec:
+    """Ministral 3 and, of later conversions, Mistral Small 3.1 and 3.2, whose queries have no
+    scales. Readers of the format know that one scale is for as many positions as the original
+    context has."""
+    beta = parts.multiplier(settings, parts.QUERY_BETA)
+    return with_query_scales(_plain(settings), beta, parts.original_context(settings))
 
 
 def _qwen2_moe(settings: Settings) -> ModelSpec:
@@ -403,7 +412,7 @@ _CAPS = (parts.ATTENTION_SOFTCAP, parts.LOGIT_SOFTCAP)
 _SCALES = (parts.ATTENTION_SCALE, "embedding_scale", "residual_scale", "logit_scale")
 _EXPERTS = (parts.EXPERT_COUNT,)
 _ROPE_FACTORS = (parts.ROPE_FACTORS_LONG, parts.ROPE_FACTORS_SHORT)
-_LATENTS = ("attention.kv_lora_rank", "rope.scaling.yarn_log_multiplier")
+_LATENTS = ("attention.kv_lora_rank", parts.YARN_LOG_MULTIPLIER)
 _SPLIT = (NAMES.layer["k_b"], NAMES.layer["v_b"])
 # SmolLM2, Mistral, Mixtral, Falcon 3, InternLM 3 and Llama 3.x call themselves llama
 ARCHITECTURES = {
@@ -413,6 +422,7 @@ ARCHITECTURES = {
     "olmoe": Architecture(_olmoe, settings=_EXPERTS),
     "qwen2": Architecture(_llama, tensors=(parts.ROPE_FACTORS,)),
     "qwen3": Architecture(_qwen3, tensors=(parts.ROPE_FACTORS,)),
+    "mistral3": Architecture(_mistral3, LLAMA_NAMES, (parts.QUERY_BETA, parts.YARN_LOG_MULTIPLIER)),
     "internlm2": Architecture(_llama, LLAMA_NAMES),
     "smollm3": Architecture(_smollm3, LLAMA_NAMES, tensors=(parts.ROPE_FACTORS,)),
     "granite": Architecture(_granite, LLAMA_NAMES, _SCALES, tensors=(parts.ROPE_FACTORS,)),

@@ -47,6 +47,8 @@ ROPE_FACTORS = "rope_freqs.weight"
 ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 RMS_NORM_EPS, LAYER_NORM_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 ATTENTION_SCALE = "attention.scale"
+QUERY_BETA = "attention.temperature_scale"
+YARN_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 EXPERT_COUNT = "expert_count"
 ATTENTION_SOFTCAP, LOGIT_SOFTCAP = "attn_logit_softcapping", "final_logit_softcapping"
 
@@ -59,13 +61,13 @@ NEUTRAL_SETTINGS: dict[str, tuple[Any, ...]] = {
     "attention.clamp_kqv": (0,),
     "attention.max_alibi_bias": (0,),
     "attention.kv_lora_rank": (0,),
-    "attention.temperature_scale": (0,),
+    QUERY_BETA: (0,),
     ATTENTION_SCALE: (0,),  # 0 stands for the usual 1/√head_dim
     "embedding_scale": (0, 1),
     "residual_scale": (0, 1),
     "logit_scale": (0, 1),
     "use_parallel_residual": (False,),
-    "rope.scaling.yarn_log_multiplier": (0,),
+    YARN_LOG_MULTIPLIER: (0,),
     "rope.scaling.yarn_ext_factor": (1,),
 }
 
@@ -177,7 +179,7 @@ def latent_attention(settings: Settings) -> tuple[AttentionSpec, int]:
     else:
         turned, max_context = rope(settings, head_dim)
     scale = head_dim**-0.5
-    sharpened = settings.number("rope.scaling.yarn_log_multiplier", high=100.0, default=0.0)
+    sharpened = settings.number(YARN_LOG_MULTIPLIER, high=100.0, default=0.0)
     if sharpened and turned.kind == "yarn":
         # In the place of what multiplies cos and sin.
         turned = replace(turned, attention_factor=_attention_factor(settings))
@@ -374,7 +376,7 @@ def rope(settings: Settings, head_dim: int) -> tuple[RopeSpec, int]:
         return RopeSpec(base, dim, "factors", freq_factors=factors), positions
     if plain:
         return RopeSpec(base, dim), positions
-    original = _original_context(settings, positions)
+    original = original_context(settings)
     max_context = max(positions, int(original * factor))
     if max_context > CONTEXT[1]:
         settings.refuse(
@@ -385,6 +387,10 @@ def rope(settings: Settings, head_dim: int) -> tuple[RopeSpec, int]:
         return RopeSpec(base, dim, "linear", factor, original), max_context
     fast = settings.number("rope.scaling.yarn_beta_fast", above=0.0, high=1e6, default=32.0)
     slow = settings.number("rope.scaling.yarn_beta_slow", above=0.0, high=1e6, default=1.0)
+    # The config's mscale_all_dim; its mscale files do not say, and readers take it for 1. (With
+    # latents it means something else: see `latent_attention`.)
+    all_dim = settings.number(YARN_LOG_MULTIPLIER, high=100.0, default=0.0)
+    sharpened = yarn_attention_factor(factor) / yarn_attention_factor(factor, all_dim)
     return RopeSpec(
         base,
         dim,
@@ -393,14 +399,14 @@ def rope(settings: Settings, head_dim: int) -> tuple[RopeSpec, int]:
         original,
         beta_fast=fast,
         beta_slow=slow,
-        attention_factor=_attention_factor(settings, yarn_attention_factor(factor)),
+        attention_factor=_attention_factor(settings, sharpened),
     ), max_context
 
 
 def longrope(settings: Settings, head_dim: int) -> RopeSpec:
     """From the two tensors of factors, within the original context and beyond it."""
     dim, positions = rope_dim(settings, head_dim), context(settings)
-    original = _original_context(settings, positions)
+    original = original_context(settings)
     return RopeSpec(
         theta(settings),
         dim,
@@ -413,9 +419,9 @@ def longrope(settings: Settings, head_dim: int) -> RopeSpec:
     )
 
 
-def _original_context(settings: Settings, positions: int) -> int:
+def original_context(settings: Settings) -> int:
     name = "rope.scaling.original_context_length"
-    original: int = settings.integer(name, *CONTEXT, default=positions)
+    original: int = settings.integer(name, *CONTEXT, default=context(settings))
     return original
 
 

@@ -40,6 +40,7 @@ from twostroke.model.spec import (
     EXPERTS,
     HEADS,
     LAYERS,
+    MULTIPLIER_MAX,
     WIDTH,
     AttentionSpec,
     ExpertsSpec,
@@ -48,6 +49,7 @@ from twostroke.model.spec import (
     ModelSpec,
     RopeSpec,
     with_layers,
+    with_query_scales,
     without_rope,
 )
 from twostroke.model.tensor_names import TensorNames
@@ -79,16 +81,50 @@ def _ministral(fields: Fields) -> ModelSpec:
     return _plain(fields, "ministral", windows, qkv_bias=False, output_bias=False)
 
 
+# What the family's own code takes where a config does not describe the rope at all.
+MINISTRAL3_ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "mscale": 1.0}
+MINISTRAL3_ROPE |= {"original_max_position_embeddings": 16384, "mscale_all_dim": 1.0}
+MINISTRAL3_ROPE |= {"llama_4_scaling_beta": 0.1}
+
+
+def _ministral3(fields: Fields) -> ModelSpec:
+    """Beyond the original context queries are multiplied by a number of their position."""
+    if "rope_parameters" not in fields and "rope_scaling" not in fields:
+        fields = fields.over(Fields(fields.where, {"rope_parameters": MINISTRAL3_ROPE}))
+    window = parts.window(fields, default=None)
+    spec = _plain(
+        fields.with_defaults({"num_key_value_heads": 8, "head_dim": 128}),
+        "ministral3",
+        windows=(window,) * parts.num_layers(fields),
+        eps=1e-5,
+        mlp=parts.mlp(fields, parts.activation(fields)),
+        qkv_bias=False,
+        output_bias=False,
+    )
+    given = fields.nested("rope_scaling").over(fields.nested("rope_parameters"))
+    if "llama_4_scaling_beta" not in given:
+        raise ModelError(
+            f"{fields.where}: there is no llama_4_scaling_beta in rope_parameters (or, in older "
+            "configs, rope_scaling), which a model of this model_type has."
+        )
+    beta = given.number("llama_4_scaling_beta", high=MULTIPLIER_MAX)
+    span = parts.original_context(given, fields, parts.context(fields))
+    return with_query_scales(spec, beta, span)
+
+
+MISTRAL3_TEXTS = {"mistral": _mistral, "ministral3": _ministral3}
+
+
 def _mistral3(fields: Fields) -> ModelSpec:
-    """Mistral Small 3.1 and 3.2."""
-    text = _text_part(fields, "a Mistral without images is 'mistral'")
-    kind = text.value("model_type")
-    if kind not in (None, "mistral"):
+    """Mistral Small 3.1 and 3.2, and all published Ministral 3."""
+    text = _text_part(fields, "one without images is 'mistral' or 'ministral3'")
+    kind = text.value("model_type") if "model_type" in text else "mistral"
+    if not isinstance(kind, str) or kind not in MISTRAL3_TEXTS:
         raise ModelError(
             f"{text.where}: the architecture {shown(kind)} (model_type) is not supported, only "
-            "'mistral'."
+            f"{' and '.join(map(repr, MISTRAL3_TEXTS))}."
         )
-    return _mistral(text)
+    return MISTRAL3_TEXTS[kind](text)
 
 
 def _smollm3(fields: Fields) -> ModelSpec:
@@ -593,6 +629,7 @@ FAMILIES = {  # by model_type
     "llama": Family(_llama),
     "minicpm3": Family(_minicpm3, reads=LATENT),
     "ministral": Family(_ministral),
+    "ministral3": Family(_ministral3),
     "mistral": Family(_mistral),
     "mistral3": Family(_mistral3, images=True),
     "mixtral": Family(_mixtral, MIXTRAL_NAMES),

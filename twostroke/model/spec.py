@@ -468,6 +468,16 @@ def without_rope(spec: ModelSpec, layers: Collection[int]) -> ModelSpec:
     return replace(spec, layers=tuple(pair[n in layers] for n, pair in pairs))
 
 
+def with_query_scales(spec: ModelSpec, beta: float, span: int) -> ModelSpec:
+    """The same, with the queries of every layer multiplied as `RopeSpec` says, if at all."""
+
+    def scaled(layer: LayerSpec) -> LayerSpec:
+        rope = replace(layer.attention.rope, query_beta=beta, query_span=span)
+        return replace(layer, attention=replace(layer.attention, rope=rope))
+
+    return replace(spec, layers=tuple(map(scaled, spec.layers))) if beta else spec
+
+
 _SHAPED_BY: Final = {
     "embed": ("vocab_size", "hidden_size"),
     "head": ("vocab_size", "hidden_size", "tie_embeddings"),
