@@ -397,9 +397,12 @@ def streamings(weight: PackedWeight, gated: bool) -> Iterator[packed.Streaming]:
     assert usual is not None
     yield usual
     if weight.bits == 4:
-        ways = ((1, 8, 1), (2, 8, 1), (4, 8, 1), (1, 16, 1), (2, 16, 1), (4, 16, 2), (4, 8, 2))
         blocks = weight.shape[1] // weight.block
-        yield from (packed.Streaming(*way) for way in ways if blocks % way[1] == 0)
+        sizes = ((1, 8, 1), (2, 8, 1), (4, 8, 1), (2, 16, 2), (4, 16, 2))
+        for size, depth in product(sizes, (1, 2, 4)):
+            # As many codes in flight as a thread has registers for.
+            if blocks % size[1] == 0 and size[0] * depth * (1 + gated) <= 16:
+                yield packed.Streaming(*size, depth)
         return
     groups = weight.scale.shape[1]
     for columns, wanted, warps in (
@@ -423,8 +426,11 @@ def tilings(rows: int, weight: PackedWeight, gated: bool) -> Iterator[packed.Til
     steps = weight.shape[1] // (weight.block if weight.bits == 4 else weight.group)
     if rows > usual.rows:
         usual = replace(usual, splits=1)
-    for change in changes_4(usual, rows) if weight.bits == 4 else changes_8(usual, rows):
-        way = replace(usual, **change)
+    changes = changes_4(usual, rows) if weight.bits == 4 else changes_8(usual, rows)
+    ways = [replace(usual, **change) for change in changes]
+    if weight.bits == 4 and rows > 32:
+        ways += wide_4(rows, weight, gated)
+    for way in ways:
         can_split = not gated and rows <= way.rows and way.columns >= ARRIVALS_COLUMNS
         if steps % way.step == 0 and way.splits <= max(1, steps // way.step * can_split):
             yield way
@@ -451,6 +457,18 @@ def changes_4(usual: packed.Tiling, rows: int) -> list[dict[str, int]]:
     if rows > 64:
         found.append({"rows": 192 - usual.rows})
     return found
+
+
+def wide_4(rows: int, weight: PackedWeight, gated: bool) -> Iterator[packed.Tiling]:
+    """Of many rows, scaled before the product."""
+    columns = weight.shape[0] // (1 + gated)
+    sizes = product((64, 128, 256), (64, 128), (4, 8), (2, 3, 4), (1, 2, 4))
+    for size, tile, warps, stages, splits in sizes:
+        sums = size * tile * (1 + gated) // (32 * warps)
+        programs = -(-columns // tile) * -(-rows // size) * splits
+        fits = stages * (size * 256 + tile * (1 + gated) * 64) <= 200 << 10
+        if size <= rows and 32 <= sums <= 128 and fits and (splits == 1 or programs <= 264):
+            yield packed.Tiling(size, tile, 1, splits, True, warps, stages, True)
 
 
 def changes_8(usual: packed.Tiling, rows: int) -> list[dict[str, int]]:

@@ -62,6 +62,8 @@ def _result(operation: str, v: list[int]) -> int:
         return v[0]
     if name == "shr":
         return v[0] >> v[1]
+    if name == "shl":
+        return v[0] << v[1] & 0xFFFFFFFF
     if name == "and":
         return v[0] & v[1]
     if name == "xor":

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -30,6 +31,7 @@ PROGRAMS = 512  # of a matrix whose K is split
 NARROW = 4096  # columns of a matrix that is cut into narrower tiles, for as many programs
 LEAST_STEPS = 4  # of a program's part of K, of 8 bits
 LEAST_INNER = 1024  # numbers of it, of 4 bits
+LEAST_GROUP = 64  # numbers of a group whose scale may come after its product
 DEQUANTISED = 1024  # words of a program, at the most
 
 
@@ -54,11 +56,7 @@ def tiling_4(rows: int, weight: PackedWeight, gated: bool) -> Tiling | None:
         return None
     columns, inner = weight.shape
     blocks = inner // weight.block
-    # Of groups as short as a nibble's numbers, sums are scaled four times a block: of few rows.
-    short = 4 * weight.group == weight.block
-    block = min(32 if short else 64 if gated else 128, max(8, power_of_two(rows)))
-    if short and not gated and rows > block:
-        return None
+    block = min(64 if gated else 128, max(8, power_of_two(rows)))
     # Scales of a step are in registers before it begins, beside the sums.
     scales = max(1, weight.block // weight.group) * (1 + gated) * (1 + (weight.offset is not None))
     wanted = min(64 // block, 16 // scales, 4)
@@ -210,7 +208,7 @@ def _stream_variant(
     options = tiles.stream_options(tuned, activation, pdl)
     if block is None:
         return Variant(kernels.stream_row_8, **sizes, **options)
-    return Variant(kernels.stream_row_4, BLOCK=block, **sizes, **options)
+    return Variant(kernels.stream_row_4, BLOCK=block, DEPTH=tuned.depth, **sizes, **options)
 
 
 def tiled(
@@ -233,6 +231,8 @@ def tiled(
     of_step = weight.block if weight.bits == 4 else weight.group
     tuned = tiles.fitted(tuned, tuned.step * of_step * each)
     splits = tiles.split_buffers(tuned, rows, columns, weight.arrived)
+    if weight.bits == 4 and scaled_first(weight):
+        tuned = replace(tuned, scaled=True)
     make = _variant_4 if weight.bits == 4 else _variant_8
     variant = make(columns, inner, weight.group, tuned, activation, pdl)
     of_weight = (words_of(weight), weight.scale, weight.zero, weight.offset)
@@ -251,9 +251,15 @@ def _variant_4(
 ) -> Variant:
     block = block_size(inner, group)
     sizes = {"N": columns, "K": inner, "GROUP": group, "BLOCK": block, "STEP": tuned.step}
-    options = tiles.tile_options(tuned, activation, pdl)
+    options = tiles.tile_options(tuned, activation, pdl) | {"SCALED": tuned.scaled}
     del options["WEIGHT_FIRST"]
     return Variant(kernels.multiply_tile_4, **sizes, **options)
+
+
+def scaled_first(weight: PackedWeight) -> bool:
+    """Whether tiles of 4 bits must be: sums of short groups would be scaled too often, and offsets
+    are no factor."""
+    return weight.offset is not None or weight.group < LEAST_GROUP
 
 
 @cache

@@ -46,18 +46,30 @@ def whole_asm(kind: str) -> str:
 
 
 def floats_4_asm() -> str:
-    """Two words of four codes → 16^n · (code − 8) of both words' first codes (n = 0), their second,
-    third, fourth. Codes stay where they are in a word: below 2^23, that is where they count for
-    as much."""
-    lines = [".reg .b32 high;", "shr.u32 high, $8, 16;"]
-    for i in range(8):
-        n, word = i // 2, ("$8", "high")[i % 2]
-        lines.append(f"lop3.b32 ${i}, {word}, {15 << 4 * n:#010x}, 0x4B000000, 0xEA;")
-        lines.append(f"add.rn.f32 ${i}, ${i}, 0f{0xCB000000 + (8 << 4 * n):08X};")
+    """Two words of four codes → both words' first codes, their second, third, fourth, above 2048,
+    128, 2048 and 128: the power of two below which a code counts for itself where four shifts
+    leave it, at the bits 12 to 15 and 16 to 19."""
+    lines = [".reg .b32 w<4>;"]
+    for i, (way, by) in enumerate((("shl", 12), ("shl", 4), ("shr", 4), ("shr", 12))):
+        lines.append(f"{way}.{'b32' if way == 'shl' else 'u32'} w{i}, $8, {by};")
+    for n in range(4):
+        above, mask = ((0x45000000, 0xF000), (0x43000000, 0xF0000))[n % 2]
+        for word in range(2):
+            moved = f"w{2 * word + n // 2}"
+            lines.append(f"lop3.b32 ${2 * n + word}, {moved}, {mask:#010x}, {above:#010x}, 0xEA;")
     return "{" + "\n".join(lines) + "}"
 
 
+def scaled_4_asm(kind: str, terms: bool) -> str:
+    """Two numbers times two, and two more added."""
+    return f"fma.rn.{kind}x2 $0, $1, $2, $3;" if terms else f"mul.rn.{kind}x2 $0, $1, $2;"
+
+
 _FLOATS = tl.constexpr(floats_asm())
+_SCALED_4_BF16 = tl.constexpr(scaled_4_asm("bf16", False))
+_SCALED_4_F16 = tl.constexpr(scaled_4_asm("f16", False))
+_TERMED_4_BF16 = tl.constexpr(scaled_4_asm("bf16", True))
+_TERMED_4_F16 = tl.constexpr(scaled_4_asm("f16", True))
 _FLOATS_4 = tl.constexpr(floats_4_asm())
 _SCALED_BF16 = tl.constexpr(scaled_asm("bf16"))
 _SCALED_F16 = tl.constexpr(scaled_asm("f16"))
@@ -85,7 +97,7 @@ def floats_8(words):
 
 @triton.jit
 def floats_4(words):
-    """16^n · (code − 8) of the codes n = 0 to 3 of int16 words."""
+    """2048 + code, 128 + code, 2048 + code, 128 + code of the four codes of int16 words."""
     if ASM:
         a, b, c, d = tl.inline_asm_elementwise(
             _FLOATS_4,
@@ -96,10 +108,10 @@ def floats_4(words):
             pack=2,
         )
     else:
-        a = ((words & 15) - 8).to(tl.float32)
-        b = ((words >> 4 & 15) - 8).to(tl.float32) * 16
-        c = ((words >> 8 & 15) - 8).to(tl.float32) * 256
-        d = ((words >> 12 & 15) - 8).to(tl.float32) * 4096
+        a = (words & 15).to(tl.float32) + 2048
+        b = (words >> 4 & 15).to(tl.float32) + 128
+        c = (words >> 8 & 15).to(tl.float32) + 2048
+        d = (words >> 12 & 15).to(tl.float32) + 128
     return a, b, c, d
 
 
@@ -128,6 +140,36 @@ def scaled_8(codes, factor, term, kind: tl.constexpr):
     else:
         numbers = (factor * codes.to(tl.float32) + term).to(kind)
     return numbers
+
+
+@triton.jit
+def scaled_4(numbers, factors, terms):
+    """numbers · factors, and terms (or None) added, rounded once; all of one type."""
+    kind: tl.constexpr = numbers.dtype
+    if not ASM:
+        exact = numbers.to(tl.float32) * factors.to(tl.float32)
+        if terms is not None:
+            exact += terms.to(tl.float32)
+        scaled = exact.to(kind)
+    elif terms is None:
+        scaled = tl.inline_asm_elementwise(
+            _SCALED_4_BF16 if kind == tl.bfloat16 else _SCALED_4_F16,
+            "=r,r,r",
+            [numbers, factors],
+            dtype=numbers.dtype,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        scaled = tl.inline_asm_elementwise(
+            _TERMED_4_BF16 if kind == tl.bfloat16 else _TERMED_4_F16,
+            "=r,r,r,r",
+            [numbers, factors, terms],
+            dtype=numbers.dtype,
+            is_pure=True,
+            pack=2,
+        )
+    return scaled
 
 
 @triton.jit

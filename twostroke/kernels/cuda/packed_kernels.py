@@ -10,6 +10,7 @@ from twostroke.kernels.cuda.packed_codes import (
     floats_4,
     floats_8,
     group_line,
+    scaled_4,
     scaled_8,
     whole_4,
 )
@@ -44,52 +45,50 @@ def multiply_tile_4(
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
     SPLITS: tl.constexpr,
+    SCALED: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # The weight is the left operand: its numbers are made in registers, where that one may be, and
-    # 64 columns are what the matrix units of Hopper take, with 8 rows or more.
+    # 64 columns are what the matrix units of Hopper take, with 8 rows or more. A gated pair's
+    # columns are one tile, the gate's before the up's.
     tile, split = tl.program_id(1), tl.program_id(2)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
+    LINES: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
+    number = tl.arange(0, LINES)
     # Columns past the end read the last row of the weight again, and are dropped.
-    line = tl.minimum(column, N - 1).to(tl.int64)
+    line = tl.minimum(tile * COLUMNS + number % COLUMNS, N - 1) + number // COLUMNS * N
+    line = line.to(tl.int64)
     WORDS: tl.constexpr = BLOCK // 4
     BLOCKS: tl.constexpr = K // BLOCK
-    # Numbers of a block that have one scale, which comes after their product.
+    # Numbers of a block that have one scale.
     RUN: tl.constexpr = GROUP if GROUP < BLOCK else BLOCK
-    # Numbers of one product: a run's where the instructions are Hopper's own (the compiler waits
-    # for each product), else those of one nibble, which the others' take without moves.
-    PIECE: tl.constexpr = RUN if COLUMNS >= 64 and ROWS >= 16 else WORDS
+    RUNS: tl.constexpr = BLOCK // RUN
+    # Numbers of one product: as many as there may be where the instructions are Hopper's own (the
+    # compiler waits for each product), else those of one nibble, which the others' take without
+    # moves.
+    HOPPER: tl.constexpr = LINES >= 64 and ROWS >= 16
+    PIECE: tl.constexpr = BLOCK if SCALED else RUN if HOPPER else WORDS
     EACH: tl.constexpr = (BLOCKS // STEP + SPLITS - 1) // SPLITS * STEP
-    HALF: tl.constexpr = N * BLOCKS * WORDS
     at = codes + (line * (BLOCKS * WORDS))[:, None] + tl.arange(0, WORDS)[None, :]
     x_at = x + row[:, None] * K + tl.arange(0, PIECE)[None, :]
     there = (row < num_rows)[:, None]
-    sums = tl.zeros([COLUMNS, ROWS], tl.float32)
-    others = sums
+    sums = tl.zeros([LINES, ROWS], tl.float32)
     begin, end = split * EACH, tl.minimum(BLOCKS, (split + 1) * EACH)
     if PDL:
         AHEAD: tl.constexpr = EACH * WORDS if EACH * WORDS * 2 < FETCHED else FETCHED // 2
         first = codes + line * (BLOCKS * WORDS)
-        first += tl.minimum(begin * WORDS, BLOCKS * WORDS - AHEAD)
-        fetch_to_l2(first, AHEAD * 2)
-        if GATED:
-            fetch_to_l2(first + HALF, AHEAD * 2)
+        fetch_to_l2(first + tl.minimum(begin * WORDS, BLOCKS * WORDS - AHEAD), AHEAD * 2)
     # Scales are asked for a step ahead, as nothing else fetches them.
     group = line * (K // GROUP)
-    up_group = group + N * (K // GROUP)
     ahead = tl.minimum(begin, BLOCKS - STEP) * BLOCK
-    of_groups = _groups(scale, offset, group, ahead, STEP * BLOCK, RUN, GROUP)
-    if GATED:
-        of_up = _groups(scale, offset, up_group, ahead, STEP * BLOCK, RUN, GROUP)
+    of_groups = _groups(scale, offset, group, ahead, STEP, BLOCK, GROUP, SCALED)
     wait_for_previous(PDL)
     for start in tl.range(begin, end, STEP):
         ahead = tl.minimum(start + STEP, BLOCKS - STEP) * BLOCK
-        next_groups = _groups(scale, offset, group, ahead, STEP * BLOCK, RUN, GROUP)
-        if GATED:
-            next_up = _groups(scale, offset, up_group, ahead, STEP * BLOCK, RUN, GROUP)
+        next_groups = _groups(scale, offset, group, ahead, STEP, BLOCK, GROUP, SCALED)
         for n in tl.static_range(STEP):
             inner = (start + n) * BLOCK
             of_x = ()
@@ -98,19 +97,19 @@ def multiply_tile_4(
                 of_x += (tl.trans(piece),)  # type: ignore[assignment]
             words = tl.load(at + inner // 4, eviction_policy="evict_first")
             zeros = None if zero is None else zero + group + inner // GROUP
-            sums = _add_block(
-                sums, of_x, words, of_groups, zeros, n, BLOCK // RUN, offset is not None
-            )
-            if GATED:
-                words = tl.load(at + HALF + inner // 4, eviction_policy="evict_first")
-                zeros = None if zero is None else zero + up_group + inner // GROUP
-                others = _add_block(
-                    others, of_x, words, of_up, zeros, n, BLOCK // RUN, offset is not None
-                )
+            if SCALED:
+                numbers = _whole(words, zeros, RUNS, x.dtype.element_ty)
+                numbers = _scaled(numbers, of_groups, n, STEP)
+                sums = tl.dot(numbers, of_x[0], sums)  # type: ignore[misc]
+            else:
+                sums = _add_block(sums, of_x, words, of_groups, zeros, n, RUNS)
         of_groups = next_groups
-        if GATED:
-            of_up = next_up
-    sums, others = tl.trans(sums), tl.trans(others)
+    if GATED:
+        both = tl.permute(tl.reshape(sums, [2, COLUMNS, ROWS]), (2, 1, 0))
+        sums, others = tl.split(both)
+    else:
+        sums = tl.trans(sums)
+        others = sums
     _store(
         sums,
         others,
@@ -143,101 +142,134 @@ def stream_row_4(
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
+    DEPTH: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # [blocks, columns, words]: 8 words of a block are one thread's, and so are the row's numbers
-    # of their nibbles, 8 in each quarter of the block. The next threads have the next blocks, so
-    # that the numbers are those of all columns.
-    WORDS: tl.constexpr = BLOCK // 4
+    # [loads of a block, blocks, columns, words]: a load's 8 words are one thread's, and so are the
+    # row's numbers of their nibbles, 8 in each quarter of the block. The next threads have the next
+    # loads and blocks, as the compiler gives the first axes to threads first, so that the numbers
+    # are those of all columns.
+    LOADS: tl.constexpr = BLOCK // 32
     LINE: tl.constexpr = K // 4
     GROUPS: tl.constexpr = K // GROUP
     RUNS: tl.constexpr = BLOCK // GROUP if GROUP < BLOCK else 1
+    STEP: tl.constexpr = PARTS * BLOCK
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    part, word = tl.arange(0, PARTS)[:, None], tl.arange(0, WORDS)[None, None, :]
+    part = tl.arange(0, PARTS)
     # Columns past the end read the last row of the weight again, and are dropped.
     line = tl.minimum(column, N - 1).to(tl.int64)
-    at = codes + (line * LINE)[None, :, None] + ((part * WORDS)[:, :, None] + word)
-    group = (line * GROUPS)[None, :]
-    x_at = x + (part * BLOCK)[:, :, None] + word
+    word = tl.arange(0, LOADS)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    at = (part * (BLOCK // 4))[None, :, None, None] + word[:, None, None, :]
+    x_at = x + (part * BLOCK)[None, :, None, None] + word[:, None, None, :]
+    at = codes + (line * LINE)[None, None, :, None] + at
+    # Each load's own scales, though they are those of its block: so they are where the sums are.
+    group = tl.zeros([LOADS, 1, 1], tl.int64) + (line * GROUPS)[None, None, :]
     HALF: tl.constexpr = N * LINE
     HALF_GROUPS: tl.constexpr = N * GROUPS
-    first = tl.load(at, eviction_policy="evict_first")
-    lines = _lines(scale, zero, offset, group + part * BLOCK // GROUP, RUNS)
-    if GATED:
-        second = tl.load(at + HALF, eviction_policy="evict_first")
-        of_up = group + HALF_GROUPS + part * BLOCK // GROUP
-        up_lines = _lines(scale, zero, offset, of_up, RUNS)
-    if PDL:
-        # What no load has asked for.
-        STEP: tl.constexpr = PARTS * WORDS
-        REST: tl.constexpr = LINE - STEP if LINE - STEP < 1024 else 1024
-        if REST > 0:
-            rest = codes + line * LINE + STEP
-            fetch_to_l2(rest, REST * 2)
-            if GATED:
-                fetch_to_l2(rest + HALF, REST * 2)
-    wait_for_previous(PDL)
-    sums = tl.zeros([PARTS, COLUMNS, WORDS], tl.float32)
-    others = sums
-    for start in tl.range(0, K, PARTS * BLOCK):
-        of_x = ()
-        for n in tl.static_range(4):
-            of_x += (tl.load(x_at + start + n * WORDS).to(tl.float32),)  # type: ignore[assignment]
-        # The next codes are on their way while these are multiplied.
-        there = start + PARTS * BLOCK < K
-        ahead = tl.minimum(start + PARTS * BLOCK, K - PARTS * BLOCK)
-        groups = group + (ahead + part * BLOCK) // GROUP
-        next_first = tl.load(at + ahead // 4, mask=there, eviction_policy="evict_first")
-        next_lines = _lines(scale, zero, offset, groups, RUNS)
+    # DEPTH steps are on their way at any time.
+    held, up_held = (), ()
+    for n in tl.static_range(DEPTH):
+        start, places = n * STEP, _places(n * STEP, part, K - STEP, BLOCK, GROUP)
+        found = _asked(at, scale, zero, offset, group + places, start, K, RUNS)
+        held += (found,)  # type: ignore[assignment]
         if GATED:
-            next_second = tl.load(at + HALF + ahead // 4, mask=there, eviction_policy="evict_first")
-            next_up_lines = _lines(scale, zero, offset, groups + HALF_GROUPS, RUNS)
-            others = _add_words(others, of_x, second, up_lines, RUNS)
-            second, up_lines = next_second, next_up_lines
-        sums = _add_words(sums, of_x, first, lines, RUNS)
-        first, lines = next_first, next_lines
-    result = tl.sum(tl.sum(sums, axis=2), axis=0)
+            places += HALF_GROUPS
+            found = _asked(at + HALF, scale, zero, offset, group + places, start, K, RUNS)
+            up_held += (found,)  # type: ignore[assignment]
+    wait_for_previous(PDL)
+    sums = tl.zeros([LOADS, PARTS, COLUMNS], tl.float32)
+    others = sums
+    for begin in tl.range(0, K, DEPTH * STEP):
+        fresh, up_fresh = (), ()
+        for n in tl.static_range(DEPTH):
+            here = begin + n * STEP
+            of_x, totals = (), ()
+            for m in tl.static_range(4):
+                numbers = tl.load(x_at + here + m * (BLOCK // 4), mask=here < K, other=0.0)
+                numbers = numbers.to(tl.float32)
+                of_x += (numbers,)  # type: ignore[assignment]
+                totals += (tl.sum(numbers, axis=3),)  # type: ignore[assignment]
+            sums = _add_step(sums, of_x, totals, held[n], offset is not None, RUNS)
+            if GATED:
+                others = _add_step(others, of_x, totals, up_held[n], offset is not None, RUNS)
+            start = here + DEPTH * STEP
+            places = _places(start, part, K - STEP, BLOCK, GROUP)
+            found = _asked(at, scale, zero, offset, group + places, start, K, RUNS)
+            fresh += (found,)  # type: ignore[assignment]
+            if GATED:
+                places += HALF_GROUPS
+                found = _asked(at + HALF, scale, zero, offset, group + places, start, K, RUNS)
+                up_fresh += (found,)  # type: ignore[assignment]
+        held, up_held = fresh, up_fresh
+    result = tl.sum(tl.sum(sums, axis=0), axis=0)
     if GATED:
-        other = tl.sum(tl.sum(others, axis=2), axis=0)
+        other = tl.sum(tl.sum(others, axis=0), axis=0)
         result = gate_times_up(result, other, out.dtype.element_ty, ACTIVATION)
     tl.store(out + column, result.to(out.dtype.element_ty), mask=column < N)
 
 
 @triton.jit
-def _lines(scale, zero, offset, at, RUNS: tl.constexpr):
-    """Of each run of blocks: what codes less 8 are multiplied with, then what is added to them
-    all, where it is not nothing."""
-    factors, terms = (), ()
-    for n in tl.static_range(RUNS):
-        factor = tl.load(scale + at + n).to(tl.float32)
-        factors += (factor[:, :, None],)  # type: ignore[assignment]
-        if offset is not None:
-            term = tl.load(offset + at + n).to(tl.float32) + 8 * factor
-            terms += (term[:, :, None],)  # type: ignore[assignment]
-        elif zero is not None:
-            term = (8 - tl.load(zero + at + n).to(tl.float32)) * factor
-            terms += (term[:, :, None],)  # type: ignore[assignment]
-    return factors + terms
+def _places(start, part, LAST: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """The groups that the step's blocks begin with, [1, blocks, 1]."""
+    places = (tl.minimum(start, LAST) + part * BLOCK) // GROUP
+    # Not loaded as neighbours, which would be in other threads than the codes.
+    return tl.max_contiguous(places[None, :, None], [1, 1, 1])
 
 
 @triton.jit
-def _add_words(sums, of_x, words, lines, RUNS: tl.constexpr):
-    """Products of [blocks, columns, words] with the numbers of each nibble, added to the sums.
-    `lines`: by `_lines`."""
-    numbers = floats_4(words)
+def _asked(at, scale, zero, offset, places, start, K: tl.constexpr, RUNS: tl.constexpr):
+    """The codes of the step from `start` on, their groups' scales, and zeros or offsets. Past the
+    end of K they are something, for numbers that are 0."""
+    words = tl.load(at + start // 4, mask=start < K, other=0, eviction_policy="evict_first")
+    if RUNS > 1:
+        places = places[:, :, :, None] + tl.arange(0, RUNS)[None, None, None, :]
+    found = (words, tl.load(scale + places))
+    if offset is not None:
+        found += (tl.load(offset + places),)  # type: ignore[assignment]
+    elif zero is not None:
+        found += (tl.load(zero + places),)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
+def _add_step(sums, of_x, totals, asked, OFFSETS: tl.constexpr, RUNS: tl.constexpr):
+    """Products of [loads, blocks, columns, words] with the numbers of each nibble, whose sums are
+    `totals`, added to the sums. `asked`: by `_asked`."""
+    numbers, factors = floats_4(asked[0]), asked[1].to(tl.float32)
+    if OFFSETS:
+        terms = asked[2].to(tl.float32)
+    elif len(asked) > 2:
+        terms = -factors * asked[2].to(tl.float32)
+    else:
+        terms = -8 * factors
+    factors, terms = _of_runs(factors, RUNS), _of_runs(terms, RUNS)
     for m in tl.static_range(RUNS):
         for n in tl.static_range(4 * m // RUNS, 4 * (m + 1) // RUNS):
-            small = of_x[n] * (1.0, 1 / 16, 1 / 256, 1 / 4096)[n]
+            product = tl.sum(numbers[n] * of_x[n], axis=3) - (2048.0, 128.0)[n % 2] * totals[n]
             if n == 4 * m // RUNS:
-                product, total = numbers[n] * small, of_x[n]
+                found, total = product, totals[n]
             else:
-                product, total = product + numbers[n] * small, total + of_x[n]
-        sums += product * lines[m]
-        if len(lines) > RUNS:
-            sums += total * lines[RUNS + m]
+                found, total = found + product, total + totals[n]
+        sums += found * factors[m] + total * terms[m]
     return sums
+
+
+@triton.jit
+def _of_runs(numbers, RUNS: tl.constexpr):
+    """[…, runs] → those of each; of one run, they are it."""
+    if RUNS == 1:
+        found = (numbers,)
+    elif RUNS == 2:
+        found = tl.split(numbers)
+    else:
+        shape: tl.constexpr = [numbers.shape[0], numbers.shape[1], numbers.shape[2], 2, 2]
+        even, odd = tl.split(tl.reshape(numbers, shape))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        found = (first, second, third, fourth)  # type: ignore[assignment]
+    return found
 
 
 @triton.jit
@@ -246,62 +278,85 @@ def _groups(
     offset,
     group,
     inner,
-    SIZE: tl.constexpr,
-    RUN: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
-    """The scales of each run of SIZE numbers from `inner` on, then the offsets if they have any."""
+    """The scales of each run of STEP blocks from `inner` on; or where numbers are scaled first and
+    blocks have several, or offsets, all of each block, [columns, runs], and then the offsets."""
+    RUNS: tl.constexpr = BLOCK // GROUP if GROUP < BLOCK else 1
     found, others = (), ()
-    for n in tl.static_range(SIZE // RUN):
-        at = inner // GROUP + n if RUN == GROUP else (inner + n * RUN) // GROUP
-        found += (tl.load(scale + group + at),)  # type: ignore[assignment]
-        if offset is not None:
-            others += (tl.load(offset + group + at),)  # type: ignore[assignment]
+    for n in tl.static_range(STEP):
+        at = group + (inner + n * BLOCK) // GROUP
+        if SCALED and (RUNS > 1 or offset is not None):
+            places = at[:, None] + tl.arange(0, RUNS)[None, :]
+            found += (tl.load(scale + places),)  # type: ignore[assignment]
+            if offset is not None:
+                others += (tl.load(offset + places),)  # type: ignore[assignment]
+        else:
+            for m in tl.static_range(RUNS):
+                found += (tl.load(scale + at + m),)  # type: ignore[assignment]
     return found + others
 
 
 @triton.jit
-def _add_block(
-    sums,
-    of_x,
-    words,
-    of_groups,
-    zeros,
-    n: tl.constexpr,
-    RUNS: tl.constexpr,
-    OFFSETS: tl.constexpr,
-):
-    """The product of a step's block n, [columns, words], with the rows' numbers, added to the sums.
-    `of_x`: the numbers of each of its pieces, [numbers, rows]. `zeros`: where its first run's are,
-    or None."""
-    numbers = whole_4(
+def _add_block(sums, of_x, words, of_groups, zeros, n: tl.constexpr, RUNS: tl.constexpr):
+    """The product of a step's block n, [columns, words], with the rows' numbers, added to the sums,
+    each run's scaled. `of_x`: the numbers of each of its pieces, [numbers, rows]. `zeros`: where
+    its first run's are, or None."""
+    numbers = _pieces(_whole(words, zeros, RUNS, of_x[0].dtype), len(of_x))
+    EACH: tl.constexpr = len(of_x) // RUNS
+    for m in tl.static_range(RUNS):
+        product = tl.zeros(sums.shape, tl.float32)
+        for i in tl.static_range(m * EACH, m * EACH + EACH):
+            product = tl.dot(numbers[i], of_x[i], product)
+        sums += product * of_groups[n * RUNS + m].to(tl.float32)[:, None]
+    return sums
+
+
+@triton.jit
+def _scaled(numbers, of_groups, n: tl.constexpr, STEP: tl.constexpr):
+    """A step's block n, of each nibble [columns, numbers], of which 8 was taken → all of it side by
+    side, times its groups' scales."""
+    factor, terms = of_groups[n].to(tl.float32), None
+    kind: tl.constexpr = numbers[0].dtype
+    if len(factor.shape) == 1:
+        factors = tl.broadcast_to(factor.to(kind)[:, None], numbers[0].shape)
+        scaled = ()
+        for m in tl.static_range(4):
+            scaled += (scaled_4(numbers[m], factors, None),)  # type: ignore[assignment]
+        block = _pieces(scaled, 1)[0]
+    else:
+        block = _pieces(numbers, 1)[0]
+        if len(of_groups) > STEP:
+            term = of_groups[STEP + n].to(tl.float32) + 8 * factor
+            terms = _of_codes(term.to(kind), block)
+        block = scaled_4(block, _of_codes(factor.to(kind), block), terms)
+    return block
+
+
+@triton.jit
+def _whole(words, zeros, RUNS: tl.constexpr, kind: tl.constexpr):
+    """code − zero of each nibble."""
+    return whole_4(
         words,
         _zeros(zeros, 0, words),
         _zeros(zeros, RUNS // 4, words),
         _zeros(zeros, RUNS // 2, words),
         _zeros(zeros, 3 * RUNS // 4, words),
-        of_x[0].dtype,
+        kind,
     )
-    if len(of_x) < 4:
+
+
+@triton.jit
+def _pieces(numbers, COUNT: tl.constexpr):
+    """Those of the four nibbles → so many, side by side."""
+    if COUNT < 4:
         numbers = (_joined(numbers[0], numbers[1]), _joined(numbers[2], numbers[3]))
-    if len(of_x) < 2:
+    if COUNT < 2:
         numbers = (_joined(numbers[0], numbers[1]),)
-    EACH: tl.constexpr = len(of_x) // RUNS
-    for m in tl.static_range(RUNS):
-        product = tl.zeros(sums.shape, tl.float32)
-        total = product
-        for i in tl.static_range(m * EACH, m * EACH + EACH):
-            product = tl.dot(numbers[i], of_x[i], product)
-            if OFFSETS:
-                # The rows' sums, where the product has its own.
-                total = tl.dot(tl.full(numbers[i].shape, 1, numbers[i].dtype), of_x[i], total)
-        factor = of_groups[n * RUNS + m].to(tl.float32)
-        sums += product * factor[:, None]
-        if OFFSETS:
-            # Of the codes, 8 was taken.
-            offset = of_groups[len(of_groups) // 2 + n * RUNS + m].to(tl.float32) + 8 * factor
-            sums += total * offset[:, None]
-    return sums
+    return numbers
 
 
 @triton.jit

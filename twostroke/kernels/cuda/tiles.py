@@ -37,6 +37,7 @@ class Streaming:
     columns: int  # of a program
     step: int  # of K, at one time: numbers, or groups where the weight has them
     num_warps: int
+    depth: int = 1  # steps that are on their way at one time, of 4 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class Tiling:
     weight_first: bool  # the weight is the left operand: the matrix units take 64 of its rows
     num_warps: int
     num_stages: int
+    scaled: bool = False  # groups' scales are taken before the product, of 4 bits
 
 
 def table_key(format: str, rows: int, shape: tuple[int, ...], gated: bool) -> str:
@@ -59,12 +61,12 @@ def table_key(format: str, rows: int, shape: tuple[int, ...], gated: bool) -> st
 
 def of_table(entry: tuple[int, ...]) -> Streaming | Tiling | None:
     """None, where the table has nothing: the library was faster."""
-    if len(entry) == 3:
+    if len(entry) in (3, 4):
         return Streaming(*entry)
     if not entry:
         return None
-    rows, columns, step, splits, weight_first, warps, stages = entry
-    return Tiling(rows, columns, step, splits, bool(weight_first), warps, stages)
+    rows, columns, step, splits, weight_first, warps, stages, *scaled = entry
+    return Tiling(rows, columns, step, splits, bool(weight_first), warps, stages, any(scaled))
 
 
 def power_of_two_below(most: int) -> int:
