@@ -72,20 +72,21 @@ def tiling_4(rows: int, weight: PackedWeight, gated: bool) -> Tiling | None:
 
 
 def streaming(weight: PackedWeight, gated: bool) -> Streaming | None:
-    """Of one row; None where nothing here divides K."""
-    if weight.bits == 4:
-        blocks = weight.shape[1] // weight.block
-        step = next(n for n in (8, 4, 2, 1) if blocks % n == 0)
-        return None if weight.block < 64 else Streaming(2 if gated else 4, step, 1)
-    group, groups = weight.group, weight.scale.shape[1]
-    if group % 16:
+    """Of one row: a warp has 1,024 numbers of 4 bits or 256 of 8 at one time, of some columns, and
+    asks for the next meanwhile. None where blocks are too short for its loads."""
+    block = stream_block(weight)
+    if block < (64 if weight.bits == 4 else 16):
         return None
-    ways = ((1, 512, 1),) if gated else ((4, 1024, 2), (4, 512, 2))
-    for columns, size, warps in (*ways, (8, 256, 4), (8, 128, 4)):
-        count = size // group
-        if count and groups % count == 0:
-            return Streaming(columns, count, warps)
-    return Streaming(8, 1, 2)
+    blocks, most = weight.shape[1] // block, (1024 if weight.bits == 4 else 256) // block
+    step = next(n for n in (16, 8, 4, 2, 1) if n <= most and blocks % n == 0)
+    return Streaming(2 if gated else 4, step, 1, 2)
+
+
+def stream_block(weight: PackedWeight) -> int:
+    """Numbers whose codes lie together, and which have one scale where they are of 8 bits."""
+    if weight.bits == 4:
+        return weight.block
+    return min(128, weight.group & -weight.group)
 
 
 def tiling_8(rows: int, weight: PackedWeight, gated: bool) -> Tiling | None:
@@ -185,8 +186,8 @@ def stream(
     columns, inner = num_columns(weight.shape[0], activation), weight.shape[1]
     if out is None:
         out = torch.empty(1, columns, dtype=x.dtype, device=x.device)
-    block = weight.block if weight.bits == 4 else None
-    variant = _stream_variant(columns, inner, weight.group, block, tuned, activation, pdl)
+    how = (columns, inner, weight.group, weight.bits, stream_block(weight))
+    variant = _stream_variant(*how, tuned, activation, pdl)
     grid = (ceil_div(columns, tuned.columns),)
     words = weight.codes.view(torch.int16 if weight.bits == 4 else torch.int32)
     variant(grid, (x, words, weight.scale, weight.zero, weight.offset, out), (), ())
@@ -198,17 +199,15 @@ def _stream_variant(
     columns: int,
     inner: int,
     group: int,
-    block: int | None,
+    bits: int,
+    block: int,
     tuned: Streaming,
     activation: Activation | None,
     pdl: bool,
 ) -> Variant:
-    """`block`: of 4 bits."""
-    sizes = {"N": columns, "K": inner, "GROUP": group, "PARTS": tuned.step}
-    options = tiles.stream_options(tuned, activation, pdl)
-    if block is None:
-        return Variant(kernels.stream_row_8, **sizes, **options)
-    return Variant(kernels.stream_row_4, BLOCK=block, DEPTH=tuned.depth, **sizes, **options)
+    sizes = {"N": columns, "K": inner, "GROUP": group, "BITS": bits, "BLOCK": block}
+    sizes |= {"PARTS": tuned.step, "DEPTH": tuned.depth}
+    return Variant(kernels.stream_row, **sizes, **tiles.stream_options(tuned, activation, pdl))
 
 
 def tiled(

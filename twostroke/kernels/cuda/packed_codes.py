@@ -11,14 +11,11 @@ import triton.language as tl
 
 from twostroke.kernels.cuda.tiles import ASM
 
-# Of 8 bits, the code is the lowest byte of a float below 0x4B: 2^23 + code.
-
 
 def floats_asm() -> str:
-    """Four bytes → four floats."""
-    lines = [f"prmt.b32 ${i}, $4, 0x4B, 0x455{i};" for i in range(4)]
-    lines += [f"add.rn.f32 ${i}, ${i}, 0fCB000000;" for i in range(4)]
-    return "\n".join(lines)
+    """Four bytes → four floats, above 32768: where a code is the float's second byte, it counts
+    for itself."""
+    return "\n".join(f"prmt.b32 ${i}, $4, 0x47, 0x45{i}5;" for i in range(4))
 
 
 def scaled_asm(kind: str) -> str:
@@ -79,7 +76,7 @@ _WHOLE_F16 = tl.constexpr(whole_asm("f16"))
 
 @triton.jit
 def floats_8(words):
-    """The code of each byte of words of four."""
+    """32768 + code, of each byte of words of four."""
     if ASM:
         a, b, c, d = tl.inline_asm_elementwise(
             _FLOATS,
@@ -90,8 +87,11 @@ def floats_8(words):
             pack=1,
         )
     else:
-        a, b = (words & 255).to(tl.float32), (words >> 8 & 255).to(tl.float32)
-        c, d = (words >> 16 & 255).to(tl.float32), (words >> 24 & 255).to(tl.float32)
+        a, b = (words & 255).to(tl.float32) + 32768, (words >> 8 & 255).to(tl.float32) + 32768
+        c, d = (
+            (words >> 16 & 255).to(tl.float32) + 32768,
+            (words >> 24 & 255).to(tl.float32) + 32768,
+        )
     return a, b, c, d
 
 

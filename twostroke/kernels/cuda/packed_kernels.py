@@ -23,6 +23,176 @@ from twostroke.kernels.cuda.tiles import (
     sum_of_splits,
 )
 
+# ── one row ─────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def stream_row(
+    x,
+    codes,
+    scale,
+    zero,
+    offset,
+    out,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # [loads of a block, blocks, columns, words]: a load's words are one thread's, four codes each,
+    # and so are the row's numbers of these codes, 8 of them neighbours. The next threads have the
+    # next loads and blocks, as the compiler gives the first axes to threads first, so that the
+    # numbers are those of all columns.
+    EACH: tl.constexpr = 8 if BITS == 4 else 2
+    LOADS: tl.constexpr = BLOCK // (4 * EACH)
+    LINE: tl.constexpr = K // 4
+    GROUPS: tl.constexpr = K // GROUP
+    RUNS: tl.constexpr = BLOCK // GROUP if GROUP < BLOCK else 1
+    STEP: tl.constexpr = PARTS * BLOCK
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    part, load = tl.arange(0, PARTS), tl.arange(0, LOADS)
+    # Columns past the end read the last row of the weight again, and are dropped.
+    line = tl.minimum(column, N - 1).to(tl.int64)
+    word = (load * EACH)[:, None, None, None] + tl.arange(0, EACH)[None, None, None, :]
+    at = (part * (BLOCK // 4))[None, :, None, None] + word
+    at = codes + (line * LINE)[None, None, :, None] + at
+    near = (load * 8)[:, None, None, None] + tl.arange(0, 8)[None, None, None, :]
+    x_at = x + (part * BLOCK)[None, :, None, None] + near
+    # Each load's own scales, though they are those of its block: so they are where the sums are.
+    group = tl.zeros([LOADS, 1, 1], tl.int64) + (line * GROUPS)[None, None, :]
+    HALF: tl.constexpr = N * LINE
+    HALF_GROUPS: tl.constexpr = N * GROUPS
+    # DEPTH steps are on their way at any time.
+    held, up_held = (), ()
+    for n in tl.static_range(DEPTH):
+        start, places = n * STEP, _places(n * STEP, part, K - STEP, BLOCK, GROUP)
+        found = _asked(at, scale, zero, offset, group + places, start, K, RUNS)
+        held += (found,)  # type: ignore[assignment]
+        if GATED:
+            places += HALF_GROUPS
+            found = _asked(at + HALF, scale, zero, offset, group + places, start, K, RUNS)
+            up_held += (found,)  # type: ignore[assignment]
+    wait_for_previous(PDL)
+    sums = tl.zeros([LOADS, PARTS, COLUMNS], tl.float32)
+    others = sums
+    for begin in tl.range(0, K, DEPTH * STEP):
+        fresh, up_fresh = (), ()
+        for n in tl.static_range(DEPTH):
+            here = begin + n * STEP
+            of_x = _numbers_of_row(x_at, here, K, BITS, BLOCK)
+            sums = _add_step(sums, of_x, held[n], offset is not None, BITS, RUNS)
+            if GATED:
+                others = _add_step(others, of_x, up_held[n], offset is not None, BITS, RUNS)
+            start = here + DEPTH * STEP
+            places = _places(start, part, K - STEP, BLOCK, GROUP)
+            found = _asked(at, scale, zero, offset, group + places, start, K, RUNS)
+            fresh += (found,)  # type: ignore[assignment]
+            if GATED:
+                places += HALF_GROUPS
+                found = _asked(at + HALF, scale, zero, offset, group + places, start, K, RUNS)
+                up_fresh += (found,)  # type: ignore[assignment]
+        held, up_held = fresh, up_fresh
+    result = tl.sum(tl.sum(sums, axis=0), axis=0)
+    if GATED:
+        other = tl.sum(tl.sum(others, axis=0), axis=0)
+        result = gate_times_up(result, other, out.dtype.element_ty, ACTIVATION)
+    tl.store(out + column, result.to(out.dtype.element_ty), mask=column < N)
+
+
+@triton.jit
+def _places(start, part, LAST: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """The groups that the step's blocks begin with, [1, blocks, 1]."""
+    places = (tl.minimum(start, LAST) + part * BLOCK) // GROUP
+    # Not loaded as neighbours, which would be in other threads than the codes.
+    return tl.max_contiguous(places[None, :, None], [1, 1, 1])
+
+
+@triton.jit
+def _asked(at, scale, zero, offset, places, start, K: tl.constexpr, RUNS: tl.constexpr):
+    """The codes of the step from `start` on, their groups' scales, and zeros or offsets. Past the
+    end of K they are something, for numbers that are 0."""
+    words = tl.load(at + start // 4, mask=start < K, other=0, eviction_policy="evict_first")
+    if RUNS > 1:
+        places = places[:, :, :, None] + tl.arange(0, RUNS)[None, None, None, :]
+    found = (words, tl.load(scale + places))
+    if offset is not None:
+        found += (tl.load(offset + places),)  # type: ignore[assignment]
+    elif zero is not None:
+        found += (tl.load(zero + places),)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
+def _numbers_of_row(x_at, here, K: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Those of words' first codes, [loads, blocks, 1, words], of their second, third, fourth."""
+    if BITS == 4:
+        found = ()
+        for n in tl.static_range(4):
+            numbers = tl.load(x_at + here + n * (BLOCK // 4), mask=here < K, other=0.0)
+            found += (numbers.to(tl.float32),)  # type: ignore[assignment]
+    else:
+        numbers = tl.load(x_at + here, mask=here < K, other=0.0).to(tl.float32)
+        shape: tl.constexpr = [x_at.shape[0], x_at.shape[1], 1, 2, 2, 2]
+        found = _fourths(tl.reshape(numbers, shape))
+    return found
+
+
+@triton.jit
+def _add_step(sums, of_x, asked, OFFSETS: tl.constexpr, BITS: tl.constexpr, RUNS: tl.constexpr):
+    """Products of [loads, blocks, columns, words] with the numbers of each of a word's codes, added
+    to the sums. `asked`: by `_asked`."""
+    numbers = floats_4(asked[0]) if BITS == 4 else floats_8(asked[0])
+    factors = asked[1].to(tl.float32)
+    if OFFSETS:
+        terms = asked[2].to(tl.float32)
+    elif len(asked) > 2:
+        terms = -factors * asked[2].to(tl.float32)
+    else:
+        terms = -(1 << (BITS - 1)) * factors
+    factors, terms = _of_runs(factors, RUNS), _of_runs(terms, RUNS)
+    # What the floats have above their codes.
+    ABOVE: tl.constexpr = (2048.0, 128.0) if BITS == 4 else (32768.0, 32768.0)
+    for m in tl.static_range(RUNS):
+        for n in tl.static_range(4 * m // RUNS, 4 * (m + 1) // RUNS):
+            product, total = numbers[n] * of_x[n], tl.sum(of_x[n], axis=3)
+            if n == 4 * m // RUNS:
+                products, totals, lifted = product, total, ABOVE[n % 2] * total
+            else:
+                products, totals = products + product, totals + total
+                lifted += ABOVE[n % 2] * total
+        sums += (tl.sum(products, axis=3) - lifted) * factors[m] + totals * terms[m]
+    return sums
+
+
+@triton.jit
+def _of_runs(numbers, RUNS: tl.constexpr):
+    """[…, runs] → those of each; of one run, they are it."""
+    if RUNS == 1:
+        found = (numbers,)
+    elif RUNS == 2:
+        found = tl.split(numbers)
+    else:
+        shape: tl.constexpr = [numbers.shape[0], numbers.shape[1], numbers.shape[2], 2, 2]
+        found = _fourths(tl.reshape(numbers, shape))
+    return found
+
+
+@triton.jit
+def _fourths(numbers):
+    """[…, 2, 2] → each of the four."""
+    even, odd = tl.split(numbers)
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
 # ── 4 bits ──────────────────────────────────────────────────────────────────────────────────
 
 
@@ -126,150 +296,6 @@ def multiply_tile_4(
         GATED,
         ACTIVATION,
     )
-
-
-@triton.jit
-def stream_row_4(
-    x,
-    codes,
-    scale,
-    zero,
-    offset,
-    out,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    # [loads of a block, blocks, columns, words]: a load's 8 words are one thread's, and so are the
-    # row's numbers of their nibbles, 8 in each quarter of the block. The next threads have the next
-    # loads and blocks, as the compiler gives the first axes to threads first, so that the numbers
-    # are those of all columns.
-    LOADS: tl.constexpr = BLOCK // 32
-    LINE: tl.constexpr = K // 4
-    GROUPS: tl.constexpr = K // GROUP
-    RUNS: tl.constexpr = BLOCK // GROUP if GROUP < BLOCK else 1
-    STEP: tl.constexpr = PARTS * BLOCK
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    part = tl.arange(0, PARTS)
-    # Columns past the end read the last row of the weight again, and are dropped.
-    line = tl.minimum(column, N - 1).to(tl.int64)
-    word = tl.arange(0, LOADS)[:, None] * 8 + tl.arange(0, 8)[None, :]
-    at = (part * (BLOCK // 4))[None, :, None, None] + word[:, None, None, :]
-    x_at = x + (part * BLOCK)[None, :, None, None] + word[:, None, None, :]
-    at = codes + (line * LINE)[None, None, :, None] + at
-    # Each load's own scales, though they are those of its block: so they are where the sums are.
-    group = tl.zeros([LOADS, 1, 1], tl.int64) + (line * GROUPS)[None, None, :]
-    HALF: tl.constexpr = N * LINE
-    HALF_GROUPS: tl.constexpr = N * GROUPS
-    # DEPTH steps are on their way at any time.
-    held, up_held = (), ()
-    for n in tl.static_range(DEPTH):
-        start, places = n * STEP, _places(n * STEP, part, K - STEP, BLOCK, GROUP)
-        found = _asked(at, scale, zero, offset, group + places, start, K, RUNS)
-        held += (found,)  # type: ignore[assignment]
-        if GATED:
-            places += HALF_GROUPS
-            found = _asked(at + HALF, scale, zero, offset, group + places, start, K, RUNS)
-            up_held += (found,)  # type: ignore[assignment]
-    wait_for_previous(PDL)
-    sums = tl.zeros([LOADS, PARTS, COLUMNS], tl.float32)
-    others = sums
-    for begin in tl.range(0, K, DEPTH * STEP):
-        fresh, up_fresh = (), ()
-        for n in tl.static_range(DEPTH):
-            here = begin + n * STEP
-            of_x, totals = (), ()
-            for m in tl.static_range(4):
-                numbers = tl.load(x_at + here + m * (BLOCK // 4), mask=here < K, other=0.0)
-                numbers = numbers.to(tl.float32)
-                of_x += (numbers,)  # type: ignore[assignment]
-                totals += (tl.sum(numbers, axis=3),)  # type: ignore[assignment]
-            sums = _add_step(sums, of_x, totals, held[n], offset is not None, RUNS)
-            if GATED:
-                others = _add_step(others, of_x, totals, up_held[n], offset is not None, RUNS)
-            start = here + DEPTH * STEP
-            places = _places(start, part, K - STEP, BLOCK, GROUP)
-            found = _asked(at, scale, zero, offset, group + places, start, K, RUNS)
-            fresh += (found,)  # type: ignore[assignment]
-            if GATED:
-                places += HALF_GROUPS
-                found = _asked(at + HALF, scale, zero, offset, group + places, start, K, RUNS)
-                up_fresh += (found,)  # type: ignore[assignment]
-        held, up_held = fresh, up_fresh
-    result = tl.sum(tl.sum(sums, axis=0), axis=0)
-    if GATED:
-        other = tl.sum(tl.sum(others, axis=0), axis=0)
-        result = gate_times_up(result, other, out.dtype.element_ty, ACTIVATION)
-    tl.store(out + column, result.to(out.dtype.element_ty), mask=column < N)
-
-
-@triton.jit
-def _places(start, part, LAST: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """The groups that the step's blocks begin with, [1, blocks, 1]."""
-    places = (tl.minimum(start, LAST) + part * BLOCK) // GROUP
-    # Not loaded as neighbours, which would be in other threads than the codes.
-    return tl.max_contiguous(places[None, :, None], [1, 1, 1])
-
-
-@triton.jit
-def _asked(at, scale, zero, offset, places, start, K: tl.constexpr, RUNS: tl.constexpr):
-    """The codes of the step from `start` on, their groups' scales, and zeros or offsets. Past the
-    end of K they are something, for numbers that are 0."""
-    words = tl.load(at + start // 4, mask=start < K, other=0, eviction_policy="evict_first")
-    if RUNS > 1:
-        places = places[:, :, :, None] + tl.arange(0, RUNS)[None, None, None, :]
-    found = (words, tl.load(scale + places))
-    if offset is not None:
-        found += (tl.load(offset + places),)  # type: ignore[assignment]
-    elif zero is not None:
-        found += (tl.load(zero + places),)  # type: ignore[assignment]
-    return found
-
-
-@triton.jit
-def _add_step(sums, of_x, totals, asked, OFFSETS: tl.constexpr, RUNS: tl.constexpr):
-    """Products of [loads, blocks, columns, words] with the numbers of each nibble, whose sums are
-    `totals`, added to the sums. `asked`: by `_asked`."""
-    numbers, factors = floats_4(asked[0]), asked[1].to(tl.float32)
-    if OFFSETS:
-        terms = asked[2].to(tl.float32)
-    elif len(asked) > 2:
-        terms = -factors * asked[2].to(tl.float32)
-    else:
-        terms = -8 * factors
-    factors, terms = _of_runs(factors, RUNS), _of_runs(terms, RUNS)
-    for m in tl.static_range(RUNS):
-        for n in tl.static_range(4 * m // RUNS, 4 * (m + 1) // RUNS):
-            product = tl.sum(numbers[n] * of_x[n], axis=3) - (2048.0, 128.0)[n % 2] * totals[n]
-            if n == 4 * m // RUNS:
-                found, total = product, totals[n]
-            else:
-                found, total = found + product, total + totals[n]
-        sums += found * factors[m] + total * terms[m]
-    return sums
-
-
-@triton.jit
-def _of_runs(numbers, RUNS: tl.constexpr):
-    """[…, runs] → those of each; of one run, they are it."""
-    if RUNS == 1:
-        found = (numbers,)
-    elif RUNS == 2:
-        found = tl.split(numbers)
-    else:
-        shape: tl.constexpr = [numbers.shape[0], numbers.shape[1], numbers.shape[2], 2, 2]
-        even, odd = tl.split(tl.reshape(numbers, shape))
-        first, third = tl.split(even)
-        second, fourth = tl.split(odd)
-        found = (first, second, third, fourth)  # type: ignore[assignment]
-    return found
 
 
 @triton.jit
@@ -377,87 +403,6 @@ def _joined(first, second):
 
 
 # ── 8 bits ──────────────────────────────────────────────────────────────────────────────────
-
-
-@triton.jit
-def stream_row_8(
-    x,
-    codes,
-    scale,
-    zero,
-    offset,
-    out,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr,
-    GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    # [columns, groups, loads of a group, 2 words]: a load's words are one thread's, and so are the
-    # rows' numbers, which are 16 bytes.
-    LOADS: tl.constexpr = GROUP // 8
-    INNER: tl.constexpr = PARTS * GROUP
-    WORDS: tl.constexpr = K // 4
-    GROUPS: tl.constexpr = K // GROUP
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    part = tl.arange(0, PARTS)
-    load = tl.arange(0, LOADS)
-    # Columns past the end read the last row of the weight again, and are dropped.
-    line = tl.minimum(column, N - 1).to(tl.int64)
-    place = (part * (GROUP // 4))[:, None] + (load * 2)[None, :]
-    place = place[:, :, None] + tl.arange(0, 2)[None, None, :]
-    at = codes + (line * WORDS)[:, None, None, None] + place[None, :, :, :]
-    scale_at = (line * GROUPS)[:, None] + part[None, :]
-    HALF: tl.constexpr = N * WORDS
-    HALF_SCALES: tl.constexpr = N * GROUPS
-    first = tl.load(at, eviction_policy="evict_first")
-    factor, term = group_line(scale, zero, offset, scale_at, 8)
-    if GATED:
-        second = tl.load(at + HALF, eviction_policy="evict_first")
-        up_factor, up_term = group_line(scale, zero, offset, scale_at + HALF_SCALES, 8)
-    wait_for_previous(PDL)
-    inside = (part * GROUP)[:, None] + (load * 8)[None, :]
-    x_at = x + inside[:, :, None] + tl.arange(0, 8)[None, None, :]
-    sums = tl.zeros([COLUMNS, PARTS, LOADS], tl.float32)
-    others = sums
-    for start in tl.range(0, K, INNER):
-        of_x = tl.load(x_at + start).to(tl.float32)
-        # The next codes are on their way while these are multiplied.
-        there = start + INNER < K
-        ahead = (start + INNER) // 4
-        groups = scale_at + tl.minimum(start + INNER, K - INNER) // GROUP
-        next_first = tl.load(at + ahead, mask=there, eviction_policy="evict_first")
-        next_factor, next_term = group_line(scale, zero, offset, groups, 8)
-        if GATED:
-            next_second = tl.load(at + HALF + ahead, mask=there, eviction_policy="evict_first")
-            groups += HALF_SCALES
-            next_up_factor, next_up_term = group_line(scale, zero, offset, groups, 8)
-            others += _of_groups(of_x, second, up_factor, up_term)
-            second, up_factor, up_term = next_second, next_up_factor, next_up_term
-        sums += _of_groups(of_x, first, factor, term)
-        first, factor, term = next_first, next_factor, next_term
-    result = tl.sum(tl.sum(sums, axis=2), axis=1)
-    if GATED:
-        other = tl.sum(tl.sum(others, axis=2), axis=1)
-        result = gate_times_up(result, other, out.dtype.element_ty, ACTIVATION)
-    tl.store(out + column, result.to(out.dtype.element_ty), mask=column < N)
-
-
-@triton.jit
-def _of_groups(x, words, factor, term):
-    """Products of [groups, loads, 8] numbers with [columns, groups, loads, 2] words, added up in
-    each load."""
-    a, b, c, d = floats_8(words)
-    even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], 2, 2, 2]))
-    first, third = tl.split(even)
-    second, fourth = tl.split(odd)
-    products = first[None, :, :, :] * a + second[None, :, :, :] * b
-    products += third[None, :, :, :] * c + fourth[None, :, :, :] * d
-    of_x = tl.sum(x, axis=2)
-    return tl.sum(products, axis=3) * factor[:, :, None] + of_x[None, :, :] * term[:, :, None]
 
 
 @triton.jit(do_not_specialize=["num_rows"])
