@@ -321,11 +321,10 @@ def tune_one_row(type: torch.dtype) -> dict[str, list[object]]:
     for name, (columns, inner, gated) in MATRICES.items():
         weights, run = copies(name, type), partial(w8a8.stream, pdl=True)
         activation = "silu" if gated else None
-        sizes = product((1, 2, 4, 8), (512, 1024, 2048, 4096), (1, 2, 4, 8))
         todo = [
-            Streaming(*each)
-            for each in sizes
-            if inner % each[1] == 0 and 16 <= each[0] * each[1] // each[2] // 32 <= 128
+            Streaming(columns, 512 * warps, warps, depth)
+            for columns, warps, depth in product((1, 2, 4), (1, 2), (1, 2, 4))
+            if inner % (512 * warps) == 0 and columns * depth * (1 + gated) <= 16
         ]
         without = weights[0].to_meta()
         calls = [partial(run, x[inner].to("meta"), without, t, activation) for t in todo]

@@ -101,16 +101,29 @@ if INTERPRETED:
         def streamed(inner: int, groups: int = 1, gated: bool = False) -> Any:
             return w8a8.streaming(random_weight(2, inner, groups), gated)
 
-        assert [streamed(n).step for n in (2048, 1536, 128)] == [1024, 512, 128]
+        assert [streamed(n).step for n in (2048, 1536, 768, 128)] == [512, 512, 256, 128]
         assert [streamed(n, gated=True).step for n in (2048, 384)] == [512, 128]
-        assert streamed(1024, 8).step == 1024
-        assert streamed(96) is None
+        assert streamed(1024, 8).step == 512
+        assert streamed(96) is streamed(384, 48) is None
         assert way(5, 512, 1).splits == 1
         assert way(5, 2048, 1).splits == 2
         assert (way(16, 512, 4).step, way(16, 512, 8).step) == (128, 64)
         assert [way(n, 256, 1).weight_first for n in (17, 33)] == [False, True]
         assert way(140, 128, 1).rows == 128
         assert way(3, 96, 1) is way(260, 128, 1) is None
+
+    @TYPES
+    @pytest.mark.parametrize("groups", [1, 5, 40])
+    @pytest.mark.parametrize("depth", [1, 2, 4])
+    def test_what_is_asked_for_past_the_end_of_a_row_counts_nothing(
+        depth: int, groups: int, type: torch.dtype
+    ) -> None:
+        weight, x = random_weight(6, 640, groups, type=type), torch.randn(1, 640).to(HALF)
+        right = x.double() @ dequantised(weight.values, weight.scale, torch.float64).t()
+        gated = F.silu(right[:, :3]) * right[:, 3:]
+        way = tiles.Streaming(2, 128, 1, depth)
+        assert worst(w8a8.stream(x, weight, way, None, False), right) < BOUNDS[HALF]
+        assert worst(w8a8.stream(x, weight, way, "silu", False), gated) < 2 * BOUNDS[HALF]
 
     @pytest.mark.parametrize(("rows", "groups"), [(5, 16), (40, 1)])
     def test_several_programs_share_the_columns_of_a_tile(rows: int, groups: int) -> None:

@@ -50,12 +50,11 @@ MOST_TUNED = 1024  # rows of int8: with more of them it is the same
 
 def streaming(weight: W8Weight, gated: bool) -> Streaming | None:
     """Of one row; None where nothing here divides K or a group."""
-    group, inner = _group(weight), weight.values.shape[1]
-    ways = (Streaming(1, 512, 1),) if gated else (Streaming(4, 1024, 2), Streaming(4, 512, 2))
-    for way in (*ways, Streaming(8, 128, 4)):
-        if inner % way.step == 0 and (group % way.step == 0 or not way.step % group):
-            return way
-    return None
+    inner = weight.values.shape[1]
+    step = next((n for n in (512, 256, 128) if inner % n == 0), None)
+    if step is None or _group(weight) % 16:
+        return None
+    return Streaming(1 if gated else 2, step, 1, 4)
 
 
 def tiling(rows: int, weight: W8Weight, gated: bool, quantised: bool) -> Tiling | None:
@@ -280,18 +279,26 @@ def stream(
     columns, inner = num_columns(len(weight.values), activation), x.shape[1]
     if out is None:
         out = torch.empty(1, columns, dtype=x.dtype, device=x.device)
-    variant = _stream_variant(columns, inner, _group(weight), tuned, activation, pdl)
+    how = (columns, inner, _group(weight), weight.dtype == INT8)
+    variant = _stream_variant(*how, tuned, activation, pdl)
     grid = (ceil_div(columns, tuned.columns),)
-    variant(grid, (x, weight.values, weight.scale, out), (), ())
+    variant(grid, (x, weight.values.view(torch.int32), weight.scale, out), (), ())
     return out
 
 
 @cache
 def _stream_variant(
-    columns: int, inner: int, group: int, tuned: Streaming, activation: Activation | None, pdl: bool
+    columns: int,
+    inner: int,
+    group: int,
+    int8: bool,
+    tuned: Streaming,
+    activation: Activation | None,
+    pdl: bool,
 ) -> Variant:
-    sizes = {"N": columns, "K": inner, "GROUP": group, "INNER": tuned.step}
-    return Variant(kernels.stream_row, **sizes, **tiles.stream_options(tuned, activation, pdl))
+    sizes = {"N": columns, "K": inner, "GROUP": group, "INT8": int8, "INNER": tuned.step}
+    options = tiles.stream_options(tuned, activation, pdl) | {"DEPTH": tuned.depth}
+    return Variant(kernels.stream_row, **sizes, **options)
 
 
 def tiled(

@@ -58,6 +58,21 @@ lop3.b32 b, b, 0x00800080, 0xC300C300, 0xEA;
 fma.rn.bf16x2 $0, x, one, a;
 fma.rn.bf16x2 $1, y, one, b;
 }"""
+# Four numbers of e4m3, by way of fp16, which has all of them.
+E4M3_F32 = """{
+.reg .b16 l, h, a, b, c, d;
+.reg .b32 u, v;
+mov.b32 {l, h}, $4;
+cvt.rn.f16x2.e4m3x2 u, l;
+cvt.rn.f16x2.e4m3x2 v, h;
+mov.b32 {a, b}, u;
+mov.b32 {c, d}, v;
+cvt.f32.f16 $0, a;
+cvt.f32.f16 $1, b;
+cvt.f32.f16 $2, c;
+cvt.f32.f16 $3, d;
+}"""
+_E4M3_F32 = tl.constexpr(E4M3_F32)
 _INT8_F32, _INT8_F16 = tl.constexpr(INT8_F32), tl.constexpr(INT8_F16)
 _INT8_BF16 = tl.constexpr(INT8_BF16)
 
@@ -131,60 +146,129 @@ def _e4m3_to_bf16(values):
 @triton.jit
 def stream_row(
     x,
-    weight,
+    words,
     scale,
     out,
     N: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,
+    INT8: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
+    DEPTH: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # [columns, groups, numbers of a group], or of a part of one
-    PART: tl.constexpr = INNER if INNER < GROUP else GROUP
-    PARTS: tl.constexpr = INNER // PART
+    # [loads, columns, words]: a load's four words of four numbers are one thread's, and so are the
+    # row's 16 numbers, 8 and 8 of them. The next threads have the next loads, as the compiler gives
+    # the first axis to threads first, so that the row's numbers are those of all columns.
+    LINE: tl.constexpr = K // 4
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    part = tl.arange(0, PARTS)
-    inner = part[:, None] * PART + tl.arange(0, PART)[None, :]
+    load = tl.arange(0, INNER // 16)
     # Columns past the end read the last row of the weight again, and are dropped.
     line = tl.minimum(column, N - 1).to(tl.int64)
-    at = weight + (line * K)[:, None, None] + inner[None, :, :]
-    scale_at = scale + (line * (K // GROUP))[:, None] + (part * PART // GROUP)[None, :]
-    HALF: tl.constexpr = N * K
+    at = (load * 4)[:, None, None] + tl.arange(0, 4)[None, None, :]
+    at = words + (line * LINE)[None, :, None] + at
+    x_at = x + (load * 16)[:, None, None] + tl.arange(0, 8)[None, None, :]
+    # Each load's own scale, though it is its group's: so it is where the sums are.
+    scale_at = scale + (line * (K // GROUP))[None, :] + (load * 16 // GROUP)[:, None]
+    HALF: tl.constexpr = N * LINE
     HALF_SCALES: tl.constexpr = N * (K // GROUP)
-    first = tl.load(at, eviction_policy="evict_first")
-    if GATED:
-        second = tl.load(at + HALF, eviction_policy="evict_first")
-    wait_for_previous(PDL)
-    of_x = tl.load(x + inner).to(tl.float32)[None, :, :]
-    sums = _scaled(of_x * _as(first, tl.float32), scale_at, GROUP < K)
-    if GATED:
-        others = _scaled(of_x * _as(second, tl.float32), scale_at + HALF_SCALES, GROUP < K)
-    for start in tl.range(INNER, K, INNER):
-        of_x = tl.load(x + start + inner).to(tl.float32)[None, :, :]
-        first = tl.load(at + start, eviction_policy="evict_first")
-        factor_at = scale_at + start // GROUP
+    # DEPTH steps are on their way at any time.
+    held, up_held = (), ()
+    for n in tl.static_range(DEPTH):
+        held += (_words(at, n * INNER, K),)  # type: ignore[assignment]
         if GATED:
-            second = tl.load(at + HALF + start, eviction_policy="evict_first")
-            others += _scaled(of_x * _as(second, tl.float32), factor_at + HALF_SCALES, GROUP < K)
-        sums += _scaled(of_x * _as(first, tl.float32), factor_at, GROUP < K)
+            up_held += (_words(at + HALF, n * INNER, K),)  # type: ignore[assignment]
+    wait_for_previous(PDL)
+    sums = tl.zeros([INNER // 16, COLUMNS], tl.float32)
+    others = sums
+    for begin in tl.range(0, K, DEPTH * INNER):
+        fresh, up_fresh = (), ()
+        for n in tl.static_range(DEPTH):
+            here = begin + n * INNER
+            first = _fourths(tl.load(x_at + here, mask=here < K, other=0.0))
+            second = _fourths(tl.load(x_at + here + 8, mask=here < K, other=0.0))
+            start = here + DEPTH * INNER
+            groups = tl.minimum(here, K - INNER) // GROUP
+            product = _of_load(held[n], first, second, INT8)
+            sums += _scaled(product, scale_at + groups, GROUP < K)
+            fresh += (_words(at, start, K),)  # type: ignore[assignment]
+            if GATED:
+                product = _of_load(up_held[n], first, second, INT8)
+                others += _scaled(product, scale_at + groups + HALF_SCALES, GROUP < K)
+                up_fresh += (_words(at + HALF, start, K),)  # type: ignore[assignment]
+        held, up_held = fresh, up_fresh
     # One scale a row, if not each group's own: at the end.
-    result = tl.sum(tl.sum(_scaled(sums, scale_at, GROUP == K), axis=2), axis=1)
+    result = _scaled(tl.sum(sums, axis=0), scale + line, GROUP == K)
     if GATED:
-        others = _scaled(others, scale_at + HALF_SCALES, GROUP == K)
-        other = tl.sum(tl.sum(others, axis=2), axis=1)
+        other = _scaled(tl.sum(others, axis=0), scale + line + HALF_SCALES, GROUP == K)
         result = gate_times_up(result, other, out.dtype.element_ty, ACTIVATION)
     tl.store(out + column, result.to(out.dtype.element_ty), mask=column < N)
 
 
 @triton.jit
+def _words(at, start, K: tl.constexpr):
+    """Of the step from `start` on; past the end of K nothing is read."""
+    return tl.load(at + start // 4, mask=start < K, other=0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _fourths(numbers):
+    """[loads, 1, 8] → those of two words' first bytes, their second, third, fourth."""
+    wide = tl.reshape(numbers.to(tl.float32), [numbers.shape[0], 1, 2, 2, 2])
+    even, odd = tl.split(wide)
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _of_load(words, first, second, INT8: tl.constexpr):
+    """Products of [loads, columns, 4] words with the row's numbers, added up in each load."""
+    both = tl.reshape(words, [words.shape[0], words.shape[1], 2, 2])
+    low, high = tl.split(tl.permute(both, (0, 1, 3, 2)))
+    low, high = _floats(low, INT8), _floats(high, INT8)
+    found = low[0] * first[0] + high[0] * second[0]
+    for n in tl.static_range(1, 4):
+        found += low[n] * first[n]
+        found += high[n] * second[n]
+    return tl.sum(found, axis=2)
+
+
+@triton.jit
+def _floats(words, INT8: tl.constexpr):
+    """The four numbers of each word: e4m3, or int8."""
+    if ASM:
+        a, b, c, d = tl.inline_asm_elementwise(
+            _INT8_F32 if INT8 else _E4M3_F32,
+            "=r,=r,=r,=r,r",
+            [words],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        a, b = _float_of(words, INT8), _float_of(words >> 8, INT8)
+        c, d = _float_of(words >> 16, INT8), _float_of(words >> 24, INT8)
+    return a, b, c, d
+
+
+@triton.jit
+def _float_of(words, INT8: tl.constexpr):
+    """The lowest byte's number, in plain operations."""
+    if INT8:
+        number = words.to(tl.int8).to(tl.float32)
+    else:
+        number = words.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    return number
+
+
+@triton.jit
 def _scaled(products, scale_at, WANTED: tl.constexpr):
-    """[columns, groups, numbers] times what is at [columns, groups]."""
     if WANTED:
-        products *= tl.load(scale_at)[:, :, None]
+        products *= tl.load(scale_at)
     return products
 
 
