@@ -101,9 +101,9 @@ if INTERPRETED:
         def streamed(inner: int, groups: int = 1, gated: bool = False) -> Any:
             return w8a8.streaming(random_weight(2, inner, groups), gated)
 
-        assert [streamed(n).step for n in (2048, 1536, 768, 128)] == [512, 512, 256, 128]
+        assert [streamed(n).step for n in (2048, 1536, 768, 128)] == [1024, 512, 256, 128]
         assert [streamed(n, gated=True).step for n in (2048, 384)] == [512, 128]
-        assert streamed(1024, 8).step == 512
+        assert streamed(1024, 8).step == 1024
         assert streamed(96) is streamed(384, 48) is None
         assert way(5, 512, 1).splits == 1
         assert way(5, 2048, 1).splits == 2

@@ -54,6 +54,8 @@ def streaming(weight: W8Weight, gated: bool) -> Streaming | None:
     step = next((n for n in (512, 256, 128) if inner % n == 0), None)
     if step is None or _group(weight) % 16:
         return None
+    if inner % 1024 == 0 and not gated:
+        return Streaming(4, 1024, 2, 2)
     return Streaming(1 if gated else 2, step, 1, 4)
 
 
