@@ -93,11 +93,7 @@ def _as(values, kind: tl.constexpr):
 
 @triton.jit
 def _of_int8(values, kind: tl.constexpr):
-    if kind == tl.float32:
-        wide = tl.inline_asm_elementwise(
-            _INT8_F32, "=r,=r,=r,=r,r", [values], dtype=tl.float32, is_pure=True, pack=4
-        )
-    elif kind == tl.bfloat16:
+    if kind == tl.bfloat16:
         wide = tl.inline_asm_elementwise(
             _INT8_BF16, "=r,=r,r", [values], dtype=tl.bfloat16, is_pure=True, pack=4
         )
