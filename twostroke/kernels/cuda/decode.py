@@ -41,7 +41,10 @@ from twostroke.kernels.cuda.splits import (
     num_sms,
     query_at,
 )
+from twostroke.kernels.cuda.tiles import shared_bytes
 from twostroke.kernels.reference import Attend
+
+ONE_TILE_SPLITS = 32  # from here on a split of a short context is one tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +55,19 @@ class Tuning:
     least: int = 2  # tiles of a split, where the context has as many
 
 
-def tuning(head_bytes: int, programs: int, num_sms: int) -> Tuning:
-    """Of wide heads few programs have more tiles under way each; many share a multiprocessor,
-    where one computes and the others load."""
+def tuning(head_bytes: int, programs: int, splits: int, num_sms: int) -> Tuning:
+    """Few programs have more tiles under way each; many share a multiprocessor, where one computes
+    and the others load. Where a short context has a program for every tile, the smallest programs
+    are the fastest, as they begin beside the product in front."""
+    few = programs <= PROGRAMS_PER_SM * num_sms
     if head_bytes <= 256:
-        return Tuning(64, 4, 3, 2)
-    if programs <= PROGRAMS_PER_SM * num_sms:
+        if not few:
+            return Tuning(64, 4, 2, 2)
+        if splits >= ONE_TILE_SPLITS:
+            return Tuning(64, 2, 2, 1)
+        tiles_held = shared_bytes() // (2 * 64 * head_bytes)  # keys and values
+        return Tuning(64, 2, min(4, tiles_held), 2)
+    if few:
         return Tuning(32, 4, 4 if head_bytes <= 512 else 3, 4)
     return Tuning(32, 4, 2, 4)
 
@@ -213,7 +223,7 @@ def make_launch(
         if keys.itemsize == 1 and head_bytes <= 256:
             tuned = tuning_8_bit(programs, num_sms(q.device), queries)
         else:
-            tuned = tuning(head_bytes, programs, num_sms(q.device))
+            tuned = tuning(head_bytes, programs, splits, num_sms(q.device))
     *made, eps = new or (None, None, None, None, None, None, None, 0.0)
     variant = _variant(
         num_heads // num_kv_heads,
