@@ -68,13 +68,6 @@ static inline void widen(const uint16_t* p, int dim, float* out) {
   for (; d < dim; d++) out[d] = fp16_to_float(p[d]);
 }
 
-static inline f32v load_int8(const int8_t* p) {
-  typedef int8_t bytes __attribute__((vector_size(W)));
-  bytes x;
-  __builtin_memcpy(&x, p, W);
-  return __builtin_convertvector(x, f32v);
-}
-
 static inline void widen(const int8_t* p, int dim, float scale, float* out) {
   int d = 0;
   for (; d + W <= dim; d += W) store(out + d, load_int8(p + d) * scale);

@@ -128,6 +128,22 @@ static inline f32v load_bf16(const uint16_t* p) {
 #endif
 }
 
+// W int8 → floats. (Of __builtin_convertvector GCC 12 makes a conversion a byte.)
+static inline f32v load_int8(const int8_t* p) {
+#if defined(TS_AVX2)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return (f32v)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+#elif defined(TS_AVX512)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return (f32v)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+#else
+  typedef int8_t bytes __attribute__((vector_size(W)));
+  bytes x;
+  __builtin_memcpy(&x, p, W);
+  return __builtin_convertvector(x, f32v);
+#endif
+}
+
 // The product of one block, or of half of one: N (8 or 4) vectors of codes, each four codes of W
 // rows, with the 4 · N activations that all rows share. Lane i is the sum over row i: a whole number,
 // as a float. `Signed` codes are −128 … 127, others 0 … 15. Where the machine multiplies only unsigned by signed bytes, signed
