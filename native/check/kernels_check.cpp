@@ -346,7 +346,8 @@ void check_int8(const Kernels& k, const std::vector<int32_t>& table, int size, i
       cache.store_int8(cache.keys, table.data(), n, head, noise(dim).data());
       cache.store_int8(cache.values, table.data(), n, head, noise(dim, 0.1f).data());
     }
-  const int count = std::min(length, 1 + static_cast<int>(random_bits() % kQueries));
+  const int most = std::max(kQueries, k.matrix_units.int8_prefill.queries);
+  const int count = std::min(length, 1 + static_cast<int>(random_bits() % most));
   const auto q = noise(size_t(count) * heads * group * dim);
   const int from = random_bits() % length;
   auto decode = [&](DecodeAttention attend) {
@@ -357,6 +358,9 @@ void check_int8(const Kernels& k, const std::vector<int32_t>& table, int size, i
   };
   expect_close("decode of int8", k.name, decode(k.int8.decode), decode(plain.int8.decode), 5e-4f);
   expect_close("prefill of int8", k.name, prefill(k.int8.prefill), prefill(plain.int8.prefill), 1e-5f);
+  if (k.matrix_units.min_tokens > 0)
+    expect_close("prefill of int8 by matrix units", k.name, prefill(k.matrix_units.int8_prefill),
+                 prefill(plain.int8.prefill), 1e-2f);
   if (!k.fp16.take(dim)) return;
   expect_close("decode of int8 in bytes", k.name, decode(k.fp16.int8.decode), decode(plain.int8.decode), 5e-2f);
   expect_close("prefill of int8 in fp16", k.name, prefill(k.fp16.int8.prefill), prefill(plain.int8.prefill), 8e-3f);

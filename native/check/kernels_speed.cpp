@@ -110,11 +110,11 @@ void time_attention(const Kernels& k) {
     std::printf("%-9s decode attention%s: %5.2f ns a key and head\n", k.name, name,
                 s * 1e9 / length / group);
   };
-  auto prefill = [&](const char* name, const PrefillAttention& tile) {
+  auto prefill = [&](const char* name, const PrefillAttention& tile, const Cache& read) {
     std::vector<float> scratch(tile.scratch_floats(group, dim));
     const double s = seconds([&] {
       for (int n = 0; n < 64; n += tile.queries)
-        tile.attend(cache, table.data(), &q[size_t(n) * width], width, length - 64 + n,
+        tile.attend(read, table.data(), &q[size_t(n) * width], width, length - 64 + n,
                     tile.queries, 1, group, params, scratch.data(), &out[size_t(n) * width],
                     width);
     });
@@ -131,10 +131,18 @@ void time_attention(const Kernels& k) {
     }
   decode("", k.decode, cache);
   decode(" (int8)", k.int8.decode, int8);
-  prefill("", k.prefill);
-  if (k.matrix_units.min_tokens > 0) prefill(" (matrix units)", k.matrix_units.prefill);
-  if (k.fp16.take(dim)) decode(" (int8, fp16)", k.fp16.int8.decode, int8);
-  if (k.fp16.take(dim)) decode(" (fp16)", k.fp16.decode, cache), prefill(" (fp16)", k.fp16.prefill);
+  prefill("", k.prefill, cache);
+  prefill(" (int8)", k.int8.prefill, int8);
+  if (k.matrix_units.min_tokens > 0) {
+    prefill(" (matrix units)", k.matrix_units.prefill, cache);
+    prefill(" (int8, matrix units)", k.matrix_units.int8_prefill, int8);
+  }
+  if (k.fp16.take(dim)) {
+    decode(" (fp16)", k.fp16.decode, cache);
+    decode(" (int8, fp16)", k.fp16.int8.decode, int8);
+    prefill(" (fp16)", k.fp16.prefill, cache);
+    prefill(" (int8, fp16)", k.fp16.int8.prefill, int8);
+  }
 }
 
 void time_small(const Kernels& k) {

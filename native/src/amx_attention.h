@@ -2,7 +2,8 @@
 //
 // Rows are queries with their heads, 16 to a tile. For each 128 keys: scores S = Q · Kᵀ, weights
 // P = 2^(S − largest), and acc += P · V. Keys stand in pairs of channels, values in pairs of
-// positions, as tiles B want them.
+// positions, as tiles B want them. What the cache holds, fp16 or int8 with its scales, is rounded to
+// bfloat16 once for all queries of a call.
 
 constexpr int kAmxQueries = 64;  // at most, a call
 constexpr int kSpan = 128;        // keys at one time
@@ -44,33 +45,59 @@ static inline void transpose(__m512i* r) {
   }
 }
 
-// Channels [d, d + 16) of a key or value, zeros past the last.
-static inline f32v channels(const uint16_t* p, int d, int dim) {
-  const int left = dim - d;
-  if (p == nullptr || left <= 0) return f32v{};
-  if (left >= 16) return load_fp16(p + d);
-  const __mmask16 mask = static_cast<__mmask16>((1u << left) - 1);
-  return (f32v)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, p + d));
+// The first n < 16 channels, then zeros.
+static inline f32v load_first(const uint16_t* p, int n) {
+  const __mmask16 mask = static_cast<__mmask16>((1u << n) - 1);
+  return (f32v)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, p));
+}
+static inline f32v load_first(const int8_t* p, int n) {
+  const __mmask16 mask = static_cast<__mmask16>((1u << n) - 1);
+  return (f32v)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(mask, p)));
+}
+
+// A token's key or value in the cache; null: of no token, zeros.
+template <typename T>
+struct CacheRow {
+  const T* data = nullptr;
+  float scale = 1;  // of int8
+
+  // [d, d + 16), zeros past the last.
+  f32v channels(int d, int dim) const {
+    const int left = dim - d;
+    if (data == nullptr || left <= 0) return f32v{};
+    const f32v x = left >= 16 ? load_wide(data + d) : load_first(data + d, left);
+    return sizeof(T) == 1 ? x * scale : x;
+  }
+};
+
+// Those of a span: `count` from index `first` on, then none.
+template <typename T>
+static inline void find_rows(const Reader<T>& side, int first, int count, CacheRow<T>* rows) {
+  if constexpr (sizeof(T) == 1)
+    side.each_scaled(first, count, [&](int n, const T* at, float scale) { rows[n] = {at, scale}; });
+  else
+    side.each(first, count, [&](int n, const T* at) { rows[n] = {at}; });
+  for (int n = count; n < kSpan; n++) rows[n] = {};
 }
 
 // Keys and values of a span as tiles: keys [16 keys, 32 channels] and values [32 keys, 16 channels]
 // one after another, a key's or position's channels in order.
-static void gather_tiles(const uint16_t* const* k, const uint16_t* const* v, int dim,
-                         uint16_t* key_tiles, uint16_t* value_tiles) {
+template <typename T>
+static void gather_tiles(const CacheRow<T>* k, const CacheRow<T>* v, int dim, uint16_t* key_tiles,
+                         uint16_t* value_tiles) {
   const int width = padded_dim(dim);
   for (int n = 0; n < kSpan; n += kSide)
     for (int d = 0; d < width; d += 32, key_tiles += kTileElements) {
       __m512i r[16];
       for (int i = 0; i < 16; i++)
-        r[i] = to_bf16_pair(channels(k[n + i], d, dim), channels(k[n + i], d + 16, dim));
+        r[i] = to_bf16_pair(k[n + i].channels(d, dim), k[n + i].channels(d + 16, dim));
       transpose(r);
       for (int i = 0; i < 16; i++) _mm512_store_si512(key_tiles + 32 * i, r[i]);
     }
   for (int n = 0; n < kSpan; n += 32)
     for (int d = 0; d < width; d += 16, value_tiles += kTileElements)
       for (int i = 0; i < 16; i++) {
-        const f32v first = channels(v[n + 2 * i], d, dim);
-        const f32v second = channels(v[n + 2 * i + 1], d, dim);
+        const f32v first = v[n + 2 * i].channels(d, dim), second = v[n + 2 * i + 1].channels(d, dim);
         _mm512_store_si512(value_tiles + 32 * i, in_pairs(to_bf16_pair(first, second)));
       }
 }
@@ -187,6 +214,8 @@ static inline float weigh_row(const float* s, bool edges, int key, int index, in
   return shrink;
 }
 
+// T: what the cache holds, fp16 or int8.
+template <typename T>
 static void amx_attend_prefill(const Cache& cache, const int32_t* table, const float* q,
                                int q_stride, int first, int count, int kv, int group,
                                const AttentionParams& params, float* scratch, float* out,
@@ -223,16 +252,16 @@ static void amx_attend_prefill(const Cache& cache, const int32_t* table, const f
       to_bf16(scaled, kBlock, to);
     }
   }
-  const Reader keys_at(cache.keys, cache, table, kv), values_at(cache.values, cache, table, kv);
-  const uint16_t *k[kSpan], *v[kSpan];
+  const Reader keys_at(reinterpret_cast<const T*>(cache.keys), cache, table, kv);
+  const Reader values_at(reinterpret_cast<const T*>(cache.values), cache, table, kv);
+  CacheRow<T> k[kSpan], v[kSpan];
   int key = 0;
   if (window > 0 && first - window + 1 > 0) key = first - window + 1;
   const Tiles hold;
   for (; key < end; key += kSpan) {
     const int keys = end - key < kSpan ? end - key : kSpan;
-    keys_at.each(key, keys, [&](int n, const uint16_t* at) { k[n] = at; });
-    values_at.each(key, keys, [&](int n, const uint16_t* at) { v[n] = at; });
-    for (int n = keys; n < kSpan; n++) k[n] = v[n] = nullptr;
+    find_rows(keys_at, key, keys, k);
+    find_rows(values_at, key, keys, v);
     gather_tiles(k, v, dim, key_tiles, value_tiles);
     for (int r = 0; r < rows; r += kSide) {
       const int low = first + r / group, top = first + (r + kSide - 1) / group;

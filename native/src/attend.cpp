@@ -58,9 +58,10 @@ void Model::attend(const Step& step, const Layer& layer, const Cache& cache, int
     store(step, layer, cache, 0, decoding);
   }
   end_stage(kStore, member);
-  const PrefillAttention& tile = cache.is_int8 ? int8_attention(layer.dim).prefill
-                                 : uses_matrix_units(step.tokens) ? k_.matrix_units.prefill
-                                                                  : prefill_attention(layer.dim);
+  const bool matrix_units = uses_matrix_units(step.tokens);
+  const PrefillAttention& tile =
+      cache.is_int8 ? (matrix_units ? k_.matrix_units.int8_prefill : int8_attention(dim).prefill)
+                    : (matrix_units ? k_.matrix_units.prefill : prefill_attention(dim));
   std::vector<int> tiles;  // of each chunk
   int tasks = 0;
   for (const Chunk& chunk : step.prefill) {

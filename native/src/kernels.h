@@ -173,6 +173,7 @@ struct MatrixUnits {
   // n floats of a token, each block of them 16 blocks after the last: `bf16_tile_at`.
   void (*to_bf16)(const float* x, int n, uint16_t* out) = nullptr;
   PrefillAttention prefill = {};  // to the precision of bfloat16
+  PrefillAttention int8_prefill = {};  // … over a cache in int8
 };
 
 // What fp16 arithmetic adds; nothing where `most_dim` is 0.

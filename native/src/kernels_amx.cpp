@@ -48,6 +48,7 @@ const Kernels kAmx = {
     amx::dot_bytes,
     {amx::kMinTokens,
      amx::to_bf16,
-     {amx::kAmxQueries, amx::amx_scratch_floats, amx::amx_attend_prefill}},
+     {amx::kAmxQueries, amx::amx_scratch_floats, amx::amx_attend_prefill<uint16_t>},
+     {amx::kAmxQueries, amx::amx_scratch_floats, amx::amx_attend_prefill<int8_t>}},
 };
 }  // namespace twostroke

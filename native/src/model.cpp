@@ -178,7 +178,8 @@ Model::Model(const Kernels& kernels, ModelParts parts, int threads, int threads_
     scratch = std::max(scratch, prefill_attention(dim).scratch_floats(group, dim));
     scratch = std::max(scratch, int8_attention(dim).prefill.scratch_floats(group, dim));
     if (k_.matrix_units.min_tokens > 0)
-      scratch = std::max(scratch, k_.matrix_units.prefill.scratch_floats(group, dim));
+      for (const PrefillAttention& tile : {k_.matrix_units.prefill, k_.matrix_units.int8_prefill})
+        scratch = std::max(scratch, tile.scratch_floats(group, dim));
   }
   own_.resize(team_.size());
   both_.resize(team_.size());
