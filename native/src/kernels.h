@@ -122,8 +122,16 @@ struct Cache {
                       static_cast<size_t>(head) * block_size * (dim + kScaleBytes);
     const int slot = index % block_size;
     int8_t* out = of_head + static_cast<size_t>(slot) * dim;
-    float largest = 0;
-    for (int d = 0; d < dim; d++) largest = __builtin_fabsf(x[d]) > largest ? __builtin_fabsf(x[d]) : largest;
+    // Floats without their sign are in the order of their bits, whose maximum is taken in vectors.
+    int32_t bits = 0;
+    for (int d = 0; d < dim; d++) {
+      int32_t one;
+      __builtin_memcpy(&one, x + d, 4);
+      one &= 0x7FFFFFFF;
+      bits = one > bits ? one : bits;
+    }
+    float largest;
+    __builtin_memcpy(&largest, &bits, 4);
     const float inverse = 127.0f / (largest > 1e-30f ? largest : 1e-30f), scale = largest / 127.0f;
     for (int d = 0; d < dim; d++)  // from 1.5 · 2^23 on floats have no fractions: rounded to even
       out[d] = static_cast<int8_t>(static_cast<int32_t>(x[d] * inverse + 12582912.0f - 12582912.0f));
