@@ -4,6 +4,7 @@ only decode as one in decode's; and what that costs in bytes and in log-probabil
 from __future__ import annotations
 
 import logging
+from copy import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,36 @@ def test_a_step_is_computed_in_its_phases_format(
         assert phased.records.steps[-1].prefill.tokens == 0
         assert torch.equal(got, expected)
         assert not torch.allclose(got, other, atol=1e-2)
+
+
+class SeenNorms(Kernels):
+    """What the norms behind attention and MLP are quantised to, in turn."""
+
+    def __init__(self) -> None:
+        self.types: list[torch.dtype | None] = []
+
+    def add_rms_norm(self, *args: Any, to: torch.dtype | None = None, **more: Any) -> Any:
+        self.types.append(to)
+        return super().add_rms_norm(*args, to=to, **more)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_norms_quantise_for_products_of_many_rows_alone(spec: str) -> None:
+    of, seen = copy(decoder(spec, "fp8", "fp8")), SeenNorms()
+    of.kernels = seen
+    core = make_core(of, ())
+    core.add(EngineRequest("a", tuple(LONG), GREEDY, 0))
+    seen.types.clear()
+    core.step()
+    # The last layer goes on with the one token that is sampled. Latents are made of what is whole.
+    expected: list[torch.dtype | None] = []
+    for following in of.spec.layers[1:]:
+        latent = following.attention.latent is not None
+        expected += [torch.float8_e4m3fn, None if latent else torch.float8_e4m3fn]
+    assert seen.types == [*expected, None, None]
+    seen.types.clear()
+    core.step()
+    assert seen.types == [None] * 2 * len(of.spec.layers)
 
 
 def test_layers_share_what_has_one_format() -> None:

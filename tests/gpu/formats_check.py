@@ -42,7 +42,7 @@ from twostroke.kernels.cuda.w8a8 import dequantise
 from twostroke.kernels.reference import Kernels
 from twostroke.kernels.w8a8 import E4M3, INT8, A8Rows, W8Weight, dequantised, quantised, w8_weight
 from twostroke.model import linear
-from twostroke.model.linear import DenseLinear, Linear, W8Linear
+from twostroke.model.linear import Activations, DenseLinear, Linear, W8Linear
 from twostroke.model.weights.tensors import W8_DTYPES
 
 DEVICE, BF16 = torch.device("cuda"), torch.bfloat16
@@ -83,6 +83,10 @@ def launch_all(x: torch.Tensor, weight: W8Weight, pdl: bool) -> dict[str, Any]:
     found["gated"] = w8a8.w8_gated_product(x, weight, "silu", pdl=pdl)
     found["quantise"] = w8a8.a8_rows(x, weight.dtype, pdl=pdl)
     found["act_and_quantise"] = w8a8.a8_act_and_mul(out, "silu", weight.dtype, pdl=pdl)
+    norm = (torch.ones_like(x[0]), 1e-5)
+    found["norm"] = cuda.add_rms_norm(x, x.clone(), *norm, pdl=pdl)
+    how_quantised = {"pdl": pdl, "to": weight.dtype}
+    found["norm_and_quantise"] = cuda.add_rms_norm(x, x.clone(), *norm, **how_quantised)
     if not weight.is_grouped:
         found["tiled"] = w8a8.w8a8_product(found["quantise"], weight, pdl=pdl)
         sizes = weight.values.shape
@@ -109,6 +113,7 @@ def check(
         "gated": worst(found["gated"], gated),
         "quantise": float(differ) + worst(rows8.scale, expected.scale),
         "act_and_quantise": worst(acted.values.float() * acted.scale.unsqueeze(1), gated),
+        "norm_and_quantise": difference(found["norm_and_quantise"], found["norm"], pdl),
     }
     if groups == 1:
         of_rows = plain.w8a8_product(rows8._replace(dtype=torch.float32), weight)
@@ -123,6 +128,14 @@ def check(
 LIMITS = dict.fromkeys(("weight_only", "gated", "tiled", "library", "tiled_gated"), BOUNDS[BF16])
 # Three bits of mantissa: 2^-4 at the most, of each number. (int8 has less.)
 LIMITS |= {"quantise": 1e-3, "of_8_bit_activations": 0.05, "act_and_quantise": 0.05}
+LIMITS["norm_and_quantise"] = 1e-9  # the same bits
+
+
+def difference(found: A8Rows, whole: torch.Tensor, pdl: bool) -> float:
+    """The share of numbers and scales that are not as those of `whole`, quantised after it."""
+    right = w8a8.a8_rows(whole, found.values.dtype, pdl=pdl)
+    values = (found.values.float() != right.values.float()).float().mean()
+    return float(values + (found.scale != right.scale).float().mean())
 
 
 def check_all(type: torch.dtype) -> tuple[dict[str, float], list[str]]:
@@ -242,15 +255,18 @@ def time_layers(type: torch.dtype) -> dict[str, dict[str, float]]:
     dense = [[dequantise(w, BF16) for w in layer] for layer in weights]
 
     def forward(layers: list[list[Linear]], x: torch.Tensor, residual: torch.Tensor) -> None:
-        normed, pdl = x, len(x) <= 64
+        normed: Activations = x
+        pdl = len(x) <= 64
         for qkv, o, gate_up, down in layers:
             qkv.product(normed, pdl=pdl)
             out = o.product(x, pdl=pdl)
-            normed = kernels.add_rms_norm(out, residual, norm, 1e-5, pdl=pdl)
+            to = gate_up.a8_type(len(x))
+            normed = kernels.add_rms_norm(out, residual, norm, 1e-5, pdl=pdl, to=to)
             to = down.a8_type(len(x))
             inner = gate_up.gated_product(normed, "silu", pdl=pdl, to=to)
             out = down.product(inner, pdl=pdl)
-            normed = kernels.add_rms_norm(out, residual, norm, 1e-5, pdl=pdl)
+            to = qkv.a8_type(len(x))
+            normed = kernels.add_rms_norm(out, residual, norm, 1e-5, pdl=pdl, to=to)
 
     for rows in ROWS:
         x, residual = random_x(rows, 4096), random_x(rows, 4096)

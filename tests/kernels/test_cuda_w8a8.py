@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 
 from tests.kernels import ptx
 from tests.kernels.interpreted import INTERPRETED, run_interpreted
+from twostroke.kernels import cuda
 from twostroke.kernels.cuda import tiles, w8a8, w8a8_kernels
 from twostroke.kernels.reference import Kernels
 from twostroke.kernels.w8a8 import (
@@ -224,6 +225,19 @@ if INTERPRETED:
         assert (found.values.float() != expected.values.float()).float().mean() <= share
         assert not found.values[3].float().any()
 
+    @pytest.mark.parametrize("width", [64, 500, 4096])
+    @TYPES
+    def test_a_norm_quantises_as_what_would_read_it(width: int, type: torch.dtype) -> None:
+        x, residual, weight = torch.randn(5, width), torch.randn(5, width), torch.randn(width)
+        x, residual, weight = x.to(HALF), residual.to(HALF), weight.to(HALF)
+        again = residual.clone()
+        found = cuda.add_rms_norm(x, residual, weight, 1e-5, to=type)
+        expected = w8a8.a8_rows(cuda.add_rms_norm(x, again, weight, 1e-5), type)
+        assert torch.equal(found.values.float(), expected.values.float())
+        assert torch.equal(found.scale, expected.scale)
+        assert torch.equal(residual, again)
+        assert found.dtype == HALF
+
     @TYPES
     def test_a_matrix_that_no_tile_and_no_library_takes(type: torch.dtype) -> None:
         x, weight = torch.randn(200, 104).to(HALF), random_weight(30, 104, type=type)
@@ -282,8 +296,9 @@ else:
         compiled.clear()
         w8a8.a8_rows(empty(3, 14336), E4M3)
         w8a8.a8_act_and_mul(empty(3, 28672), "silu", INT8)
+        cuda.add_rms_norm(empty(3, 4096), empty(3, 4096), empty(4096), 1e-5, pdl=True, to=E4M3)
         assert all(spilled_bytes(kernel, tmp_path) == 0 for kernel in compiled)
-        assert len(compiled) == 2
+        assert len(compiled) == 3
 
     def test_fp8_products_compile_once_for_all_batches_of_one_tile(
         compiled: list[Any],  # noqa: F811

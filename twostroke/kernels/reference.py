@@ -43,11 +43,19 @@ class Kernels:
         return rms_norm(x, weight, eps)
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, pdl: bool = False
-    ) -> Tensor:
-        """`residual += x` in place, then its norm."""
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        pdl: bool = False,
+        to: torch.dtype | None = None,
+    ) -> Tensor | A8Rows:
+        """`residual += x` in place, then its norm; quantised, if to a type."""
         residual += x
-        return self.rms_norm(residual, weight, eps, pdl=pdl)
+        normed = self.rms_norm(residual, weight, eps, pdl=pdl)
+        return normed if to is None else self.a8_rows(normed, to, pdl=pdl)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         """Over the last dimension, in fp32 inside; rounded to the weight's type, which the bias

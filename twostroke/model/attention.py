@@ -18,7 +18,7 @@ import torch
 
 from twostroke.kernels.reference import Attend, Kernels
 from twostroke.model.batch import DecodeInputs, KeptTokens, StepInputs
-from twostroke.model.linear import Linear
+from twostroke.model.linear import Activations, Linear
 from twostroke.model.spec import AttentionSpec, ModelSpec
 
 KV = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer
@@ -79,9 +79,13 @@ class Attention(ABC):
 
     part: AttentionSpec
 
+    def a8_type(self, rows: int) -> torch.dtype | None:
+        """What it has its input quantised to, of so many rows; None: as it is."""
+        return None
+
     @abstractmethod
     def project(
-        self, normed: torch.Tensor, inputs: StepInputs, cache: KV, work: Workspace, pdl: bool
+        self, normed: Activations, inputs: StepInputs, cache: KV, work: Workspace, pdl: bool
     ) -> None:
         """Leave queries in the workspace, and keys and values there and in the cache."""
 
@@ -99,7 +103,7 @@ class Attention(ABC):
     @abstractmethod
     def decode(
         self,
-        normed: torch.Tensor,
+        normed: Activations,
         inputs: StepInputs,
         decode: DecodeInputs,
         cache: KV,
@@ -122,8 +126,11 @@ class HeadsAttention(Attention):
     norm_all_heads: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     kernels: Kernels
 
+    def a8_type(self, rows: int) -> torch.dtype | None:
+        return self.qkv.a8_type(rows)
+
     def project(
-        self, normed: torch.Tensor, inputs: StepInputs, cache: KV, work: Workspace, pdl: bool
+        self, normed: Activations, inputs: StepInputs, cache: KV, work: Workspace, pdl: bool
     ) -> None:
         self.kernels.rope_store(
             self._product(normed, pdl, work.qkv(self.part)),
@@ -161,16 +168,17 @@ class HeadsAttention(Attention):
 
     def decode(
         self,
-        normed: torch.Tensor,
+        normed: Activations,
         inputs: StepInputs,
         decode: DecodeInputs,
         cache: KV,
         pdl: bool,
     ) -> torch.Tensor:
         part, group, rows = self.part, self.group, decode.num_tokens
-        attended = normed.new_empty(normed.shape[0], part.num_heads, part.head_dim)
+        qkv = self._product(normed, pdl)
+        attended = qkv.new_empty(len(qkv), part.num_heads, part.head_dim)
         self.kernels.rope_decode_attention(
-            self._product(normed, pdl)[:rows],
+            qkv[:rows],
             *self._head_norms,
             self.norm_eps,
             self.rope.cos,
@@ -201,7 +209,7 @@ class HeadsAttention(Attention):
         return self.q_norm, self.k_norm
 
     def _product(
-        self, normed: torch.Tensor, pdl: bool, out: torch.Tensor | None = None
+        self, normed: Activations, pdl: bool, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """[T, (H + 2K) · D], after a norm over all heads where the layer has one."""
         part, qkv = self.part, self.qkv.product(normed, pdl=pdl, out=out)

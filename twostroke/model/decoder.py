@@ -34,12 +34,14 @@ from twostroke.model.formats import Format
 from twostroke.model.formatted import FormattedMatrices
 from twostroke.model.latent import LatentAttention
 from twostroke.model.linear import (
+    Activations,
     DenseLinear,
     Embedding,
     GatheredLinear,
     Linear,
     SplitEmbedding,
     SummedLinear,
+    num_rows,
 )
 from twostroke.model.mlp import MLP, DenseMLP, ExpertsMLP
 from twostroke.model.phase_formats import PhaseFormats
@@ -168,7 +170,7 @@ class Decoder:
         in the workspace; after the last number `last_layer` is to be called."""
         layers = self._layers_of(inputs)
         self._embed.rows(inputs.token_ids, work.residual)
-        normed = self._first_norm(work.residual, inputs)
+        normed: Activations = self._first_norm(work.residual, inputs)
         for index, layer in enumerate(layers):
             self._project(layer, normed, inputs, pool.layers[index], work)
             yield index
@@ -196,12 +198,13 @@ class Decoder:
         attention = layers[-1].attention
         if kept is None:
             attend(index)
-            return self._finish(layers, index, work.attended(attention.part), work.residual)
+            attended = work.attended(attention.part)
+            return _hidden(self._finish(layers, index, attended, work.residual))
         residual = work.residual.index_select(0, kept.tokens)
         if not len(residual):
             return residual
         attended = self._attend_kept(attention, inputs, kept, pool.layers[-1], work)
-        return self._finish(layers, index, attended, residual)
+        return _hidden(self._finish(layers, index, attended, residual))
 
     def head(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Logits in the model's dtype, [rows, vocab]."""
@@ -218,19 +221,19 @@ class Decoder:
 
     def _decode(self, inputs: StepInputs, decode: DecodeInputs, pool: KVPool) -> torch.Tensor:
         residual = self._embed.rows(inputs.token_ids)
-        normed, pdl = self._first_norm(residual, inputs), self._pdl(decode.num_tokens)
-        layers = self._decode_layers
+        normed: Activations = self._first_norm(residual, inputs)
+        pdl, layers = self._pdl(decode.num_tokens), self._decode_layers
         for index, (layer, cache) in enumerate(zip(layers, pool.layers, strict=True)):
             attended = self._decode_attention(layer, normed, inputs, decode, cache, pdl)
             normed = self._finish(layers, index, attended, residual)
-        return normed
+        return _hidden(normed)
 
     # Methods of their own for what a profile tells apart (`exec/torch_profile.py`).
 
     def _project(
-        self, layer: Layer, normed: torch.Tensor, inputs: StepInputs, cache: KV, work: Workspace
+        self, layer: Layer, normed: Activations, inputs: StepInputs, cache: KV, work: Workspace
     ) -> None:
-        layer.attention.project(normed, inputs, cache, work, self._pdl(len(normed)))
+        layer.attention.project(normed, inputs, cache, work, self._pdl(num_rows(normed)))
 
     def _attend(self, run: Callable[[Attention, KV], None], layer: Layer, cache: KV) -> None:
         run(layer.attention, cache)
@@ -248,7 +251,7 @@ class Decoder:
     def _decode_attention(
         self,
         layer: Layer,
-        normed: torch.Tensor,
+        normed: Activations,
         inputs: StepInputs,
         decode: DecodeInputs,
         cache: KV,
@@ -277,19 +280,24 @@ class Decoder:
         index: int,
         attended: torch.Tensor,
         residual: torch.Tensor,
-    ) -> torch.Tensor:
+    ) -> Activations:
         """The rest of a layer, and the norm that the next begins with."""
-        layer = layers[index]
-        last = index + 1 == len(layers)
-        next_norm = self._final_norm if last else layers[index + 1].attn_norm
+        layer, rows = layers[index], len(residual)
+        if index + 1 < len(layers):
+            following = layers[index + 1]
+            next_norm, to = following.attn_norm, following.attention.a8_type(rows)
+        else:
+            next_norm, to = self._final_norm, None
+        normed: Activations
         if layer.spec.parallel:
             # As attention did, from the residual that nothing was added to as yet.
             norm, pdl = layer.mlp_norm or layer.attn_norm, self._pdl(len(residual))
             normed = residual.clone() if norm is None else self._norm(residual, norm, pdl)
-            self._attention_output(layer, attended, residual, None)
+            self._attention_output(layer, attended, residual, None, None)
         else:
-            normed = self._attention_output(layer, attended, residual, layer.mlp_norm)
-        return self._mlp(layer, normed, residual, next_norm)
+            for_mlp = layer.mlp.a8_type(rows)
+            normed = self._attention_output(layer, attended, residual, layer.mlp_norm, for_mlp)
+        return self._mlp(layer, normed, residual, next_norm, to)
 
     def _attention_output(
         self,
@@ -297,21 +305,23 @@ class Decoder:
         attended: torch.Tensor,
         residual: torch.Tensor,
         next_norm: Norm | None,
-    ) -> torch.Tensor:
+        to: torch.dtype | None,
+    ) -> Activations:
         pdl = self._pdl(len(residual))
         out = layer.o.product(attended.flatten(1), pdl=pdl)
-        return self._add(out, layer.attn_post_norm, residual, next_norm, pdl)
+        return self._add(out, layer.attn_post_norm, residual, next_norm, to, pdl)
 
     def _mlp(
         self,
         layer: Layer,
-        normed: torch.Tensor,
+        normed: Activations,
         residual: torch.Tensor,
         next_norm: Norm | None,
-    ) -> torch.Tensor:
+        to: torch.dtype | None,
+    ) -> Activations:
         pdl = self._pdl(len(residual))
         out = layer.mlp(normed, pdl=pdl)
-        return self._add(out, layer.mlp_post_norm, residual, next_norm, pdl)
+        return self._add(out, layer.mlp_post_norm, residual, next_norm, to, pdl)
 
     def _add(
         self,
@@ -319,9 +329,11 @@ class Decoder:
         post_norm: Norm | None,
         residual: torch.Tensor,
         next_norm: Norm | None,
+        to: torch.dtype | None,
         pdl: bool,
-    ) -> torch.Tensor:
-        """Add what attention or MLP returned to the residual: what comes next reads this."""
+    ) -> Activations:
+        """Add what attention or MLP returned to the residual: what comes next reads this. `to`:
+        what that would quantise it to."""
         if post_norm is not None:
             out = self._norm(out, post_norm, pdl)
         if self.spec.residual_scale != 1.0:
@@ -331,10 +343,16 @@ class Decoder:
         if self.spec.norm == "layer":
             return self._norm(residual.add_(out), next_norm, pdl)
         eps = self.spec.norm_eps
-        return self.kernels.add_rms_norm(out, residual, next_norm.weight, eps, pdl=pdl)
+        return self.kernels.add_rms_norm(out, residual, next_norm.weight, eps, pdl=pdl, to=to)
 
     def _pdl(self, tokens: int) -> bool:
         return self.pdl and tokens <= FEW_TOKENS
+
+
+def _hidden(normed: Activations) -> torch.Tensor:
+    """What the last norm gave, which nobody quantises."""
+    assert isinstance(normed, torch.Tensor)
+    return normed
 
 
 def _to_meta(part: Any) -> Any:

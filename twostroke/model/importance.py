@@ -111,7 +111,7 @@ class ObservedLinear:
 
     def gated_product(
         self,
-        x: torch.Tensor,
+        x: Activations,
         activation: Activation,
         *,
         pdl: bool = False,

@@ -14,7 +14,7 @@ import torch
 from twostroke.kernels.reference import Kernels
 from twostroke.model.attention import KV, Attention, Rope, Workspace
 from twostroke.model.batch import DecodeInputs, KeptTokens, PrefillInputs, StepInputs
-from twostroke.model.linear import Linear
+from twostroke.model.linear import Activations, Linear
 from twostroke.model.spec import AttentionSpec, LatentSpec
 
 
@@ -32,8 +32,9 @@ class LatentAttention(Attention):
     kernels: Kernels
 
     def project(
-        self, normed: torch.Tensor, inputs: StepInputs, cache: KV, work: Workspace, pdl: bool
+        self, normed: Activations, inputs: StepInputs, cache: KV, work: Workspace, pdl: bool
     ) -> None:
+        assert isinstance(normed, torch.Tensor)
         self._project(normed, inputs, cache, work.qkv(self.part), pdl)
 
     def bind(
@@ -63,12 +64,13 @@ class LatentAttention(Attention):
 
     def decode(
         self,
-        normed: torch.Tensor,
+        normed: Activations,
         inputs: StepInputs,
         decode: DecodeInputs,
         cache: KV,
         pdl: bool,
     ) -> torch.Tensor:
+        assert isinstance(normed, torch.Tensor)
         part, rows = self.part, decode.num_tokens
         place = normed.new_empty(rows, part.q_size + part.cached[1])
         q, _ = self._project(normed[:rows], inputs, cache, place, pdl)

@@ -27,6 +27,10 @@ WEIGHT_ONLY_ROWS = 16
 Activations = torch.Tensor | A8Rows
 
 
+def num_rows(x: Activations) -> int:
+    return len(x if isinstance(x, torch.Tensor) else x.values)
+
+
 class Linear(Protocol):
     """x ↦ x Wᵀ + b with W of (out, in)."""
 
@@ -40,7 +44,7 @@ class Linear(Protocol):
 
     def gated_product(
         self,
-        x: torch.Tensor,
+        x: Activations,
         activation: Activation,
         *,
         pdl: bool = False,
@@ -76,12 +80,13 @@ class DenseLinear:
 
     def gated_product(
         self,
-        x: torch.Tensor,
+        x: Activations,
         activation: Activation,
         *,
         pdl: bool = False,
         to: torch.dtype | None = None,
     ) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor)
         if self.bias is None:
             return self._kernels.gated_product(x, self.weight, activation, pdl=pdl)
         return self._kernels.act_and_mul(self.product(x), activation, pdl=pdl)
@@ -113,8 +118,7 @@ class W8Linear:
     def product(
         self, x: Activations, *, pdl: bool = False, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if isinstance(x, torch.Tensor):
-            x = self._quantised(x, pdl)
+        x = self._quantised(x, pdl)
         if isinstance(x, torch.Tensor):
             made = self._kernels.w8_product(x, self.weight, pdl=pdl, out=out)
         else:
@@ -123,7 +127,7 @@ class W8Linear:
 
     def gated_product(
         self,
-        x: torch.Tensor,
+        x: Activations,
         activation: Activation,
         *,
         pdl: bool = False,
@@ -140,7 +144,9 @@ class W8Linear:
     def a8_type(self, rows: int) -> torch.dtype | None:
         return None if self._weight_only or rows <= WEIGHT_ONLY_ROWS else self.weight.dtype
 
-    def _quantised(self, x: torch.Tensor, pdl: bool) -> Activations:
+    def _quantised(self, x: Activations, pdl: bool) -> Activations:
+        if not isinstance(x, torch.Tensor):
+            return x
         to = self.a8_type(len(x))
         return x if to is None else self._kernels.a8_rows(x, to, pdl=pdl)
 
@@ -165,12 +171,13 @@ class PackedLinear:
 
     def gated_product(
         self,
-        x: torch.Tensor,
+        x: Activations,
         activation: Activation,
         *,
         pdl: bool = False,
         to: torch.dtype | None = None,
     ) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor)
         if self.bias is None:
             return self._kernels.packed_gated_product(x, self.weight, activation, pdl=pdl)
         return self._kernels.act_and_mul(self.product(x, pdl=pdl), activation, pdl=pdl)
@@ -197,7 +204,7 @@ class StackedLinear:
 
     def gated_product(
         self,
-        x: torch.Tensor,
+        x: Activations,
         activation: Activation,
         *,
         pdl: bool = False,
@@ -227,7 +234,7 @@ class SummedLinear:
 
     def gated_product(
         self,
-        x: torch.Tensor,
+        x: Activations,
         activation: Activation,
         *,
         pdl: bool = False,
@@ -265,7 +272,7 @@ class GatheredLinear:
 
     def gated_product(
         self,
-        x: torch.Tensor,
+        x: Activations,
         activation: Activation,
         *,
         pdl: bool = False,

@@ -9,13 +9,19 @@ from typing import Any, Protocol
 import torch
 
 from twostroke.kernels.reference import Kernels
-from twostroke.model.linear import Linear
+from twostroke.model.linear import Activations, Linear, num_rows
 from twostroke.model.ranks import ONE_RANK, Ranks
 from twostroke.model.spec import ExpertsSpec, MLPSpec
 
 
 class MLP(Protocol):
-    def __call__(self, x: torch.Tensor, *, pdl: bool = False) -> torch.Tensor: ...
+    def __call__(self, x: Activations, *, pdl: bool = False) -> torch.Tensor:
+        """`x` is quantised only if `a8_type` has said so."""
+        ...
+
+    def a8_type(self, rows: int) -> torch.dtype | None:
+        """As of `Linear`."""
+        ...
 
     def to_meta(self) -> MLP:
         """The same without memory, for compiling ahead."""
@@ -29,14 +35,17 @@ class DenseMLP:
     down: Linear
     kernels: Kernels
 
-    def __call__(self, x: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
+    def __call__(self, x: Activations, *, pdl: bool = False) -> torch.Tensor:
         activation = self.spec.activation
         if self.spec.gated:
-            to = self.down.a8_type(len(x))
+            to = self.down.a8_type(num_rows(x))
             inner = self.gate_up.gated_product(x, activation, pdl=pdl, to=to)
         else:
             inner = self.kernels.activate(self.gate_up.product(x, pdl=pdl), activation)
         return self.down.product(inner, pdl=pdl)
+
+    def a8_type(self, rows: int) -> torch.dtype | None:
+        return self.gate_up.a8_type(rows)
 
     def to_meta(self) -> DenseMLP:
         return DenseMLP(self.spec, self.gate_up.to_meta(), self.down.to_meta(), self.kernels)
@@ -63,7 +72,8 @@ class ExpertsMLP:
     kernels: Kernels
     ranks: Ranks
 
-    def __call__(self, x: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
+    def __call__(self, x: Activations, *, pdl: bool = False) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor)
         chosen, weights = self.kernels.route(
             x, self.router, self.router_bias, self.correction, **self.rule, pdl=pdl
         )
@@ -85,6 +95,9 @@ class ExpertsMLP:
                 shared *= (x.float() @ self.shared_gate).sigmoid().unsqueeze(1).to(x.dtype)
             out.add_(shared)
         return self.ranks.all_reduce(out)
+
+    def a8_type(self, rows: int) -> torch.dtype | None:
+        return None
 
     def to_meta(self) -> ExpertsMLP:
         return ExpertsMLP(*(_to_meta(getattr(self, field.name)) for field in fields(self)))

@@ -1,6 +1,7 @@
 """Norms and gated activations: one pass over the data, rounded where the definition rounds.
 
-    rms_norm(x, w)           (normed in fp32, rounded to w's type, times w), rounded to x's type
+    rms_norm(x, w)           (normed in fp32, rounded to w's type, times w), rounded to x's type;
+                             and then quantised, if what reads it wants that
     act_and_mul([gate, up])  act(gate), rounded, times up; `ClampedSwiglu` is rounded once
 
 A norm's weight may be fp32 beside bf16 or fp16 activations; then nothing is rounded before the end.
@@ -18,8 +19,12 @@ from twostroke.kernels.activations import Activation
 from twostroke.kernels.cuda.launch import Variant
 from twostroke.kernels.cuda.pdl import launch_options, wait_for_previous
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
+from twostroke.kernels.w8a8 import LARGEST, SMALLEST_SCALE, A8Rows
 
 TILE = 2048  # elements of one program: two 16-byte loads of a thread in flight
+
+# A number below 2^22 that is added to it is rounded to the nearest whole one, even of two.
+ROUNDING = tl.constexpr(1.5 * 2.0**23)
 
 
 def rms_norm(
@@ -39,12 +44,17 @@ def add_rms_norm(
     eps: float,
     *,
     pdl: bool = False,
-) -> torch.Tensor:
-    """The norm of `residual + x` [T, N]; the sum, rounded, replaces `residual`."""
+    to: torch.dtype | None = None,
+) -> torch.Tensor | A8Rows:
+    """The norm of `residual + x` [T, N]; the sum, rounded, replaces `residual`. `to`: quantised."""
     assert residual.stride(1) == 1
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _norm(x, residual, weight, eps, out, pdl)
-    return out
+    out = torch.empty(x.shape, dtype=to or x.dtype, device=x.device)
+    if to is None:
+        _norm(x, residual, weight, eps, out, pdl)
+        return out
+    scale = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    _norm(x, residual, weight, eps, out, pdl, scale)
+    return A8Rows(out, scale, x.dtype)
 
 
 def _norm(
@@ -54,13 +64,15 @@ def _norm(
     eps: float,
     out: torch.Tensor,
     pdl: bool,
+    out_scale: torch.Tensor | None = None,
 ) -> None:
     (rows, width), (stride, channel_stride) = x.shape, x.stride()
     assert channel_stride == 1
     together = _rows_of_a_program(width)
-    _norm_variant(width, residual is not None, pdl)(
+    most = 0.0 if out_scale is None else LARGEST[out.dtype]
+    _norm_variant(width, residual is not None, most, pdl)(
         (ceil_div(rows, together),),
-        (x, residual, weight, out),
+        (x, residual, weight, out, out_scale),
         (rows,),
         (eps, stride, stride if residual is None else residual.stride(0), out.stride(0)),
     )
@@ -71,7 +83,7 @@ def _rows_of_a_program(width: int) -> int:
 
 
 @cache
-def _norm_variant(width: int, add: bool, pdl: bool) -> Variant:
+def _norm_variant(width: int, add: bool, most: float, pdl: bool) -> Variant:
     block = power_of_two(width)
     return Variant(
         _rms_norm,
@@ -79,6 +91,8 @@ def _norm_variant(width: int, add: bool, pdl: bool) -> Variant:
         BLOCK=block,
         ROWS=_rows_of_a_program(width),
         ADD=add,
+        MOST=most,
+        LEAST=SMALLEST_SCALE,
         num_warps=_warps(block),
         **launch_options(pdl),
     )
@@ -120,6 +134,7 @@ def _rms_norm(
     residual,
     weight,
     out,
+    out_scale,
     num_rows,
     eps,
     stride,
@@ -129,6 +144,8 @@ def _rms_norm(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     ADD: tl.constexpr,
+    MOST: tl.constexpr,
+    LEAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_previous(PDL)
@@ -144,8 +161,22 @@ def _rms_norm(
         tl.store(at, rounded, mask=mask)
         wide = rounded.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / WIDTH + eps)
-    result = times_weight(wide * inverse, scale, out.dtype.element_ty)
+    result = times_weight(wide * inverse, scale, x.dtype.element_ty)
+    if out_scale is not None:
+        result, unit = quantised_rows(result, out.dtype.element_ty, MOST, LEAST)
+        tl.store(out_scale + row, unit, mask=row < num_rows)
     tl.store(out + row * out_stride + column, result, mask=mask)
+
+
+@triton.jit
+def quantised_rows(rows, kind: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr):
+    """[rows, channels] in e4m3 or int8, and their scales, [rows, 1]."""
+    wide = rows.to(tl.float32)
+    unit = tl.maximum(tl.max(tl.abs(wide), axis=1, keep_dims=True) / MOST, LEAST)
+    small = tl.minimum(tl.maximum(wide / unit, -MOST), MOST)
+    if kind == tl.int8:
+        small = (small + ROUNDING) - ROUNDING
+    return small.to(kind), unit
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from twostroke.kernels.cuda.elementwise import gate_times_up
+from twostroke.kernels.cuda.elementwise import gate_times_up, quantised_rows
 from twostroke.kernels.cuda.pdl import fetch_to_l2, wait_for_previous
 from twostroke.kernels.cuda.tiles import (
     ASM,
@@ -15,9 +15,6 @@ from twostroke.kernels.cuda.tiles import (
     store_tile,
     sum_of_splits,
 )
-
-# A number below 2^22 that is added to it is rounded to the nearest whole one, even of two.
-ROUNDING = tl.constexpr(1.5 * 2.0**23)
 
 # ── numbers of 8 bits as wider ones, exactly ────────────────────────────────────────────────
 
@@ -426,18 +423,15 @@ def quantise_row(
     PDL: tl.constexpr,
 ):
     wait_for_previous(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
     mask = column < WIDTH
     at = x + row * stride + column
     wide = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     if GATED:
         up = tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)
         kind: tl.constexpr = x.dtype.element_ty
-        wide = gate_times_up(wide, up, kind, ACTIVATION).to(kind).to(tl.float32)
-    unit = tl.maximum(tl.max(tl.abs(wide), axis=0) / MOST, LEAST)
-    small = tl.minimum(tl.maximum(wide / unit, -MOST), MOST)
-    if values.dtype.element_ty == tl.int8:
-        small = (small + ROUNDING) - ROUNDING
-    tl.store(values + row * WIDTH + column, small.to(values.dtype.element_ty), mask=mask)
+        wide = gate_times_up(wide, up, kind, ACTIVATION).to(kind)
+    small, unit = quantised_rows(wide, values.dtype.element_ty, MOST, LEAST)
+    tl.store(values + row * WIDTH + column, small, mask=mask)
     tl.store(scale + row, unit)
