@@ -459,6 +459,18 @@ def wide_4(rows: int, weight: PackedWeight, gated: bool) -> Iterator[packed.Tili
         fits = stages * (size * 256 + tile * (1 + gated) * 64) <= 200 << 10
         if size <= rows and 32 <= sums <= 128 and fits and (splits == 1 or programs <= 264):
             yield packed.Tiling(size, tile, 1, splits, True, warps, stages, True)
+    yield from paired_4(rows, weight, gated)
+
+
+def paired_4(rows: int, weight: PackedWeight, gated: bool) -> Iterator[packed.Tiling]:
+    """Two products that take turns, each with 64 columns of every 4 warps."""
+    for size, warps, stages, splits in product((64, 128), (4, 8), (2, 3, 4), (1, 2, 4, 8)):
+        tile = 32 * warps // (1 + gated)
+        fits = stages * (size * 256 + warps * 2048) <= 208 << 10
+        programs = -(-weight.shape[0] // (32 * warps)) * splits
+        few = splits == 1 or programs <= 264
+        if size <= rows and fits and few and weight.shape[1] // weight.block % splits == 0:
+            yield packed.Tiling(size, tile, 1, splits, True, warps, stages, True, True)
 
 
 def changes_8(usual: packed.Tiling, rows: int) -> list[dict[str, int]]:

@@ -249,9 +249,12 @@ def _variant_4(
     pdl: bool,
 ) -> Variant:
     block = block_size(inner, group)
-    sizes = {"N": columns, "K": inner, "GROUP": group, "BLOCK": block, "STEP": tuned.step}
-    options = tiles.tile_options(tuned, activation, pdl) | {"SCALED": tuned.scaled}
+    sizes = {"N": columns, "K": inner, "GROUP": group, "BLOCK": block}
+    options = tiles.tile_options(tuned, activation, pdl)
     del options["WEIGHT_FIRST"]
+    if tuned.paired:
+        return Variant(kernels.multiply_pair_4, **sizes, **options)
+    options |= {"STEP": tuned.step, "SCALED": tuned.scaled}
     return Variant(kernels.multiply_tile_4, **sizes, **options)
 
 

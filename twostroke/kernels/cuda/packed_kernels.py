@@ -298,6 +298,107 @@ def multiply_tile_4(
     )
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def multiply_pair_4(
+    x,
+    codes,
+    scale,
+    zero,
+    offset,
+    out,
+    partial,
+    arrived,
+    num_rows,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # Two products a block, of half the tile each (gated: the gate's and the up's), which take
+    # turns: the matrix units read the numbers of the one from registers while those of the other
+    # are made in others. A single product would have its numbers made where it reads them, and so
+    # after it. Both have 64 columns a warpgroup: of more, the assembler waits for each instruction.
+    tile, split = tl.program_id(1), tl.program_id(2)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    HALF: tl.constexpr = COLUMNS if GATED else COLUMNS // 2
+    column = tile * COLUMNS + tl.arange(0, HALF)
+    # Columns past the end read the last row of the weight again, and are dropped.
+    line = tl.minimum(column, N - 1).to(tl.int64)
+    other = line + N if GATED else tl.minimum(column + HALF, N - 1).to(tl.int64)
+    WORDS: tl.constexpr = BLOCK // 4
+    BLOCKS: tl.constexpr = K // BLOCK
+    # As many for each split, and known: a loop that might not be entered has its sums moved.
+    tl.static_assert(BLOCKS % SPLITS == 0)
+    EACH: tl.constexpr = BLOCKS // SPLITS
+    word = tl.arange(0, WORDS)[None, :]
+    at = codes + (line * (BLOCKS * WORDS))[:, None] + word
+    other_at = codes + (other * (BLOCKS * WORDS))[:, None] + word
+    group, other_group = line * (K // GROUP), other * (K // GROUP)
+    x_at = x + row.to(tl.int64)[:, None] * K + tl.arange(0, BLOCK)[None, :]
+    there = (row < num_rows)[:, None]
+    sums = tl.zeros([HALF, ROWS], tl.float32)
+    others = tl.zeros([HALF, ROWS], tl.float32)
+    begin = split * EACH if SPLITS > 1 else 0
+    if PDL:
+        AHEAD: tl.constexpr = EACH * WORDS if EACH * WORDS * 2 < FETCHED else FETCHED // 2
+        ahead = tl.minimum(begin * WORDS, BLOCKS * WORDS - AHEAD)
+        fetch_to_l2(codes + line * (BLOCKS * WORDS) + ahead, AHEAD * 2)
+        fetch_to_l2(codes + other * (BLOCKS * WORDS) + ahead, AHEAD * 2)
+    wait_for_previous(PDL)
+    kind: tl.constexpr = x.dtype.element_ty
+    for block in tl.range(0, EACH):
+        inner = (begin + block) * BLOCK
+        of_x = tl.trans(tl.load(x_at + inner, mask=there, other=0.0))
+        numbers = _numbers(at, scale, zero, offset, group, inner, BLOCK, GROUP, kind)
+        sums = tl.dot(numbers, of_x, sums)
+        numbers = _numbers(other_at, scale, zero, offset, other_group, inner, BLOCK, GROUP, kind)
+        others = tl.dot(numbers, of_x, others)
+    sums, others = tl.trans(sums), tl.trans(others)
+    if GATED:
+        store_tile(sums, others, row, column, there, out, N, True, ACTIVATION)
+    elif SPLITS == 1:
+        store_tile(sums, sums, row, column, there, out, N, False, ACTIVATION)
+        store_tile(others, others, row, column + HALF, there, out, N, False, ACTIVATION)
+    else:
+        AREA: tl.constexpr = ROWS * COLUMNS
+        place = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, HALF)[None, :]
+        to = partial + tile.to(tl.int64) * (SPLITS * AREA) + place
+        tl.store(to + split * AREA, sums)
+        if is_last_split(others, to + HALF, arrived, tile, split, SPLITS, AREA):
+            sums = sum_of_splits(to, arrived, tile, SPLITS, AREA)
+            store_tile(sums, sums, row, column, there, out, N, False, ACTIVATION)
+            others = sum_of_splits(to + HALF, arrived, tile, SPLITS, AREA)
+            store_tile(others, others, row, column + HALF, there, out, N, False, ACTIVATION)
+
+
+@triton.jit
+def _numbers(
+    at,
+    scale,
+    zero,
+    offset,
+    group,
+    inner,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    kind: tl.constexpr,
+):
+    """What the codes of the block from `inner` on stand for, [columns, numbers]. Scales are loaded
+    here, and not a step ahead: of what a loop carries, the compiler does not take the layout of
+    the product's operand, and would move all numbers instead."""
+    RUNS: tl.constexpr = BLOCK // GROUP if GROUP < BLOCK else 1
+    words = tl.load(at + inner // 4, eviction_policy="evict_first")
+    of_groups = _groups(scale, offset, group, inner, 1, BLOCK, GROUP, True)
+    zeros = None if zero is None else zero + group + inner // GROUP
+    return _scaled(_whole(words, zeros, RUNS, kind), of_groups, 0, 1)
+
+
 @triton.jit
 def _groups(
     scale,

@@ -50,6 +50,7 @@ class Tiling:
     num_warps: int
     num_stages: int
     scaled: bool = False  # groups' scales are taken before the product, of 4 bits
+    paired: bool = False  # and two products of half the columns take turns
 
 
 def table_key(format: str, rows: int, shape: tuple[int, ...], gated: bool) -> str:
@@ -65,8 +66,8 @@ def of_table(entry: tuple[int, ...]) -> Streaming | Tiling | None:
         return Streaming(*entry)
     if not entry:
         return None
-    rows, columns, step, splits, weight_first, warps, stages, *scaled = entry
-    return Tiling(rows, columns, step, splits, bool(weight_first), warps, stages, any(scaled))
+    rows, columns, step, splits, weight_first, warps, stages, *ways = entry
+    return Tiling(rows, columns, step, splits, bool(weight_first), warps, stages, *map(bool, ways))
 
 
 def power_of_two_below(most: int) -> int:
