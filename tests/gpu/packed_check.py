@@ -421,7 +421,8 @@ def tilings(rows: int, weight: PackedWeight, gated: bool) -> Iterator[packed.Til
     if weight.bits == 4 and rows > 32:
         ways += wide_4(rows, weight, gated)
     for way in ways:
-        can_split = not gated and rows <= way.rows and way.columns >= ARRIVALS_COLUMNS
+        can_split = not gated and way.columns >= ARRIVALS_COLUMNS
+        can_split &= way.paired or rows <= way.rows
         if steps % way.step == 0 and way.splits <= max(1, steps // way.step * can_split):
             yield way
 
@@ -467,7 +468,7 @@ def paired_4(rows: int, weight: PackedWeight, gated: bool) -> Iterator[packed.Ti
     for size, warps, stages, splits in product((64, 128), (4, 8), (2, 3, 4), (1, 2, 4, 8)):
         tile = 32 * warps // (1 + gated)
         fits = stages * (size * 256 + warps * 2048) <= 208 << 10
-        programs = -(-weight.shape[0] // (32 * warps)) * splits
+        programs = -(-weight.shape[0] // (32 * warps)) * -(-rows // size) * splits
         few = splits == 1 or programs <= 264
         if size <= rows and fits and few and weight.shape[1] // weight.block % splits == 0:
             yield packed.Tiling(size, tile, 1, splits, True, warps, stages, True, True)

@@ -191,15 +191,20 @@ if INTERPRETED:
         tuned = packed.Tiling(32, 64, 1, 1, True, 4, 3, scaled=True, paired=True)
         assert worst(packed.tiled(x, weight, tuned, None, False), right) < BOUNDS[HALF]
         assert worst(packed.tiled(x, weight, tuned, "silu", False), gated) < 2 * BOUNDS[HALF]
-        split = replace(tuned, rows=64, splits=2)
-        for _ in range(2):
-            assert worst(packed.tiled(x, weight, split, None, False), right) < BOUNDS[HALF]
-            assert not weight.arrived.any()
+        for split in (replace(tuned, splits=2), replace(tuned, rows=64, splits=4)):
+            for _ in range(2):
+                assert worst(packed.tiled(x, weight, split, None, False), right) < BOUNDS[HALF]
+                assert not weight.arrived.any()
 
     def test_what_the_table_says_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
         weight = random_weight(80, 512, 128, "zero")
         assert packed.table_key(5, weight, False) == "4 128 zeros, 80×512, 16"
-        for way in ((16, 64, 1, 2, 1, 4, 3), (8, 32, 2, 1, 1, 2, 3, 1), (8, 32, 1, 2, 1, 4, 3, 1, 1), ()):
+        for way in (
+            (16, 64, 1, 2, 1, 4, 3),
+            (8, 32, 2, 1, 1, 2, 3, 1),
+            (8, 32, 1, 2, 1, 4, 3, 1, 1),
+            (),
+        ):
             monkeypatch.setattr(packed, "TILES", {packed.table_key(5, weight, False): way})
             assert packed.choice(5, weight, False) == (packed.Tiling(*way) if way else None)
             x = torch.randn(5, 512).to(HALF)

@@ -368,12 +368,13 @@ def multiply_pair_4(
     else:
         AREA: tl.constexpr = ROWS * COLUMNS
         place = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, HALF)[None, :]
-        to = partial + tile.to(tl.int64) * (SPLITS * AREA) + place
+        meeting = tl.program_id(0) * tl.num_programs(1) + tile
+        to = partial + meeting.to(tl.int64) * (SPLITS * AREA) + place
         tl.store(to + split * AREA, sums)
-        if is_last_split(others, to + HALF, arrived, tile, split, SPLITS, AREA):
-            sums = sum_of_splits(to, arrived, tile, SPLITS, AREA)
+        if is_last_split(others, to + HALF, arrived, meeting, split, SPLITS, AREA):
+            sums = sum_of_splits(to, arrived, meeting, SPLITS, AREA)
             store_tile(sums, sums, row, column, there, out, N, False, ACTIVATION)
-            others = sum_of_splits(to + HALF, arrived, tile, SPLITS, AREA)
+            others = sum_of_splits(to + HALF, arrived, meeting, SPLITS, AREA)
             store_tile(others, others, row, column + HALF, there, out, N, False, ACTIVATION)
 
 

@@ -144,9 +144,11 @@ def split_buffers(
     """Where the splits of K leave their sums, and where they meet; None if there is one."""
     if tuned.splits == 1:
         return None, None
-    assert rows <= tuned.rows
+    assert rows <= tuned.rows or tuned.paired
     assert tuned.columns >= ARRIVALS_COLUMNS
-    size = ceil_div(columns, tuned.columns) * tuned.splits * tuned.rows * tuned.columns
+    programs = ceil_div(rows, tuned.rows) * ceil_div(columns, tuned.columns)
+    assert programs <= len(arrived)
+    size = programs * tuned.splits * tuned.rows * tuned.columns
     return torch.empty(size, dtype=dtype, device=arrived.device), arrived
 
 
