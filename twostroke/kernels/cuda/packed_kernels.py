@@ -246,7 +246,13 @@ def multiply_tile_4(
     x_at = x + row[:, None] * K + tl.arange(0, PIECE)[None, :]
     there = (row < num_rows)[:, None]
     sums = tl.zeros([LINES, ROWS], tl.float32)
-    begin, end = split * EACH, tl.minimum(BLOCKS, (split + 1) * EACH)
+    begin = split * EACH
+    # Of a loop that might not be entered the sums are moved, and the assembler waits for each
+    # product: its length is known if all splits have the same.
+    if EACH * SPLITS == BLOCKS:
+        count = EACH
+    else:
+        count = tl.minimum(EACH, BLOCKS - begin)
     if PDL:
         AHEAD: tl.constexpr = EACH * WORDS if EACH * WORDS * 2 < FETCHED else FETCHED // 2
         first = codes + line * (BLOCKS * WORDS)
@@ -256,7 +262,8 @@ def multiply_tile_4(
     ahead = tl.minimum(begin, BLOCKS - STEP) * BLOCK
     of_groups = _groups(scale, offset, group, ahead, STEP, BLOCK, GROUP, SCALED)
     wait_for_previous(PDL)
-    for start in tl.range(begin, end, STEP):
+    for step in tl.range(0, count, STEP):
+        start = begin + step
         ahead = tl.minimum(start + STEP, BLOCKS - STEP) * BLOCK
         next_groups = _groups(scale, offset, group, ahead, STEP, BLOCK, GROUP, SCALED)
         for n in tl.static_range(STEP):
@@ -333,7 +340,6 @@ def multiply_pair_4(
     other = line + N if GATED else tl.minimum(column + HALF, N - 1).to(tl.int64)
     WORDS: tl.constexpr = BLOCK // 4
     BLOCKS: tl.constexpr = K // BLOCK
-    # As many for each split, and known: a loop that might not be entered has its sums moved.
     tl.static_assert(BLOCKS % SPLITS == 0)
     EACH: tl.constexpr = BLOCKS // SPLITS
     word = tl.arange(0, WORDS)[None, :]
