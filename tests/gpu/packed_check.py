@@ -409,8 +409,13 @@ def streamings(weight: PackedWeight, gated: bool) -> Iterator[packed.Streaming]:
 
 def tilings(rows: int, weight: PackedWeight, gated: bool) -> Iterator[packed.Tiling]:
     """What is used, and what differs from it in one thing or two."""
-    make = packed.tiling_4 if weight.bits == 4 else packed.tiling_8
-    usual = make(min(128, rows), weight, gated)
+    if weight.bits == 4:
+        # Of one product; those of two that take turns are `paired_4`'s.
+        usual = packed.tiling_4(min(64, rows), weight, gated)
+        if usual is not None and rows > 64 and not gated:
+            usual = replace(usual, rows=128, num_stages=3)
+    else:
+        usual = packed.tiling_8(min(128, rows), weight, gated)
     if usual is None:
         return
     steps = weight.shape[1] // (weight.block if weight.bits == 4 else weight.group)
