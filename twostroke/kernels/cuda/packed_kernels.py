@@ -246,13 +246,7 @@ def multiply_tile_4(
     x_at = x + row[:, None] * K + tl.arange(0, PIECE)[None, :]
     there = (row < num_rows)[:, None]
     sums = tl.zeros([LINES, ROWS], tl.float32)
-    begin = split * EACH
-    # Of a loop that might not be entered the sums are moved, and the assembler waits for each
-    # product: its length is known if all splits have the same.
-    if EACH * SPLITS == BLOCKS:
-        count = EACH
-    else:
-        count = tl.minimum(EACH, BLOCKS - begin)
+    begin, end = split * EACH, tl.minimum(BLOCKS, (split + 1) * EACH)
     if PDL:
         AHEAD: tl.constexpr = EACH * WORDS if EACH * WORDS * 2 < FETCHED else FETCHED // 2
         first = codes + line * (BLOCKS * WORDS)
@@ -262,8 +256,7 @@ def multiply_tile_4(
     ahead = tl.minimum(begin, BLOCKS - STEP) * BLOCK
     of_groups = _groups(scale, offset, group, ahead, STEP, BLOCK, GROUP, SCALED)
     wait_for_previous(PDL)
-    for step in tl.range(0, count, STEP):
-        start = begin + step
+    for start in tl.range(begin, end, STEP):
         ahead = tl.minimum(start + STEP, BLOCKS - STEP) * BLOCK
         next_groups = _groups(scale, offset, group, ahead, STEP, BLOCK, GROUP, SCALED)
         for n in tl.static_range(STEP):
