@@ -424,7 +424,7 @@ def tilings(rows: int, weight: PackedWeight, gated: bool) -> Iterator[packed.Til
     changes = changes_4(usual, rows) if weight.bits == 4 else changes_8(usual, rows)
     ways = [replace(usual, **change) for change in changes]
     if weight.bits == 4 and rows > 32:
-        ways += wide_4(rows, weight, gated)
+        ways += paired_4(rows, weight, gated)
     for way in ways:
         can_split = not gated and way.columns >= ARRIVALS_COLUMNS
         can_split &= way.paired or rows <= way.rows
@@ -455,27 +455,16 @@ def changes_4(usual: packed.Tiling, rows: int) -> list[dict[str, int]]:
     return found
 
 
-def wide_4(rows: int, weight: PackedWeight, gated: bool) -> Iterator[packed.Tiling]:
-    """Of many rows, scaled before the product."""
-    columns = weight.shape[0] // (1 + gated)
-    sizes = product((64, 128, 256), (64, 128), (4, 8), (2, 3, 4), (1, 2, 4))
-    for size, tile, warps, stages, splits in sizes:
-        sums = size * tile * (1 + gated) // (32 * warps)
-        programs = -(-columns // tile) * -(-rows // size) * splits
-        fits = stages * (size * 256 + tile * (1 + gated) * 64) <= 200 << 10
-        if size <= rows and 32 <= sums <= 128 and fits and (splits == 1 or programs <= 264):
-            yield packed.Tiling(size, tile, 1, splits, True, warps, stages, True)
-    yield from paired_4(rows, weight, gated)
-
-
 def paired_4(rows: int, weight: PackedWeight, gated: bool) -> Iterator[packed.Tiling]:
     """Two products that take turns, each with 64 columns of every 4 warps."""
-    for size, warps, stages, splits in product((64, 128), (4, 8), (2, 3, 4), (1, 2, 4, 8)):
-        tile = 32 * warps // (1 + gated)
+    size, blocks = min(128, rows), weight.shape[1] // weight.block
+    for warps, stages, splits in product((4, 8), (3, 4), (1, 2, 4, 8, 16)):
         fits = stages * (size * 256 + warps * 2048) <= 208 << 10
         programs = -(-weight.shape[0] // (32 * warps)) * -(-rows // size) * splits
-        few = splits == 1 or programs <= 264
-        if size <= rows and fits and few and weight.shape[1] // weight.block % splits == 0:
+        # A multiprocessor has room for 8 warps.
+        fills = 48 <= programs * warps // 8 <= (140 if splits > 1 else programs)
+        if fits and fills and blocks % splits == 0:
+            tile = 32 * warps // (1 + gated)
             yield packed.Tiling(size, tile, 1, splits, True, warps, stages, True, True)
 
 

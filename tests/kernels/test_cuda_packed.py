@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from tests.kernels import ptx
+from tests.kernels import hgmma, ptx
 from tests.kernels.interpreted import INTERPRETED, run_interpreted
 from twostroke.kernels.cuda import packed, packed_codes
 from twostroke.kernels.packed import (
@@ -274,6 +274,24 @@ else:
             assert re.search(
                 r"wgmma\.mma_async\.sync\.aligned\.m64|mma\.sync\.aligned\.m16n8k16", code
             )
+
+    @pytest.mark.parametrize(("group", "kind"), [(128, ""), (128, "zero"), (32, "offset")])
+    def test_numbers_are_made_while_the_other_product_runs_and_not_where_it_reads(
+        compiled: list[Any],  # noqa: F811
+        tmp_path: Path,
+        group: int,
+        kind: str,
+    ) -> None:
+        for warps, splits in ((4, 1), (8, 1), (8, 4)):
+            for activation in (None, "silu") if splits == 1 else (None,):
+                columns = 32 * warps // (1 if activation is None else 2)
+                tuned = packed.Tiling(128, columns, 1, splits, True, warps, 3, True, True)
+                weight = unread_weight(4096, 4096, group, kind)
+                packed.tiled(empty(128, 4096), weight, tuned, activation, False)  # type: ignore[arg-type]
+        for kernel in compiled:
+            assert spilled_bytes(kernel, tmp_path) <= 64
+            assert hgmma.waits(hgmma.loop(kernel, tmp_path)) == [7] * 16
+            assert hgmma.overwritten(hgmma.loop(kernel, tmp_path)) == []
 
     @pytest.mark.parametrize(
         ("group", "kind", "bits"), [(32, "", 8), (128, "", 4), (32, "offset", 4)]

@@ -320,10 +320,10 @@ def multiply_pair_4(
     ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # Two products a block, of half the tile each (gated: the gate's and the up's), which take
-    # turns: the matrix units read the numbers of the one from registers while those of the other
-    # are made in others. A single product would have its numbers made where it reads them, and so
-    # after it. Both have 64 columns a warpgroup: of more, the assembler waits for each instruction.
+    # Two products a block, of half the tile each (gated: the gate's and the up's), take turns: the
+    # matrix units read the numbers of the one from registers while those of the other are made.
+    # A single product would read what is overwritten meanwhile, or the assembler has it wait. It
+    # also does if a product has more than 64 columns a warpgroup, or a loop might not be entered.
     tile, split = tl.program_id(1), tl.program_id(2)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     HALF: tl.constexpr = COLUMNS if GATED else COLUMNS // 2
