@@ -426,8 +426,7 @@ def tilings(rows: int, weight: PackedWeight, gated: bool) -> Iterator[packed.Til
     if weight.bits == 4 and rows > 32:
         ways += paired_4(rows, weight, gated)
     for way in ways:
-        can_split = not gated and way.columns >= ARRIVALS_COLUMNS
-        can_split &= way.paired or rows <= way.rows
+        can_split = not gated and rows <= way.rows and way.columns >= ARRIVALS_COLUMNS
         if steps % way.step == 0 and way.splits <= max(1, steps // way.step * can_split):
             yield way
 
@@ -457,15 +456,13 @@ def changes_4(usual: packed.Tiling, rows: int) -> list[dict[str, int]]:
 
 def paired_4(rows: int, weight: PackedWeight, gated: bool) -> Iterator[packed.Tiling]:
     """Two products that take turns, each with 64 columns of every 4 warps."""
-    size, blocks = min(128, rows), weight.shape[1] // weight.block
-    for warps, stages, splits in product((4, 8), (3, 4), (1, 2, 4, 8, 16)):
+    size = min(128, rows)
+    for warps, stages in product((4, 8), (3, 4)):
         fits = stages * (size * 256 + warps * 2048) <= 208 << 10
-        programs = -(-weight.shape[0] // (32 * warps)) * -(-rows // size) * splits
-        # A multiprocessor has room for 8 warps.
-        fills = 48 <= programs * warps // 8 <= (140 if splits > 1 else programs)
-        if fits and fills and blocks % splits == 0:
+        programs = -(-weight.shape[0] // (32 * warps)) * -(-rows // size)
+        if fits and programs * warps // 8 >= 48:  # a multiprocessor has room for 8 warps
             tile = 32 * warps // (1 + gated)
-            yield packed.Tiling(size, tile, 1, splits, True, warps, stages, True, True)
+            yield packed.Tiling(size, tile, 1, 1, True, warps, stages, True, True)
 
 
 def changes_8(usual: packed.Tiling, rows: int) -> list[dict[str, int]]:

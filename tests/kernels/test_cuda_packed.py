@@ -7,7 +7,7 @@ As in `test_cuda_interpreted.py`, what is interpreted runs in a pytest of its ow
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -191,10 +191,6 @@ if INTERPRETED:
         tuned = packed.Tiling(32, 64, 1, 1, True, 4, 3, scaled=True, paired=True)
         assert worst(packed.tiled(x, weight, tuned, None, False), right) < BOUNDS[HALF]
         assert worst(packed.tiled(x, weight, tuned, "silu", False), gated) < 2 * BOUNDS[HALF]
-        for split in (replace(tuned, splits=2), replace(tuned, rows=64, splits=4)):
-            for _ in range(2):
-                assert worst(packed.tiled(x, weight, split, None, False), right) < BOUNDS[HALF]
-                assert not weight.arrived.any()
 
     def test_what_the_table_says_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
         weight = random_weight(80, 512, 128, "zero")
@@ -202,7 +198,7 @@ if INTERPRETED:
         for way in (
             (16, 64, 1, 2, 1, 4, 3),
             (8, 32, 2, 1, 1, 2, 3, 1),
-            (8, 32, 1, 2, 1, 4, 3, 1, 1),
+            (8, 32, 1, 1, 1, 4, 3, 1, 1),
             (),
         ):
             monkeypatch.setattr(packed, "TILES", {packed.table_key(5, weight, False): way})
@@ -282,15 +278,29 @@ else:
         group: int,
         kind: str,
     ) -> None:
-        for warps, splits in ((4, 1), (8, 1), (8, 4)):
-            for activation in (None, "silu") if splits == 1 else (None,):
-                columns = 32 * warps // (1 if activation is None else 2)
-                tuned = packed.Tiling(128, columns, 1, splits, True, warps, 3, True, True)
-                weight = unread_weight(4096, 4096, group, kind)
-                packed.tiled(empty(128, 4096), weight, tuned, activation, False)  # type: ignore[arg-type]
+        for warps, activation in product((4, 8), (None, "silu")):
+            columns = 32 * warps // (1 if activation is None else 2)
+            tuned = packed.Tiling(128, columns, 1, 1, True, warps, 3, True, True)
+            weight = unread_weight(4096, 4096, group, kind)
+            packed.tiled(empty(128, 4096), weight, tuned, activation, False)  # type: ignore[arg-type]
         for kernel in compiled:
             assert spilled_bytes(kernel, tmp_path) <= 64
             assert hgmma.waits(hgmma.loop(kernel, tmp_path)) == [7] * 16
+            assert hgmma.overwritten(hgmma.loop(kernel, tmp_path)) == []
+
+    @pytest.mark.parametrize(("group", "kind"), [(32, ""), (16, ""), (32, "offset")])
+    def test_a_product_is_waited_for_before_its_numbers_are_made_again(
+        compiled: list[Any],  # noqa: F811
+        tmp_path: Path,
+        group: int,
+        kind: str,
+    ) -> None:
+        weight = unread_weight(4096, 4096, group, kind, 8)
+        for rows in (64, 128):
+            packed.packed_product(empty(rows, 4096), weight)
+            packed.packed_gated_product(empty(rows, 4096), weight, "silu")
+        for kernel in compiled:
+            assert hgmma.PRODUCT.search("\n".join(hgmma.loop(kernel, tmp_path)))
             assert hgmma.overwritten(hgmma.loop(kernel, tmp_path)) == []
 
     @pytest.mark.parametrize(

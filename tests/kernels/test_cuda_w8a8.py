@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from tests.kernels import ptx
+from tests.kernels import hgmma, ptx
 from tests.kernels.interpreted import INTERPRETED, run_interpreted
 from twostroke.kernels import cuda
 from twostroke.kernels.cuda import tiles, w8a8, w8a8_kernels
@@ -299,6 +299,18 @@ else:
         cuda.add_rms_norm(empty(3, 4096), empty(3, 4096), empty(4096), 1e-5, pdl=True, to=E4M3)
         assert all(spilled_bytes(kernel, tmp_path) == 0 for kernel in compiled)
         assert len(compiled) == 3
+
+    @TYPES
+    def test_a_product_is_waited_for_before_its_numbers_are_made_again(
+        compiled: list[Any],  # noqa: F811
+        tmp_path: Path,
+        type: torch.dtype,
+    ) -> None:
+        for rows, inner in ((64, 4096), (64, 14336), (256, 4096)):
+            w8a8.w8_product(empty(rows, inner), unread_weight(4096, inner, type=type))
+        for kernel in compiled:
+            assert hgmma.PRODUCT.search("\n".join(hgmma.loop(kernel, tmp_path)))
+            assert hgmma.overwritten(hgmma.loop(kernel, tmp_path)) == []
 
     def test_fp8_products_compile_once_for_all_batches_of_one_tile(
         compiled: list[Any],  # noqa: F811

@@ -55,6 +55,11 @@ class Tuning:
     least: int = 2  # tiles of a split, where the context has as many
 
 
+def tiles_held(tile: int, head_bytes: int) -> int:
+    """Of keys and values, in a multiprocessor's shared memory."""
+    return shared_bytes() // (2 * tile * head_bytes)
+
+
 def tuning(head_bytes: int, programs: int, splits: int, num_sms: int) -> Tuning:
     """Few programs have more tiles under way each; many share a multiprocessor, where one computes
     and the others load. Where a short context has a program for every tile, the smallest programs
@@ -65,21 +70,20 @@ def tuning(head_bytes: int, programs: int, splits: int, num_sms: int) -> Tuning:
             return Tuning(64, 4, 2, 2)
         if splits >= ONE_TILE_SPLITS:
             return Tuning(64, 2, 2, 1)
-        tiles_held = shared_bytes() // (2 * 64 * head_bytes)  # keys and values
-        return Tuning(64, 2, min(4, tiles_held), 2)
+        return Tuning(64, 2, min(4, tiles_held(64, head_bytes)), 2)
     if few:
         return Tuning(32, 4, 4 if head_bytes <= 512 else 3, 4)
     return Tuning(32, 4, 2, 4)
 
 
-def tuning_8_bit(programs: int, num_sms: int, queries: int) -> Tuning:
+def tuning_8_bit(head_bytes: int, programs: int, splits: int, num_sms: int, queries: int) -> Tuning:
     """Of 8-bit heads of at most 128 channels, where conversions and what warps exchange take the
     time: many programs of two warps, or few that have more positions a step. Several queries leave
     no registers for that."""
     if queries > 1:
         return Tuning(64, 4, 3, 2)
-    if programs <= PROGRAMS_PER_SM * num_sms:
-        return Tuning(128, 4, 3, 1)
+    if programs <= PROGRAMS_PER_SM * num_sms and splits < ONE_TILE_SPLITS:
+        return Tuning(128, 4, min(4, tiles_held(128, head_bytes)), 1)
     return Tuning(64, 2, 3, 2)
 
 
@@ -221,7 +225,7 @@ def make_launch(
     if tuned is None:
         head_bytes, programs = dim * max(q.itemsize, keys.itemsize), batch * num_kv_heads * splits
         if keys.itemsize == 1 and head_bytes <= 256:
-            tuned = tuning_8_bit(programs, num_sms(q.device), queries)
+            tuned = tuning_8_bit(dim, programs, splits, num_sms(q.device), queries)
         else:
             tuned = tuning(head_bytes, programs, splits, num_sms(q.device))
     *made, eps = new or (None, None, None, None, None, None, None, 0.0)

@@ -3,7 +3,7 @@
     one row     the codes go past once and are added up in fp32, group by group
     4 bits      tiles of codes become the activations' type in registers, whole numbers, which none
                 of them loses, for the matrix units; a group's scale comes after its product.
-                From 65 rows on before it, and two products take turns (`multiply_pair_4`)
+                A gate and an up of many rows have it before, and take turns (`multiply_pair_4`)
     8 bits      numbers are scaled in registers and rounded before the matrix units have them
     many rows   the weight is dequantised as a whole, and the library multiplies
 
@@ -29,7 +29,7 @@ from twostroke.kernels.packed import PackedWeight, block_size
 
 MOST_TILED = {4: 256, 8: 128}  # rows that have tiles here, where no table says otherwise
 PROGRAMS = 512  # of a matrix whose K is split
-PAIRED_PROGRAMS = 128  # of one whose products take turns
+MOST_PAIRED = 2048  # rows of a gate and an up whose products take turns
 NARROW = 4096  # columns of a matrix that is cut into narrower tiles, for as many programs
 LEAST_STEPS = 4  # of a program's part of K, of 8 bits
 LEAST_INNER = 1024  # numbers of it, of 4 bits
@@ -54,11 +54,14 @@ def choice(rows: int, weight: PackedWeight, gated: bool) -> Streaming | Tiling |
 
 def tiling_4(rows: int, weight: PackedWeight, gated: bool) -> Tiling | None:
     """None where the library is taken."""
-    if rows > MOST_TILED[4] or weight.block < 64:
+    if weight.block < 64:
         return None
-    if rows > 64 and (paired := paired_tiling(rows, weight, gated)) is not None:
-        return paired
     columns, inner = weight.shape
+    # Gate and up of many rows take turns, one program a multiprocessor, if half of these have one.
+    if gated and 64 < rows <= MOST_PAIRED and ceil_div(rows, 128) * columns >= 64 * 256:
+        return Tiling(128, 128, 1, 1, True, 8, 3, scaled=True, paired=True)
+    if rows > MOST_TILED[4]:
+        return None
     blocks = inner // weight.block
     block = min(64 if gated else 128, max(8, power_of_two(rows)))
     # Scales of a step are in registers before it begins, beside the sums.
@@ -73,21 +76,6 @@ def tiling_4(rows: int, weight: PackedWeight, gated: bool) -> Tiling | None:
     # What two programs of a multiprocessor have room for.
     stages = 3 if step == 4 or block == 128 else 4 if block >= 32 else 5
     return Tiling(block, 64, step, splits, True, 4, stages)
-
-
-def paired_tiling(rows: int, weight: PackedWeight, gated: bool) -> Tiling | None:
-    """Of 4 bits and many rows: one program a multiprocessor. None where half of these would be
-    without one."""
-    columns, inner = weight.shape
-    programs = ceil_div(rows, 128) * ceil_div(columns, 256)
-    splits = 1
-    if not gated and programs <= len(weight.arrived):
-        blocks = inner // weight.block
-        most = min(PAIRED_PROGRAMS // programs, inner // LEAST_INNER, blocks & -blocks)
-        splits = tiles.power_of_two_below(most)
-    if 2 * programs * splits < PAIRED_PROGRAMS:
-        return None
-    return Tiling(128, 128 if gated else 256, 1, splits, True, 8, 4, scaled=True, paired=True)
 
 
 def streaming(weight: PackedWeight, gated: bool) -> Streaming | None:
@@ -248,7 +236,9 @@ def tiled(
     each = tuned.rows * x.itemsize + tuned.columns * bits // 8
     of_step = weight.block if weight.bits == 4 else weight.group
     tuned = tiles.fitted(tuned, tuned.step * of_step * each)
-    splits = tiles.split_buffers(tuned, rows, columns, weight.arrived)
+    splits: tuple[torch.Tensor | None, ...] = ()
+    if not tuned.paired:
+        splits = tiles.split_buffers(tuned, rows, columns, weight.arrived)
     if weight.bits == 4 and scaled_first(weight):
         tuned = replace(tuned, scaled=True)
     make = _variant_4 if weight.bits == 4 else _variant_8
@@ -272,6 +262,7 @@ def _variant_4(
     options = tiles.tile_options(tuned, activation, pdl)
     del options["WEIGHT_FIRST"]
     if tuned.paired:
+        del options["SPLITS"]
         return Variant(kernels.multiply_pair_4, **sizes, **options)
     options |= {"STEP": tuned.step, "SCALED": tuned.scaled}
     return Variant(kernels.multiply_tile_4, **sizes, **options)

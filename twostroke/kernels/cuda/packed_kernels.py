@@ -306,8 +306,6 @@ def multiply_pair_4(
     zero,
     offset,
     out,
-    partial,
-    arrived,
     num_rows,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -315,7 +313,6 @@ def multiply_pair_4(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
@@ -324,7 +321,7 @@ def multiply_pair_4(
     # matrix units read the numbers of the one from registers while those of the other are made.
     # A single product would read what is overwritten meanwhile, or the assembler has it wait. It
     # also does if a product has more than 64 columns a warpgroup, or a loop might not be entered.
-    tile, split = tl.program_id(1), tl.program_id(2)
+    tile = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     HALF: tl.constexpr = COLUMNS if GATED else COLUMNS // 2
     column = tile * COLUMNS + tl.arange(0, HALF)
@@ -333,8 +330,6 @@ def multiply_pair_4(
     other = line + N if GATED else tl.minimum(column + HALF, N - 1).to(tl.int64)
     WORDS: tl.constexpr = BLOCK // 4
     BLOCKS: tl.constexpr = K // BLOCK
-    tl.static_assert(BLOCKS % SPLITS == 0)
-    EACH: tl.constexpr = BLOCKS // SPLITS
     word = tl.arange(0, WORDS)[None, :]
     at = codes + (line * (BLOCKS * WORDS))[:, None] + word
     other_at = codes + (other * (BLOCKS * WORDS))[:, None] + word
@@ -343,16 +338,15 @@ def multiply_pair_4(
     there = (row < num_rows)[:, None]
     sums = tl.zeros([HALF, ROWS], tl.float32)
     others = tl.zeros([HALF, ROWS], tl.float32)
-    begin = split * EACH if SPLITS > 1 else 0
     if PDL:
-        AHEAD: tl.constexpr = EACH * WORDS if EACH * WORDS * 2 < FETCHED else FETCHED // 2
-        ahead = tl.minimum(begin * WORDS, BLOCKS * WORDS - AHEAD)
-        fetch_to_l2(codes + line * (BLOCKS * WORDS) + ahead, AHEAD * 2)
-        fetch_to_l2(codes + other * (BLOCKS * WORDS) + ahead, AHEAD * 2)
+        LINE: tl.constexpr = BLOCKS * WORDS
+        AHEAD: tl.constexpr = LINE * 2 if LINE * 2 < FETCHED else FETCHED
+        fetch_to_l2(codes + line * LINE, AHEAD)
+        fetch_to_l2(codes + other * LINE, AHEAD)
     wait_for_previous(PDL)
     kind: tl.constexpr = x.dtype.element_ty
-    for block in tl.range(0, EACH):
-        inner = (begin + block) * BLOCK
+    for block in tl.range(0, BLOCKS):
+        inner = block * BLOCK
         of_x = tl.trans(tl.load(x_at + inner, mask=there, other=0.0))
         numbers = _numbers(at, scale, zero, offset, group, inner, BLOCK, GROUP, kind)
         sums = tl.dot(numbers, of_x, sums)
@@ -361,20 +355,9 @@ def multiply_pair_4(
     sums, others = tl.trans(sums), tl.trans(others)
     if GATED:
         store_tile(sums, others, row, column, there, out, N, True, ACTIVATION)
-    elif SPLITS == 1:
+    else:
         store_tile(sums, sums, row, column, there, out, N, False, ACTIVATION)
         store_tile(others, others, row, column + HALF, there, out, N, False, ACTIVATION)
-    else:
-        AREA: tl.constexpr = ROWS * COLUMNS
-        place = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, HALF)[None, :]
-        meeting = tl.program_id(0) * tl.num_programs(1) + tile
-        to = partial + meeting.to(tl.int64) * (SPLITS * AREA) + place
-        tl.store(to + split * AREA, sums)
-        if is_last_split(others, to + HALF, arrived, meeting, split, SPLITS, AREA):
-            sums = sum_of_splits(to, arrived, meeting, SPLITS, AREA)
-            store_tile(sums, sums, row, column, there, out, N, False, ACTIVATION)
-            others = sum_of_splits(to + HALF, arrived, meeting, SPLITS, AREA)
-            store_tile(others, others, row, column + HALF, there, out, N, False, ACTIVATION)
 
 
 @triton.jit
@@ -593,7 +576,7 @@ def _add_scaled(sums, x, codes, factor, term, WEIGHT_FIRST: tl.constexpr):
     """The product of [columns, codes] with the rows' numbers, added to the sums. `factor` and
     `term` are the groups', by `group_line`."""
     numbers = scaled_8(codes, _of_codes(factor, codes), _of_codes(term, codes), x.dtype)
-    return dot(x, numbers, sums, WEIGHT_FIRST)
+    return dot(x, numbers, sums, WEIGHT_FIRST, True)
 
 
 @triton.jit

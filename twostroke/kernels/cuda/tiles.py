@@ -144,11 +144,9 @@ def split_buffers(
     """Where the splits of K leave their sums, and where they meet; None if there is one."""
     if tuned.splits == 1:
         return None, None
-    assert rows <= tuned.rows or tuned.paired
+    assert rows <= tuned.rows
     assert tuned.columns >= ARRIVALS_COLUMNS
-    programs = ceil_div(rows, tuned.rows) * ceil_div(columns, tuned.columns)
-    assert programs <= len(arrived)
-    size = programs * tuned.splits * tuned.rows * tuned.columns
+    size = ceil_div(columns, tuned.columns) * tuned.splits * tuned.rows * tuned.columns
     return torch.empty(size, dtype=dtype, device=arrived.device), arrived
 
 
@@ -156,8 +154,14 @@ def split_buffers(
 
 
 @triton.jit
-def dot(x, weight, sums, WEIGHT_FIRST: tl.constexpr):
-    if WEIGHT_FIRST:
+def dot(x, weight, sums, WEIGHT_FIRST: tl.constexpr, MADE: tl.constexpr):
+    if WEIGHT_FIRST and MADE:
+        # The matrix units read a left operand that was made in registers until somebody waits for
+        # the product, as this sum does; else the next step's numbers may be made there before.
+        # (Of a product with that limit, whose types have no use for it, the compiler does not take
+        # the sum in.)
+        sums += tl.dot(weight, tl.trans(x), max_num_imprecise_acc=1)
+    elif WEIGHT_FIRST:
         sums = tl.dot(weight, tl.trans(x), sums, out_dtype=sums.dtype)
     else:
         sums = tl.dot(x, tl.trans(weight), sums, out_dtype=sums.dtype)

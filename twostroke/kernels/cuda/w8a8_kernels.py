@@ -352,6 +352,7 @@ def multiply_tile(
 
 @triton.jit
 def _add_product(sums, x, weight, factor_at, GROUPED: tl.constexpr, WEIGHT_FIRST: tl.constexpr):
+    MADE: tl.constexpr = weight.dtype != x.dtype
     weight = _as(weight, x.dtype)
     if GROUPED:
         factor = tl.load(factor_at)
@@ -360,7 +361,7 @@ def _add_product(sums, x, weight, factor_at, GROUPED: tl.constexpr, WEIGHT_FIRST
         else:
             sums += tl.dot(x, tl.trans(weight)) * factor[None, :]
     else:
-        sums = dot(x, weight, sums, WEIGHT_FIRST)
+        sums = dot(x, weight, sums, WEIGHT_FIRST, MADE)
     return sums
 
 
