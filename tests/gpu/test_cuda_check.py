@@ -21,15 +21,8 @@ from tests.gpu.reference_check import SPECS
 
 ROOT = Path(__file__).parents[2]
 INTERPRETED = """
-from typing import Any
-from triton.runtime import interpreter
-patch_tensor = interpreter._patch_lang_tensor
-def with_bounds_that_numpy_takes(tensor: Any, scope: Any) -> None:
-    patch_tensor(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-interpreter._patch_lang_tensor = with_bounds_that_numpy_takes
-
 import torch
+import tests.kernels.interpreted
 from tests.gpu import cuda_check
 from twostroke.kernels.cuda.backend import CudaKernels
 cuda_check.kernels_of = CudaKernels

@@ -19,8 +19,6 @@ pytest.importorskip("triton")
 from tests.kernels.interpreted import INTERPRETED, run_interpreted
 
 if INTERPRETED:
-    from triton.runtime import interpreter
-
     from tests.kernels import cuda_cases as cases
     from tests.kernels import definitions
     from tests.kernels.cuda_cases import BOUNDS, Heads
@@ -32,26 +30,6 @@ if INTERPRETED:
     CLAMPED = ClampedSwiglu(limit=0.8)
     # Of the model, and of the weights that queries and keys are normed with.
     TYPES_AND_NORMS = [(HALF, None), (SINGLE, None), (SINGLE, SINGLE), (HALF, HALF), (HALF, SINGLE)]
-
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def with_bounds_that_numpy_takes(tensor: Any, scope: Any) -> None:
-        """Triton 3.6 calls int() on arrays of one element for a loop's bounds; numpy 2.4 won't."""
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = with_bounds_that_numpy_takes
-
-    convert_float, FP8 = interpreter._convert_float, {"fp8e4nv": KV_8_BIT[0], "fp8e5": KV_8_BIT[1]}
-
-    def rounded_to_nearest(given: Any, kind: Any, to: Any, mode: Any) -> Any:
-        """Triton's interpreter loses the carry where rounding up to fp8 ends in a power of two."""
-        if to.name not in FP8 or kind.name not in ("fp16", "fp32"):
-            return convert_float(given, kind, to, mode)
-        wide = torch.from_numpy(np.ascontiguousarray(given))
-        return wide.to(FP8[to.name]).view(torch.uint8).numpy()
-
-    interpreter._convert_float = rounded_to_nearest
 
     @pytest.fixture(autouse=True)
     def seeded(request: pytest.FixtureRequest) -> None:
