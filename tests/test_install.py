@@ -70,9 +70,11 @@ def own_environment(**changes: str) -> dict[str, str]:
     return own | changes
 
 
-def install(python: Path, source: Path, own: dict[str, str]) -> tuple[str, Path]:
-    """What pip says, and the folder of the installed package."""
-    said = run([python, "-m", "pip", "install", "--no-deps", "--verbose", source], **own)
+def install(python: Path, source: Path, own: dict[str, str], *settings: str) -> tuple[str, Path]:
+    """What pip says, and the folder of the installed package. `settings`: of the build."""
+    words = [word for setting in settings for word in ("-C", setting)]
+    command = [python, "-m", "pip", "install", "--no-deps", "--verbose", *words, source]
+    said = run(command, **own)
     purelib = run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], **own)
     return said, Path(purelib.strip()) / "twostroke"
 
@@ -88,29 +90,56 @@ def test_where_the_compiler_fails_it_installs_and_says_so(source: Path, python: 
     assert run([python, "-c", ASK], **own) == "False\n"
 
 
-@pytest.mark.slow
-@pytest.mark.network
-@pytest.mark.timeout(1800)  # libc++ is compiled, too: a minute of two cores that are free
-@pytest.mark.skipif(
+ZIG_IS_USED = pytest.mark.skipif(
     sysconfig.get_platform() not in ("linux-x86_64", "linux-aarch64"), reason="zig is not used"
 )
-def test_without_a_compiler_the_kernels_are_built_with_zig(
-    source: Path, python: Path, tmp_path: Path
-) -> None:
-    """100 MB are fetched, once; the PATH has nothing but a shell and what CMake calls."""
+
+
+@pytest.fixture
+def without_compiler(python: Path, tmp_path: Path) -> dict[str, str]:
+    """The PATH has nothing but a shell and what CMake calls. 100 MB are fetched, once."""
     path, wheels = tmp_path / "path", tmp_path / "wheels"
     path.mkdir()
     for name in ("sh", "uname"):
         if found := shutil.which(name):
             (path / name).symlink_to(found)
     own = own_environment(PATH=str(path))
-    # Of the requirement in the backend, so that this test fetches what an installation does.
+    # Of the requirement in the backend, so that a test fetches what an installation does.
     (requirement,) = re.findall(r'^ZIG = "(.*)"$', (ROOT / "native/backend.py").read_text(), re.M)
     fetch = [python, "-m", "pip", "download", "--quiet", "--no-deps", "-d", wheels, requirement]
     if subprocess.run(fetch, env=own, cwd="/", check=False, capture_output=True).returncode != 0:
         pytest.skip("the ziglang package cannot be fetched")
     own["PIP_FIND_LINKS"] = " ".join(filter(None, [own.get("PIP_FIND_LINKS"), str(wheels)]))
+    return own
 
+
+@pytest.mark.slow
+@pytest.mark.network
+@ZIG_IS_USED
+def test_without_a_compiler_zig_is_fetched_and_compiles(
+    source: Path, python: Path, without_compiler: dict[str, str]
+) -> None:
+    """What includes Python's headers and what is for one instruction set. To link them zig would
+    compile its C++ library first, for minutes: that is in the long suite."""
+    kernels = "kernels_neon" if "aarch64" in sysconfig.get_platform() else "kernels_avx512"
+    objects = [f"CMakeFiles/_native.dir/src/{name}.cpp.o" for name in ("module", kernels)]
+    targets = "build.targets=" + ";".join(objects)
+    only = ("wheel.cmake=true", targets, "install.components=nothing")
+    said, _ = install(python, source, without_compiler, *only)
+    assert "The CXX compiler identification is Clang" in said
+    for name in objects:
+        assert f"Building CXX object {name}" in said
+    assert not re.search(r"Linking CXX", said)
+
+
+@pytest.mark.long
+@pytest.mark.network
+@pytest.mark.timeout(1800)  # libc++ is compiled, too: a minute of two cores that are free
+@ZIG_IS_USED
+def test_without_a_compiler_the_kernels_are_built_with_zig(
+    source: Path, python: Path, without_compiler: dict[str, str]
+) -> None:
+    own = without_compiler
     said, installed = install(python, source, own)
     assert "without its native kernels" not in said
     (module,) = installed.glob("_native*.so")

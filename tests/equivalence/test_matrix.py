@@ -172,7 +172,7 @@ def test_logprobs_at_decode_equal_those_of_the_same_text_at_prefill(
 def test_a_wrong_position_makes_the_comparison_fail(
     prompts: list[list[int]], alone: list[Written], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: decode believes to be one position further."""
+    """Negative control: decode believes to be one position further. The short prompts show it."""
 
     made = StepProgram.inputs
 
@@ -184,6 +184,7 @@ def test_a_wrong_position_makes_the_comparison_fail(
 
     monkeypatch.setattr(StepProgram, "inputs", shifted)
     core = make_core(default_decoder())
-    got = [run(core, [prompt])[0] for prompt in prompts]
+    short = [number for number, prompt in enumerate(prompts) if len(prompt) < 16]
+    got = [run(core, [prompts[number]])[0] for number in short]
     with pytest.raises(AssertionError, match=r"differs at step|moved by"):
-        assert_same(alone, got)
+        assert_same([alone[number] for number in short], got)

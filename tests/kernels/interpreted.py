@@ -7,8 +7,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ROOT = Path(__file__).parents[2]
@@ -55,8 +58,20 @@ if INTERPRETED:
     interpreter._patch_builtin = patch_builtin
 
 
-def run_interpreted(file: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", file]
+def crossed(first: Sequence[Any], second: Sequence[Any], most: int) -> list[Any]:
+    """Parameters: each of `first` with each of `second`, tuples joined. `most` of `second`, others
+    for each of `first` in turn, are run always; the rest is of the long suite."""
+    found = []
+    for row, left in enumerate(first):
+        for column, right in enumerate(second):
+            each = [value if isinstance(value, tuple) else (value,) for value in (left, right)]
+            long = (row + column) % len(second) >= most
+            found.append(pytest.param(*each[0], *each[1], marks=pytest.mark.long if long else ()))
+    return found
+
+
+def run_interpreted(file: str, marked: str = "not long") -> None:
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", marked, file]
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
     child = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-2000:]

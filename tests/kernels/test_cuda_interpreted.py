@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.kernels.interpreted import INTERPRETED, run_interpreted
+from tests.kernels.interpreted import INTERPRETED, crossed, run_interpreted
 
 if INTERPRETED:
     from tests.kernels import cuda_cases as cases
@@ -109,17 +109,20 @@ if INTERPRETED:
     ) -> None:
         assert cases.check_decode(heads, lengths, splits, CPU, dtype) < BOUNDS[dtype]
 
-    @pytest.mark.parametrize("splits", [1, 4])
     @pytest.mark.parametrize(
-        ("window", "softcap", "dim"),
-        [
-            (1, 0.0, 64),
-            (20, 0.0, 64),
-            (64, 0.0, 64),
-            (None, 2.0, 64),
-            (40, 2.0, 64),
-            (40, 2.0, 256),
-        ],
+        ("window", "softcap", "dim", "splits"),
+        crossed(
+            [
+                (1, 0.0, 64),
+                (20, 0.0, 64),
+                (64, 0.0, 64),
+                (None, 2.0, 64),
+                (40, 2.0, 64),
+                (40, 2.0, 256),
+            ],
+            [1, 4],
+            most=1,
+        ),
     )
     def test_decode_attention_with_a_window_and_a_softcap(
         window: int | None, softcap: float, dim: int, splits: int
@@ -128,11 +131,13 @@ if INTERPRETED:
         lengths = [1, 21, 0, 64, 130]
         assert cases.check_decode(heads, lengths, splits, CPU, SINGLE) < BOUNDS[SINGLE]
 
-    @pytest.mark.parametrize("splits", [1, 4])
-    @pytest.mark.parametrize("queries", [2, 5])
     @pytest.mark.parametrize(
-        ("window", "softcap"),
-        [(None, 0.0), (1, 0.0), (3, 0.0), (20, 0.0), (64, 0.0), (None, 2.0), (40, 2.0)],
+        ("window", "softcap", "queries", "splits"),
+        crossed(
+            [(None, 0.0), (1, 0.0), (3, 0.0), (20, 0.0), (64, 0.0), (None, 2.0), (40, 2.0)],
+            [(2, 1), (5, 4), (2, 4), (5, 1)],
+            most=2,
+        ),
     )
     def test_decode_attention_of_several_queries_a_row(
         window: int | None, softcap: float, queries: int, splits: int
@@ -149,19 +154,22 @@ if INTERPRETED:
             error = cases.check_decode(heads, [300, 5], 9, CPU, HALF, queries)
             assert error < BOUNDS[HALF]
 
-    @pytest.mark.parametrize(("dtype", "norm"), TYPES_AND_NORMS)
     @pytest.mark.parametrize(
-        ("heads", "half", "lengths", "splits"),
-        [
-            (Heads(4, 1, 64), 32, [1, 2, 0, 15, 16, 17, 63, 64, 65, 66], 1),
-            (Heads(4, 1, 64), 32, [0, 1, 128, 129, 130, 257, 258], 3),  # a split begins with it
-            (Heads(3, 1, 80, 32), 40, [129, 0, 16, 17, 193], 2),
-            (Heads(2, 2, 96), 24, [127, 128, 1], 2),  # half of the channels rotate
-            (Heads(4, 2, 64), 1, [65, 2], 1),  # two, as where a layer has no rope
-            (Heads(8, 1, 128, 32), 64, [200, 33, 32], 1),
-            (Heads(8, 1, 128), 16, [1300, 5], 30),
-            (Heads(7, 1, 256), 128, [31, 32, 33, 34, 129], 2),
-        ],
+        ("heads", "half", "lengths", "splits", "dtype", "norm"),
+        crossed(
+            [
+                (Heads(4, 1, 64), 32, [1, 2, 0, 15, 16, 17, 63, 64, 65, 66], 1),
+                (Heads(4, 1, 64), 32, [0, 1, 128, 129, 130, 257, 258], 3),  # a split begins with it
+                (Heads(3, 1, 80, 32), 40, [129, 0, 16, 17, 193], 2),
+                (Heads(2, 2, 96), 24, [127, 128, 1], 2),  # half of the channels rotate
+                (Heads(4, 2, 64), 1, [65, 2], 1),  # two, as where a layer has no rope
+                (Heads(8, 1, 128, 32), 64, [200, 33, 32], 1),
+                (Heads(8, 1, 128), 16, [1300, 5], 30),
+                (Heads(7, 1, 256), 128, [31, 32, 33, 34, 129], 2),
+            ],
+            TYPES_AND_NORMS,
+            most=2,
+        ),
     )
     def test_rope_store_and_decode_attention_in_one_equal_the_definition(
         heads: Heads,
@@ -174,9 +182,9 @@ if INTERPRETED:
         error = cases.check_rope_decode(heads, half, norm, lengths, splits, CPU, dtype)
         assert error < max(BOUNDS[dtype], BOUNDS[norm or dtype])
 
-    @pytest.mark.parametrize("splits", [1, 4])
     @pytest.mark.parametrize(
-        ("window", "softcap"), [(1, 0.0), (2, 0.0), (20, 0.0), (64, 0.0), (None, 2.0), (40, 2.0)]
+        ("window", "softcap", "splits"),
+        crossed([(1, 0.0), (2, 0.0), (20, 0.0), (64, 0.0), (None, 2.0), (40, 2.0)], [1, 4], most=1),
     )
     def test_rope_store_and_decode_attention_with_a_window_and_a_softcap(
         window: int | None, softcap: float, splits: int
@@ -186,8 +194,10 @@ if INTERPRETED:
         error = cases.check_rope_decode(heads, 32, SINGLE, lengths, splits, CPU, SINGLE)
         assert error < BOUNDS[SINGLE]
 
-    @pytest.mark.parametrize("dtype", [HALF, SINGLE])
-    @pytest.mark.parametrize(("window", "softcap", "dim"), [(None, 0.0, 64), (40, 2.0, 80)])
+    @pytest.mark.parametrize(
+        ("window", "softcap", "dim", "dtype"),
+        crossed([(None, 0.0, 64), (40, 2.0, 80)], [HALF, SINGLE], most=1),
+    )
     def test_attention_with_sinks(
         window: int | None, softcap: float, dim: int, dtype: torch.dtype
     ) -> None:
@@ -209,14 +219,17 @@ if INTERPRETED:
                 patch.setattr(Heads, "sinks_on", lambda self, device, values=values: next(values))
                 assert cases.check_decode(heads, [130], 2, CPU, SINGLE) > 0.01
 
-    @pytest.mark.parametrize(("dtype", "norm"), TYPES_AND_NORMS)
     @pytest.mark.parametrize(
-        ("heads", "half"),
-        [
-            (Heads(4, 1, 64, scaled=True), 32),
-            (Heads(6, 2, 80, scaled=True, window=40), 20),  # half of the channels rotate
-            (Heads(4, 2, 32, scaled=True, kv_dtype=torch.int8), 16),
-        ],
+        ("heads", "half", "dtype", "norm"),
+        crossed(
+            [
+                (Heads(4, 1, 64, scaled=True), 32),
+                (Heads(6, 2, 80, scaled=True, window=40), 20),  # half of the channels rotate
+                (Heads(4, 2, 32, scaled=True, kv_dtype=torch.int8), 16),
+            ],
+            TYPES_AND_NORMS,
+            most=2,
+        ),
     )
     def test_queries_are_multiplied_by_the_scale_of_their_position(
         heads: Heads, half: int, norm: torch.dtype | None, dtype: torch.dtype
@@ -237,8 +250,10 @@ if INTERPRETED:
             assert cases.check_rope_store(heads, 32, None, 5, CPU, SINGLE) > 0.01
             assert cases.check_rope_decode(heads, 32, None, [65, 2], 2, CPU, SINGLE) > 0.01
 
-    @pytest.mark.parametrize(("dtype", "kv_dtype"), [(SINGLE, HALF), (HALF, SINGLE)])
-    @pytest.mark.parametrize("dim", [64, 96])
+    @pytest.mark.parametrize(
+        ("dtype", "kv_dtype", "dim"),
+        crossed([(SINGLE, HALF), (HALF, SINGLE)], [64, 96], most=1),
+    )
     def test_a_cache_of_another_type_than_the_model(
         dtype: torch.dtype, kv_dtype: torch.dtype, dim: int
     ) -> None:
@@ -253,14 +268,17 @@ if INTERPRETED:
         assert cases.check_rope_store(heads, dim // 2, None, 5, CPU, dtype) < bound
 
     @pytest.mark.parametrize(
-        ("dtype", "heads"),
-        [
-            (SINGLE, Heads(6, 2, 32)),
-            (HALF, Heads(4, 1, 80, 5, window=40)),
-            (HALF, Heads(4, 2, 32, softcap=2.0, sinks=True)),
-        ],
+        ("dtype", "heads", "kv_dtype"),
+        crossed(
+            [
+                (SINGLE, Heads(6, 2, 32)),
+                (HALF, Heads(4, 1, 80, 5, window=40)),
+                (HALF, Heads(4, 2, 32, softcap=2.0, sinks=True)),
+            ],
+            KV_8_BIT,
+            most=2,
+        ),
     )
-    @pytest.mark.parametrize("kv_dtype", KV_8_BIT, ids=str)
     def test_an_8_bit_cache(kv_dtype: torch.dtype, dtype: torch.dtype, heads: Heads) -> None:
         """Odd pages and head sizes, windows, softcaps, sinks."""
         heads, bound, lengths = replace(heads, kv_dtype=kv_dtype), BOUNDS[dtype], [1, 0, 65, 130]
@@ -374,16 +392,19 @@ if INTERPRETED:
         error = cases.check_products(rows, columns, inner, CPU, dtype, activation, False)
         assert error < BOUNDS[dtype]
 
-    @pytest.mark.parametrize(("dtype", "norm"), TYPES_AND_NORMS)
     @pytest.mark.parametrize(
-        ("heads", "half"),
-        [
-            (Heads(16, 8, 128), 64),
-            (Heads(9, 3, 80, 32), 40),
-            (Heads(4, 4, 96), 24),  # half of the channels rotate
-            (Heads(4, 2, 64), 1),  # two, as where a layer has no rope
-            (Heads(10, 1, 256), 32),
-        ],
+        ("heads", "half", "dtype", "norm"),
+        crossed(
+            [
+                (Heads(16, 8, 128), 64),
+                (Heads(9, 3, 80, 32), 40),
+                (Heads(4, 4, 96), 24),  # half of the channels rotate
+                (Heads(4, 2, 64), 1),  # two, as where a layer has no rope
+                (Heads(10, 1, 256), 32),
+            ],
+            TYPES_AND_NORMS,
+            most=2,
+        ),
     )
     def test_rope_and_store_equal_the_definition(
         heads: Heads, half: int, norm: torch.dtype | None, dtype: torch.dtype
@@ -427,8 +448,7 @@ if INTERPRETED:
         assert tokens == [healthy[0], -1, healthy[2], -1]
         assert cells.tolist() == [7, 0, 7, healthy[2], 0, 7, 7, 7, healthy[0]]
 
-    @pytest.mark.parametrize("dtype", [HALF, SINGLE])
-    @pytest.mark.parametrize("vocab", [300, 2049, 4128])
+    @pytest.mark.parametrize(("vocab", "dtype"), crossed([300, 2049, 4128], [HALF, SINGLE], most=1))
     def test_adjusted_logits_are_the_definitions_bit_for_bit(
         vocab: int, dtype: torch.dtype
     ) -> None:
@@ -460,3 +480,7 @@ else:
 
     def test_the_kernels_equal_their_definitions_when_interpreted() -> None:
         run_interpreted(__file__)
+
+    @pytest.mark.long
+    def test_other_sizes_and_types_equal_their_definitions_when_interpreted() -> None:
+        run_interpreted(__file__, "long")
