@@ -55,6 +55,7 @@ def alone(prompts: list[list[int]]) -> list[Written]:
 
 
 @pytest.mark.parametrize("size", [5, 16, 64])
+@pytest.mark.slow
 def test_chunked_prefill_gives_the_same_tokens_as_one_shot(
     size: int, prompts: list[list[int]], alone: list[Written]
 ) -> None:

@@ -180,6 +180,7 @@ class Case:
     ("num_heads", "num_kv_heads", "dim", "window", "softcap"),
     [(32, 8, 128, None, 0.0), (28, 4, 80, 100, 0.0), (8, 4, 256, 100, 30.0)],
 )
+@pytest.mark.slow
 def test_attention_compiles_and_fits_in_registers(
     compiled: list[Any],
     tmp_path: Path,

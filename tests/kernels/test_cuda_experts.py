@@ -240,6 +240,7 @@ if INTERPRETED:
 else:
     from tests.kernels.test_cuda_compiles import BF16, compiled, empty, spilled_bytes  # noqa: F401
 
+    @pytest.mark.slow
     def test_the_experts_equal_a_plain_loop_when_interpreted() -> None:
         run_interpreted(__file__)
 

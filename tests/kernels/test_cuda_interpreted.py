@@ -478,6 +478,7 @@ if INTERPRETED:
 
 else:
 
+    @pytest.mark.slow
     def test_the_kernels_equal_their_definitions_when_interpreted() -> None:
         run_interpreted(__file__)
 

@@ -127,6 +127,7 @@ if INTERPRETED:
 else:
     from tests.kernels.test_cuda_compiles import compiled, empty, spilled_bytes  # noqa: F401
 
+    @pytest.mark.slow
     def test_the_kernels_equal_their_definitions_when_interpreted() -> None:
         run_interpreted(__file__)
 

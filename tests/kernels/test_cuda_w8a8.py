@@ -248,6 +248,7 @@ if INTERPRETED:
 else:
     from tests.kernels.test_cuda_compiles import BF16, compiled, empty, spilled_bytes  # noqa: F401
 
+    @pytest.mark.slow
     def test_w8a8_products_equal_their_definition_when_interpreted() -> None:
         run_interpreted(__file__)
 

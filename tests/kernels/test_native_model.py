@@ -432,6 +432,7 @@ def test_teams_of_many_models_come_and_go() -> None:
         assert np.array_equal(pair.step((), [(0, 0, 20)]), expected)
 
 
+@pytest.mark.slow
 def test_steps_of_few_and_of_many_threads_in_turn_all_finish() -> None:
     """Members that a step leaves out wait for the one that needs them, ten thousand times."""
     spec = small_spec(windows=(None,), hidden_size=32, intermediate_size=32, vocab_size=32)

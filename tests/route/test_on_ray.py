@@ -132,6 +132,7 @@ async def ask_all(engine: RoutedEngine, round_number: int, answers: dict[str, An
 
 
 @needs_ray
+@pytest.mark.slow
 def test_200_requests_survive_every_death_and_change_of_the_pools(
     address: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
