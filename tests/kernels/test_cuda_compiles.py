@@ -297,15 +297,15 @@ def test_norms_with_weights_in_fp32(compiled: list[Any], tmp_path: Path) -> None
 
 
 def test_nothing_waits_between_the_loads_of_a_new_token(compiled: list[Any]) -> None:
-    """Tiles of one layout: a single exchange between threads before the context is read, which
-    the key needs anyway; with a norm, whose sums stay within a warp, as well."""
+    """Tiles of one layout: no exchange between threads before all are there, nor before the context
+    is read but the key's own; with a norm, whose sums stay within a warp, as well."""
     case = Case(32, 8, 128)
     for norm in (None, BF16):
         case.rope_decode(2, 4, norm)
     for kernel in compiled:
-        before, _ = kernel.asm["ptx"].split("cp.async.cg.shared.global", 1)
-        assert before.count("bar.sync") == 1
+        before, after = kernel.asm["ptx"].split("bar.sync", 1)
         assert before.count("ld.global.v4.b32") >= 12
+        assert "ld.global.v4.b32" not in after.split("cp.async.cg.shared.global", 1)[0]
 
 
 @pytest.mark.parametrize("dim", [128, 256])
@@ -406,7 +406,7 @@ def test_kernels_compile_once_for_all_batches(compiled: list[Any], tmp_path: Pat
 
     keys, values = pool(8, 128)
     weight, angles = empty(128), empty(99, 64, dtype=torch.float32)
-    for tokens in (1, 3, 64):
+    for tokens in (1, 3, 8):  # so many that a multiprocessor has two programs: no more
         where = [torch.zeros(tokens + 1, dtype=torch.int64)[1:]] * 2
         make, qkv = (weight, weight, 1e-6, angles, angles, *where), empty(tokens, 32 * 128)
         cuda.rope_store(qkv, *make, keys, values, 16, 8)
