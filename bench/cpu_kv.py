@@ -73,9 +73,9 @@ class BatchedBench:
 
     def decode(self, context: int, streams: int, output: int) -> float:
         sizes = {"-npp": context, "-ntg": output, "-npl": streams}
-        sizes["-c"] = context + streams * output + 64
+        sizes["-c"] = context + streams * (output + 1) + 256
         given = [text for name, value in sizes.items() for text in (name, str(value))]
-        command = [*self._command, *given, "-pps", "--output-format", "jsonl"]
+        command = [*self._command, *given, "-pps", "-kvu", "--output-format", "jsonl"]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
         if ran.returncode or not lines:

@@ -65,3 +65,9 @@ def test_what_the_records_do_not_reach_is_not_known() -> None:
     assert summary(caused_gaps([times], None)) is None
     other = {"steps": [], "requests": [request([5.0], [1], "cmpl-b-00000000")]}
     assert [gap.cause for gap in caused_gaps([times], other)] == ["not known"] * 2
+
+
+def test_tokens_without_a_text_have_no_gaps() -> None:
+    """A request that ends in the middle of a character: its answer has no events."""
+    records = {"steps": [step(3, decode=0.01)], "requests": [request([5.0], [3])]}
+    assert caused_gaps([sample([])], records) == []

@@ -63,7 +63,7 @@ def _parts(
     sample: Sample, request: dict[str, Any], steps: dict[int, Any]
 ) -> Iterator[Seconds | None]:
     token_s, token_step = request["token_s"], request["token_step"]
-    if not token_s:
+    if not token_s or not sample.content_s:  # tokens need not have had a text
         yield from [None] * len(sample.itls_s)
         return
     if len(token_s) == len(sample.content_s):
