@@ -406,7 +406,7 @@ def test_kernels_compile_once_for_all_batches(compiled: list[Any], tmp_path: Pat
 
     keys, values = pool(8, 128)
     weight, angles = empty(128), empty(99, 64, dtype=torch.float32)
-    for tokens in (1, 3, 8):  # so many that a multiprocessor has two programs: no more
+    for tokens, batch in ((1, 1), (3, 3), (64, 8)):
         where = [torch.zeros(tokens + 1, dtype=torch.int64)[1:]] * 2
         make, qkv = (weight, weight, 1e-6, angles, angles, *where), empty(tokens, 32 * 128)
         cuda.rope_store(qkv, *make, keys, values, 16, 8)
@@ -415,11 +415,13 @@ def test_kernels_compile_once_for_all_batches(compiled: list[Any], tmp_path: Pat
         column = empty(tokens, dtype=torch.float32)
         whole = empty(tokens, dtype=torch.int32)
         cuda.sample(empty(tokens, 151936), column, whole, column, column, whole, whole)
-        rows = torch.zeros(tokens + 1, dtype=torch.int32)[1:]
-        scratch = cuda.decode_scratch(tokens, 16, 128, 4, torch.device("cpu"))
-        tables, out = empty(2, 64, dtype=torch.int32), empty(tokens, 16, 128)
+        # Attention has another kernel where a multiprocessor has more than two programs.
+        make = (weight, weight, 1e-6, angles, angles, *(each[:batch] for each in where))
+        rows = torch.zeros(batch + 1, dtype=torch.int32)[1:]
+        scratch = cuda.decode_scratch(batch, 16, 128, 4, torch.device("cpu"))
+        tables, out = empty(2, 64, dtype=torch.int32), empty(batch, 16, 128)
         how = (keys, values, tables, rows, rows, 0.1, None, 0.0, 4, scratch)
-        cuda.rope_decode_attention(qkv, *make, *how, out=out)
+        cuda.rope_decode_attention(qkv[:batch], *make, *how, out=out)
         cuda.decode_attention(out, *how, out=out)
     assert len({kernel.hash for kernel in compiled}) == len(compiled) // 3
     for kernel in compiled[:3]:

@@ -272,6 +272,17 @@ else:
                 r"wgmma\.mma_async\.sync\.aligned\.m64|mma\.sync\.aligned\.m16n8k16", code
             )
 
+    def test_a_register_that_a_running_product_reads_is_noticed() -> None:
+        product = "HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR8], R24, gsb0"
+        wait, write = "WARPGROUP.DEPBAR.LE gsb0, 0x0", "HMUL2.BF16_V2 R5, R60, R61"
+        other = write.replace("R5", "R8")
+        assert set(hgmma.overwritten([product, write, wait])) == {write}
+        assert hgmma.overwritten([product, wait, write]) == []
+        assert hgmma.overwritten([product, other, wait]) == []
+        # One may still run: that of this turn.
+        some = wait.replace("0x0", "0x1")
+        assert set(hgmma.overwritten([product, some, write])) == {write}
+
     @pytest.mark.parametrize(("group", "kind"), [(128, ""), (128, "zero"), (32, "offset")])
     def test_numbers_are_made_while_the_other_product_runs_and_not_where_it_reads(
         compiled: list[Any],  # noqa: F811
