@@ -43,16 +43,19 @@ def waits(lines: list[str]) -> list[int]:
 
 def overwritten(lines: list[str]) -> list[str]:
     """Instructions that write where one reads that may still run."""
-    running: list[range] = []
+    groups: list[list[range]] = [[]]  # that are waited for together; the last is not closed
     found = []
     for line in 2 * lines:
         product, wait, written = PRODUCT.match(line), WAIT.match(line), WRITTEN.match(line)
         if product is not None:
-            running.append(range(int(product[1]), int(product[1]) + 4))
+            groups[-1].append(range(int(product[1]), int(product[1]) + 4))
+            if "gsb0" in line:
+                groups.append([])
         elif wait is not None:
-            running = running[max(0, len(running) - int(wait[1], 16)) :]
+            groups = groups[max(0, len(groups) - 1 - int(wait[1], 16)) :]
         elif written is not None and not written[1].startswith(WRITES_NONE):
             first, size = int(written[2]), _registers(written[1])
+            running = [registers for group in groups for registers in group]
             if any(first < r.stop and r.start < first + size for r in running):
                 found.append(line)
     return found

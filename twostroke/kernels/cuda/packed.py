@@ -2,8 +2,8 @@
 
     one row     the codes go past once and are added up in fp32, group by group
     4 bits      tiles of codes become the activations' type in registers, whole numbers, which none
-                of them loses, for the matrix units; a group's scale comes after its product.
-                A gate and an up of many rows have it before, and take turns (`multiply_pair_4`)
+                of them loses, for the matrix units; a group's scale comes after its product
+    more rows   of 4 bits, on Hopper: `stream_k.py`; numbers are scaled and rounded before
     8 bits      numbers are scaled in registers and rounded before the matrix units have them
     many rows   the weight is dequantised as a whole, and the library multiplies
 
@@ -19,7 +19,7 @@ import torch
 
 from twostroke.kernels.activations import Activation
 from twostroke.kernels.cuda import packed_kernels as kernels
-from twostroke.kernels.cuda import tiles
+from twostroke.kernels.cuda import stream_k, tiles
 from twostroke.kernels.cuda.elementwise import act_and_mul
 from twostroke.kernels.cuda.launch import Variant
 from twostroke.kernels.cuda.packed_tiles import TILES
@@ -29,7 +29,7 @@ from twostroke.kernels.packed import PackedWeight, block_size
 
 MOST_TILED = {4: 256, 8: 128}  # rows that have tiles here, where no table says otherwise
 PROGRAMS = 512  # of a matrix whose K is split
-MOST_PAIRED = 2048  # rows of a gate and an up whose products take turns
+STREAM_K_ROWS = range(65, 2049)
 NARROW = 4096  # columns of a matrix that is cut into narrower tiles, for as many programs
 LEAST_STEPS = 4  # of a program's part of K, of 8 bits
 LEAST_INNER = 1024  # numbers of it, of 4 bits
@@ -57,9 +57,6 @@ def tiling_4(rows: int, weight: PackedWeight, gated: bool) -> Tiling | None:
     if weight.block < 64:
         return None
     columns, inner = weight.shape
-    # Gate and up of many rows take turns, one program a multiprocessor, if half of these have one.
-    if gated and 64 < rows <= MOST_PAIRED and ceil_div(rows, 128) * columns >= 64 * 256:
-        return Tiling(128, 128, 1, 1, True, 8, 3, scaled=True, paired=True)
     if rows > MOST_TILED[4]:
         return None
     blocks = inner // weight.block
@@ -121,6 +118,8 @@ def packed_product(
 ) -> torch.Tensor:
     """x @ what the weight stands for, transposed; to `out`, contiguous, if it is given."""
     if is_plain(x):
+        if len(x) in STREAM_K_ROWS and stream_k.can_multiply(x, weight):
+            return stream_k.multiply(x, weight, None, pdl, out)
         tuned = choice(x.shape[0], weight, gated=False)
         if tuned is not None:
             return run(x, weight, tuned, None, pdl, out)
@@ -132,6 +131,8 @@ def packed_gated_product(
 ) -> torch.Tensor:
     """activation(x @ first half of the weight) · (x @ second half), rounded as by `act_and_mul`."""
     if is_plain(x):
+        if len(x) in STREAM_K_ROWS and stream_k.can_multiply(x, weight):
+            return stream_k.multiply(x, weight, activation, pdl)
         tuned = choice(x.shape[0], weight, gated=True)
         if tuned is not None:
             return run(x, weight, tuned, activation, pdl)
@@ -236,9 +237,7 @@ def tiled(
     each = tuned.rows * x.itemsize + tuned.columns * bits // 8
     of_step = weight.block if weight.bits == 4 else weight.group
     tuned = tiles.fitted(tuned, tuned.step * of_step * each)
-    splits: tuple[torch.Tensor | None, ...] = ()
-    if not tuned.paired:
-        splits = tiles.split_buffers(tuned, rows, columns, weight.arrived)
+    splits = tiles.split_buffers(tuned, rows, columns, weight.arrived)
     if weight.bits == 4 and scaled_first(weight):
         tuned = replace(tuned, scaled=True)
     make = _variant_4 if weight.bits == 4 else _variant_8
@@ -261,9 +260,6 @@ def _variant_4(
     sizes = {"N": columns, "K": inner, "GROUP": group, "BLOCK": block}
     options = tiles.tile_options(tuned, activation, pdl)
     del options["WEIGHT_FIRST"]
-    if tuned.paired:
-        del options["SPLITS"]
-        return Variant(kernels.multiply_pair_4, **sizes, **options)
     options |= {"STEP": tuned.step, "SCALED": tuned.scaled}
     return Variant(kernels.multiply_tile_4, **sizes, **options)
 

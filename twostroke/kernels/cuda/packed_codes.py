@@ -42,6 +42,17 @@ def whole_asm(kind: str) -> str:
     return "{" + "\n".join(lines) + "}"
 
 
+def number_4_asm(kind: str, n: int) -> str:
+    """Two words, what is added to their n-th codes, factors and terms → two numbers; see
+    `whole_asm`."""
+    above, one = ("0x43004300", "0x3F803F80") if kind == "bf16" else ("0x64006400", "0x3C003C00")
+    lines = [".reg .b32 one, w;", f"mov.b32 one, {one};", f"shr.u32 w, $1, {4 * n};"]
+    lines.append(f"lop3.b32 w, w, 0x000F000F, {above}, 0xEA;")
+    lines.append(f"fma.rn.{kind}x2 w, w, one, $2;")
+    lines.append(f"fma.rn.{kind}x2 $0, w, $3, $4;")
+    return "{" + "\n".join(lines) + "}"
+
+
 def floats_4_asm() -> str:
     """Two words of four codes → both words' first codes, their second, third, fourth, above 2048,
     128, 2048 and 128: the power of two below which a code counts for itself where four shifts

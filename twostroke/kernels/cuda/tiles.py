@@ -50,7 +50,6 @@ class Tiling:
     num_warps: int
     num_stages: int
     scaled: bool = False  # groups' scales are taken before the product, of 4 bits
-    paired: bool = False  # and two products of half the columns take turns
 
 
 def table_key(format: str, rows: int, shape: tuple[int, ...], gated: bool) -> str:

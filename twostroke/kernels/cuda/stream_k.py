@@ -1,0 +1,151 @@
+"""Products of many rows with weights of 4 bits, on Hopper: as many programs as the card has
+multiprocessors, which share the work of all tiles evenly (stream-K).
+
+    tiles    each program has as many whole ones as there are for all; of those that are left, it
+             has as many blocks of K as the others, wherever these begin and end
+    parts    of a tile that several programs share: whoever has its first one adds the others up, in
+             their order. They were left before: a program begins with what another waits for
+
+`stream_k_kernels.py` has what a program does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+from triton.runtime import driver
+
+from twostroke.kernels.activations import Activation
+from twostroke.kernels.cuda import stream_k_kernels as kernels
+from twostroke.kernels.cuda.launch import ALIGNED, TESTED, Variant
+from twostroke.kernels.cuda.pdl import launch_options
+from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
+from twostroke.kernels.cuda.tiles import OF_HOPPER, num_columns
+from twostroke.kernels.packed import PackedWeight
+
+BLOCK = 128  # numbers of K at one time
+LINES = 64  # rows of the weight that each of a program's two consumers has at one time
+LEAST_GROUP = 32  # numbers that have one scale: a quarter of a block
+HEIGHTS = (128, 160, 192, 256)  # rows of a tile
+OF_CODES = 48  # rows that take as long as to make numbers of a tile's codes
+LEAST_BLOCKS = 16  # that a program has for itself, but of the lowest tiles
+FOR_SUMS = 8 << 10  # bytes of shared memory that are left for moving a tile's sums
+OF_H200 = 132  # multiprocessors, where kernels are compiled without a GPU
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What each program has: so many tiles, and `each` of the blocks of those that are left."""
+
+    programs: int
+    rows: int  # of a tile
+    row_tiles: int
+    whole_tiles: int
+    units: int  # blocks of the tiles that are left
+    each: int
+
+    def shares(self, blocks: int) -> bool:
+        """Whether programs share tiles, of so many blocks."""
+        return self.units > 0 and self.each < blocks
+
+
+def plan(rows: int, lines: int, blocks: int, programs: int, counters: int) -> Plan:
+    """Of a weight of so many rows. `counters`: tiles that may be shared."""
+    columns = ceil_div(lines, 2 * LINES)
+    # Higher tiles read less, and convert less; sums that meet again are larger, too.
+    tile = min(HEIGHTS, key=lambda height: ceil_div(rows, height) * (height + OF_CODES))
+    has_few = ceil_div(rows, tile) * columns * blocks < LEAST_BLOCKS * programs
+    if has_few and ceil_div(rows, HEIGHTS[0]) * HEIGHTS[0] <= ceil_div(rows, tile) * tile:
+        tile = HEIGHTS[0]
+    row_tiles = ceil_div(rows, tile)
+    whole, left = divmod(row_tiles * columns, programs)
+    units, each = left * blocks, blocks
+    # Where nearly all programs could have one of the tiles that are left, they do: to share them
+    # takes longer.
+    if left <= min(counters, programs * 7 // 8):
+        most = 2 if whole else 8  # parts of a tile
+        each = max(ceil_div(units, programs), ceil_div(blocks, most))
+    return Plan(programs, tile, row_tiles, whole, units, each)
+
+
+def can_multiply(x: torch.Tensor, weight: PackedWeight) -> bool:
+    """Here."""
+    fits = weight.bits == 4 and weight.block == BLOCK and weight.group >= LEAST_GROUP
+    return fits and is_hopper() and x.data_ptr() % ALIGNED == 0
+
+
+@cache
+def is_hopper() -> bool:
+    """And with a Triton whose Gluon is known: it may change with each."""
+    version = tuple(map(int, triton.__version__.split(".")[:2]))
+    if triton.knobs.runtime.interpret or version not in TESTED:
+        return False
+    return bool(driver.active.get_current_target().arch == 90)
+
+
+@cache
+def num_multiprocessors() -> int:
+    if not torch.cuda.is_available():
+        return OF_H200
+    return torch.cuda.get_device_properties(
+        driver.active.get_current_device()
+    ).multi_processor_count
+
+
+def multiply(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    activation: Activation | None,
+    pdl: bool,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The product, or with an activation the gated one."""
+    rows, inner = x.shape
+    columns, blocks = num_columns(weight.shape[0], activation), inner // BLOCK
+    if out is None:
+        out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    lines = weight.shape[0] if activation is None else 2 * ceil_div(columns, LINES) * LINES
+    work = plan(rows, lines, blocks, num_multiprocessors(), len(weight.arrived))
+    partial = None
+    if work.shares(blocks):
+        size = 2 * work.programs * LINES * work.rows
+        partial = torch.empty(size, dtype=torch.float32, device=x.device)
+    tensors = (weight.scale, weight.zero, weight.offset, out, partial, weight.arrived)
+    height = power_of_two(work.rows + 1) // 2
+    more = work.rows - height
+    of_x = kernels.descriptor(x, height, 128)
+    of_more = kernels.descriptor(x, more, 128) if more else of_x
+    box = LINES if activation is None else LINES // 2
+    of_codes = kernels.descriptor(weight.codes.view(torch.int32), box, 64)
+    numbers = (rows, work.row_tiles, work.whole_tiles, work.units, work.each)
+    variant = _variant(columns, blocks, weight.group, height, more, activation, pdl)
+    variant((work.programs,), tensors, (of_x, of_more, of_codes, *numbers), ())
+    return out
+
+
+@cache
+def _variant(
+    columns: int,
+    blocks: int,
+    group: int,
+    rows: int,
+    more: int,
+    activation: Activation | None,
+    pdl: bool,
+) -> Variant:
+    return Variant(
+        kernels.multiply_stream_k,
+        N=columns,
+        BLOCKS=blocks,
+        GROUP=group,
+        ROWS=rows,
+        MORE=more,
+        STAGES=(OF_HOPPER - FOR_SUMS) // (BLOCK * (2 * (rows + more) + LINES)),
+        GATED=activation is not None,
+        ACTIVATION=activation or "",
+        num_warps=4,
+        **launch_options(pdl),
+    )
