@@ -48,7 +48,7 @@ from tests.rig import Rig
 from twostroke import LLM, SamplingParams
 from twostroke.exec.graphs import CudaRecorder, Record, RunAgain
 from twostroke.kernels import cuda
-from twostroke.kernels.cuda import packed, packed_tiles
+from twostroke.kernels.cuda import packed, packed_tiles, stream_k
 from twostroke.kernels.cuda.backend import CudaKernels
 from twostroke.kernels.packed import (
     Codes,
@@ -71,7 +71,7 @@ from twostroke.model.linear import DenseLinear, Linear, PackedLinear
 from twostroke.model.spec import ModelSpec
 from twostroke.model.weights import WeightSource
 
-DEVICE, BF16 = torch.device("cuda"), torch.bfloat16
+DEVICE, BF16, FP16 = torch.device("cuda"), torch.bfloat16, torch.float16
 # Of a layer: columns (both halves, if gated), inner, gated.
 MATRICES = {
     "qkv": (6144, 4096, False),
@@ -95,6 +95,7 @@ FORMATS = {
     "Q6_K": (8, 16, ""),
     "w8": (8, 128, ""),
 }
+REPEATED = 20  # launches of one product
 COPIES_BYTES = 300 << 20  # of a matrix, all copies together: several times the L2
 Call = Callable[[], object]
 
@@ -112,21 +113,23 @@ def random_weight(columns: int, inner: int, format: str = "int4") -> PackedWeigh
     return pack(Codes(bits, codes, scale, zero, offset))
 
 
-def random_x(rows: int, inner: int) -> torch.Tensor:
-    return torch.randn(rows, inner, device=DEVICE, dtype=BF16)
+def random_x(rows: int, inner: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.randn(rows, inner, device=DEVICE, dtype=dtype)
 
 
-def x_meta(rows: int, inner: int) -> torch.Tensor:
-    return torch.empty(rows, inner, dtype=BF16, device="meta")
+def x_meta(rows: int, inner: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(rows, inner, dtype=dtype, device="meta")
 
 
 # ── right ───────────────────────────────────────────────────────────────────────────────────
 
 
-def check(rows: int, columns: int, inner: int, format: str, pdl: bool) -> float:
+def check(
+    rows: int, columns: int, inner: int, format: str, pdl: bool, dtype: torch.dtype = BF16
+) -> float:
     """The largest error of a product to a given place, of the same once more (the counters are as
     they were), and of the gated pair."""
-    x, weight = random_x(rows, inner), random_weight(2 * columns, inner, format)
+    x, weight = random_x(rows, inner, dtype), random_weight(2 * columns, inner, format)
     right = x.float() @ dequantised(weight, torch.float32).t()
     out = x.new_full((rows, 2 * columns), float("nan"))
     error = worst(packed.packed_product(x, weight, pdl=pdl, out=out), right)
@@ -135,6 +138,21 @@ def check(rows: int, columns: int, inner: int, format: str, pdl: bool) -> float:
     # Two roundings more: of each half, and of what the activation makes of them.
     acted = worst(packed.packed_gated_product(x, weight, "silu", pdl=pdl), gated)
     return largest(error, acted / 2)
+
+
+def check_repeats(rows: int, columns: int, inner: int, gated: bool) -> float:
+    """Launches of a product whose tiles are shared that give others than the first."""
+    x, weight = random_x(rows, inner), random_weight(2 * columns, inner)
+    programs, blocks = stream_k.num_multiprocessors(), inner // stream_k.BLOCK
+    plan = stream_k.plan(rows, 2 * columns, blocks, programs, len(weight.arrived))
+    assert plan.shares(blocks) or not stream_k.can_multiply(x, weight)
+    if gated:
+        run = partial(packed.packed_gated_product, x, weight, "silu")
+    else:
+        run = partial(packed.packed_product, x, weight)
+    first, *others = [run() for _ in range(REPEATED)]
+    assert not weight.arrived.any()
+    return sum(not torch.equal(first, other) for other in others)
 
 
 def check_whole(columns: int, inner: int, format: str) -> float:
@@ -176,17 +194,28 @@ def check_all(report: Report) -> None:
     cases += [("zeros", *size) for size in sizes[1::2]]
     others = ((1, 100, 1536), (7, 300, 4096), (33, 100, 768), (100, 64, 1024))
     cases += [(format, *size) for format, size in product([*FORMATS][2:], others)]
+    # Of `stream_k`: tiles of every height, of which some rows and columns are nobody's.
+    high = [(150, 4500, 4096), (180, 4500, 4096), (256, 4500, 4096), (1000, 2300, 4096)]
+    cases += [("int4", *size) for size in ((65, 33, 128), (2048, 100, 512), *high)]
+    of_4_bits = [format for format, (bits, *_) in FORMATS.items() if bits == 4]
+    cases += [(format, *high[n % 3]) for n, format in enumerate(of_4_bits[1:])]
+    halves = [("int4", *high[0]), ("zeros/32", *high[2]), ("Q4_K", *high[1])]
+    cases = [(BF16, *case) for case in cases] + [(FP16, *case) for case in halves]
 
     def launch_without_memory() -> None:
-        for format, rows, columns, inner in cases:
-            x, weight = x_meta(rows, inner), meta_weight(2 * columns, inner, format)
+        for dtype, format, rows, columns, inner in cases:
+            x, weight = x_meta(rows, inner, dtype), meta_weight(2 * columns, inner, format)
             packed.packed_product(x, weight, pdl=rows <= 16)
             packed.packed_gated_product(x, weight, "silu", pdl=rows <= 16)
 
     cuda.compile_ahead(launch_without_memory, cases)
-    for format, rows, columns, inner in cases:
-        name = f"{format} {rows}×{columns}×{inner}"
-        report.check(name, BOUNDS[BF16], partial(check, rows, columns, inner, format, rows <= 16))
+    for dtype, format, rows, columns, inner in cases:
+        name = f"{format} {rows}×{columns}×{inner}" + (" fp16" if dtype == FP16 else "")
+        run = partial(check, rows, columns, inner, format, rows <= 16, dtype)
+        report.check(name, BOUNDS[dtype], run)
+    for size, gated in product(((128, 2048, 14336), *high[:3]), (False, True)):
+        name = "{}×{}×{}".format(*size) + f" {REPEATED} times" + (", gated" if gated else "")
+        report.check(name, 0.5, partial(check_repeats, *size, gated))
     for format in FORMATS:
         name = f"{format} dequantised"
         report.check(name, BOUNDS[BF16], partial(check_whole, 300, 1536, format))
@@ -392,6 +421,7 @@ def time_layers(end: float) -> dict[str, dict[str, float]]:
 
 Tuning = packed.Streaming | packed.Tiling
 TUNED_ROWS = (1, 16, 32, 64, 128, 256)
+MOST_TUNED = {4: 64, 8: 256}  # of 4 bits, more are `stream_k`'s
 
 
 def streamings(weight: PackedWeight, gated: bool) -> Iterator[packed.Streaming]:
@@ -410,10 +440,7 @@ def streamings(weight: PackedWeight, gated: bool) -> Iterator[packed.Streaming]:
 def tilings(rows: int, weight: PackedWeight, gated: bool) -> Iterator[packed.Tiling]:
     """What is used, and what differs from it in one thing or two."""
     if weight.bits == 4:
-        # Of one product; those of two that take turns are `paired_4`'s.
-        usual = packed.tiling_4(min(64, rows), weight, gated)
-        if usual is not None and rows > 64 and not gated:
-            usual = replace(usual, rows=128, num_stages=3)
+        usual = packed.tiling_4(rows, weight, gated)
     else:
         usual = packed.tiling_8(min(128, rows), weight, gated)
     if usual is None:
@@ -422,10 +449,7 @@ def tilings(rows: int, weight: PackedWeight, gated: bool) -> Iterator[packed.Til
     if rows > usual.rows:
         usual = replace(usual, splits=1)
     changes = changes_4(usual, rows) if weight.bits == 4 else changes_8(usual, rows)
-    ways = [replace(usual, **change) for change in changes]
-    if weight.bits == 4 and rows > 32:
-        ways += paired_4(rows, weight, gated)
-    for way in ways:
+    for way in (replace(usual, **change) for change in changes):
         can_split = not gated and rows <= way.rows and way.columns >= ARRIVALS_COLUMNS
         if steps % way.step == 0 and way.splits <= max(1, steps // way.step * can_split):
             yield way
@@ -449,20 +473,7 @@ def changes_4(usual: packed.Tiling, rows: int) -> list[dict[str, int]]:
             found += [{"rows": 16}, {"rows": 16, "splits": splits // 2 or 1}]
     else:
         found += [{"step": step // 2 or 1}, {"step": 2 * step}, {"num_stages": stages - 1}]
-    if rows > 64:
-        found.append({"rows": 192 - usual.rows})
     return found
-
-
-def paired_4(rows: int, weight: PackedWeight, gated: bool) -> Iterator[packed.Tiling]:
-    """Two products that take turns, each with 64 columns of every 4 warps."""
-    size = min(128, rows)
-    for warps, stages in product((4, 8), (3, 4)):
-        fits = stages * (size * 256 + warps * 2048) <= 208 << 10
-        programs = -(-weight.shape[0] // (32 * warps)) * -(-rows // size)
-        if fits and programs * warps // 8 >= 48:  # a multiprocessor has room for 8 warps
-            tile = 32 * warps // (1 + gated)
-            yield packed.Tiling(size, tile, 1, 1, True, warps, stages, True, True)
 
 
 def changes_8(usual: packed.Tiling, rows: int) -> list[dict[str, int]]:
@@ -497,6 +508,8 @@ def tune(
     """The fastest of each format, number of rows and matrix, as the table has it."""
     table: Tiles = {}
     for format, rows in product(formats, all_rows):
+        if rows > MOST_TUNED[FORMATS[format][0]]:
+            continue
         todo: dict[str, list[Tuning]] = {}
         calls: list[Call] = []
         for name, (columns, inner, gated) in MATRICES.items():

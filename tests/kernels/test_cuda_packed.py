@@ -7,7 +7,6 @@ As in `test_cuda_interpreted.py`, what is interpreted runs in a pytest of its ow
 from __future__ import annotations
 
 import re
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -181,24 +180,12 @@ if INTERPRETED:
         assert worst(packed.tiled(x, weight, tuned, None, False), right) < BOUNDS[HALF]
         assert worst(packed.tiled(x, weight, tuned, "silu", False), gated) < 2 * BOUNDS[HALF]
 
-    @pytest.mark.parametrize(
-        ("group", "kind"), [(128, ""), (128, "zero"), (64, ""), (32, "zero"), (32, "offset")]
-    )
-    def test_two_products_may_take_turns(group: int, kind: str) -> None:
-        weight, x = random_weight(100, 512, group, kind), torch.randn(40, 512).to(HALF)
-        right = x.double() @ dequantised(weight, torch.float64).t()
-        gated = F.silu(right[:, :50]) * right[:, 50:]
-        tuned = packed.Tiling(32, 64, 1, 1, True, 4, 3, scaled=True, paired=True)
-        assert worst(packed.tiled(x, weight, tuned, None, False), right) < BOUNDS[HALF]
-        assert worst(packed.tiled(x, weight, tuned, "silu", False), gated) < 2 * BOUNDS[HALF]
-
     def test_what_the_table_says_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
         weight = random_weight(80, 512, 128, "zero")
         assert packed.table_key(5, weight, False) == "4 128 zeros, 80×512, 16"
         for way in (
             (16, 64, 1, 2, 1, 4, 3),
             (8, 32, 2, 1, 1, 2, 3, 1),
-            (8, 32, 1, 1, 1, 4, 3, 1, 1),
             (),
         ):
             monkeypatch.setattr(packed, "TILES", {packed.table_key(5, weight, False): way})
@@ -257,8 +244,12 @@ else:
         gate_up = unread_weight(28672, 4096, group, kind)
         for rows in (9, 16, 32):
             packed.packed_product(empty(rows, 4096), o, pdl=True)
-        for rows in (9, 16, 128):
+        for rows in (9, 16):
             packed.packed_gated_product(empty(rows, 4096), gate_up, "silu", pdl=True)
+        # Where `stream_k` has none.
+        tuned = packed.choice(128, gate_up, gated=True)
+        assert tuned is not None
+        packed.run(empty(128, 4096), gate_up, tuned, "silu", True)
         for kernel in compiled:
             code = kernel.asm["ptx"]
             assert spilled_bytes(kernel, tmp_path) == 0
@@ -283,22 +274,19 @@ else:
         some = wait.replace("0x0", "0x1")
         assert set(hgmma.overwritten([product, some, write])) == {write}
 
-    @pytest.mark.parametrize(("group", "kind"), [(128, ""), (128, "zero"), (32, "offset")])
-    def test_numbers_are_made_while_the_other_product_runs_and_not_where_it_reads(
-        compiled: list[Any],  # noqa: F811
-        tmp_path: Path,
-        group: int,
-        kind: str,
-    ) -> None:
-        for warps, activation in product((4, 8), (None, "silu")):
-            columns = 32 * warps // (1 if activation is None else 2)
-            tuned = packed.Tiling(128, columns, 1, 1, True, warps, 3, True, True)
-            weight = unread_weight(4096, 4096, group, kind)
-            packed.tiled(empty(128, 4096), weight, tuned, activation, False)  # type: ignore[arg-type]
-        for kernel in compiled:
-            assert spilled_bytes(kernel, tmp_path) <= 64
-            assert hgmma.waits(hgmma.loop(kernel, tmp_path)) == [7] * 16
-            assert hgmma.overwritten(hgmma.loop(kernel, tmp_path)) == []
+    def test_products_of_one_group_are_waited_for_together() -> None:
+        first, last = (f"HGMMA.64x64x16.F32.BF16 R24, R{n}, gdesc[UR8], R24" for n in (4, 8))
+        third, fourth = (line.replace("R4", "R12").replace("R8", "R16") for line in (first, last))
+        groups = [first, f"{last}, gsb0", third, f"{fourth}, gsb0"]
+        wait = "WARPGROUP.DEPBAR.LE gsb0, 0x1"
+        for register in (4, 8, 12, 16):
+            write = f"HMUL2.BF16_V2 R{register + 3}, R60, R61"
+            # All of the last group may still run, and none of the one before.
+            found = hgmma.overwritten([*groups, wait, write])
+            assert set(found) == ({write} if register >= 12 else set())
+            assert set(hgmma.overwritten([*groups, write, wait])) == {write}
+            none = hgmma.overwritten([*groups, wait.replace("0x1", "0x0"), write])
+            assert none == []
 
     @pytest.mark.parametrize(("group", "kind"), [(32, ""), (16, ""), (32, "offset")])
     def test_a_product_is_waited_for_before_its_numbers_are_made_again(

@@ -118,7 +118,7 @@ def packed_product(
 ) -> torch.Tensor:
     """x @ what the weight stands for, transposed; to `out`, contiguous, if it is given."""
     if is_plain(x):
-        if len(x) in STREAM_K_ROWS and stream_k.can_multiply(x, weight):
+        if len(x) in STREAM_K_ROWS and stream_k.can_multiply(x, weight, out):
             return stream_k.multiply(x, weight, None, pdl, out)
         tuned = choice(x.shape[0], weight, gated=False)
         if tuned is not None:

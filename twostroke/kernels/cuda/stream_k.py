@@ -4,7 +4,8 @@ multiprocessors, which share the work of all tiles evenly (stream-K).
     tiles    each program has as many whole ones as there are for all; of those that are left, it
              has as many blocks of K as the others, wherever these begin and end
     parts    of a tile that several programs share: whoever has its first one adds the others up, in
-             their order. They were left before: a program begins with what another waits for
+             their order. They were left before: a program begins with what another waits for,
+             and waits for programs behind it alone, so that some can always go on
 
 `stream_k_kernels.py` has what a program does.
 """
@@ -19,12 +20,16 @@ import triton
 from triton.runtime import driver
 
 from twostroke.kernels.activations import Activation
-from twostroke.kernels.cuda import stream_k_kernels as kernels
 from twostroke.kernels.cuda.launch import ALIGNED, TESTED, Variant
 from twostroke.kernels.cuda.pdl import launch_options
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 from twostroke.kernels.cuda.tiles import OF_HOPPER, num_columns
 from twostroke.kernels.packed import PackedWeight
+
+# Gluon may change with each Triton: others go without.
+IS_KNOWN = tuple(map(int, triton.__version__.split(".")[:2])) in TESTED
+if IS_KNOWN:
+    from twostroke.kernels.cuda import stream_k_kernels as kernels
 
 BLOCK = 128  # numbers of K at one time
 LINES = 64  # rows of the weight that each of a program's two consumers has at one time
@@ -71,17 +76,16 @@ def plan(rows: int, lines: int, blocks: int, programs: int, counters: int) -> Pl
     return Plan(programs, tile, row_tiles, whole, units, each)
 
 
-def can_multiply(x: torch.Tensor, weight: PackedWeight) -> bool:
-    """Here."""
+def can_multiply(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor | None = None) -> bool:
+    """Here; to `out`, if it is given."""
     fits = weight.bits == 4 and weight.block == BLOCK and weight.group >= LEAST_GROUP
-    return fits and is_hopper() and x.data_ptr() % ALIGNED == 0
+    of_one_type = out is None or out.dtype == x.dtype
+    return fits and of_one_type and is_hopper() and x.data_ptr() % ALIGNED == 0
 
 
 @cache
 def is_hopper() -> bool:
-    """And with a Triton whose Gluon is known: it may change with each."""
-    version = tuple(map(int, triton.__version__.split(".")[:2]))
-    if triton.knobs.runtime.interpret or version not in TESTED:
+    if triton.knobs.runtime.interpret or not IS_KNOWN:
         return False
     return bool(driver.active.get_current_target().arch == 90)
 
