@@ -107,7 +107,7 @@ def _build_launcher(asked: Any) -> bool:
     return False
 
 
-def _is_tested() -> bool:
+def is_tested() -> bool:
     """Whether the `run` of what this Triton compiles takes what it is given here."""
     major, minor = triton.__version__.split(".")[:2]
     return (int(major), int(minor)) in TESTED
@@ -123,7 +123,7 @@ class Variant:
     def __init__(self, kernel: Any, **given: Any) -> None:
         self.kernel, self.given = kernel, given
         self.constants = [given[name] for name in kernel.arg_names if name in given]
-        self.can_repeat = _is_tested() and hasattr(kernel, "params")  # else it is interpreted
+        self.can_repeat = is_tested() and hasattr(kernel, "params")  # else it is interpreted
         params = kernel.params if self.can_repeat else ()
         self.aligned = [not param.do_not_specialize_on_alignment for param in params]
         # By device and all else, beside the constants, that decides what Triton compiles.

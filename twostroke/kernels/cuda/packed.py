@@ -29,7 +29,7 @@ from twostroke.kernels.packed import PackedWeight, block_size
 
 MOST_TILED = {4: 256, 8: 128}  # rows that have tiles here, where no table says otherwise
 PROGRAMS = 512  # of a matrix whose K is split
-STREAM_K_ROWS = range(65, 2049)
+STREAM_K_ROWS = range(65, 2049)  # of 4 bits; for more the library is as fast
 NARROW = 4096  # columns of a matrix that is cut into narrower tiles, for as many programs
 LEAST_STEPS = 4  # of a program's part of K, of 8 bits
 LEAST_INNER = 1024  # numbers of it, of 4 bits

@@ -29,11 +29,16 @@ def scaled_asm(kind: str) -> str:
     return "{" + "\n".join(lines) + "}"
 
 
+def _power_and_one(kind: str) -> tuple[str, str]:
+    """Twice each in a register: a power of two that is above codes' place in the mantissa, 128 of
+    bf16 and 1024 of fp16; and 1."""
+    return ("0x43004300", "0x3F803F80") if kind == "bf16" else ("0x64006400", "0x3C003C00")
+
+
 def whole_asm(kind: str) -> str:
     """Two words of four codes, and for each code what is added to the two → the two words' first
-    numbers, their second, third, fourth. A power of two is above the codes' place in the mantissa:
-    128 of bf16, 1024 of fp16."""
-    above, one = ("0x43004300", "0x3F803F80") if kind == "bf16" else ("0x64006400", "0x3C003C00")
+    numbers, their second, third, fourth."""
+    above, one = _power_and_one(kind)
     lines = [".reg .b32 one, w<4>;", f"mov.b32 one, {one};"]
     for i in range(4):
         lines.append(f"shr.u32 w{i}, $4, {4 * i};" if i else "mov.b32 w0, $4;")
@@ -45,7 +50,7 @@ def whole_asm(kind: str) -> str:
 def number_4_asm(kind: str, n: int) -> str:
     """Two words, what is added to their n-th codes, factors and terms → two numbers; see
     `whole_asm`."""
-    above, one = ("0x43004300", "0x3F803F80") if kind == "bf16" else ("0x64006400", "0x3C003C00")
+    above, one = _power_and_one(kind)
     lines = [".reg .b32 one, w;", f"mov.b32 one, {one};", f"shr.u32 w, $1, {4 * n};"]
     lines.append(f"lop3.b32 w, w, 0x000F000F, {above}, 0xEA;")
     lines.append(f"fma.rn.{kind}x2 w, w, one, $2;")

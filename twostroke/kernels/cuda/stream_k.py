@@ -20,14 +20,14 @@ import triton
 from triton.runtime import driver
 
 from twostroke.kernels.activations import Activation
-from twostroke.kernels.cuda.launch import ALIGNED, TESTED, Variant
+from twostroke.kernels.cuda.launch import ALIGNED, Variant, is_tested
 from twostroke.kernels.cuda.pdl import launch_options
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 from twostroke.kernels.cuda.tiles import OF_HOPPER, num_columns
 from twostroke.kernels.packed import PackedWeight
 
 # Gluon may change with each Triton: others go without.
-IS_KNOWN = tuple(map(int, triton.__version__.split(".")[:2])) in TESTED
+IS_KNOWN = is_tested()
 if IS_KNOWN:
     from twostroke.kernels.cuda import stream_k_kernels as kernels
 

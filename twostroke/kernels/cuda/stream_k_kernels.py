@@ -21,10 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from twostroke.kernels.cuda.elementwise import gate_times_up
 from twostroke.kernels.cuda.packed_codes import number_4_asm
+from twostroke.kernels.cuda.pdl import wait_for_previous
 
 # By the names of Triton 3.7 and 3.9, and those before.
 _all_threads = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -113,9 +113,7 @@ def multiply_stream_k(
     begin = gl.minimum(program * each, units)
     end = gl.minimum(begin + each, units)
     work = (program, programs, whole_tiles * BLOCKS, begin, end)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(PDL)
     tiles = (x_tiles, more_tiles, code_tiles, x_full, x_empty, code_full, code_empty, turn)
     of_groups = (scale, zero, offset)
     to = (out, partial, arrived, num_rows, row_tiles, each)
@@ -255,7 +253,7 @@ def _consume(
                 sums = warpgroup_mma_wait(1, deps=(sums,))
             if IN_TURNS:
                 mbarrier.arrive(turn.index(1 - CONSUMER), count=1)
-            # Not before: that a load was asked for is no reason for others to wait.
+            # Not once codes are loaded: threads that meet do not wait for one another's loads.
             mbarrier.arrive(code_empty.index(stage), count=1)
             mbarrier.arrive(x_empty.index(2 * stage), count=1)
             if MORE > 0:
