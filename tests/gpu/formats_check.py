@@ -10,7 +10,7 @@ Times are those of a CUDA graph over copies of a matrix that the L2 does not hol
 that the weight's bytes (or the operations) take at the card's rates:
 
     weight_only   activations as they are
-    tiled         activations quantised before, which is not counted, by our tiles
+    tiled         activations quantised before, which is not counted, by our tiles or their parts
     library       the same by the library; of int8 its sums alone (torch._int_mm), nothing scaled
     bf16          the library's product of a bf16 weight
 
@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from tests.gpu.report import FLOPS, READ, is_right, replayed, round_to, tally, write_table
 from tests.kernels.cuda_cases import BOUNDS, largest, worst
 from twostroke.kernels import cuda
-from twostroke.kernels.cuda import w8a8, w8a8_tiles
+from twostroke.kernels.cuda import w8a8, w8a8_hopper, w8a8_tiles
 from twostroke.kernels.cuda.backend import CudaKernels
 from twostroke.kernels.cuda.tiles import Streaming, Tiling
 from twostroke.kernels.cuda.w8a8 import dequantise
@@ -144,6 +144,13 @@ def check_all(type: torch.dtype) -> tuple[dict[str, float], list[str]]:
     sizes = [(1, 4096, 4096, 1), (1, 100, 1536, 1), (1, 512, 4096, 32), (7, 3072, 4096, 1)]
     sizes += [(16, 64, 14336, 1), (16, 2048, 4096, 32), (33, 2064, 4096, 1), (64, 2048, 4096, 1)]
     sizes += [(64, 512, 1024, 8), (128, 2048, 14336, 1), (300, 512, 4096, 1), (100, 64, 4096, 32)]
+    if type == E4M3:  # in parts, of even and uneven sizes, and whole
+        sizes += [
+            (65, 1500, 4096, 1),
+            (100, 104, 9088, 1),
+            (200, 1600, 14336, 1),
+            (256, 80, 8192, 1),
+        ]
     if type == INT8:  # a scale a row; many rows, in bands of tiles
         sizes = [size for size in sizes if size[3] == 1] + [(2000, 600, 4096, 1)]
     cases = [*((size, False) for size in sizes), *((size, True) for size in sizes[:8:2])]
@@ -188,7 +195,8 @@ def variants(
         run = partial(w8a8.w8_gated_product, x, activation="silu", pdl=pdl)
     yield "weight_only", [partial(run, weight=w) for w in weights]
     is_int8 = weights[0].dtype == INT8
-    if rows >= 8 and (is_int8 or rows <= w8a8.MOST_TILED):
+    in_parts = not gated and w8a8_hopper.can_multiply(rows8, weights[0])
+    if rows >= 8 and (is_int8 or rows <= w8a8.MOST_TILED or in_parts):
         run = partial(w8a8.w8a8_product, rows8, pdl=pdl)
         if gated:
             run = partial(w8a8.w8a8_gated_product, rows8, activation="silu", pdl=pdl)

@@ -341,8 +341,8 @@ def unread_weight(
     return packed_weight(bits, codes, empty(*shape, dtype=FP16), zero, offset)
 
 
-def product_loops(kernel: Any, folder: Path) -> list[list[str]]:
-    """The innermost loops that have products."""
+def product_loops(kernel: Any, folder: Path, name: str = "HGMMA") -> list[list[str]]:
+    """The innermost loops that have products; `name`: of these."""
     cubin = folder / "kernel.cubin"
     cubin.write_bytes(kernel.asm["cubin"])
     command = [str(CUOBJDUMP), "--dump-sass", str(cubin)]
@@ -359,7 +359,7 @@ def product_loops(kernel: Any, folder: Path) -> list[list[str]]:
         span
         for span in spans
         if not any(other.start < span.start < other.stop < span.stop for other in spans)
-        and any(code[at][1].startswith("HGMMA") for at in span)
+        and any(code[at][1].startswith(name) for at in span)
     ]
     found: list[range] = []
     for span in sorted(loops, key=len):

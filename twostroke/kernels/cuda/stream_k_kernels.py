@@ -28,7 +28,7 @@ from twostroke.kernels.cuda.pdl import wait_for_previous
 
 # By the names of Triton 3.7 and 3.9, and those before.
 _all_threads = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-_fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 BLOCK = gl.constexpr(128)  # numbers of K at one time: a block of 4-bit codes
 HALF = gl.constexpr(64)  # of them: those of two nibbles
@@ -107,9 +107,9 @@ def multiply_stream_k(
     code_tiles = gl.allocate_shared_memory(
         gl.int32, [SLICES * STAGES, codes.block_shape[0], PAIRS], codes.layout
     )
-    x_full, x_empty = _barriers(2 * STAGES, 1), _barriers(2 * STAGES, 2)
-    code_full, code_empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
-    turn = _barriers(2, 1)
+    x_full, x_empty = make_barriers(2 * STAGES, 1), make_barriers(2 * STAGES, 2)
+    code_full, code_empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
+    turn = make_barriers(2, 1)
     begin = gl.minimum(program * each, units)
     end = gl.minimum(begin + each, units)
     work = (program, programs, whole_tiles * BLOCKS, begin, end)
@@ -130,7 +130,7 @@ def multiply_stream_k(
 
 
 @gluon.jit
-def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(COUNT):
         mbarrier.init(barriers.index(n), count=ARRIVALS)
@@ -172,17 +172,17 @@ def _produce(x, x_more, codes, tiles, row_tiles, work, sizes: gl.constexpr, GATE
             # Of a gated pair: the gate's before the up's, for each consumer.
             line = column + n // 2 * HEIGHT + n % 2 * N if GATED else column + n * HEIGHT
             to = code_tiles.index(stage * SLICES + n)
-            _fetch(codes, [line, block * PAIRS], ready, to)
+            fetch(codes, [line, block * PAIRS], ready, to)
         for n in gl.static_range(2):
             half = 2 * stage + n
             mbarrier.wait(x_empty.index(half), phase)
             ready = x_full.index(half)
             mbarrier.expect(ready, 2 * (ROWS + MORE) * HALF)
             at = block * BLOCK + n * HALF
-            _fetch(x, [row, at], ready, x_tiles.index(half))
+            fetch(x, [row, at], ready, x_tiles.index(half))
             if MORE > 0:
                 to = more_tiles.index(half)
-                _fetch(x_more, [row + ROWS, at], ready, to)
+                fetch(x_more, [row + ROWS, at], ready, to)
 
 
 @gluon.jit
@@ -268,25 +268,25 @@ def _consume(
             slot = partial + CONSUMER * LINES * (ROWS + MORE)
             SLOT: gl.constexpr = 2 * LINES * (ROWS + MORE)
             if start > 0:
-                gl.store(_at(sums, slot + program * SLOT), sums)
+                gl.store(at_slot(sums, slot + program * SLOT), sums)
                 if MORE > 0:
-                    gl.store(_at(more, slot + program * SLOT + LINES * ROWS), more)
-                _publish(to_counter, CONSUMER)
+                    gl.store(at_slot(more, slot + program * SLOT + LINES * ROWS), more)
+                publish_part(to_counter, CONSUMER)
             elif count < BLOCKS:
                 others = ((place + 1) * BLOCKS - 1) // each - program
-                _await(to_counter, others, CONSUMER)
+                await_parts(to_counter, others, CONSUMER)
                 for other in range(program + 1, program + 1 + others):
-                    sums += gl.load(_at(sums, slot + other * SLOT))
+                    sums += gl.load(at_slot(sums, slot + other * SLOT))
                     if MORE > 0:
-                        more += gl.load(_at(more, slot + other * SLOT + LINES * ROWS))
+                        more += gl.load(at_slot(more, slot + other * SLOT + LINES * ROWS))
         if start == 0:
-            _store(sums, out, row, column, num_rows, N, GATED, ACTIVATION)
+            store_tile(sums, out, row, column, num_rows, N, GATED, ACTIVATION)
             if MORE > 0:
-                _store(more, out, row + ROWS, column, num_rows, N, GATED, ACTIVATION)
+                store_tile(more, out, row + ROWS, column, num_rows, N, GATED, ACTIVATION)
 
 
 @gluon.jit
-def _publish(counter, CONSUMER: gl.constexpr):
+def publish_part(counter, CONSUMER: gl.constexpr):
     """That a part is there which is not its tile's first. A program has one at the most, before all
     else that it shares."""
     # All threads' stores before the count.
@@ -295,7 +295,7 @@ def _publish(counter, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def _await(counter, others, CONSUMER: gl.constexpr):
+def await_parts(counter, others, CONSUMER: gl.constexpr):
     """The parts behind a tile's first."""
     there = 0
     while there < others:
@@ -305,7 +305,7 @@ def _await(counter, others, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def _at(sums, place):
+def at_slot(sums, place):
     """Where sums lie from `place` on: what a warp stores at one time lies together."""
     line = gl.arange(0, LINES, layout=gl.SliceLayout(1, sums.type.layout))
     row = gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, sums.type.layout))
@@ -432,7 +432,7 @@ def _twice(numbers, words, kind: gl.constexpr):
 
 
 @gluon.jit
-def _store(
+def store_tile(
     sums,
     out,
     row,

@@ -4,7 +4,8 @@
     few rows    tiles of the weight become the activations' type in registers; nothing is rounded
     more rows   activations are quantised, and the matrix units multiply e4m3 with e4m3, or int8
                 with int8: by tiles here where the weight's bytes decide, and always of int8; of
-                e4m3 by the library where arithmetic does
+                e4m3 by the library where arithmetic does, but where that has too few columns to
+                fill Hopper (`w8a8_hopper.py`)
 
 `tiles.py` has what a launch is cut into, and split-K.
 """
@@ -16,9 +17,9 @@ from functools import cache
 import torch
 
 from twostroke.kernels.activations import Activation
-from twostroke.kernels.cuda import tiles
+from twostroke.kernels.cuda import tiles, w8a8_hopper
 from twostroke.kernels.cuda import w8a8_kernels as kernels
-from twostroke.kernels.cuda.elementwise import act_and_mul
+from twostroke.kernels.cuda.elementwise import a8_values, act_and_mul
 from twostroke.kernels.cuda.launch import Variant
 from twostroke.kernels.cuda.pdl import launch_options
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
@@ -38,11 +39,10 @@ from twostroke.kernels.w8a8 import (
 # Rows whose products have tiles here, the activations as they are; with more of them the weight is
 # dequantised as a whole, and the library multiplies.
 MOST_WEIGHT_ONLY = 256
-MOST_TILED = 128  # rows of e4m3 whose products have tiles here; the library has the rest
+MOST_TILED = 64  # rows of e4m3 whose products have tiles here; the library has the rest
 LIBRARY_STEP = 16  # the library takes matrices whose sizes are multiples of it
 PROGRAMS, FEW_PROGRAMS = 512, 256  # of a matrix whose K is split; the latter of 8-bit activations
 NARROW = 4096  # columns of a matrix that is cut into narrower tiles, for as many programs
-LONG = 8192  # of K: where 128 rows are faster in tiles that share it than by the library
 DEQUANTISED = 2048  # numbers of a program
 BAND = 8  # tiles of rows, of many, that are computed beside each other
 MOST_TUNED = 1024  # rows of int8: with more of them it is the same
@@ -67,8 +67,6 @@ def tiling(rows: int, weight: W8Weight, gated: bool, quantised: bool) -> Tiling 
         return int8_tiling(rows, weight, gated)
     block = min(128, max(16, power_of_two(rows)))
     if rows > (MOST_TILED if quantised else MOST_WEIGHT_ONLY):
-        return None
-    if quantised and block > 64 and (gated or inner < LONG):
         return None
     largest = 128 if block > 64 or (not quantised and block > 32) or (gated and block > 16) else 256
     step = _step(weight, largest)
@@ -157,6 +155,8 @@ def w8a8_product(
     x: A8Rows, weight: W8Weight, *, pdl: bool = False, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The product of both as they are quantised, where the weight has one scale a row."""
+    if w8a8_hopper.can_multiply(x, weight) and (out is None or out.dtype == x.dtype):
+        return w8a8_hopper.multiply(x, weight, pdl, out)
     tuned = _tiling_of_rows(x, weight, gated=False)
     if tuned is not None:
         return tiled(x.values, x, weight, tuned, None, pdl, out)
@@ -244,7 +244,7 @@ def _quantise(
     x: torch.Tensor, width: int, activation: Activation | None, to: torch.dtype, pdl: bool
 ) -> A8Rows:
     assert x.stride(1) == 1
-    values = torch.empty(len(x), width, dtype=to, device=x.device)
+    values = a8_values(len(x), width, to, x.device)
     scale = torch.empty(len(x), dtype=torch.float32, device=x.device)
     variant = _quantise_variant(width, activation, to, pdl)
     variant((len(x),), (x, values, scale), (), (x.stride(0),))

@@ -1,0 +1,111 @@
+"""Products of 65 to 256 rows in e4m3 with weights in e4m3, on Hopper: tiles whose K is cut into
+parts, as many as there are multiprocessors for all tiles. Whoever has a tile's first part adds the
+others up, in their order.
+
+Matrices of few columns, where the library leaves multiprocessors without work. With more of them
+there is nothing to cut, and the library, whose programs share what they fetch, is faster.
+
+`w8a8_hopper_kernels.py` has what a program does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from twostroke.kernels.cuda.launch import ALIGNED, Variant
+from twostroke.kernels.cuda.pdl import launch_options
+from twostroke.kernels.cuda.sizes import ceil_div
+from twostroke.kernels.cuda.stream_k import (
+    BLOCK,
+    FOR_SUMS,
+    IS_KNOWN,
+    LINES,
+    is_hopper,
+    num_multiprocessors,
+)
+from twostroke.kernels.cuda.tiles import OF_HOPPER
+from twostroke.kernels.w8a8 import E4M3, A8Rows, W8Weight
+
+if IS_KNOWN:
+    from twostroke.kernels.cuda import w8a8_hopper_kernels as kernels
+    from twostroke.kernels.cuda.stream_k_kernels import descriptor
+
+ROWS = range(65, 257)
+HEIGHTS = (64, 128)  # rows of a tile: two of the lower ones, or else of the higher
+LONG = 8192  # of K: where more rows than the lower tiles have are faster here
+MOST_PARTS = 8  # of a tile
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    rows: int  # of a tile
+    row_tiles: int
+    tiles: int
+    parts: int  # of each tile
+    each: int  # blocks of K of a part; the last one may have fewer
+
+
+def plan(rows: int, columns: int, blocks: int, programs: int) -> Plan | None:
+    """None where there are more tiles than programs."""
+    height = HEIGHTS[0] if rows <= 2 * HEIGHTS[0] else HEIGHTS[1]
+    row_tiles = ceil_div(rows, height)
+    tiles = row_tiles * ceil_div(columns, 2 * LINES)
+    if tiles > programs:
+        return None
+    each = ceil_div(blocks, min(programs // tiles, MOST_PARTS, blocks))
+    return Plan(height, row_tiles, tiles, ceil_div(blocks, each), each)
+
+
+def can_multiply(x: A8Rows, weight: W8Weight) -> bool:
+    rows, (columns, inner) = len(x.values), weight.values.shape
+    if rows not in ROWS or inner % BLOCK or weight.is_grouped or not is_hopper():
+        return False
+    if not x.values.dtype == weight.dtype == E4M3 or x.dtype.itemsize != 2:
+        return False
+    work = plan(rows, columns, inner // BLOCK, num_multiprocessors())
+    if work is None or work.tiles > len(weight.arrived) or x.values.data_ptr() % ALIGNED:
+        return False
+    return work.rows == HEIGHTS[0] or (work.parts > 1 and inner >= LONG)
+
+
+def multiply(
+    x: A8Rows, weight: W8Weight, pdl: bool, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    (rows, inner), columns, device = x.values.shape, len(weight.values), x.values.device
+    if out is None:
+        out = torch.empty(rows, columns, dtype=x.dtype, device=device)
+    work = plan(rows, columns, inner // BLOCK, num_multiprocessors())
+    assert work is not None
+    partial = None
+    if work.parts > 1:
+        size = work.tiles * work.parts * 2 * LINES * work.rows
+        partial = torch.empty(size, dtype=torch.float32, device=device)
+    tensors = (x.scale, weight.scale, out, partial, weight.arrived)
+    of_x = descriptor(_with_room(x.values, work.row_tiles * work.rows), work.rows, BLOCK)
+    of_weight = descriptor(weight.values, LINES, BLOCK)
+    numbers = (rows, work.row_tiles, work.parts, work.each)
+    variant = _variant(columns, inner // BLOCK, work.rows, pdl)
+    variant((work.tiles * work.parts,), tensors, (of_x, of_weight, *numbers), ())
+    return out
+
+
+def _with_room(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """So many of the rows and of what lies behind them, if that is theirs: see `a8_values`."""
+    there = x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()
+    return x.as_strided((rows, x.shape[1]), x.stride()) if there >= rows * x.shape[1] else x
+
+
+@cache
+def _variant(columns: int, blocks: int, rows: int, pdl: bool) -> Variant:
+    return Variant(
+        kernels.multiply_in_parts,
+        N=columns,
+        BLOCKS=blocks,
+        ROWS=rows,
+        STAGES=(OF_HOPPER - FOR_SUMS) // (BLOCK * (rows + 2 * LINES)),
+        num_warps=4,
+        **launch_options(pdl),
+    )
