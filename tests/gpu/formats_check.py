@@ -153,7 +153,10 @@ def check_all(type: torch.dtype) -> tuple[dict[str, float], list[str]]:
         ]
     if type == INT8:  # a scale a row; many rows, in bands of tiles
         sizes = [size for size in sizes if size[3] == 1] + [(2000, 600, 4096, 1)]
-    cases = [*((size, False) for size in sizes), *((size, True) for size in sizes[:8:2])]
+    cases = [
+        *((size, False) for size in sizes),
+        *((size, True) for size in sizes[:8:2] + sizes[-2:]),
+    ]
 
     def launch_without_memory() -> None:
         for (rows, columns, inner, groups), pdl in cases:
@@ -284,12 +287,13 @@ def time_layers(type: torch.dtype) -> dict[str, dict[str, float]]:
         }
         if rows >= 8:
             kinds["w8a8"] = [[W8Linear(w, None, kernels) for w in layer] for layer in weights]
-        usual, linear.WEIGHT_ONLY_ROWS = linear.WEIGHT_ONLY_ROWS, 0
+        usual = dict(linear.WEIGHT_ONLY_ROWS)
+        linear.WEIGHT_ONLY_ROWS.update(dict.fromkeys(usual, 0))
         found[f"layers {rows}"] = {
             kind: round_to(32e3 / count * replayed([partial(forward, layers, x, residual)]))
             for kind, layers in kinds.items()
         }
-        linear.WEIGHT_ONLY_ROWS = usual
+        linear.WEIGHT_ONLY_ROWS.update(usual)
         print(f"layers {rows:5} {found[f'layers {rows}']} ms", flush=True)
     return found
 

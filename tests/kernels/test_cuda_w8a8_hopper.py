@@ -59,7 +59,8 @@ def unread_rows(rows: int, inner: int, type: torch.dtype = E4M3, to: torch.dtype
 def test_every_block_of_every_tile_is_some_programs_once() -> None:
     of, heights = Random(1), set()
     for _ in range(2000):
-        rows, columns = of.randint(65, 256), of.choice((of.randint(1, 400), of.randint(1, 9000)))
+        rows = of.choice((of.randint(2, 8), of.randint(65, 256)))
+        columns = of.choice((of.randint(1, 400), of.randint(1, 9000)))
         blocks = of.choice((1, 2, 3, 7, 32, 112, of.randint(1, 200)))
         programs = of.choice((1, 7, 78, 114, 132, of.randint(1, 200)))
         work = plan(rows, columns, blocks, programs)
@@ -74,7 +75,7 @@ def test_every_block_of_every_tile_is_some_programs_once() -> None:
         starts = [part * work.each for part in range(work.parts)]
         assert all(start < blocks for start in starts)
         assert work.parts * work.each >= blocks
-    assert heights == {*w8a8_hopper.HEIGHTS}
+    assert heights == {w8a8_hopper.FEW_HEIGHT, *w8a8_hopper.HEIGHTS}
 
 
 def test_parts_are_even() -> None:
@@ -82,6 +83,7 @@ def test_parts_are_even() -> None:
     assert plan(128, 4096, 112, 132) == w8a8_hopper.Plan(64, 2, 64, 2, 56)
     assert plan(128, 6144, 32, 132) == w8a8_hopper.Plan(64, 2, 96, 1, 32)
     assert plan(256, 4096, 112, 132) == w8a8_hopper.Plan(128, 2, 64, 2, 56)
+    assert plan(5, 6144, 32, 132) == w8a8_hopper.Plan(16, 1, 48, 2, 16)
     assert plan(100, 1024, 32, 132) == w8a8_hopper.Plan(64, 2, 16, 8, 4)
 
 
@@ -176,6 +178,7 @@ def at_random(programs: list[int]) -> list[int]:
 @pytest.mark.parametrize(
     "sizes",
     [
+        (2, 300, 9, 12),
         (65, 66, 1, 132),
         (100, 300, 5, 132),  # parts that are not all as long
         (128, 384, 7, 12),
@@ -204,7 +207,7 @@ def test_who_does_not_wait_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @of_tested
 @pytest.mark.slow
-@pytest.mark.parametrize(("rows", "height"), [(100, 64), (200, 128)])
+@pytest.mark.parametrize(("rows", "height"), [(8, 16), (100, 64), (200, 128)])
 def test_products_run_one_after_another(
     compiled: list[Any],  # noqa: F811
     tmp_path: Path,
@@ -263,6 +266,10 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize(
     ("rows", "columns", "inner", "way"),
     [
+        (2, 4096, 4096, "parts"),
+        (8, 16896, 4096, "parts"),
+        (8, 17024, 4096, "tiles"),
+        (9, 4096, 4096, "tiles"),
         (64, 4096, 4096, "tiles"),
         (65, 4096, 4096, "parts"),
         (128, 6144, 4096, "parts"),

@@ -17,12 +17,12 @@ import torch
 from twostroke.kernels.activations import Activation
 from twostroke.kernels.packed import PackedWeight
 from twostroke.kernels.reference import Kernels
-from twostroke.kernels.w8a8 import A8Rows, W8Weight
+from twostroke.kernels.w8a8 import E4M3, INT8, A8Rows, W8Weight
 from twostroke.model.ranks import Ranks
 
-# Rows (tokens) up to which a weight in fp8 or int8 is multiplied with activations as they are: it
-# costs nothing while the weight's bytes decide. With more rows the activations are so, too.
-WEIGHT_ONLY_ROWS = 16
+# Rows (tokens) up to which a weight in fp8 or int8 is multiplied with activations as they are. With
+# more of them the activations are so, too: that is faster from there on.
+WEIGHT_ONLY_ROWS = {E4M3: 1, INT8: 16}
 
 Activations = torch.Tensor | A8Rows
 
@@ -142,7 +142,8 @@ class W8Linear:
         return kernels.w8a8_gated_product(rows, self.weight, activation, pdl=pdl, to=to)
 
     def a8_type(self, rows: int) -> torch.dtype | None:
-        return None if self._weight_only or rows <= WEIGHT_ONLY_ROWS else self.weight.dtype
+        dtype = self.weight.dtype
+        return None if self._weight_only or rows <= WEIGHT_ONLY_ROWS[dtype] else dtype
 
     def _quantised(self, x: Activations, pdl: bool) -> Activations:
         if not isinstance(x, torch.Tensor):

@@ -1,9 +1,11 @@
-"""Products of 65 to 256 rows in e4m3 with weights in e4m3, on Hopper: tiles whose K is cut into
-parts, as many as there are multiprocessors for all tiles. Whoever has a tile's first part adds the
-others up, in their order.
+"""Products of rows in e4m3 with weights in e4m3, on Hopper: tiles whose K is cut into parts, as many
+as there are multiprocessors for all tiles. Whoever has a tile's first part adds the others up, in
+their order.
 
-Matrices of few columns, where the library leaves multiprocessors without work. With more of them
-there is nothing to cut, and the library, whose programs share what they fetch, is faster.
+    a few rows     a dependent launch has fetched much of the weight before its rows are there
+    65 to 256      matrices of few columns, where the library leaves multiprocessors without work.
+                   With more columns there is nothing to cut, and the library, whose programs share
+                   what they fetch, is faster
 
 `w8a8_hopper_kernels.py` has what a program does.
 """
@@ -33,8 +35,9 @@ if IS_KNOWN:
     from twostroke.kernels.cuda import w8a8_hopper_kernels as kernels
     from twostroke.kernels.cuda.stream_k_kernels import descriptor
 
-ROWS = range(65, 257)
-HEIGHTS = (64, 128)  # rows of a tile: two of the lower ones, or else of the higher
+FEW, MANY = range(2, 9), range(65, 257)  # rows
+# Of a tile: of few rows; of many, two of the lower ones, or else of the higher.
+FEW_HEIGHT, HEIGHTS = 16, (64, 128)
 LONG = 8192  # of K: where more rows than the lower tiles have are faster here
 MOST_PARTS = 8  # of a tile
 
@@ -51,6 +54,8 @@ class Plan:
 def plan(rows: int, columns: int, blocks: int, programs: int) -> Plan | None:
     """None where there are more tiles than programs."""
     height = HEIGHTS[0] if rows <= 2 * HEIGHTS[0] else HEIGHTS[1]
+    if rows in FEW:
+        height = FEW_HEIGHT
     row_tiles = ceil_div(rows, height)
     tiles = row_tiles * ceil_div(columns, 2 * LINES)
     if tiles > programs:
@@ -61,14 +66,19 @@ def plan(rows: int, columns: int, blocks: int, programs: int) -> Plan | None:
 
 def can_multiply(x: A8Rows, weight: W8Weight) -> bool:
     rows, (columns, inner) = len(x.values), weight.values.shape
-    if rows not in ROWS or inner % BLOCK or weight.is_grouped or not is_hopper():
+    if (
+        (rows not in FEW and rows not in MANY)
+        or inner % BLOCK
+        or weight.is_grouped
+        or not is_hopper()
+    ):
         return False
     if not x.values.dtype == weight.dtype == E4M3 or x.dtype.itemsize != 2:
         return False
     work = plan(rows, columns, inner // BLOCK, num_multiprocessors())
     if work is None or work.tiles > len(weight.arrived) or x.values.data_ptr() % ALIGNED:
         return False
-    return work.rows == HEIGHTS[0] or (work.parts > 1 and inner >= LONG)
+    return work.rows < HEIGHTS[1] or (work.parts > 1 and inner >= LONG)
 
 
 def multiply(

@@ -12,8 +12,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from twostroke.kernels.cuda.pdl import wait_for_previous
 from twostroke.kernels.cuda.stream_k_kernels import (
     LINES,
     at_slot,
@@ -53,10 +53,11 @@ def multiply_in_parts(
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, BLOCK], x.layout)
     w_tiles = gl.allocate_shared_memory(weight.dtype, [2 * STAGES, LINES, BLOCK], weight.layout)
     tiles = (x_tiles, w_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, 2))
-    wait_for_previous(PDL)
+    if PDL:
+        gdc_launch_dependents()
     place = (tile, tile % row_tiles * ROWS, tile // row_tiles * (2 * LINES))
     to = (x_scale, scale, out, partial, arrived, num_rows)
-    sizes: gl.constexpr = (N, ROWS, STAGES)
+    sizes: gl.constexpr = (N, ROWS, STAGES, PDL)
     gl.warp_specialize(
         [
             (_consume, (tiles, to, place, part, parts, count, sizes, 0)),
@@ -72,17 +73,32 @@ def multiply_in_parts(
 def _produce(x, weight, tiles, place, start, count, sizes: gl.constexpr):
     ROWS: gl.constexpr = sizes[1]
     STAGES: gl.constexpr = sizes[2]
+    PDL: gl.constexpr = sizes[3]
     x_tiles, w_tiles, full, empty = tiles
     _, row, line = place
-    for n in range(count):
+    ahead = 0
+    if PDL:
+        # Nobody in front writes the weight: as much as there is room for, before rows are there.
+        ahead = gl.minimum(count, STAGES)
+        for n in range(ahead):
+            mbarrier.expect(full.index(n), BLOCK * (ROWS + 2 * LINES))
+            _fetch_lines(weight, line, (start + n) * BLOCK, n, w_tiles, full)
+        gdc_wait()
+        for n in range(ahead):
+            fetch(x, [row, (start + n) * BLOCK], full.index(n), x_tiles.index(n))
+    for n in range(ahead, count):
         stage, at = n % STAGES, (start + n) * BLOCK
         mbarrier.wait(empty.index(stage), (n // STAGES & 1) ^ 1)
-        ready = full.index(stage)
-        mbarrier.expect(ready, BLOCK * (ROWS + 2 * LINES))
-        for consumer in gl.static_range(2):
-            to = w_tiles.index(2 * stage + consumer)
-            fetch(weight, [line + consumer * LINES, at], ready, to)
-        fetch(x, [row, at], ready, x_tiles.index(stage))
+        mbarrier.expect(full.index(stage), BLOCK * (ROWS + 2 * LINES))
+        _fetch_lines(weight, line, at, stage, w_tiles, full)
+        fetch(x, [row, at], full.index(stage), x_tiles.index(stage))
+
+
+@gluon.jit
+def _fetch_lines(weight, line, at, stage, w_tiles, full):
+    for consumer in gl.static_range(2):
+        to = w_tiles.index(2 * stage + consumer)
+        fetch(weight, [line + consumer * LINES, at], full.index(stage), to)
 
 
 @gluon.jit
