@@ -1,6 +1,6 @@
-"""Products of rows in e4m3 with weights in e4m3, on Hopper: tiles whose K is cut into parts, as many
-as there are multiprocessors for all tiles. Whoever has a tile's first part adds the others up, in
-their order.
+"""Products of rows in e4m3 with weights in e4m3, on Hopper: tiles whose K is cut into parts, so
+many that there is one for nearly each multiprocessor. Whoever has a tile's first part adds the
+others up, in their order.
 
     a few rows     a dependent launch has fetched much of the weight before its rows are there
     65 to 256      matrices of few columns, where the library leaves multiprocessors without work.
@@ -66,12 +66,9 @@ def plan(rows: int, columns: int, blocks: int, programs: int) -> Plan | None:
 
 def can_multiply(x: A8Rows, weight: W8Weight) -> bool:
     rows, (columns, inner) = len(x.values), weight.values.shape
-    if (
-        (rows not in FEW and rows not in MANY)
-        or inner % BLOCK
-        or weight.is_grouped
-        or not is_hopper()
-    ):
+    if (rows not in FEW and rows not in MANY) or not is_hopper():
+        return False
+    if inner % BLOCK or weight.is_grouped:
         return False
     if not x.values.dtype == weight.dtype == E4M3 or x.dtype.itemsize != 2:
         return False
