@@ -25,7 +25,7 @@ from twostroke import LLM, SamplingParams
 TOKENS = 64
 # Of log-probability: bf16 moves one by as much at times, and two of them as far as so many times
 # what they differ by (rms).
-NEAR, SPREAD = 0.25, 6.0
+NEAR, SPREAD = 0.25, 4.0
 LOUD = 2e-4  # scale of random blocks: tokens differ for a reason
 SMALL: dict[str, Any] = {
     "hidden_size": 512,

@@ -36,10 +36,9 @@ from twostroke.kernels.w8a8 import (
     dequantised,
 )
 
-# Rows whose products have tiles here, the activations as they are; with more of them the weight is
-# dequantised as a whole, and the library multiplies.
-MOST_WEIGHT_ONLY = 256
-MOST_TILED = 64  # rows of e4m3 whose products have tiles here; the library has the rest
+# Rows whose products have tiles here, but of int8 with int8. More of them the library multiplies:
+# e4m3 with e4m3, or, where activations are as they are, with the weight dequantised as a whole.
+MOST_TILED = 64
 LIBRARY_STEP = 16  # the library takes matrices whose sizes are multiples of it
 PROGRAMS, FEW_PROGRAMS = 512, 256  # of a matrix whose K is split; the latter of 8-bit activations
 NARROW = 4096  # columns of a matrix that is cut into narrower tiles, for as many programs
@@ -65,21 +64,20 @@ def tiling(rows: int, weight: W8Weight, gated: bool, quantised: bool) -> Tiling 
     columns, inner = weight.values.shape
     if quantised and weight.dtype == INT8:
         return int8_tiling(rows, weight, gated)
-    block = min(128, max(16, power_of_two(rows)))
-    if rows > (MOST_TILED if quantised else MOST_WEIGHT_ONLY):
+    if rows > MOST_TILED:
         return None
-    largest = 128 if block > 64 or (not quantised and block > 32) or (gated and block > 16) else 256
-    step = _step(weight, largest)
+    block = max(16, power_of_two(rows))
+    step = _step(weight, 128 if block > (16 if gated else 64 if quantised else 32) else 256)
     if step is None:
         return None
     few = block == 16 and not quantised
     tile = 32 if few and not gated and columns <= NARROW else 64
     splits = 1
-    if not gated and rows <= block:
+    if not gated:
         programs, steps = (FEW_PROGRAMS, 8 if block == 16 else 14) if quantised else (PROGRAMS, 4)
         most = min(programs // ceil_div(columns, tile), inner // step // steps)
         splits = tiles.power_of_two_below(most)
-    stages = 3 if block == 128 or (gated and block == 16) or (gated and not quantised) else 4
+    stages = 3 if gated and (block == 16 or not quantised) else 4
     return Tiling(block, tile, step, splits, block >= 64 or quantised, 4, stages)
 
 
