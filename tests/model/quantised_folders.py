@@ -19,7 +19,7 @@ from twostroke.model.hf_config import load_hf_config, names_in_hf, quantized_in_
 from twostroke.model.weights.safetensors import SafetensorsWeights
 
 REFERENCE = {"device": "cpu", "kernels": "reference"}
-FEW = [5, 6, 7, 8, 9, 10, 11, 12]  # tokens whose activations stay as they are
+FEW = [5, 6, 7, 8, 9, 10, 11, 12]  # tokens
 SAME = 2e-5  # of log-probabilities
 # Biases; several weights in one tensor; rows that are put in another order.
 OTHER_PLACES: list[dict[str, Any]] = [

@@ -37,6 +37,7 @@ from twostroke.errors import ConfigError, ModelError
 from twostroke.model.gguf import GGUFFile
 from twostroke.model.gguf_config import spec_from_gguf
 from twostroke.model.hf_config import load_hf_config
+from twostroke.model.linear import WEIGHT_ONLY_ROWS
 from twostroke.model.w8a8 import W8Format, is_weight_only, w8_matrices
 from twostroke.model.weights.gguf import GGUFWeights
 from twostroke.model.weights.tensors import read_tensor, read_w8
@@ -138,6 +139,13 @@ def test_the_values_of_e4m3_are_torchs() -> None:
     assert np.array_equal(E4M3_VALUES[known.numpy()], there[known].numpy())
 
 
+@pytest.fixture
+def as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Activations of a few tokens: products then differ from the twin's by nothing."""
+    monkeypatch.setitem(WEIGHT_ONLY_ROWS, E4M3, len(FEW))
+
+
+@pytest.mark.usefixtures("as_they_are")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_folder_of_8_bits_runs_as_its_dequantised_twin(tmp_path: Path, layout: str) -> None:
     folder, twin = folder_of(tmp_path, layout)
@@ -165,6 +173,15 @@ def test_more_tokens_are_quantised_unless_the_folder_says_otherwise(tmp_path: Pa
         assert gap_of(layout) < SAME
 
 
+def test_one_token_of_fp8_is_not_quantised(tmp_path: Path) -> None:
+    found = [
+        float(gap(*folder_of(tmp_path / str(count), "compressed, a channel"), FEW[:count]).max())
+        for count in (1, 2)
+    ]
+    assert found[0] < SAME < 1e-4 < found[1]
+
+
+@pytest.mark.usefixtures("as_they_are")
 @pytest.mark.parametrize("more", OTHER_PLACES, ids=str)
 def test_other_places_of_the_rows(tmp_path: Path, more: dict[str, Any]) -> None:
     for layout in ("compressed, blocks", "fp8, a tensor", "int8, a channel"):
