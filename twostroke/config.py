@@ -99,7 +99,7 @@ class EngineConfig(Strict):
     # A text that the unquantised model reads first: which inputs of a matrix its rounding favours.
     calibration: str | None = None
     kernels: str = "auto"  # auto: the native ones on a CPU that has them; reference, native
-    isa: str = "auto"  # of the native kernels: auto, amx, avx512, avx2, neon, portable
+    isa: str = "auto"  # of the native kernels: auto, amx, avx512, avx512bw, avx2, neon, portable
     exact: bool = False  # native kernels: products and attention in floats; slower
     threads: int | None = None  # of a decode step on a CPU; None: one a core
     threads_batch: int | None = None  # of a step with prefill; None: as threads
@@ -134,7 +134,7 @@ class EngineConfig(Strict):
             self._check_choice("quantization", QUANTIZATIONS)
         self._settle_phases()
         self._check_choice("kernels", ("auto", "reference", "native"))
-        self._check_choice("isa", ("auto", "amx", "avx512", "avx2", "neon", "portable"))
+        self._check_choice("isa", ("auto", "amx", "avx512", "avx512bw", "avx2", "neon", "portable"))
         self._check_int("threads", 1, 1024, optional=True)
         self._check_int("threads_batch", 1, 1024, optional=True)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):

@@ -47,8 +47,10 @@ static inline void in_order([[maybe_unused]] i32v& first, [[maybe_unused]] i32v&
 
 // … their products, two to a lane …
 static inline i32v dot_pairs(i32v acc, i16v a, i16v b) {
-#if defined(TS_AVX512)
+#if defined(TS_VNNI)
   return (i32v)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
+#elif defined(TS_AVX512)
+  return (i32v)_mm512_add_epi32((__m512i)acc, _mm512_madd_epi16((__m512i)a, (__m512i)b));
 #else
   return (i32v)_mm256_add_epi32((__m256i)acc, _mm256_madd_epi16((__m256i)a, (__m256i)b));
 #endif

@@ -31,7 +31,7 @@ bool has_dot_products_and_fp16() {
 
 #if defined(TS_HAVE_X86)
 struct X86 {
-  bool avx2 = false, avx512 = false;
+  bool avx2 = false, avx512bw = false, avx512 = false;
 };
 
 // What the processor has and the system keeps the registers of. Not __builtin_cpu_supports: the
@@ -48,7 +48,8 @@ X86 ask_x86() {
   constexpr unsigned kAvx2Bit = 1u << 5, kF = 1u << 16, kDq = 1u << 17, kBw = 1u << 30, kVl = 1u << 31;
   constexpr unsigned kAvx512Bits = kF | kDq | kBw | kVl, kVnni = 1u << 11;
   const bool avx2 = (b & kAvx2Bit) != 0;
-  return {avx2, avx2 && (kept & kZmm) == kZmm && (b & kAvx512Bits) == kAvx512Bits && (c & kVnni) != 0};
+  const bool avx512bw = avx2 && (kept & kZmm) == kZmm && (b & kAvx512Bits) == kAvx512Bits;
+  return {avx2, avx512bw, avx512bw && (c & kVnni) != 0};
 }
 #endif
 
@@ -73,6 +74,7 @@ std::vector<const Kernels*> find_available() {
   if (machine.avx512 && has_tiles()) found.push_back(&kAmx);
 #endif
   if (machine.avx512) found.push_back(&kAvx512);
+  if (machine.avx512bw) found.push_back(&kAvx512bw);
   if (machine.avx2) found.push_back(&kAvx2);
 #endif
 #if defined(TS_HAVE_NEON)

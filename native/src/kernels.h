@@ -271,6 +271,7 @@ extern const Kernels kNeon;
 #if defined(TS_HAVE_X86)
 extern const Kernels kAvx2;
 extern const Kernels kAvx512;
+extern const Kernels kAvx512bw;
 #endif
 #if defined(TS_HAVE_AMX)
 extern const Kernels kAmx;

@@ -1,3 +1,4 @@
+// AVX-512 with VNNI; without it as well, by way of `kernels_avx512bw.cpp`.
 #define TS_AVX512
 #include <immintrin.h>
 
@@ -6,41 +7,51 @@
 
 #include "kernels.h"
 
+#if defined(__AVX512VNNI__)
+#define TS_SET avx512
+#define TS_TABLE kAvx512
+#define TS_NAME "avx512"
+#else
+#define TS_SET avx512bw
+#define TS_TABLE kAvx512bw
+#define TS_NAME "avx512bw"
+#endif
+
 namespace twostroke {
-namespace avx512 {
+namespace TS_SET {
 #include "simd.h"
 
 #include "products_impl.h"
 #include "small_impl.h"
 #include "attention_impl.h"
 #include "int8_attention_x86.h"
-}  // namespace avx512
+}  // namespace TS_SET
 
-const Kernels kAvx512 = {
-    "avx512",
-    avx512::W,
+const Kernels TS_TABLE = {
+    TS_NAME,
+    TS_SET::W,
     false,
-    avx512::matmul,
-    avx512::quantise,
-    avx512::quantise_residual,
-    avx512::rms_norm,
-    avx512::layer_norm,
-    avx512::rope,
-    avx512::silu_mul,
-    avx512::gelu_tanh_mul,
-    avx512::gelu_mul,
-    avx512::clamped_swiglu,
-    avx512::soft_cap,
-    avx512::to_fp16,
-    avx512::unpack_row,
-    {kQueries, prefill_scratch_floats, avx512::attend_prefill},
-    {kQueries, prefill_scratch_floats, avx512::attend_prefill_of<float>},
-    avx512::attend_decode,
-    {{kQueries, prefill_scratch_floats, avx512::attend_prefill_of<int8_t>}, avx512::attend_decode_int8},
-    avx512::prefetch_keys,
-    avx512::argmax,
-    avx512::log_sum_exp,
-    avx512::draw,
-    avx512::dot_bytes,
+    TS_SET::matmul,
+    TS_SET::quantise,
+    TS_SET::quantise_residual,
+    TS_SET::rms_norm,
+    TS_SET::layer_norm,
+    TS_SET::rope,
+    TS_SET::silu_mul,
+    TS_SET::gelu_tanh_mul,
+    TS_SET::gelu_mul,
+    TS_SET::clamped_swiglu,
+    TS_SET::soft_cap,
+    TS_SET::to_fp16,
+    TS_SET::unpack_row,
+    {kQueries, prefill_scratch_floats, TS_SET::attend_prefill},
+    {kQueries, prefill_scratch_floats, TS_SET::attend_prefill_of<float>},
+    TS_SET::attend_decode,
+    {{kQueries, prefill_scratch_floats, TS_SET::attend_prefill_of<int8_t>}, TS_SET::attend_decode_int8},
+    TS_SET::prefetch_keys,
+    TS_SET::argmax,
+    TS_SET::log_sum_exp,
+    TS_SET::draw,
+    TS_SET::dot_bytes,
 };
 }  // namespace twostroke

@@ -10,6 +10,9 @@ constexpr int W = 4;
 constexpr int W = 8;
 #elif defined(TS_AVX512)
 constexpr int W = 16;
+#if defined(__AVX512VNNI__)
+#define TS_VNNI  // products of bytes that are added up in 32 bits
+#endif
 #else
 constexpr int W = 4;
 #endif
@@ -148,7 +151,7 @@ static inline f32v load_int8(const int8_t* p) {
 // rows, with the 4 · N activations that all rows share. Lane i is the sum over row i: a whole number,
 // as a float. `Signed` codes are −128 … 127, others 0 … 15. Where the machine multiplies only unsigned by signed bytes, signed
 // codes are taken with `signed_bias` added: the caller takes it off again.
-#if defined(TS_AVX512)
+#if defined(TS_VNNI)
 constexpr float signed_bias = 128;
 #else
 constexpr float signed_bias = 0;
@@ -188,6 +191,22 @@ static inline f32v dot_block(const i8v* w, const int8_t* a) {
     }
   }
   return __builtin_convertvector((i32v)(Signed ? sum : _mm256_madd_epi16(sum, ones)), f32v);
+#elif defined(TS_AVX512) && !defined(TS_VNNI)
+  const __m512i ones = _mm512_set1_epi16(1);
+  __m512i sum = _mm512_setzero_si512();
+  for (int j = 0; j < N; j++) {
+    int32_t four;
+    __builtin_memcpy(&four, a + 4 * j, 4);
+    __m512i x = _mm512_set1_epi32(four), c = (__m512i)w[j];
+    if constexpr (Signed) {  // as above
+      x = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(c), _mm512_setzero_si512(), x);
+      const __m512i pair = _mm512_maddubs_epi16(_mm512_abs_epi8(c), x);
+      sum = _mm512_add_epi32(sum, _mm512_madd_epi16(pair, ones));
+    } else {
+      sum = _mm512_add_epi16(sum, _mm512_maddubs_epi16(c, x));
+    }
+  }
+  return __builtin_convertvector((i32v)(Signed ? sum : _mm512_madd_epi16(sum, ones)), f32v);
 #elif defined(TS_AVX512)
   __m512i sum = _mm512_setzero_si512();
   for (int j = 0; j < N; j++) {

@@ -228,7 +228,12 @@ static double dot_bytes(int rounds) {
   unrolled<kChains>([&](auto i) { sum[i] = _mm512_set1_epi32(i); });
   for (int n = 0; n < rounds; n++)
     unrolled<kChains>([&](auto i) {
+#if defined(TS_VNNI)
       sum[i] = _mm512_dpbusd_epi32(sum[i], a, b);
+#else
+      sum[i] = _mm512_add_epi16(sum[i], _mm512_maddubs_epi16(a, b));
+      asm volatile("" : "+v"(a));  // or the product would be made once for all
+#endif
       asm volatile("" : "+v"(sum[i]));
     });
   return 2.0 * 64 * kChains * rounds;
@@ -238,6 +243,7 @@ static double dot_bytes(int rounds) {
   for (int n = 0; n < rounds; n++)
     unrolled<kChains>([&](auto i) {
       sum[i] = _mm256_add_epi16(sum[i], _mm256_maddubs_epi16(a, b));
+      asm volatile("" : "+x"(a));  // or the product would be made once for all
       asm volatile("" : "+x"(sum[i]));
     });
   return 2.0 * 32 * kChains * rounds;

@@ -9,7 +9,7 @@ from pkgutil import extend_path
 from types import ModuleType
 from typing import Any
 
-ISAS = ("auto", "amx", "avx512", "avx2", "neon", "portable")
+ISAS = ("auto", "amx", "avx512", "avx512bw", "avx2", "neon", "portable")
 
 
 def _load() -> ModuleType | None:
