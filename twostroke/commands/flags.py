@@ -71,8 +71,8 @@ ENGINE_HELP = {
     "reads first: weights are then rounded with regard to what they are multiplied with (default: "
     "without)",
     "kernels": "auto, reference (plain torch) or native (a CPU's own)",
-    "isa": "instruction set of the native kernels: auto, amx, avx512, avx512bw (without VNNI), avx2, "
-    "neon or portable",
+    "isa": "instruction set of the native kernels: auto, amx, avx512, avx512bw (without VNNI), "
+    "avx2, neon or portable",
     "exact": "native kernels: products and attention in floats, nothing rounded; slower",
     "threads": "threads of a decode step on a CPU (default: one a core)",
     "threads_batch": "threads of a step with prefill in it (default: as --threads)",
