@@ -170,7 +170,7 @@ def test_an_installation_without_native_kernels_says_so(
         (
             "isa",
             "sse2",
-            "isa must be one of auto, amx, avx512, avx512bw, avx2, neon, portable, not",
+            "isa must be one of auto, amx, avx512, avx512bw, avx2, neon, portable, not 'sse2'",
         ),
         ("isa", "NEON", "isa must be one of"),
         ("threads", 0, "threads must be a whole number from 1 to 1024 or None, not 0"),
