@@ -81,14 +81,23 @@ def test_a_long_prompts_blocks_are_sent_while_it_is_prefilled(
     pools.run(test)
 
 
-def test_one_that_leaves_while_its_blocks_are_sent_leaves_nothing(pools: Running) -> None:
+def test_one_that_leaves_while_its_blocks_are_sent_leaves_nothing(
+    pools: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send_ahead, tasks = RoutedEngine._send_ahead, list[asyncio.Task[Any]]()
+
+    def send_and_leave(self: RoutedEngine, placed: Placed, standing: Standing) -> None:
+        send_ahead(self, placed, standing)
+        if self._ahead:
+            tasks[0].cancel()
+
+    monkeypatch.setattr(RoutedEngine, "_send_ahead", send_and_leave)
+
     async def test(engine: RoutedEngine) -> None:
         engine.reset_prefix_cache()
-        task = asyncio.create_task(last(engine, PROMPTS[0], PARAMS))
-        await until(lambda: engine._ahead)
-        task.cancel()
+        tasks.append(asyncio.create_task(last(engine, PROMPTS[0], PARAMS)))
         with pytest.raises(asyncio.CancelledError):
-            await task
+            await tasks[0]
 
     pools.run(test)
 

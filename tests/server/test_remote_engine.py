@@ -603,11 +603,12 @@ def test_a_request_that_may_be_what_kills_engines_is_not_sent_for_ever(
     asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
 
 
-def test_closing_ends_open_streams_and_leaves_no_process_and_no_file(folder: Path) -> None:
+def test_closing_ends_open_streams_and_leaves_no_process_and_no_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def test() -> None:
-        before = set(Path(tempfile.gettempdir()).glob("twostroke-*"))
         engine = await RemoteEngine.start(tiny_config(folder))
-        (sockets,) = set(Path(tempfile.gettempdir()).glob("twostroke-*")) - before
+        (sockets,) = Path(place).iterdir()
         assert sockets.stat().st_mode & 0o777 == 0o700
         pid = engine.pid
         tasks = [asyncio.create_task(last(engine, [60, n], LONG)) for n in range(60, 68)]
@@ -623,7 +624,9 @@ def test_closing_ends_open_streams_and_leaves_no_process_and_no_file(folder: Pat
         assert not engine.healthy
         await engine.close()
 
-    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
+    with tempfile.TemporaryDirectory() as place:  # short, as names of sockets must be
+        monkeypatch.setattr(tempfile, "tempdir", place)
+        asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
 
 
 def test_draining_lets_streams_finish(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
