@@ -22,7 +22,8 @@ from tests.engine.test_hand_over import (
     resumed,
     run,
 )
-from tests.equivalence.harness import Loud, small_spec
+from tests.equivalence.harness import small_spec
+from tests.loud import Loud
 from tests.specs import make_spec
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke.engine.assembly import group_limits

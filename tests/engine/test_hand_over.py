@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.equivalence.harness import Loud, narrow_isa, small_spec
+from tests.equivalence.harness import small_spec
+from tests.loud import Loud
+from tests.support import narrow_isa
 from tests.tiny import EOS_ID, tiny_folder, tiny_llm
 from twostroke import SamplingParams
 from twostroke.engine.assembly import group_limits

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-import numpy as np
 import torch
 
 from tests.specs import make_spec
@@ -19,7 +18,6 @@ from twostroke.engine.assembly import group_limits
 from twostroke.engine.build_native import assemble_native
 from twostroke.engine.build_torch import assemble
 from twostroke.engine.core import EngineCore
-from twostroke.kernels import cpu
 from twostroke.kernels.reference import Kernels
 from twostroke.model.cost import dense_weight_bytes
 from twostroke.model.decoder import Decoder
@@ -27,8 +25,6 @@ from twostroke.model.gguf import GGUFFile
 from twostroke.model.gguf_config import spec_from_gguf
 from twostroke.model.native import NativeDecoder, Packing
 from twostroke.model.tokenizer import Tokenizer
-from twostroke.model.weights import ALL_ROWS, Floats
-from twostroke.model.weights.dummy import STD, DummyWeights, mean_of
 from twostroke.model.weights.gguf import GGUFWeights
 from twostroke.plan import TokenLogprobs
 from twostroke.request import EngineRequest, SamplingParams
@@ -58,19 +54,6 @@ class Written:
         return best - second
 
 
-class Loud(DummyWeights):
-    """Matrices ten times as large, so that what a query sees matters to what it writes."""
-
-    def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats:
-        weight = super().floats(name, rows)
-        return weight * np.float32(10) if weight.ndim == 2 else weight
-
-    def draw(self, name: str, count: int) -> Floats:
-        """By torch: what moves by how much was found on these."""
-        generator = torch.Generator().manual_seed(self.seed_of(name))
-        return torch.empty(count).normal_(mean_of(name), STD, generator=generator).numpy()
-
-
 small_spec = make_spec
 
 
@@ -80,13 +63,6 @@ def default_decoder() -> Decoder:
     spec = spec_from_gguf(file)
     weights = GGUFWeights(file, spec)
     return Decoder(spec, weights, torch.float32, torch.device("cpu"), MAX_LEN, Kernels())
-
-
-@cache
-def narrow_isa() -> str:
-    """The best without matrix units: with those, a step of many tokens rounds in another way."""
-    native = cpu.module()
-    return next(isa for isa in native.isas() if native.matrix_unit_min_tokens(isa) == 0)
 
 
 def default_native_decoder(exact: bool = False, isa: str = "auto") -> NativeDecoder:

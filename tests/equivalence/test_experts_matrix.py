@@ -12,15 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.equivalence.harness import (
-    Loud,
-    Written,
-    assert_same,
-    make_core,
-    narrow_isa,
-    run,
-    small_spec,
-)
+from tests.equivalence.harness import Written, assert_same, make_core, run, small_spec
+from tests.loud import Loud
+from tests.support import narrow_isa
 from twostroke.kernels import cpu
 from twostroke.kernels.reference import Kernels
 from twostroke.model.decoder import Decoder

@@ -15,8 +15,9 @@ from functools import cache
 import pytest
 import torch
 
-from tests.equivalence.harness import LEAST_COMPARED, Loud, Written, make_core, run, small_spec
+from tests.equivalence.harness import LEAST_COMPARED, Written, make_core, run, small_spec
 from tests.equivalence.test_window_matrix import mixed_spec
+from tests.loud import Loud
 from twostroke.kernels import cpu
 from twostroke.kernels.reference import Kernels
 from twostroke.model.decoder import Decoder

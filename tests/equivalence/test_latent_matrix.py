@@ -10,15 +10,9 @@ from functools import cache
 import pytest
 import torch
 
-from tests.equivalence.harness import (
-    Loud,
-    Written,
-    assert_same,
-    make_core,
-    narrow_isa,
-    run,
-    small_spec,
-)
+from tests.equivalence.harness import Written, assert_same, make_core, run, small_spec
+from tests.loud import Loud
+from tests.support import narrow_isa
 from twostroke.engine.assembly import group_limits
 from twostroke.engine.build_torch import assemble
 from twostroke.kernels import cpu

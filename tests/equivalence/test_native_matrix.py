@@ -19,16 +19,16 @@ import numpy as np
 import pytest
 
 from tests.equivalence.harness import (
-    Loud,
     Written,
     default_native_decoder,
     default_tokenizer,
     make_core,
-    narrow_isa,
     run,
     small_spec,
 )
 from tests.equivalence.test_matrix import TEXTS
+from tests.loud import Loud
+from tests.support import narrow_isa
 from twostroke.exec.native import NativeExecutor
 from twostroke.exec.rows import HostRows
 from twostroke.kernels import cpu

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.equivalence.harness import Loud, small_spec
+from tests.equivalence.harness import small_spec
 from tests.equivalence.test_latent_matrix import latent_spec
+from tests.loud import Loud
 from tests.model.quantised_folders import refusal
 from tests.model.test_w8a8_checkpoints import folder_of
 from tests.tiny import tiny_folder, tiny_llm

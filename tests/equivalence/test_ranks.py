@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.equivalence.harness import MOVES, Loud, Written, assert_same, run, small_spec
+from tests.equivalence.harness import MOVES, Written, assert_same, run, small_spec
 from tests.equivalence.rank_threads import RankThreads, run_model
 from tests.equivalence.test_experts_matrix import EXPERTS, PLAIN
 from tests.equivalence.test_latent_matrix import latent_spec
+from tests.loud import Loud
 from tests.support import default_model_path
 from tests.tiny import CONFIG, tiny_folder
 from twostroke.config import EngineConfig

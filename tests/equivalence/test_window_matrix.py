@@ -9,7 +9,8 @@ from functools import cache
 import pytest
 import torch
 
-from tests.equivalence.harness import Loud, Written, assert_same, make_core, run, small_spec
+from tests.equivalence.harness import Written, assert_same, make_core, run, small_spec
+from tests.loud import Loud
 from twostroke.kernels.reference import Kernels
 from twostroke.model.decoder import Decoder
 from twostroke.model.spec import ModelSpec, RopeSpec

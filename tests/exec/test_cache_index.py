@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.equivalence.harness import Loud, small_spec
+from tests.equivalence.harness import small_spec
 from tests.equivalence.test_window_matrix import MIXES, mixed_spec
+from tests.loud import Loud
 from tests.rig import Rig
 from tests.rows import put
 from twostroke.kernels import reference

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from tests.checked_kernels import CheckedKernels
-from tests.equivalence.harness import Loud, assert_same, make_core, run, small_spec
+from tests.equivalence.harness import assert_same, make_core, run, small_spec
 from tests.fakes import groups
 from tests.gpu.reference_check import PROMPTS
+from tests.loud import Loud
 from twostroke.config import GIB, EngineConfig
 from twostroke.engine.core import EngineCore
 from twostroke.errors import ConfigError

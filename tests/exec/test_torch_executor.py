@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from tests.checked_kernels import CheckedKernels
-from tests.equivalence.harness import Loud, Written, assert_same, make_core, run, small_spec
+from tests.equivalence.harness import Written, assert_same, make_core, run, small_spec
 from tests.fakes import groups
 from tests.gpu.reference_check import OUTPUT, PROMPTS, SPECS
+from tests.loud import Loud
 from tests.rows import put
 from tests.tiny import tiny_folder
 from twostroke.engine.assembly import group_limits

@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 
 from tests.checked_kernels import CheckedKernels
-from tests.equivalence.harness import Loud, Written, assert_same, make_core, run, small_spec
+from tests.equivalence.harness import Written, assert_same, make_core, run, small_spec
 from tests.equivalence.test_window_matrix import mixed_spec
 from tests.gpu.reference_check import OUTPUT, PROMPTS, SPECS
 from tests.gpu.report import tally
+from tests.loud import Loud
 from tests.rig import Rig
 from twostroke.engine.assembly import group_limits
 from twostroke.engine.build_torch import assemble

@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 
-from tests.equivalence.harness import Loud, Written, assert_same, make_core, run, small_spec
+from tests.equivalence.harness import Written, assert_same, make_core, run, small_spec
 from tests.gpu.cuda_check import core_of, kernels_of
 from tests.gpu.reference_check import SPECS
 from tests.gpu.report import tally
+from tests.loud import Loud
 from twostroke.kernels.reference import Kernels
 from twostroke.kv.eviction import Eviction
 from twostroke.model.decoder import Decoder

@@ -29,7 +29,7 @@ from time import perf_counter
 import torch
 import torch.nn.functional as F
 
-from tests.equivalence.harness import Loud, small_spec
+from tests.equivalence.harness import small_spec
 from tests.gpu.cuda_check import ERROR_SHARE, Rounded, forced, texts_of
 from tests.gpu.reference_check import SPECS
 from tests.gpu.report import (
@@ -44,6 +44,7 @@ from tests.gpu.report import (
     write_table,
 )
 from tests.kernels.cuda_cases import BOUNDS, largest, worst
+from tests.loud import Loud
 from tests.rig import Rig
 from twostroke import LLM, SamplingParams
 from twostroke.exec.graphs import CudaRecorder, Record, RunAgain

@@ -41,11 +41,12 @@ from typing import Any
 
 import torch
 
-from tests.equivalence.harness import Loud, assert_same, make_core, run, small_spec
+from tests.equivalence.harness import assert_same, make_core, run, small_spec
 from tests.gpu import cuda_check
 from tests.gpu.__main__ import waits_of
 from tests.gpu.cuda_check import Rounded, kernels_of
 from tests.gpu.report import tally
+from tests.loud import Loud
 from tests.rig import Rig
 from tests.tiny import tiny_folder
 from twostroke import LLM

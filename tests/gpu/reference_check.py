@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from tests.equivalence.harness import Loud, Written, assert_same, make_core, run, small_spec
+from tests.equivalence.harness import Written, assert_same, make_core, run, small_spec
 from tests.gpu.report import tally
+from tests.loud import Loud
 from twostroke import LLM, SamplingParams
 from twostroke.engine.core import EngineCore
 from twostroke.kernels.reference import Kernels

@@ -2,160 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from tests.equivalence.harness import Loud, small_spec
+from tests.kernels.reference_model import MAX_LEN, NUM_ROWS, Floats, Ints, Reference
+from tests.kernels.rounding_model import MARGIN, other_order_bound, rounding_model
+from tests.loud import Loud
+from tests.specs import make_spec as small_spec
 from twostroke.kernels import cpu
 from twostroke.kv.host_pool import HostPool
 from twostroke.model.native import NativeDecoder, Packing
-from twostroke.model.rope import query_scales, rope_tables
-from twostroke.model.spec import AttentionSpec, LayerSpec, ModelSpec, RopeSpec
+from twostroke.model.spec import ModelSpec, RopeSpec
 from twostroke.model.weights.dummy import DummyWeights
 
 ISAS = cpu.module().isas() if cpu.available() else []
-MAX_LEN = 320
-NUM_ROWS = 6
-
-# On logits, whose standard deviation is about 1.5: twice the largest difference found, 1.6e-2, of
-# one token among thousands (the next: 3e-3). Sums are taken in another order, and a key or a value
-# that this moves past the middle between two numbers of fp16 moves by one part in 2048.
-TOLERANCE = 3.2e-2
-
-Floats = npt.NDArray[np.float32]
-Ints = npt.NDArray[np.int32]
 # Slots (row, position) and chunks (row, start, size); each may end with a cache index of its own.
 Step = tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]]
-
-
-class Reference:
-    """What a `ModelSpec` means, in numpy and fp32. Keys and values are rounded to fp16 and kept by
-    row and cache index: there are no blocks and no groups here."""
-
-    def __init__(self, spec: ModelSpec, source: DummyWeights) -> None:
-        self.spec, self.int8 = spec, False  # int8: of the cache
-        self.weights = {name: source.floats(name) for name in spec.weight_shapes()}
-        self.ropes = {rope: rope_tables(rope, MAX_LEN) for rope in spec.ropes()}
-        parts = [layer.attention for layer in spec.layers]
-        # Of the last step, by layer and row: [heads, queries, keys].
-        self.attended: dict[tuple[int, int], Floats] = {}
-        self.cache = [  # of each layer: keys, values
-            np.zeros((2, NUM_ROWS, MAX_LEN, part.num_kv_heads, part.head_dim), np.float32)
-            for part in parts
-        ]
-
-    def logits(self, ids: Ints, rows: Ints, positions: Ints, indices: Ints) -> Floats:
-        x = self.weights["embed"][ids] * np.float32(self.spec.embed_scale)
-        if self.spec.learned_positions:
-            x = x + self.weights["positions"][positions]
-        for number, layer in enumerate(self.spec.layers):
-            w, scale = self._of_layer(number), np.float32(self.spec.residual_scale)
-            before, first = x, self._normed(x, w, "attn_norm")
-            h = self._attention(number, layer.attention, w, first, rows, positions, indices)
-            x = x + scale * self._normed(h, w, "attn_post_norm")
-            if layer.two_norms:
-                first = self._normed(before, w, "mlp_norm")
-            h = self._mlp(layer, w, first if layer.parallel else self._normed(x, w, "mlp_norm"))
-            x = x + scale * self._normed(h, w, "mlp_post_norm")
-        head = self.weights["embed" if self.spec.tie_embeddings else "head"]
-        logits = self._normed(x, self.weights, "final_norm") @ head.T
-        logits = logits + self.weights.get("head_bias", np.float32(0))
-        return _capped(logits * np.float32(self.spec.logit_scale), self.spec.logit_softcap)
-
-    def _of_layer(self, number: int) -> dict[str, Floats]:
-        at = f"layers.{number}."
-        named = self.weights.items()
-        return {name.removeprefix(at): w for name, w in named if name.startswith(at)}
-
-    def _normed(self, x: Floats, w: dict[str, Floats], name: str) -> Floats:
-        if self.spec.norm == "layer" and name in w:
-            x = x - x.mean(-1, keepdims=True)
-        return self._norm(x, w.get(name)) + w.get(f"{name}_bias", np.float32(0))
-
-    def _norm(self, x: Floats, weight: Floats | None) -> Floats:
-        """Over the last axis; without a weight there is no norm."""
-        if weight is None:
-            return x
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + self.spec.norm_eps) * weight
-
-    def _mlp(self, layer: LayerSpec, w: dict[str, Floats], h: Floats) -> Floats:
-        names = ("gate", "up") if layer.mlp.gated else ("up",)
-        gate, *up = (h @ w[name].T + w.get(f"{name}_bias", 0) for name in names)
-        if layer.mlp.activation == "silu":
-            gate = gate / (1 + np.exp(-gate))
-        elif layer.mlp.activation == "gelu":
-            gate = gate * np.vectorize(lambda x: 0.5 * math.erfc(-x * 0.5**0.5))(gate)
-        else:
-            inner = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
-            gate = 0.5 * gate * (1 + np.tanh(inner))
-        inner = gate * up[0] if up else gate
-        return inner @ w["down"].T + w.get("down_bias", 0)
-
-    def _attention(
-        self,
-        number: int,
-        part: AttentionSpec,
-        w: dict[str, Floats],
-        h: Floats,
-        rows: Ints,
-        positions: Ints,
-        indices: Ints,
-    ) -> Floats:
-        q, k, v = (h @ w[name].T + w.get(f"{name}_bias", 0) for name in ("q", "k", "v"))
-        if part.qk_norm == "full":
-            q, k = self._norm(q, w["q_norm"]), self._norm(k, w["k_norm"])
-        q, k, v = (one.reshape(len(h), -1, part.head_dim) for one in (q, k, v))
-        if part.qk_norm == "head":
-            q, k = self._norm(q, w["q_norm"]), self._norm(k, w["k_norm"])
-        keys, values = self.cache[number]
-        keys[rows, indices] = self._as_stored(self._rotated(k, part.rope, positions))
-        values[rows, indices] = self._as_stored(v)
-        q, out = self._rotated(q, part.rope, positions), np.empty_like(q)
-        scales = query_scales(part.rope, MAX_LEN)
-        if scales is not None:
-            q = q * scales[positions][:, None, None]
-        for row in np.unique(rows):
-            mine = rows == row
-            at, end = indices[mine], indices[mine].max() + 1
-            seen_keys, seen_values = (
-                np.repeat(one[row, :end], part.group_size, axis=1) for one in (keys, values)
-            )
-            by_head = q[mine].transpose(1, 0, 2) @ seen_keys.transpose(1, 2, 0)
-            scores = by_head * np.float32(part.scale)
-            scores = _capped(scores, part.softcap)
-            key = np.arange(end)
-            seen = key <= at[:, None]
-            if part.window is not None:
-                seen &= key > at[:, None] - part.window
-            most = scores.max(-1, keepdims=True)
-            weights = np.exp(np.where(seen, scores - most, -np.inf))
-            sink = w["sinks"][:, None, None] if part.sinks else np.float32(-np.inf)
-            weights /= weights.sum(-1, keepdims=True) + np.exp(sink - most)
-            self.attended[number, int(row)] = weights
-            out[mine] = (weights @ seen_values.transpose(1, 0, 2)).transpose(1, 0, 2)
-        return out.reshape(len(h), -1) @ w["o"].T + w.get("o_bias", 0)
-
-    def _as_stored(self, x: Floats) -> Floats:
-        """In fp16, or in int8 with a scale for each head of a token."""
-        if not self.int8:
-            return x.astype(np.float16).astype(np.float32)
-        largest = np.abs(x).max(-1, keepdims=True)
-        codes = np.rint(x * (np.float32(127) / np.maximum(largest, np.float32(1e-30))))
-        return (codes * (largest / np.float32(127))).astype(np.float32)
-
-    def _rotated(self, x: Floats, rope: RopeSpec, positions: Ints) -> Floats:
-        cos, sin = (table[positions][:, None] for table in self.ropes[rope])
-        half = rope.dim // 2
-        a, b, rest = x[..., :half], x[..., half : rope.dim], x[..., rope.dim :]
-        return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
-
-
-def _capped(x: Floats, cap: float) -> Floats:
-    return x if cap == 0 else np.float32(cap) * np.tanh(x / np.float32(cap))
 
 
 class Pair:
@@ -175,11 +39,12 @@ class Pair:
         int8: bool = False,
     ) -> None:
         """`int8`: the cache."""
-        self.spec, source = spec, source or Loud(spec)
+        self.spec, self.source, self.int8 = spec, source or Loud(spec), int8
+        source = self.source
         packing = Packing(spec, source, dtype, None, isa)
         self.native = NativeDecoder(packing, MAX_LEN, *threads, isa, exact)
-        self.reference = Reference(spec, source)
-        self.reference.int8 = int8
+        self.reference = Reference(spec, source, int8)
+        self.rounding = None if exact else rounding_model(isa, dtype, int8)(spec, source, int8)
         self.block_size, groups = block_size, len(spec.kv_groups())
         per_row = -(-MAX_LEN // block_size)
         # Block numbers are each group's own: no two groups have as many.
@@ -195,6 +60,11 @@ class Pair:
             .astype(np.int32)
             for count in self.num_blocks
         ]
+
+    @property
+    def tolerance(self) -> float:
+        """The largest difference of a logit that sums in another order may cause."""
+        return other_order_bound(self.spec, self.source, self.int8)
 
     def step(self, slots: Any = (), chunks: Any = (), which: Any = None) -> Floats:
         """Logits of every token of the step, or of some, by the native decoder."""
@@ -212,13 +82,23 @@ class Pair:
         return logits.copy()
 
     def expected(self, slots: Any = (), chunks: Any = ()) -> Floats:
+        """Logits of every token of the step, by the reference."""
+        return self._by(self.reference, slots, chunks)
+
+    def rounding_error(self, slots: Any, chunks: Any, expected: Floats) -> float:
+        """Return the bound of the mean error of the step's logits, where arithmetic is rounded."""
+        assert self.rounding is not None
+        error = np.abs(self._by(self.rounding, slots, chunks) - expected).mean()
+        return MARGIN * float(error)
+
+    def _by(self, model: Reference, slots: Any, chunks: Any) -> Floats:
         runs = [(row, at, 1, index) for row, at, index in with_indices(slots, 3)]
         runs += [tuple(chunk) for chunk in with_indices(chunks, 4)]
         rows = [row for row, _, size, _ in runs for _ in range(size)]
         positions = [start + n for _, start, size, _ in runs for n in range(size)]
         indices = [index + n for _, _, size, index in runs for n in range(size)]
         where = [np.array(one, np.int32) for one in (rows, positions, indices)]
-        return self.reference.logits(self.tokens[rows, positions], *where)
+        return model.logits(self.tokens[rows, positions], *where)
 
     def difference(self, slots: Any = (), chunks: Any = ()) -> float:
         got, expected = self.step(slots, chunks), self.expected(slots, chunks)
@@ -231,9 +111,10 @@ class Pair:
             freed = table[row, first:last].copy()
             table[row] = np.concatenate([table[row, :first], table[row, last:], freed])
         start, end = first * self.block_size, last * self.block_size
-        for cache in self.reference.cache:
-            moved = cache[:, row, end:].copy()
-            cache[:, row, start : start + moved.shape[1]] = moved
+        for model in filter(None, (self.reference, self.rounding)):
+            for cache in model.cache:
+                moved = cache[:, row, end:].copy()
+                cache[:, row, start : start + moved.shape[1]] = moved
 
 
 def with_indices(given: Any, width: int) -> Ints:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.equivalence.harness import Loud, small_spec
-from tests.kernels.native_pair import TOLERANCE, Pair, heads
+from tests.kernels.native_pair import Pair, heads
+from tests.kernels.rounding_model import FP16_ROUNDOFF, FP16_RUN_PRODUCT, sum_bound
 from tests.kernels.test_native import (
     ISAS,
     RESIDUES,
@@ -17,7 +17,9 @@ from tests.kernels.test_native import (
     assert_tokens_do_not_see_each_other,
     error_of,
 )
-from tests.kernels.test_native_model import STEPS, assert_near_the_reference, largest_difference
+from tests.kernels.test_native_model import STEPS, assert_exact, assert_near_the_reference
+from tests.loud import Loud
+from tests.specs import make_spec as small_spec
 from twostroke.kernels import cpu
 from twostroke.model.weights import ALL_ROWS
 
@@ -27,9 +29,6 @@ pytestmark = [
     pytest.mark.skipif(not FP16_ISAS, reason="no instruction set here multiplies fp16"),
     pytest.mark.parametrize("isa", FP16_ISAS),
 ]
-
-# Errors in parts of a sum's reach, Σ |x| · |w|: twice the largest found over everything here.
-EXACT, ROUNDED = 5e-7, 3e-3
 
 
 def bfloat16(x: Floats) -> Floats:
@@ -53,8 +52,8 @@ def fp16_weights(
 
 
 def assert_products(w: Weights, x: Floats) -> None:
-    assert error_of(w, x, "exact") <= EXACT
-    assert error_of(w, x, "rounded") <= ROUNDED
+    assert error_of(w, x, "exact") <= sum_bound(x.shape[1])
+    assert error_of(w, x, "rounded") <= sum_bound(FP16_RUN_PRODUCT + 1, FP16_ROUNDOFF)
 
 
 def test_bfloat16_is_held_exactly(isa: str) -> None:
@@ -121,9 +120,9 @@ SPECS = {
 def test_models_in_fp16_give_the_logits_of_the_reference(name: str, isa: str) -> None:
     spec = small_spec(**SPECS[name])
     exact = Pair(spec, isa, source=Rounded(spec), dtype="bfloat16")
-    assert largest_difference(exact) <= TOLERANCE
+    assert_exact(exact)
     rounded = Pair(spec, isa, exact=False, source=Rounded(spec), dtype="bfloat16")
-    assert_near_the_reference(rounded, 0.02)
+    assert_near_the_reference(rounded)
 
 
 def test_a_prompt_in_fp16_has_the_same_bits_whoever_is_with_it(isa: str) -> None:
@@ -145,4 +144,4 @@ def test_a_model_with_a_weight_that_fp16_cannot_hold_runs_all_the_same(isa: str)
 
     spec = small_spec()
     pair = Pair(spec, isa, source=Outlier(spec), dtype="bfloat16")
-    assert max(pair.difference(*step) for step in STEPS["mixed"]) <= 10 * TOLERANCE
+    assert max(pair.difference(*step) for step in STEPS["mixed"]) <= pair.tolerance

@@ -17,7 +17,6 @@ from tests.kernels.native_pair import (
     ISAS,
     MAX_LEN,
     NUM_ROWS,
-    TOLERANCE,
     Life,
     Pair,
     with_indices,
@@ -125,7 +124,7 @@ def test_a_wrong_step_is_refused_and_the_next_right_one_is_right(isa: str) -> No
             assert all(map(np.array_equal, pair.caches, before))
             refused += 1
             if refused % 6 == 0:
-                assert pair.difference(*life.step()) <= TOLERANCE
+                assert pair.difference(*life.step()) <= pair.tolerance
     assert refused > 300
 
 
@@ -164,7 +163,7 @@ def test_what_is_no_array_of_the_right_kind_is_refused(wrong: dict[str, Any]) ->
     pair = Pair(FUZZ_SPECS[0])
     with pytest.raises(TypeError):
         forward(pair, **wrong)
-    assert pair.difference((), [(0, 0, 9)]) <= TOLERANCE
+    assert pair.difference((), [(0, 0, 9)]) <= pair.tolerance
 
 
 @pytest.mark.parametrize("way", ["float16", "int16", "transposed"])
@@ -213,7 +212,7 @@ def test_a_step_without_tokens_does_nothing() -> None:
     before = pair.caches[0].copy()
     assert pair.step().shape == (0, pair.spec.vocab_size)
     assert np.array_equal(pair.caches[0], before)
-    assert pair.difference((), [(0, 0, 9)]) <= TOLERANCE
+    assert pair.difference((), [(0, 0, 9)]) <= pair.tolerance
 
 
 def test_parts_that_do_not_fit_each_other_make_no_model() -> None:

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.equivalence.harness import Loud, small_spec
+from tests.equivalence.harness import small_spec
 from tests.equivalence.rank_threads import RankThreads
+from tests.loud import Loud
 from tests.model.quantised_folders import REFERENCE, opened, refusal
 from tests.model.test_w8a8_checkpoints import folder_of
 from tests.tiny import BOS_ID, tiny_folder, tiny_llm

@@ -28,7 +28,7 @@ class DummyWeights:
         """`device`: where `tensors.py` is to draw them."""
         self.device = device
         self._shapes = spec.weight_shapes()
-        self._seed = seed
+        self.seed = seed
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         return self._shapes.get(name)
@@ -80,7 +80,7 @@ class DummyWeights:
         return shape
 
     def seed_of(self, name: str) -> int:
-        digest = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 
 
