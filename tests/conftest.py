@@ -1,27 +1,41 @@
-"""Of all tests: how the workers of pytest-xdist share the cores and the files."""
+"""The two tiers of the tests, and the threads of pytest-xdist's workers."""
 
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 
 import pytest
 
-# Were each worker to start a thread for every core, OpenMP's threads would wait for one another
-# spinning: a step of one row took ten times as long. Before numpy and torch are imported, and for
-# the processes that tests start, too.
+# A worker that starts a thread for every core makes OpenMP's threads spin for one another: a step
+# of one row takes ten times as long. The variable must be set before numpy and torch are imported,
+# and holds for the processes that tests start.
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // int(workers))))
 
-
-def pytest_configure(config: pytest.Config) -> None:
-    """xdist would begin with the files of the most tests; the longest have few."""
-    if hasattr(config.option, "loadscopereorder"):
-        config.option.loadscopereorder = False
+# Parameters whose values are backends. Core runs every backend.
+BACKENDS = ("isa", "kernels")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with a test that is marked slow come first: no worker begins one at the end, while
-    the others have nothing left to do."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    """Give every test one of the markers core, full and long. `pyproject.toml` states the rule."""
+    cases: dict[tuple[str, ...], list[pytest.Item]] = defaultdict(list)
+    chosen = {function_of(item) for item in items if item.get_closest_marker("core")}
+    for item in items:
+        if not any(item.get_closest_marker(tier) for tier in ("core", "full", "long")):
+            cases[function_of(item), *backends_of(item)].append(item)
+    for (function, *_), of_backend in cases.items():
+        ends = () if function in chosen else (of_backend[0], of_backend[-1])
+        for item in of_backend:
+            item.add_marker("core" if item in ends else "full")
+
+
+def function_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
+
+
+def backends_of(item: pytest.Item) -> list[str]:
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    return [str(params.get(name)) for name in BACKENDS]

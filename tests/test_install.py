@@ -79,6 +79,7 @@ def install(python: Path, source: Path, own: dict[str, str], *settings: str) -> 
     return said, Path(purelib.strip()) / "twostroke"
 
 
+@pytest.mark.full
 @pytest.mark.network
 @pytest.mark.skipif(os.name != "posix", reason="has /bin/false")
 def test_where_the_compiler_fails_it_installs_and_says_so(source: Path, python: Path) -> None:
@@ -113,7 +114,7 @@ def without_compiler(python: Path, tmp_path: Path) -> dict[str, str]:
     return own
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.network
 @ZIG_IS_USED
 def test_without_a_compiler_zig_is_fetched_and_compiles(

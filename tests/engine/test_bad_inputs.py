@@ -19,6 +19,8 @@ from tests.tiny import EOS_ID, MAX_LEN, VOCAB_SIZE, tiny_folder, tiny_llm, write
 from twostroke import LLM, SamplingParams
 from twostroke.errors import ConfigError, ModelError, RequestError
 
+pytestmark = pytest.mark.core  # bounds of security
+
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 BLOCK_BYTES = 2 * 2 * 2 * 8 * 16 * 4  # k and v, layers, heads, head size, tokens, float32
 

@@ -97,6 +97,7 @@ def test_a_preempted_request_writes_the_same_tokens(
     assert written(llm, PROMPT, LONG, PROMPT) == [expected[0], expected[1], expected[0]]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not cpu.available(), reason="not built")
 def test_heavy_hitters_stay_where_the_oldest_would_go(folder: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)

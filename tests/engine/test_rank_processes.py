@@ -139,6 +139,7 @@ def ask(server: Running) -> str:
     return server.post("/v1/completions", body)["choices"][0]["text"]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc").exists(), reason="finds the ranks in /proc")
 def test_a_server_answers_with_ranks_and_again_after_one_was_killed(
     folder: Path, monkeypatch: pytest.MonkeyPatch

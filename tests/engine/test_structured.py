@@ -418,7 +418,6 @@ def test_a_vocabulary_smaller_or_larger_than_the_models(tmp_path: Path) -> None:
         assert holds(json.loads(output.text), SCHEMAS["nested"])
 
 
-@pytest.mark.slow
 def test_the_default_model_fills_a_schema() -> None:
     llm = LLM(str(default_model_path()), max_model_len=512)
     schema = SCHEMAS["nested"]

@@ -18,7 +18,7 @@ from tests.equivalence.gguf_reading import as_the_package_reads
 from tests.support import default_model_path
 from twostroke import LLM, SamplingParams
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full  # the matrix has the default model in core
 
 # On log-probabilities, in float32: the largest difference found is 2.1e-5.
 TOLERANCE = 5e-5

@@ -54,8 +54,8 @@ def alone(prompts: list[list[int]]) -> list[Written]:
     return written
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [5, 16, 64])
-@pytest.mark.slow
 def test_chunked_prefill_gives_the_same_tokens_as_one_shot(
     size: int, prompts: list[list[int]], alone: list[Written]
 ) -> None:
@@ -86,6 +86,7 @@ def test_a_prefix_hit_gives_the_same_tokens(prompts: list[list[int]], alone: lis
     assert_same(alone, got)
 
 
+@pytest.mark.full
 def test_a_prefix_computed_in_the_same_step_gives_the_same_tokens(
     prompts: list[list[int]], alone: list[Written]
 ) -> None:
@@ -114,6 +115,7 @@ def test_preempted_and_resumed_gives_the_same_tokens(
     assert_same(alone, got)
 
 
+@pytest.mark.full
 def test_batched_with_31_others_gives_the_same_tokens(
     prompts: list[list[int]], alone: list[Written]
 ) -> None:
@@ -124,6 +126,7 @@ def test_batched_with_31_others_gives_the_same_tokens(
     assert_same(alone, got[: len(prompts)])
 
 
+@pytest.mark.full
 def test_planning_one_step_ahead_gives_the_same_tokens(
     prompts: list[list[int]], alone: list[Written]
 ) -> None:
@@ -132,6 +135,7 @@ def test_planning_one_step_ahead_gives_the_same_tokens(
     assert_same(alone, run(core, prompts))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_goals_for_latency_give_the_same_tokens(
     in_flight: int, prompts: list[list[int]], alone: list[Written]
@@ -144,6 +148,7 @@ def test_goals_for_latency_give_the_same_tokens(
     assert_same(alone, got)
 
 
+@pytest.mark.full
 def test_other_block_sizes_give_the_same_tokens(
     prompts: list[list[int]], alone: list[Written]
 ) -> None:
@@ -151,6 +156,7 @@ def test_other_block_sizes_give_the_same_tokens(
     assert_same(alone, run(core, prompts))
 
 
+@pytest.mark.full
 def test_logprobs_at_decode_equal_those_of_the_same_text_at_prefill(
     prompts: list[list[int]], alone: list[Written]
 ) -> None:

@@ -70,7 +70,7 @@ EIGHT_BITS = Rounding(exact=False, moves=0.4, usually=0.11, least_compared=0.9)
 # With matrix units it is also the number of tokens in a step that decides how they are rounded.
 MATRIX_UNITS = Rounding(exact=False, moves=0.5, usually=0.25, least_compared=0.8, matrix_units=True)
 ROUNDINGS = [
-    pytest.param(EXACT, id="exact", marks=pytest.mark.slow),
+    pytest.param(EXACT, id="exact"),
     pytest.param(EIGHT_BITS, id="eight_bits"),
 ]
 if cpu.available() and cpu.module().matrix_unit_min_tokens("auto") > 0:
@@ -193,7 +193,12 @@ def assert_same(expected: Sequence[Written], got: Sequence[Written], rounding: R
     assert compared >= share * total, f"only {compared} of {total} steps compared"
 
 
-@pytest.mark.parametrize("way", WAYS)
+CORE_WAYS = ("mixed", "prefix_hit", "preempted")
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.core if way in CORE_WAYS else ()) for way in WAYS]
+)
 def test_every_way_to_compute_a_request_gives_the_same_tokens(
     way: str,
     decoder: NativeDecoder,

@@ -99,7 +99,6 @@ def write(core: EngineCore, prompts: list[list[int]], **params: object) -> list[
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", SPECS)
-@pytest.mark.slow
 def test_every_way_to_schedule_gives_the_tokens_of_the_plain_executor(name: str, way: str) -> None:
     core = graph_core(name, **WAYS[way])
     if way == "prefix hit":

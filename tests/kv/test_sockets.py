@@ -29,7 +29,10 @@ from twostroke.kv.transfer import (
     UnreachableError,
 )
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux only")
+pytestmark = [
+    pytest.mark.core,  # bounds of security
+    pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux only"),
+]
 ALL = [[(0, 1), (1, 2), (2, 3)], [(0, 4), (1, 5), (2, 6)]]
 
 

@@ -169,6 +169,7 @@ def test_a_slower_server_loses(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "| mean TPOT |" in table.read_text()
 
 
+@pytest.mark.full
 def test_both_arms_get_the_same_requests() -> None:
     with paced_server() as one, paced_server() as other:
         main(["ab", "--a", one.url, "--b", other.url, *WORKLOAD])
@@ -191,6 +192,7 @@ def test_a_trace_is_replayed_to_both(tmp_path: Path) -> None:
     assert one.bodies[1:] == other.bodies[1:]
 
 
+@pytest.mark.full
 def test_one_server_as_both_arms_gets_no_prompt_twice() -> None:
     with paced_server() as server:
         main(["ab", "--aa", "--a", server.url, *WORKLOAD])
@@ -319,6 +321,7 @@ def test_a_prediction_of_what_was_not_measured_is_open() -> None:
     assert status("TIE", prediction=found) == 5
 
 
+@pytest.mark.full
 def test_the_doctors_experiment_on_real_servers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -182,6 +182,7 @@ def test_there_are_enough_faults_and_controls() -> None:
         find_cases("light,nothing")
 
 
+@pytest.mark.full
 @on_a_free_machine
 def test_a_case_of_the_exam_is_run_blind_and_found(folder: Path) -> None:
     """A real server with a fault injected, a real load, the doctor as a process of its own."""

@@ -149,6 +149,7 @@ def chrome() -> Iterator[Browser]:
         yield one
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", PLOTS)
 def test_a_report_reads_anywhere(chrome: Browser, reports: dict[str, Path], name: str) -> None:
     address = reports[name].as_uri()

@@ -125,7 +125,7 @@ def test_a_cache_that_answers_is_noticed() -> None:
     assert any("the prefix cache answered" in problem for problem in found["problems"])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_highest_rate_within_goals_is_found() -> None:
     """A server that answers four requests at a time in 0.1 s each carries 40 a second."""
     from twostroke.measure.bench import search_rate

@@ -48,6 +48,8 @@ from twostroke.model.tokenizer import Tokenizer
 from twostroke.model.weights.gguf import GGUFWeights
 from twostroke.model.weights.tensors import read_tensor
 
+pytestmark = pytest.mark.core  # bounds of security
+
 NAN, INF = float("nan"), float("inf")
 
 

@@ -16,6 +16,7 @@ from bench.mutations import GGUF_NAME, Mutation
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="it forks, and bounds memory as Linux does")
 def test_no_model_file_ends_in_a_traceback(tmp_path: Path) -> None:
     """In a process of its own, since it forks: this one has threads."""

@@ -239,7 +239,6 @@ def live(life: Life, seed: int) -> None:
     assert usage.used == usage.fragmented == 0, f"seed {seed}: {usage}"
 
 
-@pytest.mark.slow
 def test_prompts_ranked_by_slack_compete_for_the_last_blocks() -> None:
     """Whoever gives way is the last by arrival, and may have a chunk of the same step by then."""
     for seed in range(100):

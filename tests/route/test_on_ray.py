@@ -131,8 +131,8 @@ async def ask_all(engine: RoutedEngine, round_number: int, answers: dict[str, An
     await asyncio.gather(*(ask(n, prompt) for n, prompt in enumerate(prompts(round_number))))
 
 
+@pytest.mark.full
 @needs_ray
-@pytest.mark.slow
 def test_200_requests_survive_every_death_and_change_of_the_pools(
     address: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,6 +244,7 @@ def test_serve_answers_over_a_cluster_and_its_pools_change(address: str, folder:
 # What cannot be
 
 
+@pytest.mark.full
 @needs_ray
 def test_what_a_cluster_cannot_do_is_told(
     address: str, folder: Path, monkeypatch: pytest.MonkeyPatch

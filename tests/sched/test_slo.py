@@ -193,7 +193,6 @@ def test_one_step_in_sixteen_takes_half_so_that_sizes_differ() -> None:
 
 @pytest.mark.parametrize("machine", [a_cpu, a_gpu])
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.slow
 def test_under_a_goal_that_cannot_be_met_every_prompt_ends_within_its_bound(
     machine: Machine, depth: int
 ) -> None:

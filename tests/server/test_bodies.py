@@ -26,6 +26,8 @@ from twostroke.serve import bodies
 from twostroke.serve.bodies import BodyReader
 from twostroke.serve.settings import ServeSettings
 
+pytestmark = pytest.mark.core  # bounds of security
+
 TEXT, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 MESSAGES = [{"role": "user", "content": "a"}]
 MIB = 1024**2

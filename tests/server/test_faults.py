@@ -175,6 +175,7 @@ def test_a_killed_engine_costs_only_the_streams_that_had_begun(
         server.assert_nothing_left()
 
 
+@pytest.mark.full
 def test_hundreds_wait_and_nobody_reads_when_the_engine_is_killed(
     folder: Path, written: list[int]
 ) -> None:
@@ -288,6 +289,7 @@ def test_a_stream_that_is_not_read_is_ended_in_bounded_memory(
         server.assert_nothing_left()
 
 
+@pytest.mark.full
 def test_many_streams_that_are_not_read_end_and_those_that_read_go_on(
     folder: Path, written: list[int]
 ) -> None:

@@ -9,6 +9,8 @@ import pytest
 
 from bench.fuzz import Answer, Call, fuzz, problem_of, serving
 
+pytestmark = pytest.mark.core  # bounds of security
+
 OPENAI_ERROR = b'{"error":{"message":"no","type":"x","param":null,"code":null}}'
 JSON = {"content-type": "application/json"}
 CALL = Call(0, "valid", "POST /v1/completions", b"POST /v1/completions HTTP/1.1")

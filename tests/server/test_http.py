@@ -22,6 +22,8 @@ from tests.tiny import MAX_LEN, tiny_folder, tiny_llm
 from twostroke.engine.core import EngineCore
 from twostroke.errors import ConfigError
 
+pytestmark = pytest.mark.core  # bounds of security
+
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "the fox"}], "max_tokens": 4}

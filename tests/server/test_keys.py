@@ -16,6 +16,8 @@ from twostroke.engine.core import EngineCore
 from twostroke.request import EngineRequest
 from twostroke.serve.protocol import ErrorAnswer
 
+pytestmark = pytest.mark.core  # bounds of security
+
 KEYS = ("first-key", "zweiter-schlüssel")
 OPEN = {"/health", "/v1/health", "/ping", "/dash"}  # the page tells nothing: its feed does
 

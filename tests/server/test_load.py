@@ -30,6 +30,8 @@ from tests.tiny import tiny_folder
 from twostroke.config import EngineConfig
 from twostroke.engine.spawn import DEFAULT_BUILDER
 
+pytestmark = pytest.mark.core  # bounds of security
+
 PATIENCE_S = 90  # what hangs fails its test; nothing else depends on it
 REPOSITORY = Path(__file__).parents[2]
 MIB = 1024**2

@@ -18,6 +18,8 @@ import pytest
 from tests.server.running import Running, running
 from tests.tiny import tiny_folder, tiny_llm
 
+pytestmark = pytest.mark.core  # bounds of security
+
 PATIENCE_S = 60
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 FOREVER = "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}"

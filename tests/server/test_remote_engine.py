@@ -22,7 +22,7 @@ from tests.instant import BUILDER, STEP_DELAY, expected_tokens, printable_ids
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke import LLM, SamplingParams
 from twostroke.config import EngineConfig
-from twostroke.engine import remote, supervised
+from twostroke.engine import child, remote, supervised
 from twostroke.engine.api import EngineClient, EngineLoad
 from twostroke.engine.client import AsyncEngine
 from twostroke.engine.remote import RemoteEngine
@@ -529,6 +529,7 @@ def test_an_engine_that_hangs_is_killed_and_replaced(
     asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
 
 
+@pytest.mark.full
 def test_a_long_step_and_an_engine_that_is_not_watched_are_left_alone(
     folder: Path, written: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -545,7 +546,7 @@ def test_a_long_step_and_an_engine_that_is_not_watched_are_left_alone(
             engine._child.heard_s -= 1e6
             os.kill(engine.pid, signal.SIGSTOP)
             task = asyncio.create_task(last(engine, [60]))
-            await asyncio.sleep(1.5)
+            await asyncio.sleep(0.3)  # a watch with a time-out of 0 would look at once
             assert engine.healthy
             os.kill(engine.pid, signal.SIGCONT)
             assert (await task).outputs[0].token_ids == expected_tokens([60], 12, written)
@@ -570,16 +571,34 @@ def test_a_step_that_does_not_end_is_ended(folder: Path, monkeypatch: pytest.Mon
     asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
 
 
-def test_who_was_stopped_himself_accuses_nobody(folder: Path) -> None:
-    """As when a laptop is shut: what was said meanwhile has not been heard."""
+class Clock:
+    """The monotonic clock, and the seconds by which a test puts it forward."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+def test_a_server_that_was_stopped_itself_kills_no_engine(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a laptop is shut: the server has missed messages, and the engine was not silent."""
+    clock = Clock()
+    for module in (supervised, child):
+        monkeypatch.setattr(module, "monotonic", clock)
 
     async def test() -> None:
         config = instant_config(folder)
-        async with await RemoteEngine.start(config, BUILDER, hang_timeout_s=2) as engine:
+        async with await RemoteEngine.start(config, BUILDER, hang_timeout_s=20) as engine:
             for _ in range(2):
-                await asyncio.sleep(0.6)  # so that the watch sleeps
-                time.sleep(3)
-                engine._child.heard_s -= 3
+                os.kill(engine.pid, signal.SIGSTOP)  # no message resets the clock instead
+                await asyncio.sleep(0.1)  # messages under way arrive
+                heard_s = engine._child.heard_s
+                clock.ahead_s += 30
+                await until(lambda before=heard_s: engine._child.heard_s > before)
+                os.kill(engine.pid, signal.SIGCONT)
             assert (await last(engine, [60])).finished
             assert engine.num_restarts == 0
 
