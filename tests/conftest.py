@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 
@@ -39,3 +42,15 @@ def function_of(item: pytest.Item) -> str:
 def backends_of(item: pytest.Item) -> list[str]:
     params = item.callspec.params if hasattr(item, "callspec") else {}
     return [str(params.get(name)) for name in BACKENDS]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient_grammar_checks() -> Iterator[None]:
+    """Grammar checks run when a core is idle, which it may not be for a while beside other tests.
+    The limit on their CPU time stays."""
+    with pytest.MonkeyPatch.context() as patch:
+        if find_spec("llguidance"):
+            from twostroke.engine import grammar_check
+
+            patch.setattr(grammar_check, "LIMITS", replace(grammar_check.LIMITS, wall_s=300.0))
+        yield

@@ -3,8 +3,8 @@
 Attention sees what is stored, and that is all it sees, so that chunks, prefix hits and preemption
 change nothing but the order of sums: 2.6e-6 were found over the matrix. What that moves past the
 middle between two 8-bit values moves by a whole step of the type; τ leaves room for some of those.
-The native kernels, whose activations have 8 bits, too, moved by 5.7e-4 where a preempted request
-was computed anew.
+The native kernels may round attention of prefill and of decode differently. The tokens that a
+preempted request had written are prefilled when it resumes: there the arithmetic is exact.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from twostroke.model.decoder import Decoder
 from twostroke.model.native import NativeDecoder, Packing
 
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
-TAU, NATIVE_TAU = 0.002, 0.02
+TAU = 0.002
 PROMPTS = [[(7 * n * n + 3 * n + size) % 512 for n in range(size)] for size in (5, 40, 90, 150)]
 PROMPTS.append([*PROMPTS[-1][:140], 3, 1, 4])
 OUTPUT = 16
@@ -39,8 +39,9 @@ WAYS = {
 @cache
 def decoder(name: str) -> Decoder | NativeDecoder:
     spec = mixed_spec("two groups") if name == "two groups" else small_spec(qk_norm="head")
-    if name == "native":
-        return NativeDecoder(Packing(spec, Loud(spec), "float32", None, "auto"), 1024, 1, 1)
+    if name.startswith("native"):
+        packing = Packing(spec, Loud(spec), "float32", None, "auto")
+        return NativeDecoder(packing, 1024, 1, 1, exact=name == "native, exact")
     return Decoder(spec, Loud(spec), torch.float32, torch.device("cpu"), 1024, Kernels())
 
 
@@ -85,7 +86,8 @@ def test_every_way_writes_the_same_tokens(kind: torch.dtype, way: str) -> None:
 @pytest.mark.skipif(not cpu.available(), reason="built without the native kernels")
 @pytest.mark.parametrize("way", WAYS)
 def test_so_do_the_native_kernels(way: str) -> None:
-    assert_same(alone("native", INT8), written("native", INT8, way), NATIVE_TAU)
+    name = "native, exact" if way == "preempted" else "native"
+    assert_same(alone(name, INT8), written(name, INT8, way), TAU)
 
 
 @pytest.mark.parametrize("kind", [E4M3, INT8], ids=str)

@@ -1,14 +1,11 @@
-"""What `cuda_check` does on a GPU, done on the CPU: the script stays right, and where Triton can
-interpret its kernels, those write the reference's tokens through the whole executor."""
+"""The comparisons of `cuda_check` on the CPU, with the reference kernels.
+
+`tests/kernels/interpreted/test_executor.py` has them with interpreted Triton kernels.
+"""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,22 +15,6 @@ from tests.checked_kernels import CheckedKernels
 from tests.equivalence.harness import small_spec
 from tests.gpu import cuda_check
 from tests.gpu.reference_check import SPECS
-
-ROOT = Path(__file__).parents[2]
-INTERPRETED = """
-import torch
-import tests.kernels.interpreted
-from tests.gpu import cuda_check
-from twostroke.kernels.cuda.backend import CudaKernels
-cuda_check.kernels_of = CudaKernels
-cuda_check.PROMPTS = [[(7 * n * n + size) % 512 for n in range(size)] for size in (5, 30)]
-cuda_check.OUTPUT = 6
-cuda_check.WAYS = {"chunked and mixed": {"max_num_batched_tokens": 20, "max_num_seqs": 2}}
-models = dict(cuda_check.small_models())
-for name in ("two groups", "post norm, full q/k norm"):
-    for passed in cuda_check.compare_tokens(name, models[name], torch.device("cpu")):
-        print("equal:", passed)
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -71,22 +52,3 @@ def test_a_wrong_position_makes_the_comparison_fail(monkeypatch: pytest.MonkeyPa
     spec = small_spec(**SPECS["qwen3"])
     with pytest.raises(AssertionError, match="of the reference's"):
         list(cuda_check.compare_logprobs("qwen3", spec, torch.device("cpu")))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not importlib.util.find_spec("triton") or not (ROOT / "twostroke/kernels/cuda").is_dir(),
-    reason="needs Triton and its kernels",
-)
-def test_the_triton_kernels_interpreted_write_the_reference_tokens() -> None:
-    """In a process of its own: Triton decides at its import whether it interprets."""
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("equal:") == 2 * 2

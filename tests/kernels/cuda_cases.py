@@ -1,8 +1,8 @@
 """Each Triton kernel against `definitions` on random ragged inputs, for any device and dtype.
 
-`test_cuda_interpreted` runs these on a CPU, `tests.gpu.kernels_check` on a GPU. Outputs start as
-NaN, and so does all of the cache that no sequence owns: what is read or left unwritten by mistake
-shows. A case returns the largest relative error of any row, ‖out − expected‖ / ‖expected‖.
+`tests/kernels/interpreted` runs these on a CPU, `tests.gpu.kernels_check` on a GPU. Outputs start
+as NaN, and so does all of the cache that no sequence owns: what is read or left unwritten by
+mistake shows. A case returns the largest relative error of any row, ‖out − expected‖ / ‖expected‖.
 """
 
 from __future__ import annotations

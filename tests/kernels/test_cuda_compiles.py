@@ -30,8 +30,8 @@ BF16 = torch.bfloat16
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
-    """What the calls of a test compile instead of launching."""
+def compiled(monkeypatch: pytest.MonkeyPatch, triton_cache: Path) -> list[Any]:
+    """Kernels that the calls of a test compile instead of launching."""
     found: list[Any] = []
 
     def compile_only(kernel: Any, grid: object) -> Any:
@@ -41,7 +41,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
         return call
 
     monkeypatch.setattr(JITFunction, "__getitem__", compile_only)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(triton_cache))
     monkeypatch.setattr(driver, "_active", NoGPU(pytest.fail))
     return found
 
@@ -176,11 +176,11 @@ class Case:
         return cuda.decode_scratch(2, self.num_heads, self.dim, splits, torch.device("cpu"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "dim", "window", "softcap"),
     [(32, 8, 128, None, 0.0), (28, 4, 80, 100, 0.0), (8, 4, 256, 100, 30.0)],
 )
-@pytest.mark.slow
 def test_attention_compiles_and_fits_in_registers(
     compiled: list[Any],
     tmp_path: Path,
@@ -205,6 +205,7 @@ def test_attention_compiles_and_fits_in_registers(
     assert "wgmma" in compiled[-1].asm["ptx"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("case", "queries"),
     [
@@ -226,6 +227,7 @@ def test_attention_of_several_queries_a_row(
         assert spilled_bytes(kernel, tmp_path) <= 64
 
 
+@pytest.mark.full
 def test_attention_with_sinks(compiled: list[Any], tmp_path: Path) -> None:
     """As gpt-oss has it."""
     case = Case(64, 8, 64, window=128, sinks=True)
@@ -252,6 +254,7 @@ def test_queries_with_scales(
         assert spilled_bytes(kernel, tmp_path) <= 64
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("kv_dtype", [torch.float16, torch.float32])
 def test_a_cache_of_another_type_than_the_model(
@@ -268,6 +271,7 @@ def test_a_cache_of_another_type_than_the_model(
         assert spilled_bytes(kernel, tmp_path) <= 64
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8], ids=str)
 def test_an_8_bit_cache(compiled: list[Any], tmp_path: Path, kv_dtype: torch.dtype) -> None:
     case = Case(32, 8, 128, kv_dtype=kv_dtype)
@@ -308,6 +312,7 @@ def test_nothing_waits_between_the_loads_of_a_new_token(compiled: list[Any]) -> 
         assert "ld.global.v4.b32" not in after.split("cp.async.cg.shared.global", 1)[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dim", [128, 256])
 def test_attention_in_fp32_fits_in_shared_memory(compiled: list[Any], dim: int) -> None:
     case = Case(8, 4, dim, dtype=torch.float32)
@@ -401,6 +406,7 @@ def test_a_first_chunk_is_fetched_by_the_hardware(
     assert 2 * (first.metadata.shared + 1024) <= 228 << 10  # two on a multiprocessor
 
 
+@pytest.mark.full
 def test_kernels_compile_once_for_all_batches(compiled: list[Any], tmp_path: Path) -> None:
     from twostroke.kernels import cuda
 
@@ -429,6 +435,7 @@ def test_kernels_compile_once_for_all_batches(compiled: list[Any], tmp_path: Pat
         assert "ld.global.v4.b32" in kernel.asm["ptx"].replace("L1::evict_last.", "")
 
 
+@pytest.mark.full
 def test_sampling_kernels_compile_once_for_all_batches(compiled: list[Any], tmp_path: Path) -> None:
     from twostroke.exec.device_sampling import DeviceSampler
     from twostroke.kernels import cuda

@@ -43,7 +43,7 @@ class Seen:
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Seen]:
+def seen(monkeypatch: pytest.MonkeyPatch, triton_cache: Path) -> Iterator[Seen]:
     found, run = Seen(), JITFunction.run
 
     def counted(self: Any, *args: Any, **options: Any) -> Any:
@@ -52,10 +52,16 @@ def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Seen]:
 
     monkeypatch.setattr(JITFunction, "run", counted)
     forget_compiled()
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(triton_cache))
     no_gpu.install(found.launched, monkeypatch.setattr)
     yield found
     forget_compiled()
+
+
+@pytest.fixture
+def empty_cache(seen: Seen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A cache for one test: `compile_ahead` finds no marks, and Triton finds no kernels."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
 def forget_compiled() -> None:
@@ -278,8 +284,9 @@ def test_a_product_with_a_large_vocabulary_fits_the_grid(seen: Seen) -> None:
     assert grid == (131_072, 1, 1)
 
 
+@pytest.mark.full
 def test_what_is_compiled_ahead_is_all_that_is_launched(
-    seen: Seen, monkeypatch: pytest.MonkeyPatch
+    seen: Seen, empty_cache: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from twostroke.kernels import cuda
 
@@ -314,7 +321,7 @@ def test_what_is_compiled_ahead_is_all_that_is_launched(
     assert bool(built) == has_launchers
 
 
-def test_others_launch_while_one_compiles_ahead(seen: Seen) -> None:
+def test_others_launch_while_one_compiles_ahead(seen: Seen, empty_cache: None) -> None:
     """Another engine in this process, in a thread of its own."""
     from twostroke.kernels import cuda
 
@@ -332,7 +339,7 @@ def test_others_launch_while_one_compiles_ahead(seen: Seen) -> None:
 
 
 def test_what_was_compiled_ahead_once_is_not_looked_at_again(
-    seen: Seen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    empty_cache: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from twostroke.kernels import cuda
 
@@ -352,7 +359,7 @@ def test_what_was_compiled_ahead_once_is_not_looked_at_again(
 
 
 def test_no_collection_interrupts_a_parser_while_threads_compile(
-    seen: Seen, monkeypatch: pytest.MonkeyPatch
+    seen: Seen, empty_cache: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where something in Python follows the garbage collector (Hypothesis does), a parser of Python
     3.11 can be interrupted by another thread's, and fails: one of 15 did."""
@@ -379,7 +386,7 @@ def test_no_collection_interrupts_a_parser_while_threads_compile(
     reason="later ones keep what failed, and raise it again where it is launched",
 )
 def test_what_fails_ahead_is_compiled_where_it_is_launched(
-    seen: Seen, monkeypatch: pytest.MonkeyPatch
+    seen: Seen, empty_cache: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(self: Any) -> Any:
         if current_thread() is not main_thread():
@@ -416,9 +423,10 @@ def _compile_norms(name: str, *widths: int) -> int:
     return len(asked)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["plain", "two groups", "latent", "mixed"])
 def test_what_a_start_compiles_ahead_is_all_that_its_steps_launch(
-    name: str, seen: Seen, monkeypatch: pytest.MonkeyPatch
+    name: str, seen: Seen, empty_cache: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing compiles while streams run: of a plain model, of a mix of windows and caps, and of
     models with latents."""

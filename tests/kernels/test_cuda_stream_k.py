@@ -389,8 +389,8 @@ def check_kernel(kernel: Any, folder: Path, height: int, dtype: torch.dtype, pdl
     assert spilled_bytes(kernel, folder) == 0
 
 
+@pytest.mark.full
 @of_tested
-@pytest.mark.slow
 @pytest.mark.parametrize("height", [*OF_HEIGHT])
 def test_products_run_while_numbers_are_made(
     compiled: list[Any],  # noqa: F811
@@ -405,8 +405,8 @@ def test_products_run_while_numbers_are_made(
         check_kernel(kernel, tmp_path, height, BF16, pdl)
 
 
+@pytest.mark.full
 @of_tested
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "kind", "lines", "gated"),
     [
@@ -449,8 +449,8 @@ def test_all_of_them(
         check_kernel(compiled[-1], tmp_path, height, dtype, False)
 
 
+@pytest.mark.full
 @of_tested
-@pytest.mark.slow
 def test_one_kernel_has_all_rows_of_a_height(compiled: list[Any]) -> None:  # noqa: F811
     for rows in (65, 100, 128):
         stream_k.multiply(empty(rows, INNER), unread_weight(WIDE, INNER), None, True)

@@ -205,8 +205,8 @@ def test_who_does_not_wait_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 # ── compiled ────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.full
 @of_tested
-@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "height"), [(8, 16), (100, 64), (200, 128)])
 def test_products_run_one_after_another(
     compiled: list[Any],  # noqa: F811
@@ -234,8 +234,8 @@ def test_products_run_one_after_another(
             assert hgmma.waits(lines) == [1], "the one before"
 
 
+@pytest.mark.full
 @of_tested
-@pytest.mark.slow
 def test_one_kernel_has_all_rows_of_a_height(compiled: list[Any]) -> None:  # noqa: F811
     for rows in (65, 100, 128):
         w8a8_hopper.multiply(unread_rows(rows, 4096), unread_weight(4096, 4096), False)

@@ -1,22 +1,18 @@
-"""Triton decides at its import whether it interprets: tests of interpreted kernels run in a pytest
-of their own, which a test of the same file starts. There, the interpreter is mended and made
-faster by the import of this module."""
+"""Corrections of Triton's interpreter, and a faster patch of Triton's names.
+
+Triton decides at its import whether it interprets kernels. The import of this module applies the
+corrections in a process that interprets.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
-import subprocess
-import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import pytest
-
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ROOT = Path(__file__).parents[2]
 
-if INTERPRETED:
+if INTERPRETED and importlib.util.find_spec("triton"):
     import numpy as np
     import torch
     from triton import language as tl
@@ -46,7 +42,7 @@ if INTERPRETED:
     builtins: dict[Any, list[str]] = {}
 
     def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
-        """As Triton does, which sorts all names of `package` in every call of a device function."""
+        """Patch as Triton does. Triton sorts all names of `package` in each call of a function."""
         if package not in builtins:
             names = [name for name in dir(package) if hasattr(package, name)]
             builtins[package] = [n for n in names if tl.core.is_builtin(getattr(package, n))]
@@ -56,22 +52,3 @@ if INTERPRETED:
                 interpreter._patch_attr(package, name, member, builder, scope)
 
     interpreter._patch_builtin = patch_builtin
-
-
-def crossed(first: Sequence[Any], second: Sequence[Any], most: int) -> list[Any]:
-    """Parameters: each of `first` with each of `second`, tuples joined. `most` of `second`, others
-    for each of `first` in turn, are run always; the rest is of the long suite."""
-    found = []
-    for row, left in enumerate(first):
-        for column, right in enumerate(second):
-            each = [value if isinstance(value, tuple) else (value,) for value in (left, right)]
-            long = (row + column) % len(second) >= most
-            found.append(pytest.param(*each[0], *each[1], marks=pytest.mark.long if long else ()))
-    return found
-
-
-def run_interpreted(file: str, marked: str = "not long") -> None:
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", marked, file]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    child = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-2000:]
