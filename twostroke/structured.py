@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_BYTES: Final = 128 * 1024  # of a schema, an expression or a grammar
+TOO_DEEP: Final = "it is too deeply nested"
+PARSED_TOO_DEEP: Final = "recursion limit exceeded"  # the words of llguidance's JSON parser
 # Between the parts of a JSON text: nothing, a space, or a new line and its indentation. Small
 # models write white space for ever where they may.
 JSON_SPACE: Final = r"\x20|\n\x20{0,12}"
@@ -71,7 +73,7 @@ def to_grammar(outputs: StructuredOutputs, tokenizer: LLTokenizer) -> str:
         settings: Any = {"whitespace_pattern": JSON_SPACE, "coerce_one_of": True}
         return str(LLMatcher.grammar_from_json_schema(schema, overrides=settings))
     except RecursionError:
-        raise _refusal("it is too deeply nested") from None
+        raise _refusal(TOO_DEEP) from None
     except ValueError as error:
         raise _refusal(f"the schema is not JSON: {error}") from None
     except Exception as error:  # the converter to Lark raises nothing more particular
@@ -110,6 +112,8 @@ def make_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 def _refusal(reason: str) -> RequestError:
-    reason = reason.removesuffix("<non-verbose/>").strip()
+    reason = (
+        TOO_DEEP if PARSED_TOO_DEEP in reason else reason.removesuffix("<non-verbose/>").strip()
+    )
     short = reason if len(reason) <= 400 else reason[:400] + "…"
     return RequestError(f"structured_outputs: the grammar cannot be used: {short}")

@@ -18,6 +18,7 @@ import torch
 from tests.equivalence.harness import LEAST_COMPARED, Written, make_core, run, small_spec
 from tests.equivalence.test_window_matrix import mixed_spec
 from tests.loud import Loud
+from tests.support import narrow_isa
 from twostroke.kernels import cpu
 from twostroke.kernels.reference import Kernels
 from twostroke.model.decoder import Decoder
@@ -40,8 +41,8 @@ WAYS = {
 def decoder(name: str) -> Decoder | NativeDecoder:
     spec = mixed_spec("two groups") if name == "two groups" else small_spec(qk_norm="head")
     if name.startswith("native"):
-        packing = Packing(spec, Loud(spec), "float32", None, "auto")
-        return NativeDecoder(packing, 1024, 1, 1, exact=name == "native, exact")
+        packing = Packing(spec, Loud(spec), "float32", None, narrow_isa())
+        return NativeDecoder(packing, 1024, 1, 1, narrow_isa(), exact=name == "native, exact")
     return Decoder(spec, Loud(spec), torch.float32, torch.device("cpu"), 1024, Kernels())
 
 

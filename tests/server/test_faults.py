@@ -41,7 +41,7 @@ from tests.server.test_load import (
     served,
     stream_of,
 )
-from tests.tiny import tiny_folder, tiny_llm
+from tests.tiny import same_rounding, tiny_folder, tiny_llm
 from twostroke import SamplingParams
 from twostroke.config import EngineConfig
 from twostroke.engine.spawn import DEFAULT_BUILDER
@@ -405,7 +405,7 @@ def test_out_of_kv_every_request_finishes_with_its_tokens(folder: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
     alone = [tuple(one.outputs[0].token_ids) for one in tiny_llm(folder).generate(prompts, params)]
     limits: dict[str, Any] = {"max_num_seqs": many, "num_gpu_blocks_override": blocks}
-    with served(folder, DEFAULT_BUILDER, **limits) as server:
+    with served(folder, DEFAULT_BUILDER, **limits, **same_rounding()) as server:
 
         async def all_of_them() -> list[Answer]:
             with server.engine_held():

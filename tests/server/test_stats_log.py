@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -21,19 +22,31 @@ NUMBERS = r"([\d,]+) used \+ ([\d,]+) fragmented \+ ([\d,]+) cached \+ ([\d,]+) 
 
 
 class Gate:
-    """Holds an engine between two steps."""
+    """Holds an engine between two steps: each step waits for `let_a_step_pass`."""
 
     def __init__(self, core: Any) -> None:
         self.lock = threading.Lock()
         self.steps = 0
+        self._allowed = threading.Semaphore(0)
         step = core.step
 
         def gated() -> Any:
+            self._allowed.acquire()
             with self.lock:
                 self.steps += 1
                 return step()
 
         core.step = gated
+
+    def let_a_step_pass(self, ended: Callable[[], bool]) -> None:
+        """Returns after the step, or when `ended` says that no step comes."""
+        steps = self.steps
+        self._allowed.release()
+        while self.steps == steps and not ended():
+            sleep(0.0002)
+
+    def open(self) -> None:
+        self._allowed.release(1_000_000)
 
 
 def as_metrics(server: Running) -> list[int]:
@@ -93,7 +106,11 @@ def test_page_metrics_log_and_audit_agree_at_every_sampled_moment(
             thread.start()
         seen = set()
         moments = busy = 0
-        while any(thread.is_alive() for thread in threads):
+
+        def ended() -> bool:
+            return not any(thread.is_alive() for thread in threads)
+
+        while not ended():
             with gate.lock:
                 core.scheduler.audit()
                 usage = core.scheduler.kv.usage()
@@ -103,9 +120,8 @@ def test_page_metrics_log_and_audit_agree_at_every_sampled_moment(
                 moments += 1
                 busy += usage.used > 0
                 seen.add(tuple(right))
-                steps = gate.steps
-            while gate.steps == steps and any(thread.is_alive() for thread in threads):
-                sleep(0.0002)  # a lock is not fair: without this the engine may hardly get it
+            gate.let_a_step_pass(ended)
+        gate.open()
         for thread in threads:
             thread.join()
         assert moments > 3
