@@ -1,21 +1,20 @@
-"""The two tiers of the tests, and the threads of pytest-xdist's workers."""
+"""The two tiers of the tests, and the cores of pytest-xdist's workers."""
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import replace
-from importlib.util import find_spec
 
 import pytest
 
-# A worker that starts a thread for every core makes OpenMP's threads spin for one another: a step
-# of one row takes ten times as long. The variable must be set before numpy and torch are imported,
-# and holds for the processes that tests start.
-if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // int(workers))))
+# Each worker of pytest-xdist, with the processes that its tests start, has its share of the cores.
+# Were a worker's engines and libraries to start a thread for every core, the threads of all workers
+# would spin for one another: a step of one row takes ten times as long.
+if (workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT")) and hasattr(os, "sched_setaffinity"):
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(1, len(cores) // int(workers))
+    first = share * int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % len(cores)
+    os.sched_setaffinity(0, cores[first : first + share])
 
 # Parameters whose values are backends. Core runs every backend.
 BACKENDS = ("isa", "kernels")
@@ -42,15 +41,3 @@ def function_of(item: pytest.Item) -> str:
 def backends_of(item: pytest.Item) -> list[str]:
     params = item.callspec.params if hasattr(item, "callspec") else {}
     return [str(params.get(name)) for name in BACKENDS]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def patient_grammar_checks() -> Iterator[None]:
-    """Grammar checks run when a core is idle, which it may not be for a while beside other tests.
-    The limit on their CPU time stays."""
-    with pytest.MonkeyPatch.context() as patch:
-        if find_spec("llguidance"):
-            from twostroke.engine import grammar_check
-
-            patch.setattr(grammar_check, "LIMITS", replace(grammar_check.LIMITS, wall_s=300.0))
-        yield

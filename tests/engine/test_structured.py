@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.support import default_model_path
 from tests.tiny import EOS_ID, tiny_folder, tiny_llm
 from twostroke import LLM, SamplingParams
 from twostroke import structured as structured_module
+from twostroke.engine import grammar_check
 from twostroke.errors import EngineError, RequestError
 from twostroke.outputs import CompletionOutput
 from twostroke.request import EngineRequest, FinishReason, StructuredOutputs
@@ -93,8 +95,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shared(folder: Path) -> LLM:
-    return tiny_llm(folder)
+def shared(folder: Path) -> Iterator[LLM]:
+    """Grammar checks run while a core is idle, and may wait for one beside other tests: they have
+    minutes. The limit on their CPU time stays."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grammar_check, "LIMITS", replace(grammar_check.LIMITS, wall_s=300.0))
+        yield tiny_llm(folder)
 
 
 @pytest.fixture
