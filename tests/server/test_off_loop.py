@@ -112,11 +112,13 @@ def test_an_endless_template_of_the_model_costs_its_own_request_only(server: Run
             answer = one.result(PATIENCE_S)
             assert answer[0] == 400
             assert message(answer).startswith("the model's chat template cannot be rendered")
-            assert "CPU time" in message(answer)
+            assert "it takes longer than" in message(answer)
     assert server.ask("POST", CHAT, chat())[0] == 200
 
 
-@pytest.mark.parametrize(("template", "why"), [(FOREVER, "CPU time"), (MEMORY, "memory")])
+@pytest.mark.parametrize(
+    ("template", "why"), [(FOREVER, "it takes longer than"), (MEMORY, "memory")]
+)
 def test_a_requests_template_costs_its_own_request_only(
     server: Running, template: str, why: str
 ) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from tests.instant import BUILDER, STEP_DELAY, expected_tokens, printable_ids
-from tests.tiny import tiny_folder, tiny_llm
+from tests.tiny import same_rounding, tiny_folder, tiny_llm
 from twostroke import LLM, SamplingParams
 from twostroke.config import EngineConfig
 from twostroke.engine import child, remote, supervised
@@ -95,7 +95,7 @@ def instant(folder: Path) -> Iterator[Running]:
 
 def tiny_config(folder: Path, **more: Any) -> EngineConfig:
     settings: dict[str, Any] = {"max_num_seqs": 16, "num_gpu_blocks_override": 256} | more
-    return EngineConfig(model=str(folder), **settings)
+    return EngineConfig(model=str(folder), **same_rounding() | settings)
 
 
 def instant_config(folder: Path, **more: Any) -> EngineConfig:
