@@ -26,8 +26,8 @@ def narrow_isa() -> str:
     return next(isa for isa in native.isas() if native.matrix_unit_min_tokens(isa) == 0)
 
 
-def round_to_bf16(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+def round_to_bf16(x: npt.NDArray[np.floating]) -> npt.NDArray[np.float32]:
     """Return the nearest bf16 numbers, as floats. Ties go to the even one."""
-    bits = np.ascontiguousarray(x).view(np.uint32)
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     bits = bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
     return (bits & np.uint32(0xFFFF0000)).view(np.float32)
