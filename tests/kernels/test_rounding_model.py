@@ -1,4 +1,4 @@
-"""The bounds of every instruction set are computed on every machine, also where the set is missing."""
+"""The bounds of an instruction set are computed on every machine, also where the set is missing."""
 
 from __future__ import annotations
 
