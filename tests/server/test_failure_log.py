@@ -16,8 +16,9 @@ import pytest
 from tests.server.running import JSON, PATIENCE_S, Running, running
 from tests.tiny import tiny_llm
 from twostroke import log_lines
+from twostroke.log_lines import MAX_LINES_PER_S
 from twostroke.serve.errors import ApiError
-from twostroke.serve.failure_log import MOST_A_SECOND, reason
+from twostroke.serve.failure_log import reason
 
 ROUTE = "/v1/completions"
 
@@ -93,14 +94,14 @@ def test_many_failures_do_not_fill_the_log(
     server: Running, logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [monotonic() + 100]
-    monkeypatch.setattr("twostroke.serve.failure_log.monotonic", lambda: now[0])
-    for _ in range(MOST_A_SECOND + 5):
+    monkeypatch.setattr("twostroke.log_lines.monotonic", lambda: now[0])
+    for _ in range(MAX_LINES_PER_S + 5):
         server.ask("GET", "/x")
-    assert len(logged.records) == MOST_A_SECOND
+    assert len(logged.records) == MAX_LINES_PER_S
     now[0] += 1
     server.ask("GET", "/x")
-    assert len(logged.records) == MOST_A_SECOND + 1
-    assert "(5 failed requests before it were not logged)" in logged.records[-1].getMessage()
+    assert len(logged.records) == MAX_LINES_PER_S + 1
+    assert "(5 lines before it were left out)" in logged.records[-1].getMessage()
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from twostroke.serve.errors import ApiError, ClientGone, as_api_error
 from twostroke.serve.failure_log import FailureLog
 from twostroke.serve.field_limits import add_limits
 from twostroke.serve.generate import GenerateRoute
-from twostroke.serve.http import HttpRequest, Message, Receive, Send, check_head
+from twostroke.serve.http import HttpRequest, Message, Receive, Send
 from twostroke.serve.info_routes import InfoRoutes
 from twostroke.serve.llama_server import llama_server_routes
 from twostroke.serve.messages import messages_routes
@@ -89,7 +89,6 @@ class App:
         self.service.metrics.expect_routes(self._router)
         self._keys = ApiKeys(settings.api_keys)
         self._failures = FailureLog()
-        self._max_head_bytes = settings.max_header_bytes
         self._root, self._name_requests = settings.root_path, settings.enable_request_id_headers
         description = _openapi(self.routes, bool(settings.api_keys), self._root)
         admission, models = self.service.admission, self.service.models
@@ -160,7 +159,6 @@ class App:
             http.more_headers = ((b"x-request-id", name),)
         form: type[ErrorBody] = ErrorAnswer
         try:
-            check_head(http, self._max_head_bytes)
             route = self._router.find(http)
             if isinstance(route, ApiError):
                 self._keys.check(http)  # without a key one does not learn what there is

@@ -7,43 +7,30 @@ from __future__ import annotations
 
 import logging
 import re
-from time import monotonic
 
 from twostroke.errors import shortened
-from twostroke.log_lines import WORK
+from twostroke.log_lines import WORK, LimitedLog
 from twostroke.serve.errors import ApiError
 from twostroke.serve.http import HttpRequest
 
-log = logging.getLogger(WORK)
-
-MOST_A_SECOND = 20  # lines; whoever sends many wrong requests shall not fill the disk
 # A message up to its first quotation, bracket or explanation; it may begin with a field's name.
 _OURS = re.compile(r"""(?:[\w.\[\]-]+:\ )?(?:[^:'"\[{(]|(?<=\w)'(?=\w)|:(?!\ ))*""", re.X)
 
 
 class FailureLog:
     def __init__(self) -> None:
-        self._second, self._lines, self._left_out = 0.0, 0, 0
+        self._log = LimitedLog(WORK)
 
     def add(self, http: HttpRequest, path: str, error: ApiError) -> None:
         """`path` is the route's, not the client's to choose."""
-        now = monotonic()
-        if now - self._second >= 1:
-            self._second, self._lines = now, 0
-        self._lines += 1
-        if self._lines > MOST_A_SECOND:
-            self._left_out += 1
-            return
-        more, self._left_out = self._left_out, 0
-        log.log(
+        self._log.log(
             logging.ERROR if error.status >= 500 else logging.INFO,
-            "%d %s %s, request %s: %s%s",
+            "%d %s %s, request %s: %s",
             error.status,
             http.method,
             path,
             _request_id(http),
             reason(error),
-            f" ({more} failed requests before it were not logged)" if more else "",
         )
 
 

@@ -1,21 +1,17 @@
-"""HTTP below the routes: `HttpRequest`, one request and its response, straight on ASGI; and
-uvicorn's protocol with the limits that an application cannot set from above it (`LimitedProtocol`).
-"""
+"""`HttpRequest`: one request and its response, straight on ASGI."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any
 from urllib.parse import parse_qsl
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from twostroke.serve.errors import ApiError, ClientGone, unavailable
-from twostroke.serve.settings import ServeSettings
+from twostroke.serve.errors import ApiError, ClientGone
 from twostroke.serve.sse import CHUNK_BYTES, iter_json
 
 Message = MutableMapping[str, Any]
@@ -41,15 +37,6 @@ WHOLE_BYTES = 1024**2  # a longer answer is sent while it is made, its length no
 DISCARD_BYTES = 1024**2  # so much is read to keep the connection
 LINGER_BYTES, LINGER_S = 64 * 1024**2, 1.0  # and so much to have the answer read
 DISCARD_PAUSE_S = 0.01  # between chunks of some 100 KB: others need the processor more
-
-_REASONS = {
-    400: b"Bad Request",
-    408: b"Request Timeout",
-    431: b"Request Header Fields Too Large",
-    503: b"Service Unavailable",
-}
-MAX_CONNECTIONS = 65536  # where the system allows so many
-SPARE_FILES = 16  # of those a process may open, besides what it has open at its start
 
 
 class HttpRequest:
@@ -206,67 +193,6 @@ class HttpRequest:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
 
-# ── uvicorn's protocol ──────────────────────────────────────────────────────────────────────────
-
-
-class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's, with a limit on the connections, so that files can still be opened for other
-    things, and on a request's head, its size and the time it may take: the application sees a
-    request only once its headers are complete. It also gives the scope a `DirectWriter`."""
-
-    max_connections: ClassVar[int]
-    max_head_bytes: ClassVar[int]
-    head_timeout_s: ClassVar[float]
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._head_bytes = 0
-        self._in_head = True
-        self._head_timer = self.loop.call_later(self.head_timeout_s, self._head_timed_out)
-        if len(self.connections) > self.max_connections:
-            self._refuse(unavailable(f"{self.max_connections} connections are open already"))
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._head_timer.cancel()
-        super().connection_lost(exc)
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._head_timer.cancel()
-        self._head_bytes = 0
-        self._in_head = True
-        self._head_timer = self.loop.call_later(self.head_timeout_s, self._head_timed_out)
-
-    def on_headers_complete(self) -> None:
-        self._in_head = False
-        self._head_timer.cancel()
-        super().on_headers_complete()
-        if self.cycle is not None and self.cycle.scope is self.scope:
-            self.scope[DIRECT] = DirectWriter(self.cycle)  # type: ignore[literal-required]
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > self.max_head_bytes and not self.transport.is_closing():
-                self._refuse(head_too_large(self.max_head_bytes))
-
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(ApiError(400, "this is not an HTTP request"))
-
-    def _head_timed_out(self) -> None:
-        if self._in_head and not self.transport.is_closing():
-            self._refuse(ApiError(408, f"no headers arrived within {self.head_timeout_s:g} s"))
-
-    def _refuse(self, error: ApiError) -> None:
-        body = error.body()
-        head = b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-        head %= error.status, _REASONS[error.status], len(body)
-        head += b"".join([b"%b: %b\r\n" % one for one in error.headers])
-        self.transport.write(head + b"connection: close\r\n\r\n" + body)
-        self.transport.close()
-
-
 class DirectWriter:
     """Writes more of a started response at once, without the turn of the event loop that
     `await send(…)` costs a task."""
@@ -287,37 +213,3 @@ class DirectWriter:
     def close(self) -> None:
         """End the connection; what has not been read is lost."""
         self._cycle.transport.abort()
-
-
-def head_too_large(max_bytes: int) -> ApiError:
-    return ApiError(431, f"the request line and headers have more than {max_bytes} bytes")
-
-
-def check_head(http: HttpRequest, max_bytes: int) -> None:
-    """The limit for a head that came at once, which `LimitedProtocol` does not measure."""
-    scope = http.scope
-    num_bytes = len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
-    num_bytes += sum(len(name) + len(value) + 4 for name, value in scope["headers"])
-    if num_bytes > max_bytes:
-        raise head_too_large(max_bytes)
-
-
-def limited_protocol(settings: ServeSettings) -> type[LimitedProtocol]:
-    limits: dict[str, Any] = {
-        "max_connections": settings.max_connections or _files_left(),
-        "max_head_bytes": settings.max_header_bytes,
-        "head_timeout_s": settings.head_timeout_s,
-    }
-    return type("LimitedProtocol", (LimitedProtocol,), limits)
-
-
-def _files_left() -> int:
-    """How many connections this process can hold open."""
-    try:
-        import resource  # which not every system has
-
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        left = most - len(os.listdir("/dev/fd")) - SPARE_FILES
-    except (ImportError, OSError):
-        return MAX_CONNECTIONS
-    return MAX_CONNECTIONS if most < 0 else min(MAX_CONNECTIONS, max(1, left))

@@ -26,7 +26,7 @@ from twostroke.engine.api import EngineClient
 from twostroke.errors import EngineError
 from twostroke.log_lines import uvicorn_config
 from twostroke.serve.app import App, asgi
-from twostroke.serve.http import limited_protocol
+from twostroke.serve.connection import connection_type
 from twostroke.serve.settings import ServeSettings
 from twostroke.serve.sockets import bind, unlink, url_of
 from twostroke.serve.stats_log import log_stats
@@ -57,7 +57,7 @@ class HttpServer(uvicorn.Server):
             uvicorn.Config(
                 asgi(app),
                 loop="uvloop" if _has_uvloop() else "asyncio",
-                http=limited_protocol(settings),
+                http=connection_type(settings),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
                 log_config=uvicorn_config(),
