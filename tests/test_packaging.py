@@ -85,14 +85,18 @@ def test_the_sdist_has_what_belongs_to_it_and_no_strays(sdist: tarfile.TarFile) 
     assert tops == folders | files
     endings = {Path(name).suffix for name in sizes}
     source = {".py", ".pyi", ".typed", ".html", ".cpp", ".h", ".txt", ".sh", ".md", ".toml", ""}
-    assert endings <= source | {".json", ".jsonl", ".mjs", ".yml", ".yaml", ".service", ".svg"}
+    assert endings <= source | {".json", ".jsonl", ".mjs", ".yml", ".yaml", ".service", ".svg"} | {
+        ".css",
+        ".js",
+    }
     assert not [name for name in sizes if "__pycache__" in name or "/." in name]
     assert not [name for name in sizes if name.startswith("docs/images")]
     assert {"twostroke/py.typed", "twostroke/serve/dash.html", "native/CMakeLists.txt"} <= set(
         sizes
     )
     here = {str(path.relative_to(ROOT)) for path in (ROOT / "twostroke").rglob("*.py")}
-    assert here <= set(sizes)
+    static = (ROOT / "twostroke/serve/static").rglob("*.*")
+    assert here | {str(path.relative_to(ROOT)) for path in static} <= set(sizes)
     assert sum(sizes.values()) < 8e6
 
 

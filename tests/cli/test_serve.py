@@ -262,6 +262,7 @@ def test_a_line_of_llama_servers_means_the_same_here(tmp_path: Path) -> None:
         host="0.0.0.0",
         served_model_names=("small", "tiny"),
         max_output_tokens=256,
+        ui=False,
         ssl_keyfile="k",
         ssl_certfile="c",
         cors_origins=("https://a", "https://b"),

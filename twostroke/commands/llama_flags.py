@@ -146,8 +146,7 @@ ANYWAY: Table = table(
         "--kv-unified --cache-prompt",
         "a text that fills the context ends there": "--no-context-shift",
         "/metrics is always there": "--metrics",
-        "there are no such pages and routes": "--no-slots --no-ui --no-webui --no-mmproj "
-        "--no-mmproj-auto --no-agent -no-ag",
+        "there are no such routes": "--no-slots --no-mmproj --no-mmproj-auto --no-agent -no-ag",
         "files are mapped, and packed into memory once": "--mmap --no-mmap --repack",
         "kernels are ready before the first request": "--warmup --no-warmup",
         "every answer has its timings": "--perf --no-perf",
@@ -177,9 +176,8 @@ NOTED: Table = table(
         "text only": "--mmproj-auto --mmproj-offload --no-mmproj-offload -mmdev= --mmproj-device= "
         "--image-min-tokens= --image-max-tokens= --mtmd-batch-max-tokens= --video-fps= "
         "--video-timestamp-interval= --video-ffmpeg-dir=",
-        "there is no chat page; /dash shows the engine": "--ui --webui --ui-config= "
-        "--webui-config= --ui-config-file= --webui-config-file= --slots --tags= "
-        "--ui-mcp-proxy --webui-mcp-proxy",
+        "the chat page keeps its settings in the browser": "--ui-config= --webui-config= "
+        "--ui-config-file= --webui-config-file= --slots --tags= --ui-mcp-proxy --webui-mcp-proxy",
         "logs go to stderr": "-v --verbose --log-verbose -lv= --verbosity= --log-verbosity= "
         "--log-disable --log-file= --log-jsonl --log-colors=? --log-prefix --log-timestamps",
         "a stream sends its tokens as they are written": "--sse-ping-interval= "

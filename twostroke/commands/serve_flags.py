@@ -74,6 +74,7 @@ LIMITS = {
     "the server",
     "open_health": "/health and /ping answer without a key",
     "open_metrics": "/metrics answers without a key (default: only if there are no keys)",
+    "ui": "there are pages for people: a chat at /, and /learn and /dash",
     "dash": "there is a page at /dash",
     "max_stored_responses": "answers of /v1/responses that are kept; 0: none",
     "max_stored_response_bytes": "memory for them, and for what their requests keep while they run",
@@ -259,6 +260,8 @@ def add_server_arguments(parser: Parser) -> None:
         action=argparse.BooleanOptionalAction,
         help="prompts and answers are token ids only",
     )
+    switch = argparse.BooleanOptionalAction
+    _add(parser, "--webui", dest="ui", action=switch, help=argparse.SUPPRESS)  # llama-server's
     _add(parser, "-q", dest="quantization", help=argparse.SUPPRESS)
     _add(parser, "-tp", dest="tensor_parallel_size", type=int, help=argparse.SUPPRESS)
     readers = {

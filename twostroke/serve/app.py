@@ -29,7 +29,8 @@ from twostroke.serve.llama_server import llama_server_routes
 from twostroke.serve.messages import messages_routes
 from twostroke.serve.metrics import CLIENT_GONE
 from twostroke.serve.ollama import ollama_routes
-from twostroke.serve.pages import docs_page, index_page
+from twostroke.serve.pages.docs import docs_page, index_page
+from twostroke.serve.pages.static import ROOT_SUMMARY, TITLES, StaticPages, wants_page
 from twostroke.serve.pools import pool_routes
 from twostroke.serve.profile import profile_routes
 from twostroke.serve.protocol import (
@@ -84,6 +85,11 @@ class App:
     def __init__(self, client: EngineClient, settings: ServeSettings) -> None:
         self.service = Service(client, settings)
         self._info = InfoRoutes(self.service)
+        has_dash = settings.ui and settings.dash
+        self._dash = DashRoutes(self.service) if has_dash else None
+        others = {"/dash": has_dash, "/docs": not settings.api_keys}  # a link cannot carry a key
+        linked = [path for path, there in others.items() if there]
+        self._pages = StaticPages(linked) if settings.ui else None
         self.routes = self._make_routes()
         self._router = Router(self.routes)
         self.service.metrics.expect_routes(self._router)
@@ -126,7 +132,7 @@ class App:
             Route("GET", "/load", info.load, "Requests that are being answered."),
             Route("GET", "/openapi.json", self._describe, "This description."),
             Route("GET", "/docs", self._show_docs, "The same, to be read."),
-            Route("GET", "/", self._show_index, "What there is to look at."),
+            Route("GET", "/", self._show_root, ROOT_SUMMARY, open=settings.ui),
             *record_routes(service),
             *profile_routes(service),
             *pool_routes(service),
@@ -139,12 +145,10 @@ class App:
             routes.append(Route("GET", "/tokenizer_info", info.tokenizer_info, text))
         if settings.dev_mode:
             routes += DevRoutes(service).routes()
-        if settings.dash:
-            dash = DashRoutes(service)
-            routes += [
-                Route("GET", "/dash", dash.page, "A page that shows the engine live.", open=True),
-                Route("GET", "/dash/feed", dash.feed, "What the page shows, as JSON."),
-            ]
+        if self._dash is not None:
+            routes += self._dash.routes()
+        if self._pages is not None:
+            routes += self._pages.routes()
         return routes
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -152,8 +156,8 @@ class App:
             raise RuntimeError(f"{scope['type']}: only HTTP is spoken here")
         http = HttpRequest(scope, receive, send, self.service.settings.write_timeout_s)
         path = "unknown"  # a label of the metrics, so not the client's to choose
-        if self._root and http.path.startswith(f"{self._root}/"):
-            http.path = http.path.removeprefix(self._root)
+        if self._root and f"{http.path}/".startswith(f"{self._root}/"):
+            http.path = http.path.removeprefix(self._root) or "/"
         if self._name_requests:
             name = http.header(b"x-request-id") or uuid4().hex.encode()
             http.more_headers = ((b"x-request-id", name),)
@@ -193,8 +197,17 @@ class App:
     async def _show_docs(self, http: HttpRequest) -> None:
         await http.respond(200, self._docs, HTML)
 
-    async def _show_index(self, http: HttpRequest) -> None:
-        await http.respond(200, self._index, HTML)
+    async def _show_root(self, http: HttpRequest) -> None:
+        """The chat to a browser, which needs no key; the list of routes to other clients."""
+        if self._pages is not None and wants_page(http):
+            if not http.scope["path"].endswith("/"):  # the page's addresses are relative
+                location = self._root.rpartition("/")[2] + "/"
+                await http.respond(308, b"", ((b"location", location.encode()),))
+                return
+            await self._pages.page(http)
+            return
+        self._keys.check(http)
+        await http.respond(200, self._index, (*HTML, (b"vary", b"accept")))
 
 
 def asgi(app: App) -> Any:
@@ -262,7 +275,7 @@ def _operation(route: Route, schema_of: dict[Any, Any]) -> dict[str, Any]:
 def _answer(route: Route) -> dict[str, Any]:
     if route.path == "/metrics":
         return {"text/plain": {"schema": {"type": "string"}}}
-    if route.path in ("/dash", "/docs", "/"):
+    if route.path in TITLES:
         return {"text/html": {"schema": {"type": "string"}}}
     content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if route.body is not None and "stream" in route.body.__struct_fields__:

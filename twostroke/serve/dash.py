@@ -27,6 +27,7 @@ from twostroke.serve.http import JSON, Headers, HttpRequest
 from twostroke.serve.metrics import Metrics
 from twostroke.serve.response_fields import Json
 from twostroke.serve.roof import IDLE_S, Roof
+from twostroke.serve.routing import Route
 from twostroke.serve.service import Service
 
 MOST_A_SECOND = 20.0
@@ -83,6 +84,12 @@ class DashRoutes:
         self._page = files("twostroke.serve").joinpath("dash.html").read_bytes()
         self._headers = page_headers(self._page.decode())
         self._tokens, self._tokens_s = MOST_A_SECOND, 0.0  # of a token bucket, and when counted
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("GET", "/dash", self.page, "A page that shows the engine live.", open=True),
+            Route("GET", "/dash/feed", self.feed, "What the page shows, as JSON."),
+        ]
 
     async def page(self, http: HttpRequest) -> None:
         await http.respond(200, self._page, self._headers)

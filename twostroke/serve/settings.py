@@ -27,7 +27,8 @@ class ServeSettings(Strict):
     client_priority: bool = True  # requests may set their priority; else theirs is ignored
     open_health: bool = True  # /health and /ping answer without a key
     open_metrics: bool | None = None  # /metrics does; None: only if there are no keys
-    dash: bool = True  # /dash is there
+    ui: bool = True  # the pages for people are there: the chat at /, /learn and /dash
+    dash: bool = True  # /dash is there, if `ui` is
     dev_mode: bool = False  # /sleep, /wake_up, /reset_prefix_cache, /server_info are there
     enable_tokenizer_info_endpoint: bool = False  # /tokenizer_info is there
     root_path: str = ""  # a prefix that routes may have, as behind a proxy that leaves it there
@@ -102,6 +103,7 @@ class ServeSettings(Strict):
             "prefix_cache_sharing",
             "client_priority",
             "open_health",
+            "ui",
             "dash",
             "dev_mode",
             "enable_tokenizer_info_endpoint",

@@ -1,0 +1,3 @@
+import {byId} from "../shared/dom.js";
+
+byId("chat").textContent = "…";
