@@ -35,8 +35,8 @@ WHOLE_BYTES = 1024**2  # a longer answer is sent while it is made, its length no
 
 # Of a body that is not wanted:
 DISCARD_BYTES = 1024**2  # so much is read to keep the connection
-LINGER_BYTES, LINGER_S = 64 * 1024**2, 1.0  # and so much to have the answer read
-DISCARD_PAUSE_S = 0.01  # between chunks of some 100 KB: others need the processor more
+LINGER_BYTES, LINGER_S = 64 * 1024**2, 2.0  # and so much to have the answer read
+DISCARD_STEP_BYTES, DISCARD_PAUSE_S = 256 * 1024, 0.01  # other requests need the processor more
 
 
 class HttpRequest:
@@ -151,7 +151,7 @@ class HttpRequest:
 
     async def _discard(self) -> bool:
         """Whether the whole body has been read, and thrown away."""
-        num_bytes = 0
+        num_bytes, pause_at = 0, DISCARD_BYTES
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
                 while num_bytes < LINGER_BYTES:
@@ -159,7 +159,8 @@ class HttpRequest:
                     if message["type"] == "http.disconnect" or not message["more_body"]:
                         return True
                     num_bytes += len(message["body"])
-                    if num_bytes > DISCARD_BYTES:
+                    if num_bytes > pause_at:
+                        pause_at = num_bytes + DISCARD_STEP_BYTES
                         await asyncio.sleep(DISCARD_PAUSE_S)
         return False
 
