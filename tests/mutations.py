@@ -55,9 +55,9 @@ DEFECTS = [
     ),
     Defect(
         "a head that arrives in pieces has no limit",
-        "serve/http.py",
-        "if self._head_bytes > self.max_head_bytes and",
-        "if self._head_bytes > 2**40 and",
+        "serve/connection.py",
+        "            if self._head_bytes > self.max_head_bytes:",
+        "            if self._head_bytes > 2**40:",
         ("server",),
     ),
     Defect(
