@@ -334,7 +334,7 @@ def wait_until_up(url: str, process: subprocess.Popen[bytes], timeout_s: float =
             contextlib.suppress(OSError),
             socket.create_connection((split.hostname, split.port), timeout=5) as sock,
         ):
-            sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             if sock.recv(64).startswith(b"HTTP/1.1 200"):
                 return
         time.sleep(0.1)

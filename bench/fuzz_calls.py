@@ -548,7 +548,7 @@ HEADERS += NO_HTTP
 
 
 def no_http(body: bytes) -> list[bytes]:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return [
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\r\n\r\n", b"\x00" * 100,
@@ -561,7 +561,7 @@ def no_http(body: bytes) -> list[bytes]:
         head + b"Transfer-Encoding: chunked\r\n\r\n5\r\nab",
             head + b"Transfer-Encoding: chunked\r\n\r\n-1\r\n\r\n", b"A" * 100_000,
         head + b"Transfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n0\r\n\r\n",
-            b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 50,
+            b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 50,
         request("POST", "/v1/completions", body, b"Content-Type: application/json") * 3,
             b"\xff" * 300, b"GET / HTTP/1.1\r\nX: \r\n y\r\n\r\n",
     ]  # fmt: skip

@@ -23,6 +23,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hi"}]
 MODEL = "SmolLM2-135M-Instruct"  # the default; some APIs want it named
 JSON = {"Content-Type": "application/json"}
+RAW_HEADERS = b"Host: localhost\r\nContent-Type: application/json\r\n"
 KEYS = ("first-key", "second-key")
 
 # ── asking ──────────────────────────────────────────────────────────────────────────────────
@@ -191,7 +192,7 @@ SIXTEEN_TEXTS = {"prompt": "Once", "max_tokens": 4000, "n": 16, "logprobs": 20, 
 
 def ask_for_texts(target: Target) -> socket.socket:
     body = json.dumps(SIXTEEN_TEXTS).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\n" + RAW_HEADERS
     connection = socket.create_connection(("127.0.0.1", target.port))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
@@ -220,7 +221,7 @@ def never_read(target: Target) -> Fire:
 
 
 def slow_senders(target: Target) -> Fire:
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/chat/completions HTTP/1.1\r\n" + RAW_HEADERS
 
     def fire() -> str:
         open_ones = []
@@ -339,6 +340,33 @@ def logged_key(target: Target) -> Fire:
             text = target.log.read_text(errors="replace")
         failed = "FAILED " if "sk-secret-value" in text or "/health" not in text else ""
         return f"{failed}the log says {re.findall(r'.*/health.*', text)[-1:]}"
+
+    return fire
+
+
+FOREIGN_PAGES = (
+    {"Host": "rebound.example"},
+    {"Origin": "http://evil.example"},
+    {"Origin": "null"},
+    {"Sec-Fetch-Site": "cross-site"},
+)
+ACTS = ("/start_profile", "/stop_profile", "/pools")
+
+
+def foreign_pages(target: Target) -> Fire:
+    """Requests as a browser sends them for pages of other sites, to a server without a key."""
+
+    def fire() -> str:
+        answers = []
+        for headers in FOREIGN_PAGES:
+            for path in ACTS:
+                connection = http.client.HTTPConnection("127.0.0.1", target.port, timeout=ATTACK_S)
+                connection.request("POST", path, b"", headers)
+                answer = connection.getresponse()
+                answers.append((answer.status, answer.read()))
+                connection.close()
+        failed = "FAILED " if any(status != 403 for status, _ in answers) else ""
+        return f"{failed}{told(answers)}"
 
     return fire
 
@@ -526,6 +554,7 @@ ATTACKS = [
     Attack("prefix of another key", shared_prefix, flags=keys, victim=False),
     Attack("key in the log", logged_key, victim=False,
            flags=lambda _: ["--uvicorn-log-level", "info", "--enable-log-requests"]),
+    Attack("pages of other sites", foreign_pages, victim=False),
     Attack("odd values", odd_values),
     Attack("an engine that dies", deaths, victim=False, max_growth_mib=512),
     Attack("an engine that hangs", hang, victim=False, max_growth_mib=512),

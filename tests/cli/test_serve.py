@@ -589,7 +589,7 @@ class Server:
     ) -> tuple[int, bytes]:
         """One request over a socket of its own: the status and the body."""
         data = b"" if body is None else json.dumps(body).encode()
-        head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nHost: x\r\n"
+        head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nHost: localhost\r\n"
         head += "Connection: close\r\nContent-Type: application/json\r\n"
         head += f"Authorization: Bearer {key}\r\n" if key else ""
         head += f"X-Session-ID: {session}\r\n" if session else ""

@@ -320,7 +320,7 @@ def test_bodies_that_hold_a_part_and_wait_for_more_do_not_all_fail(
 
 def announce(server: Running, num_bytes: int, sent: bytes) -> socket.socket:
     sender = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S)
-    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     sender.sendall(f"{head}Content-Length: {num_bytes}\r\n\r\n".encode() + sent)
     return sender
 

@@ -182,7 +182,7 @@ def test_a_large_body_is_refused_while_it_arrives(folder: Path) -> None:
     with running(tiny_llm(folder), max_body_bytes=2048) as server:
         refusal(server.ask("POST", TEXT, {"prompt": "a" * 4000}), 413)
         with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as sender:
-            head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             sender.sendall(head.encode() + b"Transfer-Encoding: chunked\r\n\r\n")
             sender.sendall(b"800\r\n" + b"a" * 2048 + b"\r\n800\r\n" + b"a" * 2048 + b"\r\n")
             assert b" 413 " in read_all(sender).splitlines()[0]  # and the rest was never sent
@@ -213,7 +213,7 @@ def test_a_head_or_a_body_that_never_comes_times_out(folder: Path) -> None:
     with running(tiny_llm(folder), head_timeout_s=0.2, body_timeout_s=0.2) as server:
         for sent in (
             b"GET /health HT",
-            f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n"
+            f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n"
             "Content-Type: application/json\r\n\r\n{".encode(),
         ):
             with socket.create_connection(("127.0.0.1", server.port), PATIENCE_S) as sender:
@@ -287,7 +287,7 @@ def test_a_client_that_leaves_ends_its_request(folder: Path, stream: bool, n: in
     with running(tiny_llm(folder)) as server:
         body = json.dumps({**LONG, "stream": stream, "n": n}).encode()
         sender = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S)
-        head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         sender.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         scheduler = server.client.engine.core.scheduler
         while scheduler.num_running < n:
@@ -392,7 +392,7 @@ def test_a_unix_socket_is_listened_on_and_taken_away(folder: Path, tmp_path: Pat
     with running(tiny_llm(folder), uds=str(path)):
         with socket.socket(socket.AF_UNIX) as sender:
             sender.connect(str(path))
-            sender.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            sender.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             assert b" 200 " in read_all(sender).splitlines()[0]
         with (
             pytest.raises(ConfigError, match="another server"),

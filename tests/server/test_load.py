@@ -245,7 +245,7 @@ class Asking:
 
     @property
     def request(self) -> bytes:
-        head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         return f"{head}Connection: close\r\nContent-Length: {len(self.body)}\r\n\r\n".encode() + (
             self.body
         )
@@ -305,7 +305,9 @@ async def ask(port: int, body: Any) -> Answer:
 def get(port: int, path: str) -> int:
     """The status of a GET."""
     with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as connection:
-        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        connection.sendall(
+            f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
+        )
         return int(connection.recv(65536).split()[1])
 
 

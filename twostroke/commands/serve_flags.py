@@ -169,6 +169,15 @@ def add_server_arguments(parser: Parser) -> None:
     )
     _add(
         group,
+        "--allowed-hosts",
+        nargs="+",
+        action="extend",
+        metavar="NAME",
+        help="names that clients may reach the server by, such as llm.example.org, *.example.org "
+        "or * (default: this machine's alone; with a key, any)",
+    )
+    _add(
+        group,
         "--default-chat-template-kwargs",
         type=json_object,
         action=MergeJson,

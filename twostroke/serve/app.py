@@ -15,6 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from twostroke import __version__
 from twostroke.engine.api import EngineClient
 from twostroke.serve.batch_chat import BatchChatGeneration, InvocationsRoute
+from twostroke.serve.browser_guard import BrowserGuard
 from twostroke.serve.chat import ChatGeneration
 from twostroke.serve.completions import CompletionGeneration
 from twostroke.serve.dash import DashRoutes
@@ -94,6 +95,7 @@ class App:
         self._router = Router(self.routes)
         self.service.metrics.expect_routes(self._router)
         self._keys = ApiKeys(settings.api_keys)
+        self._guard = BrowserGuard(settings)
         self._failures = FailureLog()
         self._root, self._name_requests = settings.root_path, settings.enable_request_id_headers
         description = _openapi(self.routes, bool(settings.api_keys), self._root)
@@ -163,6 +165,7 @@ class App:
             http.more_headers = ((b"x-request-id", name),)
         form: type[ErrorBody] = ErrorAnswer
         try:
+            self._guard.check_host(http)
             route = self._router.find(http)
             if isinstance(route, ApiError):
                 self._keys.check(http)  # without a key one does not learn what there is
@@ -170,6 +173,8 @@ class App:
             path, form = route.path, route.error
             if not route.open:
                 self._keys.check(http)
+            if route.acts:
+                self._guard.check_page(http)
             await route.handler(http)
         except ClientGone:
             http.status = CLIENT_GONE

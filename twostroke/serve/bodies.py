@@ -200,12 +200,17 @@ def _no_memory() -> ApiError:
     return ApiError(429, message, code="too_many_bytes", headers=retry_after(1))
 
 
+def is_json(http: HttpRequest) -> bool:
+    """Return whether the Content-Type header says that the body is JSON."""
+    media = (http.header(b"content-type") or b"").split(b";")[0].strip().lower()
+    return media == b"application/json"
+
+
 def _check_media(http: HttpRequest, declared: bool) -> None:
     """`declared`: it has to say that it is JSON. A browser lets the pages of any site send a body
     that does not; it names the site then."""
-    media = (http.header(b"content-type") or b"").split(b";")[0].strip().lower()
     from_page = http.header(b"origin") is not None
-    if media != b"application/json" and (declared or from_page):
+    if not is_json(http) and (declared or from_page):
         raise ApiError(415, "send JSON, with the header 'Content-Type: application/json'")
     if (http.header(b"content-encoding") or b"identity").lower() != b"identity":
         raise ApiError(415, "compressed bodies are not read; send plain JSON")

@@ -21,9 +21,17 @@ class DevRoutes:
 
     def routes(self) -> list[Route]:
         return [
-            Route("POST", "/reset_prefix_cache", self.reset_prefix_cache, "Forget all prefixes."),
-            Route("POST", "/sleep", self.sleep, "End the engine's process until /wake_up."),
-            Route("POST", "/wake_up", self.wake_up, "Start the engine again."),
+            Route(
+                "POST",
+                "/reset_prefix_cache",
+                self.reset_prefix_cache,
+                "Forget all prefixes.",
+                acts=True,
+            ),
+            Route(
+                "POST", "/sleep", self.sleep, "End the engine's process until /wake_up.", acts=True
+            ),
+            Route("POST", "/wake_up", self.wake_up, "Start the engine again.", acts=True),
             Route("GET", "/is_sleeping", self.is_sleeping, "Whether the engine sleeps."),
             Route("GET", "/server_info", self.server_info, "The settings of server and engine."),
         ]

@@ -19,7 +19,9 @@ def pool_routes(service: Service) -> list[Route]:
     routes = PoolRoutes(service)
     return [
         Route("GET", "/pools", routes.show, "The engines there are."),
-        Route("POST", "/pools", routes.scale, "Have more or fewer engines.", PoolsRequest),
+        Route(
+            "POST", "/pools", routes.scale, "Have more or fewer engines.", PoolsRequest, acts=True
+        ),
     ]
 
 

@@ -15,8 +15,10 @@ SCHEMA = 1
 def profile_routes(service: Service) -> list[Route]:
     routes = ProfileRoutes(service)
     return [
-        Route("POST", "/start_profile", routes.start, "Gather what steps are made of."),
-        Route("POST", "/stop_profile", routes.stop, "End that, and tell what was found."),
+        Route("POST", "/start_profile", routes.start, "Gather what steps are made of.", acts=True),
+        Route(
+            "POST", "/stop_profile", routes.stop, "End that, and tell what was found.", acts=True
+        ),
     ]
 
 

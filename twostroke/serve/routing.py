@@ -24,6 +24,7 @@ class Route:
     summary: str
     body: type[msgspec.Struct] | None = None
     open: bool = False  # answers without a key
+    acts: bool = False  # changes the server or its engines, for every client
     error: type[ErrorBody] = ErrorAnswer  # how this route's errors are written
     stream_type: str = "text/event-stream"  # of an answer that is streamed
     supported: bool = True  # False: it is there to say that it is not, and is not described

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +36,8 @@ class ServeSettings(Strict):
     enable_request_id_headers: bool = False  # answers have X-Request-Id
     log_stats: bool = True  # a line of log about both phases while there is work
     cors_origins: tuple[str, ...] = ()  # none: other sites' pages may not ask
+    # Names that a Host header may have besides this machine's. None: with a key, any.
+    allowed_hosts: tuple[str, ...] = ()
 
     served_model_names: tuple[str, ...] = ()  # the first is in the responses; none: the engine's
     response_role: str = "assistant"
@@ -120,11 +123,12 @@ class ServeSettings(Strict):
         self._check_choice("uvicorn_log_level", levels)
         if not isinstance(self.otlp_traces_endpoint, str | None):
             self._refuse("otlp_traces_endpoint", "an address such as http://localhost:4317")
-        for name in ("api_keys", "cors_origins", "served_model_names"):
+        for name in ("api_keys", "cors_origins", "allowed_hosts", "served_model_names"):
             given = getattr(self, name)
             if isinstance(given, str) or not all(isinstance(one, str) and one for one in given):
                 self._refuse(name, "a list of non-empty strings")
             object.__setattr__(self, name, tuple(given))
+        self._check_allowed_hosts()
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError("ssl_keyfile is given without ssl_certfile; give both")
         path = self.root_path
@@ -135,6 +139,18 @@ class ServeSettings(Strict):
             self._check_choice("tool_call_parser", ("auto", *TOOL_PARSERS))
         if self.reasoning_parser is not None:
             self._check_choice("reasoning_parser", ("auto", "none", *REASONING_PARSERS))
+
+    def _check_allowed_hosts(self) -> None:
+        for name in self.allowed_hosts:
+            rest = name.removeprefix("*.").strip("[]")
+            is_address = ":" in rest and set(rest) <= set(":.0123456789abcdefABCDEF")
+            if name != "*" and not is_address and not re.fullmatch(r"[\w.-]+", rest):
+                self._refuse(
+                    "allowed_hosts",
+                    "names or addresses without a scheme or a port, such as llm.example.org, or "
+                    "*.example.org for the names below it, or * for any",
+                )
+        object.__setattr__(self, "allowed_hosts", tuple(map(str.lower, self.allowed_hosts)))
 
     @property
     def metrics_open(self) -> bool:
