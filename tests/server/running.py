@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -87,17 +88,30 @@ class Running:
         assert core.scheduler.kv.is_idle()
 
 
+LoopFactory = Callable[[], asyncio.AbstractEventLoop]
+
+
 @contextmanager
-def running(llm: LLM, **settings: Any) -> Iterator[Running]:
+def running(
+    llm: LLM,
+    loop_factory: LoopFactory | None = None,
+    listener: socket.socket | None = None,
+    **settings: Any,
+) -> Iterator[Running]:
     """In the end the engine has nothing left of any request."""
-    with serving(lambda: AsyncEngine(llm.engine), **settings) as one:
+    with serving(lambda: AsyncEngine(llm.engine), loop_factory, listener, **settings) as one:
         yield one
         if one.thread.is_alive():
             one.assert_idle()
 
 
 @contextmanager
-def serving(client_factory: ClientFactory[Any], **settings: Any) -> Iterator[Running]:
+def serving(
+    client_factory: ClientFactory[Any],
+    loop_factory: LoopFactory | None = None,
+    listener: socket.socket | None = None,
+    **settings: Any,
+) -> Iterator[Running]:
     """The same over any engine."""
     started = threading.Event()
     found: dict[str, Any] = {}
@@ -109,7 +123,8 @@ def serving(client_factory: ClientFactory[Any], **settings: Any) -> Iterator[Run
 
         options = ServeSettings(**{"port": 0, "drain_s": 5.0, "max_choices": 128, **settings})
         try:
-            asyncio.run(serve_forever(client_factory, options, note))
+            with asyncio.Runner(loop_factory=loop_factory) as runner:
+                runner.run(serve_forever(client_factory, options, note, listener))
         except BaseException as error:
             found["error"] = error
             started.set()

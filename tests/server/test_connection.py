@@ -13,17 +13,22 @@ from pathlib import Path
 
 import pytest
 
+from tests.server.raw_http import GET, KEY, TEXT, chunked, head, read_all, statuses, wait_until
 from tests.server.running import PATIENCE_S, Running, running
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke.serve import connection
-from twostroke.serve.connection import MAX_HEADER_LINES, MAX_PIPELINED, TURN_S, Turns
+from twostroke.serve.connection import (
+    MAX_HEADER_LINES,
+    MAX_PIPELINED,
+    TURN_S,
+    Turns,
+    connection_type,
+)
+from twostroke.serve.settings import ServeSettings
 
 pytestmark = pytest.mark.core  # bounds of security
 
 ENDLESS_BYTES = 32 * 1024**2  # more than any limit and the kernel's buffers together
-KEY = "the-key"
-GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-TEXT = {"prompt": "the", "max_tokens": 2, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
@@ -37,35 +42,8 @@ def server(folder: Path) -> Iterator[Running]:
         yield server
 
 
-def head(path: str, *lines: bytes, key: str | None = KEY) -> bytes:
-    lines = (
-        f"POST {path} HTTP/1.1".encode(),
-        b"Host: x",
-        b"Content-Type: application/json",
-        *lines,
-    )
-    if key is not None:
-        lines += (f"Authorization: Bearer {key}".encode(),)
-    return b"\r\n".join(lines) + b"\r\n\r\n"
-
-
-def chunked(body: bytes, size: int, trailers: bytes = b"") -> bytes:
-    parts = [body[at : at + size] for at in range(0, len(body), size)]
-    chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts)
-    return chunks + b"0\r\n" + trailers + b"\r\n"
-
-
 def connect(server: Running) -> socket.socket:
     return socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S)
-
-
-def read_all(connection: socket.socket) -> bytes:
-    """Everything until the server closes the connection."""
-    received = b""
-    with contextlib.suppress(ConnectionResetError):
-        while data := connection.recv(65536):
-            received += data
-    return received
 
 
 def exchange(server: Running, *pieces: bytes) -> bytes:
@@ -73,10 +51,6 @@ def exchange(server: Running, *pieces: bytes) -> bytes:
         for piece in pieces:
             connection.sendall(piece)
         return read_all(connection)
-
-
-def statuses(received: bytes) -> list[int]:
-    return [int(part[:3]) for part in received.split(b"HTTP/1.1 ")[1:]]
 
 
 def is_cut_off(server: Running, begin: bytes, endless: bytes) -> bool:
@@ -162,14 +136,34 @@ def test_header_lines_are_limited(server: Running, lines: int) -> None:
     assert statuses(received) == [200 if lines <= MAX_HEADER_LINES else 431]
 
 
-def test_an_upgrade_is_answered_as_http_and_closed(
-    server: Running, caplog: pytest.LogCaptureFixture
-) -> None:
-    upgrade = (
-        b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
-    )
-    assert statuses(exchange(server, upgrade + b"\x81\x05hello")) == [200]
+UPGRADE = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+
+
+def test_an_upgrade_is_answered_as_http(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """The connection is kept: HTTP clients that would like HTTP/2 go on with HTTP/1.1."""
+    last = GET.replace(b"Host: x", b"Connection: close")
+    assert statuses(exchange(server, UPGRADE + UPGRADE + last)) == [200, 200, 200]
     assert not caplog.records
+    assert statuses(exchange(server, UPGRADE + b"\x81\x05hello")) == [200, 400]
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (UPGRADE.replace(b"\r\n\r\n", b"\r\n" + b"a:\r\n" * 300 + b"\r\n"), 431),
+        (b"CONNECT example.com:443 HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+        (b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", 400),
+    ],
+    ids=["upgrade with many headers", "connect", "path", "two framings", "two lengths"],
+)
+def test_a_head_that_is_refused_harms_no_other_connection(
+    server: Running, caplog: pytest.LogCaptureFixture, sent: bytes, status: int
+) -> None:
+    assert statuses(exchange(server, sent)) == [status]
+    assert statuses(exchange(server, GET.replace(b"Host: x", b"Connection: close"))) == [200]
+    assert not [record for record in caplog.records if record.levelname != "INFO"]
 
 
 # ── pipelines ───────────────────────────────────────────────────────────────────────────────
@@ -218,6 +212,64 @@ def test_any_cuts_of_the_bytes_give_the_same_answers(server: Running, seed: int)
         for piece in pieces:
             connection.sendall(piece)
         assert statuses(read_all(connection)) == [200, 200, 200]
+
+
+def test_a_client_that_leaves_is_noticed_beside_what_it_has_pipelined(server: Running) -> None:
+    body = json.dumps(TEXT | {"max_tokens": 400, "ignore_eos": True}).encode()
+    records = server.client.records.requests
+    before = len(records)
+    with connect(server) as connection:
+        connection.sendall(head("/v1/completions", b"Content-Length: %d" % len(body)) + body)
+        connection.sendall(GET * 1000)  # more than is read ahead of the parser
+        wait_until(lambda: bool(server.app.service.open_streams))
+    wait_until(lambda: len(records) > before)
+    assert records[-1].finish_reason == "abort"
+
+
+# ── ends ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_connection_is_idle_after_a_body_that_came_late(folder: Path) -> None:
+    with running(tiny_llm(folder), keep_alive_s=1.0) as server, connect(server) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n")
+        assert connection.recv(9) == b"HTTP/1.1 "
+        connection.sendall(b"hello")
+        assert read_all(connection)  # the rest of the answer; then the server closes
+
+
+@pytest.mark.parametrize("line", [b"Connection: close", b"Host: x"])
+def test_an_answer_that_is_not_read_holds_no_connection(folder: Path, line: bytes) -> None:
+    """The page fits into the server's buffer, so that its response is complete at once."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of each connection, too
+    listener.bind(("127.0.0.1", 0))
+    settings = {"write_timeout_s": 0.2, "keep_alive_s": 1.0}
+    with (
+        running(tiny_llm(folder), listener=listener, **settings) as server,
+        socket.socket() as client,
+    ):
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(listener.getsockname())
+        client.sendall(b"GET /dash HTTP/1.1\r\n%b\r\n\r\n" % line)
+        connections = server.server.server_state.connections
+        wait_until(lambda: bool(connections))
+        wait_until(lambda: not connections)
+
+
+def test_bytes_that_are_ignored_are_bounded(server: Running) -> None:
+    """A client that goes on sending while its first response is written is cut off."""
+    body = json.dumps(TEXT | {"max_tokens": 400, "ignore_eos": True}).encode()
+    records = server.client.records.requests
+    before = len(records)
+    begin = head("/v1/completions", b"Content-Length: %d" % len(body)) + body
+    assert is_cut_off(server, begin, GET * 1000)
+    wait_until(lambda: len(records) > before)
+
+
+def test_servers_of_one_process_share_no_buffer() -> None:
+    """Each server has a thread of its own."""
+    one, other = (connection_type(ServeSettings()) for _ in range(2))
+    assert one.buffer.obj is not other.buffer.obj
 
 
 # ── turns ───────────────────────────────────────────────────────────────────────────────────

@@ -5,6 +5,9 @@
 
 A piece never crosses the end of a message, and no piece is parsed while a response is being
 written. So a client that pipelines requests has one of them in the server at a time.
+
+Reading goes on while a response is being written, because only a read shows that the client has
+disconnected. A client that closes its sending side counts as disconnected.
 """
 
 from __future__ import annotations
@@ -42,7 +45,6 @@ _REASONS = {
     503: b"Service Unavailable",
 }
 MAX_CONNECTIONS = 65536  # where the system allows so many
-LINES = LimitedLog(WORK)
 SPARE_FILES = 16  # of those a process may open, besides the files that are open at its start
 
 
@@ -65,13 +67,15 @@ class Turns:
     def _run(self) -> None:
         self._scheduled = False
         until = monotonic() + TURN_S
-        for _ in range(len(self._waiting)):
-            connection = self._waiting.popleft()
-            if connection.parse_piece():
-                self._waiting.append(connection)
-            if monotonic() > until:
-                break
-        self._schedule()
+        try:
+            for _ in range(len(self._waiting)):
+                connection = self._waiting.popleft()
+                if connection.parse_piece():
+                    self._waiting.append(connection)
+                if monotonic() > until:
+                    break
+        finally:  # an error of one connection must not stop the others
+            self._schedule()
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -79,13 +83,15 @@ class Connection(asyncio.BufferedProtocol):
 
     protocol: ClassVar[type[LimitedProtocol]]
     turns: ClassVar[Turns]
-    _buffer: ClassVar[memoryview] = memoryview(bytearray(READ_BYTES))  # between two callbacks only
+    buffer: ClassVar[memoryview]  # shared: only used between `get_buffer` and `buffer_updated`
 
     def __init__(self, **arguments: Any) -> None:
         self._http = self.protocol(**arguments)
         self._unparsed = bytearray()
         self._tail = b""  # the end of the last piece, which may be the begin of `END_OF_HEAD`
-        self._queued = self._paused = self._ignored = False
+        self._queued = self._paused = False
+        self._ignoring = False  # everything that still arrives is dropped
+        self._ignored_bytes = 0
         self._pipelined = 0  # messages in a row that had bytes of the next behind them
         self._transport: asyncio.Transport
 
@@ -105,16 +111,19 @@ class Connection(asyncio.BufferedProtocol):
         self._http.resume_writing()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._buffer
+        return self.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        if self._ignored:
+        if self._ignoring:
+            self._ignored_bytes += nbytes
+            if self._ignored_bytes > DISCARD_BYTES:
+                self._transport.abort()
             return
-        self._unparsed += self._buffer[:nbytes]
+        self._unparsed += self.buffer[:nbytes]
         if self._http.responding():
             if len(self._unparsed) > self._http.max_head_bytes:
                 self._close_after_response()
-            return  # reading goes on: a client that leaves is noticed by reading alone
+            return
         if len(self._unparsed) > READ_BYTES:
             self._pause()
         self._enqueue()
@@ -135,7 +144,7 @@ class Connection(asyncio.BufferedProtocol):
                 if self._pipelined > MAX_PIPELINED:
                     self._close_after_response()
         self._queued = bool(self._unparsed) and not http.busy()
-        if not self._unparsed and not http.flow.read_paused and not self._transport.is_closing():
+        if http.responding() or not (self._unparsed or http.flow.read_paused):
             self._unpause()
         return self._queued
 
@@ -153,13 +162,13 @@ class Connection(asyncio.BufferedProtocol):
         return size
 
     def _close_after_response(self) -> None:
-        """Drop what a client has sent too early."""
-        self._ignored = True
+        """Drop the requests that a client has sent too early."""
+        self._ignoring = True
         self._unparsed.clear()
         if self._http.responding():
             self._http.cycle.keep_alive = False
         else:
-            self._transport.close()
+            self._http.close()
 
     def _resume(self) -> None:
         """The application has taken a body's bytes, or has responded."""
@@ -208,12 +217,14 @@ class LimitedProtocol(HttpToolsProtocol):
     max_connections: ClassVar[int]
     max_head_bytes: ClassVar[int]
     head_timeout_s: ClassVar[float]
+    write_timeout_s: ClassVar[float]
+    log: ClassVar[LimitedLog]
 
     num_messages = 0  # that are complete
     body_left = 0  # bytes of a body of known length that have not been parsed
     _refused = False
     _head_timer: asyncio.TimerHandle | None = None
-    _linger_timer: asyncio.TimerHandle | None = None
+    _abort_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -263,7 +274,7 @@ class LimitedProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self.cycle.keep_alive = False  # only HTTP is spoken here
+            pass  # only HTTP/1.1 is spoken here: the request is answered as any other
         except httptools.HttpParserError:
             if not self._refused:
                 self._refuse(ApiError(400, "this is not an HTTP request"))
@@ -304,12 +315,24 @@ class LimitedProtocol(HttpToolsProtocol):
         self.num_messages += 1
         self._cancel_timers()
         self._expect_head()
+        if self.cycle.response_complete:
+            self._start_keep_alive_timer()  # the body's bytes have stopped the last one
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if not self._in_head and not self.transport.is_closing():
+        if self.transport.is_closing():
+            self._abort_later(self.write_timeout_s)
+        elif not self._in_head:
             # The client has a moment to read the response. The rest of its body is thrown away.
-            self._linger_timer = self.loop.call_later(LINGER_S, self.transport.abort)
+            self._abort_later(LINGER_S)
+
+    def timeout_keep_alive_handler(self) -> None:
+        self.close()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.transport.is_closing():
+            self._abort_later(self.write_timeout_s)
 
     # ── limits ──────────────────────────────────────────────────────────────────────────────────
 
@@ -320,11 +343,27 @@ class LimitedProtocol(HttpToolsProtocol):
     def _start_head_timer(self) -> None:
         self._head_timer = self.loop.call_later(self.head_timeout_s, self._head_timed_out)
 
+    def _start_keep_alive_timer(self) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
+
     def _cancel_timers(self) -> None:
-        for timer in (self._head_timer, self._linger_timer):
+        for timer in (self._head_timer, self._abort_timer):
             if timer is not None:
                 timer.cancel()
-        self._head_timer = self._linger_timer = None
+        self._head_timer = self._abort_timer = None
+
+    def close(self) -> None:
+        """Close once the client has read what is written to it, for which it has some time."""
+        if not self.transport.is_closing():
+            self.transport.close()
+            self._abort_later(self.write_timeout_s)
+
+    def _abort_later(self, seconds: float) -> None:
+        if self._abort_timer is not None:
+            self._abort_timer.cancel()
+        self._abort_timer = self.loop.call_later(seconds, self.transport.abort)
 
     def _head_timed_out(self) -> None:
         if not self.transport.is_closing():
@@ -333,7 +372,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _refuse(self, error: ApiError) -> None:
         """Answer and close. A response that has begun is cut off."""
         self._refused = True
-        LINES.log(logging.INFO, "%d before a route was found: %s", error.status, error.message)
+        self.log.log(logging.INFO, "%d before a route was found: %s", error.status, error.message)
         cycle = self.cycle
         if cycle is not None and cycle.response_started and not self._in_head:
             self.transport.abort()
@@ -343,7 +382,7 @@ class LimitedProtocol(HttpToolsProtocol):
         head %= error.status, _REASONS[error.status], len(body)
         head += b"".join([b"%b: %b\r\n" % one for one in error.headers])
         self.transport.write(head + b"connection: close\r\n\r\n" + body)
-        self.transport.close()
+        self.close()
 
 
 def head_too_large(max_bytes: int) -> ApiError:
@@ -356,9 +395,15 @@ def connection_type(settings: ServeSettings) -> type[Connection]:
         "max_connections": settings.max_connections or _files_left(),
         "max_head_bytes": settings.max_header_bytes,
         "head_timeout_s": settings.head_timeout_s,
+        "write_timeout_s": settings.write_timeout_s,
+        "log": LimitedLog(WORK),
     }
-    protocol = type("LimitedProtocol", (LimitedProtocol,), limits)
-    return type("Connection", (Connection,), {"protocol": protocol, "turns": Turns()})
+    shared: dict[str, Any] = {
+        "protocol": type("LimitedProtocol", (LimitedProtocol,), limits),
+        "turns": Turns(),
+        "buffer": memoryview(bytearray(READ_BYTES)),
+    }
+    return type("Connection", (Connection,), shared)
 
 
 def _files_left() -> int:
