@@ -10,14 +10,14 @@ from collections.abc import Callable
 from tests.server.running import PATIENCE_S
 
 KEY = "the-key"
-GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 TEXT = {"prompt": "the", "max_tokens": 2, "temperature": 0}
 
 
 def head(path: str, *lines: bytes, key: str | None = KEY) -> bytes:
     lines = (
         f"POST {path} HTTP/1.1".encode(),
-        b"Host: x",
+        b"Host: localhost",
         b"Content-Type: application/json",
         *lines,
     )

@@ -22,8 +22,10 @@ from tests.server.running import JSON, PATIENCE_S, Running, running
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke.engine.input_processor import COUNTED_CHARS
 from twostroke.model.chat_template import ChatTemplate
-from twostroke.serve import bodies
+from twostroke.serve import bodies, byte_budget
 from twostroke.serve.bodies import BodyReader
+from twostroke.serve.byte_budget import MAX_WAITING, ByteBudget, Reservation, Sender
+from twostroke.serve.errors import ApiError
 from twostroke.serve.settings import ServeSettings
 
 pytestmark = pytest.mark.core  # bounds of security
@@ -290,20 +292,20 @@ def test_bodies_that_hold_a_part_and_wait_for_more_do_not_all_fail(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Four hold a quarter each and want another: refusing one is enough for the others."""
-    monkeypatch.setattr(bodies, "MAX_WAIT_S", 0.2)
+    monkeypatch.setattr(byte_budget, "MAX_WAIT_S", 0.2)
 
     async def main() -> list[bool]:
-        budget = bodies.ByteBudget(100)
+        budget = ByteBudget(100)
         all_hold = asyncio.Barrier(4)
 
         async def read() -> bool:
-            held = bodies.Reservation(budget)
+            held = Reservation(budget)
             await held.grow(25)
             await all_hold.wait()
             try:
                 await held.grow(50)
                 return True
-            except bodies.ApiError:
+            except ApiError:
                 return False
             finally:
                 held.give_back()
@@ -315,12 +317,131 @@ def test_bodies_that_hold_a_part_and_wait_for_more_do_not_all_fail(
     assert sum(asyncio.run(main())) == 3
 
 
+# ── whose ───────────────────────────────────────────────────────────────────────────────────
+
+
+async def receive(body: Reservation) -> int:
+    """Wait for more of a body that never comes; return the status of its refusal."""
+    try:
+        async with asyncio.timeout(PATIENCE_S) as body.receiving:
+            await asyncio.Event().wait()
+    except TimeoutError:
+        assert body.refused is not None
+        return body.refused.status
+    finally:
+        body.give_back()
+    raise AssertionError
+
+
+def refused(
+    budget: ByteBudget, held: list[tuple[Sender, int]], asking: Sender, amount: int
+) -> list[int | None]:
+    """The bodies that lose their memory to the asking one, with the status they get."""
+
+    async def main() -> list[int | None]:
+        holders = [Reservation(budget, sender) for sender, _ in held]
+        for holder, (_, size) in zip(holders, held, strict=True):
+            await holder.grow(size)
+        receiving = [asyncio.create_task(receive(holder)) for holder in holders]
+        await asyncio.sleep(0)
+        asker = Reservation(budget, asking)
+        try:
+            await asker.grow(amount)
+        finally:
+            asker.give_back()
+            ended = [task.result() if task.done() else None for task in receiving]
+            for task in receiving:
+                task.cancel()
+            await asyncio.wait(receiving)
+        assert budget.left == budget.total
+        return ended
+
+    return asyncio.run(main())
+
+
+A, B = Sender(0, "10.0.0.1"), Sender(1, "10.0.0.1")
+A_ELSEWHERE = Sender(0, "10.0.0.2")
+
+
+@pytest.mark.parametrize(
+    ("held", "asking", "amount", "ends"),
+    [
+        ([(A, 50), (A, 50)], B, 30, [429, None]),
+        ([(A, 50), (A, 50)], B, 60, [429, 429]),
+        ([(A, 60), (B, 40)], B, 30, None),  # B would have more than A
+        ([(A, 20), (A, 60), (B, 20)], B, 30, [429, 429, None]),
+        ([(A, 70), (A_ELSEWHERE, 30)], A_ELSEWHERE, 30, [429, None]),
+        ([(A, 40), (A_ELSEWHERE, 20), (B, 40)], A_ELSEWHERE, 15, [429, None, None]),
+        ([(A, 100)], A, 30, None),
+    ],
+)
+def test_the_share_that_holds_most_makes_room(
+    monkeypatch: pytest.MonkeyPatch,
+    held: list[tuple[Sender, int]],
+    asking: Sender,
+    amount: int,
+    ends: list[int | None] | None,
+) -> None:
+    monkeypatch.setattr(byte_budget, "MAX_WAIT_S", 0.1)
+    if ends is None:
+        with pytest.raises(ApiError, match="too many large requests"):
+            refused(ByteBudget(100), held, asking, amount)
+    else:
+        assert refused(ByteBudget(100), held, asking, amount) == ends
+
+
+def test_slow_senders_lose_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even to a body of their own client, and the slowest first."""
+    monkeypatch.setattr(byte_budget, "SLOW_AFTER_S", -1.0)
+    slow = ByteBudget(100, slow_rate=1e9)
+    assert refused(slow, [(A, 60), (A, 15), (A, 25)], A, 30) == [None, 408, 408]
+
+
+def test_a_client_that_waits_often_takes_no_turns_from_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(byte_budget, "MAX_WAIT_S", 0.2)
+
+    async def main() -> tuple[list[Any], Any]:
+        budget = ByteBudget(100)
+        full = Reservation(budget, A)
+        await full.grow(100)
+        greedy = [asyncio.create_task(Reservation(budget, A).grow(50)) for _ in range(MAX_WAITING)]
+        await asyncio.sleep(0)
+        other = asyncio.create_task(Reservation(budget, B).grow(50))
+        await asyncio.sleep(0)
+        full.give_back()
+        return await asyncio.gather(*greedy, return_exceptions=True), await other
+
+    answers, _ = asyncio.run(main())
+    assert [str(one) for one in answers].count("None") == 1  # there was room for one of them
+
+
+def test_another_key_sends_large_bodies_beside_many_that_trickle(folder: Path) -> None:
+    keys = ("first", "second")
+    large = {"prompt": [4], "max_tokens": 1, "metadata": {"a": "x" * 200_000}}
+    with running(tiny_llm(folder), max_body_bytes=256 * 1024, api_keys=keys) as server:
+        room = server.app.service.bodies._arrived
+        part = b"{" + b" " * 60_000
+        senders = [announce(server, 250_000, part, key=keys[0]) for _ in range(8)]
+        until = time.monotonic() + PATIENCE_S
+        while room.left > 60_000:
+            assert time.monotonic() < until
+            time.sleep(0.005)
+        for _ in range(10):
+            headers = {**JSON, "Authorization": f"Bearer {keys[1]}"}
+            assert server.ask("POST", TEXT, large, headers)[0] == 200
+        for sender in senders:
+            sender.close()
+
+
 # ── how slowly ──────────────────────────────────────────────────────────────────────────────
 
 
-def announce(server: Running, num_bytes: int, sent: bytes) -> socket.socket:
+def announce(server: Running, num_bytes: int, sent: bytes, key: str = "any") -> socket.socket:
     sender = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S)
     head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Authorization: Bearer {key}\r\n"
     sender.sendall(f"{head}Content-Length: {num_bytes}\r\n\r\n".encode() + sent)
     return sender
 

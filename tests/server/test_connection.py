@@ -93,12 +93,12 @@ def test_a_trailer_is_no_key(server: Running) -> None:
 @pytest.mark.parametrize("endless", [b"a:b\r\n" * 1000, b"x" * 5000], ids=["lines", "one line"])
 @pytest.mark.parametrize("method", [b"GET /health", b"POST /v1/completions", b"GET /nothing"])
 def test_endless_trailers_are_cut_off(server: Running, method: bytes, endless: bytes) -> None:
-    begin = b"%b HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\na: " % method
+    begin = b"%b HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\na: " % method
     assert is_cut_off(server, begin, endless)
 
 
 def test_an_endless_body_is_cut_off_after_its_response(server: Running) -> None:
-    begin = b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 999999999\r\n\r\n"
+    begin = b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999\r\n\r\n"
     assert is_cut_off(server, begin, b"x" * 5000)
 
 
@@ -106,15 +106,15 @@ def test_a_body_that_stops_after_its_response_is_cut_off(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "LINGER_S", 0.05)
-    begin = b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nhello"
+    begin = b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nhello"
     assert statuses(exchange(server, begin)) == [200]
 
 
 def test_the_body_of_an_answered_request_may_arrive_late(server: Running) -> None:
     with connect(server) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\n")
         assert connection.recv(9) == b"HTTP/1.1 "
-        connection.sendall(b"hello" + GET.replace(b"Host: x", b"Connection: close"))
+        connection.sendall(b"hello" + GET.replace(b"Host: localhost", b"Connection: close"))
         assert statuses(b"HTTP/1.1 " + read_all(connection)) == [200, 200]
 
 
@@ -136,12 +136,12 @@ def test_header_lines_are_limited(server: Running, lines: int) -> None:
     assert statuses(received) == [200 if lines <= MAX_HEADER_LINES else 431]
 
 
-UPGRADE = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+UPGRADE = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
 
 
 def test_an_upgrade_is_answered_as_http(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     """The connection is kept: HTTP clients that would like HTTP/2 go on with HTTP/1.1."""
-    last = GET.replace(b"Host: x", b"Connection: close")
+    last = GET.replace(b"Host: localhost", b"Connection: close")
     assert statuses(exchange(server, UPGRADE + UPGRADE + last)) == [200, 200, 200]
     assert not caplog.records
     assert statuses(exchange(server, UPGRADE + b"\x81\x05hello")) == [200, 400]
@@ -151,8 +151,8 @@ def test_an_upgrade_is_answered_as_http(server: Running, caplog: pytest.LogCaptu
     ("sent", "status"),
     [
         (UPGRADE.replace(b"\r\n\r\n", b"\r\n" + b"a:\r\n" * 300 + b"\r\n"), 431),
-        (b"CONNECT example.com:443 HTTP/1.1\r\nHost: x\r\n\r\n", 400),
-        (b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+        (b"CONNECT example.com:443 HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
+        (b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
         (b"GET /health HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n", 400),
         (b"GET /health HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", 400),
     ],
@@ -162,7 +162,9 @@ def test_a_head_that_is_refused_harms_no_other_connection(
     server: Running, caplog: pytest.LogCaptureFixture, sent: bytes, status: int
 ) -> None:
     assert statuses(exchange(server, sent)) == [status]
-    assert statuses(exchange(server, GET.replace(b"Host: x", b"Connection: close"))) == [200]
+    assert statuses(exchange(server, GET.replace(b"Host: localhost", b"Connection: close"))) == [
+        200
+    ]
     assert not [record for record in caplog.records if record.levelname != "INFO"]
 
 
@@ -175,7 +177,9 @@ def test_a_short_pipeline_is_answered_in_order(
     prompts = ["the", "the fox", "the quick brown fox"]
     bodies = [json.dumps(TEXT | {"prompt": prompt}).encode() for prompt in prompts]
     sent = [head("/v1/completions", b"Content-Length: %d" % len(body)) + body for body in bodies]
-    received = exchange(server, b"".join(sent) + GET.replace(b"Host: x", b"Connection: close"))
+    received = exchange(
+        server, b"".join(sent) + GET.replace(b"Host: localhost", b"Connection: close")
+    )
     assert statuses(received) == [200, 200, 200, 200]
     answers = [part.partition(b"\r\n\r\n")[2] for part in received.split(b"HTTP/1.1 ")[1:4]]
     lengths = [json.loads(answer)["usage"]["prompt_tokens"] for answer in answers]
@@ -204,7 +208,7 @@ def test_any_cuts_of_the_bytes_give_the_same_answers(server: Running, seed: int)
     lines = b"Transfer-Encoding: chunked", b"Expect: nothing"
     whole = head("/v1/completions", *lines) + chunked(body, 3 + seed, b"a: b\r\n")
     whole += head("/v1/completions", b"Content-Length: %d" % len(body)) + body
-    whole += GET.replace(b"Host: x", b"Connection: close")
+    whole += GET.replace(b"Host: localhost", b"Connection: close")
     cuts = sorted(random.Random(seed).sample(range(1, len(whole)), 60))
     pieces = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
     with connect(server) as connection:
@@ -231,13 +235,13 @@ def test_a_client_that_leaves_is_noticed_beside_what_it_has_pipelined(server: Ru
 
 def test_a_connection_is_idle_after_a_body_that_came_late(folder: Path) -> None:
     with running(tiny_llm(folder), keep_alive_s=1.0) as server, connect(server) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\n")
         assert connection.recv(9) == b"HTTP/1.1 "
         connection.sendall(b"hello")
         assert read_all(connection)  # the rest of the answer; then the server closes
 
 
-@pytest.mark.parametrize("line", [b"Connection: close", b"Host: x"])
+@pytest.mark.parametrize("line", [b"Connection: close", b"Host: localhost"])
 def test_an_answer_that_is_not_read_holds_no_connection(folder: Path, line: bytes) -> None:
     """The page fits into the server's buffer, so that its response is complete at once."""
     listener = socket.socket()

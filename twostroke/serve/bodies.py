@@ -3,22 +3,22 @@
     arriving ──▶ `_arrived`: bytes received, of all bodies          too slow: 408, too large: 413
     decoding ──▶ `_decoded`: the objects made of them, until they are prompts     wait, then 429
 
-Bytes count once they are there, not when they are announced, so that whoever announces much and
-sends little takes nothing from anybody.
+Bytes count once they have arrived, not when they are announced: a client that announces much and
+sends little takes no memory from the others. `byte_budget.py` says which body loses its memory if
+there is too little for all.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from time import monotonic
 from typing import TypeVar
 
 import msgspec
 
-from twostroke.serve.errors import ApiError, as_refusal, retry_after
+from twostroke.serve.byte_budget import ByteBudget, Reservation, Sender
+from twostroke.serve.errors import ApiError, as_refusal
 from twostroke.serve.http import HttpRequest
 from twostroke.serve.protocol import Body
 from twostroke.serve.settings import MIB, ServeSettings
@@ -34,9 +34,6 @@ MEMORY_PER_BYTE = 5  # a text with one emoji has four bytes a character, after o
 MEMORY_PER_WEIGHT = 32
 FREE_BYTES = 8 * 1024  # bodies up to this are not counted, and wait for nobody
 RATE_WINDOW_S = 5.0
-MAX_WAIT_S = 5.0  # for memory that others hold, since some of it was last given back
-MOST_WAITS = 6  # how many times that it may be in all
-MAX_WAITING = 32
 
 
 def weight_of(body: bytes) -> int:
@@ -53,14 +50,17 @@ class BodyReader:
         )
         self._timeout_s = settings.body_timeout_s
         self._min_rate = settings.min_body_bytes_per_s
-        self._arrived = ByteBudget(self.max_bytes * 3 // 2)
+        # At this rate the largest body would take longer than it may.
+        slow_rate = self.max_bytes / self._timeout_s if self._timeout_s else 0.0
+        self._arrived = ByteBudget(self.max_bytes * 3 // 2, slow_rate)
         self._decoded = ByteBudget(self.max_bytes * MEMORY_PER_BYTE)
 
     @asynccontextmanager
     async def read(self, http: HttpRequest, kind: type[T]) -> AsyncIterator[tuple[T, int]]:
         """The body as the type it has to be, and its size. Leave once a prompt is made of it."""
         _check_media(http, kind.DECLARED)
-        arrived, decoded = Reservation(self._arrived), Reservation(self._decoded)
+        sender = Sender(http.key_number, http.address)
+        arrived, decoded = Reservation(self._arrived, sender), Reservation(self._decoded, sender)
         try:
             body, weight = await self._receive(http, arrived)
             num_bytes = len(body)
@@ -83,16 +83,28 @@ class BodyReader:
         length = http.header(b"content-length")
         if length is not None and length.isdigit() and int(length) > self.max_bytes:
             raise self._too_large()
-        loop = asyncio.get_running_loop()
-        body, weight = bytearray(), 0
+        body = bytearray()
+        try:
+            return body, await self._receive_into(body, http, held)
+        except BaseException:
+            body.clear()  # which the error's traceback would keep while the client is answered
+            raise
+
+    async def _receive_into(self, body: bytearray, http: HttpRequest, held: Reservation) -> int:
+        """Return the weight of the body's JSON."""
+        loop, weight = asyncio.get_running_loop(), 0
         until = loop.time() + self._timeout_s
         quota, window_end = 0.0, loop.time() + RATE_WINDOW_S
         while True:
             try:
-                async with asyncio.timeout_at(min(until, window_end)):
+                async with asyncio.timeout_at(min(until, window_end)) as held.receiving:
                     chunk, more = await http.receive_body()
             except TimeoutError:
-                raise self._too_slow(loop.time() >= until) from None
+                raise held.refused or self._too_slow(loop.time() >= until) from None
+            finally:
+                held.receiving = None
+            if held.refused is not None:
+                raise held.refused
             if len(body) + len(chunk) > self.max_bytes:
                 raise self._too_large()
             weight += weight_of(chunk)
@@ -105,7 +117,7 @@ class BodyReader:
                 until, window_end = until + waited, window_end + waited
             body += chunk
             if not more:
-                return body, weight
+                return weight
             if len(body) >= quota:
                 quota = len(body) + self._min_rate * RATE_WINDOW_S
                 window_end = loop.time() + RATE_WINDOW_S
@@ -127,77 +139,6 @@ class BodyReader:
         if not late:
             why = f"arrives at less than {self._min_rate} bytes a second (--min-body-bytes-per-s)"
         return ApiError(408, f"the body {why}")
-
-
-class ByteBudget:
-    """Memory that all bodies share. One that finds too little left waits in turn, for a while.
-
-    Bodies that have arrived in part hold some and wait for more, so that all of them may wait for
-    each other. Who has waited too long is refused; the others go on waiting for what it gave back.
-    """
-
-    def __init__(self, total: int) -> None:
-        self.total = self.left = total
-        self._given_back_s = 0.0  # when that was, the last time
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
-
-    async def take(self, amount: int) -> None:
-        if amount <= self.left and not self._waiting:
-            self.left -= amount
-            return
-        if len(self._waiting) >= MAX_WAITING:
-            raise _no_memory()
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append((amount, turn))
-        started = monotonic()
-        try:
-            while not turn.done():
-                since = min(max(started, self._given_back_s), started + MOST_WAITS * MAX_WAIT_S)
-                left = since + MAX_WAIT_S - monotonic()
-                if left <= 0:
-                    raise _no_memory()
-                await asyncio.wait({turn}, timeout=left)
-        except BaseException:
-            if turn.done() and not turn.cancelled():  # it came at the last moment
-                self.give_back(amount)
-            turn.cancel()
-            self._grant()
-            raise
-
-    def give_back(self, amount: int) -> None:
-        if amount:
-            self.left += amount
-            self._given_back_s = monotonic()
-        self._grant()
-
-    def _grant(self) -> None:
-        self._waiting = deque(one for one in self._waiting if not one[1].done())
-        while self._waiting and self._waiting[0][0] <= self.left:
-            amount, turn = self._waiting.popleft()
-            self.left -= amount
-            turn.set_result(None)
-
-
-class Reservation:
-    """What one body has taken of a budget."""
-
-    def __init__(self, budget: ByteBudget) -> None:
-        self._budget = budget
-        self._held = 0
-
-    async def grow(self, to: int) -> None:
-        more = min(to, self._budget.total) - self._held
-        await self._budget.take(more)
-        self._held += more
-
-    def give_back(self) -> None:
-        self._budget.give_back(self._held)
-        self._held = 0
-
-
-def _no_memory() -> ApiError:
-    message = "too many large requests are being read; try again in a moment"
-    return ApiError(429, message, code="too_many_bytes", headers=retry_after(1))
 
 
 def is_json(http: HttpRequest) -> bool:

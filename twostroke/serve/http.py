@@ -68,6 +68,12 @@ class HttpRequest:
                 return bytes(value)
         return None
 
+    @property
+    def address(self) -> str:
+        """The client's, as the socket has it; empty for a Unix socket."""
+        client = self.scope.get("client")
+        return client[0] if client else ""
+
     def query(self) -> dict[str, str]:
         """What follows the `?`; of a name that is there twice, the last."""
         try:
