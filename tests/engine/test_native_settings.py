@@ -254,22 +254,17 @@ def test_quantised_weights_take_the_memory_they_should(bfloat16: Path) -> None:
 
 
 @pytest.mark.parametrize("asked", ["int8", "int4"])
-@pytest.mark.parametrize("type", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
-def test_weights_that_are_quantised_already_are_left_as_they_are(
+@pytest.mark.parametrize("type", ["Q8_0", "Q4_1", "Q5_0"])
+def test_weights_that_are_quantised_already_are_refused_by_every_backend(
     type: str, asked: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "model.gguf"
     write_quantised(path, gguf.GGMLQuantizationType[type])
-    settings: dict[str, Any] = {"skip_tokenizer_init": True, "num_gpu_blocks_override": 64}
-    plain = LLM(str(path), device="cpu", **settings)
-    quantised = LLM(str(path), device="cpu", quantization=asked, **settings)
-    assert quantised.engine.memory.weight_bytes == plain.engine.memory.weight_bytes
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
-    one, other = (
-        llm.generate([[3, 7, 11, 2]], params, use_tqdm=False)[0] for llm in (plain, quantised)
-    )
-    assert one.outputs[0].token_ids == other.outputs[0].token_ids
-    assert one.outputs[0].logprobs == other.outputs[0].logprobs
+    settings: dict[str, Any] = {"quantization": asked, "skip_tokenizer_init": True}
+    for kernels in ("native", "reference"):
+        with pytest.raises(ConfigError) as caught:
+            LLM(str(path), kernels=kernels, device="cpu", **settings)
+        assert f"is quantised already ({type}); leave quantization out" in str(caught.value)
 
 
 def write_quantised(path: Path, type: gguf.GGMLQuantizationType) -> None:

@@ -29,6 +29,7 @@ from twostroke.model.spec import (
     ModelSpec,
     projections,
 )
+from twostroke.model.w8a8 import refuse_quantised
 from twostroke.model.weights import ALL_ROWS, PackedMatrix, WeightSource, not_finite
 from twostroke.model.weights.rounding import rounded_blocks
 
@@ -98,6 +99,13 @@ class Packing:
             for names in (*_attention_matrices(layer.attention), *_mlp_matrices(layer.mlp))
         ]
         return [*found, ["embed"], *([] if self.spec.tie_embeddings else [["head"]])]
+
+    def refuse_quantised(self, quantization: str) -> None:
+        """Raise `ConfigError` if the file has a matrix of a layer in blocks already: `quantization`
+        would leave that matrix as it is. (Embedding and head may be in blocks, as for torch.)"""
+        for names in self.matrices():
+            if names[0].startswith("layers."):
+                refuse_quantised(self.source, names, quantization)
 
     def weight_bytes(self) -> dict[str, float]:
         """Of each matrix, in the format that it is kept in."""
