@@ -31,32 +31,51 @@ def configure(level: str = "warning") -> None:
 def uvicorn_config() -> dict[str, Any]:
     """`log_config` of uvicorn's, which sets the levels itself."""
     handler = {"class": "logging.StreamHandler", "formatter": "line"}
-    logger = {"handlers": ["stderr"], "propagate": False}
     return {
         "version": 1,
         "disable_existing_loggers": False,
         "formatters": {"line": {"format": FORMAT, "datefmt": DATE}},
-        "handlers": {"stderr": handler},
-        "loggers": {"uvicorn": logger, "uvicorn.access": logger},
+        "filters": {"limit": {"()": LineLimit}},
+        "handlers": {"stderr": handler, "limited": {**handler, "filters": ["limit"]}},
+        "loggers": {
+            "uvicorn": {"handlers": ["limited"], "propagate": False},
+            "uvicorn.access": {"handlers": ["stderr"], "propagate": False},
+        },
     }
 
 
-class LimitedLog:
-    """A logger of at most `MAX_LINES_PER_S` lines a second: clients must not fill the disk."""
+class LineLimit(logging.Filter):
+    """At most `MAX_LINES_PER_S` lines a second: clients must not fill the disk. The next line says
+    how many were left out."""
 
-    def __init__(self, name: str) -> None:
-        self._log = logging.getLogger(name)
+    def __init__(self) -> None:
+        super().__init__()
         self._second, self._lines, self._left_out = 0.0, 0, 0
 
-    def log(self, level: int, message: str, *args: object) -> None:
+    def filter(self, record: logging.LogRecord) -> bool:
         now = monotonic()
         if now - self._second >= 1:
             self._second, self._lines = now, 0
         self._lines += 1
         if self._lines > MAX_LINES_PER_S:
             self._left_out += 1
-            return
+            return False
         left_out, self._left_out = self._left_out, 0
         if left_out:
-            message, args = f"{message} (%d lines before it were left out)", (*args, left_out)
-        self._log.log(level, message, *args)
+            text = f"{record.getMessage()} ({left_out} lines before it were left out)"
+            record.msg, record.args = text, ()
+        return True
+
+
+class LimitedLog:
+    """A logger of at most `MAX_LINES_PER_S` lines a second."""
+
+    def __init__(self, name: str) -> None:
+        self._log = logging.getLogger(name)
+        self._limit = LineLimit()
+
+    def log(self, level: int, message: str, *args: object) -> None:
+        if self._log.isEnabledFor(level):
+            record = self._log.makeRecord(self._log.name, level, "", 0, message, args, None)
+            if self._limit.filter(record):
+                self._log.handle(record)

@@ -252,6 +252,7 @@ class EngineRequest:
     session: str = ""  # digest of the conversation that it is a turn of, if the client says so
     hand_over: bool = False  # end after the next token, as PREFILLED, with an offer of its blocks
     resumed: Resumed | None = None
+    owner: int | None = None  # the number of the API key it was sent with
 
 
 class FinishReason(enum.StrEnum):

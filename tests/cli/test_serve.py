@@ -399,6 +399,9 @@ def test_without_a_key_only_this_machine_is_served(monkeypatch: pytest.MonkeyPat
     settings = settings_of()
     assert (settings.host, settings.api_keys) == ("0.0.0.0", ("ours",))
     assert settings_of("--api-key", "given").api_keys == ("given",)
+    assert settings_of("--admin-api-key", "a", "b").admin_api_keys == ("a", "b")
+    monkeypatch.setenv("TWOSTROKE_ADMIN_API_KEY", "admins")
+    assert settings_of().admin_api_keys == ("admins",)
 
 
 @pytest.mark.parametrize(
@@ -564,6 +567,16 @@ def test_what_cannot_be_served_is_said_in_a_line(words: list[str], status: int, 
     assert done.returncode == status
     assert done.stderr.startswith("twostroke: error: ")
     assert says in done.stderr.splitlines()[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_too_few_open_files_are_said_before_a_model_is_loaded() -> None:
+    line = [sys.executable, "-m", "twostroke", "serve", "--port", "0"]
+    limited = ["sh", "-c", 'ulimit -n 20; exec "$@"', "sh", *line]
+    done = subprocess.run(limited, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "may open 20 files, and a server needs at least 64" in done.stderr
+    assert "ulimit -n 4096" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+import logging.config
 import threading
 from collections.abc import Iterator
 from itertools import count
@@ -102,6 +103,22 @@ def test_many_failures_do_not_fill_the_log(
     server.ask("GET", "/x")
     assert len(logged.records) == MAX_LINES_PER_S + 1
     assert "(5 lines before it were left out)" in logged.records[-1].getMessage()
+
+
+def test_warnings_of_the_http_library_do_not_fill_the_log(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only the lines of the access log, which the operator has asked for, have no limit."""
+    now = [monotonic() + 100]
+    monkeypatch.setattr("twostroke.log_lines.monotonic", lambda: now[0])
+    logging.config.dictConfig(log_lines.uvicorn_config())
+    for _ in range(MAX_LINES_PER_S + 5):
+        logging.getLogger("uvicorn.error").warning("an invalid %s", "request")
+    now[0] += 1
+    logging.getLogger("uvicorn.error").warning("an invalid %s", "request")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == MAX_LINES_PER_S + 1
+    assert lines[-1].endswith("an invalid request (5 lines before it were left out)")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,11 @@ def keys_of_environment() -> list[str]:
     return []
 
 
+def admin_keys_of_environment() -> list[str]:
+    key = os.environ.get("TWOSTROKE_ADMIN_API_KEY")
+    return [key] if key else []
+
+
 def dev_mode_of_environment() -> bool:
     names = ("TWOSTROKE_SERVER_DEV_MODE", "VLLM_SERVER_DEV_MODE")
     return any(os.environ.get(name) == "1" for name in names)

@@ -39,8 +39,9 @@ def execute(args: argparse.Namespace) -> int:
     start_logging(args, settings)
     from twostroke.engine.spawn import DEFAULT_BUILDER, Spawned, spawn
     from twostroke.model.hub import check_path
-    from twostroke.serve.sockets import bind
+    from twostroke.serve.sockets import bind, check_open_files
 
+    check_open_files()
     if config.model is not None:
         check_path(config.model)
     # A port in use costs no model's loading, and the engine starts while the rest is imported.

@@ -15,6 +15,7 @@ from typing import Any
 from twostroke import log_lines
 from twostroke.commands.config_file import file_words
 from twostroke.commands.environment import (
+    admin_keys_of_environment,
     dev_mode_of_environment,
     keys_of_environment,
     settle_traces,
@@ -83,6 +84,7 @@ LIMITS = {
 # Flags whose settings have other names.
 SETTINGS = {
     "api_key": "api_keys",
+    "admin_api_key": "admin_api_keys",
     "served_model_name": "served_model_names",
     "allowed_origins": "cors_origins",
     "default_chat_template_kwargs": "chat_template_kwargs",
@@ -119,6 +121,15 @@ def add_server_arguments(parser: Parser) -> None:
         metavar="KEY",
         help="keys that clients must show one of (default: TWOSTROKE_API_KEY or VLLM_API_KEY from "
         "the environment)",
+    )
+    _add(
+        group,
+        "--admin-api-key",
+        nargs="+",
+        action="extend",
+        metavar="KEY",
+        help="keys that may also act on the server (profiles, sleep, pools) and see the requests "
+        "of every key (default: TWOSTROKE_ADMIN_API_KEY from the environment)",
     )
     _add(
         group,
@@ -358,10 +369,12 @@ def serve_settings(args: argparse.Namespace) -> ServeSettings | None:
     renamed = {SETTINGS.get(name, name): value for name, value in vars(args).items()}
     given = given_of(argparse.Namespace(**renamed), ServeSettings)
     given.setdefault("api_keys", keys_of_environment())
+    given.setdefault("admin_api_keys", admin_keys_of_environment())
     given.setdefault("dev_mode", dev_mode_of_environment())
-    if not all(given["api_keys"]):  # said here, where no other key is repeated
-        args.parser.problem("--api-key: a key is empty; give one, or leave the option out")
-        return None
+    for flag, name in (("--api-key", "api_keys"), ("--admin-api-key", "admin_api_keys")):
+        if not all(given[name]):  # said here, where no other key is repeated
+            args.parser.problem(f"{flag}: a key is empty; give one, or leave the option out")
+            return None
     given["cors_origins"] = [one for some in given.get("cors_origins", ()) for one in some]
     try:
         settle_traces(given)

@@ -262,6 +262,7 @@ class OutputProcessor:
     def _add_record(self, state: RequestState, record: RequestRecord) -> None:
         record.tokenised_s = state.request.tokenised_s
         record.prefix_marks = state.request.prefix_marks
+        record.owner = state.request.owner
         output = state.output
         output.records.append(record)
         output.num_cached_tokens = max(output.num_cached_tokens, record.num_cached)

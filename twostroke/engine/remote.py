@@ -230,6 +230,7 @@ class RemoteEngine(SupervisedEngine, EngineClient):
             record = RequestRecord(name, num_prompt, request.received_s, finished_s=now)
             record.finish_reason = FinishReason.ERROR
             record.n, record.family = request.params.n, state.request_id
+            record.owner = request.owner
             self._note_ends([record])
 
     def on_restart(self) -> None:

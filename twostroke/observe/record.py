@@ -130,6 +130,7 @@ class RequestRecord:
     prefix_marks: tuple[str, ...] = ()
     route: str = ""  # where there are several engines: which had it, and why
     stays: list[Stay] = field(default_factory=list)  # … and when
+    owner: int | None = None  # the number of the API key it was sent with
 
     @property
     def queue_s(self) -> float:

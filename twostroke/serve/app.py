@@ -54,25 +54,39 @@ _REF = "#/components/schemas/{name}"
 
 
 class ApiKeys:
-    """API keys, compared in constant time: digests, all of them, every time."""
+    """API keys, compared in constant time: digests, all of them, every time.
 
-    def __init__(self, keys: tuple[str, ...]) -> None:
-        self._digests = [sha256(key.encode()).digest() for key in keys]
+    An admin key is an API key too. It has a number of its own, after those of the others."""
+
+    def __init__(self, settings: ServeSettings) -> None:
+        keys, admin_keys = settings.api_keys, settings.admin_api_keys
+        self._digests = [sha256(key.encode()).digest() for key in (*keys, *admin_keys)]
+        self._num_keys = len(keys)
+        self._all_are_admins = not admin_keys and len(keys) < 2
 
     def check(self, http: HttpRequest) -> None:
-        """Notes which key it was (`http.key_number`)."""
-        if not self._digests:
-            return
+        """Note which key it is (`http.key_number`), and whether it is an admin's."""
         given = sha256(_given_key(http)).digest()
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        if not any(matches):
+        http.key_number = matches.index(True) if any(matches) else None
+        http.is_admin = self._all_are_admins or any(matches[self._num_keys :])
+        if self._num_keys and http.key_number is None:
             raise ApiError(
                 401,
                 "a valid API key is needed, as 'Authorization: Bearer KEY'",
                 code="invalid_api_key",
                 headers=((b"www-authenticate", b"Bearer"),),
             )
-        http.key_number = matches.index(True)
+
+    def check_admin(self, http: HttpRequest) -> None:
+        """Refuse a request that acts on the server with a key that may not."""
+        if not http.is_admin:
+            raise ApiError(
+                403,
+                "only an admin key may do this; send one, as 'Authorization: Bearer KEY' (the "
+                "server is started with it: --admin-api-key KEY)",
+                code="admin_key_needed",
+            )
 
 
 def _given_key(http: HttpRequest) -> bytes:
@@ -94,7 +108,7 @@ class App:
         self.routes = self._make_routes()
         self._router = Router(self.routes)
         self.service.metrics.expect_routes(self._router)
-        self._keys = ApiKeys(settings.api_keys)
+        self._keys = ApiKeys(settings)
         self._guard = BrowserGuard(settings)
         self._failures = FailureLog()
         self._root, self._name_requests = settings.root_path, settings.enable_request_id_headers
@@ -175,6 +189,7 @@ class App:
                 self._keys.check(http)
             if route.acts:
                 self._guard.check_page(http)
+                self._keys.check_admin(http)
             await route.handler(http)
         except ClientGone:
             http.status = CLIENT_GONE

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import re
+from collections.abc import Callable
 from hashlib import sha256
 from heapq import nlargest
 from importlib.resources import files
@@ -97,7 +98,8 @@ class DashRoutes:
     async def feed(self, http: HttpRequest) -> None:
         since, window, slow_by = _query(http)
         self._limit_rate()
-        data = self._data.snapshot(self._service.models[0], since, window, slow_by)
+        model = self._service.models[0]
+        data = self._data.snapshot(model, since, window, slow_by, http.may_see)
         data["server"]["draining"] = self._service.admission.draining
         await http.respond_json(data, (*JSON, NO_STORE))
 
@@ -158,8 +160,16 @@ class DashData:
         self._id = uuid4().hex[:8]  # another after the server was started again
         self._roof = Roof(client)
 
-    def snapshot(self, model: str, since: int, window: str, slow_by: str) -> Json:
-        """`since`: the `num_steps` of the last answer, whose steps are left out."""
+    def snapshot(
+        self,
+        model: str,
+        since: int,
+        window: str,
+        slow_by: str,
+        may_see: Callable[[RequestRecord], bool],
+    ) -> Json:
+        """`since`: the `num_steps` of the last answer, whose steps are left out. `may_see`: which
+        requests are shown one by one."""
         client, recent, now = self._client, self._recent, monotonic()
         load, info = client.load(), client.info
         seconds = WINDOWS[window]
@@ -203,7 +213,7 @@ class DashData:
             "num_steps": recent.num_steps,
             "step_fields": STEP_FIELDS,
             "steps": self._steps(since),
-            "slowest": self._slowest(now, seconds, slow_by),
+            "slowest": self._slowest(now, seconds, slow_by, may_see),
         }
 
     def _engines(self, now: float) -> list[Json]:
@@ -269,9 +279,16 @@ class DashData:
         newest = list(islice(reversed(self._records.steps), new))
         return [_step_row(record, self._recent.started_s) for record in reversed(newest)]
 
-    def _slowest(self, now: float, seconds: float | None, slow_by: str) -> list[Json]:
+    def _slowest(
+        self,
+        now: float,
+        seconds: float | None,
+        slow_by: str,
+        may_see: Callable[[RequestRecord], bool],
+    ) -> list[Json]:
         from_s = 0.0 if seconds is None else now - seconds
-        ended = [record for record in list(self._records.requests) if record.finished_s >= from_s]
+        records = list(self._records.requests)
+        ended = [one for one in records if one.finished_s >= from_s and may_see(one)]
         return [_request_json(one, now) for one in nlargest(SLOWEST, ended, SLOW_BY[slow_by])]
 
 

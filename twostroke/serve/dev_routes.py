@@ -78,7 +78,8 @@ class DevRoutes:
 
     async def server_info(self, http: HttpRequest) -> None:
         settings = asdict(self._service.settings)
-        settings["api_keys"] = len(settings["api_keys"])  # how many, not which
+        for name in ("api_keys", "admin_api_keys"):
+            settings[name] = len(settings[name])  # how many, not which
         await http.respond_json(
             {
                 "version": __version__,

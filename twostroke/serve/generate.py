@@ -16,6 +16,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from uuid import uuid4
@@ -165,6 +166,7 @@ class GenerateRoute:
             make = service.prompts.prepare_off_loop
             with generation.holding_stored():
                 requests = await make(fields, num_bytes, generation.prepare)
+        requests = [replace(request, owner=http.key_number) for request in requests]
         fields.drop_input()
         request_id = _request_id(http) or fields.request_id
         head = service.response_head(generation.id_prefix, request_id, fields.model)
@@ -275,6 +277,15 @@ class ResponseStream:
         self._waiter: asyncio.Future[None] | None = None
         self._direct: DirectWriter | None = None  # the connection, once the response has begun
         self._running: dict[int, RequestState] = {}  # by prompt
+
+    @property
+    def owner(self) -> int | None:
+        return self._requests[0].owner
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that have not ended, waiting ones included."""
+        return sum(self._requests[index].params.n for index in self._running)
 
     async def __aenter__(self) -> ResponseStream:
         try:

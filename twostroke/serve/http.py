@@ -11,6 +11,7 @@ from urllib.parse import parse_qsl
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from twostroke.observe.record import RequestRecord
 from twostroke.serve.errors import ApiError, ClientGone
 from twostroke.serve.sse import CHUNK_BYTES, iter_json
 
@@ -56,6 +57,7 @@ class HttpRequest:
         self.late_error: ApiError | None = None  # of a response that had begun
         self.response_id = ""  # of an answer, once it has one
         self.key_number: int | None = None  # which of the server's API keys it has
+        self.is_admin = False  # may act on the server, and sees the requests of every key
         self.more_headers: Headers = ()  # of every response to it
         self._receive = receive
         self._send = send
@@ -67,6 +69,10 @@ class HttpRequest:
             if key == name:
                 return bytes(value)
         return None
+
+    def may_see(self, record: RequestRecord) -> bool:
+        """Return whether this request's client may learn of that one."""
+        return self.is_admin or record.owner == self.key_number
 
     @property
     def address(self) -> str:

@@ -93,8 +93,9 @@ async def _props(service: Service, http: HttpRequest) -> None:
 
 
 async def _slots(service: Service, http: HttpRequest) -> None:
-    """A slot is a sequence that may run: as many of them work as sequences run."""
-    info, running = service.client.info, service.client.load().running
+    """A slot is a sequence that may run: as many slots work as sequences run that the client may
+    know of."""
+    info, running = service.client.info, service.num_running(http)
     slot = {"n_ctx": info.max_model_len, "speculative": False}
     slots = [{"id": n, **slot, "is_processing": n < running} for n in range(info.max_num_seqs)]
     await http.respond_json(slots)

@@ -35,6 +35,10 @@ class RecordRoute:
         # Copies, since the buffers go on changing; the records themselves do not.
         steps = [one for one in self._records.steps if one.committed_s >= since]
         requests = [one for one in self._records.requests if one.finished_s >= since]
+        if not http.is_admin:
+            # These fields tell of single requests, and not whose they are.
+            steps = [one._replace(chunks=(), first=(), late=()) for one in steps]
+            requests = [one for one in requests if http.may_see(one)]
         await http.respond(200, await self._thread.run(lambda: self._encode(steps, requests)))
 
     def _encode(self, steps: list[StepRecord], requests: list[RequestRecord]) -> bytes:

@@ -68,13 +68,22 @@ class Service:
     def apply_settings(self, http: HttpRequest, request: GenerateRequest) -> None:
         """What the server decides for a request, whatever the request says."""
         settings = self.settings
-        if len(settings.api_keys) > 1 and not settings.prefix_cache_sharing:
+        num_keys = len(settings.api_keys) + len(settings.admin_api_keys)
+        if num_keys > 1 and not settings.prefix_cache_sharing:
             # How long a prompt takes tells whether it is cached, so whether another has sent it.
             request.cache_salt = f"{http.key_number}/{request.cache_salt or ''}"
         if not settings.client_priority:
             request.priority = None
         if request.prompt_cache_key is None and (session := http.header(b"x-session-id")):
             request.prompt_cache_key = session.decode("latin-1")
+
+    def num_running(self, http: HttpRequest) -> int:
+        """Return the number of running sequences that the client may know of."""
+        running = self.client.load().running
+        if http.is_admin:
+            return running
+        own = (one.num_running for one in self.open_streams if one.owner == http.key_number)
+        return min(running, sum(own))
 
     def tokens_as_ids(self, request: GenerateRequest) -> bool:
         """Whether log-probabilities name their tokens by id; the request may say."""
@@ -175,6 +184,12 @@ class Admission:
 
 class OpenStream(Protocol):
     """A response being streamed (`ResponseStream`)."""
+
+    @property
+    def owner(self) -> int | None: ...
+
+    @property
+    def num_running(self) -> int: ...
 
     def fail(self, error: Exception) -> None: ...
 

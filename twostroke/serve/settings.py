@@ -24,6 +24,9 @@ class ServeSettings(Strict):
     uvicorn_log_level: str = "warning"
 
     api_keys: tuple[str, ...] = ()  # none: no key is needed
+    # They may act on the server and see the requests of every key. None: a server with at most one
+    # key lets every client do so, a server with several keys no client.
+    admin_api_keys: tuple[str, ...] = ()
     prefix_cache_sharing: bool = False  # between keys, where there are several
     client_priority: bool = True  # requests may set their priority; else theirs is ignored
     open_health: bool = True  # /health and /ping answer without a key
@@ -123,7 +126,13 @@ class ServeSettings(Strict):
         self._check_choice("uvicorn_log_level", levels)
         if not isinstance(self.otlp_traces_endpoint, str | None):
             self._refuse("otlp_traces_endpoint", "an address such as http://localhost:4317")
-        for name in ("api_keys", "cors_origins", "allowed_hosts", "served_model_names"):
+        for name in (
+            "api_keys",
+            "admin_api_keys",
+            "cors_origins",
+            "allowed_hosts",
+            "served_model_names",
+        ):
             given = getattr(self, name)
             if isinstance(given, str) or not all(isinstance(one, str) and one for one in given):
                 self._refuse(name, "a list of non-empty strings")

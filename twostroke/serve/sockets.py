@@ -10,6 +10,21 @@ import stat
 from twostroke.errors import ConfigError
 from twostroke.serve.settings import ServeSettings
 
+MIN_OPEN_FILES = 64  # with fewer, a server has too few left for connections
+
+
+def check_open_files() -> None:
+    """Raise `ConfigError` where a process may open too few files for a server."""
+    with contextlib.suppress(ImportError):
+        import resource  # which not every system has
+
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if 0 <= limit < MIN_OPEN_FILES:
+            raise ConfigError(
+                f"this process may open {limit} files, and a server needs at least "
+                f"{MIN_OPEN_FILES}; raise the limit, as with 'ulimit -n 4096'"
+            )
+
 
 def bind(settings: ServeSettings) -> socket.socket:
     try:
