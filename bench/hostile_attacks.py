@@ -267,6 +267,142 @@ def many_connections(target: Target) -> Fire:
     return fire
 
 
+# ── bytes of a connection, before a key is looked at ────────────────────────────────────────
+
+
+def head(method: str, path: str, *lines: str) -> bytes:
+    return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: localhost", *lines, "", ""]).encode()
+
+
+CHUNKED = "Transfer-Encoding: chunked"
+TRAILERS_S, TRAILER_BYTES = 15.0, 512 * 1024**2  # when an attacker who is not cut off gives up
+
+
+def send_bytes(target: Target, pieces: Iterable[bytes]) -> tuple[int, bytes, bool]:
+    """Bytes sent, what came back, and whether the server has closed the connection."""
+    sent, received = 0, b""
+    with socket.create_connection(("127.0.0.1", target.port)) as connection:
+        try:
+            for piece in pieces:
+                connection.sendall(piece)
+                sent += len(piece)
+            connection.settimeout(5.0)
+            while data := connection.recv(1 << 16):
+                received += data
+        except TimeoutError:
+            return sent, received, False
+        except ConnectionError:
+            pass
+    return sent, received, True
+
+
+def statuses_of(received: bytes) -> Counter[str]:
+    return Counter(part[:3].decode() for part in received.split(b"HTTP/1.1 ")[1:])
+
+
+def without_traceback(target: Target, outcome: str) -> str:
+    count = target.log.read_text(errors="replace").count("Traceback")
+    return f"FAILED {count} tracebacks in the log; {outcome}" if count else outcome
+
+
+def connections_of(
+    number: int, pieces: Callable[[], Iterable[bytes]], must_close: bool = True
+) -> Callable[[Target], Fire]:
+    """So many connections at once that each send the same."""
+
+    def prepare(target: Target) -> Fire:
+        def fire() -> str:
+            with ThreadPoolExecutor(number) as pool:
+                jobs = [pool.submit(send_bytes, target, pieces()) for _ in range(number)]
+                done = [job.result() for job in jobs]
+            statuses = sum((statuses_of(received) for _, received, _ in done), Counter())
+            open_ones = sum(not closed for _, _, closed in done)
+            outcome = (
+                f"sent {sum(sent for sent, _, _ in done):,} bytes on {number} connections, "
+                f"{open_ones} stayed open, answers {dict(statuses)}"
+            )
+            failed = "FAILED " if must_close and open_ones else ""
+            return without_traceback(target, failed + outcome)
+
+        return fire
+
+    return prepare
+
+
+def endless_trailers() -> Iterable[bytes]:
+    yield head("GET", "/health", CHUNKED) + b"0\r\n"
+    block, until, sent = b"a-trailer: of some length\r\n" * 2500, perf_counter() + TRAILERS_S, 0
+    while perf_counter() < until and sent < TRAILER_BYTES:
+        yield block
+        sent += len(block)
+
+
+def short_trailers() -> Iterable[bytes]:
+    yield head("GET", "/health", CHUNKED) + b"0\r\n"
+    yield from [b"a:\r\n" * (1 << 18)] * 20
+    yield b"\r\n"
+
+
+def pipelined_gets() -> Iterable[bytes]:
+    yield head("GET", "/health") * 1400
+
+
+def pipelined_posts() -> Iterable[bytes]:
+    body = json.dumps(chat(max_tokens=1)).encode()
+    lines = "Content-Type: application/json", f"Content-Length: {len(body)}"
+    yield (head("POST", CHAT, *lines) + body) * 200
+
+
+def empty_headers() -> Iterable[bytes]:
+    yield head("GET", "/health", *["a:"] * 65_000)
+
+
+def one_byte_chunks() -> Iterable[bytes]:
+    yield head("POST", CHAT, "Content-Type: application/json", CHUNKED)
+    yield from [b"1\r\n \r\n" * 10_000] * 20
+    yield b"0\r\n\r\n"
+
+
+def body_after_answer(target: Target) -> Fire:
+    """Whoever has its answer must not hold a connection with a body that never ends."""
+
+    def endless() -> Iterable[bytes]:
+        yield head("GET", "/health", f"Content-Length: {1 << 40}")
+        until = perf_counter() + TRAILERS_S
+        while perf_counter() < until:
+            yield b"x" * 100
+            sleep(0.05)
+
+    return connections_of(50, endless)(target)
+
+
+def trickled_bodies(target: Target) -> Fire:
+    """One key's connections hold parts of large bodies; another key sends whole ones."""
+    lines = "Content-Type: application/json", f"Content-Length: {8 << 20}"
+    begin = head("POST", CHAT, *lines, f"Authorization: Bearer {KEYS[0]}") + b"{" + b" " * 380_000
+    usual: Any = {"prompt": "a", "max_tokens": 1, "metadata": {"a": "x" * 2_000_000}}
+    sent = json.dumps(usual).encode()
+
+    def fire() -> str:
+        open_ones = [socket.create_connection(("127.0.0.1", target.port)) for _ in range(34)]
+        for connection in open_ones:
+            connection.settimeout(5.0)
+            with contextlib.suppress(OSError):
+                connection.sendall(begin)
+        answers = []
+        for _ in range(21):
+            for connection in open_ones:
+                with contextlib.suppress(OSError):
+                    connection.sendall(b" " * 2_000)
+            answers.append(ask(target.port, "POST", COMPLETIONS, sent, KEYS[1]))
+        for connection in open_ones:
+            connection.close()
+        refused = sum(status == 429 for status, _ in answers)
+        return f"{'FAILED ' if refused else ''}beside them {told(answers)}"
+
+    return fire
+
+
 # ── templates ───────────────────────────────────────────────────────────────────────────────
 
 BOMBS = (
@@ -547,6 +683,14 @@ ATTACKS = [
     Attack("16 texts that are read", always_read, max_gap_ms=1e9),  # so many streams of one user
     Attack("a reader that does not", never_read, control="16 texts that are read"),
     Attack("slow senders", slow_senders),
+    Attack("endless trailers", connections_of(1, endless_trailers)),
+    Attack("20 MB of short trailers", connections_of(1, short_trailers)),
+    Attack("14,000 pipelined GETs", connections_of(10, pipelined_gets)),
+    Attack("pipelined POSTs", connections_of(10, pipelined_posts), max_gap_ms=1e9),  # 90 chats
+    Attack("65,000 empty headers × 20", connections_of(20, empty_headers)),
+    Attack("one-byte chunks × 20", connections_of(20, one_byte_chunks)),
+    Attack("a body after its answer", body_after_answer),
+    Attack("34 trickled bodies of a key", trickled_bodies, flags=keys, victim=False),
     Attack("template of a request", foreign_templates,
            flags=lambda _: ["--trust-request-chat-template"]),
     Attack("template of a model", hung_template, flags=own_template),

@@ -34,6 +34,7 @@ READ_BYTES = 16 * 1024  # the most that one read takes from a connection
 PIECE_BYTES = 4 * 1024  # of heads and chunked bodies: some 1,000 header lines or 700 chunks
 TURN_S = 0.004  # the time that parsing takes from a turn of the event loop
 MAX_HEADER_LINES = 256
+CHUNK_OVERHEAD_BYTES = 16 * 1024  # of chunk headers and trailers, besides as many as of data
 MAX_PIPELINED = 8  # requests in a row that a client sends before it has read a response
 UNREAD_BODY_BYTES = 32 * 1024  # of a body that the application has not taken yet
 END_OF_HEAD = b"\r\n\r\n"  # and of a chunked body
@@ -259,10 +260,14 @@ class LimitedProtocol(HttpToolsProtocol):
             self._wire_bytes += len(data)
             self.body_left -= min(self.body_left, len(data))
         self._parse(data)
-        if self._in_head or self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if self._in_head:
+            if self._header_lines > MAX_HEADER_LINES:
+                self._refuse(too_many_headers())
             return
         overhead = self._wire_bytes - self._body_bytes
-        if overhead > self.max_head_bytes + self._body_bytes:
+        if overhead > CHUNK_OVERHEAD_BYTES + self._body_bytes:
             self._refuse(
                 ApiError(400, "the body has more bytes of chunk headers and trailers than of data")
             )
@@ -292,7 +297,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_head = False
         self._cancel_timers()
         if self._header_lines > MAX_HEADER_LINES:
-            self._refuse(ApiError(431, f"the request has more than {MAX_HEADER_LINES} headers"))
+            self._refuse(too_many_headers())
             return
         super().on_headers_complete()
         self.scope[DIRECT] = DirectWriter(self.cycle)  # type: ignore[literal-required]
@@ -387,6 +392,10 @@ class LimitedProtocol(HttpToolsProtocol):
 
 def head_too_large(max_bytes: int) -> ApiError:
     return ApiError(431, f"the request line and headers have more than {max_bytes} bytes")
+
+
+def too_many_headers() -> ApiError:
+    return ApiError(431, f"the request has more than {MAX_HEADER_LINES} headers")
 
 
 def connection_type(settings: ServeSettings) -> type[Connection]:
