@@ -50,10 +50,19 @@ _HOMES = {
     "TextPrompt": "twostroke.inputs",
     "TokensPrompt": "twostroke.inputs",
 }
+# vLLM's names that have no counterpart.
+_ABSENT = {
+    "PoolingParams": "the engine writes text; there are no embeddings, scores or classes",
+    "PoolingRequestOutput": "the engine writes text; there are no embeddings, scores or classes",
+    "ModelRegistry": "supported families are listed in docs/MODELS.md; docs/ADDING_A_FAMILY.md "
+    "says how to add one",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Import on first use: the command line must answer before torch is loaded."""
+    if name in _ABSENT:
+        raise ImportError(f"twostroke has no {name}: {_ABSENT[name]}")
     if name not in _HOMES:
         raise AttributeError(f"module 'twostroke' has no attribute {name!r}")
     from importlib import import_module

@@ -44,6 +44,8 @@ PIPE_CLOSED = 128 + 13  # as a shell reports a program that SIGPIPE ended
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
+    if words == ["version"]:
+        words = ["--version"]
     args = parse(words, make_parser(words[0] if words else ""))
     if args is None:
         return 0
@@ -74,12 +76,18 @@ def parse(words: list[str], parser: Parser) -> argparse.Namespace | None:
         hint = nearest(words[0], commands) or f"; there are {', '.join(commands)}"
         parser.error(f"there is no command {shown(words[0])}{hint}")
     if command is not None:
+        for word in words[1:]:
+            if word.startswith("--help=") and command.usual:
+                print(command.help_about(word.partition("=")[2]), end="")
+                return None
         of_others = words[0] in ("serve", "run-batch")
         rest = words[1:]
         if of_others:
             from twostroke.commands.serve_flags import spelt
 
             rest = spelt(rest)
+        if command.lines:
+            rest = joined_values(rest, command.lines)
         words = [words[0], *(command.without_unknown(rest) if command.tells_all else rest)]
     args, unexpected = parser.parse_known_args(words)
     if args.command is None:
@@ -94,6 +102,17 @@ def parse(words: list[str], parser: Parser) -> argparse.Namespace | None:
     if not args.parser.tells_all:
         args.parser.finish()
     return args
+
+
+def joined_values(words: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """Return the words with the values of these flags joined to them: `--b --no-x` as `--b=--no-x`,
+    because argparse takes no word that begins with a dash for a value."""
+    joined: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        value = next(rest, None) if word in flags else None
+        joined.append(word if value is None else f"{word}={value}")
+    return joined
 
 
 def make_parser(wanted: str | None = None) -> Parser:

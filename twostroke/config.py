@@ -85,6 +85,8 @@ class EngineConfig(Strict):
     scheduling_policy: str = "fcfs"  # fcfs, priority
     max_logprobs: int = 20  # that a request may ask for; -1: all of the vocabulary
     override_generation_config: dict[str, Any] | None = None  # over the makers' recommendation
+    # Settings in the place of the model's own, by config.json's names (`model/overrides.py`).
+    hf_overrides: dict[str, Any] | None = None
     enforce_eager: bool = False  # no graphs, no compilation; the tokens stay the same
     max_cudagraph_capture_size: int | None = None  # largest decode batch run as a graph
     cudagraph_capture_sizes: tuple[int, ...] | None = None  # all of them, instead of our choice
@@ -162,6 +164,11 @@ class EngineConfig(Strict):
         self._check_int("max_cudagraph_capture_size", 0, optional=True)
         self._check_capture_sizes()
         self._check_override()
+        overrides = self.hf_overrides
+        if overrides is not None and not (
+            isinstance(overrides, dict) and all(isinstance(name, str) for name in overrides)
+        ):
+            self._refuse("hf_overrides", 'a dict such as {"rope_theta": 1000000}')
         self._check_number("gpu_memory_utilization", 0.01, 1.0, "a number above 0 and at most 1")
         self._check_bools(
             "skip_tokenizer_init",

@@ -44,7 +44,6 @@ REFUSED = {
     "speculative_config": "speculative decoding is not there yet",
     "logits_processors": "code of others does not run in a step",
     "kv_transfer_config": "a server's --prefill-engines and --decode-engines hand KV blocks over",
-    "hf_overrides": "config.json is read as it stands; change a copy of it, and",
 }
 SAME = {"runner": ("generate",), "task": ("generate",), "convert": ("none",)}  # as the defaults
 
@@ -82,7 +81,6 @@ class VLLMSettings(EngineConfig):
     speculative_config: Any = None
     logits_processors: Any = None
     kv_transfer_config: Any = None
-    hf_overrides: Any = None
 
     def __post_init__(self) -> None:
         if self.load_format == "mistral":  # how vLLM is told that the file names are Mistral's

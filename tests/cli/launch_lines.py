@@ -78,7 +78,7 @@ VLLM: list[tuple[str, str]] = [
     ),
     (
         'Qwen/Qwen3-8B --rope-scaling {"rope_type":"yarn","factor":4.0} --max-model-len 131072',
-        "--rope-scaling",
+        "",
     ),
     (
         "Qwen/Qwen3-4B --generation-config vllm --override-generation-config "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import re
@@ -12,13 +13,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from tests.support import default_model_path
 from twostroke import __version__
 from twostroke.cli import make_parser
-from twostroke.commands.chat import read_turns
+from twostroke.commands.chat import Conversation, command_of
+from twostroke.commands.chat_input import History, read_turns
 from twostroke.commands.flags import (
     OF_A_ROUTER,
     OF_A_SERVER,
@@ -26,10 +29,12 @@ from twostroke.commands.flags import (
     parse_bytes,
     sampling_params,
 )
+from twostroke.commands.terminal import WordWriter
 from twostroke.config import EngineConfig
 from twostroke.model.gguf import GGUFFile
 from twostroke.model.hub import names_a_model
 from twostroke.model.tokenizer import Tokenizer
+from twostroke.request import SamplingParams
 
 SMALL = ["--device", "cpu", "--num-gpu-blocks-override", "90", "--temperature", "0"]
 KV_TOKENS = 90 * 16
@@ -191,7 +196,63 @@ def test_the_first_word_is_a_model_if_it_names_one(
 
 def test_messages_go_on_after_a_backslash_and_may_be_dropped() -> None:
     lines = ["one", "", "two\\", "three", "four\\", None, "five", "six\\"]
-    assert list(read_turns(iter(lines))) == ["one", "two\nthree", "five", "six"]
+    kept: list[str] = []
+    assert list(read_turns(iter(lines), kept.append)) == ["one", "two\nthree", "five", "six"]
+    assert kept == ["one", "two\nthree", "five", "six"]
+
+
+def test_the_history_of_a_chat_brings_messages_of_several_lines_back_whole(tmp_path: Path) -> None:
+    readline = pytest.importorskip("readline")
+    path = tmp_path / "folder" / "chat_history"
+    first = History(path)
+    for message in ("one", "two\nthree"):
+        first.add(message)
+    readline.clear_history()
+    History(path)
+    assert [readline.get_history_item(n + 1) for n in range(2)] == ["one", "two\nthree"]
+    assert path.stat().st_mode & 0o077 == 0, "nobody else reads it"
+    readline.clear_history()
+
+
+def test_commands_of_a_chat_change_the_next_answer(tmp_path: Path) -> None:
+    chat = Conversation(cast(Any, None), SamplingParams(max_tokens=5), None)
+    assert chat.set_system("") == "no system message"
+    chat.set_system("Be brief.")
+    assert chat.set_system("") == "system message: Be brief."
+    assert chat.set_sampling("temperature 0.5") == "temperature 0.5"
+    assert chat.set_sampling("--top-k=3") == "top_k 3"
+    assert "temperature 0.5  top_p 1.0  top_k 3" in chat.set_sampling("")
+    assert "did you mean 'temperature'" in chat.set_sampling("temprature 1")
+    assert chat.set_sampling("temperature x") == "temperature must be a number, not x"
+    assert "temperature" in chat.set_sampling("temperature -1")
+    assert chat.save(str(tmp_path / "talk.json")).startswith("0 messages are in ")
+    talk = json.loads((tmp_path / "talk.json").read_text())
+    assert talk == {"messages": [{"role": "system", "content": "Be brief."}]}
+    assert "cannot be written" in chat.save(str(tmp_path / "no" / "folder"))
+    chat.set_system("-")
+    assert chat.set_system("") == "no system message"
+    assert command_of("/system Be brief.") == ("/system", "Be brief.")
+    assert command_of("/sytem") == ("/sytem", ""), "which is told what it was meant to be"
+    assert command_of("/etc/passwd is a file") is None
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 100])
+def test_no_word_of_a_streamed_answer_is_broken_at_the_edge(pieces: int) -> None:
+    text = (
+        "The answer to this question lies in the\n  intricate dance of light, 漢字漢字漢字漢字漢字."
+    )
+    stream = io.StringIO()
+    words = WordWriter(stream, 20)
+    for at in range(0, len(text), pieces):
+        words.write(text[at : at + pieces])
+    words.flush()
+    assert stream.getvalue().splitlines() == [
+        "The answer to this ",
+        "question lies in the",
+        "  intricate dance of ",
+        "light, 漢字漢字漢字",
+        "漢字漢字.",
+    ]
 
 
 # With the model

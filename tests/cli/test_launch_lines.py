@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli.launch_lines import LLAMA, VLLM
-from tests.cli.reading import OPTIONS, read
+from tests.cli.reading import OPTIONS, PARSER, SERVE, read
+from twostroke.cli import parse
 from twostroke.commands import llama_flags, vllm_flags
 
 DATA = Path(__file__).parent / "data"
@@ -69,6 +70,44 @@ def test_every_option_is_taken_or_refused_by_its_name_with_a_reason(file: str, l
                 assert len(problem) > len(name) + 15
 
 
+# Options whose effect shows only after others, or with another value than "1".
+LINES = {
+    "-tp": (["-tp", "2"], []),
+    "-n": (["-n", "2"], []),
+    "-hff": (["org/name", "-hff", "f.gguf"], ["org/name"]),
+    "--hf-file": (["org/name", "--hf-file", "f.gguf"], ["org/name"]),
+    "--yarn-ext-factor": (["--yarn-ext-factor", "0"], []),
+}
+
+
+def test_every_option_that_help_does_not_show_acts_is_refused_or_is_named_in_the_log() -> None:
+    hidden = {name: act for name, act in OPTIONS.items() if act.help == argparse.SUPPRESS}
+    assert len(hidden) > 900
+    silent = []
+    for name, action in hidden.items():
+        words, before = LINES.get(name, ([name] if action.nargs == 0 else [name, "1"], []))
+        switch = name.replace("--disable-", "--enable-", 1)
+        if name != switch and switch in OPTIONS and switch not in hidden:  # off by default
+            words, before = [switch, name], [switch]
+        if name == "--enable-log-stats":
+            words, before = ["--disable-log-stats", name], ["--disable-log-stats"]
+        if not _shows(name, words, before):
+            silent.append(name)
+    assert silent == []
+
+
+def _shows(name: str, words: list[str], before: list[str]) -> bool:
+    """Whether the option changes a setting, or is named by a problem or by the log."""
+    args = parse(["serve", *words], PARSER)
+    SERVE.problems = []
+    SERVE.notice()
+    if {"environment", "data_parallel_size"} & vars(args).keys():
+        return True
+    taken, untouched = read(*words), read(*before)
+    named = any(name in text for text in (taken.notice, *taken.problems))
+    return named or (taken.config, taken.settings) != (untouched.config, untouched.settings)
+
+
 def test_what_is_said_to_be_of_earlier_versions_is() -> None:
     now = {name for names, _ in options("vllm_options.txt") for name in names}
     llamas = {name for names, _ in options("llama_options.txt") for name in names}
@@ -76,7 +115,7 @@ def test_what_is_said_to_be_of_earlier_versions_is() -> None:
     assert ours - now - llamas - {"-O"} == vllm_flags.OF_EARLIER_VERSIONS
     taken = read("--swap-space", "4", "--use-v2-block-manager")
     assert taken.notice == (
-        "--swap-space: vLLM has dropped it, too; --use-v2-block-manager: vLLM has dropped it, too"
+        "options without effect: --swap-space, --use-v2-block-manager (vLLM has dropped it, too)"
     )
     (problem,) = read("--speculative-model", "m").problems
     assert problem.endswith("(vLLM has dropped it, too)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from twostroke import LLM
 from twostroke.engine.client import AsyncEngine
 from twostroke.serve import batch
 from twostroke.serve.app import App
+from twostroke.serve.run import MetricsServer
 from twostroke.serve.settings import ServeSettings
+from twostroke.serve.sockets import bind
 
 URL = "/v1/completions"
 
@@ -133,6 +136,53 @@ def test_lines_are_read_as_they_are_worked_on(llm: LLM, monkeypatch: pytest.Monk
     counts, _ = answers(llm, source)
     assert counts == (200, 0)
     assert max(ahead) <= 22, "no more lines than fit are in memory"
+
+
+def test_no_more_lines_are_worked_on_than_are_allowed(llm: LLM) -> None:
+    async def run() -> batch.Counts:
+        async with AsyncEngine(llm.engine) as client:
+            app = App(client, ServeSettings())
+            source = io.BytesIO(b"\n".join(line(n) for n in range(9)))
+            try:
+                return await batch.answer_file(app, source, io.BytesIO(), max_inflight=1)
+            finally:
+                await app.close()
+
+    assert asyncio.run(run()) == (9, 0)
+
+
+def test_the_metrics_of_a_batch_are_served_and_nothing_else(llm: LLM) -> None:
+    """`run-batch --enable-metrics`."""
+
+    async def run() -> tuple[str, str, str]:
+        async with AsyncEngine(llm.engine) as client:
+            settings = ServeSettings(port=0)
+            app, listener = App(client, settings), bind(settings)
+            server = MetricsServer(app, settings)
+            task = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
+            port = listener.getsockname()[1]
+            source = io.BytesIO(b"\n".join(line(n) for n in range(5)))
+            await batch.answer_file(app, source, io.BytesIO())
+            found = [await asked(port, path) for path in ("/metrics", "/v1/models", "/dash")]
+            server.should_exit = True
+            await task
+            await app.close()
+            return found[0], found[1], found[2]
+
+    metrics, models, dash = asyncio.run(run())
+    assert metrics.startswith("HTTP/1.1 200")
+    assert re.search(r'vllm:request_success_total\{.*finished_reason="length".*\} [5-9]', metrics)
+    assert models.startswith("HTTP/1.1 404")
+    assert dash.startswith("HTTP/1.1 404")
+
+
+async def asked(port: int, path: str) -> str:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
+    writer.write(head.encode())
+    answer = await reader.read()
+    writer.close()
+    return answer.decode()
 
 
 def test_a_stopped_engine_ends_the_run(llm: LLM, tmp_path: Path) -> None:

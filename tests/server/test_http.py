@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 import shutil
 import socket
 import ssl
@@ -21,6 +22,7 @@ from tests.server.running import JSON, PATIENCE_S, Running, running
 from tests.tiny import MAX_LEN, tiny_folder, tiny_llm
 from twostroke.engine.core import EngineCore
 from twostroke.errors import ConfigError
+from twostroke.log_lines import WORK
 
 pytestmark = pytest.mark.core  # bounds of security
 
@@ -303,7 +305,10 @@ def test_a_client_that_leaves_ends_its_request(folder: Path, stream: bool, n: in
 
 
 @pytest.mark.usefixtures("slow_steps")
-def test_a_stopping_server_finishes_what_runs_and_takes_nothing_new(folder: Path) -> None:
+def test_a_stopping_server_finishes_what_runs_and_takes_nothing_new(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger=WORK)
     with running(tiny_llm(folder), drain_s=20.0) as server:
         found: dict[str, Any] = {}
 
@@ -317,7 +322,11 @@ def test_a_stopping_server_finishes_what_runs_and_takes_nothing_new(folder: Path
         server.server.stop()
         while not server.app.service.admission.draining:
             time.sleep(0.001)
-        refusal(server.ask("GET", "/health"), 503)
+        status, _, body = server.ask("GET", "/health")
+        assert (status, json.loads(body)) == (503, {"status": "shutting down"})
+        assert [record.getMessage() for record in caplog.records] == [
+            "finishing 1 request, for up to 20 s; press Ctrl-C again to stop at once"
+        ], "a probe of a server that ends is no failure"
         status, headers, body = server.ask("POST", TEXT, LONG)
         refusal((status, headers, body), 503)
         assert "retry-after" in headers

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twostroke.commands.bench import NOT_CERTIFIED, api_key
+from twostroke.commands.parser import Parser
 from twostroke.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ LOAD: dict[str, Any] = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
+    parser.lines = ("--a", "--b")
     add = parser.add_argument
     add("--a", default="", metavar="ARM", help="URL, options of serve, or a command with {port}")
     add("--b", metavar="ARM", help="the same for B")

@@ -11,6 +11,7 @@ from time import monotonic
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from twostroke.commands.terminal import WordWriter, columns
 from twostroke.config import EngineConfig
 from twostroke.errors import EngineError
 from twostroke.kv.cache import KVUsage
@@ -139,9 +140,19 @@ def noticing_interrupts() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def print_text(text: str) -> None:
-    shown = text.translate(CONTROL) if sys.stdout.isatty() else text
-    print(shown, end="", flush=True)
+@contextlib.contextmanager
+def written_words() -> Iterator[Callable[[str], None]]:
+    """A function that prints text as it comes; at a terminal, without control characters and with
+    no word broken at the edge."""
+    width = columns(sys.stdout)
+    if width is None:
+        yield lambda text: print(text, end="", flush=True)
+        return
+    words = WordWriter(sys.stdout, width)
+    try:
+        yield lambda text: words.write(text.translate(CONTROL))
+    finally:
+        words.flush()
 
 
 def _record(records: Records, request_id: str) -> RequestRecord:

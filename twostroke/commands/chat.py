@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
+import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from twostroke.commands.answer import (
     Answer,
@@ -16,8 +18,9 @@ from twostroke.commands.answer import (
     has_chat_template,
     load,
     noticing_interrupts,
-    print_text,
+    written_words,
 )
+from twostroke.commands.chat_input import History, piped_lines, read_turns, terminal_lines
 from twostroke.commands.flags import (
     OF_A_SERVER,
     add_engine_arguments,
@@ -42,6 +45,9 @@ OPERANDS = " [MODEL]"
 TELLS_ALL = True  # that is wrong with a line and its settings, at once
 COMMANDS = {
     "/clear": "forget the conversation",
+    "/system": "TEXT  the system message from here on; - leaves it out, nothing shows it",
+    "/set": "NAME VALUE  a setting of sampling, such as temperature 0.7; nothing shows all",
+    "/save": "FILE  write the conversation there, as JSON",
     "/exit": "leave (Ctrl-D too)",
     "/help": "this list",
 }
@@ -50,8 +56,21 @@ HELP = "\n".join(
         *(f"{name:<8}{text}" for name, text in COMMANDS.items()),
         "Ctrl-C  stop the answer; what was written stays in the conversation",
         "\\       at the end of a line: the message goes on in the next",
+        "↑       the message before, whole; earlier conversations' too",
     )
 )
+SETTINGS: dict[str, Callable[[str], Any]] = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "repetition_penalty": float,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+    "max_tokens": int,
+    "seed": int,
+}
+NAMES = ", ".join(SETTINGS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,16 +90,20 @@ def execute(args: argparse.Namespace) -> int:
             f"{engine.model_name} has no chat template; give one with --chat-template, or use "
             "`twostroke run --raw`"
         )
+    from twostroke.model.hub import cache_dir
+
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if at_terminal:
         print_dim(HELP + "\n")
     conversation = Conversation(engine, params, args.system)
     failed = False
-    for said in read_turns(_terminal_lines() if at_terminal else _piped_lines()):
-        if said == "/exit":
-            break
-        if re.fullmatch(r"/\w+", said):
-            _obey(said, conversation)
+    history = History(cache_dir() / "chat_history") if at_terminal else None
+    lines = terminal_lines() if at_terminal else piped_lines()
+    for said in read_turns(lines, history.add if history else lambda message: None):
+        if (command := command_of(said)) is not None:
+            if command[0] == "/exit":
+                break
+            _obey(*command, conversation)
             continue
         try:
             conversation.turn(said)
@@ -92,28 +115,72 @@ def execute(args: argparse.Namespace) -> int:
 
 
 class Conversation:
-    """What was said so far. A turn that fails leaves it as it was."""
+    """The messages so far, and the settings of the next answer. A failed turn changes nothing."""
 
     def __init__(self, engine: Engine, params: SamplingParams, system: str | None) -> None:
         self._engine, self._params = engine, params
-        self._start = [] if system is None else [{"role": "system", "content": system}]
-        self._messages = list(self._start)
+        self._system = system
+        self._messages: list[dict[str, str]] = []
 
     def clear(self) -> None:
-        self._messages = list(self._start)
+        self._messages = []
+
+    def set_system(self, text: str) -> str:
+        """Set the system message of all turns from here on; without a text, tell it."""
+        if not text:
+            return f"system message: {self._system}" if self._system else "no system message"
+        self._system = None if text == "-" else text
+        return "the system message is left out" if text == "-" else "the system message is set"
+
+    def set_sampling(self, text: str) -> str:
+        """Set one setting of sampling from `NAME VALUE`; without one, tell all."""
+        settings = {name: getattr(self._params, name) for name in SETTINGS}
+        if not text:
+            return "  ".join(f"{name} {value}" for name, value in settings.items())
+        name, _, value = text.replace("=", " ").partition(" ")
+        name = name.strip("-").replace("-", "_")
+        if name not in settings:
+            return f"there is no setting {name}{nearest(name, SETTINGS) or f'; there are {NAMES}'}"
+        try:
+            self._params = replace(self._params, **{name: SETTINGS[name](value)})
+        except ValueError:
+            return f"{name} must be a number, not {value.strip() or 'nothing'}"
+        except TwostrokeError as error:
+            return str(error)
+        return f"{name} {getattr(self._params, name)}"
+
+    def save(self, path: str) -> str:
+        """Write the messages as JSON, as a request to a server has them."""
+        if not path:
+            return "give a file: /save FILE.json"
+        try:
+            text = json.dumps({"messages": self._with_system()}, ensure_ascii=False, indent=2)
+            Path(path).write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            return f"{path} cannot be written: {error.strerror}"
+        return f"{len(self._messages)} messages are in {path}"
+
+    def _with_system(self) -> list[dict[str, str]]:
+        start = [] if self._system is None else [{"role": "system", "content": self._system}]
+        return [*start, *self._messages]
 
     def turn(self, said: str) -> None:
-        messages = [*self._messages, {"role": "user", "content": said}]
-        with noticing_interrupts() as interrupted:
-            answer = self._answer(messages, interrupted)
+        question = {"role": "user", "content": said}
+        with noticing_interrupts() as interrupted, written_words() as write:
+            answer = self._answer([*self._with_system(), question], write, interrupted)
         print(flush=True)
         if answer.text or answer.finish_reason != "abort":
-            self._messages = [*messages, {"role": "assistant", "content": answer.text}]
+            self._messages += [question, {"role": "assistant", "content": answer.text}]
         if hint := length_hint(self._engine, answer, self._params.max_tokens):
             print_dim(hint)
         print_dim(turn_line(answer))
 
-    def _answer(self, messages: list[dict[str, str]], interrupted: Callable[[], bool]) -> Answer:
+    def _answer(
+        self,
+        messages: list[dict[str, str]],
+        write: Callable[[str], None],
+        interrupted: Callable[[], bool],
+    ) -> Answer:
         engine, asked_s = self._engine, monotonic()
         prompt = engine.input_processor.render_chat(messages)
         if len(prompt) >= engine.memory.max_model_len:
@@ -121,53 +188,29 @@ class Conversation:
                 f"the conversation has grown to {len(prompt):,} tokens, and max_model_len is "
                 f"{engine.memory.max_model_len:,}; /clear starts a new one"
             )
-        return ask(engine, prompt, self._params, print_text, asked_s, interrupted)
+        return ask(engine, prompt, self._params, write, asked_s, interrupted)
 
 
-def read_turns(lines: Iterator[str | None]) -> Iterator[str]:
-    """Messages: a line that ends with a backslash goes on in the next; None drops what was begun,
-    and empty messages are none."""
-    parts: list[str] = []
-    for line in lines:
-        if line is None:
-            parts = []
-            continue
-        parts.append(line.removesuffix("\\"))
-        if not line.endswith("\\"):
-            if said := "\n".join(parts).strip():
-                yield said
-            parts = []
-    if said := "\n".join(parts).strip():
-        yield said
-
-
-def _terminal_lines() -> Iterator[str | None]:
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  (gives `input` its history and editing)
-    prompt = "> "
-    while True:
-        line: str | None = None
-        try:
-            line = input(prompt)
-        except EOFError:
-            print()
-            return
-        except KeyboardInterrupt:  # as in a shell: what was begun is dropped
-            print()
-        yield line
-        prompt = "… " if line is not None and line.endswith("\\") else "> "
-
-
-def _piped_lines() -> Iterator[str | None]:
-    for line in sys.stdin:
-        yield line.removesuffix("\n")
-
-
-def _obey(command: str, conversation: Conversation) -> None:
-    if command == "/clear":
+def _obey(name: str, value: str, conversation: Conversation) -> None:
+    if name == "/clear":
         conversation.clear()
         print_dim("the conversation starts anew")
-    elif command == "/help":
+    elif name == "/help":
         print_dim(HELP)
+    elif name == "/system":
+        print_dim(conversation.set_system(value))
+    elif name == "/set":
+        print_dim(conversation.set_sampling(value))
+    elif name == "/save":
+        print_dim(conversation.save(value))
     else:
-        print_dim(f"there is no {command}{nearest(command, COMMANDS) or '; see /help'}")
+        print_dim(f"there is no {name}{nearest(name, COMMANDS) or '; see /help'}")
+
+
+def command_of(message: str) -> tuple[str, str] | None:
+    """Return a command and its value; None for a message to the model, which may begin with a
+    slash, too."""
+    name, _, value = message.partition(" ")
+    if name in COMMANDS or re.fullmatch(r"/\w+", message):
+        return name, value.strip()
+    return None

@@ -54,6 +54,9 @@ ENGINE_HELP = {
     "scheduling_policy": "fcfs or priority",
     "override_generation_config": "sampling for requests that do not say, as JSON, such as "
     '{"temperature": 0.5}; over what the model\'s makers recommend',
+    "hf_overrides": "settings in the place of those in config.json, as JSON, such as "
+    '{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}; a GGUF file takes those of the rope '
+    "and the context, and entries of its metadata by their full names",
     "max_logprobs": "most log-probabilities a request may ask for",
     "enforce_eager": "no graphs and no compilation; the tokens stay the same",
     "max_cudagraph_capture_size": "largest decode batch that runs as a graph (default: all)",
@@ -220,6 +223,14 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * base ** UNITS[match[2]])
 
 
+def parse_threads(text: str) -> int | None:
+    """Return a number of threads; with 0 or -1, as llama-server has it, the default."""
+    try:
+        return int(text) if int(text) not in (0, -1) else None
+    except ValueError:
+        raise argparse.ArgumentTypeError("expected a whole number") from None
+
+
 def json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
@@ -237,12 +248,12 @@ class MergeJson(argparse.Action):
         self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
         before = getattr(namespace, self.dest, None) or {}
-        setattr(namespace, self.dest, _merged(before, values))
+        setattr(namespace, self.dest, merged(before, values))
 
 
-def _merged(one: Any, other: Any) -> Any:
+def merged(one: Any, other: Any) -> Any:
     if isinstance(one, dict) and isinstance(other, dict):
-        return {**one, **{key: _merged(one.get(key), value) for key, value in other.items()}}
+        return {**one, **{key: merged(one.get(key), value) for key, value in other.items()}}
     return [*one, *other] if isinstance(one, list) and isinstance(other, list) else other
 
 
@@ -268,6 +279,8 @@ def _add(
         options |= {"type": int, "nargs": "+", "action": "extend", "metavar": "N"}
     elif field.name == "stop":
         options |= {"action": "append", "metavar": "TEXT"}
+    elif field.name in ("threads", "threads_batch"):
+        options |= {"type": parse_threads, "metavar": "N"}
     else:
         options["type"] = parse_bytes if field.name.endswith("_bytes") else TYPES[kind]
         options["metavar"] = {"int": "N", "float": "X", "str": "NAME"}[kind]

@@ -5,8 +5,10 @@ value), `--flag=?` (perhaps with one) or `--flag=+` (with several). What happens
 
     REFUSED   it asks for what is not done here: a problem, with the reason and what to do
     ONLY      as REFUSED, but for some values, which ask for what happens anyway
-    NOTED     it asks for a way of doing that changes no answer: taken, and named in one line
-    ANYWAY    it asks for what happens anyway: taken
+    NOTED     it asks for a way of doing that changes no answer: taken without effect
+    ANYWAY    it asks for what happens anyway: taken without effect
+
+The log names every option that is taken without effect, with the reason.
 """
 
 from __future__ import annotations
@@ -40,18 +42,18 @@ def table(by_reason: Mapping[str, str]) -> Table:
     return found
 
 
-def negations(*tables: Table) -> Table:
-    """`--no-x` for every switch `--x`: what happens anyway."""
-    return {
-        f"--no-{flag[2:]}": Option(option.reason, 0)
-        for flags in tables
-        for flag, option in flags.items()
-        if option.nargs == 0 and flag.startswith("--") and not flag.startswith("--no-")
-    }
+def negations(refused: Table, noted: Table) -> Table:
+    """Return `--no-x` for every switch `--x`: it asks for what happens anyway."""
+    found: Table = {}
+    for flags, reason in ((refused, "it is off"), (noted, None)):
+        for flag, option in flags.items():
+            if option.nargs == 0 and flag.startswith("--") and not flag.startswith("--no-"):
+                found[f"--no-{flag[2:]}"] = Option(reason or option.reason, 0)
+    return found
 
 
 class Foreign(argparse.Action):
-    """`meet` says what happens."""
+    """An option of another server; `apply` does what it asks for, or says why not."""
 
     def __call__(
         self,
@@ -62,10 +64,10 @@ class Foreign(argparse.Action):
     ) -> None:
         assert isinstance(parser, Parser)
         value = values if isinstance(values, str) else " ".join(map(str, values or ()))
-        self.meet(parser, namespace, str(option_string), value)
+        self.apply(parser, namespace, str(option_string), value)
 
-    def meet(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
-        """Nothing, if the option asks for what happens anyway."""
+    def apply(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
+        raise NotImplementedError
 
 
 class Refuse(Foreign):
@@ -75,28 +77,34 @@ class Refuse(Foreign):
         super().__init__(*args, **options)
         self.reason = reason
 
-    def meet(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
+    def apply(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
         parser.problem(f"{flag}: {self.reason}")
 
 
 class Note(Foreign):
-    def __init__(self, *args: Any, why: str, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.why = why
+    """An option that is taken without effect."""
 
-    def meet(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
-        parser.note(flag, self.why)
+    def __init__(self, *args: Any, reason: str, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.reason = reason
+
+    def apply(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
+        parser.note_without_effect(flag, self.reason)
 
 
 class TakeOnly(Foreign):
+    """An option of which only the values are taken that ask for what happens anyway."""
+
     def __init__(self, *args: Any, allowed: tuple[str, ...], reason: str, **options: Any) -> None:
         super().__init__(*args, **options)
         self.allowed, self.reason = allowed, reason
 
-    def meet(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
-        if value.lower() not in self.allowed:
-            only = " or ".join(self.allowed)
-            parser.problem(f"{flag} {shortened(value)}: only {only} is taken: {self.reason}")
+    def apply(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
+        if value.lower() in self.allowed:
+            parser.note_without_effect(flag, self.reason)
+            return
+        only = " or ".join(self.allowed)
+        parser.problem(f"{flag} {shortened(value)}: only {only} is taken: {self.reason}")
 
 
 def add_hidden(
@@ -117,10 +125,8 @@ def add_tables(
         # Whatever follows, the flag is what the message must be about.
         reason = option.reason + ends.get(flag, "")
         add_hidden(parser, [flag], Refuse, nargs="*", reason=reason)
-    for flag, option in noted.items():
-        why = DROPPED if flag in ends else ""
-        add_hidden(parser, [flag], Note, nargs=option.nargs, why=why)
-    for flag, option in anyway.items():
-        add_hidden(parser, [flag], Foreign, nargs=option.nargs)
+    for flag, option in {**noted, **anyway}.items():
+        reason = DROPPED if flag in ends else option.reason
+        add_hidden(parser, [flag], Note, nargs=option.nargs, reason=reason)
     for flags, (allowed, reason) in only.items():
         add_hidden(parser, flags.split(), TakeOnly, allowed=allowed, reason=reason)

@@ -9,17 +9,19 @@ twostroke serve -m model.gguf -c 4096 -np 8 -t 4 --temp 0.7     … with another
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from twostroke.commands.flags import json_object
+from twostroke.commands.flags import json_object, merged
 from twostroke.commands.foreign import Foreign, Only, Table, add_hidden, negations, table
 from twostroke.commands.parser import Parser
 
 ALL_LAYERS = 99  # -ngl: so many, or more, are written for "all"
 USUAL_QUANT = "Q4_K_M"  # of a repository of GGUF files, if none is named
 KV_TYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "q8_0": "int8"}
+METADATA_TYPES: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
 SAMPLING = {
     "--temp": "temperature",
     "--temperature": "temperature",
@@ -104,6 +106,40 @@ def _reasoning_format(text: str) -> str:
     return "none" if text == "none" else "auto"
 
 
+def _rope(
+    name: str, read: Callable[[str], float] = float, inverse: bool = False
+) -> Callable[[str], dict[str, Any] | None]:
+    """Return a reader of one setting of the rope. With 0 or less llama-server takes the model's
+    own."""
+
+    def setting(text: str) -> dict[str, Any] | None:
+        value = read(text)
+        if value <= 0:
+            return None
+        return {"rope_scaling": {name: 1 / value if inverse else value}}
+
+    return setting
+
+
+def _metadata(text: str) -> dict[str, Any]:
+    """Entries of a GGUF file's metadata: `KEY=TYPE:VALUE`, several with commas between."""
+    found: dict[str, Any] = {}
+    for entry in text.split(","):
+        match = re.fullmatch(r"([\w.-]+)=(int|float|bool|str):(.*)", entry.strip())
+        if match is None or "." not in match[1]:
+            raise argparse.ArgumentTypeError(
+                "expected KEY=TYPE:VALUE with the type int, float, bool or str, such as "
+                "llama.context_length=int:8192"
+            )
+        name, kind, value = match.groups()
+        if name.startswith("tokenizer."):
+            raise argparse.ArgumentTypeError(
+                f"the tokenizer is read as it stands; leave {name} out"
+            )
+        found[name] = value == "true" if kind == "bool" else METADATA_TYPES[kind](value)
+    return found
+
+
 def _effort(text: str) -> dict[str, Any] | None:
     return None if text == "default" else {"reasoning_effort": text}
 
@@ -115,6 +151,14 @@ _TAKEN: list[tuple[str, str, Callable[[str], Any]]] = [
     ("-np --parallel", "max_num_seqs", _number),
     ("-b --batch-size", "max_num_batched_tokens", _number),
     ("-t", "threads", _number),
+    ("--rope-scale", "hf_overrides", _rope("factor")),
+    ("--rope-freq-scale", "hf_overrides", _rope("factor", inverse=True)),
+    ("--rope-freq-base", "hf_overrides", _rope("rope_theta")),
+    ("--yarn-orig-ctx", "hf_overrides", _rope("original_max_position_embeddings", int)),
+    ("--yarn-attn-factor", "hf_overrides", _rope("attention_factor")),
+    ("--yarn-beta-slow", "hf_overrides", _rope("beta_slow")),
+    ("--yarn-beta-fast", "hf_overrides", _rope("beta_fast")),
+    ("--override-kv", "hf_overrides", _metadata),
     ("-tb", "threads_batch", _number),
     ("--predict --n-predict", "max_output_tokens", _number),
     ("-s", "seed", _seed),
@@ -136,6 +180,7 @@ _TAKEN: list[tuple[str, str, Callable[[str], Any]]] = [
     ("-to --timeout", "write_timeout_s", _seconds),
 ]
 TAKEN = {flag: (name, read) for flags, name, read in _TAKEN for flag in flags.split()}
+EXPECTED = {"write_timeout_s": "a number of seconds", "hf_overrides": "a number"}
 NO_CACHE = "--no-cache-prompt"
 NODES_OR_TOKENS = "-n"  # vLLM's --nnodes, llama-server's --predict
 
@@ -196,9 +241,6 @@ REFUSED: Table = table(
         "--n-cpu-moe= -ncffn= --n-cpu-ffn= --rpc= -nkvo --no-kv-offload",
         "use taskset or numactl": "-C= --cpu-mask= -Cr= --cpu-range= -Cb= --cpu-mask-batch= -Crb= "
         "--cpu-range-batch=",
-        "the model's file is read as it stands": "--rope-scale= --rope-freq-base= "
-        "--rope-freq-scale= --yarn-orig-ctx= --yarn-ext-factor= --yarn-attn-factor= "
-        "--yarn-beta-slow= --yarn-beta-fast= --override-kv=",
         "speculative decoding is not there yet; leave it out, the answers are the same": (
             "-md= --model-draft= --spec-draft-model= -hfd= -hfrd= --hf-repo-draft= "
             "--spec-draft-hf= --spec-type= --spec-default --spec-draft-n-max= --spec-draft-n-min= "
@@ -272,7 +314,7 @@ ANYWAY |= {
 
 
 class _Take(Foreign):
-    def meet(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
+    def apply(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
         name, read = TAKEN[flag]
         try:
             setting = read(value)
@@ -280,7 +322,7 @@ class _Take(Foreign):
             parser.problem(f"{flag} {value}: {error}")
             return
         except ValueError:
-            expected = "a number of seconds" if read is _seconds else "a whole number"
+            expected = EXPECTED.get(name, "a whole number")
             parser.problem(f"{flag} {value}: expected {expected}")
             return
         if read is _layers and value.isdigit() and 0 < int(value) < ALL_LAYERS:
@@ -291,7 +333,7 @@ class _Take(Foreign):
         if isinstance(setting, list):
             setting = [*(before or ()), *setting]
         elif isinstance(setting, dict):
-            setting = {**(before or {}), **setting}
+            setting = merged(before or {}, setting)
         elif name == "kv_cache_dtype" and before not in (None, setting):
             parser.problem(f"{flag} {value}: keys and values have one type; give both the same")
         setattr(given, name, setting)
@@ -300,7 +342,7 @@ class _Take(Foreign):
 
 
 class _Sample(Foreign):
-    def meet(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
+    def apply(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
         name = SAMPLING[flag]
         try:
             setting: float = int(value) if name == "top_k" else float(value)
@@ -311,15 +353,42 @@ class _Sample(Foreign):
         given.override_generation_config = {**before, name: setting}
 
 
+class _RopeScaling(Foreign):
+    """The type of the rope's scaling, or, as earlier versions of vLLM have it, all its settings as
+    JSON."""
+
+    def apply(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
+        scaling: dict[str, Any] = {"rope_type": "default" if value == "none" else value}
+        if value.startswith("{"):
+            try:
+                scaling = json_object(value)
+            except argparse.ArgumentTypeError as error:
+                parser.problem(f"{flag} {value}: {error}")
+                return
+        elif value not in ("none", "linear", "yarn"):
+            parser.problem(f"{flag} {value}: expected none, linear, yarn or a JSON object")
+            return
+        before = getattr(given, "hf_overrides", None) or {}
+        given.hf_overrides = merged(before, {"rope_scaling": scaling})
+
+
+class _YarnExtFactor(Foreign):
+    def apply(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
+        if value not in ("-1", "-1.0", "1", "1.0"):
+            parser.problem(
+                f"{flag} {value}: yarn always extrapolates in full; give 1, or leave it out"
+            )
+
+
 class _NoCache(Foreign):
-    def meet(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
+    def apply(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
         given.enable_prefix_caching = False
 
 
 class _NodesOrTokens(Foreign):
     """One node is what there is, and an answer of one token nobody asks a server for."""
 
-    def meet(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
+    def apply(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
         try:
             tokens = _number(value)
         except ValueError:
@@ -335,4 +404,6 @@ def add_llama_arguments(parser: Parser) -> None:
     add_hidden(parser, TAKEN, _Take)
     add_hidden(parser, SAMPLING, _Sample)
     add_hidden(parser, [NO_CACHE], _NoCache, nargs=0)
+    add_hidden(parser, ["--rope-scaling"], _RopeScaling)
+    add_hidden(parser, ["--yarn-ext-factor"], _YarnExtFactor)
     add_hidden(parser, [NODES_OR_TOKENS], _NodesOrTokens)

@@ -6,9 +6,10 @@ import argparse
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from shutil import get_terminal_size
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from twostroke.commands.terminal import LEAST_COLUMNS, columns, wrapped
@@ -50,39 +51,93 @@ class Help(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """What is wrong is collected (`problems`) and told by `finish`, if `tells_all`, else at once;
-    options that are taken though they change nothing are collected, too (`notes`)."""
+    """A parser that collects problems for `finish` if `tells_all`, and else stops at the first;
+    remarks on options that are taken are collected for the log (`notice`)."""
 
     tells_all = False
+    lines: tuple[str, ...] = ()  # options whose values are lines of options
+    usual: tuple[str, ...] = ()  # the options that help shows; none: it shows all
+    other_groups: Mapping[str, str] = MappingProxyType({})  # other servers' names of groups → ours
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, "formatter_class": Help, **options})
         self.problems: list[str] = []
-        self.notes: dict[str, str] = {}  # flags, and what is to be said of them, if anything
+        self.notes: dict[str, str] = {}  # flags, and a remark on each
+        self.without_effect: dict[str, list[str]] = {}  # a reason, and the flags it holds for
+
+    def format_help(self) -> str:
+        if not self.usual:
+            return super().format_help()
+        shown = [self._option_string_actions[flag] for flag in self.usual]
+        groups = [name for group in self._action_groups if (name := self._shown(group))]
+        ends = (
+            f"`{self.prog} --help=all` shows all options, `--help=GROUP` those of a group "
+            f"({', '.join(groups)}), `--help=WORD` those with the word in their name."
+        )
+        return self._help_of("usual options", shown, ends)
+
+    def help_about(self, word: str) -> str:
+        """Return the help of all options, of a group, or of the options with a word in their
+        names."""
+        wanted = word.strip().lower().replace("_", "-")
+        if wanted == "all":
+            return super().format_help()
+        wanted = self.other_groups.get(wanted, wanted)
+        for group in self._action_groups:
+            if self._shown(group) == wanted:
+                return self._help_of(str(group.title), group._group_actions)
+        found = [
+            action
+            for action in self._actions
+            if action.help != argparse.SUPPRESS
+            and any(wanted in flag for flag in action.option_strings)
+        ]
+        if not found:
+            return f"no group or option matches {shortened(word)}; try `{self.prog} --help`\n"
+        return self._help_of(f"options with {wanted!r} in their names", found)
+
+    def _shown(self, group: argparse._ArgumentGroup) -> str:
+        """Return the name of a group with options, as `--help=GROUP` takes it."""
+        flags = any(action.option_strings for action in group._group_actions)
+        return str(group.title).partition(" (")[0].partition(",")[0] if flags else ""
+
+    def _help_of(self, title: str, actions: Iterable[argparse.Action], ends: str = "") -> str:
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        formatter.start_section(title)
+        formatter.add_arguments(actions)
+        formatter.end_section()
+        formatter.add_text(ends or None)
+        return formatter.format_help()
 
     def problem(self, message: str) -> None:
         if message not in self.problems:
             self.problems.append(message)
 
-    def note(self, flag: str, why: str = "") -> None:
-        self.notes[flag] = why
+    def note(self, flag: str, remark: str) -> None:
+        self.notes[flag] = remark
+
+    def note_without_effect(self, flag: str, reason: str) -> None:
+        flags = self.without_effect.setdefault(reason, [])
+        if flag not in flags:
+            flags.append(flag)
 
     def notice(self) -> str:
-        """One line about what was noted, which is then forgotten; empty if nothing was."""
-        notes, self.notes = self.notes, {}
-        silent = [flag for flag, why in notes.items() if not why]
-        said = [f"{flag}: {why}" for flag, why in notes.items() if why]
-        if silent:
-            verb = "changes" if len(silent) == 1 else "change"
-            said.insert(0, f"{', '.join(silent)} {verb} nothing here")
-        return "; ".join(said)
+        """Return one line about all notes and forget them; empty if there are none."""
+        groups = [f"{', '.join(flags)} ({why})" for why, flags in self.without_effect.items()]
+        found = [f"{flag}: {remark}" for flag, remark in self.notes.items()]
+        if groups:
+            found.insert(0, f"options without effect: {', '.join(groups)}")
+        self.notes, self.without_effect = {}, {}
+        return "; ".join(found)
 
     def finish(self) -> None:
         """Ends the program with status 2 if anything is wrong."""
         problems, self.problems = self.problems, []
         if not problems:
             return
-        self.notes = {}
+        self.notes, self.without_effect = {}, {}
         width = columns(sys.stderr)
         if len(problems) == 1:
             text = wrapped(f"twostroke: error: {problems[0]}", width, "  ")
@@ -166,10 +221,16 @@ def nearest_flag(flag: str, known: Iterable[str]) -> str | None:
         return begun[0]
     distances = {one: _distance(flag, one) for one in known}
     best = min(distances, key=lambda one: distances[one], default=None)
-    if best is not None and distances[best] <= max(1, len(flag.strip("-")) // 4):
+    if best is not None and distances[best] <= max(1, len(_stem(flag)) // 4):
         return best
-    near = get_close_matches(flag, known, n=1, cutoff=0.75)
-    return near[0] if near else None
+    stems = {_stem(one): one for one in known}
+    near = get_close_matches(_stem(flag), stems, n=1, cutoff=0.75)
+    return stems[near[0]] if near else None
+
+
+def _stem(flag: str) -> str:
+    """Return the part of a flag's name that tells it from other switches."""
+    return re.sub(r"^-+(no-)?((enable|disable)-)?", "", flag)
 
 
 def _distance(one: str, other: str) -> int:

@@ -50,7 +50,8 @@ NOT_HERE = OF_A_SERVER | {"max_model_len", "max_num_seqs", "enable_prefix_cachin
 NOT_HERE |= {"tensor_parallel_size"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
+    parser.lines = ("--try", "--against")
     add = parser.add_argument
     add_model_argument(parser)
     add("--against", metavar="BASE", help="a model, or '[MODEL] OPTIONS'; default: MODEL alone")

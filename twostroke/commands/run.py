@@ -8,7 +8,13 @@ import sys
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from twostroke.commands.answer import ask, has_chat_template, load, noticing_interrupts, print_text
+from twostroke.commands.answer import (
+    ask,
+    has_chat_template,
+    load,
+    noticing_interrupts,
+    written_words,
+)
 from twostroke.commands.flags import (
     OF_A_SERVER,
     add_engine_arguments,
@@ -62,8 +68,8 @@ def execute(args: argparse.Namespace) -> int:
     text = _read_prompt(args)
     engine, load_s = load(config)
     params = sampling_params(args, engine.sampling)
-    write = _discard if args.json else print_text
-    with noticing_interrupts() as interrupted:
+    with noticing_interrupts() as interrupted, written_words() as print_words:
+        write = _discard if args.json else print_words
         asked_s = monotonic()
         prompt = _prompt(engine, text, args.system, args.raw)
         answer = ask(engine, prompt, params, write, asked_s, interrupted)

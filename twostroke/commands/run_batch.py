@@ -5,17 +5,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING, BinaryIO
 
-from twostroke.commands.foreign import Note, add_hidden
+from twostroke.commands.foreign import Foreign, Note, add_hidden
 from twostroke.commands.parser import Parser
 from twostroke.commands.serve_flags import add_server_arguments, settle, start_logging
 from twostroke.errors import ConfigError
+from twostroke.log_lines import WORK
 
 if TYPE_CHECKING:
     from twostroke.engine.build import Engine
@@ -27,6 +30,7 @@ DESCRIPTION = (
     "write their answers to another, in the same order. The options are those of `serve`."
 )
 OPERANDS = " [MODEL]"
+log = logging.getLogger(WORK)
 TELLS_ALL = True  # that is wrong with a line and its settings, at once
 
 
@@ -35,8 +39,29 @@ def add_arguments(parser: Parser) -> None:
     files.add_argument("-i", "--input-file", metavar="FILE", help="requests, one a line")
     files.add_argument("-o", "--output-file", metavar="FILE", help="where their answers go")
     add_server_arguments(parser)
-    add_hidden(parser, ["--output-tmp-dir", "--url"], Note, why="")
-    add_hidden(parser, ["--enable-metrics"], Note, why="", nargs=0)
+    add_hidden(
+        parser, ["--output-tmp-dir"], Note, reason="answers are written to their file at once"
+    )
+    files.add_argument(
+        "--enable-metrics",
+        action="store_true",
+        help="serve Prometheus metrics at --host and --port while the file is answered",
+    )
+    files.add_argument(
+        "--max-inflight",
+        type=int,
+        metavar="N",
+        help="lines that are read ahead of the first one without an answer (default: 4 times "
+        "--max-num-seqs)",
+    )
+    add_hidden(parser, ["--url"], _MetricsHost)
+
+
+class _MetricsHost(Foreign):
+    """`--url`, vLLM's earlier name for `--host`."""
+
+    def apply(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
+        given.host = value
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -46,6 +71,8 @@ def execute(args: argparse.Namespace) -> int:
             args.parser.problem(f"{flag} is missing")
         elif value.startswith(("http://", "https://")):
             args.parser.problem(f"{flag} {value}: give the path of a local file")
+    if args.max_inflight is not None and args.max_inflight < 1:
+        args.parser.problem(f"--max-inflight must be at least 1, not {args.max_inflight}")
     source, target = args.input_file, args.output_file
     config, settings, args = settle(args)
     if args.pools.num_engines > 1 or args.pools.ray is not None:
@@ -53,13 +80,19 @@ def execute(args: argparse.Namespace) -> int:
     start_logging(args, settings)
     if not (hasattr(args, "performance_mode") or hasattr(args, "max_decode_stall")):
         config = replace(config, max_decode_stall=0)  # nobody reads along
+    listener = None
+    if args.enable_metrics:
+        from twostroke.serve.sockets import bind
+
+        listener = bind(settings)  # a port in use costs no model's loading
     with _files(source, target) as (requests, answers):
         from twostroke.engine.build import build_engine
 
         engine, started_s = build_engine(config), monotonic()
         # There is nobody to show a key.
         settings = replace(settings, api_keys=())
-        counts = asyncio.run(_answer(engine, settings, requests, answers))
+        work = _answer(engine, settings, requests, answers, listener, args.max_inflight)
+        counts = asyncio.run(work)
     seconds = monotonic() - started_s
     print(
         f"{counts.answered} answered, {counts.failed} failed, in {seconds:.1f} s: {target}",
@@ -69,24 +102,38 @@ def execute(args: argparse.Namespace) -> int:
 
 
 async def _answer(
-    engine: Engine, settings: ServeSettings, requests: BinaryIO, answers: BinaryIO
+    engine: Engine,
+    settings: ServeSettings,
+    requests: BinaryIO,
+    answers: BinaryIO,
+    listener: socket.socket | None,
+    max_inflight: int | None,
 ) -> Counts:
     from twostroke.engine.client import AsyncEngine
     from twostroke.serve.app import App
     from twostroke.serve.batch import answer_file
+    from twostroke.serve.run import MetricsServer
+    from twostroke.serve.sockets import url_of
     from twostroke.serve.stats_log import log_stats
 
     async with AsyncEngine(engine) as client:
         app = App(client, settings)
-        logging_stats = None
+        loop, beside = asyncio.get_running_loop(), []
         if settings.log_stats:
-            work = log_stats(client, app.service.metrics.totals)
-            logging_stats = asyncio.get_running_loop().create_task(work)
+            beside.append(loop.create_task(log_stats(client, app.service.metrics.totals)))
+        metrics = None
+        if listener is not None:
+            metrics = MetricsServer(app, settings)
+            beside.append(loop.create_task(metrics.serve(sockets=[listener])))
+            log.info("metrics of this batch are at %s/metrics", url_of(listener, settings))
         try:
-            return await answer_file(app, requests, answers)
+            return await answer_file(app, requests, answers, max_inflight)
         finally:
-            if logging_stats is not None:
-                logging_stats.cancel()
+            if metrics is not None:
+                metrics.should_exit = True
+                await beside.pop()
+            for task in beside:
+                task.cancel()
             await app.close()
 
 

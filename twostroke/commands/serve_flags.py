@@ -49,6 +49,26 @@ LOAD_FORMATS = {  # the same files, by other ways
     "runai_streamer": "safetensors",
 }
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
+# The options that `serve --help` shows.
+USUAL = (
+    *("--host", "--port", "--api-key", "--served-model-name", "--config"),
+    *("--model", "--tokenizer", "--chat-template", "--max-model-len", "--dtype"),
+    *("--quantization", "--kv-cache-dtype", "--device", "--gpu-memory-utilization"),
+    *("--max-num-seqs", "--threads", "--tensor-parallel-size", "--data-parallel-size"),
+    *("--tool-call-parser", "--reasoning-parser", "--enable-log-requests"),
+)
+# vLLM's names of groups, as `--help=GROUP` takes them there.
+VLLM_GROUPS = {"frontend": "server", "parallelconfig": "several engines"} | dict.fromkeys(
+    [
+        "modelconfig",
+        "loadconfig",
+        "cacheconfig",
+        "schedulerconfig",
+        "compilationconfig",
+        "vllmconfig",
+    ],
+    "model and engine",
+)
 LIMITS = {
     "max_body_bytes": "longest body of a request (default: 8 MiB, or 64 bytes a token of "
     "max_model_len)",
@@ -96,6 +116,7 @@ SCALES = {"k": 1000, "m": 1000**2, "g": 1000**3, "K": 1024, "M": 1024**2, "G": 1
 
 
 def add_server_arguments(parser: Parser) -> None:
+    parser.usual, parser.other_groups = USUAL, VLLM_GROUPS
     # No option has a default: what is in the namespace was given, here or in the file.
     add_model_argument(parser)
     _add(
@@ -204,6 +225,7 @@ def add_server_arguments(parser: Parser) -> None:
     _add(
         group,
         "--reasoning-parser",
+        type=lambda name: "none" if name.lower() == "none" else name,
         metavar="NAME",
         help="how the model's thinking is parted from its answer (default: only where the prompt "
         "leaves it thinking)",
@@ -228,6 +250,22 @@ def add_server_arguments(parser: Parser) -> None:
     )
     _add(
         group,
+        "--enable-per-request-metrics",
+        action=argparse.BooleanOptionalAction,
+        help="answers have vLLM's metrics: time to first token, in the queue, between tokens; a "
+        "stream that has its usage has them there",
+    )
+    _add(
+        group,
+        "--reasoning-effort-map",
+        type=json_object,
+        action=MergeJson,
+        metavar="JSON",
+        help="the reasoning effort that the chat template gets for the one a request asks for, "
+        'such as {"xhigh": "high"}',
+    )
+    _add(
+        group,
         "--enable-tokenizer-info-endpoint",
         action=argparse.BooleanOptionalAction,
         help="/tokenizer_info tells the special tokens and the chat template",
@@ -247,7 +285,7 @@ def add_server_arguments(parser: Parser) -> None:
     _add(
         group,
         "--disable-log-stats",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
         help="no line about both phases and the KV cache every ten seconds while there is work",
     )
     _add(

@@ -1,7 +1,7 @@
 """vLLM's flags that `serve` does not have itself, so that none is ever silently left undone.
 
-All of `vllm serve` 0.32's are here or taken, and those of earlier versions that launch lines still
-carry. What is in no table is a misspelling. `foreign.py` says what the tables mean.
+All flags of `vllm serve` 0.33 are here or taken, and those of earlier versions that launch lines
+still carry. A flag in no table is a misspelling. `foreign.py` says what the tables mean.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 from dataclasses import fields
 
 from twostroke.commands import llama_flags
+from twostroke.commands.flags import merged
 from twostroke.commands.foreign import (
     DROPPED,
     Foreign,
@@ -30,7 +31,7 @@ NO_STAGES = "layers are not spread over devices; --tensor-parallel-size splits e
 
 REFUSED: Table = table(
     {
-        "weights are taken as their files have them, or as --quantization rounds them; leave it "
+        "weights are used as the files store them, or as --quantization rounds them; leave it "
         "out": "--quantization-config= --quantization-param-path= "
         "--calculate-kv-scales --kv-cache-dtype-skip-layers=+ --override-attention-dtype=",
         f"{ONE_COPY}; start one server for each, behind a proxy": "--master-addr= --master-port= "
@@ -38,8 +39,9 @@ REFUSED: Table = table(
         "--data-parallel-size-local= -dpl= --data-parallel-address= -dpa= "
         "--data-parallel-rpc-port= -dpp= --data-parallel-hybrid-lb -dph "
         "--data-parallel-external-lb -dpe --data-parallel-multi-port-external-lb -dpm --headless",
-        "mixtures of experts are not supported yet": "--enable-return-routed-experts "
-        "--aux-output-config=",
+        "answers do not say which experts a token went to; leave it out": (
+            "--enable-return-routed-experts --aux-output-config="
+        ),
         "speculative decoding is not there yet; leave it out, the answers are the same": (
             "--speculative-config= -sc= --spec-method= --spec-model= --spec-tokens= "
             "--speculative-model= --num-speculative-tokens= "
@@ -67,13 +69,13 @@ REFUSED: Table = table(
             "--pooler-config= --override-pooler-config= --enable-prompt-embeds --diffusion-config= "
             "-dc= --engram-config="
         ),
-        "config.json is read as it stands; change a copy of it and give its folder as the model": (
-            "--hf-overrides= --hf-config-path= --rope-scaling= --rope-theta="
+        "config.json is read from the model's folder; --hf-overrides replaces its settings": (
+            "--hf-config-path="
         ),
         "--revision holds for the tokenizer, too; give --tokenizer a folder for another": (
             "--tokenizer-revision="
         ),
-        "there are no such routes": "--enable-scale-out",
+        "there are no routes for scaling out; leave it out": "--enable-scale-out",
         "client certificates are not checked, and ciphers are the system's; put a proxy in front": (
             "--ssl-ca-certs= --enable-ssl-refresh --ssl-ciphers="
         ),
@@ -83,12 +85,12 @@ REFUSED: Table = table(
         "no text of a prompt or an answer is ever logged; leave it out": "--enable-log-outputs",
         "--skip-tokenizer-init goes without a tokenizer": "--tokens-only",
         "HTTP is the only protocol": "--grpc --grpc-port=",
-        "the tokens that sampling left over are not told; logprobs are": "--return-sampling-mask",
+        "answers do not list the tokens that sampling kept; logprobs do": "--return-sampling-mask",
         "a request cannot force its tokens; prompt_logprobs judges given ones": (
             "--enable-trace-replay"
         ),
         "texts are not watermarked": "--watermark-config=",
-        "the fingerprint is of version, model and device": "--fingerprint-value=",
+        "the fingerprint is made of version, model and device": "--fingerprint-value=",
         "the queue is limited in requests: --max-queue": "--max-num-queued-tokens=",
     }
 )
@@ -110,33 +112,36 @@ NOTED: Table = table(
             "--dp-sync-interval= --enable-hc-sp --enable-batch-sharded-sampling "
             "--enable-shm-tensor-arena --enable-nccl-comm-suspend"
         ),
-        "no layer has experts": "--enable-expert-parallel -ep --enable-eplb --eplb-config= "
+        "experts are split between ranks as other weights are, and stay where they are": ""
+        "--enable-expert-parallel -ep --enable-eplb --eplb-config= "
         "--enable-ep-weight-filter --all2all-backend= --enable-elastic-ep "
         "--elastic-ep-max-dp-size= --expert-placement-strategy= --enable-dbo "
         "--dbo-decode-token-threshold= --dbo-prefill-token-threshold= --moe-backend=",
-        "no adapters": "--max-loras= --max-lora-rank= --max-cpu-loras= --lora-dtype= "
+        "there are no adapters": "--max-loras= --max-lora-rank= --max-cpu-loras= --lora-dtype= "
         "--lora-extra-vocab-size= --long-lora-scaling-factors= --fully-sharded-loras "
         "--lora-target-modules=+ --specialize-active-lora --enable-tower-connector-lora "
         "--lora-cache-dir= --max-prompt-adapters= --max-prompt-adapter-token= "
         "--enable-mixed-moe-lora-format --enable-moe-shared-loras --max-lora-cls-labels=",
         "nothing is offloaded": "--offload-backend= --offload-group-size= --offload-num-in-group= "
         "--offload-prefetch-step= --offload-params=+ --kv-offloading-backend= --swap-space= "
-        "--enable-cumem-allocator",
+        "--enable-cumem-allocator --sleep-mode-backend=",
         "nothing is compiled, and graphs are of decode batches": "--compilation-config= -cc= "
         "--compilation-level= -O=? --optimization-level= --cuda-graph-sizes=+ "
         "--max-seq-len-to-capture= --kernel-config= --enable-flashinfer-autotune "
-        "--ir-op-priority= --linear-backend= --jit-monitor-mode= --jit-monitor-verbose "
+        "--ir-op-priority= --linear-backend= --monokernel --jit-monitor-mode= "
+        "--jit-monitor-verbose "
         "--additional-config= --use-fp64-gumbel --sparse-indexer-topk-backend=",
-        "there is one attention backend": "--attention-backend= --attention-config= -ac= "
+        "each device has one attention backend": "--attention-backend= --attention-config= -ac= "
         "--gdn-prefill-backend= --kda-prefill-backend= --kda-decode-backend= "
         "--kv-sharing-fast-prefill --disable-cascade-attn --enable-flash-late-interaction "
         "--swa-bounded-replay --disable-sliding-window",
-        "no layer has a state": "--mamba-config= --mamba-backend= --mamba-cache-dtype= "
+        "states of layers have one layout and one kernel": ""
+        "--mamba-config= --mamba-backend= --mamba-cache-dtype= "
         "--mamba-ssm-cache-dtype= --mamba-block-size= --mamba-cache-mode= "
         "--mamba-cache-philox-rounds= --enable-mamba-cache-stochastic-rounding "
         "--mamba-ssu-algorithm= --enable-mamba-shared-prefix-checkpoint --replayssm-buffer-len= "
         "--use-replayssm",
-        "text only: what is not text is refused with its request": "--limit-mm-per-prompt= "
+        "models read text only; a request with other content is refused": "--limit-mm-per-prompt= "
         "--media-io-kwargs= --mm-processor-kwargs= --mm-processor-cache-gb= "
         "--mm-processor-cache-type= --mm-shm-cache-max-object-size-mb= --mm-encoder-tp-mode= "
         "--mm-encoder-attn-backend= --mm-encoder-attn-dtype= --mm-tensor-ipc= "
@@ -148,7 +153,7 @@ NOTED: Table = table(
         "llguidance is the one backend of structured outputs": "--guided-decoding-backend= "
         "--guided-decoding-disable-fallback --guided-decoding-disable-any-whitespace "
         "--guided-decoding-disable-additional-properties",
-        "files are mapped and read once": "--safetensors-load-strategy= "
+        "weight files are mapped into memory and read once": "--safetensors-load-strategy= "
         "--safetensors-prefetch-num-threads= --safetensors-prefetch-block-size= "
         "--model-loader-extra-config= --ignore-patterns=+ --pt-load-map-location= "
         "--use-tqdm-on-load --allow-deprecated-quantization",
@@ -157,7 +162,7 @@ NOTED: Table = table(
         "--long-prefill-token-threshold-adaptive --scheduler-delay-factor= "
         "--scheduler-reserve-full-isl --watermark= --prefill-schedule-interval= "
         "--max-num-scheduled-tokens=",
-        "how far the engine plans ahead is not a setting": "--async-scheduling "
+        "the engine decides itself how far it plans ahead": "--async-scheduling "
         "--multi-step-stream-outputs --num-scheduler-steps= --num-lookahead-slots= "
         "--stream-interval=",
         "there is one KV cache manager": "--prefix-caching-hash-algo= "
@@ -165,24 +170,26 @@ NOTED: Table = table(
         "--prefix-match-unit= --use-v2-block-manager --preemption-mode=",
         "POST /start_profile is always there; `twostroke profile` calls it": "--profiler-config=",
         "--nvtx names steps and the parts of layers": "--enable-layerwise-nvtx-tracing",
-        "/metrics has one set of names, and a request one span": "--collect-detailed-traces=+ "
+        "/metrics has one set of names, and a trace has one span per request": ""
+        "--collect-detailed-traces=+ "
         "--show-hidden-metrics-for-version= --kv-cache-metrics "
         "--kv-cache-metrics-sample= --cudagraph-metrics --enable-mfu-metrics "
         "--enable-logging-iteration-details --custom-histogram-buckets= "
         "--per-request-spec-decode-metrics=",
-        "HTTP is one process, the engine another, which is started again if it dies": (
+        "HTTP is one process, the engine another, which is watched (--engine-hang-timeout-s) and "
+        "started again if it dies": (
             "--api-server-count= -asc= --disable-frontend-multiprocessing --renderer-num-workers= "
-            "--enable-fault-tolerance --fault-tolerance-config="
+            "--enable-fault-tolerance --fault-tolerance-config= --watchdog-config="
         ),
         "a head is limited in bytes: --max-header-bytes": "--h11-max-header-count=",
         "logs go to stderr": "--logging-config= --log-config-file= --log-error-stack "
         "--enable-log-deltas --disable-access-log-for-endpoints=",
         "/docs needs no network": "--enable-offline-docs",
-        "routes of others' APIs": "--cohere-is-reasoning-model --cohere-format= "
+        "there are no routes of Cohere's API, and thinking is switched by the request": ""
+        "--cohere-is-reasoning-model --cohere-format= "
         "--anthropic-disabled-thinking-effort=",
         "requests are logged by --enable-log-requests": "--no-disable-uvicorn-access-log",
         "usage always says how many prompt tokens were cached": "--no-enable-prompt-tokens-details",
-        "answers always have their timings": "--no-enable-per-request-metrics",
         "--reasoning-parser asks for it": "--enable-reasoning --reasoning-config=",
         "/docs and /openapi.json are there, and want the key": "--disable-fastapi-docs "
         "--no-disable-fastapi-docs",
@@ -197,7 +204,6 @@ ANYWAY: Table = table(
         "/sleep is there in development mode, with VLLM_SERVER_DEV_MODE=1": "--enable-sleep-mode "
         "--no-enable-sleep-mode",
         "usage always says how many prompt tokens were cached": "--enable-prompt-tokens-details",
-        "answers always have their timings": "--enable-per-request-metrics",
         "gloo or NCCL reduces": "--disable-custom-all-reduce --no-disable-custom-all-reduce",
         "models read and write text only": "--language-model-only --no-language-model-only",
         "a wrong setting always ends the start": "--fail-on-environ-validation "
@@ -235,13 +241,13 @@ ONLY: Only = {
     ),
 }
 
-# Of the above, what vLLM 0.32 has not any more.
+# Flags above that vLLM 0.33 no longer has.
 _OF_EARLIER_VERSIONS = (
     "--quantization-param-path --calculate-kv-scales --override-attention-dtype "
     "--speculative-model --num-speculative-tokens --speculative-draft-tensor-parallel-size "
     "--ngram-prompt-lookup-max --ngram-prompt-lookup-min --spec-decoding-acceptance-method "
     "--enable-prompt-adapter --prompt-adapters --logits-processor-pattern "
-    "--override-pooler-config --rope-theta --worker-use-ray --lora-extra-vocab-size "
+    "--override-pooler-config --worker-use-ray --lora-extra-vocab-size "
     "--long-lora-scaling-factors --lora-cache-dir --max-prompt-adapters "
     "--max-prompt-adapter-token --swap-space --compilation-level --cuda-graph-sizes "
     "--max-seq-len-to-capture --mamba-config --disable-mm-preprocessor-cache "
@@ -254,7 +260,7 @@ _OF_EARLIER_VERSIONS = (
 )
 OF_EARLIER_VERSIONS = frozenset(_OF_EARLIER_VERSIONS.split())
 
-# What an option sets under our names: reads its value, or says why it cannot.
+# The setting that each option sets, and the reader of its value.
 TAKEN = {
     "--device-memory-utilization": ("gpu_memory_utilization", float),
     "--max-num-active-seqs": ("max_num_seqs", int),
@@ -275,7 +281,7 @@ NEUTRAL = {one.name: one.default for one in fields(SamplingParams) if one.name i
 
 
 class _Take(Foreign):
-    def meet(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
+    def apply(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
         name, read = TAKEN[flag]
         try:
             setattr(given, name, read(value))
@@ -286,7 +292,7 @@ class _Take(Foreign):
 class _Format(Foreign):
     """How files are read: as Hugging Face has them, which Mistral's repositories have as well."""
 
-    def meet(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
+    def apply(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
         if value not in MISTRAL[flag]:
             parser.problem(f"{flag} {value}: expected one of {', '.join(MISTRAL[flag])}")
         elif value == "mistral":
@@ -294,7 +300,7 @@ class _Format(Foreign):
 
 
 class _GenerationConfig(Foreign):
-    def meet(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
+    def apply(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
         if value == "vllm":  # not what the model's makers recommend
             before = getattr(given, "override_generation_config", {})
             given.override_generation_config = {**NEUTRAL, **before}
@@ -308,7 +314,7 @@ class _GenerationConfig(Foreign):
 class _Environment(Foreign):
     """What the Hub's library reads from the environment."""
 
-    def meet(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
+    def apply(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
         name = HUB_VARIABLES[flag]
         if name == "HF_HUB_OFFLINE":
             value = "1"
@@ -316,8 +322,39 @@ class _Environment(Foreign):
             given.environment = {**getattr(given, "environment", {}), name: value}
 
 
+class _RopeTheta(Foreign):
+    def apply(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
+        try:
+            theta = float(value)
+        except ValueError:
+            parser.problem(f"{flag} {value}: expected a number")
+            return
+        given.hf_overrides = merged(
+            getattr(given, "hf_overrides", None) or {}, {"rope_theta": theta}
+        )
+
+
+class _Inverse(Foreign):
+    """`--disable-x` for a switch `--enable-x`, and the other way round, as vLLM takes them."""
+
+    def apply(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
+        negated = f"--no-{_opposite(flag)[2:]}"
+        action = parser._option_string_actions[negated]
+        # One of our own switches reads its value off the name; another's is named in the log.
+        action(parser, given, [], flag if isinstance(action, Foreign) else negated)
+
+
+def _opposite(flag: str) -> str:
+    enables = flag.startswith("--enable-")
+    return (
+        flag.replace("--enable-", "--disable-")
+        if enables
+        else flag.replace("--disable-", "--enable-")
+    )
+
+
 class _DeviceIds(Foreign):
-    def meet(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
+    def apply(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
         if value.isdigit():
             given.device = f"cuda:{value}"
         else:
@@ -327,7 +364,7 @@ class _DeviceIds(Foreign):
 
 
 class _LogLevel(Foreign):
-    def meet(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
+    def apply(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
         level = value.lower()
         given.uvicorn_log_level = "debug" if level == "notset" else level
 
@@ -346,4 +383,8 @@ def add_foreign_arguments(parser: Parser) -> None:
     add_hidden(parser, ["--offline"], _Environment, nargs=0)
     add_hidden(parser, ["--device-ids"], _DeviceIds)
     add_hidden(parser, ["--log-level"], _LogLevel)
+    add_hidden(parser, ["--rope-theta"], _RopeTheta)
     llama_flags.add_llama_arguments(parser)
+    switches = [flag[5:] for flag in parser._option_string_actions if flag.startswith("--no-")]
+    named = [f"--{name}" for name in switches if name.startswith(("enable-", "disable-"))]
+    add_hidden(parser, map(_opposite, named), _Inverse, nargs=0)

@@ -12,6 +12,7 @@ from twostroke.model.fields import Fields, read_json, shown
 from twostroke.model.hf_families import FAMILIES, Family
 from twostroke.model.hf_packed import PackedConfig, packed_config
 from twostroke.model.hf_w8a8 import W8Config, w8_config
+from twostroke.model.overrides import override_config
 from twostroke.model.spec import ModelSpec
 from twostroke.model.tensor_names import TensorNames
 from twostroke.model.weights import Variant
@@ -34,7 +35,10 @@ FIELDS |= {
 }
 
 
-def load_hf_config(folder: Path) -> tuple[ModelSpec, dict[str, Any]]:
+def load_hf_config(
+    folder: Path, overrides: Mapping[str, Any] | None = None
+) -> tuple[ModelSpec, dict[str, Any]]:
+    """Return the spec and the settings of config.json, with the overrides in their place."""
     path = folder / "config.json" if folder.is_dir() else folder
     try:
         config = read_json(path)
@@ -43,7 +47,10 @@ def load_hf_config(folder: Path) -> tuple[ModelSpec, dict[str, Any]]:
             f"{folder}: no config.json there. A model folder holds config.json and *.safetensors; "
             "for a GGUF model give the path of the .gguf file itself."
         ) from None
-    return spec_from_hf(config, where=str(path)), config
+    if not overrides:
+        return spec_from_hf(config, where=str(path)), config
+    config = override_config(config, overrides)
+    return spec_from_hf(config, where=f"{path} with hf_overrides"), config
 
 
 def spec_from_hf(config: Mapping[str, Any], where: str = "config.json") -> ModelSpec:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import prod
 
 from twostroke.config import EngineConfig
-from twostroke.errors import ConfigError
+from twostroke.errors import ConfigError, ModelError
 from twostroke.model import gguf_config, hf_config
 from twostroke.model.gguf import GGUFFile
 from twostroke.model.hub import ModelFiles
+from twostroke.model.overrides import override_metadata
 from twostroke.model.spec import ModelSpec
 from twostroke.model.weights import WeightSource, check_weights
 from twostroke.model.weights.dummy import DummyWeights
 from twostroke.model.weights.gguf import GGUFWeights
 from twostroke.model.weights.safetensors import SafetensorsWeights
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,9 @@ class OpenedModel:
 def open_model(config: EngineConfig, files: ModelFiles, device: str) -> OpenedModel:
     if files.kind == "gguf":
         return _open_gguf(config, files, device)
-    spec, settings = hf_config.load_hf_config(files.path)
+    spec, settings = hf_config.load_hf_config(files.path, config.hf_overrides)
+    if config.hf_overrides:
+        _warn_without_effect(files, spec, lambda: hf_config.load_hf_config(files.path)[0])
     dtype = hf_config.dtype_of(settings, str(files.path / "config.json"))
     if config.load_format == "dummy":
         return OpenedModel(files, spec, _dummy(spec, config, device), dtype)
@@ -66,12 +73,30 @@ def open_model(config: EngineConfig, files: ModelFiles, device: str) -> OpenedMo
 
 def _open_gguf(config: EngineConfig, files: ModelFiles, device: str) -> OpenedModel:
     file = GGUFFile.open(files.path)
+    if config.hf_overrides:
+        file.metadata = override_metadata(file.metadata, config.hf_overrides, str(file.path))
     spec = gguf_config.spec_from_gguf(file)
+    if config.hf_overrides:
+        path = files.path
+        _warn_without_effect(files, spec, lambda: gguf_config.spec_from_gguf(GGUFFile.open(path)))
     if config.load_format == "dummy":
         return OpenedModel(files, spec, _dummy(spec, config, device), "bfloat16")
     weights = GGUFWeights(file, spec)
     check_weights(spec, weights, str(files.path), "the metadata", gguf_config.FIELDS)
     return OpenedModel(files, spec, weights, "bfloat16")
+
+
+def _warn_without_effect(
+    files: ModelFiles, spec: ModelSpec, read_own: Callable[[], ModelSpec]
+) -> None:
+    try:
+        unchanged = read_own() == spec
+    except ModelError:  # which the overrides mend
+        return
+    if unchanged:
+        log.warning(
+            "hf_overrides change nothing of %s: no setting read from it differs", files.path
+        )
 
 
 def _dummy(spec: ModelSpec, config: EngineConfig, device: str) -> WeightSource:

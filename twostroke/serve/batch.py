@@ -48,10 +48,14 @@ class Counts(NamedTuple):
     failed: int
 
 
-async def answer_file(app: App, source: BinaryIO, target: BinaryIO) -> Counts:
-    """Raises `EngineError` if the engine stops; what was answered by then is in `target`."""
+async def answer_file(
+    app: App, source: BinaryIO, target: BinaryIO, max_inflight: int | None = None
+) -> Counts:
+    """Answer all lines, at most `max_inflight` of them at a time.
+
+    Raises `EngineError` if the engine stops; what was answered by then is in `target`."""
     client = app.service.client
-    most_lines = LINES_PER_SEQ * client.info.max_num_seqs
+    most_lines = max_inflight or LINES_PER_SEQ * client.info.max_num_seqs
     answered = failed = held_bytes = 0
     window: deque[tuple[int, asyncio.Task[tuple[bytes, bool]]]] = deque()
 

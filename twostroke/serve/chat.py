@@ -14,6 +14,7 @@ from twostroke.serve.response_fields import (
     Json,
     LogprobWriter,
     count_tokens,
+    request_metrics,
     timings,
 )
 from twostroke.serve.service import Service
@@ -61,6 +62,8 @@ class ChatGeneration(Conversation[ChatRequest]):
             counts.add_reasoning(self.reasoning_tokens(completion.token_ids))
         response["usage"] = counts.usage()
         response["timings"] = timings([output])
+        if self.service.settings.enable_per_request_metrics:
+            response["metrics"] = request_metrics(outputs)
         # vLLM's, which are there even if they were not asked for
         asked, ids_asked = self.request.prompt_logprobs is not None, self.request.return_token_ids
         response["prompt_logprobs"] = self._logprobs.prompt(output) if asked else None

@@ -10,7 +10,13 @@ from twostroke.serve.generate import ChunkWriter, Generation
 from twostroke.serve.params import completion_params
 from twostroke.serve.prompts import split_prompts
 from twostroke.serve.protocol import CompletionRequest
-from twostroke.serve.response_fields import Json, LogprobWriter, count_tokens, timings
+from twostroke.serve.response_fields import (
+    Json,
+    LogprobWriter,
+    count_tokens,
+    request_metrics,
+    timings,
+)
 from twostroke.serve.service import Service
 from twostroke.serve.sse import Encoded, LazyList, TextEventTemplate, concat, event, long_event
 
@@ -55,6 +61,8 @@ class CompletionGeneration(Generation[CompletionRequest]):
         )
         response["usage"] = counts.usage()
         response["timings"] = timings(outputs)
+        if self.service.settings.enable_per_request_metrics:
+            response["metrics"] = request_metrics(outputs)
         return response
 
     def index(self, prompt_index: int, completion: CompletionOutput) -> int:

@@ -73,8 +73,9 @@ class Conversation(Generation[R]):
     def render(self) -> list[int]:
         """The prompt's token ids. Called off the event loop."""
         chat, variables = self.chat, {}
-        if chat.reasoning_effort is not None:
-            variables["reasoning_effort"] = chat.reasoning_effort
+        if (effort := chat.reasoning_effort) is not None:
+            efforts = self.service.settings.reasoning_effort_map
+            variables["reasoning_effort"] = efforts.get(effort, effort)
         return self.service.prompts.render(chat.messages, chat, **variables)
 
     def _requested_reasoning(self, prompt: Sequence[int]) -> Reasoning | None:

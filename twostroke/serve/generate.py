@@ -36,6 +36,7 @@ from twostroke.serve.response_fields import (
     TokenCounts,
     cached_tokens,
     progress,
+    request_metrics,
     timings,
 )
 from twostroke.serve.service import Service, UnreadBytes
@@ -130,8 +131,10 @@ class ChunkWriter(ABC, Generic[G]):
         if not self.usage_at_end:
             return DONE
         self.counts.cached = sum(map(cached_tokens, self.finished))
-        times = timings(self.finished)
-        return event(self.chunk([], usage=self.counts.usage(), timings=times)) + DONE
+        more: Json = {"timings": timings(self.finished)}
+        if self.generation.service.settings.enable_per_request_metrics:
+            more["metrics"] = request_metrics(self.finished)
+        return event(self.chunk([], usage=self.counts.usage(), **more)) + DONE
 
     def fail(self, error: ApiError) -> bytes:
         return error_event(error) + DONE

@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from twostroke import __version__
 from twostroke.serve.errors import ApiError, unavailable
-from twostroke.serve.http import HttpRequest
+from twostroke.serve.http import JSON, HttpRequest
 from twostroke.serve.prompts import ThreadPool
 from twostroke.serve.protocol import DetokenizeRequest, TokenizeRequest
 from twostroke.serve.response_fields import Json
@@ -27,8 +27,9 @@ class InfoRoutes:
 
     async def health(self, http: HttpRequest) -> None:
         service = self._service
-        if service.admission.draining:
-            raise unavailable("the server is shutting down")
+        if service.admission.draining:  # no failure: a probe is to see it and to send no more
+            await http.respond(503, b'{"status":"shutting down"}', JSON)
+            return
         if service.client.asleep:  # as it should be: nobody is to restart the server for it
             await http.respond_json({"status": "sleeping"})
             return

@@ -121,6 +121,25 @@ def timings(outputs: Sequence[RequestOutput]) -> Json | None:
     }
 
 
+def request_metrics(outputs: Sequence[RequestOutput]) -> Json | None:
+    """Return vLLM's `metrics` of an answer with `--enable-per-request-metrics`: the times of one
+    text, and None for an answer of several, which share no times."""
+    records = [record for output in outputs for record in output.records]
+    if len(records) != 1:
+        return None
+    (record,) = records
+    tokens = len(record.token_s)
+    inference_s = record.prefill_s + record.decode_s
+    return {
+        "time_to_first_token_ms": record.prefill_s * 1e3 if tokens else None,
+        "generation_time_ms": record.decode_s * 1e3 if tokens else None,
+        "queue_time_ms": (record.scheduled_s - record.queued_s) * 1e3,
+        "mean_itl_ms": record.tpot_s * 1e3 if tokens > 1 else None,
+        "tokens_per_second": tokens / inference_s if tokens and inference_s > 0 else None,
+        "speculative_decoding": None,
+    }
+
+
 def _in_ms(causes: Causes) -> Json:
     return {cause: seconds * 1e3 for cause, seconds in causes._asdict().items()}
 

@@ -18,15 +18,16 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from time import monotonic
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import uvicorn
 
 from twostroke.engine.api import EngineClient
 from twostroke.errors import EngineError
-from twostroke.log_lines import uvicorn_config
+from twostroke.log_lines import WORK, uvicorn_config
 from twostroke.serve.app import App, asgi
 from twostroke.serve.connection import connection_type
+from twostroke.serve.http import Message, Receive, Send
 from twostroke.serve.settings import ServeSettings
 from twostroke.serve.sockets import bind, unlink, url_of
 from twostroke.serve.stats_log import log_stats
@@ -34,6 +35,7 @@ from twostroke.serve.stats_log import log_stats
 Client = TypeVar("Client", bound=EngineClient)
 ClientFactory = Callable[[], AbstractAsyncContextManager[Client]]
 
+log = logging.getLogger(WORK)
 BACKLOG = 4096
 LAST_EVENTS_S = 2  # for error events to be written, once the draining is over
 
@@ -53,25 +55,7 @@ class HttpServer(uvicorn.Server):
     """One run of the server. `stop` asks it to end, from any thread."""
 
     def __init__(self, app: App, settings: ServeSettings) -> None:
-        super().__init__(
-            uvicorn.Config(
-                asgi(app),
-                loop="uvloop" if _has_uvloop() else "asyncio",
-                http=connection_type(settings),  # type: ignore[arg-type]
-                ws="none",
-                lifespan="off",
-                log_config=uvicorn_config(),
-                log_level="info" if settings.access_log else settings.uvicorn_log_level,
-                access_log=settings.access_log,
-                server_header=False,
-                proxy_headers=False,
-                timeout_keep_alive=int(settings.keep_alive_s),
-                timeout_graceful_shutdown=LAST_EVENTS_S,
-                backlog=BACKLOG,
-                ssl_certfile=settings.ssl_certfile,
-                ssl_keyfile=settings.ssl_keyfile,
-            )
-        )
+        super().__init__(_config(asgi(app), settings))
         access = logging.getLogger("uvicorn.access")
         if not any(isinstance(one, WithoutQuery) for one in access.filters):
             access.addFilter(WithoutQuery())
@@ -102,6 +86,13 @@ class HttpServer(uvicorn.Server):
         if self._draining is not None:
             self._drain_s = 0.0
             return
+        if running := len(self._app.service.open_streams):
+            requests = "1 request" if running == 1 else f"{running} requests"
+            log.info(
+                "finishing %s, for up to %g s; press Ctrl-C again to stop at once",
+                requests,
+                self._drain_s,
+            )
         self._app.service.admission.draining = True
         self._draining = asyncio.get_running_loop().create_task(self._drain())
 
@@ -116,6 +107,44 @@ class HttpServer(uvicorn.Server):
             await asyncio.sleep(0.02)
         service.end_streams()
         self.should_exit = True
+
+
+class MetricsServer(uvicorn.Server):
+    """A server of an app's /metrics, and of no other route, beside the work of a batch."""
+
+    def __init__(self, app: App, settings: ServeSettings) -> None:
+        self._app = app
+        super().__init__(_config(self._answer, settings))
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are for the batch."""
+        yield
+
+    async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["path"] != "/metrics":
+            scope = {**scope, "path": "/nowhere", "raw_path": b"/nowhere"}
+        await self._app(scope, receive, send)
+
+
+def _config(application: Any, settings: ServeSettings) -> uvicorn.Config:
+    return uvicorn.Config(
+        application,
+        loop="uvloop" if _has_uvloop() else "asyncio",
+        http=connection_type(settings),  # type: ignore[arg-type]
+        ws="none",
+        lifespan="off",
+        log_config=uvicorn_config(),
+        log_level="info" if settings.access_log else settings.uvicorn_log_level,
+        access_log=settings.access_log,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=int(settings.keep_alive_s),
+        timeout_graceful_shutdown=LAST_EVENTS_S,
+        backlog=BACKLOG,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
+    )
 
 
 async def serve_forever(

@@ -46,6 +46,9 @@ class ServeSettings(Strict):
     response_role: str = "assistant"
     return_tokens_as_token_ids: bool = False  # in log-probabilities, unless a request says
     force_include_usage: bool = False  # every chunk of every stream has `usage`
+    enable_per_request_metrics: bool = False  # answers have vLLM's `metrics`
+    # A request's reasoning effort → the one that the chat template gets.
+    reasoning_effort_map: dict[str, str] = field(default_factory=dict)
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     trust_request_chat_template: bool = False  # whether a request may bring its own template
     enable_auto_tool_choice: bool = True  # a model may call tools unless it is told not to
@@ -115,6 +118,7 @@ class ServeSettings(Strict):
             "enable_tokenizer_info_endpoint",
             "enable_request_id_headers",
             "force_include_usage",
+            "enable_per_request_metrics",
             "return_tokens_as_token_ids",
             "log_stats",
             "trust_request_chat_template",
@@ -122,6 +126,11 @@ class ServeSettings(Strict):
             "exclude_tools_when_tool_choice_none",
             "disable_additional_properties",
         )
+        efforts = self.reasoning_effort_map
+        if not isinstance(efforts, dict) or not all(
+            isinstance(word, str) for pair in efforts.items() for word in pair
+        ):
+            self._refuse("reasoning_effort_map", 'a dict such as {"xhigh": "high"}')
         levels = ("critical", "error", "warning", "info", "debug", "trace")
         self._check_choice("uvicorn_log_level", levels)
         if not isinstance(self.otlp_traces_endpoint, str | None):
