@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 
 import pytest
 
+from tests.cli import published_lines
 from tests.cli.launch_lines import LLAMA, VLLM
 from tests.cli.reading import OPTIONS, PARSER, SERVE, read
 from twostroke.cli import parse
@@ -46,6 +48,19 @@ def test_a_launch_line_is_taken_or_all_that_is_wrong_is_told(
         assert taken.settings is not None
 
 
+def test_no_published_launch_line_is_refused_wrongly() -> None:
+    lines = published_lines.DATA.read_text(encoding="utf-8").splitlines()
+    assert len(lines) > 150
+    wrong = {}
+    for line in lines:
+        _, *words = shlex.split(line)
+        problems = published_lines.problems_of(tuple(words))
+        if not all(map(published_lines.stands, problems)):
+            wrong[line] = problems
+    assert wrong == {}
+    assert not published_lines.stands("--port: a value is missing"), "the check can fail"
+
+
 def test_so_many_lines_are_taken_whole() -> None:
     assert len(VLLM) >= 30
     assert len(LLAMA) >= 12
@@ -77,6 +92,7 @@ LINES = {
     "-hff": (["org/name", "-hff", "f.gguf"], ["org/name"]),
     "--hf-file": (["org/name", "--hf-file", "f.gguf"], ["org/name"]),
     "--yarn-ext-factor": (["--yarn-ext-factor", "0"], []),
+    "--webui": (["--no-webui", "--webui"], ["--no-webui"]),
 }
 
 

@@ -381,7 +381,7 @@ def test_structured_outputs_are_set_as_vllms(tmp_path: Path) -> None:
     for words in ((flag, opened), ("--config", str(file))):
         assert not settings_of(*words).disable_additional_properties
     for wrong, says in {
-        '{"backend": "xgrammar"}': "the one backend",
+        '{"backend": "regex"}': "backend must be one of auto, guidance, xgrammar",
         '{"disable_any_whitespace": true}': "disable_any_whitespace is not supported",
         '{"disable_additional_properties": 0}': "must be true or false",
         "[]": "expected a JSON object",

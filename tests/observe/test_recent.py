@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -122,7 +123,32 @@ def test_an_hour_is_kept_in_slices_that_are_as_many_whatever_the_load() -> None:
     series = recent.series(7200.0, HOUR_S)
     assert len(series) <= HOUR_S / COARSE[0] + 1
     assert [round(one.gap_p50_s or 0, 1) for one in (series[0], series[-1])] == [0.1, 0.4]
-    assert {round(one.written_rate, 1) for one in series} <= {4.0, 4.1}
+    assert {round(one.written_rate or 0, 1) for one in series} <= {4.0, 4.1}
+
+
+def test_the_load_of_a_slice_is_the_most_of_all_engines_together() -> None:
+    recent = Recent(Totals(1024), 0.0)
+    for engine, at, running, waiting, used in (
+        ("a", 1.0, 3, 5, 40),
+        ("b", 1.1, 2, 0, 10),
+        ("a", 1.2, 1, 0, 20),
+    ):
+        kv = KVUsage(100, used, 0, 0, 100 - used)
+        one = replace(step(at, 0.1, streams=1), engine=engine, running=running, waiting=waiting)
+        recent.add_step(replace(one, kv=kv))
+    (point,) = recent.series(2.0, MINUTE_S)
+    assert (point.running, point.waiting) == (5, 5)
+    assert point.kv_share == pytest.approx(0.25), "of both: 50 of 200"
+
+
+def test_errors_have_a_point_where_no_step_ran() -> None:
+    recent = told([])
+    for _ in range(3):
+        recent.before_change(10.0)
+        recent.totals.add_answer(500)
+    (point,) = recent.series(10.5, MINUTE_S)
+    assert point.error_rate == 3.0
+    assert (point.running, point.written_rate, point.gap_p50_s) == (None, None, None)
 
 
 def test_a_refusal_while_nothing_runs_is_in_the_windows_and_leaves_them() -> None:
@@ -134,4 +160,5 @@ def test_a_refusal_while_nothing_runs_is_in_the_windows_and_leaves_them() -> Non
     assert recent.window(105.0, 10.0).work.generated_tokens == 0
     assert recent.window(150.0, 10.0).work.answered_429 == 0
     assert recent.window(150.0, 60.0).work.answered_429 == 2
-    assert recent.series(150.0, MINUTE_S) == [], "no step, no rate"
+    (point,) = recent.series(150.0, MINUTE_S)
+    assert (point.error_rate, point.written_rate) == (2.0, None), "no step, no rate of tokens"

@@ -153,7 +153,13 @@ def test_the_curves_say_when_how_much_and_how_fast(server: Running) -> None:
     write(server, "the quick brown fox", 30)
     told = feed(server, window="all")
     assert told["series_s"] == 60.0, "no longer than the server is up, and a minute at least"
-    began_s, ended_s, prefill, written, *quantiles = told["series"][-1]
+    began_s, ended_s, prefill, written, *load, ended, errors = told["series"][-1][:9]
+    quantiles = told["series"][-1][9:]
+    running, waiting, kv_share = load
+    assert (running, waiting) == (1, 0)
+    assert 0 < kv_share < 1
+    assert ended > 0
+    assert errors == 0
     assert 0 <= ended_s <= began_s < 60
     assert prefill >= 0
     assert written > 0

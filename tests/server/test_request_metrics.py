@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,8 +63,7 @@ def test_the_template_gets_the_effort_that_the_map_names() -> None:
         messages: Any = ()
         reasoning_effort = "xhigh"
 
-    conversation: Any = Conversation.__new__(Conversation)  # type: ignore[type-abstract]
-    conversation.service, conversation.chat = Service(), Chat()
+    conversation: Any = SimpleNamespace(service=Service(), chat=Chat())
     assert Conversation.render(conversation) == {"reasoning_effort": "high"}
     Chat.reasoning_effort = "low"
     assert Conversation.render(conversation) == {"reasoning_effort": "low"}

@@ -166,7 +166,9 @@ class Parser(argparse.ArgumentParser):
                 value_of_unknown = False
                 continue
             flag, equals, _ = word.partition("=")
-            joined = not word.startswith("--") and word[:2] in self._option_string_actions
+            # `-O3` and `-c4096`, but no other word: argparse would ask which of several is meant.
+            joined = not word[2:].isalpha() and word[:2] in self._option_string_actions
+            joined = joined and not word.startswith("--")
             value_of_unknown = False
             if flag in self._option_string_actions or joined:
                 kept.append(word)

@@ -46,8 +46,11 @@ LOAD_FORMATS = {  # the same files, by other ways
     "mistral": "auto",
     "fastsafetensors": "safetensors",
     "instanttensor": "safetensors",
+    "ipc_cache": "auto",
     "runai_streamer": "safetensors",
 }
+# vLLM's, which accept the same texts as llguidance.
+STRUCTURED_BACKENDS = ("auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 # The options that `serve --help` shows.
 USUAL = (
@@ -541,8 +544,12 @@ def _structured_outputs_config(text: str) -> bool:
     closed = given.pop("disable_additional_properties", True)
     if not isinstance(closed, bool):
         raise argparse.ArgumentTypeError("disable_additional_properties must be true or false")
-    if given.pop("backend", "auto") not in ("auto", "guidance"):
-        raise argparse.ArgumentTypeError("llguidance is the one backend of structured outputs")
+    backend = given.pop("backend", "auto")
+    if backend not in STRUCTURED_BACKENDS:
+        known = ", ".join(STRUCTURED_BACKENDS)
+        raise argparse.ArgumentTypeError(
+            f"backend must be one of {known}; llguidance does the work"
+        )
     given.pop("disable_fallback", None)  # there is no other backend
     if others := [name for name, value in given.items() if value]:
         raise argparse.ArgumentTypeError(

@@ -335,7 +335,7 @@ class _RopeTheta(Foreign):
 
 
 class _Inverse(Foreign):
-    """`--disable-x` for a switch `--enable-x`, and the other way round, as vLLM takes them."""
+    """The opposite of a switch to enable or disable something, as vLLM takes it."""
 
     def apply(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
         negated = f"--no-{_opposite(flag)[2:]}"

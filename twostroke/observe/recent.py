@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from math import log2
-from operator import sub
+from operator import add, sub
 from typing import NamedTuple
 
 from twostroke.observe.record import RequestRecord, StepRecord
@@ -135,12 +136,36 @@ class Point(NamedTuple):
 
     began_s: float  # ago
     ended_s: float  # ago
-    prefill_rate: float  # prompt tokens computed a second
-    written_rate: float
+    prefill_rate: float | None  # prompt tokens computed a second
+    written_rate: float | None
+    # The most at any step, of all engines together.
+    running: int | None
+    waiting: int | None
+    kv_share: float | None  # of the KV cache, in use
+    ended_rate: float  # requests a second, however they ended
+    error_rate: float  # requests that failed or were refused, a second
     first_p50_s: float | None
     first_p95_s: float | None
     gap_p50_s: float | None
     gap_p95_s: float | None
+
+
+class Load(NamedTuple):
+    """The work and the KV cache in use at one step of an engine, or of several together."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_used: int = 0
+    kv_reserved: int = 0
+
+    def plus(self, other: Load) -> Load:
+        return Load(*map(add, self, other))
+
+    def most(self, other: Load) -> Load:
+        return Load(*map(max, self, other))
+
+
+NO_LOAD = Load()
 
 
 @dataclass(slots=True)
@@ -153,6 +178,7 @@ class Slice:
     from_s: float | None = None  # when the work on its first step began; None: no step yet
     gaps: Spread = field(default_factory=Spread)
     firsts: Spread = field(default_factory=Spread)
+    load: Load = NO_LOAD  # the most of each
     quantiles: tuple[float | None, ...] | None = None  # once it has ended
 
     def find_quantiles(self) -> tuple[float | None, ...]:
@@ -168,6 +194,7 @@ class Slice:
             newer.from_s if self.from_s is None else self.from_s,
             merged((self.gaps, newer.gaps)),
             merged((self.firsts, newer.firsts)),
+            self.load.most(newer.load),
         )
 
 
@@ -183,6 +210,7 @@ class Recent:
         self.num_steps = 0  # told so far, of all engines
         self.fine: deque[Slice] = deque(maxlen=FINE[1])
         self.coarse: deque[Slice] = deque(maxlen=COARSE[1])
+        self._loads: dict[str, Load] = {}  # of each engine, at its last step
         self._whole = Slice(started_s, started_s, NOTHING)
         # Of a window's seconds: its first and last slice that has ended, and their spreads.
         self._merged: dict[float, tuple[float, float, Spread, Spread]] = {}
@@ -198,6 +226,10 @@ class Recent:
             current.gaps.add(late.total_s)
         for first in record.first:
             current.firsts.add(first.ttft_s)
+        kv = record.kv
+        load = Load(record.running, record.waiting, kv.used, kv.reserved)
+        self._loads[record.engine] = load
+        current.load = current.load.most(reduce(Load.plus, self._loads.values()))
         self.num_steps += 1
 
     def add_request(self, record: RequestRecord) -> None:
@@ -267,15 +299,35 @@ class Recent:
     def series(self, now: float, seconds: float) -> list[Point]:
         """Of each slice of the last `seconds`, an hour at most, oldest first."""
         slices = self._slices(seconds)
+        length_s = (FINE if seconds <= MINUTE_S else COARSE)[0]
         after = [*(one.before for one in slices[1:]), mark_of(self.totals)]
-        points = []
-        for one, mark in zip(slices, after, strict=False):  # of no slice there is a mark, too
-            if now - one.last_s > seconds or one.from_s is None:
-                continue
-            before, took_s = one.before, max(one.last_s - one.from_s, 1e-3)
-            prefilled = mark.prefill_tokens - before.prefill_tokens
-            written = mark.generated_tokens - before.generated_tokens
-            rates = prefilled / took_s, written / took_s
-            quantiles = one.quantiles or one.find_quantiles()
-            points.append(Point(now - one.from_s, now - one.last_s, *rates, *quantiles))
-        return points
+        return [
+            _point(one, mark.since(one.before), now, length_s)
+            for one, mark in zip(slices, after, strict=False)  # of no slice there is a mark, too
+            if now - one.last_s <= seconds
+        ]
+
+
+def _point(one: Slice, work: Mark, now: float, length_s: float) -> Point:
+    """`work`: the growth of the totals in a slice of at most `length_s` seconds."""
+    over_s = max(FINE[0], min(length_s, now - one.began_s))
+    ended = work.ended_stop + work.ended_length + work.ended_abort + work.ended_error
+    errors = work.ended_error + work.answered_429 + work.answered_4xx + work.answered_5xx
+    requests = ended / over_s, errors / over_s
+    quantiles = one.quantiles or one.find_quantiles()
+    if one.from_s is None:  # requests ended or were refused, and no step ran
+        ends_s = now - one.began_s, now - one.last_s
+        return Point(*ends_s, None, None, None, None, None, *requests, *quantiles)
+    took_s = max(one.last_s - one.from_s, 1e-3)
+    load = one.load
+    return Point(
+        now - one.from_s,
+        now - one.last_s,
+        work.prefill_tokens / took_s,
+        work.generated_tokens / took_s,
+        load.running,
+        load.waiting,
+        load.kv_used / load.kv_reserved if load.kv_reserved else 0.0,
+        *requests,
+        *quantiles,
+    )

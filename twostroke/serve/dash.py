@@ -297,10 +297,10 @@ def _ms(seconds: float) -> float:
 
 
 def _point_json(point: Point) -> list[float | None]:
-    """Times ago and rates a second, then quantiles in milliseconds."""
+    """Times ago, rates a second and the load, then quantiles in milliseconds."""
     return [
-        *(round(value, 2) for value in point[:4]),
-        *(None if value is None else _ms(value) for value in point[4:]),
+        *(None if value is None else round(value, 4) for value in point[:9]),
+        *(None if value is None else _ms(value) for value in point[9:]),
     ]
 
 

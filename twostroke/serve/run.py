@@ -130,6 +130,7 @@ class MetricsServer(uvicorn.Server):
 def _config(application: Any, settings: ServeSettings) -> uvicorn.Config:
     return uvicorn.Config(
         application,
+        interface="asgi3",
         loop="uvloop" if _has_uvloop() else "asyncio",
         http=connection_type(settings),  # type: ignore[arg-type]
         ws="none",

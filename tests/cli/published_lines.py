@@ -1,0 +1,111 @@
+"""Launch lines that vLLM and llama.cpp publish, from their source archives.
+
+python -m tests.cli.published_lines VLLM_FOLDER LLAMA_CPP_FOLDER
+
+prints how many lines `serve` takes, refuses for a reason that stands, and refuses wrongly, and
+writes those with an option that no line before had to `data/published_lines.txt`.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.cli.reading import OPTIONS, SERVE, read
+from twostroke.commands.foreign import Refuse, TakeOnly
+
+DATA = Path(__file__).parent / "data" / "published_lines.txt"
+SUFFIXES = {".md", ".sh", ".rst", ".py", ".yaml", ".yml", ".txt", ".toml", ".json", ".jinja"}
+START = re.compile(
+    r"(vllm\s+serve|-m\s+vllm\.entrypoints\.openai\.api_server|vllm/vllm-openai(?::[\w.-]+)?|"
+    r"llama-server(?:\.exe)?|llama\.cpp:server[\w-]*)(?=\s)"
+)
+END = re.compile(r"^(\d?[&|>]|<$|;|then$)")
+# A placeholder, a shell's variable, a word of the sentence around it, a container's build, or
+# `--np`, which one page of llama.cpp has and llama-server itself refuses.
+NO_LINE = re.compile(
+    r"[$…()]|<(?!model|path|tag)|\.\.\.|^\s*$|^-ctx$|^--help|\.py$|SYCLxxx|"
+    r"^-lc$|ocker(file|/)|^--np$"
+)
+# Options of ours of which a line may name a value that is not there: parsers, formats and modes
+# of families that do not run here, and formats of weights and of the KV cache.
+OF_OTHER_MODELS = {
+    *("--tool-call-parser", "--reasoning-parser", "--tokenizer-mode"),
+    *("--quantization", "--kv-cache-dtype", "--load-format"),
+}
+
+
+class Line(NamedTuple):
+    server: str  # vllm or llama-server
+    words: tuple[str, ...]
+
+
+def lines_in(folder: Path) -> Iterator[Line]:
+    for path in sorted(folder.rglob("*")):
+        if path.suffix not in SUFFIXES or not path.is_file():
+            continue
+        text = path.read_text(encoding="utf-8", errors="replace")
+        for line in re.sub(r"\\[ \t]*\n", " ", text).splitlines():
+            for match in START.finditer(line):
+                server = "llama-server" if match[1].startswith("llama") else "vllm"
+                if words := _words(line[match.end() :]):
+                    yield Line(server, words)
+
+
+def _words(rest: str) -> tuple[str, ...]:
+    """Return the words up to the command's end; none where they are no whole command."""
+    try:
+        words = shlex.split(re.split(r"`|\s#\s|</", rest)[0])
+    except ValueError:
+        return ()
+    ends = next((at for at, word in enumerate(words) if END.match(word)), len(words))
+    kept = tuple(word.removesuffix(";") for word in words[:ends])
+    has_option = any(word.startswith("-") for word in kept)
+    cut_off = bool(kept) and kept[-1] in OPTIONS and OPTIONS[kept[-1]].nargs is None
+    return kept if has_option and not cut_off and not any(map(NO_LINE.search, kept)) else ()
+
+
+def problems_of(words: tuple[str, ...]) -> list[str]:
+    SERVE.problems = []
+    found = read(*words).problems
+    return [one for one in found if not re.match(r"--config .* cannot be read", one)]
+
+
+def stands(problem: str) -> bool:
+    """Whether a problem is one that the page about the server explains: an option that is not
+    built, or a value for another family of models."""
+    flag = problem.split()[0].rstrip(":")
+    return flag in OF_OTHER_MODELS or isinstance(OPTIONS.get(flag), Refuse | TakeOnly)
+
+
+def main() -> None:
+    found = dict.fromkeys(line for folder in sys.argv[1:] for line in lines_in(Path(folder)))
+    taken, refused, wrong = 0, 0, []
+    kept: list[Line] = []
+    seen: dict[str, set[str]] = {"vllm": set(), "llama-server": set()}
+    for line in found:
+        problems = problems_of(line.words)
+        if not problems:
+            taken += 1
+        elif all(map(stands, problems)):
+            refused += 1
+        else:
+            wrong.append((line, problems))
+        options = {word.partition("=")[0] for word in line.words if word.startswith("-")}
+        if not options <= seen[line.server]:
+            kept.append(line)
+            seen[line.server] |= options
+    print(f"{len(found)} lines: {taken} taken, {refused} refused for a reason that stands")
+    print(f"{len(wrong)} refused wrongly")
+    for line, problems in wrong:
+        print(f"  {shlex.join(line.words)}", *problems, sep="\n    ")
+    text = "".join(f"{line.server} {shlex.join(line.words)}\n" for line in kept)
+    DATA.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
