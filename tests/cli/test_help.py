@@ -74,7 +74,7 @@ def test_every_option_that_a_message_of_serve_names_exists() -> None:
     for path in (PACKAGE / "commands").glob("*_flags.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                named = re.findall(r"(?<![\w-])--[a-z][\w-]+\w", node.value)
+                named = re.findall(r"(?<![\w-])--[a-z][\w-]+\w(?![\w.-])", node.value)
                 for flag in {flag.replace("_", "-") for flag in named}:
                     assert flag in known, f"{path.name}: {flag} in {node.value!r}"
 

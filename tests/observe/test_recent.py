@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 
@@ -134,8 +133,8 @@ def test_the_load_of_a_slice_is_the_most_of_all_engines_together() -> None:
         ("a", 1.2, 1, 0, 20),
     ):
         kv = KVUsage(100, used, 0, 0, 100 - used)
-        one = replace(step(at, 0.1, streams=1), engine=engine, running=running, waiting=waiting)
-        recent.add_step(replace(one, kv=kv))
+        one = step(at, 0.1, streams=1)
+        recent.add_step(one._replace(engine=engine, running=running, waiting=waiting, kv=kv))
     (point,) = recent.series(2.0, MINUTE_S)
     assert (point.running, point.waiting) == (5, 5)
     assert point.kv_share == pytest.approx(0.25), "of both: 50 of 200"
