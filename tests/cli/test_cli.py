@@ -249,7 +249,7 @@ def test_no_word_of_a_streamed_answer_is_broken_at_the_edge(pieces: int) -> None
     assert stream.getvalue().splitlines() == [
         "The answer to this ",
         "question lies in the",
-        "  intricate dance of ",
+        "  intricate dance of",
         "light, 漢字漢字漢字",
         "漢字漢字.",
     ]

@@ -52,6 +52,7 @@ def read_turns(lines: Iterator[str | None], keep: Callable[[str], None]) -> Iter
                 yield message
             parts = []
     if message := "\n".join(parts).strip():
+        keep(message)
         yield message
 
 
