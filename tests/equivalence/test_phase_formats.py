@@ -183,7 +183,7 @@ def test_bytes_of_both_are_held_and_each_step_reads_one(
     assert " GiB + decode int4 " in told
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     llm.generate([list(range(5, 25))], params)
-    cost, costs = llm.engine.core._cost, [one.engine.core._cost for one in (fp8, int4)]
+    cost, costs = llm.engine.core.cost, [one.engine.core.cost for one in (fp8, int4)]
     assert [cost.of_step(n).layer_weight_bytes for n in (1, 0)] == [
         one.layer_weight_bytes for one in costs
     ]

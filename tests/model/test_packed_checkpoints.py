@@ -180,7 +180,7 @@ def test_memory_and_cost_count_what_is_kept(tmp_path: Path) -> None:
     matrices = 2 * (32 * 32 * 2 + 16 * 32 * 2 + 3 * 32 * 64)
     saved = dense.engine.memory.weight_bytes - llm.engine.memory.weight_bytes
     assert saved == 4 * matrices - matrices // 2 - matrices // 16 * 3
-    assert llm.engine.core._cost.layer_weight_bytes == matrices // 2 + matrices // 16 * 3
+    assert llm.engine.core.cost.layer_weight_bytes == matrices // 2 + matrices // 16 * 3
     layer = llm.engine.core._executor.program.decoder._layers[0]
     assert layer.mlp.down.num_bytes == 64 * 32 // 2 + 32 * 4 * 3
     assert llm.engine.info().weights == "float32 + int4"

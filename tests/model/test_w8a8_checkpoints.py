@@ -241,7 +241,7 @@ def test_dense_weights_are_quantised_when_they_are_loaded(tmp_path: Path, type: 
     assert llm.engine.info().weights == f"{type}, from float32"
     layer = llm.engine.core._executor.program.decoder._layers[0]
     assert layer.mlp.down.num_bytes == 64 * 32 + 4 * 32
-    cost = llm.engine.core._cost
+    cost = llm.engine.core.cost
     assert cost.layer_weight_bytes == matrices + scales
     assert cost.head_weight_bytes == 4 * 300 * 32
     rounded = logprobs(folder, FEW, quantization=type, **REFERENCE)

@@ -23,6 +23,7 @@ from twostroke.errors import ConfigError
 from twostroke.exec.grammar import Grammars
 from twostroke.exec.memory import MemoryPlan
 from twostroke.kernels import cpu
+from twostroke.model.cost import model_figures
 from twostroke.model.load import (
     chat_template_source,
     find_model,
@@ -109,6 +110,7 @@ class Engine:
             graph_bytes=memory.graph_bytes,
             threads=self._threads() if self.device == "cpu" else 0,
             kv_layout=self.core.scheduler.kv_layout,
+            figures=model_figures(self.spec, self.core.cost),
             **self._ceilings()._asdict(),
         )
 

@@ -46,7 +46,7 @@ class EngineCore:
         self.profiler = Profiler(begin_profile, self.records)
         self.ledger = Ledger(scheduler.pacer.times)
         self._executor = executor
-        self._cost = cost
+        self.cost = cost
         self._grammars = grammars
         self._compiling: dict[str, EngineRequest] = {}  # by name; their grammars are not ready
         self._idle_step = False  # the last step had nothing to launch
@@ -236,7 +236,7 @@ class EngineCore:
     def _record(
         self, step: StepInFlight, result: StepResult, committed: Committed, now: float
     ) -> None:
-        plan, cost = step.plan, self._cost
+        plan, cost = step.plan, self.cost
         chunks, slots = plan.prefill, plan.decode
         samples = len(step.sampled) - len(slots)
         prefill, decode = plan.prefill_work, plan.decode_work

@@ -52,6 +52,21 @@ class Work(NamedTuple):
         return Work(self.flops + other[0], self.num_bytes + other[1])
 
 
+class ModelFigures(NamedTuple):
+    """A model's size and the costs of a step, in numbers that a page can compute with: those of
+    `CostModel`, without latents and experts. All 0: unknown."""
+
+    parameters: float = 0.0
+    layers: int = 0
+    heads: int = 0  # of the first layer
+    flops_per_token: float = 0.0
+    flops_per_sample: float = 0.0
+    flops_per_kv_token: float = 0.0
+    layer_weight_bytes: float = 0.0
+    head_weight_bytes: float = 0.0
+    kv_bytes_per_token: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class CostModel:
     flops_per_token: float
@@ -155,6 +170,20 @@ def cost_model(spec: ModelSpec, weight_bytes: Mapping[str, float], kv_itemsize: 
         * (sum(part.decode_channels for part in parts) - channels),
         expand_flops_per_kv_token=2.0 * sum(math.prod(shapes[name]) for name in expanding),
         experts=tuple(mixtures),  # type: ignore[arg-type]
+    )
+
+
+def model_figures(spec: ModelSpec, cost: CostModel) -> ModelFigures:
+    return ModelFigures(
+        float(spec.num_parameters()),
+        spec.num_layers,
+        spec.layers[0].attention.num_heads,
+        cost.flops_per_token,
+        cost.flops_per_sample,
+        cost.flops_per_kv_token,
+        cost.layer_weight_bytes,
+        cost.head_weight_bytes,
+        cost.kv_bytes_per_token,
     )
 
 

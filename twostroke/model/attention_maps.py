@@ -1,0 +1,203 @@
+"""The attention probabilities of a short prompt, all layers and heads: a plain forward in numpy.
+
+    python -m twostroke.model.attention_maps < request.json > head.json + floats
+
+The engine's kernels never hold these probabilities: they are summed up tile by tile. This forward
+reads the same weights, one layer at a time, in floats, in a process of its own that ends when it
+has answered. Engines take no part in it. `ModelSpec` says what is computed; models with latents or
+experts are refused. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from twostroke.config import EngineConfig
+from twostroke.errors import RequestError, TwostrokeError
+from twostroke.model.load import find_model
+from twostroke.model.opened import open_model
+from twostroke.model.rope import query_scales, rope_tables
+from twostroke.model.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, RopeSpec
+from twostroke.model.weights import WeightSource
+
+Floats = npt.NDArray[np.float32]
+
+MAX_TOKENS = 64
+MAX_PARAMETERS = 2e9  # a forward of more takes too long without an engine's kernels
+
+
+def attention_maps(spec: ModelSpec, weights: WeightSource, tokens: Sequence[int]) -> list[Floats]:
+    """Return [heads, queries, keys] for each layer."""
+    check(spec, len(tokens))
+    return _Forward(spec, weights, len(tokens)).maps(tokens)
+
+
+def check(spec: ModelSpec, num_tokens: int) -> None:
+    """Raise `RequestError` for a prompt or a model whose attention is not computed here."""
+    if not 1 <= num_tokens <= MAX_TOKENS:
+        raise RequestError(
+            f"attention is shown for prompts of 1 to {MAX_TOKENS} tokens, and this one has "
+            f"{num_tokens}; send a shorter one"
+        )
+    if spec.has_latents or spec.has_experts:
+        raise RequestError(
+            "attention is shown for models with attention heads and dense MLPs; this model has "
+            f"{'latents' if spec.has_latents else 'experts'}"
+        )
+    if spec.num_parameters() > MAX_PARAMETERS:
+        raise RequestError(
+            f"attention is shown for models of up to {MAX_PARAMETERS / 1e9:g}e9 parameters, and "
+            f"this one has {spec.num_parameters() / 1e9:.1f}e9"
+        )
+
+
+class _Forward:
+    def __init__(self, spec: ModelSpec, weights: WeightSource, count: int) -> None:
+        self._spec, self._weights, self._count = spec, weights, count
+        self._shapes = spec.weight_shapes()
+
+    def maps(self, tokens: Sequence[int]) -> list[Floats]:
+        spec = self._spec
+        rows = [self._weights.floats("embed", slice(one, one + 1))[0] for one in tokens]
+        x = np.stack(rows) * np.float32(spec.embed_scale)
+        if spec.learned_positions:
+            x = x + self._weights.floats("positions", slice(0, self._count))
+        found = []
+        for number, layer in enumerate(spec.layers):
+            x, probabilities = self._layer(x, layer, f"layers.{number}.")
+            found.append(probabilities)
+        return found
+
+    def _layer(self, x: Floats, layer: LayerSpec, at: str) -> tuple[Floats, Floats]:
+        spec, scale = self._spec, np.float32(self._spec.residual_scale)
+        assert isinstance(layer.mlp, MLPSpec)
+        normed = self._norm(x, at + "attn_norm") if layer.pre_norm else x
+        attended, probabilities = self._attention(normed, layer.attention, at)
+        if layer.parallel:
+            other = self._norm(x, at + "mlp_norm") if layer.two_norms else normed
+            return x + scale * (attended + self._mlp(other, layer.mlp, at)), probabilities
+        if layer.post_norm:
+            attended = self._norm(attended, at + "attn_post_norm")
+        x = x + scale * attended
+        normed = self._norm(x, at + "mlp_norm") if layer.pre_norm else x
+        out = self._mlp(normed, layer.mlp, at)
+        if layer.post_norm:
+            out = self._norm(out, at + "mlp_post_norm")
+        assert x.shape == (self._count, spec.hidden_size)
+        return x + scale * out, probabilities
+
+    def _attention(self, x: Floats, part: AttentionSpec, at: str) -> tuple[Floats, Floats]:
+        heads, kv_heads = part.num_heads, part.num_kv_heads
+        q, k, v = (self._linear(x, at + name) for name in "qkv")
+        if part.qk_norm == "full":
+            q, k = self._rms(q, at + "q_norm"), self._rms(k, at + "k_norm")
+        q, k, v = (
+            one.reshape(self._count, count, part.head_dim).swapaxes(0, 1)
+            for one, count in ((q, heads), (k, kv_heads), (v, kv_heads))
+        )
+        if part.qk_norm == "head":
+            q, k = self._rms(q, at + "q_norm"), self._rms(k, at + "k_norm")
+        q, k = self._rotated(q, part.rope), self._rotated(k, part.rope)
+        scales = query_scales(part.rope, self._count)
+        if scales is not None:
+            q = q * scales[:, None]
+        k, v = np.repeat(k, part.group_size, 0), np.repeat(v, part.group_size, 0)
+        probabilities = self._probabilities(q @ k.swapaxes(1, 2), part, at)
+        attended = (probabilities @ v).swapaxes(0, 1).reshape(self._count, -1)
+        return self._linear(attended, at + "o"), probabilities
+
+    def _probabilities(self, scores: Floats, part: AttentionSpec, at: str) -> Floats:
+        scores = scores * np.float32(part.scale)
+        if part.softcap:
+            scores = np.float32(part.softcap) * np.tanh(scores / np.float32(part.softcap))
+        place = np.arange(self._count)
+        back = place[:, None] - place[None, :]
+        seen = (back >= 0) & (back < (part.window or math.inf))
+        scores = np.where(seen, scores, np.float32(-np.inf))
+        most = scores.max(-1, keepdims=True)
+        sink = self._weights.floats(at + "sinks")[:, None, None] if part.sinks else None
+        if sink is not None:
+            most = np.maximum(most, sink)
+        weights = np.exp(scores - most)
+        total = weights.sum(-1, keepdims=True)
+        if sink is not None:
+            total = total + np.exp(sink - most)
+        found: Floats = (weights / total).astype(np.float32)
+        return found
+
+    def _rotated(self, x: Floats, rope: RopeSpec) -> Floats:
+        """The first `rope.dim` channels, turned by the angles of their positions."""
+        cos, sin = rope_tables(rope, self._spec.max_context)
+        cos, sin = cos[: self._count], sin[: self._count]
+        half = rope.dim // 2
+        first, second = x[..., :half], x[..., half : rope.dim]
+        turned = (first * cos - second * sin, second * cos + first * sin)
+        return np.concatenate([*turned, x[..., rope.dim :]], axis=-1)
+
+    def _mlp(self, x: Floats, mlp: MLPSpec, at: str) -> Floats:
+        up = self._linear(x, at + "up")
+        if not mlp.gated:
+            return self._linear(_activated(up, mlp.activation), at + "down")
+        gate = self._linear(x, at + "gate")
+        return self._linear(_activated(gate, mlp.activation) * up, at + "down")
+
+    def _linear(self, x: Floats, name: str) -> Floats:
+        out: Floats = x @ self._weights.floats(name).T
+        if name + "_bias" in self._shapes:
+            out = out + self._weights.floats(name + "_bias")
+        self._weights.forget(name)
+        return out
+
+    def _norm(self, x: Floats, name: str) -> Floats:
+        if self._spec.norm == "rms":
+            return self._rms(x, name)
+        x = x - x.mean(-1, keepdims=True)
+        out = self._rms(x, name)
+        if self._spec.norm_bias:
+            out = out + self._weights.floats(name + "_bias")
+        return out
+
+    def _rms(self, x: Floats, name: str) -> Floats:
+        mean = np.square(x).mean(-1, keepdims=True)
+        scaled: Floats = x / np.sqrt(mean + np.float32(self._spec.norm_eps))
+        return scaled * self._weights.floats(name)
+
+
+def _activated(x: Floats, activation: object) -> Floats:
+    if activation == "silu":
+        return x / (1 + np.exp(-x))
+    if activation == "gelu_tanh":
+        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+        return (0.5 * x * (1 + np.tanh(inner))).astype(np.float32)
+    if activation == "gelu":
+        erf = np.vectorize(math.erf, otypes=[np.float32])
+        return (0.5 * x * (1 + erf(x / math.sqrt(2)))).astype(np.float32)
+    raise RequestError("attention is not shown for models with this activation")
+
+
+def main() -> None:
+    """Answer the request on stdin: a line of JSON, then the maps as 32-bit floats."""
+    out = sys.stdout.buffer
+    head: dict[str, Any]
+    try:
+        request = json.loads(sys.stdin.buffer.read())
+        config = EngineConfig(**request["config"])
+        opened = open_model(config, find_model(config), "cpu")
+        maps = attention_maps(opened.spec, opened.weights, request["tokens"])
+        head = {"error": "", "heads": [len(one) for one in maps]}
+    except TwostrokeError as error:
+        maps, head = [], {"error": str(error), "heads": []}
+    out.write(json.dumps(head).encode() + b"\n")
+    for one in maps:
+        out.write(np.ascontiguousarray(one, np.float32).tobytes())
+
+
+if __name__ == "__main__":
+    main()
