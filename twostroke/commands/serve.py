@@ -8,6 +8,7 @@ import ipaddress
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,7 @@ def add_arguments(parser: Parser) -> None:
 def execute(args: argparse.Namespace) -> int:
     started_s = monotonic()
     config, settings, args = settle(args)
+    settings = replace(settings, engine=config)
     start_logging(args, settings)
     from twostroke.engine.spawn import DEFAULT_BUILDER, Spawned, spawn
     from twostroke.model.hub import check_path

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from twostroke.errors import RequestError
 from twostroke.kv.cache import GroupLimits, KVUsage
-from twostroke.model.cost import ModelFigures
+from twostroke.model.cost import NO_FIGURES, ModelFigures
 from twostroke.observe.record import Records
 from twostroke.observe.totals import Totals, TransferTotals
 from twostroke.outputs import RequestOutput
@@ -55,7 +55,7 @@ class EngineInfo:
     ops_per_s: float = 0.0
     threads: int = 0  # of a decode step on a CPU
     kv_layout: str = ""  # of a block: the same where blocks travel between engines
-    figures: ModelFigures = ModelFigures()
+    figures: ModelFigures = NO_FIGURES
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -30,6 +31,7 @@ from twostroke.model.weights import WeightSource
 Floats = npt.NDArray[np.float32]
 
 MAX_TOKENS = 64
+NICE = 10  # of the process: streams come before it
 MAX_PARAMETERS = 2e9  # a forward of more takes too long without an engine's kernels
 
 
@@ -184,6 +186,7 @@ def _activated(x: Floats, activation: object) -> Floats:
 
 def main() -> None:
     """Answer the request on stdin: a line of JSON, then the maps as 32-bit floats."""
+    os.nice(NICE)
     out = sys.stdout.buffer
     head: dict[str, Any]
     try:

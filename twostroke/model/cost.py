@@ -67,6 +67,9 @@ class ModelFigures(NamedTuple):
     kv_bytes_per_token: float = 0.0
 
 
+NO_FIGURES = ModelFigures()
+
+
 @dataclass(frozen=True, slots=True)
 class CostModel:
     flops_per_token: float

@@ -72,9 +72,7 @@ class Forecast:
         spans = [last - first for first, last in zip(firsts, lasts, strict=True)]
         tpot_s = sum(spans) / len(spans) / gaps
         kv_tokens = workload.streams * (workload.prompt_tokens + workload.output_tokens - 1)
-        return Prediction(
-            ttft_s, tpot_s, start_s + max(lasts), kv_tokens, start_s, host_s, played
-        )
+        return Prediction(ttft_s, tpot_s, start_s + max(lasts), kv_tokens, start_s, host_s, played)
 
     def _learn(self, steps: Sequence[StepRecord]) -> None:
         for step in steps:

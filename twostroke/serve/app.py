@@ -26,6 +26,7 @@ from twostroke.serve.field_limits import add_limits
 from twostroke.serve.generate import GenerateRoute
 from twostroke.serve.http import HttpRequest, Message, Receive, Send
 from twostroke.serve.info_routes import InfoRoutes
+from twostroke.serve.learn import learn_routes
 from twostroke.serve.llama_server import llama_server_routes
 from twostroke.serve.messages import messages_routes
 from twostroke.serve.metrics import CLIENT_GONE
@@ -164,7 +165,7 @@ class App:
         if self._dash is not None:
             routes += self._dash.routes()
         if self._pages is not None:
-            routes += self._pages.routes()
+            routes += [*self._pages.routes(), *learn_routes(service)]
         return routes
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:

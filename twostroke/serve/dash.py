@@ -81,7 +81,7 @@ SLOW_BY = {"total": _total_s, "first": _ttft_s, "gap": _worst_s}
 class DashRoutes:
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._data = DashData(service.client, service.metrics)
+        self._data = DashData(service.client, service.metrics, service.roof)
         self._page = files("twostroke.serve").joinpath("dash.html").read_bytes()
         self._headers = page_headers(self._page.decode())
         self._tokens, self._tokens_s = MOST_A_SECOND, 0.0  # of a token bucket, and when counted
@@ -153,12 +153,12 @@ class DashData:
     """What the page shows, as plain data, from the records that the engine's client mirrors and the
     totals of `/metrics`. Times are in milliseconds here: people read them."""
 
-    def __init__(self, client: EngineClient, metrics: Metrics) -> None:
+    def __init__(self, client: EngineClient, metrics: Metrics, roof: Roof) -> None:
         self._client = client
         self._records = client.records
         self._totals, self._recent = metrics.totals, metrics.recent
         self._id = uuid4().hex[:8]  # another after the server was started again
-        self._roof = Roof(client)
+        self._roof = roof
 
     def snapshot(
         self,

@@ -324,6 +324,38 @@ class DetokenizeRequest(Body, kw_only=True):
     model: Name | None = None
 
 
+class LearnRunRequest(Body, kw_only=True):
+    """An experiment of `/learn`. `text` and the fields below it are those of "text"; the last three
+    those of "predict"."""
+
+    experiment: Literal[
+        "text", "predict", "calibration", "stall", "prefix", "full_cache", "batch", "context"
+    ]
+    text: Annotated[str, Meta(max_length=4096)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=64)] = 24
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 0.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    prompt_tokens: Annotated[int, Meta(ge=1, le=2048)] = 256
+    output_tokens: Annotated[int, Meta(ge=2, le=128)] = 32
+    streams: Annotated[int, Meta(ge=1, le=16)] = 1
+
+
+class LearnPredictRequest(Body, kw_only=True):
+    """Requests that arrive together at an idle engine."""
+
+    prompt_tokens: Annotated[int, Meta(ge=1, le=2048)] = 256
+    output_tokens: Annotated[int, Meta(ge=2, le=128)] = 32
+    streams: Annotated[int, Meta(ge=1, le=16)] = 1
+
+
+class LearnAttentionRequest(Body, kw_only=True):
+    """The attention of one head over a short prompt: token ids, as "text" returned them."""
+
+    tokens: Annotated[TokenIds, Meta(min_length=1, max_length=64)]
+    layer: Annotated[int, Meta(ge=0)] = 0
+    head: Annotated[int, Meta(ge=0)] = 0
+
+
 class PoolsRequest(Body, kw_only=True):
     """How many engines each pool is to have; one that is not named stays as it is."""
 

@@ -54,13 +54,13 @@ class RecordRoute:
                 "block_size": info.block_size,
                 "max_num_seqs": info.max_num_seqs,
                 "max_num_batched_tokens": info.max_num_batched_tokens,
-                "steps": [_step(one) for one in steps],
-                "requests": [_request(one) for one in requests],
+                "steps": [step_json(one) for one in steps],
+                "requests": [request_json(one) for one in requests],
             }
         )
 
 
-def _step(record: StepRecord) -> dict[str, Any]:
+def step_json(record: StepRecord) -> dict[str, Any]:
     found = record._asdict()
     for name in NOT_SENT:
         del found[name]
@@ -72,7 +72,7 @@ def _step(record: StepRecord) -> dict[str, Any]:
     return found
 
 
-def _request(record: RequestRecord) -> dict[str, Any]:
+def request_json(record: RequestRecord) -> dict[str, Any]:
     found = {name: getattr(record, name) for name in record.__slots__}
     found["token_s"], found["token_step"] = record.token_s.tolist(), record.token_step.tolist()
     found["gaps"] = record.gaps._asdict()

@@ -25,6 +25,7 @@ from twostroke.serve.metrics import Metrics
 from twostroke.serve.prompts import Prompts
 from twostroke.serve.protocol import Body, GenerateRequest
 from twostroke.serve.response_fields import ResponseHead, TokenNames
+from twostroke.serve.roof import Roof
 from twostroke.serve.settings import ServeSettings
 from twostroke.serve.tracing import Tracing
 
@@ -49,6 +50,7 @@ class Service:
         setup = f"{info.model_name} {info.dtype} {info.device}"
         self.fingerprint = f"twostroke-{__version__}-{sha256(setup.encode()).hexdigest()[:8]}"
         self.open_streams: set[OpenStream] = set()
+        self.roof = Roof(client)
         self.tracing: Tracing | None = None
         if settings.otlp_traces_endpoint is not None:
             self.tracing = Tracing(settings.otlp_traces_endpoint, self.models[0])

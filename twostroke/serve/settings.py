@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
 from twostroke.serve.parsers import REASONING_PARSERS, TOOL_PARSERS
 from twostroke.strict import Strict
@@ -33,6 +34,8 @@ class ServeSettings(Strict):
     open_metrics: bool | None = None  # /metrics does; None: only if there are no keys
     ui: bool = True  # the pages for people are there: the chat at /, /learn and /dash
     dash: bool = True  # /dash is there, if `ui` is
+    engine: EngineConfig | None = None  # the engine's settings, for what /learn shows of its model
+    learn_engines: bool = False  # experiments of /learn may start engines of their own
     dev_mode: bool = False  # /sleep, /wake_up, /reset_prefix_cache, /server_info are there
     enable_tokenizer_info_endpoint: bool = False  # /tokenizer_info is there
     root_path: str = ""  # a prefix that routes may have, as behind a proxy that leaves it there
@@ -114,6 +117,7 @@ class ServeSettings(Strict):
             "open_health",
             "ui",
             "dash",
+            "learn_engines",
             "dev_mode",
             "enable_tokenizer_info_endpoint",
             "enable_request_id_headers",

@@ -1,0 +1,349 @@
+"""`Lab`: the experiments of `/learn`. Each one is a real run whose picture comes from its records.
+
+    experiment ─▶ arms (an engine each) × script (requests, some sent when another has written)
+               ─▶ the records of those requests, and of the steps that they took part in
+
+An arm without overrides runs on the server's engine, beside whatever else runs there. An arm with
+overrides has an engine of its own, with these settings, which ends with the experiment; a server
+starts one only with `learn_engines`. One experiment runs at a time, with the requests of its script
+alone, for `MAX_RUN_S` at the most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+from twostroke.engine.api import EngineClient
+from twostroke.errors import EngineError, RequestError
+from twostroke.observe.record import RequestRecord, StepRecord
+from twostroke.outputs import RequestOutput
+from twostroke.request import SamplingParams
+from twostroke.serve.errors import ApiError, retry_after
+from twostroke.serve.records import request_json, step_json
+from twostroke.serve.response_fields import Json
+from twostroke.serve.service import Service
+
+MAX_RUN_S = 90.0
+MAX_PROMPT, MAX_OUTPUT, MAX_STREAMS = 2048, 128, 16
+CANDIDATES = 20  # tokens whose log-probability is told, at each position
+
+
+class Ask(NamedTuple):
+    """A request of a script. `after`: (another request, tokens): sent when that one has written
+    so many."""
+
+    name: str
+    tokens: Sequence[int]
+    max_tokens: int
+    after: tuple[int, int] | None = None
+    shares: str = ""  # requests with the same word may share cached prefixes
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    name: str
+    overrides: dict[str, Any] = field(default_factory=dict)  # of `EngineConfig`
+    warm: bool = False  # run the script of `calibration` first, so that the pacer knows the engine
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    arms: tuple[Arm, ...]
+    script: Sequence[Ask]
+    params: dict[str, Any] = field(default_factory=dict)  # of `SamplingParams`
+
+
+def filler(count: int, first: int, vocab_size: int) -> list[int]:
+    """Token ids that no other call begins with the same: what they say does not matter."""
+    return [5 + (first * 7919 + n * 104729) % max(1, vocab_size - 5) for n in range(count)]
+
+
+class Lab:
+    """The one place that runs experiments, one at a time."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._running = False
+        self._count = 0  # of prompts made, so that none begins like another
+
+    # ── the experiments ─────────────────────────────────────────────────────────────────────
+
+    def prompt(self, count: int) -> list[int]:
+        self._count += 1
+        return filler(count, self._count, self._service.client.info.vocab_size)
+
+    def text(self, tokens: Sequence[int], max_tokens: int, params: dict[str, Any]) -> Experiment:
+        """The reader's own prompt. The same prompt finds its blocks cached the second time."""
+        ask = Ask("you", tokens, max_tokens, shares="text")
+        return Experiment((Arm("this server"),), [ask], {"logprobs": CANDIDATES, **params})
+
+    def predict(self, prompt: int, output: int, streams: int) -> Experiment:
+        asks = [Ask(f"stream {n + 1}", self.prompt(prompt), output) for n in range(streams)]
+        return Experiment((Arm("this server"),), asks)
+
+    def calibration(self) -> Experiment:
+        """Steps of many sizes, from which the step-time model learns what this machine takes."""
+        asks: list[Ask] = []
+        longest = self._longest()
+        for size in (16, 512, 64, 1024, 192, 384, 96, 1536, 256, 768):
+            after = (len(asks) - 1, 12) if asks else None
+            asks.append(Ask("calibration", self.prompt(min(size, longest)), 12, after))
+        last = len(asks) - 1
+        asks += [Ask("calibration", self.prompt(96), 12, (last, 12)) for _ in range(4)]
+        return Experiment((Arm("this server"),), asks)
+
+    def stall(self) -> Experiment:
+        """Somebody reads an answer when a long prompt arrives."""
+        long = min(1500, self._longest())
+        script = [
+            Ask("you", self.prompt(32), 80),
+            Ask("visitor", self.prompt(long), 8, after=(0, 24)),
+        ]
+        room = {"max_model_len": long + 64, "max_num_seqs": 8, "num_gpu_blocks_override": 256}
+        arms = (
+            Arm("one piece", {**room, "enable_chunked_prefill": False}, warm=True),
+            Arm(
+                "chunks of 128",
+                {**room, "max_num_batched_tokens": 128, "max_decode_stall": 0},
+                warm=True,
+            ),
+            Arm("a goal of 50 ms", {**room, "itl_slo_ms": 50.0}, warm=True),
+        )
+        return Experiment(self._possible(arms), script)
+
+    def prefix(self) -> Experiment:
+        prompt = self.prompt(min(768, self._longest()))
+        salt = uuid4().hex
+        return Experiment(
+            (Arm("this server"),),
+            [
+                Ask("first", prompt, 8, shares=salt),
+                Ask("second", prompt, 8, after=(0, 8), shares=salt),
+            ],
+        )
+
+    def full_cache(self) -> Experiment:
+        """Four streams that end up with more tokens than the cache has room for."""
+        script = [Ask(f"stream {n + 1}", self.prompt(96), 120) for n in range(4)]
+        small = {"num_gpu_blocks_override": 44, "max_model_len": 256, "max_num_seqs": 8}
+        large = {**small, "num_gpu_blocks_override": 256}
+        return Experiment(
+            self._possible((Arm("44 blocks", small), Arm("256 blocks", large))), script
+        )
+
+    def batch(self) -> Experiment:
+        """Decoding alone, then in company of 2, 4, 8 and 16."""
+        asks: list[Ask] = []
+        for streams in (1, 2, 4, 8, 16):
+            after = (len(asks) - 1, 24) if asks else None
+            asks += [Ask(f"{streams}", self.prompt(16), 24, after) for _ in range(streams)]
+        return Experiment((Arm("this server"),), asks)
+
+    def context(self) -> Experiment:
+        """One stream behind prompts that get longer: what decode reads of the cache."""
+        asks: list[Ask] = []
+        for size in (16, 256, 512, 1024, 1792):
+            after = (len(asks) - 1, 16) if asks else None
+            asks.append(Ask(f"{size}", self.prompt(min(size, self._longest())), 16, after))
+        return Experiment((Arm("this server"),), asks)
+
+    def _longest(self) -> int:
+        info = self._service.client.info
+        return max(1, min(MAX_PROMPT, info.max_model_len - MAX_OUTPUT, info.kv_tokens // 2))
+
+    def _possible(self, arms: tuple[Arm, ...]) -> tuple[Arm, ...]:
+        if self.has_engines:
+            return arms
+        return (Arm("this server"),)
+
+    @property
+    def has_engines(self) -> bool:
+        settings = self._service.settings
+        return settings.learn_engines and settings.engine is not None
+
+    # ── running ─────────────────────────────────────────────────────────────────────────────
+
+    async def run(self, experiment: Experiment) -> Json:
+        """The arms one after the other. Raises `ApiError` 429 while another experiment runs."""
+        if self._running:
+            raise ApiError(
+                429,
+                "an experiment is running already; wait until it has ended",
+                code="experiment_running",
+                headers=retry_after(5),
+            )
+        self._running = True
+        try:
+            async with asyncio.timeout(MAX_RUN_S):
+                return {"arms": [await self._arm(arm, experiment) for arm in experiment.arms]}
+        except TimeoutError:
+            raise ApiError(
+                503,
+                f"the experiment took longer than {MAX_RUN_S:g} s and was ended; try again when "
+                "the server has less to do",
+                code="experiment_timeout",
+            ) from None
+        finally:
+            self._running = False
+
+    async def _arm(self, arm: Arm, experiment: Experiment) -> Json:
+        async with self._engine(arm) as client:
+            if arm.warm:
+                await self._script(client, self.calibration().script, {})
+            runs = await self._script(client, experiment.script, experiment.params)
+            records = await _records_of(client, runs)
+            steps = _steps_of(client, records)
+            info = client.info
+            return {
+                "name": arm.name,
+                "settings": arm.overrides,
+                "block_size": info.block_size,
+                "kv_tokens": info.kv_tokens,
+                "max_num_batched_tokens": info.max_num_batched_tokens,
+                "requests": [
+                    {**request_json(record), **run.as_json()}
+                    for record, run in zip(records, runs, strict=True)
+                ],
+                "steps": [step_json(one) for one in steps],
+            }
+
+    @asynccontextmanager
+    async def _engine(self, arm: Arm) -> AsyncIterator[EngineClient]:
+        service = self._service
+        if not arm.overrides:
+            yield service.client
+            return
+        from twostroke.engine.remote import RemoteEngine
+
+        assert service.settings.engine is not None
+        config = replace(
+            service.settings.engine, **{"max_num_batched_tokens": None, **arm.overrides}
+        )
+        async with await RemoteEngine.start(config) as client:
+            yield client
+
+    async def _script(
+        self, client: EngineClient, script: Sequence[Ask], params: dict[str, Any]
+    ) -> list[_Run]:
+        """Run all requests, and leave none behind."""
+        with self._service.admission.enter(len(script)):
+            runs = [_Run(ask) for ask in script]
+            play = _Play(client, runs, params)
+            try:
+                play.start()
+                await play.done
+            finally:
+                play.leave()
+        return runs
+
+
+class _Run:
+    """One request of a script while it runs."""
+
+    def __init__(self, ask: Ask) -> None:
+        self.ask, self.request_id = ask, f"learn-{uuid4().hex[:12]}"
+        self.state: Any = None
+        self.written: list[int] = []
+        self.candidates: list[Json] = []
+        self.text = ""
+        self.finished = False
+
+    def as_json(self) -> Json:
+        return {
+            "name": self.ask.name,
+            "output_tokens": self.written,
+            "candidates": self.candidates,
+            "text": self.text,
+        }
+
+    def hear(self, output: RequestOutput) -> None:
+        (one,) = output.outputs
+        self.text, self.written, self.finished = one.text, list(one.token_ids), output.finished
+        if output.finished and one.logprobs is not None:
+            self.candidates = [_candidates(entry) for entry in one.logprobs.plain()]
+
+
+def _candidates(entry: Any) -> Json:
+    (chosen, *ids), (own, *values) = entry.token_ids, entry.logprobs
+    return {
+        "chosen": chosen,
+        "logprob": round(own, 4),
+        "ids": ids,
+        "logprobs": [round(value, 4) for value in values],
+    }
+
+
+class _Play:
+    """A script that runs: sends each request when it is due."""
+
+    def __init__(self, client: EngineClient, runs: list[_Run], params: dict[str, Any]) -> None:
+        self._client, self._runs, self._params = client, runs, params
+        self._salt = uuid4().hex
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def start(self) -> None:
+        for run in self._runs:
+            if run.ask.after is None:
+                self._send(run)
+
+    def _send(self, run: _Run) -> None:
+        ask = run.ask
+        params = {"temperature": 0.0, "ignore_eos": True, **self._params}
+        request = self._client.input_processor.process(
+            {"prompt_token_ids": list(ask.tokens), "cache_salt": ask.shares or run.request_id},
+            SamplingParams(max_tokens=ask.max_tokens, **params),
+        )
+        run.state = self._client.submit(request, self._hearing(run), self._fail, run.request_id)
+
+    def _hearing(self, run: _Run) -> Callable[[RequestOutput], None]:
+        def hear(output: RequestOutput) -> None:
+            run.hear(output)
+            try:
+                self._go_on()
+            except (RequestError, EngineError) as error:
+                self._fail(error)
+
+        return hear
+
+    def _go_on(self) -> None:
+        for run in self._runs:
+            after = run.ask.after
+            if run.state is None and after is not None:
+                other = self._runs[after[0]]
+                if len(other.written) >= after[1] or other.finished:
+                    self._send(run)
+        if all(run.finished for run in self._runs) and not self.done.done():
+            self.done.set_result(None)
+
+    def _fail(self, error: Exception) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+    def leave(self) -> None:
+        for run in self._runs:
+            if run.state is not None and not run.finished:
+                self._client.leave(run.state)
+
+
+async def _records_of(client: EngineClient, runs: Sequence[_Run]) -> list[RequestRecord]:
+    """The records of requests that have ended: each comes with, or right after, the last output."""
+    wanted = {run.request_id for run in runs}
+    for _ in range(200):
+        found = {one.request_id: one for one in list(client.records.requests)}
+        if wanted <= found.keys():
+            return [found[run.request_id] for run in runs]
+        await asyncio.sleep(0.01)
+    raise ApiError(503, "the records of the experiment are gone; the server has too much to do")
+
+
+def _steps_of(client: EngineClient, records: Sequence[RequestRecord]) -> list[StepRecord]:
+    """The steps from the first to the last that these requests had a part in."""
+    numbers = {step for record in records for _, step, _, _ in record.chunks}
+    numbers.update(step for record in records for step in record.token_step)
+    first, last = min(numbers, default=0), max(numbers, default=-1)
+    return [one for one in list(client.records.steps) if first <= one.step <= last]
