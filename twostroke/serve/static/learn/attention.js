@@ -1,0 +1,48 @@
+// The attention of one layer and head over the prompt, computed by the server when asked.
+import {el} from "../shared/dom.js";
+import {percent, picture, svg, visible} from "./draw.js";
+import {attention, isRecorded, knownFacts} from "./source.js";
+import {runButton, slider, wide} from "./widgets.js";
+
+const MOST = 64;
+
+export function attentionPanel(tokens) {
+  const {layers, heads} = knownFacts().figures;
+  const out = el("div", {class: "stack"});
+  const given = tokens.slice(0, MOST);
+  let layer = Math.min(layers - 1, 2), head = 0, shown = false, newest = 0;
+  const draw = async () => {
+    const number = ++newest;
+    const found = await attention(given.map((one) => one.id), layer, head);
+    shown = true;
+    if (number === newest) out.replaceChildren(...map(given, found));
+  };
+  const quietly = () => { if (shown) draw().catch((error) => out.replaceChildren(el("p", {class: "error", role: "alert"}, error.message))); };
+  const upTo = (n) => Array.from({length: n}, (_, one) => one);
+  return el("details", {class: "panel", "data-panel": "attention"}, el("summary", {}, "What each token looks at: attention"),
+    el("p", {class: "note"}, "Each row is a token, each column a token before it. A dark cell: the row's token takes much from the column's. These are the model's real numbers for your prompt",
+      tokens.length > MOST ? ` (its first ${MOST} tokens)` : "", isRecorded ? "." : ", computed beside the engine."),
+    el("div", {class: "controls"},
+      slider({name: "layer", label: "Layer", stops: upTo(layers), value: layer, onchange: (value) => { layer = value; quietly(); }}),
+      slider({name: "head", label: "Head", stops: upTo(heads), value: head, onchange: (value) => { head = value; quietly(); }})),
+    runButton("Show the attention", draw, {primary: false, name: "attention"}), out);
+}
+
+function map(tokens, found) {
+  const cell = 12, side = cell * tokens.length, said = el("p", {class: "note", "aria-live": "polite"}, "Point at a cell, or read the strongest links below.");
+  const cells = found.rows.flatMap((row, query) => row.map((share, key) => svg("rect", {
+    x: key * cell, y: query * cell, width: cell - 1, height: cell - 1, class: "attended", "fill-opacity": Math.sqrt(share),
+    "data-query": query, "data-key": key, "data-share": share,
+    onmouseenter: () => { said.textContent = link(tokens, query, key, share); },
+  })));
+  const strongest = found.rows.flatMap((row, query) => row.map((share, key) => ({query, key, share})))
+    .filter(({query, key}) => key !== query && key > 0).sort((a, b) => b.share - a.share).slice(0, 5);
+  return [
+    said,
+    wide("Attention map", picture(`Attention of layer ${found.layer}, head ${found.head}, over ${tokens.length} tokens`, side, side, ...cells)),
+    el("ul", {class: "plain"}, strongest.map(({query, key, share}) => el("li", {}, link(tokens, query, key, share)))),
+  ];
+}
+
+const link = (tokens, query, key, share) =>
+  `“${visible(tokens[query].text)}” takes ${percent(share)} from “${visible(tokens[key].text)}”`;

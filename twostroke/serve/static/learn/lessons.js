@@ -1,0 +1,253 @@
+// Six lessons. Each is a row of screens with one idea: a question, a tool with a few sentences, a question.
+import {count, figure, percent, plural, short, bytes, time} from "./draw.js";
+import {byContext, byStreams} from "./company.js";
+import {longestGap, median, onlyDecodes, sum, tpot, ttft} from "./records.js";
+import {knownFacts, lastRun, run, thisMachine} from "./source.js";
+
+const CODE = "https://github.com/twostroke/twostroke/blob/main/";
+const code = (text, path) => ({text, href: CODE + path});
+
+const once = async (name) => lastRun(name) ?? run(name);
+const measured = async (prompt_tokens, output_tokens) => (await run("predict", {prompt_tokens, output_tokens, streams: 1})).arms[0];
+const idea = (title, tool, ...text) => ({kind: "idea", title, tool, text});
+const ask = (title, make) => ({kind: "question", title, make});
+
+export const LESSONS = [
+  {
+    id: "token", title: "What a token costs", short: "Two phases, two prices.",
+    links: [code("The cost of a step", "twostroke/model/cost.py"), code("Docs: measuring", "docs/MEASURING.md")],
+    screens: [
+      ask("Before: a guess", () => ({
+        name: "token-before", text: "A model reads a prompt of 512 tokens and writes 32. Which token takes longer?",
+        right: 1,
+        options: [
+          {text: "A prompt token and an output token take the same", why: "Both pass through the same layers, but not in the same company: 512 prompt tokens pass together, an output token passes alone."},
+          {text: "An output token takes longer", why: "An output token has a step of its own, and each step reads all weights. Prompt tokens share a step."},
+          {text: "A prompt token takes longer", why: "The prompt as a whole can take longer. Divided by its tokens, each is cheap: they are computed together."},
+        ],
+        settle: async () => {
+          const one = (await measured(512, 32)).requests[0];
+          const each = ttft(one) / one.num_prompt;
+          return {agrees: tpot(one) > each, said: `The engine needed ${time(each)} for each prompt token and ${time(tpot(one))} for each output token, ${figure(tpot(one) / each)} times as long.`};
+        },
+      })),
+      idea("One request, two workloads", "sliders",
+        "First the engine reads your whole prompt: prefill. You wait for the first token (TTFT).",
+        "Then it writes one token a step: decode. You see the text grow, one token each TPOT.",
+        "Move the sliders. The prompt changes the first number, the answer how often you pay the second."),
+      ask("After: check yourself", () => ({
+        name: "token-after", text: "The answer gets twice as long, the prompt stays. What changes?",
+        right: 2,
+        options: [
+          {text: "The time to the first token doubles", why: "The first token comes when the prompt has been read. How much is written after it does not matter yet."},
+          {text: "Each token takes twice as long", why: "A longer answer has more steps, not longer ones. Only the cache grows a little, token by token."},
+          {text: "The total grows, TTFT and TPOT hardly do", why: "Twice as many decode steps of the same length."},
+        ],
+        settle: async () => {
+          const [short, long] = [(await measured(128, 24)).requests[0], (await measured(128, 48)).requests[0]];
+          const total = (one) => one.token_s.at(-1) - one.received_s;
+          return {agrees: tpot(long) < 1.5 * tpot(short) && total(long) > total(short), said: `With 24 tokens the answer took ${time(total(short))}, with 48 tokens ${time(total(long))}. TPOT: ${time(tpot(short))} and ${time(tpot(long))}.`};
+        },
+      })),
+    ],
+  },
+  {
+    id: "prefill", title: "Prefill", short: "The prompt, all at once.",
+    links: [code("Chunks of a prompt", "twostroke/sched/prefill.py"), code("Docs: scheduling", "docs/SCHEDULING.md")],
+    screens: [
+      ask("Before: a guess", () => ({
+        name: "prefill-before", text: "A prompt gets twice as long: 512 tokens instead of 256. The time to the first token …",
+        right: 1,
+        options: [
+          {text: "… stays the same", why: "It would if the machine had compute to spare. 256 tokens together keep it busy already."},
+          {text: "… about doubles", why: "Prefill is bound by compute: twice the tokens are twice the products."},
+          {text: "… gets four times as long", why: "Attention does grow with the square, but at this length it is a small part. The products with the weights grow in step with the tokens."},
+        ],
+        settle: async () => {
+          const [short, long] = [(await measured(256, 2)).requests[0], (await measured(512, 2)).requests[0]];
+          const ratio = ttft(long) / ttft(short);
+          return {agrees: ratio > 1.4 && ratio < 3, said: `256 tokens took ${time(ttft(short))}, 512 tokens ${time(ttft(long))}: ${figure(ratio)} times as long.`};
+        },
+      })),
+      idea("Step through your own prompt", "prompt",
+        "Each orange box is a step of prefill: many tokens at once. Each blue box writes one token.",
+        "The boxes are as wide as the steps took. Play it, step through it, or open the panels below it."),
+      ask("After: check yourself", () => {
+        const {max_num_batched_tokens: budget, limits} = knownFacts();
+        const tokens = Math.min(limits.prompt_tokens, Math.round(2.5 * budget)), steps = Math.ceil(tokens / budget);
+        return {
+          name: "prefill-after", text: `A step of this engine has room for ${count(budget)} tokens. In how many steps is a prompt of ${plural(tokens, "token")} read?`,
+          right: steps > 1 ? 1 : 0,
+          options: [
+            {text: "In one", why: steps > 1 ? "The engine cuts a long prompt into chunks, so that others need not wait for all of it." : "It fits into one step, so all of it is read at once."},
+            {text: steps > 1 ? `In ${count(steps)}` : "In three", why: steps > 1 ? `${count(tokens)} ÷ ${count(budget)}, rounded up. Only the last chunk leads to a token.` : "The prompt fits into a single step."},
+            {text: `In ${count(tokens)}, one for each token`, why: "That is decode. A prompt's tokens are all known, so they need not wait for each other."},
+          ],
+          settle: async () => {
+            const chunks = (await measured(tokens, 2)).requests[0].chunks.map(([, , , size]) => size);
+            return {agrees: chunks.length === steps, said: `The engine took ${plural(chunks.length, "step")}, of ${chunks.map(count).join(", ")} tokens.`};
+          },
+        };
+      }),
+    ],
+  },
+  {
+    id: "decode", title: "Decode", short: "One token, all the weights.",
+    links: [code("Decode slots", "twostroke/sched/decode.py"), code("The roofline in Python", "twostroke/measure/roofline.py")],
+    screens: [
+      ask("Before: a guess", () => ({
+        name: "decode-before", text: "To write one token, what must the engine read from memory?",
+        right: 1,
+        options: [
+          {text: "The weights of the words in question", why: "Words are not kept apart in the weights. Every token passes through every layer."},
+          {text: "All weights once, and the cache", why: "Each layer multiplies the token's vector with its whole matrices."},
+          {text: "All weights once for every token so far", why: "The earlier tokens are not computed again: their keys and values are in the cache."},
+        ],
+        settle: async () => {
+          const arm = await measured(64, 16), step = onlyDecodes(arm)[0], {figures} = knownFacts();
+          const weights = figures.layer_weight_bytes + figures.head_weight_bytes;
+          return {agrees: step.decode.num_bytes >= weights, said: `A decode step moved ${bytes(step.decode.num_bytes)}: ${bytes(weights)} of weights, the rest keys and values.`};
+        },
+      })),
+      idea("Two limits, one picture", "roofline",
+        "A step needs products (FLOPs) and reads (bytes). The longer of the two decides how long it takes.",
+        "Left of the ridge memory decides, right of it compute. Decode stands on the left: it does little with each byte. Prefill stands on the right.",
+        "Run some streams: each dot is a step of this engine."),
+      ask("After: check yourself", () => ({
+        name: "decode-after", text: "A new processor multiplies twice as fast, with the same memory. For one stream, the time per token …",
+        right: 1,
+        options: [
+          {text: "… halves", why: "It would if products decided. A decode step of one stream waits for the weights to arrive."},
+          {text: "… hardly changes", why: "The weights arrive no faster. What helps is faster memory, or fewer bytes: smaller weights."},
+          {text: "… doubles", why: "Nothing gets slower. The step waits for memory as before."},
+        ],
+        settle: async () => {
+          const arm = await measured(64, 24), steps = onlyDecodes(arm), seconds = sum(steps.map((one) => one.device_s)), machine = thisMachine();
+          const rate = sum(steps.map((one) => one.decode.flops)) / seconds, moved = sum(steps.map((one) => one.decode.num_bytes)) / seconds;
+          const said = machine
+            ? `The decode steps used ${percent(rate / machine.flops_per_s)} of what this machine multiplies and ${percent(moved / machine.bytes_per_s)} of what it reads.`
+            : `The decode steps multiplied ${short(rate, "FLOP/s")} and read ${short(moved, "B/s")}: ${figure(rate / moved)} FLOPs a byte.`;
+          return {agrees: !machine || rate / machine.flops_per_s < moved / machine.bytes_per_s, said};
+        },
+      })),
+    ],
+  },
+  {
+    id: "cache", title: "The KV cache", short: "What is kept, and what it costs.",
+    links: [code("Blocks and owners", "twostroke/kv/cache.py"), code("Prefixes", "twostroke/kv/prefix.py")],
+    screens: [
+      ask("Before: a guess", () => ({
+        name: "cache-before", text: "The same long prompt is sent a second time. What does the engine compute for its first token?",
+        right: 1,
+        options: [
+          {text: "All of the prompt again", why: "It did, without a prefix cache. Here full blocks stay and are found by what they hold."},
+          {text: "Only its last tokens", why: "Full blocks come from the cache. The last one is computed, since it predicts the next token."},
+          {text: "Nothing: the answer is remembered", why: "Keys and values are kept, not answers. Another temperature or seed would write another text."},
+        ],
+        settle: async () => {
+          const [, second] = (await once("prefix")).arms[0].requests;
+          return {agrees: second.num_cached > 0 && second.num_cached < second.num_prompt, said: `${count(second.num_cached)} of ${count(second.num_prompt)} tokens came from the cache; ${count(second.num_prompt - second.num_cached)} were computed.`};
+        },
+      })),
+      idea("The same beginning twice", "prefix",
+        "Every token leaves its keys and values, so that later tokens need not compute it again.",
+        "They lie in blocks. A prompt that begins like an earlier one takes its blocks and skips their prefill."),
+      idea("What reading the cache costs", "context",
+        "Nothing is free: each decode step reads the keys and values of all tokens before it.",
+        "Weights are read once for all streams. The cache is read by each stream for itself."),
+      ask("After: check yourself", () => ({
+        name: "cache-after", text: "A conversation grows from 16 to 1,800 tokens. What grows with it in every decode step?",
+        right: 0,
+        options: [
+          {text: "The bytes of cache that a step reads", why: "Every new token attends to all tokens before it."},
+          {text: "The weights that a step reads", why: "They are the same for every step."},
+          {text: "Nothing: a decode step always costs the same", why: "Nearly so for a short text. The cache adds to it, token by token."},
+        ],
+        settle: async () => {
+          const rows = byContext((await once("context")).arms[0]), [least, most] = [rows[0], rows.at(-1)];
+          return {agrees: most.seconds > least.seconds, said: `Behind ${count(least.context)} tokens a step took ${time(least.seconds)}, behind ${count(most.context)} tokens ${time(most.seconds)}; the cache to read was ${bytes(least.cache)} and ${bytes(most.cache)}.`};
+        },
+      })),
+    ],
+  },
+  {
+    id: "batching", title: "Batching", short: "Share the weights.",
+    links: [code("The step-time model", "twostroke/sched/steptime.py"), code("Docs: performance", "docs/PERFORMANCE.md")],
+    screens: [
+      ask("Before: a guess", () => ({
+        name: "batching-before", text: "Eight streams decode together instead of one. A step takes …",
+        right: 1,
+        options: [
+          {text: "… eight times as long", why: "It would if the streams shared nothing. The weights, the largest part of what is read, are read once for all."},
+          {text: "… longer, but far less than eight times", why: "The weights are read once for all of them. Products and caches add up."},
+          {text: "… an eighth as long", why: "The streams add work to the step; they do not speed it up."},
+        ],
+        settle: async () => {
+          const rows = byStreams((await once("batch")).arms[0]), one = rows[0], eight = rows.find((row) => row.streams === 8) ?? rows.at(-1);
+          const ratio = eight.seconds / one.seconds;
+          return {agrees: ratio > 1 && ratio < 0.8 * eight.streams, said: `A step of ${eight.streams} streams took ${figure(ratio)} times as long as one of a single stream.`};
+        },
+      })),
+      idea("Decode in company", "batch",
+        "A step writes a token for each stream. All of them share one reading of the weights.",
+        "So the tokens a second of all streams together grow, and each single stream gets a little slower."),
+      idea("Predict, then run", "predict",
+        "The engine learns from each step what rows, tokens and cache cost on this machine.",
+        "Set the sliders, look at the prediction, then let the engine run it."),
+      ask("After: check yourself", () => ({
+        name: "batching-after", text: "What do sixteen decoding streams share in a step?",
+        right: 1,
+        options: [
+          {text: "Their keys and values", why: "Each stream has its own text, so its own cache. Only equal beginnings are shared."},
+          {text: "One reading of the weights", why: "That is why a batch pays: the same bytes serve more tokens."},
+          {text: "Nothing", why: "Then a batch would gain nothing, and the run shows that it does."},
+        ],
+        settle: async () => {
+          const rows = byStreams((await once("batch")).arms[0]), [one, most] = [rows[0], rows.at(-1)];
+          const bytesOf = (row) => row.moved * row.seconds;
+          return {agrees: bytesOf(most) < 0.7 * most.streams * bytesOf(one), said: `A step of one stream moved ${bytes(bytesOf(one))}, one of ${most.streams} streams ${bytes(bytesOf(most))}, for ${most.streams} times the tokens.`};
+        },
+      })),
+    ],
+  },
+  {
+    id: "company", title: "Company", short: "When others arrive.",
+    links: [code("Chunks by the clock", "twostroke/sched/slo.py"), code("Docs: scheduling", "docs/SCHEDULING.md")],
+    screens: [
+      ask("Before: a guess", () => ({
+        name: "company-before", text: "You read an answer as it is written. Another user sends a prompt of 1,500 tokens, and the engine reads it in one piece. Your next token …",
+        right: 1,
+        options: [
+          {text: "… comes as usual: you were first", why: "A step is not interrupted. While it reads the prompt it writes nothing for you beyond one token."},
+          {text: "… waits until the whole prompt has been read", why: "Your token is a part of that long step, and comes at its end."},
+          {text: "… comes sooner: the machine is busier", why: "The step has more to do, and all in it wait for its end."},
+        ],
+        settle: async () => {
+          const arm = (await once("stall")).arms[0], you = arm.requests[0], worst = longestGap(you).seconds;
+          const usual = median(you.token_s.slice(1).map((at, n) => at - you.token_s[n]));
+          return {agrees: worst > 2 * usual, said: `Your usual gap was ${time(usual)}. When the prompt arrived (${arm.name}), you waited ${time(worst)}.`};
+        },
+      })),
+      idea("A visitor with a long prompt", "stall",
+        "Prefill and decode share the machine. A long prompt in one step holds up every stream.",
+        "Chunks cut the prompt, so that a token of yours comes between two of them. A goal sizes the chunks by the clock."),
+      idea("A full cache", "full_cache",
+        "Every stream grows. When no block is free, one stream must give way: preemption.",
+        "It gives its blocks back and is computed again later. Nothing is lost but time."),
+      ask("After: check yourself", () => ({
+        name: "company-after", text: "A long prompt is read in chunks. Who gains?",
+        right: 1,
+        options: [
+          {text: "The long prompt: its first token comes sooner", why: "It comes later, if anything: its chunks share their steps with the other streams."},
+          {text: "The streams that already decode", why: "They get a token between two chunks, where they would have waited for the whole prompt."},
+          {text: "Nobody: it is the same work", why: "The same work, in another order. Order is what a waiting reader notices."},
+        ],
+        settle: async () => {
+          const {arms} = await once("stall"), gap = (arm) => longestGap(arm.requests[0]).seconds;
+          if (arms.length < 2) return {agrees: true, said: `On this server's engine your longest gap was ${time(gap(arms[0]))}.`};
+          return {agrees: gap(arms[1]) < gap(arms[0]), said: `Your longest gap: ${time(gap(arms[0]))} in one piece, ${time(gap(arms[1]))} in chunks. The visitor's first token: ${time(ttft(arms[0].requests[1]))} and ${time(ttft(arms[1].requests[1]))}.`};
+        },
+      })),
+    ],
+  },
+];

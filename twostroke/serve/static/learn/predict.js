@@ -1,0 +1,85 @@
+// Predict, then run: what the engine's step-time model expects, and what the engine then does.
+import {el} from "../shared/dom.js";
+import {bytes, count, percent, time} from "./draw.js";
+import {median, tpot, ttft} from "./records.js";
+import {getFacts, predict as ask, recordedSettings, run} from "./source.js";
+import {number} from "./state.js";
+import {fact, formula, runButton, slider} from "./widgets.js";
+
+const PROMPTS = [32, 64, 128, 256, 384, 512, 768, 1024, 1536], ANSWERS = [8, 16, 32, 64, 96, 128], STREAMS = [1, 2, 4, 8];
+
+export async function predict() {
+  const facts = await getFacts();
+  const {limits} = facts, only = recordedSettings();
+  const stops = (name, all, most) => only ? [...new Set(only.map((one) => one[name]))].sort((a, b) => a - b) : all.filter((one) => one <= most);
+  const settings = {
+    prompt_tokens: number("prompt", 256), output_tokens: number("answer", 32), streams: number("streams", 1),
+  };
+  const out = el("div", {class: "stack", "data-view": "predict"});
+  const expected = el("div", {class: "stack"}), outcome = el("div", {class: "stack", "data-part": "outcome"});
+  const running = el("div", {});
+  let newest = 0;
+  const foresee = async () => {
+    const mine = ++newest;
+    const found = await ask(settings);
+    if (mine !== newest) return found;
+    outcome.replaceChildren();
+    expected.replaceChildren(...(found ? told(found, settings) : [el("p", {class: "note"}, "The engine has not run enough steps to be predicted. Let it run a few of different sizes first.")]));
+    running.replaceChildren(found
+      ? runButton("Run it and compare", async () => compare(found), {name: "predict"})
+      : runButton("Measure the engine: 14 short requests", async () => { await run("calibration"); await foresee(); }, {name: "calibration"}));
+    return found;
+  };
+  const compare = async (found) => {
+    const arm = (await run("predict", settings)).arms[0];
+    outcome.replaceChildren(...errors(found, arm, facts));
+  };
+  const control = (name, key, label, list, unit) => slider({
+    name, label, stops: list, value: settings[key], show: (n) => `${count(n)} ${unit}`,
+    onchange: (n) => { settings[key] = n; foresee().catch((error) => expected.replaceChildren(el("p", {class: "error", role: "alert"}, error.message))); },
+  });
+  out.append(
+    el("div", {class: "controls"},
+      control("prompt", "prompt_tokens", "Prompt", stops("prompt_tokens", PROMPTS, limits.prompt_tokens), "tokens"),
+      control("answer", "output_tokens", "Answer", stops("output_tokens", ANSWERS, limits.output_tokens), "tokens"),
+      control("streams", "streams", "Streams that arrive together", stops("streams", STREAMS, limits.streams), "")),
+    expected, running, outcome);
+  await foresee();
+  return out;
+}
+
+function told(found, settings) {
+  const prefill = found.steps.filter((step) => step.prefill_tokens), decode = found.steps.filter((step) => !step.prefill_tokens);
+  const mean = decode.length ? decode.reduce((sum, step) => sum + step.seconds, 0) / decode.length : 0;
+  return [
+    el("dl", {class: "facts", "data-part": "prediction"},
+      fact("TTFT", time(found.ttft_s), "predicted", "prefill"),
+      fact("TPOT", time(found.tpot_s), "predicted", "decode"),
+      fact("KV cache", bytes(found.kv_bytes), `${count(found.kv_tokens)} tokens, predicted`)),
+    el("table", {class: "formulas"}, el("tbody", {},
+      formula("TTFT", `start ${time(found.start_s)} + ${prefill.map((step) => `${count(step.prefill_tokens)} tokens ${time(step.seconds)}`).slice(0, 4).join(" + ")}${prefill.length > 4 ? " + …" : ""}`, time(found.ttft_s)),
+      formula("TPOT", `decode step ${time(mean)} + host ${time(found.host_s)}${settings.streams > 1 ? "; other prompts come between" : ""}`, time(found.tpot_s)))),
+  ];
+}
+
+function errors(found, arm, facts) {
+  const requests = arm.requests;
+  const mean = (values) => values.reduce((sum, one) => sum + one, 0) / values.length;
+  const most = Math.max(...arm.steps.map((step) => step.kv.used));
+  const rows = [
+    ["TTFT", found.ttft_s, mean(requests.map(ttft)), time],
+    ["TPOT", found.tpot_s, mean(requests.map(tpot)), time],
+    ["KV cache", found.kv_bytes, most * facts.figures.kv_bytes_per_token, bytes],
+  ];
+  const worst = rows.slice(0, 2).map(([, expected, measured]) => Math.abs(expected / measured - 1));
+  return [
+    el("table", {class: "figures"},
+      el("caption", {}, "Predicted and measured"),
+      el("thead", {}, el("tr", {}, ["", "predicted", "measured", "error"].map((one) => el("th", {scope: "col"}, one)))),
+      el("tbody", {}, rows.map(([name, expected, measured, write]) => el("tr", {"data-row": name, "data-expected": expected, "data-measured": measured},
+        el("th", {scope: "row"}, name), el("td", {}, write(expected)), el("td", {}, write(measured)), el("td", {}, measured ? percent(expected / measured - 1) : "–"))))),
+    el("p", {class: "sentence"}, median(worst) <= 0.1
+      ? "The prediction holds. The model knows two kinds of steps, with prefill and without, and what a token of each costs here."
+      : "The prediction is off: the machine had other work, or steps of this size are new to the model. Each run teaches it; run it again."),
+  ];
+}

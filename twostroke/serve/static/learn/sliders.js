@@ -1,0 +1,101 @@
+// Prompt, answer, model and hardware → TTFT, TPOT and total, with the formula and its numbers.
+import {el} from "../shared/dom.js";
+import * as cost from "./cost.js";
+import {bytes, count, figure, logStops, picture, short, svg, time} from "./draw.js";
+import {getFacts, knownFacts, thisMachine} from "./source.js";
+import {number, word} from "./state.js";
+import {choice, fact, formula, legend, slider} from "./widgets.js";
+
+export const HERE = "this machine";
+
+// The model and the machine that the address names.
+export function chosen() {
+  const facts = knownFacts();
+  const model = word("model", facts.model);
+  const weights = word("weights", "16 bits"), kv = word("kv", "16 bits");
+  const served = !cost.MODELS.includes(model);
+  const figures = served ? facts.figures : cost.figuresOf(model, cost.WEIGHTS[weights] ?? 2, cost.KV[kv] ?? 2);
+  const listed = facts.hardware.find((one) => one.name === word("hardware", HERE));
+  return {model, served, figures, machine: listed ?? thisMachine(), waiting: !listed && !thisMachine()};
+}
+
+export function modelChoices(redraw) {
+  const facts = knownFacts();
+  return [
+    choice({name: "model", label: "Model", options: [facts.model, ...cost.MODELS], value: word("model", facts.model), onchange: redraw}),
+    choice({name: "hardware", label: "Hardware", options: [HERE, ...facts.hardware.map((one) => one.name)], value: word("hardware", HERE), onchange: redraw}),
+  ];
+}
+
+export function formatChoices(redraw) {
+  return [
+    choice({name: "weights", label: "Weights (of the larger models)", options: Object.keys(cost.WEIGHTS), value: word("weights", "16 bits"), onchange: redraw}),
+    choice({name: "kv", label: "KV cache (of the larger models)", options: Object.keys(cost.KV), value: word("kv", "16 bits"), onchange: redraw}),
+  ];
+}
+
+export async function sliders() {
+  await getFacts();
+  const out = el("div", {class: "stack", "data-view": "sliders"});
+  let prompt = number("prompt", 512), answer = number("answer", 128);
+  const result = el("div", {class: "stack", "aria-live": "off"});
+  const draw = () => result.replaceChildren(...shown(prompt, answer));
+  out.append(
+    el("div", {class: "controls"},
+      slider({name: "prompt", label: "Prompt", stops: logStops(16, 8192), value: prompt, show: (n) => `${count(n)} tokens`, onchange: (n) => { prompt = n; draw(); }}),
+      slider({name: "answer", label: "Answer", stops: logStops(2, 2048), value: answer, show: (n) => `${count(n)} tokens`, onchange: (n) => { answer = n; draw(); }}),
+      ...modelChoices(draw)),
+    result);
+  draw();
+  untilMeasured(out, draw);
+  return out;
+}
+
+// Draws again once this machine's ceilings have been measured: the server does it while it is idle.
+export function untilMeasured(view, draw) {
+  if (thisMachine()) return;
+  const ask = async () => {
+    if (!view.isConnected) return;
+    try { await getFacts(); } catch { /* the next try may succeed */ }
+    if (thisMachine()) draw(); else setTimeout(ask, 2500);
+  };
+  setTimeout(ask, 2500);
+}
+
+function shown(prompt, answer) {
+  const {figures, machine, model, waiting} = chosen();
+  if (!machine) return [measuring(waiting)];
+  const found = cost.request(figures, machine, prompt, answer);
+  const {first, step} = found;
+  const pre = cost.prefillWork(figures, prompt), dec = cost.decodeWork(figures, prompt + answer / 2);
+  const room = machine.memory_bytes && cost.weightBytes(figures) > machine.memory_bytes;
+  return [
+    el("dl", {class: "facts"},
+      fact("Time to first token (TTFT)", time(found.ttft), `bound by ${first.bound}`, "prefill"),
+      fact("Time per output token (TPOT)", time(found.tpot), `bound by ${step.bound}`, "decode"),
+      fact("Whole answer", time(found.total), `${figure(answer / found.total)} tokens a second`)),
+    bar(found),
+    legend(["prefill", "prefill: reads the prompt"], ["decode", "decode: writes the answer"]),
+    el("table", {class: "formulas"},
+      el("caption", {}, `The least time that ${model} needs on ${machine.name}`),
+      el("tbody", {},
+        formula("Prefill, compute", `(${count(prompt)} tokens × ${short(figures.flops_per_token, "FLOP")} + attention ${short(pre.attention, "FLOP")}) ÷ ${short(machine.flops_per_s, "FLOP/s")}`, time(first.compute), first.bound === "compute" ? "decides" : ""),
+        formula("Prefill, memory", `(weights ${bytes(pre.weights)} + keys and values ${bytes(pre.kv)}) ÷ ${short(machine.bytes_per_s, "B/s")}`, time(first.memory), first.bound === "memory" ? "decides" : ""),
+        formula("Decode, compute", `(${short(figures.flops_per_token + figures.flops_per_sample, "FLOP")} + attention ${short(dec.attention, "FLOP")}) ÷ ${short(machine.flops_per_s, "FLOP/s")}`, time(step.compute), step.bound === "compute" ? "decides" : ""),
+        formula("Decode, memory", `(weights ${bytes(dec.weights)} + cache ${bytes(dec.kv)}) ÷ ${short(machine.bytes_per_s, "B/s")}`, time(step.memory), step.bound === "memory" ? "decides" : ""),
+        formula("Whole answer", `TTFT ${time(found.ttft)} + ${count(answer - 1)} × TPOT ${time(found.tpot)}`, time(found.total), "sum"))),
+    el("p", {class: "note"}, "The longer of the two times decides a phase. ",
+      room ? `These weights do not fit into ${bytes(machine.memory_bytes)}: several such devices would have to share them.`
+        : "A real engine takes longer than the least time; the lessons measure by how much."),
+  ];
+}
+
+export const measuring = () => el("p", {class: "note", role: "status"},
+  "This machine is being measured: what it multiplies and what it reads in a second. That takes a few seconds and waits until the engine is idle. Choose another hardware meanwhile.");
+
+function bar(found) {
+  const width = 760, share = Math.max(0.006, found.ttft / found.total);
+  return picture(`Prefill takes ${time(found.ttft)} of ${time(found.total)}`, width, 30,
+    svg("rect", {x: 0, y: 2, width: width * share, height: 26, class: "fill prefill"}),
+    svg("rect", {x: width * share, y: 2, width: width * (1 - share), height: 26, class: "fill decode"}));
+}
