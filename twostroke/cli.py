@@ -25,6 +25,7 @@ COMMANDS = {
     "run": "answer one prompt and show what each phase took",
     "chat": "talk with a model in the terminal",
     "serve": "serve a model over HTTP, as `vllm serve` does",
+    "learn": "a page that explains prefill and decode with a running engine",
     "run-batch": "answer a file of requests, as `vllm run-batch` does",
     "bench": "measure a server: TTFT, TPOT, ITL, throughput, goodput",
     "phases": "one request taken apart: slow to start, or slow to stream?",

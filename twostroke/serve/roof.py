@@ -57,6 +57,11 @@ class Roof:
             self._tries += 1
             self._task = asyncio.create_task(self._measure(self._client.info.threads))
 
+    async def measure(self) -> None:
+        """Measure now, whether somebody looks on or not."""
+        if self._wants_more():
+            await self._measure(self._client.info.threads)
+
     async def _measure(self, threads: int) -> None:
         try:
             async with asyncio.timeout(PATIENCE_S):

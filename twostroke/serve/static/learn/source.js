@@ -60,10 +60,12 @@ export async function predict(settings) {
 }
 
 // The settings that a recording has an answer for.
-export const recordedSettings = () => recorded?.runs.predict.map((one) => one.settings) ?? null;
+export const recordedSettings = () => recorded?.runs.predict.filter((one) => one.offered).map((one) => one.settings) ?? null;
 
 export async function attention(tokens, layer, head) {
   if (!recorded) return postJson("learn/attention", {tokens, layer, head});
   const {heads, maps} = recorded.attention;
-  return {layer, head, heads, rows: maps[layer][head]};
+  const shares = Uint8Array.from(atob(maps[layer][head]), (one) => one.charCodeAt(0));
+  const rows = tokens.map((_, n) => Array.from(shares.slice(n * (n + 1) / 2, (n + 1) * (n + 2) / 2), (one) => one / 255));
+  return {layer, head, heads, rows};
 }
