@@ -1,5 +1,5 @@
-"""`twostroke learn`: a server for this machine with the page `/learn` open in a browser, or the page
-as a file with recorded data."""
+"""`twostroke learn`: a server for this machine with the page `/learn` open in a browser, or that
+page as a file with recorded data."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from twostroke.serve.records import request_json, step_json
 from twostroke.serve.response_fields import Json
 from twostroke.serve.service import Service
 
-MAX_RUN_S = 90.0
+MAX_RUN_S = 180.0
 MAX_PROMPT, MAX_OUTPUT, MAX_STREAMS = 2048, 128, 16
 CANDIDATES = 20  # tokens whose log-probability is told, at each position
 
@@ -48,7 +48,7 @@ class Ask(NamedTuple):
 class Arm:
     name: str
     overrides: dict[str, Any] = field(default_factory=dict)  # of `EngineConfig`
-    warm: bool = False  # run the script of `calibration` first, so that the pacer knows the engine
+    warm: bool = False  # run a few requests first, so that the pacer knows this engine's steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +88,18 @@ class Lab:
 
     def calibration(self) -> Experiment:
         """Steps of many sizes, from which the step-time model learns what this machine takes."""
-        asks: list[Ask] = []
-        longest = self._longest()
-        for size in (16, 512, 64, 1024, 192, 384, 96, 1536, 256, 768):
-            after = (len(asks) - 1, 12) if asks else None
-            asks.append(Ask("calibration", self.prompt(min(size, longest)), 12, after))
+        asks = self._asks((16, 512, 64, 1024, 192, 384, 96, 1536, 256, 768), 12)
         last = len(asks) - 1
         asks += [Ask("calibration", self.prompt(96), 12, (last, 12)) for _ in range(4)]
         return Experiment((Arm("this server"),), asks)
+
+    def _asks(self, sizes: Sequence[int], output: int) -> list[Ask]:
+        """Requests of these prompt lengths, one after the other."""
+        prompts = [self.prompt(min(size, self._longest())) for size in sizes]
+        return [
+            Ask(str(len(prompt)), prompt, output, (n - 1, output) if n else None)
+            for n, prompt in enumerate(prompts)
+        ]
 
     def stall(self) -> Experiment:
         """Somebody reads an answer when a long prompt arrives."""
@@ -146,10 +150,7 @@ class Lab:
 
     def context(self) -> Experiment:
         """One stream behind prompts that get longer: what decode reads of the cache."""
-        asks: list[Ask] = []
-        for size in (16, 256, 512, 1024, 1792):
-            after = (len(asks) - 1, 16) if asks else None
-            asks.append(Ask(f"{size}", self.prompt(min(size, self._longest())), 16, after))
+        asks = self._asks((16, 256, 512, 1024, 1792), 16)
         return Experiment((Arm("this server"),), asks)
 
     def _longest(self) -> int:
@@ -194,7 +195,7 @@ class Lab:
     async def _arm(self, arm: Arm, experiment: Experiment) -> Json:
         async with self._engine(arm) as client:
             if arm.warm:
-                await self._script(client, self.calibration().script, {})
+                await self._script(client, self._asks((64, 384, 128, 256), 8), {})
             runs = await self._script(client, experiment.script, experiment.params)
             records = await _records_of(client, runs)
             steps = _steps_of(client, records)
@@ -231,7 +232,8 @@ class Lab:
         self, client: EngineClient, script: Sequence[Ask], params: dict[str, Any]
     ) -> list[_Run]:
         """Run all requests, and leave none behind."""
-        with self._service.admission.enter(len(script)):
+        admission = self._service.admission
+        with admission.enter(min(len(script), MAX_STREAMS, admission.max_choices)):
             runs = [_Run(ask) for ask in script]
             play = _Play(client, runs, params)
             try:

@@ -1,5 +1,6 @@
-"""What the page `/learn` reads: facts of model and machine, forecasts, experiments, and the attention
-of a short prompt. Its routes need the key, where there is one. Nothing runs until a reader asks."""
+"""The data of the page `/learn`: facts of model and machine, forecasts, experiments, and the
+attention of a short prompt. The routes need the key, where there is one. Nothing runs until a
+reader asks."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ export function attentionPanel(tokens) {
   const quietly = () => { if (shown) draw().catch((error) => out.replaceChildren(el("p", {class: "error", role: "alert"}, error.message))); };
   const upTo = (n) => Array.from({length: n}, (_, one) => one);
   return el("details", {class: "panel", "data-panel": "attention"}, el("summary", {}, "What each token looks at: attention"),
-    el("p", {class: "note"}, "Each row is a token, each column a token before it. A dark cell: the row's token takes much from the column's. These are the model's real numbers for your prompt",
+    el("p", {class: "note"}, "Each row is a token, each column a token before it. The stronger a cell, the more the row's token takes from the column's. These are the model's real numbers for your prompt",
       tokens.length > MOST ? ` (its first ${MOST} tokens)` : "", isRecorded ? "." : ", computed beside the engine."),
     el("div", {class: "controls"},
       slider({name: "layer", label: "Layer", stops: upTo(layers), value: layer, onchange: (value) => { layer = value; quietly(); }}),

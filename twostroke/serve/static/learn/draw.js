@@ -59,12 +59,9 @@ export const count = (value) => Math.round(value).toLocaleString("en");
 export const visible = (text) => (text ?? "").replace(/\n/g, "↵").replace(/ /g, "␣") || "∅";
 export const plural = (value, word) => `${count(value)} ${word}${value === 1 ? "" : "s"}`;
 
-// Values of a logarithmic slider of so many stops.
-export function logStops(low, high, number = 40) {
+// Values of a logarithmic slider: powers of two, and what lies half-way between.
+export function logStops(low, high) {
   const found = [];
-  for (let n = 0; n < number; n++) {
-    const value = Math.round(low * (high / low) ** (n / (number - 1)));
-    if (found.at(-1) !== value) found.push(value);
-  }
-  return found;
+  for (let value = 1; value <= high; value *= 2) found.push(value, value * 1.5);
+  return found.filter((one) => Number.isInteger(one) && one >= low && one <= high);
 }

@@ -91,7 +91,7 @@ function shown(prompt, answer) {
 }
 
 export const measuring = () => el("p", {class: "note", role: "status"},
-  "This machine is being measured: what it multiplies and what it reads in a second. That takes a few seconds and waits until the engine is idle. Choose another hardware meanwhile.");
+  "This machine is being measured: what it multiplies and what it reads in a second. That takes a few seconds and waits until the engine is idle. Meanwhile, pick hardware from the list.");
 
 function bar(found) {
   const width = 760, share = Math.max(0.006, found.ttft / found.total);
