@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     args = parser.parse_args()
     ours = Ours(args.model)
-    cost = ours.llm.engine.core._cost
+    cost = ours.llm.engine.core.cost
     weights = int(cost.weight_bytes(1))
     flops, bandwidth = matrix_rate(torch.float32), read_rate(weights)
     attention = PREFILL * (PREFILL + 1) / 2 * cost.flops_per_kv_token

@@ -132,8 +132,10 @@ class Lab:
         )
 
     def full_cache(self) -> Experiment:
-        """Four streams that end up with more tokens than the cache has room for."""
-        script = [Ask(f"stream {n + 1}", self.prompt(96), 120) for n in range(4)]
+        """Four streams that end up with more tokens than the cache has room for: more than the
+        scheduler keeps free for their growth (`SchedulerConfig.lookahead`)."""
+        output = max(1, min(200, self._service.client.info.max_model_len - 40))
+        script = [Ask(f"stream {n + 1}", self.prompt(32), output) for n in range(4)]
         small = {"num_gpu_blocks_override": 44, "max_model_len": 256, "max_num_seqs": 8}
         large = {**small, "num_gpu_blocks_override": 256}
         return Experiment(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
 
@@ -20,8 +21,10 @@ from twostroke.serve.response_fields import Json
 # The settings of "predict, then run" that a recording has.
 SETTINGS = ((64, 32, 1), (256, 32, 1), (256, 64, 1), (512, 16, 1), (1024, 32, 1), (256, 32, 4))
 # What the lessons' questions ask for besides.
-ASKED = ((512, 32, 1), (128, 24, 1), (128, 48, 1), (256, 2, 1), (512, 2, 1), (64, 16, 1))
-ASKED += ((64, 24, 1), (1024, 16, 1), (32, 96, 1), (512, 24, 1), (64, 48, 1))
+ASKED = (
+    *((512, 32, 1), (128, 24, 1), (128, 48, 1), (256, 2, 1), (512, 2, 1), (64, 16, 1)),
+    *((64, 24, 1), (1024, 16, 1), (32, 96, 1), (512, 24, 1), (64, 48, 1)),
+)
 TEXT = (
     "A language model answers in two phases. First it reads the whole prompt at once, which keeps "
     "the processor busy. Then it writes one token after the other, and for each of them it reads "
@@ -52,10 +55,16 @@ async def recorded(data: LearnData) -> Json:
 
 
 async def _predicted(data: LearnData, settings: tuple[int, int, int]) -> Json:
-    names = ("prompt_tokens", "output_tokens", "streams")
-    given = dict(zip(names, settings, strict=True))
-    prediction = await data.predict(Workload(**given))
-    run = await data.run(LearnRunRequest(experiment="predict", **given))
+    load = Workload(*settings)
+    given = asdict(load)
+    prediction = await data.predict(load)
+    request = LearnRunRequest(
+        experiment="predict",
+        prompt_tokens=load.prompt_tokens,
+        output_tokens=load.output_tokens,
+        streams=load.streams,
+    )
+    run = await data.run(request)
     return {
         "settings": given,
         "offered": settings in SETTINGS,

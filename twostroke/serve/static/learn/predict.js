@@ -1,6 +1,6 @@
 // Predict, then run: what the engine's step-time model expects, and what the engine then does.
 import {el} from "../shared/dom.js";
-import {bytes, count, percent, time} from "./draw.js";
+import {bytes, count, percent, plural, time} from "./draw.js";
 import {median, tpot, ttft} from "./records.js";
 import {getFacts, predict as ask, recordedSettings, run} from "./source.js";
 import {number} from "./state.js";
@@ -35,13 +35,13 @@ export async function predict() {
     outcome.replaceChildren(...errors(found, arm, facts));
   };
   const control = (name, key, label, list, unit) => slider({
-    name, label, stops: list, value: settings[key], show: (n) => `${count(n)} ${unit}`,
+    name, label, stops: list, value: settings[key], show: (n) => unit ? plural(n, unit) : count(n),
     onchange: (n) => { settings[key] = n; foresee().catch((error) => expected.replaceChildren(el("p", {class: "error", role: "alert"}, error.message))); },
   });
   out.append(
     el("div", {class: "controls"},
-      control("prompt", "prompt_tokens", "Prompt", stops("prompt_tokens", PROMPTS, limits.prompt_tokens), "tokens"),
-      control("answer", "output_tokens", "Answer", stops("output_tokens", ANSWERS, limits.output_tokens), "tokens"),
+      control("prompt", "prompt_tokens", "Prompt", stops("prompt_tokens", PROMPTS, limits.prompt_tokens), "token"),
+      control("answer", "output_tokens", "Answer", stops("output_tokens", ANSWERS, limits.output_tokens), "token"),
       control("streams", "streams", "Streams that arrive together", stops("streams", STREAMS, limits.streams), "")),
     expected, running, outcome);
   await foresee();

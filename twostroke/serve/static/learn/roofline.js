@@ -1,14 +1,14 @@
 // The roofline: each step of the engine as a dot, the two phases' floors for any model and machine.
 import {el} from "../shared/dom.js";
 import * as cost from "./cost.js";
-import {count, figure, logStops, picture, plural, short, svg, time} from "./draw.js";
+import {figure, logStops, picture, plural, short, svg, time} from "./draw.js";
 import {onlyDecodes, onlyPrefills} from "./records.js";
 import {getFacts, lastRun, run, thisMachine} from "./source.js";
 import {chosen, formatChoices, HERE, measuring, modelChoices, untilMeasured} from "./sliders.js";
 import {number} from "./state.js";
 import {fact, legend, runButton, slider, wide} from "./widgets.js";
 
-const WIDTH = 760, HEIGHT = 400, LEFT = 74, BOTTOM = 44, TOP = 14, RIGHT = 16;
+const WIDTH = 760, HEIGHT = 400, LEFT = 74, BOTTOM = 44, TOP = 14, RIGHT = 30;
 const SHOWN = ["text", "batch", "context", "predict", "prefix"]; // runs whose steps become dots
 
 export async function roofline() {
@@ -18,13 +18,13 @@ export async function roofline() {
   const plot = el("div", {class: "stack"});
   const draw = () => plot.replaceChildren(...shown(prompt, context, batch));
   const amount = (name, label, low, high, value, unit, set) => slider({
-    name, label, stops: logStops(low, high), value, show: (n) => `${count(n)} ${unit}`, onchange: (n) => { set(n); draw(); },
+    name, label, stops: logStops(low, high), value, show: (n) => plural(n, unit), onchange: (n) => { set(n); draw(); },
   });
   out.append(
     el("div", {class: "controls"},
-      amount("prompt", "Prompt (prefill)", 1, 8192, prompt, "tokens", (n) => { prompt = n; }),
-      amount("context", "Context (decode)", 16, 32768, context, "tokens", (n) => { context = n; }),
-      amount("batch", "Batch (decode)", 1, 512, batch, "streams", (n) => { batch = n; }),
+      amount("prompt", "Prompt (prefill)", 1, 8192, prompt, "token", (n) => { prompt = n; }),
+      amount("context", "Context (decode)", 16, 32768, context, "token", (n) => { context = n; }),
+      amount("batch", "Batch (decode)", 1, 512, batch, "stream", (n) => { batch = n; }),
       ...modelChoices(draw)),
     el("details", {class: "panel"}, el("summary", {}, "Formats of weights and cache"), el("div", {class: "controls"}, formatChoices(draw))),
     runButton("Run 1, 2, 4, 8 and 16 streams on the engine", async () => { await run("batch"); draw(); }),

@@ -1,7 +1,7 @@
 // Prompt, answer, model and hardware → TTFT, TPOT and total, with the formula and its numbers.
 import {el} from "../shared/dom.js";
 import * as cost from "./cost.js";
-import {bytes, count, figure, logStops, picture, short, svg, time} from "./draw.js";
+import {bytes, count, figure, logStops, picture, plural, short, svg, time} from "./draw.js";
 import {getFacts, knownFacts, thisMachine} from "./source.js";
 import {number, word} from "./state.js";
 import {choice, fact, formula, legend, slider} from "./widgets.js";
@@ -42,8 +42,8 @@ export async function sliders() {
   const draw = () => result.replaceChildren(...shown(prompt, answer));
   out.append(
     el("div", {class: "controls"},
-      slider({name: "prompt", label: "Prompt", stops: logStops(16, 8192), value: prompt, show: (n) => `${count(n)} tokens`, onchange: (n) => { prompt = n; draw(); }}),
-      slider({name: "answer", label: "Answer", stops: logStops(2, 2048), value: answer, show: (n) => `${count(n)} tokens`, onchange: (n) => { answer = n; draw(); }}),
+      slider({name: "prompt", label: "Prompt", stops: logStops(16, 8192), value: prompt, show: (n) => plural(n, "token"), onchange: (n) => { prompt = n; draw(); }}),
+      slider({name: "answer", label: "Answer", stops: logStops(2, 2048), value: answer, show: (n) => plural(n, "token"), onchange: (n) => { answer = n; draw(); }}),
       ...modelChoices(draw)),
     result);
   draw();
