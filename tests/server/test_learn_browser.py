@@ -4,6 +4,7 @@ they came from, and the exported page without a server."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -137,7 +138,7 @@ def test_pictures_show_what_the_records_say(chrome: Browser, server: Running) ->
         (arm,) = last(page, "stall")["arms"]
         gaps = page.value(SHOWN % "rect[data-who=you]")
         times = arm["requests"][0]["token_s"]
-        measured = [after - before for before, after in zip(times, times[1:], strict=False)]
+        measured = [after - before for before, after in itertools.pairwise(times)]
         assert [float(one["seconds"]) for one in gaps] == pytest.approx(measured, abs=0.01)
         (row,) = page.value(SHOWN % "[data-result=stall] tr[data-arm]")
         assert float(row["gap"]) == pytest.approx(max(measured))

@@ -10,7 +10,7 @@ const WIDTH = 760;
 export const EXPERIMENTS = {
   stall: {
     title: "A visitor with a long prompt",
-    intro: "You read an answer, token by token. Another user arrives with a prompt of 1,500 tokens. What happens to your stream?",
+    intro: "You read an answer, token by token. Another user arrives with a long prompt. What happens to your stream?",
     draw: stall,
   },
   batch: {

@@ -2,15 +2,31 @@
 import {count, figure, percent, plural, short, bytes, time} from "./draw.js";
 import {byContext, byStreams} from "./company.js";
 import {longestGap, median, onlyDecodes, sum, tpot, ttft} from "./records.js";
-import {knownFacts, lastRun, run, thisMachine} from "./source.js";
+import {knownFacts, measured, once, thisMachine} from "./source.js";
 
 const CODE = "https://github.com/twostroke/twostroke/blob/main/";
 const code = (text, path) => ({text, href: CODE + path});
 
-const once = async (name) => lastRun(name) ?? run(name);
-const measured = async (prompt_tokens, output_tokens) => (await run("predict", {prompt_tokens, output_tokens, streams: 1})).arms[0];
 const idea = (title, tool, ...text) => ({kind: "idea", title, tool, text});
 const ask = (title, make) => ({kind: "question", title, make});
+
+function prefillBefore() {
+  const long = Math.min(512, knownFacts().limits.prompt_tokens), half = Math.ceil(long / 2);
+  return {
+    name: "prefill-before", text: `A prompt gets twice as long: ${count(long)} tokens instead of ${count(half)}. The time to the first token …`,
+    right: 1,
+    options: [
+      {text: "… stays the same", why: `It would if the machine had compute to spare. ${count(half)} tokens together keep it busy already.`},
+      {text: "… about doubles", why: "Prefill is bound by compute: twice the tokens are twice the products."},
+      {text: "… gets four times as long", why: "Attention does grow with the square, but at this length it is a small part. The products with the weights grow in step with the tokens."},
+    ],
+    settle: async () => {
+      const first = (await measured(half, 2)).requests[0], second = (await measured(long, 2)).requests[0];
+      const ratio = ttft(second) / ttft(first);
+      return {agrees: ratio > 1.4 && ratio < 3, said: `${count(first.num_prompt)} tokens took ${time(ttft(first))}, ${count(second.num_prompt)} tokens ${time(ttft(second))}: ${figure(ratio)} times as long.`};
+    },
+  };
+}
 
 export const LESSONS = [
   {
@@ -18,17 +34,17 @@ export const LESSONS = [
     links: [code("The cost of a step", "twostroke/model/cost.py"), code("Docs: measuring", "docs/MEASURING.md")],
     screens: [
       ask("Before: a guess", () => ({
-        name: "token-before", text: "A model reads a prompt of 512 tokens and writes 32. Which token takes longer?",
+        name: "token-before", text: "A model reads a long prompt and writes 32 tokens. Which token takes longer?",
         right: 1,
         options: [
-          {text: "A prompt token and an output token take the same", why: "Both pass through the same layers, but not in the same company: 512 prompt tokens pass together, an output token passes alone."},
+          {text: "A prompt token and an output token take the same", why: "Both pass through the same layers, but not in the same company: the prompt's tokens pass together, an output token passes alone."},
           {text: "An output token takes longer", why: "An output token has a step of its own, and each step reads all weights. Prompt tokens share a step."},
           {text: "A prompt token takes longer", why: "The prompt as a whole can take longer. Divided by its tokens, each is cheap: they are computed together."},
         ],
         settle: async () => {
           const one = (await measured(512, 32)).requests[0];
           const each = ttft(one) / one.num_prompt;
-          return {agrees: tpot(one) > each, said: `The engine needed ${time(each)} for each prompt token and ${time(tpot(one))} for each output token, ${figure(tpot(one) / each)} times as long.`};
+          return {agrees: tpot(one) > each, said: `With a prompt of ${count(one.num_prompt)} tokens the engine needed ${time(each)} for each of them and ${time(tpot(one))} for each output token, ${figure(tpot(one) / each)} times as long.`};
         },
       })),
       idea("One request, two workloads", "sliders",
@@ -55,20 +71,7 @@ export const LESSONS = [
     id: "prefill", title: "Prefill", short: "The prompt, all at once.",
     links: [code("Chunks of a prompt", "twostroke/sched/prefill.py"), code("Docs: scheduling", "docs/SCHEDULING.md")],
     screens: [
-      ask("Before: a guess", () => ({
-        name: "prefill-before", text: "A prompt gets twice as long: 512 tokens instead of 256. The time to the first token …",
-        right: 1,
-        options: [
-          {text: "… stays the same", why: "It would if the machine had compute to spare. 256 tokens together keep it busy already."},
-          {text: "… about doubles", why: "Prefill is bound by compute: twice the tokens are twice the products."},
-          {text: "… gets four times as long", why: "Attention does grow with the square, but at this length it is a small part. The products with the weights grow in step with the tokens."},
-        ],
-        settle: async () => {
-          const [short, long] = [(await measured(256, 2)).requests[0], (await measured(512, 2)).requests[0]];
-          const ratio = ttft(long) / ttft(short);
-          return {agrees: ratio > 1.4 && ratio < 3, said: `256 tokens took ${time(ttft(short))}, 512 tokens ${time(ttft(long))}: ${figure(ratio)} times as long.`};
-        },
-      })),
+      ask("Before: a guess", prefillBefore),
       idea("Step through your own prompt", "prompt",
         "Each orange box is a step of prefill: many tokens at once. Each blue box writes one token.",
         "The boxes are as wide as the steps took. Play it, step through it, or open the panels below it."),
@@ -156,7 +159,7 @@ export const LESSONS = [
         "Nothing is free: each decode step reads the keys and values of all tokens before it.",
         "Weights are read once for all streams. The cache is read by each stream for itself."),
       ask("After: check yourself", () => ({
-        name: "cache-after", text: "A conversation grows from 16 to 1,800 tokens. What grows with it in every decode step?",
+        name: "cache-after", text: "A conversation grows from a few to many hundred tokens. What grows with it in every decode step?",
         right: 0,
         options: [
           {text: "The bytes of cache that a step reads", why: "Every new token attends to all tokens before it."},
@@ -215,7 +218,7 @@ export const LESSONS = [
     links: [code("Chunks by the clock", "twostroke/sched/slo.py"), code("Docs: scheduling", "docs/SCHEDULING.md")],
     screens: [
       ask("Before: a guess", () => ({
-        name: "company-before", text: "You read an answer as it is written. Another user sends a prompt of 1,500 tokens, and the engine reads it in one piece. Your next token …",
+        name: "company-before", text: "You read an answer as it is written. Another user sends a long prompt, and the engine reads it in one piece. Your next token …",
         right: 1,
         options: [
           {text: "… comes as usual: you were first", why: "A step is not interrupted. While it reads the prompt it writes nothing for you beyond one token."},

@@ -4,11 +4,10 @@ import {byStreams} from "./company.js";
 import {bytes, figure, percent, plural, time} from "./draw.js";
 import {question} from "./question.js";
 import {gaps, longestGap, onlyDecodes, onlyPrefills, sum, ttft, tpot} from "./records.js";
-import {freshFacts, getFacts, lastRun, run, thisMachine} from "./source.js";
+import {freshFacts, getFacts, measured, once, thisMachine} from "./source.js";
 import {runButton} from "./widgets.js";
 
-const once = async (name) => lastRun(name) ?? run(name);
-const measured = async (prompt_tokens, output_tokens) => (await run("predict", {prompt_tokens, output_tokens, streams: 1})).arms[0].requests[0];
+const request = async (prompt, answer) => (await measured(prompt, answer)).requests[0];
 
 const QUIZ = [
   {
@@ -19,7 +18,7 @@ const QUIZ = [
       {text: "Both alike", why: "The two are felt at different times: one before the first token, one between tokens."},
     ],
     settle: async () => {
-      const one = await measured(1024, 16);
+      const one = await request(1024, 16);
       return {agrees: ttft(one) > 5 * tpot(one), said: `A prompt of ${plural(one.num_prompt, "token")}: ${time(ttft(one))} until the first token, then ${time(tpot(one))} for each.`};
     },
   },
@@ -67,8 +66,8 @@ const QUIZ = [
       {text: "The length of the queue", why: "Waiting shows before the first token, and these requests start at once."},
     ],
     settle: async () => {
-      const one = await measured(32, 96), total = one.token_s.at(-1) - one.received_s;
-      return {agrees: total > 3 * ttft(one), said: `32 tokens in, 96 out: ${percent((total - ttft(one)) / total)} of the time was decode.`};
+      const one = await request(32, 96), total = one.token_s.at(-1) - one.received_s;
+      return {agrees: total > 3 * ttft(one), said: `${plural(one.num_prompt, "token")} in, ${one.token_s.length} out: ${percent((total - ttft(one)) / total)} of the time was decode.`};
     },
   },
   {
@@ -96,7 +95,7 @@ const MYTHS = [
   {
     name: "more-flops", myth: "“More FLOPs make streaming faster.”",
     settle: async () => {
-      const arm = (await run("predict", {prompt_tokens: 512, output_tokens: 24, streams: 1})).arms[0];
+      const arm = await measured(512, 24);
       const rate = (steps, phase) => sum(steps.map((one) => one[phase].flops)) / sum(steps.map((one) => one.device_s));
       const decode = rate(onlyDecodes(arm), "decode"), prefill = rate(onlyPrefills(arm), "prefill");
       return `Not for one stream. In the same request prefill multiplied ${figure(prefill / decode)} times as fast as decode, on the same machine: decode had FLOPs to spare and waited for memory.`;
@@ -120,7 +119,7 @@ const MYTHS = [
   {
     name: "utilisation", myth: "“GPU utilisation of 100 % means that the GPU is busy.”",
     settle: async () => {
-      const arm = (await run("predict", {prompt_tokens: 64, output_tokens: 48, streams: 1})).arms[0];
+      const arm = await measured(64, 48);
       const steps = onlyDecodes(arm).slice(1), busy = sum(steps.map((one) => one.device_s)), whole = sum(gaps(arm.requests[0]).slice(1).map((one) => one.seconds));
       const machine = thisMachine(), rate = sum(steps.map((one) => one.decode.flops)) / busy;
       const share = machine ? ` and used ${percent(rate / machine.flops_per_s)} of the products that it can do` : "";

@@ -59,6 +59,16 @@ export async function predict(settings) {
   return (await postJson("learn/predict", settings)).prediction;
 }
 
+// One request of so many tokens, as far as the model's limits allow.
+export async function measured(prompt, answer) {
+  const {limits} = await getFacts();
+  const settings = {prompt_tokens: Math.min(prompt, limits.prompt_tokens), output_tokens: Math.min(answer, limits.output_tokens), streams: 1};
+  return (await run("predict", settings)).arms[0];
+}
+
+// The newest run of an experiment; the first time, a new one.
+export const once = async (experiment) => lastRun(experiment) ?? run(experiment);
+
 // The settings that a recording has an answer for.
 export const recordedSettings = () => recorded?.runs.predict.filter((one) => one.offered).map((one) => one.settings) ?? null;
 
