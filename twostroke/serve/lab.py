@@ -30,6 +30,7 @@ from twostroke.serve.service import Service
 
 MAX_RUN_S = 180.0
 MAX_PROMPT, MAX_OUTPUT, MAX_STREAMS = 2048, 128, 16
+OF_REQUESTS = ("chunks", "first", "late")
 CANDIDATES = 20  # tokens whose log-probability is told, at each position
 
 
@@ -212,7 +213,7 @@ class Lab:
                     {**request_json(record), **run.as_json()}
                     for record, run in zip(records, runs, strict=True)
                 ],
-                "steps": [step_json(one) for one in steps],
+                "steps": [_without_requests(step_json(one)) for one in steps],
             }
 
     @asynccontextmanager
@@ -270,6 +271,11 @@ class _Run:
         self.text, self.written, self.finished = one.text, list(one.token_ids), output.finished
         if output.finished and one.logprobs is not None:
             self.candidates = [_candidates(entry) for entry in one.logprobs.plain()]
+
+
+def _without_requests(step: Json) -> Json:
+    """Without the fields that tell of single requests, which may be other clients'."""
+    return {name: value for name, value in step.items() if name not in OF_REQUESTS}
 
 
 def _candidates(entry: Any) -> Json:
