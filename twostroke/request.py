@@ -244,6 +244,7 @@ class EngineRequest:
     salt: str = ""  # only requests with the same salt share cached prefixes
     received_s: float = 0.0  # on the monotonic clock
     progress: bool = False  # tell after each chunk how much of the prompt has been computed
+    gap_causes: bool = False  # record the causes of each gap between two of its tokens
     family: str = ""  # siblings of one `n > 1` request share a name, and so their prompt's blocks
     prompt: str | None = None  # the text, if one was given
     tokenised_s: float = 0.0  # when the prompt had become token ids

@@ -27,7 +27,8 @@ STALL_S = 0.05
 
 def request(name: str, prompt: int, output: int, offset: int = 0) -> EngineRequest:
     tokens = [4 + (offset * 31 + n * 7) % 290 for n in range(prompt)]
-    return EngineRequest(name, tokens, SamplingParams(max_tokens=output, temperature=0.0), seed=1)
+    params = SamplingParams(max_tokens=output, temperature=0.0)
+    return EngineRequest(name, tokens, params, seed=1, gap_causes=True)
 
 
 def run(core: EngineCore, stall_at: int = -1) -> dict[str, RequestRecord]:
@@ -69,6 +70,16 @@ def assert_adds_up(core: EngineCore, records: dict[str, RequestRecord]) -> None:
             assert record.worst_gap_s == max(gap for gap, _, _ in record.gap_steps())
             assert record.worst_gap is not None
             assert record.worst_gap.total_s == pytest.approx(record.worst_gap_s, rel=1e-6)
+            assert_each_gap(record)
+
+
+def assert_each_gap(record: RequestRecord) -> None:
+    """The causes of each gap are the whole of it, and together those of the request."""
+    assert record.gap_causes is not None
+    gaps = [Causes(*record.gap_causes[at : at + 5]) for at in range(0, len(record.gap_causes), 5)]
+    measured = [gap for gap, _, _ in record.gap_steps()]
+    assert [gap.total_s for gap in gaps] == pytest.approx(measured, rel=1e-5, abs=1e-8)
+    assert total(gaps) == pytest.approx(record.gaps, rel=1e-5, abs=1e-8)
 
 
 @pytest.fixture
@@ -278,7 +289,11 @@ def test_gaps_add_up_with_two_steps_in_flight_and_too_few_blocks(seed: int) -> N
     cost = CostModel(1e9, 1e8, 1e5, 1e9, 1e8, 1e5)
     core = EngineCore(Scheduler(limits), TwoInFlight(4), cost)
     for n in range(12):
-        core.add(fake_request(f"r{n}", random_prompt(rng, 20), rng.randint(1, 25), stop=True))
+        core.add(
+            fake_request(
+                f"r{n}", random_prompt(rng, 20), rng.randint(1, 25), stop=True, gap_causes=True
+            )
+        )
     for _ in range(rng.randint(0, 10)):
         core.step()
     core.abort(f"r{rng.randrange(12)}")

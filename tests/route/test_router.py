@@ -324,10 +324,14 @@ def test_the_records_of_two_engines_become_one() -> None:
     later.token_s, later.token_step = array("d", [3.5, 3.7]), array("q", [90, 91])
     later.gaps = later.worst_gap = Causes(decode=0.2)
     later.worst_gap_s = 0.2
+    first.gap_causes, later.gap_causes = array("f"), array("f", Causes(decode=0.2))
     record = continued(first, later)
     assert record is first
     assert record.token_s.tolist() == [3.0, 3.5, 3.7]
     assert record.gaps == Causes(decode=0.2, preemption=0.5)
     assert (record.worst_gap_s, record.worst_gap) == (0.5, Causes(preemption=0.5))
+    each = [*Causes(preemption=0.5), *Causes(decode=0.2)]
+    assert record.gap_causes is not None
+    assert record.gap_causes.tolist() == pytest.approx(each)
     assert (record.finished_s, record.finish_reason) == (4.5, "stop")
     assert (record.scheduled_s, record.first_token_s, record.num_cached) == (2.0, 3.0, 4)

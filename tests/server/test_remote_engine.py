@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from array import array
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,7 @@ def test_a_step_crosses_the_wire_unchanged() -> None:
     gap = Causes(0.5, 0.25, 0.125, 0.125)
     record = RequestRecord("c", 3, 0.5, chunks=[(1.0, 2, 0, 3)], finish_reason="stop")
     record.gaps, record.worst_gap_s, record.worst_gap = gap, gap.total_s, gap
+    record.gap_causes = array("f", gap)
     record.token_s.extend([1.5, 2.5])
     record.token_step.extend([2, 2**40])
     logprobs = (TokenLogprobs((5, 6), (-0.5, float("-inf")), 1),)

@@ -119,6 +119,22 @@ def test_the_last_event_has_llama_cpps_timings(server: Running) -> None:
     assert read == whole["usage"]["prompt_tokens"]
 
 
+@pytest.mark.parametrize(("path", "asked"), [(CHAT, HELLO), (TEXT, PROMPT)])
+def test_a_request_that_asks_gets_the_causes_of_each_gap(
+    server: Running, path: str, asked: dict[str, Any]
+) -> None:
+    asked = {**asked, "max_tokens": 8, "ignore_eos": True, "return_token_gaps": True}
+    *_, last, _ = server.events(path, {**asked, "stream": True})
+    for times in (last["timings"], server.post(path, asked)["timings"]):
+        gaps = times["token_gaps_ms"]
+        assert len(gaps) == times["predicted_n"] - 1 == 7
+        for cause, told in zip(times["gaps_ms"].values(), zip(*gaps, strict=True), strict=True):
+            assert sum(told) == pytest.approx(cause, abs=0.01)
+    several = server.post(path, {**asked, "n": 2})
+    assert several["timings"]["token_gaps_ms"] is None
+    assert "token_gaps_ms" not in server.post(path, {**asked, "return_token_gaps": None})["timings"]
+
+
 def test_a_long_prompt_tells_how_far_it_is(server: Running) -> None:
     asked = {**PROMPT, "prompt": list(range(4, 104)), "stream": True, "return_progress": True}
     told = [

@@ -152,12 +152,14 @@ class InputProcessor:
         priority: int = 0,
         progress: bool = False,
         *,
+        gap_causes: bool = False,
         check_grammar: bool = True,
         max_prompt_tokens: int | None = None,
     ) -> EngineRequest:
         """The request as the engine can take it; raises `RequestError` if it cannot be run.
 
         `progress`: tell after each chunk how much of the prompt has been computed.
+        `gap_causes`: record the causes of each gap between two of its tokens.
         `check_grammar`: False if the caller does it (`grammars.check`).
         `max_prompt_tokens`: a server's limit, see `check_length`."""
         received = monotonic()
@@ -193,6 +195,7 @@ class InputProcessor:
             salt=salt,
             received_s=received,
             progress=progress,
+            gap_causes=gap_causes,
             prompt=text,
             tokenised_s=monotonic(),
             prefix_marks=self._prefix_marks(ids, salt),

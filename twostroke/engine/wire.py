@@ -130,6 +130,7 @@ class Record(msgspec.Struct, array_like=True, frozen=True):
     worst_gap_s: float
     worst_gap: Causes | None
     kv_evicted_tokens: int
+    gap_causes: bytes | None
 
 
 class FullUpdate(msgspec.Struct, array_like=True, frozen=True):
@@ -282,6 +283,8 @@ def _pack_record(record: RequestRecord) -> Record:
     values = {name: getattr(record, name) for name in _RECORD_FIELDS}
     values["token_s"] = record.token_s.tobytes()
     values["token_step"] = record.token_step.tobytes()
+    if record.gap_causes is not None:
+        values["gap_causes"] = record.gap_causes.tobytes()
     return Record(**values)
 
 
@@ -289,6 +292,8 @@ def _unpack_record(packed: Record) -> RequestRecord:
     values = {name: getattr(packed, name) for name in _RECORD_FIELDS}
     values["token_s"] = array("d", packed.token_s)
     values["token_step"] = array("q", packed.token_step)
+    if packed.gap_causes is not None:
+        values["gap_causes"] = array("f", packed.gap_causes)
     return RequestRecord(**values)
 
 

@@ -18,12 +18,14 @@ subtraction, whatever its length. No torch here.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from math import nan
 from operator import sub
 
-from twostroke.observe.record import Causes, RequestRecord
+from twostroke.observe.record import NO_TIME, Causes, RequestRecord
 from twostroke.plan import PhaseWork
 from twostroke.sched.steptime import StepTimes
 
@@ -145,6 +147,28 @@ class Ledger:
             record.worst_gap_s = max(gaps)
             step = record.token_step[gaps.index(record.worst_gap_s) + 1]
             record.worst_gap = account.late.get(step) or self._causes(step)
+        if record.gap_causes is not None:
+            record.gap_causes = self._each_gap(record.token_step, account.late)
+
+    def _each_gap(self, steps: Sequence[int], late: Mapping[int, Causes]) -> array[float]:
+        """The causes of each gap between tokens of these steps, five numbers a gap. They are made
+        column by column: for thousands of tokens that takes milliseconds, gap by gap tens of
+        them."""
+        slots = [step % KEPT for step in steps[1:]]
+        decode, prefill, host, comm = (
+            array("f", [sums[at] - sums[at - 1] for at in slots]) for sums in self._sums
+        )
+        found = array("f", bytes(4 * 5 * len(slots)))
+        found[0::5], found[1::5], found[3::5], found[4::5] = decode, prefill, host, comm
+        forgotten = bisect_right(steps, self._step - KEPT + 1, 1) - 1
+        found[: 5 * forgotten] = array("f", [nan] * (5 * forgotten))
+        for step, causes in late.items():
+            at = 5 * (bisect_left(steps, step) - 1)
+            found[at : at + 5] = array("f", causes)
+        for n, (before, step) in enumerate(pairwise(steps)):
+            if before == step:  # drafted: the step wrote several tokens at one time
+                found[5 * n : 5 * n + 5] = array("f", NO_TIME)
+        return found
 
     def _causes(self, step: int) -> Causes | None:
         if step <= max(self._step - KEPT + 1, 0):

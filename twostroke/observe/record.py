@@ -126,6 +126,9 @@ class RequestRecord:
     gaps: Causes = NO_TIME  # all gaps between its tokens together, once it has ended
     worst_gap_s: float = 0.0
     worst_gap: Causes | None = None  # None: there was no gap, or it is too long ago to tell
+    # The causes of each gap, five numbers a gap in the order of `Causes`, once the request has
+    # ended. NaN: the gap is too long ago. None: the request did not ask for them.
+    gap_causes: array[float] | None = None
     # Digests of the prompt's first 64, 128, 256, … tokens: which requests begin alike, and how far.
     prefix_marks: tuple[str, ...] = ()
     route: str = ""  # where there are several engines: which had it, and why
@@ -173,6 +176,10 @@ def continued(record: RequestRecord, later: RequestRecord) -> RequestRecord:
     if between_s > record.worst_gap_s:
         record.worst_gap_s, record.worst_gap = between_s, between
     record.gaps = Causes(*map(sum, zip(record.gaps, later.gaps, between, strict=True)))
+    if record.gap_causes is not None and later.gap_causes is not None:
+        if record.token_s and later.token_s:
+            record.gap_causes.extend(between)
+        record.gap_causes.extend(later.gap_causes)
     record.kv_evicted_tokens = max(record.kv_evicted_tokens, later.kv_evicted_tokens)
     record.chunks += later.chunks
     record.preempted += later.preempted

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from time import monotonic
@@ -181,6 +182,7 @@ class Scheduler:
             max_tokens=given.params.max_tokens or 0,
             n=given.params.n,
             family=given.family,
+            gap_causes=array("f") if given.gap_causes else None,
         )
         # Who waits gains a level every PRIORITY_AGE_S, so nobody starves. Whom a request then
         # overtakes depends on when both came, not on the moment of asking: the order is fixed.

@@ -61,7 +61,7 @@ class ChatGeneration(Conversation[ChatRequest]):
         for completion in output.outputs:
             counts.add_reasoning(self.reasoning_tokens(completion.token_ids))
         response["usage"] = counts.usage()
-        response["timings"] = timings([output])
+        response["timings"] = timings(outputs, bool(self.request.return_token_gaps))
         if self.service.settings.enable_per_request_metrics:
             response["metrics"] = request_metrics(outputs)
         # vLLM's, which are there even if they were not asked for
@@ -142,7 +142,10 @@ class ChatStreamWriter(ChunkWriter[ChatGeneration]):
             return text.encode(completion.text)
         begin = b"" if index in self._messages else self._begin(output, completion)
         self.counts.completion += written
-        events = b"".join([event(chunk) for chunk in self._chunks(output, completion)])
+        chunks = self._chunks(output, completion)
+        if self.generation.request.return_token_gaps and output.finished:
+            return concat([begin, *map(long_event, chunks)])
+        events = b"".join(map(event, chunks))
         if self._plain_text and self._messages[index].is_plain:
             self._templates[index] = self._text_template(index)
         return concat([begin, events])
@@ -195,7 +198,8 @@ class ChatStreamWriter(ChunkWriter[ChatGeneration]):
             choice = generation.delta(shown, delta, reason if last else None)
             more = self.running_usage()
             if last and output.finished and completion is output.outputs[-1]:
-                more["timings"] = timings([output])
+                gaps_asked = bool(generation.request.return_token_gaps)
+                more["timings"] = timings([output], gaps_asked)
             chunks.append(self.chunk([choice], **more))
         return chunks
 

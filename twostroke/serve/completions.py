@@ -60,7 +60,7 @@ class CompletionGeneration(Generation[CompletionRequest]):
             for completion in output.outputs
         )
         response["usage"] = counts.usage()
-        response["timings"] = timings(outputs)
+        response["timings"] = timings(outputs, bool(self.request.return_token_gaps))
         if self.service.settings.enable_per_request_metrics:
             response["metrics"] = request_metrics(outputs)
         return response
@@ -183,7 +183,10 @@ class CompletionStreamWriter(ChunkWriter[CompletionGeneration]):
             choice["token_ids"] = completion.token_ids
         more = self.running_usage()
         if output.finished and completion.index == output.outputs[-1].index:
-            more["timings"] = timings([output])
+            gaps_asked = bool(generation.request.return_token_gaps)
+            more["timings"] = timings([output], gaps_asked)
+            if gaps_asked:
+                return concat([begin, long_event(self.chunk([choice], **more))])
         return concat([begin, event(self.chunk([choice], **more))])
 
     def _begin(self, prompt_index: int, index: int, output: RequestOutput) -> Encoded:

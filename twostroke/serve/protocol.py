@@ -146,6 +146,7 @@ class GenerateRequest(IgnoredFields, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_progress: bool | None = None  # llama.cpp's: events with how much is prefilled
+    return_token_gaps: bool | None = None  # the causes of each gap between tokens, in `timings`
 
 
 class ChatRequest(GenerateRequest, kw_only=True):

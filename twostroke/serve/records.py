@@ -76,6 +76,7 @@ def request_json(record: RequestRecord) -> dict[str, Any]:
     found = {name: getattr(record, name) for name in record.__slots__}
     found["token_s"], found["token_step"] = record.token_s.tolist(), record.token_step.tolist()
     found["gaps"] = record.gaps._asdict()
+    del found["gap_causes"]  # the answer has them
     found["stays"] = [stay._asdict() for stay in record.stays]
     found["worst_gap"] = None if record.worst_gap is None else record.worst_gap._asdict()
     return found

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain, islice
+from math import isnan
 from typing import Any
 
 import msgspec
@@ -81,14 +82,14 @@ def cached_tokens(output: RequestOutput) -> int:
     return min((record.num_cached for record in output.records), default=0)
 
 
-def timings(outputs: Sequence[RequestOutput]) -> Json | None:
+def timings(outputs: Sequence[RequestOutput], each_gap: bool = False) -> Json | None:
     """llama.cpp's object, measured by the engine: prompt is prefill, predicted is decode.
 
     A token's time is the gap between tokens, so that the first one, which prefill brought, is not
     counted as decoded in no time. Of several continuations: the slowest's times, all's tokens.
     Then ours: the time in the queue, the gaps between tokens by cause (summed over continuations;
     with one they add up to `decode_ms`), the worst gap, preemptions, and
-    tokens that left the KV cache.
+    tokens that left the KV cache. `each_gap`: the causes of each gap, too.
     """
     records = [record for output in outputs for record in output.records]
     if not records:
@@ -100,7 +101,7 @@ def timings(outputs: Sequence[RequestOutput]) -> Json | None:
     predicted_ms = max(record.decode_s for record in records) * 1e3
     gaps = predicted_n - len(records)
     worst = max(records, key=lambda record: record.worst_gap_s)
-    return {
+    found = {
         "cache_n": cached,
         "prompt_n": prompt_n,
         "prompt_ms": prompt_ms,
@@ -119,6 +120,17 @@ def timings(outputs: Sequence[RequestOutput]) -> Json | None:
         "preemptions": sum(len(record.preempted) for record in records),
         "kv_evicted_tokens": sum(record.kv_evicted_tokens for record in records),
     }
+    if each_gap:
+        one = records[0].gap_causes if len(records) == 1 else None
+        found["token_gaps_ms"] = None if one is None else LazyList(_gaps_in_ms(one))
+    return found
+
+
+def _gaps_in_ms(causes: Sequence[float]) -> Iterator[list[float] | None]:
+    """Five numbers a gap, or None for a gap that is too long ago."""
+    for at in range(0, len(causes), 5):
+        gap = causes[at : at + 5]
+        yield None if isnan(gap[0]) else [round(1e3 * seconds, 3) for seconds in gap]
 
 
 def request_metrics(outputs: Sequence[RequestOutput]) -> Json | None:

@@ -1,0 +1,86 @@
+// Figures of an answer: from the engine's own ledger (`timings`, `usage`) where it has sent one,
+// else as this page has measured them.
+
+export const CAUSES = ["decode", "prefill", "preemption", "host", "communication"];
+export const CAUSE_NAMES = {
+  decode: "own decode",
+  prefill: "another's prefill",
+  preemption: "preemption",
+  host: "host",
+  communication: "communication",
+};
+const CAUSE_TEXTS = {
+  decode: "the step's own work for this stream and those it decodes with",
+  prefill: "prompts of other requests shared the step",
+  preemption: "the stream had no place in the step: sent back, or no free KV block",
+  host: "the device waited for planning, committing or the operating system",
+  communication: "ranks waited for each other",
+};
+export const causeText = (cause) => CAUSE_TEXTS[cause];
+
+export function formatMs(ms) {
+  if (ms === null || ms === undefined || !Number.isFinite(ms)) return "–";
+  if (ms < 0.05) return "0 ms";
+  if (ms < 10) return `${ms.toFixed(1)} ms`;
+  if (ms < 1000) return `${Math.round(ms)} ms`;
+  return `${(ms / 1000).toFixed(ms < 10_000 ? 2 : 1)} s`;
+}
+
+export const formatCount = (count) => count.toLocaleString("en");
+
+// What stands below an answer: [name, value, explanation] each.
+export function figuresOf(answer) {
+  const {timings, usage} = answer;
+  const figures = [];
+  if (timings) {
+    const ttft = timings.queue_ms + timings.prefill_ms;
+    figures.push(["TTFT", formatMs(ttft),
+      `time to first token: ${formatMs(timings.queue_ms)} in the queue, ${formatMs(timings.prefill_ms)} prefill; `
+      + `this page saw it after ${formatMs(answer.ttftMs)}`]);
+    if (timings.predicted_n > 1) {
+      figures.push(["", `${timings.predicted_per_second.toFixed(1)} tok/s`,
+        `${formatCount(timings.predicted_n)} tokens, ${formatMs(timings.predicted_per_token_ms)} between two`]);
+    }
+    const prompt = timings.prompt_n + timings.cache_n;
+    figures.push(["cached", `${formatCount(timings.cache_n)} of ${formatCount(prompt)}`,
+      `prompt tokens found in the prefix cache; the other ${formatCount(timings.prompt_n)} were computed`]);
+    figures.push(["", `${formatCount(usage?.completion_tokens ?? timings.predicted_n)} tokens`, "written"]);
+    if (timings.preemptions) figures.push(["preempted", `${timings.preemptions}×`, "sent back and computed again"]);
+  } else if (answer.chunks) {
+    const seconds = (answer.totalMs - answer.ttftMs) / 1000;
+    figures.push(["TTFT", formatMs(answer.ttftMs), "time to first token, as this page measured it"]);
+    if (answer.chunks > 1 && seconds > 0) {
+      figures.push(["", `${((answer.chunks - 1) / seconds).toFixed(1)} tok/s`, "as this page measured it"]);
+    }
+    figures.push(["", `${formatCount(answer.tokens.length || answer.chunks)} tokens`, "that arrived"]);
+  }
+  return figures;
+}
+
+// Of each token the gap before it: {ms, causes} or null. The first has none; where the engine has
+// told no causes (the answer was stopped), `causes` is null and `ms` is when its bytes arrived.
+export function gapsOf(answer) {
+  const told = answer.timings?.token_gaps_ms;
+  return answer.tokens.map((token, n) => {
+    if (n === 0) return null;
+    const causes = told?.[n - 1];
+    if (causes) return {ms: causes.reduce((sum, ms) => sum + ms, 0), causes};
+    return {ms: token[3] - answer.tokens[n - 1][3], causes: null};
+  });
+}
+
+// The cause that took the largest part of a gap.
+export const mainCause = (causes) => CAUSES[causes.indexOf(Math.max(...causes))];
+
+// What stands out in a gap: the largest cause besides decode, if the gap is much longer than usual.
+export function standingOut(gap, usualMs) {
+  if (!gap?.causes) return null;
+  if (gap.ms <= 1.5 * usualMs) return mainCause(gap.causes);
+  const extra = gap.causes.map((ms, n) => (n === 0 ? Math.max(0, ms - usualMs) : ms));
+  return mainCause(extra);
+}
+
+export function median(values) {
+  const sorted = [...values].sort((a, b) => a - b);
+  return sorted.length ? sorted[sorted.length >> 1] : 0;
+}
