@@ -114,8 +114,9 @@ export class Composer {
 
   // Shows how many tokens a conversation has and how many are left.
   showCount(count, limit) {
-    const left = Math.max(0, limit - count);
-    byId("context").textContent = `${formatCount(count)} of ${formatCount(limit)} tokens; ${formatCount(left)} left`;
+    const left = limit - count;
+    const room = left > 0 ? `${formatCount(left)} left` : "no room for an answer; edit an earlier message or begin a new chat";
+    byId("context").textContent = `${formatCount(count)} of ${formatCount(limit)} tokens; ${room}`;
     byId("context").classList.toggle("full", left < limit / 10);
   }
 
