@@ -23,7 +23,20 @@ import aiohttp
 PATIENCE_S = 60
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
-KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, "End": 35, "Home": 36, "ArrowLeft": 37, "PageDown": 34}
+KEYS = {
+    "Tab": 9,
+    "Enter": 13,
+    "Escape": 27,
+    " ": 32,
+    "PageDown": 34,
+    "End": 35,
+    "Home": 36,
+    "ArrowLeft": 37,
+    "ArrowUp": 38,
+    "ArrowRight": 39,
+    "ArrowDown": 40,
+}
+SHIFT = 8  # as the DevTools protocol counts modifiers
 
 
 def chromium() -> str | None:
@@ -108,9 +121,13 @@ class Page:
             assert time.monotonic() < until, f"still not: {script}"
             time.sleep(0.05)
 
-    def press(self, key: str) -> None:
+    def write(self, text: str) -> None:
+        """Into the element that has the focus."""
+        self.call("Input.insertText", text=text)
+
+    def press(self, key: str, modifiers: int = 0) -> None:
         code = KEYS[key]
-        text = {"text": "\r"} if key == "Enter" else {}
+        text = {"Enter": {"text": "\r"}, " ": {"text": " "}}.get(key, {})
         for kind in ("keyDown", "keyUp"):
             self.call(
                 "Input.dispatchKeyEvent",
@@ -118,6 +135,7 @@ class Page:
                 key=key,
                 code=key,
                 windowsVirtualKeyCode=code,
+                modifiers=modifiers,
                 **(text if kind == "keyDown" else {}),
             )
 
