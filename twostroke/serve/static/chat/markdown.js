@@ -5,6 +5,7 @@ import {copyButton} from "./copy.js";
 import {el} from "../shared/dom.js";
 
 const MAX_DEPTH = 12; // of quotes, lists and emphasis in each other; deeper ones stay text
+const MAX_ADDRESS = 2000; // characters: no longer one is looked for
 const SCHEMES = new Set(["http:", "https:", "mailto:"]);
 const PUNCTUATION = /[!-/:-@[-`{-~]/;
 const WORD = /[\p{L}\p{N}]/u;
@@ -275,12 +276,16 @@ function link(text, at, depth, missing) {
   if (label.length > 1000 || /(?<!\\)[[\]]/.test(label.replace(/^!?\[[^[\]]*\]\([^()]*$/, ""))) return null;
   let open = 1;
   let end = middle + 2;
-  while (end < text.length && open > 0 && text[end] !== "\n") {
+  const last = Math.min(text.length, end + MAX_ADDRESS);
+  while (end < last && open > 0 && text[end] !== "\n") {
     if (text[end] === "(") open += 1;
     if (text[end] === ")") open -= 1;
     end += 1;
   }
-  if (open > 0) return null;
+  if (open > 0) {
+    if (!text.includes(")", middle)) missing.add("](");
+    return null;
+  }
   const target = text.slice(middle + 2, end - 1).trim().replace(/\s+["'(].*$/, "").replace(/^<(.*)>$/, "$1");
   const href = safeAddress(target);
   if (href === null) return null;
