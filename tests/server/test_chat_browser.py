@@ -56,7 +56,8 @@ def chat(chrome: Browser, server: Running) -> Iterator[ChatPage]:
     with chat_page(chrome, f"{server.url}/") as chat:
         yield chat
         assert chat.page.errors == []
-        assert all(url.startswith((server.url, "data:", "blob:")) for url in chat.page.asked)
+        own = (server.url, "data:", "blob:", "about:")
+        assert [url for url in chat.page.asked if not url.startswith(own)] == []
 
 
 def test_two_turns_with_a_code_block_survive_a_reload(chat: ChatPage, server: Running) -> None:
@@ -91,8 +92,8 @@ def test_what_the_model_writes_never_becomes_html(chat: ChatPage, text: str) -> 
     strange = "script,img,iframe,svg,style,object,embed,form form,[onerror],[onload],[style]"
     assert chat.page.value("document.querySelectorAll('.message').length") == 2
     assert chat.page.value(f"document.querySelectorAll('#log :is({strange})').length") == 0
-    links = "[...document.querySelectorAll('#log a')].map(one => one.href)"
-    assert chat.page.value(links) == ["http://evil.example/pixel.png"]
+    links = "[...document.querySelectorAll('#log a')].map(one => one.protocol + one.target)"
+    assert set(chat.page.value(links)) == {"http:_blank"}, "a link is followed by a click alone"
     assert chat.page.value("window.hurt") is None
 
 
@@ -298,9 +299,7 @@ def test_with_a_key_the_page_asks_for_it_and_asks_again_if_it_is_wrong(
 def test_a_whole_chat_by_keyboard_alone(chat: ChatPage) -> None:
     chat.always_answer("yes\n\n```\nx\n```")
     page = chat.page
-    page.value("document.activeElement.blur()")
-    page.press("Tab")
-    assert chat.focused() == "Skip to the message field"
+    chat.tab_to("Skip to the message field", SHIFT)
     page.press("Enter")
     assert page.value("document.activeElement.id") == "text"
     page.write("one")

@@ -29,8 +29,10 @@ export class MessageView {
     this.below = el("div");
     const images = (node.images ?? []).map((src) => el("img", {src, alt: "An image that you sent"}));
     const title = el("h2", {class: node.role === "tool" ? "small soft" : "sr"}, TITLES[node.role]);
-    this.element = el("article", {class: `message ${node.role}`, dataset: {id: node.id}}, title, this.reasoning,
-      images, this.content, this.calls, this.status, this.error, this.figures, this.tools, this.below);
+    const parts = node.role === "assistant"
+      ? [this.reasoning, this.content, this.calls, this.status, this.error, this.figures, this.tools, this.below]
+      : [images, this.content, this.tools];
+    this.element = el("article", {class: `message ${node.role}`, dataset: {id: node.id}}, title, parts.flat());
     this.#makeTools(branch);
     this.update();
   }

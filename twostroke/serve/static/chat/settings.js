@@ -7,7 +7,7 @@ const SAMPLING = [ // request field, label, step, least, largest
   ["top_p", "Top-p", "0.01", 0, 1],
   ["top_k", "Top-k (0: all)", "1", 0, null],
   ["min_p", "Min-p", "0.01", 0, 1],
-  ["max_tokens", "Longest answer, in tokens", "1", 1, null],
+  ["max_tokens", "Longest answer", "1", 1, null],
   ["seed", "Seed", "1", 0, null],
   ["repetition_penalty", "Repetition penalty", "0.05", 0.05, 5],
   ["presence_penalty", "Presence penalty", "0.1", -2, 2],
