@@ -681,7 +681,8 @@ def test_serve_answers_a_chat_says_so_in_five_lines_and_ends_with_status_0() -> 
     assert any(refused in line for line in lines)
     assert re.fullmatch(r"twostroke [\d.]+: SmolLM2-135M-Instruct, Q4_1 \+ Q8_0 on cpu", lines[0])
     assert "1,440 tokens; requests at one time: 1 of 1,440 tokens or 1 of 1,024" in lines[2]
-    assert lines[3].endswith(f"http://127.0.0.1:{server.port}; /dash shows it at work")
+    pages = "chat in a browser, /dash shows it at work"
+    assert lines[3].endswith(f"http://127.0.0.1:{server.port}; {pages}")
     assert re.search(r"key +required; ready in [\d.]+ s$", lines[4])
     assert "sesame" not in said
 

@@ -80,7 +80,8 @@ def execute(args: argparse.Namespace) -> int:
     def announce(server: HttpServer, client: RemoteEngine | RoutedEngine, url: str) -> None:
         exposed = settings.uds is None and not is_loopback(settings.host)
         ready_s = monotonic() - started_s
-        where = f"{url}; /dash shows it at work" if settings.ui and settings.dash else url
+        dash = ", /dash shows it at work" if settings.dash else ""
+        where = f"{url}; chat in a browser{dash}" if settings.ui else url
         several = args.pools.summary
         text = banner(client.info, where, len(settings.api_keys), exposed, ready_s, several)
         with contextlib.suppress(OSError):  # a full disk for the log is no reason not to serve
