@@ -117,7 +117,7 @@ class Prompts:
             params,
             request.priority or 0,
             bool(request.return_progress and request.stream),
-            gap_causes=bool(request.return_token_gaps),
+            gap_causes=bool(request.return_token_gaps) and params.n == 1,
             check_grammar=False,
             max_prompt_tokens=self.max_tokens,
         )
