@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import time
 from collections.abc import Iterator
@@ -31,6 +32,9 @@ INJECTIONS = [
     "`</code></pre><script>window.hurt=1</script>`",
     "<a href='http://evil.example'>d</a>",
 ]
+DOT = (  # a PNG of one pixel
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
 CODE = "so:\n\n```python\nprint(1 < 2)\n```\n\n- a *b*\n- **c**"
 
 
@@ -233,9 +237,9 @@ def _wait_for_file(file: Path) -> None:
         time.sleep(0.05)
 
 
-def _choose_file(chat: ChatPage, file: Path) -> None:
+def _choose_file(chat: ChatPage, file: Path, selector: str = "#file") -> None:
     root = chat.page.call("DOM.getDocument")["root"]["nodeId"]
-    node = chat.page.call("DOM.querySelector", nodeId=root, selector="#file")["nodeId"]
+    node = chat.page.call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
     chat.page.call("DOM.setFileInputFiles", files=[str(file)], nodeId=node)
 
 
@@ -349,6 +353,24 @@ def test_a_lost_server_is_told_and_the_text_stays(chrome: Browser, folder: Path)
             "document.querySelector('.message .error')?.innerText.includes('Is it still')"
         )
         assert chat.messages()[0] == "hello"
+
+
+@pytest.mark.full
+def test_an_image_is_offered_where_the_model_takes_some_and_sent_with_the_message(
+    chat: ChatPage, server: Running, tmp_path: Path
+) -> None:
+    attach = "document.getElementById('attach')"
+    assert chat.page.value(f"{attach}.hidden") is True, "as /props says of the model"
+    chat.page.value(f"{attach}.hidden = false")  # as it is with a model that takes images
+    image = tmp_path / "dot.png"
+    image.write_bytes(base64.b64decode(DOT))
+    _choose_file(chat, image, "#image-file")
+    chat.page.wait_for("document.querySelector('#images img') !== null")
+    chat.say("what is it?")
+    error = "document.querySelector('.message .error:not([hidden])')?.textContent ?? ''"
+    chat.page.wait_for(f"({error}).includes('image')")
+    assert chat.page.value("document.querySelector('.user img').naturalWidth") == 1
+    chat.page.errors.clear()  # the browser's own line about status 400
 
 
 @pytest.mark.full

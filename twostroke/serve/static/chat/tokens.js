@@ -43,7 +43,8 @@ export class TokenView {
 
   #token([text], n) {
     const shown = text.replaceAll("\n", "↵\n") || "·"; // "·": a part of a character
-    return el("span", {role: "option", id: `${this.name}-${n}`, "aria-selected": "false", dataset: {n}}, shown);
+    const label = shown.trim() ? null : "space"; // text that cannot be seen needs a name
+    return el("span", {role: "option", id: `${this.name}-${n}`, "aria-label": label, "aria-selected": "false", dataset: {n}}, shown);
   }
 
   #gapClass(n) {
