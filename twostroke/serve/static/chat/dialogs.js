@@ -44,5 +44,5 @@ const KEYS = [
 
 export function showKeys() {
   const rows = KEYS.map(([key, text]) => [el("dt", {}, el("kbd", {}, key)), el("dd", {}, text)]);
-  return open("Keys", [el("dl", {class: "keyboard"}, rows.flat())], [el("button", {class: "primary", value: ""}, "Close")]);
+  return open("Keyboard shortcuts", [el("dl", {class: "keyboard"}, rows.flat())], [el("button", {class: "primary", value: ""}, "Close")]);
 }
