@@ -47,11 +47,21 @@ async def recorded(data: LearnData) -> Json:
         runs[name] = [_slim(await data.run(LearnRunRequest(experiment=name)))]
     text = LearnRunRequest(experiment="text", text=TEXT)
     runs["text"] = [_slim(await data.run(text)), _slim(await data.run(text))]
-    budget = data.facts()["max_num_batched_tokens"]
-    chunked = (min(data.facts()["limits"]["prompt_tokens"], round(2.5 * budget)), 2, 1)
-    runs["predict"] = [await _predicted(data, one) for one in (*SETTINGS, *ASKED, chunked)]
+    runs["predict"] = [await _predicted(data, one) for one in _settings(data)]
     ids = [one["id"] for one in runs["text"][0]["tokens"]]
     return {"facts": data.facts(), "runs": runs, "attention": await _attention(data, ids)}
+
+
+def _settings(data: LearnData) -> list[tuple[int, int, int]]:
+    """All settings that the page may ask for, within the model's limits."""
+    facts = data.facts()
+    longest = facts["limits"]["prompt_tokens"]
+    chunked = (round(2.5 * facts["max_num_batched_tokens"]), 2, 1)
+    asked = [
+        (min(prompt, longest), answer, streams)
+        for prompt, answer, streams in (*SETTINGS, *ASKED, chunked)
+    ]
+    return list(dict.fromkeys(asked))
 
 
 async def _predicted(data: LearnData, settings: tuple[int, int, int]) -> Json:
@@ -67,7 +77,7 @@ async def _predicted(data: LearnData, settings: tuple[int, int, int]) -> Json:
     run = await data.run(request)
     return {
         "settings": given,
-        "offered": settings in SETTINGS,
+        "offered": settings[1:] in [one[1:] for one in SETTINGS],
         "prediction": prediction,
         "run": _slim(run),
     }

@@ -23,7 +23,7 @@ export function question({name, text, options, right, settle, ask = "Ask the eng
       answer.replaceChildren(
         el("p", {class: `verdict ${correct ? "right" : "wrong"}`}, correct ? "Right. " : "Not quite. ", options[chosen].why),
         correct ? "" : el("p", {}, el("strong", {}, `${options[right].text}: `), options[right].why),
-        el("p", {class: "sentence", "data-agrees": agrees}, said,
+        el("p", {class: "sentence", "data-agrees": String(agrees)}, said,
           agrees ? "" : " This run does not show it clearly: the machine had other work. Run it again."));
       announce(`${correct ? "Right" : "Not quite"}. ${options[chosen].why} ${said}`);
     }, {name: "answer"}), answer);

@@ -1,0 +1,105 @@
+"""How far "predict, then run" of /learn is off: TTFT and TPOT of twelve settings on this machine.
+
+    python -m bench.learn_prediction [--model MODEL] [--out FILE.json]
+
+A server's parts without HTTP: the engine in a process of its own, the experiments of `serve/lab.py`
+and the forecasts of `observe/forecast.py`. The engine is calibrated as the page does it, then each
+setting is predicted before it runs. Run it on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from twostroke.config import EngineConfig
+from twostroke.engine.remote import RemoteEngine
+from twostroke.observe.forecast import Workload
+from twostroke.serve.learn import LearnData
+from twostroke.serve.protocol import LearnRunRequest
+from twostroke.serve.service import Service
+from twostroke.serve.settings import ServeSettings
+
+# Prompt, answer, streams.
+SETTINGS = [
+    *((32, 32, 1), (64, 64, 1), (128, 32, 1), (256, 16, 1), (256, 64, 1), (384, 32, 1)),
+    *((512, 32, 1), (768, 32, 1), (1024, 64, 1), (1536, 16, 1), (64, 32, 4), (128, 32, 2)),
+]
+MEDIAN_AT_MOST, EACH_AT_MOST = 0.10, 0.20
+
+
+async def measure(model: str | None) -> dict[str, Any]:
+    config = EngineConfig(model=model)
+    async with await RemoteEngine.start(config) as client:
+        service = Service(client, ServeSettings(engine=config, log_stats=False))
+        data = LearnData(service)
+        await data.run(LearnRunRequest(experiment="calibration"))
+        rows = [await _row(data, Workload(*setting)) for setting in SETTINGS]
+        service.prompts.close()
+        name = client.info.model_name
+    errors = [abs(row[key]["error"]) for row in rows for key in ("ttft", "tpot")]
+    return {
+        "schema_version": 1,
+        "model": name,
+        "rows": rows,
+        "median_error": median(errors),
+        "worst_error": max(errors),
+        "passed": median(errors) <= MEDIAN_AT_MOST and max(errors) <= EACH_AT_MOST,
+    }
+
+
+async def _row(data: LearnData, load: Workload) -> dict[str, Any]:
+    expected = await data.predict(load)
+    assert expected is not None, "the calibration has shown steps of both phases"
+    request = LearnRunRequest(
+        experiment="predict",
+        prompt_tokens=load.prompt_tokens,
+        output_tokens=load.output_tokens,
+        streams=load.streams,
+    )
+    requests = (await data.run(request))["arms"][0]["requests"]
+    firsts = [one["first_token_s"] - one["received_s"] for one in requests]
+    spans = [one["token_s"][-1] - one["token_s"][0] for one in requests]
+    tpot_s = sum(spans) / len(spans) / (load.output_tokens - 1)
+    return {
+        **asdict(load),
+        "ttft": _compared(expected["ttft_s"], sum(firsts) / len(firsts)),
+        "tpot": _compared(expected["tpot_s"], tpot_s),
+    }
+
+
+def _compared(expected_s: float, measured_s: float) -> dict[str, float]:
+    error = expected_s / measured_s - 1
+    return {"expected_s": expected_s, "measured_s": measured_s, "error": error}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    found = asyncio.run(measure(args.model))
+    print("prompt answer streams     TTFT measured   error     TPOT measured   error")
+    for row in found["rows"]:
+        cells = [f"{row['prompt_tokens']:6} {row['output_tokens']:6} {row['streams']:7}"]
+        for key in ("ttft", "tpot"):
+            one = row[key]
+            cells.append(
+                f"{1e3 * one['expected_s']:7.1f} {1e3 * one['measured_s']:7.1f} ms "
+                f"{one['error']:+7.1%}"
+            )
+        print("  ".join(cells))
+    print(f"median error {found['median_error']:.1%}, worst {found['worst_error']:.1%}")
+    if args.out is not None:
+        args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 0 if found["passed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
