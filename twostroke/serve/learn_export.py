@@ -30,12 +30,15 @@ TEXT = (
     "the processor busy. Then it writes one token after the other, and for each of them it reads "
     "all of its weights again. That is why"
 )
+ATTENDED = 64  # tokens whose attention the page shows
 STEP_FIELDS = ("step", "committed_s", "device_s", "prefill", "decode", "kv")
 NO_SERVER = (
     'const none = async () => { throw new Error("A recording has no server."); };\n'
     "export const getJson = none, postJson = none;\n"
 )
-POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'"
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
+)
 IMPORT = re.compile(r'(from |import\()"\.{1,2}/(?:([a-z]+)/)?([a-z_]+\.js)"')
 
 
@@ -48,7 +51,7 @@ async def recorded(data: LearnData) -> Json:
     text = LearnRunRequest(experiment="text", text=TEXT)
     runs["text"] = [_slim(await data.run(text)), _slim(await data.run(text))]
     runs["predict"] = [await _predicted(data, one) for one in _settings(data)]
-    ids = [one["id"] for one in runs["text"][0]["tokens"]]
+    ids = [one["id"] for one in runs["text"][0]["tokens"]][:ATTENDED]
     return {"facts": data.facts(), "runs": runs, "attention": await _attention(data, ids)}
 
 
