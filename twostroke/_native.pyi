@@ -104,6 +104,7 @@ class Layer:
         mlp_post_norm_bias: _Floats | None = None,
         q_norm: _Floats | None = None,
         k_norm: _Floats | None = None,
+        key_scales: _Floats | None = None,
         sinks: _Floats | None = None,
         rope: int = 0,
         rope_dim: int = 0,

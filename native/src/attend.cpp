@@ -6,7 +6,13 @@
 
 namespace twostroke {
 
-// The queries of one KV head and its key: normed, rotated, queries scaled; key and value into the
+namespace {
+void multiply_channels(float* x, const float* by, int dim) {
+  for (int d = 0; d < dim; d++) x[d] *= by[d];
+}
+}  // namespace
+
+// The queries of one KV head and its key: normed, rotated, scaled; key and value into the
 // cache.
 void Model::rotate_and_store(const Step& step, const Layer& layer, const Cache& cache, int t,
                              int kv) {
@@ -26,6 +32,10 @@ void Model::rotate_and_store(const Step& step, const Layer& layer, const Cache& 
   const float scale = rope.query_scales.empty() ? 1.0f : rope.query_scales[step.position[t]];
   if (scale != 1.0f)
     for (int i = 0; i < group * dim; i++) q[i] *= scale;
+  if (!layer.key_scales.empty()) {
+    for (int g = 0; g < group; g++) multiply_channels(q + g * dim, &layer.key_scales[kv * dim], dim);
+    multiply_channels(key, &layer.key_factors[kv * dim], dim);
+  }
   if (cache.is_int8) {
     cache.store_int8(cache.keys, step.table(layer, t), step.index[t], kv, key);
     return cache.store_int8(cache.values, step.table(layer, t), step.index[t], kv, value);

@@ -102,6 +102,8 @@ std::vector<KVGroup> check_model(const ModelParts& parts, const Kernels& kernels
     const size_t q_size = layer.q_size(), kv_size = layer.kv_size();
     fit((q == 0 && k == 0) || (q == dim && k == dim) || (q == q_size && k == kv_size),
         at + "q_norm and k_norm");
+    fit(layer.key_scales.empty() || (layer.latent == nullptr && layer.key_scales.size() == kv_size),
+        at + "the scales of key channels");
     fit(layer.sinks.empty() || layer.sinks.size() == static_cast<size_t>(layer.heads), at + "sinks");
     fit(layer.attention.scale > 0 && layer.attention.softcap >= 0 && layer.attention.window >= 0,
         at + "scale, softcap or window is negative");

@@ -80,6 +80,9 @@ struct Layer {
   std::shared_ptr<const Experts> experts;  // or null
   Norm attn_norm, mlp_norm, attn_post_norm, mlp_post_norm;
   std::vector<float> q_norm, k_norm;  // empty, over each head, or over all heads
+  // What each key channel is divided by and each query channel multiplied by, [kv_heads, dim], for a
+  // cache in int8: the same for channels that rope turns together; or empty.
+  std::vector<float> key_scales, key_factors;  // the second: 1 / the first
   std::vector<float> sinks;           // empty, or of each head: what `attention.sinks` points to
   int heads, kv_heads, dim;
   AttentionParams attention;

@@ -427,7 +427,8 @@ NB_MODULE(_native, m) {
               const std::optional<Floats1>& attn_post_norm_bias,
               const std::optional<Floats1>& mlp_post_norm_bias,
               const std::optional<Floats1>& q_norm, const std::optional<Floats1>& k_norm,
-              const std::optional<Floats1>& sinks, int rope, int rope_dim, int group, int in_group) {
+              const std::optional<Floats1>& key_scales, const std::optional<Floats1>& sinks, int rope,
+              int rope_dim, int group, int in_group) {
              Layer layer{};
              layer.qkv = qkv, layer.o = o, layer.mlp = {gate_up, down}, layer.experts = experts;
              layer.latent = latent, layer.rope_dim = rope_dim;
@@ -436,6 +437,8 @@ NB_MODULE(_native, m) {
              layer.attn_post_norm = norm_of(attn_post_norm, attn_post_norm_bias);
              layer.mlp_post_norm = norm_of(mlp_post_norm, mlp_post_norm_bias);
              layer.q_norm = floats(q_norm), layer.k_norm = floats(k_norm);
+             layer.key_scales = floats(key_scales);
+             for (float scale : layer.key_scales) layer.key_factors.push_back(1 / scale);
              layer.sinks = floats(sinks);
              layer.heads = heads, layer.kv_heads = kv_heads, layer.dim = dim;
              layer.attention = {scale, softcap, window};
@@ -454,7 +457,7 @@ NB_MODULE(_native, m) {
            "mlp_post_norm"_a = nb::none(), "attn_norm_bias"_a = nb::none(),
            "mlp_norm_bias"_a = nb::none(), "attn_post_norm_bias"_a = nb::none(),
            "mlp_post_norm_bias"_a = nb::none(), "q_norm"_a = nb::none(), "k_norm"_a = nb::none(),
-           "sinks"_a = nb::none(), "rope"_a = 0, "rope_dim"_a = 0, "group"_a = 0, "in_group"_a,
+           "key_scales"_a = nb::none(), "sinks"_a = nb::none(), "rope"_a = 0, "rope_dim"_a = 0, "group"_a = 0, "in_group"_a,
            "Weights and rules of one layer. `rope`: which of the model's tables; `rope_dim`: with "
            "latents, a head's channels with rope; `in_group`: which layer of its KV group.");
 

@@ -36,24 +36,24 @@ class Written:
     rows: torch.Tensor  # [len(tokens) - 1, vocab]
 
 
-def random_prompts(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
-    random = torch.Generator().manual_seed(len(lengths))
+def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[list[int]]:
+    random = torch.Generator().manual_seed(len(lengths) + 1000 * seed)
     draws = [torch.randint(vocab_size, (n,), generator=random) for n in lengths]
     return [draw.tolist() for draw in draws]
 
 
-def random_model(config: PreTrainedConfig) -> PreTrainedModel:
+def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     )
-    draw_weights(model)
+    draw_weights(model, seed)
     return model.eval()
 
 
 @torch.no_grad()
-def draw_weights(model: PreTrainedModel) -> None:
+def draw_weights(model: PreTrainedModel, seed: int = 0) -> None:
     """Biases and norms are random too: at the zeros and ones of a fresh model they are not seen."""
-    random = torch.Generator().manual_seed(0)
+    random = torch.Generator().manual_seed(seed)
     for weight in model.parameters():
         if weight.dim() >= 2:  # 3: of all experts
             weight.normal_(0.0, SPREAD / weight.shape[-1] ** 0.5, generator=random)

@@ -40,7 +40,7 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
     length, isa, exact = memory.max_model_len, config.isa, config.exact
     if config.calibration is not None:
         packing.importance = _importance(config, model, length)
-    decoder = NativeDecoder(packing, length, threads, batch, isa, exact)
+    decoder = NativeDecoder(packing, length, threads, batch, isa, exact, int8)
     sharing = config_sharing(config)
     core = assemble_native(decoder, limits, grammars, packing.weight_bytes(), sharing, int8)
     return Started(core, memory, "float32")

@@ -239,6 +239,7 @@ def build_executor(
             formats=formats.prefill,
             decode_formats=formats.decode,
             importance=importance,
+            scale_keys=kv_dtype == torch.int8,
         )
         budget = config.token_budget(on_gpu, length)
         rows = (config.max_num_seqs, length, config.block_size, budget)
@@ -384,6 +385,7 @@ def _start_on_gpu(
         formats=formats.prefill,
         decode_formats=formats.decode,
         importance=importance,
+        scale_keys=kv_dtype == torch.int8,
     )
     timer.end("weights")
     executor, memory = start_executor(config, decoder, kv_dtype, estimate, timer)

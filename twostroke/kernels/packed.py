@@ -57,6 +57,19 @@ class PackedWeight(NamedTuple):
         codes, scale, arrived = (p.to(device) for p in (self.codes, self.scale, self.arrived))
         return PackedWeight(self.bits, codes, scale, zero, offset, arrived)
 
+    def with_scaled_rows(self, factors: Tensor) -> PackedWeight:
+        """The same with each row multiplied by its factor. Scales become fp32 where fp16 would
+        lose too much."""
+        scale, offset = (
+            None if part is None else part.float() * factors.unsqueeze(1)
+            for part in (self.scale, self.offset)
+        )
+        assert scale is not None
+        if fits_fp16(scale) and (offset is None or fits_fp16(offset)):
+            scale = scale.to(self.scale.dtype)
+            offset = None if offset is None else offset.to(self.scale.dtype)
+        return self._replace(scale=scale, offset=offset)
+
 
 class Codes(NamedTuple):
     """A matrix as files have it: numbers, not packed."""

@@ -24,6 +24,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from twostroke.kernels.reference import Kernels
@@ -32,6 +33,7 @@ from twostroke.model.attention import KV, Attention, HeadsAttention, Rope, Works
 from twostroke.model.batch import DecodeInputs, KeptTokens, StepInputs
 from twostroke.model.formats import Format
 from twostroke.model.formatted import FormattedMatrices
+from twostroke.model.key_scales import Floats, key_scales, query_scales_of_heads
 from twostroke.model.latent import LatentAttention
 from twostroke.model.linear import (
     Activations,
@@ -101,6 +103,7 @@ class Decoder:
         decode_formats: Mapping[str, Format] | None = None,
         importance: Mapping[str, torch.Tensor] | None = None,
         observe: Observe | None = None,
+        scale_keys: bool = False,
     ) -> None:
         """`pdl`: the launches of a small step are set up before the one in front has ended.
         `weight_dtype`: what weights are rounded to before they are held in `dtype`. `ranks`: those
@@ -108,7 +111,8 @@ class Decoder:
         of weights that are not kept in `dtype`, as `weight_formats` gives them;
         `decode_formats`: those of steps that only decode, where they are others. `importance`: of
         the inputs of matrices that are rounded here. `observe`: takes the place of each product; a
-        layer is then read when a step comes to it."""
+        layer is then read when a step comes to it. `scale_keys`: channels of keys and queries are
+        scaled for a KV cache in int8 (`key_scales.py`)."""
         formats = formats or {}
         self.formats = PhaseFormats(formats, formats if decode_formats is None else decode_formats)
         self.spec, self.ranks = rank_spec(spec, ranks.size), ranks
@@ -116,7 +120,7 @@ class Decoder:
         self.pdl = pdl
         self._embed_scale = float(torch.tensor(spec.embed_scale, dtype=dtype))
         how = (dtype, device, max_len, kernels, weight_dtype or dtype, ranks, self.formats)
-        load = _Loader(spec, source, *how, importance or {}, observe)
+        load = _Loader(spec, source, *how, importance or {}, observe, scale_keys)
         self._layers: Sequence[Layer]
         # Unpacking keeps one core busy at a time, and leaves Python free while it does.
         with ThreadPoolExecutor() as pool:
@@ -404,7 +408,9 @@ class _Loader:
         formats: PhaseFormats,
         importance: Mapping[str, torch.Tensor],
         observe: Observe | None,
+        scale_keys: bool,
     ) -> None:
+        self._whole_spec, self._scale_keys = spec, scale_keys
         self._shapes = spec.weight_shapes()
         self._spec = spec = rank_spec(spec, ranks.size)
         self._own_shapes = spec.weight_shapes()
@@ -501,7 +507,11 @@ class _Loader:
         self, part: AttentionSpec, index: int, at: str, names: dict[str, Any]
     ) -> Attention:
         group, rope, latent = self._group_of[index], self._ropes[part.rope], part.latent
-        product = self._linear([at + name for name in projections(part)], part.qkv_bias)
+        factors = self._head_factors(index) if self._scale_keys else {}
+        rows = None
+        if factors and part.qk_norm == "none":
+            rows = torch.cat([factors["q"], factors["k"], torch.ones_like(factors["k"])])
+        product = self._linear([at + name for name in projections(part)], part.qkv_bias, rows=rows)
         weight = partial(self._if_any, self._norm_weight, at, names)
         if latent is not None:
             return LatentAttention(
@@ -517,18 +527,34 @@ class _Loader:
                 self._kernels,
             )
         norm = self._kernels.rms_norm
+        q_norm, k_norm = weight("q_norm"), weight("k_norm")
+        if factors and q_norm is not None and k_norm is not None:
+            q_norm.mul_(factors["q"][: len(q_norm)])
+            k_norm.mul_(factors["k"][: len(k_norm)])
         return HeadsAttention(
             part,
             group,
             rope,
             product,
-            weight("q_norm"),
-            weight("k_norm"),
+            q_norm,
+            k_norm,
             self._if_any(self._wide, at, names, "sinks"),
             self._spec.norm_eps,
             norm if self._ranks.alone else partial(_rms_norm, self._ranks),
             self._kernels,
         )
+
+    def _head_factors(self, index: int) -> dict[str, torch.Tensor]:
+        """What this rank's queries and keys of a layer are multiplied by, [heads · channels] each.
+        (A norm over each head has one weight for all heads: the first head's factors are its.)"""
+        part, at = self._whole_spec.layers[index].attention, f"layers.{index}."
+        scales = key_scales(self._whole_spec, self._source, index)
+        queries: Floats = query_scales_of_heads(scales, part)
+        whole = {"q": queries, "k": np.reciprocal(scales)}
+        return {
+            name: torch.from_numpy(values.reshape(-1)[self._part(at + name)[:1]]).to(self._device)
+            for name, values in whole.items()
+        }
 
     def _expanding(self, latent: LatentSpec, heads: int, at: str) -> torch.Tensor:
         """kv_b, by head."""
@@ -597,14 +623,23 @@ class _Loader:
     def _if_any(self, read: Callable[[str], Any], at: str, names: dict[str, Any], name: str) -> Any:
         return read(at + name) if name in names else None
 
-    def _linear(self, names: list[str], biased: bool, add_up: bool = True) -> Linear:
+    def _linear(
+        self,
+        names: list[str],
+        biased: bool,
+        add_up: bool = True,
+        rows: torch.Tensor | None = None,
+    ) -> Linear:
+        """`rows`: what outputs are multiplied by."""
         summed = is_summed(self._shapes[names[0]], self._split_shapes[names[0]])
         if summed and self._ranks.rank:
             biased = False  # it is added once
         bias = self._merged([name + "_bias" for name in names]) if biased else None
-        linear = self._product(self._formatted, names, bias, summed and add_up)
+        if bias is not None and rows is not None:
+            bias.mul_(rows)
+        linear = self._product(self._formatted, names, bias, summed and add_up, rows)
         if any(map(self._formats.differ, names)):
-            own = self._product(self._decode_formatted, names, bias, summed and add_up)
+            own = self._product(self._decode_formatted, names, bias, summed and add_up, rows)
             self._decode_linears[id(linear)] = own
         return linear
 
@@ -614,12 +649,14 @@ class _Loader:
         names: list[str],
         bias: torch.Tensor | None,
         add_up: bool,
+        rows: torch.Tensor | None,
     ) -> Linear:
-        linear = formatted.product(names, bias)
-        if linear is None:
-            linear = DenseLinear(self._merged(names), bias, self._kernels)
-        if self._observe is not None:
-            linear = self._observe(names, linear)
+        made = formatted.product(names, bias)
+        if made is None:
+            made = DenseLinear(self._merged(names), bias, self._kernels)
+        if rows is not None:
+            made.scale_rows(rows)
+        linear: Linear = made if self._observe is None else self._observe(names, made)
         return SummedLinear(linear, self._ranks) if add_up else linear
 
     def _merged(self, names: list[str]) -> torch.Tensor:

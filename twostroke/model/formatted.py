@@ -15,7 +15,7 @@ from twostroke.kernels.packed import Codes, PackedWeight, packed_weight
 from twostroke.kernels.reference import Kernels
 from twostroke.kernels.w8a8 import W8Weight, quantised, w8_weight
 from twostroke.model.formats import Format
-from twostroke.model.linear import Linear, PackedLinear, StackedLinear, W8Linear
+from twostroke.model.linear import PackedLinear, ScalableLinear, StackedLinear, W8Linear
 from twostroke.model.packed_format import SMALLEST_GROUP, PackedFormat
 from twostroke.model.ranks import Part
 from twostroke.model.w8a8 import W8Format, is_weight_only
@@ -42,16 +42,16 @@ class FormattedMatrices:
         self._device, self._part, self._read = device, part, read
         self._importance = importance
 
-    def product(self, names: list[str], bias: torch.Tensor | None) -> Linear | None:
+    def product(self, names: list[str], bias: torch.Tensor | None) -> ScalableLinear | None:
         """Of matrices one below another; None if they are kept in the model's dtype."""
         kind = self._formats.get(names[0])
         return None if kind is None else MAKERS[type(kind)](self, names, bias)
 
-    def w8(self, names: list[str], bias: torch.Tensor | None) -> Linear:
+    def w8(self, names: list[str], bias: torch.Tensor | None) -> ScalableLinear:
         weight_only = is_weight_only(self._source)
         return W8Linear(self._w8_weight(names), bias, self._kernels, weight_only)
 
-    def packed(self, names: list[str], bias: torch.Tensor | None) -> Linear:
+    def packed(self, names: list[str], bias: torch.Tensor | None) -> ScalableLinear:
         if len({self._formats[name] for name in names}) == 1:
             return PackedLinear(self._packed_weight(names), bias, self._kernels)
         rows = [self._shapes[name][0] for name in names]

@@ -63,6 +63,15 @@ class Linear(Protocol):
         ...
 
 
+class ScalableLinear(Linear, Protocol):
+    """A product whose weights can be multiplied row by row, while a model is loaded."""
+
+    def scale_rows(self, factors: torch.Tensor) -> None:
+        """Multiply each row of the weights, and so each output less its bias, by its factor,
+        [out] in fp32."""
+        ...
+
+
 class DenseLinear:
     """Weights as they are, in the model's dtype."""
 
@@ -93,6 +102,9 @@ class DenseLinear:
 
     def a8_type(self, rows: int) -> torch.dtype | None:
         return None
+
+    def scale_rows(self, factors: torch.Tensor) -> None:
+        self.weight.mul_(factors.to(self.weight.dtype).unsqueeze(1))
 
     def to_meta(self) -> DenseLinear:
         bias = None if self.bias is None else self.bias.to("meta")
@@ -151,6 +163,9 @@ class W8Linear:
         to = self.a8_type(len(x))
         return x if to is None else self._kernels.a8_rows(x, to, pdl=pdl)
 
+    def scale_rows(self, factors: torch.Tensor) -> None:
+        self.weight.scale.mul_(factors.unsqueeze(1))
+
     def to_meta(self) -> W8Linear:
         bias = None if self.bias is None else self.bias.to("meta")
         return W8Linear(self.weight.to_meta(), bias, self._kernels, self._weight_only)
@@ -186,6 +201,9 @@ class PackedLinear:
     def a8_type(self, rows: int) -> torch.dtype | None:
         return None
 
+    def scale_rows(self, factors: torch.Tensor) -> None:
+        self.weight = self.weight.with_scaled_rows(factors)
+
     def to_meta(self) -> PackedLinear:
         bias = None if self.bias is None else self.bias.to("meta")
         return PackedLinear(self.weight.to("meta"), bias, self._kernels)
@@ -194,7 +212,7 @@ class PackedLinear:
 class StackedLinear:
     """Matrices one below another whose formats differ: a product each."""
 
-    def __init__(self, parts: Sequence[Linear], kernels: Kernels) -> None:
+    def __init__(self, parts: Sequence[PackedLinear], kernels: Kernels) -> None:
         self._parts, self._kernels = parts, kernels
         self.num_bytes = sum(part.num_bytes for part in parts)
 
@@ -215,6 +233,11 @@ class StackedLinear:
 
     def a8_type(self, rows: int) -> torch.dtype | None:
         return None
+
+    def scale_rows(self, factors: torch.Tensor) -> None:
+        rows = [part.weight.shape[0] for part in self._parts]
+        for part, own in zip(self._parts, torch.split(factors, rows), strict=True):
+            part.scale_rows(own)
 
     def to_meta(self) -> StackedLinear:
         return StackedLinear([part.to_meta() for part in self._parts], self._kernels)

@@ -20,6 +20,7 @@ from twostroke.errors import ModelError
 from twostroke.kernels import cpu
 from twostroke.model.block_types import BlockType
 from twostroke.model.grids import grid_of
+from twostroke.model.key_scales import key_scales
 from twostroke.model.rope import query_scales, rope_tables
 from twostroke.model.spec import (
     LATENT_EXPANDING,
@@ -144,11 +145,14 @@ class NativeDecoder:
         threads_prefill: int,
         isa: str = "auto",
         exact: bool = False,
+        scale_keys: bool = False,
     ) -> None:
+        """`scale_keys`: channels of keys and queries are scaled for a KV cache in int8
+        (`key_scales.py`)."""
         self.spec = spec = packing.spec
         self.isa = isa
         self._logits = np.empty((0, spec.vocab_size), np.float32)
-        load = _Loader(packing, isa)
+        load = _Loader(packing, isa, scale_keys)
         with ThreadPoolExecutor(max(threads, threads_prefill)) as pool:
             embed = pool.submit(load.matrix, ["embed"])
             layers = list(pool.map(load.layer, range(spec.num_layers)))
@@ -212,7 +216,8 @@ class NativeDecoder:
 class _Loader:
     """Reads weights and packs them; nothing of it is needed afterwards."""
 
-    def __init__(self, packing: Packing, isa: str) -> None:
+    def __init__(self, packing: Packing, isa: str, scale_keys: bool) -> None:
+        self._scale_keys = scale_keys
         self._packing, self._isa, self._native = packing, isa, cpu.module()
         self._ropes, self._shapes = packing.spec.ropes(), packing.spec.weight_shapes()
         self._places = {  # layer → its KV group, and which layer of it
@@ -237,6 +242,7 @@ class _Loader:
             heads=attention.num_heads,
             kv_heads=attention.num_kv_heads,
             dim=attention.head_dim,
+            **self._key_scales(index),
             scale=attention.scale,
             softcap=attention.softcap,
             window=attention.window or 0,
@@ -246,6 +252,11 @@ class _Loader:
             group=group,
             in_group=in_group,
         )
+
+    def _key_scales(self, index: int) -> dict[str, Floats]:
+        if not self._scale_keys:
+            return {}
+        return {"key_scales": key_scales(self._packing.spec, self._packing.source, index).ravel()}
 
     def _latent(self, part: AttentionSpec, at: str) -> Any:
         latent = part.latent
