@@ -21,7 +21,7 @@ export function question({name, text, options, right, settle, ask = "Ask the eng
       field.dataset.answered = correct ? "right" : "wrong";
       choices.forEach((one, n) => one.classList.toggle("right", n === right));
       answer.replaceChildren(
-        el("p", {class: `verdict ${correct ? "right" : "wrong"}`}, correct ? "Right. " : "Not quite. ", options[chosen].why),
+        el("p", {class: `verdict ${correct ? "right" : "wrong"}`}, el("strong", {}, correct ? "Right. " : "Not quite. "), options[chosen].why),
         correct ? "" : el("p", {}, el("strong", {}, `${options[right].text}: `), options[right].why),
         el("p", {class: "sentence", "data-agrees": String(agrees)}, said,
           agrees ? "" : " This run does not show it clearly: the machine had other work. Run it again."));
