@@ -255,8 +255,7 @@ static void amx_attend_prefill(const Cache& cache, const int32_t* table, const f
   const Reader keys_at(reinterpret_cast<const T*>(cache.keys), cache, table, kv);
   const Reader values_at(reinterpret_cast<const T*>(cache.values), cache, table, kv);
   CacheRow<T> k[kSpan], v[kSpan];
-  int key = 0;
-  if (window > 0 && first - window + 1 > 0) key = first - window + 1;
+  int key = first_key(window, first, kSpan);
   const Tiles hold;
   for (; key < end; key += kSpan) {
     const int keys = end - key < kSpan ? end - key : kSpan;

@@ -184,8 +184,7 @@ static void attend_prefill_of(const Cache& cache, const int32_t* table, const fl
   __builtin_memset(acc, 0, sizeof(float) * rows * dim);
   const Reader keys_at(reinterpret_cast<const T*>(cache.keys), cache, table, kv);
   const Reader values_at(reinterpret_cast<const T*>(cache.values), cache, table, kv);
-  int key = 0;
-  if (window > 0 && first - window + 1 > 0) key = first - window + 1;
+  int key = first_key(window, first, kKeys);
   for (; key < end; key += kKeys) {
     const int keys = end - key < kKeys ? end - key : kKeys;
     if constexpr (sizeof(T) == 1) {

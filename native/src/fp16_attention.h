@@ -271,8 +271,7 @@ static void attend_prefill_fp16(const Cache& cache, const int32_t* table, const 
     else
       side.each(first, count, [&](int n, const T* p) { at[n] = p; });
   };
-  int key = 0;
-  if (window > 0 && first - window + 1 > 0) key = first - window + 1;
+  int key = first_key(window, first, kKeys);
   for (; key < end; key += kKeys) {
     const int keys = end - key < kKeys ? end - key : kKeys;
     find(keys_at, key, keys);

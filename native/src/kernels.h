@@ -259,6 +259,14 @@ struct Kernels {
 constexpr int kQueries = 16;
 constexpr int kKeys = 64;
 
+// The first cache index that a tile of prefill attention reads for queries from index `first` on.
+// Keys are summed in blocks. Every block begins at a multiple of its size, so that the boundaries of
+// chunks change no bit of a sum.
+inline int first_key(int window, int first, int block) {
+  const int seen = first - window + 1;
+  return window > 0 && seen > 0 ? seen / block * block : 0;
+}
+
 inline size_t prefill_scratch_floats(int group, int dim) {
   const size_t rows = (static_cast<size_t>(kQueries) * group + 15) / 16 * 16;
   return 2 * static_cast<size_t>(kKeys) * dim + rows * (kKeys + 2 * dim + 4);

@@ -15,6 +15,7 @@ namespace {
 constexpr size_t kExpandedBytes = 64 << 20;  // of keys and values at one time, unless one head has more
 constexpr int kExpandedKeys = 64;            // of one task
 constexpr int kExpandedHeads = 8;            // likewise
+constexpr int kExpandedSpan = 128;           // a multiple of the blocks that every kernel sums keys in
 }  // namespace
 
 // ── queries, and what is cached ─────────────────────────────────────────────────────────────────
@@ -126,10 +127,9 @@ void Model::leave_latents(const Step& step, const Layer& layer, int member, int 
 
 // ── prefill ─────────────────────────────────────────────────────────────────────────────────────
 
-// The first cache index that a query of the chunk sees.
+// The first cache index whose latent is expanded for the queries of the chunk.
 int Model::first_seen(const Layer& layer, const Chunk& chunk) {
-  const int window = layer.attention.window;
-  return window > 0 ? std::max(0, chunk.index - window + 1) : 0;
+  return first_key(layer.attention.window, chunk.index, kExpandedSpan);
 }
 
 // Of which keys and values are expanded at one time.

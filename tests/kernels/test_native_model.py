@@ -265,6 +265,18 @@ def test_the_ways_to_compute_a_text_give_the_same_logits() -> None:
     assert np.abs(np.concatenate(one_by_one) - whole).max() <= pair.tolerance
 
 
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if not cpu.module().matrix_unit_min_tokens(isa)])
+@pytest.mark.parametrize("name", ["window_9", "some_windows"])
+def test_chunks_of_any_size_give_the_same_bits_over_a_window(name: str, isa: str) -> None:
+    pair = Pair(spec_of(name), isa, exact=False)
+    pair.tokens[1:] = pair.tokens[0]
+    whole = pair.step((), [(0, 0, 200)])
+    for size in (2, 7, 27, 64, 100):
+        starts = range(0, 200, size)
+        chunks = [pair.step((), [(1, at, min(size, 200 - at))]) for at in starts]
+        assert np.array_equal(np.concatenate(chunks), whole), size
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("threads", [(1, 1), (2, 3)])
 @pytest.mark.parametrize("name", NAMES)
