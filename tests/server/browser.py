@@ -115,8 +115,8 @@ class Page:
         assert "exceptionDetails" not in given, given
         return given["result"].get("value")
 
-    def wait_for(self, script: str) -> None:
-        until = time.monotonic() + PATIENCE_S
+    def wait_for(self, script: str, patience_s: float = PATIENCE_S) -> None:
+        until = time.monotonic() + patience_s
         while not self.value(script):
             assert time.monotonic() < until, f"still not: {script}"
             time.sleep(0.05)

@@ -9,6 +9,7 @@ from typing import Any
 
 from tests.server.browser import Browser, Page
 
+ANSWER_PATIENCE_S = 300  # for some hundred tokens, on a machine with much else to do
 READY = "document.documentElement.dataset.ready === 'true'"
 ANSWERS = "document.querySelectorAll('.message.assistant')"
 WRITTEN = f"[...{ANSWERS}].filter(one => one.ariaBusy === 'false')"
@@ -35,7 +36,7 @@ class ChatPage:
         """The text of the answer, once it is written."""
         before = self.page.value(f"{ANSWERS}.length")
         self.say(text)
-        self.page.wait_for(f"{WRITTEN}.length === {before + 1}")
+        self.page.wait_for(f"{WRITTEN}.length === {before + 1}", ANSWER_PATIENCE_S)
         return self.answer()
 
     def answer(self, number: int = -1) -> str:

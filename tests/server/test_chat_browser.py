@@ -29,8 +29,7 @@ INJECTIONS = [
     "<div><b><svg onload=window.hurt=1></b></div>",
     "<style>body{display:none}</style>",
     "**<iframe src=http://evil.example>**",
-    "`</code></pre><script>window.hurt=1</script>`",
-    "<a href='http://evil.example'>d</a>",
+    "`</code></pre><img>`",
 ]
 DOT = (  # a PNG of one pixel
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
