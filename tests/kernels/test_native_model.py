@@ -265,7 +265,9 @@ def test_the_ways_to_compute_a_text_give_the_same_logits() -> None:
     assert np.abs(np.concatenate(one_by_one) - whole).max() <= pair.tolerance
 
 
-@pytest.mark.parametrize("isa", [isa for isa in ISAS if not cpu.module().matrix_unit_min_tokens(isa)])
+@pytest.mark.parametrize(
+    "isa", [isa for isa in ISAS if not cpu.module().matrix_unit_min_tokens(isa)]
+)
 @pytest.mark.parametrize("name", ["window_9", "some_windows"])
 def test_chunks_of_any_size_give_the_same_bits_over_a_window(name: str, isa: str) -> None:
     pair = Pair(spec_of(name), isa, exact=False)
