@@ -14,7 +14,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from twostroke.commands.flags import add_model_argument, checked, take_model
-from twostroke.errors import ConfigError
+from twostroke.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
     from twostroke.config import EngineConfig
@@ -95,6 +95,7 @@ def _serve(config: EngineConfig, settings: ServeSettings, browser: bool) -> None
 
 async def _export(config: EngineConfig, settings: ServeSettings, path: Path) -> None:
     from twostroke.engine.remote import RemoteEngine
+    from twostroke.serve.errors import ApiError
     from twostroke.serve.learn import LearnData
     from twostroke.serve.learn_export import exported, recorded
     from twostroke.serve.service import Service
@@ -103,8 +104,12 @@ async def _export(config: EngineConfig, settings: ServeSettings, path: Path) -> 
     async with await RemoteEngine.start(config) as client:
         service = Service(client, settings)
         await service.roof.measure()
-        page = exported(await recorded(LearnData(service)))
-        service.prompts.close()
+        try:
+            page = exported(await recorded(LearnData(service)))
+        except ApiError as error:
+            raise EngineError(error.message) from None
+        finally:
+            service.prompts.close()
     try:
         path.write_bytes(page)
     except OSError as error:
