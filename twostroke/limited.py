@@ -24,7 +24,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from time import sleep
@@ -73,7 +73,7 @@ class LimitedPool:
         self._zygote: _Zygote | None = None
 
     def start(self) -> None:
-        """Without waiting until it is ready. `ask` does it if nobody has."""
+        """Start the processes without waiting until they are ready. `ask` does it if nobody has."""
         self._started()
 
     def _started(self) -> _Zygote:
@@ -104,7 +104,7 @@ class LimitedPool:
             zygote.end()
             if self._zygote is zygote:
                 self._zygote = None
-        raise EngineError("a helper process of the server has ended; the next request starts it")
+        raise EngineError("a helper process has ended; the next request starts it again")
 
     def close(self) -> None:
         with self._lock:
@@ -172,26 +172,6 @@ def _receive_bytes(source: socket.socket, count: int) -> bytes:
         parts.append(part)
         count -= len(part)
     return b"".join(parts)
-
-
-@contextlib.contextmanager
-def bounded_memory(extra_bytes: int) -> Iterator[None]:
-    """Let this process take at most so much more address space meanwhile; on Linux. For what runs
-    in the program itself: beyond it, a MemoryError comes instead of memory."""
-    if sys.platform != "linux":
-        yield
-        return
-    import resource
-
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    most_bytes = _address_space_bytes() + extra_bytes
-    if before[0] != resource.RLIM_INFINITY:
-        most_bytes = min(most_bytes, before[0])
-    resource.setrlimit(resource.RLIMIT_AS, (most_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def run_when_idle() -> None:

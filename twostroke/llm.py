@@ -98,7 +98,7 @@ class LLM:
             )
         chats: Any = [messages] if not messages or isinstance(messages[0], dict) else messages
         processor, prompts = self.engine.input_processor, []
-        run = None if chat_template is None else processor.template_runner(chat_template)
+        run = processor.template_runner(chat_template)
         for chat in chats:
             text = processor.chat_text(
                 chat,

@@ -70,13 +70,13 @@ class LLMTokenizer:
         if conversation and not isinstance(conversation[0], dict):
             how = (tools, chat_template, add_generation_prompt, continue_final_message, tokenize)
             return [self.apply_chat_template(one, *how, **variables) for one in conversation]
-        source, processor = chat_template, self._input_processor
+        processor = self._input_processor
         text = processor.chat_text(
             conversation,
             add_generation_prompt,
             tools,
             variables=variables,
             continue_final_message=continue_final_message,
-            run=None if source is None else processor.template_runner(source),
+            run=processor.template_runner(chat_template),
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any, cast
@@ -15,10 +14,12 @@ from transformers import PreTrainedTokenizerFast
 from bench import chat_templates
 from tests.model.template_styles import HERMES, STYLES
 from twostroke.engine.input_processor import InputProcessor, ModelLimits
+from twostroke.engine.rendering import Template, TemplateRenderer, encode_conversation
 from twostroke.errors import ModelError, RequestError
-from twostroke.limited import LimitedPool, Limits, OverLimit
+from twostroke.limited import Limits
 from twostroke.model.chat_messages import read_messages
-from twostroke.model.chat_template import ChatTemplate, choose_template
+from twostroke.model.chat_template import ChatTemplate
+from twostroke.model.template_source import choose_template
 from twostroke.model.tokenizer import Tokenizer
 
 CHATML = """\
@@ -57,6 +58,9 @@ WITH_TOOLS = """\
 {%- for key, value in (extra or {}) | dictsort %}{{ key }}={{ value }};{% endfor %}
 {%- for name in messages | map(attribute='role') %}{{ name }}{{ loop.revindex }}{% endfor %}
 """
+RECURSIVE_MACRO = (
+    "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}"
+)
 DOUBLING = (
     "{%% macro twice(x) %%}{{ x }}{{ x }}{%% endmacro %%}{%% set ns = namespace(x='x') %%}"
     "{%% for n in range(64) %%}{%% set ns.x = %s %%}{%% endfor %%}"
@@ -81,12 +85,17 @@ def render(source: str, messages: Any = (USER,), **kwargs: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def renderer() -> Iterator[LimitedPool]:
-    limits = Limits(cpu_s=0.5, wall_s=20, memory_bytes=64 * 1024**2)
-    hello = json.dumps(["{{ 'x' * times }}", "<s>", "</s>"]).encode()
-    pool = LimitedPool("twostroke.model.chat_template:renderer", hello, 1, limits)
-    yield pool
-    pool.close()
+def renderer() -> Iterator[TemplateRenderer]:
+    renderer = TemplateRenderer(1, Limits(cpu_s=0.5, wall_s=20, memory_bytes=64 * 1024**2))
+    yield renderer
+    renderer.close()
+
+
+def rendered(
+    renderer: TemplateRenderer, source: str, max_chars: int | None = 1000, **variables: Any
+) -> tuple[int, str | None]:
+    conversation = encode_conversation([USER], True, None, False, variables)
+    return renderer.render(Template(source, "<s>", "</s>"), conversation, max_chars)
 
 
 def reference(source: str, messages: list[dict[str, Any]], **kwargs: Any) -> str:
@@ -334,31 +343,24 @@ def test_a_template_cannot_leave_its_sandbox(source: str) -> None:
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "{% for a in range(99999) %}{{ 'x' * 99999 }}{% endfor %}",
         "{{ range(99999)|map('string')|join('x'*99999)|length }}",
-        "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        RECURSIVE_MACRO,
         "{{ ('x' * 99999)|replace('x', 'y' * 99999)|length }}",
         "{{ [1]|tojson(indent=10**9)|length }}",
         "{{ ('\t' * 99999).expandtabs(99999)|length }}",
         "{{ " + "(" * 50000 + "1" + ")" * 50000 + " }}",
     ],
 )
-def test_a_template_cannot_take_the_machine(renderer: LimitedPool, source: str) -> None:
-    def ask(source: str) -> Any:
-        return json.loads(
-            renderer.ask(json.dumps([source, [USER], True, None, False, {}, 1000]).encode())
-        )
-
-    with pytest.raises((OverLimit, RequestError)):  # without limits: after hours, or gigabytes
-        ask(source)
-    assert ask("{{ messages[0].role }}") == [4, "user"]
+def test_a_template_cannot_take_the_machine(renderer: TemplateRenderer, source: str) -> None:
+    with pytest.raises(RequestError):  # without limits: after hours, or gigabytes
+        rendered(renderer, source)
+    assert rendered(renderer, "{{ messages[0].role }}") == (4, "user")
 
 
-def test_a_text_too_long_to_be_wanted_is_only_measured(renderer: LimitedPool) -> None:
-    def ask(max_chars: int) -> Any:
-        request = [None, [USER], True, None, False, {"times": 50}, max_chars]
-        return json.loads(renderer.ask(json.dumps(request).encode()))
-
-    assert ask(50) == [50, "x" * 50]
-    assert ask(49) == [50, None]
+def test_a_text_too_long_to_be_wanted_is_only_measured(renderer: TemplateRenderer) -> None:
+    source = "{{ 'x' * times }}"
+    assert rendered(renderer, source, 50, times=50) == (50, "x" * 50)
+    assert rendered(renderer, source, 49, times=50) == (50, None)
+    assert rendered(renderer, source, None, times=50) == (50, "x" * 50)
 
 
 def test_large_numbers_that_are_no_sizes_are_fine() -> None:
@@ -376,11 +378,30 @@ def test_of_several_templates_the_default_is_chosen() -> None:
     assert choose_template({"tool_use": "t", "default": "d"}) == "d"
 
 
-def test_a_template_that_takes_too_much_memory_is_refused_in_the_program_too() -> None:
-    bomb = "{{ range(99999)|map('string')|join('x'*99999)|length }}"
-    inputs = InputProcessor(cast(Tokenizer, Silent()), bomb, ModelLimits(10, 10, 0))
-    with pytest.raises(RequestError, match="chat template takes more than 256 MiB"):
-        inputs.render_chat([{"role": "user", "content": "hi"}])
+@pytest.mark.parametrize(
+    ("bomb", "says"),
+    [
+        ("{{ range(99999)|map('string')|join('x'*99999)|length }}", "too much memory"),
+        (RECURSIVE_MACRO, "longer than 0.5 s of CPU time"),
+    ],
+)
+def test_a_template_cannot_take_the_program_that_uses_it(
+    renderer: TemplateRenderer, bomb: str, says: str
+) -> None:
+    limits = ModelLimits(10, 10, 0)
+    inputs = InputProcessor(cast(Tokenizer, Silent()), bomb, limits, renderer)
+    with pytest.raises(RequestError, match=f"the model's chat template .*{says}"):
+        inputs.render_chat([USER])
+    with pytest.raises(RequestError, match=f"the request's chat template .*{says}"):
+        inputs.chat_text([USER], run=inputs.template_runner(bomb))
+    text = inputs.chat_text([USER], run=inputs.template_runner("{{ messages[0].role }}"))
+    assert text == "user"
+
+
+def test_what_is_no_json_is_refused_by_name() -> None:
+    inputs = InputProcessor(cast(Tokenizer, Silent()), "x", ModelLimits(10, 10, 0))
+    with pytest.raises(RequestError, match="a object is no JSON value"):
+        inputs.chat_text([USER], variables={"when": object()})
 
 
 class Silent:

@@ -21,7 +21,7 @@ import pytest
 from tests.server.running import JSON, PATIENCE_S, Running, running
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke.engine.input_processor import COUNTED_CHARS
-from twostroke.model.chat_template import ChatTemplate
+from twostroke.engine.rendering import TemplateRenderer
 from twostroke.serve import bodies, byte_budget
 from twostroke.serve.bodies import BodyReader
 from twostroke.serve.byte_budget import MAX_WAITING, ByteBudget, Reservation, Sender
@@ -185,11 +185,13 @@ def test_a_text_far_too_long_is_not_tokenised_to_its_end(
     assert read == [COUNTED_CHARS]
 
 
-@pytest.mark.parametrize("messages", [MESSAGES * 15_000, [{"role": "user", "content": "a" * MIB}]])
+@pytest.mark.parametrize(
+    "messages", [MESSAGES * 15_000, [{"role": "user", "content": "a" * 2 * MIB}]]
+)
 def test_a_chat_far_too_long_is_refused_before_it_is_rendered(
     server: Running, monkeypatch: pytest.MonkeyPatch, messages: Any
 ) -> None:
-    monkeypatch.setattr(ChatTemplate, "render", None)
+    monkeypatch.setattr(TemplateRenderer, "render", None)
     error = refusal(server.ask("POST", CHAT, {"messages": messages}), 400)
     assert error["code"] == "context_length_exceeded"
 

@@ -58,8 +58,10 @@ class Answer:
         return 1 / self.tpot_s if self.tpot_s else None
 
 
-def load(config: EngineConfig) -> tuple[Engine, float]:
-    """The engine and the seconds it took, importing included; says so on a terminal."""
+def load(config: EngineConfig, for_chat: bool = True) -> tuple[Engine, float]:
+    """The engine and the seconds it took, importing included; says so on a terminal.
+
+    `for_chat`: the process that renders chat templates starts while the model is loaded."""
     started = monotonic()
     show = sys.stderr.isatty()
     if show:
@@ -68,7 +70,13 @@ def load(config: EngineConfig) -> tuple[Engine, float]:
         print(f"loading {config.model or DEFAULT_MODEL.name}", file=sys.stderr, flush=True)
     from twostroke.engine.build import build_engine
 
-    engine = build_engine(config)
+    renderer = None
+    if for_chat:
+        from twostroke.engine.rendering import TemplateRenderer
+
+        renderer = TemplateRenderer()
+        renderer.start()
+    engine = build_engine(config, renderer)
     load_s = monotonic() - started
     if show:
         tokens = engine.core.scheduler.kv.usage().reserved

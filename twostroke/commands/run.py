@@ -66,7 +66,7 @@ def execute(args: argparse.Namespace) -> int:
     if config.model is not None:
         check_path(config.model)
     text = _read_prompt(args)
-    engine, load_s = load(config)
+    engine, load_s = load(config, for_chat=not args.raw)
     params = sampling_params(args, engine.sampling)
     with noticing_interrupts() as interrupted, written_words() as print_words:
         write = _discard if args.json else print_words

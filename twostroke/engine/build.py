@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -40,6 +40,7 @@ from twostroke.request import SamplingParams
 if TYPE_CHECKING:
     from twostroke.engine.input_processor import InputProcessor
     from twostroke.engine.output_processor import OutputProcessor
+    from twostroke.engine.rendering import TemplateRenderer
     from twostroke.model.tokenizer import Tokenizer
 
 
@@ -67,6 +68,7 @@ class Engine:
     dtype: str
     load_s: float
     weights: str  # what they are kept in
+    renderer: TemplateRenderer | None = None  # of chat templates; None: made with the first chat
 
     # Imported here: the engine's own process need not load what reads and writes text.
 
@@ -77,7 +79,7 @@ class Engine:
         tokenizer, info = self.tokenizer(), self.info()
         template = None if tokenizer is None else chat_template_source(self.config, tokenizer)
         limits = ModelLimits(info.vocab_size, info.max_model_len, info.max_logprobs)
-        return InputProcessor(tokenizer, template, limits)
+        return InputProcessor(tokenizer, template, limits, self.renderer)
 
     @cached_property
     def output_processor(self) -> OutputProcessor:
@@ -130,9 +132,10 @@ class Engine:
         return self.config.threads or default_threads(self.config.engines_on_host)
 
 
-def build_engine(config: EngineConfig) -> Engine:
-    """An engine that reads and writes text."""
-    return _build(config, with_text=True)
+def build_engine(config: EngineConfig, renderer: TemplateRenderer | None = None) -> Engine:
+    """An engine that reads and writes text. `renderer`: of chat templates, if it has been started
+    already."""
+    return replace(_build(config, with_text=True), renderer=renderer)
 
 
 def build_core_engine(config: EngineConfig) -> Engine:

@@ -17,14 +17,12 @@ from time import monotonic
 from typing import Any, Final
 
 from twostroke.engine.grammar_check import GrammarCheck
+from twostroke.engine.rendering import Template, TemplateRenderer, encode_conversation
 from twostroke.errors import RequestError, nearest, shown
-from twostroke.limited import bounded_memory
-from twostroke.model.chat_template import ChatTemplate
 from twostroke.model.tokenizer import Tokenizer
 from twostroke.request import MAX_PRIORITY, EngineRequest, SamplingParams
 
 log = logging.getLogger(__name__)
-RENDERING_BYTES: Final = 256 * 1024**2  # for a chat template that is rendered in this process
 CHARS_PER_TOKEN: Final = 8  # a text with more of them is unusual
 MAX_CHARS_PER_TOKEN: Final = 32  # no text is read that has more of them for each token it may have
 MIN_CHARS: Final = 64 * 1024
@@ -50,11 +48,17 @@ class ModelLimits:
 
 class InputProcessor:
     def __init__(
-        self, tokenizer: Tokenizer | None, chat_template: str | None, limits: ModelLimits
+        self,
+        tokenizer: Tokenizer | None,
+        chat_template: str | None,
+        limits: ModelLimits,
+        renderer: TemplateRenderer | None = None,
     ) -> None:
+        """`renderer`: for chats that are given no `run`; its process starts with the first."""
         self.tokenizer = tokenizer
         self.limits = limits
         self.chat_template = chat_template
+        self._renderer = renderer or TemplateRenderer()
         self._mark_key = os.urandom(16)
         if tokenizer is not None and tokenizer.vocab_size > limits.vocab_size:
             log.warning(
@@ -78,8 +82,8 @@ class InputProcessor:
         run: TemplateRunner | None = None,
         max_prompt_tokens: int | None = None,
     ) -> list[int]:
-        """A conversation → token ids. `run` renders the template elsewhere, or another template;
-        without it the model's own is rendered here."""
+        """A conversation → token ids. `run` renders another template than the model's own, or
+        within other limits."""
         tokenizer = self._need_tokenizer("a chat")
         text = self.chat_text(
             messages,
@@ -103,45 +107,53 @@ class InputProcessor:
         run: TemplateRunner | None = None,
     ) -> str:
         """A conversation as its template writes it; `run` as for `render_chat`."""
-        render = run or self._render_here
+        render = run or self.template_runner()
         given = dict(variables or {})
         return render(messages, add_generation_prompt, tools, continue_final_message, given)
 
-    def _render_here(
+    def run_template(
         self,
+        renderer: TemplateRenderer,
+        template: Template,
+        max_prompt_tokens: int | None,
         messages: Sequence[Message],
         add_generation_prompt: bool,
         tools: list[dict[str, Any]] | None,
         continued: bool,
         variables: dict[str, Any],
-        template: ChatTemplate | None = None,
     ) -> str:
-        template = template or self._template
-        try:
-            with bounded_memory(RENDERING_BYTES):
-                return template.render(
-                    messages, add_generation_prompt, tools, continued, **variables
-                )
-        except MemoryError:
-            raise RequestError(
-                f"the chat template takes more than {RENDERING_BYTES >> 20} MiB for these "
-                "messages; give another one (chat_template) or use a plain prompt"
-            ) from None
+        """The text, rendered in a process whose time and memory are limited.
 
-    def template_runner(self, source: str) -> TemplateRunner:
-        """Renders another template than the model's own, in this process."""
-        tokenizer = self._need_tokenizer("a chat")
-        names = tokenizer.bos_token, tokenizer.eos_token
-        return partial(self._render_here, template=ChatTemplate(source, *names, of_request=True))
+        `max_prompt_tokens`: a server's limit, as for `check_length`."""
+        most = max_prompt_tokens
+        if most is not None and len(messages) > most:  # none is shorter than a token
+            raise self.too_long(f"{len(messages)} messages", most)
+        conversation = encode_conversation(
+            messages, add_generation_prompt, tools, continued, variables
+        )
+        max_chars = None if most is None else self.max_chars(most)
+        if most is not None and len(conversation) > 2 * self.max_chars(most) + 1024**2:
+            size = f"{len(conversation)} bytes with its messages and tools"
+            raise self.too_long(size, most)
+        num_chars, text = renderer.render(template, conversation, max_chars)
+        if text is None:
+            raise self.too_long(f"{num_chars} characters", most or 0)
+        return text
 
-    @cached_property
-    def _template(self) -> ChatTemplate:
+    def template_runner(self, source: str | None = None) -> TemplateRunner:
+        """Renders the model's own template, or another that the program's user gives."""
+        return partial(self.run_template, self._renderer, self.template(source), None)
+
+    def template(self, of_request: str | None = None) -> Template:
+        """The model's own template, or one that came with a request."""
         tokenizer = self._need_tokenizer("a chat")
-        if self.chat_template is None:
+        source = self.chat_template if of_request is None else of_request
+        if source is None:
             raise RequestError(
                 "the model has no chat template; give one (chat_template) or use a plain prompt"
             )
-        return ChatTemplate(self.chat_template, tokenizer.bos_token, tokenizer.eos_token)
+        names = tokenizer.bos_token, tokenizer.eos_token
+        return Template(source, *names, of_request=of_request is not None)
 
     # ── prompts ─────────────────────────────────────────────────────────────────────────────
 
@@ -403,7 +415,8 @@ class InputProcessor:
         return GrammarCheck(tokenizer.to_json(), end_ids)
 
     def close(self) -> None:
-        """End the processes that check grammars; the next grammar starts new ones."""
+        """End the helper processes; the next chat or grammar starts new ones."""
+        self._renderer.close()
         if "grammars" in self.__dict__:
             self.grammars.close()
 

@@ -2,8 +2,8 @@
 
 A template is a program that came with somebody's weights, or with a request. It runs in Jinja's
 immutable sandbox (no attributes with underscores, no imports, no changes to what it is given),
-which does not bound the time and the memory that it takes: the server renders in processes that
-are limited in both (`renderer`, run by `limited.py`).
+which does not bound the time and the memory that it takes: it is rendered in processes that are
+limited in both (`renderer`, run by `engine/rendering.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from twostroke.errors import ModelError, RequestError
 from twostroke.model.chat_messages import Messages, join_parts, read_messages, with_end
+from twostroke.model.template_source import template_name
 
 COMPILED: Final = 8  # templates that a renderer keeps
 END: Final = "[[the message ends here]] "  # marks it in a rendered text
@@ -193,38 +194,26 @@ class ChatTemplate:
             return ""
 
 
-def template_name(of_request: bool) -> str:
-    return "the request's chat template" if of_request else "the model's chat template"
-
-
 def renderer(hello: bytes) -> Callable[[bytes], bytes]:
-    """In a limited process: answers the arguments of `ChatTemplate.render` with a text's length
-    and, unless it is too long to be wanted, the text."""
-    source, bos_token, eos_token = json.loads(hello)
+    """Work of a limited process (`engine/rendering.py`): a template and the arguments of
+    `ChatTemplate.render` → a text's length and, unless it is too long to be wanted, the text."""
 
     @functools.lru_cache(maxsize=COMPILED)
-    def compiled(own: str | None) -> ChatTemplate:
+    def compiled(source: str, *settings: Any) -> ChatTemplate:
         try:
-            given = source if own is None else own
-            return ChatTemplate(given, bos_token, eos_token, of_request=own is not None)
+            return ChatTemplate(source, *settings)
         except ModelError as error:
             raise RequestError(str(error)) from None
 
     def render(request: bytes) -> bytes:
         if not request:
             return b""
-        own, messages, generate, tools, continued, variables, max_chars = json.loads(request)
-        text = compiled(own).render(messages, generate, tools, continued, **variables)
-        return json.dumps([len(text), text if len(text) <= max_chars else None]).encode()
+        template, (messages, generate, tools, continued, variables), max_chars = json.loads(request)
+        text = compiled(*template).render(messages, generate, tools, continued, **variables)
+        wanted = max_chars is None or len(text) <= max_chars
+        return json.dumps([len(text), text if wanted else None]).encode()
 
     return render
-
-
-def choose_template(named: Mapping[str, str]) -> str | None:
-    """Of a model's named templates the 'default' one, else the first by name."""
-    if not named:
-        return None
-    return named["default"] if "default" in named else named[min(named)]
 
 
 def _with_role(message: dict[str, Any], old: str, new: str) -> dict[str, Any]:

@@ -11,10 +11,10 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, processors
 
 from twostroke.errors import ModelError, nearest
-from twostroke.model.chat_template import choose_template
 from twostroke.model.detokenizer import SPACE_MARK
 from twostroke.model.fields import Fields, shown
 from twostroke.model.pre_tokenizers import PRE_TOKENIZERS, pre_tokenizer_of
+from twostroke.model.template_source import choose_template
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # token_type; 5 is unused, 6 a byte
 WAY_OUT: Final = (

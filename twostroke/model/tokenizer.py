@@ -14,11 +14,11 @@ import tokenizers
 from tokenizers import AddedToken
 
 from twostroke.errors import ModelError, RequestError
-from twostroke.model.chat_template import choose_template
 from twostroke.model.detokenizer import Detokenizer, TokenTable
 from twostroke.model.fields import Fields, read_json, shown
 from twostroke.model.gguf_vocab import MAX_TEMPLATE_CHARS, vocab_from_gguf
 from twostroke.model.spec import VOCABULARY
+from twostroke.model.template_source import choose_template
 from twostroke.model.tokenizer_json import library_error, read_backend
 
 # What ends a turn, a message or a text in the families we know. It counts only where the

@@ -18,7 +18,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from hashlib import blake2b
 from time import monotonic
 from typing import Any, Final, TypeVar
@@ -27,9 +27,8 @@ import msgspec
 
 from twostroke.engine.grammar_check import WORKERS as GRAMMAR_WORKERS
 from twostroke.engine.input_processor import CHARS_PER_TOKEN, InputProcessor
-from twostroke.errors import RequestError
-from twostroke.limited import LimitedPool, Limits, OverLimit
-from twostroke.model.chat_template import template_name
+from twostroke.engine.rendering import TemplateRenderer
+from twostroke.limited import Limits
 from twostroke.model.tokenizer import Tokenizer
 from twostroke.request import EngineRequest, SamplingParams
 from twostroke.serve.errors import ApiError, retry_after
@@ -63,15 +62,16 @@ class Prompts:
         self._own_templates = ThreadPool(what, 1, MAX_TEMPLATES_WAITING)
         what = "requests with new grammars"
         self._grammars = ThreadPool(what, GRAMMAR_WORKERS, MAX_GRAMMARS_WAITING)
+        self._renderer = TemplateRenderer(TEXT_THREADS + 1, RENDERING)
+        self._own_template_renderer = TemplateRenderer(1, OWN_TEMPLATE_RENDERING)
         if input_processor.tokenizer is not None and input_processor.chat_template is not None:
             self._renderer.start()
 
     def close(self) -> None:
         for pool in (self._text, self._large, self._own_templates, self._grammars):
             pool.close()
-        for name in ("_renderer", "_own_template_renderer"):
-            if name in self.__dict__:
-                getattr(self, name).close()
+        self._renderer.close()
+        self._own_template_renderer.close()
         self._input.close()
 
     # ── in a thread ─────────────────────────────────────────────────────────────────────────
@@ -158,7 +158,8 @@ class Prompts:
         self, messages: list[dict[str, Any]], request: TemplatedRequest, **variables: Any
     ) -> list[int]:
         """A conversation → token ids, by the model's template or by one the request brings."""
-        renderer = self._renderer_for(request.chat_template)
+        of_request = request.chat_template is not None
+        self._check_template(of_request)
         generate = request.add_generation_prompt
         continued = bool(request.continue_final_message)
         if continued and generate:
@@ -185,6 +186,12 @@ class Prompts:
                 f"chat_template_kwargs: {' and '.join(taken)} cannot be set there; other names can",
                 param="chat_template_kwargs",
             )
+        run = partial(
+            self._input.run_template,
+            self._own_template_renderer if of_request else self._renderer,
+            self._input.template(request.chat_template),
+            self.max_tokens,
+        )
         return self._input.render_chat(
             messages,
             not continued and generate is not False,
@@ -192,71 +199,25 @@ class Prompts:
             variables=variables,
             continue_final_message=continued,
             add_special_tokens=bool(request.add_special_tokens),
-            run=partial(self._run_template, renderer, request.chat_template),
+            run=run,
             max_prompt_tokens=None if truncated else self.max_tokens,
         )
 
-    def _run_template(
-        self, renderer: LimitedPool, own_template: str | None, messages: Any, *args: Any
-    ) -> str:
-        """The text, rendered in a process whose time and memory are limited."""
-        if len(messages) > self.max_tokens:  # none is shorter than a token
-            raise self._input.too_long(f"{len(messages)} messages", self.max_tokens)
-        given = (own_template, messages, *args, self._max_chars)
-        try:
-            payload = msgspec.json.encode(given)
-        except UnicodeEncodeError:  # half a surrogate pair, which the tokenizer will name
-            payload = json.dumps(given).encode()
-        if len(payload) > 2 * self._max_chars + 1024**2:
-            size = f"{len(payload)} bytes with its messages and tools"
-            raise self._input.too_long(size, self.max_tokens)
-        of_request = own_template is not None
-        name, param = template_name(of_request), "chat_template" if of_request else None
-        try:
-            num_chars, text = json.loads(renderer.ask(payload))
-        except OverLimit as error:
-            message = f"{name} cannot be rendered for these messages: {error}"
-            raise ApiError(400, message, param=param) from None
-        except RequestError as error:
-            if of_request and str(error).startswith(name):
-                raise ApiError(400, str(error), param=param) from None
-            raise
-        if text is None:
-            raise self._input.too_long(f"{num_chars} characters", self.max_tokens)
-        return str(text)
-
-    def _renderer_for(self, own: str | None) -> LimitedPool:
-        if own is None:
-            if self._input.chat_template is None:
-                raise ApiError(
-                    400,
-                    "the model has no chat template; use /v1/completions",
-                    code="no_chat_template",
-                )
-            return self._renderer
-        if not self._settings.trust_request_chat_template:
+    def _check_template(self, of_request: bool) -> None:
+        """Refuse a request's own template unless the server trusts them."""
+        if of_request and not self._settings.trust_request_chat_template:
             raise ApiError(
                 400,
                 "chat_template: this server uses the model's own; start it with "
                 "trust_request_chat_template to allow others",
                 param="chat_template",
             )
-        return self._own_template_renderer
-
-    @cached_property
-    def _renderer(self) -> LimitedPool:
-        return self._render_pool(TEXT_THREADS + 1, RENDERING)
-
-    @cached_property
-    def _own_template_renderer(self) -> LimitedPool:
-        return self._render_pool(1, OWN_TEMPLATE_RENDERING)
-
-    def _render_pool(self, workers: int, limits: Limits) -> LimitedPool:
-        tokenizer = self.tokenizer
-        hello = json.dumps([self._input.chat_template, tokenizer.bos_token, tokenizer.eos_token])
-        return LimitedPool(
-            "twostroke.model.chat_template:renderer", hello.encode(), workers, limits
-        )
+        if not of_request and self._input.chat_template is None:
+            raise ApiError(
+                400,
+                "the model has no chat template; use /v1/completions",
+                code="no_chat_template",
+            )
 
     @property
     def tokenizer(self) -> Tokenizer:
