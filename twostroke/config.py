@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from os import PathLike, fspath
 from typing import Any, NamedTuple, cast
 
@@ -114,13 +114,15 @@ class EngineConfig(Strict):
     kv_transport: str = "auto"  # memory, device, nixl or sockets: this way alone
     kv_host: str | None = None  # this machine's address for engines on others; None: there are none
     kv_transfer_timeout_s: float = 3.0  # nothing has come for so long: computed again
+    # What their sockets ask of each other (`network_auth.py`); None: they take any peer.
+    engine_secret: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("model", "tokenizer", "chat_template", "calibration"):
             if isinstance(getattr(self, name), PathLike):
                 object.__setattr__(self, name, fspath(getattr(self, name)))
-        names = ("model", "tokenizer", "revision", "chat_template", "calibration", "kv_host")
-        for name in names:
+        names = ("model", "tokenizer", "revision", "chat_template", "calibration")
+        for name in (*names, "kv_host", "engine_secret"):
             if not isinstance(getattr(self, name), str | None):
                 self._refuse(name, "a string or None")
         self._check_choice("load_format", ("auto", "safetensors", "gguf", "dummy"))

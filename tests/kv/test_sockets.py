@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zmq
 
 from tests.kv.test_transfer import SENDER, fetch, pools
 from twostroke.kv import sockets
@@ -250,6 +251,63 @@ def test_a_sender_that_dies_is_noticed_at_once() -> None:
     with pytest.raises(SenderGoneError, match="has broken"):  # nobody listens there any more
         fetch(transfer, offer, [[(0, 1)]])
     transfer.close()
+
+
+@pytest.fixture
+def stranger(made: list[Engines]) -> Iterator[zmq.Socket[Any]]:
+    """A connection of a program without the secret of the engines' server."""
+    made.append(Engines(secret="the secret of one server's engines"))
+    context: zmq.Context[Any] = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.connect(made[0].server.endpoint)
+    yield socket
+    context.destroy(linger=0)
+
+
+def test_a_stranger_is_not_heard_and_engines_with_the_secret_are(
+    stranger: zmq.Socket[Any], made: list[Engines]
+) -> None:
+    (engines,) = made
+    monitor = stranger.get_monitor_socket(sockets.BROKEN)
+    for _ in range(64):  # of one message that does not end
+        stranger.send(bytes(60_000), zmq.SNDMORE)
+    assert monitor.poll(30_000), "the connection was refused"
+    offer = engines.offer()
+    assert fetch(engines.fetching, offer, ALL) == offer.num_bytes
+    engines.assert_all_arrived()
+    assert engines.server.num_dropped == 0, "nothing of it was taken in"
+
+
+def test_blocks_larger_than_any_request_come_encrypted(made: list[Engines]) -> None:
+    made.append(Engines(secret="the secret of one server's engines", block_size=1024))
+    offer = made[0].offer()
+    assert min(offer.block_bytes) > sockets.MAX_MESSAGE_BYTES
+    assert fetch(made[0].fetching, offer, ALL) == offer.num_bytes
+    made[0].assert_all_arrived()
+
+
+def test_what_is_no_request_for_blocks_is_dropped_and_counted(engines: Engines) -> None:
+    offer, server = engines.offer(), engines.server
+    good = sockets._encode(Wanted(server.key, 1, offer.number, [(0, 0)]))
+    bad = [
+        [b"\xc1"],
+        [b""],
+        [good[:-1] + b"\x91" * 50_000],  # deeper than a decoder goes
+        [b"", good],  # in parts
+        [good] * 1000,
+        [sockets._encode(Wanted(b"another key", 1, offer.number, [(0, 0)]))],
+        [sockets._encode(Wanted(server.key, 1, offer.number, [(0, 0)] * 257))],
+    ]
+    context: zmq.Context[Any] = zmq.Context()
+    peer = context.socket(zmq.DEALER)
+    peer.connect(server.endpoint)
+    for frames in bad:
+        peer.send_multipart(frames)
+    peer.send(good)
+    assert peer.poll(30_000)
+    assert len(peer.recv_multipart()) == 2
+    assert server.num_dropped == len(bad)
+    context.destroy(linger=0)
 
 
 def test_an_address_that_is_not_of_this_machine_is_refused() -> None:

@@ -36,16 +36,19 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux o
 ROOT = seed_digest("salt", "")
 
 
-def pools(num_blocks: int = 8, checked: bool = False, block_size: int = 4, transport="memory"):
+def pools(
+    num_blocks: int = 8, checked: bool = False, block_size: int = 4, transport="memory", secret=None
+):
     """A sender whose blocks are filled with noise, and an empty receiver."""
     spec, rng = make_spec(windows=(8, None, None)), np.random.default_rng(1)
     sender = HostPool(spec, [num_blocks, num_blocks], block_size, shared=True)
     receiver = HostPool(spec, [num_blocks, num_blocks], block_size)
     for data in sender.data:
         data[1:] = rng.integers(0, 1 << 16, data[1:].shape)
-    offering = Sharing("checked" if checked else "shared", transport)
+    offering = Sharing("checked" if checked else "shared", transport, secret=secret)
     sending = host_transfer(sender.blocks(), sender.shared, offering)
-    fetching = host_transfer(receiver.blocks(), None, Sharing(transport=transport, timeout_s=20))
+    fetches = Sharing(transport=transport, timeout_s=20, secret=secret)
+    fetching = host_transfer(receiver.blocks(), None, fetches)
     return sender, receiver, sending, fetching
 
 

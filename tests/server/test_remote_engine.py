@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from tests.instant import BUILDER, STEP_DELAY, expected_tokens, printable_ids
 from tests.tiny import same_rounding, tiny_folder, tiny_llm
@@ -27,7 +28,7 @@ from twostroke.engine import child, remote, supervised
 from twostroke.engine.api import EngineClient, EngineLoad
 from twostroke.engine.client import AsyncEngine
 from twostroke.engine.remote import RemoteEngine
-from twostroke.engine.wire import Step, decode_from_engine, encode, pack_step, unpack_step
+from twostroke.engine.wire import Add, Step, decode_from_engine, encode, pack_step, unpack_step
 from twostroke.errors import ConfigError, EngineError, ModelError, RequestError
 from twostroke.kv.cache import KVUsage
 from twostroke.observe.record import Causes, FirstToken, PhaseRecord, RequestRecord, StepRecord
@@ -430,6 +431,28 @@ def test_2000_random_ends_leave_nothing_behind(instant: Running, written: list[i
 
 
 # The engine's own end
+
+
+def test_messages_that_cannot_be_read_are_dropped(instant: Running, written: list[int]) -> None:
+    bad = [b"", b"\xc1", b"\x91" * 50_000, encode(["add", "\x00"]), encode(Add(1 << 30, []))]
+
+    async def run(engine: RemoteEngine) -> None:
+        running, pid = engine._child, engine.pid
+        context: zmq.Context[Any] = zmq.Context()
+        stranger = context.socket(zmq.PUSH)
+        stranger.connect(running._inbox.get_string(zmq.LAST_ENDPOINT))
+        for message in bad[:4]:
+            running.send_encoded(message)
+            stranger.send(message)
+        stranger.send_multipart(bad[:4])
+        running.send_encoded(bad[4])
+        await until(lambda: running.num_dropped == 8)
+        context.destroy(linger=0)
+        output = await last(engine, written[:5])
+        assert output.outputs[0].finish_reason is not None
+        assert engine.pid == pid
+
+    instant.run(run)
 
 
 def test_a_killed_engine_is_replaced_and_only_begun_streams_are_lost(

@@ -52,6 +52,7 @@ LAYERS = {
     "twostroke.errors": 0,
     "twostroke.limited": 0,
     "twostroke.log_lines": 0,
+    "twostroke.network_auth": 0,
     "twostroke.outputs": 0,
     "twostroke.plan": 0,
     "twostroke.request": 0,

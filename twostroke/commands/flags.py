@@ -100,6 +100,7 @@ OF_A_SERVER = {"skip_tokenizer_init", "override_generation_config"}
 OF_A_ROUTER = {
     "engines_on_host",
     "engine_index",
+    "engine_secret",
     "kv_sharing",
     "kv_receives",
     "kv_transport",

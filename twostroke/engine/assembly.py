@@ -95,6 +95,7 @@ def config_sharing(config: EngineConfig) -> Sharing:
         config.kv_transfer_timeout_s,
         alone,
         config.kv_receives,
+        config.engine_secret,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 from collections.abc import Callable
 from time import monotonic
@@ -25,6 +26,14 @@ from twostroke.engine.wire import (
     unpack_error,
 )
 from twostroke.errors import EngineError
+from twostroke.network_auth import (
+    UNREADABLE,
+    is_power_of_2,
+    protect_connector,
+    protect_listener,
+)
+
+log = logging.getLogger(__name__)
 
 READ_S = 0.001  # how long messages are read before the loop's other callbacks get their turn
 
@@ -53,6 +62,9 @@ class Child:
         self._inbox.rcvhwm, self._outbox.sndhwm = STEPS_AHEAD, 0
         for socket in (self._inbox, self._outbox):
             socket.linger = 0
+        protect_listener(self._inbox, launched.secret)
+        protect_connector(self._outbox, launched.secret)
+        self.num_dropped = 0  # messages that could not be read
         self._inbox.bind(launched.endpoint)
         self._loop.add_reader(self._inbox.FD, self._read)
         launched.listening(self._inbox.get_string(zmq.LAST_ENDPOINT))
@@ -102,7 +114,14 @@ class Child:
             data = self._inbox.recv(zmq.NOBLOCK)
         except zmq.Again:
             return False
-        self._take(decode_from_engine(data))
+        try:
+            message = decode_from_engine(data)
+        except UNREADABLE as error:
+            self.num_dropped += 1
+            if is_power_of_2(self.num_dropped):
+                log.warning("%d messages of an engine were dropped (%s)", self.num_dropped, error)
+            return True
+        self._take(message)
         return True
 
     def _take(self, message: FromEngine) -> None:

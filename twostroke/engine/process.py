@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import logging
 import os
 import shutil
 import signal
@@ -54,11 +55,19 @@ from twostroke.engine.wire import (
     pack_error,
     pack_step,
 )
+from twostroke.network_auth import (
+    UNREADABLE,
+    is_power_of_2,
+    protect_connector,
+    protect_listener,
+)
 from twostroke.observe.record import StepRecord
 from twostroke.sched.scheduler import Update
 
 if TYPE_CHECKING:  # the builder decides what is imported
     from twostroke.engine.core import EngineCore
+
+log = logging.getLogger(__name__)
 
 ORPHAN_CHECK_MS = 1000  # how often an idle engine looks whether it still has its parent
 LINGER_MS = 5000  # how long the last messages may take to be read
@@ -84,6 +93,7 @@ class EngineServer:
         self._sent_step = -1
         self._step_began_s = 0.0  # 0: none runs
         self._tidied_s = 0.0
+        self._num_dropped = 0  # messages that could not be read
 
     def load(self) -> EngineLoad:
         scheduler = self._core.scheduler
@@ -131,6 +141,11 @@ class EngineServer:
                 message = decode_to_engine(self._inbox.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return True
+            except UNREADABLE as error:
+                self._num_dropped += 1
+                if is_power_of_2(self._num_dropped):
+                    log.warning("%d messages were dropped (%s)", self._num_dropped, error)
+                continue
             match message:
                 case Add():
                     self._add(message)
@@ -159,8 +174,8 @@ class EngineServer:
 
     def _add(self, message: Add) -> None:
         core, added = self._core, []
-        prompt = message.requests[0].prompt_token_ids
         try:
+            prompt = message.requests[0].prompt_token_ids
             for request in message.requests:
                 core.add(replace(request, prompt_token_ids=prompt))
                 added.append(request.request_id)
@@ -245,17 +260,26 @@ def main(send_to: str, builder: str) -> int:
 
 
 def run_engine(
-    config: EngineConfig, builder: str, send_to: str, listen_at: str, where: str = ""
+    config: EngineConfig,
+    builder: str,
+    send_to: str,
+    listen_at: str,
+    where: str = "",
+    secret: str | None = None,
 ) -> int:
     """Build an engine and run it until it is told to end; the exit code. `send_to`: where its
     messages are read. `listen_at`: where it is to be sent some; the port may be *. `where`: told
-    with what goes wrong, if it is not the machine of those who are told."""
+    with what goes wrong, if it is not the machine of those who are told. `secret`: of the sockets,
+    where others than this user reach them."""
     context = zmq.Context()
     outbox, inbox = context.socket(zmq.PUSH), context.socket(zmq.PULL)
     beats, ending = context.socket(zmq.PUSH), threading.Event()
     outbox.sndhwm, inbox.rcvhwm, beats.sndhwm = STEPS_AHEAD, 0, 1
     outbox.linger = inbox.linger = LINGER_MS
     beats.linger = 0
+    protect_listener(inbox, secret)
+    for connector in (outbox, beats):
+        protect_connector(connector, secret)
     outbox.connect(send_to)
     beats.connect(send_to)
     beating: threading.Thread | None = None

@@ -31,6 +31,11 @@ class Launched(Protocol):
     def endpoint(self) -> str:
         """Where its parent is to listen for its messages; the port may be *."""
 
+    @property
+    def secret(self) -> str | None:
+        """What the sockets between it and its parent ask of each other; None: nothing, since only
+        this user reaches them."""
+
     def listening(self, endpoint: str) -> None:
         """Its parent listens there."""
 
@@ -62,6 +67,7 @@ class Spawned:
     process: subprocess.Popen[bytes]
     endpoint: str
     folder: str | None  # of the sockets, if they are files; only this user may enter it
+    secret: str | None = None
 
     def listening(self, endpoint: str) -> None: ...
 

@@ -6,8 +6,9 @@
 The receiver asks for a few blocks at a time (`WINDOW_BYTES`), so that neither side ever holds more
 of them, and for the next as they come. Every block says which it is: in what order they come does
 not matter. A sender sends only what an offer that stands has in its table, and only to those who
-know its key, which goes with its offers; nothing is encrypted. A receiver gives up after
-`timeout_s` in which nothing came, or when the connection breaks.
+know its key, which goes with its offers. Engines of one server share a secret, without which no
+message is taken in (`network_auth.py`). A receiver gives up after `timeout_s` in which nothing
+came, or when the connection breaks.
 """
 
 from __future__ import annotations
@@ -36,6 +37,14 @@ from twostroke.kv.transfer import (
     TruncatedError,
     Way,
 )
+from twostroke.network_auth import (
+    CURVE_BYTES,
+    UNREADABLE,
+    is_power_of_2,
+    protect_connector,
+    protect_listener,
+    receive_parts,
+)
 
 WINDOW_BYTES = 16 << 20  # asked for and not here yet, of one fetch; and a block at the least
 MAX_ASKED = 256  # blocks, in one message
@@ -44,6 +53,7 @@ MAX_QUEUED = 4096  # messages to a sender
 MAX_MESSAGE_BYTES = 64 << 10  # of those, and of what stands before a block
 MAX_PEERS = 64  # connections that are kept
 BROKEN = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+BROKEN |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 log = logging.getLogger(__name__)
 
@@ -72,19 +82,22 @@ _decode_sent = msgspec.msgpack.Decoder(Sent).decode
 class BlockServer:
     """Sends blocks to those who ask, in a thread of its own."""
 
-    def __init__(self, blocks: Blocks, host: str) -> None:
-        """`host`: the address of this machine at which others reach it."""
+    def __init__(self, blocks: Blocks, host: str, secret: str | None = None) -> None:
+        """`host`: the address of this machine at which others reach it. `secret`: of the engines;
+        None: anybody may connect, as in tests."""
         self._blocks = blocks
         self._tables: dict[int, tuple[tuple[int, ...], ...]] = {}  # of the offers that stand
         self.key = secrets.token_bytes(16)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
-        self._socket.maxmsgsize = MAX_MESSAGE_BYTES
+        self._socket.maxmsgsize = MAX_MESSAGE_BYTES + CURVE_BYTES
         self._socket.sndhwm = max(16, QUEUED_BYTES // max(blocks.block_bytes))
         self._socket.rcvhwm = MAX_QUEUED
         self._socket.router_mandatory = True  # one who does not read is an error, not a wait
         self._socket.ipv6 = ":" in host
+        protect_listener(self._socket, secret)
+        self.num_dropped = 0  # messages that were not ours
         try:
             self._socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
         except zmq.ZMQError as error:
@@ -112,20 +125,35 @@ class BlockServer:
     def _run(self) -> None:
         while True:
             try:
-                peer, *frames = self._socket.recv_multipart()
+                parts = receive_parts(self._socket, most=2)
             except zmq.ContextTerminated:
                 self._socket.close()
                 return
-            try:
-                wanted = _decode_wanted(frames[-1])
-            except (msgspec.MsgspecError, IndexError):
-                continue  # not one of ours
-            if not secrets.compare_digest(wanted.key, self.key):
+            wanted = self._read(parts)
+            if parts is None or wanted is None:
+                self.num_dropped += 1
+                if is_power_of_2(self.num_dropped):
+                    log.warning(
+                        "%d messages to the server of KV blocks were dropped: they were no "
+                        "requests for blocks, or lacked its key",
+                        self.num_dropped,
+                    )
                 continue
             try:
-                self.answer(peer, wanted)
+                self.answer(parts[0].bytes, wanted)
             except Exception:  # one that cannot be answered is no reason not to answer others
                 log.exception("KV blocks could not be sent")
+
+    def _read(self, parts: list[zmq.Frame] | None) -> Wanted | None:
+        """Read a peer's name and its request; None: not a request of ours."""
+        if parts is None or len(parts) != 2:
+            return None
+        try:
+            wanted = _decode_wanted(parts[1].buffer)
+        except UNREADABLE:
+            return None
+        known = secrets.compare_digest(wanted.key, self.key)
+        return wanted if known and len(wanted.entries) <= MAX_ASKED else None
 
     def answer(self, peer: bytes, wanted: Wanted) -> None:
         for group, entry in wanted.entries:
@@ -152,10 +180,15 @@ class Sockets(Way):
     name = "sockets"
 
     def __init__(
-        self, blocks: Blocks, server: BlockServer | None = None, timeout_s: float = TIMEOUT_S
+        self,
+        blocks: Blocks,
+        server: BlockServer | None = None,
+        timeout_s: float = TIMEOUT_S,
+        secret: str | None = None,
     ) -> None:
-        """`server`: of an engine that others can fetch from."""
+        """`server`: of an engine that others can fetch from. `secret`: as for `BlockServer`."""
         self._blocks, self._server, self._timeout_s = blocks, server, timeout_s
+        self._secret = secret
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._peers: dict[str, _Peer] = {}  # by endpoint, the one last used at the end
         self._next = 0
@@ -193,7 +226,7 @@ class Sockets(Way):
             self._peers.pop(idle.pop(0)).close()
         self._context = self._context or zmq.Context()
         peer = self._peers.pop(endpoint, None) or _Peer(
-            self._context, endpoint, max(self._blocks.block_bytes)
+            self._context, endpoint, max(self._blocks.block_bytes), self._secret
         )
         self._peers[endpoint] = peer
         return peer
@@ -212,16 +245,21 @@ class _Peer:
     """The connection to one sender."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, largest_bytes: int
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        largest_bytes: int,
+        secret: str | None,
     ) -> None:
         self.endpoint = endpoint
         self.problem: TransferError | None = None  # it is of no use any more
         self.copies: dict[int, _SocketCopy] = {}
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
-        self._socket.maxmsgsize = max(largest_bytes, MAX_MESSAGE_BYTES)
+        self._socket.maxmsgsize = max(largest_bytes, MAX_MESSAGE_BYTES) + CURVE_BYTES
         self._socket.sndhwm = self._socket.rcvhwm = MAX_QUEUED
         self._socket.ipv6 = "[" in endpoint
+        protect_connector(self._socket, secret)
         self._monitor = self._socket.get_monitor_socket(BROKEN)
         self._socket.connect(endpoint)
 
@@ -244,15 +282,17 @@ class _Peer:
         taken = 0
         while self.problem is None and (most_bytes is None or taken < most_bytes):
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                parts = receive_parts(self._socket, 2, zmq.NOBLOCK)
             except zmq.Again:
                 if self._monitor.poll(0):
                     recv_monitor_message(self._monitor)
                     self.problem = SenderGoneError(f"the connection to {self.endpoint} has broken")
                 return True
             try:
-                sent, data = _decode_sent(frames[0].buffer), frames[1].buffer
-            except (msgspec.MsgspecError, IndexError):
+                if parts is None or len(parts) != 2:
+                    raise ValueError("a block and what it is are two parts")
+                sent, data = _decode_sent(parts[0].buffer), parts[1].buffer
+            except UNREADABLE:
                 self.problem = TransferError(f"{self.endpoint} has sent what is no KV block")
                 break
             taken += len(data)

@@ -27,6 +27,7 @@ class Sharing(NamedTuple):
     timeout_s: float = TIMEOUT_S  # in which nothing has come
     alone: bool = False  # there is no other engine
     receives: bool = False  # other engines' blocks will come
+    secret: str | None = None  # that sockets of the engines share; None: they take any peer
 
     @property
     def offered(self) -> bool:
@@ -77,5 +78,5 @@ def sockets(blocks: Blocks, sharing: Sharing, always: bool = False) -> Sockets:
     from twostroke.kv.sockets import BlockServer, Sockets
 
     host = sharing.host or (LOOPBACK if always or sharing.transport == "sockets" else None)
-    server = BlockServer(blocks, host) if sharing.offered and host else None
-    return Sockets(blocks, server, sharing.timeout_s)
+    server = BlockServer(blocks, host, sharing.secret) if sharing.offered and host else None
+    return Sockets(blocks, server, sharing.timeout_s, sharing.secret)

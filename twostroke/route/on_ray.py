@@ -130,6 +130,7 @@ class RayLauncher:
 
     def __init__(self, cluster: RayCluster, engine: PooledEngine) -> None:
         self.cluster, self._engine = cluster, engine
+        self.secret = engine.config.engine_secret
         self._group: Any = None
         self._actor: Any = None
         self._closed, self._lock = Event(), Lock()
@@ -191,6 +192,7 @@ class RayLaunched:
     def __init__(self, launcher: RayLauncher) -> None:
         self._launcher = launcher
         self.endpoint = f"tcp://{launcher.cluster.host}:*"
+        self.secret = launcher.secret
         self._send_to, self._how = "", ""
         self._ending, self._ended = Event(), Event()
         self._ending_s = 0.0
@@ -273,7 +275,8 @@ class EngineActor:
         # Of the node's GPUs, Ray shows this worker its own alone.
         config = EngineConfig(**self._config | {"kv_host": host, "engine_index": 0})
         where = f"{self._name} on node {host}"
-        code = run_engine(config, self._builder, send_to, f"tcp://{host}:*", where)
+        endpoints = send_to, f"tcp://{host}:*"
+        code = run_engine(config, self._builder, *endpoints, where, config.engine_secret)
         if code:  # the next is to begin in a worker that has seen nothing
             os._exit(code)
         return code

@@ -160,7 +160,12 @@ class PoolSettings(Strict):
     def engines(self, config: EngineConfig) -> list[PooledEngine]:
         """All of them; one alone is as `config` says."""
         count = self.num_engines
-        common = replace(config, engines_on_host=count)
+        secret = None  # engines of one machine that share no blocks talk through files of one user
+        if self.ray is not None or self.prefill_engines:
+            from twostroke.network_auth import engine_secret  # needs ZeroMQ
+
+            secret = engine_secret()
+        common = replace(config, engines_on_host=count, engine_secret=secret)
         if not self.prefill_engines:
             return [
                 PooledEngine(f"engine-{n}", Role.BOTH, replace(common, engine_index=n))
