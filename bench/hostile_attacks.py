@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import socket
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -574,6 +575,57 @@ def hang(target: Target) -> Fire:
     return fire
 
 
+# ── abandoned requests ──────────────────────────────────────────────────────────────────────
+
+MAX_WAIT_MS = 200.0  # that they may add to another client's time to first token
+
+
+def abandoned(count: int) -> Callable[[Target], Fire]:
+    """Completions of 300 words whose clients close the connection at once."""
+
+    def prepare(target: Target) -> Fire:
+        asked = []
+        for n in range(count):
+            text = " ".join(f"word{(n * 7 + k * k) % 997}" for k in range(300))
+            body = json.dumps({"prompt": f"{n} {text}", "max_tokens": 64}).encode()
+            asked.append(request_of(COMPLETIONS, body))
+
+        def fire() -> str:
+            usual_ms = statistics.median(first_token_ms(target, n) for n in range(9))
+            for data in asked:
+                with socket.create_connection(("127.0.0.1", target.port)) as connection:
+                    connection.sendall(data)
+            next_ms = first_token_ms(target, 9)
+            failed = "FAILED " if next_ms - usual_ms > MAX_WAIT_MS else ""
+            return f"{failed}first token of the next request {usual_ms:.0f} → {next_ms:.0f} ms"
+
+        return fire
+
+    return prepare
+
+
+def request_of(path: str, body: bytes) -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def first_token_ms(target: Target, n: int) -> float:
+    body = json.dumps({"prompt": f"Hello {n}", "max_tokens": 2, "stream": True}).encode()
+    start = perf_counter()
+    with socket.create_connection(("127.0.0.1", target.port), timeout=ATTACK_S) as connection:
+        connection.sendall(request_of(COMPLETIONS, body))
+        received = b""
+        while b"data: " not in received:
+            part = connection.recv(1 << 16)
+            if not part:
+                raise ConnectionError("the server closed the connection")
+            received += part
+        took_ms = 1e3 * (perf_counter() - start)
+        while b"[DONE]" not in received and (part := connection.recv(1 << 16)):
+            received += part
+    return took_ms
+
+
 # ── other APIs ──────────────────────────────────────────────────────────────────────────────
 
 
@@ -680,6 +732,9 @@ ATTACKS = [
         sending("/completion", lambda: {"prompt": "word " * 2_500_000, "n_predict": 4}),
     ),
     Attack("/records 200 times", many_records),
+    # The loop accepts and drops so many connections before it reads the next client's.
+    Attack("1,000 abandoned requests", abandoned(1000), max_gap_ms=MAX_WAIT_MS),
+    Attack("2,000 abandoned requests", abandoned(2000), max_gap_ms=MAX_WAIT_MS),
     Attack("16 texts that are read", always_read, max_gap_ms=1e9),  # so many streams of one user
     Attack("a reader that does not", never_read, control="16 texts that are read"),
     Attack("slow senders", slow_senders),

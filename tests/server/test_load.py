@@ -73,6 +73,7 @@ def seen(server, client):
         "connections": len(server.server_state.connections),
         "tasks": len(asyncio.all_tasks()),
         "preempted": service.metrics.totals.preemptions,
+        "prefilled": sum(step.prefill.tokens for step in client.records.steps),
         "files": len(os.listdir("/proc/self/fd")),
     }
 

@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import traceback
+from collections import deque
 from dataclasses import replace
 from importlib import import_module
 from time import monotonic
@@ -50,6 +51,7 @@ from twostroke.engine.wire import (
     Shutdown,
     StartProfile,
     StopProfile,
+    ToEngine,
     decode_to_engine,
     encode,
     pack_error,
@@ -87,6 +89,9 @@ class EngineServer:
         self._inbox, self._outbox = inbox, outbox
         self._handles: dict[str, int] = {}
         self._names: dict[int, str] = {}
+        self._unhandled: deque[ToEngine] = deque()
+        self._aborted: set[int] = set()  # handles of requests whose `Add` may be in `_unhandled`
+        self._ended: list[Update] = []  # of aborted requests; not sent yet
         self._ahead: dict[str, int] = {}  # handles of what is fetched ahead of its request
         self._parent = os.getppid()
         self._sent_load = self.load()
@@ -119,7 +124,7 @@ class EngineServer:
         outbox.close()
 
     def _take_messages(self) -> bool:
-        """Take in what has arrived, and wait for it if there is no work; False: shut down."""
+        """Handle messages, and wait for one if there is no work; False: shut down."""
         self._tidy()
         until = monotonic() + RECEIVE_S
         if self._core.awaits_fetch:
@@ -127,8 +132,15 @@ class EngineServer:
         elif self._core.is_stalled:
             self._inbox.poll(STALLED_MS)
         while True:
-            if self._core.has_work and monotonic() > until:
-                return True
+            self._receive()
+            if not self._unhandled or (self._core.has_work and monotonic() > until):
+                self._send_ended()
+                if self._core.has_work:
+                    return True
+            if self._unhandled:
+                if not self._handle(self._unhandled.popleft()):
+                    return False
+                continue
             while not self._core.has_work and self._core.scheduler.make_ready():
                 if self._inbox.poll(0):
                     break
@@ -136,36 +148,51 @@ class EngineServer:
                 if os.getppid() != self._parent:
                     return False
                 self._tidy()
-                continue
+
+    def _receive(self) -> None:
+        """Receive all messages. An abort overtakes the other messages, so that no step computes
+        what the client has left."""
+        while True:
             try:
                 message = decode_to_engine(self._inbox.recv(zmq.NOBLOCK))
             except zmq.Again:
-                return True
+                break
             except UNREADABLE as error:
                 self._num_dropped += 1
                 if is_power_of_2(self._num_dropped):
                     log.warning("%d messages were dropped (%s)", self._num_dropped, error)
                 continue
-            match message:
-                case Add():
-                    self._add(message)
-                case Abort():
-                    self._abort(message)
-                case FetchAhead():
-                    self._ahead[message.request.request_id] = message.handle
-                    self._core.fetch_ahead(message.request)
-                case Release():
-                    self._core.release_offers(message.offers)
-                    self._send_step([])
-                case ResetPrefixes():
-                    self._core.reset_prefix_cache()
-                    self._send_step([])  # whoever watches sees what is cached now
-                case Audit():
-                    self._audit()
-                case StartProfile() | StopProfile():
-                    self._profile(isinstance(message, StartProfile))
-                case Shutdown():
-                    return False
+            if isinstance(message, Abort):
+                for handle in message.handles:
+                    self._abort(handle)
+            else:
+                self._unhandled.append(message)
+        if not self._unhandled:
+            self._aborted.clear()
+
+    def _handle(self, message: ToEngine) -> bool:
+        """False: shut down."""
+        if not isinstance(message, Add):
+            self._send_ended()
+        match message:
+            case Add():
+                self._add(message)
+            case FetchAhead():
+                self._ahead[message.request.request_id] = message.handle
+                self._core.fetch_ahead(message.request)
+            case Release():
+                self._core.release_offers(message.offers)
+                self._send_step([])
+            case ResetPrefixes():
+                self._core.reset_prefix_cache()
+                self._send_step([])  # whoever watches sees what is cached now
+            case Audit():
+                self._audit()
+            case StartProfile() | StopProfile():
+                self._profile(isinstance(message, StartProfile))
+            case Shutdown():
+                return False
+        return True
 
     def _tidy(self) -> None:
         if monotonic() - self._tidied_s > TIDY_S:
@@ -186,11 +213,23 @@ class EngineServer:
             return
         for handle, name in enumerate(added, message.first):
             self._handles[name], self._names[handle] = handle, name
+            if handle in self._aborted:
+                self._abort(handle)
 
-    def _abort(self, message: Abort) -> None:
-        names = [self._names[handle] for handle in message.handles if handle in self._names]
-        ends = [self._core.abort(name) for name in names]
-        self._send_step([end for end in ends if end is not None])
+    def _abort(self, handle: int) -> None:
+        """Abort a request, or note that it is to be aborted as soon as it is added."""
+        if handle not in self._names:
+            self._aborted.add(handle)
+            return
+        end = self._core.abort(self._names[handle])
+        if end is not None:
+            self._ended.append(end)
+
+    def _send_ended(self) -> None:
+        """Send the ends of aborted requests, many in one message."""
+        ended, self._ended = self._ended, []
+        if ended:
+            self._send_step(ended)
 
     def _audit(self) -> None:
         problem = ""

@@ -50,18 +50,22 @@ SPARE_FILES = 16  # of those a process may open, besides the files that are open
 
 
 class Turns:
-    """The connections with unparsed bytes. They share the loop's turns: a piece each, in turn."""
+    """The connections with unparsed bytes. They share the loop's turns: a piece each, in turn.
+
+    New bytes wait for a turn, in which the loop reads all sockets again. So a request whose client
+    has closed the connection at once is dropped before it is parsed."""
 
     def __init__(self) -> None:
+        self._new: list[Connection] = []
         self._waiting: deque[Connection] = deque()
         self._scheduled = False
 
     def add(self, connection: Connection) -> None:
-        self._waiting.append(connection)
+        self._new.append(connection)
         self._schedule()
 
     def _schedule(self) -> None:
-        if self._waiting and not self._scheduled:
+        if (self._new or self._waiting) and not self._scheduled:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self._run)
 
@@ -76,6 +80,8 @@ class Turns:
                 if monotonic() > until:
                     break
         finally:  # an error of one connection must not stop the others
+            self._waiting += self._new
+            self._new.clear()
             self._schedule()
 
 

@@ -167,7 +167,7 @@ class GenerateRoute:
             service.admission.check(generation.num_choices)
             num_bytes += generation.num_stored_bytes
             make = service.prompts.prepare_off_loop
-            with generation.holding_stored():
+            with generation.holding_stored(), http.ended_by_disconnect():
                 requests = await make(fields, num_bytes, generation.prepare)
         requests = [replace(request, owner=http.key_number) for request in requests]
         fields.drop_input()

@@ -109,6 +109,31 @@ class HttpRequest:
         finally:
             watch.cancel()
 
+    @contextlib.contextmanager
+    def ended_by_disconnect(self) -> Iterator[None]:
+        """Raise `ClientGone` in the body as soon as the client disconnects."""
+        task, gone = asyncio.current_task(), False
+        assert task is not None
+
+        def cancel(_: Exception) -> None:
+            nonlocal gone
+            gone = True
+            task.cancel()
+
+        try:
+            with self.watch_disconnect(cancel):
+                yield
+        except asyncio.CancelledError:
+            if gone and task.uncancel() == 0:
+                raise ClientGone from None
+            raise
+        self.check_connected()
+
+    def check_connected(self) -> None:
+        """Raise `ClientGone` if the client is known to have disconnected."""
+        if self.direct is not None and self.direct.disconnected:
+            raise ClientGone
+
     async def _watch(self, on_gone: Callable[[Exception], None]) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
@@ -214,6 +239,10 @@ class DirectWriter:
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle, self._write = cycle, cycle.transport.write
+
+    @property
+    def disconnected(self) -> bool:
+        return self._cycle.disconnected
 
     def ready(self) -> bool:
         """Not if the client reads too slowly, or has gone."""

@@ -6,7 +6,8 @@ on.
     own templates (1 thread): the same with a template that the request brings
     grammars (2 threads): compile a grammar that is not known yet (in a process)
 
-A kind of work waits for its own kind only, and what would wait too long is refused with 429.
+A kind of work waits for its own kind only, and what would wait too long is refused with 429. Work
+for a request whose client has left is not begun.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import json
 import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from time import monotonic
@@ -43,7 +44,13 @@ MAX_TEMPLATES_WAITING: Final = 8  # requests with a chat template of their own
 RENDERING: Final = Limits(cpu_s=1.0, wall_s=10.0, memory_bytes=64 * 1024**2, nice=10)
 OWN_TEMPLATE_RENDERING: Final = Limits(cpu_s=0.5, wall_s=5.0, memory_bytes=32 * 1024**2, nice=10)
 T = TypeVar("T")
-Job = tuple[Callable[[], Any], asyncio.AbstractEventLoop, "asyncio.Future[Any]"]
+
+
+@dataclass(slots=True)
+class Job:
+    work: Callable[[], Any] | None  # None: its request has left
+    loop: asyncio.AbstractEventLoop
+    result: asyncio.Future[Any]
 
 
 class Prompts:
@@ -276,12 +283,14 @@ class ThreadPool:
                 threading.Thread(target=self._work, name=name, daemon=True).start()
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
+        job = Job(work, loop, result)
         self._num_open += 1
-        self._jobs.put((work, loop, result))
+        self._jobs.put(job)
         try:
             return await result
         finally:
             self._num_open -= 1
+            job.work = None  # a job that was left keeps nothing of its request
 
     def close(self) -> None:
         """End the threads that have nothing to do, and the others when they have done it."""
@@ -290,8 +299,8 @@ class ThreadPool:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            work, loop, result = job
-            if result.cancelled():
+            work, loop, result = job.work, job.loop, job.result
+            if work is None:
                 continue
             value, error = None, None
             try:
