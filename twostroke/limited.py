@@ -30,6 +30,7 @@ from importlib import import_module
 from time import sleep
 from typing import Final
 
+from twostroke import child_process
 from twostroke.errors import EngineError, RequestError
 
 Work = Callable[[bytes], bytes]
@@ -119,14 +120,14 @@ class _Zygote:
     def __init__(self, work: str, hello: bytes, workers: int, limits: Limits) -> None:
         pairs = [socket.socketpair() for _ in range(workers)]
         theirs = [there for _, there in pairs]
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         kept = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         arguments = [work, json.dumps(asdict(limits)), *(str(one.fileno()) for one in theirs)]
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "twostroke.limited", *arguments],
+        self._process = child_process.start(
+            "twostroke.limited",
+            *arguments,
             pass_fds=[one.fileno() for one in theirs],
             # glibc gives each thread an arena of 64 MiB of addresses, which are limited here.
-            env=kept | {"PYTHONPATH": path, "MALLOC_ARENA_MAX": "1"},
+            env=kept | {"MALLOC_ARENA_MAX": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -231,11 +232,13 @@ def _prepared(make: Callable[[bytes], Work], hello: bytes) -> Work:
 
 
 def _fork(do: Work, n: int, sockets: list[socket.socket], busy: mmap.mmap, limits: Limits) -> int:
+    zygote = os.getpid()
     pid = os.fork()
     if pid:
         return pid
     status = 1
     with contextlib.suppress(BaseException):
+        child_process.end_with(zygote)
         for other in sockets[:n] + sockets[n + 1 :]:
             other.close()
         _limit(limits)

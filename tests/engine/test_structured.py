@@ -20,6 +20,7 @@ from twostroke import LLM, SamplingParams
 from twostroke import structured as structured_module
 from twostroke.engine import grammar_check
 from twostroke.errors import EngineError, RequestError
+from twostroke.exec import grammar
 from twostroke.outputs import CompletionOutput
 from twostroke.request import EngineRequest, FinishReason, StructuredOutputs
 
@@ -161,8 +162,8 @@ def test_one_of_the_choices_is_written(llm: LLM) -> None:
 def test_a_gbnf_and_a_lark_grammar_are_followed(llm: LLM) -> None:
     gbnf = 'root ::= pair ("," pair){1,3}\npair ::= [a-z] "=" [0-9]'
     lark = 'start: pair ("," pair){1,3}\npair: /[a-z]/ "=" /[0-9]/'
-    for grammar in (gbnf, lark):
-        text = write(llm, {"temperature": 1, "seed": 1}, grammar=grammar).text
+    for one in (gbnf, lark):
+        text = write(llm, {"temperature": 1, "seed": 1}, grammar=one).text
         assert re.fullmatch(r"[a-z]=\d(,[a-z]=\d){1,3}", text), text
 
 
@@ -189,6 +190,63 @@ def test_others_in_the_batch_are_not_affected(llm: LLM) -> None:
     assert outputs[2].outputs[0].token_ids == alone.outputs[0].token_ids
     for output in (outputs[1], outputs[3]):
         assert holds(json.loads(output.outputs[0].text), SCHEMAS["nested"])
+
+
+class MaskClock:
+    """CPU time that passes with each mask, and with nothing else."""
+
+    def __init__(self, mask_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s, self.num_masks = 0.0, 0
+        plain = grammar.mask_from_bytes
+
+        def mask(bits: bytes, vocab_size: int) -> Any:
+            self.now_s += mask_s
+            self.num_masks += 1
+            return plain(bits, vocab_size)
+
+        monkeypatch.setattr(grammar, "thread_time", lambda: self.now_s)
+        monkeypatch.setattr(grammar, "mask_from_bytes", mask)
+
+
+def test_masks_of_a_step_stay_within_a_budget_and_other_rows_do_not_wait(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Masks of 4 ms each: two fit into the 10 ms of a step, once the first one is known."""
+    free = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    asked = structured({"temperature": 1, "seed": 5, "n": 8}, regex="[a-z]{12}")
+    expected = llm.generate(PROMPT, asked, use_tqdm=False)[0]
+    MaskClock(0.004, monkeypatch)
+    steps = llm.engine.core.records.steps
+    before = steps[-1].step
+    texts, alone = llm.generate([PROMPT, "a small model"], [asked, free], use_tqdm=False)
+    for one, same in zip(texts.outputs, expected.outputs, strict=True):
+        assert one.token_ids == same.token_ids
+    slots = [len(step.slots) for step in steps if step.step > before]
+    first = slots.index(9)  # nobody knows yet what their masks take
+    assert slots[first + 1] == 3
+    assert max(slots[first + 1 :]) == 3
+    # The other request has a token in every step from its first one on.
+    assert len(alone.outputs[0].token_ids) == 40
+    record = alone.records[0]
+    written_in = list(record.token_step)
+    assert written_in == list(range(written_in[0], written_in[0] + 40))
+
+
+def test_a_request_whose_masks_always_take_more_than_the_budget_is_ended(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = MaskClock(0.02, monkeypatch)
+    client = llm._client
+    free = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    bad = client.add(PROMPT, structured(regex="[a-z]{100}"))
+    good = client.add("a small model", free)
+    ends = {}
+    for changed in client.run([bad, good]):
+        ends.update({output.request_id: output for output in changed if output.finished})
+    assert "takes 20 ms of CPU time a token, and at most 10 ms a step" in ends[bad].error
+    assert len(ends[bad].outputs[0].token_ids) == grammar.PATIENCE_TOKENS + 1
+    assert clock.num_masks == grammar.PATIENCE_TOKENS + 1
+    assert len(ends[good].outputs[0].token_ids) == 40
 
 
 def test_a_preempted_request_goes_on_where_it_was(folder: Path, llm: LLM) -> None:

@@ -232,6 +232,38 @@ def test_an_engine_that_is_stopped_turns_health_and_is_replaced(
         server.assert_nothing_left()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_an_engine_that_is_stopped_while_it_starts_is_replaced(
+    folder: Path, written: list[int], tmp_path: Path
+) -> None:
+    builder = "tests.server.test_faults:build_behind_a_gate"
+    settings, environment = {"engine_hang_timeout_s": 2}, {GATE: str(tmp_path)}
+    with served(folder, builder, 0.0, settings, environment, **LIMITS) as server:
+        first = server.look()["pid"]
+        os.kill(first, signal.SIGKILL)
+        second = new_engine(server, {first})
+        os.kill(second, signal.SIGSTOP)
+        third = new_engine(server, {first, second})
+        assert not Path(f"/proc/{second}").exists()
+        (tmp_path / "open").touch()
+        server.until(lambda seen: seen["pid"] == third)
+        assert_exact(run(ask(server.port, stream_of([70], 50))), [70], 50, written)
+        server.assert_nothing_left()
+
+
+def new_engine(server: Server, known: set[int]) -> int:
+    """Wait for an engine's process that is not known yet."""
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        for task in Path(f"/proc/{server.process.pid}/task").iterdir():
+            for pid in map(int, (task / "children").read_text().split()):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+                if b"twostroke.engine.process" in command and pid not in known:
+                    return pid
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def test_an_engine_that_cannot_live_ends_the_server_with_the_reason(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -35,6 +35,7 @@ from twostroke.network_auth import (
 
 log = logging.getLogger(__name__)
 
+FIRST_MESSAGE_S = 10.0  # at least so long may a process take to import what sends messages
 READ_S = 0.001  # how long messages are read before the loop's other callbacks get their turn
 
 
@@ -43,16 +44,20 @@ class Child:
 
     `await start`, then `send`; its messages are given to `on_message` in the event loop. `wait`
     returns as soon as it has ended, for whatever reason; `stop` ends it and leaves nothing behind.
+    A process that hangs is killed, at every stage of its start and after it.
     """
 
-    def __init__(self, launched: Launched) -> None:
+    def __init__(self, launched: Launched, hang_timeout_s: float = 0.0) -> None:
+        """`hang_timeout_s`: a process that sends nothing for so long is killed; 0: never."""
+        self.step_limit_s: Callable[[], float] | None = None  # a longer step hangs
         self.failure = ""  # why it ended: its own message, or why it was killed
         self.ready_s = 0.0
-        self.heard_s = 0.0  # when its last message came
+        self.heard_s = monotonic()  # when its last message came
         self.step_s = 0.0  # how long the step that it ran then had taken so far
         self.clock = Clock(clock_id())  # the engine's
         self.on_message: Callable[[FromEngine], None] | None = None
-        self._launched = launched
+        self._heard_any = False
+        self._launched, self._hang_timeout_s = launched, hang_timeout_s
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
@@ -68,12 +73,31 @@ class Child:
         self._inbox.bind(launched.endpoint)
         self._loop.add_reader(self._inbox.FD, self._read)
         launched.listening(self._inbox.get_string(zmq.LAST_ENDPOINT))
-        threading.Thread(target=self._watch, name="twostroke-watch", daemon=True).start()
+        threading.Thread(target=self._wait, name="twostroke-watch", daemon=True).start()
+        self._watching = self._loop.create_task(self._watch()) if hang_timeout_s else None
 
-    def _watch(self) -> None:
+    def _wait(self) -> None:
         self._launched.wait()
         with contextlib.suppress(RuntimeError):  # the loop has ended before it
             self._loop.call_soon_threadsafe(self._ended.set_result, None)
+
+    async def _watch(self) -> None:
+        """Kill the process when it hangs."""
+        timeout_s, slept_from = self._hang_timeout_s, monotonic()
+        while not self._ended.done():
+            await asyncio.wait((self._ended,), timeout=min(1.0, timeout_s / 4))
+            now = monotonic()
+            overslept, slept_from = now - slept_from > timeout_s / 2, now
+            # This process was stopped itself, and has missed messages; or nothing runs yet.
+            if overslept or not self._launched.running:
+                self.heard_s, self.step_s = now, 0.0
+                continue
+            silent_s = now - self.heard_s
+            limit_s = timeout_s if self._heard_any else max(timeout_s, FIRST_MESSAGE_S)
+            if silent_s > limit_s:
+                self.end(f"its process was silent for {silent_s:.0f} s and was killed")
+            elif self.step_limit_s is not None and self.step_s > self.step_limit_s():
+                self.end(f"a step took more than {self.step_s:.0f} s, so its process was killed")
 
     async def start(self) -> Ready:
         """Wait until it can be sent requests; raises the error it reports if it cannot start."""
@@ -90,7 +114,7 @@ class Child:
             await self.kill()
             raise
         self._outbox.connect(ready.endpoint)
-        self.ready_s = self.heard_s = monotonic()
+        self.ready_s = monotonic()
         return ready
 
     def send(self, message: ToEngine) -> None:
@@ -125,7 +149,7 @@ class Child:
         return True
 
     def _take(self, message: FromEngine) -> None:
-        self.heard_s = monotonic()
+        self.heard_s, self._heard_any = monotonic(), True
         self.step_s = message.step_s if isinstance(message, Heartbeat) else 0.0
         if isinstance(message, Heartbeat):
             self.clock.heard(message.now_s)
@@ -169,6 +193,8 @@ class Child:
     async def kill(self) -> None:
         self._launched.end()
         await asyncio.shield(self._ended)
+        if self._watching is not None:
+            self._watching.cancel()
         if not self._inbox.closed:
             self._loop.remove_reader(self._inbox.FD)
             self._context.destroy()

@@ -147,7 +147,7 @@ class EngineCore:
         return [*self._take_compiled(), *self._step()]
 
     def _step(self) -> list[Update]:
-        step = self.scheduler.plan()
+        step = self.scheduler.plan(self._held())
         self._idle_step = step is None
         updates: list[Update] = []
         try:
@@ -159,6 +159,11 @@ class EngineCore:
         except Exception as error:
             updates += self._fail(error)
         return updates
+
+    def _held(self) -> frozenset[str]:
+        """Return the requests that wait a step for the masks of others."""
+        grammars = self._grammars
+        return grammars.held() if grammars is not None and grammars.active else frozenset()
 
     def _launch(self, step: StepInFlight, updates: list[Update]) -> None:
         """`updates`: gets those of steps that are waited for before this one can be sampled."""

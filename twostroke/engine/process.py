@@ -79,13 +79,43 @@ FETCHING_MS = 1  # and before it looks whether blocks have come that it has aske
 RECEIVE_S = 0.005  # how long messages are taken in while there is a step to run
 
 
+class Heart:
+    """A thread that sends `Heartbeat`s from a socket of its own, from before the engine is built
+    until the process ends: the other side can tell a long step from a process that is stopped."""
+
+    def __init__(self, outbox: zmq.Socket[bytes]) -> None:
+        self.step_began_s = 0.0  # 0: no step runs
+        self._outbox = outbox
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="twostroke-heart", daemon=True)
+        self._thread.start()
+
+    def _beat(self) -> None:
+        while True:
+            began_s, now_s = self.step_began_s, monotonic()
+            message = Heartbeat(now_s - began_s if began_s else 0.0, now_s)
+            with contextlib.suppress(zmq.Again):  # nobody reads: the other side hangs
+                self._outbox.send(encode(message), zmq.NOBLOCK)
+            if self._ending.wait(HEARTBEAT_S):
+                break
+        self._outbox.close()
+
+    def stop(self) -> None:
+        self._ending.set()
+        self._thread.join()
+
+
 class EngineServer:
     """Runs a core's loop for the process at the other end of the sockets."""
 
     def __init__(
-        self, core: EngineCore, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]
+        self,
+        core: EngineCore,
+        heart: Heart,
+        inbox: zmq.Socket[bytes],
+        outbox: zmq.Socket[bytes],
     ) -> None:
-        self._core = core
+        self._core, self._heart = core, heart
         self._inbox, self._outbox = inbox, outbox
         self._handles: dict[str, int] = {}
         self._names: dict[int, str] = {}
@@ -96,7 +126,6 @@ class EngineServer:
         self._parent = os.getppid()
         self._sent_load = self.load()
         self._sent_step = -1
-        self._step_began_s = 0.0  # 0: none runs
         self._tidied_s = 0.0
         self._num_dropped = 0  # messages that could not be read
 
@@ -106,22 +135,11 @@ class EngineServer:
 
     def run(self) -> None:
         while self._take_messages():
-            self._step_began_s = monotonic()
+            self._heart.step_began_s = monotonic()
             updates = self._core.step()
-            self._step_began_s = 0.0
+            self._heart.step_began_s = 0.0
             self._send_fetched()
             self._send_step(updates)
-
-    def send_heartbeats(self, outbox: zmq.Socket[bytes], ending: threading.Event) -> None:
-        """Run in a thread with a socket of its own: whoever listens can tell a long step from a
-        process that is stopped."""
-        while not ending.wait(HEARTBEAT_S):
-            began_s = self._step_began_s
-            with contextlib.suppress(zmq.Again):  # nobody reads: the other side hangs
-                now_s = monotonic()
-                message = Heartbeat(now_s - began_s if began_s else 0.0, now_s)
-                outbox.send(encode(message), zmq.NOBLOCK)
-        outbox.close()
 
     def _take_messages(self) -> bool:
         """Handle messages, and wait for one if there is no work; False: shut down."""
@@ -312,7 +330,7 @@ def run_engine(
     where others than this user reach them."""
     context = zmq.Context()
     outbox, inbox = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-    beats, ending = context.socket(zmq.PUSH), threading.Event()
+    beats = context.socket(zmq.PUSH)
     outbox.sndhwm, inbox.rcvhwm, beats.sndhwm = STEPS_AHEAD, 0, 1
     outbox.linger = inbox.linger = LINGER_MS
     beats.linger = 0
@@ -321,17 +339,15 @@ def run_engine(
         protect_connector(connector, secret)
     outbox.connect(send_to)
     beats.connect(send_to)
-    beating: threading.Thread | None = None
+    heart = Heart(beats)
     try:
         engine = _build(config, builder)
         inbox.bind(listen_at)
-        server = EngineServer(engine.core, inbox, outbox)
+        server = EngineServer(engine.core, heart, inbox, outbox)
         endpoint = inbox.get_string(zmq.LAST_ENDPOINT)
         whose = os.getpid(), socket.gethostname(), clock_id(), monotonic()
         outbox.send(encode(Ready(engine.info(), server.load(), endpoint, *whose)))
         engine.core.warm()
-        beating = threading.Thread(target=server.send_heartbeats, args=(beats, ending), daemon=True)
-        beating.start()
         gc.freeze()  # what is here stays; a full collection would hold up every stream
         server.run()
         code = 0
@@ -342,9 +358,7 @@ def run_engine(
                 traceback.print_exc()
         outbox.send(encode(Failed(kind, f"{where}: {message}" if where else message)))
         code = 1
-    ending.set()
-    if beating is not None:
-        beating.join()
+    heart.stop()
     context.destroy()
     return code
 

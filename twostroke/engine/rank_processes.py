@@ -11,20 +11,19 @@ import contextlib
 import dataclasses
 import json
 import os
-import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from time import monotonic, sleep
 from typing import BinaryIO
 
+from twostroke import child_process
 from twostroke.config import EngineConfig
 from twostroke.engine.wire import unpack_error
 from twostroke.errors import EngineError, TwostrokeError
+from twostroke.owned_folder import OwnedFolder
 
 MODULE = "twostroke.engine.rank"
 HEADER_BYTES = 8  # before each frame: its length
@@ -83,10 +82,10 @@ class RankProcess:
 class RankProcesses:
     def __init__(self, config: EngineConfig, module: str = MODULE) -> None:
         """Returns at once, while they start. `config.model` is the path of the model's files."""
-        self._folder = tempfile.mkdtemp(prefix="twostroke-ranks-")
-        self.meeting_place = os.path.join(self._folder, "store")
+        folder = OwnedFolder("twostroke-ranks-")
+        self.meeting_place = os.path.join(folder.path, "store")
         processes = [_spawn(module) for _ in range(1, config.tensor_parallel_size)]
-        self._finalizer = weakref.finalize(self, _end, processes, self._folder)
+        self._finalizer = weakref.finalize(self, _end, processes, folder)
         self.ranks = [RankProcess(n, process) for n, process in enumerate(processes, 1)]
         settings = dataclasses.asdict(config)
         for one in self.ranks:
@@ -150,17 +149,10 @@ class RankProcesses:
 
 
 def _spawn(module: str) -> subprocess.Popen[bytes]:
-    # It finds modules where this process does, "" being the present folder, and nowhere else.
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", module],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": path},
-    )
+    return child_process.start(module, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]], folder: str) -> None:
+def _end(processes: Sequence[subprocess.Popen[bytes]], folder: OwnedFolder) -> None:
     """The end of its stdin ends a rank, whatever it does at the time."""
     for process in processes:
         assert process.stdin is not None
@@ -172,7 +164,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]], folder: str) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    shutil.rmtree(folder, ignore_errors=True)
+    folder.remove()
 
 
 def read_frame(file: BinaryIO) -> bytes:

@@ -82,7 +82,7 @@ class RemoteEngine(SupervisedEngine, EngineClient):
         `restart_limit`: deaths in a row, soon after the start, that end it for good."""
         reading = asyncio.create_task(asyncio.to_thread(open_text, config))
         launcher = LocalLauncher(config, builder, spawned)
-        child = Child(launcher.launch())
+        child = Child(launcher.launch(), hang_timeout_s)
         starting = asyncio.create_task(child.start())
         try:
             (tokenizer, template), ready = await asyncio.gather(reading, starting)

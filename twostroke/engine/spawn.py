@@ -9,16 +9,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from typing import Protocol
 
+from twostroke import child_process
 from twostroke.config import EngineConfig
+from twostroke.owned_folder import OwnedFolder
 
 DEFAULT_BUILDER = "twostroke.engine.build:build_core_engine"
 LONGEST_IPC_FOLDER = 90  # a socket's path has room for about 100 bytes
@@ -35,6 +34,10 @@ class Launched(Protocol):
     def secret(self) -> str | None:
         """What the sockets between it and its parent ask of each other; None: nothing, since only
         this user reaches them."""
+
+    @property
+    def running(self) -> bool:
+        """Whether there is a process that can send messages, or was one."""
 
     def listening(self, endpoint: str) -> None:
         """Its parent listens there."""
@@ -66,8 +69,12 @@ class Spawned:
 
     process: subprocess.Popen[bytes]
     endpoint: str
-    folder: str | None  # of the sockets, if they are files; only this user may enter it
+    folder: OwnedFolder | None  # of the sockets, if they are files
     secret: str | None = None
+
+    @property
+    def running(self) -> bool:
+        return True
 
     def listening(self, endpoint: str) -> None: ...
 
@@ -90,7 +97,7 @@ class Spawned:
         with contextlib.suppress(OSError):
             self.process.stdin.close()
         if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.remove()
 
     def kill(self) -> None:
         """End it and leave nothing."""
@@ -118,12 +125,11 @@ class LocalLauncher:
 def spawn(config: EngineConfig, builder: str = DEFAULT_BUILDER) -> Spawned:
     """`builder` is "module:function": EngineConfig → an object with `core` and `info()`."""
     folder, endpoint = _endpoint()
-    # It finds modules where this process does, "" being the present folder, and nowhere else.
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "twostroke.engine.process", endpoint, builder],
-        stdin=subprocess.PIPE,  # its end tells the child that we are gone
-        env=os.environ | {"PYTHONPATH": path},
+    process = child_process.start(
+        "twostroke.engine.process",
+        endpoint,
+        builder,
+        stdin=subprocess.PIPE,  # the end of which tells the process that this one is gone
     )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # whoever waits for it learns that it has ended
@@ -132,13 +138,13 @@ def spawn(config: EngineConfig, builder: str = DEFAULT_BUILDER) -> Spawned:
     return Spawned(process, endpoint, folder)
 
 
-def _endpoint() -> tuple[str | None, str]:
+def _endpoint() -> tuple[OwnedFolder | None, str]:
     if sys.platform == "win32":
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             return None, f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    folder = tempfile.mkdtemp(prefix="twostroke-")
-    if len(folder) > LONGEST_IPC_FOLDER:
-        os.rmdir(folder)
-        folder = tempfile.mkdtemp(prefix="twostroke-", dir="/tmp")
-    return folder, f"ipc://{folder}/out"
+    folder = OwnedFolder()
+    if len(folder.path) > LONGEST_IPC_FOLDER:
+        folder.remove()
+        folder = OwnedFolder(parent="/tmp")
+    return folder, f"ipc://{folder.path}/out"

@@ -142,9 +142,8 @@ class SupervisedEngine(ABC):
 
     def watch(self) -> None:
         self._child.on_message = self._on_message
+        self._child.step_limit_s = self._step_limit_s
         self._supervisors.append(asyncio.create_task(self._supervise()))
-        if self._hang_timeout_s:
-            self._supervisors.append(asyncio.create_task(self._watch()))
 
     async def stop(self) -> None:
         """End the process; whatever is open ends with an error."""
@@ -311,23 +310,9 @@ class SupervisedEngine(ABC):
         self._give_up(reason)
         await self._launcher.close()
 
-    async def _watch(self) -> None:
-        """End an engine that hangs; what follows is what follows any death."""
-        timeout_s, slept_from = self._hang_timeout_s, monotonic()
-        while True:
-            await asyncio.sleep(min(1.0, timeout_s / 4))
-            now, child = monotonic(), self._child
-            overslept, slept_from = now - slept_from > timeout_s / 2, now
-            if (
-                not self._up or overslept
-            ):  # this process was stopped itself, and has missed messages
-                child.heard_s, child.step_s = now, 0.0
-                continue
-            longest_s = max(HANGING_STEP * timeout_s, LONGEST_STEPS * max(self._step_s))
-            if now - child.heard_s > timeout_s:
-                child.end(f"its process was silent for {now - child.heard_s:.0f} s and was killed")
-            elif child.step_s > longest_s:
-                child.end(f"a step took more than {child.step_s:.0f} s, so its process was killed")
+    def _step_limit_s(self) -> float:
+        """A step that takes longer hangs."""
+        return max(HANGING_STEP * self._hang_timeout_s, LONGEST_STEPS * max(self._step_s))
 
     def _died(self, reason: str) -> None:
         self._forget_engine()
@@ -354,8 +339,9 @@ class SupervisedEngine(ABC):
         if deaths > 1:
             backoff_s = FIRST_BACKOFF_S * 2.0 ** (deaths - 2)
             await asyncio.sleep(min(LONGEST_BACKOFF_S, backoff_s))
-        self._child = Child(self._launcher.launch())
+        self._child = Child(self._launcher.launch(), self._hang_timeout_s)
         self._child.on_message = self._on_message
+        self._child.step_limit_s = self._step_limit_s
         ready = await self._child.start()
         self.info, self.pid, self.host = ready.info, ready.pid, ready.host
         self._load, self._up = ready.load, True

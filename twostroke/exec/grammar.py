@@ -2,7 +2,8 @@
 reasoning. Owned by the engine's loop.
 
     add ─▶ (a thread compiles it) ─▶ take_compiled
-        ─▶ samples(plan) ─▶ masks ─▶ (the step is sampled) ─▶ advance with the committed token ─▶ …
+        ─▶ held ─▶ (a step is planned without those) ─▶ samples(plan) ─▶ masks
+        ─▶ (the step is sampled) ─▶ advance with the committed token ─▶ …
         ─▶ drop
 
 A matcher knows the committed tokens of its request and nothing else, so that it neither knows nor
@@ -39,8 +40,17 @@ COMPILED: Final = 32  # grammars kept for the next request that has the same
 # A token of an ordinary grammar takes some 0.05 ms of CPU time, and everybody waits for it. An
 # ambiguous one takes longer with every token.
 SLOW_S: Final = 0.05
+# The CPU time of all masks of a step. A request whose mask does not fit waits for a later step; one
+# that takes more by itself, token after token, is ended.
+STEP_BUDGET_S: Final = 0.01
+PATIENCE_TOKENS: Final = 16  # over so many tokens the time of a request's masks is averaged
 STACK_BYTES: Final = 8 * 1024**2
 TOKENS_AHEAD: Final = 32  # more than steps in flight can write for one request
+
+
+class _Compiled(NamedTuple):
+    matcher: LLMatcher
+    first_mask: bytes | None  # of every text's first token, if the grammar can be followed so far
 
 
 class End(NamedTuple):
@@ -56,7 +66,11 @@ class _Follower:
     thinking: ThinkingState | None
     ends: Mask  # what may end the text where the grammar allows it
     never: Mask  # ends of text that the request ignores
+    first_mask: bytes | None  # until the first token is committed
     slow: bool = False
+    mask_s: float = 0.0  # a moving average of the CPU time of a mask
+    num_masks: int = 0
+    turn: int = 0  # the last step for which its mask was within the budget
 
     @property
     def may_have_mask(self) -> bool:
@@ -73,15 +87,16 @@ class Grammars:
         self._text: Tokenizer | None = None  # once the thread has read it
         self._tokenizer: LLTokenizer | None = None  # the thread's, as is the next
         self._end_ids: list[int] = []
-        self._compiled: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[StructuredOutputs, _Compiled] = OrderedDict()
         self._followers: dict[str, _Follower] = {}
         self._rows: dict[int, str] = {}  # rows taken by requests that have a grammar
         # For a grammar to be compiled; None: for the tokenizer to be read.
         self._waiting: dict[StructuredOutputs | None, list[EngineRequest]] = {}
         self._to_compile: queue.SimpleQueue[StructuredOutputs | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[tuple[StructuredOutputs | None, LLMatcher | str | None]]
+        self._done: queue.SimpleQueue[tuple[StructuredOutputs | None, _Compiled | str | None]]
         self._done = queue.SimpleQueue()
         self._compiler: threading.Thread | None = None
+        self._turn = 0
 
     @property
     def active(self) -> bool:
@@ -124,20 +139,20 @@ class Grammars:
         ready = []
         with contextlib.suppress(queue.Empty):
             while True:
-                asked, matcher = self._done.get(timeout_s > 0, timeout_s)
+                asked, compiled = self._done.get(timeout_s > 0, timeout_s)
                 timeout_s = 0.0
-                problem = matcher if isinstance(matcher, str) else ""
-                if asked is not None and not isinstance(matcher, str | None):
-                    self._compiled[asked] = matcher
+                problem = compiled if isinstance(compiled, str) else ""
+                if asked is not None and isinstance(compiled, _Compiled):
+                    self._compiled[asked] = compiled
                     if len(self._compiled) > COMPILED:
                         self._compiled.popitem(last=False)
                 for given in self._waiting.pop(asked, ()):
-                    if not isinstance(matcher, str):
-                        self._follow(given, matcher)
+                    if not isinstance(compiled, str):
+                        self._follow(given, compiled)
                     ready.append((given.request_id, problem))
         return ready
 
-    def _follow(self, given: EngineRequest, compiled: LLMatcher | None) -> None:
+    def _follow(self, given: EngineRequest, compiled: _Compiled | None) -> None:
         asked = given.params.structured_outputs
         if not self._followers:
             self._rows.clear()  # they may have changed hands while nobody looked
@@ -149,10 +164,11 @@ class Grammars:
             thinking = ThinkingState(given.thinking, token_bytes, compiled is not None)
         self._followers[given.request_id] = _Follower(
             asked,
-            None if compiled is None else compiled.deep_copy(),
+            None if compiled is None else compiled.matcher.deep_copy(),
             thinking,
             mask_of(sorted(given.stop_ids), self._vocab_size),
             mask_of(sorted(never), self._vocab_size),
+            None if compiled is None else compiled.first_mask,
         )
         if given.resumed is not None:  # another engine has written these by the same grammar
             self.advance(given.request_id, given.resumed.tokens, ended=False)
@@ -174,16 +190,17 @@ class Grammars:
             except Exception as error:  # no request that waits for it may wait for ever
                 self._done.put((asked, f"the grammar could not be compiled ({error})"))
 
-    def _compile(self, asked: StructuredOutputs) -> LLMatcher:
+    def _compile(self, asked: StructuredOutputs) -> _Compiled:
         from twostroke.structured import make_matcher, to_grammar
 
         tokenizer = self._load_tokenizer()
         grammar = to_grammar(asked, tokenizer)
 
-        def compiled() -> LLMatcher:
+        def compiled() -> _Compiled:
             matcher = make_matcher(tokenizer, grammar)
-            matcher.deep_copy().compute_bitmask()  # what the lexer learns for the first token
-            return matcher
+            first = matcher.deep_copy()
+            mask = first.compute_bitmask()  # the lexer learns what it needs for the first token
+            return _Compiled(matcher, None if first.is_error() else mask)
 
         # Only this much waits for an idle processor. What is Python holds the interpreter, and
         # the loop would wait for it as long as others keep the processors busy.
@@ -228,6 +245,23 @@ class Grammars:
             if name in followers and followers[name].may_have_mask
         }
 
+    def held(self) -> frozenset[str]:
+        """Return the requests that wait a step, because the masks of all would take longer than
+        `STEP_BUDGET_S`. Those that have waited longest come first, and one is always served."""
+        followers = self._followers
+        if sum(follower.mask_s for follower in followers.values()) <= STEP_BUDGET_S:
+            return frozenset()
+        self._turn += 1
+        held, total_s = set(), 0.0
+        for name in sorted(followers, key=lambda name: followers[name].turn):
+            follower = followers[name]
+            if total_s and total_s + follower.mask_s > STEP_BUDGET_S:
+                held.add(name)
+            else:
+                total_s += follower.mask_s
+                follower.turn = self._turn
+        return frozenset(held)
+
     def masks(self, samples: Mapping[int, str]) -> dict[int, Mask]:
         """What may be written there, once all tokens before are committed. None for a request that
         they have ended, or that may write anything."""
@@ -252,13 +286,19 @@ class Grammars:
 
     def _grammar_mask(self, follower: _Follower, matcher: LLMatcher) -> Mask:
         started = thread_time()
-        allowed = mask_from_bytes(matcher.compute_bitmask(), self._vocab_size)
+        bits = follower.first_mask
+        allowed = mask_from_bytes(bits or matcher.compute_bitmask(), self._vocab_size)
         if matcher.is_accepting():
             allowed |= follower.ends
             allowed &= ~follower.never
             if not allowed.any():  # the empty text and no other
                 allowed |= follower.never
-        follower.slow |= thread_time() - started > SLOW_S
+        took_s = thread_time() - started
+        follower.slow |= took_s > SLOW_S
+        if bits is None:
+            follower.num_masks += 1
+            weight = 1 / min(follower.num_masks, PATIENCE_TOKENS)
+            follower.mask_s += weight * (took_s - follower.mask_s)
         return allowed
 
     def advance(self, request_id: str, tokens: Sequence[int], ended: bool) -> End | None:
@@ -278,6 +318,7 @@ class Grammars:
                 self.drop(request_id)
         if matcher is None or not tokens:
             return None
+        follower.first_mask = None
         started = thread_time()
         taken = 0 if ended or matcher.is_error() else matcher.try_consume_tokens(list(tokens))
         if matcher.is_error():
@@ -296,6 +337,12 @@ class Grammars:
             return End()
         if follower.slow or thread_time() - started > SLOW_S:
             return End(f"the grammar takes longer than {SLOW_S} s of CPU time for one token")
+        if follower.num_masks >= PATIENCE_TOKENS and follower.mask_s > STEP_BUDGET_S:
+            return End(
+                f"the grammar takes {1e3 * follower.mask_s:.0f} ms of CPU time a token, and at "
+                f"most {1e3 * STEP_BUDGET_S:.0f} ms a step may go to grammars; simplify it: fewer "
+                "alternatives, patterns and repetitions"
+            )
         return None
 
 
@@ -310,9 +357,9 @@ def _start_thread(work: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def _when_idle(work: Callable[[], LLMatcher]) -> LLMatcher:
+def _when_idle(work: Callable[[], _Compiled]) -> _Compiled:
     """What `work` returns or raises, in a thread that gives way to all others."""
-    done: Future[LLMatcher] = Future()
+    done: Future[_Compiled] = Future()
 
     def run() -> None:
         run_when_idle()

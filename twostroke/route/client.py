@@ -85,7 +85,7 @@ class RoutedEngine(EngineClient):
         self._outputs = OutputProcessor(input_processor.tokenizer, seed)
         self._placed: dict[str, Placed] = {}  # by engine request, until its end
         self._some_ended = asyncio.Event()
-        self._scaling = Scaling(self, engines, places)
+        self._scaling = Scaling(self, engines, places, limits[0])
         self._limits = limits
         self._transfers: dict[tuple[str, str], TransferTotals] = {}  # by sender and receiver
         # What members fetch ahead, by what they call it.
@@ -112,7 +112,9 @@ class RoutedEngine(EngineClient):
             names = (engine.name for engine in engines)
             places = ThisMachine(builder, dict(zip(names, spawned or (), strict=False)))
         text: list[tuple[Tokenizer | None, str | None]] = []
-        started = await start_engines(engines, places, lambda: text.append(open_text(config)))
+        started = await start_engines(
+            engines, places, hang_timeout_s, lambda: text.append(open_text(config))
+        )
         inputs = InputProcessor(*text[0], limits_of(started[0].ready.info))
         routed = cls(inputs, config.seed, engines, places, (hang_timeout_s, restart_limit))
         routed.join(started)

@@ -193,6 +193,7 @@ class RayLaunched:
         self._launcher = launcher
         self.endpoint = f"tcp://{launcher.cluster.host}:*"
         self.secret = launcher.secret
+        self.running = False  # Ray may have to make room or start a node first
         self._send_to, self._how = "", ""
         self._ending, self._ended = Event(), Event()
         self._ending_s = 0.0
@@ -206,6 +207,7 @@ class RayLaunched:
             self._actor = self._launcher.actor(self._ending)
             if self._wait_until_up():
                 running = self._actor.run.remote(self._send_to)
+                self.running = True
                 if self._wait_for(running):
                     self._how = f"its engine ended with exit code {ray.get(running)}"
             self._how = self._how or "it was killed"

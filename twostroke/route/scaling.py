@@ -58,6 +58,7 @@ class Owner(Protocol):
 async def start_engines(
     engines: Sequence[PooledEngine],
     places: Places,
+    hang_timeout_s: float,
     meanwhile: Callable[[], None] | None = None,
     members: Sequence[Member] = (),
 ) -> list[StartedEngine]:
@@ -68,7 +69,7 @@ async def start_engines(
     starting: list[asyncio.Task[Ready]] = []
     try:
         for launcher in launchers:
-            children.append(Child(launcher.launch()))
+            children.append(Child(launcher.launch(), hang_timeout_s))
             starting.append(asyncio.create_task(children[-1].start()))
         if meanwhile is not None:
             await asyncio.to_thread(meanwhile)
@@ -105,9 +106,11 @@ def check_layouts(layouts: Mapping[str, str]) -> None:
 
 
 class Scaling:
-    def __init__(self, owner: Owner, engines: Sequence[PooledEngine], places: Places) -> None:
+    def __init__(
+        self, owner: Owner, engines: Sequence[PooledEngine], places: Places, hang_timeout_s: float
+    ) -> None:
         """`engines`: those of the start; the first of each pool is what others will be like."""
-        self._owner, self._places = owner, places
+        self._owner, self._places, self._hang_timeout_s = owner, places, hang_timeout_s
         self._first = {engine.role: engine for engine in reversed(engines)}
         self._indices = {engine.name: engine.config.engine_index for engine in engines}
         self._task: asyncio.Task[None] | None = None
@@ -158,7 +161,8 @@ class Scaling:
                 num_engines = len(self._owner.members) + len(new)
                 self._places.check_room(engine.config, num_engines)
             there = self._owner.members
-            self._owner.join(await start_engines(new, self._places, members=there))
+            timeout_s = self._hang_timeout_s
+            self._owner.join(await start_engines(new, self._places, timeout_s, members=there))
             log.info("%s joined", ", ".join(engine.name for engine in new))
         leaving = [one for role in counts for one in self._to_leave(role, now[role] - counts[role])]
         await asyncio.gather(*(self._remove(member, drain_timeout_s) for member in leaving))

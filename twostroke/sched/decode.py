@@ -26,8 +26,13 @@ class DecodeSet:
         """Forget the requests that have left the phase."""
         self.requests = [r for r in self.requests if r.phase is Phase.DECODE]
 
-    def plan(self, step: StepBuilder, preempt_for: Callable[[Request], bool]) -> None:
-        """A slot for every request that can use one.
+    def plan(
+        self,
+        step: StepBuilder,
+        preempt_for: Callable[[Request], bool],
+        held: frozenset[str] = frozenset(),
+    ) -> None:
+        """A slot for every request that can use one and is not `held`.
 
         `preempt_for` frees blocks by preempting the last request in order; it says False when
         that is the very request that asked. Preempted requests come later in the list than the
@@ -41,6 +46,8 @@ class DecodeSet:
             request = self.requests[index]
             index += 1
             if request.remaining <= 0:  # its last token is in flight
+                continue
+            if held and request.given.request_id in held:
                 continue
             seq = request.kv
             if windowed:

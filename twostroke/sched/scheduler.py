@@ -245,8 +245,9 @@ class Scheduler:
 
     # ── planning ────────────────────────────────────────────────────────────────────────────
 
-    def plan(self) -> StepInFlight | None:
-        """The next step, or None if nothing can run before a step in flight commits."""
+    def plan(self, held: frozenset[str] = frozenset()) -> StepInFlight | None:
+        """The next step, or None if nothing can run before a step in flight commits. `held`:
+        requests that write nothing in it."""
         budget = self.config.max_num_batched_tokens
         builder = StepBuilder(self._step, budget, self._work, self._clock(), self._evicted)
 
@@ -262,7 +263,7 @@ class Scheduler:
 
         if self._received.has_work:
             self._plan_received(builder)
-        self._decode.plan(builder, preempt_for)
+        self._decode.plan(builder, preempt_for, held)
         builder.allowance = self.pacer.allowance(builder, self.in_flight)
         self._prefill.plan(builder, self._decode.requests, preempt, self._decode.add)
         if builder.empty:
