@@ -184,8 +184,9 @@ def _children(pid: int) -> list[int]:
     found = []
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in map(int, (task / "children").read_text().split()):
-                found += [child, *_children(child)]
+            with contextlib.suppress(FileNotFoundError):  # the thread has ended meanwhile
+                for child in map(int, (task / "children").read_text().split()):
+                    found += [child, *_children(child)]
     return found
 
 

@@ -6,6 +6,7 @@ The servers are processes of their own, their engines in others (`test_load.py`)
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -256,10 +257,11 @@ def new_engine(server: Server, known: set[int]) -> int:
     end = time.monotonic() + PATIENCE_S
     while True:
         for task in Path(f"/proc/{server.process.pid}/task").iterdir():
-            for pid in map(int, (task / "children").read_text().split()):
-                command = Path(f"/proc/{pid}/cmdline").read_bytes()
-                if b"twostroke.engine.process" in command and pid not in known:
-                    return pid
+            with contextlib.suppress(OSError):  # a thread or a process has ended meanwhile
+                for pid in map(int, (task / "children").read_text().split()):
+                    command = Path(f"/proc/{pid}/cmdline").read_bytes()
+                    if b"twostroke.engine.process" in command and pid not in known:
+                        return pid
         assert time.monotonic() < end
         time.sleep(0.01)
 
