@@ -47,6 +47,7 @@ LAYERS = {
     "twostroke.kv": 0,  # block bookkeeping
     "twostroke.observe.record": 0,
     "twostroke.observe.startup_timer": 0,
+    "twostroke.child_process": 0,
     "twostroke.closed_schema": 0,
     "twostroke.config": 0,
     "twostroke.errors": 0,
@@ -54,6 +55,7 @@ LAYERS = {
     "twostroke.log_lines": 0,
     "twostroke.network_auth": 0,
     "twostroke.outputs": 0,
+    "twostroke.owned_folder": 0,
     "twostroke.plan": 0,
     "twostroke.request": 0,
     "twostroke.strict": 0,
