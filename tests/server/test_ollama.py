@@ -248,7 +248,6 @@ def test_a_tool_loop_with_thoughts_whole_and_streamed(
         ("/api/generate", {"prompt": "a", "suffix": "b"}, "filling in the middle"),
         ("/api/generate", {"prompt": "a", "options": {"mirostat": 2}}, "mirostat"),
         ("/api/generate", {"prompt": "a", "options": {"tfs_z": 0.5}}, "tfs_z"),
-        ("/api/generate", {"prompt": "a", "options": {"mirostat": 2}}, "mirostat"),
         ("/api/generate", {"prompt": "a", "format": "xml"}, "format"),
         (
             "/api/generate",
