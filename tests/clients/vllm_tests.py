@@ -27,9 +27,11 @@ in which `vllm_reasons.py` says why each test does not pass.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -188,16 +190,33 @@ def _outcomes(path: Path, module: str, folder: Path) -> dict[str, list[str]]:
     command += [str(TESTS / module), "--confcutdir", str(TESTS), "-c", os.devnull]
     command += ["--rootdir", str(path), "-o", "asyncio_mode=auto", "-p", "no:cacheprovider"]
     command += ["--timeout", str(TEST_S)]
-    try:
-        done = subprocess.run(
-            command, env=env, cwd=path, timeout=MODULE_S, capture_output=True, text=True
-        )
-        if not file.read_text():
-            print(done.stdout[-1500:], done.stderr[-500:], sep="\n")
-    except subprocess.TimeoutExpired:
+    output, ended = _run_in_group(command, env, path)
+    if not ended:
         print(f"{module}: not finished within {MODULE_S} s")
+    elif not file.read_text():
+        print(output[-2000:])
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     return {one["test"].partition("::")[2]: [one["outcome"], one["said"]] for one in lines}
+
+
+def _run_in_group(command: list[str], env: dict[str, str], cwd: Path) -> tuple[str, bool]:
+    """A command's output, and whether it ended in time. No process of its group is left: a test
+    that fails or hangs leaves its servers behind."""
+    with tempfile.TemporaryFile("w+") as log:  # a server that is left would keep a pipe open
+        process = subprocess.Popen(
+            command, env=env, cwd=cwd, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            process.wait(MODULE_S)
+            ended = True
+        except subprocess.TimeoutExpired:
+            ended = False
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        log.seek(0)
+        return log.read(), ended
 
 
 def _write_tokenizer(folder: Path) -> None:

@@ -19,6 +19,7 @@ from twostroke.errors import ModelError, RequestError
 from twostroke.limited import Limits
 from twostroke.model.chat_messages import read_messages
 from twostroke.model.chat_template import ChatTemplate
+from twostroke.model.template_names import NAMED_TEMPLATES
 from twostroke.model.template_source import choose_template
 from twostroke.model.tokenizer import Tokenizer
 
@@ -409,3 +410,23 @@ class Silent:
 
     bos_token = eos_token = ""
     vocab_size = 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("chatml", "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"),
+        (
+            "llama3",
+            "<s><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        ),
+        ("gemma", "<s><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n"),
+        ("phi3", "<s><|user|>\nHi<|end|>\n<|assistant|>\n"),
+        ("zephyr", "<s><|user|>\nHi</s>\n<|assistant|>\n"),
+        ("vicuna", "<s>USER: Hi\nASSISTANT:"),
+    ],
+)
+def test_a_template_is_known_by_its_name(name: str, text: str) -> None:
+    template = ChatTemplate(NAMED_TEMPLATES[name], "<s>", "</s>")
+    assert template.render([{"role": "user", "content": "Hi"}]) == text

@@ -77,7 +77,7 @@ def test_a_broken_line_harms_only_itself(llm: LLM) -> None:
         b"",
         line(3, url="/v1/embeddings"),
         line(4, method="GET"),
-        line(5, body=body(5, temprature=1)),
+        line(5, body=body(5, use_beam_search=True)),
         line(6, body=body(6, stream="True")),
         line(7, custom_id=7),
         line(8, body=7),
@@ -105,7 +105,7 @@ def test_a_broken_line_harms_only_itself(llm: LLM) -> None:
         assert results[at]["response"] is None
     refused = results[4]
     assert refused["response"]["status_code"] == 400
-    assert "did you mean 'temperature'" in refused["error"]["error"]["message"]
+    assert "use_beam_search is not supported" in refused["error"]["error"]["message"]
     assert refused["response"]["body"] == refused["error"]
     assert results[9]["response"]["status_code"] == 404
 

@@ -40,20 +40,29 @@ def test_a_failed_request_is_one_line(server: Running, logged: pytest.LogCapture
     headers = {**JSON, "X-Request-Id": "mine-7é"}
     body = {"prompt": "a secret text", "temperature": "the secret"}
     assert server.ask("POST", ROUTE, body, headers)[0] == 400
-    assert server.ask("POST", ROUTE, {"prompt": [1], "secret": 1})[0] == 400
+    assert server.ask("POST", ROUTE, {"prompt": [1], "lora_path": "secret"})[0] == 400
     assert server.ask("GET", "/secret")[0] == 404
     assert server.ask("POST", ROUTE, {"prompt": [5] * 100_000})[0] == 400
     assert server.ask("GET", "/health")[0] == 200
     lines = [record.getMessage() for record in logged.records]
     assert lines[:3] == [
         f"400 POST {ROUTE}, request mine-7?: temperature: Expected `float | null`, got `str`",
-        f"400 POST {ROUTE}, request -: unknown_field: unknown field …",
+        f"400 POST {ROUTE}, request -: lora_path is not supported; leave it out",
         "404 GET unknown, request -: not_found: there is no …",
     ]
     assert len(lines) == 4
     assert "context_length_exceeded" in lines[3]
     assert "secret" not in "".join(lines)
     assert {record.levelname for record in logged.records} == {"INFO"}
+
+
+def test_a_warning_is_one_line_without_the_fields_name(
+    server: Running, logged: pytest.LogCaptureFixture
+) -> None:
+    assert server.ask("POST", ROUTE, {"prompt": [1], "max_tokens": 1, "secret": 1})[0] == 200
+    (line,) = [record for record in logged.records if record.levelname == "WARNING"]
+    assert line.getMessage().startswith(f"200 POST {ROUTE}, request cmpl-")
+    assert line.getMessage().endswith(": unknown fields were ignored")
 
 
 def test_a_stream_that_fails_later_is_logged_too(

@@ -244,7 +244,6 @@ def test_samplers_that_are_not_there_are_refused_unless_they_are_off(
         ({**GREEDY, "logit_bias": [["Hello", 1.0]]}, "logit_bias"),
         ({**GREEDY, "repeat_penalty": 1.1, "repeat_last_n": 64}, "repeat_last_n"),
         ({**GREEDY, "grammar": 'root ::= "a"', "json_schema": {}}, "exactly one"),
-        ({**GREEDY, "temprature": 1}, "did you mean 'temperature'"),
         ({**GREEDY, "prompt": [4, "a"] * 50_000}, "tokens are read"),
     ],
 )

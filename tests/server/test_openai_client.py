@@ -195,8 +195,8 @@ def test_errors_are_the_clients_own_exceptions(client: openai.OpenAI) -> None:
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError, match="temperature must be"):
         client.chat.completions.create(model="tiny", messages=HELLO, temperature=-1)
-    with pytest.raises(openai.BadRequestError, match="did you mean 'temperature'"):
-        client.completions.create(model="tiny", prompt="a", extra_body={"temprature": 1})
+    with pytest.raises(openai.BadRequestError, match="use_beam_search is not supported"):
+        client.completions.create(model="tiny", prompt="a", extra_body={"use_beam_search": True})
     with pytest.raises(openai.BadRequestError, match="at most 255 tokens are read") as long:
         client.completions.create(model="tiny", prompt=[5] * 300)
     assert long.value.code == "context_length_exceeded"

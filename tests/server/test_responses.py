@@ -121,8 +121,11 @@ def test_tool_choice_in_its_forms(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"tools": [{"type": "web_search"}]}, "'web_search' are not run here"),
-        ({"tools": [{"type": "mcp", "server_label": "x"}]}, "'mcp' are not run here"),
+        (
+            {"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}},
+            "'web_search' are not run here",
+        ),
+        ({"tools": [{"type": "mcp", "server_label": "x"}], "tool_choice": "required"}, "no tools"),
         ({"tools": [PAINT], "tool_choice": {"type": "file_search"}}, "'file_search'"),
         (
             {"tools": [PAINT], "tool_choice": {"type": "function", "name": "pant"}},

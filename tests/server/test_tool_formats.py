@@ -373,10 +373,66 @@ CORPUS: dict[str, tuple[str, str, str, Calls]] = {
         f"<|channel|>commentary {'to=' * 150}ok",
         [],
     ),
-    "hermes, no fences": (
+    "hermes, a fenced call": ("hermes", '```json\n{"name": "now"}\n```', "", [("now", "{}")]),
+    "hermes, without tags": (
         "hermes",
-        '```json\n{"name": "now"}\n```',
-        '```json\n{"name": "now"}\n```',
+        f'{{"name": "book", "arguments": {OSLO}}}',
+        "",
+        [("book", OSLO)],
+    ),
+    "hermes, two without tags": (
+        "hermes",
+        f'Sure.\n  {{"name": "book", "arguments": {TRICKY}}}\n{{"arguments": {{}}, "name": "now"}}',
+        "Sure.",
+        [("book", TRICKY), ("now", "{}")],
+    ),
+    "hermes, without tags within a line": (
+        "hermes",
+        'So {"name": "now", "arguments": {}} is a call',
+        'So {"name": "now", "arguments": {}} is a call',
+        [],
+    ),
+    "hermes, other objects": (
+        "hermes",
+        '{"name": "Bob", "arguments": {}}\n{"age": 5, "name": "now"}\nif (x) {\n  y }\n{',
+        '{"name": "Bob", "arguments": {}}\n{"age": 5, "name": "now"}\nif (x) {\n  y }\n{',
+        [],
+    ),
+    "qwen3 coder, without tags": (
+        "qwen3_coder",
+        f'{{"name": "book", "arguments": {OSLO}}}\n{qwen("now")}',
+        "",
+        [("book", OSLO), ("now", "{}")],
+    ),
+    "seed oss": (
+        "seed_oss",
+        "Well.\n<seed:tool_call>\n<function=book>\n<parameter=city>Oslo</parameter>\n"
+        "<parameter=nights>2</parameter>\n</function>\n</seed:tool_call>",
+        "Well.",
+        [("book", OSLO)],
+    ),
+    "olmo3": (
+        "olmo3",
+        "Well.\n<function_calls>\nbook(city='Oslo', nights=2)\nnow()\n</function_calls>",
+        "Well.",
+        [("book", OSLO), ("now", "{}")],
+    ),
+    "olmo3, unknown tool": (
+        "olmo3",
+        "<function_calls>launch()</function_calls>",
+        "<function_calls>launch()</function_calls>",
+        [],
+    ),
+    "internlm": (
+        "internlm",
+        f'Well.<|action_start|><|plugin|>\n{{"name": "book", "parameters": {OSLO}}}<|action_end|>',
+        "Well.",
+        [("book", OSLO)],
+    ),
+    "internlm, unknown tool": (
+        "internlm",
+        '<|action_start|><|plugin|>\n{"name": "launch"}<|action_end|>',
+        '<|action_start|><|plugin|>\n{"name": "launch"}<|action_end|>',
         [],
     ),
     "hermes, nested braces and escapes": (
@@ -523,6 +579,9 @@ def _calls(parser: str, text: str) -> list[dict[str, Any]]:
     [
         ("[AVAILABLE_TOOLS] [TOOL_CALLS]", "mistral"),
         ("<｜tool▁calls▁begin｜> ```json", "deepseek_v3"),
+        ("<seed:tool_call> <function= <parameter=", "seed_oss"),
+        ("<function_calls> <think>", "olmo3"),
+        ("<|action_start|> <|plugin|>", "internlm"),
         ("<｜tool▁calls▁begin｜>", "deepseek_v31"),
         ("<|tool_calls_section_begin|>", "kimi_k2"),
         ("<tool_call><function=a><parameter=b>", "qwen3_coder"),

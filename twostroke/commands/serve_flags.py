@@ -91,6 +91,8 @@ LIMITS = {
     "write_timeout_s": "seconds in which a client must read some of what is written to it",
     "keep_alive_s": "seconds a connection may idle between requests",
     "prefix_cache_sharing": "requests with different keys share cached prefixes",
+    "strict_fields": "a request with an unknown field is answered 400 (default: the field is "
+    "ignored, with a warning in the answer's headers and in the log)",
     "client_priority": "requests may set their own priority; if not, theirs is ignored",
     "engine_hang_timeout_s": "seconds without a sign of life after which the engine's process is "
     "killed and started again; 0: never",

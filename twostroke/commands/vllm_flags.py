@@ -218,7 +218,7 @@ ONLY: Only = {
     "--task": (("auto", "generate"), f"the server generates text ({DROPPED})"),
     "--convert": (("auto", "none"), "the server generates text"),
     "--chat-template-content-format": (
-        ("auto", "openai"),
+        ("auto", "openai", "string"),
         "a content in parts is joined where the template does not take it apart",
     ),
     "--logprobs-mode": (

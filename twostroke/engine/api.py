@@ -54,6 +54,9 @@ class EngineInfo:
     read_bytes_per_s: float = 0.0  # the machine's ceilings, where they were measured
     ops_per_s: float = 0.0
     threads: int = 0  # of a decode step on a CPU
+    family: str = ""  # the model's architecture, as its file names it
+    num_parameters: int = 0
+    file_format: str = ""  # "gguf" or "safetensors"
     kv_layout: str = ""  # of a block: the same where blocks travel between engines
     figures: ModelFigures = NO_FIGURES
 

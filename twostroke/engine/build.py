@@ -68,6 +68,7 @@ class Engine:
     dtype: str
     load_s: float
     weights: str  # what they are kept in
+    file_format: str  # "gguf" or "safetensors"
     renderer: TemplateRenderer | None = None  # of chat templates; None: made with the first chat
 
     # Imported here: the engine's own process need not load what reads and writes text.
@@ -111,6 +112,9 @@ class Engine:
             activation_bytes=memory.activation_bytes,
             graph_bytes=memory.graph_bytes,
             threads=self._threads() if self.device == "cpu" else 0,
+            family=self.spec.family,
+            num_parameters=self.spec.num_parameters(),
+            file_format=self.file_format,
             kv_layout=self.core.scheduler.kv_layout,
             figures=model_figures(self.spec, self.core.cost),
             **self._ceilings()._asdict(),
@@ -175,6 +179,7 @@ def _build(config: EngineConfig, with_text: bool) -> Engine:
         dtype,
         monotonic() - started,
         _kept_in(model, config, native, device, dtype),
+        "gguf" if files.kind == "gguf" else "safetensors",
     )
 
 

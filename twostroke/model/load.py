@@ -14,6 +14,7 @@ from twostroke.model.fields import Fields, read_json
 from twostroke.model.gguf import GGUFFile
 from twostroke.model.hub import ModelFiles, resolve
 from twostroke.model.packaged import DEFAULT_MODEL
+from twostroke.model.template_names import NAMED_TEMPLATES
 from twostroke.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -71,16 +72,18 @@ def _of_its_makers(files: ModelFiles) -> dict[str, Any]:
 
 
 def chat_template_source(config: EngineConfig, tokenizer: Tokenizer) -> str | None:
-    """The user's template, given as text or as a path, or the model's."""
+    """The user's template, given as text, as a name or as a path, or the model's."""
     given: Any = config.chat_template
     if given is None:
         return tokenizer.chat_template
     if "{" in given:
         return str(given)
+    if given in NAMED_TEMPLATES and not Path(given).is_file():
+        return NAMED_TEMPLATES[given]
     try:
         return Path(given).read_text(encoding="utf-8")
     except OSError as error:
         raise ModelError(
             f"chat_template: {given!r} is neither a template (no {{ in it) nor a readable file "
-            f"({error.strerror})"
+            f"({error.strerror}) nor one of {', '.join(NAMED_TEMPLATES)}"
         ) from None

@@ -15,6 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from twostroke import __version__
 from twostroke.engine.api import EngineClient
 from twostroke.serve.batch_chat import BatchChatGeneration, InvocationsRoute
+from twostroke.serve.body_fields import with_nested
 from twostroke.serve.browser_guard import BrowserGuard
 from twostroke.serve.chat import ChatGeneration
 from twostroke.serve.completions import CompletionGeneration
@@ -22,7 +23,7 @@ from twostroke.serve.dash import DashRoutes
 from twostroke.serve.dev_routes import DevRoutes
 from twostroke.serve.errors import ApiError, ClientGone, as_api_error
 from twostroke.serve.failure_log import FailureLog
-from twostroke.serve.field_limits import add_limits
+from twostroke.serve.field_limits import add_foreign_fields, add_limits
 from twostroke.serve.generate import GenerateRoute
 from twostroke.serve.http import HttpRequest, Message, Receive, Send
 from twostroke.serve.info_routes import InfoRoutes
@@ -116,6 +117,8 @@ class App:
         description = _openapi(self.routes, bool(settings.api_keys), self._root)
         admission, models = self.service.admission, self.service.models
         schemas = description["components"]["schemas"]
+        bodies = {route.body for route in self.routes if route.body is not None}
+        add_foreign_fields(schemas, with_nested(bodies), settings.strict_fields)
         add_limits(schemas, client.info, models, admission.max_choices)
         self._description = msgspec.json.encode(description)
         self._docs = docs_page(description)
@@ -204,6 +207,8 @@ class App:
             self.service.metrics.answered(path, http.status)
             if http.late_error is not None:
                 self._failures.add(http, path, http.late_error)
+            for warning in http.warnings:
+                self._failures.warn(http, path, warning)
 
     async def close(self) -> None:
         """The server has ended."""

@@ -130,7 +130,7 @@ def _read(app: App, line: bytes | None) -> Line:
     try:
         return msgspec.json.decode(line, type=Line)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        refusal = as_refusal(error, Line.__struct_fields__)
+        refusal = as_refusal(error)
         refusal.message = refusal.message.replace("the body is", "it is")
         raise refusal from None
 

@@ -13,13 +13,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import msgspec
 
+from twostroke.serve.body_fields import decode_body
 from twostroke.serve.byte_budget import ByteBudget, Reservation, Sender
 from twostroke.serve.errors import ApiError, as_refusal
-from twostroke.serve.http import HttpRequest
+from twostroke.serve.http import HttpRequest, IgnoredParts
 from twostroke.serve.protocol import Body
 from twostroke.serve.settings import MIB, ServeSettings
 
@@ -50,6 +51,7 @@ class BodyReader:
         )
         self._timeout_s = settings.body_timeout_s
         self._min_rate = settings.min_body_bytes_per_s
+        self._strict = settings.strict_fields
         # At this rate the largest body would take longer than it may.
         slow_rate = self.max_bytes / self._timeout_s if self._timeout_s else 0.0
         self._arrived = ByteBudget(self.max_bytes * 3 // 2, slow_rate)
@@ -67,13 +69,15 @@ class BodyReader:
             if num_bytes > FREE_BYTES:
                 await decoded.grow(MEMORY_PER_BYTE * num_bytes + MEMORY_PER_WEIGHT * weight)
             try:
-                request = kind.decode(body)
+                request, unknown = decode_body(body, kind, self._strict)
             except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-                raise as_refusal(error, kind.__struct_fields__) from None
+                raise as_refusal(error) from None
             finally:
                 del body
                 arrived.give_back()
-            yield request, num_bytes
+            if unknown:
+                http.warn(IgnoredParts("unknown fields were ignored", unknown))
+            yield cast(T, request), num_bytes
         finally:
             arrived.give_back()
             decoded.give_back()

@@ -14,6 +14,7 @@ from twostroke.request import EngineRequest
 from twostroke.serve.deltas import ContentDelta, Delta, ReasoningDelta, ToolCall, ToolCallDelta
 from twostroke.serve.errors import ApiError
 from twostroke.serve.generate import Generation
+from twostroke.serve.http import IgnoredParts
 from twostroke.serve.params import chat_params
 from twostroke.serve.parsers.harmony import Harmony
 from twostroke.serve.parsers.reasoning import (
@@ -44,6 +45,13 @@ class Conversation(Generation[R]):
         self.num_choices = self.chat.n or 1
         self.tools: ToolCalls | None = None
         self.reasoning: Reasoning | None = None
+
+    def drop_server_tools(self, types: Sequence[str]) -> None:
+        """Warn of tools that the client wants the server to run, by their types: none is run
+        here, and the model is not shown them."""
+        if types:
+            message = "tools that this server does not run were left out"
+            self.warnings.append(IgnoredParts(message, types))
 
     @abstractmethod
     def as_chat(self) -> ChatRequest:
@@ -82,6 +90,8 @@ class Conversation(Generation[R]):
         service = self.service
         template = self.chat.chat_template or service.client.input_processor.chat_template
         parser = service.settings.reasoning_parser
+        if self.chat.reasoning_format == "none":
+            parser = "none"
         continued = bool(self.chat.continue_final_message)
         return requested_reasoning(parser, template, service.prompts.tokenizer, prompt, continued)
 

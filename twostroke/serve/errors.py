@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from twostroke.errors import EngineError, RequestError, nearest, shortened, shown
+from twostroke.errors import EngineError, RequestError, shortened
 from twostroke.request import SamplingParams
 
 log = logging.getLogger("twostroke.serve")
@@ -23,7 +23,6 @@ _KINDS = {
     429: "rate_limit_error",
 }
 _PARAMS = {field.name for field in fields(SamplingParams)} | {"messages", "tools", "tool_choice"}
-_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?(.*?)`)?$", re.S)
 _AT = re.compile(r" - at `\$\.?(.*?)`$", re.S)
 
 
@@ -96,19 +95,13 @@ def _first_name(message: str) -> str | None:
     return name if name in _PARAMS else None
 
 
-def as_refusal(error: Exception, known: tuple[str, ...]) -> ApiError:
-    """msgspec's error on a body as a 400. `known` are the fields the request may have."""
+def as_refusal(error: Exception) -> ApiError:
+    """msgspec's error on a body as a 400."""
     text = shortened(str(error), MAX_MESSAGE_CHARS)  # it may hold a name of megabytes
     if isinstance(error, RecursionError):
         return ApiError(400, "the JSON is nested too deeply", code="invalid_json")
     if not isinstance(error, msgspec.ValidationError):
         return ApiError(400, f"the body is not JSON: {text}", code="invalid_json")
-    if unknown := _UNKNOWN_FIELD.match(text):
-        name, where = unknown.groups()
-        param = f"{where}.{name}" if where else name
-        hint = "" if where else nearest(name, known)
-        message = f"unknown field {shown(param)}{hint}"
-        return ApiError(400, message, param=param, code="unknown_field")
     at = _AT.search(text)
     param = at.group(1) or None if at else None
     message = text[: at.start()] if at else text

@@ -1,4 +1,5 @@
-"""`FailureLog`: a line of log for each request that fails: status, route, request id, reason.
+"""`FailureLog`: a line of log for each request that fails, and for each warning that an answer has:
+status, route, request id, reason.
 
 Never what the client has sent: a message's quotations are left out.
 """
@@ -23,22 +24,26 @@ class FailureLog:
 
     def add(self, http: HttpRequest, path: str, error: ApiError) -> None:
         """`path` is the route's, not the client's to choose."""
-        self._log.log(
-            logging.ERROR if error.status >= 500 else logging.INFO,
-            "%d %s %s, request %s: %s",
-            error.status,
-            http.method,
-            path,
-            _request_id(http),
-            reason(error),
-        )
+        level = logging.ERROR if error.status >= 500 else logging.INFO
+        self._add(level, error.status, http, path, reason(error))
+
+    def warn(self, http: HttpRequest, path: str, warning: str) -> None:
+        self._add(logging.WARNING, http.status, http, path, warning)
+
+    def _add(self, level: int, status: int, http: HttpRequest, path: str, why: str) -> None:
+        request = _request_id(http)
+        self._log.log(level, "%d %s %s, request %s: %s", status, http.method, path, request, why)
 
 
 def reason(error: ApiError) -> str:
-    match = _OURS.match(error.message)
+    why = _without_quotations(error.message)
+    return f"{error.code}: {why}" if error.code else why
+
+
+def _without_quotations(message: str) -> str:
+    match = _OURS.match(message)
     ours = match[0].strip() if match else ""
-    cut = "" if ours == error.message.strip() else " …"
-    return f"{error.code}: {ours}{cut}" if error.code else ours + cut
+    return ours + ("" if ours == message.strip() else " …")
 
 
 def _request_id(http: HttpRequest) -> str:

@@ -4,11 +4,12 @@ ids of the model's vocabulary, the names that are served. They are checked elsew
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from twostroke.engine.api import EngineInfo
 from twostroke.request import MAX_PRIORITY, MAX_SEED
-from twostroke.serve.protocol import NOT_IN_A_BATCH
+from twostroke.serve.protocol import NOT_IN_A_BATCH, Body
 
 Schema = dict[str, Any]
 REQUESTS = (
@@ -20,8 +21,6 @@ REQUESTS = (
     "DetokenizeRequest",
 )
 MAX_INT = 2**31 - 1
-# Fields that are read to be refused by name.
-REFUSED = ("audio", "prediction", "functions", "function_call", "web_search_options")
 MESSAGE: Schema = {
     "type": "object",
     "required": ["role"],
@@ -29,13 +28,24 @@ MESSAGE: Schema = {
 }
 
 
+def add_foreign_fields(schemas: Schema, types: Iterable[type[Body]], strict: bool) -> None:
+    """Add the fields of other servers to the schemas of the requests' types, and allow unknown
+    fields unless they are refused (`strict`)."""
+    for kind in types:
+        if (schema := schemas.get(kind.__name__)) is None:
+            continue
+        properties = schema.setdefault("properties", {})
+        for name, foreign in kind.FOREIGN.items():
+            properties.setdefault(name, foreign.schema)
+        if not (strict or kind.STRICT):
+            schema.pop("additionalProperties", None)
+
+
 def add_limits(schemas: Schema, info: EngineInfo, models: tuple[str, ...], most_n: int) -> None:
     """Change the requests' schemas in place."""
     limits = _limits(info, models, most_n)
     for name in REQUESTS:
         for field, schema in schemas.get(name, {}).get("properties", {}).items():
-            if field in REFUSED:
-                schema["type"] = "null"
             for part in schema.get("anyOf", (schema,)):
                 for kind, limit in limits.get(field, {}).items():
                     if part.get("type") == kind:
@@ -91,8 +101,6 @@ def _limits(info: EngineInfo, models: tuple[str, ...], most_n: int) -> dict[str,
             }
         },
         "messages": {"array": {"items": MESSAGE, "minItems": 1}},
-        "modalities": {"array": {"items": {"enum": ["text"]}, "maxItems": 1}},
-        "suffix": {"string": {"maxLength": 0}},
     }
 
 

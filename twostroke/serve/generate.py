@@ -28,7 +28,7 @@ from twostroke.outputs import RequestOutput
 from twostroke.plan import BROKEN_LOGITS
 from twostroke.request import EngineRequest
 from twostroke.serve.errors import ApiError, ClientGone, as_api_error
-from twostroke.serve.http import SSE, DirectWriter, Headers, HttpRequest
+from twostroke.serve.http import SSE, DirectWriter, Headers, HttpRequest, IgnoredParts
 from twostroke.serve.protocol import Body, GenerateRequest, StreamOptions
 from twostroke.serve.response_fields import (
     Json,
@@ -75,6 +75,7 @@ class Generation(ABC, Generic[R]):
         if isinstance(request, GenerateRequest):
             self.fields = request
         self.num_choices = 1  # prompts times n
+        self.warnings: list[IgnoredParts] = []
         self.num_stored_bytes = 0  # of earlier requests that the prompt is made of, too
 
     def holding_stored(self) -> AbstractContextManager[None]:
@@ -161,6 +162,8 @@ class GenerateRoute:
         service.admission.check()
         async with service.read(http, self._request_type) as (request, num_bytes):
             generation = self.new_generation(http, request)
+            for warning in generation.warnings:
+                http.warn(warning)
             fields = generation.fields
             service.check_model(fields.model)
             service.apply_settings(http, fields)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 from urllib.parse import parse_qsl
@@ -29,6 +30,8 @@ SSE: Headers = (
     (b"x-accel-buffering", b"no"),  # a proxy must not collect tokens
 )
 NDJSON: Headers = ((b"content-type", b"application/x-ndjson"), *SSE[1:])
+WARNING = b"x-twostroke-warning"
+MAX_NAMES, MAX_NAME_CHARS = 8, 64  # in one
 CLOSE: Headers = ((b"connection", b"close"),)
 
 WRITE_BYTES = 64 * 1024  # of an answer that are given to the connection at once
@@ -38,6 +41,23 @@ WHOLE_BYTES = 1024**2  # a longer answer is sent while it is made, its length no
 DISCARD_BYTES = 1024**2  # so much is read to keep the connection
 LINGER_BYTES, LINGER_S = 64 * 1024**2, 2.0  # and so much to have the answer read
 DISCARD_STEP_BYTES, DISCARD_PAUSE_S = 256 * 1024, 0.01  # other requests need the processor more
+
+
+@dataclass(frozen=True, slots=True)
+class IgnoredParts:
+    """Parts of a request that have no effect, by the names that the client gave them."""
+
+    message: str
+    names: Sequence[str]
+
+    def __str__(self) -> str:
+        """ASCII of a limited length."""
+        names = [
+            ascii(name if len(name) <= MAX_NAME_CHARS else f"{name[:MAX_NAME_CHARS]}…")
+            for name in self.names[:MAX_NAMES]
+        ]
+        more = len(self.names) - len(names)
+        return f"{self.message}: {', '.join(names)}" + (f" and {more} more" if more else "")
 
 
 class HttpRequest:
@@ -59,6 +79,7 @@ class HttpRequest:
         self.key_number: int | None = None  # which of the server's API keys it has
         self.is_admin = False  # may act on the server, and sees the requests of every key
         self.more_headers: Headers = ()  # of every response to it
+        self.warnings: list[str] = []
         self._receive = receive
         self._send = send
         self._body_read = False
@@ -89,6 +110,12 @@ class HttpRequest:
         except ValueError as error:
             raise ApiError(400, f"the query cannot be read: {error}") from None
         return dict(pairs)
+
+    def warn(self, warning: IgnoredParts) -> None:
+        """Tell the client, in a header of the response, that not all of its request has an
+        effect."""
+        self.warnings.append(warning.message)
+        self.more_headers += ((WARNING, str(warning).encode()),)
 
     # ── reading ─────────────────────────────────────────────────────────────────────────────
 

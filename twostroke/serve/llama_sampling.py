@@ -2,44 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
+from twostroke.serve import foreign_fields
 from twostroke.serve.errors import ApiError
-from twostroke.serve.protocol import Body, GenerateRequest, Stops, StopText
+from twostroke.serve.foreign_fields import Table
+from twostroke.serve.protocol import EngineFields, GenerateRequest, Stops, StopText
 
 RANDOM_SEEDS = (-1, 2**32 - 1)  # by which llama.cpp means: any
 
 
-class LlamaSampling(Body, kw_only=True):
-    # Samplers that are not there: the values that switch them off.
-    OFF: ClassVar[dict[str, tuple[Any, ...]]] = {"mirostat": (0,), "typical_p": (1.0,)}
+class LlamaSampling(EngineFields, kw_only=True):
+    FOREIGN: ClassVar[Table] = foreign_fields.LLAMA
 
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
-    min_p: float | None = None
     repeat_penalty: float | None = None
     repeat_last_n: int | None = None  # penalties look at the whole text
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
     stop: StopText | Stops | None = None
-    typical_p: float | None = None
-    mirostat: int | None = None
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
 
     def apply_to(self, request: GenerateRequest) -> None:
         """Set them in a request of OpenAI's; raises `ApiError` for what cannot be done."""
-        for name, values in self.OFF.items():
-            value = getattr(self, name)
-            if value is not None and value not in values:
-                raise ApiError(
-                    400,
-                    f"{name} is not supported; leave it out, or give {values[0]!r}, which "
-                    "switches it off",
-                    param=name,
-                )
         if self.temperature is not None:
             request.temperature = max(self.temperature, 0.0)  # below 0 it is greedy, too
         if self.top_k is not None:

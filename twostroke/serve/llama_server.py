@@ -14,6 +14,7 @@ from twostroke.outputs import CompletionOutput, Logprobs, RequestOutput
 from twostroke.request import EngineRequest, SamplingParams
 from twostroke.serve.chat import ChatGeneration
 from twostroke.serve.errors import ApiError
+from twostroke.serve.foreign_fields import LLAMA_OFF
 from twostroke.serve.generate import GenerateRoute, Generation
 from twostroke.serve.http import HttpRequest
 from twostroke.serve.infill import infill_prompt
@@ -104,7 +105,7 @@ async def _slots(service: Service, http: HttpRequest) -> None:
 def generation_settings(params: SamplingParams, request: LlamaRequest) -> Json:
     """Under llama.cpp's names, with the samplers that are always off."""
     n_predict = -1 if request.n_predict is None else request.n_predict
-    off = {name: values[0] for name, values in request.OFF.items()}
+    off = {name: values[0] for name, values in LLAMA_OFF.items()}
     return {
         **off,
         "seed": -1 if params.seed is None else params.seed,

@@ -58,6 +58,8 @@ async def _count_tokens(service: Service, http: HttpRequest) -> None:
     async with service.read(http, CountTokensRequest) as (request, num_bytes):
         service.check_model(request.model)
         conversation = MessagesGeneration(service, request)
+        for warning in conversation.warnings:
+            http.warn(warning)
         count = await service.prompts.off_loop(request, num_bytes, conversation.count_tokens)
     await http.respond_json({"input_tokens": count})
 
@@ -92,6 +94,9 @@ class MessagesGeneration(Conversation[CountTokensRequest]):
     id_prefix = "msg"
 
     def as_chat(self) -> ChatRequest:
+        tools = self.request.tools or []
+        self.drop_server_tools([tool.type for tool in tools if tool.type and not tool.is_clients])
+        self.request.tools = [tool for tool in tools if tool.is_clients]
         return as_chat(self.request)
 
     def prepare(self) -> list[EngineRequest]:

@@ -9,10 +9,12 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from msgspec import Raw
 
+from twostroke.serve import foreign_fields
 from twostroke.serve.errors import ApiError
+from twostroke.serve.foreign_fields import Table
 from twostroke.serve.protocol import (
-    Body,
     ChatRequest,
+    EngineFields,
     FunctionTool,
     JsonSchema,
     Name,
@@ -22,13 +24,6 @@ from twostroke.serve.protocol import (
 )
 from twostroke.serve.response_fields import Json
 
-REFUSED: dict[str, tuple[str, str | None]] = {  # what to do instead, and the error's code
-    "mcp_servers": ("call them on the client's side, as tools", None),
-    "container": ("nothing is run on the server's side", None),
-    "compaction": ("shorten the conversation on the client's side", None),
-    # By this code Anthropic's clients know to go on without threads.
-    "thread": ("nothing is kept; send the whole conversation", "thread_unsupported_request"),
-}
 BILLING = "x-anthropic-billing-header:"
 
 # ── blocks: what they have besides these fields (cache_control, citations …) has no effect ──────
@@ -83,10 +78,15 @@ class MessageParam(msgspec.Struct):
 
 class ToolParam(msgspec.Struct):
     name: str
-    type: str | None = None  # only "custom"
+    type: str | None = None  # another than "custom": a tool that Anthropic's server runs or knows
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
+
+    @property
+    def is_clients(self) -> bool:
+        """Whether the client runs the tool and has described it."""
+        return self.type in (None, "custom")
 
 
 class ToolChoice(msgspec.Struct):
@@ -110,10 +110,12 @@ class OutputConfig(msgspec.Struct):
     format: OutputFormat | None = None
 
 
-class CountTokensRequest(Body, kw_only=True):
+class CountTokensRequest(EngineFields, kw_only=True):
     """What a prompt is made of."""
 
+    FOREIGN: ClassVar[Table] = foreign_fields.MESSAGES
     INPUT: ClassVar[tuple[str, ...]] = (
+        *EngineFields.ENGINE_INPUT,
         "messages",
         "system",
         "tools",
@@ -151,11 +153,6 @@ class CountTokensRequest(Body, kw_only=True):
     inference_geo: Name | None = None
     user_profile_id: Name | None = None
     workspace_id: Name | None = None
-    # Refused:
-    mcp_servers: Any = None
-    container: Any = None
-    compaction: Any = None
-    thread: Any = None
 
     def __post_init__(self) -> None:
         for name in self.IGNORED:  # each would keep the whole body
@@ -178,9 +175,6 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 def as_chat(request: CountTokensRequest) -> ChatRequest:
     """Without messages and tools, which `fill_chat` adds: they may be many."""
-    for name, (advice, code) in REFUSED.items():
-        if getattr(request, name):
-            raise ApiError(400, f"{name} is not supported; {advice}", param=name, code=code)
     choice, config = request.tool_choice, request.output_config or OutputConfig()
     form = config.format or request.output_format
     prefilled = _is_prefilled(request.messages)
@@ -190,6 +184,7 @@ def as_chat(request: CountTokensRequest) -> ChatRequest:
         reasoning_effort=config.effort,
         add_generation_prompt=False if prefilled else None,
         continue_final_message=prefilled or None,
+        **request.engine_fields(),
     )
     chat.chat_template_kwargs = request.chat_template_kwargs
     if request.thinking is not None:
@@ -279,13 +274,6 @@ def _tool_choice(choice: ToolChoice) -> str | Json:
 
 
 def _chat_tool(tool: ToolParam, n: int) -> Tool:
-    if tool.type not in (None, "custom"):
-        raise ApiError(
-            400,
-            f"tools[{n}]: tools of type {tool.type!r} are not run here; give it as a tool of your "
-            "own, with a name and an input_schema",
-            param="tools",
-        )
     if tool.input_schema is None:
         raise ApiError(400, f"tools[{n}].input_schema: a JSON schema is needed", param="tools")
     function = FunctionTool(

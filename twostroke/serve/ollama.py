@@ -45,6 +45,7 @@ from twostroke.serve.sse import LazyList, encode_json
 API_VERSION = "0.12.0"  # of Ollama's, which some clients want to be new enough
 LATEST = ":latest"
 NS_PER_MS = 1e6
+DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # as Ollama names them
 
 R = TypeVar("R", bound=OllamaRequest)
 
@@ -137,10 +138,11 @@ class OllamaInfo:
             "template": service.client.input_processor.chat_template or "",
             "details": self._details(),
             "model_info": {
-                "general.architecture": "twostroke",
+                "general.architecture": info.family,
                 "general.basename": info.model_name,
-                "twostroke.context_length": info.max_model_len,
-                "twostroke.vocab_size": info.vocab_size,
+                "general.parameter_count": info.num_parameters,
+                f"{info.family}.context_length": info.max_model_len,
+                f"{info.family}.vocab_size": info.vocab_size,
             },
             "capabilities": self._capabilities(),
             "modified_at": self._started,
@@ -169,14 +171,23 @@ class OllamaInfo:
         }
 
     def _details(self) -> Json:
+        info = self._service.client.info
+        kept_in = info.weights or info.dtype
         return {
             "parent_model": "",
-            "format": "",
-            "family": "",
-            "families": [],
-            "parameter_size": "",
-            "quantization_level": self._service.client.info.dtype,
+            "format": info.file_format,
+            "family": info.family,
+            "families": [info.family],
+            "parameter_size": _in_millions(info.num_parameters),
+            "quantization_level": DTYPES.get(kept_in, kept_in),
         }
+
+
+def _in_millions(num_parameters: int) -> str:
+    """A number of parameters as Ollama writes it: "134.52M", "7.6B"."""
+    if num_parameters >= 10**9:
+        return f"{num_parameters / 1e9:.1f}B"
+    return f"{num_parameters / 1e6:.2f}M"
 
 
 def _timestamp(seconds: float | None = None) -> str:
@@ -286,13 +297,6 @@ class OllamaGenerate(OllamaGeneration[OllamaGenerateRequest]):
     def __init__(self, service: Service, request: OllamaGenerateRequest) -> None:
         super().__init__(service, request)
         refuse_images(request.images, "images")
-        instead = {
-            "template": "the model's own is used; send raw: true and a prompt that is rendered",
-            "context": "send the conversation to /api/chat",
-        }
-        for name, advice in instead.items():
-            if getattr(request, name):
-                raise ApiError(400, f"{name} is not supported; {advice}", param=name)
 
     @property
     def is_empty(self) -> bool:

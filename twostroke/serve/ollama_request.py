@@ -9,45 +9,34 @@ from typing import Any, ClassVar
 import msgspec
 from msgspec import Raw
 
+from twostroke.serve import foreign_fields
 from twostroke.serve.errors import ApiError
+from twostroke.serve.foreign_fields import Table
 from twostroke.serve.llama_sampling import LlamaSampling
 from twostroke.serve.protocol import (
-    Body,
     ChatRequest,
+    EngineFields,
     JsonSchema,
     Name,
     ResponseFormat,
-    TokenIds,
     Tool,
 )
 from twostroke.serve.response_fields import Json
 
 
 class Options(LlamaSampling, kw_only=True):
-    OFF: ClassVar[dict[str, tuple[Any, ...]]] = {**LlamaSampling.OFF, "tfs_z": (1.0,)}
+    FOREIGN: ClassVar[Table] = foreign_fields.OLLAMA_OPTIONS
 
     num_predict: int | None = None  # below 0: until the context is full
-    tfs_z: float | None = None
-    # Without effect: how a model is loaded, and what is done where a context is full.
-    num_ctx: int | None = None
-    num_keep: int | None = None
-    num_batch: int | None = None
-    num_gpu: int | None = None
-    main_gpu: int | None = None
-    num_thread: int | None = None
-    numa: bool | None = None
-    low_vram: bool | None = None
-    f16_kv: bool | None = None
-    logits_all: bool | None = None
-    vocab_only: bool | None = None
-    embedding_only: bool | None = None
-    use_mmap: bool | None = None
-    use_mlock: bool | None = None
-    penalize_newline: bool | None = None
 
 
-class OllamaRequest(Body, kw_only=True):
-    INPUT: ClassVar[tuple[str, ...]] = ("format", "options", "think")
+class OllamaRequest(EngineFields, kw_only=True):
+    INPUT: ClassVar[tuple[str, ...]] = (
+        *EngineFields.ENGINE_INPUT,
+        "format",
+        "options",
+        "think",
+    )
     DECLARED: ClassVar[bool] = False
 
     model: Name | None = None
@@ -95,15 +84,13 @@ class OllamaChatRequest(OllamaRequest, kw_only=True):
 
 class OllamaGenerateRequest(OllamaRequest, kw_only=True):
     INPUT: ClassVar[tuple[str, ...]] = (*OllamaRequest.INPUT, "prompt", "system", "suffix")
+    FOREIGN: ClassVar[Table] = foreign_fields.OLLAMA_GENERATE
 
     prompt: str | None = None
     system: str | None = None
     suffix: str | None = None  # for models that fill in the middle
     raw: bool | None = None
-    # Refused:
-    template: str | None = None
-    context: TokenIds | None = None
-    images: Any = None
+    images: Any = None  # refused
 
 
 # ── as a chat request ───────────────────────────────────────────────────────────────────────────
@@ -118,11 +105,15 @@ def as_chat(request: OllamaRequest, models: Sequence[str]) -> ChatRequest:
         logprobs=request.logprobs,
         top_logprobs=request.top_logprobs if request.logprobs else None,
         response_format=_response_format(request.format),
+        **request.engine_fields(),
     )
-    options = request.options or Options()
-    options.apply_to(chat)
-    if options.num_predict is not None and options.num_predict >= 0:
-        chat.max_tokens = options.num_predict
+    if request.options is not None:
+        for name, value in request.options.engine_fields().items():
+            setattr(chat, name, value)
+        request.options.apply_to(chat)
+        num_predict = request.options.num_predict
+        if num_predict is not None and num_predict >= 0:
+            chat.max_tokens = num_predict
     if request.think is not None:
         thinks = bool(request.think)
         chat.chat_template_kwargs = {"enable_thinking": thinks, "thinking": thinks}

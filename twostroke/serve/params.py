@@ -50,7 +50,6 @@ def chat_params(
     forced: StructuredOutputs | None = None,
 ) -> SamplingParams:
     """`forced`: the grammar of a required tool call, which overrides the request's own."""
-    _refuse_unsupported(request)
     _check_stream_options(request)
     if request.top_logprobs is not None and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
@@ -72,8 +71,6 @@ def completion_params(
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise ApiError(400, "best_of must equal n; nothing is ranked here", param="best_of")
     _check_stream_options(request)
-    if request.suffix:
-        raise ApiError(400, "suffix is not supported; leave it out", param="suffix")
     max_tokens = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
     if max_tokens == 0 and request.echo:
         max_tokens = 1  # a step has to write one; `completions.py` leaves it out
@@ -134,21 +131,6 @@ def _capped(max_tokens: int | None, settings: ServeSettings) -> int | None:
     if cap is None or (max_tokens is not None and max_tokens <= cap):
         return max_tokens
     return cap
-
-
-def _refuse_unsupported(request: ChatRequest) -> None:
-    instead = {
-        "functions": "use tools",
-        "function_call": "use tool_choice",
-        "audio": "this server writes text only",
-        "prediction": "leave it out",
-        "web_search_options": "leave it out",
-    }
-    for name, advice in instead.items():
-        if getattr(request, name) is not None:
-            raise ApiError(400, f"{name} is not supported; {advice}", param=name)
-    if request.modalities not in (None, [], ["text"]):
-        raise ApiError(400, 'modalities: only ["text"] is supported', param="modalities")
 
 
 # ── structured output ───────────────────────────────────────────────────────────────────────

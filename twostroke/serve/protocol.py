@@ -1,8 +1,9 @@
 """The requests the server reads: OpenAI's, with vLLM's and llama.cpp's additions.
 
-A field that is not here is refused by name: a misspelt `temprature` would otherwise change an
-answer unnoticed. `null` means the same as leaving a field out. Ranges of sampling values
-are checked where they are used (`SamplingParams`).
+Fields of other servers are in the tables of `foreign_fields.py`. A field that is in neither place
+is unknown: it is left out, and the answer has a warning; `--strict-fields` refuses it. `null` means
+the same as leaving a field out. Ranges of sampling values are checked where they are used
+(`SamplingParams`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
+from twostroke.serve import foreign_fields
 from twostroke.serve.errors import ApiError
+from twostroke.serve.foreign_fields import Table
 
 Name = Annotated[str, Meta(max_length=1024)]
 StopText = Annotated[str, Meta(max_length=4096)]
@@ -30,6 +33,14 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     INPUT: ClassVar[tuple[str, ...]] = ()
     # Whether it has to be declared as JSON; clients of some APIs do not.
     DECLARED: ClassVar[bool] = True
+    FOREIGN: ClassVar[Table] = {}  # fields of other servers
+    # An unknown field is always refused: the request acts on the server, and is to be understood.
+    STRICT: ClassVar[bool] = False
+
+    @classmethod
+    def kind_of(cls, body: bytes | bytearray) -> type[Body]:
+        """The type that this body has."""
+        return cls
 
     @classmethod
     def decode(cls, body: bytes | bytearray) -> Self:
@@ -41,7 +52,60 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             setattr(self, name, None)
 
 
-class IgnoredFields(Body, kw_only=True):
+class StructuredFields(Body, kw_only=True):
+    """vLLM's `structured_outputs`: one of the first five, or none and what `response_format` or a
+    forced tool call asks for."""
+
+    FOREIGN: ClassVar[Table] = foreign_fields.STRUCTURED
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_additional_properties: bool | None = None  # of a schema's objects
+
+
+class EngineFields(Body, kw_only=True):
+    """vLLM's fields of sampling and scheduling, which the requests of all APIs may have."""
+
+    ENGINE_INPUT: ClassVar[tuple[str, ...]] = (
+        "stop_token_ids",
+        "allowed_token_ids",
+        "bad_words",
+        "structured_outputs",
+    )
+
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop_token_ids: Annotated[TokenIds, Meta(max_length=1024)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[BadWord], Meta(max_length=1024)] | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None  # -1: as many as fit
+    truncation_side: Literal["left", "right"] | None = None  # which end is cut off; left
+    structured_outputs: StructuredFields | None = None
+    priority: int | None = None
+    request_id: Annotated[str, Meta(max_length=256)] | None = None
+    cache_salt: Name | None = None
+
+    def engine_fields(self) -> dict[str, Any]:
+        """These fields, those that are given."""
+        return {
+            name: value
+            for name in EngineFields.__struct_fields__
+            if (value := getattr(self, name)) is not None
+        }
+
+
+class IgnoredFields(EngineFields, kw_only=True):
     """OpenAI's fields about accounts, storage and billing: read, and (but for one) without effect
     here."""
 
@@ -64,18 +128,6 @@ class StreamOptions(Body, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None  # has no effect
-
-
-class StructuredFields(Body, kw_only=True):
-    """vLLM's `structured_outputs`: one of the first five, or none and what `response_format` or a
-    forced tool call asks for."""
-
-    json: str | dict[str, Any] | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    disable_additional_properties: bool | None = None  # of a schema's objects
 
 
 class JsonSchema(msgspec.Struct, kw_only=True):
@@ -106,13 +158,10 @@ class GenerateRequest(IgnoredFields, kw_only=True):
     """The fields of every route that generates text."""
 
     INPUT: ClassVar[tuple[str, ...]] = (
+        *EngineFields.ENGINE_INPUT,
         "stop",
-        "stop_token_ids",
         "logit_bias",
-        "allowed_token_ids",
-        "bad_words",
         "logprob_token_ids",
-        "structured_outputs",
     )
 
     model: Name | None = None
@@ -120,41 +169,34 @@ class GenerateRequest(IgnoredFields, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
     stop: StopText | Stops | None = None
-    stop_token_ids: Annotated[TokenIds, Meta(max_length=1024)] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
     logit_bias: Annotated[dict[str, float], Meta(max_length=1024)] | None = None
-    allowed_token_ids: TokenIds | None = None
-    bad_words: Annotated[list[BadWord], Meta(max_length=1024)] | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: Annotated[TokenIds, Meta(max_length=1024)] | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None  # -1: as many as fit
-    truncation_side: Literal["left", "right"] | None = None  # which end is cut off; left
-    structured_outputs: StructuredFields | None = None
-    priority: int | None = None
-    request_id: Annotated[str, Meta(max_length=256)] | None = None
-    cache_salt: Name | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_progress: bool | None = None  # llama.cpp's: events with how much is prefilled
     return_token_gaps: bool | None = None  # the causes of each gap between tokens, in `timings`
 
 
-class ChatRequest(GenerateRequest, kw_only=True):
+class ConversationRequest(GenerateRequest, kw_only=True):
+    """The fields of the routes that answer a conversation."""
+
+    INPUT: ClassVar[tuple[str, ...]] = (*GenerateRequest.INPUT, "chat_template_kwargs")
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None  # vLLM's: whether it is in the answer; true if not given
+    # llama.cpp's: "none" leaves the reasoning in the content.
+    reasoning_format: Literal["none", "auto", "deepseek", "deepseek-legacy"] | None = None
+    thinking_token_budget: int | None = None  # vLLM's: tokens of reasoning at most; -1: no limit
+
+
+class ChatRequest(ConversationRequest, kw_only=True):
+    FOREIGN: ClassVar[Table] = foreign_fields.CHAT
     INPUT: ClassVar[tuple[str, ...]] = (
-        *GenerateRequest.INPUT,
+        *ConversationRequest.INPUT,
         "messages",
         "chat_template",
-        "chat_template_kwargs",
         "documents",
         "tools",
         "tool_choice",
@@ -168,7 +210,6 @@ class ChatRequest(GenerateRequest, kw_only=True):
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     tools: list[Tool] | None = None
     n: int | None = None
@@ -181,16 +222,7 @@ class ChatRequest(GenerateRequest, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None  # a model's calls are given as it writes them
     reasoning_effort: Name | None = None  # a variable of the chat template
-    include_reasoning: bool | None = None  # vLLM's: whether it is in the answer; true if not given
-    thinking_token_budget: int | None = None  # vLLM's: tokens of reasoning at most; -1: no limit
     verbosity: Name | None = None  # has no effect
-    modalities: list[str] | None = None
-    # Refused, with what to use instead:
-    audio: Any = None
-    prediction: Any = None
-    functions: Any = None
-    function_call: Any = None
-    web_search_options: Any = None
 
 
 NOT_IN_A_BATCH = ("stream", "tools", "prompt_logprobs", "return_progress")
@@ -203,6 +235,7 @@ class BatchChatRequest(ChatRequest, kw_only=True):
 
 
 class CompletionRequest(GenerateRequest, kw_only=True):
+    FOREIGN: ClassVar[Table] = foreign_fields.COMPLETION
     INPUT: ClassVar[tuple[str, ...]] = (*GenerateRequest.INPUT, "prompt", "response_format")
 
     prompt: str | list[str | int | TokenIds]  # a text, token ids, or a list of either
@@ -214,7 +247,6 @@ class CompletionRequest(GenerateRequest, kw_only=True):
     response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
     best_of: int | None = None  # only as n
-    suffix: str | None = None  # refused
 
 
 class InvocationRequest(Body, kw_only=True, forbid_unknown_fields=False):
@@ -224,12 +256,12 @@ class InvocationRequest(Body, kw_only=True, forbid_unknown_fields=False):
     prompt: Raw | UnsetType = UNSET
 
     @classmethod
-    def decode(cls, body: bytes | bytearray) -> Any:
+    def kind_of(cls, body: bytes | bytearray) -> type[Body]:
         found = msgspec.json.decode(body, type=cls)
         if found.messages is not UNSET:
-            return ChatRequest.decode(body)
+            return ChatRequest
         if found.prompt is not UNSET:
-            return CompletionRequest.decode(body)
+            return CompletionRequest
         raise ApiError(400, "neither messages nor a prompt is given; give one of them")
 
 
@@ -247,12 +279,17 @@ class TextOptions(msgspec.Struct, kw_only=True):
 
 
 class ResponsesTool(msgspec.Struct, kw_only=True):
-    type: str  # only "function", and "namespace", a group of them
+    type: str  # another than "function" and "namespace", a group of them: OpenAI's server runs it
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     tools: list[ResponsesTool] | None = None  # of a namespace
+
+    @property
+    def is_clients(self) -> bool:
+        """Whether the client runs the tool."""
+        return self.type in ("function", "namespace")
 
 
 class ReasoningOptions(msgspec.Struct, kw_only=True):
@@ -260,13 +297,13 @@ class ReasoningOptions(msgspec.Struct, kw_only=True):
     summary: Name | None = None  # has no effect, as all others: reasoning is given as it is
 
 
-class ResponsesRequest(GenerateRequest, kw_only=True):
+class ResponsesRequest(ConversationRequest, kw_only=True):
+    FOREIGN: ClassVar[Table] = foreign_fields.RESPONSES
     INPUT: ClassVar[tuple[str, ...]] = (
-        *GenerateRequest.INPUT,
+        *ConversationRequest.INPUT,
         "input",
         "instructions",
         "text",
-        "chat_template_kwargs",
         "include",
         "tools",
         "tool_choice",
@@ -278,7 +315,6 @@ class ResponsesRequest(GenerateRequest, kw_only=True):
     top_logprobs: int | None = None
     text: TextOptions | None = None
     include: list[Name] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     reasoning: ReasoningOptions | None = None
     stream_options: StreamOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
@@ -291,10 +327,6 @@ class ResponsesRequest(GenerateRequest, kw_only=True):
     # Given back in the answer, so within OpenAI's limits.
     metadata: Metadata | None = None  # type: ignore[assignment]
     client_metadata: Raw = None  # type: ignore[assignment]  # Codex's; has no effect
-    # Refused, with what to use instead:
-    conversation: Any = None
-    prompt: Any = None
-    context_management: Any = None
 
     def __post_init__(self) -> None:
         self.prompt_cache_options = self.moderation = None  # type: ignore[assignment]
@@ -303,6 +335,8 @@ class ResponsesRequest(GenerateRequest, kw_only=True):
 
 class TokenizeRequest(Body, kw_only=True):
     """A text (`prompt`) or a conversation (`messages`)."""
+
+    FOREIGN: ClassVar[Table] = foreign_fields.TOKENIZE
 
     model: Name | None = None
     prompt: str | None = None
@@ -359,6 +393,8 @@ class LearnAttentionRequest(Body, kw_only=True):
 
 class PoolsRequest(Body, kw_only=True):
     """How many engines each pool is to have; one that is not named stays as it is."""
+
+    STRICT: ClassVar[bool] = True
 
     prefill_engines: int | None = msgspec.field(default=None, name="prefill")
     decode_engines: int | None = msgspec.field(default=None, name="decode")

@@ -88,6 +88,9 @@ class ResponsesGeneration(Conversation[ResponsesRequest]):
         self._fixed: Json = {}  # fields that are the same from the first event to the last
 
     def as_chat(self) -> ChatRequest:
+        tools = self.request.tools or []
+        self.drop_server_tools([tool.type for tool in tools if not tool.is_clients])
+        self.request.tools = [tool for tool in tools if tool.is_clients]
         return chat_request(self.request)
 
     # ── what is stored ──────────────────────────────────────────────────────────────────────

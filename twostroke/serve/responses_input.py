@@ -14,8 +14,9 @@ from twostroke.errors import nearest, shown
 from twostroke.serve.errors import ApiError
 from twostroke.serve.protocol import (
     ChatRequest,
+    ConversationRequest,
+    EngineFields,
     FunctionTool,
-    GenerateRequest,
     IgnoredFields,
     JsonSchema,
     ResponseFormat,
@@ -38,8 +39,8 @@ INCLUDABLE = (  # all but the first have no effect: there is nothing of the kind
     "code_interpreter_call.outputs",
 )
 _TEXT_PARTS = ("input_text", "output_text", "text")
-_SAME_NAME = set(GenerateRequest.__struct_fields__) - set(IgnoredFields.__struct_fields__)
-_SAME_NAME.add("prompt_cache_key")
+_SAME_NAME = set(ConversationRequest.__struct_fields__) - set(IgnoredFields.__struct_fields__)
+_SAME_NAME |= {*EngineFields.__struct_fields__, "prompt_cache_key"}
 
 
 # ── settings ────────────────────────────────────────────────────────────────────────────────────
@@ -57,7 +58,6 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
         logprobs=wants_logprobs,
         top_logprobs=request.top_logprobs if wants_logprobs else None,
         response_format=_response_format(request.text.format if request.text else None),
-        chat_template_kwargs=request.chat_template_kwargs,
         reasoning_effort=request.reasoning.effort if request.reasoning else None,
         tools=tools,
         tool_choice=choice,
@@ -66,14 +66,6 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
 
 
 def _refuse_unsupported(request: ResponsesRequest) -> None:
-    instead = {
-        "conversation": "go on from an answer with previous_response_id",
-        "prompt": "send instructions and input",
-        "context_management": 'set truncation to "auto", or shorten the input',
-    }
-    for name, advice in instead.items():
-        if getattr(request, name):
-            raise ApiError(400, f"{name} is not supported; {advice}", param=name)
     for name in request.include or ():
         if name not in INCLUDABLE:
             message = f"include: there is no {shown(name)}{nearest(name, INCLUDABLE)}"
@@ -113,7 +105,8 @@ def _tools(request: ResponsesRequest) -> tuple[list[Tool] | None, Any]:
         if not isinstance(allowed, list) or choice.get("mode") not in ("auto", "required"):
             message = 'tool_choice: allowed_tools has a mode, "auto" or "required", and tools'
             raise ApiError(400, message, param="tool_choice")
-        names = [tool.get("name") if isinstance(tool, dict) else None for tool in allowed]
+        own = [one for one in allowed if not isinstance(one, dict) or one.get("type") == "function"]
+        names = [tool.get("name") if isinstance(tool, dict) else None for tool in own]
         known = [tool.function.name for tool in tools]
         if unknown := [one for one in names if one not in known]:
             message = f"tool_choice allows {shown(unknown[0])}, which is not among the tools"

@@ -61,6 +61,7 @@ class ServeSettings(Strict):
 
     # A request's JSON schemas: an object has no other names than its `properties`.
     disable_additional_properties: bool = True
+    strict_fields: bool = False  # unknown fields of requests are refused, not ignored
 
     max_body_bytes: int | None = None  # None: 8 MiB, or 64 for each token of max_model_len
     # Of its JSON: a comma weighs 1, a bracket 4, a colon 8. None: 524288, or 8 for each token.
@@ -129,6 +130,7 @@ class ServeSettings(Strict):
             "enable_auto_tool_choice",
             "exclude_tools_when_tool_choice_none",
             "disable_additional_properties",
+            "strict_fields",
         )
         efforts = self.reasoning_effort_map
         if not isinstance(efforts, dict) or not all(

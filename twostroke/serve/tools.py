@@ -31,8 +31,7 @@ class ToolCalls:
             raise RequestError(
                 f"there is no tool parser {parser!r}{hint or '.'} There are {', '.join(known)}"
             )
-        self._any_style = parser == "auto"
-        self.parser = choose_parser(chat_template) if self._any_style else parser
+        self.parser = choose_parser(chat_template) if parser == "auto" else parser
         self._schemas = _read_tools(tools)
         self.choice = _read_choice(tool_choice, self._schemas)
         self._kinds = {name: argument_kinds(schema) for name, schema in self._schemas.items()}
@@ -74,7 +73,7 @@ class ToolCalls:
     def stream(self, make_id: MakeId | None = None) -> CallParser:
         """Reads the calls in one text."""
         kinds = {name: self._kinds[name] for name in self.names}
-        return self.format(kinds, make_id, fenced=self._any_style)
+        return self.format(kinds, make_id)
 
 
 # ── what a request says ─────────────────────────────────────────────────────────────────────────

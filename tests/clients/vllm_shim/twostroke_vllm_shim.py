@@ -479,15 +479,13 @@ def _judged(error: BaseException) -> tuple[str, str]:
         if isinstance(one, ServerRefusedError):
             return "missing", " ".join(str(one).split())[-300:]
         status = getattr(one, "status_code", None)
-        if status in (404, 501) or getattr(one, "code", None) == "unknown_field":
+        if status in (404, 501):
             return "missing", reason
     if cannot := _cannot_run(text):
         return cannot
     if re.search(r"\bName\b['\"]", text):
         return "internal", reason
-    missing = (
-        r"unknown field|is not supported|40[45] Client Error|there is no '/|\bassert \(?40[45] =="
-    )
+    missing = r"is not supported|40[45] Client Error|there is no '/|\bassert \(?40[45] =="
     if re.search(missing, text):
         return "missing", reason
     return "different", reason

@@ -11,13 +11,14 @@ from twostroke.serve.parsers.json_formats import (
     DeepSeekV31,
     Granite,
     Hermes,
+    InternLm,
     KimiK2,
     Llama,
     Mistral,
     Phi4Mini,
 )
 from twostroke.serve.parsers.reasoning import FORMATS, is_harmony
-from twostroke.serve.parsers.untyped_formats import Glm45, Pythonic, Qwen3Coder
+from twostroke.serve.parsers.untyped_formats import Glm45, Olmo3, Pythonic, Qwen3Coder, SeedOss
 
 # The names are vLLM's.
 TOOL_PARSERS: Final[dict[str, type[CallParser]]] = {
@@ -37,6 +38,9 @@ TOOL_PARSERS: Final[dict[str, type[CallParser]]] = {
     "glm45": Glm45,
     "glm47": Glm45,
     "kimi_k2": KimiK2,
+    "seed_oss": SeedOss,
+    "olmo3": Olmo3,
+    "internlm": InternLm,
     "openai": Harmony,
 }
 REASONING_PARSERS: Final = tuple(FORMATS)
@@ -46,6 +50,9 @@ _SHOWN: Final = (
     ("<｜tool▁calls▁begin｜>", "deepseek_v3"),
     ("<|tool_calls_section_begin|>", "kimi_k2"),
     ("<|im_middle|>", "kimi_k2"),
+    ("<seed:tool_call>", "seed_oss"),
+    ("<function_calls>", "olmo3"),
+    ("<|action_start|>", "internlm"),
     ("<parameter=", "qwen3_coder"),
     ("<arg_key>", "glm45"),
     ("functools[", "phi4_mini_json"),

@@ -14,6 +14,8 @@ from twostroke.serve.parsers.arguments import Kinds, as_json
 from twostroke.serve.parsers.scanner import SPACE, Scanner, Steps
 
 ARGUMENTS: Final = ("arguments", "parameters")  # either is understood wherever one of them is
+CALL_KEYS: Final = ("name", "id", "type", *ARGUMENTS)  # of a call without tags
+FENCE: Final = "```json"
 MAX_NAME: Final = 64  # characters
 _NAME_CHARS: Final = frozenset(string.ascii_letters + string.digits + "_.-")
 _BAD: Final = object()
@@ -31,12 +33,10 @@ class CallParser(Scanner):
     forced: ClassVar[tuple[str, str]]
     instead: ClassVar[type[CallParser] | None] = None  # reads forced calls, if this one cannot
 
-    def __init__(self, tools: Tools, make_id: MakeId | None = None, fenced: bool = False) -> None:
-        """`fenced`: whether a call may stand in ```json instead of in tags."""
+    def __init__(self, tools: Tools, make_id: MakeId | None = None) -> None:
         super().__init__()
         self.calls: list[ToolCall] = []
         self.tools = tools
-        self.fenced = fenced
         self._make_id = make_id or self.new_id
         self._no_text = True  # since the last call
         self._num_arguments = 0
@@ -110,8 +110,31 @@ class CallParser(Scanner):
         yield from self.json_value(self.emit_arguments)
         return True
 
-    def call_object(self) -> Steps[bool]:
-        """`{"name": …, "arguments": {…}}`, in either order. False if that is no call."""
+    def next_tag(self, *tags: str) -> Steps[str]:
+        """Emit text up to one of the tags, which is returned; "" if the text ends first. Calls
+        without tags are read on the way: models forget their tags, above all in later turns. Such
+        a call is a JSON object that begins a line, or stands in ```json."""
+        while tag := (yield from self.text_until(*tags, FENCE, "{")):
+            if tag in tags:
+                return tag
+            if tag == FENCE:
+                found = yield from self.fence()
+            elif found := self._begins_line():
+                self._at -= len(tag)
+                found = yield from self.call_object(CALL_KEYS)
+            if not found:
+                self.give_up()
+        return ""
+
+    def _begins_line(self) -> bool:
+        """Whether only white space stands before the brace that was read, in its line or, after a
+        call, at all."""
+        before = self._text[self._held : self._at - 1]
+        return self._no_text or "\n" in before
+
+    def call_object(self, keys: tuple[str, ...] = ()) -> Steps[bool]:
+        """`{"name": …, "arguments": {…}}`, in either order. False if that is no call, as soon as a
+        key is none of `keys`, if some are given."""
         if not (yield from self.accept("{")):
             return False
         name, arguments, begun = "", "", False
@@ -120,6 +143,8 @@ class CallParser(Scanner):
             key = _loads((yield from self.json_value()))
             if not isinstance(key, str) or not (yield from self.accept(":", after=SPACE)):
                 return begun
+            if keys and key not in keys and not begun:
+                return False
             yield from self.space()
             is_arguments = key in ARGUMENTS
             if name and is_arguments and not begun and (yield from self.peek()) == "{":

@@ -5,6 +5,7 @@
     mistral         text[TOOL_CALLS][{"name": …, "arguments": {…}}, …], and since 2025
                     text[TOOL_CALLS]name[ARGS]{…}, with [CALL_ID]… before [ARGS], or without [ARGS]
     granite         text<|tool_call|>[{"name": …, "arguments": {…}}, …], with <tool_call> as well
+    internlm        text<|action_start|><|plugin|>\\n{"name": …, "parameters": {…}}<|action_end|>
     phi4_mini_json  text functools[{"name": …, "arguments": {…}}, …]
     deepseek_v3     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>name\\n```json
                     \\n{…}\\n```<｜tool▁call▁end｜>…<｜tool▁calls▁end｜>
@@ -22,26 +23,19 @@ import string
 from abc import abstractmethod
 from typing import ClassVar
 
-from twostroke.serve.parsers.calls import CallParser
+from twostroke.serve.parsers.calls import FENCE, CallParser
 from twostroke.serve.parsers.scanner import SPACE, Steps
-
-FENCE = "```json"
 
 
 class Hermes(CallParser):
     forced = ('<tool_call>\n{{"name": "{name}", "arguments": ', "}\n</tool_call>")
 
     def read(self) -> Steps[None]:
-        tags = ("<tool_call>", FENCE) if self.fenced else ("<tool_call>",)
-        while tag := (yield from self.text_until(*tags)):
-            if tag == FENCE:
-                found = yield from self.fence()
+        while (yield from self.next_tag("<tool_call>")):
+            yield from self.space()
+            if (yield from self.call_object()):
+                yield from self.accept("</tool_call>", after=SPACE)  # some forget it
             else:
-                yield from self.space()
-                found = yield from self.call_object()
-                if found:  # some forget the closing tag
-                    yield from self.accept("</tool_call>", after=SPACE)
-            if not found:
                 self.give_up()
 
 
@@ -52,7 +46,7 @@ class Llama(CallParser):
         while True:
             self.hold()
             yield from self.space(SPACE + ";" if self.calls else SPACE)
-            if self.fenced and (yield from self.accept(FENCE)):
+            if (yield from self.accept(FENCE)):
                 found = yield from self.fence()
             else:
                 if (yield from self.accept("<|python_tag|>", "<|python_start|>")):
@@ -72,7 +66,7 @@ class Mistral(CallParser):
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
     def read(self) -> Steps[None]:
-        while (yield from self.text_until("[TOOL_CALLS]")):
+        while (yield from self.next_tag("[TOOL_CALLS]")):
             yield from self.space()
             if (yield from self.peek()) == "[":
                 found = yield from self.call_list()
@@ -95,7 +89,7 @@ class Granite(CallParser):
     forced = ('<|tool_call|>[{{"name": "{name}", "arguments": ', "}]")
 
     def read(self) -> Steps[None]:
-        while (yield from self.text_until("<|tool_call|>", "<tool_call>")):
+        while (yield from self.next_tag("<|tool_call|>", "<tool_call>")):
             yield from self.space()
             one = (yield from self.peek()) == "{"
             if (yield from (self.call_object() if one else self.call_list())):
@@ -104,11 +98,25 @@ class Granite(CallParser):
                 self.give_up()
 
 
+class InternLm(CallParser):
+    special_tokens = True
+    forced = ('<|action_start|><|plugin|>\n{{"name": "{name}", "parameters": ', "}<|action_end|>")
+
+    def read(self) -> Steps[None]:
+        while (yield from self.next_tag("<|action_start|>")):
+            yield from self.accept("<|plugin|>", after=SPACE)
+            yield from self.space()
+            if (yield from self.call_object()):
+                yield from self.accept("<|action_end|>", after=SPACE)
+            else:
+                self.give_up()
+
+
 class Phi4Mini(CallParser):
     forced = ('functools[{{"name": "{name}", "arguments": ', "}]")
 
     def read(self) -> Steps[None]:
-        while (yield from self.text_until("functools")):
+        while (yield from self.next_tag("functools")):
             yield from self.space()
             if not (yield from self.call_list()):
                 self.give_up()
@@ -122,7 +130,7 @@ class TaggedCalls(CallParser):
     all_end: ClassVar[str]
 
     def read(self) -> Steps[None]:
-        while tag := (yield from self.text_until(self.all_begin, self.begin)):
+        while tag := (yield from self.next_tag(self.all_begin, self.begin)):
             if tag == self.all_begin:
                 yield from self.accept(self.begin, after=SPACE)
             if (yield from self._call()):

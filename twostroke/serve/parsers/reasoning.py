@@ -1,15 +1,17 @@
 """Reasoning: what a model writes before it answers, apart from the answer.
 
     deepseek_r1, deepseek_v3, qwen3,
-    glm45, glm47, kimi_k2       <think>…</think>
+    glm45, glm47, kimi_k2,
+    olmo3                       <think>…</think>
+    seed_oss                    <seed:think>…</seed:think>
     mistral                     [THINK]…[/THINK]
     granite                     Here is my thought process:…Here is my response:
     openai_gptoss               Harmony's channel `analysis` (`harmony.py`)
 
 Where the prompt ends with the tag that opens it, the model is thinking from its first token on;
 where it ends with the closed tags, as templates write for `enable_thinking: false`, it is not.
-Otherwise it thinks if the tag is the first thing it writes. deepseek_r1 and kimi_k2, as in vLLM,
-need not write it; and Kimi's reasoning also ends where its calls begin.
+Otherwise it thinks if the tag is the first thing it writes. deepseek_r1, kimi_k2, olmo3 and
+seed_oss, as in vLLM, need not write it; and Kimi's reasoning also ends where its calls begin.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ class ReasoningFormat:
 
 
 THINK: Final = ReasoningFormat()
+SEED: Final = ReasoningFormat(("<seed:think>",), ("</seed:think>",), begins_open=True)
 HARMONY: Final = ReasoningFormat(
     ("<|channel|>analysis<|message|>",),
     ("<|channel|>final<|message|>",),
@@ -75,8 +78,10 @@ FORMATS: Final = {
     ),
     "kimi_k2": replace(THINK, ends_before=(KimiK2.all_begin,), begins_open=True),
     "mistral": MISTRAL,
+    "olmo3": replace(THINK, begins_open=True),
     "openai_gptoss": HARMONY,
     "qwen3": THINK,
+    "seed_oss": SEED,
 }
 
 
@@ -87,6 +92,8 @@ def choose_format(chat_template: str | None) -> ReasoningFormat | None:
         return HARMONY
     if "[THINK]" in template:
         return MISTRAL
+    if "seed:think" in template:
+        return SEED
     if "thought process:" in template and "<think>" not in template:
         return FORMATS["granite"]
     return THINK if "</think>" in template else None

@@ -2,14 +2,18 @@
 
     qwen3_coder  <tool_call>\\n<function=name>\\n<parameter=key>\\nvalue\\n</parameter>\\n
                  </function>\\n</tool_call>, any number of them
+    seed_oss     the same between <seed:tool_call> and </seed:tool_call>
     glm45        <tool_call>name\\n<arg_key>key</arg_key>\\n<arg_value>value</arg_value>\\n
                  </tool_call>, any number of them
     pythonic     [name(key=value, …), …], the whole text; values are Python's
+    olmo3        text<function_calls>\\nname(key=value, …)\\n…\\n</function_calls>
 
 An argument is emitted when it is complete.
 """
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 from twostroke.serve.parsers.arguments import as_json, python_as_json
 from twostroke.serve.parsers.calls import MAX_NAME, CallParser
@@ -21,13 +25,14 @@ MAX_KEY = 256  # characters
 
 class Qwen3Coder(CallParser):
     instead = Hermes
+    begin, end = "<tool_call>", "</tool_call>"
 
     def read(self) -> Steps[None]:
-        while tag := (yield from self.text_until("<tool_call>", "<function=")):
-            if tag == "<tool_call>":
+        while tag := (yield from self.next_tag(self.begin, "<function=")):
+            if tag == self.begin:
                 tag = yield from self.accept("<function=", after=SPACE)
             if tag and (yield from self._call()):
-                yield from self.accept("</tool_call>", after=SPACE)
+                yield from self.accept(self.end, after=SPACE)
             else:
                 self.give_up()
 
@@ -49,11 +54,15 @@ class Qwen3Coder(CallParser):
         return True
 
 
+class SeedOss(Qwen3Coder):
+    begin, end = "<seed:tool_call>", "</seed:tool_call>"
+
+
 class Glm45(CallParser):
     instead = Hermes
 
     def read(self) -> Steps[None]:
-        while (yield from self.text_until("<tool_call>")):
+        while (yield from self.next_tag("<tool_call>")):
             yield from self.space()
             if not (yield from self._call((yield from self.name()))):
                 self.give_up()
@@ -76,7 +85,7 @@ class Glm45(CallParser):
 
 
 class Pythonic(CallParser):
-    instead = Llama
+    instead: ClassVar[type[CallParser] | None] = Llama
 
     def read(self) -> Steps[None]:
         self.hold()
@@ -144,3 +153,15 @@ class Pythonic(CallParser):
         if literal is not None:
             return literal
         return as_json(source, self.tools[name].get(key, frozenset({"boolean", "null"})))
+
+
+class Olmo3(Pythonic):
+    instead = Hermes
+
+    def read(self) -> Steps[None]:
+        while (yield from self.next_tag("<function_calls>")):
+            while (yield from self._call()):
+                yield from self.space()
+                self.hold()
+            if not (yield from self.accept("</function_calls>", after=SPACE)):
+                self.give_up()
