@@ -318,9 +318,13 @@ class Grammars:
                 self.drop(request_id)
         if matcher is None or not tokens:
             return None
-        follower.first_mask = None
+        had_first_mask, follower.first_mask = follower.first_mask is not None, None
         started = thread_time()
         taken = 0 if ended or matcher.is_error() else matcher.try_consume_tokens(list(tokens))
+        if had_first_mask and not taken and not ended:
+            # A matcher finds out that it has failed only with a mask of its own.
+            matcher.compute_bitmask()
+            taken = matcher.try_consume_tokens(list(tokens))
         if matcher.is_error():
             # Copies share what the lexer has learnt, and with it the limit on that.
             assert follower.asked is not None

@@ -58,7 +58,7 @@ def name_ranges(executor: TorchExecutor, scheduler: Any, open_range: OpenRange) 
 
         wraps.put(owner, method, wrap)
 
-    put(scheduler, "plan", lambda: "plan")
+    put(scheduler, "plan", lambda *_: "plan")
     put(executor, "forward", step_name)
     put(executor, "sample", lambda handle, *_: f"{SAMPLING} of {step_name(handle.plan)}")
     put(executor.program, "_sample", lambda *_: SAMPLING)
