@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import struct
+from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
@@ -296,6 +297,47 @@ def token(token_id: Any, content: Any) -> dict[str, Any]:
             {"decoder": {"type": "Sequence", "decoders": [replacing({"String": "a"}, "aa")] * 40}},
             "decoder: makes more than 64 times its length",
         ),
+        (  # letters that no probe holds: 64 times as many of the next at each step
+            {
+                "normalizer": {
+                    "type": "Sequence",
+                    "normalizers": [
+                        replacing({"Regex": f"[{a}-{a}]"}, b * 64)
+                        for a, b in ("qr", "rs", "st", "tu")
+                    ],
+                }
+            },
+            "normalizer: makes more than 64 times its length of some texts (up to 16,777,216",
+        ),
+        (
+            {
+                "normalizer": {
+                    "type": "Precompiled",
+                    "precompiled_charsmap": b64encode(bytes(4) + b"r" * 65 + b"\0").decode(),
+                }
+            },
+            "normalizer: makes more than 64 times its length of some texts (up to 65",
+        ),
+        (
+            {"normalizer": replacing({"Regex": "q(?=.{9})"}, "r")},
+            "pattern: Regex must be a pattern without lookarounds, back-references and repeated",
+        ),
+        (
+            {"normalizer": replacing({"Regex": "(q|q)+z"}, "r")},
+            "pattern: Regex must be a pattern without lookarounds, back-references and repeated",
+        ),
+        (
+            {"normalizer": replacing({"Regex": "q*q*q*q*z"}, "r")},
+            "pattern: Regex must be a pattern without lookarounds, back-references and repeated",
+        ),
+        (
+            {"normalizer": replacing({"Regex": "(q|q)" * 30 + "z"}, "r")},
+            "pattern: Regex must be a pattern without lookarounds, back-references and repeated",
+        ),
+        (
+            {"normalizer": replacing({"Regex": "q?" * 30 + "z"}, "r")},
+            "pattern: Regex must be a pattern without lookarounds, back-references and repeated",
+        ),
         (
             {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}] * 65}},
             "normalizer: has more than 64 steps",
@@ -319,6 +361,8 @@ def test_usual_normalizers_are_read(folder: Path) -> None:
         {"type": "NFKC"},
         replacing({"Regex": " {2,}"}, " "),
         replacing({"String": "``"}, '"'),
+        *(replacing({"Regex": f"\\r\\n|{x}|[^\\W\\w]"}, "\n") for x in "abcdefghijkl"),
+        replacing({"Regex": r"\s+|\)+|(?:\p{Zs}|\x{3000})"}, " "),
     ]
     change_tokenizer(folder, normalizer={"type": "Sequence", "normalizers": steps})
     assert Tokenizer.from_folder(folder).encode("a dog") != []

@@ -6,7 +6,9 @@ replacements that each write a letter a hundred times makes a gigabyte of a word
 
 from __future__ import annotations
 
+import base64
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +17,7 @@ import tokenizers
 
 from twostroke.errors import ModelError
 from twostroke.model.fields import MAX_JSON_BYTES, Fields, shown
+from twostroke.model.replaced_patterns import is_bounded, may_match_nothing
 from twostroke.model.spec import VOCABULARY
 
 WAY_OUT: Final = "Fetch the file again, or give another one with --tokenizer FOLDER."
@@ -128,9 +131,17 @@ def _check_highest(what: str, highest: int, count: int) -> None:
 
 
 def _check_growth(fields: Fields, part: str, steps_key: str) -> None:
-    """No text may grow without bound. What steps write may be what later steps replace, so all of
-    it is in the text that is tried, and each step is tried on what the one before has made."""
+    """Refuse steps that let a text grow without bound, or look at it without bound.
+
+    The growth of steps that insert text is known from what they insert. The other steps are tried
+    on a text with all that any step writes, each on what the step before has made."""
     steps = _steps(fields, part, steps_key)
+    growth = math.prod(_growth(Fields(fields.where, step)) for step in steps)
+    if growth > MAX_GROWTH:
+        raise ModelError(
+            f"{fields.where}: makes more than {MAX_GROWTH} times its length of some texts (up to "
+            f"{min(growth, 10**9):,} times). {WAY_OUT}"
+        )
     probe = " aA1é.東"
     for step in steps:
         for key in ("content", "prepend"):
@@ -160,6 +171,40 @@ def _check_growth(fields: Fields, part: str, steps_key: str) -> None:
                 f"{fields.where}: makes more than {MAX_GROWTH} times its length of a text of "
                 f"{len(probe)} characters. {WAY_OUT}"
             )
+
+
+def _growth(step: Fields) -> int:
+    """Return how many times its length a step can make of a text by what it inserts."""
+    if step.value("type") == "Prepend":
+        return 1 + len(step.string("prepend", "", longest=MAX_INSERTED_CHARS))
+    if step.value("type") == "Precompiled":
+        return _longest_in_charsmap(step.value("precompiled_charsmap"))
+    if step.value("type") != "Replace":
+        return 1
+    num_chars = len(step.string("content", "", longest=MAX_INSERTED_CHARS))
+    pattern = step.nested("pattern")
+    text = pattern.string("String", "", longest=MAX_PATTERN_CHARS)
+    regex = pattern.string("Regex", "", longest=MAX_PATTERN_CHARS)
+    if not is_bounded(regex):
+        pattern.refuse(
+            "Regex",
+            "a pattern without lookarounds, back-references and repeated groups, and with few "
+            "repeats and choices",
+        )
+    if text:
+        return max(1, -(-num_chars // len(text)))
+    return num_chars + 1 if may_match_nothing(regex) else max(1, num_chars)
+
+
+def _longest_in_charsmap(charsmap: Any) -> int:
+    """Return how many characters SentencePiece's table can write for one: after the bytes of a trie
+    and their number come the texts, with a zero byte after each."""
+    try:
+        data = base64.b64decode(charsmap)
+    except (TypeError, ValueError):
+        return 1  # `read_backend` says that it cannot be read
+    texts = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
+    return max(1, *(len(text.decode("utf-8", "replace")) for text in texts))
 
 
 def _check_surroundings(fields: Fields) -> None:
