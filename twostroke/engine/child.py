@@ -35,7 +35,7 @@ from twostroke.network_auth import (
 
 log = logging.getLogger(__name__)
 
-FIRST_MESSAGE_S = 10.0  # at least so long may a process take to import what sends messages
+FIRST_MESSAGE_S = 30.0  # at least so long may a process take to import what sends messages
 READ_S = 0.001  # how long messages are read before the loop's other callbacks get their turn
 
 
@@ -93,7 +93,8 @@ class Child:
                 self.heard_s, self.step_s = now, 0.0
                 continue
             silent_s = now - self.heard_s
-            limit_s = timeout_s if self._heard_any else max(timeout_s, FIRST_MESSAGE_S)
+            importing = not (self._heard_any or self._launched.stopped)
+            limit_s = max(timeout_s, FIRST_MESSAGE_S) if importing else timeout_s
             if silent_s > limit_s:
                 self.end(f"its process was silent for {silent_s:.0f} s and was killed")
             elif self.step_limit_s is not None and self.step_s > self.step_limit_s():

@@ -39,6 +39,10 @@ class Launched(Protocol):
     def running(self) -> bool:
         """Whether there is a process that can send messages, or was one."""
 
+    @property
+    def stopped(self) -> bool:
+        """Whether the process is known to be stopped, as SIGSTOP does."""
+
     def listening(self, endpoint: str) -> None:
         """Its parent listens there."""
 
@@ -75,6 +79,12 @@ class Spawned:
     @property
     def running(self) -> bool:
         return True
+
+    @property
+    def stopped(self) -> bool:
+        with contextlib.suppress(OSError), open(f"/proc/{self.process.pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] == "T"
+        return False
 
     def listening(self, endpoint: str) -> None: ...
 

@@ -193,6 +193,7 @@ class RayLaunched:
         self._launcher = launcher
         self.endpoint = f"tcp://{launcher.cluster.host}:*"
         self.secret = launcher.secret
+        self.stopped = False  # not known
         self.running = False  # Ray may have to make room or start a node first
         self._send_to, self._how = "", ""
         self._ending, self._ended = Event(), Event()
