@@ -50,6 +50,9 @@ GOOD: dict[str, dict[str, Any]] = {
     "/completions": {"prompt": "hi", "n_predict": 3},
     "/infill": {"input_prefix": "a", "input_suffix": "b", "n_predict": 3},
     "/apply-template": {"messages": [{"role": "user", "content": "hi"}]},
+    "/learn/predict": {"prompt_tokens": 20, "output_tokens": 3, "streams": 1},
+    "/learn/run": {"experiment": "predict", "prompt_tokens": 20, "output_tokens": 3, "streams": 1},
+    "/learn/attention": {"tokens": [4, 5, 6], "layer": 0, "head": 0},
 }
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 MESSAGES: list[Any] = [

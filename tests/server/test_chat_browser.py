@@ -72,6 +72,7 @@ def test_two_turns_with_a_code_block_survive_a_reload(chat: ChatPage, server: Ru
     chat.page.call("Browser.grantPermissions", permissions=["clipboardReadWrite"])
     chat.click("Copy code")
     chat.page.wait_for(f"{chat.button('Copy code')}.textContent === 'Copied'")
+    chat.page.wait_for(f"{chat.button('Copy code')}.textContent === 'Copy'")
     figures = chat.page.value("document.querySelector('.figures').innerText")
     assert all(word in figures for word in ("TTFT", "tok/s", "cached", "tokens"))
     chat.ask("again")

@@ -240,7 +240,7 @@ def test_the_page_is_whole_and_may_speak_to_nobody_else(server: Running) -> None
     policy = headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
-    assert re.findall(r"(?:src|href)=[\"'](?!data:)([^\"']*)", text) == ["metrics"]
+    assert re.findall(r"(?:src|href)=[\"'](?!data:)([^\"']*)", text) == ["./", "metrics"]
     assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", text)
     changed = dict(page_headers(text.replace('"use strict";', '"use strict"; ')))
     assert changed[b"content-security-policy"].decode() != policy, "a changed script is another"

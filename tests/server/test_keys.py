@@ -24,7 +24,7 @@ pytestmark = pytest.mark.core  # bounds of security
 
 KEYS = ("first-key", "zweiter-schlüssel")
 # Pages and their files hold no data: what they show they ask of routes that need the key.
-PAGES = {"/dash", "/static/shared/base.css"}
+PAGES = {"/dash", "/learn", "/static/shared/base.css"}
 OPEN = {"/health", "/v1/health", "/ping", *PAGES}
 
 
