@@ -152,7 +152,7 @@ class Memory(threading.Thread):
         sizes = {"http": _rss(self._pid)}
         engine = 0
         others = 0
-        for pid in _children(self._pid):
+        for pid in children(self._pid):
             size = _rss(pid)
             if size > engine:
                 engine, size = size, engine
@@ -180,13 +180,13 @@ def _rss(pid: int) -> int:
         return 0
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
     found = []
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(FileNotFoundError):  # the thread has ended meanwhile
                 for child in map(int, (task / "children").read_text().split()):
-                    found += [child, *_children(child)]
+                    found += [child, *children(child)]
     return found
 
 
@@ -196,7 +196,7 @@ def _others_cpu_s() -> float:
     ticks = [int(n) for n in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
     user, nice, system, _, _, irq, softirq, steal = ticks[:8]
     own = 0
-    for pid in [os.getpid(), *_children(os.getpid())]:
+    for pid in [os.getpid(), *children(os.getpid())]:
         with contextlib.suppress(OSError):
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             own += sum(map(int, fields[11:15]))  # its own and its ended children's
@@ -205,7 +205,7 @@ def _others_cpu_s() -> float:
 
 def engine_pid(http_pid: int) -> int:
     """The largest of the server's children."""
-    return max(_children(http_pid), key=_rss, default=0)
+    return max(children(http_pid), key=_rss, default=0)
 
 
 class Server:
@@ -252,7 +252,7 @@ class Server:
         except subprocess.TimeoutExpired:
             return -1.0
         finally:
-            for pid in [*_children(self.process.pid), self.process.pid]:
+            for pid in [*children(self.process.pid), self.process.pid]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self.process.wait()

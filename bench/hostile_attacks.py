@@ -18,7 +18,7 @@ from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
-from bench.hostile import ATTACK_S, Attack, Fire, Target, engine_pid
+from bench.hostile import ATTACK_S, Attack, Fire, Target, children, engine_pid
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hi"}]
@@ -141,6 +141,21 @@ def schema(seed: int, patterns: int = 400) -> dict[str, Any]:
         words = "|".join(f"[a-z]{{{k},{k + n % 17 + 3}}}{seed}" for k in range(1, 6))
         properties[f"field_{seed}_{n}"] = {"type": "string", "pattern": f"^({words})$"}
     return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+# Each mask takes longer than the one before, 3 to 14 ms, and all of them 0.1 s of CPU time.
+AMBIGUOUS = """root ::= e
+e ::= e e | w
+w ::= [a-z] | [a-z] [a-z] | [a-z] [a-z] [a-z] | " "
+"""
+SIXTEEN = {"prompt": "Once", "n": 16, "max_tokens": 12, "temperature": 1.0, "ignore_eos": True}
+
+
+def slow_masks(grammar: str | None) -> Callable[[Target], Fire]:
+    """Four requests of 16 texts each, whose masks are made in the same steps."""
+    asked = SIXTEEN if grammar is None else SIXTEEN | {"structured_outputs": {"grammar": grammar}}
+    body = json.dumps(asked).encode()
+    return lambda target: lambda: told(at_once(target.port, COMPLETIONS, [body] * 4))
 
 
 def plain_chats(target: Target) -> Fire:
@@ -575,6 +590,39 @@ def hang(target: Target) -> Fire:
     return fire
 
 
+HANG_TIMEOUT_S = 3
+
+
+def hang_at_start(target: Target) -> Fire:
+    """The engine is killed, and each engine after it is stopped as soon as it is there; three
+    times."""
+
+    def fire() -> str:
+        known: set[int] = set()
+        start, until = perf_counter(), perf_counter() + 150.0
+        while perf_counter() < until and len(known) < 4:
+            pid = engine_process(target.pid)
+            if pid and pid not in known:
+                os.kill(pid, signal.SIGSTOP if known else signal.SIGKILL)
+                known.add(pid)
+            sleep(0.05)
+        while perf_counter() < until:
+            if ask(target.port, "GET", "/health")[0] == 200:
+                return f"3 engines stopped at their start, up after {perf_counter() - start:.0f} s"
+            sleep(0.2)
+        return f"FAILED of 3 engines {len(known) - 1} were stopped, and none is up after 150 s"
+
+    return fire
+
+
+def engine_process(http_pid: int) -> int:
+    for pid in children(http_pid):
+        with contextlib.suppress(OSError):
+            if b"twostroke.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
+    return 0
+
+
 # ── abandoned requests ──────────────────────────────────────────────────────────────────────
 
 MAX_WAIT_MS = 200.0  # that they may add to another client's time to first token
@@ -687,6 +735,8 @@ ATTACKS = [
     Attack("nested metadata × 14", sending(CHAT, nested_metadata, 14)),
     Attack("48 plain chats", plain_chats, max_gap_ms=1e9),  # what so many users do to another
     Attack("48 schemas", many_schemas, control="48 plain chats"),
+    Attack("64 plain texts", slow_masks(None), max_gap_ms=1e9),  # what so many texts do to another
+    Attack("64 texts with slow masks", slow_masks(AMBIGUOUS), control="64 plain texts"),
     Attack("unknown name of 14 MB", sending(CHAT, long_name)),
     Attack("3 M ids detokenized", sending("/detokenize", lambda: {"tokens": [7] * 3_000_000})),
     Attack("200,000 content parts", sending(CHAT, many_parts)),
@@ -757,4 +807,6 @@ ATTACKS = [
     Attack("odd values", odd_values),
     Attack("an engine that dies", deaths, victim=False, max_growth_mib=512),
     Attack("an engine that hangs", hang, victim=False, max_growth_mib=512),
+    Attack("an engine that hangs at its start", hang_at_start, victim=False, max_growth_mib=512,
+           flags=lambda _: ["--engine-hang-timeout-s", str(HANG_TIMEOUT_S)]),
 ]  # fmt: skip
