@@ -400,12 +400,12 @@ def http_stopped(folder: Path) -> str:
         pid = wait_for(lambda: server.find("twostroke.engine.process"), "an engine")
         for _ in range(3):
             before = load.whole()
-            wait_for(lambda before=before: load.whole() > before, "an answer")
+            wait_for(lambda before=before: load.whole() > before, "an answer")  # type: ignore[misc]
             server.process.send_signal(signal.SIGSTOP)
             sleep(2 * HANG_TIMEOUT_S)  # the fault
             server.process.send_signal(signal.SIGCONT)
             before = load.whole()
-            wait_for(lambda before=before: load.whole() > before + CLIENTS, "answers")
+            wait_for(lambda before=before: load.whole() > before + CLIENTS, "answers")  # type: ignore[misc]
         if server.find("twostroke.engine.process") != pid:
             raise Broken("the engine was replaced though it was not silent")
     if set(load.ends) != {"whole"}:
@@ -443,7 +443,7 @@ def clock_jumps(folder: Path, library: str) -> str:
         for jump_s in (DAY_S, -DAY_S, 3650 * DAY_S, -3650 * DAY_S, 0):
             file.write_text(f"{jump_s:+d}")
             before = load.whole()
-            wait_for(lambda before=before: load.whole() > before + 2 * CLIENTS, "answers")
+            wait_for(lambda before=before: load.whole() > before + 2 * CLIENTS, "answers")  # type: ignore[misc]
         if server.find("twostroke.engine.process") != pid:
             raise Broken("the engine was replaced")
     if set(load.ends) != {"whole"}:
@@ -463,10 +463,10 @@ def memory_limit(folder: Path) -> str:
         flags = ("--kv-cache-memory-bytes", str(256 * 1024**2), "--engine-restart-limit", "3")
         server = Server(*flags, folder=folder, prepare=confine)
         try:
-            wait_for(lambda s=server: s.process.poll() is not None or s.status() == 200, "a start")
+            wait_for(lambda s=server: s.process.poll() is not None or s.status() == 200, "a start")  # type: ignore[misc]
             if server.process.poll() is None:
                 load = Load(server)
-                wait_for(lambda one=load, s=server: one.ends.total() > 20 or one.problems
+                wait_for(lambda one=load, s=server: one.ends.total() > 20 or one.problems  # type: ignore[misc]
                          or s.process.poll() is not None, "ends")  # fmt: skip
                 load.stop()
                 said.append(f"{mib} MiB: {dict(load.ends)}")
