@@ -47,7 +47,7 @@ DAY_S = 86_400
 
 
 class Broken(Exception):  # noqa: N818
-    """What the case shows."""
+    """The result of a case."""
 
 
 # ── processes ───────────────────────────────────────────────────────────────────────────────────
@@ -67,7 +67,7 @@ def tree(pid: int) -> dict[int, str]:
 
 
 def alive(pid: int, command: str) -> bool:
-    """Whether the process is there, and is no other that has its id."""
+    """Return whether the process still runs. Another process with its id does not count."""
     with contextlib.suppress(OSError):
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         now = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
