@@ -47,7 +47,7 @@ DAY_S = 86_400
 
 
 class Broken(Exception):  # noqa: N818
-    """The result of a case."""
+    """A case has failed. The message says how."""
 
 
 # ── processes ───────────────────────────────────────────────────────────────────────────────────
