@@ -252,9 +252,15 @@ CORPUS: dict[str, tuple[str, str, str, Calls]] = {
     ),
     "qwen3 coder, JSON instead": (
         "qwen3_coder",
-        '<tool_call>\n{"name": "now"}\n</tool_call>',
-        '<tool_call>\n{"name": "now"}\n</tool_call>',
-        [],
+        '<tool_call>\n{"name": "now"}\n</tool_call>' + qwen("now"),
+        "",
+        [("now", "{}"), ("now", "{}")],
+    ),
+    "glm, JSON instead": (
+        "glm45",
+        f'<tool_call>\n{{"name": "book", "arguments": {OSLO}}}\n</tool_call>' + glm("now"),
+        "",
+        [("book", OSLO), ("now", "{}")],
     ),
     "glm": (
         "glm45",

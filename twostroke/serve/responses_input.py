@@ -105,8 +105,9 @@ def _tools(request: ResponsesRequest) -> tuple[list[Tool] | None, Any]:
         if not isinstance(allowed, list) or choice.get("mode") not in ("auto", "required"):
             message = 'tool_choice: allowed_tools has a mode, "auto" or "required", and tools'
             raise ApiError(400, message, param="tool_choice")
-        own = [one for one in allowed if not isinstance(one, dict) or one.get("type") == "function"]
-        names = [tool.get("name") if isinstance(tool, dict) else None for tool in own]
+        entries = [one if isinstance(one, dict) else {} for one in allowed]
+        own = [one for one in entries if one.get("type", "function") == "function"]
+        names = [one.get("name") for one in own]
         known = [tool.function.name for tool in tools]
         if unknown := [one for one in names if one not in known]:
             message = f"tool_choice allows {shown(unknown[0])}, which is not among the tools"

@@ -194,13 +194,17 @@ class CallParser(Scanner):
         yield from self.accept("]", after=SPACE)
         return True
 
-    def fence(self) -> Steps[bool]:
-        """A call after ```json, and the end of the fence."""
+    def json_call(self, end: str) -> Steps[bool]:
+        """The object of a call, and the tag that ends it, which some models forget."""
         yield from self.space()
         if not (yield from self.call_object()):
             return False
-        yield from self.accept("```", after=SPACE)
+        yield from self.accept(end, after=SPACE)
         return True
+
+    def fence(self) -> Steps[bool]:
+        """A call after ```json, and the end of the fence."""
+        return (yield from self.json_call("```"))
 
 
 def _loads(text: Any) -> Any:

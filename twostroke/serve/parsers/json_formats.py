@@ -32,10 +32,7 @@ class Hermes(CallParser):
 
     def read(self) -> Steps[None]:
         while (yield from self.next_tag("<tool_call>")):
-            yield from self.space()
-            if (yield from self.call_object()):
-                yield from self.accept("</tool_call>", after=SPACE)  # some forget it
-            else:
+            if not (yield from self.json_call("</tool_call>")):
                 self.give_up()
 
 
@@ -105,10 +102,7 @@ class InternLm(CallParser):
     def read(self) -> Steps[None]:
         while (yield from self.next_tag("<|action_start|>")):
             yield from self.accept("<|plugin|>", after=SPACE)
-            yield from self.space()
-            if (yield from self.call_object()):
-                yield from self.accept("<|action_end|>", after=SPACE)
-            else:
+            if not (yield from self.json_call("<|action_end|>")):
                 self.give_up()
 
 

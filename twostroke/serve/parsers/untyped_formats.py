@@ -8,7 +8,7 @@
     pythonic     [name(key=value, …), …], the whole text; values are Python's
     olmo3        text<function_calls>\\nname(key=value, …)\\n…\\n</function_calls>
 
-An argument is emitted when it is complete.
+An argument is emitted when it is complete. JSON between the tags of a call is a call as well.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ class Qwen3Coder(CallParser):
         while tag := (yield from self.next_tag(self.begin, "<function=")):
             if tag == self.begin:
                 tag = yield from self.accept("<function=", after=SPACE)
-            if tag and (yield from self._call()):
-                yield from self.accept(self.end, after=SPACE)
-            else:
+            if not (yield from (self._call() if tag else self.json_call(self.end))):
                 self.give_up()
 
     def _call(self) -> Steps[bool]:
@@ -51,6 +49,7 @@ class Qwen3Coder(CallParser):
         # Where the text was cut off, so are the arguments.
         if (yield from self.accept("</function>", after=SPACE)):
             self.end_arguments()
+        yield from self.accept(self.end, after=SPACE)
         return True
 
 
@@ -64,7 +63,11 @@ class Glm45(CallParser):
     def read(self) -> Steps[None]:
         while (yield from self.next_tag("<tool_call>")):
             yield from self.space()
-            if not (yield from self._call((yield from self.name()))):
+            if (yield from self.peek()) == "{":
+                found = yield from self.json_call("</tool_call>")
+            else:
+                found = yield from self._call((yield from self.name()))
+            if not found:
                 self.give_up()
 
     def _call(self, name: str) -> Steps[bool]:
