@@ -239,6 +239,7 @@ def live(life: Life, seed: int) -> None:
     assert usage.used == usage.fragmented == 0, f"seed {seed}: {usage}"
 
 
+@pytest.mark.full  # more rounds
 def test_prompts_ranked_by_slack_compete_for_the_last_blocks() -> None:
     """Whoever gives way is the last by arrival, and may have a chunk of the same step by then."""
     for seed in range(100):

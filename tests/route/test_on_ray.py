@@ -34,7 +34,7 @@ needs_ray = pytest.mark.skipif(
     find_spec("ray") is None or not cpu.available() or not hasattr(os, "memfd_create"),
     reason="needs ray (pip install 'twostroke[cluster]') and native kernels on Linux",
 )
-PATIENCE_S = 240
+PATIENCE_S = 540
 CORES = 4  # that each node says it has
 STAGES = ("before prefill", "in prefill", "in transfer", "in decode")
 KINDS = (Role.PREFILL, Role.DECODE)

@@ -405,6 +405,7 @@ def test_slow_readers_hold_up_nobody_and_cost_little(folder: Path, written: list
         server.assert_nothing_left()
 
 
+@pytest.mark.full  # more rounds
 def test_2000_random_disconnects_leave_nothing(folder: Path, written: list[int]) -> None:
     rng = random.Random(0)
     kept = 0

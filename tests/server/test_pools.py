@@ -154,6 +154,7 @@ def names(pools: dict[str, Any]) -> list[str]:
     return [engine["name"] for engine in pools["engines"]]
 
 
+@pytest.mark.full  # more rounds
 def test_pools_grow_and_shrink_under_load_and_no_request_is_lost(folder: Path) -> None:
     """Three rounds of other sizes while ten requests at a time are written, greedy and seeded."""
     params = [
