@@ -4,7 +4,7 @@
 
 A server's parts without HTTP: the engine in a process of its own, the experiments of `serve/lab.py`
 and the forecasts of `observe/forecast.py`. The engine is calibrated as the page does it, then each
-setting is predicted before it runs. Run it on a quiet machine.
+setting is predicted before it runs three times. Run it on a quiet machine.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from twostroke.config import EngineConfig
 from twostroke.engine.remote import RemoteEngine
+from twostroke.measure.result import environment
 from twostroke.observe.forecast import Workload
 from twostroke.serve.learn import LearnData
+from twostroke.serve.learn_export import ROUNDS
 from twostroke.serve.protocol import LearnRunRequest
 from twostroke.serve.service import Service
 from twostroke.serve.settings import ServeSettings
@@ -46,7 +48,9 @@ async def measure(model: str | None) -> dict[str, Any]:
     errors = [abs(row[key]["error"]) for row in rows for key in ("ttft", "tpot")]
     return {
         "schema_version": 1,
+        "environment": environment(),
         "model": name,
+        "rounds": ROUNDS,
         "rows": rows,
         "median_error": median(errors),
         "worst_error": max(errors),
@@ -55,23 +59,27 @@ async def measure(model: str | None) -> dict[str, Any]:
 
 
 async def _row(data: LearnData, load: Workload) -> dict[str, Any]:
+    """The medians of the rounds, as on the page."""
     expected = await data.predict(load)
     assert expected is not None, "the calibration has shown steps of both phases"
-    request = LearnRunRequest(
-        experiment="predict",
-        prompt_tokens=load.prompt_tokens,
-        output_tokens=load.output_tokens,
-        streams=load.streams,
-    )
+    request = LearnRunRequest(experiment="predict", **asdict(load), rounds=ROUNDS)
     requests = (await data.run(request))["arms"][0]["requests"]
-    firsts = [one["first_token_s"] - one["received_s"] for one in requests]
-    spans = [one["token_s"][-1] - one["token_s"][0] for one in requests]
-    tpot_s = sum(spans) / len(spans) / (load.output_tokens - 1)
+    rounds = [requests[n : n + load.streams] for n in range(0, len(requests), load.streams)]
     return {
         **asdict(load),
-        "ttft": _compared(expected["ttft_s"], sum(firsts) / len(firsts)),
-        "tpot": _compared(expected["tpot_s"], tpot_s),
+        "ttft": _compared(expected["ttft_s"], median(map(_ttft_s, rounds))),
+        "tpot": _compared(expected["tpot_s"], median(map(_tpot_s, rounds))),
     }
+
+
+def _ttft_s(streams: list[dict[str, Any]]) -> float:
+    return mean(one["first_token_s"] - one["received_s"] for one in streams)
+
+
+def _tpot_s(streams: list[dict[str, Any]]) -> float:
+    return mean(
+        (one["token_s"][-1] - one["token_s"][0]) / (len(one["token_s"]) - 1) for one in streams
+    )
 
 
 def _compared(expected_s: float, measured_s: float) -> dict[str, float]:

@@ -1,11 +1,16 @@
-"""The two tiers of the tests, and the cores of pytest-xdist's workers."""
+"""The two tiers of the tests, the cores of pytest-xdist's workers, and the browser."""
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.server.browser import Browser
 
 # Each worker of pytest-xdist, with the processes that its tests start, has its share of the cores.
 # Were a worker's engines and libraries to start a thread for every core, the threads of all workers
@@ -41,3 +46,14 @@ def function_of(item: pytest.Item) -> str:
 def backends_of(item: pytest.Item) -> list[str]:
     params = item.callspec.params if hasattr(item, "callspec") else {}
     return [str(params.get(name)) for name in BACKENDS]
+
+
+@pytest.fixture(scope="module")
+def chrome() -> Iterator[Browser]:
+    """A Chromium. A test that needs one is skipped where none is installed."""
+    from tests.server.browser import browser, chromium
+
+    if chromium() is None:
+        pytest.skip("no Chromium is installed")
+    with browser() as one:
+        yield one

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import pytest
 
-from tests.server.browser import Browser, browser, chromium
+from tests.server.browser import Browser
 from tests.server.test_load import served
 from tests.tiny import tiny_folder
 from twostroke.cli import main
@@ -18,8 +17,6 @@ from twostroke.engine.spawn import DEFAULT_BUILDER
 from twostroke.measure.bench import ServeOptions, run_serve
 from twostroke.measure.definitions import Goals
 from twostroke.measure.serve_report import serve_page
-
-pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium is installed")
 
 PLOTS = {
     "serve": 7,
@@ -141,12 +138,6 @@ def outcome(url: str) -> Any:
         for rate, goodput in rates
     ]
     return found
-
-
-@pytest.fixture(scope="module")
-def chrome() -> Iterator[Browser]:
-    with browser() as one:
-        yield one
 
 
 @pytest.mark.full

@@ -7,6 +7,7 @@ with browser() as one, one.page(url) as page:
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import shutil
 import subprocess
@@ -110,10 +111,14 @@ class Page:
         self._loop.call_soon_threadsafe(self._done.set)
         self._thread.join(PATIENCE_S)
 
-    def value(self, script: str) -> Any:
-        given = self.call("Runtime.evaluate", expression=script, returnByValue=True)
+    def value(self, script: str, **how: Any) -> Any:
+        given = self.call("Runtime.evaluate", expression=script, returnByValue=True, **how)
         assert "exceptionDetails" not in given, given
         return given["result"].get("value")
+
+    def resolved(self, script: str) -> Any:
+        """The value that a promise resolves to."""
+        return self.value(script, awaitPromise=True)
 
     def wait_for(self, script: str, patience_s: float = PATIENCE_S) -> None:
         until = time.monotonic() + patience_s
@@ -139,11 +144,33 @@ class Page:
                 **(text if kind == "keyDown" else {}),
             )
 
+    def focused(self) -> str:
+        """The name of the element that has the focus."""
+        label = "one.ariaLabel || one.labels?.[0]?.textContent"
+        name = f"(one => {label} || one.textContent || one.id)(document.activeElement)"
+        return str(self.value(name))
+
+    def tab_to(self, name: str, modifiers: int = 0) -> None:
+        """Press Tab until the element of this name has the focus."""
+        passed = []
+        for _ in range(80):
+            self.press("Tab", modifiers)
+            passed.append(self.focused())
+            if passed[-1] == name:
+                return
+        raise AssertionError(f"Tab never comes to {name!r}, but to {passed}")
+
     def look(self, width: int, height: int, scheme: str) -> None:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.call("Emulation.setDeviceMetricsOverride", **size)
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self.call("Emulation.setEmulatedMedia", features=[feature])
+
+    def picture(self, path: Path, whole: bool = True) -> None:
+        """Write a PNG of the page: all of its height, or what the window shows."""
+        self.call("Emulation.setScrollbarsHidden", hidden=True)
+        shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+        path.write_bytes(base64.b64decode(shot["data"]))
 
 
 class Browser:

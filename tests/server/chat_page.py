@@ -58,23 +58,6 @@ class ChatPage:
             f".filter(one => [one.textContent, one.ariaLabel].includes({name!r})).at(-1)"
         )
 
-    def focused(self) -> str:
-        """The name of the element that has the focus."""
-        return self.page.value(
-            "(one => one.ariaLabel || one.labels?.[0]?.textContent || one.textContent || one.id)"
-            "(document.activeElement)"
-        )
-
-    def tab_to(self, name: str, modifiers: int = 0) -> None:
-        """Press Tab until the element of this name has the focus."""
-        passed = []
-        for _ in range(80):
-            self.page.press("Tab", modifiers)
-            passed.append(self.focused())
-            if passed[-1] == name:
-                return
-        raise AssertionError(f"Tab never comes to {name!r}, but to {passed}")
-
     def always_answer(self, text: str | None, **more: Any) -> None:
         """From the next chat on the model can write nothing but `text`; None: what it likes."""
         fields = more if text is None else {"structured_outputs": {"choice": [text]}, **more}

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.server.axe import fetch_axe, findings
-from tests.server.browser import Browser, browser, chromium
+from tests.server.browser import Browser
 from tests.server.chat_page import chat_page
+from tests.server.learn_page import learn_page
 from tests.server.running import Running, running
 from tests.tiny import tiny_folder, tiny_llm
+from twostroke.config import EngineConfig
+from twostroke.observe.ceilings import Ceilings
+from twostroke.serve.roof import Roof
 
 pytestmark = [
-    pytest.mark.skipif(chromium() is None, reason="no Chromium is installed"),
     pytest.mark.full,
     pytest.mark.network,
 ]
@@ -28,12 +32,6 @@ THEMES = ("light", "dark")
 @pytest.fixture(scope="module")
 def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
     return fetch_axe(tmp_path_factory.mktemp("axe"))
-
-
-@pytest.fixture(scope="module")
-def chrome() -> Iterator[Browser]:
-    with browser() as one:
-        yield one
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +71,48 @@ def test_the_chat_in_each_of_its_states(
         check("editing")
 
 
-@pytest.mark.parametrize("path", ["/dash", "/docs", "/learn"])
+@pytest.mark.parametrize("width", [1200, 390])
+def test_every_view_of_learn(
+    chrome: Browser, folder: Path, axe: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Roof, "ceilings", Ceilings(2e10, 4e11))  # the sliders need some
+    with (
+        running(tiny_llm(folder), engine=EngineConfig(model=str(folder))) as server,
+        learn_page(chrome, f"{server.url}/learn") as learn,
+    ):
+
+        def check(state: str) -> None:
+            for theme in THEMES:
+                learn.page.look(width, 800, theme)
+                assert findings(learn.page, axe) == [], (state, theme)
+
+        check("start")
+        learn.go("company")
+        for name in ("stall", "batch", "context", "prefix", "full_cache"):
+            learn.run(name)
+        check("company")
+        learn.go("prompt")
+        learn.run("run")
+        learn.page.value("document.querySelectorAll('details').forEach(one => { one.open = true })")
+        learn.run("attention")
+        check("prompt")
+        learn.go("predict")
+        learn.run("predict")
+        check("predict")
+        for view in ("sliders", "roofline"):
+            learn.go(view)
+            check(view)
+        for view in ("quiz", "lesson/1/1", "lesson/6/1"):
+            learn.go(view)
+            check(f"{view}, not answered")
+            learn.answered(0)
+            check(f"{view}, answered")
+        learn.go("myths")
+        learn.run("settle")
+        check("myths")
+
+
+@pytest.mark.parametrize("path", ["/dash", "/docs"])
 def test_the_other_pages(chrome: Browser, server: Running, axe: str, path: str) -> None:
     if server.ask("GET", path, headers={"Accept": "text/html"})[0] == 404:
         pytest.skip(f"there is no {path}")

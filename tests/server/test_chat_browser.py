@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.server.browser import SHIFT, Browser, browser, chromium
+from tests.server.browser import SHIFT, Browser
 from tests.server.chat_page import ANSWERS, WRITTEN, ChatPage, chat_page
 from tests.server.running import Running, running
 from tests.server.scripted import scripted_llm
 from tests.tiny import CHAT_TEMPLATE, tiny_folder, tiny_llm
-
-pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium is installed")
 
 # A model could write this. None of it may become an element, run, or lead anywhere.
 INJECTIONS = [
@@ -40,12 +38,6 @@ CODE = "so:\n\n```python\nprint(1 < 2)\n```\n\n- a *b*\n- **c**"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_folder(tmp_path_factory.mktemp("tiny") / "tiny", max_position_embeddings=2048)
-
-
-@pytest.fixture(scope="module")
-def chrome() -> Iterator[Browser]:
-    with browser() as one:
-        yield one
 
 
 @pytest.fixture(scope="module")
@@ -303,42 +295,42 @@ def test_with_a_key_the_page_asks_for_it_and_asks_again_if_it_is_wrong(
 def test_a_whole_chat_by_keyboard_alone(chat: ChatPage) -> None:
     chat.always_answer("yes\n\n```\nx\n```")
     page = chat.page
-    chat.tab_to("Skip to the message field", SHIFT)
+    chat.page.tab_to("Skip to the message field", SHIFT)
     page.press("Enter")
     assert page.value("document.activeElement.id") == "text"
     page.write("one")
     page.press("Enter")
     page.wait_for(f"{WRITTEN}.length === 1")
-    chat.tab_to("Regenerate", SHIFT)
+    chat.page.tab_to("Regenerate", SHIFT)
     page.press("Enter")
     page.wait_for(f"{WRITTEN}.length === 1 && document.querySelector('.branch') !== null")
-    chat.tab_to("Version before", SHIFT)
+    chat.page.tab_to("Version before", SHIFT)
     page.press(" ")
     page.wait_for("document.querySelector('.branch').innerText.includes('1 of 2')")
-    chat.tab_to("Tokens")
+    chat.page.tab_to("Tokens")
     page.press("Enter")
-    chat.tab_to("Tokens of this answer")
+    chat.page.tab_to("Tokens of this answer")
     page.press("ArrowRight")
     assert "Token 2 of" in page.value("document.querySelector('.about-token').innerText")
-    chat.tab_to("Edit", SHIFT)
+    chat.page.tab_to("Edit", SHIFT)
     page.press("Enter")
     page.press("Escape")
     page.wait_for("document.querySelector('.editor') === null")
-    assert chat.focused() == "Edit"
+    assert chat.page.focused() == "Edit"
     page.value("document.getElementById('text').focus()")
     page.press("ArrowUp")
     page.write("!")
-    chat.tab_to("Send as a new branch")
+    chat.page.tab_to("Send as a new branch")
     page.press("Enter")
     page.wait_for(f"{WRITTEN}.length === 1 && !document.querySelector('.editor')")
     assert chat.messages()[0] == "one!"
-    chat.tab_to("Settings", SHIFT)
+    chat.page.tab_to("Settings", SHIFT)
     page.press("Enter")
     page.wait_for("document.querySelector('dialog[open]') !== null")
     page.press("Escape")
     page.wait_for("document.querySelector('dialog') === null")
-    assert chat.focused() == "Settings"
-    chat.tab_to("New chat", SHIFT)
+    assert chat.page.focused() == "Settings"
+    chat.page.tab_to("New chat", SHIFT)
     page.press("Enter")
     page.wait_for(f"{ANSWERS}.length === 0 && document.activeElement.id === 'text'")
 

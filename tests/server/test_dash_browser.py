@@ -14,14 +14,12 @@ from typing import Any
 import pytest
 
 from tests.cli.test_serve import started
-from tests.server.browser import Browser, Page, browser, chromium
+from tests.server.browser import Browser, Page
 from tests.server.running import Running, running
 from tests.server.test_metrics import scrape, value
 from tests.server.test_process import process
-from tests.tiny import tiny_folder, tiny_llm
+from tests.tiny import tiny_llm
 from twostroke.kernels import cpu
-
-pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium is installed")
 
 LIVE = "document.getElementById('state').dataset.state === 'live'"
 NOTICE = "document.getElementById('notice').textContent"
@@ -47,17 +45,6 @@ CONTRAST = """(() => {
     .concat([...document.querySelectorAll('.legend i')].map(one =>
       [one.className, 1.5 * ratio(light(css(one, 'backgroundColor')), card)]));
 })()"""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def chrome() -> Iterator[Browser]:
-    with browser() as one:
-        yield one
 
 
 @pytest.fixture

@@ -12,16 +12,11 @@ from typing import Any
 import pytest
 
 from tests.server.running import Running, running
-from tests.tiny import MAX_LEN, tiny_folder, tiny_llm
+from tests.tiny import MAX_LEN, tiny_llm
 from twostroke.config import EngineConfig
 from twostroke.kernels import cpu
 
 RUN = "/learn/run"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny") / "tiny")
 
 
 @pytest.fixture

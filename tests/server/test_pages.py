@@ -9,16 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.server.running import Running, running
-from tests.tiny import tiny_folder, tiny_llm
+from tests.tiny import tiny_llm
 from twostroke.serve.pages.static import TYPES
 
 STATIC = Path(__file__).parents[2] / "twostroke/serve/static"
 BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -136,12 +136,18 @@ def _host_s(steps: Sequence[StepRecord]) -> float:
 def _start_s(
     requests: Sequence[RequestRecord], steps: Sequence[StepRecord], host_s: float
 ) -> float:
-    """The usual part of TTFT that no step accounts for: tokenising, messages, queues, planning."""
-    took = {one.step: one.device_s for one in steps}
+    """The usual part of TTFT that no step accounts for: tokenising, messages, planning. A request
+    may have waited for steps of others."""
+    spans = [(one.committed_s - one.device_s, one.committed_s) for one in steps]
     rests = []
     for record in requests[-RECENT_REQUESTS:]:
-        if record.token_s and all(step in took for _, step, _, _ in record.chunks):
-            worked_s = sum(took[step] for _, step, _, _ in record.chunks)
-            worked_s += host_s * (len(record.chunks) - 1)
-            rests.append(max(0.0, record.ttft_s - worked_s))
+        if not record.token_s or not spans or record.received_s < spans[0][0]:
+            continue
+        worked = [
+            min(end_s, record.first_token_s) - max(begin_s, record.received_s)
+            for begin_s, end_s in spans
+            if end_s > record.received_s and begin_s < record.first_token_s
+        ]
+        worked_s = sum(worked) + host_s * (len(worked) - 1)
+        rests.append(max(0.0, record.ttft_s - worked_s))
     return median(rests) if rests else 0.0

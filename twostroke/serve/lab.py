@@ -32,6 +32,13 @@ MAX_RUN_S = 180.0
 MAX_PROMPT, MAX_OUTPUT, MAX_STREAMS = 2048, 128, 16
 OF_REQUESTS = ("chunks", "first", "late")
 CANDIDATES = 20  # tokens whose log-probability is told, at each position
+# Prompt length and streams, one group after the other. The last groups have one stream each: part
+# of the step-time model follows the newest steps.
+CALIBRATION = (
+    *((16, 1), (512, 1), (64, 4), (1024, 1), (192, 2), (384, 1)),
+    *((96, 1), (1536, 1), (32, 8), (256, 1), (768, 1), (48, 1)),
+)
+WARM_UP = ((64, 1), (384, 1), (128, 1), (256, 1))
 
 
 class Ask(NamedTuple):
@@ -49,6 +56,7 @@ class Ask(NamedTuple):
 class Arm:
     name: str
     overrides: dict[str, Any] = field(default_factory=dict)  # of `EngineConfig`
+    pools: bool = False  # an engine for each phase, with half of the cores each
     warm: bool = False  # run a few requests first, so that the pacer knows this engine's steps
 
 
@@ -83,24 +91,26 @@ class Lab:
         ask = Ask("you", tokens, max_tokens, shares="text")
         return Experiment((Arm("this server"),), [ask], {"logprobs": CANDIDATES, **params})
 
-    def predict(self, prompt: int, output: int, streams: int) -> Experiment:
-        asks = [Ask(f"stream {n + 1}", self.prompt(prompt), output) for n in range(streams)]
-        return Experiment((Arm("this server"),), asks)
+    def predict(self, prompt: int, output: int, streams: int, rounds: int) -> Experiment:
+        """`rounds`: how often the streams run, one round after the other."""
+        return Experiment((Arm("this server"),), self._asks(((prompt, streams),) * rounds, output))
 
     def calibration(self) -> Experiment:
         """Steps of many sizes, from which the step-time model learns what this machine takes."""
-        asks = self._asks((16, 512, 64, 1024, 192, 384, 96, 1536, 256, 768), 12)
-        last = len(asks) - 1
-        asks += [Ask("calibration", self.prompt(96), 12, (last, 12)) for _ in range(4)]
+        asks = self._asks(self._short_enough(CALIBRATION), 12)
         return Experiment((Arm("this server"),), asks)
 
-    def _asks(self, sizes: Sequence[int], output: int) -> list[Ask]:
-        """Requests of these prompt lengths, one after the other."""
-        prompts = [self.prompt(min(size, self._longest())) for size in sizes]
-        return [
-            Ask(str(len(prompt)), prompt, output, (n - 1, output) if n else None)
-            for n, prompt in enumerate(prompts)
-        ]
+    def _asks(self, groups: Sequence[tuple[int, int]], output: int) -> list[Ask]:
+        """Groups of a prompt length and a number of streams, one group after the other."""
+        asks: list[Ask] = []
+        for size, streams in groups:
+            after = (len(asks) - 1, output) if asks else None
+            asks += [Ask(str(size), self.prompt(size), output, after) for _ in range(streams)]
+        return asks
+
+    def _short_enough(self, groups: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The groups, with prompts that this engine has room for."""
+        return [(min(size, self._longest()), streams) for size, streams in groups]
 
     def stall(self) -> Experiment:
         """Somebody reads an answer when a long prompt arrives."""
@@ -110,7 +120,7 @@ class Lab:
             Ask("visitor", self.prompt(long), 8, after=(0, 24)),
         ]
         room = {"max_model_len": long + 64, "max_num_seqs": 8, "num_gpu_blocks_override": 256}
-        arms = (
+        arms: tuple[Arm, ...] = (
             Arm("one piece", {**room, "enable_chunked_prefill": False}, warm=True),
             Arm(
                 "chunks of 128",
@@ -119,6 +129,8 @@ class Lab:
             ),
             Arm("a goal of 50 ms", {**room, "itl_slo_ms": 50.0}, warm=True),
         )
+        if self._service.client.info.threads:  # on a CPU: a GPU has no room for two engines
+            arms += (Arm("two pools", room, pools=True, warm=True),)
         return Experiment(self._possible(arms), script)
 
     def prefix(self) -> Experiment:
@@ -145,16 +157,13 @@ class Lab:
 
     def batch(self) -> Experiment:
         """Decoding alone, then in company of 2, 4, 8 and 16."""
-        asks: list[Ask] = []
-        for streams in (1, 2, 4, 8, 16):
-            after = (len(asks) - 1, 24) if asks else None
-            asks += [Ask(f"{streams}", self.prompt(16), 24, after) for _ in range(streams)]
-        return Experiment((Arm("this server"),), asks)
+        groups = [(16, streams) for streams in (1, 2, 4, 8, 16)]
+        return Experiment((Arm("this server"),), self._asks(groups, 24))
 
     def context(self) -> Experiment:
         """One stream behind prompts that get longer: what decode reads of the cache."""
-        asks = self._asks((16, 256, 512, 1024, 1792), 16)
-        return Experiment((Arm("this server"),), asks)
+        groups = self._short_enough([(size, 1) for size in (16, 256, 512, 1024, 1792)])
+        return Experiment((Arm("this server"),), self._asks(groups, 16))
 
     def _longest(self) -> int:
         info = self._service.client.info
@@ -198,7 +207,8 @@ class Lab:
     async def _arm(self, arm: Arm, experiment: Experiment) -> Json:
         async with self._engine(arm) as client:
             if arm.warm:
-                await self._script(client, self._asks((64, 384, 128, 256), 8), {})
+                asks = self._asks(self._short_enough(WARM_UP), 8)
+                await self._script(client, asks, {})
             runs = await self._script(client, experiment.script, experiment.params)
             records = await _records_of(client, runs)
             steps = _steps_of(client, records)
@@ -223,13 +233,20 @@ class Lab:
             yield service.client
             return
         from twostroke.engine.remote import RemoteEngine
+        from twostroke.route.client import RoutedEngine
+        from twostroke.route.pools import PoolSettings
 
         assert service.settings.engine is not None
         config = replace(
             service.settings.engine, **{"max_num_batched_tokens": None, **arm.overrides}
         )
-        async with await RemoteEngine.start(config) as client:
-            yield client
+        if arm.pools:
+            engines = PoolSettings(prefill_engines=1, decode_engines=1).engines(config)
+            async with await RoutedEngine.start(engines) as routed:
+                yield routed
+        else:
+            async with await RemoteEngine.start(config) as client:
+                yield client
 
     async def _script(
         self, client: EngineClient, script: Sequence[Ask], params: dict[str, Any]
@@ -355,5 +372,8 @@ def _steps_of(client: EngineClient, records: Sequence[RequestRecord]) -> list[St
     """The steps from the first to the last that these requests had a part in."""
     numbers = {step for record in records for _, step, _, _ in record.chunks}
     numbers.update(step for record in records for step in record.token_step)
-    first, last = min(numbers, default=0), max(numbers, default=-1)
-    return [one for one in list(client.records.steps) if first <= one.step <= last]
+    steps = list(client.records.steps)
+    own = [one for one in steps if one.step in numbers]
+    begin_s = min((one.planned_s for one in own), default=0.0)
+    end_s = max((one.committed_s for one in own), default=0.0)
+    return [one for one in steps if begin_s <= one.planned_s and one.committed_s <= end_s]

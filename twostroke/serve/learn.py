@@ -150,7 +150,9 @@ class LearnData:
             params: dict[str, Any] = {"ignore_eos": False, "temperature": request.temperature}
             return lab.text(tokens, request.max_tokens, params | {"top_p": request.top_p})
         if request.experiment == "predict":
-            return lab.predict(request.prompt_tokens, request.output_tokens, request.streams)
+            return lab.predict(
+                request.prompt_tokens, request.output_tokens, request.streams, request.rounds
+            )
         made: Experiment = getattr(lab, request.experiment)()
         return made
 

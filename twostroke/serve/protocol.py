@@ -360,7 +360,7 @@ class DetokenizeRequest(Body, kw_only=True):
 
 
 class LearnRunRequest(Body, kw_only=True):
-    """An experiment of `/learn`. `text` and the fields below it are those of "text"; the last three
+    """An experiment of `/learn`. `text` and the fields below it are those of "text"; the last four
     those of "predict"."""
 
     experiment: Literal[
@@ -373,6 +373,7 @@ class LearnRunRequest(Body, kw_only=True):
     prompt_tokens: Annotated[int, Meta(ge=1, le=2048)] = 256
     output_tokens: Annotated[int, Meta(ge=2, le=128)] = 32
     streams: Annotated[int, Meta(ge=1, le=16)] = 1
+    rounds: Annotated[int, Meta(ge=1, le=5)] = 1
 
 
 class LearnPredictRequest(Body, kw_only=True):

@@ -3,9 +3,10 @@ import {el} from "../shared/dom.js";
 import {bytes, count, figure, percent, picture, plural, svg, time} from "./draw.js";
 import {byNumber, gaps, longestGap, median, onlyDecodes, startOf, sum, tpot, ttft} from "./records.js";
 import {getFacts, knownFacts, lastRun, run} from "./source.js";
-import {legend, runButton, wide} from "./widgets.js";
+import {legend, runButton, table, wide} from "./widgets.js";
 
 const WIDTH = 760;
+const BARS = {className: "figures bars"};
 
 export const EXPERIMENTS = {
   stall: {
@@ -81,14 +82,19 @@ function stall(found) {
       ...axis(78 * found.arms.length + 4, until, scale),
       ...found.arms.flatMap((arm, n) => stallArm(arm, 78 * n, scale)))),
     legend(["decode", "a gap between two of your tokens"], ["prefill", "a chunk of the visitor's prompt"]),
-    el("table", {class: "figures"},
-      el("thead", {}, el("tr", {}, ["the prompt runs", "your longest gap", "your usual gap", "the visitor's TTFT"].map((one) => el("th", {scope: "col"}, one)))),
-      el("tbody", {}, found.arms.map((arm, n) => el("tr", {"data-arm": arm.name, "data-gap": worst[n], "data-ttft": first[n]},
-        el("th", {scope: "row"}, arm.name), el("td", {}, time(worst[n])), el("td", {}, time(median(gaps(arm.requests[0]).map((one) => one.seconds)))), el("td", {}, time(first[n])))))),
+    table("Gaps of your stream", ["the prompt runs", "your longest gap", "your usual gap", "the visitor's TTFT"],
+      found.arms.map((arm, n) => el("tr", {"data-arm": arm.name, "data-gap": worst[n], "data-ttft": first[n]},
+        el("th", {scope: "row"}, arm.name), el("td", {}, time(worst[n])), el("td", {}, time(median(gaps(arm.requests[0]).map((one) => one.seconds)))), el("td", {}, time(first[n]))))),
     sentence(found.arms.length > 1
-      ? `In one piece the prompt stopped your stream for ${time(worst[0])}, ${figure(worst[0] / usual)} usual gaps. In chunks your longest gap was ${time(worst[1])}: a token of yours comes between two chunks. With a goal the engine chooses each chunk's size so that you wait about that long (${time(worst[2])}). The visitor waited ${time(first[0])}, ${time(first[1])} and ${time(first[2])} for the first token: chunks help those who already decode, not the prompt itself.`
+      ? `In one piece the prompt stopped your stream for ${time(worst[0])}, ${figure(worst[0] / usual)} usual gaps. In chunks your longest gap was ${time(worst[1])}: a token of yours comes between two chunks. With a goal the engine chooses each chunk's size so that you wait about that long (${time(worst[2])}). The visitor waited ${time(first[0])}, ${time(first[1])} and ${time(first[2])} for the first token: chunks help those who already decode, not the prompt itself.${pooled(found, worst, first)}`
       : `Your longest gap was ${time(worst[0])}, ${figure(worst[0] / usual)} usual gaps. To compare chunk sizes, start the server with “twostroke learn”: it may start engines with other settings.`),
   ];
+}
+
+// An engine for each phase, where this machine has cores for two.
+function pooled(found, worst, first) {
+  const n = found.arms.findIndex((arm) => arm.name === "two pools");
+  return n < 0 ? "" : ` With two pools an engine reads prompts and another one writes, each with half of the cores: your longest gap was ${time(worst[n])}, and the visitor waited ${time(first[n])}.`;
 }
 
 function stallArm(arm, top, scale) {
@@ -130,12 +136,10 @@ function batch(found) {
   const [one, most] = [rows[0], rows.at(-1)];
   const best = Math.max(...rows.map((row) => row.rate)), longest = Math.max(...rows.map((row) => row.seconds));
   return [
-    el("table", {class: "figures bars"},
-      el("caption", {}, "Decode steps by the number of streams in them"),
-      el("thead", {}, el("tr", {}, ["streams", "a step takes", "", "all streams together", ""].map((text) => el("th", {scope: "col"}, text)))),
-      el("tbody", {}, rows.map((row) => el("tr", {"data-streams": row.streams, "data-seconds": row.seconds},
+    table("Decode steps by the number of streams in them", ["streams", "a step takes", "", "all streams together", ""],
+      rows.map((row) => el("tr", {"data-streams": row.streams, "data-seconds": row.seconds},
         el("th", {scope: "row"}, String(row.streams)), el("td", {}, time(row.seconds)), el("td", {}, bar(row.seconds / longest, "decode")),
-        el("td", {}, `${figure(row.rate)} tokens/s`), el("td", {}, bar(row.rate / best, "cached")))))),
+        el("td", {}, `${figure(row.rate)} tokens/s`), el("td", {}, bar(row.rate / best, "cached")))), BARS),
     sentence(`A step for ${most.streams} streams took ${figure(most.seconds / one.seconds)} times as long as one for a single stream and wrote ${most.streams} times as many tokens: ${figure(most.rate / one.rate)} times the tokens a second. The weights are read once for all of them.`),
   ];
 }
@@ -158,11 +162,9 @@ function context(found) {
   const weights = figures.layer_weight_bytes + figures.head_weight_bytes;
   const [least, most] = [rows[0], rows.at(-1)], longest = Math.max(...rows.map((row) => row.seconds));
   return [
-    el("table", {class: "figures bars"},
-      el("caption", {}, `A decode step reads ${bytes(weights)} of weights, and the cache`),
-      el("thead", {}, el("tr", {}, ["tokens before it", "cache that it reads", "a step takes", ""].map((text) => el("th", {scope: "col"}, text)))),
-      el("tbody", {}, rows.map((row) => el("tr", {"data-context": row.context, "data-seconds": row.seconds},
-        el("th", {scope: "row"}, count(row.context)), el("td", {}, bytes(row.cache)), el("td", {}, time(row.seconds)), el("td", {}, bar(row.seconds / longest, "decode")))))),
+    table(`A decode step reads ${bytes(weights)} of weights, and the cache`, ["tokens before it", "cache that it reads", "a step takes", ""],
+      rows.map((row) => el("tr", {"data-context": row.context, "data-seconds": row.seconds},
+        el("th", {scope: "row"}, count(row.context)), el("td", {}, bytes(row.cache)), el("td", {}, time(row.seconds)), el("td", {}, bar(row.seconds / longest, "decode")))), BARS),
     sentence(`Behind ${plural(most.context, "token")} a step took ${time(most.seconds)}, behind ${plural(least.context, "token")} ${time(least.seconds)}: the cache of the long prompt alone is ${bytes(most.cache)}, ${percent(most.cache / weights)} of the weights.`),
   ];
 }
@@ -172,10 +174,9 @@ function context(found) {
 function prefix(found) {
   const [first, second] = found.arms[0].requests, longest = ttft(first);
   return [
-    el("table", {class: "figures bars"},
-      el("thead", {}, el("tr", {}, ["request", "prompt", "from the cache", "computed", "TTFT", ""].map((text) => el("th", {scope: "col"}, text)))),
-      el("tbody", {}, [first, second].map((one) => el("tr", {"data-cached": one.num_cached, "data-ttft": ttft(one)},
-        el("th", {scope: "row"}, one.name), el("td", {}, count(one.num_prompt)), el("td", {}, count(one.num_cached)), el("td", {}, count(one.num_prompt - one.num_cached)), el("td", {}, time(ttft(one))), el("td", {}, bar(ttft(one) / longest, "prefill")))))),
+    table("Prompt tokens of both requests", ["request", "prompt", "from the cache", "computed", "TTFT", ""],
+      [first, second].map((one) => el("tr", {"data-cached": one.num_cached, "data-ttft": ttft(one)},
+        el("th", {scope: "row"}, one.name), el("td", {}, count(one.num_prompt)), el("td", {}, count(one.num_cached)), el("td", {}, count(one.num_prompt - one.num_cached)), el("td", {}, time(ttft(one))), el("td", {}, bar(ttft(one) / longest, "prefill")))), BARS),
     sentence(`The second request took ${count(second.num_cached)} of its ${count(second.num_prompt)} prompt tokens from the cache and had its first token after ${time(ttft(second))} instead of ${time(ttft(first))}. At least one token is always computed: somebody has to predict the next one.`),
   ];
 }
@@ -194,10 +195,10 @@ function fullCache(found) {
     wide("Streams over time", picture(`${plural(hit.length, "stream")} preempted`, WIDTH, height + 22, ...axis(height + 4, until, scale),
       ...found.arms.flatMap((one, n) => cacheArm(one, tops[n], scale)))),
     legend(["prefill", "prefill, also for the second time"], ["decode", "decode"], ["preemption", "preempted: it waits without blocks"]),
-    sentence(found.arms.length === 1
+    sentence(found.arms.length === 1 && !hit.length
       ? `This server's cache has room for ${count(arm.kv_tokens)} tokens, so four streams do not fill it. Start the server with “twostroke learn” to see a small one.`
       : hit.length
-        ? `With ${arm.name} there was room for ${count(arm.kv_tokens)} tokens: ${plural(hit.length, "stream")} of 4 had to give back blocks and compute ${count(again)} tokens again. With ${found.arms[1].name} nothing was preempted. The reserved memory was full from the start in both: what counts is how many blocks are in use.`
+        ? `With ${arm.name} there was room for ${count(arm.kv_tokens)} tokens: ${plural(hit.length, "stream")} of 4 had to give back blocks and compute ${count(again)} tokens again.${found.arms.length > 1 ? ` With ${found.arms[1].name} nothing was preempted.` : ""} The reserved memory was full from the start: what counts is how many blocks are in use.`
         : "Nothing was preempted this time: the streams took turns before the cache was full."),
   ];
 }

@@ -1,12 +1,13 @@
 // Predict, then run: what the engine's step-time model expects, and what the engine then does.
 import {el} from "../shared/dom.js";
 import {bytes, count, percent, plural, time} from "./draw.js";
-import {median, tpot, ttft} from "./records.js";
-import {getFacts, predict as ask, recordedSettings, run} from "./source.js";
+import {median, sum, tpot, ttft} from "./records.js";
+import {getFacts, isRecorded, predict as ask, recordedSettings, run} from "./source.js";
 import {number} from "./state.js";
-import {fact, formula, runButton, slider} from "./widgets.js";
+import {fact, formula, nearest, runButton, slider, table} from "./widgets.js";
 
 const PROMPTS = [32, 64, 128, 256, 384, 512, 768, 1024, 1536], ANSWERS = [8, 16, 32, 64, 96, 128], STREAMS = [1, 2, 4, 8];
+const ROUNDS = 3;
 
 export async function predict() {
   const facts = await getFacts();
@@ -25,19 +26,22 @@ export async function predict() {
     if (mine !== newest) return found;
     outcome.replaceChildren();
     expected.replaceChildren(...(found ? told(found, settings) : [el("p", {class: "note"}, "The engine has not run enough steps to be predicted. Let it run a few of different sizes first.")]));
-    running.replaceChildren(found
-      ? runButton("Run it and compare", async () => compare(found), {name: "predict"})
-      : runButton("Measure the engine: 14 short requests", async () => { await run("calibration"); await foresee(); }, {name: "calibration"}));
+    running.replaceChildren(
+      found ? runButton("Run it three times and compare", async () => compare(found), {name: "predict"}) : "",
+      isRecorded ? "" : runButton("Measure the engine: some twenty requests", async () => { await run("calibration"); await foresee(); }, {primary: !found, name: "calibration"}));
     return found;
   };
   const compare = async (found) => {
-    const arm = (await run("predict", settings)).arms[0];
-    outcome.replaceChildren(...errors(found, arm, facts));
+    const arm = (await run("predict", {...settings, rounds: ROUNDS})).arms[0];
+    outcome.replaceChildren(...errors(found, arm, settings, facts));
   };
-  const control = (name, key, label, list, unit) => slider({
-    name, label, stops: list, value: settings[key], show: (n) => unit ? plural(n, unit) : count(n),
-    onchange: (n) => { settings[key] = n; foresee().catch((error) => expected.replaceChildren(el("p", {class: "error", role: "alert"}, error.message))); },
-  });
+  const control = (name, key, label, list, unit) => {
+    settings[key] = list[nearest(list, settings[key])];
+    return slider({
+      name, label, stops: list, value: settings[key], show: (n) => unit ? plural(n, unit) : count(n),
+      onchange: (n) => { settings[key] = n; foresee().catch((error) => expected.replaceChildren(el("p", {class: "error", role: "alert"}, error.message))); },
+    });
+  };
   out.append(
     el("div", {class: "controls"},
       control("prompt", "prompt_tokens", "Prompt", stops("prompt_tokens", PROMPTS, limits.prompt_tokens), "token"),
@@ -62,24 +66,24 @@ function told(found, settings) {
   ];
 }
 
-function errors(found, arm, facts) {
-  const requests = arm.requests;
-  const mean = (values) => values.reduce((sum, one) => sum + one, 0) / values.length;
+// Means over the streams of a round, medians over the rounds: one round may meet other work.
+function errors(found, arm, settings, facts) {
+  const {streams} = settings;
+  const rounds = arm.requests.map((_, n) => arm.requests.slice(n, n + streams)).filter((_, n) => n % streams === 0);
+  const typical = (figureOf) => median(rounds.map((round) => sum(round.map(figureOf)) / round.length));
   const most = Math.max(...arm.steps.map((step) => step.kv.used));
   const rows = [
-    ["TTFT", found.ttft_s, mean(requests.map(ttft)), time],
-    ["TPOT", found.tpot_s, mean(requests.map(tpot)), time],
+    ["TTFT", found.ttft_s, typical(ttft), time],
+    ["TPOT", found.tpot_s, typical(tpot), time],
     ["KV cache", found.kv_bytes, most * facts.figures.kv_bytes_per_token, bytes],
   ];
   const worst = rows.slice(0, 2).map(([, expected, measured]) => Math.abs(expected / measured - 1));
   return [
-    el("table", {class: "figures"},
-      el("caption", {}, "Predicted and measured"),
-      el("thead", {}, el("tr", {}, ["", "predicted", "measured", "error"].map((one) => el("th", {scope: "col"}, one)))),
-      el("tbody", {}, rows.map(([name, expected, measured, write]) => el("tr", {"data-row": name, "data-expected": expected, "data-measured": measured},
-        el("th", {scope: "row"}, name), el("td", {}, write(expected)), el("td", {}, write(measured)), el("td", {}, measured ? percent(expected / measured - 1) : "–"))))),
+    table(`Predicted, and the median of ${plural(rounds.length, "run")}`, ["", "predicted", "measured", "error"],
+      rows.map(([name, expected, measured, write]) => el("tr", {"data-row": name, "data-expected": expected, "data-measured": measured},
+        el("th", {scope: "row"}, name), el("td", {}, write(expected)), el("td", {}, write(measured)), el("td", {}, measured ? percent(expected / measured - 1) : "–")))),
     el("p", {class: "sentence"}, median(worst) <= 0.1
       ? "The prediction holds. The model knows two kinds of steps, with prefill and without, and what a token of each costs here."
-      : "The prediction is off: the machine had other work, or steps of this size are new to the model. Each run teaches it; run it again."),
+      : "The prediction is off: the machine had other work, or steps of this size are new to the model. Measure the engine again, then run it again."),
   ];
 }

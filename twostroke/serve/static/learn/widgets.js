@@ -24,7 +24,7 @@ export function slider({name, label, stops, value, show = String, onchange}) {
   return el("div", {class: "control"}, el("label", {for: id}, label), output, input);
 }
 
-function nearest(stops, value) {
+export function nearest(stops, value) {
   let best = 0;
   stops.forEach((one, n) => { if (Math.abs(one - value) < Math.abs(stops[best] - value)) best = n; });
   return best;
@@ -78,3 +78,10 @@ export const paragraphs = (texts) => texts.map((text) => el("p", {}, text));
 // A picture that may be wider than a narrow screen: it scrolls, also with the keyboard.
 export const wide = (label, ...children) =>
   el("div", {class: "wide", tabindex: 0, role: "group", "aria-label": label}, ...children);
+
+// The same for a table of figures. `columns`: the headings; "" for a column of bars.
+export const table = (label, columns, rows, {className = "figures"} = {}) =>
+  el("div", {class: "scroll", tabindex: 0, role: "group", "aria-label": label}, el("table", {class: className},
+    el("caption", {}, label),
+    el("thead", {}, el("tr", {}, columns.map((text) => text ? el("th", {scope: "col"}, text) : el("td", {})))),
+    el("tbody", {}, rows)));

@@ -1,0 +1,188 @@
+"""The cost of an open page: streams beside the chat, `/learn` and `/dash`, and beside no page.
+
+    python -m bench.page_cost server [--cycles 7] [--window 10] [--json FILE]
+    python -m bench.page_cost browser [--cycles 7] [--window 10] [--json FILE]
+    python -m bench.page_cost weight [--json FILE]
+
+The load and the order of the windows are those of `bench.observer_cost`.
+
+server: a light client asks what the page asks, as often: the cost that a server pays when the
+browser runs on another machine. The chat has a reader who types all the time, `/learn` a server
+whose machine is not measured yet, and the last arm lets it compute attention in each window.
+browser: Chromium has the page open on the same cores as the engine.
+weight: requests, bytes and the time to interactive of each page, in Chromium without a cache.
+Ends with one JSON line. Exit status 1 if an arm of `server` (without attention) cost 2% or more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack, contextmanager
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from bench.observer_cost import MOST, USERS, Arm, judged, measure, nothing, save
+from bench.witness import Json
+from tests.server.browser import Browser, Page, browser
+from twostroke.measure.arms import serving
+from twostroke.measure.http import Connections, Endpoint
+
+# A page's address, and the script that says that it can be used.
+PAGES = {
+    "chat": ("/", "document.documentElement.dataset.ready === 'true'"),
+    "learn": ("/learn", "document.getElementById('view')?.dataset.ready === 'start'"),
+    "dash": ("/dash", "document.getElementById('state')?.dataset.state === 'live'"),
+}
+TYPED = {"messages": [{"role": "user", "content": "a draft of about this many words " * 4}]}
+TYPED_S, FACTS_S, FEED_S = 0.4, 2.5, 0.5  # how often the chat, /learn and /dash ask
+ATTENDED = list(range(100, 164))
+LOADS = 5
+
+
+# ── what a page asks ────────────────────────────────────────────────────────────────────────────
+
+Ask = Callable[[Connections], Coroutine[Any, Any, Any]]
+
+
+async def repeat(url: str, window_s: float, every_s: float, ask: Ask) -> None:
+    until = perf_counter() + window_s
+    connections = Connections(Endpoint(url))
+    try:
+        while (left_s := until - perf_counter()) > 0:
+            await ask(connections)
+            await asyncio.sleep(min(every_s, max(0.0, left_s)))
+    finally:
+        connections.close()
+
+
+async def chat(url: str, window_s: float) -> None:
+    await repeat(url, window_s, TYPED_S, lambda one: one.fetch("/tokenize", TYPED))
+
+
+async def learn(url: str, window_s: float) -> None:
+    await repeat(url, window_s, FACTS_S, lambda one: one.fetch("/learn/facts"))
+
+
+async def dash(url: str, window_s: float) -> None:
+    since = 0
+
+    async def ask(connections: Connections) -> None:
+        nonlocal since
+        told = await connections.fetch_json(f"/dash/feed?since={since}&window=60&slow=total")
+        since = told["num_steps"]
+
+    await repeat(url, window_s, FEED_S, ask)
+
+
+async def attention(url: str, window_s: float) -> None:
+    connections = Connections(Endpoint(url))
+    try:
+        tokens = [int(perf_counter() * 1000) % 1000 + 100, *ATTENDED[1:]]  # no prompt of before
+        await connections.fetch("/learn/attention", {"tokens": tokens, "layer": 0, "head": 0})
+    finally:
+        connections.close()
+
+
+SERVER_ARMS = {"chat": chat, "learn": learn, "dash": dash, "attention asked once": attention}
+
+
+# ── what a browser does ─────────────────────────────────────────────────────────────────────────
+
+
+class Shown:
+    """A page that a browser has open during the windows of its arm alone."""
+
+    def __init__(self, page: Page, path: str) -> None:
+        self._page, self._path = page, path
+
+    async def look(self, url: str, window_s: float) -> None:
+        until = perf_counter() + window_s
+        await asyncio.to_thread(self._page.call, "Page.navigate", url=url + self._path)
+        await asyncio.sleep(until - perf_counter() - 0.1)
+        await asyncio.to_thread(self._page.call, "Page.navigate", url="about:blank")
+
+
+@contextmanager
+def blank_page() -> Iterator[Page]:
+    with browser() as chrome, chrome.page("about:blank") as page:
+        yield page
+
+
+# ── weight ──────────────────────────────────────────────────────────────────────────────────────
+
+WATCH = (
+    "(() => {{ const look = () => {{ if ({ready}) window.readyAt = performance.now(); "
+    "else setTimeout(look, 2); }}; setTimeout(look, 0); }})()"
+)
+ENTRIES = (
+    "[...performance.getEntriesByType('navigation'), ...performance.getEntriesByType('resource')]"
+    ".map(one => [one.name, one.transferSize])"
+)
+
+
+def weight(chrome: Browser, url: str, path: str, ready: str) -> Json:
+    """Medians of loads with an empty cache."""
+    times = []
+    for _ in range(LOADS):
+        with chrome.page("about:blank") as page:
+            page.call("Network.setCacheDisabled", cacheDisabled=True)
+            page.call("Page.addScriptToEvaluateOnNewDocument", source=WATCH.format(ready=ready))
+            page.call("Page.navigate", url=url + path)
+            page.wait_for("window.readyAt !== undefined")
+            times.append(float(page.value("window.readyAt")))
+            entries = page.value(ENTRIES)
+    return {
+        "requests": len(entries),
+        "bytes": sum(size for _, size in entries),
+        "interactive_ms": round(median(times), 1),
+        "interactive_ms_of_each": [round(one, 1) for one in times],
+    }
+
+
+def weights(url: str) -> Json:
+    with browser() as chrome:
+        return {name: weight(chrome, url, *page) for name, page in PAGES.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("server", "browser", "weight"))
+    parser.add_argument("--cycles", type=int, default=7)
+    parser.add_argument("--window", type=float, default=10.0, metavar="S")
+    parser.add_argument("--limit", type=float, default=450.0, metavar="S", help="for all cycles")
+    parser.add_argument("--json", help="also write the result here")
+    args = parser.parse_args()
+    result: Json = {"bench": "page_cost", "what": args.what}
+    with ExitStack() as stack:
+        (url,) = stack.enter_context(serving([""]))
+        if args.what == "weight":
+            save(result | {"pages": weights(url)}, args.json)
+            return
+        if args.what == "server":
+            looks = SERVER_ARMS
+        else:
+            page = stack.enter_context(blank_page())
+            looks = {name: Shown(page, path).look for name, (path, _) in PAGES.items()}
+        arms = [Arm("no page", url, nothing)]
+        arms += [Arm(name, url, look) for name, look in looks.items()]
+        rows = asyncio.run(measure(arms, args.cycles, args.window, args.limit))
+    found = judged(rows, [arm.name for arm in arms])
+    for one in found:
+        print(
+            f"{one['arm']}, {one['metric']}: {one['change']:+.2%} "
+            f"({one['low']:+.2%} to {one['high']:+.2%}), {one['cycles']} cycles"
+        )
+    gaps = {arm.name: 1e3 * USERS / median(row[arm.name][0] for row in rows) for arm in arms}
+    save(result | {"window_s": args.window, "mean_gap_ms": gaps, "changes": found}, args.json)
+    judged_by = [one for one in found if one["metric"] == "tokens a second"]
+    if args.what == "server" and any(
+        one["change"] <= -MOST for one in judged_by if one["arm"] in PAGES
+    ):
+        raise SystemExit("an open page costs 2% or more")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""Pictures of the pages for people, made with the default model on this machine.
+
+    python -m bench.page_pictures views FOLDER
+    python -m bench.page_pictures lessons FOLDER
+
+views: a PNG of every view of the chat, `/learn` and `/dash`, in light, dark and narrow.
+lessons: the six lessons as a reader meets them, each a text file and a PNG for every screen. Ideas
+have been run, questions are not answered; the engine's answers are in FOLDER/answers.
+
+They need Chromium and the tests' folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from bench.witness import get_json
+from tests.server.browser import Browser, Page, browser
+from tests.server.chat_page import ANSWERS, chat_page
+from tests.server.learn_page import LearnPage, learn_page
+from twostroke.measure.arms import serving
+
+LESSONS = 6
+MEASURED_S = 120.0  # until the server has measured its machine
+LEARN = f"{sys.executable} -m twostroke learn --no-browser --port {{port}}"
+KEY = "a-key"
+LOOKS = {"light": (1200, 800, "light"), "dark": (1200, 800, "dark"), "phone": (390, 844, "dark")}
+QUESTION = "Explain in two short sentences why a long prompt is slow to start."
+CODE = "Write a Python function that adds two numbers, as a code block, and say what it does."
+ABOUT = """Six lessons about how a language model's server answers, in order. Each lesson has a
+question before, ideas with a run of the engine, and a question after. Read lesson-N.md with the
+pictures lesson-N-S.png (S is the number of the screen), then answer both questions with an option
+and a sentence, and say what was confusing or wrong.
+"""
+
+
+@contextmanager
+def measured_server() -> Iterator[str]:
+    """The URL of `twostroke learn`, once it has measured its machine."""
+    with serving([LEARN]) as (url,):
+        until = time.monotonic() + MEASURED_S
+        while get_json(f"{url}/learn/facts")["ops_per_s"] is None and time.monotonic() < until:
+            time.sleep(1.0)
+        yield url
+
+
+# ── lessons ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def lessons(folder: Path) -> None:
+    (folder / "answers").mkdir(parents=True, exist_ok=True)
+    (folder / "README.md").write_text(ABOUT)
+    with (
+        measured_server() as url,
+        browser() as chrome,
+        learn_page(chrome, f"{url}/learn") as learn,
+    ):
+        learn.page.look(1000, 900, "light")
+        for number in range(1, LESSONS + 1):
+            lesson(learn, number, folder)
+            print(f"lesson {number}", flush=True)
+    (folder / "READY").write_text("")
+
+
+def lesson(learn: LearnPage, number: int, folder: Path) -> None:
+    learn.go(f"lesson/{number}/1")
+    texts, answers = [], []
+    for screen in range(1, learn.screens() + 1):
+        learn.go(f"lesson/{number}/{screen}")
+        name = f"lesson-{number}-{screen}"
+        if not learn.is_question():
+            run_idea(learn)
+        learn.page.picture(folder / f"{name}.png")
+        texts.append(f"## Screen {screen} ({name}.png)\n\n{learn.text()}\n")
+        if learn.is_question():
+            learn.answered(0)
+            learn.answered(learn.right_option())
+            learn.page.picture(folder / "answers" / f"{name}.png")
+            answers.append(f"## Screen {screen}\n\n{learn.text()}\n")
+    (folder / f"lesson-{number}.md").write_text("\n".join(texts))
+    (folder / "answers" / f"lesson-{number}.md").write_text("\n".join(answers))
+
+
+def run_idea(learn: LearnPage) -> None:
+    """Press what there is to press on the screen of an idea."""
+    names = [one["run"] for one in learn.shown("[data-run]")]
+    if "calibration" in names:
+        learn.run("calibration")
+        names = ["predict"]
+    if "attention" in names or learn.shown("[data-view=prompt]"):
+        run_prompt(learn)
+        return
+    for name in names:
+        learn.run(name)
+
+
+def run_prompt(learn: LearnPage) -> None:
+    """Run the prompt twice, so that the second run finds its blocks, and open the panels."""
+    for _ in range(2):
+        learn.run("run")
+    learn.page.value("document.querySelectorAll('details').forEach(one => { one.open = true })")
+    learn.run("attention")
+
+
+# ── views ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def views(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with browser() as chrome:
+        with measured_server() as url:
+            chat_views(chrome, url, folder)
+            learn_views(chrome, url, folder)
+            dash_views(chrome, url, folder)
+        with serving([f"--api-key {KEY}"]) as (url,), chrome.page(f"{url}/") as page:
+            page.wait_for("document.querySelector('dialog[open]') !== null")
+            take(page, folder, "chat-key")
+
+
+def take(page: Page, folder: Path, name: str, whole: bool = False) -> None:
+    """`whole`: all of the page's height, where a window would scroll."""
+    for look, (width, height, scheme) in LOOKS.items():
+        page.look(width, height, scheme)
+        page.value("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        page.picture(folder / f"{name}-{look}.png", whole)
+    page.look(*LOOKS["light"])
+
+
+def chat_views(chrome: Browser, url: str, folder: Path) -> None:
+    with chat_page(chrome, f"{url}/") as chat:
+        take(chat.page, folder, "chat-empty")
+        chat.ask(QUESTION)
+        chat.ask(CODE)
+        take(chat.page, folder, "chat-conversation")
+        chat.click("Tokens")
+        chat.page.value(f"[...{ANSWERS}].at(-1).querySelector('.token')?.focus()")
+        take(chat.page, folder, "chat-gaps")
+        chat.click("Probability")
+        take(chat.page, folder, "chat-probability")
+        for name in ("settings", "keys"):
+            chat.page.value(f"document.getElementById('{name}').click()")
+            take(chat.page, folder, f"chat-{name}")
+            chat.page.press("Escape")
+        chat.page.look(*LOOKS["phone"])
+        chat.page.value("document.getElementById('menu').click()")
+        chat.page.picture(folder / "chat-drawer-phone.png", whole=False)
+
+
+def learn_views(chrome: Browser, url: str, folder: Path) -> None:
+    with learn_page(chrome, f"{url}/learn") as learn:
+        take(learn.page, folder, "learn-start", whole=True)
+        for view in ("prompt", "roofline", "predict", "company"):
+            learn.go(view)
+            run_idea(learn)
+            take(learn.page, folder, f"learn-{view}", whole=True)
+        for number in range(1, LESSONS + 1):
+            learn.go(f"lesson/{number}/1")
+            take(learn.page, folder, f"learn-lesson-{number}", whole=True)
+            learn.answered(0)
+            take(learn.page, folder, f"learn-lesson-{number}-answered", whole=True)
+        for view, button in (("quiz", "answer"), ("myths", "settle")):
+            learn.go(view)
+            learn.page.value("document.querySelector('[data-option] input')?.click()")
+            learn.run(button)
+            take(learn.page, folder, f"learn-{view}", whole=True)
+
+
+def dash_views(chrome: Browser, url: str, folder: Path) -> None:
+    with chrome.page(f"{url}/dash") as page:
+        page.wait_for("document.getElementById('state').dataset.state === 'live'")
+        take(page, folder, "dash", whole=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("views", "lessons"))
+    parser.add_argument("folder", type=Path)
+    args = parser.parse_args()
+    {"views": views, "lessons": lessons}[args.what](args.folder)
+
+
+if __name__ == "__main__":
+    main()
