@@ -19,8 +19,7 @@ SETTINGS = [(32, 32, 1), (256, 64, 1), (768, 32, 1), (1536, 16, 1), (64, 32, 4),
 
 
 class Machine:
-    """An engine that takes requests which arrive together: its first step has the first of them
-    alone, and the others are in the next one."""
+    """An engine whose steps take what their tokens cost, and nothing by chance."""
 
     def __init__(self) -> None:
         self.records = Records()
@@ -39,8 +38,7 @@ class Machine:
         computed = [0] * load.streams
         self._now_s += START_S
         while any(len(one.token_s) < load.output_tokens for one in requests):
-            arrived = requests if sum(computed) else requests[:1]
-            self._step(load, arrived, computed)
+            self._step(load, requests, computed)
         for one in requests:
             one.first_token_s = one.token_s[0]
             self.records.requests.append(one)
@@ -50,14 +48,14 @@ class Machine:
             load.streams * gaps
         )
 
-    def _step(self, load: Workload, arrived: Sequence[RequestRecord], computed: list[int]) -> None:
+    def _step(self, load: Workload, requests: Sequence[RequestRecord], computed: list[int]) -> None:
         number, budget = len(self.records.steps), BUDGET
-        writing = [one for one in arrived if 0 < len(one.token_s) < load.output_tokens]
+        writing = [one for one in requests if 0 < len(one.token_s) < load.output_tokens]
         reads = sum(load.prompt_tokens + len(one.token_s) for one in writing)
         budget -= len(writing)
         rows, tokens, attended = 0, 0, 0
         ended = list(writing)
-        for n, one in enumerate(arrived):
+        for n, one in enumerate(requests):
             size = min(budget, load.prompt_tokens - computed[n])
             if size > 0:
                 rows, tokens, budget = rows + 1, tokens + size, budget - size
@@ -103,8 +101,7 @@ def test_after_the_calibration_every_setting_is_expected_as_it_then_runs() -> No
         assert expected is not None
         ttft_s, tpot_s = machine.run(load)
         assert expected.tpot_s == pytest.approx(tpot_s, rel=0.05), setting
-        if load.streams == 1:
-            assert expected.ttft_s == pytest.approx(ttft_s, rel=0.03), setting
+        assert expected.ttft_s == pytest.approx(ttft_s, rel=0.05), setting
 
 
 def test_a_stall_of_the_machine_does_not_count_for_the_engine() -> None:
