@@ -36,7 +36,6 @@ from bench.router_sim import (
     Machine,
     best_hit_rate,
     conversations,
-    marks_of,
     simulate,
     spread_arrivals,
     tokens_of,
@@ -47,8 +46,9 @@ from twostroke.engine.api import EngineClient
 from twostroke.engine.remote import RemoteEngine
 from twostroke.measure.definitions import Goals, engine_sample
 from twostroke.measure.stats import percentile
-from twostroke.measure.traces import TraceRequest, read_trace, scaled
+from twostroke.measure.traces import MOONCAKE_BLOCK, TraceRequest, read_trace, scaled
 from twostroke.observe.record import RequestRecord
+from twostroke.planner.simulate import marks_of
 from twostroke.request import SamplingParams
 from twostroke.route.client import RoutedEngine
 from twostroke.route.pools import PoolSettings
@@ -209,7 +209,7 @@ def place_us(num_engines: int, trace: Sequence[TraceRequest]) -> float:
     """Of one decision with all that goes with it, with indexes as full as they become."""
     states = [EngineState(f"engine-{n}", Role.BOTH) for n in range(num_engines)]
     router = Router(states)
-    prompts = [Prompt(one.prompt_tokens, marks_of(one)) for one in trace[:1000]]
+    prompts = [Prompt(one.prompt_tokens, marks_of(one, MOONCAKE_BLOCK)) for one in trace[:1000]]
     for n, prompt in enumerate(prompts):
         states[n % num_engines].note_prompt(prompt)
     times = []

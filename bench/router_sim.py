@@ -1,27 +1,27 @@
 """Engines whose time is simulated, behind a router; for bench/router.py.
 
-Each has the real scheduler with its real KV cache and prefix index, on a clock of the simulation.
-Only what a step takes is not measured but computed: `Machine`, from figures of docs/PERFORMANCE.md.
-Blocks have the trace's 512 tokens instead of 16, so that an hour takes a minute.
+The planner's engines (`twostroke/planner/engine.py`), whose step times are those of `Machine`, from
+figures of docs/PERFORMANCE.md. Blocks have the trace's 512 tokens instead of 16, so that an hour
+takes a minute.
 """
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import count, takewhile
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from twostroke.kv.cache import GroupLimits
 from twostroke.measure.traces import MOONCAKE_BLOCK, TraceRequest
-from twostroke.observe.record import PhaseRecord, RequestRecord, StepRecord
-from twostroke.plan import PhaseWork, StepResult
-from twostroke.request import EngineRequest, SamplingParams
-from twostroke.route.router import EngineState, Prompt, Queued, Role, Router
-from twostroke.sched.scheduler import Scheduler
-from twostroke.sched.step import SchedulerConfig, StepInFlight
+from twostroke.observe.record import RequestRecord
+from twostroke.plan import PhaseWork
+from twostroke.planner.engine import SimulatedEngine
+from twostroke.planner.simulate import Clock
+from twostroke.planner.simulate import simulate as planner_simulate
+from twostroke.route.router import EngineState, Router
+from twostroke.sched.step import SchedulerConfig
 
 MAX_LEN = 1 << 18
 
@@ -45,94 +45,27 @@ class Machine(NamedTuple):
         return max(self.step_s, tokens) + streams
 
 
-class SimulatedEngine:
-    def __init__(self, name: str, machine: Machine, clock: Callable[[], float]) -> None:
-        self.state = EngineState(name, Role.BOTH, capacity_tokens=machine.kv_tokens)
-        self._machine = machine
-        self.scheduler = Scheduler(
-            SchedulerConfig(
-                max_num_seqs=256,
-                max_num_batched_tokens=machine.budget,
-                max_model_len=MAX_LEN,
-                block_size=MOONCAKE_BLOCK,
-                groups=(GroupLimits(machine.kv_tokens // MOONCAKE_BLOCK),),
-            ),
-            clock,
-        )
-
-    def begin(self, now: float) -> tuple[float, StepInFlight] | None:
-        """The next step, and when it will have ended."""
-        step = self.scheduler.plan()
-        if step is None:
-            return None
-        device_s = self._machine.seconds(step.plan.prefill_work, step.plan.decode_work)
-        return now + device_s + self._machine.host_s, step
-
-    def end(self, step: StepInFlight, now: float) -> Any:
-        plan = step.plan
-        device_s = now - step.planned_s - self._machine.host_s
-        result = StepResult([7] * len(step.sampled), {}, {}, device_s)
-        committed = self.scheduler.commit(result, now)
-        prefill, decode = (
-            PhaseRecord(one.rows, one.tokens, one.kv_tokens, 0.0, 0.0)
-            for one in (plan.prefill_work, plan.decode_work)
-        )
-        times = step.planned_s, step.planned_s, now, device_s, self._machine.host_s
-        kv = self.scheduler.kv.usage()
-        self.state.add_step(StepRecord(plan.step, *times, prefill, decode, (), (), 0, 0, 0, kv))
-        return committed.updates
-
-
 def simulate(
     trace: Sequence[TraceRequest],
     num_engines: int,
     make_router: Callable[[list[EngineState]], Router],
     machine: Machine,
 ) -> tuple[list[RequestRecord], list[EngineState]]:
-    """What became of every request."""
-    now = 0.0
-    engines = [SimulatedEngine(f"engine-{n}", machine, lambda: now) for n in range(num_engines)]
-    router = make_router([one.state for one in engines])
-    by_state = {id(one.state): one for one in engines}
-    order, ended = count(), []
-    events: list[tuple[float, int, Any, Any]] = [
-        (one.at_s, next(order), None, (f"r{n}", one)) for n, one in enumerate(trace)
+    """The record of every request, and the engines as they are at the end."""
+    clock = Clock()
+    config = SchedulerConfig(
+        max_num_seqs=256,
+        max_num_batched_tokens=machine.budget,
+        max_model_len=MAX_LEN,
+        block_size=MOONCAKE_BLOCK,
+        groups=(GroupLimits(machine.kv_tokens // MOONCAKE_BLOCK),),
+    )
+    engines = [
+        SimulatedEngine(f"engine-{n}", config, machine, machine.host_s, clock)
+        for n in range(num_engines)
     ]
-    heapq.heapify(events)
-    sent: dict[str, Queued] = {}
-    busy: set[int] = set()
-
-    def begin(engine: SimulatedEngine) -> None:
-        if id(engine) not in busy and (begun := engine.begin(now)):
-            busy.add(id(engine))
-            heapq.heappush(events, (begun[0], next(order), engine, begun[1]))
-
-    while events:
-        now, _, engine, what = heapq.heappop(events)
-        if engine is None:
-            name, asked = what
-            prompt = Prompt(asked.prompt_tokens, marks_of(asked), "", asked.output_tokens)
-            placement = router.place(prompt)
-            assert placement is not None
-            state, engine = placement.engine, by_state[id(placement.engine)]
-            state.note_prompt(prompt)
-            state.add_queued(placement.queued)
-            sent[name] = placement.queued
-            engine.scheduler.add(request_of(name, asked, now))
-        else:
-            busy.discard(id(engine))
-            for update in engine.end(what, now):
-                state, name = engine.state, update.request_id
-                if name in sent:  # its first token
-                    state.remove_queued(sent.pop(name))
-                    state.streams += 1
-                if update.finish_reason is not None:
-                    state.streams -= 1
-                    router.note_answer(len(update.record.token_s))
-                    ended.append(update.record)
-        begin(engine)
-    assert len(ended) == len(trace)
-    return ended, [one.state for one in engines]
+    records = planner_simulate(trace, clock, engines, make_router)
+    return records, [one.state for one in engines]
 
 
 def best_hit_rate(trace: Sequence[TraceRequest], num_tokens: int) -> float:
@@ -150,30 +83,13 @@ def best_hit_rate(trace: Sequence[TraceRequest], num_tokens: int) -> float:
     return hits / sum(one.prompt_tokens for one in trace)
 
 
-def request_of(name: str, asked: TraceRequest, now: float) -> EngineRequest:
-    params = SamplingParams(temperature=0, max_tokens=asked.output_tokens, ignore_eos=True)
-    return EngineRequest(name, tokens_of(asked), params, seed=0, received_s=now or 1e-9)
-
-
-def tokens_of(
-    asked: TraceRequest, block: int = MOONCAKE_BLOCK, vocabulary: int = 1 << 40
-) -> list[int]:
-    """Equal blocks, equal tokens."""
+def tokens_of(asked: TraceRequest, block: int, vocabulary: int) -> list[int]:
+    """Equal blocks, equal tokens, of a real model's vocabulary."""
     tokens: list[int] = []
     for number in asked.blocks:
-        rng = range(number * block, (number + 1) * block)
-        tokens += rng if vocabulary > 1 << 32 else [(7919 * n) % vocabulary for n in rng]
+        positions = range(number * block, (number + 1) * block)
+        tokens += [(7919 * n) % vocabulary for n in positions]
     return tokens[: asked.prompt_tokens]
-
-
-def marks_of(asked: TraceRequest) -> tuple[str, ...]:
-    """As `InputProcessor` makes them of tokens: of the first 64, 128, 256, … of them."""
-    found, end = [], 64
-    while end <= asked.prompt_tokens:
-        blocks = asked.blocks[: -(-end // MOONCAKE_BLOCK)]
-        found.append(f"{end} {hash(blocks)}")
-        end *= 2
-    return tuple(found)
 
 
 def conversations(seconds: float, rate: float, seed: int = 0) -> list[TraceRequest]:

@@ -30,6 +30,7 @@ COMMANDS = {
     "bench": "measure a server: TTFT, TPOT, ITL, throughput, goodput",
     "phases": "one request taken apart: slow to start, or slow to stream?",
     "roofline": "how fast a model could be on a machine, by phase",
+    "plan": "what a trace of requests will see from engines: simulated, with intervals",
     "quality": "what a format costs in quality: perplexity and KL against a base",
     "trace": "the last seconds of a server as a timeline",
     "profile": "what a server's steps are made of: stages or kernels, by phase",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from twostroke.errors import ConfigError
-from twostroke.measure.traces import MOONCAKE_BLOCK, read_trace, scaled
+from twostroke.measure.traces import MOONCAKE_BLOCK, at_rate, read_trace, scaled, synthetic
 from twostroke.measure.workload import Prompts, replayed
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -102,3 +102,79 @@ def test_a_malformed_line_is_named(tmp_path: Path, text: str, says: str) -> None
 def test_a_file_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match="there is no trace file"):
         read_trace("/nowhere/trace.csv")
+
+
+BENCH = {"start_times": [2.0, 0.5], "input_lens": [30, 10], "output_lens": [3, 1]}
+EXPORTS = {
+    "bench": {"mean_ttft_ms": 1.0, **BENCH},
+    "guidellm": {
+        "benchmarks": [
+            {
+                "requests": {
+                    "successful": [
+                        {"request_start_time": 100.5, "prompt_tokens": 10, "output_tokens": 1},
+                        {"start_time": 102.0, "prompt_tokens": 30, "output_tokens": 3},
+                    ]
+                }
+            }
+        ]
+    },
+    "records": {
+        "steps": [],
+        "requests": [
+            {"received_s": 9.5, "num_prompt": 30, "token_s": [1.0, 2.0, 3.0]},
+            {"received_s": 8.0, "num_prompt": 10, "token_s": [1.0]},
+            {"received_s": 8.5, "num_prompt": 10, "token_s": []},
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("name", EXPORTS)
+def test_exports_are_traces_in_the_order_of_their_times(
+    name: str, indent: int | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "export.json"
+    path.write_text(json.dumps(EXPORTS[name], indent=indent))
+    found = [(one.at_s, one.prompt_tokens, one.output_tokens) for one in read_trace(str(path))]
+    assert found == [(0.0, 10, 1), (1.5, 30, 3)]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ({"mean_ttft_ms": 1.0}, "result of bench serve, but misses .*start_times .*save-detailed"),
+        ({"benchmarks": []}, "guidellm's export, but misses"),
+        ({"requests": [{}]}, "/records, but misses 'received_s'"),
+        (BENCH | {"start_times": [1.0, -2.0]}, "request 1 .* time -2 .* from 0"),
+        (BENCH | {"input_lens": [30]}, "but misses"),
+    ],
+)
+def test_an_export_without_what_a_trace_needs_says_what(
+    content: dict[str, object], says: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "export.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=says):
+        read_trace(str(path))
+
+
+def test_a_damaged_gz_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "azure.csv.gz"
+    path.write_bytes(gzip.compress(AZURE.encode() * 99)[:60])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_trace(str(path))
+
+
+def test_a_trace_at_a_rate_has_its_shape(azure: str) -> None:
+    found = at_rate(read_trace(azure), 4.0)
+    assert [one.at_s for one in found] == pytest.approx([0.0, 0.5 * 4.314579 / 60, 0.5])
+
+
+def test_a_synthetic_trace_has_the_means_that_were_asked_for() -> None:
+    found = synthetic(20.0, 500.0, 300, 40)
+    assert found == synthetic(20.0, 500.0, 300, 40)
+    assert len(found) == pytest.approx(10_000, rel=0.05)
+    assert sum(one.prompt_tokens for one in found) / len(found) == pytest.approx(300, rel=0.05)
+    assert sum(one.output_tokens for one in found) / len(found) == pytest.approx(40, rel=0.05)

@@ -26,6 +26,7 @@ LAYERS = {
     "twostroke.commands": 8,
     "twostroke.serve": 7,
     "twostroke.llm": 7,
+    "twostroke.planner": 7,  # simulates engines; no part of a server knows it
     "twostroke.measure": 7,  # talks to servers; of the engine it knows model shapes and ceilings
     "twostroke.llm_engine": 7,
     "twostroke.llm_tokenizer": 7,

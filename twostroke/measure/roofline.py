@@ -181,11 +181,11 @@ class Roofline:
             moved,
             flops / self.rate,
             moved / self.bandwidth,
-            self._comm_s(*sent),
+            self.comm_s(*sent),
             efficiency,
         )
 
-    def _comm_s(self, tokens: int, samples: int) -> float:
+    def comm_s(self, tokens: int, samples: int) -> float:
         """Of 16-bit activations, summed and gathered by a ring."""
         ranks = self.settings.tensor_parallel
         if ranks == 1 or self.spec is None or not self.hardware.link:

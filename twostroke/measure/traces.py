@@ -1,11 +1,19 @@
-"""Request traces: Azure's CSV (times and lengths) and Mooncake's JSONL (and which blocks of the
-prompt are shared). Compressed files (.gz) are read as they are."""
+"""Request traces, compressed (.gz) or not:
+
+Azure's CSV          times and lengths
+Mooncake's JSONL     and which blocks of the prompt are shared
+/records             requests of a twostroke server, as it has them
+bench results        of `bench serve --save-detailed`, ours and vLLM's: with start_times
+guidellm's export    of the first benchmark in it
+"""
 
 from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
+import math
+import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -14,6 +22,7 @@ from typing import Any
 from twostroke.errors import ConfigError, shown
 
 MOONCAKE_BLOCK = 512  # tokens of the prompt that one of its hash ids stands for
+SPREAD = 0.8  # of the logarithm of synthetic lengths: a 99th percentile of 4.7 means
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
@@ -58,6 +67,34 @@ def scaled(
     ]
 
 
+def at_rate(requests: list[TraceRequest], rate: float) -> list[TraceRequest]:
+    """The trace with times scaled so that its requests come at this mean rate, in requests a
+    second."""
+    if len(requests) < 2 or requests[-1].at_s <= 0:
+        raise ConfigError(
+            "--rate scales the times of a trace, and this one has no two requests at different "
+            "times"
+        )
+    return scaled(requests, speed=rate * requests[-1].at_s / (len(requests) - 1))
+
+
+def synthetic(
+    rate: float, seconds: float, mean_prompt: int, mean_output: int, seed: int = 0
+) -> list[TraceRequest]:
+    """A trace where none is given: Poisson arrivals, log-normal lengths with these means. No two
+    prompts begin alike."""
+    rng = random.Random(f"synthetic {seed}")
+    found, at_s = [], 0.0
+    while at_s < seconds:
+        prompt, output = (
+            max(1, round(mean * rng.lognormvariate(-SPREAD * SPREAD / 2, SPREAD)))
+            for mean in (mean_prompt, mean_output)
+        )
+        found.append(TraceRequest(at_s, prompt, output))
+        at_s += rng.expovariate(rate)
+    return found
+
+
 def block_tokens(shrink: float) -> int:
     return max(1, round(MOONCAKE_BLOCK / shrink))
 
@@ -66,18 +103,101 @@ def _read(path: Path) -> Iterator[TraceRequest]:
     if not path.is_file():
         raise ConfigError(f"there is no trace file {shown(str(path))}")
     opened: Any = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8-sig", errors="replace") as file:
-        first = next(file, "")
-        if first.lstrip().startswith("{"):
-            yield from _mooncake(path, first, file)
-        elif first.strip().split(",")[:3] == list(AZURE_COLUMNS):
-            yield from _azure(path, file)
-        else:
+    try:
+        with opened(path, "rt", encoding="utf-8-sig", errors="replace") as file:
+            first = next(file, "")
+            if first.lstrip().startswith("{"):
+                content = _document(first, file)
+                if content is not None:
+                    yield from _exported(path, content)
+                    return
+                file.seek(0)
+                yield from _mooncake(path, next(file), file)
+            elif first.strip().split(",")[:3] == list(AZURE_COLUMNS):
+                yield from _azure(path, file)
+            else:
+                raise _unknown(path, "line 1")
+    except (OSError, EOFError) as error:  # a damaged .gz, too
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+
+
+def _unknown(path: Path, where: str) -> ConfigError:
+    return ConfigError(
+        f"{path}, {where}: this is neither Azure's trace (a header {','.join(AZURE_COLUMNS)}) nor "
+        "Mooncake's (one JSON object a line with timestamp, input_length, output_length, "
+        "hash_ids) nor one JSON object: a twostroke server's /records, a result of bench serve "
+        "--save-detailed with start_times, or guidellm's export"
+    )
+
+
+# ── files that are one JSON object ──────────────────────────────────────────────────────────────
+
+
+def _document(first: str, lines: Iterator[str]) -> dict[str, Any] | None:
+    """The file as one JSON object; None if its lines are to be read one by one."""
+    try:
+        content = json.loads(first)
+    except ValueError:
+        if first.strip() != "{" and not first.rstrip().endswith((",", "{", "[")):
+            return None
+        try:
+            content = json.loads(first + "".join(lines))
+        except ValueError:
+            return None
+    lines_of_objects = not isinstance(content, dict) or "timestamp" in content
+    return None if lines_of_objects or not _EXPORTS.keys() & content.keys() else content
+
+
+def _exported(path: Path, content: dict[str, Any]) -> Iterator[TraceRequest]:
+    key = next(key for key in _EXPORTS if key in content)
+    what, rows_of = _EXPORTS[key]
+    try:
+        rows = sorted(
+            (float(at_s), int(prompt), int(output), number)
+            for number, (at_s, prompt, output) in enumerate(rows_of(content))
+        )
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise ConfigError(f"{path}: this looks like {what}, but misses {error}") from None
+    for at_s, prompt, output, number in rows:
+        if not (0 <= at_s < math.inf) or prompt < 0 or output < 0:
             raise ConfigError(
-                f"{path}, line 1: this is neither Azure's trace (a header "
-                f"{','.join(AZURE_COLUMNS)}) nor Mooncake's (one JSON object a line with "
-                "timestamp, input_length, output_length, hash_ids)"
+                f"{path}: request {number} of {what} has the time {at_s:g} and {prompt} and "
+                f"{output} tokens; times and lengths are from 0"
             )
+        if output:  # else it failed
+            yield TraceRequest(at_s - rows[0][0], max(1, prompt), output)
+
+
+def _rows_of_records(content: dict[str, Any]) -> Iterator[tuple[Any, Any, Any]]:
+    for one in content["requests"]:
+        yield one["received_s"], one["num_prompt"], len(one["token_s"])
+
+
+def _rows_of_bench(content: dict[str, Any]) -> Iterator[tuple[Any, Any, Any]]:
+    for name in ("start_times", "input_lens", "output_lens"):
+        if name not in content:
+            raise KeyError(f"{name} (run the benchmark with --save-detailed)")
+    columns = (content["start_times"], content["input_lens"], content["output_lens"])
+    yield from zip(*columns, strict=True)
+
+
+def _rows_of_guidellm(content: dict[str, Any]) -> Iterator[tuple[Any, Any, Any]]:
+    for one in content["benchmarks"][0]["requests"]["successful"]:
+        at_s = one["request_start_time"] if "request_start_time" in one else one["start_time"]
+        yield at_s, one["prompt_tokens"], one["output_tokens"]
+
+
+Rows = Callable[[dict[str, Any]], Iterator[tuple[Any, Any, Any]]]
+# A key that tells the kind of file: its name, and its requests' times, prompts and outputs.
+_EXPORTS: dict[str, tuple[str, Rows]] = {
+    "benchmarks": ("guidellm's export", _rows_of_guidellm),
+    "input_lens": ("a result of bench serve", _rows_of_bench),
+    "mean_ttft_ms": ("a result of bench serve", _rows_of_bench),
+    "requests": ("a twostroke server's /records", _rows_of_records),
+}
+
+
+# ── files of lines ──────────────────────────────────────────────────────────────────────────────
 
 
 def _azure(path: Path, lines: Iterator[str]) -> Iterator[TraceRequest]:

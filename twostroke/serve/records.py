@@ -8,6 +8,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from twostroke.config import EngineConfig
 from twostroke.observe.record import RequestRecord, StepRecord
 from twostroke.serve.errors import ApiError
 from twostroke.serve.http import HttpRequest
@@ -27,6 +28,7 @@ class RecordRoute:
     def __init__(self, service: Service) -> None:
         self._records = service.client.records
         self._info = service.client.info
+        self._pacing = _pacing(service.settings.engine, self._info.device != "cpu")
         self._thread = ThreadPool("requests for records", 1, 4)
 
     async def __call__(self, http: HttpRequest) -> None:
@@ -54,10 +56,26 @@ class RecordRoute:
                 "block_size": info.block_size,
                 "max_num_seqs": info.max_num_seqs,
                 "max_num_batched_tokens": info.max_num_batched_tokens,
+                "max_model_len": info.max_model_len,
+                "kv_groups": [group._asdict() for group in info.kv_groups],
+                "pacing": self._pacing,
                 "steps": [step_json(one) for one in steps],
                 "requests": [request_json(one) for one in requests],
             }
         )
+
+
+def _pacing(config: EngineConfig | None, on_gpu: bool) -> dict[str, Any] | None:
+    """How the engine's scheduler cuts its steps, for who simulates it; None: not known."""
+    if config is None:
+        return None
+    ttft_s, itl_s = config.goals(on_gpu)
+    return {
+        "ttft_slo_s": ttft_s,
+        "itl_slo_s": itl_s,
+        "max_decode_stall": config.decode_stall(),
+        "prefix_caching": config.enable_prefix_caching,
+    }
 
 
 def step_json(record: StepRecord) -> dict[str, Any]:

@@ -1,0 +1,10 @@
+"""A planner: which layout of engines serves a trace within its goals, by simulation.
+
+engine.py      an engine whose steps are timed by a model: the product's Scheduler and KV cache
+steptimes.py   step times from measured steps, or from a roofline, with their error
+calibrate.py   load for a running server, so that its records have steps of many sizes
+layout.py      engines and pools that are tried
+simulate.py    a trace through a layout: every request's times
+predict.py     figures with intervals, from several simulations
+check.py       a trace replayed against a server: predicted beside measured
+"""

@@ -1,0 +1,97 @@
+"""`--check`: a trace replayed against a real server, its figures beside the predicted ones."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from twostroke.measure.client import OpenAIClient, first_model, send_first
+from twostroke.measure.definitions import Goals
+from twostroke.measure.http import Connections, Endpoint, ServerError
+from twostroke.measure.result import problems
+from twostroke.measure.run import Run, run_open_loop
+from twostroke.measure.traces import TraceRequest
+from twostroke.measure.workload import Prompts, replayed
+from twostroke.planner.predict import METRICS, PERCENTILES, Forecast, latencies_ms
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Json = dict[str, Any]
+CHECKED = (
+    *(f"p{share}_{metric}_ms" for metric in METRICS for share in PERCENTILES),
+    "requests_per_s",
+    "goodput",
+    "met",
+)
+
+
+async def replay(
+    url: str, api_key: str | None, trace: Sequence[TraceRequest], shrink: float
+) -> Run:
+    """Send the trace's requests when they are due. `shrink`: by which its lengths are divided."""
+    connections = Connections(Endpoint(url, api_key))
+    try:
+        client = OpenAIClient(connections, str((await first_model(connections))["id"]))
+        # Another run's prompts may still be in the server's prefix cache: each run has its own.
+        prompts = Prompts(0, f"check {secrets.token_hex(4)}", as_text=False)
+        planned = replayed(list(trace), prompts, shrink)
+        shortest = min(planned, key=lambda one: one.prompt_tokens)
+        await send_first(client, shortest)
+        run = await run_open_loop(client, planned)
+    finally:
+        connections.close()
+    if not any(sample.ok for sample in run.samples):
+        raise ServerError(f"no request of the trace succeeded: {run.samples[0].error}")
+    return run
+
+
+def compare(forecast: Forecast, run: Run, goals: Goals) -> Json:
+    """Return a row for every figure that both have, and why the run may not count."""
+    measured = latencies_ms(run.samples)
+    measured["requests_per_s"] = sum(one.ok for one in run.samples) / run.duration_s
+    if goals.given:
+        met = sum(map(goals.met, run.samples))
+        measured |= {"goodput": met / run.duration_s, "met": met / len(run.samples)}
+    rows = []
+    for name in CHECKED:
+        if name in measured and name in forecast.figures:
+            one, value = forecast.figures[name], measured[name]
+            rows.append(
+                {
+                    "figure": name,
+                    "predicted": one.expected,
+                    "low": one.low,
+                    "high": one.high,
+                    "measured": value,
+                    "error": one.expected / value - 1.0 if value else None,
+                    "inside": one.holds(value),
+                }
+            )
+    return {"rows": rows, "problems": problems(run, (), None, False)}
+
+
+def show_check(console: Console, found: Json) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("figure")
+    for name in ("predicted", "interval", "measured", "error"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in found["rows"]:
+        error = "" if row["error"] is None else f"{row['error']:+.1%}"
+        table.add_row(
+            row["figure"],
+            f"{row['predicted']:.4g}",
+            f"{row['low']:.4g} to {row['high']:.4g}",
+            Text(f"{row['measured']:.4g}", style="" if row["inside"] else "yellow"),
+            error,
+        )
+    console.print()
+    console.print(table)
+    inside = sum(row["inside"] for row in found["rows"])
+    console.print(f"{inside} of {len(found['rows'])} measured figures lie in their intervals")
+    for problem in found["problems"]:
+        console.print(Text(f"The run may not count: {problem}", style="yellow"))

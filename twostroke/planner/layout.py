@@ -1,0 +1,112 @@
+"""`Layout`: engines that could serve a trace, and what each is set to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from twostroke.config import EngineConfig
+from twostroke.errors import ConfigError
+from twostroke.kv.cache import GroupLimits
+from twostroke.sched.step import SchedulerConfig
+
+MIN_KV_TOKENS = 256
+
+
+class EngineShape(NamedTuple):
+    """What one engine has room for, and how it cuts its steps."""
+
+    kv_tokens: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int = 16
+    groups: tuple[GroupLimits, ...] = ()  # the KV groups; none: one, of `kv_tokens`
+    prefix_caching: bool = True
+    max_decode_stall: float | None = None
+    ttft_slo_s: float | None = None
+    itl_slo_s: float | None = None
+
+    def scheduler_config(self) -> SchedulerConfig:
+        groups = self.groups or (GroupLimits(self.kv_tokens // self.block_size),)
+        return SchedulerConfig(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            block_size=self.block_size,
+            groups=groups,
+            prefix_caching=self.prefix_caching,
+            max_decode_stall=self.max_decode_stall,
+            ttft_slo_s=self.ttft_slo_s,
+            itl_slo_s=self.itl_slo_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    engines: int  # that do both phases
+    shape: EngineShape
+
+    @property
+    def name(self) -> str:
+        return f"{self.engines} engine{'s' * (self.engines != 1)}"
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "engines": self.engines,
+            "kv_tokens": self.shape.kv_tokens,
+            "max_num_seqs": self.shape.max_num_seqs,
+            "max_num_batched_tokens": self.shape.max_num_batched_tokens,
+        }
+
+
+def shape_of_server(records: dict[str, Any], source: str) -> EngineShape:
+    """The engine that wrote these records, as `/records` describes it."""
+    try:
+        pacing = records.get("pacing") or {}
+        return EngineShape(
+            int(records["kv_tokens"]),
+            int(records.get("max_model_len") or records["kv_tokens"]),
+            int(records["max_num_seqs"]),
+            int(records["max_num_batched_tokens"]),
+            int(records["block_size"]),
+            tuple(GroupLimits(**one) for one in records.get("kv_groups") or ()),
+            bool(pacing.get("prefix_caching", True)),
+            pacing.get("max_decode_stall"),
+            pacing.get("ttft_slo_s"),
+            pacing.get("itl_slo_s"),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{source} does not describe an engine as a twostroke server's /records does "
+            f"(missing or wrong: {error})"
+        ) from None
+
+
+def shape_of_hardware(
+    kv_tokens: float | None, max_context: int, model: str, hardware: str, config: EngineConfig
+) -> EngineShape:
+    """An engine with the server's own defaults on a GPU that has room for so many tokens."""
+    if kv_tokens is None:
+        raise ConfigError(
+            f"{model}: only the size is known, so that the KV cache cannot be planned; name a "
+            "model, a folder, a config.json or a GGUF file"
+        )
+    if kv_tokens < MIN_KV_TOKENS:
+        raise ConfigError(
+            f"{model} does not fit on {hardware}: its weights leave room for {kv_tokens:,.0f} "
+            f"tokens of KV cache, and {MIN_KV_TOKENS} are the least; take smaller --weights, a "
+            "higher --tensor-parallel-size, or other hardware"
+        )
+    ttft_s, itl_s = config.goals(on_gpu=True)
+    length = min(max_context, int(kv_tokens))
+    return EngineShape(
+        int(kv_tokens),
+        length,
+        config.max_num_seqs,
+        config.token_budget(True, length),
+        max_decode_stall=config.decode_stall(),
+        ttft_slo_s=ttft_s,
+        itl_slo_s=itl_s,
+    )

@@ -1,0 +1,124 @@
+"""A plan for people and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from twostroke.measure.definitions import Goals
+from twostroke.measure.result import environment
+from twostroke.measure.traces import TraceRequest
+from twostroke.planner.check import show_check
+from twostroke.planner.predict import METRICS, PERCENTILES, Forecast
+from twostroke.planner.steptimes import StepModel
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Json = dict[str, Any]
+NAMES = {"ttft": "TTFT", "itl": "ITL", "tpot": "TPOT", "e2el": "end to end"}
+
+
+def plan_json(
+    trace: Sequence[TraceRequest],
+    model: StepModel,
+    goals: Goals,
+    target: float,
+    found: Forecast,
+) -> Json:
+    return {
+        "schema_version": 1,
+        "trace": {
+            "requests": len(trace),
+            "seconds": trace[-1].at_s,
+            "prompt_tokens": sum(one.prompt_tokens for one in trace),
+            "output_tokens": sum(one.output_tokens for one in trace),
+        },
+        "step_times": model.as_json(),
+        "goals_ms": goals.given_ms,
+        "target": target,
+        "forecast": found.as_json(),
+        "environment": environment(),
+    }
+
+
+def show_plan(console: Console, plan: Json) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    trace, steps, forecast = plan["trace"], plan["step_times"], plan["forecast"]
+    figures = forecast["figures"]
+    seconds = max(trace["seconds"], 1e-9)
+    console.print(Text(verdict(plan), style="bold"))
+    console.print(
+        f"load        {trace['requests']:,} requests in {seconds:,.0f} s "
+        f"({trace['requests'] / seconds:.3g} a second), {trace['prompt_tokens']:,} prompt and "
+        f"{trace['output_tokens']:,} output tokens",
+        highlight=False,
+    )
+    console.print(f"step times  {steps['source']}", highlight=False)
+    console.print(
+        f"            a single step ±{steps['step_error']:.0%}, all together "
+        f"±{steps['drift']:.0%}; intervals are of the latter",
+        highlight=False,
+    )
+    rows = Table(box=None, pad_edge=False, header_style="bold")
+    rows.add_column("ms")
+    for share in PERCENTILES:
+        rows.add_column(f"p{share}", justify="right", no_wrap=True)
+    for metric in METRICS:
+        keys = [f"p{share}_{metric}_ms" for share in PERCENTILES]
+        if keys[0] in figures:
+            rows.add_row(NAMES[metric], *(between(figures[key]) for key in keys))
+    console.print()
+    console.print(rows)
+    console.print()
+    for line in load_lines(figures):
+        console.print(line, highlight=False)
+    for note in forecast["notes"]:
+        console.print(Text(note, style="yellow"))
+    if "check" in plan:
+        show_check(console, plan["check"])
+
+
+def verdict(plan: Json) -> str:
+    layout, met = plan["forecast"]["layout"]["name"], plan["forecast"]["figures"].get("met")
+    if met is None:
+        return f"{layout}: no goals were given (--ttft-slo-ms, --itl-slo-ms)"
+    target = plan["target"]
+    if met["low"] >= target:
+        answer = "meets the goals"
+    elif met["high"] < target:
+        answer = "misses the goals"
+    else:
+        answer = "may miss the goals"
+    return (
+        f"{layout} {answer}: {met['expected']:.1%} of the requests ({met['low']:.1%} to "
+        f"{met['high']:.1%}), and {target:.3%} are to".replace(".000%", "%")
+    )
+
+
+def load_lines(figures: Json) -> list[str]:
+    lines = []
+    if "goodput" in figures:
+        one = figures["goodput"]
+        lines.append(
+            f"goodput     {one['expected']:.3g} requests/s ({one['low']:.3g} to {one['high']:.3g})"
+        )
+    use, mean, peak = (figures[name] for name in ("utilisation", "kv_mean", "kv_peak"))
+    preempted, cached = figures["preempted"]["expected"], figures["cached"]["expected"]
+    lines += [
+        f"in use      {use['expected']:.0%} of the time ({use['low']:.0%} to {use['high']:.0%})",
+        f"KV cache    {mean['expected']:.0%} held by requests on average, at the most "
+        f"{peak['expected']:.0%} ({peak['low']:.0%} to {peak['high']:.0%})",
+        f"prompts     {cached:.0%} of their tokens found cached; preempted: {preempted:.0f}",
+    ]
+    return lines
+
+
+def between(one: Json) -> str:
+    return f"{_short(one['expected'])} ({_short(one['low'])} to {_short(one['high'])})"
+
+
+def _short(ms: float) -> str:
+    return f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}"
