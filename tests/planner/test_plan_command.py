@@ -30,8 +30,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 def small_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workload, "FIRST_ID", 10)
     monkeypatch.setattr(workload, "LAST_ID", 255)
-    monkeypatch.setattr(calibrate, "USERS", (1, 4))
-    monkeypatch.setattr(calibrate, "SECONDS", 4.0)
+    monkeypatch.setattr(calibrate, "USERS", (1, 2, 4))
+    monkeypatch.setattr(calibrate, "SECONDS", 2.0)
 
 
 def plan(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
@@ -80,7 +80,25 @@ def test_a_data_sheet_gives_figures_with_intervals(capsys: pytest.CaptureFixture
     assert 0 < ttft["low"] < ttft["expected"] < ttft["high"]
     assert "60% (products)" in found["step_times"]["source"]
     assert main(["plan", *SHEET, *SYNTHETIC, "--ttft-slo-ms", "500"]) == 0
-    assert "1 engine meets the goals: 100.0%" in capsys.readouterr().out
+    assert "1 engine (H100) meets the goals: 100.0%" in capsys.readouterr().out
+
+
+def test_the_cheapest_of_two_kinds_of_hardware_is_found(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    load = ["--rate", "40", "--input-len", "1000", "--output-len", "20", "--trace-seconds", "10"]
+    goals = ["--ttft-slo-ms", "2000", "--engines", "auto", "--target", "0.9"]
+    words = [*load, *goals, "--model", "llama-3.1-8b", "--hardware", "H100", "L40S"]
+    found = plan(capsys, *words, "--price-per-hour", "3", "1")
+    counts = {
+        name: [one["engines"] for one in found["tried"] if one["hardware"] == name]
+        for name in ("H100", "L40S")
+    }
+    assert max(counts["L40S"]) > max(counts["H100"])  # slower, and cheaper
+    met = {one["price_per_hour"] for one in found["tried"] if one["met"]["low"] >= 0.9}
+    assert found["price_per_hour"] == min(met)
+    assert main(["plan", *words, "--price-per-hour", "3", "1"]) == 0
+    assert "an hour, meets the goals" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
@@ -91,7 +109,14 @@ def test_a_data_sheet_gives_figures_with_intervals(capsys: pytest.CaptureFixture
         ([*SYNTHETIC, "--model", "llama-3.1-8b", "--hardware", "H1000"], "H1000.*H100"),
         ([*SYNTHETIC, "--model", "llama-3.1-70b", "--hardware", "L4"], "does not fit on L4"),
         ([*SHEET, "--rate", "1", "--input-len", "99999999", "--output-len", "1"], "longer than an"),
-        ([*SYNTHETIC, *SHEET, "--engines", "0"], "--engines must be above 0"),
+        ([*SYNTHETIC, *SHEET, "--engines", "0"], "--engines 0: give a number"),
+        ([*SYNTHETIC, *SHEET, "--engines", "auto"], "--engines auto needs a goal"),
+        (
+            [*SYNTHETIC, *SHEET, "--engines", "auto", "--itl-slo-ms", "0.1"],
+            "no number of engines up to 64 meets the goals",
+        ),
+        ([*SYNTHETIC, *SHEET, "A100"], "compared with --engines auto alone"),
+        ([*SYNTHETIC, *SHEET, "--price-per-hour", "1", "2"], "2 prices for 1 kinds"),
         ([*SYNTHETIC, *SHEET, "--target", "99"], "--target 99: give a share"),
         ([*SYNTHETIC, "--steps", "nowhere.json"], "nowhere.json cannot be read"),
         ([*SYNTHETIC, "--steps", "http://localhost:9"], "nobody answers"),

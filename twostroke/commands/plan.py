@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from twostroke.measure.definitions import Goals
     from twostroke.measure.traces import TraceRequest
     from twostroke.planner.layout import EngineShape
+    from twostroke.planner.predict import Forecast
+    from twostroke.planner.search import EngineKind, Search
     from twostroke.planner.steptimes import StepModel
 
 DESCRIPTION = (
@@ -29,6 +31,7 @@ DESCRIPTION = (
 )
 OPERANDS = ""
 SYNTHETIC_S = 600.0
+AUTO = "auto"
 WEIGHTS = ("fp32", "fp16", "fp8", "int8", "int4", "fp4")
 
 
@@ -46,12 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--calibrate", metavar="URL", help="load this server for a minute, and take its step times")
     add("--save-steps", metavar="FILE", help="keep the records for --steps")
     add("--api-key", metavar="KEY", help="of the server; default: OPENAI_API_KEY, if set")
-    add("--model", metavar="MODEL", help="without step records: a known name, folder or file")
-    add("--hardware", metavar="H", help="without step records: such as A100, H100, 4090; here")
+    add("--model", metavar="MODEL", help="without step records: a name, folder or file")
+    add("--hardware", nargs="+", metavar="H", help="without step records: such as A100 H100; here")
+    add(
+        "--price-per-hour", type=float, nargs="+", metavar="P", help="of one GPU of each --hardware"
+    )
     add("--tensor-parallel-size", "-tp", type=int, default=1, metavar="N")
     add("--weights", choices=WEIGHTS, help="of --model; default: as a GGUF file has them, or fp16")
     add("--kv-cache-dtype", choices=("fp32", "fp16", "fp8", "int8"), default="fp16")
-    add("--engines", type=int, default=1, metavar="N", help="that share the requests")
+    add("--engines", default="1", metavar="N", help="that share the requests; auto: the fewest")
     add("--max-num-seqs", type=int, metavar="N", help="default: the server's")
     add("--max-num-batched-tokens", type=int, metavar="N", help="default: the server's")
     add("--ttft-slo-ms", type=float, metavar="MS", help="goal for a request's first token")
@@ -66,23 +72,84 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     check_output(args.save_steps)
     _check_numbers(args)
-    from twostroke.measure.traces import block_tokens
     from twostroke.planner.check import compare, replay
-    from twostroke.planner.layout import Layout
-    from twostroke.planner.predict import predict
     from twostroke.planner.report import plan_json, show_plan
+    from twostroke.planner.search import cheapest
 
-    trace = read_load(args)
-    model, shape = step_model(args, trace)
-    layout = Layout(args.engines, _with_settings(shape, args))
-    goals = goals_of(args)
-    found = predict(trace, layout, model, goals, block_tokens(args.trace_shrink), args.seed)
-    told = plan_json(trace, model, goals, args.target, found)
+    trace, goals = read_load(args), goals_of(args)
+    kinds = engine_kinds(args, trace, goals)
+    tried = []
+    if args.engines == AUTO:
+        search = cheapest(kinds, args.target)
+        tried = search.tried
+        if search.best is None:
+            raise ConfigError(_no_layout(search, args.target))
+        kind, found = search.best.kind, search.best.forecast
+    else:
+        kind = kinds[0]
+        found = kind.predict(int(args.engines))
+    told = plan_json(trace, kind, goals, args.target, found, tried)
     if args.check is not None:
         run = asyncio.run(replay(args.check, api_key(args), trace, args.trace_shrink))
         told["check"] = compare(found, run, goals)
     tell(args, told, lambda console: show_plan(console, told), lambda: "")
     return 0
+
+
+def engine_kinds(
+    args: argparse.Namespace, trace: list[TraceRequest], goals: Goals
+) -> list[EngineKind]:
+    """The engines that the command names, with their step times."""
+    from twostroke.measure.traces import block_tokens
+    from twostroke.planner.layout import Layout
+    from twostroke.planner.predict import predict
+    from twostroke.planner.search import EngineKind
+
+    def kind(name: str, model: StepModel, shape: EngineShape, price: float | None) -> EngineKind:
+        shape = _with_settings(shape, args)
+        block = block_tokens(args.trace_shrink)
+
+        def forecast(count: int) -> Forecast:
+            return predict(trace, Layout(count, shape), model, goals, block, args.seed)
+
+        return EngineKind(name, model, forecast, price)
+
+    prices: list[float | None] = args.price_per_hour or [None]
+    if args.calibrate is not None or args.steps is not None:
+        return [kind("", *_measured(args, trace), prices[0])]
+    if not (args.model and args.hardware):
+        raise ConfigError(
+            "no step times: give a running server (--steps URL, or --calibrate URL, which loads it "
+            "for a minute), a file of its records (--steps FILE), or --model with --hardware for a "
+            "data sheet's"
+        )
+    if args.price_per_hour is None:
+        prices = [None] * len(args.hardware)
+    if len(prices) != len(args.hardware):
+        raise ConfigError(
+            f"--price-per-hour has {len(prices)} prices for {len(args.hardware)} kinds of "
+            "--hardware; give one for each"
+        )
+    if len(args.hardware) > 1 and args.engines != AUTO:
+        raise ConfigError("several kinds of --hardware are compared with --engines auto alone")
+    size = args.tensor_parallel_size
+    return [
+        kind(hardware, *_roofline(args, hardware), None if price is None else size * price)
+        for hardware, price in zip(args.hardware, prices, strict=True)
+    ]
+
+
+def _no_layout(search: Search, target: float) -> str:
+    best = max(search.tried, key=lambda one: one.forecast.figures["met"].low)
+    forecast = best.forecast
+    return (
+        f"no number of engines up to {max(one.engines for one in search.tried)} meets the goals "
+        f"for {target:.1%} of the requests; {best.kind.name} {forecast.layout.name} meet them for "
+        f"{forecast.figures['met'].low:.1%} in the worst simulation, where TTFT p99 is "
+        f"{forecast.figures['p99_ttft_ms'].high:,.0f} ms and TPOT p99 "
+        f"{forecast.figures['p99_tpot_ms'].high:,.0f} ms; give goals that one request alone can "
+        "meet, or faster hardware"
+    )
 
 
 def read_load(args: argparse.Namespace) -> list[TraceRequest]:
@@ -102,17 +169,14 @@ def read_load(args: argparse.Namespace) -> list[TraceRequest]:
     return synthetic(args.rate, seconds, args.input_len, args.output_len, args.seed)
 
 
-def step_model(
-    args: argparse.Namespace, trace: list[TraceRequest]
-) -> tuple[StepModel, EngineShape]:
-    """Where step times come from, best first, and the engine that they are of."""
-    if args.calibrate is None and args.steps is None:
-        return _roofline(args)
+def _measured(args: argparse.Namespace, trace: list[TraceRequest]) -> tuple[StepModel, EngineShape]:
+    """Step times of a server's records, and the engine that wrote them."""
     from twostroke.planner.layout import shape_of_server
     from twostroke.planner.steptimes import measured_model
 
-    records, source = asyncio.run(_calibrated(args, trace)), args.calibrate
-    if args.steps is not None:
+    if args.calibrate is not None:
+        records, source = asyncio.run(_calibrated(args, trace)), args.calibrate
+    else:
         records, source = _recorded(args), args.steps
     if args.save_steps:
         write(args, args.save_steps, json.dumps(records) + "\n", "step records")
@@ -123,8 +187,6 @@ def step_model(
 async def _calibrated(args: argparse.Namespace, trace: list[TraceRequest]) -> dict[str, Any]:
     from twostroke.planner.calibrate import SECONDS, calibrate
 
-    if args.calibrate is None:
-        return {}
     print(f"Calibrating for {SECONDS:g} s…", file=sys.stderr, flush=True)
     longest = max(one.prompt_tokens for one in trace)
     return await calibrate(args.calibrate, api_key(args), longest, SECONDS)
@@ -147,13 +209,7 @@ def _recorded(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def _roofline(args: argparse.Namespace) -> tuple[StepModel, EngineShape]:
-    if not (args.model and args.hardware):
-        raise ConfigError(
-            "no step times: give a running server (--steps URL, or --calibrate URL, which loads it "
-            "for a minute), a file of its records (--steps FILE), or --model with --hardware for a "
-            "data sheet's"
-        )
+def _roofline(args: argparse.Namespace, name: str) -> tuple[StepModel, EngineShape]:
     from twostroke.config import EngineConfig
     from twostroke.measure.hardware import find_hardware
     from twostroke.measure.roofline import FILE, Roofline, Settings
@@ -167,7 +223,7 @@ def _roofline(args: argparse.Namespace) -> tuple[StepModel, EngineShape]:
         weights=args.weights or ("fp16" if stored is None else FILE),
         kv=args.kv_cache_dtype,
     )
-    spec, hardware = find_spec(args.model), find_hardware(args.hardware)
+    spec, hardware = find_spec(args.model), find_hardware(name)
     roofline = Roofline(spec, hardware, settings, 0.0, stored)
     shape = shape_of_hardware(
         roofline.kv_tokens, spec.max_context, args.model, hardware.name, EngineConfig()
@@ -194,7 +250,7 @@ def goals_of(args: argparse.Namespace) -> Goals:
 def _check_numbers(args: argparse.Namespace) -> None:
     positive = (
         "input_len output_len rate trace_seconds trace_shrink trace_keep tensor_parallel_size "
-        "engines max_num_seqs max_num_batched_tokens ttft_slo_ms itl_slo_ms"
+        "max_num_seqs max_num_batched_tokens ttft_slo_ms itl_slo_ms"
     )
     for name in positive.split():
         value = getattr(args, name)
@@ -202,5 +258,11 @@ def _check_numbers(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} must be above 0, and is {value:g}")
     if not 0 < args.target <= 1:
         raise ConfigError(f"--target {args.target:g}: give a share above 0 and up to 1, as 0.99")
+    if args.engines != AUTO and not (args.engines.isdecimal() and 0 < int(args.engines) <= 1024):
+        raise ConfigError(f"--engines {args.engines}: give a number from 1 to 1024, or auto")
+    if args.engines == AUTO and args.ttft_slo_ms is None and args.itl_slo_ms is None:
+        raise ConfigError("--engines auto needs a goal: --ttft-slo-ms, --itl-slo-ms, or both")
+    if any(not 0 < price < float("inf") for price in args.price_per_hour or ()):
+        raise ConfigError("--price-per-hour: give prices above 0")
     if args.steps is not None and args.calibrate is not None:
         raise ConfigError("--steps and --calibrate: give one of them")

@@ -6,5 +6,7 @@ calibrate.py   load for a running server, so that its records have steps of many
 layout.py      engines and pools that are tried
 simulate.py    a trace through a layout: every request's times
 predict.py     figures with intervals, from several simulations
+search.py      the cheapest layout that meets goals
 check.py       a trace replayed against a server: predicted beside measured
+report.py      a plan for people and for programs
 """

@@ -23,7 +23,9 @@ from twostroke.measure.workload import Planned, Prompts
 
 USERS = (1, 2, 4, 8, 16, 32)
 SECONDS = 60.0
-MIN_PROMPT, MIN_OUTPUT, MAX_OUTPUT = 16, 8, 64
+MIN_PROMPT, MIN_OUTPUT, MAX_OUTPUT = 16, 4, 32
+MIN_ANSWERS = 6  # of a level, however slow the server is
+LOOK_S = 0.2  # how often answers are counted
 MAX_RECORDS_S = 600.0  # that a server is asked for
 
 Json = dict[str, Any]
@@ -97,8 +99,8 @@ class CalibrationLoad:
         return Planned(0.0, self._prompts.unique(self._count, length), length, output)
 
     async def run(self, users: int, seconds: float) -> None:
-        """Send from so many users for this time; answers that are not whole by then are broken
-        off."""
+        """Send from so many users for this time, and until some answers have come; those that are
+        not whole then are broken off."""
 
         async def user() -> None:
             while True:
@@ -107,13 +109,13 @@ class CalibrationLoad:
                     raise ServerError(f"a request of the calibration failed: {sample.error}")
                 self.samples.append(sample)
 
+        wanted, end_s = len(self.samples) + MIN_ANSWERS, perf_counter() + seconds
         tasks = [asyncio.create_task(user()) for _ in range(users)]
         try:
-            ended, _ = await asyncio.wait(
-                tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION
-            )
-            for task in ended:
-                task.result()
+            while perf_counter() < end_s or len(self.samples) < wanted:
+                failed, _ = await asyncio.wait(tasks, timeout=LOOK_S)
+                for task in failed:
+                    task.result()
         finally:
             for task in tasks:
                 task.cancel()

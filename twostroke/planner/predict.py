@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,8 +31,7 @@ MAX_DRIFT = 0.9  # a step takes some time
 OUTSIDE_DRIFT = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
+class Interval(NamedTuple):
     expected: float
     low: float
     high: float
@@ -56,10 +55,7 @@ class Forecast:
     def as_json(self) -> dict[str, Any]:
         return {
             "layout": self.layout.as_json(),
-            "figures": {
-                name: {"expected": one.expected, "low": one.low, "high": one.high}
-                for name, one in self.figures.items()
-            },
+            "figures": {name: one._asdict() for name, one in self.figures.items()},
             "requests": self.requests,
             "simulated_s": self.simulated_s,
             "outside_share": self.outside_share,

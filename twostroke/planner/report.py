@@ -10,7 +10,7 @@ from twostroke.measure.result import environment
 from twostroke.measure.traces import TraceRequest
 from twostroke.planner.check import show_check
 from twostroke.planner.predict import METRICS, PERCENTILES, Forecast
-from twostroke.planner.steptimes import StepModel
+from twostroke.planner.search import EngineKind, Found
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,10 +21,11 @@ NAMES = {"ttft": "TTFT", "itl": "ITL", "tpot": "TPOT", "e2el": "end to end"}
 
 def plan_json(
     trace: Sequence[TraceRequest],
-    model: StepModel,
+    kind: EngineKind,
     goals: Goals,
     target: float,
     found: Forecast,
+    tried: Sequence[Found] = (),
 ) -> Json:
     return {
         "schema_version": 1,
@@ -34,10 +35,13 @@ def plan_json(
             "prompt_tokens": sum(one.prompt_tokens for one in trace),
             "output_tokens": sum(one.output_tokens for one in trace),
         },
-        "step_times": model.as_json(),
+        "step_times": kind.model.as_json(),
+        "hardware": kind.name,
+        "price_per_hour": None if kind.price is None else kind.price * found.layout.engines,
         "goals_ms": goals.given_ms,
         "target": target,
         "forecast": found.as_json(),
+        "tried": [one.as_json() for one in tried],
         "environment": environment(),
     }
 
@@ -77,12 +81,36 @@ def show_plan(console: Console, plan: Json) -> None:
         console.print(line, highlight=False)
     for note in forecast["notes"]:
         console.print(Text(note, style="yellow"))
+    if plan["tried"]:
+        show_tried(console, plan)
     if "check" in plan:
         show_check(console, plan["check"])
 
 
+def show_tried(console: Console, plan: Json) -> None:
+    from rich.table import Table
+
+    rows = Table(box=None, pad_edge=False, header_style="bold")
+    rows.add_column("tried")
+    for name in ("price an hour", "requests that meet the goals", "TTFT p99 in ms"):
+        rows.add_column(name, justify="right")
+    for one in sorted(plan["tried"], key=lambda one: (one["hardware"], one["engines"])):
+        price, met = one["price_per_hour"], one["met"]
+        rows.add_row(
+            f"{one['engines']} × {one['hardware'] or 'engine'}",
+            "" if price is None else f"{price:,.2f}",
+            f"{met['expected']:.1%} ({met['low']:.1%} to {met['high']:.1%})",
+            between(one["p99_ttft_ms"]),
+        )
+    console.print()
+    console.print(rows)
+
+
 def verdict(plan: Json) -> str:
     layout, met = plan["forecast"]["layout"]["name"], plan["forecast"]["figures"].get("met")
+    layout = f"{layout} ({plan['hardware']})" if plan["hardware"] else layout
+    if plan["price_per_hour"] is not None:
+        layout = f"{layout}, {plan['price_per_hour']:,.2f} an hour,"
     if met is None:
         return f"{layout}: no goals were given (--ttft-slo-ms, --itl-slo-ms)"
     target = plan["target"]

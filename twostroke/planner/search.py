@@ -1,0 +1,103 @@
+"""`cheapest`: the layout with the lowest price that meets the goals.
+
+More engines of a kind never serve a trace worse, so that the fewest that meet the goals are found
+by doubling and halving: a few simulations, not one for every number. A kind of engine is given up
+as soon as its price is above that of the best layout so far. Layouts that were tried are kept: they
+are the points of a curve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Any
+
+from twostroke.planner.predict import Forecast
+from twostroke.planner.steptimes import StepModel
+
+MAX_ENGINES = 64
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """Engines that are alike: how a number of them is predicted, and what one costs an hour."""
+
+    name: str
+    model: StepModel
+    predict: Callable[[int], Forecast]
+    price: float | None = None  # None: not known, and one is as good as another
+
+
+@dataclass
+class Found:
+    kind: EngineKind
+    engines: int
+    forecast: Forecast
+
+    @property
+    def price(self) -> float:
+        """Of the whole layout, an hour; without prices the number of engines."""
+        return self.engines * (1.0 if self.kind.price is None else self.kind.price)
+
+    def as_json(self) -> dict[str, Any]:
+        met, ttft = self.forecast.figures["met"], self.forecast.figures["p99_ttft_ms"]
+        return {
+            "hardware": self.kind.name,
+            "engines": self.engines,
+            "price_per_hour": None if self.kind.price is None else self.price,
+            "met": met._asdict(),
+            "p99_ttft_ms": ttft._asdict(),
+        }
+
+
+@dataclass
+class Search:
+    best: Found | None = None
+    tried: list[Found] = field(default_factory=list)
+
+
+def cheapest(
+    kinds: Sequence[EngineKind],
+    target: float,
+    max_engines: int = MAX_ENGINES,
+) -> Search:
+    """Return the cheapest layout of which `target` of the requests meet the goals even in the worst
+    simulation, if there is one; of two with one price the first."""
+    search = Search()
+    for kind in kinds:
+
+        def attempt(count: int, kind: EngineKind = kind) -> Found | None:
+            found = Found(kind, count, kind.predict(count))
+            search.tried.append(found)
+            return found if found.forecast.figures["met"].low >= target else None
+
+        limit = max_engines
+        if search.best is not None:
+            each = 1.0 if kind.price is None else kind.price
+            limit = min(limit, ceil(search.best.price / each) - 1)
+        found = fewest(attempt, limit)
+        if found is not None:
+            search.best = found
+    return search
+
+
+def fewest(attempt: Callable[[int], Found | None], limit: int) -> Found | None:
+    """Return what the smallest number from 1 to `limit` brings that brings anything. A larger
+    number brings something if a smaller one does."""
+    low, high, found = 0, 1, None  # `low` brings nothing
+    while high <= limit and (found := attempt(high)) is None:
+        low = high
+        if high == limit:
+            return None
+        high = min(2 * high, limit)
+    if found is None:
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        less = attempt(middle)
+        if less is None:
+            low = middle
+        else:
+            high, found = middle, less
+    return found
