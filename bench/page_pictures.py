@@ -1,9 +1,10 @@
 """Pictures of the pages for people, made with the default model on this machine.
 
-    python -m bench.page_pictures views FOLDER
+    python -m bench.page_pictures chat FOLDER
+    python -m bench.page_pictures learn FOLDER
     python -m bench.page_pictures lessons FOLDER
 
-views: a PNG of every view of the chat, `/learn` and `/dash`, in light, dark and narrow.
+chat, learn: a PNG of every view of the page, in light, dark and narrow.
 lessons: the six lessons as a reader meets them, each a text file and a PNG for every screen. Ideas
 have been run, questions are not answered; the engine's answers are in FOLDER/answers.
 
@@ -20,8 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bench.witness import get_json
-from tests.server.browser import Browser, Page, browser
-from tests.server.chat_page import ANSWERS, chat_page
+from tests.server.browser import Page, browser
+from tests.server.chat_page import ANSWERS, ChatPage, chat_page
 from tests.server.learn_page import LearnPage, learn_page
 from twostroke.measure.arms import serving
 
@@ -88,15 +89,14 @@ def lesson(learn: LearnPage, number: int, folder: Path) -> None:
 
 def run_idea(learn: LearnPage) -> None:
     """Press what there is to press on the screen of an idea."""
-    names = [one["run"] for one in learn.shown("[data-run]")]
-    if "calibration" in names:
-        learn.run("calibration")
-        names = ["predict"]
-    if "attention" in names or learn.shown("[data-view=prompt]"):
+    if learn.shown("[data-view=prompt]"):
         run_prompt(learn)
-        return
-    for name in names:
-        learn.run(name)
+    elif learn.shown("[data-view=predict]"):
+        learn.run("calibration")
+        learn.run("predict")
+    else:
+        for one in learn.shown("[data-run]"):
+            learn.run(one["run"])
 
 
 def run_prompt(learn: LearnPage) -> None:
@@ -110,18 +110,6 @@ def run_prompt(learn: LearnPage) -> None:
 # ── views ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def views(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    with browser() as chrome:
-        with measured_server() as url:
-            chat_views(chrome, url, folder)
-            learn_views(chrome, url, folder)
-            dash_views(chrome, url, folder)
-        with serving([f"--api-key {KEY}"]) as (url,), chrome.page(f"{url}/") as page:
-            page.wait_for("document.querySelector('dialog[open]') !== null")
-            take(page, folder, "chat-key")
-
-
 def take(page: Page, folder: Path, name: str, whole: bool = False) -> None:
     """`whole`: all of the page's height, where a window would scroll."""
     for look, (width, height, scheme) in LOOKS.items():
@@ -131,57 +119,69 @@ def take(page: Page, folder: Path, name: str, whole: bool = False) -> None:
     page.look(*LOOKS["light"])
 
 
-def chat_views(chrome: Browser, url: str, folder: Path) -> None:
-    with chat_page(chrome, f"{url}/") as chat:
-        take(chat.page, folder, "chat-empty")
-        chat.ask(QUESTION)
-        chat.ask(CODE)
-        take(chat.page, folder, "chat-conversation")
-        chat.click("Tokens")
-        chat.page.value(f"[...{ANSWERS}].at(-1).querySelector('.token')?.focus()")
-        take(chat.page, folder, "chat-gaps")
-        chat.click("Probability")
-        take(chat.page, folder, "chat-probability")
-        for name in ("settings", "keys"):
-            chat.page.value(f"document.getElementById('{name}').click()")
-            take(chat.page, folder, f"chat-{name}")
-            chat.page.press("Escape")
-        chat.page.look(*LOOKS["phone"])
-        chat.page.value("document.getElementById('menu').click()")
-        chat.page.picture(folder / "chat-drawer-phone.png", whole=False)
+def chat_views(folder: Path) -> None:
+    with browser() as chrome, serving(["", f"--api-key {KEY}"]) as (url, with_key):
+        with chat_page(chrome, f"{url}/") as chat:
+            conversation(chat, folder)
+        with chrome.page(f"{with_key}/") as page:
+            page.wait_for("document.querySelector('dialog[open]') !== null")
+            take(page, folder, "chat-key")
 
 
-def learn_views(chrome: Browser, url: str, folder: Path) -> None:
-    with learn_page(chrome, f"{url}/learn") as learn:
-        take(learn.page, folder, "learn-start", whole=True)
+def conversation(chat: ChatPage, folder: Path) -> None:
+    page = chat.page
+    take(page, folder, "chat-empty")
+    chat.ask(QUESTION)
+    chat.ask(CODE)
+    take(page, folder, "chat-conversation")
+    chat.click("Tokens")
+    page.value(f"[...{ANSWERS}].at(-1).querySelector('.token')?.focus()")
+    take(page, folder, "chat-gaps")
+    chat.click("Probability")
+    take(page, folder, "chat-probability")
+    for name in ("settings", "keys"):
+        page.value(f"document.getElementById('{name}').click()")
+        take(page, folder, f"chat-{name}")
+        page.press("Escape")
+    page.look(*LOOKS["phone"])
+    page.value("document.getElementById('menu').click()")
+    page.picture(folder / "chat-drawer-phone.png", whole=False)
+
+
+def learn_views(folder: Path) -> None:
+    with (
+        measured_server() as url,
+        browser() as chrome,
+        learn_page(chrome, f"{url}/learn") as learn,
+    ):
+        page = learn.page
+        take(page, folder, "learn-start", whole=True)
         for view in ("prompt", "roofline", "predict", "company"):
             learn.go(view)
             run_idea(learn)
-            take(learn.page, folder, f"learn-{view}", whole=True)
+            take(page, folder, f"learn-{view}", whole=True)
         for number in range(1, LESSONS + 1):
             learn.go(f"lesson/{number}/1")
-            take(learn.page, folder, f"learn-lesson-{number}", whole=True)
+            take(page, folder, f"learn-lesson-{number}", whole=True)
             learn.answered(0)
-            take(learn.page, folder, f"learn-lesson-{number}-answered", whole=True)
+            take(page, folder, f"learn-lesson-{number}-answered", whole=True)
         for view, button in (("quiz", "answer"), ("myths", "settle")):
             learn.go(view)
-            learn.page.value("document.querySelector('[data-option] input')?.click()")
+            page.value("document.querySelector('[data-option] input')?.click()")
             learn.run(button)
-            take(learn.page, folder, f"learn-{view}", whole=True)
+            take(page, folder, f"learn-{view}", whole=True)
 
 
-def dash_views(chrome: Browser, url: str, folder: Path) -> None:
-    with chrome.page(f"{url}/dash") as page:
-        page.wait_for("document.getElementById('state').dataset.state === 'live'")
-        take(page, folder, "dash", whole=True)
+COMMANDS = {"chat": chat_views, "learn": learn_views, "lessons": lessons}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("views", "lessons"))
+    parser.add_argument("what", choices=tuple(COMMANDS))
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()
-    {"views": views, "lessons": lessons}[args.what](args.folder)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    COMMANDS[args.what](args.folder)
 
 
 if __name__ == "__main__":

@@ -136,6 +136,10 @@ def test_each_token_tells_its_gap_by_cause_and_its_alternatives(
     chat.ask("tokens")
     (record,) = list(server.client.records.requests)[-1:]
     chat.click("Tokens")
+    place = "one => [one('.token-view').bottom, one('#log').bottom]"
+    box = "name => document.querySelector(name).getBoundingClientRect()"
+    bottom, window_bottom = chat.page.value(f"({place})({box})")
+    assert bottom <= window_bottom + 1, "the tokens are in view"
     tokens = chat.page.value("document.querySelectorAll('.tokens [role=option]').length")
     assert tokens == len(record.token_s) == 40
     assert record.gap_causes is not None

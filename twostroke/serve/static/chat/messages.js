@@ -125,6 +125,7 @@ export class MessageView {
       const open = toggle.getAttribute("aria-expanded") !== "true";
       toggle.setAttribute("aria-expanded", open);
       this.below.replaceChildren(...(open ? [new TokenView(this.node.answer).element] : []));
+      this.below.scrollIntoView({block: "nearest"}); // it may lie below what the window shows
     }, {"aria-expanded": "false"});
     return toggle;
   }

@@ -48,8 +48,8 @@ export const LESSONS = [
         },
       })),
       idea("One request, two workloads", "sliders",
-        "First the engine reads your whole prompt: prefill. You wait for the first token (TTFT).",
-        "Then it writes one token a step: decode. You see the text grow, one token each TPOT.",
+        "First the engine reads your whole prompt: prefill. You wait for the first token (time to first token, TTFT). All tokens of the prompt share that work, so each of them is cheap.",
+        "Then it writes one token a step: decode. You see the text grow, one token each TPOT (time per output token). Each of these tokens has a step of its own, and each step reads all weights of the model again.",
         "Move the sliders. The prompt changes the first number, the answer how often you pay the second."),
       ask("After: check yourself", () => ({
         name: "token-after", text: "The answer gets twice as long, the prompt stays. What changes?",
@@ -73,7 +73,8 @@ export const LESSONS = [
     screens: [
       ask("Before: a guess", prefillBefore),
       idea("Step through your own prompt", "prompt",
-        "Each orange box is a step of prefill: many tokens at once. Each blue box writes one token.",
+        "Each orange box is a step of prefill: many tokens at once. Together they keep the processor busy, so twice as many take about twice as long. A step has room for a limited number of tokens; a longer prompt is cut into chunks, a step for each.",
+        "Each blue box is a step of decode: it writes one token.",
         "The boxes are as wide as the steps took. Play it, step through it, or open the panels below it."),
       ask("After: check yourself", () => {
         const {max_num_batched_tokens: budget, limits} = knownFacts();
@@ -113,7 +114,7 @@ export const LESSONS = [
         },
       })),
       idea("Two limits, one picture", "roofline",
-        "A step needs products (FLOPs) and reads (bytes). The longer of the two decides how long it takes.",
+        "A step multiplies (FLOPs) and reads from memory (bytes): all weights once, and the cache of every stream in it. The longer of the two decides how long the step takes.",
         "Left of the ridge memory decides, right of it compute. Decode stands on the left: it does little with each byte. Prefill stands on the right.",
         "Run some streams: each dot is a step of this engine."),
       ask("After: check yourself", () => ({
