@@ -64,6 +64,7 @@ class _Forward:
     def __init__(self, spec: ModelSpec, weights: WeightSource, count: int) -> None:
         self._spec, self._weights, self._count = spec, weights, count
         self._shapes = spec.weight_shapes()
+        self._tables: dict[RopeSpec, tuple[Floats, Floats]] = {}  # of the prompt's positions
 
     def maps(self, tokens: Sequence[int]) -> list[Floats]:
         spec = self._spec
@@ -136,8 +137,10 @@ class _Forward:
 
     def _rotated(self, x: Floats, rope: RopeSpec) -> Floats:
         """The first `rope.dim` channels, turned by the angles of their positions."""
-        cos, sin = rope_tables(rope, self._spec.max_context)
-        cos, sin = cos[: self._count], sin[: self._count]
+        if rope not in self._tables:
+            cos, sin = rope_tables(rope, self._spec.max_context)
+            self._tables[rope] = cos[: self._count], sin[: self._count]
+        cos, sin = self._tables[rope]
         half = rope.dim // 2
         first, second = x[..., :half], x[..., half : rope.dim]
         turned = (first * cos - second * sin, second * cos + first * sin)
