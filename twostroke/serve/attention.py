@@ -15,7 +15,7 @@ from dataclasses import asdict
 from twostroke.config import EngineConfig
 from twostroke.serve.errors import ApiError, retry_after
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 KEPT = 4  # prompts whose maps are remembered
 
 
