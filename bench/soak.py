@@ -44,7 +44,7 @@ from twostroke.route.pools import PoolSettings
 from twostroke.serve.run import HttpServer, serve_forever
 from twostroke.serve.settings import ServeSettings
 
-HANG_S, SAMPLE_S, AUDIT_S = 120.0, 10.0, 60.0
+HANG_S, SAMPLE_S, AUDIT_S = 600.0, 10.0, 60.0  # a full queue is a long wait on a busy machine
 MAX_GROWTH_MIB = 64.0
 KV_BLOCKS, MAX_MODEL_LEN, MAX_SEQUENCES, MAX_QUEUE = 80, 1024, 16, 16
 WORDS = (
@@ -87,17 +87,21 @@ class Client(threading.Thread):
     def __init__(self, port: int, seed: str, until_s: float, counts: Counts) -> None:
         super().__init__()
         self._port, self._until_s, self._counts = port, until_s, counts
+        self._start_s = time.monotonic()
         self._random = random.Random(seed)
 
     def run(self) -> None:
         while time.monotonic() < self._until_s:
-            call = self._draw()
+            call, sent_s = self._draw(), time.monotonic()
             try:
                 told = self._send(call)
             except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
                 told = f"failed: {error!r}"
             if told.startswith("failed"):
-                self._counts.failures.append(f"{call.path} {json.dumps(call.body)[:200]}: {told}")
+                sent = f"sent after {sent_s - self._start_s:.0f} s"
+                ended = f"ended after {time.monotonic() - sent_s:.0f} s more"
+                body = json.dumps(call.body)[:200]
+                self._counts.failures.append(f"{call.path} {body}, {sent}, {ended}: {told}")
                 told = "failed"
             self._counts.answers[f"{call.path} {told}"] += 1
             if told == "429":
