@@ -101,6 +101,17 @@ def test_the_cheapest_of_two_kinds_of_hardware_is_found(
     assert "an hour, meets the goals" in " ".join(capsys.readouterr().out.split())
 
 
+def test_pools_are_told_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*SHEET, *SYNTHETIC, "--prefill-engines", "1", "--decode-engines", "2"]
+    found = plan(capsys, *words)
+    assert found["forecast"]["layout"]["name"] == "1 prefill and 2 decode engines"
+    assert found["forecast"]["figures"]["decode_utilisation"]["expected"] > 0
+    assert main(["plan", *words]) == 0
+    out = capsys.readouterr().out
+    assert "prefill     in use" in out
+    assert "decode      in use" in out
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -110,6 +121,7 @@ def test_the_cheapest_of_two_kinds_of_hardware_is_found(
         ([*SYNTHETIC, "--model", "llama-3.1-70b", "--hardware", "L4"], "does not fit on L4"),
         ([*SHEET, "--rate", "1", "--input-len", "99999999", "--output-len", "1"], "longer than an"),
         ([*SYNTHETIC, *SHEET, "--engines", "0"], "--engines 0: give a number"),
+        ([*SYNTHETIC, *SHEET, "--prefill-engines", "1"], "go together"),
         ([*SYNTHETIC, *SHEET, "--engines", "auto"], "--engines auto needs a goal"),
         (
             [*SYNTHETIC, *SHEET, "--engines", "auto", "--itl-slo-ms", "0.1"],

@@ -97,7 +97,7 @@ def test_more_engines_meet_goals_that_one_misses() -> None:
     one, four = (predict(trace, Layout(n, SHAPE), EXACT, goals).figures for n in (1, 4))
     assert one["met"].expected < 0.5
     assert four["met"].expected > 0.95
-    assert four["utilisation"].expected < one["utilisation"].expected
+    assert four["engine_utilisation"].expected < one["engine_utilisation"].expected
 
 
 def test_a_full_cache_preempts_and_nothing_is_lost() -> None:
@@ -105,7 +105,7 @@ def test_a_full_cache_preempts_and_nothing_is_lost() -> None:
     trace = [TraceRequest(0.0, 100, 300) for _ in range(4)]
     found = predict(trace, Layout(1, tight), EXACT, NO_GOALS)
     assert found.figures["preempted"].expected > 0
-    assert found.figures["kv_peak"].expected > 0.9
+    assert found.figures["engine_kv_peak"].expected > 0.9
 
 
 def test_requests_that_no_engine_can_hold_are_told_with_the_longest() -> None:

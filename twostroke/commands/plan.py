@@ -17,7 +17,7 @@ from twostroke.errors import ConfigError
 if TYPE_CHECKING:
     from twostroke.measure.definitions import Goals
     from twostroke.measure.traces import TraceRequest
-    from twostroke.planner.layout import EngineShape
+    from twostroke.planner.layout import EngineShape, Layout
     from twostroke.planner.predict import Forecast
     from twostroke.planner.search import EngineKind, Search
     from twostroke.planner.steptimes import StepModel
@@ -58,6 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--weights", choices=WEIGHTS, help="of --model; default: as a GGUF file has them, or fp16")
     add("--kv-cache-dtype", choices=("fp32", "fp16", "fp8", "int8"), default="fp16")
     add("--engines", default="1", metavar="N", help="that share the requests; auto: the fewest")
+    add("--prefill-engines", type=int, metavar="P", help="pools instead: engines that prefill")
+    add("--decode-engines", type=int, metavar="D", help="and engines that decode")
+    add("--hand-over-gbytes", type=float, default=10.0, metavar="B", help="GB/s of their links")
     add("--max-num-seqs", type=int, metavar="N", help="default: the server's")
     add("--max-num-batched-tokens", type=int, metavar="N", help="default: the server's")
     add("--ttft-slo-ms", type=float, metavar="MS", help="goal for a request's first token")
@@ -110,7 +113,8 @@ def engine_kinds(
         block = block_tokens(args.trace_shrink)
 
         def forecast(count: int) -> Forecast:
-            return predict(trace, Layout(count, shape), model, goals, block, args.seed)
+            layout = _pools(args, shape) or Layout(count, shape)
+            return predict(trace, layout, model, goals, block, args.seed)
 
         return EngineKind(name, model, forecast, price)
 
@@ -137,6 +141,21 @@ def engine_kinds(
         kind(hardware, *_roofline(args, hardware), None if price is None else size * price)
         for hardware, price in zip(args.hardware, prices, strict=True)
     ]
+
+
+def _pools(args: argparse.Namespace, shape: EngineShape) -> Layout | None:
+    from twostroke.planner.engine import Link
+    from twostroke.planner.layout import Layout
+
+    if args.prefill_engines is None:
+        return None
+    if not shape.token_bytes:
+        raise ConfigError(
+            "pools need the bytes of a token's keys and values, and these step records do not have "
+            "them (kv_bytes); take records of a newer server"
+        )
+    link = Link(shape.token_bytes, 1e9 * args.hand_over_gbytes)
+    return Layout(0, shape, args.prefill_engines, args.decode_engines, link)
 
 
 def _no_layout(search: Search, target: float) -> str:
@@ -226,7 +245,12 @@ def _roofline(args: argparse.Namespace, name: str) -> tuple[StepModel, EngineSha
     spec, hardware = find_spec(args.model), find_hardware(name)
     roofline = Roofline(spec, hardware, settings, 0.0, stored)
     shape = shape_of_hardware(
-        roofline.kv_tokens, spec.max_context, args.model, hardware.name, EngineConfig()
+        roofline.kv_tokens,
+        roofline.kv_bytes_per_token,
+        spec.max_context,
+        args.model,
+        hardware.name,
+        EngineConfig(),
     )
     return roofline_model(roofline), shape
 
@@ -250,7 +274,8 @@ def goals_of(args: argparse.Namespace) -> Goals:
 def _check_numbers(args: argparse.Namespace) -> None:
     positive = (
         "input_len output_len rate trace_seconds trace_shrink trace_keep tensor_parallel_size "
-        "max_num_seqs max_num_batched_tokens ttft_slo_ms itl_slo_ms"
+        "prefill_engines decode_engines hand_over_gbytes max_num_seqs max_num_batched_tokens "
+        "ttft_slo_ms itl_slo_ms"
     )
     for name in positive.split():
         value = getattr(args, name)
@@ -260,6 +285,10 @@ def _check_numbers(args: argparse.Namespace) -> None:
         raise ConfigError(f"--target {args.target:g}: give a share above 0 and up to 1, as 0.99")
     if args.engines != AUTO and not (args.engines.isdecimal() and 0 < int(args.engines) <= 1024):
         raise ConfigError(f"--engines {args.engines}: give a number from 1 to 1024, or auto")
+    if (args.prefill_engines is None) is not (args.decode_engines is None):
+        raise ConfigError("--prefill-engines and --decode-engines go together: give both")
+    if args.prefill_engines is not None and args.engines != "1":
+        raise ConfigError("--engines are those that do both phases: leave it out beside pools")
     if args.engines == AUTO and args.ttft_slo_ms is None and args.itl_slo_ms is None:
         raise ConfigError("--engines auto needs a goal: --ttft-slo-ms, --itl-slo-ms, or both")
     if any(not 0 < price < float("inf") for price in args.price_per_hour or ()):

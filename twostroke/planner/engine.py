@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from twostroke.observe.record import PhaseRecord, StepRecord
 from twostroke.plan import PhaseWork, StepResult
+from twostroke.planner.handover import SimulatedWay, transfer_of
 from twostroke.route.router import EngineState, Role
 from twostroke.sched.scheduler import Scheduler, Update
 from twostroke.sched.step import SchedulerConfig, StepInFlight
@@ -26,6 +27,19 @@ class StepCost(Protocol):
     """How long steps take on a device."""
 
     def seconds(self, prefill: PhaseWork, decode: PhaseWork) -> float: ...
+
+
+class Link(NamedTuple):
+    """How an engine of a pool reaches the others."""
+
+    token_bytes: float  # of keys and values
+    bytes_per_s: float
+
+    def block_bytes(self, config: SchedulerConfig) -> list[int]:
+        """Of a block of each KV group, by its share of a token's elements."""
+        elements = sum(group.kv_elements for group in config.groups)
+        of_block = self.token_bytes * config.block_size
+        return [max(1, round(of_block * one.kv_elements / elements)) for one in config.groups]
 
 
 @dataclass(slots=True)
@@ -61,13 +75,26 @@ class SimulatedEngine:
         host_s: float,
         clock: Callable[[], float],
         role: Role = Role.BOTH,
+        link: Link | None = None,
     ) -> None:
-        """`host_s`: what a step takes besides its time on the device."""
+        """`host_s`: what a step takes besides its time on the device. `link`: of an engine in a
+        pool, to the others."""
         kv_tokens = min(group.num_blocks for group in config.groups) * config.block_size
         self.state = EngineState(name, role, capacity_tokens=kv_tokens)
-        self.scheduler = Scheduler(config, clock)
+        self._way: SimulatedWay | None = None
+        transfer = None
+        if link is not None:
+            self.state.token_bytes, self.state.bytes_per_s = link
+            self._way = SimulatedWay(clock, link.bytes_per_s)
+            transfer = transfer_of(self._way, config.block_size, link.block_bytes(config))
+        self.link = link
+        self.scheduler = Scheduler(config, clock, transfer)
         self.use = EngineUse()
         self._cost, self._host_s = cost, host_s
+
+    def wake_s(self) -> float | None:
+        """When blocks will be here that are on their way, of an engine with nothing else to do."""
+        return None if self._way is None else self._way.next_end_s()
 
     def begin(self, now: float) -> tuple[float, StepInFlight] | None:
         """Plan the next step. Return when it ends, and the step; None if there is nothing to do."""

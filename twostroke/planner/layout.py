@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
 from twostroke.kv.cache import GroupLimits
+from twostroke.planner.engine import Link, SimulatedEngine, StepCost
+from twostroke.planner.simulate import Clock
+from twostroke.route.router import Role
 from twostroke.sched.step import SchedulerConfig
 
 MIN_KV_TOKENS = 256
@@ -26,6 +29,7 @@ class EngineShape(NamedTuple):
     max_decode_stall: float | None = None
     ttft_slo_s: float | None = None
     itl_slo_s: float | None = None
+    token_bytes: float = 0.0  # of keys and values; 0: not known
 
     def scheduler_config(self) -> SchedulerConfig:
         groups = self.groups or (GroupLimits(self.kv_tokens // self.block_size),)
@@ -44,17 +48,48 @@ class EngineShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    engines: int  # that do both phases
+    """Engines that do both phases, or a pool for each phase with a link between them."""
+
+    engines: int
     shape: EngineShape
+    prefill: int = 0
+    decode: int = 0
+    link: Link | None = None
+
+    @property
+    def count(self) -> int:
+        return self.engines + self.prefill + self.decode
+
+    @property
+    def pools(self) -> dict[Role, int]:
+        counts = {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.BOTH: self.engines}
+        return {role: count for role, count in counts.items() if count}
 
     @property
     def name(self) -> str:
-        return f"{self.engines} engine{'s' * (self.engines != 1)}"
+        if self.engines:
+            return f"{self.engines} engine{'s' * (self.engines != 1)}"
+        return f"{self.prefill} prefill and {self.decode} decode engines"
+
+    def simulated(self, cost: StepCost, host_s: float, clock: Clock) -> list[SimulatedEngine]:
+        """Return the engines, idle, as a server starts them."""
+        config = self.shape.scheduler_config()
+        configs = {Role.DECODE: replace(config, receives=True)}
+        return [
+            SimulatedEngine(
+                f"{role}-{n}", configs.get(role, config), cost, host_s, clock, role, self.link
+            )
+            for role, count in self.pools.items()
+            for n in range(count)
+        ]
 
     def as_json(self) -> dict[str, Any]:
         return {
             "name": self.name,
             "engines": self.engines,
+            "prefill_engines": self.prefill,
+            "decode_engines": self.decode,
+            "hand_over_bytes_per_s": None if self.link is None else self.link.bytes_per_s,
             "kv_tokens": self.shape.kv_tokens,
             "max_num_seqs": self.shape.max_num_seqs,
             "max_num_batched_tokens": self.shape.max_num_batched_tokens,
@@ -76,8 +111,9 @@ def shape_of_server(records: dict[str, Any], source: str) -> EngineShape:
             pacing.get("max_decode_stall"),
             pacing.get("ttft_slo_s"),
             pacing.get("itl_slo_s"),
+            float(records.get("kv_bytes") or 0.0) / int(records["kv_tokens"]),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ConfigError(
             f"{source} does not describe an engine as a twostroke server's /records does "
             f"(missing or wrong: {error})"
@@ -85,7 +121,12 @@ def shape_of_server(records: dict[str, Any], source: str) -> EngineShape:
 
 
 def shape_of_hardware(
-    kv_tokens: float | None, max_context: int, model: str, hardware: str, config: EngineConfig
+    kv_tokens: float | None,
+    token_bytes: float,
+    max_context: int,
+    model: str,
+    hardware: str,
+    config: EngineConfig,
 ) -> EngineShape:
     """An engine with the server's own defaults on a GPU that has room for so many tokens."""
     if kv_tokens is None:
@@ -109,4 +150,5 @@ def shape_of_hardware(
         max_decode_stall=config.decode_stall(),
         ttft_slo_s=ttft_s,
         itl_slo_s=itl_s,
+        token_bytes=token_bytes,
     )

@@ -18,7 +18,6 @@ from twostroke.errors import ConfigError, RequestError
 from twostroke.measure.definitions import Goals, Sample, engine_sample
 from twostroke.measure.run import no_collections
 from twostroke.measure.traces import MOONCAKE_BLOCK, TraceRequest
-from twostroke.planner.engine import SimulatedEngine
 from twostroke.planner.layout import Layout
 from twostroke.planner.simulate import Clock, request_of, simulate
 from twostroke.planner.steptimes import NoisyCost, StepModel
@@ -94,7 +93,7 @@ def predict(
 
 def check_lengths(trace: Sequence[TraceRequest], layout: Layout, block_tokens: int) -> None:
     """Raise `ConfigError` if the layout's engines would refuse a request, with the longest one."""
-    engine = _engines(layout, NoisyCost(StepModel(_Instant(), "", 0.0, 0.0)), 0.0, Clock())[0]
+    engine = layout.simulated(_Instant(), 0.0, Clock())[0]
     refused = []
     for number, one in enumerate(trace):
         if one.prompt_tokens + one.output_tokens > layout.shape.max_model_len:
@@ -121,13 +120,6 @@ class _Instant:
         return 0.0
 
 
-def _engines(layout: Layout, cost: NoisyCost, host_s: float, clock: Clock) -> list[SimulatedEngine]:
-    config = layout.shape.scheduler_config()
-    return [
-        SimulatedEngine(f"engine-{n}", config, cost, host_s, clock) for n in range(layout.engines)
-    ]
-
-
 def _run(
     trace: Sequence[TraceRequest],
     layout: Layout,
@@ -140,7 +132,7 @@ def _run(
     """One simulation: its figures, how long it took on its clock, and the share of the steps'
     time that is beyond what was measured."""
     clock, cost = Clock(), NoisyCost(model, scale, seed)
-    engines = _engines(layout, cost, model.host_s, clock)
+    engines = layout.simulated(cost, model.host_s, clock)
     # A step's host part comes before its first token in any case: it is not counted twice.
     start_s = max(0.0, model.start_s - model.host_s)
     with no_collections():
@@ -155,9 +147,12 @@ def _run(
         met = sum(map(goals.met, samples))
         figures["goodput"] = met / duration_s
         figures["met"] = met / len(samples)
-    figures["utilisation"] = sum(one.use.device_s for one in engines) / len(engines) / duration_s
-    figures["kv_mean"] = sum(one.use.kv_seconds for one in engines) / len(engines) / duration_s
-    figures["kv_peak"] = max(one.use.kv_peak for one in engines)
+    for role in layout.pools:
+        pool = [one.use for one in engines if one.state.role is role]
+        of_all = len(pool) * duration_s
+        figures[f"{role}_utilisation"] = sum(one.device_s for one in pool) / of_all
+        figures[f"{role}_kv_mean"] = sum(one.kv_seconds for one in pool) / of_all
+        figures[f"{role}_kv_peak"] = max(one.kv_peak for one in pool)
     figures["preempted"] = float(sum(one.use.preempted for one in engines))
     prompts = sum(one.num_prompt for one in records)
     figures["cached"] = sum(one.num_cached for one in records) / prompts

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Json = dict[str, Any]
+KV = ("kv_mean", "kv_peak")
 NAMES = {"ttft": "TTFT", "itl": "ITL", "tpot": "TPOT", "e2el": "end to end"}
 
 
@@ -37,7 +38,7 @@ def plan_json(
         },
         "step_times": kind.model.as_json(),
         "hardware": kind.name,
-        "price_per_hour": None if kind.price is None else kind.price * found.layout.engines,
+        "price_per_hour": None if kind.price is None else kind.price * found.layout.count,
         "goals_ms": goals.given_ms,
         "target": target,
         "forecast": found.as_json(),
@@ -133,14 +134,17 @@ def load_lines(figures: Json) -> list[str]:
         lines.append(
             f"goodput     {one['expected']:.3g} requests/s ({one['low']:.3g} to {one['high']:.3g})"
         )
-    use, mean, peak = (figures[name] for name in ("utilisation", "kv_mean", "kv_peak"))
     preempted, cached = figures["preempted"]["expected"], figures["cached"]["expected"]
-    lines += [
-        f"in use      {use['expected']:.0%} of the time ({use['low']:.0%} to {use['high']:.0%})",
-        f"KV cache    {mean['expected']:.0%} held by requests on average, at the most "
-        f"{peak['expected']:.0%} ({peak['low']:.0%} to {peak['high']:.0%})",
-        f"prompts     {cached:.0%} of their tokens found cached; preempted: {preempted:.0f}",
-    ]
+    lines.append(
+        f"prompts     {cached:.0%} of their tokens found cached; preempted: {preempted:.0f}"
+    )
+    for role in (name.removesuffix("_utilisation") for name in figures if "_utilisation" in name):
+        use, mean, peak = (figures[f"{role}_{name}"] for name in ("utilisation", *KV))
+        lines.append(
+            f"{role:11} in use {use['expected']:.0%} of the time ({use['low']:.0%} to "
+            f"{use['high']:.0%}); KV cache {mean['expected']:.0%} held by requests, at the most "
+            f"{peak['expected']:.0%} ({peak['low']:.0%} to {peak['high']:.0%})"
+        )
     return lines
 
 

@@ -53,6 +53,7 @@ class RecordRoute:
                 "model": info.model_name,
                 "device": info.device,
                 "kv_tokens": info.kv_tokens,
+                "kv_bytes": info.kv_bytes,
                 "block_size": info.block_size,
                 "max_num_seqs": info.max_num_seqs,
                 "max_num_batched_tokens": info.max_num_batched_tokens,

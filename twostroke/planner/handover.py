@@ -1,0 +1,93 @@
+"""The simulated network between pools: the product's `KVTransfer` over a way whose copies take
+bytes / bandwidth on the virtual clock.
+
+An engine's link carries one copy after the other. Copies cost the engine's thread nothing, as with
+RDMA; a copy through a CPU's memory, which holds up its streams, is not simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from twostroke.kv.transfer import Address, Copy, KVTransfer, Offer, Places, Way
+
+NAME = "simulated"
+
+
+class NoBlocks:
+    """Blocks of which only the size is known."""
+
+    layout = NAME
+
+    def __init__(self, block_size: int, block_bytes: Sequence[int]) -> None:
+        self.block_size, self.block_bytes = block_size, tuple(block_bytes)
+
+    def read(self, group: int, number: int) -> bytes:
+        raise NotImplementedError
+
+    def write(self, group: int, number: int, data: bytes | memoryview) -> None:
+        raise NotImplementedError
+
+
+class Offers:
+    """Numbers of the offers of one engine. All of them stand until they are released."""
+
+    def __init__(self) -> None:
+        self._numbers = count()
+
+    def open_offer(self) -> int:
+        return next(self._numbers)
+
+    def close_offer(self, number: int) -> None:
+        """Nothing is to be kept."""
+
+
+class SimulatedCopy(Copy):
+    def __init__(self, clock: Callable[[], float], end_s: float, num_bytes: int) -> None:
+        self.end_s, self._size, self._clock = end_s, num_bytes, clock
+
+    @property
+    def own_bytes(self) -> int:
+        return 0
+
+    def advance(self, most_bytes: int | None) -> bool:
+        if self._clock() < self.end_s:
+            return False
+        self.num_bytes = self._size
+        return True
+
+
+class SimulatedWay(Way):
+    """The link of one engine."""
+
+    name = NAME
+
+    def __init__(self, clock: Callable[[], float], bytes_per_s: float) -> None:
+        self._clock, self._bytes_per_s = clock, bytes_per_s
+        self._free_s = 0.0  # when the link has carried all that was asked for
+        self._ends_s: list[float] = []
+
+    def address(self) -> Address:
+        return Address(NAME, "", NAME)
+
+    def reaches(self, address: Address) -> bool:
+        return True
+
+    def begin(self, address: Address, offer: Offer, places: Places) -> Copy:
+        sizes = zip(places, offer.block_bytes, strict=True)
+        num_bytes = sum(len(wanted) * size for wanted, size in sizes)
+        start_s = max(self._clock(), self._free_s)
+        self._free_s = start_s + num_bytes / self._bytes_per_s
+        self._ends_s.append(self._free_s)
+        return SimulatedCopy(self._clock, self._free_s, num_bytes)
+
+    def next_end_s(self) -> float | None:
+        """When the next copy that runs now ends; None if none does."""
+        now = self._clock()
+        self._ends_s = [end_s for end_s in self._ends_s if end_s > now]
+        return min(self._ends_s, default=None)
+
+
+def transfer_of(way: SimulatedWay, block_size: int, block_bytes: Sequence[int]) -> KVTransfer:
+    return KVTransfer(NoBlocks(block_size, block_bytes), [way], Offers())
