@@ -29,9 +29,9 @@ import msgspec
 from twostroke.engine.grammar_check import WORKERS as GRAMMAR_WORKERS
 from twostroke.engine.input_processor import CHARS_PER_TOKEN, InputProcessor
 from twostroke.engine.rendering import TemplateRenderer
-from twostroke.limited import Limits
 from twostroke.model.tokenizer import Tokenizer
 from twostroke.request import EngineRequest, SamplingParams
+from twostroke.sandbox import Limits
 from twostroke.serve.errors import ApiError, retry_after
 from twostroke.serve.protocol import GenerateRequest, TemplatedRequest
 from twostroke.serve.settings import ServeSettings
