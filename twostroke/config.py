@@ -85,7 +85,7 @@ class EngineConfig(StrictSettings):
     scheduling_policy: str = "fcfs"  # fcfs, priority
     max_logprobs: int = 20  # that a request may ask for; -1: the vocabulary
     override_generation_config: dict[str, Any] | None = None  # default sampling of requests
-    # Settings that replace settings of config.json (`model/overrides.py`).
+    # Settings that replace settings of config.json (`model/describe/overrides.py`).
     hf_overrides: dict[str, Any] | None = None
     enforce_eager: bool = False  # no graphs, no compilation; the tokens stay the same
     max_cudagraph_capture_size: int | None = None  # largest decode batch that runs as a graph

@@ -131,10 +131,11 @@ def test_what_is_said_to_be_of_earlier_versions_is() -> None:
     assert ours - now - llamas - {"-O"} == vllm_flags.OF_EARLIER_VERSIONS
     taken = read("--swap-space", "4", "--use-v2-block-manager")
     assert taken.notice == (
-        "options without effect: --swap-space, --use-v2-block-manager (vLLM has dropped it, too)"
+        "options without effect: --swap-space, --use-v2-block-manager (current versions of vLLM do "
+        "not have it either)"
     )
     (problem,) = read("--speculative-model", "m").problems
-    assert problem.endswith("(vLLM has dropped it, too)")
+    assert problem.endswith("(current versions of vLLM do not have it either)")
 
 
 def test_no_flag_is_in_two_tables_or_in_a_table_and_in_the_help() -> None:

@@ -163,7 +163,7 @@ def test_what_changes_nothing_is_named_in_one_line() -> None:
     taken = read(*line.split(), "-cc.mode=3", "--limit-mm-per-prompt.image", "2")
     assert taken.problems == []
     told, _, rest = taken.notice.partition("; -ngl 33: ")
-    assert rest == "a model runs on one device, with all its layers"
+    assert rest == "all layers of a model run on one device"
     assert told.startswith("options without effect: --trust-remote-code (code that comes with")
     assert "-O, -cc (nothing is compiled" in told, "options with one reason stand together"
     for flag in ("--async-scheduling", "--enable-expert-parallel", "--limit-mm-per-prompt"):

@@ -23,7 +23,7 @@ from twostroke.log_lines import WORK
 
 if TYPE_CHECKING:
     from twostroke.engine.build import Engine
-    from twostroke.serve.batch import Counts
+    from twostroke.serve.batch_file import Counts
     from twostroke.serve.settings import ServeSettings
 
 DESCRIPTION = (
@@ -86,7 +86,7 @@ def execute(args: argparse.Namespace) -> int:
         config = replace(config, max_decode_stall=0)  # nobody reads the streams
     listener = None
     if args.enable_metrics:
-        from twostroke.serve.sockets import bind
+        from twostroke.serve.http.listening_socket import bind
 
         listener = bind(settings)  # before the model is loaded: the port may be in use
     with _files(source, target) as (requests, answers):
@@ -114,10 +114,10 @@ async def _answer(
 ) -> Counts:
     from twostroke.engine.client import AsyncEngine
     from twostroke.serve.app import App
-    from twostroke.serve.batch import answer_file
-    from twostroke.serve.run import MetricsServer
-    from twostroke.serve.sockets import url_of
-    from twostroke.serve.stats_log import log_stats
+    from twostroke.serve.batch_file import answer_file
+    from twostroke.serve.http.listening_socket import url_of
+    from twostroke.serve.monitor.stats_log import log_stats
+    from twostroke.serve.server import MetricsServer
 
     async with AsyncEngine(engine) as client:
         app = App(client, settings)

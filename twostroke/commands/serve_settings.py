@@ -106,7 +106,7 @@ def _resolve_traces(given: dict[str, Any]) -> None:
     has_flag = "otlp_traces_endpoint" in given
     if not has_flag and not environment.asks_for_traces():
         return
-    from twostroke.serve.tracing import missing
+    from twostroke.serve.monitor.tracing import missing
 
     problem = missing()
     if problem and has_flag:

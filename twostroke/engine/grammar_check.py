@@ -16,7 +16,7 @@ from hashlib import sha256
 from typing import Final
 
 from twostroke.errors import RequestError
-from twostroke.model.grammar_tokenizer import make_tokenizer
+from twostroke.model.text.grammar_tokenizer import make_tokenizer
 from twostroke.request import StructuredOutputs
 from twostroke.sandbox import LimitExceeded, Limits, SandboxPool, Work
 from twostroke.structured import check_size, compile_grammar

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from twostroke.errors import RequestError
-from twostroke.model.template_source import template_name
+from twostroke.model.text.template_source import template_name
 from twostroke.sandbox import LimitExceeded, Limits, SandboxPool
 
 # In a program that renders for its own user: a conversation may be as long as its memory allows.
@@ -32,7 +32,7 @@ class TemplateRenderer:
     """Several threads may use one; each rendering takes a worker of its own."""
 
     def __init__(self, workers: int = 1, limits: Limits = OWN_USER) -> None:
-        work = "twostroke.model.chat_template:renderer"
+        work = "twostroke.model.text.chat_template:renderer"
         self._pool = SandboxPool(work, b"", workers, limits)
 
     def start(self) -> None:
