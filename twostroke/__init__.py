@@ -35,7 +35,7 @@ __all__ = [
     "TokensPrompt",
 ]
 
-_HOMES = {
+_MODULES = {
     "LLM": "twostroke.llm",
     "LLMEngine": "twostroke.llm_engine",
     "AsyncEngine": "twostroke.engine.client",
@@ -50,21 +50,21 @@ _HOMES = {
     "TextPrompt": "twostroke.inputs",
     "TokensPrompt": "twostroke.inputs",
 }
-# vLLM's names that have no counterpart.
+# Names of vLLM that twostroke does not have.
 _ABSENT = {
-    "PoolingParams": "the engine writes text; there are no embeddings, scores or classes",
-    "PoolingRequestOutput": "the engine writes text; there are no embeddings, scores or classes",
+    "PoolingParams": "the engine only generates text: no embeddings, scores or classes",
+    "PoolingRequestOutput": "the engine only generates text: no embeddings, scores or classes",
     "ModelRegistry": "supported families are listed in docs/MODELS.md; docs/ADDING_A_FAMILY.md "
     "says how to add one",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: the command line must answer before torch is loaded."""
+    """Import a name on first use, because the command line must not load torch."""
     if name in _ABSENT:
         raise ImportError(f"twostroke has no {name}: {_ABSENT[name]}")
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'twostroke' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)

@@ -1,5 +1,5 @@
-"""Beam search over an engine that gives log-probabilities: each step is a batch of requests for one
-token, whose prompts the prefix cache knows but for their last tokens."""
+"""Beam search with an engine that returns log-probabilities. Each step is a batch of requests for
+one token. The prefix cache has all but the last tokens of their prompts."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from twostroke.outputs import Logprob, RequestOutput
 from twostroke.request import SamplingParams
 from twostroke.strict import StrictSettings
 
-# One request for one token each → an output each.
-Run = Callable[[list[Any], SamplingParams], list[RequestOutput]]
+# Runs requests for one token each, and returns an output for each.
+RunRequests = Callable[[list[Any], SamplingParams], list[RequestOutput]]
 
 
 @dataclass(kw_only=True)
 class BeamSearchParams(StrictSettings):
-    """How to search. The names are vLLM's.
+    """The parameters of a beam search, with vLLM's names.
 
-    Beams are ranked by their log-probability / length ** length_penalty, where the prompt's tokens
-    count and the one that ends a text does not.
+    Beams are ranked by log-probability / length ** length_penalty. The length includes the prompt's
+    tokens but not the token that ends a text.
     """
 
     error = RequestError
@@ -29,7 +29,7 @@ class BeamSearchParams(StrictSettings):
     beam_width: int
     max_tokens: int
     ignore_eos: bool = False
-    temperature: float = 0.0  # taken for vLLM's sake: the search is by the model's probabilities
+    temperature: float = 0.0  # accepted without effect: the search uses the model's probabilities
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
 
@@ -43,23 +43,23 @@ class BeamSearchParams(StrictSettings):
 
 @dataclass
 class BeamSearchSequence:
-    tokens: list[int]  # the prompt's, too
+    tokens: list[int]  # with the prompt's tokens
     logprobs: list[dict[int, Logprob]] = field(default_factory=list, repr=False)
     cum_logprob: float = 0.0
-    text: str | None = None  # the prompt's, too
+    text: str | None = None  # with the prompt
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
 
 @dataclass
 class BeamSearchOutput:
-    """The best sequences, the best first; `beam_width` of them."""
+    """The `beam_width` best sequences, the best first."""
 
     sequences: list[BeamSearchSequence]
 
 
 class _Search:
-    """The search from one prompt."""
+    """The search for the continuations of one prompt."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class _Search:
         self._left = min(params.max_tokens, room)
 
     def extend(self, outputs: Sequence[RequestOutput]) -> None:
-        """One token more, with what the engine wrote after each live beam."""
+        """Extend the live beams by a token. `outputs` has one output for each live beam."""
         self._left -= 1
         candidates = []
         for beam, output in zip(self.live, outputs, strict=True):
@@ -114,11 +114,11 @@ def beam_search(
     params: BeamSearchParams,
     end_ids: frozenset[int],
     max_model_len: int,
-    run: Run,
+    run: RunRequests,
 ) -> list[list[BeamSearchSequence]]:
-    """The best sequences after each prompt, given as token ids and cache salt."""
+    """Return the best sequences for each prompt. A prompt is its token ids and its cache salt."""
     searches = [_Search(ids, params, end_ids, max_model_len - len(ids)) for ids, _ in prompts]
-    # No more than beam_width of a beam's candidates can end, so twice as many always leave enough.
+    # At most beam_width candidates of a beam can end, so 2 * beam_width leave enough live ones.
     one_token = SamplingParams(
         temperature=0.0,
         max_tokens=1,
@@ -127,12 +127,12 @@ def beam_search(
         detokenize=False,
     )
     while any(search.live for search in searches):
-        asked = [
+        requests = [
             {"prompt_token_ids": beam.tokens, "cache_salt": salt}
             for search, (_, salt) in zip(searches, prompts, strict=True)
             for beam in search.live
         ]
-        outputs = iter(run(asked, one_token))
+        outputs = iter(run(requests, one_token))
         for search in searches:
             if search.live:
                 search.extend([next(outputs) for _ in search.live])

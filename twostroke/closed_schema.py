@@ -1,15 +1,16 @@
-"""`close_objects`: a JSON schema whose objects have no other names than those it gives.
+"""`close_objects`: closes the objects of a JSON schema, so that they have only the named
+properties.
 
-JSON schema lets an object have any names beside its `properties`, and a small model then writes
-names for ever. An object is closed where `properties` are given and nothing is said of others
-(`additionalProperties`, `unevaluatedProperties`). All that is said of one object counts together:
+JSON schema allows any properties beside `properties`, and a small model then generates properties
+without end. An object is closed if it has `properties` and does not mention other properties
+(`additionalProperties`, `unevaluatedProperties`). Several schemas may describe one object:
 
     {"allOf": [{"$ref": "#/$defs/Base"}, {"properties": {"b": …}}]}
 
-has the names of Base and b. So one of the parts closes the object and lists the names of the others
-(with `true`: anything, which the others restrict), and the others stay open. Where an object is
-described by alternatives (`anyOf`, `oneOf`), each of them closes it. A `$ref` points to a closed
-schema; where it is to stay open, to an open copy of it.
+has the properties of Base and b. One of these subschemas closes the object. It lists the properties
+of the other subschemas with the schema `true`, because the others restrict them, and the others
+stay open. If alternatives (`anyOf`, `oneOf`) describe an object, each alternative closes it. A
+`$ref` points to a closed schema, or to an open copy where the schema must stay open.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import unquote
 
-# ("properties" or "patternProperties", name), in their order
+# ("properties" or "patternProperties", name), in order of appearance
 Names = dict[tuple[str, str], None]
 
-# Schemas of other values than the object itself: one, a list of them, or by name.
+# Keys whose schemas describe values inside the object: one schema, a list, or schemas by name.
 NESTED: Final = (
     "items",
     "prefixItems",
@@ -34,8 +35,8 @@ NESTED: Final = (
 )
 NESTED_BY_NAME: Final = ("properties", "patternProperties", "$defs", "definitions")
 ALTERNATIVES: Final = ("anyOf", "oneOf")
-# With one of these an object is as its author left it: they say what else it may have, or when.
-SAID: Final = {
+# Keys with which a schema decides about other properties itself. The object is not closed then.
+DECIDES_ITSELF: Final = {
     "additionalProperties",
     "unevaluatedProperties",
     "if",
@@ -47,9 +48,9 @@ SAID: Final = {
 
 
 @dataclass(frozen=True)
-class Part:
-    """Schemas inside another one that are about the same object: a member of `allOf`, the
-    alternatives of `anyOf` or `oneOf`, a `$ref`."""
+class Subschema:
+    """Schemas inside a schema that describe the same object: a member of `allOf`, the alternatives
+    of `anyOf` or `oneOf`, or a `$ref`."""
 
     key: str
     schemas: list[Any]
@@ -57,28 +58,28 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Known:
-    """What parts of a schema say of an object's names. `given`: there are `properties`."""
+class Properties:
+    """The names of an object's properties. `declared`: a schema has `properties`."""
 
     names: Names = field(default_factory=dict)
-    given: bool = False
+    declared: bool = False
 
-    def __or__(self, other: Known) -> Known:
-        return Known(self.names | other.names, self.given or other.given)
+    def __or__(self, other: Properties) -> Properties:
+        return Properties(self.names | other.names, self.declared or other.declared)
 
 
 def close_objects(schema: Any) -> Any:
-    """Raises `RecursionError` if the schema is nested too deeply."""
+    """Return the closed schema. Raises `RecursionError` if the schema is nested too deeply."""
     return _Closer(schema).close()
 
 
 class _Closer:
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._known: dict[int, Known] = {}  # by the schema's id()
-        self._said: dict[int, bool] = {}
-        self._copies: dict[str, Any] = {}  # open ones, by their names in $defs
-        self._copy_names: dict[str, str] = {}  # by what they are copies of
+        self._properties: dict[int, Properties] = {}  # by the schema's id()
+        self._decides: dict[int, bool] = {}  # by the schema's id()
+        self._copies: dict[str, Any] = {}  # open copies, by name in $defs
+        self._copy_names: dict[str, str] = {}  # by the reference to the original
 
     def close(self) -> Any:
         closed = self._closed(self._root)
@@ -87,34 +88,34 @@ class _Closer:
         return closed
 
     def _closed(self, schema: Any) -> Any:
-        return self._part(schema, Known())
+        return self._process(schema, Properties())
 
-    def _part(self, schema: Any, others: Known | None) -> Any:
-        """A schema, closed. `others`: what is known from schemas of the same object; None if one of
-        those closes it."""
+    def _process(self, schema: Any, outer: Properties | None) -> Any:
+        """Return a schema with closed objects. `outer` has the properties from other schemas of the
+        same object; it is None if another schema closes the object."""
         if not isinstance(schema, dict):
             return schema
         new = {key: self._nested(key, value) for key, value in schema.items()}
-        parts = [(part, self._known_of(part)) for part in _parts(schema)]
-        closer, around = None, others
-        if around is not None and self._is_said(schema):
-            around = None
-        if around is not None:
-            around |= self._own(schema)
-            closer = _choose_closer(around, parts)
-            for part, known in parts:
+        parts = [(part, self._properties_of(part)) for part in _subschemas(schema)]
+        closer = None
+        if outer is not None and self._decides_itself(schema):
+            outer = None
+        if outer is not None:
+            outer |= self._own(schema)
+            closer = _choose_closer(outer, parts)
+            for part, properties in parts:
                 if part is not closer:
-                    around |= known
-            if closer is None and around.given:
-                for kind, name in around.names:
-                    new.setdefault(kind, {}).setdefault(name, True)
+                    outer |= properties
+            if closer is None and outer.declared:
+                for key, name in outer.names:
+                    new.setdefault(key, {}).setdefault(name, True)
                 new["additionalProperties"] = False
         for part, _ in parts:
-            inner = around if part is closer else None
-            if closer is None and around is not None and not around.given:
-                inner = Known()  # no part gives names: each is looked at by itself
+            inner = outer if part is closer else None
+            if closer is None and outer is not None and not outer.declared:
+                inner = Properties()  # no subschema declares properties: each one is separate
             if part.key != "$ref":
-                changed = [self._part(one, inner) for one in part.schemas]
+                changed = [self._process(one, inner) for one in part.schemas]
                 new[part.key] = [*new[part.key], *changed] if part.index else changed
             elif inner is None:
                 new["$ref"] = self._open_reference(schema["$ref"])
@@ -129,53 +130,56 @@ class _Closer:
             return self._closed(value)
         return value
 
-    # ── what a schema says of an object's names ─────────────────────────────────────────────
+    # ── the properties that a schema names ──────────────────────────────────────────────────
 
-    def _own(self, schema: dict[str, Any]) -> Known:
+    def _own(self, schema: dict[str, Any]) -> Properties:
         names: Names = {}
-        for kind in ("properties", "patternProperties"):
-            names |= {(kind, name): None for name in _strings(schema.get(kind))}
+        for key in ("properties", "patternProperties"):
+            names |= {(key, name): None for name in _strings(schema.get(key))}
         names |= {("properties", name): None for name in _strings(schema.get("required"))}
-        return Known(names, isinstance(schema.get("properties"), dict))
+        return Properties(names, isinstance(schema.get("properties"), dict))
 
-    def _known_of(self, part: Part) -> Known:
-        known = Known()
+    def _properties_of(self, part: Subschema) -> Properties:
+        properties = Properties()
         for one in part.schemas:
-            known |= self._all_known(self._target(one) if part.key == "$ref" else one)
-        return known
+            properties |= self._all_properties(self._target(one) if part.key == "$ref" else one)
+        return properties
 
-    def _all_known(self, schema: Any) -> Known:
+    def _all_properties(self, schema: Any) -> Properties:
+        """Return the properties that a schema and its subschemas name."""
         if not isinstance(schema, dict):
-            return Known()
-        if id(schema) not in self._known:
-            self._known[id(schema)] = Known()  # for a schema that is part of itself
-            known = self._own(schema)
-            for part in _parts(schema):
-                known |= self._known_of(part)
-            self._known[id(schema)] = known
-        return self._known[id(schema)]
+            return Properties()
+        if id(schema) not in self._properties:
+            self._properties[id(schema)] = Properties()  # for a recursive schema
+            properties = self._own(schema)
+            for part in _subschemas(schema):
+                properties |= self._properties_of(part)
+            self._properties[id(schema)] = properties
+        return self._properties[id(schema)]
 
-    def _is_said(self, schema: Any) -> bool:
-        """Whether the schema, or one that always holds with it, says what else an object has."""
+    def _decides_itself(self, schema: Any) -> bool:
+        """Return whether a schema, or a subschema that always applies, decides about other
+        properties."""
         if not isinstance(schema, dict):
             return False
-        if id(schema) not in self._said:
-            self._said[id(schema)] = False  # for a schema that is part of itself
-            self._said[id(schema)] = bool(SAID & schema.keys()) or self._parts_say(schema)
-        return self._said[id(schema)]
+        if id(schema) not in self._decides:
+            self._decides[id(schema)] = False  # for a recursive schema
+            decides = bool(DECIDES_ITSELF & schema.keys()) or self._subschemas_decide(schema)
+            self._decides[id(schema)] = decides
+        return self._decides[id(schema)]
 
-    def _parts_say(self, schema: dict[str, Any]) -> bool:
+    def _subschemas_decide(self, schema: dict[str, Any]) -> bool:
         if "$ref" in schema:
             target = self._target(schema["$ref"])
-            if target is None or self._is_said(target):
+            if target is None or self._decides_itself(target):
                 return True
-        parts = [part for part in _parts(schema) if part.key == "allOf"]
-        return any(self._is_said(part.schemas[0]) for part in parts)
+        parts = [part for part in _subschemas(schema) if part.key == "allOf"]
+        return any(self._decides_itself(part.schemas[0]) for part in parts)
 
     # ── references ──────────────────────────────────────────────────────────────────────────
 
     def _target(self, reference: Any) -> Any:
-        """The schema that is referred to; None if it is not found in this one."""
+        """Return the schema of a reference; None if the root schema does not contain it."""
         if not isinstance(reference, str) or not reference.startswith("#"):
             return None
         found = self._root
@@ -198,35 +202,38 @@ class _Closer:
             while (name := f"open_{number}") in self._root.get("$defs", {}) | self._copies:
                 number += 1
             self._copy_names[reference] = name
-            self._copies[name] = {}  # its place, for the copies that its parts need
-            self._copies[name] = self._part(target, None)
+            self._copies[name] = {}  # reserves the name while further copies are made
+            self._copies[name] = self._process(target, None)
         return f"#/$defs/{self._copy_names[reference]}"
 
 
-def _parts(schema: dict[str, Any]) -> Iterator[Part]:
+def _subschemas(schema: dict[str, Any]) -> Iterator[Subschema]:
     if isinstance(schema.get("allOf"), list):
         for index, one in enumerate(schema["allOf"]):
-            yield Part("allOf", [one], index)
+            yield Subschema("allOf", [one], index)
     for key in ALTERNATIVES:
         if isinstance(schema.get(key), list):
-            yield Part(key, schema[key])
+            yield Subschema(key, schema[key])
     if "$ref" in schema:
-        yield Part("$ref", [schema["$ref"]])
+        yield Subschema("$ref", [schema["$ref"]])
 
 
-def _choose_closer(around: Known, parts: list[tuple[Part, Known]]) -> Part | None:
-    """The part that closes the object; None for the schema that has these parts."""
-    giving = [(part, known) for part, known in parts if known.given]
-    for part, _ in giving:
+def _choose_closer(
+    outer: Properties, parts: list[tuple[Subschema, Properties]]
+) -> Subschema | None:
+    """Return the subschema that closes the object; None if the schema itself closes it."""
+    declaring = [(part, properties) for part, properties in parts if properties.declared]
+    for part, _ in declaring:
         if part.key in ALTERNATIVES:
             return part
-    if len(giving) == 1 and not around.given:
-        ((part, known),) = giving
-        names = around.names.keys() | {n for _, other in parts for n in other.names}
-        if part.key != "$ref" or names <= known.names.keys():
+    if len(declaring) == 1 and not outer.declared:
+        ((part, properties),) = declaring
+        names = outer.names.keys() | {name for _, other in parts for name in other.names}
+        if part.key != "$ref" or names <= properties.names.keys():
             return part
     return None
 
 
 def _strings(value: Any) -> list[str]:
+    """Return the texts of a list or the keys of a dict."""
     return [one for one in value if isinstance(one, str)] if isinstance(value, list | dict) else []

@@ -1,4 +1,4 @@
-"""What vLLM's programs call between two engines."""
+"""vLLM's module with the function that frees memory between two engines."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import gc
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Free the memory of engines that nothing refers to any more."""
+    """Free the memory of engines without references."""
     gc.collect()

@@ -1,4 +1,4 @@
-"""Prompts as dicts, under vLLM's names."""
+"""Prompts as dicts, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import NotRequired, TypedDict
 
 class TextPrompt(TypedDict):
     prompt: str
-    cache_salt: NotRequired[str]  # only prompts with the same one share cached prefixes
+    cache_salt: NotRequired[str]  # only prompts with the same salt share cached prefixes
 
 
 class TokensPrompt(TypedDict):
     prompt_token_ids: Sequence[int]
-    prompt: NotRequired[str]  # the text they were, for `RequestOutput.prompt`
+    prompt: NotRequired[str]  # the text of the ids, for `RequestOutput.prompt`
     cache_salt: NotRequired[str]
 
 

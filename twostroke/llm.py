@@ -1,4 +1,4 @@
-"""`LLM`: the library's API, as vLLM users know it."""
+"""`LLM`: the offline API of the library, compatible with vLLM's `LLM`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from twostroke.vllm_settings import TEXT_ONLY, VLLMSettings
 
 OneOrMore = SamplingParams | Sequence[SamplingParams] | None
 
-ONE_PROCESS = "there are no workers to call: the model runs in this process (`LLM.engine`)"
+ONE_PROCESS = "there are no workers: the model runs in this process (`LLM.engine`)"
 STAYS = "weights stay on the device as they were loaded"
-# Methods of vLLM's that are not there, and why.
+# Methods of vLLM's `LLM` that twostroke does not have, and the reasons.
 REFUSED = {
     **dict.fromkeys(("encode", "embed", "classify", "score", "reward"), TEXT_ONLY),
     **dict.fromkeys(("collective_rpc", "apply_model", "llm_engine", "get_world_size"), ONE_PROCESS),
@@ -33,18 +33,18 @@ REFUSED = {
 
 
 class LLM:
-    """A model, ready to write. Settings: see `EngineConfig`, and `VLLMSettings` for those that are
-    taken for vLLM's sake."""
+    """A loaded model. `EngineConfig` has the settings, and `VLLMSettings` further settings of
+    vLLM."""
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         if "performance_mode" not in settings:
-            settings.setdefault("max_decode_stall", 0)  # nobody reads along while `generate` runs
+            settings.setdefault("max_decode_stall", 0)  # `generate` returns finished texts only
         self.engine = build_engine(VLLMSettings(model=model, **settings).engine_config())
         self._client = SyncClient(self.engine)
         self._totals = Totals(self._client.info.max_model_len)
         self.engine.core.records.listeners.append(self._totals)
 
-    if not TYPE_CHECKING:  # a type checker says itself what is not there
+    if not TYPE_CHECKING:  # a type checker reports unknown attributes itself
 
         def __getattr__(self, name: str) -> NoReturn:
             reason = f": {REFUSED[name]}" if name in REFUSED else ""
@@ -63,10 +63,10 @@ class LLM:
         lora_request: None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Continue every prompt; outputs in the order of the prompts.
+        """Continue every prompt, and return the outputs in the order of the prompts.
 
         A prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`.
-        If one of them is refused, nothing has been started.
+        If a prompt is refused, no prompt is started.
         """
         _check_no_lora(lora_request)
         return self._run(_as_list(prompts), sampling_params, use_tqdm, priority)
@@ -86,15 +86,15 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or several (a list of such lists).
 
-        `chat_template`: the text of a template, instead of the model's own.
-        `chat_template_content_format` is taken for vLLM's sake: a message's parts are one text.
-        `continue_final_message`: write on where the last message ends.
+        `chat_template`: the text of a template that replaces the model's.
+        `chat_template_content_format`: accepted without effect; a message's parts are one text.
+        `continue_final_message`: continue the last message.
         """
         _check_no_lora(lora_request)
         if continue_final_message and add_generation_prompt:
             raise RequestError(
-                "continue_final_message writes on in the last message, add_generation_prompt after "
-                "it; set add_generation_prompt=False"
+                "continue_final_message continues the last message and add_generation_prompt "
+                "begins a new one; set add_generation_prompt=False"
             )
         chats: Any = [messages] if not messages or isinstance(messages[0], dict) else messages
         processor, prompts = self.engine.input_processor, []
@@ -108,7 +108,7 @@ class LLM:
                 continue_final_message=continue_final_message,
                 run=run,
             )
-            assert processor.tokenizer is not None  # or the template would not have been rendered
+            assert processor.tokenizer is not None  # templates are not rendered without a tokenizer
             ids = processor.tokenizer.encode(text, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self._run(prompts, sampling_params, use_tqdm, None)
@@ -121,23 +121,24 @@ class LLM:
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """The likeliest continuations of each prompt, by beam search. The last two arguments are
-        taken for vLLM's sake: there is no bar, and the schedule says how many run at one time."""
+        """Return the likeliest continuations of each prompt. `use_tqdm` and `concurrency_limit` are
+        accepted without effect."""
         _check_no_lora(lora_request)
-        most = self._client.info.max_logprobs
-        if 2 * params.beam_width > most:
+        max_logprobs = self._client.info.max_logprobs
+        if 2 * params.beam_width > max_logprobs:
             raise RequestError(
-                f"beam_width is {params.beam_width}, and twice as many log-probabilities a token "
-                f"are more than max_logprobs {most}; lower it, or raise max_logprobs"
+                f"beam_width is {params.beam_width}, and twice as many log-probabilities for each "
+                f"token are more than max_logprobs {max_logprobs}; lower beam_width, or raise "
+                "max_logprobs"
             )
         processor, tokenizer = self.engine.input_processor, self.engine.tokenizer()
-        requests = [processor.process(one, SamplingParams()) for one in _as_list(prompts)]
+        requests = [processor.process(prompt, SamplingParams()) for prompt in _as_list(prompts)]
         found = beam_search(
             [(request.prompt_token_ids, request.salt) for request in requests],
             params,
             frozenset() if tokenizer is None else tokenizer.stop_ids,
             self._client.info.max_model_len,
-            lambda asked, one_token: self._run(asked, one_token, False, None),
+            lambda batch, one_token: self._run(batch, one_token, False, None),
         )
         for beam in (beam for beams in found for beam in beams):
             beam.text = None if tokenizer is None else tokenizer.decode(beam.tokens)
@@ -146,7 +147,7 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Continue one prompt, giving what is new after each step that wrote some of it.
+        """Continue one prompt, and yield the new part of the output after each step.
 
         Leaving the loop early aborts the request.
         """
@@ -161,35 +162,36 @@ class LLM:
             self._client.abort(request_id)
 
     def kv_usage(self) -> KVUsage:
-        """The KV cache in tokens: reserved = used + fragmented + cached + free."""
+        """Return the use of the KV cache in tokens: reserved = used + fragmented + cached +
+        free."""
         return self.engine.core.scheduler.kv.usage()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's makers recommend; used where no parameters are given."""
+        """Return the sampling that the model's makers recommend: the default of requests."""
         return self.engine.sampling.clone()
 
     def get_tokenizer(self) -> LLMTokenizer | None:
-        """None with `skip_tokenizer_init`."""
-        return LLMTokenizer.of(self.engine.input_processor)
+        """Return the tokenizer; None with `skip_tokenizer_init`."""
+        return LLMTokenizer.from_input_processor(self.engine.input_processor)
 
     def get_metrics(self) -> list[Metric]:
-        """What a server's /metrics would say."""
+        """Return the metrics of a server's /metrics."""
         from twostroke.serve.monitor.prometheus import Families  # needs prometheus-client
 
         families = Families(self._client.info.model_name)
         return metric_objects(families.all(self._client, self._totals))
 
     def start_profile(self) -> None:
-        """Gather what steps are made of from now on, at most a minute of them."""
+        """Start a profile of the steps, of at most a minute."""
         self.engine.core.profiler.start()
 
     def stop_profile(self) -> dict[str, Any]:
-        """What was found: as a server's /stop_profile has it (docs/PROFILING.md)."""
+        """Return the profile in the format of a server's /stop_profile (docs/PROFILING.md)."""
         return self.engine.core.profiler.stop()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget every cached prefix. Requests that run keep their own blocks, and what they have
-        computed so far is not found by others; True, since that always succeeds."""
+        """Delete all cached prefixes and return True. Running requests keep their KV blocks, which
+        other requests cannot reuse then."""
         self.engine.core.scheduler.kv.reset_prefixes()
         return True
 
@@ -201,38 +203,38 @@ class LLM:
         priority: Sequence[int] | None,
     ) -> list[RequestOutput]:
         params = _one_each("sampling_params", sampling_params, self.engine.sampling, len(prompts))
-        ranks = _one_each("priority", priority, 0, len(prompts))
-        place: dict[str, int] = {}
+        priorities = _one_each("priority", priority, 0, len(prompts))
+        index_of: dict[str, int] = {}  # by request id
         done: list[RequestOutput | None] = [None] * len(prompts)
         try:
             for n, prompt in enumerate(prompts):
                 try:
-                    place[self._client.add(prompt, params[n], ranks[n])] = n
+                    index_of[self._client.add(prompt, params[n], priorities[n])] = n
                 except RequestError as error:
                     if len(prompts) == 1:
                         raise
                     raise RequestError(f"prompt {n} of {len(prompts)}: {error}") from None
             with PhaseProgress(self.engine.core.records, len(prompts), show_progress) as progress:
-                for changed in self._client.run(place):
+                for changed in self._client.run(index_of):
                     for output in changed:
                         _raise_if_failed(output)
                         if output.finished:
-                            done[place[output.request_id]] = output
-                    progress.update(sum(one is not None for one in done))
+                            done[index_of[output.request_id]] = output
+                    progress.update(sum(output is not None for output in done))
         finally:
-            for request_id in place:
+            for request_id in index_of:
                 self._client.abort(request_id)
         return [output for output in done if output is not None]
 
 
 def _as_list(prompts: Any) -> list[Any]:
-    """One prompt or several → several. A list of ints is one prompt of token ids."""
+    """Return a list of prompts. A list of ints is one prompt of token ids."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
         raise RequestError(
             "prompts is a text, a list of token ids, a dict with 'prompt' or 'prompt_token_ids', "
-            f"or a list of those, not {type(prompts).__name__}"
+            f"or a list of prompts, not {type(prompts).__name__}"
         )
     if prompts and all(type(token) is int for token in prompts):
         return [prompts]
@@ -246,15 +248,17 @@ def _check_no_lora(lora_request: None) -> None:
         )
 
 
-def _one_each(name: str, given: Any, default: Any, count: int) -> list[Any]:
-    """One value for all prompts, or a list with one for each."""
-    if given is None:
+def _one_each(name: str, value: Any, default: Any, count: int) -> list[Any]:
+    """Return a value for each prompt, from one value for all prompts or a list of values."""
+    if value is None:
         return [default] * count
-    if not isinstance(given, list | tuple):
-        return [given] * count
-    if len(given) != count:
-        raise RequestError(f"{name} has {len(given)} entries for {count} prompts; give one each")
-    return list(given)
+    if not isinstance(value, list | tuple):
+        return [value] * count
+    if len(value) != count:
+        raise RequestError(
+            f"{name} has {len(value)} entries for {count} prompts; give one for each prompt"
+        )
+    return list(value)
 
 
 def _raise_if_failed(output: RequestOutput) -> None:

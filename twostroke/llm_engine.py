@@ -1,4 +1,4 @@
-"""`LLMEngine`: an engine whose loop the caller runs, step by step."""
+"""`LLMEngine`: an engine whose steps the caller runs, compatible with vLLM's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from twostroke.vllm_settings import VLLMSettings
 
 
 class LLMEngine:
-    """Requests come and go while others run:
+    """An engine. Requests may be added and aborted between steps:
 
     engine.add_request("1", "Once upon a time", SamplingParams())
     while engine.has_unfinished_requests():
@@ -40,7 +40,7 @@ class LLMEngine:
         arrival_time: float | None = None,
         priority: int = 0,
     ) -> str:
-        """`arrival_time` is taken for vLLM's sake: a request arrives now."""
+        """Add a request, which arrives now; `arrival_time` is accepted without effect."""
         return self._client.add(prompt, params, priority, request_id, self._outputs.append)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
@@ -48,7 +48,7 @@ class LLMEngine:
             self._client.abort(request_id)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; what it brought, in the kind each request asked for (`output_kind`)."""
+        """Run one step and return its outputs, in the `output_kind` of each request."""
         self._client.step()
         outputs = list(self._outputs)
         self._outputs.clear()
@@ -66,4 +66,4 @@ class LLMEngine:
         return True
 
     def get_tokenizer(self) -> LLMTokenizer | None:
-        return LLMTokenizer.of(self.engine.input_processor)
+        return LLMTokenizer.from_input_processor(self.engine.input_processor)

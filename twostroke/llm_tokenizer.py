@@ -1,4 +1,4 @@
-"""`LLMTokenizer`: the model's tokenizer, under the names of transformers'."""
+"""`LLMTokenizer`: the model's tokenizer, with the method names of transformers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from twostroke.model.text.tokenizer import Tokenizer
 
 
 class Encoding(dict[str, Any]):
-    """What calling a tokenizer gives: `input_ids` and `attention_mask`, as keys and attributes."""
+    """The result of a tokenizer call: `input_ids` and `attention_mask`, as keys and attributes."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -28,8 +28,8 @@ class LLMTokenizer:
         self.chat_template = input_processor.chat_template
 
     @classmethod
-    def of(cls, input_processor: InputProcessor) -> LLMTokenizer | None:
-        """None if none is loaded."""
+    def from_input_processor(cls, input_processor: InputProcessor) -> LLMTokenizer | None:
+        """Return the tokenizer of an input processor; None if it has no tokenizer."""
         tokenizer = input_processor.tokenizer
         return None if tokenizer is None else cls(tokenizer, input_processor)
 
@@ -40,7 +40,7 @@ class LLMTokenizer:
         if isinstance(text, str):
             ids = self.encode(text, add_special_tokens)
             return Encoding(input_ids=ids, attention_mask=[1] * len(ids))
-        rows = [self.encode(one, add_special_tokens) for one in text]
+        rows = [self.encode(entry, add_special_tokens) for entry in text]
         return Encoding(input_ids=rows, attention_mask=[[1] * len(row) for row in rows])
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -65,11 +65,11 @@ class LLMTokenizer:
         tokenize: bool = True,
         **variables: Any,
     ) -> Any:
-        """The text of a conversation (a list of messages), or with `tokenize` its token ids; of a
-        list of conversations, a list. `variables` are the template's own."""
+        """Render a conversation (a list of messages) as token ids, or without `tokenize` as text.
+        For a list of conversations, return a list. `variables` go to the template."""
         if conversation and not isinstance(conversation[0], dict):
-            how = (tools, chat_template, add_generation_prompt, continue_final_message, tokenize)
-            return [self.apply_chat_template(one, *how, **variables) for one in conversation]
+            settings = tools, chat_template, add_generation_prompt, continue_final_message, tokenize
+            return [self.apply_chat_template(one, *settings, **variables) for one in conversation]
         processor = self._input_processor
         text = processor.chat_text(
             conversation,

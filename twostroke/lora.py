@@ -1,4 +1,4 @@
-"""vLLM's module for LoRA adapters, which twostroke does not have: its import says so."""
+"""vLLM's module for LoRA adapters. Its import explains that twostroke does not have them."""
 
 raise ImportError(
     "LoRA adapters are not supported yet; merge the adapter into the model and give the merged "

@@ -1,6 +1,7 @@
-"""vLLM's module for other content than text, which twostroke does not have: its import says so."""
+"""vLLM's module for images, audio and video. Its import explains that twostroke does not have
+them."""
 
 raise ImportError(
-    "models read and write text only; leave out what is not text",
+    "models read and write text only; leave out other content",
     name="twostroke.multimodal",
 )

@@ -1,7 +1,7 @@
-"""vLLM's module for embeddings and scores, which twostroke does not have: its import says so."""
+"""vLLM's module for embeddings and scores. Its import explains that twostroke does not have
+them."""
 
 raise ImportError(
-    "the engine writes text: there are no embeddings, scores or classes; "
-    "for these use another engine",
+    "the engine only generates text: no embeddings, scores or classes; use another engine for them",
     name="twostroke.pooling_params",
 )

@@ -1,4 +1,4 @@
-"""What a request may ask for, under vLLM's names."""
+"""The sampling parameters of a request, under vLLM's module name."""
 
 from twostroke.beam_search import BeamSearchParams
 from twostroke.request import RequestOutputKind, SamplingParams

@@ -1,8 +1,8 @@
-"""`StructuredOutputs` → a grammar as llguidance reads it. No torch.
+"""Converts `StructuredOutputs` to a grammar of llguidance. The module does not import torch.
 
-How long llguidance takes to compile a grammar, and how deep it recurses, depends on the grammar
-more than on its size, and its own limits do not bound either. So a user's grammar is compiled for
-the first time in a process that may crash (`engine/grammar_check.py`).
+The size of a grammar does not tell how long llguidance compiles it or how deep llguidance recurses,
+and llguidance's own limits bound neither. So a user's grammar is first compiled in a sandbox
+(`engine/grammar_check.py`).
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from twostroke.request import StructuredOutputs
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MAX_BYTES: Final = 128 * 1024  # of a schema, an expression or a grammar
+MAX_BYTES: Final = 128 * 1024  # of a schema, a regular expression or a grammar
 TOO_DEEP: Final = "it is too deeply nested"
-PARSED_TOO_DEEP: Final = "recursion limit exceeded"  # the words of llguidance's JSON parser
-# Between the parts of a JSON text: nothing, a space, or a new line and its indentation. Small
-# models write white space for ever where they may.
+PARSED_TOO_DEEP: Final = "recursion limit exceeded"  # an error of llguidance's JSON parser
+# White space between the parts of a JSON text: a space, or a new line and its indentation. Without
+# a limit small models generate white space without end.
 JSON_SPACE: Final = r"\x20|\n\x20{0,12}"
-# In Lark: a schema's beginning, a token's name, or what may hold what looks like them (a text, a
-# remark, an expression).
+# In a Lark grammar: the start of a schema, the name of a token, or text that may look like either
+# (a string, a comment, a regular expression).
 LARK: Final = re.compile(
     r"(?P<schema>%json\s*(?=\{))|(?P<token><[^<>\s]+>)"
     r'|"(?:[^"\\]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/'
 )
-# llguidance counts: 1,000 of the lexer's units are some 20 to 70 µs, of the parser's 50 µs.
+# In units of llguidance: 1,000 units of the lexer take 20 to 70 µs, of the parser 50 µs.
 LIMITS: Final[dict[str, Any]] = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 100_000,
@@ -42,24 +42,26 @@ LIMITS: Final[dict[str, Any]] = {
 
 
 def check_size(outputs: StructuredOutputs) -> None:
+    """Raise `RequestError` if a grammar is larger than `MAX_BYTES`."""
     texts = [outputs.json, outputs.regex, outputs.grammar, *(outputs.choice or ())]
     size = sum(len(text.encode(errors="replace")) for text in texts if isinstance(text, str))
     if size > MAX_BYTES:
         raise RequestError(
-            f"structured_outputs: {size:,} bytes are more than the {MAX_BYTES:,} allowed; make "
-            "it smaller"
+            f"structured_outputs: {size:,} bytes are more than the {MAX_BYTES:,} allowed; use a "
+            "smaller grammar"
         )
 
 
 def to_grammar(outputs: StructuredOutputs, tokenizer: LLTokenizer) -> str:
-    """Raises `RequestError` if it cannot be parsed; `compile_grammar` finds the other errors."""
+    """Return the grammar. Raises `RequestError` if it cannot be parsed; `compile_grammar` finds
+    other errors."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 
     if outputs.regex is not None:
         return str(LLMatcher.grammar_from_regex(outputs.regex))
     if outputs.choice is not None:
-        # One lexeme, which llguidance matches faster than as many rules.
+        # One lexeme, which llguidance matches faster than a rule for each choice.
         words = " | ".join(json.dumps(text) for text in outputs.choice)
         return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {words}"))
     closed = outputs.disable_additional_properties
@@ -76,13 +78,13 @@ def to_grammar(outputs: StructuredOutputs, tokenizer: LLTokenizer) -> str:
         raise _refusal(TOO_DEEP) from None
     except ValueError as error:
         raise _refusal(f"the schema is not JSON: {error}") from None
-    except Exception as error:  # the converter to Lark raises nothing more particular
+    except Exception as error:  # the converter to Lark raises plain exceptions
         raise _refusal(str(error)) from None
 
 
 def _prepare_lark(lark: str, tokenizer: LLTokenizer, closed: bool) -> str:
-    """Close the schemas in a grammar, and name tokens by their ids: `<tool_call>` stands for that
-    token, and llguidance knows the names of special ones only."""
+    """Close the JSON schemas in a grammar, and replace names of tokens such as `<tool_call>` by
+    their ids, because llguidance knows the names of special tokens only."""
     parts, end = [], 0
     while match := LARK.search(lark, end):
         parts.append(lark[end : match.start()])
@@ -101,7 +103,7 @@ def compile_grammar(tokenizer: LLTokenizer, outputs: StructuredOutputs) -> LLMat
 
 
 def make_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """Of what `to_grammar` gives. llguidance lets other threads run meanwhile."""
+    """Compile a grammar of `to_grammar`. llguidance releases the GIL meanwhile."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(**LIMITS)

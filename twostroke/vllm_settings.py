@@ -1,7 +1,8 @@
-"""Settings of vLLM's that `EngineConfig` does not have, so that its users' programs run unchanged.
+"""`VLLMSettings`: settings of vLLM that `EngineConfig` does not have, so that programs for vLLM
+run.
 
-Each asks for what happens anyway. Another value is taken with a notice where it changes nothing
-that is written (`NOTICES`), and refused where it would (`REFUSED`).
+The defaults describe what twostroke does. Other values have no effect: they cause a warning if they
+would not change the output (`NOTICES`), and an error if they would (`REFUSED`).
 """
 
 from __future__ import annotations
@@ -17,40 +18,41 @@ from twostroke.errors import ConfigError, shown
 log = logging.getLogger(__name__)
 
 NOTICES = {
-    "trust_remote_code": "no code that comes with a model is ever run",
-    "tokenizer_mode": "the tokenizer is read from the model's own files",
+    "trust_remote_code": "code from a model's repository is never run",
+    "tokenizer_mode": "the tokenizer is read from the model's files",
     "config_format": "a config.json or a GGUF header is read",
     "swap_space": "preempted requests are recomputed, not swapped",
     "distributed_executor_backend": "each rank is a process on this machine",
-    "async_scheduling": "how far the engine plans ahead is not a setting",
-    "compilation_config": "nothing is compiled; enforce_eager is for graphs",
+    "async_scheduling": "the engine decides how far it plans ahead",
+    "compilation_config": "models are not compiled; enforce_eager switches graphs off",
     "attention_backend": "there is one attention backend",
-    "guided_decoding_backend": "llguidance is the one backend of structured outputs",
-    "structured_outputs_config": "llguidance is the one backend of structured outputs",
-    "max_seq_len_to_capture": "max_cudagraph_capture_size is the one limit of graphs",
+    "guided_decoding_backend": "llguidance is the only backend of structured outputs",
+    "structured_outputs_config": "llguidance is the only backend of structured outputs",
+    "max_seq_len_to_capture": "max_cudagraph_capture_size is the only limit of graphs",
     "limit_mm_per_prompt": "models read text only",
 }
-TEXT_ONLY = "the engine writes text: there are no embeddings, scores or classes"
+TEXT_ONLY = "the engine only generates text: no embeddings, scores or classes"
 REFUSED = {
     "runner": TEXT_ONLY,
     "task": TEXT_ONLY,
     "convert": TEXT_ONLY,
     "pipeline_parallel_size": "layers are not spread over devices; tensor_parallel_size splits "
-    "each of them",
-    "data_parallel_size": "an engine is one copy of a model; start several",
+    "every layer",
+    "data_parallel_size": "an engine has one copy of a model; start several engines",
     "cpu_offload_gb": "weights stay on the device",
     "enable_sleep_mode": "weights stay on the device",
     "enable_lora": "LoRA adapters are not supported yet; merge the adapter into the model",
     "speculative_config": "speculative decoding is not supported yet",
-    "logits_processors": "code of others does not run in a step",
-    "kv_transfer_config": "a server's --prefill-engines and --decode-engines hand KV blocks over",
+    "logits_processors": "a step runs no code of other packages",
+    "kv_transfer_config": "a server with --prefill-engines and --decode-engines transfers KV "
+    "blocks",
 }
-SAME = {"runner": ("generate",), "task": ("generate",), "convert": ("none",)}  # as the defaults
+SAME_AS_DEFAULT = {"runner": ("generate",), "task": ("generate",), "convert": ("none",)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class VLLMSettings(EngineConfig):
-    """`EngineConfig`, and what vLLM's users give besides."""
+    """`EngineConfig` with further settings of vLLM."""
 
     display_name = "EngineConfig"
 
@@ -83,24 +85,24 @@ class VLLMSettings(EngineConfig):
     kv_transfer_config: Any = None
 
     def __post_init__(self) -> None:
-        if self.load_format == "mistral":  # how vLLM is told that the file names are Mistral's
-            log.warning("load_format='mistral' is read as 'auto': files have their usual names")
+        if self.load_format == "mistral":  # in vLLM: the files have Mistral's names
+            log.warning("load_format='mistral' is read as 'auto': Hugging Face's files are read")
             object.__setattr__(self, "load_format", "auto")
         super().__post_init__()
         for name, value in self.changed().items():
-            if name in REFUSED and value not in SAME.get(name, ()):
+            if name in REFUSED and value not in SAME_AS_DEFAULT.get(name, ()):
                 raise ConfigError(f"{name} is {shown(value)}, but {REFUSED[name]}; leave it out")
 
     def engine_config(self) -> EngineConfig:
-        """What an engine is built from. Tells of the settings that change nothing."""
-        self.__post_init__()  # `EngineArgs` may have been changed
+        """Return the settings of an engine. Log a warning for each setting without effect."""
+        self.__post_init__()  # check again: the user may have changed `EngineArgs`
         for name, value in self.changed().items():
             if name in NOTICES:
-                log.warning("%s=%s changes nothing: %s", name, shown(value), NOTICES[name])
+                log.warning("%s=%s has no effect: %s", name, shown(value), NOTICES[name])
         names = [field.name for field in dataclasses.fields(EngineConfig)]
         return EngineConfig(**{name: getattr(self, name) for name in names})
 
     def changed(self) -> dict[str, Any]:
-        """The settings that are not at their defaults."""
+        """Return the settings that differ from their defaults."""
         values = {field: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {field.name: value for field, value in values.items() if value != field.default}

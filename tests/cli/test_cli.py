@@ -225,7 +225,7 @@ def test_commands_of_a_chat_change_the_next_answer(tmp_path: Path) -> None:
     assert "did you mean 'temperature'" in chat.set_sampling("temprature 1")
     assert chat.set_sampling("temperature x") == "temperature must be a number, not x"
     assert "temperature" in chat.set_sampling("temperature -1")
-    assert chat.save(str(tmp_path / "talk.json")).startswith("0 messages are in ")
+    assert chat.save(str(tmp_path / "talk.json")).startswith("wrote 0 messages to ")
     talk = json.loads((tmp_path / "talk.json").read_text())
     assert talk == {"messages": [{"role": "system", "content": "Be brief."}]}
     assert "cannot be written" in chat.save(str(tmp_path / "no" / "folder"))
@@ -264,7 +264,7 @@ def test_run_prints_the_answer_alone_on_stdout_and_the_phases_on_stderr() -> Non
     assert "capital" in done.stdout  # the words after the option are part of the prompt
     assert done.stdout.count("\n") == 1
     lines = [line for line in done.stderr.splitlines() if line]
-    assert lines[0] == "cut off at 4 tokens; --max-tokens allows more"
+    assert lines[0] == "the answer was cut off at 4 tokens; --max-tokens allows more"
     assert re.fullmatch(r"prefill +\d\d +0 +TTFT, caller's side +[\d.,]+ m?s +[\d.,]+", lines[2])
     assert re.fullmatch(r"decode +4 +TPOT +[\d.,]+ m?s +[\d.,]+", lines[3])
     assert lines[4].split() == ["KV", "cache", "reserved", "used", "fragmented", "cached", "free"]
@@ -317,7 +317,7 @@ def test_a_piped_conversation_remembers_and_its_second_turn_hits_the_prefix_cach
     assert int(second[1]) == int(first[2]) // 16 * 16  # every full block of the first prompt
     assert int(second[0]) + int(second[1]) == int(second[2]) > int(first[2])
     assert int(third[2]) < int(second[2])  # /clear has worked
-    assert "there is no /cler; did you mean '/clear'?" in done.stderr
+    assert "unknown command /cler; did you mean '/clear'?" in done.stderr
     assert "tokens, and max_model_len is 64; /clear starts a new one" in done.stderr
     assert done.returncode == 1  # one of the turns was refused
 

@@ -85,8 +85,8 @@ def test_every_option_that_a_message_of_serve_names_exists() -> None:
         ("import twostroke.lora", "merge the adapter into the model"),
         ("from twostroke.lora.request import LoRARequest", "LoRA adapters are not supported yet"),
         ("from twostroke.multimodal import MultiModalRegistry", "models read and write text only"),
-        ("from twostroke.pooling_params import PoolingParams", "the engine writes text"),
-        ("from twostroke import PoolingParams", "the engine writes text"),
+        ("from twostroke.pooling_params import PoolingParams", "the engine only generates text"),
+        ("from twostroke import PoolingParams", "the engine only generates text"),
     ],
 )
 def test_an_import_of_what_is_not_there_says_what_is(line: str, says: str) -> None:

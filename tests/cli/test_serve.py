@@ -60,7 +60,7 @@ def no_keys_around(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "says"),
     [
         (["--quantization-config={}"], "--quantization-config: weights are used as the files"),
-        (["--quantization", "hqq"], "--quantization hqq: int8 and int4 round weights, and on"),
+        (["--quantization", "hqq"], "--quantization hqq: weights can be rounded to int8"),
         (
             ["--enable_lora"],
             "--enable-lora: LoRA adapters are not supported yet; merge the adapter",
@@ -68,11 +68,14 @@ def no_keys_around(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--enable-lora", "m", "--port", "1"], "--enable-lora: LoRA adapters"),
         (["--speculative-config.method", "ngram"], "--speculative-config: speculative decoding is"),
         (["-c", "lots"], "-c lots: expected a whole number"),
-        (["-ctk", "q4_0"], "-ctk q4_0: the cache is f32, f16, bf16 or q8_0; give one of these"),
-        (["-ctk", "f16", "-ctv", "f32"], "-ctv f32: keys and values have one type"),
+        (["-ctk", "q4_0"], "-ctk q4_0: the KV cache supports f32, f16, bf16 and q8_0; give one"),
+        (["-ctk", "f16", "-ctv", "f32"], "-ctv f32: keys and values have the same type"),
         (["--temp", "hot"], "--temp hot: expected a number"),
-        (["--api-key-file", "/nowhere"], "--api-key-file /nowhere: it cannot be read"),
-        (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size 2: only 1 is taken: layers"),
+        (["--api-key-file", "/nowhere"], "--api-key-file /nowhere: the file cannot be read"),
+        (
+            ["--pipeline-parallel-size", "2"],
+            "--pipeline-parallel-size 2: only 1 is supported: layers",
+        ),
         (["-tp", "0"], "--tensor-parallel-size must be a whole number from 1 to 1024, not 0"),
         (["-dp", "0"], "--data-parallel-size must be a whole number from 1 to 64, not 0"),
         (["--prefill-engines", "1"], "--prefill-engines is given, and --decode-engines is not"),
@@ -164,11 +167,11 @@ def test_what_changes_nothing_is_named_in_one_line() -> None:
     assert taken.problems == []
     told, _, rest = taken.notice.partition("; -ngl 33: ")
     assert rest == "all layers of a model run on one device"
-    assert told.startswith("options without effect: --trust-remote-code (code that comes with")
-    assert "-O, -cc (nothing is compiled" in told, "options with one reason stand together"
+    assert told.startswith("options without effect: --trust-remote-code (code from a model's")
+    assert "-O, -cc (models are not compiled" in told, "options with one reason stand together"
     for flag in ("--async-scheduling", "--enable-expert-parallel", "--limit-mm-per-prompt"):
         assert f" {flag} (" in told
-    assert "--jinja (chat templates are always Jinja's)" in told
+    assert "--jinja (chat templates are always Jinja templates)" in told
     assert read().notice == ""
 
 
@@ -454,9 +457,9 @@ def test_the_file_holds_what_the_command_line_does_not_say(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("prot: 1", "there is no option 'prot'; did you mean --port?"),
-        ("config: x.yaml", "there is no option 'config'"),
-        ("enforce-eager: 1", "enforce-eager is true or false, not 1"),
+        ("prot: 1", "unknown option 'prot'; did you mean --port?"),
+        ("config: x.yaml", "unknown option 'config'"),
+        ("enforce-eager: 1", "enforce-eager must be true or false, not 1"),
         ("- port", "must have lines such as `port: 8000`"),
         ("a: [", "is not YAML"),
         (None, "cannot be read"),
@@ -511,9 +514,9 @@ def test_the_banner_says_in_five_lines_what_was_started() -> None:
     assert len(lines) == 5
     assert lines[0].endswith("Some-1B, bfloat16 on cuda")
     assert "80.00 GiB → weights 2.00 GiB → KV cache 70.00 GiB → left 8.00 GiB" in lines[1]
-    assert "100,000 tokens; requests at one time: 12 of 8,192 tokens or 64 of 1,024" in lines[2]
+    assert "100,000 tokens; requests at the same time: 12 of 8,192 tokens or 64" in lines[2]
     assert lines[3].endswith("http://127.0.0.1:8000")
-    assert "none, for this machine only" in lines[4]
+    assert "none, so only this machine can connect" in lines[4]
     assert lines[4].endswith("ready in 2.3 s")
 
 
@@ -535,7 +538,7 @@ def test_concurrent_requests_are_counted_in_whole_blocks(tokens: int, expected: 
 def test_the_banner_never_shows_a_key_and_warns_if_there_is_none() -> None:
     last = [banner(INFO, "u", *who, 1).splitlines()[-1] for who in ((1, True), (3, True))]
     assert ["required;" in last[0], "required (one of 3);" in last[1]] == [True, True]
-    assert "NONE: whoever reaches this address" in banner(INFO, "u", 0, True, 1)
+    assert "NONE: any client of the network" in banner(INFO, "u", 0, True, 1)
 
 
 # Before anything is loaded
@@ -683,8 +686,8 @@ def test_serve_answers_a_chat_says_so_in_five_lines_and_ends_with_status_0() -> 
     )
     assert any(refused in line for line in lines)
     assert re.fullmatch(r"twostroke [\d.]+: SmolLM2-135M-Instruct, Q4_1 \+ Q8_0 on cpu", lines[0])
-    assert "1,440 tokens; requests at one time: 1 of 1,440 tokens or 1 of 1,024" in lines[2]
-    pages = "chat in a browser, /dash shows it at work"
+    assert "1,440 tokens; requests at the same time: 1 of 1,440 tokens or 1 of 1,024" in lines[2]
+    pages = "chat in a browser, /dash shows its metrics"
     assert lines[3].endswith(f"http://127.0.0.1:{server.port}; {pages}")
     assert re.search(r"key +required; ready in [\d.]+ s$", lines[4])
     assert "sesame" not in said

@@ -85,7 +85,7 @@ def test_refusals(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_banner(width: int) -> None:
-    text = banner(INFO, "http://127.0.0.1:8000; /dash shows it at work", 0, True, 2.34)
+    text = banner(INFO, "http://127.0.0.1:8000; /dash shows its metrics", 0, True, 2.34)
     shown = wrapped(text, width, INDENT)
     check(shown, width, text)
     assert len(shown.splitlines()) == (5 if width == 200 else len(shown.splitlines()))

@@ -432,9 +432,9 @@ def test_what_is_no_sampling_parameters_is_refused(llm: LLM) -> None:
 
 def test_lists_must_have_an_entry_for_each_prompt(llm: LLM) -> None:
     says = request_refusal(llm, ["a", "b"], [GREEDY] * 3)
-    assert says == "sampling_params has 3 entries for 2 prompts; give one each"
+    assert says == "sampling_params has 3 entries for 2 prompts; give one for each prompt"
     says = request_refusal(llm, ["a", "b"], priority=[1])
-    assert says == "priority has 1 entries for 2 prompts; give one each"
+    assert says == "priority has 1 entries for 2 prompts; give one for each prompt"
 
 
 def test_no_prompts_get_no_outputs(llm: LLM) -> None:

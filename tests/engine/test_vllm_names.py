@@ -75,7 +75,7 @@ def test_settings_of_vllm_that_change_nothing_are_taken_and_told(
     assert llm.engine.config.load_format == "auto"
     notices = [record for record in caplog.records if record.name == "twostroke.vllm_settings"]
     told = [record.getMessage() for record in notices]
-    assert [line.partition(" changes nothing: ")[0] for line in told] == [
+    assert [line.partition(" has no effect: ")[0] for line in told] == [
         "load_format='mistral' is read as 'auto': files have their usual names",
         "trust_remote_code=True",
         "tokenizer_mode='mistral'",
@@ -87,7 +87,7 @@ def test_settings_of_vllm_that_change_nothing_are_taken_and_told(
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"runner": "pooling"}, "runner is 'pooling', but the engine writes text"),
+        ({"runner": "pooling"}, "runner is 'pooling', but the engine only generates text"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2, but layers are not spread"),
         ({"enable_lora": True}, "enable_lora is True, but LoRA adapters are not supported yet"),
         ({"trust_remotecode": True}, "no setting 'trust_remotecode'; did you mean 'trust_remote_"),

@@ -1,4 +1,4 @@
-"""`twostroke ab`: does a change help? Two servers or settings, compared by pairs of runs."""
+"""`twostroke ab`: compares two servers or settings by pairs of runs."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from twostroke.measure.doctor.verdict import Experiment
 
 DESCRIPTION = (
-    "Compare B with A under the exact same requests, in interleaved pairs of runs (A B, B A, …): "
-    "the ratio of each metric with its interval, corrected for several metrics, and WIN, LOSS, TIE "
-    "or INCONCLUSIVE. An arm is a URL; or options of `twostroke serve`, which is then started; or "
-    "a command with {port} in it that starts a server. "
+    "Compare B with A under the same requests, in interleaved pairs of runs (A B, B A, …). The "
+    "result is the ratio of each metric with its interval, corrected for several metrics, and WIN, "
+    "LOSS, TIE or INCONCLUSIVE. An arm is a URL, the options of a `twostroke serve` to start, or a "
+    "command with {port} that starts a server. "
     "Exit status: 0 B wins or ties, 3 requests failed, 4 B loses, 5 not enough runs to tell. "
     "Example: twostroke ab --a '' --b '--max-num-batched-tokens 512' --pairs 8"
 )
 OPERANDS = ""
 LOST, INCONCLUSIVE = 4, 5
 EXAMPLE_EFFECT = 0.05
-# Lengths vary by default: equal ones make the users of a closed loop fall into step with each
-# other, differently in each server, and the same in all of its runs.
+# Lengths vary by default. With equal lengths the users of a closed loop synchronise, in another way
+# for each server but in the same way in all runs of a server.
 LOAD: dict[str, Any] = {
     "num_prompts": 40,
     "random_input_len": 256,
@@ -47,35 +47,35 @@ def add_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add("--a", default="", metavar="ARM", help="URL, options of serve, or a command with {port}")
     add("--b", metavar="ARM", help="the same for B")
-    add("--playbook", metavar="NAME", help="a change that is often worth it, over --a; or `list`")
-    add("--from-doctor", metavar="FILE", help="the experiment of `doctor --json`, over --a")
-    add("--aa", action="store_true", help="compare A with itself: nothing may be found")
+    add("--playbook", metavar="NAME", help="a change that often helps, on top of --a; or `list`")
+    add("--from-doctor", metavar="FILE", help="the experiment of `doctor --json`, on top of --a")
+    add("--aa", action="store_true", help="compare A with itself: any difference is an error")
     add("--pairs", type=int, default=8, metavar="N", help="runs of each arm; default 8")
     add(
         "--pilot",
         type=int,
         default=3,
         metavar="N",
-        help="runs of each arm before, which say what the pairs can find; default 3, 0: none",
+        help="runs of each arm that estimate what the pairs can detect; default 3, 0: none",
     )
 
     def load(flag: str, *flags: str, text: str) -> None:
         name = flag.removeprefix("--").replace("-", "_")
-        kind, usual = type(LOAD[name]), LOAD[name]
-        add(flag, *flags, type=kind, metavar="N", help=f"{text}; default {usual}")
+        default = LOAD[name]
+        add(flag, *flags, type=type(default), metavar="N", help=f"{text}; default {default}")
 
     load("--num-prompts", text="requests of each run")
     load("--random-input-len", "--input-len", text="tokens of a prompt")
     load("--random-output-len", "--output-len", text="tokens of an answer")
-    load("--random-prefix-len", text="more tokens, that the prompts of a run share")
+    load("--random-prefix-len", text="more tokens that all prompts of a run share")
     load("--random-range-ratio", text="lengths vary by ± this share")
-    load("--max-concurrency", text="requests at one time")
-    add("--trace", metavar="FILE", help="replay a trace instead (Azure, Mooncake), when it was due")
+    load("--max-concurrency", text="requests at the same time")
+    add("--trace", metavar="FILE", help="replay a trace (Azure, Mooncake) with its arrival times")
     add("--request-rate", type=float, default=float("inf"), metavar="R", help="default: inf")
-    add("--model", help="default: the first that the servers have")
+    add("--model", help="default: the first model of the servers")
     add("--api-key", metavar="KEY", help="default: OPENAI_API_KEY, if set")
     add("--seed", type=int, default=0)
-    add("--markdown", metavar="FILE", help="write a table for a pull request there")
+    add("--markdown", metavar="FILE", help="write a table for a pull request to this file")
     add("--json", action="store_true", help="print the result as JSON")
 
 
@@ -95,9 +95,9 @@ def execute(args: argparse.Namespace) -> int:
             print(f"{name:18} {reason}")
         return 0
     arms, load, experiment = _chosen(args)
-    given = {name: value for name in LOAD if (value := getattr(args, name)) is not None}
+    chosen = {name: value for name in LOAD if (value := getattr(args, name)) is not None}
     if args.trace is not None:
-        # Its requests are due when it says so, and wait for nobody unless that is asked for.
+        # Requests are sent at the times of the trace, without a limit of concurrency by default.
         load = {"dataset_name": "trace", "dataset_path": args.trace, "max_concurrency": None}
     options = ServeOptions(
         url="",
@@ -105,7 +105,7 @@ def execute(args: argparse.Namespace) -> int:
         model=args.model,
         request_rate=args.request_rate,
         seed=args.seed,
-        **(LOAD | load | given),
+        **(LOAD | load | chosen),
     )
     console = Console(stderr=args.json)
     watcher = Watcher(
@@ -125,7 +125,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def status(verdict: str, aa: bool = False, prediction: Outcome | None = None) -> int:
-    """The exit status. `aa`: A was compared with itself, and whatever was found is wrong."""
+    """Return the exit status. `aa`: A was compared with itself, and any difference is an error."""
     if verdict == "INVALID":
         return NOT_CERTIFIED
     if prediction is not None:
@@ -138,38 +138,36 @@ def status(verdict: str, aa: bool = False, prediction: Outcome | None = None) ->
 def _chosen(
     args: argparse.Namespace,
 ) -> tuple[tuple[str, str], dict[str, Any], Experiment | None]:
-    """The arms, the load that shows the change best, and the experiment if a doctor chose it."""
+    """Return the arms, the load that shows the change best, and the experiment of a doctor."""
     from twostroke.measure.compare.arms import is_url
     from twostroke.measure.compare.playbook import play
     from twostroke.measure.compare.prediction import arms_of, read_experiment
 
-    ways = {
+    sources = {
         "--b": args.b is not None,
         "--playbook": args.playbook is not None,
         "--from-doctor": args.from_doctor is not None,
         "--aa": args.aa,
     }
-    chosen = [flag for flag, given in ways.items() if given]
+    chosen = [flag for flag, is_given in sources.items() if is_given]
     if not chosen:
         raise ConfigError("give the change as --b, such as --b '--max-num-batched-tokens 512'")
     if len(chosen) > 1:
-        raise ConfigError(f"{' and '.join(chosen)} each say what B is: give one of them")
+        raise ConfigError(f"{' and '.join(chosen)} all define B; give one of them")
     if args.from_doctor is not None:
         experiment = read_experiment(args.from_doctor)
         return arms_of(experiment, args.a), {}, experiment
     if args.playbook is not None:
         found = play(args.playbook)
         if is_url(args.a):
-            raise ConfigError(
-                "--playbook starts both servers: give as --a the options that both have"
-            )
+            raise ConfigError("--playbook starts both servers; give their common options as --a")
         a, b = (f"{args.a} {change}".strip() for change in (found.a, found.b))
         return (a, b), dict(found.load), None
     return (args.a, args.a if args.aa else args.b), {}, None
 
 
 def show_pilot(console: Console, pilot: Pilot, pairs: int) -> None:
-    """What the trial can find, said before it begins."""
+    """Print what the trial can detect, before it begins."""
     from rich.text import Text
 
     from twostroke.measure.compare.ab_report import WORDS
@@ -181,8 +179,8 @@ def show_pilot(console: Console, pilot: Pilot, pairs: int) -> None:
     )
     console.print(
         Text(
-            f"by {pilot.runs} pilot runs of each arm, {pairs} pairs find in nine of ten cases a "
-            f"change from: {parts}"
+            f"according to {pilot.runs} pilot runs of each arm, {pairs} pairs detect in nine of "
+            f"ten cases a change of: {parts}"
         )
     )
 
@@ -215,13 +213,13 @@ def show(
     table.add_column("", no_wrap=True)
     for name in ("B / A", "99% interval", "finds", "verdict"):
         table.add_column(name, justify="right", no_wrap=True)
-    for one in trial.comparisons:
-        interval = f"{one.low:.3f}–{one.high:.3f}"
-        cells = (f"{one.ratio:.3f}", interval, _percent(one.detectable), one.verdict)
-        table.add_row(WORDS[one.metric], *cells)
+    for result in trial.comparisons:
+        interval = f"{result.low:.3f}–{result.high:.3f}"
+        cells = (f"{result.ratio:.3f}", interval, _percent(result.detectable), result.verdict)
+        table.add_row(WORDS[result.metric], *cells)
     console.print(table)
     console.print(
-        Text("finds: the change that so many pairs find in nine of ten cases", style="dim")
+        Text("finds: the change that this many pairs detect in nine of ten cases", style="dim")
     )
     if prediction is not None:
         console.print(Text(prediction.sentence, style="bold"))

@@ -1,4 +1,4 @@
-"""One question to an engine of our own: the answer as it is written, and what it took."""
+"""One request to an engine in this process: the answer as it is generated, and its times."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ if TYPE_CHECKING:
     from twostroke.engine.input_processor import Prompt
     from twostroke.outputs import RequestOutput
 
-# A model's text may hold anything, escape sequences too; a terminal must not obey them.
+# A model's text may contain escape sequences. The control characters are not sent to a terminal.
 CONTROL = dict.fromkeys([*range(32), *range(127, 160)]) | {ord("\n"): "\n", ord("\t"): "\t"}
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Times are None where nothing was written to measure them by."""
+    """An answer with its times. A time is None if too few tokens were generated to measure it."""
 
     text: str
     token_ids: list[int]
     prompt_token_ids: list[int]
-    finish_reason: str  # abort: interrupted
+    finish_reason: str  # abort: the user interrupted the answer
     stop_reason: int | str | None
     prompt_tokens: int
     cached_tokens: int  # of the prompt
     queue_s: float
     prefill_s: float | None
     decode_s: float | None
-    ttft_s: float | None  # on the caller's side: asked → first text
+    ttft_s: float | None  # measured by the caller, from the request to the first text
     tpot_s: float | None
-    kv: KVUsage  # when the request held the most
+    kv: KVUsage  # at the step with the highest use
 
     @property
     def prefilled_tokens(self) -> int:
@@ -59,9 +59,8 @@ class Answer:
 
 
 def load(config: EngineConfig, for_chat: bool = True) -> tuple[Engine, float]:
-    """The engine and the seconds it took, importing included; says so on a terminal.
-
-    `for_chat`: the process that renders chat templates starts while the model is loaded."""
+    """Return an engine and the seconds that its start took, with imports. On a terminal, print the
+    progress. `for_chat`: start the process for chat templates while the model is loaded."""
     started = monotonic()
     show = sys.stderr.isatty()
     if show:
@@ -94,17 +93,16 @@ def has_chat_template(engine: Engine) -> bool:
     return (engine.config.chat_template or own) is not None
 
 
-def ask(
+def run_request(
     engine: Engine,
     prompt: Prompt,
     params: SamplingParams,
     write: Callable[[str], None],
-    asked_s: float,
+    start_s: float,
     interrupted: Callable[[], bool],
 ) -> Answer:
-    """Run one request alone; `write` is given its text piece by piece, between the steps.
-
-    If `interrupted`, the answer ends there, with the finish reason "abort".
+    """Run one request alone. `write` gets the text of each step. If `interrupted` returns True, the
+    answer ends with the finish reason "abort". `start_s`: the time of the request.
     """
     from twostroke.engine.client import SyncClient
 
@@ -127,21 +125,22 @@ def ask(
                 break
     finally:
         client.abort(request_id)
-    ttft_s = None if first_text_s is None else first_text_s - asked_s
+    ttft_s = None if first_text_s is None else first_text_s - start_s
     return _answer(output, _record(records, request_id), ttft_s, _most_used(records, first_step))
 
 
 @contextlib.contextmanager
-def noticing_interrupts() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C only sets a flag, so that no step is torn apart; a second one interrupts as ever."""
+def deferred_interrupts() -> Iterator[Callable[[], bool]]:
+    """Let the first Ctrl-C only set a flag, so that a step is completed. A second Ctrl-C interrupts
+    as usual. Yield a function that returns the flag."""
     seen = False
 
-    def notice(number: int, frame: FrameType | None) -> None:
+    def set_flag(number: int, frame: FrameType | None) -> None:
         nonlocal seen
         seen = True
         signal.signal(signal.SIGINT, before)
 
-    before = signal.signal(signal.SIGINT, notice)
+    before = signal.signal(signal.SIGINT, set_flag)
     try:
         yield lambda: seen
     finally:
@@ -149,9 +148,9 @@ def noticing_interrupts() -> Iterator[Callable[[], bool]]:
 
 
 @contextlib.contextmanager
-def written_words() -> Iterator[Callable[[str], None]]:
-    """A function that prints text as it comes; at a terminal, without control characters and with
-    no word broken at the edge."""
+def answer_printer() -> Iterator[Callable[[str], None]]:
+    """Yield a function that prints parts of a text. At a terminal it leaves out control characters
+    and breaks no word at the edge."""
     width = columns(sys.stdout)
     if width is None:
         yield lambda text: print(text, end="", flush=True)
@@ -168,7 +167,7 @@ def _record(records: Records, request_id: str) -> RequestRecord:
 
 
 def _most_used(records: Records, first_step: int) -> KVUsage:
-    """Taken over the run's steps: after the last one the blocks have been given back."""
+    """Return the highest use over the steps of the run. After the last step all blocks are free."""
     usages = [record.kv for record in records.steps if record.step >= first_step]
     return max(usages, key=lambda usage: usage.used)
 
@@ -177,7 +176,7 @@ def _answer(
     output: RequestOutput | None, record: RequestRecord, ttft_s: float | None, kv: KVUsage
 ) -> Answer:
     completion = None if output is None else output.outputs[0]
-    several = len(record.token_s) > 1
+    has_decode = len(record.token_s) > 1
     return Answer(
         text="" if completion is None else completion.text,
         token_ids=[] if completion is None else completion.token_ids,
@@ -188,8 +187,8 @@ def _answer(
         cached_tokens=record.num_cached,
         queue_s=record.queue_s,
         prefill_s=record.prefill_s if record.token_s else None,
-        decode_s=record.decode_s if several else None,
+        decode_s=record.decode_s if has_decode else None,
         ttft_s=ttft_s,
-        tpot_s=record.tpot_s if several else None,
+        tpot_s=record.tpot_s if has_decode else None,
         kv=kv,
     )

@@ -1,4 +1,4 @@
-"""What an answer took, by phase: for people as a table or a line, for programs as JSON."""
+"""The report of an answer's times and tokens by phase: a table, a line, or JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Row = Sequence[str]
 
 
 def report_stream() -> TextIO:
-    """Below the answer on a terminal; elsewhere stdout is for the answer alone."""
+    """Return stdout on a terminal, else stderr, so that stdout has only the answer."""
     return sys.stdout if sys.stdout.isatty() else sys.stderr
 
 
@@ -70,7 +70,7 @@ def turn_line(answer: Answer) -> str:
     return " │ ".join(" · ".join(part) for part in (prefill, decode, kv))
 
 
-def as_json(engine: Engine, answer: Answer, load_s: float) -> dict[str, Any]:
+def answer_json(engine: Engine, answer: Answer, load_s: float) -> dict[str, Any]:
     return {
         "model": engine.model_name,
         "prompt_token_ids": answer.prompt_token_ids,
@@ -99,16 +99,16 @@ def as_json(engine: Engine, answer: Answer, load_s: float) -> dict[str, Any]:
 
 
 def length_hint(engine: Engine, answer: Answer, max_tokens: int | None) -> str:
-    """Which limit cut the answer off, and what to do; empty if the model ended it."""
+    """Return the limit that cut the answer off, and what to do; empty if the model ended it."""
     if answer.finish_reason != "length":
         return ""
     if len(answer.token_ids) == max_tokens:
-        return f"cut off at {max_tokens} tokens; --max-tokens allows more"
-    return f"cut off at the {engine.memory.max_model_len:,} tokens of max_model_len"
+        return f"the answer was cut off at {max_tokens} tokens; --max-tokens allows more"
+    return f"the answer was cut off at max_model_len, {engine.memory.max_model_len:,} tokens"
 
 
 def bytes_per_token(engine: Engine) -> int:
-    """Of a token slot, the mean over the KV groups."""
+    """Return the bytes of a token in the KV cache, the mean over the KV groups."""
     memory = engine.memory
     blocks = zip(memory.group_blocks, memory.sizing.block_bytes, strict=True)
     num_bytes = sum(count * size for count, size in blocks)
@@ -130,7 +130,7 @@ def rate(per_s: float | None) -> str:
 
 
 def print_dim(text: str) -> None:
-    """As wide as the terminal at most."""
+    """Print a dim text, wrapped at the width of the terminal."""
     stream = report_stream()
     text = wrapped(text, columns(stream), "  ")
     if not stream.isatty():
@@ -142,8 +142,8 @@ def print_dim(text: str) -> None:
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    """The first row is the heading; columns are right-aligned, except the first. A table that is
-    too wide for the terminal is turned on its side."""
+    """Print a table. The first row is the heading. Columns are right-aligned, except the first. A
+    table that is too wide for the terminal is transposed."""
     stream = report_stream()
     width = columns(stream)
     lines = aligned(rows)

@@ -1,6 +1,6 @@
-"""What `serve` says in five lines when it is up: model, memory, how much it holds, where, for whom.
+"""The five lines that `serve` prints when it is ready: model, memory, KV cache, address and keys.
 
-Written from what the engine says of itself, so that the numbers are those it works with.
+The numbers come from the engine.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from twostroke.kv.cache import GroupLimits
 if TYPE_CHECKING:
     from twostroke.engine.api import EngineInfo
 
-INDENT = " " * 12  # of a line's text, after what it is about
-TYPICAL_TOKENS = 1024  # a request to give the cache's size a meaning
+INDENT = " " * 12  # of the text after a line's label
+TYPICAL_TOKENS = 1024  # the length of an example request
 
 
 def banner(
     info: EngineInfo, url: str, num_keys: int, exposed: bool, ready_s: float, engines: str = ""
 ) -> str:
-    """`exposed`: others than this machine can reach the server. `engines`: how many, if several."""
+    """Return the banner. `exposed`: other machines can reach the server. `engines`: a summary of
+    several engines."""
     return "\n".join(
         (
             f"twostroke {__version__}: {info.model_name}, {info.weights or info.dtype} on "
@@ -37,7 +38,7 @@ def banner(
 
 
 def concurrent_requests(info: EngineInfo, tokens: int) -> int:
-    """How many requests that grow to `tokens` tokens can run at one time."""
+    """Return how many requests of `tokens` tokens can run at the same time."""
     fit = pool_sizing.concurrent_requests(_groups(info), tokens, info.block_size)
     return min(fit, info.max_num_seqs)
 
@@ -64,14 +65,14 @@ def _capacity(info: EngineInfo) -> str:
     lengths = [info.max_model_len]
     if info.max_model_len > TYPICAL_TOKENS:
         lengths.append(TYPICAL_TOKENS)
-    holds = " or ".join(f"{concurrent_requests(info, n):,} of {n:,} tokens" for n in lengths)
-    held = pool_sizing.capacity(_groups(info), info.block_size)
-    return f"{held}; requests at one time: {holds} (at most {info.max_num_seqs})"
+    fitting = " or ".join(f"{concurrent_requests(info, n):,} of {n:,} tokens" for n in lengths)
+    capacity = pool_sizing.capacity(_groups(info), info.block_size)
+    return f"{capacity}; requests at the same time: {fitting} (at most {info.max_num_seqs})"
 
 
 def _key(num_keys: int, exposed: bool) -> str:
     if num_keys:
         return "required" + (f" (one of {num_keys})" if num_keys > 1 else "")
     if exposed:
-        return "NONE: whoever reaches this address may use it; set one with --api-key"
-    return "none, for this machine only; --api-key sets one and opens the network"
+        return "NONE: any client of the network can use the server; set a key with --api-key"
+    return "none, so only this machine can connect; set a key with --api-key to open the network"

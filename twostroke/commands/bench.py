@@ -1,4 +1,4 @@
-"""`twostroke bench`: load for any OpenAI-compatible server, and figures that can be believed."""
+"""`twostroke bench`: measures any OpenAI-compatible server under load."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twostroke.commands.flags import SERVER_ONLY, add_engine_arguments, engine_settings
-from twostroke.commands.output import add_result_arguments, check_output, tell, write
+from twostroke.commands.output import add_result_arguments, check_output, show_result, write_file
 from twostroke.environment import client_api_key
 from twostroke.errors import ConfigError
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from twostroke.measure.load.definitions import Goals
 
 DESCRIPTION = (
-    "Measure any OpenAI-compatible server under vLLM's option names. Latency counts from the time "
-    "a request was due. A run that cannot be believed (client late, errors, answers from a cache, "
-    "too few requests for a percentile) is not certified, and exits with 3. "
+    "Measure any OpenAI-compatible server, with the option names of vLLM. Latency counts from the "
+    "time at which a request was due. A run with invalid figures (a late client, errors, answers "
+    "from a cache, too few requests for a percentile) is not certified, and exits with 3. "
     "Example: twostroke bench serve --num-prompts 400 --request-rate 2 --random-input-len 256 "
     "--random-output-len 32 --goodput ttft:500 tpot:50 --html report.html"
 )
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_serve(serve)
     serve.set_defaults(parser=serve, execute_bench=_serve)
     for name, summary, add, run in (
-        ("latency", "one batch after the other, without a server", _add_latency, _latency),
+        ("latency", "one batch after another, without a server", _add_latency, _latency),
         ("throughput", "many requests at once, without a server", _add_throughput, _throughput),
     ):
         offline = parsers.add_parser(
@@ -68,16 +68,16 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where the server is: the same for every command that talks to one."""
+    """Add the options for the address of the server."""
     parser.add_argument("--base-url", metavar="URL", help="default http://HOST:PORT")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--api-key", metavar="KEY", help="default: OPENAI_API_KEY, if set")
-    parser.add_argument("--model", help="default: the first that the server has")
+    parser.add_argument("--model", help="default: the first model of the server")
 
 
 def add_server_url(parser: argparse.ArgumentParser) -> None:
-    """The server as an operand, for the commands that look at one."""
+    """Add the address of the server as an operand."""
     parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", metavar="URL")
     parser.add_argument("--api-key", metavar="KEY", help="default: OPENAI_API_KEY, if set")
 
@@ -94,49 +94,67 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add_server_arguments(parser)
     add = parser.add_argument
     add("--backend", choices=("openai", "openai-chat", "vllm"), default="openai")
-    add("--endpoint", metavar="PATH", help="the route, if it is not the backend's")
+    add("--endpoint", metavar="PATH", help="default: the backend's route")
     add("--dataset-name", choices=("random", "custom", "trace"), default="random")
-    add("--dataset-path", metavar="FILE", help="of custom (JSON lines) and trace (Azure, Mooncake)")
+    add(
+        "--dataset-path", metavar="FILE", help="for custom (JSON lines) and trace (Azure, Mooncake)"
+    )
     add("--num-prompts", type=int, default=100, metavar="N")
     add("--random-input-len", "--input-len", type=int, default=1024, metavar="N")
     add("--random-output-len", "--output-len", type=int, default=128, metavar="N")
     add("--random-range-ratio", type=float, default=0.0, metavar="R", help="lengths vary by ±R")
-    add("--random-prefix-len", type=int, default=0, metavar="N", help="tokens that all share")
+    add(
+        "--random-prefix-len",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens that all prompts share",
+    )
     add("--custom-output-len", type=int, default=256, metavar="N")
-    add("--request-rate", type=float, default=math.inf, metavar="R", help="a second; inf: at once")
+    add(
+        "--request-rate",
+        type=float,
+        default=math.inf,
+        metavar="R",
+        help="requests each second; inf: at once",
+    )
     add("--burstiness", type=float, default=1.0, metavar="B", help="1: Poisson; less: burstier")
     add("--max-concurrency", type=int, metavar="N", help="without a rate: N users, closed loop")
     add("--ramp-up-strategy", choices=("linear", "exponential"))
     add("--ramp-up-start-rps", type=float, metavar="R")
     add("--ramp-up-end-rps", type=float, metavar="R")
     add("--trace-start", type=float, default=0.0, metavar="S", help="seconds into the trace")
-    add("--trace-seconds", type=float, metavar="S", help="how much of it")
-    add("--trace-speed", type=float, default=1.0, metavar="X", help="X times as fast")
-    add("--trace-shrink", type=float, default=1.0, metavar="X", help="lengths divided by X")
-    add("--trace-keep", type=int, default=1, metavar="N", help="one of N requests")
+    add("--trace-seconds", type=float, metavar="S", help="seconds of the trace")
+    add("--trace-speed", type=float, default=1.0, metavar="X", help="replay X times as fast")
+    add("--trace-shrink", type=float, default=1.0, metavar="X", help="divide lengths by X")
+    add("--trace-keep", type=int, default=1, metavar="N", help="replay one of N requests")
     add("--num-warmups", type=int, default=1, metavar="N")
     add("--seed", type=int, default=0)
     add("--temperature", type=float)
     add("--ignore-eos", action=argparse.BooleanOptionalAction, default=True)
-    add("--extra-body", metavar="JSON", help="fields added to every request")
+    add("--extra-body", metavar="JSON", help="fields for every request")
     add("--goodput", nargs="+", metavar="GOAL", help="such as ttft:200 tpot:50 e2el:5000, in ms")
-    add("--find-rate", action="store_true", help="search the highest rate that meets --goodput")
+    add("--find-rate", action="store_true", help="find the highest rate that meets --goodput")
     add(
-        "--goodput-share", type=float, default=0.95, metavar="X", help="of requests, for the search"
+        "--goodput-share",
+        type=float,
+        default=0.95,
+        metavar="X",
+        help="for --find-rate; default 0.95",
     )
     add("--metric-percentiles", default="99", metavar="P,…")
-    add("--save-result", action="store_true", help="as JSON, in --result-dir")
-    add("--save-detailed", action="store_true", help="with every request in it")
+    add("--save-result", action="store_true", help="write the result as JSON to --result-dir")
+    add("--save-detailed", action="store_true", help="write the result with every request")
     add("--result-dir", metavar="DIR", default=".")
     add("--result-filename", metavar="FILE")
     add_result_arguments(parser)
-    add("--disable-tqdm", action="store_true", help="no progress bar")
+    add("--disable-tqdm", action="store_true", help="show no progress bar")
 
 
 def _serve(args: argparse.Namespace) -> int:
     options = serve_options(args)
     if args.find_rate and not options.goals.given:
-        raise ConfigError("--find-rate needs goals: --goodput ttft:200 tpot:50")
+        raise ConfigError("--find-rate needs goals, such as --goodput ttft:200 tpot:50")
     check_output(args.html)
     from twostroke.measure.load.bench import run_serve
     from twostroke.measure.load.progress_bar import Progress
@@ -150,7 +168,7 @@ def _serve(args: argparse.Namespace) -> int:
     found = outcome.result
     if tried:
         found["search"] = tried
-    tell(
+    show_result(
         args,
         found,
         lambda console: show_serve(console, found, options.metric_percentiles),
@@ -160,7 +178,7 @@ def _serve(args: argparse.Namespace) -> int:
         folder = Path(args.result_dir)
         folder.mkdir(parents=True, exist_ok=True)
         name = args.result_filename or f"{options.backend}-{found['date']}.json"
-        write(args, str(folder / name), json.dumps(found) + "\n", "result")
+        write_file(args, str(folder / name), json.dumps(found) + "\n", "result")
     return 0 if found["certified"] else NOT_CERTIFIED
 
 
@@ -189,7 +207,7 @@ def _latency(args: argparse.Namespace) -> int:
 
     counts = (args.batch_size, args.input_len, args.output_len)
     found = latency(llm, *counts, args.num_iters_warmup, args.num_iters)
-    return _tell_offline(args, found, latency_page)
+    return _show_offline(args, found, latency_page)
 
 
 def _throughput(args: argparse.Namespace) -> int:
@@ -200,25 +218,25 @@ def _throughput(args: argparse.Namespace) -> int:
 
     counts = (args.num_prompts, args.input_len, args.output_len)
     found = throughput(llm, *counts, args.random_range_ratio, getattr(args, "seed", 0))
-    return _tell_offline(args, found, throughput_page)
+    return _show_offline(args, found, throughput_page)
 
 
 def _offline_llm(args: argparse.Namespace) -> Any:
     check_output(args.html, args.output_json)
-    given = {"enable_prefix_caching": False} | engine_settings(args)
+    settings = {"enable_prefix_caching": False} | engine_settings(args)
     from twostroke.llm import LLM
 
-    return LLM(**given)
+    return LLM(**settings)
 
 
-def _tell_offline(
+def _show_offline(
     args: argparse.Namespace, found: dict[str, Any], page: Callable[[dict[str, Any]], str]
 ) -> int:
     from twostroke.measure.load.offline_report import show_offline
 
-    tell(args, found, lambda console: show_offline(console, found), lambda: page(found))
+    show_result(args, found, lambda console: show_offline(console, found), lambda: page(found))
     if args.output_json:
-        write(args, args.output_json, json.dumps(found) + "\n", "result")
+        write_file(args, args.output_json, json.dumps(found) + "\n", "result")
     return 0
 
 
@@ -280,18 +298,20 @@ def serve_options(args: argparse.Namespace) -> ServeOptions:
     )
 
 
-def parse_goals(given: list[str]) -> Goals:
-    """vLLM's `ttft:200 tpot:50`, in ms."""
+def parse_goals(texts: list[str]) -> Goals:
+    """Read goals such as `ttft:200 tpot:50`, in ms."""
     from twostroke.measure.load.definitions import Goals
 
     found: dict[str, float] = {}
-    for goal in given:
+    for goal in texts:
         name, _, value = goal.partition(":")
         try:
             number = float(value)
         except ValueError:
             number = -1.0
         if name not in ("ttft", "tpot", "e2el") or number <= 0:
-            raise ConfigError(f"--goodput {goal!r}: give ttft, tpot or e2el and ms, as in ttft:200")
+            raise ConfigError(
+                f"--goodput {goal!r}: give ttft, tpot or e2el in ms, such as ttft:200"
+            )
         found[f"{name}_s"] = number / 1e3
     return Goals(**found)

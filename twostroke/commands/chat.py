@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from twostroke.commands.answer import (
     Answer,
-    ask,
+    answer_printer,
+    deferred_interrupts,
     has_chat_template,
     load,
-    noticing_interrupts,
-    written_words,
+    run_request,
 )
 from twostroke.commands.answer_report import length_hint, print_dim, turn_line
 from twostroke.commands.chat_input import History, piped_lines, read_turns, terminal_lines
@@ -38,25 +38,25 @@ if TYPE_CHECKING:
     from twostroke.engine.build import Engine
 
 DESCRIPTION = (
-    "Talk with a model. Each turn sends the whole conversation; what the prefix cache still holds "
-    "of it is not computed again, and the line below each answer says how much that was."
+    "Talk with a model. Each turn sends the whole conversation. The prefix cache has most of it, "
+    "and the line below each answer shows how many tokens were cached."
 )
 OPERANDS = " [MODEL]"
-COLLECT_ERRORS = True  # that is wrong with a line and its settings, at once
+COLLECT_ERRORS = True
 COMMANDS = {
     "/clear": "forget the conversation",
-    "/system": "TEXT  the system message from here on; - leaves it out, nothing shows it",
-    "/set": "NAME VALUE  a setting of sampling, such as temperature 0.7; nothing shows all",
-    "/save": "FILE  write the conversation there, as JSON",
+    "/system": "TEXT  set the system message; - removes it, no text shows it",
+    "/set": "NAME VALUE  set a sampling parameter, such as temperature 0.7; no name shows all",
+    "/save": "FILE  write the conversation to a file, as JSON",
     "/exit": "leave (Ctrl-D too)",
-    "/help": "this list",
+    "/help": "show this list",
 }
 HELP = "\n".join(
     (
         *(f"{name:<8}{text}" for name, text in COMMANDS.items()),
-        "Ctrl-C  stop the answer; what was written stays in the conversation",
-        "\\       at the end of a line: the message goes on in the next",
-        "↑       the message before, whole; earlier conversations' too",
+        "Ctrl-C  stop the answer; its text stays in the conversation",
+        "\\       at the end of a line: the message continues on the next line",
+        "↑       the previous message; also of earlier conversations",
     )
 )
 SETTINGS: dict[str, Callable[[str], Any]] = {
@@ -75,7 +75,7 @@ NAMES = ", ".join(SETTINGS)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
-    parser.add_argument("--system", metavar="TEXT", help="a system message to start with")
+    parser.add_argument("--system", metavar="TEXT", help="the system message at the start")
     add_sampling_arguments(parser)
     add_engine_arguments(parser, leave_out=SERVER_ONLY)
 
@@ -99,23 +99,23 @@ def execute(args: argparse.Namespace) -> int:
     failed = False
     history = History(cache_dir() / "chat_history") if at_terminal else None
     lines = terminal_lines() if at_terminal else piped_lines()
-    for said in read_turns(lines, history.add if history else lambda message: None):
-        if (command := command_of(said)) is not None:
+    for message in read_turns(lines, history.add if history else lambda _: None):
+        if (command := command_of(message)) is not None:
             if command[0] == "/exit":
                 break
-            _obey(*command, conversation)
+            _run_command(*command, conversation)
             continue
         try:
-            conversation.turn(said)
+            conversation.turn(message)
         except TwostrokeError as error:
             failed = True
             print(f"twostroke: error: {error}", file=sys.stderr, flush=True)
-    # At a terminal the person has seen it; a script must be told.
+    # At a terminal the user has seen the error. A script sees the exit status.
     return 1 if failed and not at_terminal else 0
 
 
 class Conversation:
-    """The messages so far, and the settings of the next answer. A failed turn changes nothing."""
+    """The messages and the settings of the next answer. A failed turn does not change them."""
 
     def __init__(self, engine: Engine, params: SamplingParams, system: str | None) -> None:
         self._engine, self._params = engine, params
@@ -126,21 +126,22 @@ class Conversation:
         self._messages = []
 
     def set_system(self, text: str) -> str:
-        """Set the system message of all turns from here on; without a text, tell it."""
+        """Set the system message of the next turns; without a text, return the present one."""
         if not text:
             return f"system message: {self._system}" if self._system else "no system message"
         self._system = None if text == "-" else text
-        return "the system message is left out" if text == "-" else "the system message is set"
+        return "the system message is removed" if text == "-" else "the system message is set"
 
     def set_sampling(self, text: str) -> str:
-        """Set one setting of sampling from `NAME VALUE`; without one, tell all."""
+        """Set a sampling parameter from `NAME VALUE`; without a name, return all parameters."""
         settings = {name: getattr(self._params, name) for name in SETTINGS}
         if not text:
             return "  ".join(f"{name} {value}" for name, value in settings.items())
         name, _, value = text.replace("=", " ").partition(" ")
         name = name.strip("-").replace("-", "_")
         if name not in settings:
-            return f"there is no setting {name}{nearest(name, SETTINGS) or f'; there are {NAMES}'}"
+            hint = nearest(name, SETTINGS) or f"; the settings are {NAMES}"
+            return f"unknown setting {name}{hint}"
         try:
             self._params = replace(self._params, **{name: SETTINGS[name](value)})
         except ValueError:
@@ -150,7 +151,7 @@ class Conversation:
         return f"{name} {getattr(self._params, name)}"
 
     def save(self, path: str) -> str:
-        """Write the messages as JSON, as a request to a server has them."""
+        """Write the messages as JSON, in the format of a request to a server."""
         if not path:
             return "give a file: /save FILE.json"
         try:
@@ -158,15 +159,16 @@ class Conversation:
             Path(path).write_text(text + "\n", encoding="utf-8")
         except OSError as error:
             return f"{path} cannot be written: {error.strerror}"
-        return f"{len(self._messages)} messages are in {path}"
+        return f"wrote {len(self._messages)} messages to {path}"
 
     def _with_system(self) -> list[dict[str, str]]:
         start = [] if self._system is None else [{"role": "system", "content": self._system}]
         return [*start, *self._messages]
 
-    def turn(self, said: str) -> None:
-        question = {"role": "user", "content": said}
-        with noticing_interrupts() as interrupted, written_words() as write:
+    def turn(self, message: str) -> None:
+        """Answer a message of the user."""
+        question = {"role": "user", "content": message}
+        with deferred_interrupts() as interrupted, answer_printer() as write:
             answer = self._answer([*self._with_system(), question], write, interrupted)
         print(flush=True)
         if answer.text or answer.finish_reason != "abort":
@@ -181,20 +183,20 @@ class Conversation:
         write: Callable[[str], None],
         interrupted: Callable[[], bool],
     ) -> Answer:
-        engine, asked_s = self._engine, monotonic()
+        engine, start_s = self._engine, monotonic()
         prompt = engine.input_processor.render_chat(messages)
         if len(prompt) >= engine.memory.max_model_len:
             raise RequestError(
                 f"the conversation has grown to {len(prompt):,} tokens, and max_model_len is "
                 f"{engine.memory.max_model_len:,}; /clear starts a new one"
             )
-        return ask(engine, prompt, self._params, write, asked_s, interrupted)
+        return run_request(engine, prompt, self._params, write, start_s, interrupted)
 
 
-def _obey(name: str, value: str, conversation: Conversation) -> None:
+def _run_command(name: str, value: str, conversation: Conversation) -> None:
     if name == "/clear":
         conversation.clear()
-        print_dim("the conversation starts anew")
+        print_dim("the conversation is cleared")
     elif name == "/help":
         print_dim(HELP)
     elif name == "/system":
@@ -204,12 +206,12 @@ def _obey(name: str, value: str, conversation: Conversation) -> None:
     elif name == "/save":
         print_dim(conversation.save(value))
     else:
-        print_dim(f"there is no {name}{nearest(name, COMMANDS) or '; see /help'}")
+        print_dim(f"unknown command {name}{nearest(name, COMMANDS) or '; see /help'}")
 
 
 def command_of(message: str) -> tuple[str, str] | None:
-    """Return a command and its value; None for a message to the model, which may begin with a
-    slash, too."""
+    """Return a command and its value; None for a message to the model, which may also begin with a
+    slash."""
     name, _, value = message.partition(" ")
     if name in COMMANDS or re.fullmatch(r"/\w+", message):
         return name, value.strip()

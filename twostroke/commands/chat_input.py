@@ -1,4 +1,4 @@
-"""Messages of `twostroke chat`: lines from a terminal, with a history that is kept, or a pipe."""
+"""Messages of `twostroke chat`: lines from a terminal with a stored history, or from a pipe."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ MAX_HISTORY = 1000  # messages
 
 
 class History:
-    """The messages of earlier conversations, which the arrow keys bring back whole. The file has a
-    JSON string a line, because a message may have several lines."""
+    """The messages of earlier conversations for the arrow keys. The file has a JSON string on each
+    line, because a message may have several lines."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -30,7 +30,7 @@ class History:
         if self._readline is None:
             return
         self._readline.add_history(message)
-        with contextlib.suppress(OSError):  # a history is no reason to end a conversation
+        with contextlib.suppress(OSError):  # a conversation continues without its history
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(message) + "\n")
@@ -38,8 +38,9 @@ class History:
 
 
 def read_turns(lines: Iterator[str | None], keep: Callable[[str], None]) -> Iterator[str]:
-    """Messages, each given to `keep` first: a line that ends with a backslash goes on in the next;
-    None drops what was begun, and empty messages are none."""
+    """Yield messages, after `keep` has stored each of them. A line that ends with a backslash
+    continues on the next line. None drops the lines of the present message. Empty messages are
+    left out."""
     parts: list[str] = []
     for line in lines:
         if line is None:
@@ -65,7 +66,7 @@ def terminal_lines() -> Iterator[str | None]:
         except EOFError:
             print()
             return
-        except KeyboardInterrupt:  # as in a shell: what was begun is dropped
+        except KeyboardInterrupt:  # drop the message, as a shell does
             print()
         yield line
         prompt = "… " if line is not None and line.endswith("\\") else "> "
@@ -77,7 +78,7 @@ def piped_lines() -> Iterator[str | None]:
 
 
 def _import_readline() -> ModuleType | None:
-    """The module that gives `input` its editing, where Python was built with it."""
+    """Return the module that adds editing to `input`; None if Python was built without it."""
     try:
         import readline
     except ImportError:

@@ -1,4 +1,4 @@
-"""`--config FILE.yaml`: options that a file holds, as words of the command line."""
+"""`--config FILE.yaml`: converts the options of a file to words of the command line."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from twostroke.commands.parser import Parser
 
 
 def file_words(path: Path, parser: Parser) -> list[str]:
-    """What is wrong with the file is noted as the parser's problems."""
+    """Return the options of a file as words. Errors in the file are added to the parser's."""
     import yaml
 
     try:
-        said = yaml.safe_load(path.read_text(encoding="utf-8"))
+        options = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         parser.problem(f"--config {path} cannot be read: {error}")
         return []
     except yaml.YAMLError as error:
         parser.problem(f"--config {path} is not YAML: {' '.join(str(error).split())}")
         return []
-    if not isinstance(said, dict):
+    if not isinstance(options, dict):
         parser.problem(f"--config {path} must have lines such as `port: 8000`")
         return []
     words: list[str] = []
-    for key, value in said.items():
+    for key, value in options.items():
         flag = "--" + str(key).partition(".")[0].replace("_", "-")
         if flag not in parser._option_string_actions or flag in ("--config", "--help"):
             hint = parser.nearest(flag)
-            parser.problem(f"--config {path}: there is no option {key!r}{hint}")
+            parser.problem(f"--config {path}: unknown option {key!r}{hint}")
         else:
             words += _words(path, parser, str(key), flag, value)
     return words
@@ -39,10 +39,10 @@ def file_words(path: Path, parser: Parser) -> list[str]:
 def _words(path: Path, parser: Parser, key: str, flag: str, value: object) -> Iterator[str]:
     action = parser._option_string_actions[flag]
     if value is None or (value is False and isinstance(action, RefusedOption | IgnoredOption)):
-        return  # what happens anyway
+        return  # the default
     if action.nargs == 0:
         if not isinstance(value, bool):
-            parser.problem(f"--config {path}: {key} is true or false, not {value!r}")
+            parser.problem(f"--config {path}: {key} must be true or false, not {value!r}")
         elif value:
             yield flag
         elif f"--no-{flag[2:]}" in parser._option_string_actions:
@@ -53,7 +53,7 @@ def _words(path: Path, parser: Parser, key: str, flag: str, value: object) -> It
         else:
             yield from (f"{flag}={_word(item)}" for item in value)
     elif isinstance(value, bool) and isinstance(action, RestrictedOption | IgnoredOption):
-        yield f"{flag}={'on' if value else 'off'}"  # as YAML reads those
+        yield f"{flag}={'on' if value else 'off'}"  # YAML reads on and off as booleans
     else:
         yield f"--{key}={_word(value)}"
 

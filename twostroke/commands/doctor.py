@@ -1,4 +1,5 @@
-"""`twostroke doctor`: is a server slow, where, and why? And the doctor's own exam."""
+"""`twostroke doctor`: finds out if a server is slow, where and why. `doctor exam` tests the
+doctor."""
 
 from __future__ import annotations
 
@@ -12,32 +13,53 @@ from twostroke.commands.bench import api_key
 from twostroke.errors import ConfigError
 
 DESCRIPTION = (
-    "Watch a running server for a while and say whether it is healthy, slow to start or slow to "
-    "stream, the cause with its evidence, where the time of requests went, and the next experiment "
-    "with the gain it predicts. Servers of ours tell the most; vLLM, llama-server and others are "
-    "judged by /metrics and by a few requests of the doctor's own. `twostroke doctor exam` injects "
-    "known faults into servers of its own and counts how many it finds. Exit status: 0 healthy, "
-    "1 it could not look, 2 wrong usage, 4 a fault was found, 5 not enough evidence. Example: "
+    "Watch a running server and report whether it is healthy, slow to start or slow to stream, the "
+    "cause with its evidence, where the time of requests went, and the next experiment with its "
+    "predicted gain. twostroke servers give the most evidence; for vLLM, llama-server and other "
+    "servers the doctor uses /metrics and sends a few requests. `twostroke doctor exam` injects "
+    "known faults into servers that it starts and counts how many it finds. Exit status: 0 "
+    "healthy, 1 the server cannot be watched, 2 usage error, 4 a fault was found, 5 not enough "
+    "evidence. Example: "
     "twostroke doctor http://localhost:8000 --for 20"
 )
 OPERANDS = " URL | exam"
-FAULT, NOT_ENOUGH_EVIDENCE = 4, 5  # as `ab` has it: 4 a loss, 5 inconclusive
+FAULT, NOT_ENOUGH_EVIDENCE = 4, 5  # like `ab`: 4 a loss, 5 inconclusive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("url", nargs="?", default="http://127.0.0.1:8000", metavar="URL", help="or `exam`")
     add("--for", dest="seconds", type=_seconds, default=20.0, metavar="S", help="default 20")
-    add("--no-probe", action="store_true", help="send no requests of its own")
-    add("--wait", type=_seconds, default=0.0, metavar="S", help="for a server that is starting")
-    add("--model", help="default: the first that the server has; of an exam: serve's")
+    add("--no-probe", action="store_true", help="send no requests")
+    add(
+        "--wait",
+        type=_seconds,
+        default=0.0,
+        metavar="S",
+        help="wait so long for a server that is starting",
+    )
+    add("--model", help="default: the first model of the server; for an exam, that of serve")
     add("--api-key", metavar="KEY", help="default: OPENAI_API_KEY, if set")
-    add("--html", metavar="FILE", help="a report in one file")
-    add("--json", nargs="?", const="-", metavar="FILE", help="the verdict, for programs")
+    add("--html", metavar="FILE", help="write a report to one HTML file")
+    add(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="print the verdict as JSON, or write it to FILE",
+    )
     exam = parser.add_argument_group("exam")
-    exam.add_argument("--cases", metavar="NAMES", help="some of them, by commas; `list` shows them")
-    exam.add_argument("--repeats", type=int, default=3, metavar="N", help="of each; default 3")
-    exam.add_argument("--jobs", type=int, default=1, metavar="N", help="at one time; default 1")
+    exam.add_argument(
+        "--cases", metavar="NAMES", help="cases, separated by commas; `list` shows all"
+    )
+    exam.add_argument("--repeats", type=int, default=3, metavar="N", help="of each case; default 3")
+    exam.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="N",
+        help="cases that run at the same time; default 1",
+    )
     exam.add_argument("--cpus-per-job", type=int, default=2, metavar="N", help="default 2")
 
 
@@ -58,7 +80,7 @@ def _diagnose(args: argparse.Namespace) -> int:
     from twostroke.measure.doctor.verdict import HEALTHY, NOT_ENOUGH
 
     if args.cases or args.jobs != 1:
-        raise ConfigError("--cases and --jobs are for `twostroke doctor exam`")
+        raise ConfigError("--cases and --jobs are options of `twostroke doctor exam`")
     if sys.stderr.isatty():
         print(f"watching {args.url} for {args.seconds:g} s …", file=sys.stderr)
     seen = asyncio.run(
@@ -88,10 +110,10 @@ def _exam(args: argparse.Namespace) -> int:
     if min(args.repeats, args.jobs, args.cpus_per_job) < 1:
         raise ConfigError("--repeats, --jobs and --cpus-per-job must be at least 1")
 
-    def tell(number: int, of: int, name: str, answer: str) -> None:
-        print(f"{number} of {of}: {name}: {answer}", file=sys.stderr, flush=True)
+    def show_answer(number: int, total: int, name: str, answer: str) -> None:
+        print(f"{number} of {total}: {name}: {answer}", file=sys.stderr, flush=True)
 
-    answers = run_exam(cases, args.model, args.repeats, args.jobs, args.cpus_per_job, tell)
+    answers = run_exam(cases, args.model, args.repeats, args.jobs, args.cpus_per_job, show_answer)
     found = result_json(answers)
     if args.json:
         _write(args.json, json.dumps(found, indent=1))

@@ -1,5 +1,5 @@
-"""`twostroke learn`: a server for this machine with the page `/learn` open in a browser, or that
-page as a file with recorded data."""
+"""`twostroke learn`: opens the page `/learn` of a local server, or writes it to a file with
+recorded data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = (
     "Open a page that explains prefill and decode with a real engine: six lessons, your own "
-    "prompt step by step, and experiments. It starts a server for this machine alone."
+    "prompt step by step, and experiments. The server accepts connections of this machine only."
 )
 OPERANDS = " [MODEL]"
 COLLECT_ERRORS = True
@@ -33,9 +33,7 @@ COLLECT_ERRORS = True
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     absent = argparse.SUPPRESS
-    parser.add_argument(
-        "--port", type=int, default=0, metavar="N", help="(default: one that is free)"
-    )
+    parser.add_argument("--port", type=int, default=0, metavar="N", help="(default: a free port)")
     parser.add_argument(
         "--browser",
         action=argparse.BooleanOptionalAction,
@@ -46,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--export",
         metavar="FILE",
         default=absent,
-        help="run every experiment once, write the page with its data to this file, and end",
+        help="run every experiment once, write the page with the data to this file, and exit",
     )
 
 
@@ -71,14 +69,14 @@ def _serve(config: EngineConfig, settings: ServeSettings, browser: bool) -> None
     from twostroke.serve.http.listening_socket import bind
 
     listener = bind(settings)
-    spawned = spawn(config)  # it starts while the rest is imported
+    spawned = spawn(config)  # the engine starts during the imports below
     from twostroke.engine.remote import RemoteEngine
     from twostroke.serve.server import serve
 
     def announce(_: HttpServer, client: RemoteEngine, url: str) -> None:
         ready_s = monotonic() - started_s
-        say(f"{client.info.model_name} is ready after {ready_s:.1f} s: {url}/learn")
-        say("Ctrl-C ends it.")
+        print_status(f"{client.info.model_name} is ready after {ready_s:.1f} s: {url}/learn")
+        print_status("Press Ctrl-C to end the server.")
         if browser:
             webbrowser.open(f"{url}/learn")
 
@@ -100,7 +98,7 @@ async def _export(config: EngineConfig, settings: ServeSettings, path: Path) -> 
     from twostroke.serve.learn.learn_export import exported, recorded
     from twostroke.serve.learn.learn_routes import LearnData
 
-    say("Running every experiment once…")
+    print_status("Running every experiment once…")
     async with await RemoteEngine.start(config) as client:
         service = Service(client, settings)
         await service.roof.measure()
@@ -116,8 +114,8 @@ async def _export(config: EngineConfig, settings: ServeSettings, path: Path) -> 
         raise ConfigError(
             f"--export {path}: {error.strerror}; name a file that can be written"
         ) from None
-    say(f"{path}: {len(page) / 1e6:.2f} MB; open it in any browser")
+    print_status(f"{path}: {len(page) / 1e6:.2f} MB; open it in any browser")
 
 
-def say(text: str) -> None:
+def print_status(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""How a measuring command hands over what it found: a table, JSON, and a report in one file."""
+"""The output of measuring commands: a table, JSON, and a report in one HTML file."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def add_result_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--html", metavar="FILE", help="a report with plots, in one file")
+    parser.add_argument("--html", metavar="FILE", help="write a report with plots to one HTML file")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def check_output(*paths: str | None) -> None:
-    """Before anything is measured: a file that cannot be written would be told of at the end."""
+    """Raise `ConfigError` if a file cannot be written, before the measurement."""
     for path in filter(None, paths):
         folder = Path(path).absolute().parent
         if Path(path).is_dir() or not folder.is_dir():
@@ -28,14 +28,14 @@ def check_output(*paths: str | None) -> None:
             raise ConfigError(f"{path} cannot be written: {problem}")
 
 
-def tell(
+def show_result(
     args: argparse.Namespace,
     found: Any,
     show: Callable[[Console], None],
     page: Callable[[], str],
 ) -> None:
-    """Prints the table or, with --json, the figures; writes --html. Whatever else is said of files
-    goes to stderr then, so that stdout is JSON alone."""
+    """Print the table or, with --json, the figures, and write --html. With --json messages go to
+    stderr, so that stdout has only JSON."""
     from rich.console import Console
 
     if args.json:
@@ -43,14 +43,15 @@ def tell(
     else:
         show(Console())
     if args.html:
-        write(args, args.html, page(), "report")
+        write_file(args, args.html, page(), "report")
 
 
-def write(args: argparse.Namespace, path: str, text: str, what: str) -> None:
+def write_file(args: argparse.Namespace, path: str, text: str, label: str) -> None:
+    """Write a file and print its path with a label."""
     from rich.console import Console
 
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
-    Console(stderr=args.json).print(f"{what}: {path}", highlight=False, soft_wrap=True)
+    Console(stderr=args.json).print(f"{label}: {path}", highlight=False, soft_wrap=True)

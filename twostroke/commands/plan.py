@@ -1,4 +1,4 @@
-"""`twostroke plan`: what a trace will see from engines, before there are any."""
+"""`twostroke plan`: simulates the latencies of a trace of requests on engines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twostroke.commands.bench import api_key
-from twostroke.commands.output import check_output, tell, write
+from twostroke.commands.output import check_output, show_result, write_file
+from twostroke.commands.roofline import KV_FORMATS, WEIGHT_FORMATS, roofline_settings
 from twostroke.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,50 +24,76 @@ if TYPE_CHECKING:
     from twostroke.planner.steptimes import StepModel
 
 DESCRIPTION = (
-    "Simulate a trace of requests on engines with the product's own scheduler and KV cache, and "
-    "tell TTFT, gaps, goodput, utilisation and KV pressure, each with an interval. Step times are "
-    "those of a running server (--steps URL, --calibrate URL), of a file of its records (--steps "
-    "FILE), or of a data sheet (--model with --hardware). Example: twostroke plan --trace "
+    "Simulate a trace of requests on engines with twostroke's scheduler and KV cache, and report "
+    "TTFT, gaps, goodput, utilisation and KV pressure, each with an interval. Step times come from "
+    "a running server (--steps URL, --calibrate URL), from a file of its records (--steps FILE), "
+    "or from a data sheet (--model with --hardware). Example: twostroke plan --trace "
     "azure.csv --steps http://localhost:8000 --engines 2 --ttft-slo-ms 500 --itl-slo-ms 50"
 )
 OPERANDS = ""
 SYNTHETIC_S = 600.0
 AUTO = "auto"
-WEIGHTS = ("fp32", "fp16", "fp8", "int8", "int4", "fp4")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--trace", metavar="FILE", help="Azure's, Mooncake's, /records, bench or guidellm results")
+    add(
+        "--trace",
+        metavar="FILE",
+        help="a trace of Azure or Mooncake, /records, results of bench or guidellm",
+    )
     add("--input-len", type=int, metavar="N", help="without a trace: mean prompt tokens")
     add("--output-len", type=int, metavar="N", help="without a trace: mean output tokens")
     add("--rate", type=float, metavar="R", help="requests a second; scales the times of a trace")
     add("--trace-start", type=float, default=0.0, metavar="S", help="seconds into the trace")
-    add("--trace-seconds", type=float, metavar="S", help="of the trace; default: all of it")
-    add("--trace-shrink", type=float, default=1.0, metavar="X", help="divides lengths")
-    add("--trace-keep", type=int, default=1, metavar="N", help="every Nth request alone")
-    add("--steps", metavar="URL|FILE", help="step times of a twostroke server's records")
-    add("--calibrate", metavar="URL", help="load this server for a minute, and take its step times")
-    add("--save-steps", metavar="FILE", help="keep the records for --steps")
-    add("--api-key", metavar="KEY", help="of the server; default: OPENAI_API_KEY, if set")
+    add("--trace-seconds", type=float, metavar="S", help="seconds of the trace; default: all")
+    add("--trace-shrink", type=float, default=1.0, metavar="X", help="divide lengths by X")
+    add("--trace-keep", type=int, default=1, metavar="N", help="use one of N requests")
+    add("--steps", metavar="URL|FILE", help="take step times from a twostroke server's records")
+    add(
+        "--calibrate", metavar="URL", help="load this server for a minute to measure its step times"
+    )
+    add("--save-steps", metavar="FILE", help="write the records to a file for --steps")
+    add("--api-key", metavar="KEY", help="key of the server; default: OPENAI_API_KEY, if set")
     add("--model", metavar="MODEL", help="without step records: a name, folder or file")
     add("--hardware", nargs="+", metavar="H", help="without step records: such as A100 H100; here")
     add(
-        "--price-per-hour", type=float, nargs="+", metavar="P", help="of one GPU of each --hardware"
+        "--price-per-hour",
+        type=float,
+        nargs="+",
+        metavar="P",
+        help="price of a GPU of each --hardware",
     )
     add("--tensor-parallel-size", "-tp", type=int, default=1, metavar="N")
-    add("--weights", choices=WEIGHTS, help="of --model; default: as a GGUF file has them, or fp16")
-    add("--kv-cache-dtype", choices=("fp32", "fp16", "fp8", "int8"), default="fp16")
-    add("--engines", default="1", metavar="N", help="that share the requests; auto: the fewest")
-    add("--prefill-engines", type=int, metavar="P", help="pools instead: engines that prefill")
-    add("--decode-engines", type=int, metavar="D", help="and engines that decode")
-    add("--hand-over-gbytes", type=float, default=10.0, metavar="B", help="GB/s of their links")
+    add("--weights", choices=WEIGHT_FORMATS, help="default: as stored in a GGUF file, else fp16")
+    add("--kv-cache-dtype", choices=KV_FORMATS, default="fp16")
+    add(
+        "--engines",
+        default="1",
+        metavar="N",
+        help="engines that share the requests; auto: the fewest",
+    )
+    add("--prefill-engines", type=int, metavar="P", help="engines that only prefill")
+    add("--decode-engines", type=int, metavar="D", help="engines that only decode")
+    add(
+        "--hand-over-gbytes",
+        type=float,
+        default=10.0,
+        metavar="B",
+        help="GB/s of the links between them",
+    )
     add("--max-num-seqs", type=int, metavar="N", help="default: the server's")
     add("--max-num-batched-tokens", type=int, metavar="N", help="default: the server's")
-    add("--ttft-slo-ms", type=float, metavar="MS", help="goal for a request's first token")
-    add("--itl-slo-ms", type=float, metavar="MS", help="goal for a request's mean gap (its TPOT)")
-    add("--target", type=float, default=0.99, metavar="P", help="share of requests that must meet")
-    add("--check", metavar="URL", help="replay the trace against this server, and compare")
+    add("--ttft-slo-ms", type=float, metavar="MS", help="goal for the time to the first token")
+    add("--itl-slo-ms", type=float, metavar="MS", help="goal for the mean gap of a request (TPOT)")
+    add(
+        "--target",
+        type=float,
+        default=0.99,
+        metavar="P",
+        help="share of requests that must meet the goals",
+    )
+    add("--check", metavar="URL", help="replay the trace on this server and compare")
     add("--seed", type=int, default=0, metavar="N")
     add("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(html=None)
@@ -91,18 +118,18 @@ def execute(args: argparse.Namespace) -> int:
     else:
         kind = kinds[0]
         found = kind.predict(int(args.engines))
-    told = plan_json(trace, kind, goals, args.target, found, tried)
+    result = plan_json(trace, kind, goals, args.target, found, tried)
     if args.check is not None:
         run = asyncio.run(replay(args.check, api_key(args), trace, args.trace_shrink))
-        told["check"] = compare(found, run, goals)
-    tell(args, told, lambda console: show_plan(console, told), lambda: "")
+        result["check"] = compare(found, run, goals)
+    show_result(args, result, lambda console: show_plan(console, result), lambda: "")
     return 0
 
 
 def engine_kinds(
     args: argparse.Namespace, trace: list[TraceRequest], goals: Goals
 ) -> list[EngineKind]:
-    """The engines that the command names, with their step times."""
+    """Return the kinds of engines on the command line, with their step times."""
     from twostroke.measure.load.traces import block_tokens
     from twostroke.planner.layout import Layout
     from twostroke.planner.predict import predict
@@ -123,9 +150,9 @@ def engine_kinds(
         return [kind("", *_measured(args, trace), prices[0])]
     if not (args.model and args.hardware):
         raise ConfigError(
-            "no step times: give a running server (--steps URL, or --calibrate URL, which loads it "
-            "for a minute), a file of its records (--steps FILE), or --model with --hardware for a "
-            "data sheet's"
+            "no step times: give a running server (--steps URL, or --calibrate URL, which loads "
+            "the server for a minute), a file of its records (--steps FILE), or --model with "
+            "--hardware for a data sheet"
         )
     if args.price_per_hour is None:
         prices = [None] * len(args.hardware)
@@ -135,7 +162,7 @@ def engine_kinds(
             "--hardware; give one for each"
         )
     if len(args.hardware) > 1 and args.engines != AUTO:
-        raise ConfigError("several kinds of --hardware are compared with --engines auto alone")
+        raise ConfigError("several kinds of --hardware need --engines auto")
     size = args.tensor_parallel_size
     return [
         kind(hardware, *_roofline(args, hardware), None if price is None else size * price)
@@ -151,20 +178,20 @@ def _pools(args: argparse.Namespace, shape: EngineShape) -> Layout | None:
         return None
     if not shape.token_bytes:
         raise ConfigError(
-            "pools need the bytes of a token's keys and values, and these step records do not have "
-            "them (kv_bytes); take records of a newer server"
+            "pools need kv_bytes, the bytes of a token's keys and values, and these step records "
+            "do not have them; use records of a newer server"
         )
     link = Link(shape.token_bytes, 1e9 * args.hand_over_gbytes)
     return Layout(0, shape, args.prefill_engines, args.decode_engines, link)
 
 
 def _no_layout(search: Search, target: float) -> str:
-    best = max(search.tried, key=lambda one: one.forecast.figures["met"].low)
+    best = max(search.tried, key=lambda tried: tried.forecast.figures["met"].low)
     forecast = best.forecast
     return (
-        f"no number of engines up to {max(one.engines for one in search.tried)} meets the goals "
-        f"for {target:.1%} of the requests; {best.kind.name} {forecast.layout.name} meet them for "
-        f"{forecast.figures['met'].low:.1%} in the worst simulation, where TTFT p99 is "
+        f"no number of engines up to {max(tried.engines for tried in search.tried)} meets the "
+        f"goals for {target:.1%} of the requests; {best.kind.name} {forecast.layout.name} meet "
+        f"them for {forecast.figures['met'].low:.1%} in the worst simulation, where TTFT p99 is "
         f"{forecast.figures['p99_ttft_ms'].high:,.0f} ms and TPOT p99 "
         f"{forecast.figures['p99_tpot_ms'].high:,.0f} ms; give goals that one request alone can "
         "meet, or faster hardware"
@@ -172,7 +199,7 @@ def _no_layout(search: Search, target: float) -> str:
 
 
 def read_load(args: argparse.Namespace) -> list[TraceRequest]:
-    """The trace, scaled as asked for, or a synthetic one."""
+    """Return the scaled trace, or a synthetic one."""
     from twostroke.measure.load.traces import at_rate, read_trace, scaled, synthetic
 
     if args.trace is not None:
@@ -181,15 +208,15 @@ def read_load(args: argparse.Namespace) -> list[TraceRequest]:
         return at_rate(found, args.rate) if args.rate else found
     if not (args.rate and args.input_len and args.output_len):
         raise ConfigError(
-            "nothing to plan for: give a trace (--trace FILE), or --rate, --input-len and "
-            "--output-len for a synthetic one"
+            "no requests: give a trace (--trace FILE), or --rate, --input-len and --output-len for "
+            "a synthetic one"
         )
     seconds = args.trace_seconds or SYNTHETIC_S
     return synthetic(args.rate, seconds, args.input_len, args.output_len, args.seed)
 
 
 def _measured(args: argparse.Namespace, trace: list[TraceRequest]) -> tuple[StepModel, EngineShape]:
-    """Step times of a server's records, and the engine that wrote them."""
+    """Return step times from a server's records, and the shape of its engine."""
     from twostroke.planner.layout import shape_of_server
     from twostroke.planner.steptimes import measured_model
 
@@ -198,7 +225,7 @@ def _measured(args: argparse.Namespace, trace: list[TraceRequest]) -> tuple[Step
     else:
         records, source = _recorded(args), args.steps
     if args.save_steps:
-        write(args, args.save_steps, json.dumps(records) + "\n", "step records")
+        write_file(args, args.save_steps, json.dumps(records) + "\n", "step records")
     where = f"{records.get('model', 'a model')} on {records.get('device', '?')}, {source}"
     return measured_model(records, where), shape_of_server(records, source)
 
@@ -207,12 +234,12 @@ async def _calibrated(args: argparse.Namespace, trace: list[TraceRequest]) -> di
     from twostroke.planner.calibrate import SECONDS, calibrate
 
     print(f"Calibrating for {SECONDS:g} s…", file=sys.stderr, flush=True)
-    longest = max(one.prompt_tokens for one in trace)
+    longest = max(request.prompt_tokens for request in trace)
     return await calibrate(args.calibrate, api_key(args), longest, SECONDS)
 
 
 def _recorded(args: argparse.Namespace) -> dict[str, Any]:
-    """The records of a running server, or of a file."""
+    """Return the records of a running server or of a file."""
     if args.steps.startswith(("http://", "https://")):
         from twostroke.commands.trace import fetch_records
 
@@ -224,24 +251,21 @@ def _recorded(args: argparse.Namespace) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"--steps {args.steps} is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"--steps {args.steps}: expected one JSON object, as /records answers")
+        raise ConfigError(
+            f"--steps {args.steps}: expected a JSON object like the answer of /records"
+        )
     return found
 
 
 def _roofline(args: argparse.Namespace, name: str) -> tuple[StepModel, EngineShape]:
     from twostroke.config import EngineConfig
     from twostroke.measure.roofline.hardware import find_hardware
-    from twostroke.measure.roofline.roofline import FILE, Roofline, Settings
-    from twostroke.measure.roofline.shapes import find_spec, stored_bytes
+    from twostroke.measure.roofline.roofline import Roofline
+    from twostroke.measure.roofline.shapes import find_spec
     from twostroke.planner.layout import shape_of_hardware
     from twostroke.planner.steptimes import roofline_model
 
-    stored = stored_bytes(args.model) if args.weights is None else None
-    settings = Settings(
-        tensor_parallel=args.tensor_parallel_size,
-        weights=args.weights or ("fp16" if stored is None else FILE),
-        kv=args.kv_cache_dtype,
-    )
+    settings, stored = roofline_settings(args)
     spec, hardware = find_spec(args.model), find_hardware(name)
     roofline = Roofline(spec, hardware, settings, 0.0, stored)
     shape = shape_of_hardware(
@@ -256,12 +280,9 @@ def _roofline(args: argparse.Namespace, name: str) -> tuple[StepModel, EngineSha
 
 
 def _with_settings(shape: EngineShape, args: argparse.Namespace) -> EngineShape:
-    given = {
-        name: value
-        for name in ("max_num_seqs", "max_num_batched_tokens")
-        if (value := getattr(args, name)) is not None
-    }
-    return shape._replace(**given)
+    names = ("max_num_seqs", "max_num_batched_tokens")
+    values = {name: getattr(args, name) for name in names}
+    return shape._replace(**{name: value for name, value in values.items() if value is not None})
 
 
 def goals_of(args: argparse.Namespace) -> Goals:
@@ -282,13 +303,17 @@ def _check_numbers(args: argparse.Namespace) -> None:
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"--{name.replace('_', '-')} must be above 0, and is {value:g}")
     if not 0 < args.target <= 1:
-        raise ConfigError(f"--target {args.target:g}: give a share above 0 and up to 1, as 0.99")
+        raise ConfigError(
+            f"--target {args.target:g}: give a share above 0 and up to 1, such as 0.99"
+        )
     if args.engines != AUTO and not (args.engines.isdecimal() and 0 < int(args.engines) <= 1024):
         raise ConfigError(f"--engines {args.engines}: give a number from 1 to 1024, or auto")
     if (args.prefill_engines is None) is not (args.decode_engines is None):
-        raise ConfigError("--prefill-engines and --decode-engines go together: give both")
+        raise ConfigError("--prefill-engines and --decode-engines need each other: give both")
     if args.prefill_engines is not None and args.engines != "1":
-        raise ConfigError("--engines are those that do both phases: leave it out beside pools")
+        raise ConfigError(
+            "--engines sets engines for both phases: leave it out with --prefill-engines"
+        )
     if args.engines == AUTO and args.ttft_slo_ms is None and args.itl_slo_ms is None:
         raise ConfigError("--engines auto needs a goal: --ttft-slo-ms, --itl-slo-ms, or both")
     if any(not 0 < price < float("inf") for price in args.price_per_hour or ()):

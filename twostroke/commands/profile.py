@@ -1,4 +1,4 @@
-"""`twostroke profile`: what the steps of a running server are made of, by phase."""
+"""`twostroke profile`: profiles the steps of a running server, by phase."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import asyncio
 import json
 
 from twostroke.commands.bench import add_server_url, api_key
-from twostroke.commands.output import add_result_arguments, check_output, tell, write
+from twostroke.commands.output import add_result_arguments, check_output, show_result, write_file
 
 DESCRIPTION = (
-    "Profile a running twostroke server for some seconds without restarting it: on a CPU the "
-    "stages of every step, on a GPU (and with --kernels reference) torch's kernels, for steps that "
-    "only prefill, only decode, or do both. Somebody has to use the server meanwhile. Example: "
+    "Profile a running twostroke server for some seconds, without a restart: on a CPU the stages "
+    "of every step, on a GPU (and with --kernels reference) torch's kernels, for steps that only "
+    "prefill, only decode, or do both. The server needs requests meanwhile. Example: "
     "twostroke profile http://localhost:8000 --seconds 5 -o profile.json"
 )
 OPERANDS = " URL"
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_url(parser)
     add = parser.add_argument
     add("--seconds", type=float, default=5.0, metavar="S", help="default 5, at most 60")
-    add("-o", "--output", metavar="FILE", help="a timeline for Perfetto")
+    add("-o", "--output", metavar="FILE", help="write a timeline for Perfetto to this file")
     add_result_arguments(parser)
 
 
@@ -36,8 +36,10 @@ def execute(args: argparse.Namespace) -> int:
     )
 
     found, records = asyncio.run(profile_server(args.url, api_key(args), args.seconds))
-    tell(args, found, lambda console: show_profile(console, found), lambda: profile_page(found))
+    show_result(
+        args, found, lambda console: show_profile(console, found), lambda: profile_page(found)
+    )
     if args.output:
         what = "timeline, for https://ui.perfetto.dev"
-        write(args, args.output, json.dumps(perfetto(found, records)) + "\n", what)
+        write_file(args, args.output, json.dumps(perfetto(found, records)) + "\n", what)
     return 0

@@ -1,4 +1,4 @@
-"""`twostroke quality`: what a format costs in quality, measured."""
+"""`twostroke quality`: measures the quality of a model in several formats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from twostroke.commands.flags import (
     resolve_model,
     settings,
 )
-from twostroke.commands.output import add_result_arguments, check_output, tell
+from twostroke.commands.output import add_result_arguments, check_output, show_result
 from twostroke.commands.parser import Parser
 from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from twostroke.measure.quality.quality import Setup
 
 DESCRIPTION = (
-    "Perplexity, KL of next-token distributions and share of equal likeliest tokens of a model in "
-    "one or more formats, against a base, on a text that ships with twostroke. MODEL with the "
-    "options given is one row of the table, each --try another; the base is MODEL as its file has "
-    "it, or --against. Example: twostroke quality MODEL --try '--quantization int8' "
-    "--try '--quantization int4' --html quality.html"
+    "Measure perplexity, KL divergence of next-token distributions and the share of equal "
+    "likeliest tokens of a model in one or more formats, against a base, on a text that twostroke "
+    "includes. MODEL with the given options is one row of the table, each --try another; the base "
+    "is MODEL as stored, or --against. Example: twostroke quality MODEL --try '--quantization "
+    "int8' --try '--quantization int4' --html quality.html"
 )
 OPERANDS = " [MODEL]"
-# Where and how an engine runs: said once, for the base and for every row. All other settings belong
-# to the row that has them.
+# Settings of how an engine runs, which hold for the base and for every row. Other settings belong
+# to one row.
 SHARED = {
     "device",
     "threads",
@@ -45,7 +45,7 @@ SHARED = {
     "num_gpu_blocks_override",
     "enforce_eager",
 }
-# What measuring sets itself, and what has no part in it.
+# Settings that the measurement sets itself, or that do not matter for it.
 NOT_HERE = SERVER_ONLY | {"max_model_len", "max_num_seqs", "enable_prefix_caching"}
 NOT_HERE |= {"tensor_parallel_size"}
 
@@ -54,7 +54,7 @@ def add_arguments(parser: Parser) -> None:
     parser.line_options = ("--try", "--against")
     add = parser.add_argument
     add_model_argument(parser)
-    add("--against", metavar="BASE", help="a model, or '[MODEL] OPTIONS'; default: MODEL alone")
+    add("--against", metavar="BASE", help="the base: a model, or '[MODEL] OPTIONS'; default: MODEL")
     add(
         "--try",
         dest="tries",
@@ -63,8 +63,14 @@ def add_arguments(parser: Parser) -> None:
         metavar="LINE",
         help="one more row: '[MODEL] OPTIONS'; may be given several times",
     )
-    add("--context", type=int, default=512, metavar="N", help="tokens of a window (default: 512)")
-    add("--tokens", type=int, default=8192, metavar="N", help="of the text (default: 8192)")
+    add(
+        "--context",
+        type=int,
+        default=512,
+        metavar="N",
+        help="tokens of a text window (default: 512)",
+    )
+    add("--tokens", type=int, default=8192, metavar="N", help="tokens of the text (default: 8192)")
     add("--text", metavar="FILE", help="another text, in UTF-8")
     add_result_arguments(parser)
     add_engine_arguments(parser, leave_out=NOT_HERE)
@@ -73,9 +79,9 @@ def add_arguments(parser: Parser) -> None:
 def execute(args: argparse.Namespace) -> int:
     resolve_model(args)
     check_output(args.html)
-    for name, least in (("context", 2), ("tokens", 2)):
-        if getattr(args, name) < least:
-            raise ConfigError(f"--{name} must be at least {least}")
+    for name in ("context", "tokens"):
+        if getattr(args, name) < 2:
+            raise ConfigError(f"--{name} must be at least 2")
     base, others = _setups(args)
     text = _text(args.text)
     from rich.console import Console
@@ -92,12 +98,14 @@ def execute(args: argparse.Namespace) -> int:
         args.tokens,
         lambda line: console.print(line, highlight=False, markup=False),
     )
-    tell(args, found, lambda console: show_quality(console, found), lambda: quality_page(found))
+    show_result(
+        args, found, lambda console: show_quality(console, found), lambda: quality_page(found)
+    )
     return 0
 
 
 def _setups(args: argparse.Namespace) -> tuple[Setup, list[Setup]]:
-    """The base and the rows; what is wrong with any of them is said before one is measured."""
+    """Return the base and the rows. Errors in any of them are reported before the measurement."""
     from twostroke.measure.quality.quality import Setup
 
     given = engine_settings(args)
@@ -119,7 +127,7 @@ def _setups(args: argparse.Namespace) -> tuple[Setup, list[Setup]]:
 
 
 def _parsed(line: str) -> dict[str, Any]:
-    """The settings of '[MODEL] OPTIONS'."""
+    """Return the settings of '[MODEL] OPTIONS'."""
     parser = Parser(prog="twostroke quality", add_help=False)
     add_model_argument(parser)
     add_engine_arguments(parser, leave_out=NOT_HERE | SHARED)
@@ -127,7 +135,7 @@ def _parsed(line: str) -> dict[str, Any]:
     try:
         words = shlex.split(line)
     except ValueError as error:
-        raise ConfigError(f"{line!r} is no line of options: {error}") from None
+        raise ConfigError(f"{line!r} is not a list of options: {error}") from None
     args = parser.parse_args(words)
     resolve_model(args)
     parser.finish()
@@ -135,13 +143,13 @@ def _parsed(line: str) -> dict[str, Any]:
 
 
 def _name(row: dict[str, Any], several: bool) -> str:
-    """The options, after the model's name where there are several."""
-    said = [Path(row.get("model") or "default model").name] if several else []
+    """Return the name of a row: its options, after the model's name if there are several models."""
+    words = [Path(row.get("model") or "default model").name] if several else []
     for name, value in row.items():
         if name != "model":
             flag = name.replace("_", "-")
-            said.append(flag if value is True else f"{flag} {value}")
-    return " ".join(said) or "as the file has it"
+            words.append(flag if value is True else f"{flag} {value}")
+    return " ".join(words) or "as the file has it"
 
 
 def _text(path: str | None) -> str:

@@ -1,4 +1,4 @@
-"""`twostroke run`: one prompt, its answer as it is written, and what each phase took."""
+"""`twostroke run`: answers one prompt and prints the times of both phases."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from twostroke.commands.answer import (
-    ask,
+    answer_printer,
+    deferred_interrupts,
     has_chat_template,
     load,
-    noticing_interrupts,
-    written_words,
+    run_request,
 )
-from twostroke.commands.answer_report import as_json, print_report
+from twostroke.commands.answer_report import answer_json, print_report
 from twostroke.commands.flags import (
     SERVER_ONLY,
     add_engine_arguments,
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from twostroke.engine.input_processor import Prompt
 
 DESCRIPTION = (
-    "Answer one prompt. The text goes to stdout as it is written; what prefill, decode and the KV "
-    "cache took follows below it, or on stderr if stdout is not a terminal."
+    "Answer one prompt. The text goes to stdout as it is generated. The figures of prefill, decode "
+    "and the KV cache follow the text, or go to stderr if stdout is not a terminal."
 )
 OPERANDS = " [MODEL] PROMPT ..."
-COLLECT_ERRORS = True  # that is wrong with a line and its settings, at once
+COLLECT_ERRORS = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,14 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "prompt",
         nargs="*",
         metavar="[MODEL] PROMPT",
-        help="a model, as --model has it, and the words of the prompt; - reads stdin",
+        help="a model, like --model, and the words of the prompt; - reads stdin",
     )
     parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
     parser.add_argument(
-        "--raw", action="store_true", help="continue the plain text, without the chat template"
+        "--raw", action="store_true", help="continue the plain text, without a chat template"
     )
     parser.add_argument(
-        "--json", action="store_true", help="print one JSON object instead, once it is done"
+        "--json", action="store_true", help="print one JSON object at the end instead"
     )
     add_sampling_arguments(parser)
     add_engine_arguments(parser, leave_out=SERVER_ONLY)
@@ -59,7 +59,9 @@ def execute(args: argparse.Namespace) -> int:
     from twostroke.model.find.hub import check_path, names_a_model
 
     if args.raw and args.system is not None:
-        args.parser.problem("--system is part of a chat, which --raw leaves out; give one of them")
+        args.parser.problem(
+            "--system needs a chat template, which --raw leaves out; give one of them"
+        )
     if not hasattr(args, "model") and args.prompt and names_a_model(args.prompt[0]):
         args.model = args.prompt.pop(0)
     config = require_engine_config(args)
@@ -68,17 +70,17 @@ def execute(args: argparse.Namespace) -> int:
     text = _read_prompt(args)
     engine, load_s = load(config, for_chat=not args.raw)
     params = sampling_params(args, engine.sampling)
-    with noticing_interrupts() as interrupted, written_words() as print_words:
+    with deferred_interrupts() as interrupted, answer_printer() as print_words:
         write = _discard if args.json else print_words
-        asked_s = monotonic()
+        start_s = monotonic()
         prompt = _prompt(engine, text, args.system, args.raw)
-        answer = ask(engine, prompt, params, write, asked_s, interrupted)
+        answer = run_request(engine, prompt, params, write, start_s, interrupted)
     if not args.json:
         print(flush=True)
     if answer.finish_reason == "abort":
         raise KeyboardInterrupt
     if args.json:
-        print(json.dumps(as_json(engine, answer, load_s), ensure_ascii=False))
+        print(json.dumps(answer_json(engine, answer, load_s), ensure_ascii=False))
     else:
         print_report(engine, answer, params.max_tokens)
     return 0
@@ -93,7 +95,7 @@ def _read_prompt(args: argparse.Namespace) -> str:
     if text == "-" or (not args.prompt and not sys.stdin.isatty()):
         text = sys.stdin.read().removesuffix("\n")
     if not text:
-        args.parser.error("the prompt is empty; give some words, or text on stdin")
+        args.parser.error("the prompt is empty; give words, or text on stdin")
     return text
 
 

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from twostroke.route.on_ray import RayCluster
 
 DESCRIPTION = (
-    "Serve a model over HTTP with OpenAI's API. Flags and their names are those of `vllm serve`; "
-    "one that twostroke does not have is refused with the reason."
+    "Serve a model over HTTP with OpenAI's API. The options have the names of `vllm serve`; an "
+    "unsupported option is refused with the reason."
 )
 OPERANDS = " [MODEL]"
-COLLECT_ERRORS = True  # that is wrong with a line and its settings, at once
+COLLECT_ERRORS = True  # report all errors of a command line and its settings at once
 
 
 def add_arguments(parser: Parser) -> None:
@@ -47,13 +47,13 @@ def execute(args: argparse.Namespace) -> int:
     check_open_files()
     if config.model is not None:
         check_path(config.model)
-    # A port in use costs no model's loading, and the engine starts while the rest is imported.
+    # Bind first: the port may be in use. The engine starts during the imports below.
     listener = bind(settings)
     engines = args.pools.engines(config)
     spawned: list[Spawned] = []
     cluster: RayCluster | None = None
     if args.pools.ray is None:
-        spawned = [spawn(one.config) for one in engines]
+        spawned = [spawn(each.config) for each in engines]
     else:
         from twostroke.route.on_ray import RayCluster
 
@@ -69,31 +69,31 @@ def execute(args: argparse.Namespace) -> int:
         if cluster is None and len(engines) == 1:
             async with await RemoteEngine.start(
                 config, DEFAULT_BUILDER, spawned[0], *limits
-            ) as one:
-                yield one
+            ) as client:
+                yield client
             return
         from twostroke.route.client import RoutedEngine
 
-        where = DEFAULT_BUILDER, spawned, *limits, cluster
-        async with await RoutedEngine.start(engines, *where) as several:
-            yield several
+        settings_of_start = DEFAULT_BUILDER, spawned, *limits, cluster
+        async with await RoutedEngine.start(engines, *settings_of_start) as router:
+            yield router
 
     def announce(server: HttpServer, client: RemoteEngine | RoutedEngine, url: str) -> None:
         exposed = settings.uds is None and not is_loopback(settings.host)
         ready_s = monotonic() - started_s
-        dash = ", /dash shows it at work" if settings.dash else ""
-        where = f"{url}; chat in a browser{dash}" if settings.ui else url
-        several = args.pools.summary
-        text = banner(client.info, where, len(settings.api_keys), exposed, ready_s, several)
-        with contextlib.suppress(OSError):  # a full disk for the log is no reason not to serve
+        dash = ", /dash shows its metrics" if settings.dash else ""
+        address = f"{url}; chat in a browser{dash}" if settings.ui else url
+        summary = args.pools.summary
+        text = banner(client.info, address, len(settings.api_keys), exposed, ready_s, summary)
+        with contextlib.suppress(OSError):  # serve even if the disk of the log is full
             text = wrapped(text.replace(" GiB", unbreakable(" GiB")), columns(sys.stderr), INDENT)
             print(text, file=sys.stderr, flush=True)
 
     try:
         serve(engine, settings, announce, listener)
     finally:
-        for one in spawned:
-            one.kill()
+        for process in spawned:
+            process.kill()
         if cluster is not None:
             cluster.close()
     return 0

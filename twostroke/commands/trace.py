@@ -1,4 +1,4 @@
-"""`twostroke trace`: the last seconds of a running server as a timeline for Perfetto."""
+"""`twostroke trace`: writes the last seconds of a running server as a timeline for Perfetto."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from twostroke.commands.output import check_output
 from twostroke.errors import ConfigError
 
 DESCRIPTION = (
-    "Write what a running twostroke server did in the last seconds as a timeline that "
-    "https://ui.perfetto.dev and chrome://tracing open. Nothing is switched on and nothing slows "
-    "down: the server keeps these records always. Requests that still run are in the steps, and "
-    "have a track of their own once they have ended. Example: twostroke trace "
+    "Write the last seconds of a running twostroke server as a timeline for "
+    "https://ui.perfetto.dev and chrome://tracing. The server always keeps these records, so that "
+    "a trace does not slow it down. Running requests appear in the steps, and have their own track "
+    "after they have ended. Example: twostroke trace "
     "http://localhost:8000 --seconds 20 -o slow.json"
 )
 OPERANDS = " URL"
@@ -44,9 +44,9 @@ def execute(args: argparse.Namespace) -> int:
 
 
 async def fetch_records(url: str, api_key: str | None, seconds: float) -> Any:
-    """What `/records` has of the last seconds; a clear error if it is no server of ours."""
+    """Return the `/records` of the last seconds. Raises an error if the server is not twostroke."""
     if not 0 < seconds <= 600:
-        raise ConfigError("--seconds: give a number up to 600; older records are not kept")
+        raise ConfigError("--seconds must be above 0 and at most 600: older records are not kept")
     from twostroke.measure.load.http_client import Connections, Endpoint, ServerError
 
     connections = Connections(Endpoint(url, api_key))
@@ -55,7 +55,7 @@ async def fetch_records(url: str, api_key: str | None, seconds: float) -> Any:
     except ServerError as error:
         if error.status == 404:
             raise ServerError(
-                f"{url} keeps no step records: it is not a twostroke server (of this version)"
+                f"{url} has no step records: it is not a twostroke server of this version"
             ) from None
         raise
     finally:

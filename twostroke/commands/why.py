@@ -1,4 +1,4 @@
-"""`twostroke why`: where the time of a request went, and who took it."""
+"""`twostroke why`: explains where the time of a request went."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import argparse
 import asyncio
 
 from twostroke.commands.bench import add_server_url, api_key
-from twostroke.commands.output import add_result_arguments, check_output, tell
+from twostroke.commands.output import add_result_arguments, check_output, show_result
 from twostroke.commands.trace import fetch_records
 from twostroke.errors import ConfigError, RequestError
 
 DESCRIPTION = (
-    "Explain requests that have ended on a twostroke server: a sentence, then a ledger that sums "
-    "to the whole, with the requests and steps that caused the waits. Example: "
+    "Explain finished requests of a twostroke server: a sentence, and a table of times that sum to "
+    "the total, with the requests and steps that caused the waits. Example: "
     "twostroke why http://localhost:8000 --slowest 3"
 )
 OPERANDS = " URL"
@@ -20,8 +20,10 @@ OPERANDS = " URL"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_url(parser)
-    parser.add_argument("--request", metavar="ID", help="the id of its answer")
-    parser.add_argument("--slowest", type=int, default=1, metavar="N", help="default: the slowest")
+    parser.add_argument("--request", metavar="ID", help="the id of an answer")
+    parser.add_argument(
+        "--slowest", type=int, default=1, metavar="N", help="the N slowest requests; default 1"
+    )
     parser.add_argument("--seconds", type=float, default=120.0, metavar="S", help="default 120")
     add_result_arguments(parser)
 
@@ -37,13 +39,13 @@ def execute(args: argparse.Namespace) -> int:
     explainer = Explainer(records)
     if not explainer.requests:
         raise RequestError(
-            f"no request has ended in the last {args.seconds:g} s; send some, or look further back "
-            "with --seconds"
+            f"no request has ended in the last {args.seconds:g} s; send requests, or give a larger "
+            "--seconds"
         )
     chosen = [explainer.find(args.request)] if args.request else explainer.slowest(args.slowest)
     found = [explainer.explain(request) for request in chosen]
     server = {"url": args.url, "model": records["model"], "device": records["device"]}
-    tell(
+    show_result(
         args,
         why_json(found, server),
         lambda console: show_why(console, found),

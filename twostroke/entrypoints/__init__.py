@@ -1,1 +1,1 @@
-"""Launch lines of other servers, with the module's name changed."""
+"""Modules for launch lines of vLLM: only the name of the package differs."""

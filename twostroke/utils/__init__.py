@@ -1,4 +1,4 @@
-"""Where vLLM's users import small tools from."""
+"""vLLM's package of small tools."""
 
 from twostroke.utils.argparse_utils import FlexibleArgumentParser
 

@@ -1,4 +1,4 @@
-"""A command line that may spell its options with `_` or with `-`."""
+"""vLLM's argument parser, which accepts `_` and `-` in options."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """`--max_model_len` is read as `--max-model-len`."""
+    """A parser that reads `--max_model_len` as `--max-model-len`."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None

@@ -1,1 +1,1 @@
-"""Where vLLM's users import parts of its engine from."""
+"""vLLM's package of engine parts."""

@@ -1,1 +1,1 @@
-"""Where vLLM's users import the asynchronous engine from."""
+"""vLLM's package of the asynchronous engine."""

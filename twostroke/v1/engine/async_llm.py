@@ -1,4 +1,4 @@
-"""The asynchronous engine under vLLM's names."""
+"""The asynchronous engine, with vLLM's names."""
 
 from twostroke.engine.client import AsyncEngine as AsyncLLM
 

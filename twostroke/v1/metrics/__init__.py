@@ -1,1 +1,1 @@
-"""Where vLLM's users import the metrics of `LLM.get_metrics` from."""
+"""vLLM's package of the metrics of `LLM.get_metrics`."""

@@ -1,4 +1,4 @@
-"""`LLM.get_metrics`: the series of /metrics as objects, under vLLM's names."""
+"""The metrics of `LLM.get_metrics`: the series of /metrics as objects, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Metric:
 
 @dataclass
 class Counter(Metric):
-    value: float  # an int, except of seconds
+    value: float  # an int, except for seconds
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Gauge(Metric):
 
 @dataclass
 class Vector(Metric):
-    """vLLM has one for speculative decoding; there is none here yet."""
+    """A metric of vLLM's speculative decoding, which twostroke does not support yet."""
 
     values: list[int]
 
@@ -38,11 +38,11 @@ class Vector(Metric):
 class Histogram(Metric):
     count: int
     sum: float
-    buckets: dict[str, int]  # upper limit → values up to it; the last is +Inf
+    buckets: dict[str, int]  # upper limit → number of values up to the limit; the last is +Inf
 
 
 def metric_objects(families: Iterable[Family]) -> list[Metric]:
-    """Prometheus' families as one object for each set of labels."""
+    """Convert Prometheus families to objects, one for each set of labels."""
     found: list[Metric] = []
     for family in families:
         samples: dict[tuple[tuple[str, str], ...], list[Sample]] = {}
@@ -50,16 +50,16 @@ def metric_objects(families: Iterable[Family]) -> list[Metric]:
             labels = tuple(item for item in sample.labels.items() if item[0] != "le")
             samples.setdefault(labels, []).append(sample)
         for labels, group in samples.items():
-            found.append(_one(family.name, family.type, dict(labels), group))
+            found.append(_metric(family.name, family.type, dict(labels), group))
     return found
 
 
-def _one(name: str, kind: str, labels: dict[str, str], samples: list[Sample]) -> Metric:
-    if kind == "histogram":
+def _metric(name: str, metric_type: str, labels: dict[str, str], samples: list[Sample]) -> Metric:
+    if metric_type == "histogram":
         ends = {sample.name.removeprefix(name): sample.value for sample in samples}
         buckets = {s.labels["le"]: int(s.value) for s in samples if "le" in s.labels}
         return Histogram(name, labels, int(ends["_count"]), ends["_sum"], buckets)
-    if kind == "counter":
+    if metric_type == "counter":
         value = samples[0].value
         return Counter(name, labels, int(value) if value == int(value) else value)
     return Gauge(name, labels, samples[0].value)
