@@ -97,7 +97,7 @@ def test_version_and_a_bare_call() -> None:
         (["chat", "./nowhere"], 1, "no such file or folder: nowhere"),
         (["run", "hi", "--seed", "x"], 2, "--seed x: expected a whole number"),
         (["run", "hi", "--kv-cache-memory-bytes", "4X"], 2, "4X: expected a size such as 512M"),
-        (["run", "hi", "--raw", "--system", "s"], 2, "--system is part of a chat"),
+        (["run", "hi", "--raw", "--system", "s"], 2, "--system needs a chat template"),
         (["run"], 2, "the prompt is empty"),
         (["rum", "hi"], 2, "unknown command 'rum'; did you mean 'run'?"),
         (

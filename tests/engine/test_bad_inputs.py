@@ -185,7 +185,7 @@ def test_without_network_and_cached_model_two_ways_out_are_given(
     [
         ({"max_model_length": 8}, "EngineConfig has no setting 'max_model_length'; did you mean"),
         ({"max_model_length": 8}, "'max_model_len'?"),
-        ({"zzz": 1}, "no setting 'zzz'; its settings are model, tokenizer, revision"),
+        ({"zzz": 1}, "no setting 'zzz'; the settings are model, tokenizer, revision"),
         ({"tokenizer": 5}, "tokenizer must be a string or None, not 5"),
         ({"chat_template": 5}, "chat_template must be a string or None, not 5"),
         ({"dtype": "fp16"}, "dtype must be one of auto, float32, float16, bfloat16, not 'fp16'"),
@@ -315,7 +315,7 @@ def test_a_path_object_is_a_model_like_its_text(folder: Path) -> None:
     ("given", "says"),
     [
         ({"temprature": 1}, "SamplingParams has no setting 'temprature'; did you mean 'temperatu"),
-        ({"zzzzz": 1}, "no setting 'zzzzz'; its settings are n, temperature, top_p"),
+        ({"zzzzz": 1}, "no setting 'zzzzz'; the settings are n, temperature, top_p"),
         ({"temperature": float("nan")}, "a number from 0 (greedy) to 10000, not nan"),
         ({"temperature": float("inf")}, "a number from 0 (greedy) to 10000, not inf"),
         ({"temperature": -0.1}, "a number from 0 (greedy) to 10000, not -0.1"),
@@ -388,7 +388,7 @@ BAD_REQUESTS: list[tuple[Any, dict[str, Any], str]] = [
     ([[5, 1.5]], {}, "entry 1 of this list is 1.5 (float), not an int"),
     ([5, "a"], {}, "prompt 0 of 2: a prompt is a text or a list of token ids, not int"),
     (["a", None], {}, "prompt 1 of 2: a prompt is a text or a list of token ids, not NoneType"),
-    (b"bytes", {}, "or a list of those, not bytes"),
+    (b"bytes", {}, "or a list of prompts, not bytes"),
     ("half \ud800", {}, "half of a surrogate pair"),
     ("a", {"logprobs": 21}, "logprobs is 21, but at most 20 are given; lower it or raise max_lo"),
     ("a", {"prompt_logprobs": 21}, "prompt_logprobs is 21, but at most 20 are given"),
@@ -511,7 +511,7 @@ def test_the_checks_here_can_fail(llm: LLM) -> None:
 
 @pytest.mark.parametrize("prompts", [None, 5, object(), b"ids", {1, 2}])
 def test_prompts_of_the_wrong_kind_are_refused_in_words(llm: LLM, prompts: Any) -> None:
-    expected = f"or a list of those, not {type(prompts).__name__}"
+    expected = f"or a list of prompts, not {type(prompts).__name__}"
     with pytest.raises(RequestError, match=expected):
         llm.generate(prompts)
 

@@ -76,7 +76,7 @@ def test_settings_of_vllm_that_change_nothing_are_taken_and_told(
     notices = [record for record in caplog.records if record.name == "twostroke.vllm_settings"]
     told = [record.getMessage() for record in notices]
     assert [line.partition(" has no effect: ")[0] for line in told] == [
-        "load_format='mistral' is read as 'auto': files have their usual names",
+        "load_format='mistral' is read as 'auto': Hugging Face's files are read",
         "trust_remote_code=True",
         "tokenizer_mode='mistral'",
         "config_format='mistral'",
@@ -281,7 +281,7 @@ def test_a_reset_cache_finds_nothing_and_the_tokens_stay_the_same(folder: Path) 
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("collective_rpc", "no workers"), ("sleep", "weights stay"), ("embed", "writes text")],
+    [("collective_rpc", "no workers"), ("sleep", "weights stay"), ("embed", "only generates text")],
 )
 def test_what_is_not_there_is_refused_by_name(name: str, why: str, llm: LLM) -> None:
     assert not hasattr(llm, name)
@@ -416,5 +416,5 @@ def test_beams_end_where_the_model_does_and_too_many_are_refused(llm: LLM) -> No
     (output,) = llm.beam_search([prompt], BeamSearchParams(beam_width=2, max_tokens=50))
     assert {len(one.tokens) for one in output.sequences} <= {MAX_LEN - 2, MAX_LEN - 1, MAX_LEN}
     assert any(one.finish_reason == "length" for one in output.sequences)
-    with pytest.raises(RequestError, match="lower it, or raise max_logprobs"):
+    with pytest.raises(RequestError, match="lower beam_width, or raise max_logprobs"):
         llm.beam_search(["the"], BeamSearchParams(beam_width=11, max_tokens=1))

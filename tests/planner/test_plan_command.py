@@ -115,19 +115,19 @@ def test_pools_are_told_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "nothing to plan for"),
+        ([], "no requests"),
         (SYNTHETIC, "no step times"),
         ([*SYNTHETIC, "--model", "llama-3.1-8b", "--hardware", "H1000"], "H1000.*H100"),
         ([*SYNTHETIC, "--model", "llama-3.1-70b", "--hardware", "L4"], "does not fit on L4"),
         ([*SHEET, "--rate", "1", "--input-len", "99999999", "--output-len", "1"], "longer than an"),
         ([*SYNTHETIC, *SHEET, "--engines", "0"], "--engines 0: give a number"),
-        ([*SYNTHETIC, *SHEET, "--prefill-engines", "1"], "go together"),
+        ([*SYNTHETIC, *SHEET, "--prefill-engines", "1"], "need each other"),
         ([*SYNTHETIC, *SHEET, "--engines", "auto"], "--engines auto needs a goal"),
         (
             [*SYNTHETIC, *SHEET, "--engines", "auto", "--itl-slo-ms", "0.1"],
             "no number of engines up to 64 meets the goals",
         ),
-        ([*SYNTHETIC, *SHEET, "A100"], "compared with --engines auto alone"),
+        ([*SYNTHETIC, *SHEET, "A100"], "need --engines auto"),
         ([*SYNTHETIC, *SHEET, "--price-per-hour", "1", "2"], "2 prices for 1 kinds"),
         ([*SYNTHETIC, *SHEET, "--target", "99"], "--target 99: give a share"),
         ([*SYNTHETIC, "--steps", "nowhere.json"], "nowhere.json cannot be read"),
