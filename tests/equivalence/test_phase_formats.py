@@ -29,7 +29,7 @@ from twostroke.measure.quality import phase_difference
 from twostroke.model.decoder import Decoder
 from twostroke.model.formats import weight_formats
 from twostroke.request import EngineRequest, SamplingParams
-from twostroke.route.pools import PoolSettings
+from twostroke.route.pool_settings import PoolSettings
 from twostroke.sched.step import SchedulerConfig
 
 REFERENCE = {"device": "cpu", "kernels": "reference"}

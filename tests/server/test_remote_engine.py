@@ -26,7 +26,7 @@ from twostroke import LLM, SamplingParams
 from twostroke.config import EngineConfig
 from twostroke.engine import child, remote, supervised
 from twostroke.engine.api import EngineClient, EngineLoad
-from twostroke.engine.client import AsyncEngine
+from twostroke.engine.in_process import AsyncEngine
 from twostroke.engine.remote import RemoteEngine
 from twostroke.engine.wire import Add, Step, decode_from_engine, encode, pack_step, unpack_step
 from twostroke.errors import ConfigError, EngineError, ModelError, RequestError

@@ -22,11 +22,11 @@ from twostroke.exec.executor import ChunkLogits, Executor
 from twostroke.exec.grammar import End, Grammars
 from twostroke.exec.profile import Profile
 from twostroke.model.cost import CostModel
-from twostroke.observe.blame import Ledger
+from twostroke.observe.blame import GapLedger
 from twostroke.observe.record import Causes, FirstToken, PhaseRecord, Records, StepRecord
 from twostroke.plan import StepResult
 from twostroke.request import EngineRequest, FinishReason
-from twostroke.sched.scheduler import Committed, Scheduler, Update
+from twostroke.sched.scheduler import CommitResult, Scheduler, Update
 from twostroke.sched.step import StepInFlight
 
 COMPILE_POLL_S = 0.005  # how long a loop that only waits for a grammar is deaf to all else
@@ -44,7 +44,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.records = Records()
         self.profiler = Profiler(begin_profile, self.records)
-        self.ledger = Ledger(scheduler.pacer.times)
+        self.ledger = GapLedger(scheduler.pacer.times)
         self._executor = executor
         self.cost = cost
         self._grammars = grammars
@@ -57,9 +57,9 @@ class EngineCore:
         if self._grammars is not None:
             self._grammars.warm()
 
-    def hear_chunk_logits(self, hear: ChunkLogits | None) -> None:
-        """Give `hear` the logits of all positions that are prefilled from now on."""
-        self._executor.on_chunk_logits = hear
+    def on_chunk_logits(self, listener: ChunkLogits | None) -> None:
+        """Give `listener` the logits of every position that is prefilled from now on."""
+        self._executor.on_chunk_logits = listener
 
     @property
     def has_work(self) -> bool:
@@ -70,21 +70,21 @@ class EngineCore:
     def num_waiting(self) -> int:
         return self.scheduler.num_waiting + len(self._compiling)
 
-    def add(self, given: EngineRequest) -> None:
-        if given.params.structured_outputs is None and given.thinking is None:
-            self.scheduler.add(given)
+    def add(self, request: EngineRequest) -> None:
+        if request.params.structured_outputs is None and request.thinking is None:
+            self.scheduler.add(request)
             return
         if self._grammars is None:
             raise RequestError(
                 "structured_outputs and thinking_token_budget need a tokenizer, and none is loaded"
             )
-        self.scheduler.check(given)
-        if given.request_id in self._compiling:
-            raise RequestError(f"a request with the id {given.request_id!r} is already running")
-        if self._grammars.add(given):
-            self.scheduler.add(given)
+        self.scheduler.check(request)
+        if request.request_id in self._compiling:
+            raise RequestError(f"a request with the id {request.request_id!r} is already running")
+        if self._grammars.add(request):
+            self.scheduler.add(request)
         else:
-            self._compiling[given.request_id] = given
+            self._compiling[request.request_id] = request
 
     def _take_compiled(self) -> list[Update]:
         """Requests whose grammar is ready enter the schedule. Those whose grammar failed end."""
@@ -93,11 +93,11 @@ class EngineCore:
         idle = not self.scheduler.has_requests and not self.scheduler.in_flight
         ends = []
         for name, error in self._grammars.take_compiled(COMPILE_POLL_S if idle else 0.0):
-            given = self._compiling.pop(name, None)
-            if given is None:  # aborted meanwhile
+            request = self._compiling.pop(name, None)
+            if request is None:  # aborted meanwhile
                 self._grammars.drop(name)
                 continue
-            self.scheduler.add(given)
+            self.scheduler.add(request)
             if error:
                 ends.append(self._end(name, End(error)))
         self._note_ends(ends)
@@ -124,9 +124,9 @@ class EngineCore:
         scheduler = self.scheduler
         return self._idle_step and scheduler.kv.num_receiving > 0 and not scheduler.in_flight
 
-    def fetch_ahead(self, given: EngineRequest) -> None:
+    def fetch_ahead(self, request: EngineRequest) -> None:
         """See `Scheduler.fetch_ahead`."""
-        self.scheduler.fetch_ahead(given)
+        self.scheduler.fetch_ahead(request)
 
     def release_offers(self, numbers: list[int]) -> None:
         """Other engines have fetched these blocks, or will not. Numbers that are not known, of an
@@ -155,7 +155,7 @@ class EngineCore:
                 self._launch(step, updates)
             most = 0 if step is None else self._executor.max_in_flight - 1
             if len(self.scheduler.in_flight) > most:
-                updates += self._land()
+                updates += self.collect_step()
         except Exception as error:
             updates += self._fail(error)
         return updates
@@ -174,11 +174,11 @@ class EngineCore:
         if grammars is not None and grammars.active:
             samples = grammars.samples(step.plan)
             while samples and in_flight[0] is not step:
-                updates += self._land()
+                updates += self.collect_step()
             masks = grammars.masks(samples)
         step.pending = self._executor.sample(handle, masks)
 
-    def _land(self) -> list[Update]:
+    def collect_step(self) -> list[Update]:
         step = self.scheduler.in_flight[0]
         assert step.pending is not None
         result = step.pending.wait()
@@ -239,7 +239,7 @@ class EngineCore:
         return updates
 
     def _record(
-        self, step: StepInFlight, result: StepResult, committed: Committed, now: float
+        self, step: StepInFlight, result: StepResult, committed: CommitResult, now: float
     ) -> None:
         plan, cost = step.plan, self.cost
         chunks, slots = plan.prefill, plan.decode

@@ -1,4 +1,4 @@
-"""`Ledger`: which cause each gap between two tokens of a stream is to be blamed on.
+"""`GapLedger`: which cause each gap between two tokens of a stream is to be blamed on.
 
     committed    n-1                                                        n
                   │   host   │ communication │     prefill     │  decode   │
@@ -33,7 +33,7 @@ KEPT = 1 << 16  # steps; what happened before is told with the oldest of them
 
 
 @dataclass(slots=True)
-class Account:
+class StreamAccount:
     """A stream that writes: the sums at its first token, and what was preemption since."""
 
     decode: float
@@ -46,10 +46,10 @@ class Account:
     late: dict[int, Causes] = field(default_factory=dict)  # its gaps that were its own, by step
 
 
-class Ledger:
+class GapLedger:
     def __init__(self, times: StepTimes) -> None:
         self.times = times
-        self._accounts: dict[str, Account] = {}
+        self._accounts: dict[str, StreamAccount] = {}
         self._decode, self._prefill, self._host, self._communication = self._sums = tuple(
             array("d", bytes(8 * KEPT)) for _ in range(4)
         )
@@ -103,7 +103,7 @@ class Ledger:
         """The newest step wrote its first token."""
         at = self._step % KEPT
         decode, prefill, host, communication = (sums[at] for sums in self._sums)
-        account = Account(decode, prefill, host, communication)
+        account = StreamAccount(decode, prefill, host, communication)
         self._accounts[record.request_id] = account
 
     def late(self, record: RequestRecord, has_slot: bool) -> Causes:

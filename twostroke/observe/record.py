@@ -41,7 +41,7 @@ class Causes(NamedTuple):
 NO_TIME = Causes()
 
 
-class Stay(NamedTuple):
+class EngineSpan(NamedTuple):
     """A request's time in one of several engines, until the next or its end."""
 
     engine: str
@@ -132,7 +132,7 @@ class RequestRecord:
     # Digests of the prompt's first 64, 128, 256, … tokens: which requests begin alike, and how far.
     prefix_marks: tuple[str, ...] = ()
     route: str = ""  # where there are several engines: which had it, and why
-    stays: list[Stay] = field(default_factory=list)  # … and when
+    stays: list[EngineSpan] = field(default_factory=list)  # … and when
     owner: int | None = None  # the number of the API key it was sent with
 
     @property

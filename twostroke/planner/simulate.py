@@ -63,8 +63,9 @@ class Sent:
 
 
 class Simulation:
-    """The events of one run. A hand-over is as in `route/client.py`: the prefill engine offers the
-    blocks, a decode engine fetches them, those of a long prompt while the rest is computed."""
+    """The events of one run. A hand-over is as in `route/routed_engine.py`: the prefill engine
+    offers the blocks, a decode engine fetches them, those of a long prompt while the rest is
+    computed."""
 
     def __init__(
         self,

@@ -19,17 +19,17 @@ import heapq
 import math
 from collections.abc import Callable
 
-from twostroke.sched.request import Phase, Request
+from twostroke.sched.scheduled_request import Phase, ScheduledRequest
 
 PATIENCE = 4.0
 Rank = tuple[int, int, float, int]  # priority, class of the table above, seconds, arrival
-Heap = list[tuple[tuple[float, ...], Request]]
+Heap = list[tuple[tuple[float, ...], ScheduledRequest]]
 
 
 class DeadlineQueue:
     """Takes the place of `WaitingQueue`. Who has ended is skipped when it comes up."""
 
-    def __init__(self, ttft_s: float, left_s: Callable[[Request], float]) -> None:
+    def __init__(self, ttft_s: float, left_s: Callable[[ScheduledRequest], float]) -> None:
         """`left_s`: how long the rest of a request's prefill will take."""
         self._ttft_s = ttft_s
         self._left_s = left_s
@@ -43,7 +43,7 @@ class DeadlineQueue:
     def __len__(self) -> int:
         return self._waiting
 
-    def push(self, request: Request) -> None:
+    def push(self, request: ScheduledRequest) -> None:
         self._waiting += 1
         if request.num_outputs:
             heapq.heappush(self._resumed, (request.order, request))
@@ -54,7 +54,7 @@ class DeadlineQueue:
         priority, arrival = _level(request)
         heapq.heappush(self._on_time, ((priority, request.start_by_s, arrival), request))
 
-    def peek(self, now: float) -> Request | None:
+    def peek(self, now: float) -> ScheduledRequest | None:
         while (head := self._head(self._on_time)) is not None and head.start_by_s < now:
             heapq.heappop(self._on_time)
             heapq.heappush(self._late, (head.order, head))
@@ -65,7 +65,7 @@ class DeadlineQueue:
                 best, self._peeked = self.rank(head, now), heap
         return None if best is None else self._peeked[0][1]
 
-    def pop(self) -> Request:
+    def pop(self) -> ScheduledRequest:
         """What `peek` has found."""
         self._waiting -= 1
         return heapq.heappop(self._peeked)[1]
@@ -80,7 +80,7 @@ class DeadlineQueue:
                 heapq.heapify(heap)
             self._num_finished = 0
 
-    def rank(self, request: Request, now: float) -> Rank:
+    def rank(self, request: ScheduledRequest, now: float) -> Rank:
         """Where it stands, waiting or under way: the smaller goes first."""
         priority, arrival = _level(request)
         if request.num_outputs:
@@ -92,17 +92,17 @@ class DeadlineQueue:
             return (priority, 2, request.start_by_s, arrival)
         return (priority, 3, 0.0, arrival)
 
-    def _start_by(self, request: Request) -> float:
+    def _start_by(self, request: ScheduledRequest) -> float:
         return request.record.received_s + self._ttft_s - self._left_s(request)
 
-    def _head(self, heap: Heap) -> Request | None:
+    def _head(self, heap: Heap) -> ScheduledRequest | None:
         while heap and heap[0][1].phase is not Phase.WAITING:
             heapq.heappop(heap)
             self._num_finished -= 1
         return heap[0][1] if heap else None
 
 
-def _level(request: Request) -> tuple[int, int]:
+def _level(request: ScheduledRequest) -> tuple[int, int]:
     """Its priority, aged (`Scheduler.add`), in whole levels, and its arrival."""
     aged, arrival = request.order
     return math.floor(aged), arrival

@@ -6,20 +6,20 @@ from bisect import insort
 from collections.abc import Callable
 
 from twostroke.kv.cache import KVCache
-from twostroke.sched.request import Phase, Request
+from twostroke.sched.scheduled_request import Phase, ScheduledRequest
 from twostroke.sched.step import StepBuilder
 
 
-def by_order(request: Request) -> tuple[float, int]:
+def by_order(request: ScheduledRequest) -> tuple[float, int]:
     return request.order
 
 
 class DecodeSet:
     def __init__(self, kv: KVCache) -> None:
-        self.requests: list[Request] = []  # sorted by order
+        self.requests: list[ScheduledRequest] = []  # sorted by order
         self._kv = kv
 
-    def add(self, request: Request) -> None:
+    def add(self, request: ScheduledRequest) -> None:
         insort(self.requests, request, key=by_order)
 
     def remove_inactive(self) -> None:
@@ -29,25 +29,25 @@ class DecodeSet:
     def plan(
         self,
         step: StepBuilder,
-        preempt_for: Callable[[Request], bool],
+        preempt_for: Callable[[ScheduledRequest], bool],
         held: frozenset[str] = frozenset(),
     ) -> None:
         """A slot for every request that can use one and is not `held`.
 
         `preempt_for` frees blocks by preempting the last request in order; it says False when
         that is the very request that asked. Preempted requests come later in the list than the
-        one that asks, so no slot already given is lost.
+        one that asks, so no slot already engine_request is lost.
         """
         kv, windowed = self._kv, any(self._kv.windows)
         evicts = kv.eviction is not None
-        chosen: list[Request] = []
+        chosen: list[ScheduledRequest] = []
         index = 0
         while index < len(self.requests):
             request = self.requests[index]
             index += 1
             if request.remaining <= 0:  # its last token is in flight
                 continue
-            if held and request.given.request_id in held:
+            if held and request.engine_request.request_id in held:
                 continue
             seq = request.kv
             if windowed:
@@ -61,7 +61,7 @@ class DecodeSet:
         step.add_slots(chosen, evicts)
         kv.advance_each([request.kv for request in chosen], step.step)
 
-    def _evict(self, step: StepBuilder, request: Request) -> None:
+    def _evict(self, step: StepBuilder, request: ScheduledRequest) -> None:
         gone = self._kv.excess(request.kv, request.scores)
         if gone:
             request.note_eviction(gone)
@@ -69,7 +69,10 @@ class DecodeSet:
             step.add_evictions(request, gone)
 
     def _grow(
-        self, step: StepBuilder, request: Request, preempt_for: Callable[[Request], bool]
+        self,
+        step: StepBuilder,
+        request: ScheduledRequest,
+        preempt_for: Callable[[ScheduledRequest], bool],
     ) -> bool:
         """One more block. False if it waits for blocks in flight, or was itself preempted."""
         kv, seq = self._kv, request.kv

@@ -11,7 +11,7 @@ from twostroke.kv.cache import KVCache, table_length
 from twostroke.sched.deadlines import DeadlineQueue, Rank
 from twostroke.sched.decode import by_order
 from twostroke.sched.isolation import IsolatedRetries
-from twostroke.sched.request import Phase, Request
+from twostroke.sched.scheduled_request import Phase, ScheduledRequest
 from twostroke.sched.slo import Pacer
 from twostroke.sched.step import SchedulerConfig, StepBuilder
 
@@ -20,22 +20,22 @@ class WaitingQueue:
     """Requests by order. A request that ends while it waits is skipped when it comes up."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[float, int], Request]] = []
+        self._heap: list[tuple[tuple[float, int], ScheduledRequest]] = []
         self._num_finished = 0
 
     def __len__(self) -> int:
         return len(self._heap) - self._num_finished
 
-    def push(self, request: Request) -> None:
+    def push(self, request: ScheduledRequest) -> None:
         heapq.heappush(self._heap, (request.order, request))
 
-    def peek(self, now: float) -> Request | None:
+    def peek(self, now: float) -> ScheduledRequest | None:
         while self._heap and self._heap[0][1].phase is not Phase.WAITING:
             heapq.heappop(self._heap)
             self._num_finished -= 1
         return self._heap[0][1] if self._heap else None
 
-    def pop(self) -> Request:
+    def pop(self) -> ScheduledRequest:
         return heapq.heappop(self._heap)[1]
 
     def note_finished(self) -> None:
@@ -53,7 +53,9 @@ class PrefillQueue:
         if config.ttft_slo_s is not None:
             self.waiting = DeadlineQueue(config.ttft_slo_s, self._left_s)
         self.isolated = IsolatedRetries()
-        self.requests: list[Request] = []  # admitted, prompt not yet computed; sorted by order
+        self.requests: list[
+            ScheduledRequest
+        ] = []  # admitted, prompt not yet computed; sorted by order
         self._config = config
         self._kv = kv
         self._rows = rows  # free rows, shared with the scheduler
@@ -65,9 +67,9 @@ class PrefillQueue:
     def plan(
         self,
         step: StepBuilder,
-        decoding: list[Request],
-        preempt: Callable[[Request], None],
-        to_decode: Callable[[Request], None],
+        decoding: list[ScheduledRequest],
+        preempt: Callable[[ScheduledRequest], None],
+        to_decode: Callable[[ScheduledRequest], None],
     ) -> None:
         """Chunks for the prompts under way, then new prompts, while the budget lasts. With a goal
         for the first token, whoever is more urgent comes before."""
@@ -88,7 +90,10 @@ class PrefillQueue:
         self.remove_inactive()
 
     def _continue(
-        self, step: StepBuilder, request: Request, preempt: Callable[[Request], None]
+        self,
+        step: StepBuilder,
+        request: ScheduledRequest,
+        preempt: Callable[[ScheduledRequest], None],
     ) -> None:
         """The next chunk, as long as budget, time and blocks allow.
 
@@ -120,9 +125,9 @@ class PrefillQueue:
             self._add_chunk(step, request, count)
 
     def _admit(
-        self, step: StepBuilder, decoding: list[Request], before: Rank | None = None
+        self, step: StepBuilder, decoding: list[ScheduledRequest], before: Rank | None = None
     ) -> None:
-        """Let in who waits; only those more urgent than `before`, if given."""
+        """Let in who waits; only those more urgent than `before`, if engine_request."""
         while not step.full and self._rows:
             request = self._next(step.now)
             if request is None or request.pending:  # tokens of it are still in flight
@@ -148,21 +153,21 @@ class PrefillQueue:
                 return
             self._add_chunk(step, request, count)
 
-    def _next(self, now: float) -> Request | None:
+    def _next(self, now: float) -> ScheduledRequest | None:
         """Who is to be let in next. While somebody is to run alone, nobody else is."""
         alone = self.isolated.next()
         if alone is None:
             return self.waiting.peek(now)
         return alone if alone.phase is Phase.WAITING else None
 
-    def _is_before(self, request: Request, rank: Rank, now: float) -> bool:
+    def _is_before(self, request: ScheduledRequest, rank: Rank, now: float) -> bool:
         queue = self.waiting
         return isinstance(queue, DeadlineQueue) and queue.rank(request, now) < rank
 
-    def _left_s(self, request: Request) -> float:
+    def _left_s(self, request: ScheduledRequest) -> float:
         return self._pacer.prefill_s(request.kv.num_computed, request.num_to_prefill)
 
-    def _start(self, step: StepBuilder, request: Request, tables: list[list[int]]) -> None:
+    def _start(self, step: StepBuilder, request: ScheduledRequest, tables: list[list[int]]) -> None:
         request.become(Phase.PREFILL)
         request.row = self._rows.pop()
         num_cached = self._kv.open(request.kv, tables)
@@ -176,7 +181,7 @@ class PrefillQueue:
         elif record.preempted:
             step.recomputed += max(0, record.preempted[-1][1] - num_cached)
 
-    def _add_chunk(self, step: StepBuilder, request: Request, count: int) -> None:
+    def _add_chunk(self, step: StepBuilder, request: ScheduledRequest, count: int) -> None:
         seq = request.kv
         grown = self._kv.reserve(seq, seq.num_computed + count)
         assert grown is not None, "a chunk was cut to the blocks there are"
@@ -186,8 +191,8 @@ class PrefillQueue:
         self._kv.advance(seq, count, step.step)
         self._kv.register(seq, request.tokens)
 
-    def _match(self, request: Request) -> list[list[int]]:
-        asked = request.given.params.prompt_logprobs is not None
+    def _match(self, request: ScheduledRequest) -> list[list[int]]:
+        asked = request.engine_request.params.prompt_logprobs is not None
         if asked and len(request.prompt_logprobs) < request.num_prompt - 1:
             return [[] for _ in self._kv.windows]  # every prompt position must be computed
         tokens = request.tokens
@@ -195,7 +200,7 @@ class PrefillQueue:
             tokens = tokens[: self._kv.next_eviction(request.kv, request.num_prompt)]
         return self._kv.match(request.kv, tokens)
 
-    def _evict(self, step: StepBuilder, request: Request) -> None:
+    def _evict(self, step: StepBuilder, request: ScheduledRequest) -> None:
         """Tokens that a preempted request had written are computed once more as they were: without
         what had been evicted by then."""
         kv, seq = self._kv, request.kv
@@ -211,18 +216,23 @@ class PrefillQueue:
         kv.evict(seq, gone)
         step.add_evictions(request, gone)
 
-    def _longest(self, request: Request, start: int) -> int:
+    def _longest(self, request: ScheduledRequest, start: int) -> int:
         """A chunk's longest, from `start` on: half a step's budget where the log-probabilities of
         all its positions are asked for, so that with the head for each of them the step is no
         longer than others; and no further than to the next eviction."""
         most, kv = self._config.max_num_batched_tokens, self._kv
         if kv.eviction is not None:
             most = min(most, kv.next_eviction(request.kv, request.num_prompt) - start)
-        if request.given.params.prompt_logprobs is None or not self._config.chunked_prefill:
+        if (
+            request.engine_request.params.prompt_logprobs is None
+            or not self._config.chunked_prefill
+        ):
             return most
         return max(1, most // 2)
 
-    def has_room(self, request: Request, tables: list[list[int]], decoding: list[Request]) -> bool:
+    def has_room(
+        self, request: ScheduledRequest, tables: list[list[int]], decoding: list[ScheduledRequest]
+    ) -> bool:
         """Whether the request can be let in without soon preempting it or another."""
         return all(
             self._group_has_room(group, request, table, decoding)
@@ -230,7 +240,11 @@ class PrefillQueue:
         )
 
     def _group_has_room(
-        self, group: int, request: Request, table: list[int], decoding: list[Request]
+        self,
+        group: int,
+        request: ScheduledRequest,
+        table: list[int],
+        decoding: list[ScheduledRequest],
     ) -> bool:
         """Kept free are the rest of every admitted prompt and, for each request that will write,
         `lookahead` tokens of growth (less if it may write less). `table`: its cached prefix."""

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from twostroke.kv.cache import KVCache, table_length
 from twostroke.kv.transfer import Fetch, KVTransfer, ReceiverFullError, TransferError
 from twostroke.sched.decode import DecodeSet
-from twostroke.sched.request import Phase, Request
+from twostroke.sched.scheduled_request import Phase, ScheduledRequest
 from twostroke.sched.step import StepBuilder
 
 # With one step, while others write: two milliseconds of their gap, where the memory is ready.
@@ -41,7 +41,7 @@ class Fetched(NamedTuple):
 class _Fetching:
     """A request whose blocks are on their way to places that it owns already."""
 
-    request: Request
+    request: ScheduledRequest
     fetch: Fetch
     num_cached: int
     waited_s: float
@@ -53,8 +53,10 @@ class ReceivedQueue:
     def __init__(self, kv: KVCache, rows: list[int], transfer: KVTransfer | None) -> None:
         """`rows`: free ones, shared with the scheduler."""
         self._kv, self._rows, self._transfer = kv, rows, transfer
-        self._queue: deque[Request] = deque()  # there was no room for them yet
-        self._ahead: deque[Request] = deque()  # as far as they are computed elsewhere; not begun
+        self._queue: deque[ScheduledRequest] = deque()  # there was no room for them yet
+        self._ahead: deque[ScheduledRequest] = (
+            deque()
+        )  # as far as they are computed elsewhere; not begun
         self._fetching: list[_Fetching] = []
         self._no_room_s = 0.0  # since when there is none for the first of the queue; 0: there is
         self.fetched: list[Fetched] = []  # since somebody last took them
@@ -67,10 +69,10 @@ class ReceivedQueue:
     def has_work(self) -> bool:
         return bool(self._queue or self._fetching or self._ahead)
 
-    def push(self, request: Request) -> None:
+    def push(self, request: ScheduledRequest) -> None:
         self._queue.append(request)
 
-    def push_ahead(self, request: Request) -> None:
+    def push_ahead(self, request: ScheduledRequest) -> None:
         """Of its last token on, nothing is computed yet."""
         self._ahead.append(request)
 
@@ -82,7 +84,7 @@ class ReceivedQueue:
         for one in [one for one in self._fetching if one.ahead]:
             self._fail(one, error)
 
-    def discard(self, request: Request) -> bool:
+    def discard(self, request: ScheduledRequest) -> bool:
         """Forget a request that has ended; False if it did not wait here."""
         for fetching in self._fetching:
             if fetching.request is request:
@@ -100,9 +102,9 @@ class ReceivedQueue:
     def plan(
         self,
         step: StepBuilder,
-        has_room: Callable[[Request, list[list[int]]], bool],
+        has_room: Callable[[ScheduledRequest, list[list[int]]], bool],
         decode: DecodeSet,
-        to_prefill: Callable[[Request], None],
+        to_prefill: Callable[[ScheduledRequest], None],
     ) -> None:
         """Fetch what there is room for, in order: before the step's slots are given, so that what
         has arrived decodes in it. While others write, no more than `FETCH_BYTES` are copied, so
@@ -116,8 +118,8 @@ class ReceivedQueue:
 
     def _begin_next(
         self,
-        has_room: Callable[[Request, list[list[int]]], bool],
-        to_prefill: Callable[[Request], None],
+        has_room: Callable[[ScheduledRequest, list[list[int]]], bool],
+        to_prefill: Callable[[ScheduledRequest], None],
     ) -> bool:
         """Take the blocks that are to be filled for the next request; False if there is none, or
         no room for it."""
@@ -146,7 +148,7 @@ class ReceivedQueue:
         self._no_room_s = 0.0
         return True
 
-    def _begin_ahead(self, has_room: Callable[[Request, list[list[int]]], bool]) -> bool:
+    def _begin_ahead(self, has_room: Callable[[ScheduledRequest, list[list[int]]], bool]) -> bool:
         if not self._ahead:
             return False
         request = self._ahead.popleft()
@@ -161,10 +163,14 @@ class ReceivedQueue:
         return True
 
     def _begin(
-        self, request: Request, tables: list[list[int]], waited_s: float, ahead: bool = False
+        self,
+        request: ScheduledRequest,
+        tables: list[list[int]],
+        waited_s: float,
+        ahead: bool = False,
     ) -> _Fetching:
-        assert request.given.resumed is not None
-        offer = request.given.resumed.offer
+        assert request.engine_request.resumed is not None
+        offer = request.engine_request.resumed.offer
         assert offer is not None
         if self._transfer is None:
             raise TransferError("this engine has no memory that blocks could be fetched to")
@@ -186,7 +192,7 @@ class ReceivedQueue:
         step: StepBuilder,
         left: int | None,
         decode: DecodeSet,
-        to_prefill: Callable[[Request], None],
+        to_prefill: Callable[[ScheduledRequest], None],
     ) -> int | None:
         """Copy at most `left` bytes, and let those decode that are here; what is left then."""
         for one in sorted(self._fetching, key=lambda one: one.ahead):  # who waits comes first
@@ -221,7 +227,7 @@ class ReceivedQueue:
 
     def _tell(
         self,
-        request: Request,
+        request: ScheduledRequest,
         error: TransferError | None,
         one: _Fetching | None = None,
         waited_s: float = 0.0,
@@ -236,7 +242,7 @@ class ReceivedQueue:
             told = Fetched(request.request_id, *came, "" if error else one.fetch.way, one.ahead)
         self.fetched.append(told)
 
-    def _start(self, step: StepBuilder, request: Request, num_cached: int) -> None:
+    def _start(self, step: StepBuilder, request: ScheduledRequest, num_cached: int) -> None:
         request.become(Phase.DECODE)
         request.row = self._rows.pop()
         step.add_row(request)

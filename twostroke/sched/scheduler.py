@@ -24,7 +24,7 @@ from twostroke.request import EngineRequest, FinishReason
 from twostroke.sched.decode import DecodeSet
 from twostroke.sched.prefill import PrefillQueue
 from twostroke.sched.received import Fetched, ReceivedQueue
-from twostroke.sched.request import Phase, Request
+from twostroke.sched.scheduled_request import Phase, ScheduledRequest
 from twostroke.sched.slo import Pacer
 from twostroke.sched.step import SchedulerConfig, StepBuilder, StepInFlight
 from twostroke.sched.work import AttentionWork
@@ -53,7 +53,7 @@ class Update(NamedTuple):
     offer: Offer | None = None
 
 
-class Committed(NamedTuple):
+class CommitResult(NamedTuple):
     """What a commit brought, and whose tokens, by what came before them."""
 
     updates: list[Update]
@@ -86,14 +86,14 @@ class Scheduler:
         self._work = AttentionWork(config.groups)
         self.pacer = Pacer(config, self._work)
         self._clock = clock
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, ScheduledRequest] = {}
         self._rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._retired: list[int] = []
         self._evicted: list[BlockEvict] = []  # since the newest step was planned
         self._prefill = PrefillQueue(config, self.kv, self._rows, self.pacer)
         self._decode = DecodeSet(self.kv)
         self._received = ReceivedQueue(self.kv, self._rows, transfer)
-        self._ahead: dict[int, Request] = {}  # by the offer of what is computed so far
+        self._ahead: dict[int, ScheduledRequest] = {}  # by the offer of what is computed so far
         self._step = 0
         self._arrivals = 0
         self._preempted = 0  # requests, since the newest step was planned
@@ -124,11 +124,13 @@ class Scheduler:
 
     # ── requests come and go ────────────────────────────────────────────────────────────────
 
-    def check(self, given: EngineRequest) -> int:
+    def check(self, engine_request: EngineRequest) -> int:
         """Raises `RequestError` if `add` would; how many tokens the request may write."""
-        config, prompt = self.config, given.prompt_token_ids
-        if given.request_id in self._requests:
-            raise RequestError(f"a request with the id {given.request_id!r} is already running")
+        config, prompt = self.config, engine_request.prompt_token_ids
+        if engine_request.request_id in self._requests:
+            raise RequestError(
+                f"a request with the id {engine_request.request_id!r} is already running"
+            )
         if not prompt:
             raise RequestError("the prompt is empty; give at least one token")
         if len(prompt) >= config.max_model_len:
@@ -137,16 +139,18 @@ class Scheduler:
                 f"{config.max_model_len} and one must be left to write; shorten the prompt or "
                 "raise max_model_len"
             )
-        if given.hand_over and (self._transfer is None or not self._transfer.offers):
+        if engine_request.hand_over and (self._transfer is None or not self._transfer.offers):
             raise RequestError("this engine cannot hand requests over: its KV cache is not shared")
-        if config.eviction is not None and given.params.prompt_logprobs is not None:
+        if config.eviction is not None and engine_request.params.prompt_logprobs is not None:
             raise RequestError(
                 "prompt_logprobs are of a sequence that is kept whole, and this engine evicts "
                 "(kv_eviction); leave them out, or run an engine without kv_eviction"
             )
         room = config.max_model_len - len(prompt)
         max_outputs = (
-            room if given.params.max_tokens is None else min(given.params.max_tokens, room)
+            room
+            if engine_request.params.max_tokens is None
+            else min(engine_request.params.max_tokens, room)
         )
         for index, group in enumerate(config.groups):
             blocks = self.kv.blocks_for(index, len(prompt) + max_outputs - 1, len(prompt))
@@ -160,50 +164,56 @@ class Scheduler:
                 )
         return max_outputs
 
-    def add(self, given: EngineRequest) -> None:
-        request = self._requests[given.request_id] = self._new_request(given, self.check(given))
-        if given.resumed is not None and given.resumed.offer is not None:
+    def add(self, engine_request: EngineRequest) -> None:
+        request = self._requests[engine_request.request_id] = self._new_request(
+            engine_request, self.check(engine_request)
+        )
+        if engine_request.resumed is not None and engine_request.resumed.offer is not None:
             self._received.push(request)
         else:
             self._prefill.waiting.push(request)
 
-    def fetch_ahead(self, given: EngineRequest) -> None:
+    def fetch_ahead(self, engine_request: EngineRequest) -> None:
         """Fetch what another engine has computed so far of a prompt, which its request is to find
-        as a cached prefix when it comes. `given`: ends where that does, with one token written."""
-        self._received.push_ahead(self._new_request(given, max_outputs=1))
+        as a cached prefix when it comes. The request
+        ends where that does, with one token written."""
+        self._received.push_ahead(self._new_request(engine_request, max_outputs=1))
 
-    def _new_request(self, given: EngineRequest, max_outputs: int) -> Request:
-        config, prompt, now = self.config, given.prompt_token_ids, self._clock()
+    def _new_request(self, engine_request: EngineRequest, max_outputs: int) -> ScheduledRequest:
+        config, prompt, now = self.config, engine_request.prompt_token_ids, self._clock()
         record = RequestRecord(
-            given.request_id,
+            engine_request.request_id,
             len(prompt),
-            given.received_s or now,
+            engine_request.received_s or now,
             queued_s=now,
-            max_tokens=given.params.max_tokens or 0,
-            n=given.params.n,
-            family=given.family,
-            gap_causes=array("f") if given.gap_causes else None,
+            max_tokens=engine_request.params.max_tokens or 0,
+            n=engine_request.params.n,
+            family=engine_request.family,
+            gap_causes=array("f") if engine_request.gap_causes else None,
         )
         # Who waits gains a level every PRIORITY_AGE_S, so nobody starves. Whom a request then
         # overtakes depends on when both came, not on the moment of asking: the order is fixed.
-        aged = given.priority + now / PRIORITY_AGE_S if config.policy == "priority" else 0
-        request = Request(
-            given,
+        aged = engine_request.priority + now / PRIORITY_AGE_S if config.policy == "priority" else 0
+        request = ScheduledRequest(
+            engine_request,
             order=(aged, self._arrivals),
             max_outputs=max_outputs,
-            tokens=[*prompt, *(() if given.resumed is None else given.resumed.tokens)],
-            kv=KVSequence(self._seed(given)),
+            tokens=[
+                *prompt,
+                *(() if engine_request.resumed is None else engine_request.resumed.tokens),
+            ],
+            kv=KVSequence(self._seed(engine_request)),
             record=record,
         )
         self._arrivals += 1
         return request
 
-    def _seed(self, given: EngineRequest) -> bytes | None:
+    def _seed(self, engine_request: EngineRequest) -> bytes | None:
         """Where the request's digest chain starts: by salt; without prefix caching only the
         siblings of one `n > 1` request share, and nothing outlives them."""
         if self.config.prefix_caching:
-            return seed_digest("salt", given.salt)
-        return seed_digest("family", given.family) if given.family else None
+            return seed_digest("salt", engine_request.salt)
+        return seed_digest("family", engine_request.family) if engine_request.family else None
 
     def abort(self, request_id: str) -> Update | None:
         """End a request at any moment. None if there is no such request (any more)."""
@@ -251,11 +261,11 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         builder = StepBuilder(self._step, budget, self._work, self._clock(), self._evicted)
 
-        def preempt(victim: Request) -> None:
+        def preempt(victim: ScheduledRequest) -> None:
             self._preempted += 1
             self._preempt(victim, builder.now)
 
-        def preempt_for(request: Request) -> bool:
+        def preempt_for(request: ScheduledRequest) -> bool:
             victim = self._last_in_order()
             preempt(victim)
             (self._decode if victim in self._decode.requests[-1:] else self._prefill).requests.pop()
@@ -293,28 +303,28 @@ class Scheduler:
             return
         decode = self._decode
 
-        def has_room(request: Request, tables: list[list[int]]) -> bool:
+        def has_room(request: ScheduledRequest, tables: list[list[int]]) -> bool:
             return self._prefill.has_room(request, tables, decode.requests)
 
         self._received.plan(builder, has_room, decode, self._prefill.waiting.push)
 
-    def _last_in_order(self) -> Request:
+    def _last_in_order(self) -> ScheduledRequest:
         ends = [queue.requests[-1] for queue in (self._prefill, self._decode) if queue.requests]
         return max(ends, key=lambda request: request.order)
 
-    def _preempt(self, request: Request, now: float) -> None:
+    def _preempt(self, request: ScheduledRequest, now: float) -> None:
         """Finish and re-add with the tokens kept. What the prefix cache still has is not lost."""
         self._requeue(request, now)
         self._prefill.waiting.push(request)
 
-    def _requeue(self, request: Request, now: float) -> None:
+    def _requeue(self, request: ScheduledRequest, now: float) -> None:
         request.record.preempted.append((now, request.kv.num_computed))
         self._release(request)
         request.become(Phase.WAITING)
 
     # ── committing ──────────────────────────────────────────────────────────────────────────
 
-    def commit(self, result: StepResult, now: float | None = None) -> Committed:
+    def commit(self, result: StepResult, now: float | None = None) -> CommitResult:
         """The oldest step in flight has run: append its tokens, end what has ended. `now`: when
         the tokens were known."""
         in_flight = self.in_flight.popleft()
@@ -350,8 +360,8 @@ class Scheduler:
                 continue
             tokens.append(token)
             steps = record.token_step
-            if not steps and request.given.resumed is not None:
-                resumed.append((record, request.given.resumed.last_s))
+            if not steps and request.engine_request.resumed is not None:
+                resumed.append((record, request.engine_request.resumed.last_s))
             elif not steps:
                 first.append(record)
             elif steps[-1] != before or index >= num_slots:
@@ -384,9 +394,11 @@ class Scheduler:
         regular = len(sampled) - skipped - len(first) - len(late) - len(resumed) - drafted
         if result.counts is not None:
             updates = _joined(updates)
-        return Committed(updates, regular, late, first, drafted, resumed)
+        return CommitResult(updates, regular, late, first, drafted, resumed)
 
-    def _take_back_drafts(self, step: StepInFlight, counts: list[int]) -> tuple[list[Request], int]:
+    def _take_back_drafts(
+        self, step: StepInFlight, counts: list[int]
+    ) -> tuple[list[ScheduledRequest], int]:
         """Forget what was planned for drafts that were rejected. Returns the request of each token,
         and how many tokens are of slots."""
         for slot, request, count in zip(step.plan.decode, step.sampled, counts, strict=False):
@@ -409,16 +421,24 @@ class Scheduler:
                 entries = result.prompt_logprobs[chunk.row]
                 kept = request.prompt_logprobs
                 kept.extend(entries[len(kept) - chunk.start :])
-            if request.given.progress and not chunk.last and request.phase is not Phase.FINISHED:
+            if (
+                request.engine_request.progress
+                and not chunk.last
+                and request.phase is not Phase.FINISHED
+            ):
                 done = chunk.start + chunk.size
                 updates.append(Update(request.request_id, (), progress=done))
-            if request.given.hand_over and not chunk.last and request.phase is Phase.PREFILL:
+            if (
+                request.engine_request.hand_over
+                and not chunk.last
+                and request.phase is Phase.PREFILL
+            ):
                 offer = self._offer_ahead(request, chunk.start + chunk.size)
                 if offer is not None:
                     updates.append(Update(request.request_id, (), offer=offer))
         return updates
 
-    def _offer_ahead(self, request: Request, num_tokens: int) -> Offer | None:
+    def _offer_ahead(self, request: ScheduledRequest, num_tokens: int) -> Offer | None:
         """Offer the blocks that are computed, if they are enough more than the last time and those
         have been fetched."""
         whole = num_tokens // self.config.block_size * self.config.block_size
@@ -438,14 +458,16 @@ class Scheduler:
         request.num_ahead, request.offered_ahead = whole, True
         return offer
 
-    def _check_stop(self, request: Request, token: int) -> bool:
-        params = request.given.params
+    def _check_stop(self, request: ScheduledRequest, token: int) -> bool:
+        params = request.engine_request.params
         if token in request.stop_ids and request.num_outputs >= params.min_tokens:
             by_user = params.stop_token_ids is not None and token in params.stop_token_ids
             request.stop_reason = token if by_user else None
             self._finish(request, FinishReason.STOP)
         elif len(request.tokens) >= request.max_length:
-            handed_over = request.given.hand_over and request.num_outputs < request.max_outputs
+            handed_over = (
+                request.engine_request.hand_over and request.num_outputs < request.max_outputs
+            )
             reason = FinishReason.PREFILLED if handed_over else FinishReason.LENGTH
             self._finish(request, reason)
         return request.phase is Phase.FINISHED
@@ -457,7 +479,7 @@ class Scheduler:
         No row is taken afterwards, and the executor is to start from none (`Executor.reset`). No
         prefix is trusted any more.
         """
-        involved: dict[Request, None] = {}
+        involved: dict[ScheduledRequest, None] = {}
         for step in self.in_flight:
             involved |= dict.fromkeys([*step.sampled, *step.chunked])
         involved = {r: None for r in involved if r.phase is not Phase.FINISHED}
@@ -486,7 +508,7 @@ class Scheduler:
 
     # ── ends ────────────────────────────────────────────────────────────────────────────────
 
-    def _finish(self, request: Request, reason: FinishReason) -> None:
+    def _finish(self, request: ScheduledRequest, reason: FinishReason) -> None:
         waited = request.phase is Phase.WAITING
         if reason is FinishReason.PREFILLED:
             assert self._transfer is not None
@@ -503,7 +525,7 @@ class Scheduler:
         request.record.finished_s = self._clock()
         del self._requests[request.request_id]
 
-    def _release(self, request: Request) -> None:
+    def _release(self, request: ScheduledRequest) -> None:
         self.kv.close(request.kv)
         self._rows.append(request.row)
         self._retired.append(request.row)
@@ -517,12 +539,12 @@ class Scheduler:
 
     def _update(
         self,
-        request: Request,
+        request: ScheduledRequest,
         tokens: tuple[int, ...] = (),
         logprobs: Sequence[TokenLogprobs] = (),
     ) -> Update:
         first = request.num_outputs == len(tokens) and bool(tokens)
-        asked = request.given.params.prompt_logprobs is not None
+        asked = request.engine_request.params.prompt_logprobs is not None
         return Update(
             request.request_id,
             tokens,

@@ -21,7 +21,7 @@ from twostroke.plan import (
     StepPlan,
 )
 from twostroke.sched.allowance import Allowance
-from twostroke.sched.request import Request
+from twostroke.sched.scheduled_request import ScheduledRequest
 from twostroke.sched.work import AttentionWork
 
 # `Slot(*fields)`, without a call of Python's: one is made for every token that is written.
@@ -53,8 +53,8 @@ class StepInFlight:
     """A step from its plan to its commit."""
 
     plan: StepPlan
-    sampled: list[Request]  # slots first, then last chunks: the result's order
-    chunked: list[Request]  # in the order of plan.prefill
+    sampled: list[ScheduledRequest]  # slots first, then last chunks: the result's order
+    chunked: list[ScheduledRequest]  # in the order of plan.prefill
     planned_s: float  # when planning began
     predicted_s: float  # on the device; 0 if it could not be told
     preempted: int  # requests, since the step before was planned
@@ -87,9 +87,11 @@ class StepBuilder:
         self.new: list[NewRow] = []
         self.appended: list[BlockAppend] = []
         self.dropped: list[BlockDrop] = []
-        self.sampled: list[Request] = []  # slots first, then last chunks: the result's order
-        self.last_chunks: list[Request] = []
-        self.chunk_requests: list[Request] = []
+        self.sampled: list[
+            ScheduledRequest
+        ] = []  # slots first, then last chunks: the result's order
+        self.last_chunks: list[ScheduledRequest] = []
+        self.chunk_requests: list[ScheduledRequest] = []
         self.recomputed = 0  # tokens that were computed before and are not cached any more
         self.allowance: Allowance | None = None  # of time, where streams have a goal
         self.prefill_work = self.decode_work = PhaseWork()
@@ -104,13 +106,13 @@ class StepBuilder:
         """Whether no prefill fits any more."""
         return self.budget <= 0 or (self.allowance is not None and self.allowance.spent)
 
-    def fit(self, request: Request, start: int, most: int) -> int:
+    def fit(self, request: ScheduledRequest, start: int, most: int) -> int:
         """How many tokens of a prompt, from `start` on, the step has time for; at most `most`."""
         if self.allowance is None:
             return most
         return self.allowance.fit(self.prefill_work, start, most, len(request.tokens))
 
-    def add_slots(self, requests: list[Request], evicts: bool = False) -> None:
+    def add_slots(self, requests: list[ScheduledRequest], evicts: bool = False) -> None:
         """A slot each, for what has been computed of them so far; `evicts`: some may have fewer
         cache entries than positions."""
         positions = [request.kv.num_computed for request in requests]
@@ -122,7 +124,7 @@ class StepBuilder:
             positions = [request.kv.num_computed - request.kv.num_evicted for request in requests]
         self.decode_work = PhaseWork(len(rows), len(rows), *self._work.of_slots(positions))
 
-    def add_chunk(self, request: Request, count: int) -> None:
+    def add_chunk(self, request: ScheduledRequest, count: int) -> None:
         start = request.kv.num_computed
         last = start + count == len(request.tokens)
         self.chunks.append(Chunk(request.row, start, count, last))
@@ -134,32 +136,32 @@ class StepBuilder:
             count, self._work.of_chunk(start - request.kv.num_evicted, count)
         )
 
-    def add_row(self, request: Request) -> None:
+    def add_row(self, request: ScheduledRequest) -> None:
         """The request has taken its row."""
-        given = request.given
+        engine_request = request.engine_request
         self.new.append(
             NewRow(
                 request.row,
                 request.request_id,
                 tuple(request.tokens),
                 request.num_prompt,
-                given.params,
-                given.seed,
-                given.stop_ids,
-                given.bad_words_ids,
+                engine_request.params,
+                engine_request.seed,
+                engine_request.stop_ids,
+                engine_request.bad_words_ids,
             )
         )
 
-    def add_blocks(self, request: Request, grown: int) -> None:
+    def add_blocks(self, request: ScheduledRequest, grown: int) -> None:
         if grown:
             for group, table in enumerate(request.kv.tables):
                 self.appended.append(BlockAppend(request.row, group, tuple(table[-grown:])))
 
-    def add_drops(self, request: Request, changed: list[tuple[int, int]]) -> None:
+    def add_drops(self, request: ScheduledRequest, changed: list[tuple[int, int]]) -> None:
         for group, upto in changed:
             self.dropped.append(BlockDrop(request.row, group, upto))
 
-    def add_evictions(self, request: Request, gone: list[range]) -> None:
+    def add_evictions(self, request: ScheduledRequest, gone: list[range]) -> None:
         self.evicted += [BlockEvict(request.row, one.start, one.stop) for one in gone]
         request.record.kv_evicted_tokens = request.kv.num_evicted
 

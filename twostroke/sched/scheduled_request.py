@@ -1,4 +1,4 @@
-"""`Request`: the running state of one request, with the only legal ways through its life:
+"""`ScheduledRequest`: the running state of one request, with the only legal ways through its life:
 
     WAITING ──admit──▶ PREFILL ──last chunk planned──▶ DECODE ──▶ FINISHED
        │  ▲               │                            ▲ │           ▲
@@ -39,7 +39,7 @@ LEGAL = {
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class ScheduledRequest:
     """A request inside the scheduler, which owns it.
 
     tokens     [ prompt ........... | committed output ]
@@ -47,7 +47,7 @@ class Request:
     pending                                            [ )   sampled in flight, not committed
     """
 
-    given: EngineRequest
+    engine_request: EngineRequest
     # (priority, aged; arrival): the smaller goes first, the larger is preempted first
     order: tuple[float, int]
     max_outputs: int  # the least of max_tokens and what max_model_len leaves
@@ -75,13 +75,13 @@ class Request:
     start_by_s: float = 0.0  # when its prefill must begin to meet ttft_slo_s, where that is set
 
     def __post_init__(self) -> None:
-        self.request_id = self.given.request_id
-        self.num_prompt = len(self.given.prompt_token_ids)
+        self.request_id = self.engine_request.request_id
+        self.num_prompt = len(self.engine_request.prompt_token_ids)
         self.remaining = self.max_outputs - self.num_outputs
-        if self.given.hand_over:
+        if self.engine_request.hand_over:
             self.remaining = 1
         self.max_length = len(self.tokens) + self.remaining
-        self.stop_ids = self.given.stop_ids
+        self.stop_ids = self.engine_request.stop_ids
 
     def plan_sample(self) -> None:
         """A step that has just been planned will write its next token."""
@@ -89,7 +89,7 @@ class Request:
         self.remaining -= 1
 
     def note_eviction(self, gone: list[range]) -> None:
-        """Blocks are given up before the next token is computed."""
+        """Blocks are engine_request up before the next token is computed."""
         self.evictions[self.kv.num_computed] = gone
         for entries in gone:
             stretch = entries.start // len(entries)
