@@ -9,8 +9,8 @@ from tests.sched.test_scheduler import Bench
 from twostroke.plan import StepResult
 from twostroke.request import FinishReason
 from twostroke.sched.scheduled_request import Phase, ScheduledRequest
-from twostroke.sched.scheduler import CommitResult, Update
 from twostroke.sched.step import StepInFlight
+from twostroke.sched.updates import CommitResult, Update
 
 PROMPT, DRAFTS = 6, 2
 
@@ -111,5 +111,5 @@ def test_a_request_that_lost_its_blocks_keeps_its_tokens() -> None:
 def test_one_that_ended_meanwhile_brings_nothing() -> None:
     bench = Drafting()
     bench.scheduler.abort("a")
-    assert bench.commit(5, 3) == CommitResult([], 0, [], [], 0, [])
+    assert bench.commit(5, 3) == CommitResult()
     assert bench.scheduler.kv.is_idle()

@@ -36,7 +36,7 @@ from twostroke.outputs import RequestOutput
 from twostroke.owned_folder import OwnedFolder
 from twostroke.plan import Chunk, Slot, TokenLogprobs
 from twostroke.request import FinishReason
-from twostroke.sched.scheduler import Update
+from twostroke.sched.updates import Update
 
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

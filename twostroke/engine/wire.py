@@ -23,7 +23,7 @@ from twostroke.kv.transfer import Offer
 from twostroke.observe.record import Causes, RequestRecord, StepRecord
 from twostroke.plan import TokenLogprobs
 from twostroke.request import EngineRequest, FinishReason
-from twostroke.sched.scheduler import Update
+from twostroke.sched.updates import Update
 
 # ── to the engine ───────────────────────────────────────────────────────────────────────────────
 

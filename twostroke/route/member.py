@@ -15,7 +15,7 @@ from twostroke.observe.record import EngineSpan, RequestRecord, StepRecord
 from twostroke.observe.totals import Totals, TransferTotals
 from twostroke.request import EngineRequest
 from twostroke.route.router import NOTHING, EngineState, Queued, Role
-from twostroke.sched.scheduler import Update
+from twostroke.sched.updates import Update
 
 
 class MemberOwner(Protocol):

@@ -43,19 +43,19 @@ from twostroke.kv.cache import KVUsage
 from twostroke.model.tokenizer import Tokenizer
 from twostroke.observe.record import (
     ENGINE_STEPS,
+    EngineSpan,
     Records,
     RequestRecord,
-    EngineSpan,
     StepRecord,
     continued,
 )
 from twostroke.observe.totals import TransferTotals
 from twostroke.request import EngineRequest, FinishReason, Resumed, SamplingParams
-from twostroke.route.member import Member, RoutedRequest, ActiveOffer
+from twostroke.route.member import ActiveOffer, Member, RoutedRequest
 from twostroke.route.pool_settings import Places, PooledEngine, ThisMachine
 from twostroke.route.router import NOTHING, EngineState, Prompt, Queued, Role, Router
 from twostroke.route.scaling import Scaling, StartedEngine, name_of, start_engines
-from twostroke.sched.scheduler import Update
+from twostroke.sched.updates import Update
 
 ROLES = {name_of(role): role for role in Role}
 LONG_WAIT_S = 0.02  # for room at the engine that goes on with a request: told in its record

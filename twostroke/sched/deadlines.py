@@ -1,16 +1,16 @@
-"""Who is let in next under a goal for the time to the first token (`ttft_slo_s`).
+"""`DeadlineQueue`: the order of admission under a goal for the first token (`ttft_slo_s`).
 
-Priorities come first, as ever, in whole levels. Within one, in this order:
+Priorities come first, in whole levels. Within one level:
 
-    0  streams that were preempted: they have readers waiting
+    0  streams that were preempted: their readers wait for the next token
     1  prompts that have waited for `PATIENCE` times the goal, by arrival
-    2  prompts that can still make it, by slack: whoever must start soonest
-    3  prompts that cannot, by arrival
+    2  prompts that can still meet the goal, by the latest moment to start them
+    3  prompts that cannot meet the goal any more, by arrival
 
-A prompt must start by `received + goal − what its prefill will take`. One whose moment has passed
-makes room for those that can still be served in time, but only until its patience ends: from then
-on nobody who came later is put before it. The prompts under way are ranked along with those that
-wait, so that a short one need not wait for the whole of a long one.
+A prompt must start by `received + goal − prefill time`. A prompt that is too late makes room for
+prompts that can still be served in time, but only until its patience ends: from then on no prompt
+that arrived later overtakes it. Prompts under way are ranked together with waiting prompts, so that
+a short prompt need not wait for the whole of a long one.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ Heap = list[tuple[tuple[float, ...], ScheduledRequest]]
 
 
 class DeadlineQueue:
-    """Takes the place of `WaitingQueue`. Who has ended is skipped when it comes up."""
+    """Replaces `WaitingQueue`. Finished requests are skipped when they come up."""
 
     def __init__(self, ttft_s: float, left_s: Callable[[ScheduledRequest], float]) -> None:
-        """`left_s`: how long the rest of a request's prefill will take."""
+        """`left_s`: the expected time of the rest of a request's prefill."""
         self._ttft_s = ttft_s
         self._left_s = left_s
         self._resumed: Heap = []  # by order
-        self._on_time: Heap = []  # by priority, then the moment to start
+        self._on_time: Heap = []  # by priority, then the latest moment to start
         self._late: Heap = []  # by order
-        self._peeked: Heap = []  # whose first was found to be next
+        self._peeked: Heap = []  # the heap whose first request `peek` has returned
         self._waiting = 0
         self._num_finished = 0
 
@@ -48,8 +48,8 @@ class DeadlineQueue:
         if request.num_outputs:
             heapq.heappush(self._resumed, (request.order, request))
             return
-        # Fixed from here on: by a slack that grows with each chunk two prompts would take turns,
-        # and both end late.
+        # Fixed from here on: if each chunk changed it, two prompts would take turns and both would
+        # end late.
         request.start_by_s = self._start_by(request)
         priority, arrival = _level(request)
         heapq.heappush(self._on_time, ((priority, request.start_by_s, arrival), request))
@@ -66,12 +66,12 @@ class DeadlineQueue:
         return None if best is None else self._peeked[0][1]
 
     def pop(self) -> ScheduledRequest:
-        """What `peek` has found."""
+        """Remove the request that `peek` has returned."""
         self._waiting -= 1
         return heapq.heappop(self._peeked)[1]
 
     def note_finished(self) -> None:
-        """A waiting request has finished. Sweep when most of what is kept is of that kind."""
+        """Count a waiting request that has finished. Sweep when most entries are finished."""
         self._waiting -= 1
         self._num_finished += 1
         if self._num_finished > 64 and self._num_finished > self._waiting:
@@ -81,7 +81,7 @@ class DeadlineQueue:
             self._num_finished = 0
 
     def rank(self, request: ScheduledRequest, now: float) -> Rank:
-        """Where it stands, waiting or under way: the smaller goes first."""
+        """The rank of a request that waits or is under way; the smallest goes first."""
         priority, arrival = _level(request)
         if request.num_outputs:
             return (priority, 0, 0.0, arrival)
@@ -103,6 +103,6 @@ class DeadlineQueue:
 
 
 def _level(request: ScheduledRequest) -> tuple[int, int]:
-    """Its priority, aged (`Scheduler.add`), in whole levels, and its arrival."""
+    """The aged priority of a request (`Scheduler.add`) in whole levels, and its arrival."""
     aged, arrival = request.order
     return math.floor(aged), arrival
