@@ -41,7 +41,7 @@ from urllib.request import urlopen
 from twostroke.config import EngineConfig
 from twostroke.route.pool_settings import PoolSettings
 from twostroke.route.routed_engine import RoutedEngine
-from twostroke.serve.run import HttpServer, serve_forever
+from twostroke.serve.server import HttpServer, serve_forever
 from twostroke.serve.settings import ServeSettings
 
 HANG_S, SAMPLE_S, AUDIT_S = 600.0, 10.0, 60.0  # a full queue is a long wait on a busy machine

@@ -22,7 +22,7 @@ from twostroke.errors import EngineError, RequestError
 from twostroke.exec.executor import ChunkLogits, Executor
 from twostroke.exec.grammar import End, Grammars
 from twostroke.exec.profile import Profile
-from twostroke.model.cost import CostModel
+from twostroke.model.describe.cost import CostModel
 from twostroke.observe.blame import GapLedger
 from twostroke.observe.record import Records
 from twostroke.request import EngineRequest, FinishReason

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from twostroke.model.cost import CostModel
+from twostroke.model.describe.cost import CostModel
 from twostroke.observe.blame import GapLedger
 from twostroke.observe.record import Causes, FirstToken, PhaseRecord, Records, StepRecord
 from twostroke.plan import StepResult

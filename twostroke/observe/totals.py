@@ -1,6 +1,6 @@
 """`Totals`: the sums of all records since the start. Plain numbers: no torch, no Prometheus.
 
-    Records ──▶ add_step, add_request ──▶ counters, histograms ──▶ serve/metrics.py
+    Records ──▶ add_step, add_request ──▶ counters, histograms ──▶ serve/monitor/metrics.py
 
 A server keeps its totals beside the records that it mirrors, so they outlive the engine's process.
 A program with an `LLM` can do the same:
