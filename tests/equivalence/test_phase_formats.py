@@ -29,7 +29,7 @@ from twostroke.measure.quality.quality import phase_difference
 from twostroke.model.formats.registry import weight_formats
 from twostroke.model.torch.decoder import Decoder
 from twostroke.request import EngineRequest, SamplingParams
-from twostroke.route.pools import PoolSettings
+from twostroke.route.pool_settings import PoolSettings
 from twostroke.sched.step import SchedulerConfig
 
 REFERENCE = {"device": "cpu", "kernels": "reference"}

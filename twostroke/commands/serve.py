@@ -19,8 +19,8 @@ from twostroke.commands.terminal import columns, glued, wrapped
 
 if TYPE_CHECKING:
     from twostroke.engine.remote import RemoteEngine
-    from twostroke.route.client import RoutedEngine
     from twostroke.route.on_ray import RayCluster
+    from twostroke.route.routed_engine import RoutedEngine
 
 DESCRIPTION = (
     "Serve a model over HTTP with OpenAI's API. Flags and their names are those of `vllm serve`; "
@@ -71,7 +71,7 @@ def execute(args: argparse.Namespace) -> int:
             ) as one:
                 yield one
             return
-        from twostroke.route.client import RoutedEngine
+        from twostroke.route.routed_engine import RoutedEngine
 
         where = DEFAULT_BUILDER, spawned, *limits, cluster
         async with await RoutedEngine.start(engines, *where) as several:

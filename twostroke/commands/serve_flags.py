@@ -37,7 +37,7 @@ from twostroke.commands.parser import NUMBER, Parser
 from twostroke.commands.vllm_flags import add_foreign_arguments
 from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
-from twostroke.route.pools import PoolSettings
+from twostroke.route.pool_settings import PoolSettings
 from twostroke.serve.settings import ServeSettings
 
 EVERYWHERE = "0.0.0.0"

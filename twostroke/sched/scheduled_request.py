@@ -1,13 +1,13 @@
-"""`Request`: the running state of one request, with the only legal ways through its life:
+"""`ScheduledRequest`: the running state of one request, and the legal changes of its phase:
 
     WAITING ──admit──▶ PREFILL ──last chunk planned──▶ DECODE ──▶ FINISHED
        │  ▲               │                            ▲ │           ▲
        │  └─── preempt ───┴────────────────────────────┼─┘           │
-       └──────── its blocks came from another engine ──┘             │
+       └──── its blocks came from another engine ──────┘             │
     any state ──abort, error─────────────────────────────────────────┘
 
-Preemption is finish-and-readd with the tokens kept: the request waits again and its prompt is now
-everything it has, so no fourth state is needed.
+A preempted request keeps its tokens and waits again; its prompt is then all of its tokens. So
+preemption needs no fourth state.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LEGAL = {
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class ScheduledRequest:
     """A request inside the scheduler, which owns it.
 
     tokens     [ prompt ........... | committed output ]
@@ -47,10 +47,10 @@ class Request:
     pending                                            [ )   sampled in flight, not committed
     """
 
-    given: EngineRequest
-    # (priority, aged; arrival): the smaller goes first, the larger is preempted first
+    engine_request: EngineRequest
+    # (aged priority, arrival): the smallest is admitted first, the largest is preempted first
     order: tuple[float, int]
-    max_outputs: int  # the least of max_tokens and what max_model_len leaves
+    max_outputs: int  # the smaller of max_tokens and the room that max_model_len leaves
     tokens: list[int]
     kv: KVSequence
     record: RequestRecord
@@ -60,43 +60,43 @@ class Request:
     remaining: int = 0  # output tokens that may still be planned
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
-    offer: Offer | None = None  # of its blocks, where another engine goes on with it
-    num_ahead: int = 0  # tokens whose blocks were offered to that engine before all are computed
-    offered_ahead: bool = False  # and it has not fetched them yet
+    offer: Offer | None = None  # of its blocks, if another engine continues it
+    num_offered: int = 0  # prompt tokens whose blocks were offered before the prompt was computed
+    part_is_open: bool = False  # the last of these offers has not been released
     prompt_logprobs: list[Any] = field(default_factory=list)
-    # What was evicted before which position, and the shares of attention that the stretches which
-    # are left have got (`kv/eviction.py`); kept when it is preempted.
+    # Evicted table entries by the position before which they were evicted, and the attention shares
+    # of the stretches that are left (`kv/eviction.py`). Kept when the request is preempted.
     evictions: dict[int, list[range]] = field(default_factory=dict)
     scores: list[float] = field(default_factory=list)
     request_id: str = ""
     num_prompt: int = 0
     max_length: int = 0  # prompt and output together
     stop_ids: frozenset[int] = frozenset()
-    start_by_s: float = 0.0  # when its prefill must begin to meet ttft_slo_s, where that is set
+    start_by_s: float = 0.0  # the latest start of its prefill that meets ttft_slo_s, if that is set
 
     def __post_init__(self) -> None:
-        self.request_id = self.given.request_id
-        self.num_prompt = len(self.given.prompt_token_ids)
+        self.request_id = self.engine_request.request_id
+        self.num_prompt = len(self.engine_request.prompt_token_ids)
         self.remaining = self.max_outputs - self.num_outputs
-        if self.given.hand_over:
+        if self.engine_request.hand_over:
             self.remaining = 1
         self.max_length = len(self.tokens) + self.remaining
-        self.stop_ids = self.given.stop_ids
+        self.stop_ids = self.engine_request.stop_ids
 
     def plan_sample(self) -> None:
-        """A step that has just been planned will write its next token."""
+        """Count the token that the step being planned will sample."""
         self.pending += 1
         self.remaining -= 1
 
-    def note_eviction(self, gone: list[range]) -> None:
-        """Blocks are given up before the next token is computed."""
-        self.evictions[self.kv.num_computed] = gone
-        for entries in gone:
+    def note_eviction(self, evicted: list[range]) -> None:
+        """Record the table entries that are evicted before the next token is computed."""
+        self.evictions[self.kv.num_computed] = evicted
+        for entries in evicted:
             stretch = entries.start // len(entries)
             del self.scores[stretch : stretch + 1]
 
     def add_shares(self, shares: Sequence[float]) -> None:
-        """Of the attention of its newest token, to each stretch of its cache."""
+        """Add the attention of the newest token to each stretch of the cache."""
         self.scores += [0.0] * (len(shares) - len(self.scores))
         self.scores = [score + share for score, share in zip(self.scores, shares, strict=False)]
 
@@ -108,7 +108,7 @@ class Request:
     def num_to_prefill(self) -> int:
         return len(self.tokens) - self.kv.num_computed
 
-    def become(self, phase: Phase) -> None:
+    def set_phase(self, phase: Phase) -> None:
         if phase not in LEGAL[self.phase]:
             raise AssertionError(f"{self.request_id}: {self.phase} → {phase} is not a legal step")
         self.phase = phase

@@ -1,4 +1,4 @@
-"""A progress bar that shows the two phases side by side, from the step records."""
+"""`PhaseProgress`: a progress bar with the speeds of both phases, from the step records."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PhaseProgress:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:

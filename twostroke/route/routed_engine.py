@@ -43,19 +43,19 @@ from twostroke.kv.cache import KVUsage
 from twostroke.model.text.tokenizer import Tokenizer
 from twostroke.observe.record import (
     ENGINE_STEPS,
+    EngineSpan,
     Records,
     RequestRecord,
-    Stay,
     StepRecord,
     continued,
 )
 from twostroke.observe.totals import TransferTotals
 from twostroke.request import EngineRequest, FinishReason, Resumed, SamplingParams
-from twostroke.route.member import Member, Placed, Standing
-from twostroke.route.pools import Places, PooledEngine, ThisMachine
+from twostroke.route.member import ActiveOffer, Member, RoutedRequest
+from twostroke.route.pool_settings import Places, PooledEngine, ThisMachine
 from twostroke.route.router import NOTHING, EngineState, Prompt, Queued, Role, Router
 from twostroke.route.scaling import Scaling, StartedEngine, name_of, start_engines
-from twostroke.sched.scheduler import Update
+from twostroke.sched.updates import Update
 
 ROLES = {name_of(role): role for role in Role}
 LONG_WAIT_S = 0.02  # for room at the engine that goes on with a request: told in its record
@@ -83,13 +83,13 @@ class RoutedEngine(EngineClient):
         self.members: list[Member] = []  # another list after each change
         self._router = Router([])
         self._outputs = OutputProcessor(input_processor.tokenizer, seed)
-        self._placed: dict[str, Placed] = {}  # by engine request, until its end
+        self._placed: dict[str, RoutedRequest] = {}  # by engine request, until its end
         self._some_ended = asyncio.Event()
         self._scaling = Scaling(self, engines, places, limits[0])
         self._limits = limits
         self._transfers: dict[tuple[str, str], TransferTotals] = {}  # by sender and receiver
         # What members fetch ahead, by what they call it.
-        self._ahead: dict[tuple[Member, int], tuple[Placed, Standing]] = {}
+        self._ahead: dict[tuple[Member, int], tuple[RoutedRequest, ActiveOffer]] = {}
         self._first_steps = count(ENGINE_STEPS, ENGINE_STEPS)
         self._closing = False
 
@@ -270,7 +270,7 @@ class RoutedEngine(EngineClient):
         if self.lost.done():
             raise EngineError(f"all engines have stopped ({self.lost.result()}); start new ones")
         state, requests = self._outputs.add(request, request_id, on_output, on_error)
-        placed = [Placed(one) for one in requests]
+        placed = [RoutedRequest(one) for one in requests]
         self._placed |= {one.given.request_id: one for one in placed}
         try:
             self._begin(placed)
@@ -300,7 +300,7 @@ class RoutedEngine(EngineClient):
                 member.abort_all([name])
         self._end_here(nowhere)
 
-    def _begin(self, placed: Sequence[Placed]) -> None:
+    def _begin(self, placed: Sequence[RoutedRequest]) -> None:
         """Send the continuations of one request to the engine that is to prefill them."""
         given = placed[0].given
         placement = self._router.place(prompt_of(given))
@@ -315,17 +315,17 @@ class RoutedEngine(EngineClient):
                 # What the first has computed is cached for its siblings.
                 self._settle(one, member, Queued(1) if n else placement.queued)
 
-    def _settle(self, placed: Placed, member: Member, queued: Queued) -> None:
+    def _settle(self, placed: RoutedRequest, member: Member, queued: Queued) -> None:
         """A member has been sent it."""
         placed.member, placed.queued = member, queued
         num_written = len(self._outputs.written(placed.given.request_id))
-        placed.stays.append(Stay(member.name, monotonic(), num_written))
+        placed.stays.append(EngineSpan(member.name, monotonic(), num_written))
         if queued.tokens:
             member.state.add_queued(queued)
         else:
             member.state.streams += 1
 
-    def _unsettle(self, placed: Placed) -> None:
+    def _unsettle(self, placed: RoutedRequest) -> None:
         """It has left the member that it was in."""
         if placed.member is not None:
             if placed.queued.tokens:
@@ -335,7 +335,7 @@ class RoutedEngine(EngineClient):
         placed.member, placed.queued = None, NOTHING
         self._promise(placed, placed.ahead, False)
 
-    def _go_on(self, placed: Placed) -> None:
+    def _go_on(self, placed: RoutedRequest) -> None:
         """Place a request that is in no engine, from its last token on."""
         name = placed.given.request_id
         written = tuple(self._outputs.written(name))
@@ -374,7 +374,7 @@ class RoutedEngine(EngineClient):
     def _member(self, state: EngineState) -> Member:
         return next(member for member in self.members if member.state is state)
 
-    def _release(self, placed: Placed) -> None:
+    def _release(self, placed: RoutedRequest) -> None:
         """What was offered of it is needed no more."""
         if placed.standing is not None:
             placed.standing.member.release(placed.standing.offer.number)
@@ -421,7 +421,7 @@ class RoutedEngine(EngineClient):
             if update.tokens:
                 self._note_tokens(placed, now)
             if update.offer is not None and update.finish_reason is None:
-                self._send_ahead(placed, Standing(member, update.offer))
+                self._send_ahead(placed, ActiveOffer(member, update.offer))
             elif update.offer is not None:
                 handed_over.append((placed, update))
                 told.append(update._replace(finish_reason=None, record=None, offer=None))
@@ -432,7 +432,7 @@ class RoutedEngine(EngineClient):
             self._hand_over(member, placed, update)
         self._abort(name for name in aborts if name in self._placed)
 
-    def _note_tokens(self, placed: Placed, now: float) -> None:
+    def _note_tokens(self, placed: RoutedRequest, now: float) -> None:
         placed.last_s = now
         if placed.queued.tokens:
             assert placed.member is not None
@@ -470,7 +470,7 @@ class RoutedEngine(EngineClient):
             self._some_ended.set()
         return aborts
 
-    def _note_end(self, placed: Placed, newest: int) -> None:
+    def _note_end(self, placed: RoutedRequest, newest: int) -> None:
         """`newest`: tokens that came with its end."""
         given = placed.given
         num_written = newest + len(self._outputs.written(given.request_id))
@@ -479,13 +479,13 @@ class RoutedEngine(EngineClient):
             length = len(given.prompt_token_ids) + num_written
             placed.member.state.note_session(given.session, length)
 
-    def _hand_over(self, member: Member, placed: Placed, update: Update) -> None:
+    def _hand_over(self, member: Member, placed: RoutedRequest, update: Update) -> None:
         """One has prefilled it; another goes on."""
         assert update.offer is not None
         assert update.record is not None
         name = update.request_id
         record = update.record if placed.record is None else continued(placed.record, update.record)
-        placed.record, placed.standing = record, Standing(member, update.offer)
+        placed.record, placed.standing = record, ActiveOffer(member, update.offer)
         placed.handed_over_s = placed.last_s
         self._unsettle(placed)
         state = self._outputs.of(name)
@@ -494,7 +494,7 @@ class RoutedEngine(EngineClient):
         else:
             self._go_on(placed)
 
-    def _send_ahead(self, placed: Placed, standing: Standing) -> None:
+    def _send_ahead(self, placed: RoutedRequest, standing: ActiveOffer) -> None:
         """One still prefills it; whoever will go on with it fetches what there is."""
         offer, handle, given = standing.offer, None, placed.given
         tokens = [*given.prompt_token_ids, *self._outputs.written(given.request_id)]
@@ -519,7 +519,7 @@ class RoutedEngine(EngineClient):
         else:
             self._ahead[placed.ahead, handle] = placed, standing
 
-    def _promise(self, placed: Placed, to: Member | None, promised: bool) -> None:
+    def _promise(self, placed: RoutedRequest, to: Member | None, promised: bool) -> None:
         """Note who is to go on with it, and whether it is still to come there."""
         for member, change in ((placed.ahead, -placed.promised), (to, promised)):
             if member is not None:
@@ -536,7 +536,7 @@ class RoutedEngine(EngineClient):
         placed.ahead_bytes += fetched.num_bytes
         member.state.note_part(prompt_of(placed.given), standing.offer.num_tokens)
 
-    def _count_transfer(self, standing: Standing, to: Member, fetched: FetchedOffer) -> None:
+    def _count_transfer(self, standing: ActiveOffer, to: Member, fetched: FetchedOffer) -> None:
         totals = self._transfers.setdefault((standing.member.name, to.name), TransferTotals())
         totals.add(fetched.num_bytes, fetched.seconds, bool(fetched.problem))
 
@@ -593,13 +593,13 @@ class RoutedEngine(EngineClient):
                 self._take_from(placed, f"{member.name} died ({reason})")
                 self._rescue(placed, reason)
 
-    def _take_from(self, placed: Placed, why: str) -> None:
+    def _take_from(self, placed: RoutedRequest, why: str) -> None:
         """It is not in its engine any more, which has not told its record."""
         self._unsettle(placed)
         placed.route.append(why)
         self._keep_times(placed)
 
-    def _rescue(self, placed: Placed, reason: str) -> None:
+    def _rescue(self, placed: RoutedRequest, reason: str) -> None:
         name = placed.given.request_id
         if name not in self._placed:  # it went with a sibling
             return
@@ -612,7 +612,7 @@ class RoutedEngine(EngineClient):
         else:
             self._go_on(placed)
 
-    def _keep_times(self, placed: Placed) -> None:
+    def _keep_times(self, placed: RoutedRequest) -> None:
         """The record of an engine that died went with it: what is known here takes its place."""
         name = placed.given.request_id
         record = placed.record = placed.record or self._new_record(name)

@@ -23,7 +23,7 @@ from twostroke.errors import EngineError
 from twostroke.observe.totals import Totals, TransferTotals
 from twostroke.outputs import RequestOutput
 from twostroke.request import EngineRequest, SamplingParams
-from twostroke.sched.scheduler import Update
+from twostroke.sched.updates import Update
 from twostroke.vllm_settings import VLLMSettings
 
 T = TypeVar("T")
