@@ -1,40 +1,40 @@
-#include "team.h"
+#include "thread_pool.h"
 
 namespace twostroke {
 
 namespace {
 constexpr int kSpins = 4000;        // about 20 µs (x86: 60 to 200)
 constexpr int kSpinsPerYield = 32;
-constexpr int kMemberBits = 16;      // of `round_`: how many take part
-constexpr int kBarrierSpins = 2000;  // then let whoever holds the core go on
+constexpr int kWorkerBits = 16;      // low bits of `round_`: the number of workers in the round
+constexpr int kBarrierSpins = 2000;  // then yield the core
 }  // namespace
 
-Team::Team(int size, std::chrono::microseconds awake) : awake_(awake) {
+ThreadPool::ThreadPool(int size, std::chrono::microseconds awake) : awake_(awake) {
   counters_[0].store(0);
   counters_[1].store(0);
-  for (int member = 1; member < size; member++) threads_.emplace_back([=] { serve(member); });
+  for (int worker = 1; worker < size; worker++) threads_.emplace_back([=] { serve(worker); });
 }
 
-Team::~Team() {
+ThreadPool::~ThreadPool() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     ending_ = true;
-    round_.fetch_add(1ull << kMemberBits);
+    round_.fetch_add(1ull << kWorkerBits);
   }
   wake_.notify_all();
   for (std::thread& thread : threads_) thread.join();
 }
 
-void Team::run(int members, const std::function<void(int)>& work) {
-  members = members < 1 ? 1 : members > size() ? size() : members;
-  members_.store(members, std::memory_order_relaxed);
+void ThreadPool::run(int workers, const std::function<void(int)>& work) {
+  workers = workers < 1 ? 1 : workers > size() ? size() : workers;
+  workers_.store(workers, std::memory_order_relaxed);
   work_ = &work;
-  running_.store(members - 1, std::memory_order_relaxed);
-  // Who takes part is told in the same word: whoever is left out may read it late, when the next
-  // round is being prepared.
-  const uint64_t next = (round_.load(std::memory_order_relaxed) >> kMemberBits) + 1;
-  round_.store(next << kMemberBits | static_cast<uint64_t>(members), std::memory_order_seq_cst);
-  if (members > 1 && asleep_.load(std::memory_order_seq_cst) > 0) {
+  running_.store(workers - 1, std::memory_order_relaxed);
+  // The number of workers is in the same word as the round: a worker that does not take part may read the
+  // word late, while the next round is prepared.
+  const uint64_t next = (round_.load(std::memory_order_relaxed) >> kWorkerBits) + 1;
+  round_.store(next << kWorkerBits | static_cast<uint64_t>(workers), std::memory_order_seq_cst);
+  if (workers > 1 && asleep_.load(std::memory_order_seq_cst) > 0) {
     std::lock_guard<std::mutex> lock(mutex_);
     wake_.notify_all();
   }
@@ -45,7 +45,7 @@ void Team::run(int members, const std::function<void(int)>& work) {
   }
 }
 
-void Team::serve(int member) {
+void ThreadPool::serve(int worker) {
   uint64_t seen = 0;
   while (true) {
     uint64_t now = seen;
@@ -63,14 +63,14 @@ void Team::serve(int member) {
     }
     seen = now;
     if (ending_) return;
-    if (member >= static_cast<int>(now & ((1u << kMemberBits) - 1))) continue;
-    (*work_)(member);
+    if (worker >= static_cast<int>(now & ((1u << kWorkerBits) - 1))) continue;
+    (*work_)(worker);
     running_.fetch_sub(1, std::memory_order_release);
   }
 }
 
-// The number of the next round, or `seen` where none came in time. Whoever else wants the core gets it.
-uint64_t Team::stay_awake(uint64_t seen) const {
+// Return the next round, or `seen` if no round started in time. Yields the core to other threads.
+uint64_t ThreadPool::stay_awake(uint64_t seen) const {
   const auto end = std::chrono::steady_clock::now() + awake_;
   uint64_t now = seen;
   while (now == seen && std::chrono::steady_clock::now() < end) {
@@ -83,12 +83,12 @@ uint64_t Team::stay_awake(uint64_t seen) const {
   return now;
 }
 
-void Team::barrier() {
-  const int members = members_.load(std::memory_order_relaxed);
+void ThreadPool::barrier() {
+  const int workers = workers_.load(std::memory_order_relaxed);
   const uint64_t phase = phase_.load(std::memory_order_relaxed);
-  if (arrived_.fetch_add(1, std::memory_order_acq_rel) == members - 1) {
+  if (arrived_.fetch_add(1, std::memory_order_acq_rel) == workers - 1) {
     arrived_.store(0, std::memory_order_relaxed);
-    // The counter of the phase after next; nobody looks at it before that.
+    // Reset the counter for the phase after next. No worker reads it earlier.
     counters_[phase & 1].store(0, std::memory_order_relaxed);
     phase_.store(phase + 1, std::memory_order_release);
     return;
