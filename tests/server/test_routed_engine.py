@@ -544,7 +544,7 @@ def test_engines_have_what_their_phase_wants() -> None:
         ({"ray": ""}, "ray must be an address"),
         ({"ray_timeout_s": 0}, "ray_timeout_s must be seconds"),
         ({"kv_transport": "tcp"}, "kv_transport must be one of auto, memory, device, nixl, socket"),
-        ({"kv_transport": "rdma"}, "do not travel by rdma; by RDMA they do with .*'nixl'"),
+        ({"kv_transport": "rdma"}, "kv_transport 'rdma' is not supported; for RDMA use .*'nixl'"),
         ({"kv_transfer_timeout_s": 0}, "kv_transfer_timeout_s must be seconds from 0.01 to 600"),
     ],
 )

@@ -213,7 +213,7 @@ def _kept_in(
         kept = asked if stored.lower() in DENSE else model.dtype if quantized else stored
     elif config.phases_differ:
         phases = ("prefill", "decode")
-        kept = " + ".join(f"{one} {config.of_phase(one).quantization or dtype}" for one in phases)
+        kept = " + ".join(f"{one} {config.for_phase(one).quantization or dtype}" for one in phases)
     elif any(phase_formats(model.spec, model.weights, config, blocks=triton)):
         kept = stored if quantized or asked is None else asked
     else:

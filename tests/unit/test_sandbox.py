@@ -1,4 +1,4 @@
-"""A worker may die of what it is asked, and nothing else notices."""
+"""The death of a worker affects only its request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from twostroke.errors import EngineError, RequestError
-from twostroke.limited import LimitedPool, Limits, OverLimit, Work
+from twostroke.sandbox import LimitExceeded, Limits, SandboxPool, Work
 
 pytestmark = pytest.mark.core  # bounds of security
 
@@ -21,54 +21,54 @@ MIB = 1024**2
 LIMITS = Limits(cpu_s=0.3, wall_s=3.0, memory_bytes=32 * MIB)
 
 
-def worker(hello: bytes) -> Work:
-    """In the zygote: what each request asks for is done."""
-    if hello == b"bad":
+def make_work(setup: bytes) -> Work:
+    """Return the work of the tests, whose requests name an action."""
+    if setup == b"bad":
         raise RequestError("no such model")
 
     def work(request: bytes) -> bytes:
-        what, _, rest = request.decode().partition(" ")
-        if what == "spin":
+        action, _, rest = request.decode().partition(" ")
+        if action == "spin":
             while True:
                 pass
-        if what == "sleep":
+        if action == "sleep":
             time.sleep(float(rest))
-        elif what == "meet":
+        elif action == "meet":
             folder, _, others = rest.partition(" ")
             Path(folder, str(os.getpid())).touch()
             while len(os.listdir(folder)) < int(others):
                 time.sleep(0.01)
-        elif what == "take":
+        elif action == "take":
             bytearray(int(rest) * MIB)
-        elif what == "refuse":
+        elif action == "refuse":
             raise RequestError(rest)
-        elif what == "crash":
+        elif action == "crash":
             os.abort()
-        elif what == "pid":
+        elif action == "pid":
             return f"{os.getpid()} {os.getppid()}".encode()
-        elif what == "files":
+        elif action == "files":
             names = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
             return "\n".join(os.readlink(name) for name in names if os.path.exists(name)).encode()
-        elif what == "environment":
+        elif action == "environment":
             return "\n".join(os.environ).encode()
-        return hello + request
+        return setup + request
 
     return work
 
 
-def make_pool(hello: bytes = b"hello ", workers: int = 1, limits: Limits = LIMITS) -> LimitedPool:
-    return LimitedPool("tests.unit.test_limited:worker", hello, workers, limits)
+def make_pool(setup: bytes = b"hello ", workers: int = 1, limits: Limits = LIMITS) -> SandboxPool:
+    return SandboxPool("tests.unit.test_sandbox:make_work", setup, workers, limits)
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[LimitedPool]:
+def pool() -> Iterator[SandboxPool]:
     made = make_pool()
     yield made
     made.close()
 
 
-def pids(pool: LimitedPool) -> list[int]:
-    """Of the worker and of its zygote."""
+def pids(pool: SandboxPool) -> list[int]:
+    """Return the ids of the worker and of the zygote."""
     return [int(word) for word in pool.ask(b"pid").split()]
 
 
@@ -79,7 +79,7 @@ def wait_for_end(pid: int) -> None:
         time.sleep(0.01)
 
 
-def test_a_worker_answers_and_stays(pool: LimitedPool) -> None:
+def test_a_worker_answers_and_stays(pool: SandboxPool) -> None:
     first = pids(pool)
     assert pool.ask(b"x" * 3 * MIB) == b"hello " + b"x" * 3 * MIB
     with pytest.raises(RequestError, match="not so"):
@@ -88,7 +88,7 @@ def test_a_worker_answers_and_stays(pool: LimitedPool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_", "reason", "by_chance"),
+    ("request_", "reason", "transient"),
     [
         (b"spin", "longer than 0.3 s of CPU time", False),
         (b"sleep 60", "longer than 3 s", True),
@@ -97,24 +97,24 @@ def test_a_worker_answers_and_stays(pool: LimitedPool) -> None:
     ],
 )
 def test_a_limit_ends_the_worker_and_the_next_request_has_another(
-    pool: LimitedPool, request_: bytes, reason: str, by_chance: bool
+    pool: SandboxPool, request_: bytes, reason: str, transient: bool
 ) -> None:
     worker, zygote = pids(pool)
-    with pytest.raises(OverLimit, match=reason) as caught:
+    with pytest.raises(LimitExceeded, match=reason) as caught:
         pool.ask(request_)
-    assert caught.value.by_chance == by_chance
+    assert caught.value.transient == transient
     other, same = pids(pool)
     assert other != worker
     assert same == zygote
     wait_for_end(worker)  # reaped: no zombie is left
 
 
-def test_what_is_within_the_limits_is_done(pool: LimitedPool) -> None:
+def test_requests_within_the_limits_are_answered(pool: SandboxPool) -> None:
     assert pool.ask(b"take 16") == b"hello take 16"
     assert pool.ask(b"sleep 0.5") == b"hello sleep 0.5"
 
 
-def test_a_worker_killed_while_idle_is_replaced(pool: LimitedPool) -> None:
+def test_a_worker_killed_while_idle_is_replaced(pool: SandboxPool) -> None:
     worker, _ = pids(pool)
     os.kill(worker, signal.SIGKILL)
     assert pool.ask(b"after") == b"hello after"
@@ -162,7 +162,7 @@ def test_a_closed_pool_leaves_no_process_and_no_file_open() -> None:
     pool = make_pool(workers=2)
     worker, zygote = pids(pool)
     for _ in range(3):
-        with pytest.raises(OverLimit):
+        with pytest.raises(LimitExceeded):
             pool.ask(b"take 64")
     pool.close()
     wait_for_end(worker)
@@ -172,7 +172,7 @@ def test_a_closed_pool_leaves_no_process_and_no_file_open() -> None:
     pool.close()
 
 
-def test_closing_wakes_whoever_waits_and_a_busy_worker_ends() -> None:
+def test_closing_wakes_a_waiting_thread_and_ends_a_busy_worker() -> None:
     pool = make_pool(limits=Limits(cpu_s=100, wall_s=2, memory_bytes=32 * MIB))
     worker, _ = pids(pool)
     seen: list[BaseException] = []

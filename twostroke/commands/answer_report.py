@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from twostroke.commands.answer import Answer
-from twostroke.commands.terminal import columns, glued, wrapped
+from twostroke.commands.terminal import columns, unbreakable, wrapped
 
 if TYPE_CHECKING:
     from twostroke.engine.build import Engine
@@ -58,13 +58,13 @@ def turn_line(answer: Answer) -> str:
     prefill = (
         f"prefill {answer.prefilled_tokens:,} tok ({answer.cached_tokens:,} of "
         f"{answer.prompt_tokens:,} cached)",
-        glued(f"TTFT {duration(answer.ttft_s)}"),
-        glued(f"{rate(answer.prefill_tokens_per_s)} tok/s"),
+        unbreakable(f"TTFT {duration(answer.ttft_s)}"),
+        unbreakable(f"{rate(answer.prefill_tokens_per_s)} tok/s"),
     )
     decode = (
-        glued(f"decode {len(answer.token_ids):,} tok"),
-        glued(f"TPOT {duration(answer.tpot_s)}"),
-        glued(f"{rate(answer.decode_tokens_per_s)} tok/s"),
+        unbreakable(f"decode {len(answer.token_ids):,} tok"),
+        unbreakable(f"TPOT {duration(answer.tpot_s)}"),
+        unbreakable(f"{rate(answer.decode_tokens_per_s)} tok/s"),
     )
     kv = (f"KV {answer.kv.used:,} of {answer.kv.reserved:,} tokens used",)
     return " │ ".join(" · ".join(part) for part in (prefill, decode, kv))
