@@ -227,7 +227,7 @@ def array(kind: int, values: list[Any]) -> bytes:
 
 
 def write_bases(root: Path) -> None:
-    from tests.model import vocabularies as made
+    from tests.model.text import vocabularies as made
     from tests.tiny import tiny_folder
     from twostroke.model.text.pre_tokenizers import QWEN2, pre_tokenizer_of
 

@@ -74,7 +74,7 @@ from tests.equivalence.rows import (
     same_weights_under,
     write_with_ours,
 )
-from tests.model.gguf_files import put_scales
+from tests.model.gguf.gguf_files import put_scales
 from twostroke.model.gguf.block_types import BlockType
 
 # A model that differs in the thing a test is about differs by more than this. The least that was

@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from tests.model.gguf_files import Edit, extra_tensor, setting, write_model
+from tests.model.gguf.gguf_files import Edit, extra_tensor, setting, write_model
 from tests.specs import changed, make_spec
 from twostroke.errors import ModelError
 from twostroke.model.describe.gguf_config import spec_from_gguf
