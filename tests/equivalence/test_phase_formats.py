@@ -15,8 +15,8 @@ import torch
 from tests.equivalence.harness import small_spec
 from tests.equivalence.test_latent_matrix import latent_spec
 from tests.loud import Loud
-from tests.model.quantised_folders import refusal
-from tests.model.test_w8a8_checkpoints import folder_of
+from tests.model.weights.quantised_folders import refusal
+from tests.model.weights.test_w8a8_checkpoints import folder_of
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke.config import EngineConfig
 from twostroke.engine import build_torch

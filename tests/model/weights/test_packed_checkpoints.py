@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.model.quantised_folders import (
+from tests.model.weights.quantised_folders import (
     FEW,
     OTHER_PLACES,
     REFERENCE,

@@ -28,8 +28,8 @@ from transformers.models.granitemoe.modeling_granitemoe import GraniteMoeTopKRou
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 
-from tests.model.gguf_files import SPEC, Edit, setting, write_model
-from tests.model.test_family_mappings import edits
+from tests.model.describe.test_family_mappings import edits
+from tests.model.gguf.gguf_files import SPEC, Edit, setting, write_model
 from tests.specs import changed, make_spec
 from twostroke import LLM
 from twostroke.errors import ModelError

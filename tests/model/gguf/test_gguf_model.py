@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.model.gguf_files import (
+from tests.model.gguf.gguf_files import (
     SPEC,
     Edit,
     extra_tensor,

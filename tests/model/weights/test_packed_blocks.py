@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.model.gguf_files import SPEC, add_sizes, packed_rows, random_weights, save
+from tests.model.gguf.gguf_files import SPEC, add_sizes, packed_rows, random_weights, save
 from twostroke import LLM, SamplingParams
 from twostroke.engine import build_torch
 from twostroke.errors import ModelError

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from bench.peers.llama_tokenize import DIGEST_CHARS, digest, header
-from tests.model.hard_texts import hard_texts
+from tests.model.text.hard_texts import hard_texts
 from twostroke.errors import ModelError
 from twostroke.model.text.pre_tokenizers import PRE_TOKENIZERS, pre_tokenizer_of
 from twostroke.model.text.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 
-from tests.model.gguf_files import SPEC, packed_rows, random_weights, save, write_model
+from tests.model.gguf.gguf_files import SPEC, packed_rows, random_weights, save, write_model
 from twostroke.errors import ModelError
 from twostroke.model.describe.gguf_config import spec_from_gguf
 from twostroke.model.gguf.block_types import LAYOUTS, BlockType

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.engine.test_native_settings import write_quantised
-from tests.model.quantised_folders import (
+from tests.model.weights.quantised_folders import (
     DYNAMIC,
     FEW,
     OTHER_PLACES,

@@ -15,12 +15,13 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    GemmaConfig,
     Olmo2Config,
     Phi3Config,
     PreTrainedConfig,
 )
 
-from tests.model.gguf_files import Edit, extra_tensor, setting, write_model
+from tests.model.gguf.gguf_files import Edit, extra_tensor, setting, write_model
 from tests.specs import changed, make_spec
 from twostroke.errors import ModelError
 from twostroke.model.describe.gguf_config import spec_from_gguf
@@ -33,6 +34,11 @@ from twostroke.model.weights.safetensors import SafetensorsWeights
 from twostroke.model.weights.tensors import read_tensor
 
 # Published configs, less what nobody reads.
+GEMMA_2B = {"model_type": "gemma", "attention_bias": False, "head_dim": 256, "hidden_act": "gelu"}
+GEMMA_2B |= {"hidden_size": 2048, "intermediate_size": 16384, "max_position_embeddings": 8192}
+GEMMA_2B |= {"num_attention_heads": 8, "num_hidden_layers": 18, "num_key_value_heads": 1}
+GEMMA_2B |= {"rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 10000.0}
+GEMMA_2B |= {"vocab_size": 256000}
 GEMMA2_27B = {"model_type": "gemma2", "attn_logit_softcapping": 50.0, "head_dim": 128}
 GEMMA2_27B |= {"final_logit_softcapping": 30.0, "hidden_act": "gelu_pytorch_tanh"}
 GEMMA2_27B |= {"hidden_activation": "gelu_pytorch_tanh", "hidden_size": 4608}
@@ -69,6 +75,32 @@ def text(**changes: Any) -> dict[str, Any]:
 
 def kinds(spec: ModelSpec, name: str) -> list[Any]:
     return [getattr(layer.attention, name) for layer in spec.layers]
+
+
+def test_gemma_2b() -> None:
+    spec = spec_from_hf(GEMMA_2B)
+    layer = spec.layers[0]
+    assert (layer.pre_norm, layer.post_norm, layer.mlp.activation) == (True, False, "gelu_tanh")
+    assert (spec.embed_scale, spec.norm_fp32) == (math.sqrt(2048), True)
+    assert (spec.tie_embeddings, spec.max_context) == (True, 8192)
+    assert spec.num_parameters() == 2_506_172_416
+
+
+@pytest.mark.parametrize("spelling", ["gelu", "gelu_pytorch_tanh"])
+def test_gemma_has_one_gelu_under_every_name(spelling: str) -> None:
+    said = {"hidden_act": spelling, "hidden_activation": None}
+    assert spec_from_hf(GEMMA_2B | said) == spec_from_hf(GEMMA_2B)
+    later = {"hidden_act": "gelu", "hidden_activation": spelling}
+    assert spec_from_hf(GEMMA_2B | later) == spec_from_hf(GEMMA_2B)
+
+
+def test_a_gemma_without_its_usual_fields_has_those_of_its_own_code() -> None:
+    usual = ("head_dim", "num_key_value_heads", "hidden_act", "rope_theta", "rope_scaling")
+    config = {name: value for name, value in GEMMA_2B.items() if name not in usual}
+    spec = spec_from_hf(config | {"num_attention_heads": 16})
+    attention = spec.layers[0].attention
+    assert (attention.num_kv_heads, attention.head_dim, attention.scale) == (16, 256, 1 / 16)
+    assert (attention.rope, spec.layers[0].mlp.activation) == (RopeSpec(1e4, 256), "gelu_tanh")
 
 
 def test_gemma_2_27b() -> None:
@@ -128,6 +160,9 @@ def test_olmo_2_7b() -> None:
 @pytest.mark.parametrize(
     ("config", "changes", "says"),
     [
+        (GEMMA_2B, {"hidden_activation": "silu"}, "the activation 'silu' .hidden_activation. is"),
+        (GEMMA_2B, {"hidden_act": 1}, "the activation 1 .hidden_act. is not supported"),
+        (GEMMA_2B, {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
         (GEMMA2_27B, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a number above"),
         (GEMMA2_27B, {"attn_logit_softcapping": -1}, "attn_logit_softcapping must be a number"),
         (GEMMA2_27B, {"final_logit_softcapping": "x"}, "final_logit_softcapping must be a number"),
@@ -197,6 +232,7 @@ ROPES = {
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 LONGROPE |= {"short_factor": [1.1, 1.2], "long_factor": [2.0, 9.0]}
 TINY: dict[str, PreTrainedConfig] = {
+    "gemma": GemmaConfig(**SIZES, head_dim=16),
     "gemma2": Gemma2Config(**SIZES, head_dim=16),
     "gemma3_text": Gemma3TextConfig(**SIZES, head_dim=16, rope_parameters=ROPES),
     "olmo2": Olmo2Config(**SIZES),
@@ -212,6 +248,7 @@ HEAD_NORMS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 TWO_NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 # Of a layer: our name → transformers', some with the rows that are ours.
 WEIGHTS: dict[str, dict[str, Any]] = {
+    "gemma": APART | TWO_NORMS,
     "gemma2": APART | FOUR_NORMS,
     "gemma3_text": APART | FOUR_NORMS | HEAD_NORMS,
     "olmo2": APART
@@ -339,6 +376,20 @@ def of(family: str, **values: Any) -> Edit:
 
 GEMMA2_SETTINGS = of("gemma2", attn_logit_softcapping=40.0, final_logit_softcapping=20.0)
 GEMMA2_WINDOW = of("gemma2", attention__sliding_window=32)
+
+
+def test_a_gemma_file_is_read_back(tmp_path: Path) -> None:
+    spec = changed(
+        GEMMA,
+        family="gemma",
+        post_norm=False,
+        softcap=0.0,
+        logit_softcap=0.0,
+        windows=(None, None),
+    )
+    file = write_model(tmp_path / "m.gguf", spec)
+    assert spec_from_gguf(file) == spec
+    check_weights(spec, GGUFWeights(file, spec), "here")
 
 
 def test_a_gemma_2_file_is_read_back(tmp_path: Path) -> None:

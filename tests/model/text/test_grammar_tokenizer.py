@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers
 
-from tests.model.vocabularies import gemma_metadata, sentencepiece_metadata
+from tests.model.text.vocabularies import gemma_metadata, sentencepiece_metadata
 from tests.tiny import EOS_ID, tokenizer_json
 from twostroke.errors import RequestError
 from twostroke.model.text.grammar_tokenizer import make_tokenizer

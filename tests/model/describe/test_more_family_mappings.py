@@ -23,8 +23,8 @@ from transformers import (
     Starcoder2Config,
 )
 
-from tests.model.gguf_files import SPEC, Edit, write_model
-from tests.model.test_family_mappings import APART, HEAD_NORMS, ROPES, TWO_NORMS, kinds, of
+from tests.model.describe.test_family_mappings import APART, HEAD_NORMS, ROPES, TWO_NORMS, kinds, of
+from tests.model.gguf.gguf_files import SPEC, Edit, write_model
 from tests.specs import changed
 from twostroke.errors import ModelError
 from twostroke.kernels.activations import ClampedSwiglu
@@ -649,5 +649,5 @@ def test_wrong_metadata_is_refused_by_name(
 
 
 def test_all_families_are_named_in_the_docs() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "MODELS.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "MODELS.md").read_text(encoding="utf-8")
     assert [name for name in FAMILIES if f"`{name}`" not in text] == []

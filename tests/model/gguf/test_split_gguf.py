@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import pytest
 
-from tests.model.gguf_files import (
+from tests.model.gguf.gguf_files import (
     SPEC,
     Edit,
     add_sizes,

@@ -10,8 +10,8 @@ from typing import Any
 import gguf
 import pytest
 
-from tests.model.gguf_files import write_model
-from tests.model.vocabularies import GEMMA_SYMBOLS, TRICKY_TEXTS, gemma_metadata, gemma_model
+from tests.model.gguf.gguf_files import write_model
+from tests.model.text.vocabularies import GEMMA_SYMBOLS, TRICKY_TEXTS, gemma_metadata, gemma_model
 from tests.specs import make_spec
 from twostroke.model.text.chat_template import ChatTemplate
 from twostroke.model.text.tokenizer import Tokenizer

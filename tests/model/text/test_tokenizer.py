@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from tests.model.vocabularies import (
+from tests.model.text.vocabularies import (
     SPECIAL_TOKENS,
     TRICKY_TEXTS,
     byte_level_metadata,

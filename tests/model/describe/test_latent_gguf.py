@@ -11,8 +11,8 @@ import gguf
 import numpy as np
 import pytest
 
-from tests.model.gguf_files import SPEC, Edit, extra_tensor, write_model
-from tests.model.test_family_mappings import edits, of
+from tests.model.describe.test_family_mappings import edits, of
+from tests.model.gguf.gguf_files import SPEC, Edit, extra_tensor, write_model
 from tests.specs import changed
 from twostroke.errors import ModelError
 from twostroke.model.describe.gguf_config import spec_from_gguf

@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from tests.model.vocabularies import (
+from tests.model.text.vocabularies import (
     TRICKY_TEXTS,
     byte_level_metadata,
     sentencepiece_metadata,

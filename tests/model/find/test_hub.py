@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.model.model_files import GGUF, refusal, write_files
+from tests.model.find.model_files import GGUF, refusal, write_files
 from twostroke.model.find import hub
 from twostroke.model.find.hub import ModelFiles, resolve
 
