@@ -2,11 +2,12 @@
 
     python -m bench.structure [--tree PATH] [--json] [--list NAME] [--static]
 
-The static counts come from the source files. `chat_files` and `step_files` come from runs of a tiny
-model on the CPU: every Python file of `twostroke/` in which a function is called during one streamed
-chat request (HTTP process and engine process), or during one decode step of one row. `--tree` names
-another checkout, for example `git worktree add --detach /tmp/before COMMIT` with the native module
-copied into it. `--static` leaves the runs out, `--list NAME` prints the entries behind one count.
+The static counts come from the source files. `chat_files` and `step_files` come from runs of a
+tiny model on the CPU: every Python file of `twostroke/` in which a function is called during one
+streamed chat request (HTTP process and engine process), or during one decode step of one row
+(`LLMEngine.step`). `--tree` names another checkout, for example `git worktree add --detach
+/tmp/before COMMIT` with the native module copied into it. `--static` leaves the runs out,
+`--list NAME` prints the entries behind one count.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import argparse
 import ast
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -114,7 +114,9 @@ def static_entries(tree: Path) -> Entries:
 
 def outside_kernels(node: ast.AST) -> Iterator[ast.AST]:
     """All nodes except functions that Triton compiles."""
-    if isinstance(node, FUNCTIONS) and any("jit" in ast.unparse(one) for one in node.decorator_list):
+    if isinstance(node, FUNCTIONS) and any(
+        "jit" in ast.unparse(one) for one in node.decorator_list
+    ):
         return
     yield node
     for child in ast.iter_child_nodes(node):
@@ -156,7 +158,7 @@ def tiny_model(tree: Path, folder: Path) -> None:
 
 
 def chat_files(tree: Path, model: Path, folder: Path) -> list[str]:
-    """The files that one streamed chat request executes, in the HTTP process and in the engine's."""
+    """The files that one streamed chat request executes, in the HTTP and the engine process."""
     hook = HOOK.format(folder=str(folder), package=str(tree / "twostroke") + os.sep)
     (folder / "sitecustomize.py").write_text(hook)
     port, on = 18000 + os.getpid() % 10000, folder / "on"
@@ -241,7 +243,9 @@ def run_steps(model: str) -> None:
 def step_calls(tree: Path, model: Path) -> dict[str, float]:
     """The Python calls of a decode step by file and function, the mean of `NUM_STEPS` steps."""
     words = [sys.executable, "-P", os.path.abspath(__file__), "--run-steps", str(model)]
-    done = subprocess.run(words, env=environment(tree), check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        words, env=environment(tree), check=True, stdout=subprocess.PIPE, text=True
+    )
     calls: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
     return {name: count / NUM_STEPS for name, count in calls.items()}
 
