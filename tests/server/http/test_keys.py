@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.server.raw_http import head, wait_until
+from tests.server.http.raw_http import head, wait_until
 from tests.server.running import JSON, PATIENCE_S, Running, running
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke.engine.core import EngineCore

@@ -35,7 +35,7 @@ from twostroke.request import SamplingParams
 from twostroke.serve.monitor.gpu import gpu_figures
 from twostroke.serve.monitor.metrics import Metrics, gpu_families
 
-MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
+MONITORING = Path(__file__).parents[3] / "deploy" / "monitoring"
 TEXT = "/v1/completions"
 NOT_ZERO = {
     "vllm:cache_config_info",

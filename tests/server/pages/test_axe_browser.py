@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.axe import fetch_axe, findings
 from tests.server.browser import Browser
-from tests.server.chat_page import chat_page
-from tests.server.learn_page import learn_page
+from tests.server.learn.learn_page import learn_page
+from tests.server.pages.axe import fetch_axe, findings
+from tests.server.pages.chat_page import chat_page
 from tests.server.running import Running, running
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke.config import EngineConfig

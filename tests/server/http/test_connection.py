@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.raw_http import GET, KEY, TEXT, chunked, head, read_all, statuses, wait_until
+from tests.server.http.raw_http import GET, KEY, TEXT, chunked, head, read_all, statuses, wait_until
 from tests.server.running import PATIENCE_S, Running, running
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke.serve.http import connection

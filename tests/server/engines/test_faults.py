@@ -132,7 +132,7 @@ def build_raising(config: EngineConfig) -> InstantEngine:
 def test_a_killed_engine_costs_only_the_streams_that_had_begun(
     folder: Path, written: list[int], tmp_path: Path
 ) -> None:
-    builder = "tests.server.test_faults:build_behind_a_gate"
+    builder = "tests.server.engines.test_faults:build_behind_a_gate"
     environment = {GATE: str(tmp_path)}
     limits: dict[str, Any] = {**LIMITS, "max_num_seqs": 5}
     with served(folder, builder, 0.01, environment=environment, **limits) as server:
@@ -237,7 +237,7 @@ def test_an_engine_that_is_stopped_turns_health_and_is_replaced(
 def test_an_engine_that_is_stopped_while_it_starts_is_replaced(
     folder: Path, written: list[int], tmp_path: Path
 ) -> None:
-    builder = "tests.server.test_faults:build_behind_a_gate"
+    builder = "tests.server.engines.test_faults:build_behind_a_gate"
     settings, environment = {"engine_hang_timeout_s": 2}, {GATE: str(tmp_path)}
     with served(folder, builder, 0.0, settings, environment, **LIMITS) as server:
         first = server.look()["pid"]
@@ -405,7 +405,7 @@ def test_a_connection_that_takes_nothing_is_closed(folder: Path) -> None:
 def test_logits_that_are_no_numbers_end_their_request_with_the_reason(
     folder: Path, written: list[int]
 ) -> None:
-    builder = "tests.server.test_faults:build_numberless"
+    builder = "tests.server.engines.test_faults:build_numberless"
     with served(folder, builder, **LIMITS) as server:
 
         async def beside_another() -> None:
@@ -482,7 +482,7 @@ def test_a_request_that_can_never_fit_is_told_the_numbers(folder: Path, written:
 def test_a_request_that_raises_in_the_engine_harms_only_itself(
     folder: Path, written: list[int]
 ) -> None:
-    builder = "tests.server.test_faults:build_raising"
+    builder = "tests.server.engines.test_faults:build_raising"
     with served(folder, builder, 0.002, **LIMITS) as server:
 
         async def beside_others() -> None:
@@ -519,7 +519,7 @@ def test_a_request_that_raises_in_the_engine_harms_only_itself(
 
 @needs_dev_full
 def test_a_full_disk_for_logs_stops_no_answer(folder: Path, written: list[int]) -> None:
-    builder = "tests.server.test_faults:build_raising"
+    builder = "tests.server.engines.test_faults:build_raising"
     with open("/dev/full", "w") as full:
         settings = {"access_log": True, "uvicorn_log_level": "debug"}
         with served(folder, builder, 0.0, settings, output=full.fileno(), **LIMITS) as server:

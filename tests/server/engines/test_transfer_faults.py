@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.faulty_transfer import BUILDER, FAULT_FILE
-from tests.server.test_routed_engine import Running, by_name, last, until
+from tests.server.engines.faulty_transfer import BUILDER, FAULT_FILE
+from tests.server.engines.test_routed_engine import Running, by_name, last, until
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke import LLM, SamplingParams
 from twostroke.kernels import cpu
@@ -121,7 +121,7 @@ def test_an_engine_that_dies_while_blocks_are_on_their_way_costs_no_token(
     victim: str, way: str, engines: Faulty, alone: LLM
 ) -> None:
     if engines.transport == "memory":
-        pytest.skip("in tests/server/test_routed_engine.py")
+        pytest.skip("in tests/server/engines/test_routed_engine.py")
     params = WAYS[way]
     asked = [[70 + (13 * n + k) % 150 for k in range(40 + n)] for n in range(4)]
     expected = alone.generate(asked, params)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.server.browser import SHIFT, Browser
-from tests.server.chat_page import ANSWERS, WRITTEN, ChatPage, chat_page
+from tests.server.pages.chat_page import ANSWERS, WRITTEN, ChatPage, chat_page
 from tests.server.running import Running, running
 from tests.server.scripted import scripted_llm
 from tests.tiny import CHAT_TEMPLATE, tiny_folder, tiny_llm

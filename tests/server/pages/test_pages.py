@@ -12,7 +12,7 @@ from tests.server.running import Running, running
 from tests.tiny import tiny_llm
 from twostroke.serve.pages.static import TYPES
 
-STATIC = Path(__file__).parents[2] / "twostroke/serve/static"
+STATIC = Path(__file__).parents[3] / "twostroke/serve/static"
 BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.server.parsing import Said, read, read_however_cut
+from tests.server.generation.test_tools import function
+from tests.server.parsers.parsing import Said, read, read_however_cut
 from tests.server.running import Running, running
 from tests.server.scripted import Scripted, scripted_llm
-from tests.server.test_tools import function
 from twostroke.errors import ConfigError
 from twostroke.serve.generation.conversation import AssistantMessage
 from twostroke.serve.generation.tools import ToolCalls

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.server.parsing import Said, read, read_however_cut
-from tests.server.test_tools import function
+from tests.server.generation.test_tools import function
+from tests.server.parsers.parsing import Said, read, read_however_cut
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke import LLM, SamplingParams
 from twostroke.serve.generation.conversation import AssistantMessage

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.server.browser import Browser
-from tests.server.learn_page import IDLE, READY, LearnPage, learn_page
+from tests.server.learn.learn_page import IDLE, READY, LearnPage, learn_page
 from tests.server.running import Running, running
 from tests.tiny import tiny_llm
 from twostroke.config import EngineConfig

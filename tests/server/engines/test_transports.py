@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from tests.server.raw_http import GET, TEXT, chunked, head, read_all, statuses, wait_until
+from tests.server.http.raw_http import GET, TEXT, chunked, head, read_all, statuses, wait_until
 from tests.server.running import PATIENCE_S, Running, running
 from tests.tiny import tiny_folder, tiny_llm
 

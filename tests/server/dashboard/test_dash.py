@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.server.monitor.test_metrics import scrape, value
 from tests.server.running import Running, running
-from tests.server.test_metrics import scrape, value
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke.kernels import cpu
 from twostroke.serve.dashboard.dash import MOST_A_SECOND, SLOWEST, STEPS, page_headers

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.test_routed_engine import Running, last, until
+from tests.server.engines.test_routed_engine import Running, last, until
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke import LLM, SamplingParams
 from twostroke.kernels import cpu

@@ -15,8 +15,8 @@ import pytest
 
 from tests.cli.test_serve import started
 from tests.server.browser import Browser, Page
+from tests.server.monitor.test_metrics import scrape, value
 from tests.server.running import Running, running
-from tests.server.test_metrics import scrape, value
 from tests.server.test_process import process
 from tests.tiny import tiny_llm
 from twostroke.kernels import cpu

@@ -13,7 +13,7 @@ from twostroke.engine.build import Engine, build_core_engine
 from twostroke.kv.sockets import BlockServer, Sent, Wanted
 from twostroke.kv.transfer import KVTransfer, Offer
 
-BUILDER = "tests.server.faulty_transfer:build"
+BUILDER = "tests.server.engines.faulty_transfer:build"
 FAULT_FILE = "TWOSTROKE_TEST_FAULT_FILE"
 FAULTS = ("none", "truncated", "delayed", "reordered", "corrupted")
 
