@@ -1,7 +1,7 @@
-"""A TCP link that is far away, or a proxy that keeps what it should pass on; for the doctor's exam.
+"""A slow TCP link to a local port, for the doctor's exam.
 
-far       every byte arrives `seconds` later, in either direction
-buffering answers are passed on when nothing has come for `seconds`, as by a proxy that collects
+far         every byte arrives `seconds` later, in both directions
+buffering   a proxy that passes an answer on after `seconds` without a new byte
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-MOST = 1 << 16
+MAX_READ = 1 << 16  # bytes
 
 
 @asynccontextmanager
-async def slow_link(port: int, kind: str, seconds: float) -> AsyncIterator[int]:
-    """The port of a link to another port of this machine."""
+async def slow_link(port: int, mode: str, seconds: float) -> AsyncIterator[int]:
+    """Open a slow link to `port` of this machine, and yield the port of the link."""
 
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         server_reader, server_writer = await asyncio.open_connection("127.0.0.1", port)
-        back = _buffered if kind == "buffering" else _delayed
-        there_s = 0.0 if kind == "buffering" else seconds
+        back = _buffered if mode == "buffering" else _delayed
+        there_s = 0.0 if mode == "buffering" else seconds
         with suppress(ConnectionError):
             await asyncio.gather(
                 _delayed(reader, server_writer, there_s), back(server_reader, writer, seconds)
@@ -50,7 +50,7 @@ async def _delayed(
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(arrive())
-        while data := await reader.read(MOST):
+        while data := await reader.read(MAX_READ):
             under_way.put_nowait((loop.time() + seconds, data))
         under_way.put_nowait((loop.time() + seconds, b""))
 
@@ -59,7 +59,7 @@ async def _buffered(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seconds: float
 ) -> None:
     kept = b""
-    reading = asyncio.ensure_future(reader.read(MOST))
+    reading = asyncio.ensure_future(reader.read(MAX_READ))
     while True:
         done, _ = await asyncio.wait({reading}, timeout=seconds if kept else None)
         if not done:
@@ -70,6 +70,6 @@ async def _buffered(
         if not data:
             break
         kept += data
-        reading = asyncio.ensure_future(reader.read(MOST))
+        reading = asyncio.ensure_future(reader.read(MAX_READ))
     writer.write(kept)
     writer.close()

@@ -1,10 +1,10 @@
-"""The doctor's exam: faults that are known because they were injected, and healthy controls.
+"""The doctor's exam: servers with injected faults, and healthy controls.
 
-Each case is a server of its own with its flags, its load and perhaps a fault. The doctor is run as
-anybody runs it and sees nothing but the server's address. Several cases run at one time, each
-pinned to processors of its own.
+Each case starts one server with its flags, its load and perhaps a fault, and then runs
+`twostroke doctor` on the server's address. Several cases can run at one time, each pinned to its
+own processors.
 
-    python -m twostroke.measure.doctor.exam NAME [MODEL]      one case; its verdict, as JSON
+    python -m bench.doctor_exam.exam NAME [MODEL]      run one case and print its verdict as JSON
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from queue import SimpleQueue
 from time import perf_counter
 from typing import Any, NamedTuple
 
+from bench.doctor_exam.cases import CASES, Case, UserLoad
+from bench.doctor_exam.slow_link import slow_link
 from twostroke.errors import ConfigError, nearest
-from twostroke.measure.doctor.exam_cases import CASES, Case, Load
-from twostroke.measure.doctor.slow_link import slow_link
 from twostroke.measure.doctor.verdict import HEALTHY, NOT_ENOUGH
 from twostroke.measure.load.http_client import Connections, Endpoint, ServerError
 from twostroke.measure.load.result import environment
 from twostroke.measure.load.sample_client import CHAT, COMPLETIONS, OpenAIClient
 from twostroke.measure.load.workload import Planned, Prompts
 
-KILL_S = 4.0  # after the doctor has begun, where the engine is to die
-CASE_S = 120.0  # then a case has failed
+KILL_S = 4.0  # seconds after the doctor starts, when `kills_engine` ends the engine
+CASE_S = 120.0  # time limit of a case
 FAILED = "failed"
 
 
@@ -52,18 +52,20 @@ def find_cases(names: str | None) -> list[Case]:
     return [CASES[name] for name in names.split(",")]
 
 
-# ── all of it ───────────────────────────────────────────────────────────────────────────────────
+# ── the whole exam ──────────────────────────────────────────────────────────────────────────────
 
 
-class Answer(NamedTuple):
+class CaseResult(NamedTuple):
+    """The doctor's answer to one run of a case."""
+
     case: Case
-    said: str  # the first cause, or healthy, not_enough_evidence, failed
+    answer: str  # the first cause, or healthy, not_enough_evidence, failed
     verdict: dict[str, Any]
     seconds: float
 
     @property
     def right(self) -> bool:
-        return self.said == (self.case.expected or HEALTHY)
+        return self.answer == (self.case.expected or HEALTHY)
 
 
 def run_exam(
@@ -73,36 +75,36 @@ def run_exam(
     jobs: int,
     cpus_per_job: int,
     tell: Callable[[int, int, str, str], None],
-) -> list[Answer]:
-    """Every case `repeats` times, `jobs` at one time."""
+) -> list[CaseResult]:
+    """Run every case `repeats` times, `jobs` cases at one time."""
     allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if jobs > 1 and jobs * cpus_per_job > len(allowed):
         raise ConfigError(
-            f"--jobs {jobs} with {cpus_per_job} processors each need {jobs * cpus_per_job}, and "
-            f"there are {len(allowed)}; lower --jobs or --cpus-per-job"
+            f"--jobs {jobs} with {cpus_per_job} processors each need {jobs * cpus_per_job} "
+            f"processors, but this process may use {len(allowed)}; lower --jobs or --cpus-per-job"
         )
     free: SimpleQueue[list[int]] = SimpleQueue()
     for job in range(jobs):
         free.put(allowed[job * cpus_per_job : (job + 1) * cpus_per_job])
     planned = [case for _ in range(repeats) for case in cases]
-    done: list[Answer] = []
+    done: list[CaseResult] = []
 
     def run(case: Case) -> None:
         cpus = free.get()
         try:
-            answer = _run_pinned(case, model, cpus)
+            result = _run_pinned(case, model, cpus)
         finally:
             free.put(cpus)
-        done.append(answer)
-        mark = "right" if answer.right else "WRONG"
-        tell(len(done), len(planned), case.name, f"{answer.said}, {mark}, {answer.seconds:.0f} s")
+        done.append(result)
+        mark = "right" if result.right else "WRONG"
+        tell(len(done), len(planned), case.name, f"{result.answer}, {mark}, {result.seconds:.0f} s")
 
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(run, planned))
     return done
 
 
-def _run_pinned(case: Case, model: str | None, cpus: list[int]) -> Answer:
+def _run_pinned(case: Case, model: str | None, cpus: list[int]) -> CaseResult:
     command = [sys.executable, "-m", __spec__.name, case.name, *([model] if model else [])]
     started = perf_counter()
     process = subprocess.Popen(
@@ -120,24 +122,24 @@ def _run_pinned(case: Case, model: str | None, cpus: list[int]) -> Answer:
     try:
         verdict = json.loads(out)
     except ValueError:
-        return Answer(case, FAILED, {"error": err.decode()[-2000:]}, perf_counter() - started)
-    return Answer(case, _said(verdict), verdict, perf_counter() - started)
+        return CaseResult(case, FAILED, {"error": err.decode()[-2000:]}, perf_counter() - started)
+    return CaseResult(case, _answer(verdict), verdict, perf_counter() - started)
 
 
-def _said(verdict: dict[str, Any]) -> str:
+def _answer(verdict: dict[str, Any]) -> str:
     if verdict["verdict"] in (HEALTHY, NOT_ENOUGH) or not verdict["causes"]:
         return str(verdict["verdict"])
     return str(verdict["causes"][0]["cause"])
 
 
-def result_json(answers: Sequence[Answer]) -> dict[str, Any]:
+def result_json(answers: Sequence[CaseResult]) -> dict[str, Any]:
     matrix: dict[str, Counter[str]] = {}
-    cases: dict[str, list[Answer]] = {}
+    cases: dict[str, list[CaseResult]] = {}
     for one in answers:
-        matrix.setdefault(one.case.expected or HEALTHY, Counter())[one.said] += 1
+        matrix.setdefault(one.case.expected or HEALTHY, Counter())[one.answer] += 1
         cases.setdefault(one.case.name, []).append(one)
     controls = [one for one in answers if not one.case.expected]
-    false_alarms = sum(one.said not in (HEALTHY, NOT_ENOUGH, FAILED) for one in controls)
+    false_alarms = sum(one.answer not in (HEALTHY, NOT_ENOUGH, FAILED) for one in controls)
     right = sum(one.right for one in answers)
     accuracy = right / len(answers) if answers else 0.0
     return {
@@ -148,21 +150,21 @@ def result_json(answers: Sequence[Answer]) -> dict[str, Any]:
         "controls": len(controls),
         "false_alarms": false_alarms,
         "passed": accuracy >= 0.9 and not false_alarms,
-        "said": sorted({one.said for one in answers} | set(matrix)),
+        "said": sorted({one.answer for one in answers} | set(matrix)),
         "matrix": {name: dict(counts) for name, counts in sorted(matrix.items())},
         "cases": [
             {
                 "name": name,
                 "expected": runs[0].case.expected or HEALTHY,
-                "what": runs[0].case.what,
+                "what": runs[0].case.description,
                 "runs": len(runs),
                 "right": sum(one.right for one in runs),
-                "wrong": dict(Counter(one.said for one in runs if not one.right)),
+                "wrong": dict(Counter(one.answer for one in runs if not one.right)),
             }
             for name, runs in cases.items()
         ],
         "answers": [
-            {"case": one.case.name, "said": one.said, "case_s": one.seconds} | one.verdict
+            {"case": one.case.name, "said": one.answer, "case_s": one.seconds} | one.verdict
             for one in answers
         ],
         "environment": environment(),
@@ -173,7 +175,7 @@ def result_json(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 async def run_case(case: Case, model: str | None, watch_s: float | None = None) -> dict[str, Any]:
-    """The verdict of a doctor who sees nothing but the address."""
+    """Return the verdict of `twostroke doctor`, which knows only the server's address."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         port = _free_port()
@@ -197,48 +199,46 @@ async def run_case(case: Case, model: str | None, watch_s: float | None = None) 
 
 
 async def _doctor(url: str, watch_s: float) -> dict[str, Any]:
-    words = ("doctor", url, "--for", f"{watch_s:g}", "--wait", "60", "--json")
+    command = ("doctor", url, "--for", f"{watch_s:g}", "--wait", "60", "--json")
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
         "twostroke",
-        *words,
+        *command,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
     out, err = await process.communicate()
     try:
-        found: dict[str, Any] = json.loads(out)
+        verdict: dict[str, Any] = json.loads(out)
     except ValueError:
         raise ServerError(f"the doctor failed: {err.decode()[-1000:]}") from None
-    return found
+    return verdict
 
 
 @asynccontextmanager
 async def _server(
     case: Case, model: str | None, port: int, folder: Path
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    words = ["serve", *([model] if model else []), "--port", str(port), *case.serve]
+    command = ["serve", *([model] if model else []), "--port", str(port), *case.serve]
     if case.template:
         path = folder / "template.jinja"
         path.write_text(case.template, encoding="utf-8")
-        words += ["--chat-template", str(path)]
-    start = (
-        ["twostroke.measure.doctor.faulty_server", *case.faults] if case.faults else ["twostroke"]
-    )
+        command += ["--chat-template", str(path)]
+    start = ["bench.doctor_exam.faulty_server", *case.faults] if case.faults else ["twostroke"]
     with (folder / "log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", *start, *words, stdout=log, stderr=log
+            sys.executable, "-m", *start, *command, stdout=log, stderr=log
         )
     try:
         yield process
     except ServerError as error:
-        said = (folder / "log").read_text(errors="replace").strip()[-500:]
-        raise ServerError(f"{error}\n{said}") from None
+        log_end = (folder / "log").read_text(errors="replace").strip()[-500:]
+        raise ServerError(f"{error}\n{log_end}") from None
     finally:
         with suppress(ProcessLookupError):
             process.terminate()
-            process.send_signal(signal.SIGTERM)  # the second one: do not wait for answers
+            process.send_signal(signal.SIGTERM)  # a second SIGTERM ends open requests, too
         try:
             await asyncio.wait_for(process.wait(), 10.0)
         except TimeoutError:
@@ -253,7 +253,7 @@ async def _ready(url: str, server: asyncio.subprocess.Process) -> None:
     try:
         while perf_counter() < end:
             if server.returncode is not None:
-                raise ServerError(f"the server ended with {server.returncode} while it started")
+                raise ServerError(f"the server exited with {server.returncode} while it started")
             try:
                 await connections.fetch("/health", timeout_s=5.0)
                 return
@@ -271,7 +271,7 @@ def _free_port() -> int:
 
 
 def _kill_engine(server_pid: int) -> None:
-    """End the engine's process, the server's child, as the kernel would for want of memory."""
+    """Kill the engine process, a child of the server, as the kernel's OOM killer would."""
     children = Path(f"/proc/{server_pid}/task/{server_pid}/children").read_text().split()
     for child in children:
         with suppress(OSError):
@@ -282,15 +282,15 @@ def _kill_engine(server_pid: int) -> None:
 # ── load ────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def _load(loads: Sequence[Load], url: str) -> None:
+async def _load(loads: Sequence[UserLoad], url: str) -> None:
     async with asyncio.TaskGroup() as tasks:
         for load in loads:
             for number in range(load.users):
                 tasks.create_task(_user(load, number, url))
 
 
-async def _user(load: Load, number: int, url: str) -> None:
-    """Sends the next request when the last is answered, for as long as the case lasts."""
+async def _user(load: UserLoad, number: int, url: str) -> None:
+    """Send one request after the other until the task is cancelled."""
     connections = Connections(Endpoint(url))
     client = OpenAIClient(connections, None, CHAT if load.chat else COMPLETIONS)
     own = Prompts(number, secrets.token_hex(4), as_text=load.chat)
@@ -299,7 +299,7 @@ async def _user(load: Load, number: int, url: str) -> None:
         sent = 0
         while True:
             prompts = own
-            if load.prefix:  # the same for all users, or one of several in turn
+            if load.prefix:  # the shared prefixes in turn
                 prompts = Prompts(sent % load.prefixes, "shared", as_text=load.chat)
             name = 10_000 * number + sent
             prompt = prompts.unique(name, load.prompt, load.prefix)

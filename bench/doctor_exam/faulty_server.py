@@ -1,9 +1,10 @@
-"""`twostroke serve` with a fault in it, for the doctor's exam.
+"""`twostroke serve` with an injected fault, for the doctor's exam.
 
-    python -m twostroke.measure.doctor.faulty_server tokenizer_s=0.3 serve MODEL --port 8001
+    python -m bench.doctor_exam.faulty_server tokenizer_s=0.3 serve MODEL --port 8001
 
-Faults: `tokenizer_s`, so long every text takes to be tokenised; `plan_s`, so long the engine's host
-takes before each step, or `plan_every` so manieth. The server itself knows nothing of this.
+tokenizer_s   seconds that are added to the tokenisation of each text
+plan_s        seconds that the engine's host sleeps before a step
+plan_every    number of steps between two such sleeps; default 1
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from typing import Any
 from twostroke.config import EngineConfig
 
 FAULTS = ("tokenizer_s", "plan_s", "plan_every")
-VARIABLE = "TWOSTROKE_EXAM_"  # how the engine's process is told
+VARIABLE = "TWOSTROKE_EXAM_"  # environment variables that carry the faults to the engine
 
 
 def build(config: EngineConfig) -> Any:
-    """An engine whose host is slow: what `engine/process.py` calls."""
+    """Build an engine whose host is slow. `engine/process.py` calls this function."""
     from twostroke.engine.build import build_core_engine
 
     engine = build_core_engine(config)
@@ -46,7 +47,7 @@ def main(words: list[str]) -> None:
     while words and "=" in words[0]:
         name, _, value = words.pop(0).partition("=")
         if name not in FAULTS:
-            raise SystemExit(f"there is no fault {name!r}; there are {', '.join(FAULTS)}")
+            raise SystemExit(f"unknown fault {name!r}; choose one of {', '.join(FAULTS)}")
         os.environ[VARIABLE + name.upper()] = value
     if f"{VARIABLE}PLAN_S" in os.environ:
         from twostroke.engine import spawn

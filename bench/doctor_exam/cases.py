@@ -1,118 +1,120 @@
-"""What the doctor is examined on: 18 injected faults and 7 healthy controls."""
+"""The cases of the doctor's exam: 18 injected faults and 7 healthy controls."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 
-class Load(NamedTuple):
-    """Users who each send the next request when the last is answered. In tokens."""
+class UserLoad(NamedTuple):
+    """A closed-loop load: each user sends the next request after the last answer."""
 
     users: int
-    prompt: int
-    output: int
+    prompt: int  # tokens
+    output: int  # tokens
     pause_s: float = 0.0
     chat: bool = False
-    prefix: int = 0  # of the prompt's tokens, shared by all
-    prefixes: int = 1  # taken in turn
+    prefix: int = 0  # tokens at the start of each prompt that all users share
+    prefixes: int = 1  # number of different shared prefixes, taken in turn
     stagger_s: float = 0.2  # between the starts of two users
 
 
 class Case(NamedTuple):
+    """One server with its flags, its load, and a fault that the doctor should find."""
+
     name: str
-    expected: str  # the cause; "": healthy
-    what: str
-    serve: tuple[str, ...] = ()  # flags
-    loads: tuple[Load, ...] = ()
-    faults: tuple[str, ...] = ()  # of `faulty_server.py`
+    expected: str  # the cause; "" for a healthy control
+    description: str
+    serve: tuple[str, ...] = ()  # flags of `twostroke serve`
+    loads: tuple[UserLoad, ...] = ()
+    faults: tuple[str, ...] = ()  # arguments of `faulty_server.py`
     template: str = ""  # a chat template
-    link: tuple[str, float] | None = None  # of `slow_link.py`, between everybody and the server
-    cold: bool = False  # the doctor comes when the server is started
+    link: tuple[str, float] | None = None  # mode and seconds of `slow_link.py`
+    cold: bool = False  # the doctor starts together with the server
     kills_engine: bool = False
-    warm_s: float = 1.5  # of load, before the doctor comes
-    watch_s: float = 8.0  # how long the doctor looks
+    warm_s: float = 1.5  # seconds of load before the doctor starts
+    watch_s: float = 8.0  # seconds that the doctor watches
 
 
-# Renders as ChatML does, and counts to some millions before.
+# Renders ChatML after a loop of some millions of iterations.
 SLOW_TEMPLATE = (
     "{%- for m in range(COUNT) -%}{%- for n in range(99999) -%}{%- endfor -%}{%- endfor -%}"
     "{%- for message in messages -%}<|im_start|>{{ message.role }}\n{{ message.content }}"
     "<|im_end|>\n{%- endfor -%}<|im_start|>assistant\n"
 )
-CHATS = Load(2, 40, 24, chat=True, pause_s=0.1)
-LIGHT = Load(1, 40, 16, pause_s=0.4, chat=True)
+CHATS = UserLoad(2, 40, 24, chat=True, pause_s=0.1)
+LIGHT = UserLoad(1, 40, 16, pause_s=0.4, chat=True)
 THROUGHPUT = ("--performance-mode", "throughput")
 
 _FAULTS = (
     Case(
         "queue-long-prompts",
         "queueing_behind_prefills",
-        "short requests beside somebody who sends prompts of 1,500 tokens all the time",
+        "short requests beside one user who keeps sending prompts of 1,500 tokens",
         (),
-        (Load(1, 1500, 2), Load(3, 32, 4, pause_s=0.05)),
+        (UserLoad(1, 1500, 2), UserLoad(3, 32, 4, pause_s=0.05)),
     ),
     Case(
         "queue-prompt-bursts",
         "queueing_behind_prefills",
         "short requests beside bursts of three prompts of 800 tokens",
         (),
-        (Load(3, 800, 2, pause_s=0.2, stagger_s=0.0), Load(3, 32, 4, pause_s=0.05)),
+        (UserLoad(3, 800, 2, pause_s=0.2, stagger_s=0.0), UserLoad(3, 32, 4, pause_s=0.05)),
     ),
     Case(
         "starved-by-budget",
         "prefill_starves_decode",
-        "streams beside prompts of 1,500 tokens, with nothing that bounds a step",
+        "streams beside prompts of 1,500 tokens, without a bound on the step time",
         ("--max-decode-stall", "0", "--max-num-batched-tokens", "4096"),
-        (Load(3, 32, 200), Load(1, 1500, 2, pause_s=0.5)),
+        (UserLoad(3, 32, 200), UserLoad(1, 1500, 2, pause_s=0.5)),
     ),
     Case(
         "starved-unchunked",
         "prefill_starves_decode",
         "streams beside prompts of 1,200 tokens that are computed in one piece",
         (*THROUGHPUT, "--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192"),
-        (Load(2, 32, 200), Load(1, 1200, 2, pause_s=0.4)),
+        (UserLoad(2, 32, 200), UserLoad(1, 1200, 2, pause_s=0.4)),
     ),
     Case(
         "one-seat",
         "batch_too_small",
         "six users and --max-num-seqs 1",
         ("--max-num-seqs", "1"),
-        (Load(6, 32, 48),),
+        (UserLoad(6, 32, 48),),
     ),
     Case(
         "two-seats",
         "batch_too_small",
         "eight users and --max-num-seqs 2",
         ("--max-num-seqs", "2"),
-        (Load(8, 24, 64),),
+        (UserLoad(8, 24, 64),),
     ),
     Case(
         "small-cache-queue",
         "kv_pressure",
-        "six users, and a KV cache in which two of them find room",
+        "six users, and a KV cache that holds two of them",
         ("--num-gpu-blocks-override", "24", "--max-model-len", "380"),
-        (Load(6, 60, 100),),
+        (UserLoad(6, 60, 100),),
     ),
     Case(
         "small-cache-preemption",
         "kv_pressure",
         "six users whose answers grow beyond what the KV cache holds",
         ("--num-gpu-blocks-override", "80", "--max-model-len", "1024"),
-        (Load(6, 24, 400, stagger_s=0.0),),
+        (UserLoad(6, 24, 400, stagger_s=0.0),),
     ),
     Case(
         "no-prefix-caching",
         "no_prefix_reuse",
         "two users with the same system prompt of 1,024 tokens, and no prefix caching",
         ("--no-enable-prefix-caching",),
-        (Load(2, 1060, 8, prefix=1024),),
+        (UserLoad(2, 1060, 8, prefix=1024),),
     ),
     Case(
         "prefixes-evicted",
         "no_prefix_reuse",
         "two system prompts in turn, and a KV cache that holds one of them",
         ("--num-gpu-blocks-override", "90", "--max-model-len", "1400"),
-        (Load(1, 1060, 8, prefix=1024, prefixes=2),),
+        (UserLoad(1, 1060, 8, prefix=1024, prefixes=2),),
         watch_s=14.0,
     ),
     Case(
@@ -139,14 +141,14 @@ _FAULTS = (
     Case(
         "buffering-proxy",
         "client_or_network",
-        "a proxy that collects an answer before it passes it on",
+        "a proxy that buffers an answer before it passes the answer on",
         loads=(LIGHT,),
         link=("buffering", 0.5),
     ),
     Case(
         "starting",
         "cold_start",
-        "the doctor and two users come while the server starts",
+        "the doctor and two users connect while the server starts",
         loads=(CHATS,),
         cold=True,
     ),
@@ -161,24 +163,24 @@ _FAULTS = (
         "slow-host",
         "host_bound_decode",
         "the host takes 25 ms before each step",
-        loads=(Load(2, 32, 64),),
+        loads=(UserLoad(2, 32, 64),),
         faults=("plan_s=0.025",),
     ),
     Case(
         "stuttering-host",
         "host_bound_decode",
-        "the host stands still for 150 ms before every fifth step",
-        loads=(Load(2, 32, 64),),
+        "the host pauses for 150 ms before every fifth step",
+        loads=(UserLoad(2, 32, 64),),
         faults=("plan_s=0.15", "plan_every=5"),
     ),
 )
 
 _CONTROLS = (
-    Case("idle", "", "nobody but the doctor"),
+    Case("idle", "", "no users"),
     Case("light", "", "one user who chats", loads=(LIGHT,)),
-    Case("batch", "", "eight users with answers of 64 tokens", loads=(Load(8, 24, 64),)),
-    Case("long-answers", "", "one user with answers of 400 tokens", loads=(Load(1, 32, 400),)),
-    Case("long-prompts", "", "one user with prompts of 800 tokens", loads=(Load(1, 800, 24),)),
+    Case("batch", "", "eight users with answers of 64 tokens", loads=(UserLoad(8, 24, 64),)),
+    Case("long-answers", "", "one user with answers of 400 tokens", loads=(UserLoad(1, 32, 400),)),
+    Case("long-prompts", "", "one user with prompts of 800 tokens", loads=(UserLoad(1, 800, 24),)),
     Case(
         "reserved-memory",
         "",
@@ -189,9 +191,9 @@ _CONTROLS = (
     Case(
         "shared-prefix",
         "",
-        "two users with the same system prompt of 512 tokens, which is kept",
-        loads=(Load(2, 540, 24, prefix=512),),
-        warm_s=6.0,  # until it has been computed once
+        "two users with the same system prompt of 512 tokens, which stays cached",
+        loads=(UserLoad(2, 540, 24, prefix=512),),
+        warm_s=6.0,  # long enough to compute the prefix once
     ),
 )
 

@@ -1,8 +1,7 @@
-"""The doctor as a command: against real servers over real sockets, and its own exam."""
+"""`twostroke doctor` against real servers over real sockets."""
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import http.client
 import json
@@ -18,11 +17,6 @@ from tests.measure.paced_server import paced_server
 from tests.server.test_load import Server, served
 from tests.tiny import tiny_folder
 from twostroke.cli import main
-from twostroke.errors import ConfigError
-from twostroke.measure.doctor.exam import Answer, find_cases, result_json, run_case
-from twostroke.measure.doctor.exam_cases import CASES
-from twostroke.measure.doctor.faulty_server import main as faulty
-from twostroke.measure.doctor.slow_link import slow_link
 
 TRIES = 5
 
@@ -163,74 +157,6 @@ def test_mistakes_are_answered_with_what_to_do(capsys: pytest.CaptureFixture[str
     assert "start a server there" in capsys.readouterr().err
     assert main(["doctor", "http://127.0.0.1:9", "--for", "1"]) == 1
     assert "2 to 600 seconds" in capsys.readouterr().err
-    assert main(["doctor", "http://127.0.0.1:9", "--cases", "light"]) == 1
-    assert main(["doctor", "exam", "--cases", "ligt"]) == 1
-    assert "did you mean 'light'" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
         main(["doctor", "--for", "soon"])
     assert ended.value.code == 2
-
-
-# ── the exam ────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_there_are_enough_faults_and_controls() -> None:
-    faults = [case for case in CASES.values() if case.expected]
-    assert len(faults) >= 12
-    assert len(CASES) - len(faults) >= 6
-    with pytest.raises(ConfigError, match="no case"):
-        find_cases("light,nothing")
-
-
-@pytest.mark.full
-@on_a_free_machine
-def test_a_case_of_the_exam_is_run_blind_and_found(folder: Path) -> None:
-    """A real server with a fault injected, a real load, the doctor as a process of its own."""
-    found = asyncio.run(run_case(CASES["slow-tokenizer"], str(folder), watch_s=4.0))
-    assert found["causes"][0]["cause"] == "tokenizer_or_template"
-    assert found["verdict"] == "slow_to_start"
-
-
-def test_an_exam_counts_what_was_right_and_false_alarms() -> None:
-    said = {"one-seat": "batch_too_small", "light": "healthy", "idle": "kv_pressure"}
-    answers = [Answer(CASES[name], one, {}, 1.0) for name, one in said.items()]
-    found = result_json(answers)
-    assert (found["right"], found["runs"], found["false_alarms"]) == (2, 3, 1)
-    assert not found["passed"]
-    assert found["matrix"]["healthy"] == {"healthy": 1, "kv_pressure": 1}
-    assert result_json(answers[:2])["passed"]
-
-
-def test_a_fault_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(SystemExit, match="there is no fault 'clock_s'"):
-        faulty(["clock_s=1", "serve"])
-
-
-@pytest.mark.parametrize("kind", ["far", "buffering"])
-def test_a_slow_link_delays_or_collects(kind: str) -> None:
-    async def run() -> tuple[float, list[bytes]]:
-        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.read(100)
-            for word in (b"one", b"two"):
-                writer.write(word)
-                await asyncio.sleep(0.05)
-            await reader.read(100)
-            writer.close()
-
-        real = await asyncio.start_server(answer, "127.0.0.1", 0)
-        loop, pieces = asyncio.get_running_loop(), []
-        async with real, slow_link(real.sockets[0].getsockname()[1], kind, 0.3) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            begun = loop.time()
-            writer.write(b"hello")
-            while sum(map(len, pieces)) < 6:
-                pieces.append(await reader.read(100))
-            took = loop.time() - begun
-            writer.close()
-        return took, pieces
-
-    took, pieces = asyncio.run(run())
-    assert b"".join(pieces) == b"onetwo"
-    assert took >= (0.6 if kind == "far" else 0.3)
-    if kind == "buffering":
-        assert pieces == [b"onetwo"]
