@@ -90,9 +90,9 @@ def static_entries(tree: Path) -> Entries:
         found["pdl_lines"] += [f"{name}:{n}" for n in lines]
         found["pdl_files"] += [name] if lines else []
         module = ast.parse(text)
-        for node in module.body:
-            if isinstance(node, ast.ClassDef):
-                class_names[node.name].append(name)
+        for statement in module.body:
+            if isinstance(statement, ast.ClassDef):
+                class_names[statement.name].append(name)
         for node in outside_kernels(module):
             if isinstance(node, FUNCTIONS):
                 parameters.append((num_parameters(node), f"{name}:{node.lineno} {node.name}"))
