@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from twostroke.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from twostroke.engine.build import build_engine
-from twostroke.engine.client import SyncClient
+from twostroke.engine.in_process import SyncClient
 from twostroke.engine.input_processor import Message, Prompt
 from twostroke.errors import EngineError, RequestError
 from twostroke.kv.cache import KVUsage
 from twostroke.llm_tokenizer import LLMTokenizer
-from twostroke.observe.progress import PhaseProgress
+from twostroke.observe.progress_bar import PhaseProgress
 from twostroke.observe.totals import Totals
 from twostroke.outputs import Deltas, RequestOutput
 from twostroke.request import SamplingParams

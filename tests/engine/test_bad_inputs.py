@@ -1,7 +1,7 @@
 """Every bad input is refused in words: what was wrong, what was expected, what to do.
 
 Through the front door only. That a disk may fill up while a model is fetched is in
-`tests/model/test_hub.py`, next to the rest of the fetching.
+`tests/model/find/test_hub.py`, next to the rest of the fetching.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.model.gguf_files import write_model
+from tests.model.gguf.gguf_files import write_model
 from tests.tiny import EOS_ID, MAX_LEN, VOCAB_SIZE, tiny_folder, tiny_llm, write_json
 from twostroke import LLM, SamplingParams
 from twostroke.errors import ConfigError, ModelError, RequestError

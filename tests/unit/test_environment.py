@@ -14,7 +14,6 @@ FOR_OTHER_PROGRAMS = {
     "child_process.py": "a child process inherits the environment",
     "commands/serve_settings.py": "huggingface_hub reads HF_TOKEN, HF_HUB_CACHE and HF_HUB_OFFLINE",
     "exec/nccl_log.py": "NCCL reads NCCL_DEBUG and NCCL_DEBUG_FILE",
-    "measure/doctor/faulty_server.py": "the exam tells its server which faults to inject",
     "kv/nixl.py": "NIXL reads NIXL_LOG_LEVEL",
     "model/find/packaged.py": "pip inherits the environment, with a TMPDIR of its own",
     "sandbox.py": "a sandboxed process inherits a few variables",

@@ -104,7 +104,7 @@ def run_request(
     """Run one request alone. `write` gets the text of each step. If `interrupted` returns True, the
     answer ends with the finish reason "abort". `start_s`: the time of the request.
     """
-    from twostroke.engine.client import SyncClient
+    from twostroke.engine.in_process import SyncClient
 
     client, records = SyncClient(engine), engine.core.records
     first_step = records.steps[-1].step + 1 if records.steps else 0

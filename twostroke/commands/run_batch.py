@@ -112,7 +112,7 @@ async def _answer(
     listener: socket.socket | None,
     max_inflight: int | None,
 ) -> Counts:
-    from twostroke.engine.client import AsyncEngine
+    from twostroke.engine.in_process import AsyncEngine
     from twostroke.serve.app import App
     from twostroke.serve.batch_file import answer_file
     from twostroke.serve.http.listening_socket import url_of

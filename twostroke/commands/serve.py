@@ -20,8 +20,8 @@ from twostroke.commands.terminal import columns, unbreakable, wrapped
 
 if TYPE_CHECKING:
     from twostroke.engine.remote import RemoteEngine
-    from twostroke.route.client import RoutedEngine
     from twostroke.route.on_ray import RayCluster
+    from twostroke.route.routed_engine import RoutedEngine
 
 DESCRIPTION = (
     "Serve a model over HTTP with OpenAI's API. The options have the names of `vllm serve`; an "
@@ -72,7 +72,7 @@ def execute(args: argparse.Namespace) -> int:
             ) as client:
                 yield client
             return
-        from twostroke.route.client import RoutedEngine
+        from twostroke.route.routed_engine import RoutedEngine
 
         settings_of_start = DEFAULT_BUILDER, spawned, *limits, cluster
         async with await RoutedEngine.start(engines, *settings_of_start) as router:

@@ -16,7 +16,7 @@ from twostroke.commands.parser import Parser
 from twostroke.commands.serve_flags import normalize_options
 from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
-from twostroke.route.pools import PoolSettings
+from twostroke.route.pool_settings import PoolSettings
 from twostroke.serve.settings import ServeSettings
 
 ALL_INTERFACES = "0.0.0.0"

@@ -346,8 +346,7 @@ class _RopeTheta(ForeignOption):
 
 
 class _Inverse(ForeignOption):
-    """The opposite of a switch that begins with enable or disable. vLLM accepts the opposite
-    too."""
+    """The opposite of a switch that begins with enable or disable, as in vLLM."""
 
     def apply(self, parser: Parser, args: argparse.Namespace, flag: str, value: str) -> None:
         negated = f"--no-{_opposite(flag)[2:]}"

@@ -115,7 +115,7 @@ class Engine:
             family=self.spec.family,
             num_parameters=self.spec.num_parameters(),
             file_format=self.file_format,
-            kv_layout=self.core.scheduler.kv_layout,
+            kv_layout=self.core.scheduler.offers.layout,
             figures=model_figures(self.spec, self.core.cost),
             **self._ceilings()._asdict(),
         )
