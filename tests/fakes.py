@@ -1,8 +1,8 @@
-"""A model made of hashes: it computes nothing, and notices every wrong block, row or position.
+"""A fake model made of hashes, which notices every wrong block, row or position.
 
-The fake KV pool remembers, for each slot, the whole prefix it was computed from. A query checks
-that every position it can see holds exactly its own prefix. The next token is a function of the
-prefix, so that what a request writes can be known in advance (`expected_tokens`).
+The fake KV pool stores, for each slot, a hash of the prefix that it was computed from. A query
+checks that every visible position has the hash of its own prefix. The next token is a function of
+the prefix, so that the output of a request is known in advance (`expected_tokens`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from twostroke.kv.cache import GroupLimits
 from twostroke.plan import NewRow, StepPlan, StepResult
 from twostroke.request import EngineRequest, SamplingParams
 
-Named = dict[tuple[int, int], set[str]]  # (group, block) → the requests that a step names it for
+NamedBlocks = dict[tuple[int, int], set[str]]  # (group, block) → the requests of a step that use it
 VOCAB = 7  # few tokens: prefixes of different requests coincide often
 EOS = 0
 
 
 def groups(num_blocks: int, *windows: int | None) -> tuple[GroupLimits, ...]:
-    """A group for each window, all with so many blocks; without any, one that keeps everything."""
+    """Return a KV group for each window; without windows, one group that keeps all positions."""
     return tuple(GroupLimits(num_blocks, window) for window in windows or (None,))
 
 
@@ -34,18 +34,18 @@ def next_token(prefix: int, seed: int) -> int:
     return hash((prefix, seed, "next")) % (VOCAB * 5) % VOCAB if seed else prefix % VOCAB
 
 
-def expected_tokens(given: EngineRequest, max_model_len: int) -> list[int]:
-    """What the fake model writes for a request, run alone and in one piece."""
+def expected_tokens(request: EngineRequest, max_model_len: int) -> list[int]:
+    """Return the output of the fake model for a request that runs alone, without chunks."""
     prefix = 0
-    for token in given.prompt_token_ids:
+    for token in request.prompt_token_ids:
         prefix = extend(prefix, token)
-    room = max_model_len - len(given.prompt_token_ids)
-    limit = min(given.params.max_tokens or room, room)
+    room = max_model_len - len(request.prompt_token_ids)
+    limit = min(request.params.max_tokens or room, room)
     written: list[int] = []
     while len(written) < limit:
-        token = next_token(prefix, given.seed)
+        token = next_token(prefix, request.seed)
         written.append(token)
-        if token in given.stop_ids and len(written) >= given.params.min_tokens:
+        if token in request.stop_ids and len(written) >= request.params.min_tokens:
             break
         prefix = extend(prefix, token)
     return written
@@ -57,7 +57,7 @@ class Row:
     prefixes: list[int]  # prefixes[n]: of tokens[: n + 1]
     new: NewRow
     tables: list[list[int]] = field(default_factory=list)
-    # Which stretch of positions each entry of the (one) table holds, and the next to come.
+    # The stretch of positions of each entry of the table, and the number of the next stretch.
     stretches: list[int] = field(default_factory=list)
     num_stretches: int = 0
 
@@ -75,14 +75,14 @@ class FakeExecutor:
         windows: Sequence[int | None] = (None,),
         budget_blocks: int | None = None,
     ) -> None:
-        """`budget_blocks`: of a sequence that writes, where blocks are evicted."""
+        """`budget_blocks`: the most blocks of a decoding request, with eviction."""
         self.budget_blocks = budget_blocks
         self.block_size = block_size
         self.windows = windows
         self.rows: dict[int, Row] = {}
         self.slots: dict[tuple[int, int, int], int] = {}  # (group, block, offset) → prefix
-        self.uncommitted: deque[Named] = deque()  # by each step
-        self.skew = 0  # a negative control sets this: positions off by so many
+        self.uncommitted: deque[NamedBlocks] = deque()  # one entry for each step
+        self.skew = 0  # an error of positions, for a negative control
 
     def run(self, plan: StepPlan) -> StepResult:
         for drop in plan.dropped:
@@ -109,7 +109,7 @@ class FakeExecutor:
         spans = [(slot.row, slot.position, 1) for slot in plan.decode]
         spans += [(chunk.row, chunk.start, chunk.size) for chunk in plan.prefill]
         assert len({row for row, _, _ in spans}) == len(spans), "a row is planned twice"
-        named: Named = {}
+        named: NamedBlocks = {}
         for row, start, size in spans:  # a layer stores everything before it attends
             self._store(self.rows[row], start + self.skew, size, named)
         for row, start, size in spans:
@@ -129,7 +129,7 @@ class FakeExecutor:
     def committed(self) -> None:
         self.uncommitted.popleft()
 
-    def _store(self, row: Row, start: int, size: int, named: Named) -> None:
+    def _store(self, row: Row, start: int, size: int, named: NamedBlocks) -> None:
         for position in range(start, start + size):
             for group, table in enumerate(row.tables):
                 number, offset = divmod(position, self.block_size)
@@ -142,8 +142,8 @@ class FakeExecutor:
                 named.setdefault((group, block), set()).add(row.new.request_id)
 
     def visible(self, row: Row, query: int) -> list[int]:
-        """The definition: which stretches a query sees, if each token is computed when it is
-        written and the oldest stretch after the first goes when there are too many."""
+        """Return the stretches that a query sees by definition: each token is computed when it is
+        generated, and the oldest stretch after the first is evicted beyond the budget."""
         size, prompt = self.block_size, row.new.num_prompt
         if self.budget_blocks is None or query < prompt:
             return list(range(query // size + 1))
@@ -154,7 +154,7 @@ class FakeExecutor:
             seen += [position // size] * grows
         return seen
 
-    def _attend(self, row: Row, start: int, size: int, named: Named) -> None:
+    def _attend(self, row: Row, start: int, size: int, named: NamedBlocks) -> None:
         for query in {start, start + size - 1}:
             for group, (table, window) in enumerate(zip(row.tables, self.windows, strict=True)):
                 first = 0 if window is None else max(0, query - window + 1)
@@ -189,7 +189,7 @@ def fake_request(
 
 
 def random_prompt(rng: random.Random, longest: int) -> list[int]:
-    """Prompts that often begin alike."""
+    """Return a random prompt. Many prompts share a prefix."""
     size = rng.randint(1, max(1, longest))
     if rng.random() < 0.5:
         return [(n * n) % VOCAB for n in range(size)]

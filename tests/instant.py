@@ -1,8 +1,8 @@
-"""A model that computes nothing: what it writes follows from the prompt and the position alone.
+"""A fake model whose output depends only on the prompt and the position.
 
-A real scheduler and a real core over an executor that answers at once, so that what a server or a
-benchmark measures is everything but the model. `STEP_DELAY` (seconds, in the environment) slows
-every step down.
+The scheduler and the engine core are real, and the executor answers at once. So a server or a
+benchmark measures everything except the model. The environment variable `STEP_DELAY` adds a delay
+in seconds to every step.
 
     await RemoteEngine.start(EngineConfig(model=…), builder="tests.instant:build_instant")
 """
@@ -38,13 +38,13 @@ def prompt_hash(prompt: Sequence[int]) -> int:
 
 
 def expected_tokens(prompt: Sequence[int], count: int, written: Sequence[int]) -> list[int]:
-    """What is written after a prompt; `written` are the ids of `printable_ids`."""
+    """Return the output for a prompt; `written` are the ids of `printable_ids`."""
     start, seed = len(prompt), prompt_hash(prompt)
     return [written[(n * 31 + seed) % len(written)] for n in range(start, start + count)]
 
 
 def printable_ids(config: EngineConfig) -> list[int]:
-    """The tokens of the model's vocabulary that are plain text; they end nothing."""
+    """Return the tokens of the vocabulary that are printable text and no stop tokens."""
     text = replace(config, skip_tokenizer_init=False)
     tokenizer = open_tokenizer(text, find_model(config))
     assert tokenizer is not None
@@ -113,7 +113,7 @@ class InstantExecutor:
         return Done(StepResult(tokens, logprobs, prompts, self._delay_s))
 
     def _logprobs(self, token: int, count: int) -> TokenLogprobs:
-        """The token itself and its neighbours, each less likely by one."""
+        """Return log-probabilities of the token and its neighbours, each lower by 1."""
         at = self._written.index(token) if token in self._written else 0
         others = [self._written[(at + n) % len(self._written)] for n in range(1, count)]
         best = ([token] if count else []) + others

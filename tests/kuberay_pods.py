@@ -1,5 +1,5 @@
-"""`python -m tests.kuberay_pods deploy/kubernetes/ray.yaml`: the manifest with each pod template of
-its RayCluster as a Pod, for tools that have Kubernetes' own schemas alone."""
+"""`python -m tests.kuberay_pods deploy/kubernetes/ray.yaml`: converts each pod template of the
+RayCluster to a Pod, for tools that have only the schemas of Kubernetes."""
 
 from __future__ import annotations
 

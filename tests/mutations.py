@@ -1,4 +1,4 @@
-"""Break the package on purpose, one defect at a time, and show that the tests notice.
+"""Inserts defects into the package, one at a time, and checks that the tests notice them.
 
     python -m tests.mutations [--tier core] [NAME …]
 

@@ -1,7 +1,7 @@
-"""Steps planned by hand on the torch executor: rows with given texts, blocks in no order.
+"""`Rig`: runs steps of fixed texts on the torch executor, with blocks in random order.
 
-What a step samples is forgotten, so that every backend continues the same text and every step can
-be compared, whichever token it would have written.
+Sampled tokens are discarded: every backend continues the same texts, so that the logits of every
+step can be compared.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Rig:
         kv_dtype: torch.dtype | None = None,
         record: Record | None = None,
     ) -> None:
-        """`record`: steps run in graphs that it makes."""
+        """`record`: records the graphs in which steps run."""
         self.decoder, self.texts = decoder, texts
         spec, device, max_rows = decoder.spec, decoder.device, len(texts)
         max_len = max(map(len, texts)) + 16
@@ -64,7 +64,7 @@ class Rig:
         return StepPlan(**(empty | {"step": 0} | what))  # type: ignore[arg-type]
 
     def step(self, decode: Sequence[Slot] = (), prefill: Sequence[Chunk] = ()) -> Tensor:
-        """The logits of the step's samples."""
+        """Run a step and return the logits of its samples."""
         tokens = sum(1 + slot.drafts for slot in decode)
         plan = self.plan(
             decode=tuple(decode),
@@ -79,9 +79,8 @@ class Rig:
         return logits
 
     def forced(self, prompts: Sequence[int], chunk: int) -> Iterator[tuple[list[int], Tensor]]:
-        """Prompts of these lengths in chunks of at most so many tokens beside the rows that decode
-        already; then every row to its text's end. For each step the rows that were sampled, and
-        their logits."""
+        """Prefill prompts of these lengths in chunks of at most `chunk` tokens, and decode every
+        row to the end of its text. Yield the sampled rows and their logits for each step."""
         done = [0] * len(self.texts)
         while any(at < len(text) for at, text in zip(done, self.texts, strict=True)):
             slots, chunks, left = [], [], chunk

@@ -1,4 +1,4 @@
-"""Rows on a device that take a plan at once, as a step's program would."""
+"""`put`: applies a plan to device rows, like the program of a step."""
 
 from __future__ import annotations
 

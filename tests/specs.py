@@ -1,4 +1,4 @@
-"""Model specs for tests: a dense model whose layers are alike, told by what is different in it."""
+"""Model specs for tests: a dense model with equal layers, and changes to it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ LAYER = {"pre_norm", "post_norm", "parallel", "two_norms"}
 
 
 def make_spec(**given: Any) -> ModelSpec:
-    """`windows`: one for each layer (None: all positions are visible). Everything else is a field
-    of `ModelSpec`, `LayerSpec`, `AttentionSpec` or `MLPSpec` (its bias: `mlp_bias`)."""
+    """Return a spec with changed fields of `ModelSpec`, `LayerSpec`, `AttentionSpec` or `MLPSpec`
+    (`mlp_bias` for its bias). `windows`: one for each layer; None: all positions are visible."""
     head_dim = given.get("head_dim", 16)
     heads = given.get("num_heads", 4), given.get("num_kv_heads", 2), head_dim
     layer = LayerSpec(AttentionSpec(*heads, RopeSpec(1e4, head_dim), head_dim**-0.5), MLPSpec(128))
@@ -25,7 +25,7 @@ def make_spec(**given: Any) -> ModelSpec:
 
 
 def changed(spec: ModelSpec, **given: Any) -> ModelSpec:
-    """The same with other values, in every layer."""
+    """Return a spec with other values, in every layer."""
     windows: Sequence[int | None] | None = given.pop("windows", None)
     if "head_dim" in given:
         given = {"scale": given["head_dim"] ** -0.5} | given

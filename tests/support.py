@@ -1,4 +1,4 @@
-"""What several test modules share."""
+"""Helpers of several test modules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from twostroke.model.find import hub
 
 @cache
 def default_model_path() -> Path:
-    """The default model's GGUF file, fetched on the first use on a machine."""
+    """Return the GGUF file of the default model, which is downloaded once."""
     return hub.resolve(None).path
 
 

@@ -1,5 +1,5 @@
-"""The package installs with its native kernels, fetching a compiler if there is none; where that
-fails, too, without them."""
+"""Installation with the native kernels. Without a compiler the build downloads one; if the download
+fails, the package installs without the kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ASK = "from twostroke.kernels import cpu; print(cpu.available())"
 
 
 def run(command: list[str | Path], **env: str) -> str:
-    """With this environment alone, away from the sources."""
+    """Run a command outside the sources, with only these environment variables."""
     found = subprocess.run(
         command,
         env=env,
@@ -36,20 +36,20 @@ def run(command: list[str | Path], **env: str) -> str:
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no compiler, so no kernels are expected")
 def test_this_installation_has_the_kernels() -> None:
-    """What failed to compile would else be left out, and what tests it skipped."""
+    """Without this test, kernels that do not compile would only skip their tests."""
     assert cpu.available()
     assert "portable" in cpu.module().isas()
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """What is installed: a copy, as a build leaves things beside its sources."""
+    """Copy the sources, because a build writes files beside them."""
     source = tmp_path / "source"
     for name in ("twostroke", "native"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE", ".gitignore"):
         shutil.copy(ROOT / name, source)
-    # One that somebody built by hand is not of this installation.
+    # A module that was built before does not belong to the installation.
     for built in (source / "twostroke").glob("_native*"):
         built.unlink()
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
@@ -59,7 +59,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def python(tmp_path: Path) -> Path:
-    """Of a fresh virtual environment."""
+    """Return the Python of a new virtual environment."""
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
     return tmp_path / "venv" / "bin" / "python"
 
@@ -71,7 +71,8 @@ def own_environment(**changes: str) -> dict[str, str]:
 
 
 def install(python: Path, source: Path, own: dict[str, str], *settings: str) -> tuple[str, Path]:
-    """What pip says, and the folder of the installed package. `settings`: of the build."""
+    """Install the package with settings of the build. Return pip's output and the package's
+    folder."""
     words = [word for setting in settings for word in ("-C", setting)]
     command = [python, "-m", "pip", "install", "--no-deps", "--verbose", *words, source]
     said = run(command, **own)
@@ -98,14 +99,14 @@ ZIG_IS_USED = pytest.mark.skipif(
 
 @pytest.fixture
 def without_compiler(python: Path, tmp_path: Path) -> dict[str, str]:
-    """The PATH has nothing but a shell and what CMake calls. 100 MB are fetched, once."""
+    """Only a shell and the tools of CMake are on PATH. The build downloads 100 MB, once."""
     path, wheels = tmp_path / "path", tmp_path / "wheels"
     path.mkdir()
     for name in ("sh", "uname"):
         if found := shutil.which(name):
             (path / name).symlink_to(found)
     own = own_environment(PATH=str(path))
-    # Of the requirement in the backend, so that a test fetches what an installation does.
+    # The version of the build backend, so that the test downloads the same file.
     (requirement,) = re.findall(r'^ZIG = "(.*)"$', (ROOT / "native/backend.py").read_text(), re.M)
     fetch = [python, "-m", "pip", "download", "--quiet", "--no-deps", "-d", wheels, requirement]
     if subprocess.run(fetch, env=own, cwd="/", check=False, capture_output=True).returncode != 0:
@@ -120,8 +121,8 @@ def without_compiler(python: Path, tmp_path: Path) -> dict[str, str]:
 def test_without_a_compiler_zig_is_fetched_and_compiles(
     source: Path, python: Path, without_compiler: dict[str, str]
 ) -> None:
-    """What includes Python's headers and what is for one instruction set. To link them zig would
-    compile its C++ library first, for minutes: that is in the long suite."""
+    """The sources with Python's headers and of one instruction set compile. The long suite also
+    links them, for which zig compiles its C++ library for minutes."""
     kernels = "kernels_neon" if "aarch64" in sysconfig.get_platform() else "kernels_avx512"
     objects = [f"CMakeFiles/_native.dir/src/{name}.cpp.o" for name in ("module", kernels)]
     targets = "build.targets=" + ";".join(objects)
@@ -135,7 +136,7 @@ def test_without_a_compiler_zig_is_fetched_and_compiles(
 
 @pytest.mark.long
 @pytest.mark.network
-@pytest.mark.timeout(1800)  # libc++ is compiled, too: a minute of two cores that are free
+@pytest.mark.timeout(1800)  # zig compiles libc++: a minute on two free cores
 @ZIG_IS_USED
 def test_without_a_compiler_the_kernels_are_built_with_zig(
     source: Path, python: Path, without_compiler: dict[str, str]
@@ -149,7 +150,7 @@ def test_without_a_compiler_the_kernels_are_built_with_zig(
     assert "twostroke" in listed
     assert "ziglang" not in listed
 
-    # They compute what those of this installation must compute.
+    # These kernels pass the tests of this installation's kernels.
     shutil.copy(module, source / "twostroke")
     shutil.copytree(ROOT / "tests", source / "tests")
     words = [

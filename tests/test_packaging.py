@@ -1,5 +1,4 @@
-"""What is shipped: the sdist's files, the README as PyPI shows it, and that what lies in deploy/
-starts the server with flags, routes and ports that there are."""
+"""The files of the sdist, the README on PyPI, and the flags, routes and ports in deploy/."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ def read(path: str) -> Any:
 
 
 def settings_of(words: list[str]) -> ServeSettings:
-    """As `twostroke` would read them; a flag that it does not have is refused."""
+    """Read words like `twostroke`, which refuses an unknown flag."""
     assert words[0] == "serve"
     found = reading.read(*words[1:])
     assert not found.problems

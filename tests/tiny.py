@@ -1,4 +1,4 @@
-"""A tiny random model folder: an `LLM` over it starts in a moment and writes varied nonsense."""
+"""A tiny model with random weights, which starts quickly and generates varied text."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def tiny_folder(path: Path, **config: Any) -> Path:
 
 
 def tiny_weights(config: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Large enough that the next token depends on all that came before; norms stay near one."""
+    """Return weights large enough that the next token depends on all previous tokens. Weights of
+    norms are near 1."""
     random = np.random.default_rng(0)
     weights, names, spec = {}, names_in_hf(config), spec_from_hf(config)
     for name, shape in spec.weight_shapes().items():
@@ -76,7 +77,8 @@ def tiny_weights(config: dict[str, Any]) -> dict[str, np.ndarray]:
 def merged(
     names: TensorNames, spec: ModelSpec, weights: dict[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Weights by their canonical names → as a file has them, some in one tensor."""
+    """Convert weights by canonical names to the tensors of a file, which may have several
+    weights."""
     inside: dict[str, list[tuple[Place, np.ndarray]]] = {}
     for name, place in names.places(spec).items():
         inside.setdefault(place.tensor, []).append((place, weights[name]))
@@ -114,7 +116,7 @@ def tokenizer_json() -> str:
 
 
 def tiny_llm(path: Path, **settings: Any) -> LLM:
-    """An `LLM` over `tiny_folder(path)`, with a cache of 4,096 tokens unless told otherwise."""
+    """Return an `LLM` of `tiny_folder(path)`, by default with a KV cache of 4,096 tokens."""
     if not (path / "config.json").exists():
         tiny_folder(path)
     if not settings.keys() & {"num_gpu_blocks_override", "kv_cache_memory_bytes"}:

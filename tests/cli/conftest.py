@@ -1,4 +1,4 @@
-"""The default model is in the cache before a command runs: no output has a line about its fetch."""
+"""Downloads the default model before the tests, so that no output has a line about the download."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Lines that people start vLLM and llama-server with, and which of their flags cannot be taken.
+"""Launch lines of vLLM and llama-server, with the flags that `serve` refuses.
 
-From recipes, documentation and public repositories, without variables and paths; a few have the
-name of a model that runs here instead of another of its family."""
+The lines come from recipes, documentation and public repositories, without variables and paths.
+Some lines name a supported model instead of another model of the same family."""
 
 from __future__ import annotations
 
-# (what follows `vllm serve`, the flags that are refused)
+# (the arguments of `vllm serve`, the refused flags)
 VLLM: list[tuple[str, str]] = [
     ("meta-llama/Llama-3.1-8B-Instruct", ""),
     ("meta-llama/Llama-3.1-8B-Instruct --disable-log-requests -tp 1", ""),
@@ -134,7 +134,7 @@ VLLM: list[tuple[str, str]] = [
     ),
 ]
 
-# (what follows `llama-server`, the flags that are refused)
+# (the arguments of `llama-server`, the refused flags)
 LLAMA: list[tuple[str, str]] = [
     ("-m model/Qwen2.5-3B-Instruct-Q4_K_M.gguf --port 8080 --ctx-size 4096", ""),
     ("-m Qwen3-4B-Instruct-2507-Q4_K_M.gguf -c 8192 -ngl 999 --no-webui --port 8099", ""),

@@ -1,9 +1,9 @@
-"""Launch lines that vLLM and llama.cpp publish, from their source archives.
+"""Launch lines that vLLM and llama.cpp publish in their source archives.
 
 python -m tests.cli.published_lines VLLM_FOLDER LLAMA_CPP_FOLDER
 
-prints how many lines `serve` takes, refuses for a reason that stands, and refuses wrongly, and
-writes those with an option that no line before had to `data/published_lines.txt`.
+counts the lines that `serve` accepts, refuses for a valid reason, and refuses wrongly. It writes
+each line with a new option to `data/published_lines.txt`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ START = re.compile(
     r"llama-server(?:\.exe)?|llama\.cpp:server[\w-]*)(?=\s)"
 )
 END = re.compile(r"^(\d?[&|>]|<$|;|then$)")
-# A placeholder, a shell's variable, a word of the sentence around it, a container's build, or
-# `--np`, which one page of llama.cpp has and llama-server itself refuses.
+# Words that show that a text is not a launch line: a placeholder, a shell variable, a word of
+# prose, a container build, or `--np`, a mistake on a page of llama.cpp.
 NO_LINE = re.compile(
     r"[$…()]|<(?!model|path|tag)|\.\.\.|^\s*$|^-ctx$|^--help|\.py$|SYCLxxx|"
     r"^-lc$|ocker(file|/)|^--np$"
 )
-# Options of ours of which a line may name a value that is not there: parsers, formats and modes
-# of families that do not run here, and formats of weights and of the KV cache.
+# Options whose values may belong to an unsupported family of models or format of weights.
 OF_OTHER_MODELS = {
     *("--tool-call-parser", "--reasoning-parser", "--tokenizer-mode"),
     *("--quantization", "--kv-cache-dtype", "--load-format"),
@@ -57,7 +56,7 @@ def lines_in(folder: Path) -> Iterator[Line]:
 
 
 def _words(rest: str) -> tuple[str, ...]:
-    """Return the words up to the command's end; none where they are no whole command."""
+    """Return the words of a complete command; none if the command is incomplete."""
     try:
         words = shlex.split(re.split(r"`|\s#\s|</", rest)[0])
     except ValueError:
@@ -75,9 +74,9 @@ def problems_of(words: tuple[str, ...]) -> list[str]:
     return [one for one in found if not re.match(r"--config .* cannot be read", one)]
 
 
-def stands(problem: str) -> bool:
-    """Whether a problem is one that the page about the server explains: an option that is not
-    built, or a value for another family of models."""
+def is_justified(problem: str) -> bool:
+    """Return whether a problem has a valid reason: an unsupported option, or a value for an
+    unsupported family of models."""
     flag = problem.split()[0].rstrip(":")
     return flag in OF_OTHER_MODELS or isinstance(
         OPTIONS.get(flag), RefusedOption | RestrictedOption
@@ -93,7 +92,7 @@ def main() -> None:
         problems = problems_of(line.words)
         if not problems:
             taken += 1
-        elif all(map(stands, problems)):
+        elif all(map(is_justified, problems)):
             refused += 1
         else:
             wrong.append((line, problems))
@@ -101,7 +100,7 @@ def main() -> None:
         if not options <= seen[line.server]:
             kept.append(line)
             seen[line.server] |= options
-    print(f"{len(found)} lines: {taken} taken, {refused} refused for a reason that stands")
+    print(f"{len(found)} lines: {taken} taken, {refused} refused for a valid reason")
     print(f"{len(wrong)} refused wrongly")
     for line, problems in wrong:
         print(f"  {shlex.join(line.words)}", *problems, sep="\n    ")

@@ -1,4 +1,4 @@
-"""A `serve` command line, read in this process as the command reads it."""
+"""`read`: reads a `serve` command line like the command, in the test's process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OPTIONS = SERVE._option_string_actions
 
 
 class Read(NamedTuple):
-    config: EngineConfig | None  # None: a problem was found
+    config: EngineConfig | None  # None: an error was found
     settings: ServeSettings | None
     problems: list[str]
     notice: str

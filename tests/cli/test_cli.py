@@ -1,4 +1,4 @@
-"""The command as people run it: in a process of its own, with the default model."""
+"""The command in its own process, with the default model."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_version_and_a_bare_call() -> None:
         (["run", "/no/where", "hi"], 1, "no such file or folder: /no/where"),
     ],
 )
-def test_what_cannot_work_is_said_in_a_line(arguments: list[str], status: int, says: str) -> None:
+def test_an_error_is_reported_in_one_line(arguments: list[str], status: int, says: str) -> None:
     done = twostroke(*arguments)
     assert done.returncode == status
     assert done.stdout == ""
@@ -276,7 +276,7 @@ def test_run_prints_the_answer_alone_on_stdout_and_the_phases_on_stderr() -> Non
 
 def test_json_is_one_object_whose_fields_add_up() -> None:
     options = ["--json", "--max-tokens", "6", "--kv-cache-dtype", "float32"]
-    # The model before the prompt, which is stdin's.
+    # The operand is the model; the prompt comes from stdin.
     done = twostroke("run", str(default_model_path()), *SMALL, *options, stdin="Say hello.\n")
     assert done.returncode == 0
     said = json.loads(done.stdout)
@@ -369,10 +369,10 @@ class Terminal:
         if self.pid == 0:
             os.environ["COLUMNS"] = str(columns)
             os.execv(sys.executable, command(*arguments))
-        self.seen = ""  # shown, and not waited for yet
+        self.seen = ""  # output after the last text that was waited for
 
     def wait_for(self, text: str, timeout_s: float = 60) -> str:
-        """All that was shown up to and with `text`."""
+        """Return the output up to and including `text`."""
         until = time.monotonic() + timeout_s
         while text not in self.seen:
             ready, _, _ = select.select([self._fd], [], [], until - time.monotonic())
@@ -389,7 +389,7 @@ class Terminal:
         os.write(self._fd, text.encode())
 
     def status(self) -> int:
-        """Its exit status, once it has ended."""
+        """Wait for the end, and return the exit status."""
         try:
             while shown := os.read(self._fd, 4096):
                 self.seen += shown.decode(errors="replace")
@@ -418,7 +418,7 @@ def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on() -> None:
     line = terminal.wait_for("tokens used")
     cached = re.search(r"\((\d+) of (\d+) cached\)", line)
     assert cached is not None
-    # The first turn had 37 tokens and what was written of its answer.
+    # The first turn had 37 tokens and the generated part of its answer.
     assert int(cached[2]) > 37 + int(written[1])
     assert int(cached[1]) > 37
     terminal.wait_for("> ")

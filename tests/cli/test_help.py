@@ -1,4 +1,4 @@
-"""Help by topic, `twostroke version`, lines of options as values, and suggestions that exist."""
+"""Help by topic, `twostroke version`, command lines as values, and suggestions of options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parents[2] / "twostroke"
 
 
 def help_of(capsys: pytest.CaptureFixture[str], *words: str) -> set[str]:
-    """The options that a help describes."""
+    """Return the options that a help describes."""
     with contextlib.suppress(SystemExit):
         main([*words])
     text = capsys.readouterr().out
@@ -89,6 +89,6 @@ def test_every_option_that_a_message_of_serve_names_exists() -> None:
         ("from twostroke import PoolingParams", "the engine only generates text"),
     ],
 )
-def test_an_import_of_what_is_not_there_says_what_is(line: str, says: str) -> None:
+def test_an_import_of_a_missing_name_explains_what_to_use(line: str, says: str) -> None:
     with pytest.raises(ImportError, match=re.escape(says)):
         exec(line)

@@ -1,4 +1,4 @@
-"""Launch lines of vLLM and llama-server, and every option they have: taken, or refused by name."""
+"""Launch lines and options of vLLM and llama-server are accepted, or refused by name."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from twostroke.cli import parse
 from twostroke.commands import llama_flags, vllm_flags
 
 DATA = Path(__file__).parent / "data"
-ONCE = {"--help", "-h", "--usage", "--version", "--config"}  # which do something at once
+ONCE = {"--help", "-h", "--usage", "--version", "--config"}  # options that print something and exit
 
 
 def options(name: str) -> list[tuple[list[str], str | None]]:
-    """Names of the same option, and a value for it; None: it takes none."""
+    """Yield the names of each option and a value; None if the option takes no value."""
     found = []
     for line in (DATA / name).read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
@@ -61,7 +61,7 @@ def test_no_published_launch_line_is_refused_wrongly() -> None:
     assert not published_lines.stands("--port: a value is missing"), "the check can fail"
 
 
-def test_so_many_lines_are_taken_whole() -> None:
+def test_most_lines_are_accepted() -> None:
     assert len(VLLM) >= 30
     assert len(LLAMA) >= 12
     assert sum(not refused for _, refused in VLLM) >= 23
@@ -113,7 +113,7 @@ def test_every_option_that_help_does_not_show_acts_is_refused_or_is_named_in_the
 
 
 def _shows(name: str, words: list[str], before: list[str]) -> bool:
-    """Whether the option changes a setting, or is named by a problem or by the log."""
+    """Return whether an option changes a setting, or an error or the log names it."""
     args = parse(["serve", *words], PARSER)
     SERVE.problems = []
     SERVE.notice()
@@ -124,7 +124,7 @@ def _shows(name: str, words: list[str], before: list[str]) -> bool:
     return named or (taken.config, taken.settings) != (untouched.config, untouched.settings)
 
 
-def test_what_is_said_to_be_of_earlier_versions_is() -> None:
+def test_options_of_earlier_versions_are_marked_as_such() -> None:
     now = {name for names, _ in options("vllm_options.txt") for name in names}
     llamas = {name for names, _ in options("llama_options.txt") for name in names}
     ours = {*vllm_flags.REFUSED, *vllm_flags.IGNORED}

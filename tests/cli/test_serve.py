@@ -1,4 +1,4 @@
-"""`twostroke serve`: the flags it takes, what its banner says, and a server as people start it."""
+"""`twostroke serve`: its options, its banner, and a server in its own process."""
 
 from __future__ import annotations
 
@@ -95,12 +95,12 @@ def no_keys_around(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--tool-call-parser", "hermess"], "--tool-call-parser must be one of auto, hermes"),
     ],
 )
-def test_what_is_refused_says_why(words: list[str], says: str) -> None:
+def test_a_refusal_has_a_reason(words: list[str], says: str) -> None:
     (problem,) = read(*words).problems
     assert problem.startswith(says)
 
 
-def test_all_that_is_wrong_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_errors_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     line = (
         "m --prot 80 --enable-lora --lora-modules a=b c=d -pp 4 --seed x --port 70000 -tp 0 "
         "--max-num-seqs 0 --max-queue -1 --uds --trust-remote-code"
@@ -142,7 +142,7 @@ def test_a_misspelt_flag_is_answered_with_what_it_was_meant_to_be(
     assert problem == f"{flag}: unknown option" + (f"; did you mean {meant}?" if meant else "")
 
 
-def test_what_happens_anyway_is_taken_and_changes_nothing() -> None:
+def test_redundant_and_ignored_options_have_no_effect() -> None:
     tables = (vllm_flags.REDUNDANT, vllm_flags.IGNORED, llama_flags.REDUNDANT, llama_flags.IGNORED)
     words = [
         word
@@ -161,7 +161,7 @@ def test_what_happens_anyway_is_taken_and_changes_nothing() -> None:
     assert taken.settings == ServeSettings()
 
 
-def test_what_changes_nothing_is_named_in_one_line() -> None:
+def test_options_without_effect_are_named_in_one_line() -> None:
     line = "--trust-remote-code --async-scheduling -O3 --enable-expert-parallel -ngl 33 --jinja"
     taken = read(*line.split(), "-cc.mode=3", "--limit-mm-per-prompt.image", "2")
     assert taken.problems == []
@@ -190,7 +190,7 @@ def test_parts_of_objects_are_given_one_by_one() -> None:
     assert taken.settings.chat_template_kwargs == template
 
 
-def test_vllms_other_words_mean_what_they_mean_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_names_of_vllm_have_the_same_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
     line = (
         "--generation-config vllm --override-generation-config.top_k 7 --max-model-len auto "
         "--device-memory-utilization 0.5 --device-ids 1 --load-format fastsafetensors "
@@ -222,14 +222,14 @@ def test_vllms_other_words_mean_what_they_mean_there(monkeypatch: pytest.MonkeyP
     )
 
 
-def test_what_the_hubs_library_reads_goes_into_the_environment() -> None:
+def test_options_of_huggingface_hub_go_into_the_environment() -> None:
     words = ["serve", "--hf-token", "t", "--download-dir", "/models", "--offline"]
     args = parse(words, PARSER)
     assert args is not None
     assert args.environment == {"HF_TOKEN": "t", "HF_HUB_CACHE": "/models", "HF_HUB_OFFLINE": "1"}
 
 
-def test_a_line_of_llama_servers_means_the_same_here(tmp_path: Path) -> None:
+def test_a_line_of_llama_server_has_the_same_meaning(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# of the office\nsesame\n\n  open \n")
     line = (
@@ -288,13 +288,13 @@ def test_a_line_of_llama_servers_means_the_same_here(tmp_path: Path) -> None:
         "--reasoning auto --reasoning-budget -1 --reasoning-effort default",
     ],
 )
-def test_what_llama_server_leaves_open_is_left_open(line: str) -> None:
+def test_values_that_mean_a_default_in_llama_server_mean_a_default(line: str) -> None:
     taken = read(*line.split())
     assert taken.config == EngineConfig()
     assert taken.settings == ServeSettings()
 
 
-def test_more_of_llama_servers_means_the_same() -> None:
+def test_more_options_of_llama_server_have_the_same_meaning() -> None:
     line = "-n 256 -to 600 -dev CUDA1 --reasoning off -hf org/name --hf-file F.gguf "
     line += "--reasoning-format deepseek"
     taken = read(*line.split())
@@ -431,7 +431,7 @@ def test_the_page_about_the_server_names_only_flags_there_are() -> None:
 # The file of options
 
 
-def test_the_file_holds_what_the_command_line_does_not_say(tmp_path: Path) -> None:
+def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text(
         "model: from/file\nport: 1234\nmax_model_len: 2048\nenable-prefix-caching: false\n"
@@ -570,7 +570,9 @@ def test_help_and_mistakes_import_nothing_heavy(words: list[str]) -> None:
         (["./nowhere.gguf", "--port", "0"], 1, "no such file or folder: nowhere.gguf"),
     ],
 )
-def test_what_cannot_be_served_is_said_in_a_line(words: list[str], status: int, says: str) -> None:
+def test_an_error_of_serve_is_reported_in_one_line(
+    words: list[str], status: int, says: str
+) -> None:
     line = [sys.executable, "-m", "twostroke", "serve", *words]
     done = subprocess.run(line, capture_output=True, text=True, timeout=60)
     assert done.returncode == status
@@ -609,7 +611,7 @@ class Server:
     def ask(
         self, path: str, body: object = None, key: str | None = None, session: str | None = None
     ) -> tuple[int, bytes]:
-        """One request over a socket of its own: the status and the body."""
+        """Send a request over a new connection, and return the status and the body."""
         data = b"" if body is None else json.dumps(body).encode()
         head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nHost: localhost\r\n"
         head += "Connection: close\r\nContent-Type: application/json\r\n"
@@ -674,12 +676,12 @@ def test_serve_answers_a_chat_says_so_in_five_lines_and_ends_with_status_0() -> 
         events = server.ask("/v1/chat/completions", question | {"stream": True}, key="sesame")[1]
         assert events.count(b"data: {") > 4
         assert b"data: [DONE]" in events
-        if sys.platform == "linux":  # whatever the engine's process runs on
+        if sys.platform == "linux":  # the HTTP process does not import torch
             assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
         status, said = server.terminate()
     assert status == 0
     lines = said.splitlines()
-    time_and_level = r"(INFO|WARNING) \d\d-\d\d \d\d:\d\d:\d\d "  # of a machine held up
+    time_and_level = r"(INFO|WARNING) \d\d-\d\d \d\d:\d\d:\d\d "  # warnings of a slow machine
     refused = "401 POST /v1/chat/completions, request -: invalid_api_key: a valid API key is needed"
     assert [bool(re.match(time_and_level, line)) for line in lines] == [False] * 5 + [True] * (
         len(lines) - 5
@@ -693,7 +695,7 @@ def test_serve_answers_a_chat_says_so_in_five_lines_and_ends_with_status_0() -> 
     assert "sesame" not in said
 
 
-def test_the_launch_line_of_others_works_with_the_modules_name_changed() -> None:
+def test_a_launch_line_of_vllm_works_with_another_package_name() -> None:
     line = "--tensor-parallel-size 1 --gpu-memory-utilization 0.90 --max-model-len 4096"
     model = ["--model", str(default_model_path())]
     with started("twostroke.entrypoints.openai.api_server", *model, *line.split()) as server:
@@ -706,7 +708,7 @@ def test_the_launch_line_of_others_works_with_the_modules_name_changed() -> None
         assert server.terminate()[0] == 0
 
 
-def test_a_launch_line_of_llama_servers_serves_with_what_it_says() -> None:
+def test_a_launch_line_of_llama_server_sets_the_model_and_its_sampling() -> None:
     line = f"serve -m {default_model_path()} -c 512 -np 2 -t 1 -ngl 0 -fa on -a tiny --temp 0"
     with started("twostroke", *line.split()) as server:
         body = {"model": "tiny", "prompt": "The capital of France is", "max_tokens": 8}

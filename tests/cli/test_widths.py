@@ -1,4 +1,4 @@
-"""What the commands say, in 44, 80 and 200 columns: no line is wider, and no word is broken."""
+"""The output of commands in 44, 80 and 200 columns: no line is wider, and no word is broken."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Terminal(io.StringIO):
 
 
 def terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> Terminal:
-    """From here on stdout and stderr."""
+    """Replace stdout and stderr by a terminal."""
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setenv("COLUMNS", str(width))
     stream = Terminal()
@@ -50,7 +50,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> Terminal:
 
 
 def check(text: str, width: int, like: str) -> None:
-    """`like`: the same text in lines of any length."""
+    """Check that a text fits and has the words of `like`, the same text without wrapping."""
     for line in text.splitlines():
         assert len(line) <= width, line
     assert text.split() == like.split()
@@ -104,7 +104,7 @@ def test_the_line_below_a_turn_breaks_between_figures(
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_tables_are_turned_on_their_side_where_they_are_too_wide(
+def test_tables_that_are_too_wide_are_transposed(
     width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = terminal(monkeypatch, width)

@@ -1,11 +1,11 @@
-"""Other people's clients against the real server with the default model.
+"""Clients of other projects, run against a real server with the default model.
 
     python -m tests.clients [NAME…] [--url http://HOST:PORT/v1 --model NAME]
 
-Each client is a script here, NAME_loop.py, whose `main(base_url, model)` raises if the client does
-not get on with the server. Its packages are installed into a virtual environment of its own, kept
-under the cache folder (`TWOSTROKE_CACHE`, else ~/.cache/twostroke) in clients/NAME. Not part of
-CI: it needs the package registries.
+Each client is a script NAME_loop.py, whose `main(base_url, model)` raises an error if the client
+does not work with the server. Its packages are installed into its own virtual environment in
+clients/NAME of the cache folder (`TWOSTROKE_CACHE`, else ~/.cache/twostroke). CI does not run the
+clients, because they need package registries.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 HERE = Path(__file__).parent
-# What pip installs for each; for AI SDK, npm.
+# The packages of each client, which pip installs; npm for AI SDK.
 PACKAGES: dict[str, tuple[str, ...]] = {
     "openai": ("openai", "pydantic"),
     "langchain": ("langchain", "langchain-openai"),
@@ -41,12 +41,14 @@ START_S, CLIENT_S = 120, 600
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(PACKAGES)}; all if none")
-    parser.add_argument("--url", help="a server that runs already, with its /v1")
+    parser.add_argument("names", nargs="*", help=f"clients: {', '.join(PACKAGES)}; default: all")
+    parser.add_argument("--url", help="the URL of a running server, with /v1")
     parser.add_argument("--model", default="SmolLM2-135M-Instruct")
     args = parser.parse_args()
     if unknown := set(args.names) - set(PACKAGES):
-        parser.error(f"no client {', '.join(sorted(unknown))}; there is {', '.join(PACKAGES)}")
+        parser.error(
+            f"unknown client {', '.join(sorted(unknown))}; the clients are {', '.join(PACKAGES)}"
+        )
     names = args.names or [name for name in PACKAGES if _script(name).exists()]
     failed = []
     with _server(args.url) as url:
@@ -76,8 +78,8 @@ def _server(url: str | None) -> Iterator[str]:
 def _address(process: subprocess.Popen[bytes], log: int) -> str:
     until = time.monotonic() + START_S
     while time.monotonic() < until and process.poll() is None:
-        said = os.pread(log, 1 << 16, 0).decode(errors="replace")
-        if found := re.search(r"http://127[\d.]+:\d+", said):
+        output = os.pread(log, 1 << 16, 0).decode(errors="replace")
+        if found := re.search(r"http://127[\d.]+:\d+", output):
             return found[0]
         time.sleep(0.05)
     raise SystemExit(f"the server did not start: {os.pread(log, 1 << 16, 0).decode()}")
@@ -110,7 +112,7 @@ def _node(folder: Path, name: str) -> list[str]:
     if not (folder / "node_modules").exists():
         (folder / "package.json").write_text('{"type": "module"}')
         subprocess.run(["npm", "install", "--silent", *PACKAGES[name]], cwd=folder, check=True)
-    script = folder / _script(name).name  # beside node_modules, where node looks for packages
+    script = folder / _script(name).name  # node looks for packages beside the script
     script.write_text(_script(name).read_text())
     return ["node", str(script)]
 

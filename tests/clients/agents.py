@@ -1,11 +1,11 @@
-"""Coding agents against the real server with a scripted model: a loop of three turns each.
+"""Coding agents, run against a real server with a scripted model: three turns each.
 
     python -m tests.clients.agents [claude codex opencode aider]
 
-Each is asked once, calls its shell tool twice, and tells what the model says last; aider, which
-calls no tools, is asked three times to write a file. The programs must be on PATH: `npm install -g
-@anthropic-ai/claude-code @openai/codex opencode-ai`, `pip install aider-chat`. They run with their
-default configuration in an empty folder, with a home folder of their own.
+Each agent gets one request, calls its shell tool twice, and prints the last text of the model.
+aider, which calls no tools, gets three requests to write a file. The programs must be on PATH: `npm
+install -g @anthropic-ai/claude-code @openai/codex opencode-ai`, `pip install aider-chat`. They run
+with their default configuration in an empty folder, with their own home folder.
 """
 
 from __future__ import annotations
@@ -105,12 +105,12 @@ def _run(command: list[str], work: Path, env: Environment) -> str:
     return done.stdout
 
 
-def _check(work: Path, said: str) -> None:
+def _check(work: Path, output: str) -> None:
     two = work / "two.txt"
     if not two.exists() or two.read_text() != "one\n":
-        raise RuntimeError(f"two.txt is not written: {said[-1500:]}")
-    if LAST_TEXT not in said:
-        raise RuntimeError(f"the last text is missing: {said[-1500:]}")
+        raise RuntimeError(f"two.txt is not written: {output[-1500:]}")
+    if LAST_TEXT not in output:
+        raise RuntimeError(f"the last text is missing: {output[-1500:]}")
 
 
 AGENTS: Final[dict[str, Callable[[str, Path, Environment], None]]] = {

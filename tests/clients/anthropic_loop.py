@@ -3,7 +3,8 @@
     pip install anthropic
     python tests/clients/anthropic_loop.py http://127.0.0.1:8000/v1 MODEL [KEY]
 
-What a small model says is not judged: the shapes are, and that a tool's result can be sent back.
+The texts of a small model are not checked. The script checks the structure of answers and sends a
+tool's result back.
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ def main(base_url: str, model: str, api_key: str = "none") -> None:
             {"role": "user", "content": [result]},
         ]
         second = client.messages.create(**{**ask, "messages": turns}, tool_choice={"type": "none"})
-        said = second.content[0].text
-        assert said, second
-        print(f"called {call.name}({call.input}), then said {said[:60]!r}")
+        text = second.content[0].text
+        assert text, second
+        print(f"called {call.name}({call.input}), then answered {text[:60]!r}")
 
     cities: list[str] = []
 

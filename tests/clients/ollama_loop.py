@@ -3,8 +3,8 @@
     pip install ollama
     python tests/clients/ollama_loop.py http://127.0.0.1:8000/v1 MODEL [KEY]
 
-What a small model says is not judged: the shapes are. Ollama cannot force a call, so the call that
-is sent back is the model's own where it made one, and else one that it might have made.
+The texts of a small model are not checked, only the structure of answers. Ollama cannot force a
+call. If the model makes no call, the script sends a call of its own back.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def main(base_url: str, model: str, api_key: str = "none") -> None:
         ]
         second = client.chat(**ask, messages=turns)
         assert second.done
-        said = second.message.content
-        print(f"{'called' if own else 'was given'} get_weather, then said {said!r:.70}")
+        reply = second.message.content
+        print(f"{'called' if own else 'was given'} get_weather, then answered {reply!r:.70}")
 
     about = [{"role": "user", "content": "Anna is 31 years old. Describe her as JSON."}]
     answer = client.chat(model, about, format=PERSON, options={**SHORT, "num_predict": 100})

@@ -1,11 +1,11 @@
-"""openai-agents against a running server: its default model class (the Responses API), a tool loop
-whole and streamed, a second turn by previous_response_id and one with all items sent back.
+"""openai-agents with its default model class (the Responses API): a tool loop with and without
+streaming, a second turn by previous_response_id and a second turn with all items.
 
     pip install openai-agents
     python tests/clients/openai_agents_loop.py http://127.0.0.1:8000/v1 MODEL [KEY]
 
-Not part of CI. What a small model says is not judged, only that the tool it was made to call was
-called, that the result was sent back, and that an answer came.
+The texts of a small model are not checked. The script checks that the forced tool is called, that
+its result is sent back, and that there is an answer.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ async def loop(model: str) -> None:
             tools=[weather],
         )
 
-    # The first request must call the tool, the next (the agent resets the choice) need not.
+    # The first request must call the tool. The agent resets the choice for the next request.
     whole = await Runner.run(agent("required"), "What is the weather in Paris?", max_turns=4)
     assert len(CITIES) == 1, CITIES
     kinds = [item["type"] for item in whole.to_input_list()[1:3]]

@@ -1,10 +1,9 @@
-"""A model that says one thing: real weights, in which each token of a text leads to the next.
+"""A model that always generates the same text, with weights that map each token to the next.
 
     python -m tests.clients.reciting_model FOLDER TEXT
 
-For programs that need a certain answer (a tool call, say) of whatever model they run. Every
-embedding is a direction of its own, the layers add nothing, and the output head turns the direction
-of a token into the one that comes after it.
+Programs that need a certain answer, such as a tool call, can run with the model. Embeddings are
+unit vectors, the layers add zero, and the output head maps the vector of a token to the next token.
 """
 
 from __future__ import annotations

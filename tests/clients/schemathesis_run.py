@@ -1,15 +1,15 @@
-"""Requests that schemathesis makes of /openapi.json: valid ones must be answered, and no request
-may be a fault of the server.
+"""Requests that schemathesis generates from /openapi.json. The server must answer valid requests,
+and no request may cause a server error.
 
     python -m tests.clients.schemathesis_run http://HOST:PORT [--examples N] [--json FILE]
 
-Needs schemathesis. A server with a tiny model is best: `python -m tests.clients.tiny_server`.
+The script needs schemathesis. A server with a tiny model is best: `python -m
+tests.clients.tiny_server`.
 
-For each operation N requests that its schema allows are sent, with an answer of 200 or 404 (nothing
-of that name, in a path) expected; then N that the schema forbids. None may get a 5xx.
-A schema cannot say which fields go together: valid requests are mended first (`mended`). The
-schemas of other APIs than OpenAI's and vLLM's do not say the limits of their fields, so that of
-those only a 5xx is a fault.
+For each operation, N requests that the schema allows must get 200, or 404 for an unknown name in
+the path. N requests that the schema forbids follow. No request may get a 5xx. A schema has no rules
+between fields, so valid requests are repaired first (`repaired`). Only the schemas of OpenAI's and
+vLLM's APIs have the limits of fields; for other APIs only a 5xx is a fault.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis import GenerationMode
 from schemathesis.config import GenerationConfig
 
-# What a random text, schema or template in these is rightly refused for.
+# Fields in which random texts, schemas or templates are mostly invalid.
 DROPPED = {
     *("structured_outputs", "response_format", "text", "tools", "tool_choice", "chat_template"),
     *("chat_template_kwargs", "documents", "reasoning", "include", "bad_words", "logit_bias"),
@@ -41,14 +41,14 @@ LIMITED = {
 HELLO = [{"role": "user", "content": "the fox"}]
 
 
-def mended(body: Any, fields: set[str]) -> Any:
-    """A body that keeps the rules between fields, for a request that has these."""
+def repaired(body: Any, fields: set[str]) -> Any:
+    """Return a body that follows the rules between the fields of a request."""
     if not isinstance(body, dict):
         return body
     body = {name: value for name, value in body.items() if name not in DROPPED}
     short = {"max_tokens": 2, "max_completion_tokens": 2, "max_output_tokens": 2, "min_tokens": 0}
     body |= {name: value for name, value in {**short, "n": 1}.items() if name in fields}
-    if "messages" in fields and "prompt" in fields:  # /tokenize wants one of them
+    if "messages" in fields and "prompt" in fields:  # /tokenize needs one of the two
         body |= {"messages": HELLO, "prompt": None}
     elif "messages" in fields:
         body["messages"] = HELLO
@@ -115,11 +115,11 @@ def _send(operation: Any, mode: GenerationMode, args: Any) -> tuple[Counter[str]
     @given(case=strategy)
     def send(case: Any) -> None:
         if mode is GenerationMode.POSITIVE and fields:
-            case.body = mended(case.body, fields)
+            case.body = repaired(case.body, fields)
         try:
             answer = case.call(timeout=60)
         except (requests.exceptions.InvalidHeader, UnicodeError, ValueError):
-            return  # nothing that HTTP can carry
+            return  # HTTP cannot send the request
         statuses[str(answer.status_code)] += 1
         allowed = {200, 404} if "{" in operation.path else {200}
         valid = mode is GenerationMode.POSITIVE and (not fields or operation.path in LIMITED)
@@ -148,7 +148,7 @@ def _send(operation: Any, mode: GenerationMode, args: Any) -> tuple[Counter[str]
 
 
 def _fields(operation: Any) -> set[str]:
-    """Of its body, in the description; none if it takes no body."""
+    """Return the fields of an operation's body; none if it has no body."""
     raw = operation.definition.raw
     content = raw.get("requestBody", {}).get("content", {})
     reference = content.get("application/json", {}).get("schema", {}).get("$ref", "")

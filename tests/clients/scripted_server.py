@@ -1,10 +1,10 @@
-"""A real server over a model that follows a script, for agents whose loops need certain answers.
+"""A real server with a scripted model, for agents whose loops need certain answers.
 
     python -m tests.clients.scripted_server [PORT]
 
-What it writes depends on the number of tool results in the prompt: a call that writes one.txt, a
-call that copies it to two.txt, and then a text. It calls the shell tool that the agent offers. An
-agent without tools (aider) gets a whole file to write, whose text is the last word of its message.
+The answer depends on the number of tool results in the prompt: first a call that writes one.txt,
+then a call that copies one.txt to two.txt, then a text. The calls use the shell tool of the agent.
+An agent without tools (aider) gets the content of a file, which is a word of its message.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SHELLS: Final = {
 
 
 def answer(prompt: str) -> str:
-    """What the script says after this prompt."""
+    """Return the answer of the script to a prompt."""
     offered = [name for name in SHELLS if f'"name": "{name}"' in prompt]
     if offered:
         turn = prompt.count(RESULT)
@@ -58,7 +58,7 @@ def answer(prompt: str) -> str:
 
 
 class Agents(Scripted):
-    """Writes what `answer` says of each prompt."""
+    """An executor that generates `answer` for each prompt."""
 
     def forward(self, plan: StepPlan) -> StepPlan:
         plan = super().forward(plan)

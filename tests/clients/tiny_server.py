@@ -1,4 +1,4 @@
-"""A real server over a tiny random model, for tools that ask much and read little.
+"""A real server with a tiny random model, for tools that send many requests.
 
 python -m tests.clients.tiny_server [PORT]
 """

@@ -1,13 +1,12 @@
-"""vLLM's own examples of offline inference, run on twostroke.
+"""vLLM's examples of offline inference, run with twostroke.
 
     python -m tests.clients.vllm_examples PATH [--model MODEL] [--only NAME …]
 
-PATH is a checkout of vLLM, its unpacked source distribution, or its examples folder; nothing of it
-is kept here. Of each script two things are changed: what it imports from `vllm` it imports from
-`twostroke`, and the model it names becomes MODEL (default: the default model). Each runs in a
-process of its own, and passes if that ends with status 0. "chat with tools" reads what the model
-writes as JSON, which the default model is too small for: unless MODEL is given, it runs on one
-whose weights write that call (`reciting_model.py`).
+PATH is a checkout of vLLM, its unpacked source distribution, or its examples folder. Two things of
+each script are changed: imports of `vllm` become imports of `twostroke`, and the model becomes
+MODEL (default: the default model). Each script runs in its own process, and passes if it ends with
+status 0. "chat with tools" reads the output of the model as JSON, for which the default model is
+too small: without MODEL it runs with a model that generates that call (`reciting_model.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from pathlib import Path
 
 from tests.clients.reciting_model import reciting_folder
 
-# Where each lies, in the layout since vLLM 0.2x and in the one before.
+# The path of each example since vLLM 0.2x and before.
 EXAMPLES = {
     "basic": ("basic/offline_inference/basic.py", "offline_inference/basic/basic.py"),
     "generate": ("basic/offline_inference/generate.py", "offline_inference/basic/generate.py"),
@@ -73,7 +72,7 @@ CALL = [
 
 
 class OnTwostroke(ast.NodeTransformer):
-    """The script, with its imports and its model replaced."""
+    """Replaces the imports and the model of a script."""
 
     def __init__(self, model: str | None) -> None:
         self._model = ast.Constant(model)
@@ -138,7 +137,7 @@ def run(name: str, root: Path, model: str | None, folder: Path) -> str:
     try:
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
-        return f"not done after {LIMIT_S} s"
+        return f"not finished after {LIMIT_S} s"
     print(done.stdout[-2000:], flush=True)
     if done.returncode == 0:
         return "passed"

@@ -1,4 +1,4 @@
-"""Why tests of vLLM's do not pass here, and the page that says so."""
+"""The reasons why tests of vLLM do not pass, and the tables of docs/COMPATIBILITY.md."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-# Modules that are not run, by a part of their path.
+# Patterns of the paths of modules that are not run.
 CANNOT_RUN = {
     "^multimodal/|_vlm.py$|_multimodal": "images, audio and video: models here read text",
     "^pooling/": "embeddings, scores and classes: models here write text",
@@ -23,7 +23,7 @@ SCALE_OUT = (
 )
 WORDS = "the words of a refusal; its status is the same"
 
-# By a part of "module::test" and by a part of what was said; the first that fits.
+# Patterns of "module::test" and of its output, with a reason. The first match counts.
 REASONS: list[tuple[str, str, str]] = [
     # missing
     ("^cohere/", "", "Cohere's API"),
@@ -102,7 +102,7 @@ TITLES = {
 
 
 def write_page(page: Path, result: dict[str, Any], not_run: list[str]) -> list[str]:
-    """Writes the tables of the page; returns the tests for which no reason is known."""
+    """Write the tables of the page. Return the tests without a known reason."""
     found = [
         (module, name, outcome, said)
         for module, run in result["modules"].items()
@@ -140,7 +140,7 @@ def write_page(page: Path, result: dict[str, Any], not_run: list[str]) -> list[s
 
 
 def _counts(found: list[tuple[str, str, str, str]]) -> list[str]:
-    """By folder and in all."""
+    """Return the rows of the table of counts, by folder and in total."""
     by_folder: dict[str, Counter[str]] = {}
     for module, _, outcome, _ in found:
         by_folder.setdefault(f"`{module.partition('/')[0]}`", Counter())[outcome] += 1
@@ -160,7 +160,7 @@ def _reason(test: str, said: str) -> str | None:
 
 
 def _where(tests: list[tuple[str, str]], found: list[tuple[str, str, str, str]]) -> str:
-    """Modules, each with the names of its tests if they are not all that ask the server."""
+    """Return the modules, with the names of tests unless all tests of a module are meant."""
     counted = Counter(module for module, _, outcome, _ in found if outcome in COUNTED)
     by_module: dict[str, list[str]] = {}
     whole = Counter(module.partition("/")[0] for module, name in tests if not name)

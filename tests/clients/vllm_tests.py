@@ -1,27 +1,27 @@
-"""vLLM's own tests of its server (tests/entrypoints of its repository), run against ours.
+"""vLLM's tests of its server (tests/entrypoints of its repository), run against `twostroke serve`.
 
     python -m tests.clients.vllm_tests PATH [WORD…] [--json FILE] [--page docs/COMPATIBILITY.md]
 
-PATH is a checkout of vLLM or its unpacked source archive; WORDs choose test modules by a part of
-their path. README.md has what it needs besides the test dependencies. Nothing of vLLM is imported,
-only its test modules: `vllm_shim` stands in for the rest.
+PATH is a checkout of vLLM or its unpacked source archive; WORDs select test modules by a part of
+their path. README.md lists further dependencies. Only vLLM's test modules are imported: `vllm_shim`
+replaces the rest of vLLM.
 
-Each module's server is started with the flags that its fixture gives, with our default model under
-the name that the test uses. A test counts as
+The server of a module starts with the flags of the fixture, and with twostroke's default model
+under the name that the test uses. A test counts as
 
     passed      it passes
-    different   the server answers otherwise than the test expects
-    missing     the server has no such route, field or flag, and says so
+    different   the server's answer differs from the expected answer
+    missing     the server refuses a route, field or flag that it does not have
 
-and these are told apart from them:
+Other outcomes do not count:
 
-    cannot run  it needs a package, a device or a model that is not here
-    internal    it tests vLLM's Python code and asks no server
-    skipped     by its own condition
+    cannot run  the test needs a package, a device or a model that is missing
+    internal    the test checks vLLM's Python code without a server
+    skipped     by a condition of the test
 
-With `--json` every outcome is kept, module by module: the same command goes on where it was
-interrupted, and runs again what was run with other code. `--page` writes the tables of the page,
-in which `vllm_reasons.py` says why each test does not pass.
+With `--json` the outcomes of each module are stored: the same command continues after an
+interruption, and repeats modules that ran with other code. `--page` writes the tables of the page;
+`vllm_reasons.py` has the reasons why tests do not pass.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ TESTS = Path("tests/entrypoints")
 MODULE_S, TEST_S = 600, 120
 COUNTED = ("passed", "different", "missing")
 QUIET = ("passed", "internal", "skipped")
-# What a module says that starts a server, or is given one by its folder's conftest.py.
+# Code of a module that starts a server or gets one from a conftest.py.
 STARTS_A_SERVER = re.compile(
     r"Remote\w*Server\(|\bserver\(|-m\W+vllm|def test_\w+\([^)]*(server|client)"
 )
@@ -82,7 +82,7 @@ def main() -> int:
         _write_tokenizer(Path(folder))
 
         def run(module: str) -> bool:
-            """False if the time is up."""
+            """Return False if the time is up."""
             start_s = time.monotonic()
             if args.for_s is not None and start_s - begun_s > args.for_s:
                 return False
@@ -107,11 +107,11 @@ def main() -> int:
 
 
 class Result:
-    """What came out, module by module, in a file if one is given."""
+    """The outcomes of each module, stored in a file with `--json`."""
 
     def __init__(self, file: Path | None, path: Path) -> None:
         self._file, self._code, self._lock = file, _code(), threading.Lock()
-        about = path / "PKG-INFO"  # of a source archive
+        about = path / "PKG-INFO"  # in a source archive
         found = re.search(r"^Version: (\S+)", about.read_text(), re.M) if about.exists() else None
         self.data: dict[str, Any] = {
             "vllm": found[1] if found else "a checkout",
@@ -149,7 +149,7 @@ def _tell(module: str, tests: dict[str, list[str]]) -> None:
 
 
 def _code() -> str:
-    """What tells one state of the code that is tested from another."""
+    """Return an identifier of the tested code."""
     git = ["git", "-C", str(HERE.parents[1])]
     names = ["HEAD:twostroke", "HEAD:tests/clients/vllm_shim"]
     trees = subprocess.run([*git, "rev-parse", *names], capture_output=True, text=True)
@@ -162,7 +162,7 @@ def _code() -> str:
 
 
 def _modules(path: Path) -> list[str]:
-    """Those that start a server."""
+    """Return the test modules that start a server."""
     files = sorted((path / TESTS).rglob("test_*.py"))
     return [
         str(file.relative_to(path / TESTS))
@@ -172,7 +172,7 @@ def _modules(path: Path) -> list[str]:
 
 
 def _outcomes(path: Path, module: str, folder: Path) -> dict[str, list[str]]:
-    """Each test's outcome, and what was said where it did not pass."""
+    """Return the outcome of each test, with the message of a test that did not pass."""
     for pattern, reason in CANNOT_RUN.items():
         if re.search(pattern, module):
             return {"": ["cannot run", reason]}
@@ -200,9 +200,9 @@ def _outcomes(path: Path, module: str, folder: Path) -> dict[str, list[str]]:
 
 
 def _run_in_group(command: list[str], env: dict[str, str], cwd: Path) -> tuple[str, bool]:
-    """A command's output, and whether it ended in time. No process of its group is left: a test
-    that fails or hangs leaves its servers behind."""
-    with tempfile.TemporaryFile("w+") as log:  # a server that is left would keep a pipe open
+    """Return a command's output, and whether the command ended in time. All processes of its group
+    are killed, because a test that fails or hangs does not stop its servers."""
+    with tempfile.TemporaryFile("w+") as log:  # a server that still runs would keep a pipe open
         process = subprocess.Popen(
             command, env=env, cwd=cwd, stdout=log, stderr=log, start_new_session=True
         )
@@ -220,7 +220,7 @@ def _run_in_group(command: list[str], env: dict[str, str], cwd: Path) -> tuple[s
 
 
 def _write_tokenizer(folder: Path) -> None:
-    """The default model's tokenizer as transformers reads one."""
+    """Write the default model's tokenizer in the format of transformers."""
     config = EngineConfig()
     tokenizer = open_tokenizer(config, find_model(config))
     assert tokenizer is not None

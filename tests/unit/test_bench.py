@@ -1,4 +1,4 @@
-"""Scripts are run from their folder's path: none may stand in the way of the standard library."""
+"""Scripts in bench/ do not hide modules of the standard library, whose names Python finds later."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from pathlib import Path
 SCRIPTS = sorted(path.stem for path in Path("bench").glob("*.py"))
 
 
-def test_no_script_is_named_like_a_module_of_the_library() -> None:
+def test_no_script_has_the_name_of_a_standard_module() -> None:
     assert "scheduler" in SCRIPTS
     assert not set(SCRIPTS) & sys.stdlib_module_names

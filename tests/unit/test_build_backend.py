@@ -1,6 +1,6 @@
-"""What the build asks for and compiles with, where there is a compiler and where there is none.
+"""The requirements and the compiler of a build, with and without a compiler on the machine.
 
-The real backend; scikit-build-core, which would configure and compile, is played.
+The build backend is real. A fake replaces scikit-build-core, which configures and compiles.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Objects of a JSON schema are closed, and one that could be written before still can be."""
+"""Objects of a JSON schema are closed, and a valid object can still be generated."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def tokenizer() -> LLTokenizer:
 
 
 def taken(tokenizer: LLTokenizer, values: list[Any], **asked: Any) -> list[bool]:
-    """Which of the values can be written."""
+    """Return the values that the grammar accepts."""
     compiled, found = compile_grammar(tokenizer, StructuredOutputs(**asked)), []
     for value in values:
         matcher, ids = compiled.deep_copy(), tokenizer.tokenize_str(json.dumps(value))
@@ -134,7 +134,7 @@ def test_an_object_has_the_names_that_are_given_and_no_others(
 
 
 def any_schema(pick: random.Random, depth: int, targets: list[str]) -> dict[str, Any]:
-    """Of an object with the names a, b and c, in parts."""
+    """Return a random schema of an object with the properties a, b and c."""
     names = pick.sample("abc", pick.randrange(3))
     schema: dict[str, Any] = {"type": "object", "properties": dict.fromkeys(names, NUMBER)}
     if names and pick.random() < 0.6:
@@ -159,7 +159,7 @@ def test_closing_leaves_something_to_write(tokenizer: LLTokenizer) -> None:
         try:
             opened = taken(tokenizer, objects, json=schema, disable_additional_properties=False)
         except RequestError:
-            continue  # nothing could be written before
+            continue  # the original schema accepts nothing
         *closed, unknown = taken(tokenizer, [*objects, {"z": 1}], json=schema)
         assert any(closed) or not any(opened), schema
         assert not unknown, schema
@@ -202,7 +202,7 @@ def test_a_schema_that_refers_to_itself_is_closed_and_ends() -> None:
 def test_a_schema_that_is_nested_too_deeply_is_refused(
     tokenizer: LLTokenizer, closed: bool
 ) -> None:
-    """By Python's stack where objects are closed, by the parser of llguidance elsewhere."""
+    """Python's stack limits closed schemas, and the parser of llguidance other schemas."""
     schema: dict[str, Any] = {}
     for _ in range(300):
         schema = {"properties": {"a": schema}}

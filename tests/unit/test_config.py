@@ -1,4 +1,4 @@
-"""What settings follow from others."""
+"""Settings that are derived from other settings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_performance_mode_sets_what_is_not_given(
     assert (config.goals(True), config.goals(False)) == goals
 
 
-def test_what_is_given_goes_over_the_mode() -> None:
+def test_a_setting_overrides_the_performance_mode() -> None:
     config = EngineConfig(
         performance_mode="interactivity",
         max_num_seqs=7,

@@ -122,7 +122,7 @@ def test_a_worker_killed_while_idle_is_replaced(pool: SandboxPool) -> None:
 
 
 def test_workers_are_asked_at_the_same_time(tmp_path: Path) -> None:
-    """Each of three requests ends when all three have begun."""
+    """Three requests end when all three have begun."""
     patient = Limits(LIMITS.cpu_s * 10, PATIENCE_S, LIMITS.memory_bytes)
     pool, answers = make_pool(workers=3, limits=patient), []
     request = f"meet {tmp_path} 3".encode()

@@ -1,10 +1,10 @@
-"""A pytest plugin under which vLLM's own tests of its server run against ours.
+"""A pytest plugin with which vLLM's tests of its server run against `twostroke serve`.
 
-It stands in for what those tests import: `tests.utils`, whose server is started as `twostroke
-serve`, and every module of `vllm`, of which a handful of helpers are here and the rest is a name
-without a body. A test that calls such a name tests vLLM's own code and not a server; it is told
-apart (`internal`). Tests that start `python -m vllm…` themselves get our server, too.
-`vllm_tests.py` starts pytest with this and reads the outcomes that it writes.
+The plugin replaces the modules that the tests import: `tests.utils`, whose server becomes
+`twostroke serve`, and every module of `vllm`. A few helpers of vLLM are implemented here. Other
+names have no code: a test that calls one tests vLLM's code and not a server (`internal`). Tests
+that start `python -m vllm…` also get twostroke's server. `vllm_tests.py` starts pytest with the
+plugin and reads the outcomes that it writes.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ import pytest
 
 REPOSITORY = os.environ["TWOSTROKE_REPOSITORY"]
 TOKENIZER = os.environ["TWOSTROKE_TOKENIZER"]  # a folder that transformers can read
-OUTCOMES = os.environ["TWOSTROKE_OUTCOMES"]  # a file; one JSON object a line is added
+OUTCOMES = os.environ["TWOSTROKE_OUTCOMES"]  # a file with a JSON object on each line
 VERSION = os.environ["TWOSTROKE_VERSION"]
 MAX_MODEL_LEN = 8192  # of the default model
 START_S, TEST_S = 120, 180
 
-# About the model, its adapters, the device and libraries, which are not the ones that those tests
-# were written for. Left out with the values that follow: tests that need an adapter find no model
-# of its name.
+# Flags of the model, its adapters, the device and libraries, which differ from those of vLLM's
+# tests. The flags are left out with their values.
 LEFT_OUT = {
     "--dtype",
     "--gpu-memory-utilization",
@@ -58,21 +57,21 @@ LEFT_OUT = {
 
 
 class InternalOfVllmError(Exception):
-    """The test uses vLLM's own Python."""
+    """The test uses vLLM's Python code."""
 
 
 class ServerRefusedError(Exception):
     """The server did not start with the flags of the test."""
 
 
-# ── modules that are not there ──────────────────────────────────────────────────────────────
+# ── replaced modules ────────────────────────────────────────────────────────────────────────
 
 
 class Name:
-    """Stands for anything of vLLM's: can be named, and not be used by a test.
+    """A name of vLLM that a test may import but not use.
 
-    While modules are imported it can be called and walked through, so that one such line does not
-    take the module's other tests away.
+    While modules are imported a name can be called and iterated, so that one line does not prevent
+    the other tests of a module.
     """
 
     in_test = False
@@ -109,7 +108,7 @@ class Name:
 
 
 class NoPlatform:
-    """No accelerator: every question is answered with no."""
+    """A platform without an accelerator."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_, **__: False
@@ -145,7 +144,7 @@ class ShimFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _with_our_tokenizer(spec: Any) -> Any:
-    """Whatever tokenizer a test wants, it gets the default model's."""
+    """Replace the tokenizer of a test by the default model's."""
     execute = spec.loader.exec_module
 
     def exec_module(module: Any) -> None:
@@ -164,7 +163,7 @@ def get_tokenizer(*_: Any, **__: Any) -> Any:
 
 
 class NoHub:
-    """Nothing is fetched: adapters are left out."""
+    """Replace downloads of adapters, which are left out."""
 
     def snapshot_download(self, **_: Any) -> str:
         return TOKENIZER
@@ -175,7 +174,7 @@ class VLLMValidationError(Exception):
 
 
 class BatchRequestOutput:
-    """A line of a batch's answers, in OpenAI's form."""
+    """A line of a batch's answers, in OpenAI's format."""
 
     @staticmethod
     def model_validate_json(line: str) -> None:
@@ -200,7 +199,7 @@ class ModelConfig:
 
 
 class Popen(subprocess.Popen[Any]):
-    """Starts ours where a test starts `vllm COMMAND` or vLLM's server by `python -m vllm…`."""
+    """Starts `twostroke` instead of `vllm COMMAND` and `python -m vllm…`."""
 
     def __init__(self, args: Any, *rest: Any, **given: Any) -> None:
         words = [str(one) for one in args] if isinstance(args, list | tuple) else [str(args)]
@@ -220,7 +219,7 @@ TWOSTROKE = [sys.executable, "-m", "twostroke"]
 
 
 class RemoteOpenAIServer:
-    """Our server with the flags of a test, under the name of the model it wants."""
+    """`twostroke serve` with the flags and the model name of a test."""
 
     num_started = 0
     DUMMY_API_KEY = "token-abc123"
@@ -334,7 +333,8 @@ def _as_list(given: list[str] | dict[str, Any]) -> list[str]:
 
 
 def _ours(flags: list[str]) -> list[str]:
-    """Without what is about another model; a context is at most the default model's."""
+    """Return the flags for the default model: without flags of other models, and with a context of
+    at most the default model's."""
     kept: list[str] = []
     leaving = False
     for flag in flags:
@@ -404,7 +404,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def local_asset_server() -> None:
-    """vLLM's, of images."""
+    """vLLM's fixture of images."""
     pytest.skip("needs a model that reads images")
 
 
@@ -434,7 +434,7 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Whatever is not reached before the time is up stays so."""
+    """Mark all tests as not finished, until they have run."""
     Name.in_test = True
     for item in session.items:
         _note(item.nodeid, "not finished", "")
@@ -448,7 +448,7 @@ SERVERS_BEFORE = pytest.StashKey[int]()
 
 
 def _has_server(item: pytest.Item) -> bool:
-    """Whether the test is given a server that was started, or has started one."""
+    """Return whether the test has a running server."""
     names = getattr(item, "fixturenames", ())
     if RemoteOpenAIServer.num_started > item.stash.get(SERVERS_BEFORE, 0):
         return True
@@ -457,7 +457,7 @@ def _has_server(item: pytest.Item) -> bool:
 
 
 def _cannot_run(text: str) -> tuple[str, str] | None:
-    """The reason if a test needs what is not installed or not to be had without the network."""
+    """Return the reason if a test needs a package or files that are missing."""
     if found := re.search(r"No module named '([\w.]+)'|(\w+) package to be installed", text):
         return "cannot run", f"needs the package {found[1] or found[2]}"
     if "huggingface.co" in text:
@@ -466,7 +466,8 @@ def _cannot_run(text: str) -> tuple[str, str] | None:
 
 
 def _judged(error: BaseException) -> tuple[str, str]:
-    """`missing`: the server has no such route, field or flag. `different`: it does otherwise."""
+    """Return the outcome of a failed test, and the reason. `missing`: the server does not have a
+    route, field or flag. `different`: the answer differs."""
     chain, seen = [], error
     while seen is not None and seen not in chain:
         chain.append(seen)
@@ -492,7 +493,7 @@ def _judged(error: BaseException) -> tuple[str, str]:
 
 
 def _note(test: str, outcome: str, said: str) -> None:
-    # Without what is another in every run.
+    # Without ports, addresses and temporary paths, which differ in each run.
     said = re.sub(r"(127\.0\.0\.1|localhost):\d+|0x[0-9a-f]{6,}|/tmp/[\w./-]+", "…", said)[:300]
     with open(OUTCOMES, "a") as file:
         file.write(json.dumps({"test": test, "outcome": outcome, "said": said}) + "\n")
