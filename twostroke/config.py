@@ -211,7 +211,7 @@ class EngineConfig(StrictSettings):
 
     @property
     def phases_differ(self) -> bool:
-        """Whether prefill and decode have weights in different formats."""
+        """True if prefill and decode have weights in different formats."""
         return self.prefill_quantization is not None
 
     def for_phase(self, phase: str) -> EngineConfig:
@@ -285,7 +285,7 @@ class EngineConfig(StrictSettings):
 
     @property
     def kv_scaled(self) -> bool:
-        """Whether the KV cache has a scale for each head of a token."""
+        """True if the KV cache has a scale for each head of a token."""
         return self.kv_cache_dtype == "int8"
 
     def _check_eviction(self) -> None:
