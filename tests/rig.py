@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from tests.rows import put
 from twostroke.exec.device_rows import DeviceRows
 from twostroke.exec.graphs import DecodeGraphs, PieceGraphs, Record, ladder
 from twostroke.exec.program import StepProgram
@@ -20,6 +19,14 @@ from twostroke.kv.pool import KVPool
 from twostroke.model.torch.decoder import Decoder
 from twostroke.plan import BlockAppend, Chunk, NewRow, PhaseWork, Slot, StepPlan
 from twostroke.request import SamplingParams
+
+
+def put(rows: DeviceRows, plan: StepPlan) -> None:
+    """Apply a plan to device rows, like the program of a step."""
+    writes = rows.apply(plan)
+    assert len(set(writes.at.tolist())) == len(writes.at)
+    at, values = (torch.from_numpy(part).to(rows.cells.device) for part in writes[:2])
+    rows.cells.scatter_(0, at, values)
 
 
 class Rig:

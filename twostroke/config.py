@@ -195,10 +195,10 @@ class EngineConfig(StrictSettings):
     def _resolve_phases(self) -> None:
         """Resolve the quantization of both phases and of each phase."""
         names = ("prefill_quantization", "decode_quantization")
-        given = [name for name in names if getattr(self, name) is not None]
-        for name in given:
+        chosen = [name for name in names if getattr(self, name) is not None]
+        for name in chosen:
             self._check_choice(name, ("none", *QUANTIZATIONS))
-        if len(given) == 2 and self.quantization is not None:
+        if len(chosen) == 2 and self.quantization is not None:
             raise ConfigError(
                 f"quantization is {self.quantization!r}, but {' and '.join(names)} set it for each "
                 "phase; leave quantization out"
@@ -233,8 +233,8 @@ class EngineConfig(StrictSettings):
         sizes = self.cudagraph_capture_sizes
         if sizes is None:
             return
-        given = isinstance(sizes, list | tuple) and len(sizes) > 0
-        if not given or any(type(size) is not int or size < 1 for size in sizes):
+        is_list = isinstance(sizes, list | tuple) and len(sizes) > 0
+        if not is_list or any(type(size) is not int or size < 1 for size in sizes):
             self._refuse("cudagraph_capture_sizes", "a list of whole numbers of at least 1")
         object.__setattr__(self, "cudagraph_capture_sizes", tuple(sorted(set(sizes))))
         if self.max_cudagraph_capture_size is not None:
@@ -244,13 +244,13 @@ class EngineConfig(StrictSettings):
             )
 
     def _check_override(self) -> None:
-        given = self.override_generation_config
-        if given is None:
+        override = self.override_generation_config
+        if override is None:
             return
-        if not isinstance(given, dict) or not given.keys() <= set(OVERRIDDEN):
+        if not isinstance(override, dict) or not override.keys() <= set(OVERRIDDEN):
             self._refuse("override_generation_config", f"a dict of {', '.join(OVERRIDDEN)}")
         try:
-            SamplingParams(**given)
+            SamplingParams(**override)
         except RequestError as error:
             raise ConfigError(f"override_generation_config: {error}") from None
 

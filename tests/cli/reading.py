@@ -1,7 +1,10 @@
-"""`read`: reads a `serve` command line like the command, in the test's process."""
+"""`read`: reads a `serve` command line like the command, in the test's process. `heavy_imports`:
+lists the heavy modules that a command line imports."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import NamedTuple
 
 from twostroke.cli import make_parser, parse
@@ -13,6 +16,12 @@ from twostroke.serve.settings import ServeSettings
 PARSER = make_parser()
 SERVE = PARSER.parse_args(["serve"]).parser
 OPTIONS = SERVE._option_string_actions
+
+
+HEAVY = (
+    *("torch", "numpy", "rich", "tokenizers", "jinja2", "safetensors"),
+    *("starlette", "uvicorn", "zmq", "yaml"),
+)
 
 
 class Read(NamedTuple):
@@ -30,3 +39,15 @@ def read(*words: str) -> Read:
     pool_settings(args)
     problems, SERVE.problems = SERVE.problems, []
     return Read(config, settings, problems, SERVE.notice())
+
+
+def heavy_imports(words: list[str], also: str = "") -> list[str]:
+    """Run a command line in a new process, and return the heavy modules that it imported. `also`: a
+    statement to run first."""
+    code = (
+        f"import sys\n{also}\nfrom twostroke.cli import main\n"
+        f"try: main({words!r})\nexcept SystemExit: pass\n"
+        f"print('loaded:', *(name for name in {HEAVY!r} if name in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()[-1].removeprefix("loaded:").split()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.reading import OPTIONS, PARSER, read
+from tests.cli.reading import OPTIONS, PARSER, heavy_imports, read
 from tests.support import default_model_path
 from tests.tiny import tiny_llm
 from twostroke.cli import main, parse
@@ -29,8 +29,6 @@ from twostroke.engine.api import EngineInfo
 from twostroke.kernels import cpu
 from twostroke.request import SamplingParams
 from twostroke.serve.settings import ServeSettings
-
-HEAVY = ("torch", "numpy", "rich", "tokenizers", "jinja2", "starlette", "uvicorn", "zmq", "yaml")
 
 
 def config_of(*words: str) -> EngineConfig:
@@ -549,13 +547,7 @@ def test_the_banner_never_shows_a_key_and_warns_if_there_is_none() -> None:
     [["--help"], ["--quantization", "hqq"], ["--max-model-lem", "5"], ["--tensor-parallel-size=0"]],
 )
 def test_help_and_mistakes_import_nothing_heavy(words: list[str]) -> None:
-    code = (
-        "import sys\nfrom twostroke.cli import main\n"
-        f"try: main(['serve', *{words!r}])\nexcept SystemExit: pass\n"
-        f"print('loaded:', [name for name in {HEAVY!r} if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "loaded: []"
+    assert heavy_imports(["serve", *words]) == []
 
 
 @pytest.mark.parametrize(

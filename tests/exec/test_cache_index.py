@@ -9,8 +9,7 @@ from torch import Tensor
 from tests.equivalence.harness import small_spec
 from tests.equivalence.test_window_matrix import MIXES, mixed_spec
 from tests.loud import Loud
-from tests.rig import Rig
-from tests.rows import put
+from tests.rig import Rig, put
 from twostroke.kernels import reference
 from twostroke.kernels.reference import Kernels
 from twostroke.model.describe.spec import ModelSpec

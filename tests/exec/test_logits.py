@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from tests.rows import put
+from tests.rig import put
 from twostroke.exec.device_rows import DeviceRows
 from twostroke.exec.native import Forwarded, NativeExecutor
 from twostroke.exec.rows import HostRows

@@ -17,7 +17,7 @@ from tests.equivalence.harness import Written, assert_same, make_core, run, smal
 from tests.fakes import groups
 from tests.gpu.reference_check import OUTPUT, PROMPTS, SPECS
 from tests.loud import Loud
-from tests.rows import put
+from tests.rig import put
 from tests.tiny import tiny_folder
 from twostroke.engine.assembly import group_limits
 from twostroke.engine.build_torch import assemble

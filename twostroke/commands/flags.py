@@ -221,8 +221,8 @@ def sampling_params(
     recommendation the likeliest token is selected."""
     if recommended is None or recommended == SamplingParams():
         recommended = SamplingParams(temperature=0)
-    given = {"max_tokens": MAX_TOKENS} | chosen_settings(args, SamplingParams)
-    return dataclasses.replace(recommended, **given)
+    chosen = {"max_tokens": MAX_TOKENS} | chosen_settings(args, SamplingParams)
+    return dataclasses.replace(recommended, **chosen)
 
 
 def parse_bytes(text: str) -> int:

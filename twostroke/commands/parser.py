@@ -211,8 +211,8 @@ class Parser(argparse.ArgumentParser):
         except argparse.ArgumentError as error:
             if not self.collects_errors:
                 raise
-            given = shortened(" ".join(arg_strings))
-            self.problem(f"{_flag(action)} {given}: {_reason(action, error)}")
+            value = shortened(" ".join(arg_strings))
+            self.problem(f"{_flag(action)} {value}: {_reason(action, error)}")
             return argparse.SUPPRESS
 
 

@@ -108,9 +108,9 @@ def _setups(args: argparse.Namespace) -> tuple[Setup, list[Setup]]:
     """Return the base and the rows. Errors in any of them are reported before the measurement."""
     from twostroke.measure.quality.quality import Setup
 
-    given = engine_settings(args)
-    shared = {name: value for name, value in given.items() if name in SHARED}
-    own = {name: value for name, value in given.items() if name not in SHARED}
+    chosen = engine_settings(args)
+    shared = {name: value for name, value in chosen.items() if name in SHARED}
+    own = {name: value for name, value in chosen.items() if name not in SHARED}
     model = {"model": own["model"]} if "model" in own else {}
     lines = [] if args.against is None else [args.against]
     parsed = [model | _parsed(line) for line in (*lines, *args.tries)]

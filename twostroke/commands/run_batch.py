@@ -83,7 +83,7 @@ def execute(args: argparse.Namespace) -> int:
         raise ConfigError("run-batch has one engine; leave out the options for several engines")
     start_logging(args, settings)
     if not (hasattr(args, "performance_mode") or hasattr(args, "max_decode_stall")):
-        config = replace(config, max_decode_stall=0)  # nobody reads the streams
+        config = replace(config, max_decode_stall=0)  # no client reads a stream
     listener = None
     if args.enable_metrics:
         from twostroke.serve.http.listening_socket import bind

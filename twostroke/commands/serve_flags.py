@@ -451,18 +451,18 @@ def _add(group: Any, flag: str, **options: Any) -> None:
 
 def _structured_outputs_config(text: str) -> bool:
     """Return `disable_additional_properties`, the only supported setting of vLLM's object."""
-    given = json_object(text)
-    closed = given.pop("disable_additional_properties", True)
+    config = json_object(text)
+    closed = config.pop("disable_additional_properties", True)
     if not isinstance(closed, bool):
         raise argparse.ArgumentTypeError("disable_additional_properties must be true or false")
-    backend = given.pop("backend", "auto")
+    backend = config.pop("backend", "auto")
     if backend not in STRUCTURED_BACKENDS:
         known = ", ".join(STRUCTURED_BACKENDS)
         raise argparse.ArgumentTypeError(
             f"backend must be one of {known}; llguidance is used for all of them"
         )
-    given.pop("disable_fallback", None)  # there is no other backend
-    if others := [name for name, value in given.items() if value]:
+    config.pop("disable_fallback", None)  # there is no other backend
+    if others := [name for name, value in config.items() if value]:
         raise argparse.ArgumentTypeError(
             f"{others[0]} is not supported; only disable_additional_properties can be set"
         )

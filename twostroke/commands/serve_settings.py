@@ -67,43 +67,43 @@ def start_logging(args: argparse.Namespace, settings: ServeSettings) -> None:
 def with_file(args: argparse.Namespace) -> argparse.Namespace:
     """Return the options of the file of `--config`, overridden by the command line."""
     parser: Parser = args.parser
-    given = vars(_resolved(args))
-    if "config" not in given:
-        return argparse.Namespace(**given)
-    words = file_words(Path(given["config"]), parser)
+    on_line = vars(_resolved(args))
+    if "config" not in on_line:
+        return argparse.Namespace(**on_line)
+    words = file_words(Path(on_line["config"]), parser)
     in_file = vars(_resolved(parser.parse_args(normalize_options(words))))
-    return argparse.Namespace(**{**in_file, **given})
+    return argparse.Namespace(**{**in_file, **on_line})
 
 
 def serve_settings(args: argparse.Namespace) -> ServeSettings | None:
     """Return the settings of the server; None if they have an error. Without a key and without
     `--host` the server listens on this machine only."""
     renamed = {SETTING_OF_OPTION.get(name, name): value for name, value in vars(args).items()}
-    given = chosen_settings(argparse.Namespace(**renamed), ServeSettings)
-    given.setdefault("api_keys", environment.server_api_keys())
-    given.setdefault("admin_api_keys", environment.admin_api_keys())
-    given.setdefault("dev_mode", environment.dev_mode())
+    values = chosen_settings(argparse.Namespace(**renamed), ServeSettings)
+    values.setdefault("api_keys", environment.server_api_keys())
+    values.setdefault("admin_api_keys", environment.admin_api_keys())
+    values.setdefault("dev_mode", environment.dev_mode())
     for flag, name in (("--api-key", "api_keys"), ("--admin-api-key", "admin_api_keys")):
-        if not all(given[name]):  # this message repeats no key
+        if not all(values[name]):  # this message repeats no key
             args.parser.problem(f"{flag}: a key is empty; give one, or leave the option out")
             return None
-    given["cors_origins"] = [origin for part in given.get("cors_origins", ()) for origin in part]
+    values["cors_origins"] = [origin for part in values.get("cors_origins", ()) for origin in part]
     try:
-        _resolve_traces(given)
+        _resolve_traces(values)
     except ConfigError as error:
         args.parser.problem(str(error))
         return None
-    given["log_stats"] = not renamed.get("disable_log_stats", False)
-    given.setdefault("host", ALL_INTERFACES if given["api_keys"] else "127.0.0.1")
+    values["log_stats"] = not renamed.get("disable_log_stats", False)
+    values.setdefault("host", ALL_INTERFACES if values["api_keys"] else "127.0.0.1")
     flags = {setting: flag for flag, setting in SETTING_OF_OPTION.items()}
-    return settings(args.parser, ServeSettings, given, flags)
+    return settings(args.parser, ServeSettings, values, flags)
 
 
-def _resolve_traces(given: dict[str, Any]) -> None:
+def _resolve_traces(values: dict[str, Any]) -> None:
     """Decide whether the server exports traces. `--otlp-traces-endpoint` without the packages for
     it is an error. OTEL variables may be set for every program of a machine, so that without the
     packages they only cause a message."""
-    has_flag = "otlp_traces_endpoint" in given
+    has_flag = "otlp_traces_endpoint" in values
     if not has_flag and not environment.asks_for_traces():
         return
     from twostroke.serve.monitor.tracing import missing
@@ -114,7 +114,7 @@ def _resolve_traces(given: dict[str, Any]) -> None:
     if problem:
         print(f"traces are not exported, though OTEL variables ask: {problem}", file=sys.stderr)
     else:
-        given.setdefault("otlp_traces_endpoint", "")
+        values.setdefault("otlp_traces_endpoint", "")
 
 
 def pool_settings(args: argparse.Namespace) -> PoolSettings | None:
