@@ -55,10 +55,10 @@ def test_no_published_launch_line_is_refused_wrongly() -> None:
     for line in lines:
         _, *words = shlex.split(line)
         problems = published_lines.problems_of(tuple(words))
-        if not all(map(published_lines.stands, problems)):
+        if not all(map(published_lines.is_justified, problems)):
             wrong[line] = problems
     assert wrong == {}
-    assert not published_lines.stands("--port: a value is missing"), "the check can fail"
+    assert not published_lines.is_justified("--port: a value is missing"), "the check can fail"
 
 
 def test_most_lines_are_accepted() -> None:
