@@ -32,7 +32,7 @@ from bench.cpu_workers import tokens
 from twostroke.measure.load.definitions import Sample
 from twostroke.measure.load.http_client import Connections, Endpoint
 from twostroke.measure.load.sample_client import OpenAIClient
-from twostroke.measure.load.workload import Planned
+from twostroke.measure.load.workload import PlannedRequest
 
 STREAMS, PROMPT, LONG = 4, 128, 4000
 STEADY_S, AFTER_S = 3.0, 1.0
@@ -67,7 +67,7 @@ class Server:
         seed, client = 1000 * (run + 1), self._client()
         tasks = []
 
-        def begin(request: Planned) -> Sample:
+        def begin(request: PlannedRequest) -> Sample:
             sample = Sample(perf_counter())
             tasks.append(asyncio.create_task(client.send(request, sample.scheduled_s, sample)))
             return sample
@@ -129,8 +129,8 @@ async def first_answer(
         client.connections.close()
 
 
-def planned(prompt: int, seed: int, output: int) -> Planned:
-    return Planned(0.0, tokens(prompt, seed), prompt, output)
+def planned(prompt: int, seed: int, output: int) -> PlannedRequest:
+    return PlannedRequest(0.0, tokens(prompt, seed), prompt, output)
 
 
 async def _until(done: Callable[[], bool], samples: list[Sample]) -> None:

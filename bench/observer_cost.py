@@ -45,7 +45,7 @@ from twostroke.measure.load.http_client import Connections, Endpoint
 from twostroke.measure.load.load_run import no_collections
 from twostroke.measure.load.result import environment
 from twostroke.measure.load.sample_client import COMPLETIONS, OpenAIClient
-from twostroke.measure.load.workload import Planned, Prompts
+from twostroke.measure.load.workload import PlannedRequest, PromptGenerator
 
 USERS, PROMPT, OUTPUT = 4, 16, 256
 SETTLE_S = 1.0  # before tokens are counted
@@ -131,13 +131,13 @@ async def window(
 ) -> tuple[float, float]:
     """Tokens a second that the users of one window got, and tokens a second of processor time."""
     connections = Connections(Endpoint(arm.url))
-    client, prompts = Counted(connections), Prompts(0, salt, as_text=False)
+    client, prompts = Counted(connections), PromptGenerator(0, salt, as_text=False)
 
     async def user(number: int) -> None:
         output = OUTPUT * (number + 1) // USERS  # of the first, so that they do not end together
         for turn in count():
             prompt = prompts.unique(1000 * number + turn, PROMPT)
-            sample = await client.send(Planned(0.0, prompt, PROMPT, output), perf_counter())
+            sample = await client.send(PlannedRequest(0.0, prompt, PROMPT, output), perf_counter())
             if sample.error:
                 raise SystemExit(sample.error)
             output = OUTPUT

@@ -23,7 +23,7 @@ from twostroke.measure.load.definitions import Goals
 from twostroke.measure.load.traces import TraceRequest, at_rate, block_tokens, read_trace, scaled
 from twostroke.planner.calibrate import SECONDS, calibrate
 from twostroke.planner.check import compare, replay
-from twostroke.planner.layout import Layout, shape_of_server
+from twostroke.planner.layout import EngineLayout, shape_of_server
 from twostroke.planner.predict import predict
 from twostroke.planner.steptimes import StepModel, measured_model
 
@@ -32,14 +32,16 @@ PROBE = 60  # requests that all come at once
 GOALS = Goals(ttft_s=1.0, tpot_s=0.1)
 
 
-def fitting(path: str, shrink: float, layout: Layout) -> list[TraceRequest]:
+def fitting(path: str, shrink: float, layout: EngineLayout) -> list[TraceRequest]:
     """The requests of a trace that the server can hold."""
     longest = min(layout.shape.max_model_len, layout.shape.kv_tokens)
     found = scaled(read_trace(path), shrink=shrink)
     return [one for one in found if one.prompt_tokens + one.output_tokens <= longest]
 
 
-def capacity(trace: list[TraceRequest], layout: Layout, model: StepModel, block: int) -> float:
+def capacity(
+    trace: list[TraceRequest], layout: EngineLayout, model: StepModel, block: int
+) -> float:
     """Requests a second that the layout serves when they wait for it."""
     at_once = [replace(one, at_s=0.0) for one in trace[:PROBE]]
     return predict(at_once, layout, model, GOALS, block).figures["requests_per_s"].expected
@@ -60,7 +62,10 @@ def main() -> None:
         records = asyncio.run(calibrate(args.url, None, 1024, SECONDS))
         if args.steps is not None:
             args.steps.write_text(json.dumps(records))
-    model, layout = measured_model(records, args.url), Layout(1, shape_of_server(records, args.url))
+    model, layout = (
+        measured_model(records, args.url),
+        EngineLayout(1, shape_of_server(records, args.url)),
+    )
     found: dict[str, Any] = {"step_times": model.as_json(), "loads": []}
     block = block_tokens(args.shrink)
     for path in args.traces:

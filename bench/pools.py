@@ -34,7 +34,7 @@ from urllib.request import urlopen
 
 from bench.cpu_interference import Server, planned
 from twostroke.measure.load.definitions import Goals, Sample
-from twostroke.measure.load.workload import Planned
+from twostroke.measure.load.workload import PlannedRequest
 from twostroke.model.find import hub
 
 FIRST_PORT = 8961
@@ -57,20 +57,20 @@ def a_load(text: str) -> tuple[float, float]:
     return float(rate), float(seconds)
 
 
-def arrivals(rate: float, seconds: float, seed: int) -> list[Planned]:
+def arrivals(rate: float, seconds: float, seed: int) -> list[PlannedRequest]:
     """The same for every server; no two prompts begin alike."""
     rng, at_s, found = random.Random(f"pools {rate} {seed}"), 0.0, []
     while (at_s := at_s + rng.expovariate(rate)) < seconds:
         prompt, output = rng.randint(*PROMPTS), rng.randint(*OUTPUTS)
         one = planned(prompt, rng.randrange(1, 10**9), output)
-        found.append(Planned(at_s, one.prompt, prompt, output))
+        found.append(PlannedRequest(at_s, one.prompt, prompt, output))
     return found
 
 
-async def replay(server: Server, load: list[Planned]) -> tuple[list[Sample], float]:
+async def replay(server: Server, load: list[PlannedRequest]) -> tuple[list[Sample], float]:
     client, begun = server._client(), perf_counter()
 
-    async def send(one: Planned) -> Sample:
+    async def send(one: PlannedRequest) -> Sample:
         due_s = begun + one.at_s
         await asyncio.sleep(max(0.0, due_s - perf_counter()))
         return await client.send(one, due_s)

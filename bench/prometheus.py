@@ -38,7 +38,7 @@ from twostroke.measure.load.definitions import Sample  # noqa: E402
 from twostroke.measure.load.http_client import Connections, Endpoint  # noqa: E402
 from twostroke.measure.load.load_run import run_closed_loop  # noqa: E402
 from twostroke.measure.load.sample_client import OpenAIClient  # noqa: E402
-from twostroke.measure.load.workload import Planned  # noqa: E402
+from twostroke.measure.load.workload import PlannedRequest  # noqa: E402
 
 MONITORING = Path(__file__).parent.parent / "deploy" / "monitoring"
 MODEL_NAME = "measured"
@@ -200,9 +200,9 @@ def stream(port: int, numbers: Sequence[int], at_once: int) -> list[Sample]:
     return samples
 
 
-def planned(number: int) -> Planned:
+def planned(number: int) -> PlannedRequest:
     words = " ".join(f"{number}-{n} apples" for n in range(20 + 10 * (number % 4)))
-    return Planned(0.0, f"Count these: {words}.", 0, OUTPUT)
+    return PlannedRequest(0.0, f"Count these: {words}.", 0, OUTPUT)
 
 
 def compare(one: Prometheus, seen: list[Sample], window: str) -> dict[str, dict[str, float]]:

@@ -28,7 +28,7 @@ from typing import Any
 from twostroke import LLM
 from twostroke.exec.ranks import encode_plan
 from twostroke.measure.roofline.hardware import HARDWARE
-from twostroke.measure.roofline.roofline import Roofline, Settings
+from twostroke.measure.roofline.roofline import Roofline, RooflineSettings
 from twostroke.model.describe.cost import ring_bytes
 from twostroke.model.describe.hf_config import load_hf_config
 from twostroke.plan import StepPlan
@@ -178,7 +178,7 @@ def computed() -> Iterator[dict[str, Any]]:
         spec, _ = load_hf_config(SHAPES / f"{name}.json")
         for work, (tokens, prefill) in WORK.items():
             for ranks in (1, 2, 4, 8):
-                settings = Settings(context=CONTEXT, tensor_parallel=ranks)
+                settings = RooflineSettings(context=CONTEXT, tensor_parallel=ranks)
                 roofline = Roofline(spec, HARDWARE["H100"], settings)
                 floor = roofline.prefill(tokens) if prefill else roofline.decode(tokens)
                 own_s = max(floor.compute_s, floor.memory_s)

@@ -18,7 +18,7 @@ from twostroke.measure.load.traces import MOONCAKE_BLOCK, TraceRequest
 from twostroke.observe.record import RequestRecord
 from twostroke.plan import PhaseWork
 from twostroke.planner.engine import SimulatedEngine
-from twostroke.planner.simulate import Clock
+from twostroke.planner.simulate import VirtualClock
 from twostroke.planner.simulate import simulate as planner_simulate
 from twostroke.route.router import EngineState, Router
 from twostroke.sched.step import SchedulerConfig
@@ -52,7 +52,7 @@ def simulate(
     machine: Machine,
 ) -> tuple[list[RequestRecord], list[EngineState]]:
     """The record of every request, and the engines as they are at the end."""
-    clock = Clock()
+    clock = VirtualClock()
     config = SchedulerConfig(
         max_num_seqs=256,
         max_num_batched_tokens=machine.budget,

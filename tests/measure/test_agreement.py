@@ -16,7 +16,7 @@ from tests.server.running import Running, running
 from tests.tiny import tiny_llm
 from twostroke.measure.explain.phases import measure_phases
 from twostroke.measure.load import workload
-from twostroke.measure.load.bench import Outcome, ServeBench, ServeOptions
+from twostroke.measure.load.bench import BenchOutcome, ServeBench, ServeOptions
 from twostroke.observe.record import RequestRecord
 
 BLOCK = 4
@@ -35,10 +35,10 @@ def ids_of_a_small_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workload, "LAST_ID", 255)
 
 
-def bench(server: Running, **options: Any) -> Outcome:
+def bench(server: Running, **options: Any) -> BenchOutcome:
     given = {"random_input_len": 20, "random_output_len": 6, "num_prompts": 12}
 
-    async def work() -> Outcome:
+    async def work() -> BenchOutcome:
         one = ServeBench(ServeOptions(url=server.url, **(given | options)))
         try:
             await one.connect()

@@ -131,7 +131,7 @@ def test_pools_are_told_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
         ([*SYNTHETIC, *SHEET, "--price-per-hour", "1", "2"], "2 prices for 1 kinds"),
         ([*SYNTHETIC, *SHEET, "--target", "99"], "--target 99: give a share"),
         ([*SYNTHETIC, "--steps", "nowhere.json"], "nowhere.json cannot be read"),
-        ([*SYNTHETIC, "--steps", "http://localhost:9"], "nobody answers"),
+        ([*SYNTHETIC, "--steps", "http://localhost:9"], "no server answers"),
     ],
 )
 def test_a_plan_that_cannot_be_made_says_why(

@@ -17,9 +17,9 @@ from twostroke.errors import ConfigError
 if TYPE_CHECKING:
     from twostroke.measure.load.definitions import Goals
     from twostroke.measure.load.traces import TraceRequest
-    from twostroke.planner.layout import EngineShape, Layout
-    from twostroke.planner.predict import Forecast
-    from twostroke.planner.search import EngineKind, Search
+    from twostroke.planner.layout import EngineShape, EngineLayout
+    from twostroke.planner.predict import LayoutForecast
+    from twostroke.planner.search import EngineChoice, Search
     from twostroke.planner.steptimes import StepModel
 
 DESCRIPTION = (
@@ -101,22 +101,22 @@ def execute(args: argparse.Namespace) -> int:
 
 def engine_kinds(
     args: argparse.Namespace, trace: list[TraceRequest], goals: Goals
-) -> list[EngineKind]:
+) -> list[EngineChoice]:
     """The engines that the command names, with their step times."""
     from twostroke.measure.load.traces import block_tokens
-    from twostroke.planner.layout import Layout
+    from twostroke.planner.layout import EngineLayout
     from twostroke.planner.predict import predict
-    from twostroke.planner.search import EngineKind
+    from twostroke.planner.search import EngineChoice
 
-    def kind(name: str, model: StepModel, shape: EngineShape, price: float | None) -> EngineKind:
+    def kind(name: str, model: StepModel, shape: EngineShape, price: float | None) -> EngineChoice:
         shape = _with_settings(shape, args)
         block = block_tokens(args.trace_shrink)
 
-        def forecast(count: int) -> Forecast:
-            layout = _pools(args, shape) or Layout(count, shape)
+        def forecast(count: int) -> LayoutForecast:
+            layout = _pools(args, shape) or EngineLayout(count, shape)
             return predict(trace, layout, model, goals, block, args.seed)
 
-        return EngineKind(name, model, forecast, price)
+        return EngineChoice(name, model, forecast, price)
 
     prices: list[float | None] = args.price_per_hour or [None]
     if args.calibrate is not None or args.steps is not None:
@@ -143,9 +143,9 @@ def engine_kinds(
     ]
 
 
-def _pools(args: argparse.Namespace, shape: EngineShape) -> Layout | None:
+def _pools(args: argparse.Namespace, shape: EngineShape) -> EngineLayout | None:
     from twostroke.planner.engine import Link
-    from twostroke.planner.layout import Layout
+    from twostroke.planner.layout import EngineLayout
 
     if args.prefill_engines is None:
         return None
@@ -155,7 +155,7 @@ def _pools(args: argparse.Namespace, shape: EngineShape) -> Layout | None:
             "them (kv_bytes); take records of a newer server"
         )
     link = Link(shape.token_bytes, 1e9 * args.hand_over_gbytes)
-    return Layout(0, shape, args.prefill_engines, args.decode_engines, link)
+    return EngineLayout(0, shape, args.prefill_engines, args.decode_engines, link)
 
 
 def _no_layout(search: Search, target: float) -> str:
@@ -231,13 +231,13 @@ def _recorded(args: argparse.Namespace) -> dict[str, Any]:
 def _roofline(args: argparse.Namespace, name: str) -> tuple[StepModel, EngineShape]:
     from twostroke.config import EngineConfig
     from twostroke.measure.roofline.hardware import find_hardware
-    from twostroke.measure.roofline.roofline import FILE, Roofline, Settings
+    from twostroke.measure.roofline.roofline import FILE, Roofline, RooflineSettings
     from twostroke.measure.roofline.shapes import find_spec, stored_bytes
     from twostroke.planner.layout import shape_of_hardware
     from twostroke.planner.steptimes import roofline_model
 
     stored = stored_bytes(args.model) if args.weights is None else None
-    settings = Settings(
+    settings = RooflineSettings(
         tensor_parallel=args.tensor_parallel_size,
         weights=args.weights or ("fp16" if stored is None else FILE),
         kv=args.kv_cache_dtype,

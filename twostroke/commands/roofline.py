@@ -50,7 +50,7 @@ def execute(args: argparse.Namespace) -> int:
     from twostroke.measure.roofline.roofline import (
         FILE,
         Roofline,
-        Settings,
+        RooflineSettings,
         measured_phases,
         roofline_json,
     )
@@ -63,7 +63,7 @@ def execute(args: argparse.Namespace) -> int:
     count = parameter_count(args.model)
     spec = None if count else find_spec(args.model)
     stored = stored_bytes(args.model) if args.weights is None else None
-    settings = Settings(
+    settings = RooflineSettings(
         prompt=args.prompt,
         context=args.context or args.prompt,
         batch=args.batch,

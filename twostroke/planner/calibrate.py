@@ -19,7 +19,7 @@ from twostroke.errors import ConfigError
 from twostroke.measure.load.definitions import Sample
 from twostroke.measure.load.http_client import Connections, Endpoint, ServerError
 from twostroke.measure.load.sample_client import OpenAIClient, first_model, send_first
-from twostroke.measure.load.workload import Planned, Prompts
+from twostroke.measure.load.workload import PlannedRequest, PromptGenerator
 
 USERS = (1, 2, 4, 8, 16, 32)
 SECONDS = 60.0
@@ -88,15 +88,15 @@ class CalibrationLoad:
         self.client, self.longest = client, longest
         self.samples: list[Sample] = []
         self._rng = random.Random(0)
-        self._prompts = Prompts(0, f"calibration {secrets.token_hex(4)}", as_text=False)
+        self._prompts = PromptGenerator(0, f"calibration {secrets.token_hex(4)}", as_text=False)
         self._count = 0
 
-    def next_request(self) -> Planned:
+    def next_request(self) -> PlannedRequest:
         self._count += 1
         low, high = math.log(MIN_PROMPT), math.log(max(MIN_PROMPT, self.longest))
         length = round(math.exp(self._rng.uniform(low, high)))
         output = self._rng.randint(MIN_OUTPUT, MAX_OUTPUT)
-        return Planned(0.0, self._prompts.unique(self._count, length), length, output)
+        return PlannedRequest(0.0, self._prompts.unique(self._count, length), length, output)
 
     async def run(self, users: int, seconds: float) -> None:
         """Send from so many users for this time, and until some answers have come; those that are

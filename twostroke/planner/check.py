@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from twostroke.measure.load.definitions import Goals
 from twostroke.measure.load.http_client import Connections, Endpoint, ServerError
-from twostroke.measure.load.load_run import Run, run_open_loop
+from twostroke.measure.load.load_run import LoadRun, run_open_loop
 from twostroke.measure.load.result import problems
 from twostroke.measure.load.sample_client import OpenAIClient, first_model, send_first
 from twostroke.measure.load.traces import TraceRequest
-from twostroke.measure.load.workload import Prompts, replayed
-from twostroke.planner.predict import METRICS, PERCENTILES, Forecast, latencies_ms
+from twostroke.measure.load.workload import PromptGenerator, replayed
+from twostroke.planner.predict import METRICS, PERCENTILES, LayoutForecast, latencies_ms
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,13 +29,13 @@ CHECKED = (
 
 async def replay(
     url: str, api_key: str | None, trace: Sequence[TraceRequest], shrink: float
-) -> Run:
+) -> LoadRun:
     """Send the trace's requests when they are due. `shrink`: by which its lengths are divided."""
     connections = Connections(Endpoint(url, api_key))
     try:
         client = OpenAIClient(connections, str((await first_model(connections))["id"]))
         # Another run's prompts may still be in the server's prefix cache: each run has its own.
-        prompts = Prompts(0, f"check {secrets.token_hex(4)}", as_text=False)
+        prompts = PromptGenerator(0, f"check {secrets.token_hex(4)}", as_text=False)
         planned = replayed(list(trace), prompts, shrink)
         shortest = min(planned, key=lambda one: one.prompt_tokens)
         await send_first(client, shortest)
@@ -47,7 +47,7 @@ async def replay(
     return run
 
 
-def compare(forecast: Forecast, run: Run, goals: Goals) -> Json:
+def compare(forecast: LayoutForecast, run: LoadRun, goals: Goals) -> Json:
     """Return a row for every figure that both have, and why the run may not count."""
     measured = latencies_ms(run.samples)
     measured["requests_per_s"] = sum(one.ok for one in run.samples) / run.duration_s

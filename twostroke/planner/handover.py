@@ -15,7 +15,7 @@ from twostroke.kv.transfer import Address, Copy, KVTransfer, Offer, Places, Way
 NAME = "simulated"
 
 
-class NoBlocks:
+class SizedBlocks:
     """Blocks of which only the size is known."""
 
     layout = NAME
@@ -30,7 +30,7 @@ class NoBlocks:
         raise NotImplementedError
 
 
-class Offers:
+class OfferNumbers:
     """Numbers of the offers of one engine. All of them stand until they are released."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class SimulatedCopy(Copy):
         return True
 
 
-class SimulatedWay(Way):
+class SimulatedTransport(Way):
     """The link of one engine."""
 
     name = NAME
@@ -89,5 +89,5 @@ class SimulatedWay(Way):
         return min(self._ends_s, default=None)
 
 
-def transfer_of(way: SimulatedWay, block_size: int, block_bytes: Sequence[int]) -> KVTransfer:
-    return KVTransfer(NoBlocks(block_size, block_bytes), [way], Offers())
+def transfer_of(way: SimulatedTransport, block_size: int, block_bytes: Sequence[int]) -> KVTransfer:
+    return KVTransfer(SizedBlocks(block_size, block_bytes), [way], OfferNumbers())

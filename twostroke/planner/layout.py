@@ -1,4 +1,4 @@
-"""`Layout`: engines that could serve a trace, and what each is set to."""
+"""`EngineLayout`: engines that could serve a trace, and what each is set to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
 from twostroke.kv.cache import GroupLimits
 from twostroke.planner.engine import Link, SimulatedEngine, StepCost
-from twostroke.planner.simulate import Clock
+from twostroke.planner.simulate import VirtualClock
 from twostroke.route.router import Role
 from twostroke.sched.step import SchedulerConfig
 
@@ -47,7 +47,7 @@ class EngineShape(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class EngineLayout:
     """Engines that do both phases, or a pool for each phase with a link between them."""
 
     engines: int
@@ -71,7 +71,9 @@ class Layout:
             return f"{self.engines} engine{'s' * (self.engines != 1)}"
         return f"{self.prefill} prefill and {self.decode} decode engines"
 
-    def simulated(self, cost: StepCost, host_s: float, clock: Clock) -> list[SimulatedEngine]:
+    def simulated(
+        self, cost: StepCost, host_s: float, clock: VirtualClock
+    ) -> list[SimulatedEngine]:
         """Return the engines, idle, as a server starts them."""
         config = self.shape.scheduler_config()
         configs = {Role.DECODE: replace(config, receives=True)}

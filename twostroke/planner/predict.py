@@ -18,8 +18,8 @@ from twostroke.errors import ConfigError, RequestError
 from twostroke.measure.load.definitions import Goals, Sample, engine_sample
 from twostroke.measure.load.load_run import no_collections
 from twostroke.measure.load.traces import MOONCAKE_BLOCK, TraceRequest
-from twostroke.planner.layout import Layout
-from twostroke.planner.simulate import Clock, request_of, simulate
+from twostroke.planner.layout import EngineLayout
+from twostroke.planner.simulate import VirtualClock, request_of, simulate
 from twostroke.planner.steptimes import NoisyCost, StepModel
 
 PERCENTILES = (50, 90, 99)
@@ -40,11 +40,11 @@ class Interval(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Forecast:
+class LayoutForecast:
     """The figures of one layout for one trace. Latencies in milliseconds, by names such as
     `p99_ttft_ms`; `goodput` in requests a second; shares from 0 to 1."""
 
-    layout: Layout
+    layout: EngineLayout
     figures: dict[str, Interval]
     requests: int
     simulated_s: float  # how long the trace takes
@@ -64,12 +64,12 @@ class Forecast:
 
 def predict(
     trace: Sequence[TraceRequest],
-    layout: Layout,
+    layout: EngineLayout,
     model: StepModel,
     goals: Goals,
     block_tokens: int = MOONCAKE_BLOCK,
     seed: int = 0,
-) -> Forecast:
+) -> LayoutForecast:
     """Raises `ConfigError` if the layout cannot hold a request of the trace."""
     check_lengths(trace, layout, block_tokens)
     expected, simulated_s, outside = _run(trace, layout, model, goals, block_tokens, 1.0, seed)
@@ -88,12 +88,12 @@ def predict(
             f"{outside:.0%} of the time is in steps larger than any that was measured; intervals "
             f"are widened to ±{drift:.0%} for them"
         )
-    return Forecast(layout, figures, len(trace), simulated_s, outside, tuple(notes))
+    return LayoutForecast(layout, figures, len(trace), simulated_s, outside, tuple(notes))
 
 
-def check_lengths(trace: Sequence[TraceRequest], layout: Layout, block_tokens: int) -> None:
+def check_lengths(trace: Sequence[TraceRequest], layout: EngineLayout, block_tokens: int) -> None:
     """Raise `ConfigError` if the layout's engines would refuse a request, with the longest one."""
-    engine = layout.simulated(_Instant(), 0.0, Clock())[0]
+    engine = layout.simulated(_Instant(), 0.0, VirtualClock())[0]
     refused = []
     for number, one in enumerate(trace):
         if one.prompt_tokens + one.output_tokens > layout.shape.max_model_len:
@@ -122,7 +122,7 @@ class _Instant:
 
 def _run(
     trace: Sequence[TraceRequest],
-    layout: Layout,
+    layout: EngineLayout,
     model: StepModel,
     goals: Goals,
     block_tokens: int,
@@ -131,7 +131,7 @@ def _run(
 ) -> tuple[dict[str, float], float, float]:
     """One simulation: its figures, how long it took on its clock, and the share of the steps'
     time that is beyond what was measured."""
-    clock, cost = Clock(), NoisyCost(model, scale, seed)
+    clock, cost = VirtualClock(), NoisyCost(model, scale, seed)
     engines = layout.simulated(cost, model.host_s, clock)
     # A step's host part comes before its first token in any case: it is not counted twice.
     start_s = max(0.0, model.start_s - model.host_s)

@@ -9,8 +9,8 @@ from twostroke.measure.load.definitions import Goals
 from twostroke.measure.load.result import environment
 from twostroke.measure.load.traces import TraceRequest
 from twostroke.planner.check import show_check
-from twostroke.planner.predict import METRICS, PERCENTILES, Forecast
-from twostroke.planner.search import EngineKind, Found
+from twostroke.planner.predict import METRICS, PERCENTILES, LayoutForecast
+from twostroke.planner.search import Candidate, EngineChoice
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,11 +22,11 @@ NAMES = {"ttft": "TTFT", "itl": "ITL", "tpot": "TPOT", "e2el": "end to end"}
 
 def plan_json(
     trace: Sequence[TraceRequest],
-    kind: EngineKind,
+    kind: EngineChoice,
     goals: Goals,
     target: float,
-    found: Forecast,
-    tried: Sequence[Found] = (),
+    found: LayoutForecast,
+    tried: Sequence[Candidate] = (),
 ) -> Json:
     return {
         "schema_version": 1,

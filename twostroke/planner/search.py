@@ -13,27 +13,27 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
-from twostroke.planner.predict import Forecast
+from twostroke.planner.predict import LayoutForecast
 from twostroke.planner.steptimes import StepModel
 
 MAX_ENGINES = 64
 
 
 @dataclass(frozen=True)
-class EngineKind:
+class EngineChoice:
     """Engines that are alike: how a number of them is predicted, and what one costs an hour."""
 
     name: str
     model: StepModel
-    predict: Callable[[int], Forecast]
+    predict: Callable[[int], LayoutForecast]
     price: float | None = None  # None: not known, and one is as good as another
 
 
 @dataclass
-class Found:
-    kind: EngineKind
+class Candidate:
+    kind: EngineChoice
     engines: int
-    forecast: Forecast
+    forecast: LayoutForecast
 
     @property
     def price(self) -> float:
@@ -53,12 +53,12 @@ class Found:
 
 @dataclass
 class Search:
-    best: Found | None = None
-    tried: list[Found] = field(default_factory=list)
+    best: Candidate | None = None
+    tried: list[Candidate] = field(default_factory=list)
 
 
 def cheapest(
-    kinds: Sequence[EngineKind],
+    kinds: Sequence[EngineChoice],
     target: float,
     max_engines: int = MAX_ENGINES,
 ) -> Search:
@@ -67,8 +67,8 @@ def cheapest(
     search = Search()
     for kind in kinds:
 
-        def attempt(count: int, kind: EngineKind = kind) -> Found | None:
-            found = Found(kind, count, kind.predict(count))
+        def attempt(count: int, kind: EngineChoice = kind) -> Candidate | None:
+            found = Candidate(kind, count, kind.predict(count))
             search.tried.append(found)
             return found if found.forecast.figures["met"].low >= target else None
 
@@ -82,7 +82,7 @@ def cheapest(
     return search
 
 
-def fewest(attempt: Callable[[int], Found | None], limit: int) -> Found | None:
+def fewest(attempt: Callable[[int], Candidate | None], limit: int) -> Candidate | None:
     """Return what the smallest number from 1 to `limit` brings that brings anything. A larger
     number brings something if a smaller one does."""
     low, high, found = 0, 1, None  # `low` brings nothing

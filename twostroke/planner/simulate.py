@@ -24,7 +24,7 @@ from twostroke.sched.step import StepInFlight
 OWN_TOKENS = 1 << 31  # from here on, token ids that one request has to itself
 
 
-class Clock:
+class VirtualClock:
     """The time of a simulation, in seconds from its start."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Clock:
 
 def simulate(
     trace: Sequence[TraceRequest],
-    clock: Clock,
+    clock: VirtualClock,
     engines: Sequence[SimulatedEngine],
     make_router: Callable[[list[EngineState]], Router] = Router,
     block_tokens: int = MOONCAKE_BLOCK,
@@ -51,7 +51,7 @@ def simulate(
 
 
 @dataclass(slots=True, eq=False)
-class Sent:
+class SimulatedRequest:
     """A request on its way through the engines."""
 
     given: EngineRequest
@@ -68,7 +68,7 @@ class Simulation:
 
     def __init__(
         self,
-        clock: Clock,
+        clock: VirtualClock,
         engines: Sequence[SimulatedEngine],
         router: Router,
         block_tokens: int,
@@ -80,7 +80,7 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = count()
         self._busy: set[int] = set()
-        self._sent: dict[str, Sent] = {}
+        self._sent: dict[str, SimulatedRequest] = {}
         self._offers: dict[str, tuple[SimulatedEngine, int]] = {}  # by who fetches
         self._ended: list[RequestRecord] = []
 
@@ -106,7 +106,7 @@ class Simulation:
         engine = self._engine_of[id(placement.engine)]
         engine.state.note_prompt(prompt)
         engine.state.add_queued(placement.queued)
-        self._sent[given.request_id] = Sent(given, placement.queued)
+        self._sent[given.request_id] = SimulatedRequest(given, placement.queued)
         engine.scheduler.add(replace(given, hand_over=placement.hand_over))
         self._begin(engine)
 
@@ -140,7 +140,7 @@ class Simulation:
 
     # ── what becomes of a request ───────────────────────────────────────────────────────────
 
-    def _note_token(self, engine: SimulatedEngine, sent: Sent) -> None:
+    def _note_token(self, engine: SimulatedEngine, sent: SimulatedRequest) -> None:
         if sent.queued is not None:
             engine.state.remove_queued(sent.queued)
             engine.state.streams += 1
@@ -149,7 +149,7 @@ class Simulation:
             self._router.note_hand_over(self._clock.now - sent.handed_over_s, sent.fetch_s)
             sent.handed_over_s = 0.0
 
-    def _end(self, engine: SimulatedEngine, sent: Sent, update: Update) -> None:
+    def _end(self, engine: SimulatedEngine, sent: SimulatedRequest, update: Update) -> None:
         record = update.record
         assert record is not None
         engine.state.streams -= 1
@@ -159,7 +159,7 @@ class Simulation:
         del self._sent[update.request_id]
         self._ended.append(record)
 
-    def _hand_over(self, engine: SimulatedEngine, sent: Sent, update: Update) -> None:
+    def _hand_over(self, engine: SimulatedEngine, sent: SimulatedRequest, update: Update) -> None:
         """One engine has prefilled the request; another goes on."""
         assert update.offer is not None
         now, given = self._clock.now, sent.given
@@ -174,7 +174,7 @@ class Simulation:
         target.scheduler.add(replace(given, resumed=resumed))
         self._begin(target)
 
-    def _send_ahead(self, engine: SimulatedEngine, sent: Sent, offer: Offer) -> None:
+    def _send_ahead(self, engine: SimulatedEngine, sent: SimulatedRequest, offer: Offer) -> None:
         """The engine that will go on fetches what is computed so far."""
         given = sent.given
         target = self._goes_on(sent, prompt_of(given))
@@ -193,7 +193,7 @@ class Simulation:
         target.scheduler.fetch_ahead(part)
         self._begin(target)
 
-    def _goes_on(self, sent: Sent, prompt: Prompt) -> SimulatedEngine:
+    def _goes_on(self, sent: SimulatedRequest, prompt: Prompt) -> SimulatedEngine:
         """The decode engine that goes on with the request: the same until its end."""
         if sent.goes_on is None:
             placement = self._router.place_decode(prompt)

@@ -43,7 +43,7 @@ class MeasuredStep(NamedTuple):
     seconds: float
 
 
-class Range(NamedTuple):
+class MeasuredRange(NamedTuple):
     """The largest work that was measured."""
 
     tokens: float  # of prefill, in a step
@@ -58,7 +58,7 @@ class Range(NamedTuple):
         )
 
 
-EVERYTHING = Range(float("inf"), float("inf"), float("inf"))
+UNLIMITED = MeasuredRange(float("inf"), float("inf"), float("inf"))
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class StepModel:
     host_s: float = HOST_S
     start_s: float = 0.0  # from a request's arrival at the server to its scheduler
     outside_s: float = 0.0  # of TTFT, what a client sees beyond that
-    range: Range = EVERYTHING
+    range: MeasuredRange = UNLIMITED
     decode_ratios: tuple[float, ...] = (1.0,)
     prefill_ratios: tuple[float, ...] = (1.0,)
 
@@ -188,7 +188,7 @@ def measured_model(records: dict[str, Any], source: str) -> StepModel:
         _trimmed_mean(gaps),
         _low_quartile(starts),
         float(records.get("outside_s") or 0.0),
-        Range(
+        MeasuredRange(
             SLACK * max(one.prefill.tokens for one in steps),
             SLACK * max(one.decode.rows for one in steps),
             SLACK * max(one.decode.kv_reads for one in steps),

@@ -212,7 +212,7 @@ def test_errors_say_what_is_wrong(
 
 def test_nobody_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "http://127.0.0.1:9"]) == 1
-    assert "nobody answers at http://127.0.0.1:9" in capsys.readouterr().err
+    assert "no server answers at http://127.0.0.1:9" in capsys.readouterr().err
 
 
 # ── torch ───────────────────────────────────────────────────────────────────────────────────

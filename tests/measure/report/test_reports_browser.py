@@ -172,4 +172,4 @@ def test_gaps_have_their_causes(reports: dict[str, Path]) -> None:
     assert found["gap_causes"]["seconds"]["decode"] > 0
     assert found["gap_causes"]["seconds"]["prefill"] > 0
     assert 'class="dots c-decode"' in text
-    assert "coloured by what took most of it" in text
+    assert "coloured by the largest cause" in text

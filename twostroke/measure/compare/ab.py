@@ -23,7 +23,7 @@ from twostroke.measure.compare.paired_comparison import (
 from twostroke.measure.load.bench import ServeBench, ServeOptions
 
 
-class Figures(NamedTuple):
+class RunFigures(NamedTuple):
     """One run of one arm."""
 
     ttft: float
@@ -57,13 +57,13 @@ class Pilot(NamedTuple):
 
 @dataclass(frozen=True)
 class Trial:
-    a: list[Figures]
-    b: list[Figures]
+    a: list[RunFigures]
+    b: list[RunFigures]
     comparisons: list[Comparison] = field(default_factory=list)
     pilot: Pilot | None = None
 
     @property
-    def runs(self) -> list[Figures]:
+    def runs(self) -> list[RunFigures]:
         return [*self.a, *self.b]
 
     @property
@@ -75,11 +75,11 @@ class Trial:
 
 
 @dataclass
-class Watcher:
+class TrialCallbacks:
     """Is told of the trial as it goes."""
 
     pilot: Callable[[Pilot], None] = lambda pilot: None
-    run: Callable[[int, str, Figures], None] = lambda pair, arm, figures: None
+    run: Callable[[int, str, RunFigures], None] = lambda pair, arm, figures: None
 
 
 def run_ab(
@@ -87,7 +87,7 @@ def run_ab(
     options: ServeOptions,
     pairs: int,
     pilot_runs: int = 0,
-    watcher: Watcher | None = None,
+    watcher: TrialCallbacks | None = None,
 ) -> Trial:
     """`arms`: as `arms.py` says. `options`: the workload. `pilot_runs`: of each arm, before the
     pairs; they warm the servers up, and say what so many pairs can find."""
@@ -96,11 +96,11 @@ def run_ab(
     if pilot_runs < 0 or pilot_runs == 1:
         raise ConfigError("--pilot must be 0, or at least 2: one run has no spread")
     with serving(arms) as urls:
-        return asyncio.run(_trial(urls, options, pairs, pilot_runs, watcher or Watcher()))
+        return asyncio.run(_trial(urls, options, pairs, pilot_runs, watcher or TrialCallbacks()))
 
 
 async def _trial(
-    urls: Sequence[str], options: ServeOptions, pairs: int, pilot_runs: int, watcher: Watcher
+    urls: Sequence[str], options: ServeOptions, pairs: int, pilot_runs: int, watcher: TrialCallbacks
 ) -> Trial:
     # The same prompts for both, unless one server is both and would know them the second time.
     salt = secrets.token_hex(4)
@@ -110,8 +110,10 @@ async def _trial(
         for url, one in zip(urls, salts, strict=True)
     ]
 
-    async def alternating(count: int, seeds: Sequence[int]) -> tuple[list[Figures], list[Figures]]:
-        found: tuple[list[Figures], list[Figures]] = ([], [])
+    async def alternating(
+        count: int, seeds: Sequence[int]
+    ) -> tuple[list[RunFigures], list[RunFigures]]:
+        found: tuple[list[RunFigures], list[RunFigures]] = ([], [])
         for pair in range(count):
             # A B, then B A: whatever drifts meets both alike.
             for arm in (0, 1) if pair % 2 == 0 else (1, 0):
@@ -136,7 +138,7 @@ async def _trial(
     return Trial(a, b, compare_runs(a, b), pilot)
 
 
-def pilot_of(a: Sequence[Figures], b: Sequence[Figures]) -> Pilot:
+def pilot_of(a: Sequence[RunFigures], b: Sequence[RunFigures]) -> Pilot:
     """The spread of a pair's ratio, from the spread of the runs within each arm."""
     spread = {}
     for name in METRICS:
@@ -147,7 +149,7 @@ def pilot_of(a: Sequence[Figures], b: Sequence[Figures]) -> Pilot:
     return Pilot(spread, len(a))
 
 
-def compare_runs(a: Sequence[Figures], b: Sequence[Figures]) -> list[Comparison]:
+def compare_runs(a: Sequence[RunFigures], b: Sequence[RunFigures]) -> list[Comparison]:
     names = [name for name in METRICS if all(getattr(one, name) > 0 for one in (*a, *b))]
     return [
         compare(
@@ -157,12 +159,12 @@ def compare_runs(a: Sequence[Figures], b: Sequence[Figures]) -> list[Comparison]
     ]
 
 
-def _figures(result: dict[str, Any]) -> Figures:
+def _figures(result: dict[str, Any]) -> RunFigures:
     # Means: requests fall into kinds (those that found the engine busy, and others), and a median
     # jumps from one to the other when a single request changes sides.
     # A p99 of one run is not judged by itself, so its own requests need not suffice for it.
     problems = tuple(one for one in result["problems"] if "too few" not in one)
-    return Figures(
+    return RunFigures(
         result["mean_ttft_ms"],
         result["mean_tpot_ms"],
         result.get("p99_itl_ms", 0.0),

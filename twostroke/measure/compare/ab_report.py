@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from twostroke.measure.compare.ab import Trial
-from twostroke.measure.compare.prediction import Outcome
+from twostroke.measure.compare.prediction import PredictionOutcome
 from twostroke.measure.load.bench import ServeOptions
 from twostroke.measure.load.result import environment
 
@@ -38,7 +38,10 @@ def workload(options: ServeOptions) -> dict[str, Any]:
 
 
 def trial_json(
-    trial: Trial, arms: tuple[str, str], options: ServeOptions, prediction: Outcome | None = None
+    trial: Trial,
+    arms: tuple[str, str],
+    options: ServeOptions,
+    prediction: PredictionOutcome | None = None,
 ) -> dict[str, Any]:
     pilot = trial.pilot
     return {
@@ -62,7 +65,10 @@ def trial_json(
 
 
 def markdown(
-    trial: Trial, arms: tuple[str, str], options: ServeOptions, prediction: Outcome | None = None
+    trial: Trial,
+    arms: tuple[str, str],
+    options: ServeOptions,
+    prediction: PredictionOutcome | None = None,
 ) -> str:
     """For a pull request."""
     a, b = map(named, arms)

@@ -21,7 +21,7 @@ from functools import lru_cache
 CONFIDENCE = 0.99  # one false verdict in a hundred trials: a gate that cries wolf is turned off
 POWER = 0.9
 MAX_PAIRS = 500  # nobody runs more
-SAME = 0.03  # a change of up to 3% is none
+SAME_SHARE = 0.03  # a change of up to 3% is none
 # Metric → whether more is better.
 METRICS = {
     "ttft": False,
@@ -56,7 +56,7 @@ class Comparison:
 
 
 def compare(
-    metric: str, a: Sequence[float], b: Sequence[float], num_metrics: int, same: float = SAME
+    metric: str, a: Sequence[float], b: Sequence[float], num_metrics: int, same: float = SAME_SHARE
 ) -> Comparison:
     """`a` and `b`: one figure a run, in pairs."""
     logs = [math.log(y / x) for x, y in zip(a, b, strict=True) if x > 0 and y > 0]
@@ -92,7 +92,7 @@ def detectable(spread: float, pairs: int, num_metrics: int = 1) -> float:
     pair's ratio has the standard deviation `spread`."""
     t = t_quantile(1 - (1 - CONFIDENCE) / 2 / num_metrics, pairs - 1)
     error = spread / math.sqrt(pairs)
-    return max(SAME, math.expm1((t + t_quantile(POWER, pairs - 1)) * error))
+    return max(SAME_SHARE, math.expm1((t + t_quantile(POWER, pairs - 1)) * error))
 
 
 def pairs_needed(spread: float, effect: float, num_metrics: int = 1) -> int:

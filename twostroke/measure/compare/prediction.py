@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from twostroke.errors import ConfigError
-from twostroke.measure.compare.ab import Figures
+from twostroke.measure.compare.ab import RunFigures
 from twostroke.measure.compare.arms import PORT, is_url
 from twostroke.measure.compare.paired_comparison import METRICS, Comparison, compare
-from twostroke.measure.doctor.verdict import Experiment, Verdict
+from twostroke.measure.doctor.verdict import ProposedExperiment, Verdict
 
 NAMES = {"itl": "itl_p99"}  # the doctor's → ours, where they differ
 
 
-def read_experiment(path: str) -> Experiment:
+def read_experiment(path: str) -> ProposedExperiment:
     try:
         verdict = Verdict.from_json(Path(path).read_bytes(), path)
     except OSError as error:
@@ -36,7 +36,7 @@ def read_experiment(path: str) -> Experiment:
     return experiment
 
 
-def arms_of(experiment: Experiment, a: str) -> tuple[str, str]:
+def arms_of(experiment: ProposedExperiment, a: str) -> tuple[str, str]:
     """`a`: options that the server had when the doctor saw it; B has the doctor's over them."""
     if is_url(a) or PORT in a:
         raise ConfigError(
@@ -51,7 +51,7 @@ def arms_of(experiment: Experiment, a: str) -> tuple[str, str]:
     return a, f"{a} {shlex.join(words)}".strip()
 
 
-class Outcome(NamedTuple):
+class PredictionOutcome(NamedTuple):
     """A prediction beside what was measured."""
 
     name: str
@@ -94,7 +94,9 @@ class Outcome(NamedTuple):
         }
 
 
-def outcome(experiment: Experiment, a: Sequence[Figures], b: Sequence[Figures]) -> Outcome:
+def outcome_of(
+    experiment: ProposedExperiment, a: Sequence[RunFigures], b: Sequence[RunFigures]
+) -> PredictionOutcome:
     """Of the runs of both arms. The metric was named before they began, and is judged alone: its
     interval needs no correction for the others, which might have shown something by chance."""
     metric = _metric(experiment)
@@ -102,8 +104,8 @@ def outcome(experiment: Experiment, a: Sequence[Figures], b: Sequence[Figures]) 
     measured = None
     if min(*before, *after) > 0:
         measured = compare(metric, before, after, num_metrics=1)
-    return Outcome(experiment.name, metric, experiment.predicted_ratio, measured)
+    return PredictionOutcome(experiment.name, metric, experiment.predicted_ratio, measured)
 
 
-def _metric(experiment: Experiment) -> str:
+def _metric(experiment: ProposedExperiment) -> str:
     return NAMES.get(experiment.metric, experiment.metric)

@@ -23,8 +23,8 @@ from twostroke.measure.load.definitions import DEFINITIONS, Sample
 from twostroke.measure.load.http_client import Connections, Endpoint, ServerError
 from twostroke.measure.load.result import environment
 from twostroke.measure.load.sample_client import CHAT, OpenAIClient, first_model, send_first
-from twostroke.measure.load.scrape import Metrics, change, identify, scrape
-from twostroke.measure.load.workload import Planned, Prompts
+from twostroke.measure.load.scrape import MetricsScrape, change, identify, scrape
+from twostroke.measure.load.workload import PlannedRequest, PromptGenerator
 from twostroke.measure.report.tables import duration
 
 LEVELS = ("client only", "/metrics", "per request", "step records")
@@ -155,11 +155,11 @@ async def measure_phases(
         server = await identify(connections)
         name = model or str((await first_model(connections))["id"])
         client = OpenAIClient(connections, name, route)
-        prompts = Prompts(0, secrets.token_hex(4), as_text=route == CHAT)
+        prompts = PromptGenerator(0, secrets.token_hex(4), as_text=route == CHAT)
 
-        def planned(number: int) -> Planned:
+        def planned(number: int) -> PlannedRequest:
             prompt = prompts.unique(number, prompt_tokens)
-            return Planned(0.0, prompt, prompt_tokens, output_tokens)
+            return PlannedRequest(0.0, prompt, prompt_tokens, output_tokens)
 
         await send_first(client, planned(-1))  # a first one compiles, fills caches and connects
         problems = []
@@ -169,12 +169,12 @@ async def measure_phases(
         with GpuSamples() as gpu:
             samples = [await send_first(client, planned(n)) for n in range(repeat)]
         after = await _settled(connections, before, repeat)
-        found = Phases(samples, server, name, problems=problems, gpu=gpu.summary())
-        _from_metrics(found, before, after, repeat)
-        _from_request(found)
-        await _from_records(found, connections)
-        _check(found, output_tokens)
-        return found
+        phases = Phases(samples, server, name, problems=problems, gpu=gpu.summary())
+        _from_metrics(phases, before, after, repeat)
+        _from_request(phases)
+        await _from_records(phases, connections)
+        _check(phases, output_tokens)
+        return phases
     finally:
         connections.close()
 
@@ -191,7 +191,9 @@ async def _quiet(connections: Connections) -> bool:
     return False
 
 
-async def _settled(connections: Connections, before: Metrics | None, count: int) -> Metrics | None:
+async def _settled(
+    connections: Connections, before: MetricsScrape | None, count: int
+) -> MetricsScrape | None:
     """The metrics, once they have counted the requests."""
     after = None
     for _ in range(20):
@@ -203,51 +205,53 @@ async def _settled(connections: Connections, before: Metrics | None, count: int)
     return after
 
 
-def _from_metrics(found: Phases, before: Metrics | None, after: Metrics | None, count: int) -> None:
+def _from_metrics(
+    phases: Phases, before: MetricsScrape | None, after: MetricsScrape | None, count: int
+) -> None:
     if before is None or after is None:
         return
     served = change(before, after, "requests")
     if served is not None:
-        found.alone = served == count
-        if not found.alone:
-            found.problems.append(
+        phases.alone = served == count
+        if not phases.alone:
+            phases.problems.append(
                 f"the server served {served:.0f} requests meanwhile, and {count} of them were ours"
             )
     parts = {name: change(before, after, name) for name in ("queue_s", "prefill_s", "decode_s")}
     if parts["prefill_s"] is not None:
-        found.evidence = "/metrics"
+        phases.evidence = "/metrics"
         each = {name: None if value is None else value / count for name, value in parts.items()}
-        found.queue_s, found.prefill_s = each["queue_s"], each["prefill_s"]
-        found.decode_s = each["decode_s"]
+        phases.queue_s, phases.prefill_s = each["queue_s"], each["prefill_s"]
+        phases.decode_s = each["decode_s"]
     usage = after.get("kv_usage")
     if usage is not None:
-        found.kv["usage"] = usage
+        phases.kv["usage"] = usage
     reserved = after.series.get("twostroke:kv_cache_reserved_tokens")
     if reserved:
-        sample = found.sample
-        found.kv |= {"reserved": reserved, "request": sample.prompt_tokens + sample.output_tokens}
+        sample = phases.sample
+        phases.kv |= {"reserved": reserved, "request": sample.prompt_tokens + sample.output_tokens}
 
 
-def _from_request(found: Phases) -> None:
-    timings = found.sample.timings
+def _from_request(phases: Phases) -> None:
+    timings = phases.sample.timings
     if timings is None or "prompt_ms" not in timings:
         return
-    found.evidence = "per request"
-    found.prefill_s, found.decode_s = timings["prompt_ms"] / 1e3, timings["predicted_ms"] / 1e3
+    phases.evidence = "per request"
+    phases.prefill_s, phases.decode_s = timings["prompt_ms"] / 1e3, timings["predicted_ms"] / 1e3
     if "queue_ms" in timings:
-        found.queue_s = timings["queue_ms"] / 1e3
+        phases.queue_s = timings["queue_ms"] / 1e3
 
 
-async def _from_records(found: Phases, connections: Connections) -> None:
-    if found.server["kind"] != "twostroke":
+async def _from_records(phases: Phases, connections: Connections) -> None:
+    if phases.server["kind"] != "twostroke":
         return
-    seconds = min(600.0, 5.0 + sum(sample.e2el_s for sample in found.samples))
+    seconds = min(600.0, 5.0 + sum(sample.e2el_s for sample in phases.samples))
     try:
         records = await connections.fetch_json(f"/records?seconds={seconds:.0f}")
     except ServerError:
         return
     # The warm-up, and whoever was there before, are in the records as well.
-    own = {sample.request_id for sample in found.samples}
+    own = {sample.request_id for sample in phases.samples}
     numbers: set[int] = set()
     for request in records["requests"]:
         if request["request_id"].rsplit("-", 1)[0] in own:
@@ -255,10 +259,10 @@ async def _from_records(found: Phases, connections: Connections) -> None:
     steps = [step for step in records["steps"] if step["step"] in numbers]
     if not steps:
         return
-    found.evidence = "step records"
+    phases.evidence = "step records"
     decode = [step for step in steps if step["decode"]["tokens"] and not step["prefill"]["tokens"]]
     prefill = [step for step in steps if step["prefill"]["tokens"]]
-    found.steps = {
+    phases.steps = {
         "prefill_steps": len(prefill),
         "decode_steps": len(decode),
         "decode_step_ms": 1e3 * statistics.median(s["device_s"] for s in decode)
@@ -268,15 +272,15 @@ async def _from_records(found: Phases, connections: Connections) -> None:
     }
 
 
-def _check(found: Phases, output_tokens: int) -> None:
-    sample = found.sample
+def _check(phases: Phases, output_tokens: int) -> None:
+    sample = phases.sample
     if sample.cached_tokens and sample.cached_tokens > 0.05 * sample.prompt_tokens:
-        found.problems.append(
+        phases.problems.append(
             f"{sample.cached_tokens} of {sample.prompt_tokens} prompt tokens came from the prefix "
             "cache"
         )
     if sample.output_tokens < output_tokens:
-        found.problems.append(
+        phases.problems.append(
             f"the model stopped after {sample.output_tokens} of {output_tokens} tokens: the server "
             "does not know ignore_eos"
         )

@@ -48,17 +48,21 @@ async def profile_server(url: str, api_key: str | None, seconds: float) -> tuple
         try:
             await asyncio.sleep(seconds)
         finally:  # also if it is interrupted: nobody else would stop it
-            found = await connections.fetch_json("/stop_profile", {}, STOP_TIMEOUT_S)
+            profile = await connections.fetch_json("/stop_profile", {}, STOP_TIMEOUT_S)
         records = await connections.fetch_json(f"/records?seconds={seconds + 1:g}")
     finally:
         connections.close()
-    return found | {"definitions": DEFINITIONS, "environment": environment()}, records
+    return profile | {"definitions": DEFINITIONS, "environment": environment()}, records
 
 
-def perfetto(found: Json, records: Json) -> Json:
-    if found["kind"] == "stages":
-        return timeline(records, found)
-    return {"traceEvents": found["events"], "displayTimeUnit": "ms", "otherData": found["server"]}
+def perfetto(profile: Json, records: Json) -> Json:
+    if profile["kind"] == "stages":
+        return timeline(records, profile)
+    return {
+        "traceEvents": profile["events"],
+        "displayTimeUnit": "ms",
+        "otherData": profile["server"],
+    }
 
 
 # ── as people read it ───────────────────────────────────────────────────────────────────────────
@@ -77,12 +81,14 @@ def headline(name: str, phase: Json) -> str:
     )
 
 
-def medians(found: Json, phase: str) -> dict[str, float]:
+def medians(profile: Json, phase: str) -> dict[str, float]:
     """Of each stage and of the step, where every step is known."""
-    steps = [seconds for _, name, _, *seconds in found.get("steps", ()) if name == phase]
+    steps = [seconds for _, name, _, *seconds in profile.get("steps", ()) if name == phase]
     if not steps:
         return {}
-    stages = {name: median(row[n] for row in steps) for n, name in enumerate(found["stage_names"])}
+    stages = {
+        name: median(row[n] for row in steps) for n, name in enumerate(profile["stage_names"])
+    }
     return stages | {"step": median(map(sum, steps))}
 
 
@@ -142,31 +148,31 @@ def kernel_rows(phase: Json, count: int | None = None) -> list[list[str]]:
     ]
 
 
-def notes(found: Json) -> list[str]:
+def notes(profile: Json) -> list[str]:
     said = []
-    if not found["phases"]:
+    if not profile["phases"]:
         said.append("no step ran meanwhile: send requests while it profiles")
-    if found["ended_by"] != "stop":
-        said.append(f"ended by itself after {found['seconds']:.1f} s ({found['ended_by']})")
-    if found["kind"] == "stages" and not found["server"]["read_bytes_per_s"]:
+    if profile["ended_by"] != "stop":
+        said.append(f"ended by itself after {profile['seconds']:.1f} s ({profile['ended_by']})")
+    if profile["kind"] == "stages" and not profile["server"]["read_bytes_per_s"]:
         said.append("of roof: known if the server is started with --measure-ceilings")
     return said
 
 
-def title(found: Json) -> str:
-    server = found["server"]
-    return f"{server['model']} on {server['device']}, {found['seconds']:.1f} s"
+def title(profile: Json) -> str:
+    server = profile["server"]
+    return f"{server['model']} on {server['device']}, {profile['seconds']:.1f} s"
 
 
-def show_profile(console: Console, found: Json) -> None:
-    console.print(Text(title(found), style="bold"))
-    for name, phase in found["phases"].items():
+def show_profile(console: Console, profile: Json) -> None:
+    console.print(Text(title(profile), style="bold"))
+    for name, phase in profile["phases"].items():
         console.print()
         console.print(Text(headline(name, phase), style="bold"))
-        _show(console, HEAD, stage_rows(phase, found["server"], medians(found, name)))
+        _show(console, HEAD, stage_rows(phase, profile["server"], medians(profile, name)))
         if phase.get("kernels"):
             _show(console, KERNEL_HEAD, kernel_rows(phase, SHOWN_KERNELS))
-    for note in notes(found):
+    for note in notes(profile):
         console.print(Text(f"· {note}", style="dim"))
 
 
@@ -188,8 +194,8 @@ STAGE_COLORS = {  # beside prefill's and decode's: what belongs to neither
 }
 
 
-def profile_page(found: Json) -> str:
-    phases = found["phases"]
+def profile_page(profile: Json) -> str:
+    phases = profile["phases"]
     total = sum(phase["step_s"] for phase in phases.values()) or 1.0
     shares = [
         (f"{name} ({phase['steps']:,} steps)", phase["step_s"] / total, COLORS.get(name, "queue"))
@@ -197,18 +203,18 @@ def profile_page(found: Json) -> str:
     ]
     body = [section("Time in steps, by phase", stacked(shares))] if phases else []
     for name, phase in phases.items():
-        rows = stage_rows(phase, found["server"], medians(found, name))
+        rows = stage_rows(phase, profile["server"], medians(profile, name))
         content = ledger(_stage_bars(name, phase)) + table(HEAD, rows)
         if phase.get("kernels"):
             content += table(KERNEL_HEAD, kernel_rows(phase))
         body.append(section(headline(name, phase), content))
-    if said := notes(found):
+    if said := notes(profile):
         body.append(section("Notes", bullets(said)))
-    kept = {key: value for key, value in found.items() if key not in ("steps", "events")}
+    kept = {key: value for key, value in profile.items() if key not in ("steps", "events")}
     facts = (
-        f"{sum(phase['steps'] for phase in phases.values()):,} steps in {found['seconds']:.1f} s"
+        f"{sum(phase['steps'] for phase in phases.values()):,} steps in {profile['seconds']:.1f} s"
     )
-    return page("profile", title(found), facts, [*body, footing(kept)], kept)
+    return page("profile", title(profile), facts, [*body, footing(kept)], kept)
 
 
 def _stage_bars(name: str, phase: Json) -> list[tuple[str, float, str, str, str]]:

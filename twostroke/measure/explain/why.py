@@ -62,7 +62,7 @@ class Gap:
 
 
 @dataclass(frozen=True)
-class Ledger:
+class RequestLedger:
     request_id: str
     total_s: float
     entries: tuple[Entry, ...]
@@ -152,12 +152,12 @@ class Explainer:
         """Those that took the longest from their arrival, first the slowest."""
         return sorted(self.requests, key=_total_s, reverse=True)[:count]
 
-    def explain(self, request: Record) -> Ledger:
+    def explain(self, request: Record) -> RequestLedger:
         total = _total_s(request)
         entries = [e for e in self._entries(request, total) if e.seconds > 0.0005 * total]
         rest = total - sum(entry.seconds for entry in entries)
         entries.append(Entry("not accounted for", rest, "rounding, and parts below 0.05%"))
-        return Ledger(
+        return RequestLedger(
             request["request_id"],
             total,
             tuple(entries),

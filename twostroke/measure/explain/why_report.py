@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from twostroke.measure.explain.why import PARTS, Entry, Ledger, short
+from twostroke.measure.explain.why import PARTS, Entry, RequestLedger, short
 from twostroke.measure.load.result import environment
 from twostroke.measure.report.html import footing, ledger, page, section, stacked, tiles
 from twostroke.measure.report.tables import milliseconds
@@ -23,7 +23,7 @@ DEFINITIONS = {
 }
 
 
-def why_json(ledgers: Sequence[Ledger], server: dict[str, Any]) -> dict[str, Any]:
+def why_json(ledgers: Sequence[RequestLedger], server: dict[str, Any]) -> dict[str, Any]:
     return {
         "schema_version": 1,
         "server": server,
@@ -33,7 +33,7 @@ def why_json(ledgers: Sequence[Ledger], server: dict[str, Any]) -> dict[str, Any
     }
 
 
-def show_why(console: Console, ledgers: Sequence[Ledger]) -> None:
+def show_why(console: Console, ledgers: Sequence[RequestLedger]) -> None:
     for one in ledgers:
         console.print(Text(one.sentence(), style="bold"))
         table = Table(box=None, pad_edge=False, show_header=False)
@@ -47,7 +47,7 @@ def show_why(console: Console, ledgers: Sequence[Ledger]) -> None:
         console.print(table)
 
 
-def why_page(ledgers: Sequence[Ledger], server: dict[str, Any]) -> str:
+def why_page(ledgers: Sequence[RequestLedger], server: dict[str, Any]) -> str:
     slowest = ledgers[0]
     body = [_request(one) for one in ledgers]
     data = why_json(ledgers, server)
@@ -56,7 +56,7 @@ def why_page(ledgers: Sequence[Ledger], server: dict[str, Any]) -> str:
     return page("why", subject, facts, [*body, footing(data)], data)
 
 
-def _request(one: Ledger) -> str:
+def _request(one: RequestLedger) -> str:
     first = sum(entry.seconds for entry in one.entries if _look(entry)[1])
     figures = [
         ("in all", milliseconds(1e3 * one.total_s), "queue"),
@@ -91,7 +91,7 @@ def _look(entry: Entry) -> tuple[str, bool]:
     return PARTS.get(entry.part, ("preemption", entry.part.endswith("during prefill")))
 
 
-def _sorted(one: Ledger) -> list[Entry]:
+def _sorted(one: RequestLedger) -> list[Entry]:
     return sorted(one.entries, key=lambda entry: -entry.seconds)
 
 

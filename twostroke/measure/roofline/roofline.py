@@ -30,11 +30,11 @@ DEFINITIONS = {
     "measured": "what a running server's steps of one phase alone did, over their time",
 }
 FILE = "file"  # weights as a GGUF file has them: `Roofline`'s `stored`
-RESERVED = 0.9  # of the memory, for weights and KV: --gpu-memory-utilization's default
+MEMORY_SHARE = 0.9  # of the memory, for weights and KV: --gpu-memory-utilization's default
 
 
 @dataclass(frozen=True)
-class Settings:
+class RooflineSettings:
     prompt: int = 1024
     context: int = 1024  # positions a decoding stream has behind it
     batch: int = 1
@@ -96,7 +96,7 @@ class Roofline:
         self,
         spec: ModelSpec | None,
         hardware: Hardware,
-        settings: Settings,
+        settings: RooflineSettings,
         parameters: float = 0.0,
         stored: Mapping[str, float] | None = None,
     ) -> None:
@@ -196,7 +196,9 @@ class Roofline:
     @property
     def kv_tokens(self) -> float | None:
         """Tokens that fit beside the weights; None where a token's size is not known."""
-        room = RESERVED * self.hardware.memory * self.settings.tensor_parallel - self.weight_bytes
+        room = (
+            MEMORY_SHARE * self.hardware.memory * self.settings.tensor_parallel - self.weight_bytes
+        )
         if not self.kv_bytes_per_token:
             return None
         return max(0.0, room / self.kv_bytes_per_token)
