@@ -1,9 +1,8 @@
-"""`cheapest`: the layout with the lowest price that meets the goals.
+"""`cheapest`: finds the layout with the lowest price that meets the goals.
 
-More engines of a kind never serve a trace worse, so that the fewest that meet the goals are found
-by doubling and halving: a few simulations, not one for every number. A kind of engine is given up
-as soon as its price is above that of the best layout so far. Layouts that were tried are kept: they
-are the points of a curve.
+More engines of one kind never serve a trace worse. So a bisection finds the smallest sufficient
+number with few simulations. The search skips layouts that cost more than the best layout so far.
+The result keeps all simulated layouts.
 """
 
 from __future__ import annotations
@@ -21,23 +20,25 @@ MAX_ENGINES = 64
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """Engines that are alike: how a number of them is predicted, and what one costs an hour."""
+    """A kind of engine with its forecasts and the price of one engine an hour."""
 
     name: str
     model: StepModel
     predict: Callable[[int], LayoutForecast]
-    price: float | None = None  # None: not known, and one is as good as another
+    price: float | None = None  # None: not known
 
 
 @dataclass
 class Candidate:
+    """A simulated layout."""
+
     kind: EngineChoice
     engines: int
     forecast: LayoutForecast
 
     @property
     def price(self) -> float:
-        """Of the whole layout, an hour; without prices the number of engines."""
+        """The price of the layout an hour; without prices the number of engines."""
         return self.engines * (1.0 if self.kind.price is None else self.kind.price)
 
     def as_json(self) -> dict[str, Any]:
@@ -53,6 +54,8 @@ class Candidate:
 
 @dataclass
 class Search:
+    """The best layout and all simulated layouts."""
+
     best: Candidate | None = None
     tried: list[Candidate] = field(default_factory=list)
 
@@ -62,8 +65,8 @@ def cheapest(
     target: float,
     max_engines: int = MAX_ENGINES,
 ) -> Search:
-    """Return the cheapest layout of which `target` of the requests meet the goals even in the worst
-    simulation, if there is one; of two with one price the first."""
+    """Return the cheapest layout in which a share `target` of the requests meets the goals even in
+    the worst simulation. Of two layouts with the same price the first counts."""
     search = Search()
     for kind in kinds:
 
@@ -83,9 +86,9 @@ def cheapest(
 
 
 def fewest(attempt: Callable[[int], Candidate | None], limit: int) -> Candidate | None:
-    """Return what the smallest number from 1 to `limit` brings that brings anything. A larger
-    number brings something if a smaller one does."""
-    low, high, found = 0, 1, None  # `low` brings nothing
+    """Return the result of the smallest number from 1 to `limit` that has a result. Every larger
+    number has a result, too."""
+    low, high, found = 0, 1, None  # `low` has no result
     while high <= limit and (found := attempt(high)) is None:
         low = high
         if high == limit:

@@ -37,9 +37,10 @@ CUT = """(() => {
     for (const [one, at] of texts)
       if (at.left < box.left - 1 || at.right > box.right + 1 || at.bottom > box.bottom + 1)
         cut.push('outside: ' + one.textContent);
-    for (const kind of ['mid', 'end', 'said']) {
+    for (const kind of ['mid', 'end', 'mark-text']) {
       const alike = texts.filter(([one]) => one.classList.contains(kind) &&
-                                            (kind === 'said' || !one.classList.contains('said')));
+                                            (kind === 'mark-text' ||
+                                             !one.classList.contains('mark-text')));
       alike.forEach(([a, p], n) => alike.slice(n + 1).forEach(([b, q]) => {
         if (p.left < q.right - 1 && q.left < p.right - 1 && p.top < q.bottom - 3 &&
             q.top < p.bottom - 3) cut.push(a.textContent + ' over ' + b.textContent);

@@ -1,4 +1,4 @@
-"""What `phases` found, as a table and as a page."""
+"""Reports of `phases`: a table and an HTML page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from twostroke.measure.report.tables import milliseconds, server_name
 
 
 def rows(phases: Phases) -> list[tuple[str, str, str]]:
-    """Name, time, and what it is."""
+    """Return the name, the time and a description of each row."""
     sample = phases.sample
     all_rows = [
         ("TTFT", milliseconds(1e3 * sample.ttft_s), "sent → first token"),
@@ -35,7 +35,7 @@ def rows(phases: Phases) -> list[tuple[str, str, str]]:
         ("TPOT", _ms(sample.tpot_s), "per token after the first"),
         ("  worst gap", _ms(max(sample.itls_s, default=0.0)), "between two tokens"),
         ("  decode", _ms(phases.decode_s), f"{sample.output_tokens:,} tokens"),
-        ("in all", milliseconds(1e3 * sample.e2el_s), "sent → last token"),
+        ("end to end", milliseconds(1e3 * sample.e2el_s), "sent → last token"),
     ]
     return [row for row in all_rows if row[1] != "–"]
 
@@ -64,7 +64,7 @@ def show_phases(console: Console, phases: Phases) -> None:
         console.print(
             Text(
                 f"steps: {steps['prefill_steps']:,} with prefill, {steps['decode_steps']:,} of "
-                f"decode at {milliseconds(steps['decode_step_ms'])}, host beside each "
+                f"decode at {milliseconds(steps['decode_step_ms'])}, host time between steps "
                 f"{milliseconds(steps['host_gap_ms'])}"
             )
         )
@@ -74,7 +74,7 @@ def show_phases(console: Console, phases: Phases) -> None:
         console.print(
             Text(
                 f"GPU: {gpu['gpu_utilisation_percent']:.0f}% busy, "
-                f"{gpu['memory_used_bytes'] / 2**30:.1f} GiB taken"
+                f"{gpu['memory_used_bytes'] / 2**30:.1f} GiB used"
             )
         )
     level = LEVELS.index(phases.evidence) + 1
@@ -93,7 +93,7 @@ def phases_page(phases: Phases) -> str:
     gaps = [(float(n), 1e3 * gap) for n, gap in enumerate(sample.itls_s, 2)]
     figures = [
         chart(
-            "Tokens by when they came",
+            "Tokens over time",
             [Series("", [(0.0, 0.0), (written[0][0], 0.0), *written], "decode", "area")],
             Axis("after the request was sent", "ms"),
             Axis("events with content so far"),
@@ -102,36 +102,36 @@ def phases_page(phases: Phases) -> str:
         chart(
             "Gap before each token",
             [Series("", gaps, "decode", "dots")],
-            Axis("number of the token"),
-            Axis("time since the token before", "ms"),
+            Axis("index of the token"),
+            Axis("time since the previous token", "ms"),
         ),
     ]
     tile_row = [
         ("TTFT", milliseconds(1e3 * sample.ttft_s), "prefill"),
         ("TPOT", _ms(sample.tpot_s), "decode"),
-        ("in all", milliseconds(1e3 * sample.e2el_s), "queue"),
+        ("end to end", milliseconds(1e3 * sample.e2el_s), "queue"),
         (f"evidence, level {LEVELS.index(phases.evidence) + 1} of 4", phases.evidence, "queue"),
     ]
-    cells = [[name.replace("  ", "\u2003"), time, what] for name, time, what in rows(phases)]
+    cells = [[name.replace("  ", "\u2003"), time, note] for name, time, note in rows(phases)]
     body = [
         certificate(data),
         tiles(tile_row),
         section("Where the time went", stacked(parts(phases)), phases.sentence()),
-        section("The request in the middle", table(["", "time", ""], cells, 2), rates(phases)),
+        section("The median request", table(["", "time", ""], cells, 2), rates(phases)),
         plots(figures),
         section("Memory", f"<p>{escape(phases.kv_sentence())}</p>"),
         footing(data),
     ]
     facts = (
-        f"{sample.prompt_tokens:,} prompt tokens, {sample.output_tokens:,} written, "
-        f"{len(phases.samples)} times, nobody else served"
+        f"{sample.prompt_tokens:,} prompt tokens, {sample.output_tokens:,} output tokens, "
+        f"{len(phases.samples)} requests, no other traffic"
     )
-    who = server_name(phases.server)
-    return page("phases", f"{phases.model} on {who}: {phases.verdict}", facts, body, data)
+    name = server_name(phases.server)
+    return page("phases", f"{phases.model} on {name}: {phases.verdict}", facts, body, data)
 
 
 def parts(phases: Phases) -> list[tuple[str, float, str]]:
-    """Shares of the request's time: as far as the evidence goes."""
+    """Return the shares of the request's time, as detailed as the evidence allows."""
     total, first = phases.sample.e2el_s, phases.ttft_s
     after = ("decode, after the first token", (total - first) / total, "decode")
     if phases.prefill_s is None:

@@ -1,4 +1,4 @@
-"""What `why` found, as a table and as a page: a ledger a request."""
+"""Reports of `why`: one ledger for each request, as a table and an HTML page."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from twostroke.measure.report.html import footing, ledger, page, section, stacke
 from twostroke.measure.report.tables import milliseconds
 
 DEFINITIONS = {
-    "total": "from when the server received the request to its last word, on the server's clock: "
-    "network and client are not in it",
-    "own prefill": "of each step that computed a part of its prompt, the share of its tokens",
-    "prefill of others": "of the steps between its tokens, what prompts of others added: what its "
-    "slots would have taken alone is decode, the rest prefill (attributed, not measured)",
+    "total": "from the arrival of the request at the server to the end of its answer, on the "
+    "server's clock, without network and client",
+    "own prefill": "the request's share of the tokens in each step that computed its prompt",
+    "prefill of others": "the time that prompts of other requests added to the steps between the "
+    "tokens: decode has the time that its slots take alone, prefill the rest (attributed, not "
+    "measured)",
 }
 
 
@@ -59,15 +60,15 @@ def why_page(ledgers: Sequence[RequestLedger], server: dict[str, Any]) -> str:
 def _request(one: RequestLedger) -> str:
     first = sum(entry.seconds for entry in one.entries if _look(entry)[1])
     figures = [
-        ("in all", milliseconds(1e3 * one.total_s), "queue"),
-        ("up to the first token", milliseconds(1e3 * first), "prefill"),
-        ("after it", milliseconds(1e3 * (one.total_s - first)), "decode"),
+        ("total", milliseconds(1e3 * one.total_s), "queue"),
+        ("time to the first token", milliseconds(1e3 * first), "prefill"),
+        ("after the first token", milliseconds(1e3 * (one.total_s - first)), "decode"),
         (
             "prompt tokens" + (f", {one.cached_tokens:,} cached" if one.cached_tokens else ""),
             f"{one.prompt_tokens:,}",
             "prefill",
         ),
-        (f"tokens written; ended: {one.finish_reason}", f"{one.output_tokens:,}", "decode"),
+        (f"output tokens; finish reason: {one.finish_reason}", f"{one.output_tokens:,}", "decode"),
     ]
     parts = [
         (entry.part, max(0.0, entry.seconds / one.total_s), _look(entry)[0])

@@ -1,4 +1,4 @@
-"""What `twostroke quality` found, as a table and as a page."""
+"""Reports of `twostroke quality`: a table and an HTML page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COLORS = ("decode", "prefill", "preemption", "good", "bad", "queue", "host")
 
 
 def quality_rows(result: Json) -> list[list[str]]:
-    """The base first; it has nothing to be compared with."""
+    """Return one row for each setup. The base is first, without a comparison."""
     rows = []
     for one in (result["base"], *result["formats"]):
         cells = [one["name"], f"{one['weight_bytes'] / 1e6:,.1f} MB"]
@@ -49,11 +49,11 @@ def quality_facts(result: Json) -> str:
 
 
 def phase_lines(result: Json) -> list[str]:
-    """Of rows whose phases have formats of their own."""
+    """Return a sentence for each setup with different formats in prefill and decode."""
     return [
-        f"{one['name']}: a token's log-probability in decode differs from that in prefill by "
-        f"{phases['mean']:.4f} on average, {phases['max']:.4f} at the most, over "
-        f"{phases['tokens']:,} tokens that it wrote; the figures above are prefill's"
+        f"{one['name']}: the log-probability of a token in decode differs from prefill by "
+        f"{phases['mean']:.4f} on average and {phases['max']:.4f} at most, over "
+        f"{phases['tokens']:,} generated tokens; the figures above are figures of prefill"
         for one in (result["base"], *result["formats"])
         if (phases := one.get("phases"))
     ]
@@ -66,7 +66,7 @@ def show_quality(console: Console, result: Json) -> None:
     rows = quality_rows(result)
     if console.width >= 110:
         show_rows(console, HEAD, rows)
-    else:  # a block a format, where a line of eight columns would break
+    else:  # a narrow terminal: one block for each format
         for cells in rows:
             console.print(Text(cells[0], style="bold"))
             pairs = zip(HEAD[1:], cells[1:], strict=True)
@@ -84,7 +84,7 @@ def quality_page(result: Json) -> str:
     figure = chart(
         "KL from the base, by token",
         curves,
-        Axis("nats, so far or nearer", log=True),
+        Axis("nats, at most", log=True),
         Axis("share of tokens", "%"),
         wide=True,
         note="" if len(formats) <= len(COLORS) else f"the first {len(COLORS)} formats",

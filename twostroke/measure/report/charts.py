@@ -203,7 +203,7 @@ def _marks(marks: Sequence[tuple[float, str]], across: Scale, below: bool) -> li
         side, shift = ("end", -6) if x > across.end - MARK_ROOM else ("start", 6)
         parts.append(
             f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
-            f'<text class="{side} said" x="{x + shift:.1f}" y="{line}" '
+            f'<text class="{side} mark-text" x="{x + shift:.1f}" y="{line}" '
             f'dy=".9em">{escape(words)}</text>'
         )
     return parts

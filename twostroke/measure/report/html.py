@@ -50,7 +50,7 @@ figcaption b{font-weight:650}.note,.axis,.keys{font-size:12px}.axis.end{text-ali
 .key.line::before,.key.dashes::before{width:16px;height:0;border-radius:0;background:none;
 border-top:2px solid var(--c)}.key.dashes::before{border-top-style:dashed}
 svg{width:100%;height:auto;display:block}
-svg text{fill:var(--soft);font:13px system-ui,sans-serif}svg .said{fill:var(--ink);
+svg text{fill:var(--soft);font:13px system-ui,sans-serif}svg .mark-text{fill:var(--ink);
 paint-order:stroke;stroke:var(--card);stroke-width:5px;stroke-linejoin:round}.narrow{display:none}
 text.end{text-anchor:end}text.mid{text-anchor:middle}
 .grid{stroke:var(--line)}.mark{stroke:var(--soft);stroke-dasharray:4 4}

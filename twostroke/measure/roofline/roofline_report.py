@@ -1,4 +1,4 @@
-"""A roofline as a table and as a picture: both phases under one roof."""
+"""Reports of a roofline: a table, and an HTML page with both phases under one roof."""
 
 from __future__ import annotations
 
@@ -60,23 +60,24 @@ def show_roofline(
 def facts(roofline: Roofline) -> list[str]:
     settings = roofline.settings
     lines = [
-        f"ridge: {roofline.ridge:,.0f} FLOPs a byte; below it memory decides, above it products",
+        f"ridge: {roofline.ridge:,.0f} FLOPs a byte; below it a step is memory-bound, above it "
+        "compute-bound",
     ]
     if roofline.spec is None:
         return lines
     if roofline.spec.has_experts:
-        used, of = roofline.experts_in_use(settings.batch)
+        used, total = roofline.experts_in_use(settings.batch)
         lines.append(
-            f"parameters: {roofline.parameters / 1e9:,.2f}e9, of which a token goes through "
-            f"{roofline.active_parameters / 1e9:,.2f}e9; decode at batch {settings.batch} reads "
-            f"{used:,.1f} of a layer's {of:,.0f} experts"
+            f"parameters: {roofline.parameters / 1e9:,.2f}e9, of them "
+            f"{roofline.active_parameters / 1e9:,.2f}e9 active for a token; decode at batch "
+            f"{settings.batch} reads {used:,.1f} of a layer's {total:,.0f} experts"
         )
     kv = roofline.kv_bytes_per_token
-    held = f"KV cache: {kv:,.0f} bytes a token ({kv / 1e6:.3f} MB)"
+    line = f"KV cache: {kv:,.0f} bytes a token ({kv / 1e6:.3f} MB)"
     if roofline.spec.has_latents:
         plain = roofline.expanded_kv_bytes_per_token
-        held += f" of latents; keys and values of all heads would take {plain:,.0f}"
-    lines.append(held)
+        line += f" of latents; keys and values of all heads would take {plain:,.0f}"
+    lines.append(line)
     tokens = roofline.kv_tokens or 0.0
     if tokens <= 0:
         lines.append(
@@ -89,10 +90,10 @@ def facts(roofline: Roofline) -> list[str]:
             f"or {tokens / (settings.context + 1):,.0f} requests of {settings.context:,} tokens"
         )
     compute = roofline.compute_bound_batch
-    when = f"at batch {compute:,.0f}" if math.isfinite(compute) else "at no batch"
+    bound = f"at batch {compute:,.0f}" if math.isfinite(compute) else "at no batch"
     lines.append(
         f"batching: KV reads equal the weights at batch {roofline.kv_bound_batch:,.0f}; decode "
-        f"becomes compute-bound {when}"
+        f"becomes compute-bound {bound}"
     )
     return lines
 
@@ -107,15 +108,15 @@ def roofline_page(model: str, roofline: Roofline, measured: Sequence[MeasuredPha
     figures = [
         _roof(roofline, batches, measured),
         chart(
-            "Tokens a second by batch, at most",
+            "Tokens a second by batch, upper bound",
             [Series("", per_s, "decode", "area")],
-            Axis("streams that decode together", log=True),
+            Axis("streams in the batch", log=True),
             Axis("tokens a second", log=True),
         ),
         chart(
-            "TPOT by batch, at least",
+            "TPOT by batch, lower bound",
             [Series("", tpot, "decode", "area")],
-            Axis("streams that decode together", log=True),
+            Axis("streams in the batch", log=True),
             Axis("time per output token", "ms"),
         ),
     ]
@@ -141,17 +142,17 @@ def roofline_page(model: str, roofline: Roofline, measured: Sequence[MeasuredPha
     ]
     body = [tiles(tile_row), plots(figures)]
     if measured:
-        said = bullets([_measured(one, roofline) for one in measured])
-        body.append(section("Measured", said, "of a running server's last minute"))
+        lines = bullets([_measured(one, roofline) for one in measured])
+        body.append(section("Measured", lines, "last minute of a running server"))
     body += [
         section("Floors", table(head, rows), f"context {roofline.settings.context:,}"),
         section("Notes", bullets([*facts(roofline), *roofline.notes()])),
     ]
     data = roofline_json(model, roofline, measured)
-    said = f"{rate_words(roofline.rate)}, {roofline.bandwidth / 1e9:,.0f} GB/s, "
-    said += "measured" if roofline.hardware.measured else "by the data sheet"
+    rates = f"{rate_words(roofline.rate)}, {roofline.bandwidth / 1e9:,.0f} GB/s, "
+    rates += "measured" if roofline.hardware.measured else "data sheet"
     subject = f"{model} on {machine_name(roofline)}"
-    return page("roofline", subject, said, [*body, footing(data)], data)
+    return page("roofline", subject, rates, [*body, footing(data)], data)
 
 
 def _roof(roofline: Roofline, batches: Sequence[Floor], measured: Sequence[MeasuredPhase]) -> str:
@@ -182,7 +183,7 @@ def machine_name(roofline: Roofline) -> str:
 
 
 def _point(floor: Floor) -> tuple[float, float]:
-    """Where the work lies on the roof: at its floor."""
+    """Return the point of a floor on the roof."""
     return floor.intensity, floor.flops / max(floor.compute_s, floor.memory_s)
 
 
