@@ -8,7 +8,7 @@ from tests.planner.test_simulation import EXACT, SHAPE, Linear
 from twostroke.measure.load.definitions import Goals
 from twostroke.measure.load.traces import TraceRequest, synthetic
 from twostroke.planner.engine import Link
-from twostroke.planner.layout import EngineShape, EngineLayout
+from twostroke.planner.layout import EngineLayout, EngineShape
 from twostroke.planner.predict import predict
 from twostroke.planner.simulate import VirtualClock, simulate
 

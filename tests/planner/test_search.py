@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from twostroke.planner.layout import EngineShape, EngineLayout
-from twostroke.planner.predict import LayoutForecast, Interval
+from twostroke.planner.layout import EngineLayout, EngineShape
+from twostroke.planner.predict import Interval, LayoutForecast
 from twostroke.planner.search import EngineChoice, cheapest
 from twostroke.planner.steptimes import RooflineSteps, StepModel
 

@@ -11,7 +11,7 @@ from twostroke.measure.load.definitions import Goals
 from twostroke.measure.load.traces import TraceRequest, synthetic
 from twostroke.plan import PhaseWork
 from twostroke.planner.engine import SimulatedEngine
-from twostroke.planner.layout import EngineShape, EngineLayout
+from twostroke.planner.layout import EngineLayout, EngineShape
 from twostroke.planner.predict import OUTSIDE_DRIFT, predict
 from twostroke.planner.simulate import VirtualClock, simulate
 from twostroke.planner.steptimes import MeasuredRange, StepModel

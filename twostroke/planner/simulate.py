@@ -18,8 +18,8 @@ from twostroke.observe.record import RequestRecord, continued
 from twostroke.planner.engine import TOKEN, SimulatedEngine
 from twostroke.request import EngineRequest, Resumed, SamplingParams
 from twostroke.route.router import EngineState, Prompt, Queued, Router
-from twostroke.sched.scheduler import Update
 from twostroke.sched.step import StepInFlight
+from twostroke.sched.updates import Update
 
 OWN_TOKENS = 1 << 31  # first token id that belongs to a single request
 
@@ -65,8 +65,8 @@ class SimulatedRequest:
 class Simulation:
     """The events of one run.
 
-    A hand-over works as in `route/client.py`: the prefill engine offers the KV blocks and a decode
-    engine fetches them. The blocks of a long prompt are fetched while the rest is computed.
+    A hand-over works as in `route/routed_engine.py`: the prefill engine offers the KV blocks and a
+    decode engine fetches them. The blocks of a long prompt are fetched while the rest is computed.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class Simulation:
         name = f"{request.request_id} {offer.number}"
         tokens = request.prompt_token_ids
         if offer.num_tokens >= len(tokens):
-            engine.scheduler.release_offer(offer.number)
+            engine.scheduler.offers.release(offer.number)
             return
         self._offers[name] = engine, offer.number
         partial = replace(
@@ -208,9 +208,9 @@ class Simulation:
     def _release_fetched(self, engine: SimulatedEngine) -> None:
         """Release the offers of fetched or cancelled blocks at their senders."""
         assert engine.link is not None
-        for fetched in engine.scheduler.take_fetched():
+        for fetched in engine.scheduler.received.take_fetched():
             sender, number = self._offers.pop(fetched.request_id)
-            sender.scheduler.release_offer(number)
+            sender.scheduler.offers.release(number)
             if not fetched.ahead:
                 sent = self._sent[fetched.request_id]
                 sent.fetch_s = fetched.num_bytes / engine.link.bytes_per_s

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.model.gguf_files import write_model
-from tests.model.test_experts import QWEN3_30B
+from tests.model.describe.test_experts import QWEN3_30B
+from tests.model.gguf.gguf_files import write_model
 from twostroke.cli import main
 from twostroke.measure.roofline.hardware import HARDWARE, find_hardware
 from twostroke.measure.roofline.roofline import Roofline, RooflineSettings, measured_phases
