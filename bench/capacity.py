@@ -1,8 +1,8 @@
 """What the HTTP side carries: many streams of one server-sent event a token, no model behind them.
 
-    python bench/capacity.py [--streams 64 256 1000] [--json FILE]   # our server, an instant model
-    python bench/capacity.py --url http://127.0.0.1:8000 --pid PID   # any OpenAI-compatible server
-    python bench/capacity.py --calibrate                             # what the load client can take
+    python -m bench.capacity [--streams 64 256 1000] [--json FILE]   # our server, an instant model
+    python -m bench.capacity --url http://127.0.0.1:8000 --pid PID   # any OpenAI-compatible server
+    python -m bench.capacity --calibrate                             # what the load client can take
 
 The client must not be what is measured: it is several processes with raw sockets and epoll that
 only count where events begin. On a small machine it still takes time from the server, so each
@@ -19,32 +19,31 @@ made: the added latency is from there to the client. Prints a table, ends with o
 
 from __future__ import annotations
 
+import argparse
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import os
+import platform
+import re
+import resource
+import select
+import signal
+import socket
+import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
-sys.path[0] = __file__.rpartition("/bench/")[0] or "."  # `bench` and `tests` are found there
-
-import argparse  # noqa: E402
-import asyncio  # noqa: E402
-import contextlib  # noqa: E402
-import json  # noqa: E402
-import multiprocessing  # noqa: E402
-import os  # noqa: E402
-import platform  # noqa: E402
-import re  # noqa: E402
-import resource  # noqa: E402
-import select  # noqa: E402
-import signal  # noqa: E402
-import socket  # noqa: E402
-import subprocess  # noqa: E402
-import time  # noqa: E402
-from collections.abc import Iterator  # noqa: E402
-from multiprocessing.connection import Connection  # noqa: E402
-from typing import Any, NamedTuple  # noqa: E402
-from urllib.parse import urlsplit  # noqa: E402
-
-from twostroke.measure.load.http_client import Connections, Endpoint  # noqa: E402
-from twostroke.measure.load.sample_client import first_model  # noqa: E402
-from twostroke.measure.load.stats import percentile  # noqa: E402
+from bench.output import write_result
+from twostroke.measure.load.http_client import Connections, Endpoint
+from twostroke.measure.load.sample_client import first_model
+from twostroke.measure.load.stats import percentile
 
 EVENT = b"\ndata:"  # JSON has no bare line feed, so this is where an event begins and nothing else
 DONE = b"[DONE]"
@@ -346,7 +345,7 @@ def own_server(streams: int, pace_ms: float) -> Iterator[tuple[str, int]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     line = [sys.executable, "-m", "bench.paced", str(port), str(streams), str(pace_ms)]
-    process = subprocess.Popen(line, cwd=sys.path[0])
+    process = subprocess.Popen(line, cwd=Path(__file__).parents[1])
     url = f"http://127.0.0.1:{port}"
     try:
         wait_until_up(url, process)
@@ -443,7 +442,7 @@ def main() -> None:
                 del row["added_ms"]  # an engine without a pace only fills queues
             rows.append(row)
             report(row)
-    line = json.dumps(
+    write_result(
         {
             "bench": "http",
             "server": args.url or ("calibration" if args.calibrate else "twostroke"),
@@ -456,12 +455,9 @@ def main() -> None:
             "cores": os.cpu_count(),
             "python": platform.python_version(),
             "results": rows,
-        }
+        },
+        args.json,
     )
-    print(line)
-    if args.json:
-        with open(args.json, "w") as file:
-            file.write(line + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Chat templates of real models, rendered by twostroke and by transformers: the same text?
 
-    python bench/chat_templates.py FOLDER [--json FILE]      # FOLDER: *.jinja, at any depth
+    python -m bench.chat_templates FOLDER [--json FILE]      # FOLDER: *.jinja, at any depth
 
 For each template:
 
@@ -18,14 +18,10 @@ differs. Ends with one JSON line.
 
 from __future__ import annotations
 
-import sys
-
-if __name__ == "__main__":  # `bench` is found there
-    sys.path[0] = __file__.rpartition("/bench/")[0] or "."
-
 import argparse
 import hashlib
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
@@ -35,6 +31,7 @@ from typing import Any
 import transformers
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from bench.output import write_result
 from twostroke.errors import ModelError, RequestError
 from twostroke.model.text.chat_template import ChatTemplate
 
@@ -205,9 +202,7 @@ def main() -> int:
     result: dict[str, Any] = {"transformers": transformers.__version__, "templates": len(sources)}
     result |= {"last_messages": len(LAST), "wrong": wrong}
     result |= {name: dict(sorted(count.items())) for name, count in counts.items()}
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(result))
+    write_result(result, args.json, indent=1)
     return 1 if wrong else 0
 
 

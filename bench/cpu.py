@@ -23,7 +23,6 @@ prompt of 4,000 tokens arrives. Ends with one JSON line.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import signal
@@ -37,6 +36,7 @@ from typing import Any
 from bench.cpu_floors import Ceilings, Work, describe, floor_tokens_per_s, measure_ceilings
 from bench.cpu_process import Worker
 from bench.cpu_workers import as_options, tokens
+from bench.output import write_result
 
 PROMPT = 128  # tokens before a decode
 DISTURBED = 0.05  # of the processor: a measurement during which others took more is repeated
@@ -272,10 +272,7 @@ def main() -> None:
     else:
         result = run_phases(args, contenders(args, work.path), work)
     out = {"bench": "cpu", "machine": platform.machine(), "cores": os.cpu_count(), **result}
-    text = json.dumps({**out, "twostroke": args.twostroke})
-    print(text)
-    if args.json:
-        Path(args.json).write_text(text + "\n")
+    write_result({**out, "twostroke": args.twostroke}, args.json)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from typing import Any
 from bench.cpu_floors import Work
 from bench.cpu_interference import Server, planned
 from bench.cpu_workers import summary
+from bench.output import write_result
 from twostroke.measure.load.sample_client import OpenAIClient
 
 TIMEOUT_S = 3600.0
@@ -185,10 +186,7 @@ def main() -> None:
         "machine": platform.machine(),
         "cores": os.cpu_count(),
     }
-    text = json.dumps({**out, "tok_s": medians, "rounds": rates, "peak_bytes": peaks})
-    print(text)
-    if args.json:
-        Path(args.json).write_text(text + "\n")
+    write_result({**out, "tok_s": medians, "rounds": rates, "peak_bytes": peaks}, args.json)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,13 @@ one JSON line.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
+from bench.output import write_result
 from twostroke.config import EngineConfig
 from twostroke.kv.host_pool import HostPool
 from twostroke.model.load import find_model
@@ -101,10 +101,7 @@ def main() -> None:
             for stage, s in found["stages_s"].items()
         ]
         print("   " + ", ".join(parts))
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(out, file, indent=1)
-    print(json.dumps(out))
+    write_result(out, args.json, indent=1)
 
 
 if __name__ == "__main__":

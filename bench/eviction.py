@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import os
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.output import write_result
 from twostroke import LLM, SamplingParams
 from twostroke.exec.native import Computed
 from twostroke.measure.quality.quality import log_softmax, read_window
@@ -222,10 +222,7 @@ def main() -> None:
         out["needle"] = needle(args.policy, args.model)
         gc.collect()
         out["perplexity"] = perplexity(args.policy, args.model, args.budget, args.tokens)
-    text = json.dumps(out)
-    print(text)
-    if args.json:
-        Path(args.json).write_text(text + "\n")
+    write_result(out, args.json)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Calls that nobody would make, by the thousand: none of them may break, hang or hurt the server.
 
-    python bench/fuzz.py [--calls 5000] [--seed 0] [--engine instant|tiny] [--json FILE]
-    python bench/fuzz.py --seed 0 --only 1234            # make one call again, and show it
+    python -m bench.fuzz [--calls 5000] [--seed 0] [--engine instant|tiny] [--json FILE]
+    python -m bench.fuzz --seed 0 --only 1234            # make one call again, and show it
 
 A real server on real sockets, its engine in a process of its own: one that computes nothing
 (`instant`) or a tiny random model (`tiny`, which also follows grammars). Every route of the
@@ -19,11 +19,6 @@ caused it. Exit code 1 if there are any. Ends with one JSON line.
 
 from __future__ import annotations
 
-import sys
-
-if __name__ == "__main__":  # `bench` and `tests` are found there
-    sys.path[0] = __file__.rpartition("/bench/")[0] or "."
-
 import argparse
 import asyncio
 import contextlib
@@ -31,6 +26,7 @@ import json
 import platform
 import re
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -42,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.fuzz_calls import BODY_BYTES, Call, Maker, request
+from bench.output import write_result
 from tests.instant import BUILDER
 from tests.tiny import tiny_folder
 from twostroke.config import EngineConfig
@@ -413,9 +410,7 @@ def main() -> int:
     result = {"bench": "fuzz", "engine": args.engine, "machine": platform.machine(), **result}
     for route, counts in result["routes"].items():
         print(f"{route:28} " + "  ".join(f"{name}: {count}" for name, count in counts.items()))
-    if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(result))
+    write_result(result, args.json, indent=1)
     return 1 if result["num_failures"] else 0
 
 

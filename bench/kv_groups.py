@@ -11,10 +11,10 @@ many such requests a cache of a given size runs at one time. Ends with one JSON 
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
 
+from bench.output import write_result
 from bench.scheduler import result_of
 from twostroke.config import GIB, EngineConfig
 from twostroke.engine.assembly import group_limits
@@ -112,9 +112,7 @@ def main() -> None:
         print(f"{name}:")
         for what, value in found.items():
             print(f"  {what:40} {value:,.2f}")
-    print(json.dumps(report))
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_result(report, args.json, indent=1)
 
 
 if __name__ == "__main__":

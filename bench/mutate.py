@@ -1,8 +1,8 @@
 """Model files that nobody should write, by the thousand: each loads, or is refused in words.
 
-    python bench/mutate.py [--seed 0] [--sample N] [--workers 2] [--json FILE]
-    python bench/mutate.py --about granite               # all whose description has it
-    python bench/mutate.py --only 1234                   # one of them again, and what it does
+    python -m bench.mutate [--seed 0] [--sample N] [--workers 2] [--json FILE]
+    python -m bench.mutate --about granite               # all whose description has it
+    python -m bench.mutate --only 1234                   # one of them again, and what it does
 
 Small sound models (a folder of every family and rope scaling, shards, GGUF files with each kind of
 vocabulary) are spoilt one thing at a time: every field of every JSON file and of the GGUF metadata
@@ -21,11 +21,6 @@ line.
 
 from __future__ import annotations
 
-import sys
-
-if __name__ == "__main__":  # `bench` and `tests` are found there
-    sys.path[0] = __file__.rpartition("/bench/")[0] or "."
-
 import argparse
 import contextlib
 import json
@@ -35,6 +30,7 @@ import platform
 import resource
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import traceback

@@ -1,6 +1,6 @@
 """What watching costs: records, blame, the way to the HTTP process, totals. No model.
 
-    python bench/observe.py [--json FILE]
+    python -m bench.observe [--json FILE]
 
 Turns an engine's loop over an executor that computes nothing and times, for each step, what is
 there only to explain it: the step's record with its gaps by cause (`StepRecorder.add`), packing
@@ -11,29 +11,25 @@ Prints a table, ends with one JSON line.
 
 from __future__ import annotations
 
-import sys
+import argparse
+import platform
+import statistics
+from array import array
+from time import perf_counter
+from timeit import repeat
+from types import SimpleNamespace
+from typing import Any, cast
 
-sys.path[0] = __file__.rpartition("/bench/")[0] or "."  # `bench` is found there
+import msgspec
 
-import argparse  # noqa: E402
-import json  # noqa: E402
-import platform  # noqa: E402
-import statistics  # noqa: E402
-from array import array  # noqa: E402
-from time import perf_counter  # noqa: E402
-from timeit import repeat  # noqa: E402
-from types import SimpleNamespace  # noqa: E402
-from typing import Any, cast  # noqa: E402
-
-import msgspec  # noqa: E402
-
-from bench.scheduler import Instant, scheduler_with  # noqa: E402
-from twostroke.engine.api import EngineClient, EngineLoad  # noqa: E402
-from twostroke.engine.core import EngineCore  # noqa: E402
-from twostroke.model.describe.cost import CostModel  # noqa: E402
-from twostroke.observe.record import Records, StepRecord  # noqa: E402
-from twostroke.observe.totals import Totals  # noqa: E402
-from twostroke.serve.monitor.metrics import Metrics  # noqa: E402
+from bench.output import write_result
+from bench.scheduler import Instant, scheduler_with
+from twostroke.engine.api import EngineClient, EngineLoad
+from twostroke.engine.core import EngineCore
+from twostroke.model.describe.cost import CostModel
+from twostroke.observe.record import Records, StepRecord
+from twostroke.observe.totals import Totals
+from twostroke.serve.monitor.metrics import Metrics
 
 STEPS = 400
 BUDGET_US = 50.0  # at 32 streams
@@ -134,7 +130,7 @@ def main() -> None:
     at_32 = rows[1]["step_us"]
     end_us, page_us = measure_end(500), measure_page()
     print(f"a request's end (500 tokens) {end_us:.0f} µs; a scrape {page_us / 1e3:.1f} ms")
-    line = json.dumps(
+    write_result(
         {
             "bench": "observe",
             "machine": platform.machine(),
@@ -144,12 +140,9 @@ def main() -> None:
             "scrape_us": page_us,
             "budget_us": BUDGET_US,
             "within_budget": at_32 < BUDGET_US,
-        }
+        },
+        args.json,
     )
-    print(line)
-    if args.json:
-        with open(args.json, "w") as file:
-            file.write(line + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The two phases on this machine: floors first, then what the engine takes, then a peer.
 
-    python bench/phases.py [--model M] [--json FILE] [--repeat N]
+    python -m bench.phases [--model M] [--json FILE] [--repeat N]
 
 Floors come from ceilings measured here: the rate of a large matrix product in the engine's dtype
 bounds prefill, the rate of reading a buffer as large as the weights bounds decode. Engine and
@@ -11,7 +11,6 @@ Ends with one JSON line.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 from time import perf_counter
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from bench.output import write_result
 from twostroke import LLM, SamplingParams
 from twostroke.engine.in_process import SyncClient
 
@@ -147,11 +147,7 @@ def main() -> None:
         "bytes_per_s": bandwidth,
         "results": results,
     }
-    text = json.dumps(out)
-    print(text)
-    if args.json:
-        with open(args.json, "w") as file:
-            file.write(text + "\n")
+    write_result(out, args.json)
 
 
 if __name__ == "__main__":

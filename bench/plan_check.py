@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench.output import write_result
 from twostroke.measure.load.definitions import Goals
 from twostroke.measure.load.traces import TraceRequest, at_rate, block_tokens, read_trace, scaled
 from twostroke.planner.calibrate import SECONDS, calibrate
@@ -92,9 +93,7 @@ def main() -> None:
                     flush=True,
                 )
             found["loads"].append(title | result)
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found))
+    write_result(found, args.json, indent=1)
 
 
 if __name__ == "__main__":

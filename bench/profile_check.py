@@ -20,9 +20,9 @@ import json
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 
 from bench.measure_check import model_file
+from bench.output import write_result
 from bench.witness import Json, Witness
 from twostroke.measure.compare.arms import serving
 from twostroke.measure.load.result import environment
@@ -179,11 +179,8 @@ def main() -> None:
         "above_roof": above,
         "roofline_says": roofline["measured"],
     }
-    line = json.dumps(result)
     print(json.dumps(result, indent=1))
-    print(line)
-    if args.json:
-        Path(args.json).write_text(line + "\n")
+    write_result(result, args.json)
     if out or above or missing:
         raise SystemExit(f"sums out of bounds: {out}; above a roof: {above}; no range: {missing}")
 

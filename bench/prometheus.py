@@ -1,6 +1,6 @@
 """Does a real Prometheus tell of a real server what its clients have seen?
 
-    python bench/prometheus.py [MODEL] [--requests 24] [--json FILE]
+    python -m bench.prometheus [MODEL] [--requests 24] [--json FILE]
 
 Starts `twostroke serve` (the default model, unless one is named) and Prometheus (`prometheus` on
 the path) with deploy/monitoring/prometheus.yml, scraping every second. Streams answer; each client
@@ -12,33 +12,31 @@ Prints what was asked and told, ends with one JSON line; exit status 1 if someth
 
 from __future__ import annotations
 
+import argparse
+import asyncio
+import contextlib
+import http.client
+import json
+import math
+import platform
+import signal
+import socket
+import statistics
+import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
-sys.path[0] = __file__.rpartition("/bench/")[0] or "."  # `bench` is found there
-
-import argparse  # noqa: E402
-import asyncio  # noqa: E402
-import contextlib  # noqa: E402
-import http.client  # noqa: E402
-import json  # noqa: E402
-import math  # noqa: E402
-import platform  # noqa: E402
-import signal  # noqa: E402
-import socket  # noqa: E402
-import statistics  # noqa: E402
-import subprocess  # noqa: E402
-import tempfile  # noqa: E402
-import time  # noqa: E402
-from collections.abc import Callable, Iterator, Sequence  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
-from urllib.parse import quote  # noqa: E402
-
-from twostroke.measure.load.definitions import Sample  # noqa: E402
-from twostroke.measure.load.http_client import Connections, Endpoint  # noqa: E402
-from twostroke.measure.load.load_run import run_closed_loop  # noqa: E402
-from twostroke.measure.load.sample_client import OpenAIClient  # noqa: E402
-from twostroke.measure.load.workload import PlannedRequest  # noqa: E402
+from bench.output import write_result
+from twostroke.measure.load.definitions import Sample
+from twostroke.measure.load.http_client import Connections, Endpoint
+from twostroke.measure.load.load_run import run_closed_loop
+from twostroke.measure.load.sample_client import OpenAIClient
+from twostroke.measure.load.workload import PlannedRequest
 
 MONITORING = Path(__file__).parent.parent / "deploy" / "monitoring"
 MODEL_NAME = "measured"
@@ -272,7 +270,7 @@ def main() -> int:
         wrong.append("the one request after a restart")
     for what in wrong:
         print(f"wrong: {what}")
-    line = json.dumps(
+    write_result(
         {
             "bench": "prometheus",
             "machine": platform.machine(),
@@ -284,11 +282,9 @@ def main() -> int:
             "own_queries": len(own),
             "tolerance": TOLERANCE,
             "wrong": wrong,
-        }
+        },
+        args.json,
     )
-    print(line)
-    if args.json:
-        Path(args.json).write_text(line + "\n")
     return 1 if wrong else 0
 
 

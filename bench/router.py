@@ -32,6 +32,7 @@ from pathlib import Path
 from time import monotonic, perf_counter, process_time, thread_time
 from typing import Any
 
+from bench.output import write_result
 from bench.router_sim import (
     Machine,
     best_hit_rate,
@@ -283,9 +284,7 @@ def main() -> None:
             found["real"] = asyncio.run(real(trace, Path(folder) / "real", goals))
         if "overhead" in args.only:
             found["overhead"] = asyncio.run(overhead(trace, Path(folder) / "instant"))
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found))
+    write_result(found, args.json, indent=1)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ Ends with one JSON line.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -28,6 +27,7 @@ from itertools import count
 from time import monotonic, sleep
 from typing import Any
 
+from bench.output import write_result
 from bench.slo_load import Arrival, mean_lengths, minute
 from twostroke import LLM
 from twostroke.measure.load.definitions import Goals, Sample, engine_sample
@@ -288,11 +288,7 @@ def main() -> None:
         result["interference"] = interference(args)
     if args.only != "interference":
         result["goodput"] = goodput(args)
-    line = json.dumps(result)
-    print(line)
-    if args.json:
-        with open(args.json, "w") as file:
-            file.write(line + "\n")
+    write_result(result, args.json)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+from bench.output import write_result
 from twostroke.config import EngineConfig
 from twostroke.route.pool_settings import PoolSettings
 from twostroke.route.routed_engine import RoutedEngine
@@ -338,9 +339,7 @@ def main() -> int:
         server.join(HANG_S)
     for failure in result["failures"]:
         print(failure)
-    if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(result))
+    write_result(result, args.json, indent=1)
     return 1 if result["num_failures"] else 0
 
 

@@ -25,6 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.output import write_result
 from bench.witness import Json, Witness, largest, request_figures
 from twostroke.measure.compare.arms import serving
 from twostroke.measure.load.result import environment
@@ -126,10 +127,7 @@ def main() -> None:
         "serve": options,
         **compared(lines, detail, witness, args),
     }
-    line = json.dumps(found)
-    print(line)
-    if args.json:
-        Path(args.json).write_text(line + "\n")
+    write_result(found, args.json)
     if found["out_of_bounds"]:
         raise SystemExit(f"out of bounds: {', '.join(found['out_of_bounds'])}")
 

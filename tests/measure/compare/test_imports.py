@@ -118,7 +118,7 @@ def test_files_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_what_is_no_result_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x"
     path.write_text(text)
-    with pytest.raises(ConfigError, match="is no result that is known"):
+    with pytest.raises(ConfigError, match="has an unknown format"):
         import_result(str(path))
     with pytest.raises(ConfigError, match="cannot be read"):
         import_result(str(tmp_path / "nothing"))

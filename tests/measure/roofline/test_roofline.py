@@ -61,7 +61,7 @@ def test_a_precision_a_phase_reads_one_of_two_formats() -> None:
     assert both.decode() == int4.decode()
     assert both.weight_bytes == fp8.weight_bytes + int4.weight_bytes
     assert both.compute_bound_batch == int4.compute_bound_batch
-    assert "Prefill reads fp8 weights and decode int4 ones" in " ".join(both.notes())
+    assert "Prefill reads fp8 weights and decode int4 weights" in " ".join(both.notes())
 
 
 def test_a_mixture_of_experts_reads_those_that_its_tokens_choose(
@@ -83,7 +83,7 @@ def test_a_mixture_of_experts_reads_those_that_its_tokens_choose(
         )
     assert main(["roofline", str(path), "--hardware", "H200", "--batch", "4"]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert "parameters: 30.53e9, of which a token goes through 3.35e9; decode at batch 4" in told
+    assert "parameters: 30.53e9, of them 3.35e9 active for a token; decode at batch 4" in told
     assert "reads 29.1 of a layer's 128 experts" in told
     assert "if all are equally likely" in told
     assert "3.35e9 active parameters" in told
@@ -148,7 +148,7 @@ def test_the_command_prints_draws_and_refuses(
     assert main(["roofline", "llama-3.1-8b", "--hardware", "H1000"]) == 1
     assert "is not in the table, did you mean" in capsys.readouterr().err.replace("; did", ", did")
     assert main(["roofline", "lama-3.1-8b"]) == 1
-    assert "Known by name: llama-2-7b" in capsys.readouterr().err
+    assert "Known names: llama-2-7b" in capsys.readouterr().err
 
 
 def test_weights_of_a_gguf_file_count_as_they_are_stored(
